@@ -1,0 +1,26 @@
+"""PACS for TRL: reinforcement learning with verifiable rewards as supervised learning (arXiv 2509.02522).
+
+Importing the package is light: neither torch nor trl is loaded until one of the names below is used.
+"""
+
+from importlib import import_module
+
+
+__version__ = "0.1.0"
+
+_PUBLIC_NAMES = {
+    "PACSConfig": "pacs_trl.pacs_config",
+    "PACSTrainer": "pacs_trl.pacs_trainer",
+}
+
+__all__ = ["__version__", *_PUBLIC_NAMES]
+
+
+def __getattr__(name):
+    if name in _PUBLIC_NAMES:
+        return getattr(import_module(_PUBLIC_NAMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted(__all__)
