@@ -1,0 +1,236 @@
+"""The benchmarks of the paper as data: adding one is adding one entry to `BENCHMARKS`.
+
+An entry says where the rows are and which columns hold the problem and the answer; it holds no prompt and no grader,
+because those are the ones of training (`pacs_trl.data.build_prompt`, `pacs_trl.verification.Verifier`). Raise `version`
+whenever the rows or the way an answer is read change: results of different versions are never put in one table.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """
+    Where one benchmark's rows are and how to read them.
+
+    Args:
+        title (`str`): Name in tables.
+        hub_id (`str`): Dataset repository on the Hub.
+        split (`str`): Split to load.
+        problem_column, answer_column (`str`): Columns of the problem text and of the gold answer.
+        id_column (`str`, *optional*): Column that names a row; without it a problem is named by its position.
+        revision (`str`, *optional*): Commit of the dataset repository; without it the newest is loaded. Either way the
+            digest of the rows is written to the results.
+        config (`str`, *optional*): Dataset configuration.
+        answer_marker (`str`, *optional*): The answer is the text after the last occurrence of this marker.
+        version (`int`): Version of this entry.
+    """
+
+    title: str
+    hub_id: str
+    split: str
+    problem_column: str
+    answer_column: str
+    id_column: str | None = None
+    revision: str | None = None
+    config: str | None = None
+    answer_marker: str | None = None
+    version: int = 1
+
+
+BENCHMARKS = {
+    "math_500": Benchmark(
+        title="MATH 500",
+        hub_id="HuggingFaceH4/MATH-500",
+        split="test",
+        problem_column="problem",
+        answer_column="answer",
+        id_column="unique_id",
+        revision="6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be",
+    ),
+    "amc_23": Benchmark(
+        title="AMC 23",
+        hub_id="zwhe99/amc23",
+        split="test",
+        problem_column="question",
+        answer_column="answer",
+        id_column="id",
+    ),
+    "aime_2024": Benchmark(
+        title="AIME 2024",
+        hub_id="Maxwell-Jia/AIME_2024",
+        split="train",
+        problem_column="Problem",
+        answer_column="Answer",
+        id_column="ID",
+    ),
+    "aime_2025": Benchmark(
+        title="AIME 2025",
+        hub_id="yentinglin/aime_2025",
+        split="train",
+        problem_column="problem",
+        answer_column="answer",
+        id_column="id",
+    ),
+    "beyond_aime": Benchmark(
+        title="BeyondAIME",
+        hub_id="ByteDance-Seed/BeyondAIME",
+        split="test",
+        problem_column="problem",
+        answer_column="answer",
+    ),
+    "gsm8k": Benchmark(
+        title="GSM8K",
+        hub_id="openai/gsm8k",
+        config="main",
+        split="test",
+        problem_column="question",
+        answer_column="answer",
+        answer_marker="####",
+        revision="740312add88f781978c0658806c59bc2815b9866",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem: `id` is unique in its benchmark, `solution` is the gold answer as the verifier takes it."""
+
+    id: str
+    problem: str
+    solution: str
+
+
+@dataclass(frozen=True)
+class LoadedBenchmark:
+    """Problems with the facts that results need: `source` is plain data (id, revision, split, version, digest)."""
+
+    name: str
+    title: str
+    problems: list[Problem]
+    source: dict = field(default_factory=dict)
+
+
+def load_benchmark(spec: str, *, max_problems: int | None = None) -> LoadedBenchmark:
+    """
+    Load a benchmark by name.
+
+    Args:
+        spec (`str`):
+            A name from `BENCHMARKS`; `name=PATH` to read the same columns from a local `.jsonl`, `.json` or `.parquet`
+            file; or `miniature/<task>` for the test split of a task of the miniature world.
+        max_problems (`int`, *optional*):
+            Keep the first so many problems.
+
+    Returns:
+        [`LoadedBenchmark`].
+
+    Raises:
+        `ValueError`: for an unknown name, a missing file or column, an empty benchmark, an empty problem or answer, or
+        two rows with one id.
+    """
+    name, _, path = spec.partition("=")
+    if name.startswith("miniature/"):
+        title, version, rows, source = _miniature_rows(name)
+        problems = [Problem(str(i), row["problem"], _answer_text(row["answer"])) for i, row in enumerate(rows)]
+    elif name in BENCHMARKS:
+        entry = BENCHMARKS[name]
+        title, version = entry.title, entry.version
+        rows, source = (_file_rows(Path(path)), {"file": Path(path).name}) if path else _hub_rows(entry)
+        problems = [_problem(name, entry, i, row) for i, row in enumerate(rows)]
+    else:
+        raise ValueError(
+            f"Unknown benchmark {name!r}. Choose from {', '.join(BENCHMARKS)}, miniature/<task>, or point one of them "
+            "at a local file with name=PATH."
+        )
+    if max_problems is not None:
+        problems = problems[:max_problems]
+    _check_problems(spec, problems)
+    source |= {"version": version, "num_problems": len(problems), "digest": problems_digest(problems)}
+    return LoadedBenchmark(name, title, problems, source)
+
+
+def problems_digest(problems: list[Problem]) -> str:
+    """First 16 hex digits of the SHA-256 over ids, problems and answers: equal digests mean the same questions."""
+    content = json.dumps([[p.id, p.problem, p.solution] for p in problems], ensure_ascii=False)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def _problem(name: str, entry: Benchmark, index: int, row: dict) -> Problem:
+    columns = [entry.problem_column, entry.answer_column] + ([entry.id_column] if entry.id_column else [])
+    missing = [column for column in columns if column not in row]
+    if missing:
+        raise ValueError(
+            f"Benchmark {name} reads the columns {columns}, but row {index} has no {missing}. Columns found: {list(row)}."
+        )
+    answer = _answer_text(row[entry.answer_column])
+    if entry.answer_marker is not None:
+        if entry.answer_marker not in answer:
+            raise ValueError(
+                f"Benchmark {name} reads the answer after {entry.answer_marker!r}, which row {index} does not contain: "
+                f"{answer[-80:]!r}."
+            )
+        answer = answer.rsplit(entry.answer_marker, 1)[1].strip()
+    return Problem(str(row[entry.id_column]) if entry.id_column else str(index), row[entry.problem_column], answer)
+
+
+def _answer_text(answer) -> str:
+    """Gold answers come as text or numbers; 27.0 is written 27, as a model would write it."""
+    if isinstance(answer, float) and answer.is_integer():
+        answer = int(answer)
+    return str(answer).strip()
+
+
+def _check_problems(spec: str, problems: list[Problem]) -> None:
+    if not problems:
+        raise ValueError(f"Benchmark {spec} has no problems; there is nothing to evaluate.")
+    first_row: dict[str, int] = {}
+    for row, problem in enumerate(problems):
+        if problem.id in first_row:
+            raise ValueError(
+                f"Benchmark {spec} has the problem id {problem.id!r} twice, in rows {first_row[problem.id]} and {row}; "
+                "samples are stored by id, so ids must be unique."
+            )
+        first_row[problem.id] = row
+        if not isinstance(problem.problem, str) or not problem.problem.strip() or not problem.solution:
+            raise ValueError(f"Benchmark {spec} has an empty problem or answer in row {row} (id {problem.id!r}).")
+
+
+def _miniature_rows(name: str) -> tuple[str, int, list[dict], dict]:
+    from pacs_trl.miniature import tasks
+
+    task = name.removeprefix("miniature/")
+    if task not in tasks.TASKS:
+        raise ValueError(f"Unknown miniature task {task!r}. Choose from {', '.join(sorted(tasks.TASKS))}.")
+    return (
+        task.replace("_", " "),
+        1,
+        tasks.problems(task, "test"),
+        {"generator": "pacs_trl.miniature", "split": "test"},
+    )
+
+
+def _hub_rows(entry: Benchmark) -> tuple[list[dict], dict]:
+    from datasets import load_dataset
+
+    dataset = load_dataset(entry.hub_id, entry.config, split=entry.split, revision=entry.revision)
+    source = {"hub_id": entry.hub_id, "config": entry.config, "split": entry.split, "revision": entry.revision}
+    return dataset.to_list(), source
+
+
+def _file_rows(path: Path) -> list[dict]:
+    if not path.is_file():
+        raise ValueError(f"The benchmark file {path} does not exist.")
+    if path.suffix == ".jsonl":
+        with path.open(encoding="utf-8") as lines:
+            return [json.loads(line) for line in lines if line.strip()]
+    if path.suffix == ".json":
+        return json.loads(path.read_text(encoding="utf-8"))
+    if path.suffix == ".parquet":
+        import pandas as pd
+
+        return pd.read_parquet(path).to_dict("records")
+    raise ValueError(f"A benchmark file is .jsonl, .json or .parquet, got {path.name}.")
