@@ -1,0 +1,70 @@
+"""Qwen3 models small enough to train on two CPU cores, built in code from a seed.
+
+Same architecture and classes as the 4B and 8B models of the paper, so that everything around the model (trainer, LoRA,
+checkpoints, evaluation, vLLM) takes the same path. The weights are random; `warm_start` teaches them the tasks.
+"""
+
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
+
+
+class ModelSize(NamedTuple):
+    """Layers and widths of one size; attention heads are 32 wide and two of them share one key-value head."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+
+
+HEAD_DIM = 32
+
+MODEL_SIZES: dict[str, ModelSize] = {
+    "tiny": ModelSize(num_layers=2, hidden_size=64, intermediate_size=128),  # about 0.1M parameters: unit tests
+    "small": ModelSize(num_layers=4, hidden_size=128, intermediate_size=512),  # about 1M: quickstart
+    "base": ModelSize(num_layers=5, hidden_size=160, intermediate_size=640),  # about 2M: the larger twin
+}
+
+
+def build_model(tokenizer: PreTrainedTokenizerBase, size: str = "small", seed: int = 0) -> Qwen3ForCausalLM:
+    """
+    Build a randomly initialized miniature model.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Fixes the vocabulary size and the padding and end ids.
+        size (`str`, *optional*, defaults to `"small"`):
+            Key of `MODEL_SIZES`.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the weights. The global random state is left untouched.
+
+    Returns:
+        [`~transformers.Qwen3ForCausalLM`]:
+            float32 model on the CPU with tied embeddings; the same seed gives the same weights.
+
+    Raises:
+        `ValueError`: if `size` is unknown.
+    """
+    if size not in MODEL_SIZES:
+        raise ValueError(f"unknown model size {size!r}; choose one of {', '.join(MODEL_SIZES)}")
+    num_layers, hidden_size, intermediate_size = MODEL_SIZES[size]
+    num_heads = hidden_size // HEAD_DIM
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads // 2 if num_heads % 2 == 0 else num_heads,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=4096,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(config)

@@ -1,0 +1,168 @@
+r"""Arithmetic problems with one right answer each: the data of the miniature world.
+
+Three tasks of rising difficulty. A problem is a short text, its answer is an integer, and it comes with every worked
+solution that the supervised warm start may show. The solutions of one problem differ in the order of their steps, so a
+trained policy has something to be diverse about; each ends in `\boxed{answer}`, so that the ordinary mathematical
+verifier grades it. A task whose answers are not unique (countdown) would need a verifier of its own and is left out.
+
+The whole problem space of a task is enumerated and cut in two by a hash of the problem's canonical form, in which
+commuted operands are equal: `12+34` and `34+12` are never on different sides.
+"""
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import product
+from typing import Literal, NamedTuple
+
+
+Split = Literal["train", "test"]
+
+# One problem in TEST_FRACTION is held out.
+TEST_FRACTION = 5
+
+
+class Problem(NamedTuple):
+    """One problem of a task: its text, the canonical form that decides the split, the answer, the worked solutions."""
+
+    text: str
+    canonical: str
+    answer: int
+    solutions: tuple[str, ...]
+
+
+def _addition() -> Iterator[Problem]:
+    """`47+38`: two numbers of two digits, tens and units added separately in either order."""
+    for a, b in product(range(10, 100), repeat=2):
+        tens = f"{a // 10 * 10}+{b // 10 * 10}={a // 10 * 10 + b // 10 * 10}"
+        units = f"{a % 10}+{b % 10}={a % 10 + b % 10}"
+        yield Problem(
+            text=f"{a}+{b}",
+            canonical=f"{min(a, b)}+{max(a, b)}",
+            answer=a + b,
+            solutions=(rf"{tens},{units},\boxed{{{a + b}}}", rf"{units},{tens},\boxed{{{a + b}}}"),
+        )
+
+
+def _expression() -> Iterator[Problem]:
+    """`3+4*12`: a product of two factors and a third number added or subtracted, on either side."""
+    for a, b, c in product(range(2, 13), range(2, 13), range(1, 40)):
+        low, high = min(a, b), max(a, b)
+        for sign in "+-":
+            first, second = f"{a}*{b}", f"{a * b}"
+            answer = a * b + c if sign == "+" else a * b - c
+            yield Problem(
+                text=f"{first}{sign}{c}",
+                canonical=f"{low}*{high}{sign}{c}",
+                answer=answer,
+                solutions=(rf"{first}={second},{second}{sign}{c}=\boxed{{{answer}}}",),
+            )
+            answer = c + a * b if sign == "+" else c - a * b
+            yield Problem(
+                text=f"{c}{sign}{first}",
+                # c+a*b is a*b+c with its terms commuted; c-a*b has its own canonical form.
+                canonical=f"{low}*{high}+{c}" if sign == "+" else f"{c}-{low}*{high}",
+                answer=answer,
+                solutions=(rf"{first}={second},{c}{sign}{second}=\boxed{{{answer}}}",),
+            )
+
+
+def _equation() -> Iterator[Problem]:
+    """`4*x-9=27`: a linear equation with an integer solution, negative ones included."""
+    for a, x, b in product(range(2, 13), range(-9, 21), range(1, 30)):
+        for sign, inverse in ("+-", "-+"):
+            right = a * x + b if sign == "+" else a * x - b
+            yield Problem(
+                text=f"{a}*x{sign}{b}={right}",
+                canonical=f"{a}*x{sign}{b}={right}",
+                answer=x,
+                solutions=(
+                    rf"{right}{inverse}{b}={a * x},{a * x}/{a}=\boxed{{{x}}}",
+                    rf"{a}*x={right}{inverse}{b}={a * x},x=\boxed{{{x}}}",
+                ),
+            )
+
+
+TASKS: dict[str, Callable[[], Iterator[Problem]]] = {
+    "addition": _addition,
+    "expression": _expression,
+    "equation": _equation,
+}
+
+
+def _is_held_out(canonical: str) -> bool:
+    digest = hashlib.sha256(canonical.encode()).digest()
+    return int.from_bytes(digest[:4], "big") % TEST_FRACTION == 0
+
+
+@cache
+def _split(task: str, split: Split) -> tuple[Problem, ...]:
+    return tuple(problem for problem in TASKS[task]() if _is_held_out(problem.canonical) == (split == "test"))
+
+
+def _sample(task: str, split: Split, num_problems: int | None, rng: random.Random) -> list[Problem]:
+    if task not in TASKS:
+        raise ValueError(f"unknown miniature task {task!r}; choose one of {', '.join(TASKS)}")
+    if split not in ("train", "test"):
+        raise ValueError(f"unknown split {split!r}; choose 'train' or 'test'")
+    population = _split(task, split)
+    if num_problems is None:
+        num_problems = len(population)
+    if not 1 <= num_problems <= len(population):
+        raise ValueError(
+            f"num_problems must lie between 1 and {len(population)}, the size of the {split} split of {task!r}, "
+            f"but is {num_problems}; leave it out to get the whole split"
+        )
+    return rng.sample(population, num_problems)
+
+
+def problems(task: str, split: Split, num_problems: int | None = None, seed: int = 0) -> list[dict[str, str]]:
+    """
+    Draw problems of a task without replacement.
+
+    Args:
+        task (`str`):
+            Key of `TASKS`.
+        split (`str`):
+            `"train"` or `"test"`; no problem is in both, not even with its operands commuted.
+        num_problems (`int`, *optional*):
+            How many; the whole split in random order if left out.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the choice and of the order.
+
+    Returns:
+        `list[dict[str, str]]`: rows with `"problem"`, the text, and `"answer"`, an integer as text.
+
+    Raises:
+        `ValueError`: if the task or the split is unknown, or the split has fewer problems.
+    """
+    drawn = _sample(task, split, num_problems, random.Random(seed))
+    return [{"problem": problem.text, "answer": str(problem.answer)} for problem in drawn]
+
+
+def demonstrations(task: str, num_problems: int | None = None, seed: int = 0) -> list[dict[str, str]]:
+    r"""
+    Draw training problems with one worked solution each, chosen at random among the equally good ones.
+
+    Args:
+        task (`str`):
+            Key of `TASKS`.
+        num_problems (`int`, *optional*):
+            How many; the whole train split if left out.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the problems, their order and the choice of solutions.
+
+    Returns:
+        `list[dict[str, str]]`: rows with `"problem"`, `"answer"` and `"solution"`, the worked text that ends in
+        `\boxed{answer}`.
+
+    Raises:
+        `ValueError`: as for [`problems`].
+    """
+    rng = random.Random(seed)
+    drawn = _sample(task, "train", num_problems, rng)
+    return [
+        {"problem": problem.text, "answer": str(problem.answer), "solution": rng.choice(problem.solutions)}
+        for problem in drawn
+    ]

@@ -1,0 +1,57 @@
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pacs_trl.miniature.model import MODEL_SIZES, build_model
+from pacs_trl.miniature.tokenizer import build_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+def test_default_size_has_about_a_million_parameters(tokenizer):
+    model = build_model(tokenizer)
+    assert 0.9e6 < model.num_parameters() < 1.1e6
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+
+def test_the_twins_differ_by_a_factor_of_two(tokenizer):
+    small, base = (build_model(tokenizer, size).num_parameters() for size in ("small", "base"))
+    assert 1.8 < base / small < 2.2
+
+
+@pytest.mark.parametrize("size", MODEL_SIZES)
+def test_forward_and_generation_settings(tokenizer, size):
+    model = build_model(tokenizer, size)
+    ids = torch.tensor([tokenizer("12+34")["input_ids"]])
+    assert model(input_ids=ids).logits.shape == (1, 5, len(tokenizer))
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert model.generation_config.pad_token_id == tokenizer.pad_token_id
+
+
+def test_seed_decides_the_weights_and_leaves_the_global_state_alone(tokenizer):
+    torch.manual_seed(11)
+    expected = torch.rand(3)
+    torch.manual_seed(11)
+    first = build_model(tokenizer, "tiny", seed=3).state_dict()
+    assert torch.equal(torch.rand(3), expected)
+    second = build_model(tokenizer, "tiny", seed=3).state_dict()
+    other = build_model(tokenizer, "tiny", seed=4).state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
+
+
+def test_save_and_load_round_trip(tokenizer, tmp_path):
+    model = build_model(tokenizer, "tiny").eval()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert type(loaded).__name__ == "Qwen3ForCausalLM"
+    ids = torch.tensor([tokenizer("12+34")["input_ids"]])
+    torch.testing.assert_close(loaded(input_ids=ids).logits, model(input_ids=ids).logits, rtol=0, atol=0)
+
+
+def test_unknown_size_names_the_choices(tokenizer):
+    with pytest.raises(ValueError, match="unknown model size 'huge'; choose one of tiny, small, base"):
+        build_model(tokenizer, "huge")

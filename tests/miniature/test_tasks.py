@@ -1,0 +1,94 @@
+import re
+from collections import Counter
+
+import pytest
+from math_verify import parse, verify
+
+from pacs_trl.miniature.tasks import TASKS, demonstrations, problems
+from pacs_trl.miniature.tokenizer import build_tokenizer
+
+
+def solve(problem: str) -> int:
+    """Independent solver: Python evaluates both sides; an equation is solved by trying every integer."""
+    if "=" not in problem:
+        return eval(problem)
+    left, right = problem.split("=")
+    roots = [x for x in range(-100, 101) if eval(left, {"x": x}) == int(right)]
+    assert len(roots) == 1, problem
+    return roots[0]
+
+
+def commuted(problem: str) -> set[str]:
+    """The texts that state the same problem with the operands of + and * in another order."""
+    forms = {problem}
+    if match := re.fullmatch(r"(\d+)\+(\d+)", problem):
+        forms.add("{1}+{0}".format(*match.groups()))
+    elif match := re.fullmatch(r"(\d+)\*(\d+)([+-])(\d+)", problem):
+        a, b, sign, c = match.groups()
+        forms.add(f"{b}*{a}{sign}{c}")
+        if sign == "+":
+            forms |= {f"{c}+{a}*{b}", f"{c}+{b}*{a}"}
+    return forms
+
+
+@pytest.mark.parametrize("task", TASKS)
+class TestTasks:
+    def test_answers_are_right(self, task):
+        for row in problems(task, "test", 1000):
+            assert solve(row["problem"]) == int(row["answer"]), row
+
+    def test_train_and_test_are_disjoint_even_when_commuted(self, task):
+        train = {row["problem"] for row in problems(task, "train")}
+        test = [row["problem"] for row in problems(task, "test")]
+        assert len(set(test)) == len(test)
+        assert not train & {form for problem in test for form in commuted(problem)}
+
+    def test_a_fifth_is_held_out_and_looks_like_the_rest(self, task):
+        train, test = problems(task, "train"), problems(task, "test")
+        assert 0.18 < len(test) / (len(train) + len(test)) < 0.22
+        # Same distribution of answer lengths: no share differs by more than 2 percentage points.
+        train_lengths, test_lengths = (Counter(len(row["answer"]) for row in rows) for rows in (train, test))
+        for length in train_lengths | test_lengths:
+            assert abs(train_lengths[length] / len(train) - test_lengths[length] / len(test)) < 0.02
+
+    def test_seed_decides_the_draw(self, task):
+        first = problems(task, "train", 50, seed=1)
+        assert first == problems(task, "train", 50, seed=1)
+        assert first != problems(task, "train", 50, seed=2)
+        assert len({row["problem"] for row in first}) == 50
+
+    def test_demonstrations_reach_the_answer_by_true_steps(self, task):
+        train = {row["problem"]: row["answer"] for row in problems(task, "train")}
+        for row in demonstrations(task, 500, seed=3):
+            assert train[row["problem"]] == row["answer"]
+            *steps, boxed = row["solution"].rsplit(r"\boxed{", 1)
+            assert boxed == row["answer"] + "}"
+            # `a=b=c` states that neighbours are equal; steps with the unknown hold when it is replaced by the answer.
+            unboxed = row["solution"].replace(r"\boxed{", "").replace("}", "")
+            for step in unboxed.split(","):
+                values = {eval(side, {"x": int(row["answer"])}) for side in step.split("=")}
+                assert len(values) == 1, row
+
+    def test_demonstrations_are_short_and_verifiable(self, task):
+        tokenizer = build_tokenizer()
+        for row in demonstrations(task, 100, seed=4):
+            assert len(tokenizer(row["solution"])["input_ids"]) <= 27
+            gold, wrong = parse(rf"\boxed{{{row['answer']}}}"), parse(rf"\boxed{{{int(row['answer']) + 1}}}")
+            assert verify(gold, parse(row["solution"]))
+            assert not verify(wrong, parse(row["solution"]))
+
+
+def test_several_solutions_are_shown_for_one_problem():
+    shown = {row["solution"] for seed in range(2) for row in demonstrations("addition", seed=seed)}
+    assert len(shown) > len(problems("addition", "train")) * 1.2
+
+
+def test_bad_arguments_name_the_rule():
+    with pytest.raises(
+        ValueError, match="unknown miniature task 'sums'; choose one of addition, expression, equation"
+    ):
+        problems("sums", "train")
+    with pytest.raises(ValueError, match="unknown split 'dev'; choose 'train' or 'test'"):
+        problems("addition", "dev")
+    with pytest.raises(ValueError, match="between 1 and 1579, the size of the test split of 'addition', but is 9999"):
+        problems("addition", "test", 9999)

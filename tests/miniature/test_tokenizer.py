@@ -1,0 +1,77 @@
+import pytest
+from transformers import AutoTokenizer
+from trl.chat_template_utils import get_training_chat_template
+
+from pacs_trl.miniature.tokenizer import BOX_TOKEN, END_TOKEN, build_tokenizer
+
+
+CONVERSATION = [
+    {"role": "user", "content": "47+38"},
+    {"role": "assistant", "content": r"7+8=15,40+30=70,\boxed{85}"},
+]
+
+TEXTS = [
+    "",
+    "  two spaces ,  and . ' marks\n\n",
+    "Zoë’s ∑ of 😀 costs $\\frac{1}{2}$ &lt; 3\t",
+    "Natalia sold clips to 48 of her friends in April. #### 72",
+    "".join(chr(code) for code in range(0x250)),
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_any_text_round_trips(tokenizer, text):
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_every_byte_is_one_token(tokenizer):
+    text = "añ=12"
+    assert len(tokenizer(text)["input_ids"]) == len(text.encode())
+    assert len(tokenizer) == 256 + 7
+
+
+def test_chat_template_renders_chatml(tokenizer):
+    assert tokenizer.apply_chat_template(CONVERSATION, tokenize=False) == (
+        "<|im_start|>user\n47+38<|im_end|>\n<|im_start|>assistant\n" + CONVERSATION[1]["content"] + "<|im_end|>\n"
+    )
+    prompt = tokenizer.apply_chat_template(CONVERSATION[:1], tokenize=False, add_generation_prompt=True)
+    assert prompt == "<|im_start|>user\n47+38<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_role_headers_and_box_are_single_tokens(tokenizer):
+    ids = tokenizer.apply_chat_template(CONVERSATION[:1], add_generation_prompt=True)["input_ids"]
+    # header, 5 characters, end, line break, header
+    assert len(ids) == 9
+    assert tokenizer.tokenize(r"\boxed{85}") == [BOX_TOKEN, "8", "5", "}"]
+
+
+def test_decoding_drops_special_tokens_and_keeps_the_box(tokenizer):
+    ids = tokenizer(r"\boxed{85}<|im_end|><|endoftext|>")["input_ids"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == r"\boxed{85}"
+
+
+def test_template_is_accepted_for_training(tokenizer):
+    # None means that TRL needs no patched template: prefixes are preserved and assistant spans are marked.
+    assert get_training_chat_template(tokenizer) is None
+
+
+def test_assistant_mask_covers_the_answer_and_its_end_token(tokenizer):
+    encoded = tokenizer.apply_chat_template(CONVERSATION, return_dict=True, return_assistant_tokens_mask=True)
+    marked = [token for token, mark in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if mark]
+    assert tokenizer.decode(marked) == CONVERSATION[1]["content"] + END_TOKEN
+
+
+def test_save_and_load_round_trip(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded.get_vocab() == tokenizer.get_vocab()
+    assert (loaded.pad_token_id, loaded.eos_token_id) == (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    assert loaded.padding_side == "left"
+    assert loaded.apply_chat_template(CONVERSATION) == tokenizer.apply_chat_template(CONVERSATION)
+    for text in TEXTS:
+        assert loaded.decode(loaded(text)["input_ids"]) == text
