@@ -1,0 +1,201 @@
+"""Sampling settings, one seed per (problem, sample), and the in-process sampler built on transformers `generate`.
+
+The in-process sampler is for CPUs, tests, and evaluation inside a training loop; a GPU run uses the vLLM or the server
+engine of `engines.py`, which share the types below. Random numbers never come from a global generator: each completion
+owns a stream of uniforms that depends on its seed alone, and a token is the inverse of the cumulative distribution at
+the next uniform. A completion therefore does not depend on which other rows share its batch, up to the rounding of the
+forward pass; with the same batches it is bit-for-bit the same.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+
+# A prompt is a conversation (list of {"role", "content"}) or a string that is already rendered.
+Prompt = list[dict] | str
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """
+    How tokens are drawn.
+
+    Args:
+        temperature (`float`): Divides the logits; 0 is greedy decoding.
+        top_p (`float`): Nucleus mass in (0, 1]; 1 keeps every token.
+        top_k (`int`): Number of tokens kept; 0 keeps every token.
+        max_new_tokens (`int`): Completions are cut at this many tokens.
+
+    Raises:
+        `ValueError`: if a value lies outside its range.
+    """
+
+    temperature: float = 0.6
+    top_p: float = 0.95
+    top_k: int = 0
+    max_new_tokens: int = 8192
+
+    def __post_init__(self):
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be at least 0 (0 is greedy decoding), got {self.temperature}.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is a probability mass in (0, 1], got {self.top_p}; 1 keeps every token.")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be at least 0 (0 keeps every token), got {self.top_k}.")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}.")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled completion: `text` without special tokens, `num_tokens` with the end token, `finish_reason` "stop" (end
+    token produced) or "length" (cut at the limit)."""
+
+    text: str
+    num_tokens: int
+    finish_reason: str
+
+
+def sample_seed(seed: int, problem_id: str, sample: int) -> int:
+    """Seed of one completion, in [0, 2**53): a hash, so that neighbouring samples share nothing, and a whole number that
+    survives JSON everywhere."""
+    digest = hashlib.sha256(f"{seed}/{problem_id}/{sample}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 11
+
+
+def render_prompt(tokenizer, prompt: Prompt, chat_template_kwargs: dict | None = None) -> str:
+    """The text the model continues: a conversation goes through the chat template up to the assistant's turn."""
+    if isinstance(prompt, str):
+        return prompt
+    return tokenizer.apply_chat_template(
+        prompt, tokenize=False, add_generation_prompt=True, **(chat_template_kwargs or {})
+    )
+
+
+def sample_completions(
+    model,
+    tokenizer,
+    prompts: Sequence[Prompt],
+    *,
+    n: int,
+    settings: SamplingSettings | None = None,
+    seed: int = 0,
+    batch_size: int = 64,
+    chat_template_kwargs: dict | None = None,
+) -> list[list[Completion]]:
+    """
+    `n` completions for each prompt from a model that is already loaded.
+
+    Args:
+        model: A causal language model of transformers. Its training mode is restored; no global random state is read
+            or changed.
+        tokenizer: Its tokenizer.
+        prompts (sequence of conversations or strings): Strings are continued as they are.
+        n (`int`): Completions per prompt.
+        settings ([`SamplingSettings`], *optional*): How tokens are drawn.
+        seed (`int`): Completion `j` of prompt `i` depends on `(seed, i, j)`.
+        batch_size (`int`): Rows per call of `generate`.
+        chat_template_kwargs (`dict`, *optional*): Passed to the chat template, for example `enable_thinking`.
+
+    Returns:
+        `list[list[Completion]]`: `n` completions per prompt, in the order of `prompts`.
+    """
+    rows = [(i, j) for i in range(len(prompts)) for j in range(n)]
+    texts = [render_prompt(tokenizer, prompt, chat_template_kwargs) for prompt in prompts]
+    completions: list[list[Completion]] = [[] for _ in prompts]
+    for start in range(0, len(rows), batch_size):
+        batch = rows[start : start + batch_size]
+        seeds = [sample_seed(seed, str(i), j) for i, j in batch]
+        drawn = generate_batch(model, tokenizer, [texts[i] for i, _ in batch], seeds, settings or SamplingSettings())
+        for (i, _), completion in zip(batch, drawn, strict=True):
+            completions[i].append(completion)
+    return completions
+
+
+def generate_batch(
+    model, tokenizer, texts: Sequence[str], seeds: Sequence[int], settings: SamplingSettings
+) -> list[Completion]:
+    """One completion per rendered prompt and seed, in one call of `generate`."""
+    rows = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    longest = max(len(row) for row in rows)
+    pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    input_ids = torch.tensor([[pad_token_id] * (longest - len(row)) + row for row in rows])  # (B, prompt)
+    attention_mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+
+    stop_ids = _stop_token_ids(model, tokenizer)
+    # Neutral values are spelled out: `generate` fills what is unset from the model's own generation config, and shipped
+    # checkpoints carry a repetition penalty there.
+    generation_config = GenerationConfig(
+        do_sample=False,
+        num_beams=1,
+        repetition_penalty=1.0,
+        no_repeat_ngram_size=0,
+        min_new_tokens=0,
+        max_new_tokens=settings.max_new_tokens,
+        eos_token_id=sorted(stop_ids),
+        pad_token_id=pad_token_id,
+    )
+    processors = LogitsProcessorList()
+    if settings.temperature > 0:
+        processors.append(SeededSampler(settings, seeds, prompt_length=longest))
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            output = model.generate(
+                input_ids=input_ids.to(model.device),
+                attention_mask=attention_mask.to(model.device),
+                generation_config=generation_config,
+                logits_processor=processors,
+            )
+    finally:
+        model.train(was_training)
+    return [_completion(tokenizer, row[longest:], stop_ids) for row in output.tolist()]
+
+
+class SeededSampler(LogitsProcessor):
+    """
+    Turns greedy search into sampling with one random stream per row.
+
+    The scores of a row are warped (temperature, top-k, top-p), the token whose slice of the cumulative distribution holds
+    the row's next uniform is chosen, and every other score becomes -inf, so that the arg max of `generate` takes it.
+    """
+
+    def __init__(self, settings: SamplingSettings, seeds: Sequence[int], prompt_length: int):
+        self.prompt_length = prompt_length
+        self.warpers = LogitsProcessorList([TemperatureLogitsWarper(float(settings.temperature))])
+        if settings.top_k > 0:
+            self.warpers.append(TopKLogitsWarper(settings.top_k))
+        if settings.top_p < 1:
+            self.warpers.append(TopPLogitsWarper(settings.top_p))
+        # Philox is counter based: token t of a row is uniform number t of its seed, whatever the batch.
+        self.uniforms = torch.from_numpy(
+            np.stack([np.random.Generator(np.random.Philox(s)).random(settings.max_new_tokens) for s in seeds])
+        )  # (B, max_new_tokens) float64
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        step = input_ids.shape[1] - self.prompt_length
+        cumulative = self.warpers(input_ids, scores.float()).softmax(-1).double().cumsum(-1)  # (B, V)
+        threshold = self.uniforms[:, step : step + 1].to(scores.device) * cumulative[:, -1:]
+        # right=True: the first slice that ends strictly above the threshold, so a token of probability 0 is never taken.
+        token = torch.searchsorted(cumulative, threshold, right=True).clamp(max=scores.shape[-1] - 1)
+        return torch.full_like(scores, -torch.inf).scatter_(-1, token, 0.0)
+
+
+def _stop_token_ids(model, tokenizer) -> set[int]:
+    """End tokens of the tokenizer and of the model's generation config (Qwen ends turns with one, texts with another)."""
+    declared = model.generation_config.eos_token_id
+    declared = declared if isinstance(declared, list) else [declared]
+    return {token for token in [*declared, tokenizer.eos_token_id] if token is not None}
+
+
+def _completion(tokenizer, tokens: list[int], stop_ids: set[int]) -> Completion:
+    length = next((i + 1 for i, token in enumerate(tokens) if token in stop_ids), None)
+    text = tokenizer.decode(tokens[:length], skip_special_tokens=True)
+    return Completion(text, length or len(tokens), "stop" if length else "length")
