@@ -1,0 +1,252 @@
+"""Named sets in their Hub column layout, files, prompts, filters and splits of `pacs_trl.data`."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from pacs_trl.data import (
+    PROMPT_INSTRUCTION,
+    TRAINING_SETS,
+    DataArguments,
+    build_prompt,
+    gold_answer,
+    last_boxed,
+    load_training_data,
+)
+
+
+DATA = Path(__file__).parent / "data"
+
+
+class WordTokenizer:
+    """Stands in for a tokenizer: a prompt has one token per word, plus what the chat template options ask for."""
+
+    def apply_chat_template(self, conversations, add_generation_prompt, tokenize, return_dict, num_extra_tokens=0):
+        assert add_generation_prompt and tokenize and not return_dict
+        return [
+            [0] * (num_extra_tokens + sum(len(message["content"].split()) for message in conversation))
+            for conversation in conversations
+        ]
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def load(name, **kwargs):
+    template = kwargs.pop("chat_template_kwargs", None)
+    return load_training_data(DataArguments(dataset_name=name, **kwargs), WordTokenizer(), template)
+
+
+class TestPrompt:
+    def test_problem_one_space_instruction(self):
+        assert build_prompt(" What is 1+1?\n") == [
+            {
+                "role": "user",
+                "content": "What is 1+1? Please reason step by step, and put your final answer within \\boxed{}.",
+            }
+        ]
+
+    def test_system_turn_and_no_instruction(self):
+        assert build_prompt("2+2?", instruction="", system_prompt="Be brief.") == [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "2+2?"},
+        ]
+
+
+class TestGoldAnswer:
+    @pytest.mark.parametrize(
+        ("value", "gold"),
+        [
+            ("  \\frac12 ", "\\frac12"),
+            (27.0, "27"),
+            (0.5, "0.5"),
+            (12, "12"),
+            (["7"], "7"),
+            (["7", 8.0], ["7", "8"]),
+            (None, None),
+            ("", None),
+            (" ", None),
+            (float("nan"), None),
+            ([], None),
+            ([None, ""], None),
+        ],
+    )
+    def test_text_number_list_and_nothing(self, value, gold):
+        assert gold_answer(value) == gold
+
+    def test_gsm8k_answer_follows_the_hashes(self):
+        assert gold_answer("She has 2*600=1,200 left.\n#### 1,200", "after_hashes") == "1200"
+        assert gold_answer("no marker", "after_hashes") is None
+
+    @pytest.mark.parametrize(
+        ("text", "content"),
+        [
+            (r"so \boxed{1} or rather \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+            (r"\boxed {\sqrt{3^{2}}}", r"\sqrt{3^{2}}"),
+            (r"\boxed{2} and then \boxed{unclosed {3}", "2"),
+            ("nothing", None),
+        ],
+    )
+    def test_last_box_with_balanced_braces(self, text, content):
+        assert last_boxed(text) == content
+
+
+class TestNamedSets:
+    def test_gsm8k_rows(self):
+        train, evaluation = load("gsm8k", dataset_path=str(DATA / "gsm8k_test_200.jsonl"))
+        assert evaluation is None and len(train) == 200
+        rows = {row["question"]: row for row in train}
+        row = next(row for question, row in rows.items() if question.startswith("Janet"))
+        assert row["solution"] == "18"
+        assert row["prompt"] == [{"role": "user", "content": f"{row['question']} {PROMPT_INSTRUCTION}"}]
+
+    def test_math_rows_take_the_last_box(self):
+        train, _ = load("math", dataset_path=str(DATA / "math_500.jsonl"))
+        assert len(train) == 500
+        assert set(train.column_names) >= {"prompt", "solution", "problem", "subject", "unique_id"}
+        gold = {row["unique_id"]: row["answer"] for row in train}
+        same = sum(gold[row["unique_id"]].replace(" ", "") == row["solution"].replace(" ", "") for row in train)
+        assert same >= 490  # the rest differ by spelling only, which grading sees through
+
+    def test_deepscaler_rows_drop_those_without_an_answer(self, tmp_path, caplog):
+        rows = [
+            {"problem": "1+1", "answer": "2", "solution": "long text"},
+            {"problem": "?", "answer": "", "solution": "x"},
+        ]
+        with caplog.at_level(logging.WARNING, logger="pacs_trl.data"):
+            train, _ = load("deepscaler", dataset_path=write_jsonl(tmp_path / "d.jsonl", rows))
+        assert train["solution"][:] == ["2"]
+        assert "Dropped 1 of 2 rows" in caplog.text
+
+    def test_dapo_rows_lose_their_own_instruction(self, tmp_path):
+        wrapped = (
+            "Solve the following math problem step by step. The last line of your response should be of the form "
+            "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\nFind $x$.\n\n"
+            'Remember to put your answer on its own line after "Answer:".'
+        )
+        rows = [
+            {"prompt": wrapped, "solution": "34", "ability": "MATH"},
+            {"prompt": "Find $x$.", "solution": "34", "ability": "MATH"},
+        ]
+        train, _ = load("dapo_math_17k", dataset_path=write_jsonl(tmp_path / "d.jsonl", rows))
+        assert train["prompt"][0] == train["prompt"][1] == build_prompt("Find $x$.")
+
+    def test_every_revision_is_a_commit(self):
+        assert all(len(training_set.revision) == 40 for training_set in TRAINING_SETS.values())
+
+
+class TestFiles:
+    def test_jsonl_with_named_columns_and_extra_columns(self, tmp_path):
+        path = write_jsonl(tmp_path / "d.jsonl", [{"q": "1+1", "a": 2, "tag": "x"}])
+        train, _ = load(path, problem_column="q", solution_column="a", system_prompt="S", prompt_instruction="")
+        assert train[0] == {
+            "q": "1+1",
+            "a": 2,
+            "tag": "x",
+            "prompt": build_prompt("1+1", instruction="", system_prompt="S"),
+            "solution": "2",
+        }
+
+    def test_parquet(self, tmp_path):
+        import pandas as pd
+
+        pd.DataFrame({"problem": ["1+1"], "answer": [2.0]}).to_parquet(tmp_path / "d.parquet")
+        assert load(str(tmp_path / "d.parquet"))[0]["solution"][:] == ["2"]
+
+    def test_alternatives_make_a_list_column(self, tmp_path):
+        path = write_jsonl(
+            tmp_path / "d.jsonl", [{"problem": "a", "answer": ["1", "2"]}, {"problem": "b", "answer": ["3"]}]
+        )
+        train, _ = load(path)
+        assert sorted(train["solution"][:]) == [["1", "2"], ["3"]]
+
+    def test_column_error_lists_the_columns(self, tmp_path):
+        path = write_jsonl(tmp_path / "d.jsonl", [{"question": "1+1", "gold": "2"}])
+        with pytest.raises(ValueError, match="Columns found: question, gold"):
+            load(path)
+        with pytest.raises(ValueError, match="`solution_column` 'answer'"):
+            load(path, problem_column="question")
+
+    def test_problem_must_be_text(self, tmp_path):
+        path = write_jsonl(tmp_path / "d.jsonl", [{"problem": [{"role": "user"}], "answer": "2"}])
+        with pytest.raises(ValueError, match="row 0 holds a list"):
+            load(path)
+
+    def test_missing_file(self):
+        with pytest.raises(ValueError, match="does not exist"):
+            load("nowhere.jsonl")
+
+    def test_no_usable_row(self, tmp_path):
+        path = write_jsonl(tmp_path / "d.jsonl", [{"problem": "1+1", "answer": ""}])
+        with pytest.raises(ValueError, match="None of the 1 rows"):
+            load(path)
+
+
+class TestLengthSplitAndShuffle:
+    @pytest.fixture
+    def path(self, tmp_path):
+        rows = [{"problem": " ".join(["w"] * (i + 1)), "answer": str(i)} for i in range(20)]
+        return write_jsonl(tmp_path / "d.jsonl", rows)
+
+    def test_overlong_prompts_are_dropped_and_counted(self, path, caplog):
+        with caplog.at_level(logging.WARNING, logger="pacs_trl.data"):
+            train, _ = load(path, max_prompt_length=12, prompt_instruction="")
+        assert sorted(map(int, train["solution"])) == list(range(12))
+        assert "Dropped 8 of 20 prompts" in caplog.text and "longest: 20" in caplog.text
+
+    def test_template_options_count(self, path):
+        train, _ = load(
+            path, max_prompt_length=12, prompt_instruction="", chat_template_kwargs={"num_extra_tokens": 2}
+        )
+        assert len(train) == 10
+
+    def test_overlong_prompts_can_stop_the_run(self, path):
+        with pytest.raises(ValueError, match="8 of 20 prompts are longer .* Raise the limit to 20"):
+            load(path, max_prompt_length=12, prompt_instruction="", overlong_prompts="error")
+
+    def test_same_seed_same_rows_and_disjoint_splits(self, path):
+        train, evaluation = load(path, eval_split_size=5)
+        again, again_evaluation = load(path, eval_split_size=5)
+        assert train["solution"][:] == again["solution"][:]
+        assert evaluation["solution"][:] == again_evaluation["solution"][:]
+        assert sorted([*train["solution"], *evaluation["solution"]], key=int) == [str(i) for i in range(20)]
+        other, _ = load(path, eval_split_size=5, dataset_seed=7)
+        assert train["solution"][:] != other["solution"][:]
+
+    def test_max_train_samples_keeps_the_held_out_rows(self, path):
+        _, evaluation = load(path, eval_split_size=5)
+        few, same = load(path, eval_split_size=5, max_train_samples=3)
+        assert len(few) == 3 and same["solution"][:] == evaluation["solution"][:]
+
+    def test_nothing_left_to_train_on(self, path):
+        with pytest.raises(ValueError, match="only 20 usable rows"):
+            load(path, eval_split_size=20)
+
+
+class TestArguments:
+    @pytest.mark.parametrize(
+        ("kwargs", "message"),
+        [
+            ({"overlong_prompts": "cut"}, "'filter' or 'error', got 'cut'"),
+            ({"max_prompt_length": 0}, "`max_prompt_length` must be at least 1"),
+            ({"eval_split_size": -1}, "must not be negative"),
+            ({"dataset_path": "x.jsonl"}, "replaces the download of a named set"),
+        ],
+    )
+    def test_refused_values(self, kwargs, message):
+        with pytest.raises(ValueError, match=message):
+            DataArguments(dataset_name="some/hub_id", **kwargs)
+
+    def test_yaml_recipe_reads_them_beside_the_trainer_arguments(self, tmp_path):
+        from trl import GRPOConfig, ModelConfig, TrlParser
+
+        recipe = tmp_path / "recipe.yaml"
+        recipe.write_text("dataset_name: gsm8k\nmax_prompt_length: 512\noutput_dir: out\n", encoding="utf-8")
+        parser = TrlParser((DataArguments, GRPOConfig, ModelConfig))
+        data_args, _, _ = parser.parse_args_and_config(["--config", str(recipe), "--overlong_prompts", "error"])
+        assert (data_args.dataset_name, data_args.max_prompt_length) == ("gsm8k", 512)
+        assert data_args.overlong_prompts == "error"
