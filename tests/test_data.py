@@ -139,6 +139,18 @@ class TestNamedSets:
         assert all(len(training_set.revision) == 40 for training_set in TRAINING_SETS.values())
 
 
+class TestMiniature:
+    def test_tasks_are_training_sets(self):
+        train, evaluation = load("miniature/addition", max_train_samples=30, eval_split_size=10, prompt_instruction="")
+        assert (len(train), len(evaluation)) == (30, 10)
+        assert train[0]["prompt"] == [{"role": "user", "content": train[0]["problem"]}]
+        assert train[0]["solution"] == train[0]["answer"]
+
+    def test_unknown_task_lists_the_tasks(self):
+        with pytest.raises(ValueError, match="no miniature task 'division'.*addition"):
+            load("miniature/division")
+
+
 class TestFiles:
     def test_jsonl_with_named_columns_and_extra_columns(self, tmp_path):
         path = write_jsonl(tmp_path / "d.jsonl", [{"q": "1+1", "a": 2, "tag": "x"}])
@@ -245,7 +257,7 @@ class TestArguments:
         from trl import GRPOConfig, ModelConfig, TrlParser
 
         recipe = tmp_path / "recipe.yaml"
-        recipe.write_text("dataset_name: gsm8k\nmax_prompt_length: 512\noutput_dir: out\n", encoding="utf-8")
+        recipe.write_text("dataset_name: gsm8k\nmax_prompt_length: 512\nuse_cpu: true\nbf16: false\n", encoding="utf-8")
         parser = TrlParser((DataArguments, GRPOConfig, ModelConfig))
         data_args, _, _ = parser.parse_args_and_config(["--config", str(recipe), "--overlong_prompts", "error"])
         assert (data_args.dataset_name, data_args.max_prompt_length) == ("gsm8k", 512)
