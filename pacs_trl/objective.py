@@ -1,0 +1,399 @@
+"""The PACS objective as pure tensor functions: proxy, score, class weights, loss, and the derivative of the loss.
+
+This file is the whole of the method's mathematics. It knows nothing of trainers, configurations, logging, processes
+or micro-batches. Equation numbers refer to version 2 of the paper, https://huggingface.co/papers/2509.02522.
+
+Letters used for shapes: `P` prompts, `G` generations per prompt (`num_generations`), `B = P * G` completions with the
+`G` completions of a prompt adjacent, `T` completion tokens.
+
+Rows that cannot be judged. A label of NaN marks a completion without a verdict (the verifier could not read the gold
+answer, or the completion was cut off and is masked). Such a row leaves its group: baseline, class weights and mean run
+over the rows that remain. A group in which fewer than two rows remain contributes nothing. A row that takes part is
+called *scorable* below; scores and coefficients of all other rows are 0.
+
+Every reduction runs in float32, or in float64 if that is what comes in, never in half precision.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+
+ScoreEstimator = Literal["rloo", "dr_grpo", "grpo", "none"]
+ClassWeighting = Literal["balanced", "none", "only_positive", "only_negative"]
+Proxy = Literal["log_ratio", "mean_logp"]
+
+# Added to the standard deviation of the "grpo" score; the value used by the paper's authors.
+GRPO_STD_EPSILON = 1e-6
+
+
+class PACSLoss(NamedTuple):
+    """Result of [`pacs_loss`]: `loss` is a scalar, `scores` (psi) and `proxies` (r-hat) have shape `(B,)`."""
+
+    loss: torch.Tensor
+    scores: torch.Tensor
+    proxies: torch.Tensor
+
+
+def _at_least_float32(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def sequence_proxies(
+    logps: torch.Tensor,
+    ref_logps: torch.Tensor,
+    completion_mask: torch.Tensor,
+    *,
+    pacs_beta: float = 1.0,
+    proxy: Proxy = "log_ratio",
+) -> torch.Tensor:
+    """
+    Implicit reward of each completion, r-hat of eq. 7.
+
+    `"log_ratio"`: `pacs_beta * sum_t mask * (logps - ref_logps)`, a plain sum over tokens without length
+    normalization. `"mean_logp"`: `pacs_beta * sum_t mask * logps / sum_t mask`, which has no reference (second reward
+    method of the authors' code, not in the paper). Padding may hold any value, NaN included; a completion without a
+    single unmasked token has proxy 0.
+
+    Args:
+        logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probabilities of the completion tokens under the policy, in nats.
+        ref_logps (`torch.Tensor` of shape `(B, T)`):
+            The same tokens under the reference policy. Not read by `"mean_logp"`.
+        completion_mask (`torch.Tensor` of shape `(B, T)`):
+            1 (True) for tokens that count, 0 for padding and for tokens the policy did not write.
+        pacs_beta (`float`, *optional*, defaults to `1.0`):
+            Scale of the proxy.
+        proxy (`str`, *optional*, defaults to `"log_ratio"`):
+            `"log_ratio"` or `"mean_logp"`.
+
+    Returns:
+        `torch.Tensor` of shape `(B,)`, float32 (float64 for float64 input).
+    """
+    mask = completion_mask.bool()
+    if proxy == "log_ratio":
+        # Subtract before summing: two sums of thousands of nats would cancel badly in float32.
+        terms = _at_least_float32(logps) - _at_least_float32(ref_logps)
+        return pacs_beta * terms.masked_fill(~mask, 0.0).sum(dim=-1)
+    if proxy == "mean_logp":
+        terms = _at_least_float32(logps).masked_fill(~mask, 0.0)
+        return pacs_beta * terms.sum(dim=-1) / mask.sum(dim=-1).clamp(min=1)
+    raise ValueError(f"`proxy` must be 'log_ratio' or 'mean_logp', got {proxy!r}.")
+
+
+def scorable_rows(labels: torch.Tensor, num_generations: int) -> torch.Tensor:
+    """
+    Rows that take part in the loss: their label is not NaN and their group holds at least two such rows.
+
+    Args:
+        labels (`torch.Tensor` of shape `(B,)`):
+            Labels in [0, 1], NaN for rows without a verdict.
+        num_generations (`int`):
+            `G`, at least 2; must divide `B`.
+
+    Returns:
+        Boolean `torch.Tensor` of shape `(B,)`.
+
+    Raises:
+        `ValueError`: if `num_generations` is below 2 or does not divide the number of rows.
+    """
+    if num_generations < 2 or labels.numel() % num_generations != 0:
+        raise ValueError(
+            f"`num_generations` must be at least 2 and divide the number of rows, got num_generations="
+            f"{num_generations} for {labels.numel()} rows: the score of a completion compares it with the other "
+            "completions of its prompt. Pass whole groups, with the completions of a prompt adjacent."
+        )
+    labelled = ~labels.isnan().view(-1, num_generations)  # (P, G)
+    return (labelled & (labelled.sum(dim=1, keepdim=True) >= 2)).view(-1)
+
+
+def _centered(x: torch.Tensor, scorable: torch.Tensor) -> torch.Tensor:
+    """`x` minus its mean over the scorable rows of each group, `(P, G)`; 0 elsewhere and exactly 0 for equal rows."""
+    count = scorable.sum(dim=1, keepdim=True).clamp(min=1)
+    # Shifting by one member first makes the result exactly 0, not 1e-8, when all members are equal. Micro-batching
+    # relies on this: it leaves out rows whose coefficient is exactly 0.
+    first = scorable.int().argmax(dim=1, keepdim=True)
+    shifted = (x - x.gather(1, first)).masked_fill(~scorable, 0.0)
+    return (shifted - shifted.sum(dim=1, keepdim=True) / count).masked_fill(~scorable, 0.0)
+
+
+def _leave_one_out(x: torch.Tensor, scorable: torch.Tensor) -> torch.Tensor:
+    """`x` minus the mean of the other scorable rows of its group, `(P, G)`: `n / (n - 1) * (x - mean)`."""
+    count = scorable.sum(dim=1, keepdim=True).clamp(min=2).to(x.dtype)
+    return count / (count - 1) * _centered(x, scorable)
+
+
+def _group_std(centered: torch.Tensor, scorable: torch.Tensor) -> torch.Tensor:
+    """Unbiased standard deviation of each group, `(P, 1)`, from centered values."""
+    count = scorable.sum(dim=1, keepdim=True).clamp(min=2)
+    variance = centered.square().sum(dim=1, keepdim=True) / (count - 1)
+    # The derivative of sqrt at 0 is infinite; a group without spread has no defined direction, so it gets none.
+    return torch.where(variance > 0, variance.clamp(min=torch.finfo(variance.dtype).tiny).sqrt(), 0.0)
+
+
+def group_scores(
+    proxies: torch.Tensor, labels: torch.Tensor, *, num_generations: int, score_estimator: ScoreEstimator = "rloo"
+) -> torch.Tensor:
+    """
+    Score psi of each completion: the logit that is compared with its label.
+
+    With `n` scorable rows in the group and `mean`, `std` over them: `"rloo"` is `r_i - mean of the others` (eq. 6),
+    `"dr_grpo"` is `r_i - mean` (eq. 10), `"grpo"` is `(r_i - mean) / (std + 1e-6)` with the unbiased std (eq. 9), and
+    `"none"` is `r_i`. `psi_rloo = n / (n - 1) * psi_dr_grpo` holds exactly: the two differ by a rescaled `pacs_beta`.
+
+    Args:
+        proxies (`torch.Tensor` of shape `(B,)`):
+            Implicit rewards, see [`sequence_proxies`].
+        labels (`torch.Tensor` of shape `(B,)`):
+            Only read for which rows are scorable.
+        num_generations (`int`):
+            `G`.
+        score_estimator (`str`, *optional*, defaults to `"rloo"`):
+            One of the four above.
+
+    Returns:
+        `torch.Tensor` of shape `(B,)`; 0 for rows that are not scorable. Differentiable in `proxies`.
+    """
+    scorable = scorable_rows(labels, num_generations).view(-1, num_generations)
+    grouped = _at_least_float32(proxies).view(-1, num_generations)  # (P, G)
+    if score_estimator == "rloo":
+        scores = _leave_one_out(grouped, scorable)
+    elif score_estimator == "dr_grpo":
+        scores = _centered(grouped, scorable)
+    elif score_estimator == "grpo":
+        centered = _centered(grouped, scorable)
+        scores = centered / (_group_std(centered, scorable) + GRPO_STD_EPSILON)
+    elif score_estimator == "none":
+        scores = grouped.masked_fill(~scorable, 0.0)
+    else:
+        raise ValueError(
+            f"`score_estimator` must be one of 'rloo', 'dr_grpo', 'grpo', 'none', got {score_estimator!r}."
+        )
+    return scores.view(-1)
+
+
+def class_weights(
+    labels: torch.Tensor, *, num_generations: int, class_weighting: ClassWeighting = "balanced"
+) -> torch.Tensor:
+    """
+    Weight of each completion in the loss (section 3.5; the paper gives words only, the formula is the authors' code).
+
+    `"balanced"`: inside each group, with `n` scorable rows, `n_pos = sum R` and `n_neg = sum (1 - R)`, the weight is
+    `R * n / (2 n_pos) + (1 - R) * n / (2 n_neg)`: correct and wrong completions of a prompt have equal say. A group of
+    one class keeps weight 1. `"only_positive"` is `R`, `"only_negative"` is `1 - R`, `"none"` is 1. Soft labels enter
+    these sums as they are.
+
+    Args:
+        labels (`torch.Tensor` of shape `(B,)`):
+            Labels in [0, 1], NaN for rows without a verdict.
+        num_generations (`int`):
+            `G`.
+        class_weighting (`str`, *optional*, defaults to `"balanced"`):
+            One of the four above.
+
+    Returns:
+        `torch.Tensor` of shape `(B,)`, at least 0; 0 for rows that are not scorable.
+    """
+    scorable = scorable_rows(labels, num_generations).view(-1, num_generations)
+    # (P, G); the value of unscorable rows is irrelevant, it must only not be NaN
+    positive = _at_least_float32(labels).view(-1, num_generations).masked_fill(~scorable, 0.0)
+    negative = (1.0 - positive).masked_fill(~scorable, 0.0)
+    if class_weighting == "balanced":
+        count = scorable.sum(dim=1, keepdim=True)
+        num_positive, num_negative = positive.sum(dim=1, keepdim=True), negative.sum(dim=1, keepdim=True)
+        tiny = torch.finfo(positive.dtype).tiny
+        balanced = positive * count / (2 * num_positive.clamp(min=tiny)) + negative * count / (
+            2 * num_negative.clamp(min=tiny)
+        )
+        weights = torch.where((num_positive > 0) & (num_negative > 0), balanced, 1.0)
+    elif class_weighting == "none":
+        weights = torch.ones_like(positive)
+    elif class_weighting == "only_positive":
+        weights = positive
+    elif class_weighting == "only_negative":
+        weights = negative
+    else:
+        raise ValueError(
+            "`class_weighting` must be one of 'balanced', 'none', 'only_positive', 'only_negative', got "
+            f"{class_weighting!r}."
+        )
+    return weights.masked_fill(~scorable, 0.0).view(-1)
+
+
+def loss_from_proxies(
+    proxies: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    num_generations: int,
+    score_estimator: ScoreEstimator = "rloo",
+    class_weighting: ClassWeighting = "balanced",
+    num_rows: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    PACS loss (eq. 8) from proxies that are already summed over tokens.
+
+    `loss = 1 / num_rows * sum_i w_i * BCE(sigmoid(psi_i), R_i)` over the scorable rows, in nats.
+
+    Args:
+        proxies (`torch.Tensor` of shape `(B,)`):
+            Implicit rewards.
+        labels (`torch.Tensor` of shape `(B,)`):
+            Labels in [0, 1], NaN for rows without a verdict.
+        num_generations (`int`), score_estimator (`str`), class_weighting (`str`):
+            See [`group_scores`] and [`class_weights`].
+        num_rows (`int`, *optional*):
+            What divides the sum. Defaults to the number of scorable rows in this call. A caller that holds only a
+            part of an optimizer step passes the number of scorable rows of the whole step.
+
+    Returns:
+        The scalar loss, 0 if no row is scorable, and the scores of shape `(B,)`.
+    """
+    scorable = scorable_rows(labels, num_generations)
+    scores = group_scores(proxies, labels, num_generations=num_generations, score_estimator=score_estimator)
+    weights = class_weights(labels, num_generations=num_generations, class_weighting=class_weighting)
+    targets = labels.to(scores.dtype).masked_fill(~scorable, 0.0)
+    terms = weights.to(scores.dtype) * F.binary_cross_entropy_with_logits(scores, targets, reduction="none")
+    divisor = scorable.sum().clamp(min=1) if num_rows is None else max(num_rows, 1)
+    return terms.sum() / divisor, scores
+
+
+def pacs_loss(
+    logps: torch.Tensor,
+    ref_logps: torch.Tensor,
+    completion_mask: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    num_generations: int,
+    pacs_beta: float = 1.0,
+    score_estimator: ScoreEstimator = "rloo",
+    class_weighting: ClassWeighting = "balanced",
+    proxy: Proxy = "log_ratio",
+) -> PACSLoss:
+    """
+    PACS loss (eq. 8) of whole groups, from token log-probabilities.
+
+    Args:
+        logps (`torch.Tensor` of shape `(B, T)`):
+            Log-probabilities of the completion tokens under the policy, with the `G` completions of a prompt
+            adjacent.
+        ref_logps (`torch.Tensor` of shape `(B, T)`):
+            The same tokens under the reference policy; no gradient flows into it from `"mean_logp"`.
+        completion_mask (`torch.Tensor` of shape `(B, T)`):
+            1 for tokens that count.
+        labels (`torch.Tensor` of shape `(B,)`):
+            Verifier outcome in [0, 1]; NaN for rows without a verdict.
+        num_generations (`int`):
+            `G`, at least 2.
+        pacs_beta (`float`, *optional*, defaults to `1.0`):
+            Scale of the proxy.
+        score_estimator (`str`, *optional*, defaults to `"rloo"`):
+            `"rloo"`, `"dr_grpo"`, `"grpo"` or `"none"`.
+        class_weighting (`str`, *optional*, defaults to `"balanced"`):
+            `"balanced"`, `"none"`, `"only_positive"` or `"only_negative"`.
+        proxy (`str`, *optional*, defaults to `"log_ratio"`):
+            `"log_ratio"` or `"mean_logp"`.
+
+    Returns:
+        [`PACSLoss`]: `.loss` (scalar, differentiable), `.scores` and `.proxies` of shape `(B,)`. The loss is the mean
+        over scorable rows and is not divided by anything else.
+
+    Raises:
+        `ValueError`: if the rows do not form whole groups.
+    """
+    proxies = sequence_proxies(logps, ref_logps, completion_mask, pacs_beta=pacs_beta, proxy=proxy)
+    loss, scores = loss_from_proxies(
+        proxies,
+        labels,
+        num_generations=num_generations,
+        score_estimator=score_estimator,
+        class_weighting=class_weighting,
+    )
+    return PACSLoss(loss=loss, scores=scores, proxies=proxies)
+
+
+@torch.no_grad()
+def proxy_coefficients(
+    proxies: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    num_generations: int,
+    score_estimator: ScoreEstimator = "rloo",
+    class_weighting: ClassWeighting = "balanced",
+) -> torch.Tensor:
+    """
+    Exact derivative of [`loss_from_proxies`] with respect to each proxy, in closed form and without a graph.
+
+    With the weighted residual `e_i = w_i * (sigmoid(psi_i) - R_i) / N` (eq. 4), `n` scorable rows per group:
+    `"rloo"`: `n / (n - 1) * (e_i - mean e)`; `"dr_grpo"`: `e_i - mean e`; `"none"`: `e_i`; `"grpo"`, with
+    `s = std + 1e-6`: `(e_i - mean e) / s - (r_i - mean r) / ((n - 1) * std * s) * sum_j e_j psi_j`.
+
+    The gradient of the loss in the weights is `sum_i c_i * grad r_i`. Parameters do not move inside one optimizer step,
+    so this sum may be back-propagated in micro-batches of any composition, once all proxies of the step are known.
+
+    Args:
+        proxies (`torch.Tensor` of shape `(B,)`):
+            Implicit rewards of all completions of the optimizer step.
+        labels (`torch.Tensor` of shape `(B,)`):
+            Labels in [0, 1], NaN for rows without a verdict.
+        num_generations (`int`), score_estimator (`str`), class_weighting (`str`):
+            See [`group_scores`] and [`class_weights`].
+
+    Returns:
+        `torch.Tensor` of shape `(B,)`. Coefficients of a group sum to 0 for `"rloo"` and `"dr_grpo"`. Exactly 0 for
+        unscorable rows, and, except for `"none"`, for all rows of a group with equal labels and equal proxies.
+    """
+    scorable = scorable_rows(labels, num_generations)
+    scores = group_scores(proxies, labels, num_generations=num_generations, score_estimator=score_estimator)
+    weights = class_weights(labels, num_generations=num_generations, class_weighting=class_weighting)
+    targets = labels.to(scores.dtype).masked_fill(~scorable, 0.0)
+    residuals = weights.to(scores.dtype) * (torch.sigmoid(scores) - targets) / scorable.sum().clamp(min=1)
+
+    shape = (-1, num_generations)
+    scorable, residuals = scorable.view(shape), residuals.view(shape)
+    if score_estimator == "none":
+        coefficients = residuals
+    elif score_estimator == "dr_grpo":
+        coefficients = _centered(residuals, scorable)
+    elif score_estimator == "rloo":
+        coefficients = _leave_one_out(residuals, scorable)
+    else:
+        centered = _centered(_at_least_float32(proxies).view(shape), scorable)
+        std = _group_std(centered, scorable)
+        scale = std + GRPO_STD_EPSILON
+        count = scorable.sum(dim=1, keepdim=True).clamp(min=2)
+        through_std = (residuals * scores.view(shape)).sum(dim=1, keepdim=True)
+        std_slope = torch.where(std > 0, centered / ((count - 1) * std.clamp(min=GRPO_STD_EPSILON**2)), 0.0)
+        coefficients = (_centered(residuals, scorable) - std_slope * through_std) / scale
+    return coefficients.view(-1)
+
+
+@torch.no_grad()
+def actor_coefficients(
+    scores: torch.Tensor, labels: torch.Tensor, *, num_generations: int, class_weighting: ClassWeighting = "balanced"
+) -> torch.Tensor:
+    """
+    Coefficients of the actor term of eq. 5, centered in the group.
+
+    With `ell_i = w_i * (R_i log sigmoid(psi_i) + (1 - R_i) log(1 - sigmoid(psi_i)))` (eq. 2 times the class weight),
+    the actor term of the gradient is `-1/N * sum_i ell_i * grad log pi(o_i | q)`. Since `ell <= 0`, it would push every
+    sampled completion down; subtracting the mean of the other completions of the prompt leaves its expectation over
+    completions drawn independently unchanged for scores that do not look at the group, and removes that bias of a
+    finite sample. The authors' code has no actor term.
+
+    Args:
+        scores (`torch.Tensor` of shape `(B,)`):
+            psi, see [`group_scores`].
+        labels (`torch.Tensor` of shape `(B,)`), num_generations (`int`), class_weighting (`str`):
+            As in [`proxy_coefficients`].
+
+    Returns:
+        `torch.Tensor` of shape `(B,)`: the factor of `grad log pi(o_i | q)` (the plain token sum, without `pacs_beta`).
+    """
+    scorable = scorable_rows(labels, num_generations)
+    weights = class_weights(labels, num_generations=num_generations, class_weighting=class_weighting)
+    scores = _at_least_float32(scores)
+    targets = labels.to(scores.dtype).masked_fill(~scorable, 0.0)
+    ell = -weights.to(scores.dtype) * F.binary_cross_entropy_with_logits(scores, targets, reduction="none")
+    grouped, mask = ell.view(-1, num_generations), scorable.view(-1, num_generations)
+    return -_leave_one_out(grouped, mask).view(-1) / scorable.sum().clamp(min=1)

@@ -1,0 +1,376 @@
+"""The objective against paper arithmetic, the authors' numbers, autograd, and enumeration of a tiny policy."""
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from pacs_trl.objective import (
+    actor_coefficients,
+    class_weights,
+    group_scores,
+    loss_from_proxies,
+    pacs_loss,
+    proxy_coefficients,
+    scorable_rows,
+    sequence_proxies,
+)
+
+
+NAN = float("nan")
+ESTIMATORS = ["rloo", "dr_grpo", "grpo", "none"]
+WEIGHTINGS = ["balanced", "none", "only_positive", "only_negative"]
+REFERENCE_CASES = json.loads((Path(__file__).parent / "data" / "pacs_loss_vectors.json").read_text())
+
+
+def double(values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+class TestByHand:
+    def test_proxy_is_a_masked_sum_of_log_ratios(self):
+        logps = double([[-1.0, -2.0, -3.0], [-0.5, NAN, NAN]])
+        ref_logps = double([[-1.5, -2.0, -1.0], [-1.0, NAN, NAN]])
+        mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+        # row 0: (-1 + 1.5) + (-2 + 2) = 0.5; row 1: -0.5 + 1 = 0.5; times beta = 2
+        proxies = sequence_proxies(logps, ref_logps, mask, pacs_beta=2.0)
+        torch.testing.assert_close(proxies, double([1.0, 1.0]))
+
+    def test_mean_logp_proxy_divides_by_length_and_has_no_reference(self):
+        logps = double([[-1.0, -2.0, -9.0], [-9.0, -9.0, -9.0]])
+        mask = torch.tensor([[1, 1, 0], [0, 0, 0]])
+        proxies = sequence_proxies(logps, torch.full_like(logps, NAN), mask, pacs_beta=2.0, proxy="mean_logp")
+        torch.testing.assert_close(proxies, double([-3.0, 0.0]))  # 2 * (-1 - 2) / 2; an empty row is 0
+
+    def test_scores_of_a_group_of_four(self):
+        proxies, labels = double([1.0, 2.0, 3.0, 6.0]), double([1, 0, 0, 1])
+        # mean 3; others' means 11/3, 10/3, 3, 2; deviations -2 -1 0 3, squares sum 14, unbiased variance 14/3
+        expected = {
+            "rloo": [1 - 11 / 3, 2 - 10 / 3, 0.0, 4.0],
+            "dr_grpo": [-2.0, -1.0, 0.0, 3.0],
+            "grpo": [d / (math.sqrt(14 / 3) + 1e-6) for d in (-2.0, -1.0, 0.0, 3.0)],
+            "none": [1.0, 2.0, 3.0, 6.0],
+        }
+        for estimator, values in expected.items():
+            scores = group_scores(proxies, labels, num_generations=4, score_estimator=estimator)
+            torch.testing.assert_close(scores, double(values))
+
+    def test_class_weights_of_one_correct_in_four(self):
+        labels = double([1, 0, 0, 0])
+        # balanced: 4 / (2 * 1) = 2 for the correct one, 4 / (2 * 3) = 2/3 for each wrong one
+        expected = {
+            "balanced": [2.0, 2 / 3, 2 / 3, 2 / 3],
+            "none": [1.0, 1.0, 1.0, 1.0],
+            "only_positive": [1.0, 0.0, 0.0, 0.0],
+            "only_negative": [0.0, 1.0, 1.0, 1.0],
+        }
+        for weighting, values in expected.items():
+            weights = class_weights(labels, num_generations=4, class_weighting=weighting)
+            torch.testing.assert_close(weights, double(values))
+
+    def test_class_weights_of_a_one_class_group_are_one(self):
+        labels = double([1, 1, 1, 0, 0, 0])
+        torch.testing.assert_close(class_weights(labels, num_generations=3), torch.ones(6, dtype=torch.float64))
+
+    def test_class_weights_of_soft_labels(self):
+        # sum R = 1, sum (1 - R) = 1, n = 2: weight = R * 2/2 + (1 - R) * 2/2 = 1 for both
+        torch.testing.assert_close(class_weights(double([0.25, 0.75]), num_generations=2), double([1.0, 1.0]))
+        # sum R = 1.5, sum (1 - R) = 0.5: weights 1 * 2/3 + 0 and 0.5 * 2/3 + 0.5 * 2/1
+        torch.testing.assert_close(class_weights(double([1.0, 0.5]), num_generations=2), double([2 / 3, 1 / 3 + 1.0]))
+
+    def test_loss_of_a_group_of_two(self):
+        logps, ref_logps = double([[-1.0, -1.0], [-2.0, 0.0]]), double([[-1.5, -1.0], [-1.0, 0.0]])
+        result = pacs_loss(
+            logps, ref_logps, torch.tensor([[1, 1], [1, 0]]), double([1, 0]), num_generations=2, pacs_beta=2.0
+        )
+        # proxies 2 * 0.5 = 1 and 2 * -1 = -2; scores 1 - (-2) = 3 and -2 - 1 = -3; balanced weights 1 and 1;
+        # both losses are -log sigmoid(3)
+        torch.testing.assert_close(result.proxies, double([1.0, -2.0]))
+        torch.testing.assert_close(result.scores, double([3.0, -3.0]))
+        assert result.loss.item() == pytest.approx(math.log(1 + math.exp(-3)), rel=1e-12)
+
+    def test_loss_starts_at_log_two(self):
+        labels = double([1, 0, 0, 0, 1, 1, 1, 1])
+        for estimator, weighting in itertools.product(ESTIMATORS, ["balanced", "none"]):
+            loss, _ = loss_from_proxies(
+                torch.zeros(8, dtype=torch.float64),
+                labels,
+                num_generations=4,
+                score_estimator=estimator,
+                class_weighting=weighting,
+            )
+            assert loss.item() == pytest.approx(math.log(2), rel=1e-12)
+
+    def test_coefficients_at_the_first_update(self):
+        # one correct of four, balanced, psi = 0: e = (2 * -0.5, 2/3 * 0.5 ...) / 4 = (-1/4, 1/12, 1/12, 1/12), mean 0,
+        # so c = 4/3 * e
+        coefficients = proxy_coefficients(torch.zeros(4, dtype=torch.float64), double([1, 0, 0, 0]), num_generations=4)
+        torch.testing.assert_close(coefficients, double([-1 / 3, 1 / 9, 1 / 9, 1 / 9]))
+
+    def test_unlabelled_rows_leave_their_group(self):
+        proxies, labels = double([1.0, 50.0, 3.0, 7.0]), double([1, NAN, 0, 0])
+        full = dict(num_generations=4)
+        rest = dict(num_generations=3)
+        kept = torch.tensor([0, 2, 3])
+        for estimator, weighting in itertools.product(ESTIMATORS, WEIGHTINGS):
+            kinds = dict(score_estimator=estimator, class_weighting=weighting)
+            loss, scores = loss_from_proxies(proxies, labels, **full, **kinds)
+            expected_loss, expected_scores = loss_from_proxies(proxies[kept], labels[kept], **rest, **kinds)
+            coefficients = proxy_coefficients(proxies, labels, **full, **kinds)
+            torch.testing.assert_close(loss, expected_loss)
+            torch.testing.assert_close(scores[kept], expected_scores)
+            torch.testing.assert_close(
+                coefficients[kept], proxy_coefficients(proxies[kept], labels[kept], **rest, **kinds)
+            )
+            assert scores[1] == 0 and coefficients[1] == 0
+
+    def test_group_with_one_scorable_row_contributes_nothing(self):
+        proxies = double([1.0, 2.0, 0.3, -0.4])
+        labels = double([1, NAN, 1, 0])
+        assert scorable_rows(labels, 2).tolist() == [False, False, True, True]
+        loss, scores = loss_from_proxies(proxies, labels, num_generations=2)
+        alone, _ = loss_from_proxies(proxies[2:], labels[2:], num_generations=2)
+        torch.testing.assert_close(loss, alone)  # the divisor is 2, not 3 or 4
+        assert scores[:2].tolist() == [0.0, 0.0]
+
+    def test_nothing_scorable_gives_zero_not_nan(self):
+        proxies = torch.ones(4, requires_grad=True)
+        loss, _ = loss_from_proxies(proxies, torch.full((4,), NAN), num_generations=2)
+        loss.backward()
+        assert loss.item() == 0.0 and proxies.grad.abs().sum() == 0
+
+    @pytest.mark.parametrize(("rows", "num_generations"), [(4, 1), (5, 2), (4, 8)])
+    def test_rows_that_are_not_whole_groups_are_refused(self, rows, num_generations):
+        with pytest.raises(ValueError, match=f"num_generations={num_generations} for {rows} rows"):
+            loss_from_proxies(torch.zeros(rows), torch.zeros(rows), num_generations=num_generations)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    def test_reductions_are_float32_whatever_comes_in(self, dtype):
+        # 4096 terms of 2^-9: bf16 accumulation stalls at 2^-1 or so, float32 gives exactly 8
+        logps = torch.full((2, 4096), 2.0**-9, dtype=dtype)
+        result = pacs_loss(
+            logps, torch.zeros_like(logps), torch.ones(2, 4096), torch.tensor([1.0, 0.0]), num_generations=2
+        )
+        assert result.proxies.dtype == result.scores.dtype == result.loss.dtype == torch.float32
+        assert result.proxies.tolist() == [8.0, 8.0]
+
+
+class TestAuthorsNumbers:
+    @pytest.mark.parametrize("case", REFERENCE_CASES, ids=range(len(REFERENCE_CASES)))
+    def test_loss_and_gradient(self, case):
+        estimator = {"rloo": "rloo", "naive": "none", "grpo": "grpo" if case["norm_std"] else "dr_grpo"}
+        weighting = {"question": "balanced"}.get(case["weight_mode"], case["weight_mode"])
+        logps = double(case["logps"]).requires_grad_()
+        mask = torch.arange(logps.shape[1]) < torch.tensor(case["lengths"]).unsqueeze(1)
+        kinds = dict(
+            num_generations=case["num_generations"],
+            score_estimator=estimator[case["estimator"]],
+            class_weighting=weighting if case["use_weight"] else "none",
+        )
+        proxy = {"1": "log_ratio", "2": "mean_logp"}[case["reward_method"]]
+        labels = double(case["labels"])
+        result = pacs_loss(
+            logps, double(case["old_logps"]), mask, labels, pacs_beta=case["beta"], proxy=proxy, **kinds
+        )
+        (gradient,) = torch.autograd.grad(result.loss, logps)
+        expected = double(case["grad_wrt_first_token"])
+        assert abs(result.loss.item() - case["loss"]) < 1e-9
+        assert (gradient[:, 0] - expected).abs().max() < 1e-9
+
+        coefficients = proxy_coefficients(result.proxies.detach(), labels, **kinds)
+        slope = case["beta"] * (1 / mask.sum(-1) if proxy == "mean_logp" else 1)
+        assert (coefficients * slope - expected).abs().max() < 1e-9
+
+    def test_cases_cover_every_kind(self):
+        assert len(REFERENCE_CASES) == 30
+        assert {c["estimator"] for c in REFERENCE_CASES} == {"rloo", "grpo", "naive"}
+        assert {c["reward_method"] for c in REFERENCE_CASES} == {"1", "2"}
+        assert {c["weight_mode"] for c in REFERENCE_CASES} >= {"question", "only_positive", "only_negative"}
+
+
+def random_case(seed, num_prompts=5, num_generations=6, soft=False, unlabelled=True):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_prompts * num_generations,)
+    proxies = 2 * torch.randn(shape, generator=generator, dtype=torch.float64)
+    labels = torch.rand(shape, generator=generator, dtype=torch.float64)
+    labels = labels if soft else (labels > 0.6).double()
+    labels[:num_generations] = 1.0  # one group of one class
+    if unlabelled:
+        labels[7] = NAN
+        labels[-num_generations + 1 :] = NAN  # one group with a single scorable row
+    return proxies, labels
+
+
+def loop_loss(proxies, labels, num_generations, estimator, weighting):
+    """The loss again, one number at a time, from the paper's words rather than from tensors."""
+    groups = [
+        [(p, r) for p, r in zip(proxies[i : i + num_generations], labels[i : i + num_generations]) if r == r]
+        for i in range(0, len(proxies), num_generations)
+    ]
+    groups = [g for g in groups if len(g) >= 2]
+    total = 0.0
+    for group in groups:
+        n = len(group)
+        n_pos, n_neg = sum(r for _, r in group), sum(1 - r for _, r in group)
+        mean = sum(p for p, _ in group) / n
+        std = math.sqrt(sum((p - mean) ** 2 for p, _ in group) / (n - 1))
+        for i, (p, r) in enumerate(group):
+            psi = {
+                "rloo": p - sum(q for j, (q, _) in enumerate(group) if j != i) / (n - 1),
+                "dr_grpo": p - mean,
+                "grpo": (p - mean) / (std + 1e-6),
+                "none": p,
+            }[estimator]
+            weight = {
+                "balanced": r * n / (2 * n_pos) + (1 - r) * n / (2 * n_neg) if n_pos and n_neg else 1.0,
+                "none": 1.0,
+                "only_positive": r,
+                "only_negative": 1 - r,
+            }[weighting]
+            sigma = 1 / (1 + math.exp(-psi))
+            total -= weight * (r * math.log(sigma) + (1 - r) * math.log(1 - sigma))
+    return total / sum(len(g) for g in groups)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+@pytest.mark.parametrize("soft", [False, True])
+class TestAgainstReferences:
+    def test_loss_equals_the_loop(self, estimator, weighting, soft):
+        proxies, labels = random_case(0, soft=soft)
+        kinds = dict(num_generations=6, score_estimator=estimator, class_weighting=weighting)
+        loss, _ = loss_from_proxies(proxies, labels, **kinds)
+        expected = loop_loss(proxies.tolist(), labels.tolist(), 6, estimator, weighting)
+        assert loss.item() == pytest.approx(expected, rel=1e-12)
+
+    def test_coefficients_equal_autograd(self, estimator, weighting, soft):
+        proxies, labels = random_case(1, soft=soft)
+        kinds = dict(num_generations=6, score_estimator=estimator, class_weighting=weighting)
+        leaf = proxies.clone().requires_grad_()
+        loss, _ = loss_from_proxies(leaf, labels, **kinds)
+        (expected,) = torch.autograd.grad(loss, leaf)
+        coefficients = proxy_coefficients(proxies, labels, **kinds)
+        assert (coefficients - expected).abs().max() < 1e-14
+        assert not coefficients.requires_grad
+
+    def test_coefficients_equal_finite_differences(self, estimator, weighting, soft):
+        proxies, labels = random_case(2, soft=soft)
+        kinds = dict(num_generations=6, score_estimator=estimator, class_weighting=weighting)
+        coefficients = proxy_coefficients(proxies, labels, **kinds)
+        for i in range(0, 30, 4):
+            step = torch.zeros_like(proxies)
+            step[i] = 1e-5
+            up, down = (loss_from_proxies(proxies + s, labels, **kinds)[0].item() for s in (step, -step))
+            assert coefficients[i].item() == pytest.approx((up - down) / 2e-5, abs=1e-9)
+
+
+class TestProperties:
+    @pytest.mark.parametrize("estimator", ["rloo", "dr_grpo"])
+    @pytest.mark.parametrize("weighting", WEIGHTINGS)
+    def test_coefficients_of_a_group_sum_to_zero(self, estimator, weighting):
+        proxies, labels = random_case(3)
+        coefficients = proxy_coefficients(
+            proxies, labels, num_generations=6, score_estimator=estimator, class_weighting=weighting
+        )
+        assert coefficients.view(-1, 6).sum(1).abs().max() < 1e-15
+        assert coefficients.abs().max() > 1e-3
+
+    @pytest.mark.parametrize("estimator", ["rloo", "dr_grpo", "grpo"])
+    @pytest.mark.parametrize("value", [0.0, 1.0, 0.3])
+    @pytest.mark.parametrize("num_generations", [2, 3, 5, 6, 7, 8])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_one_class_groups_are_exactly_zero_at_proxy_zero(self, estimator, value, num_generations, dtype):
+        labels = torch.full((num_generations,), value, dtype=dtype)
+        for weighting in WEIGHTINGS:
+            coefficients = proxy_coefficients(
+                torch.zeros(num_generations, dtype=dtype),
+                labels,
+                num_generations=num_generations,
+                score_estimator=estimator,
+                class_weighting=weighting,
+            )
+            assert (coefficients == 0).all()
+
+    def test_rloo_is_a_rescaled_dr_grpo(self):
+        proxies, labels = random_case(4, unlabelled=False)
+        rloo, dr_grpo = (
+            group_scores(proxies, labels, num_generations=6, score_estimator=e) for e in ("rloo", "dr_grpo")
+        )
+        torch.testing.assert_close(rloo, 6 / 5 * dr_grpo, rtol=1e-14, atol=1e-14)
+
+    def test_unweighted_rloo_at_proxy_zero_is_the_rloo_policy_gradient(self):
+        _, labels = random_case(5, unlabelled=False)
+        coefficients = proxy_coefficients(torch.zeros(30), labels, num_generations=6, class_weighting="none")
+        rewards = labels.view(-1, 6)
+        advantage = rewards - (rewards.sum(1, keepdim=True) - rewards) / 5
+        torch.testing.assert_close(-30 * coefficients.double(), advantage.view(-1), rtol=1e-6, atol=1e-7)
+
+    def test_balanced_groups_have_equal_say_whatever_their_success_rate(self):
+        # total |gradient| of a mixed group at proxy 0 is G^2 / (2 (G - 1)) / N
+        for num_correct in range(1, 8):
+            labels = torch.tensor([1.0] * num_correct + [0.0] * (8 - num_correct), dtype=torch.float64)
+            coefficients = proxy_coefficients(torch.zeros(8, dtype=torch.float64), labels, num_generations=8)
+            assert coefficients.abs().sum().item() == pytest.approx(64 / 14 / 8, rel=1e-12)
+
+    def test_flipping_labels_flips_the_gradient_at_proxy_zero(self):
+        _, labels = random_case(6, unlabelled=False)
+        zeros = torch.zeros(30, dtype=torch.float64)
+        torch.testing.assert_close(
+            proxy_coefficients(zeros, labels, num_generations=6),
+            -proxy_coefficients(zeros, 1 - labels, num_generations=6),
+        )
+
+    def test_actor_coefficients_vanish_in_a_uniform_group(self):
+        for num_generations in (2, 3, 6, 8):
+            labels = torch.ones(num_generations)
+            assert (
+                actor_coefficients(torch.zeros(num_generations), labels, num_generations=num_generations) == 0
+            ).all()
+
+
+class TestEquationFive:
+    """Eq. 5 by enumeration: a categorical policy over three outcomes, every group of two, score without baseline."""
+
+    beta = 0.7
+    outcome_labels = double([1.0, 0.0, 0.0])
+
+    def setup_method(self):
+        self.theta = double([0.3, -0.4, 0.1]).requires_grad_()
+        self.ref_logp = torch.log_softmax(double([-0.2, 0.5, 0.0]), 0)
+
+    def ell(self, logp):
+        psi = self.beta * (logp - self.ref_logp)
+        return self.outcome_labels * torch.log(torch.sigmoid(psi)) + (1 - self.outcome_labels) * torch.log(
+            1 - torch.sigmoid(psi)
+        )
+
+    def estimate(self, actor_term_coef):
+        """Expected gradient of the sampled estimator, over all groups of two with their probabilities."""
+        logp = torch.log_softmax(self.theta, 0)
+        total = torch.zeros(3, dtype=torch.float64)
+        for group in itertools.product(range(3), repeat=2):
+            rows = torch.tensor(group)
+            labels = self.outcome_labels[rows]
+            proxies = self.beta * (logp - self.ref_logp)[rows].detach()
+            kinds = dict(num_generations=2, class_weighting="none")
+            factors = self.beta * proxy_coefficients(proxies, labels, score_estimator="none", **kinds)
+            factors = factors + actor_term_coef * actor_coefficients(proxies, labels, **kinds)
+            (gradient,) = torch.autograd.grad((factors * logp[rows]).sum(), self.theta, retain_graph=True)
+            total += logp[rows].detach().sum().exp() * gradient
+        return total
+
+    def test_with_the_actor_term_it_is_the_gradient_of_the_expected_loss(self):
+        logp = torch.log_softmax(self.theta, 0)
+        expected_loss = -(logp.exp() * self.ell(logp)).sum()  # eq. 1
+        (expected,) = torch.autograd.grad(expected_loss, self.theta)
+        torch.testing.assert_close(self.estimate(1.0), expected, rtol=1e-12, atol=1e-12)
+
+    def test_without_it_only_the_critic_term_remains(self):
+        logp = torch.log_softmax(self.theta, 0)
+        critic_only = -(logp.exp().detach() * self.ell(logp)).sum()  # probabilities held fixed
+        (expected,) = torch.autograd.grad(critic_only, self.theta)
+        torch.testing.assert_close(self.estimate(0.0), expected, rtol=1e-12, atol=1e-12)
+        assert (self.estimate(1.0) - expected).abs().max() > 1e-2  # the two are different things
