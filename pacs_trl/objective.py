@@ -193,7 +193,7 @@ def class_weights(
             One of the four above.
 
     Returns:
-        `torch.Tensor` of shape `(B,)`, at least 0; 0 for rows that are not scorable.
+        float32 `torch.Tensor` of shape `(B,)`, at least 0; 0 for rows that are not scorable.
     """
     scorable = scorable_rows(labels, num_generations).view(-1, num_generations)
     # (P, G); the value of unscorable rows is irrelevant, it must only not be NaN
@@ -218,7 +218,8 @@ def class_weights(
             "`class_weighting` must be one of 'balanced', 'none', 'only_positive', 'only_negative', got "
             f"{class_weighting!r}."
         )
-    return weights.masked_fill(~scorable, 0.0).view(-1)
+    # Rounded to float32 in every case, as in the authors' code: it keeps float64 checks against their numbers exact.
+    return weights.masked_fill(~scorable, 0.0).view(-1).float()
 
 
 def loss_from_proxies(

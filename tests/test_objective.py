@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import struct
 from pathlib import Path
 
 import pytest
@@ -69,17 +70,18 @@ class TestByHand:
         }
         for weighting, values in expected.items():
             weights = class_weights(labels, num_generations=4, class_weighting=weighting)
-            torch.testing.assert_close(weights, double(values))
+            torch.testing.assert_close(weights, torch.tensor(values))
 
     def test_class_weights_of_a_one_class_group_are_one(self):
         labels = double([1, 1, 1, 0, 0, 0])
-        torch.testing.assert_close(class_weights(labels, num_generations=3), torch.ones(6, dtype=torch.float64))
+        torch.testing.assert_close(class_weights(labels, num_generations=3), torch.ones(6))
 
     def test_class_weights_of_soft_labels(self):
         # sum R = 1, sum (1 - R) = 1, n = 2: weight = R * 2/2 + (1 - R) * 2/2 = 1 for both
-        torch.testing.assert_close(class_weights(double([0.25, 0.75]), num_generations=2), double([1.0, 1.0]))
+        torch.testing.assert_close(class_weights(double([0.25, 0.75]), num_generations=2), torch.ones(2))
         # sum R = 1.5, sum (1 - R) = 0.5: weights 1 * 2/3 + 0 and 0.5 * 2/3 + 0.5 * 2/1
-        torch.testing.assert_close(class_weights(double([1.0, 0.5]), num_generations=2), double([2 / 3, 1 / 3 + 1.0]))
+        weights = class_weights(double([1.0, 0.5]), num_generations=2)
+        torch.testing.assert_close(weights, torch.tensor([2 / 3, 1 / 3 + 1.0]))
 
     def test_loss_of_a_group_of_two(self):
         logps, ref_logps = double([[-1.0, -1.0], [-2.0, 0.0]]), double([[-1.5, -1.0], [-1.0, 0.0]])
@@ -102,7 +104,7 @@ class TestByHand:
                 score_estimator=estimator,
                 class_weighting=weighting,
             )
-            assert loss.item() == pytest.approx(math.log(2), rel=1e-12)
+            assert loss.item() == pytest.approx(math.log(2), rel=1e-7)  # float32 weights
 
     def test_coefficients_at_the_first_update(self):
         # one correct of four, balanced, psi = 0: e = (2 * -0.5, 2/3 * 0.5 ...) / 4 = (-1/4, 1/12, 1/12, 1/12), mean 0,
@@ -230,6 +232,7 @@ def loop_loss(proxies, labels, num_generations, estimator, weighting):
                 "only_positive": r,
                 "only_negative": 1 - r,
             }[weighting]
+            weight = struct.unpack("f", struct.pack("f", weight))[0]  # the authors keep weights in float32
             sigma = 1 / (1 + math.exp(-psi))
             total -= weight * (r * math.log(sigma) + (1 - r) * math.log(1 - sigma))
     return total / sum(len(g) for g in groups)
@@ -313,7 +316,7 @@ class TestProperties:
         for num_correct in range(1, 8):
             labels = torch.tensor([1.0] * num_correct + [0.0] * (8 - num_correct), dtype=torch.float64)
             coefficients = proxy_coefficients(torch.zeros(8, dtype=torch.float64), labels, num_generations=8)
-            assert coefficients.abs().sum().item() == pytest.approx(64 / 14 / 8, rel=1e-12)
+            assert coefficients.abs().sum().item() == pytest.approx(64 / 14 / 8, rel=1e-7)
 
     def test_flipping_labels_flips_the_gradient_at_proxy_zero(self):
         _, labels = random_case(6, unlabelled=False)
