@@ -10,6 +10,8 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pacs_trl.data import gold_answer
+
 
 @dataclass(frozen=True)
 class Benchmark:
@@ -25,7 +27,7 @@ class Benchmark:
         revision (`str`, *optional*): Commit of the dataset repository; without it the newest is loaded. Either way the
             digest of the rows is written to the results.
         config (`str`, *optional*): Dataset configuration.
-        answer_marker (`str`, *optional*): The answer is the text after the last occurrence of this marker.
+        answer_in (`str`): How the gold answer is read out of its column, as for training sets (`pacs_trl.data.gold_answer`).
         version (`int`): Version of this entry.
     """
 
@@ -37,7 +39,7 @@ class Benchmark:
     id_column: str | None = None
     revision: str | None = None
     config: str | None = None
-    answer_marker: str | None = None
+    answer_in: str = "column"
     version: int = 1
 
 
@@ -89,7 +91,7 @@ BENCHMARKS = {
         split="test",
         problem_column="question",
         answer_column="answer",
-        answer_marker="####",
+        answer_in="after_hashes",
         revision="740312add88f781978c0658806c59bc2815b9866",
     ),
 }
@@ -97,11 +99,11 @@ BENCHMARKS = {
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem: `id` is unique in its benchmark, `solution` is the gold answer as the verifier takes it."""
+    """One problem: `id` is unique in its benchmark, `solution` is the gold answer (or alternatives) for the verifier."""
 
     id: str
     problem: str
-    solution: str
+    solution: str | list[str]
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ def load_benchmark(spec: str, *, max_problems: int | None = None) -> LoadedBench
     name, _, path = spec.partition("=")
     if name.startswith("miniature/"):
         title, version, rows, source = _miniature_rows(name)
-        problems = [Problem(str(i), row["problem"], _answer_text(row["answer"])) for i, row in enumerate(rows)]
+        problems = [Problem(str(i), row["problem"], row["answer"]) for i, row in enumerate(rows)]
     elif name in BENCHMARKS:
         entry = BENCHMARKS[name]
         title, version = entry.title, entry.version
@@ -166,22 +168,13 @@ def _problem(name: str, entry: Benchmark, index: int, row: dict) -> Problem:
         raise ValueError(
             f"Benchmark {name} reads the columns {columns}, but row {index} has no {missing}. Columns found: {list(row)}."
         )
-    answer = _answer_text(row[entry.answer_column])
-    if entry.answer_marker is not None:
-        if entry.answer_marker not in answer:
-            raise ValueError(
-                f"Benchmark {name} reads the answer after {entry.answer_marker!r}, which row {index} does not contain: "
-                f"{answer[-80:]!r}."
-            )
-        answer = answer.rsplit(entry.answer_marker, 1)[1].strip()
+    answer = gold_answer(row[entry.answer_column], entry.answer_in)
+    if answer is None:
+        raise ValueError(
+            f"Benchmark {name} finds no gold answer in column {entry.answer_column!r} of row {index}: "
+            f"{str(row[entry.answer_column])[-80:]!r}."
+        )
     return Problem(str(row[entry.id_column]) if entry.id_column else str(index), row[entry.problem_column], answer)
-
-
-def _answer_text(answer) -> str:
-    """Gold answers come as text or numbers; 27.0 is written 27, as a model would write it."""
-    if isinstance(answer, float) and answer.is_integer():
-        answer = int(answer)
-    return str(answer).strip()
 
 
 def _check_problems(spec: str, problems: list[Problem]) -> None:
@@ -195,8 +188,8 @@ def _check_problems(spec: str, problems: list[Problem]) -> None:
                 "samples are stored by id, so ids must be unique."
             )
         first_row[problem.id] = row
-        if not isinstance(problem.problem, str) or not problem.problem.strip() or not problem.solution:
-            raise ValueError(f"Benchmark {spec} has an empty problem or answer in row {row} (id {problem.id!r}).")
+        if not isinstance(problem.problem, str) or not problem.problem.strip():
+            raise ValueError(f"Benchmark {spec} has no problem text in row {row} (id {problem.id!r}).")
 
 
 def _miniature_rows(name: str) -> tuple[str, int, list[dict], dict]:

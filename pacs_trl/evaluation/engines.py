@@ -1,0 +1,253 @@
+"""What draws completions: transformers `generate` on this machine, vLLM on GPUs, or an OpenAI-compatible server.
+
+An engine takes requests and yields (request, completion) pairs in any order, as soon as they are finished, so that the
+caller can store each one. What a seed guarantees differs:
+
+- transformers: a batch is a fixed set of requests (`group_size` neighbours) and every row has its own random stream, so
+  an interrupted and resumed run gives the same text as an uninterrupted one, bit for bit, on the same machine.
+- vLLM: every request carries its seed, but which requests share a forward pass depends on timing. Rounding can change a
+  token, so a resumed run draws equally valid samples that are not always the same text. Stored samples never change.
+- server: the seed is sent with each request; what it means is the server's business.
+"""
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+
+from pacs_trl.evaluation.sampling import Completion, Prompt, SamplingSettings, generate_batch, render_prompt
+
+
+@dataclass(frozen=True)
+class Request:
+    """One completion to draw."""
+
+    problem_id: str
+    sample: int
+    seed: int
+    prompt: Prompt
+
+
+class TransformersEngine:
+    """
+    Batched `generate` of a model that is already loaded; the engine of CPU runs and of evaluation inside training.
+
+    Args:
+        model, tokenizer: A causal language model of transformers and its tokenizer.
+        batch_size (`int`): Rows per call; also the group of requests that is always drawn together.
+        chat_template_kwargs (`dict`, *optional*): Passed to the chat template.
+    """
+
+    def __init__(self, model, tokenizer, *, batch_size: int = 64, chat_template_kwargs: dict | None = None):
+        self.model, self.tokenizer = model, tokenizer
+        self.group_size = batch_size
+        self.chat_template_kwargs = chat_template_kwargs
+
+    @classmethod
+    def load(
+        cls, model: str, *, revision: str | None = None, dtype: str = "auto", device: str | None = None, **kwargs
+    ):
+        """Load a checkpoint directory or a Hub id; `kwargs` as in the class. `device` defaults to a GPU if there is one."""
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        tokenizer = AutoTokenizer.from_pretrained(model, revision=revision)
+        loaded = AutoModelForCausalLM.from_pretrained(model, revision=revision, dtype=dtype)
+        return cls(loaded.to(device).eval(), tokenizer, **kwargs)
+
+    def generate(
+        self, requests: Sequence[Request], settings: SamplingSettings
+    ) -> Iterator[tuple[Request, Completion]]:
+        for start in range(0, len(requests), self.group_size):
+            batch = requests[start : start + self.group_size]
+            texts = [render_prompt(self.tokenizer, r.prompt, self.chat_template_kwargs) for r in batch]
+            completions = generate_batch(self.model, self.tokenizer, texts, [r.seed for r in batch], settings)
+            yield from zip(batch, completions, strict=True)
+
+    def close(self) -> None:
+        self.model = None
+
+
+class VLLMEngine:
+    """
+    vLLM in this process: continuous batching, prefix caching (the n samples of a problem share its prompt), tensor
+    parallelism over `tensor_parallel_size` GPUs.
+
+    Args:
+        model (`str`): Checkpoint directory or Hub id.
+        revision (`str`, *optional*): Hub revision.
+        dtype (`str`): Weight dtype, "auto" for that of the checkpoint.
+        tensor_parallel_size (`int`): GPUs that share one copy of the model.
+        gpu_memory_utilization (`float`): Share of GPU memory that vLLM may take; the paper's runs use 0.9.
+        max_model_len (`int`, *optional*): Longest prompt plus completion.
+        chat_template_kwargs (`dict`, *optional*): Passed to the chat template.
+    """
+
+    group_size = 1
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        revision: str | None = None,
+        dtype: str = "auto",
+        tensor_parallel_size: int = 1,
+        gpu_memory_utilization: float = 0.9,
+        max_model_len: int | None = None,
+        chat_template_kwargs: dict | None = None,
+    ):
+        from vllm import LLM
+
+        self.llm = LLM(
+            model=model,
+            revision=revision,
+            dtype=dtype,
+            tensor_parallel_size=tensor_parallel_size,
+            gpu_memory_utilization=gpu_memory_utilization,
+            max_model_len=max_model_len,
+            enable_prefix_caching=True,
+        )
+        self.chat_template_kwargs = chat_template_kwargs
+
+    def generate(
+        self, requests: Sequence[Request], settings: SamplingSettings
+    ) -> Iterator[tuple[Request, Completion]]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        engine, tokenizer = self.llm.llm_engine, self.llm.get_tokenizer()
+        for i, request in enumerate(requests):
+            text = render_prompt(tokenizer, request.prompt, self.chat_template_kwargs)
+            token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            params = SamplingParams(
+                temperature=settings.temperature,
+                top_p=settings.top_p,
+                top_k=settings.top_k,
+                max_tokens=settings.max_new_tokens,
+                seed=request.seed,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            engine.add_request(str(i), {"prompt_token_ids": token_ids}, params)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    drawn = output.outputs[0]
+                    completion = Completion(drawn.text, len(drawn.token_ids), drawn.finish_reason)
+                    yield requests[int(output.request_id)], completion
+
+    def close(self) -> None:
+        self.llm = None
+
+
+class ServerEngine:
+    """
+    An OpenAI-compatible server, for example `vllm serve MODEL`; conversations go to `/chat/completions`.
+
+    The server applies its own chat template. Start it without a reasoning parser, or the verifier does not see the thoughts.
+    A request that fails for a reason that can pass (connection, time-out, status 408, 429 or 5xx) is repeated with
+    exponential waiting; `num_retries` counts the repetitions.
+
+    Args:
+        base_url (`str`): For example `http://localhost:8000/v1`.
+        model (`str`): Name under which the server offers the model.
+        concurrency (`int`): Requests in flight.
+        timeout_seconds (`float`): Limit of one request; long completions take minutes.
+        max_attempts (`int`): Attempts per request.
+        first_wait_seconds (`float`): Wait before the second attempt; doubled after each.
+        chat_template_kwargs (`dict`, *optional*): Sent along (an extension that vLLM understands).
+
+    The API key is read from the environment variable `OPENAI_API_KEY`, if set.
+
+    Raises:
+        `ValueError`: if the server does not answer or does not offer the model.
+    """
+
+    group_size = 1
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        *,
+        concurrency: int = 64,
+        timeout_seconds: float = 3600.0,
+        max_attempts: int = 5,
+        first_wait_seconds: float = 1.0,
+        chat_template_kwargs: dict | None = None,
+    ):
+        import httpx
+
+        self.model, self.concurrency = model, concurrency
+        self.max_attempts, self.first_wait_seconds = max_attempts, first_wait_seconds
+        self.chat_template_kwargs = chat_template_kwargs
+        self.num_retries = 0
+        key = os.environ.get("OPENAI_API_KEY")
+        self._client = httpx.Client(
+            base_url=base_url.rstrip("/") + "/",
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(timeout_seconds, connect=10.0),
+            limits=httpx.Limits(max_connections=concurrency),
+        )
+        try:
+            offered = [entry["id"] for entry in self._client.get("models").raise_for_status().json()["data"]]
+        except httpx.HTTPError as error:
+            raise ValueError(f"No OpenAI-compatible server answers at {base_url}: {error}") from error
+        if model not in offered:
+            raise ValueError(f"The server at {base_url} does not offer {model!r}; it offers {offered}.")
+
+    def generate(
+        self, requests: Sequence[Request], settings: SamplingSettings
+    ) -> Iterator[tuple[Request, Completion]]:
+        with ThreadPoolExecutor(self.concurrency) as pool:
+            futures = {pool.submit(self._complete, request, settings): request for request in requests}
+            try:
+                for future in as_completed(futures):
+                    yield futures[future], future.result()
+            finally:
+                for future in futures:
+                    future.cancel()
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _complete(self, request: Request, settings: SamplingSettings) -> Completion:
+        prompt = request.prompt
+        body = {
+            "model": self.model,
+            "messages": prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}],
+            "temperature": settings.temperature,
+            "top_p": settings.top_p,
+            "max_tokens": settings.max_new_tokens,
+            "seed": request.seed,
+        }
+        if settings.top_k:
+            body["top_k"] = settings.top_k
+        if self.chat_template_kwargs:
+            body["chat_template_kwargs"] = self.chat_template_kwargs
+        answer = self._post(body)
+        choice = answer["choices"][0]
+        return Completion(
+            choice["message"]["content"] or "", answer["usage"]["completion_tokens"], choice["finish_reason"]
+        )
+
+    def _post(self, body: dict) -> dict:
+        import httpx
+
+        for attempt in range(1, self.max_attempts + 1):
+            try:
+                response = self._client.post("chat/completions", json=body)
+                if response.status_code not in (408, 429) and response.status_code < 500:
+                    if response.is_error:
+                        raise ValueError(
+                            f"The server refused a request ({response.status_code}): {response.text[:500]}"
+                        )
+                    return response.json()
+                reason = f"status {response.status_code}"
+            except httpx.TransportError as error:
+                reason = f"{type(error).__name__}: {error}"
+            if attempt < self.max_attempts:
+                self.num_retries += 1
+                time.sleep(self.first_wait_seconds * 2 ** (attempt - 1))
+        raise RuntimeError(f"A request failed {self.max_attempts} times, last with {reason}; stored samples are kept.")

@@ -1,0 +1,302 @@
+"""`pacs-trl evaluate`: a checkpoint in, results.json out.
+
+Samples go to `OUTPUT_DIR/samples/BENCHMARK.jsonl` as they are drawn, grades to `OUTPUT_DIR/grades/BENCHMARK.json`, counts
+and pass@k to `OUTPUT_DIR/results.json`. Running the same command again draws only what is missing; raising `n` draws only
+the additional samples. Prompts and grading are those of training.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pacs_trl.data import build_prompt
+from pacs_trl.evaluation import provenance
+from pacs_trl.evaluation.arguments import EvaluationArguments
+from pacs_trl.evaluation.benchmarks import LoadedBenchmark, load_benchmark
+from pacs_trl.evaluation.clock import EngineClock
+from pacs_trl.evaluation.engines import Request, ServerEngine, TransformersEngine, VLLMEngine
+from pacs_trl.evaluation.grading import BackgroundGrader
+from pacs_trl.evaluation.replicas import ReplicatedEngine
+from pacs_trl.evaluation.results import RESULTS_SCHEMA, GradedSample, summarize, write_results
+from pacs_trl.evaluation.sampling import render_prompt, sample_seed
+from pacs_trl.evaluation.store import SampleStore, digest
+
+
+def evaluate(args: EvaluationArguments, *, progress: bool = True) -> dict[str, Any]:
+    """
+    Sample, grade and count; writes and returns the results.
+
+    Raises:
+        `ValueError`: before any model is loaded, if an argument, a benchmark, the model or a store does not fit.
+    """
+    from pacs_trl.verification import Verifier
+
+    clock = EngineClock()
+    benchmarks = load_benchmarks(args)
+    model = _model_identity(args)
+    output_dir = Path(args.output_dir)
+    entries: dict[str, Any] = {}
+    with ExitStack() as stack:
+        stores = [stack.enter_context(_open_store(args, model, benchmark)) for benchmark in benchmarks]
+        for store in stores:
+            if store.repaired:
+                print(store.repaired, file=sys.stderr)
+        requests = [missing_requests(args, b, store.keys) for b, store in zip(benchmarks, stores, strict=True)]
+        verifier = stack.enter_context(Verifier(num_workers=args.num_workers))
+        engine = None
+        if any(requests):
+            with clock.loading():
+                engine = _make_engine(args)
+            stack.callback(engine.close)
+        for benchmark, store, missing in zip(benchmarks, stores, requests, strict=True):
+            with BackgroundGrader(verifier, {p.id: p.solution for p in benchmark.problems}) as grader:
+                for record in store.records():
+                    if record["sample"] < args.n:
+                        grader.add(record)
+                with _progress_bar(benchmark.title, len(missing), enabled=progress and bool(missing)) as advance:
+                    for request, completion in clock.timed(engine, missing, args.sampling):
+                        if (request.problem_id, request.sample) not in store.keys:
+                            grader.add(
+                                store.append(request.problem_id, request.sample, request.seed, **asdict(completion))
+                            )
+                        advance(completion.num_tokens)
+                graded = grader.finish()
+            entries[benchmark.name] = benchmark_entry(benchmark, list(graded.values()), args.ks)
+            _write_grades(output_dir, benchmark, graded, args.n)
+    if args.token_entropy_samples:
+        _add_token_entropy(args, benchmarks, entries)
+    results = {
+        "schema_version": RESULTS_SCHEMA,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "method": args.method or model["name"].split("/")[-1],
+        "model": model,
+        "n": args.n,
+        "k": args.ks,
+        "seed": args.seed,
+        "protocol": protocol(args),
+        "prompt_digest": _prompt_digest(args),
+        "engine": _engine_facts(args),
+        "benchmarks": entries,
+        "versions": provenance.versions(),
+        "hardware": provenance.hardware(),
+        "commit": provenance.source_commit(),
+        "timing": clock.summary(),
+    }
+    write_results(output_dir / "results.json", results)
+    return results
+
+
+def load_benchmarks(args: EvaluationArguments) -> list[LoadedBenchmark]:
+    """The benchmarks named by the arguments, each name once."""
+    benchmarks = [load_benchmark(spec.strip(), max_problems=args.max_problems) for spec in args.benchmarks.split(",")]
+    names = [benchmark.name for benchmark in benchmarks]
+    if len(set(names)) < len(names):
+        raise ValueError(f"Each benchmark may be named once, got {', '.join(names)}.")
+    return benchmarks
+
+
+def missing_requests(
+    args: EvaluationArguments, benchmark: LoadedBenchmark, stored: set[tuple[str, int]]
+) -> list[Request]:
+    """What is left to draw, in whole groups of the engine: a group with a hole in it is drawn again as it was before."""
+    requests = []
+    for problem in benchmark.problems:
+        prompt = build_prompt(problem.problem, instruction=args.prompt_instruction, system_prompt=args.system_prompt)
+        for sample in range(args.n):
+            seed = sample_seed(args.seed, f"{benchmark.name}/{problem.id}", sample)
+            requests.append(Request(problem.id, sample, seed, prompt))
+    size = args.batch_size if args.engine == "transformers" else 1
+    groups = [requests[start : start + size] for start in range(0, len(requests), size)]
+    return [r for group in groups if any((r.problem_id, r.sample) not in stored for r in group) for r in group]
+
+
+def benchmark_entry(benchmark: LoadedBenchmark, graded: Sequence[GradedSample], ks: Sequence[int]) -> dict[str, Any]:
+    """The entry of one benchmark in the results."""
+    summary = summarize([problem.id for problem in benchmark.problems], graded, ks)
+    return {"title": benchmark.title, "source": benchmark.source, **summary}
+
+
+def protocol(args: EvaluationArguments) -> dict[str, Any]:
+    """What must be equal for two results to stand in one table."""
+    return {
+        "sampling": asdict(args.sampling),
+        "prompt": _prompt_facts(args),
+        "verifier": {"name": "math_verify", "version": provenance.versions()["math-verify"]},
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; prints the table of pass@k and where the results are."""
+    from trl import TrlParser
+
+    try:
+        (args,) = TrlParser((EvaluationArguments,)).parse_args_and_config(argv)
+        results = evaluate(args)
+    except ValueError as error:
+        print(f"pacs-trl evaluate: {error}", file=sys.stderr)
+        return 2
+    for entry in results["benchmarks"].values():
+        line = "  ".join(
+            f"pass@{k} {100 * v['value']:.2f} [{100 * v['lower']:.2f}, {100 * v['upper']:.2f}]"
+            for k, v in entry["pass_at_k"].items()
+        )
+        print(f"{entry['title']}: {line}")
+    print(f"results: {Path(args.output_dir) / 'results.json'}")
+    return 0
+
+
+def _model_identity(args: EvaluationArguments) -> dict[str, Any]:
+    if args.engine == "server":
+        return {"name": args.model, "server": args.base_url}
+    return provenance.model_identity(args.model, args.revision)
+
+
+def _make_engine(args: EvaluationArguments) -> Any:
+    template = args.chat_template_kwargs
+    if args.engine == "server":
+        return ServerEngine(args.base_url, args.model, concurrency=args.concurrency, chat_template_kwargs=template)
+    common = {"revision": args.revision, "dtype": args.dtype, "chat_template_kwargs": template}
+    if args.engine == "vllm":
+        make = partial(
+            VLLMEngine,
+            args.model,
+            tensor_parallel_size=args.tensor_parallel_size,
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            max_model_len=args.max_model_len,
+            **common,
+        )
+    else:
+        make = partial(TransformersEngine.load, args.model, batch_size=args.batch_size, **common)
+    if args.data_parallel_size == 1:
+        return make()
+    return ReplicatedEngine(make, _devices(args), group_size=args.batch_size if args.engine == "transformers" else 1)
+
+
+def _devices(args: EvaluationArguments) -> list[str]:
+    """The GPUs of each copy, as values of CUDA_VISIBLE_DEVICES; empty on a machine without GPUs."""
+    import torch
+
+    each = args.tensor_parallel_size if args.engine == "vllm" else 1
+    available = torch.cuda.device_count()
+    if available == 0 and args.engine == "transformers":
+        return [""] * args.data_parallel_size
+    if available < each * args.data_parallel_size:
+        raise ValueError(
+            f"data_parallel_size {args.data_parallel_size} times {each} GPUs per copy needs "
+            f"{each * args.data_parallel_size} GPUs; this machine has {available}."
+        )
+    return [",".join(str(copy * each + i) for i in range(each)) for copy in range(args.data_parallel_size)]
+
+
+def _open_store(args: EvaluationArguments, model: dict[str, Any], benchmark: LoadedBenchmark) -> SampleStore:
+    settings = {
+        "model": model,
+        "benchmark": {"name": benchmark.name, **{key: benchmark.source[key] for key in ("version", "digest")}},
+        "prompt": _prompt_facts(args),
+        "sampling": asdict(args.sampling),
+        "seed": args.seed,
+        # The batch is part of what decides the text of the transformers engine; see engines.py.
+        "engine": {"name": args.engine, "dtype": args.dtype, "batch_size": _engine_facts(args).get("batch_size")},
+    }
+    return SampleStore(_file(args.output_dir, "samples", benchmark, ".jsonl"), settings)
+
+
+def _prompt_facts(args: EvaluationArguments) -> dict[str, Any]:
+    return {
+        "instruction": args.prompt_instruction,
+        "system_prompt": args.system_prompt,
+        "chat_template_kwargs": args.chat_template_kwargs,
+    }
+
+
+def _prompt_digest(args: EvaluationArguments) -> str:
+    """Digest of one fixed problem as the model sees it, chat template included (without it when a server applies it)."""
+    prompt = build_prompt("What is $1 + 1$?", instruction=args.prompt_instruction, system_prompt=args.system_prompt)
+    if args.engine == "server":
+        return digest({"messages": prompt})
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(args.model, revision=args.revision)
+    return digest({"text": render_prompt(tokenizer, prompt, args.chat_template_kwargs)})
+
+
+def _engine_facts(args: EvaluationArguments) -> dict[str, Any]:
+    facts: dict[str, Any] = {"name": args.engine, "dtype": args.dtype, "data_parallel_size": args.data_parallel_size}
+    if args.engine == "transformers":
+        facts["batch_size"] = args.batch_size
+    if args.engine == "vllm":
+        facts["tensor_parallel_size"] = args.tensor_parallel_size
+    return facts
+
+
+def _file(output_dir: str | Path, kind: str, benchmark: LoadedBenchmark, suffix: str) -> Path:
+    return Path(output_dir) / kind / (benchmark.name.replace("/", "_") + suffix)
+
+
+def _write_grades(
+    output_dir: Path, benchmark: LoadedBenchmark, graded: dict[tuple[str, int], GradedSample], n: int
+) -> None:
+    """One character per sample, in order: 1 correct, 0 wrong (or a soft outcome below 1), - not gradable."""
+    grades = {}
+    for problem in benchmark.problems:
+        outcomes = [graded[problem.id, sample].outcome for sample in range(n)]
+        grades[problem.id] = "".join("-" if o is None else "1" if o == 1.0 else "0" for o in outcomes)
+    path = _file(output_dir, "grades", benchmark, ".json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(grades, indent=0) + "\n", encoding="utf-8")
+
+
+def _add_token_entropy(
+    args: EvaluationArguments, benchmarks: Sequence[LoadedBenchmark], entries: dict[str, Any]
+) -> None:
+    """Teacher-forced entropy of the first samples of each problem, averaged over completions."""
+    from pacs_trl.evaluation.token_entropy import completion_entropies
+
+    engine = TransformersEngine.load(
+        args.model, revision=args.revision, dtype=args.dtype, chat_template_kwargs=args.chat_template_kwargs
+    )
+    model = _model_identity(args)
+    for benchmark in benchmarks:
+        texts = {}
+        for problem in benchmark.problems:
+            prompt = build_prompt(
+                problem.problem, instruction=args.prompt_instruction, system_prompt=args.system_prompt
+            )
+            texts[problem.id] = render_prompt(engine.tokenizer, prompt, args.chat_template_kwargs)
+        with _open_store(args, model, benchmark) as store:
+            kept = [r for r in store.records() if r["sample"] < args.token_entropy_samples and r["completion"]]
+        entropies = completion_entropies(
+            engine.model, engine.tokenizer, [texts[r["problem"]] for r in kept], [r["completion"] for r in kept]
+        )
+        entries[benchmark.name]["token_entropy"] = sum(entropies) / len(entropies) if entropies else None
+
+
+@contextmanager
+def _progress_bar(title: str, total: int, *, enabled: bool) -> Iterator[Any]:
+    """Yields `advance(num_tokens)`; shows completions, tokens per second and the remaining time."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]:.0f} tokens/s"),
+        TimeRemainingColumn(),
+    )
+    started, tokens = time.perf_counter(), 0
+    with Progress(*columns, disable=not enabled) as bar:
+        task = bar.add_task(title, total=total, rate=0.0)
+
+        def advance(num_tokens: int) -> None:
+            nonlocal tokens
+            tokens += num_tokens
+            bar.update(task, advance=1, rate=tokens / (time.perf_counter() - started))
+
+        yield advance

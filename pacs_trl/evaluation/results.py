@@ -1,0 +1,161 @@
+"""The results file: counts per problem, pass@k with intervals, and everything needed to judge or repeat them.
+
+It is what the report, the model card and the Hub metadata are made from, so it holds plain data only and reading it
+needs neither torch nor the samples. Raise `RESULTS_SCHEMA` when a key changes its meaning.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pacs_trl.evaluation.pass_at_k import bootstrap_interval, pass_at_k
+from pacs_trl.evaluation.store import differences
+from pacs_trl.evaluation.support import answer_entropy
+
+
+RESULTS_SCHEMA = 1
+CONFIDENCE = 0.95
+
+
+class GradedSample(NamedTuple):
+    """What counts of one completion: `outcome` as the verifier gives it (1.0 correct, 0.0 wrong, None if the gold answer
+    cannot be read), `answer` the content of the last box or None."""
+
+    problem: str
+    outcome: float | None
+    num_tokens: int
+    finish_reason: str
+    answer: str | None
+
+
+def summarize(problem_ids: Sequence[str], samples: Iterable[GradedSample], ks: Sequence[int]) -> dict[str, Any]:
+    """
+    Counts per problem and pass@k over problems of one benchmark.
+
+    A problem with a completion that could not be graded is listed under `unscorable` and left out of pass@k; the share
+    of truncated completions is over all of them.
+
+    Args:
+        problem_ids (sequence of `str`): All problems, in the order of the benchmark.
+        samples (iterable of [`GradedSample`]): In any order.
+        ks (sequence of `int`): Values of k.
+
+    Raises:
+        `ValueError`: if a problem has no sample, or if no problem could be scored.
+    """
+    by_problem: dict[str, list[GradedSample]] = {problem: [] for problem in problem_ids}
+    for sample in samples:
+        by_problem[sample.problem].append(sample)
+    empty = [problem for problem, drawn in by_problem.items() if not drawn]
+    if empty:
+        raise ValueError(
+            f"{len(empty)} problems have no samples, the first is {empty[0]!r}; sampling is not finished."
+        )
+    problems = [_problem_entry(problem, drawn) for problem, drawn in by_problem.items()]
+    scorable = [p for p in problems if p["ungraded"] == 0]
+    if not scorable:
+        raise ValueError("No problem could be scored: the verifier reads none of the gold answers.")
+    return {
+        "problems": problems,
+        "unscorable": [p["id"] for p in problems if p["ungraded"]],
+        "pass_at_k": pass_at_k_table([p["n"] for p in scorable], [p["c"] for p in scorable], ks),
+        "mean_tokens": float(np.mean([p["mean_tokens"] for p in problems])),
+        "truncated_share": sum(p["truncated"] for p in problems) / sum(p["n"] for p in problems),
+        "answer_entropy": float(np.mean([p["answer_entropy"] for p in problems])),
+    }
+
+
+def pass_at_k_table(n: Sequence[int], c: Sequence[int], ks: Sequence[int]) -> dict[str, dict[str, float]]:
+    """`{"k": {"value", "lower", "upper"}}` with bootstrap intervals over problems; keys are text, as in JSON."""
+    interval = bootstrap_interval(pass_at_k(np.asarray(n), np.asarray(c), list(ks)), confidence=CONFIDENCE)
+    return {
+        str(k): {"value": float(value), "lower": float(lower), "upper": float(upper)}
+        for k, value, lower, upper in zip(ks, interval.mean, interval.lower, interval.upper, strict=True)
+    }
+
+
+def write_results(path: Path, results: dict[str, Any]) -> None:
+    """Write a results file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(_finite(results), indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def read_results(path: str | Path) -> dict[str, Any]:
+    """
+    Read one results file.
+
+    Raises:
+        `ValueError`: if the file does not exist, is not JSON, or has another schema version.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / "results.json"
+    if not path.is_file():
+        raise ValueError(f"There is no results file {path}; `pacs-trl evaluate` writes one into its output directory.")
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not a results file: {error}.") from error
+    version = results.get("schema_version") if isinstance(results, dict) else None
+    if version != RESULTS_SCHEMA:
+        raise ValueError(
+            f"{path} has results schema {version}, this version reads {RESULTS_SCHEMA}. Evaluate again from the stored "
+            "samples (nothing is sampled twice) to rewrite it."
+        )
+    return results
+
+
+def require_same_protocol(results: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
+    """
+    Refuse to put results side by side that were not measured in the same way.
+
+    Sampling settings, prompt, verifier and, for each benchmark that two files share, its version and its rows must be
+    equal. The number of samples and the engine may differ: pass@k is unbiased in n.
+
+    Raises:
+        `ValueError`: naming the two files and every difference.
+    """
+    first_with: dict[str, int] = {}
+    for i, result in enumerate(results):
+        lines = differences(results[0]["protocol"], result["protocol"], key="protocol")
+        other = 0
+        for benchmark, entry in result["benchmarks"].items():
+            j = first_with.setdefault(benchmark, i)
+            theirs, ours = results[j]["benchmarks"][benchmark]["source"], entry["source"]
+            for fact in ("version", "digest", "num_problems"):
+                lines += differences(theirs[fact], ours[fact], key=f"{benchmark}.{fact}")
+            other = j if lines and not other else other
+        if lines:
+            raise ValueError(
+                f"{names[other]} and {names[i]} were measured under different protocols and cannot stand in one table:\n  "
+                + "\n  ".join(lines)
+                + "\nEvaluate one of them again under the other's protocol."
+            )
+
+
+def _problem_entry(problem: str, drawn: list[GradedSample]) -> dict[str, Any]:
+    graded = [sample.outcome for sample in drawn if sample.outcome is not None]
+    return {
+        "id": problem,
+        "n": len(drawn),
+        "c": sum(outcome == 1.0 for outcome in graded),
+        "ungraded": len(drawn) - len(graded),
+        "truncated": sum(sample.finish_reason == "length" for sample in drawn),
+        "mean_tokens": sum(sample.num_tokens for sample in drawn) / len(drawn),
+        "answer_entropy": answer_entropy([sample.answer for sample in drawn]),
+    }
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no nan: a number that could not be computed is null."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

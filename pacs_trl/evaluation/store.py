@@ -1,0 +1,182 @@
+"""Sampled completions on disk: an append-only JSONL file that survives kill -9 at any moment.
+
+The first line says what the samples are (model, benchmark, prompt, sampling settings); every other line is one completion.
+A file made with other settings is refused, so that two experiments never share a store. One process writes at a time.
+The file knows nothing of engines or grading, and needs the standard library only.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+STORE_FORMAT = 1
+
+
+class SampleStore:
+    """
+    The completions of one benchmark, keyed by (problem id, sample number).
+
+    Each record holds `problem`, `sample`, `seed`, `settings` (digest of the first line), `num_tokens`, `finish_reason` and
+    `completion`. Opening repairs a last line that was cut by a crash; `repaired` then holds a sentence that says so.
+
+    Args:
+        path (`Path`): The file; created with its first line if it does not exist.
+        settings (`dict`): Plain data that identifies the samples.
+
+    Raises:
+        `ValueError`: if the file was made with other settings (with the differences), is being written by another
+            process, is damaged before its last line, or holds a completion twice.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any]):
+        self.path = Path(path)
+        self.settings_digest = digest(settings)
+        self.repaired: str | None = None
+        if not self.path.exists():
+            _create(self.path, settings)
+        self._file = self.path.open("r+b")
+        try:
+            _lock(self._file, self.path)
+            _check_settings(self._file.readline(), settings, self.path)
+            self.keys: set[tuple[str, int]] = self._scan()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info):
+        self.close()
+
+    def __len__(self):
+        return len(self.keys)
+
+    def append(
+        self, problem: str, sample: int, seed: int, text: str, num_tokens: int, finish_reason: str
+    ) -> dict[str, Any]:
+        """Write one completion and hand it to the operating system, so that a killed process loses nothing written."""
+        assert (problem, sample) not in self.keys, f"sample {sample} of problem {problem} is already stored"
+        record = {
+            "problem": problem,
+            "sample": sample,
+            "seed": seed,
+            "settings": self.settings_digest,
+            "num_tokens": num_tokens,
+            "finish_reason": finish_reason,
+            "completion": text,
+        }
+        self._file.write(json.dumps(record, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+        self._file.flush()
+        self.keys.add((problem, sample))
+        return record
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Every stored completion in file order; read while nothing is being appended."""
+        with self.path.open("rb") as lines:
+            next(lines)
+            for line in lines:
+                yield json.loads(line)
+
+    def close(self) -> None:
+        """Flush to the disk and release the file."""
+        if not self._file.closed:
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+    def _scan(self) -> set[tuple[str, int]]:
+        """Read the keys from the current position on and leave the file positioned behind the last whole record."""
+        keys: set[tuple[str, int]] = set()
+        line_number = 1
+        while True:
+            start = self._file.tell()
+            line = self._file.readline()
+            if not line:
+                return keys
+            line_number += 1
+            key = _key(line)
+            if key is None:
+                self._repair(start, line_number)
+                return keys
+            if key in keys:
+                raise ValueError(
+                    f"{self.path} holds sample {key[1]} of problem {key[0]} twice (line {line_number}); the counts "
+                    "would be wrong. Remove one of the two lines or sample afresh."
+                )
+            keys.add(key)
+
+    def _repair(self, start: int, line_number: int) -> None:
+        if self._file.readline():
+            raise ValueError(
+                f"{self.path} is damaged in line {line_number}, before its last line. A crash can only cut the last line, so "
+                "something else wrote to this file: remove the damaged line by hand, or sample afresh."
+            )
+        dropped = self._file.tell() - start
+        self._file.seek(start)
+        self._file.truncate()
+        self.repaired = f"{self.path}: removed {dropped} bytes of an incomplete last line; that sample is drawn again."
+
+
+def digest(settings: dict[str, Any]) -> str:
+    """First 16 hex digits of the SHA-256 of plain data, independent of key order."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def differences(old: Any, new: Any, *, key: str = "") -> list[str]:
+    """Where two pieces of plain data differ: one line `a.b: OLD != NEW` per leaf, keys in alphabetical order."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        lines = []
+        for name in sorted(old.keys() | new.keys()):
+            inner = f"{key}.{name}" if key else name
+            lines += differences(old.get(name), new.get(name), key=inner)
+        return lines
+    return [] if old == new else [f"{key}: {old!r} != {new!r}"]
+
+
+def _create(path: Path, settings: dict[str, Any]) -> None:
+    """The first line appears whole or not at all: written beside the file, then renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps({"format": STORE_FORMAT, "settings": settings}) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _lock(file, path: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(
+            f"{path} is being written by another process; wait for it or use another output directory."
+        ) from None
+
+
+def _check_settings(first_line: bytes, settings: dict[str, Any], path: Path) -> None:
+    try:
+        header = json.loads(first_line)
+    except ValueError:
+        header = {}
+    if not isinstance(header, dict) or header.get("format") != STORE_FORMAT:
+        raise ValueError(f"{path} is not a sample store of format {STORE_FORMAT}; use another output directory.")
+    lines = differences(header["settings"], json.loads(json.dumps(settings)))
+    if lines:
+        raise ValueError(
+            f"{path} holds samples made with other settings (stored != asked for):\n  "
+            + "\n  ".join(lines)
+            + "\nGo back to the stored settings, or use another output directory."
+        )
+
+
+def _key(line: bytes) -> tuple[str, int] | None:
+    """Key of a record line; None if the line is not a whole record."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        record = json.loads(line)
+        return record["problem"], record["sample"]
+    except (ValueError, KeyError, TypeError):
+        return None
