@@ -97,6 +97,7 @@ class EvaluationArguments:
         for name in ("batch_size", "tensor_parallel_size", "data_parallel_size", "concurrency", "num_workers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        _ = self.sampling  # its own checks
 
     @property
     def ks(self) -> list[int]:

@@ -1,0 +1,95 @@
+"""Benchmarks: real rows read through the shipped entries, and every way a file can be wrong."""
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from pacs_trl.evaluation.benchmarks import BENCHMARKS, load_benchmark
+
+
+DATA = Path(__file__).parents[1] / "data"
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "size", "first_answer"),
+    [
+        ("math_500", "math_500.jsonl", 500, r"\left( 3, \frac{\pi}{2} \right)"),
+        ("amc_23", "amc23.jsonl", 40, "27"),
+        ("aime_2024", "aime_2024.jsonl", 30, "204"),
+        ("aime_2025", "aime_2025.jsonl", 30, "70"),
+        ("gsm8k", "gsm8k_test_200.jsonl", 200, "18"),
+    ],
+)
+def test_real_rows(name, file, size, first_answer):
+    benchmark = load_benchmark(f"{name}={DATA / file}")
+    assert benchmark.name == name and benchmark.title == BENCHMARKS[name].title
+    assert len(benchmark.problems) == size == benchmark.source["num_problems"]
+    assert benchmark.problems[0].solution == first_answer
+    assert benchmark.source["file"] == file
+
+
+def test_miniature_task():
+    benchmark = load_benchmark("miniature/addition", max_problems=7)
+    assert len(benchmark.problems) == 7
+    assert all(str(eval(p.problem)) == p.solution for p in benchmark.problems)
+    assert benchmark.problems == load_benchmark("miniature/addition", max_problems=7).problems
+
+
+def test_the_digest_changes_with_any_character(tmp_path):
+    rows = [{"problem": "1+1", "answer": "2", "unique_id": "a"}, {"problem": "1+2", "answer": 3.0, "unique_id": "b"}]
+    digests = set()
+    for change in ({}, {"problem": "1+1 "}, {"answer": "3"}, {"unique_id": "c"}):
+        path = write(tmp_path / "rows.jsonl", [{**rows[0], **change}, rows[1]])
+        digests.add(load_benchmark(f"math_500={path}").source["digest"])
+    assert len(digests) == 4
+
+
+def test_formats_agree(tmp_path):
+    rows = [{"question": f"{i}+1", "answer": float(i + 1), "id": i} for i in range(3)]
+    jsonl = write(tmp_path / "rows.jsonl", rows)
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    pd.DataFrame(rows).to_parquet(tmp_path / "rows.parquet")
+    loaded = [load_benchmark(f"amc_23={tmp_path}/rows.{kind}").problems for kind in ("jsonl", "json", "parquet")]
+    assert loaded[0] == loaded[1] == loaded[2] == load_benchmark(f"amc_23={jsonl}").problems
+    assert loaded[0][0].solution == "1"
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "no problems"),
+        ([{"problem": "1+1", "answer": "2"}], r"no \['unique_id'\]. Columns found: \['problem', 'answer'\]"),
+        ([{"problem": "1+1", "answer": None, "unique_id": "a"}], "no gold answer"),
+        ([{"problem": " ", "answer": "2", "unique_id": "a"}], "no problem text"),
+        ([{"problem": p, "answer": "2", "unique_id": "a"} for p in ("1+1", "2+0")], "id 'a' twice, in rows 0 and 1"),
+    ],
+)
+def test_bad_rows(tmp_path, rows, message):
+    with pytest.raises(ValueError, match=message):
+        load_benchmark(f"math_500={write(tmp_path / 'rows.jsonl', rows)}")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("math500", "Unknown benchmark 'math500'. Choose from math_500"),
+        ("miniature/chess", "Unknown miniature task 'chess'"),
+        ("math_500=/nowhere/rows.jsonl", "does not exist"),
+    ],
+)
+def test_bad_names(spec, message):
+    with pytest.raises(ValueError, match=message):
+        load_benchmark(spec)
+
+
+def test_bad_suffix(tmp_path):
+    (tmp_path / "rows.txt").write_text("")
+    with pytest.raises(ValueError, match="jsonl, .json or .parquet"):
+        load_benchmark(f"math_500={tmp_path / 'rows.txt'}")

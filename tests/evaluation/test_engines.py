@@ -1,0 +1,156 @@
+"""Engines: whole groups, copies in other processes, and an OpenAI-compatible server on this machine."""
+
+import json
+import threading
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from pacs_trl.evaluation.engines import Request, ServerEngine, TransformersEngine
+from pacs_trl.evaluation.replicas import ReplicatedEngine
+from pacs_trl.evaluation.sampling import Completion, SamplingSettings, sample_seed
+
+
+SETTINGS = SamplingSettings(0.7, 0.9, 5, 8)
+
+
+def make_requests(problems=4, n=3):
+    return [
+        Request(f"p{i}", j, sample_seed(0, f"p{i}", j), [{"role": "user", "content": f"{i}+2"}])
+        for i in range(problems)
+        for j in range(n)
+    ]
+
+
+def by_key(answers):
+    return {(request.problem_id, request.sample): completion for request, completion in answers}
+
+
+class FakeServer(BaseHTTPRequestHandler):
+    """Answers like `vllm serve`: the text repeats what was asked. `failures` statuses are sent first."""
+
+    failures: list[int] = []
+    bodies: list[dict] = []
+
+    def do_GET(self):
+        self.answer(200, {"data": [{"id": "tiny"}]})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if FakeServer.failures:
+            return self.answer(FakeServer.failures.pop(), {"error": "busy"})
+        FakeServer.bodies.append({**body, "authorization": self.headers["Authorization"]})
+        text = f"{body['messages'][-1]['content']} {body['seed']}"
+        message = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+        self.answer(200, {"choices": [message], "usage": {"completion_tokens": 7}})
+
+    def answer(self, status, content):
+        payload = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(payload)))
+        self.end_headers()
+        self.wfile.write(payload)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server():
+    FakeServer.failures, FakeServer.bodies = [], []
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), FakeServer)
+    threading.Thread(target=httpd.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{httpd.server_port}/v1"
+    httpd.shutdown()
+    httpd.server_close()
+
+
+def test_server_engine(server, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    requests = make_requests()
+    engine = ServerEngine(server, "tiny", concurrency=4, chat_template_kwargs={"enable_thinking": False})
+    answers = by_key(engine.generate(requests, SETTINGS))
+    engine.close()
+    assert answers == {
+        (r.problem_id, r.sample): Completion(f"{r.prompt[0]['content']} {r.seed}", 7, "stop") for r in requests
+    }
+    bodies = {body["seed"]: body for body in FakeServer.bodies}
+    assert bodies[requests[5].seed] == {
+        "model": "tiny",
+        "messages": requests[5].prompt,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 5,
+        "max_tokens": 8,
+        "seed": requests[5].seed,
+        "chat_template_kwargs": {"enable_thinking": False},
+        "authorization": "Bearer secret",
+    }
+
+
+def test_server_engine_repeats_what_can_pass(server):
+    FakeServer.failures = [503, 429, 500]
+    engine = ServerEngine(server, "tiny", concurrency=1, first_wait_seconds=0.001)
+    assert len(list(engine.generate(make_requests(), SETTINGS))) == 12
+    assert engine.num_retries == 3
+
+
+def test_server_engine_gives_up_with_the_reason(server):
+    FakeServer.failures = [503] * 3
+    engine = ServerEngine(server, "tiny", concurrency=1, max_attempts=3, first_wait_seconds=0.001)
+    with pytest.raises(RuntimeError, match="failed 3 times, last with status 503"):
+        list(engine.generate(make_requests(1, 1), SETTINGS))
+    FakeServer.failures = [400]
+    with pytest.raises(ValueError, match=r"refused a request \(400\): .*busy"):
+        list(engine.generate(make_requests(1, 1), SETTINGS))
+
+
+def test_server_engine_checks_the_address_and_the_model(server):
+    with pytest.raises(ValueError, match=r"does not offer 'huge'; it offers \['tiny'\]"):
+        ServerEngine(server, "huge")
+    with pytest.raises(ValueError, match="No OpenAI-compatible server answers"):
+        ServerEngine("http://127.0.0.1:9/v1", "tiny")
+
+
+def test_transformers_engine_draws_in_order(boxing_model):
+    requests = make_requests()
+    engine = TransformersEngine(*boxing_model, batch_size=5)
+    answers = list(engine.generate(requests, SETTINGS))
+    assert [request for request, _ in answers] == requests
+    # The last group alone, as after an interruption, gives the same text.
+    assert list(engine.generate(requests[10:], SETTINGS)) == answers[10:]
+
+
+def test_copies_give_the_text_of_one_engine(checkpoint):
+    requests = make_requests()
+    make_engine = partial(TransformersEngine.load, str(checkpoint), batch_size=4)
+    expected = by_key(make_engine().generate(requests, SETTINGS))
+    engine = ReplicatedEngine(make_engine, ["", ""], group_size=4)
+    try:
+        answers = list(engine.generate(requests, SETTINGS))
+        assert len(answers) == len(requests) and by_key(answers) == expected
+        assert len(list(engine.generate(requests[:2], SETTINGS))) == 2  # one copy has nothing to do
+    finally:
+        engine.close()
+
+
+def test_a_failing_copy_is_reported_with_its_traceback(tmp_path):
+    engine = ReplicatedEngine(partial(TransformersEngine.load, str(tmp_path), batch_size=4), [""], group_size=4)
+    try:
+        with pytest.raises(RuntimeError, match="(?s)copy 0 failed; stored samples are kept.*Traceback"):
+            list(engine.generate(make_requests(), SETTINGS))
+    finally:
+        engine.close()
+
+
+def test_a_dying_copy_is_noticed(checkpoint):
+    engine = ReplicatedEngine(partial(TransformersEngine.load, str(checkpoint), batch_size=1), [""], group_size=1)
+    try:
+        answers = engine.generate(make_requests(20, 20), SETTINGS)
+        next(answers)
+        engine._processes[0].kill()
+        with pytest.raises(RuntimeError, match="copy 0 died"):
+            list(answers)
+    finally:
+        engine.close()

@@ -1,0 +1,151 @@
+"""The whole path from a checkpoint to results.json, resumed, extended, replicated and refused."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from pacs_trl.evaluation import pass_at_k
+from pacs_trl.evaluation.arguments import EvaluationArguments
+from pacs_trl.evaluation.engines import TransformersEngine
+from pacs_trl.evaluation.evaluate import evaluate, main
+from pacs_trl.evaluation.results import read_results
+
+
+def run(arguments, **changes):
+    return evaluate(EvaluationArguments(**{**arguments, **changes}), progress=False)
+
+
+def store_path(arguments):
+    return Path(arguments["output_dir"]) / "samples" / "math_500.jsonl"
+
+
+def without_the_clock(results):
+    return {key: value for key, value in results.items() if key not in ("created", "timing", "commit", "engine")}
+
+
+def test_results_agree_with_the_samples(arguments, sums):
+    results = run(arguments, method="guesser", token_entropy_samples=2)
+    entry = results["benchmarks"]["math_500"]
+    answers = {row["unique_id"]: row["answer"] for row in map(json.loads, sums.read_text().splitlines())}
+    records = [json.loads(line) for line in store_path(arguments).read_text().splitlines()[1:]]
+    assert len(records) == 12 * 8
+    for problem in entry["problems"]:
+        mine = [r for r in records if r["problem"] == problem["id"]]
+        # Recomputed without the verifier: one digit in a box.
+        correct = [
+            r["completion"] == rf"\boxed{{{answers[problem['id']]}}}" for r in sorted(mine, key=lambda r: r["sample"])
+        ]
+        assert (problem["n"], problem["c"]) == (8, sum(correct))
+        assert problem["mean_tokens"] == sum(r["num_tokens"] for r in mine) / 8
+        grades = json.loads((Path(arguments["output_dir"]) / "grades" / "math_500.json").read_text())
+        assert grades[problem["id"]] == "".join("01"[c] for c in correct)
+    assert 0 < sum(p["c"] for p in entry["problems"]) < 96
+    for k in (1, 2, 4, 8):
+        mean = sum(pass_at_k(8, p["c"], k) for p in entry["problems"]) / 12
+        cell = entry["pass_at_k"][str(k)]
+        assert cell["value"] == pytest.approx(mean, abs=1e-12) and cell["lower"] <= mean <= cell["upper"]
+    assert 0 < entry["token_entropy"] < 2 and entry["answer_entropy"] > 1
+    assert results["method"] == "guesser" and results["protocol"]["sampling"]["temperature"] == 1.0
+    assert results == read_results(arguments["output_dir"])
+
+
+def test_running_again_draws_nothing(arguments, monkeypatch):
+    first = run(arguments)
+    content = store_path(arguments).read_bytes()
+    monkeypatch.setattr(TransformersEngine, "load", lambda *a, **k: pytest.fail("the engine was loaded for nothing"))
+    assert without_the_clock(run(arguments)) == without_the_clock(first)
+    assert store_path(arguments).read_bytes() == content
+
+
+@pytest.mark.parametrize("kept", [0, 1, 19, 20, 47, 95])
+def test_any_prefix_of_the_store_is_completed_to_the_same_result(arguments, tmp_path, kept):
+    first = run(arguments)
+    lines = store_path(arguments).read_bytes().splitlines(keepends=True)
+    again = {**arguments, "output_dir": str(tmp_path / "again")}
+    store_path(again).parent.mkdir(parents=True)
+    store_path(again).write_bytes(b"".join(lines[: kept + 1]) + lines[-1][:30])  # and a torn line behind it
+    assert without_the_clock(run(again)) == without_the_clock(first)
+    assert sorted(store_path(again).read_bytes().splitlines()) == sorted(line.rstrip() for line in lines)
+
+
+def test_more_samples_keep_the_old_ones(arguments):
+    run(arguments, n=4, k="1,4")
+    old = set(store_path(arguments).read_text().splitlines())
+    results = run(arguments, n=8)
+    assert old < set(store_path(arguments).read_text().splitlines())
+    assert all(p["n"] == 8 for p in results["benchmarks"]["math_500"]["problems"])
+    # And fewer are taken from the front.
+    assert all(p["n"] == 4 for p in run(arguments, n=4, k="1,4")["benchmarks"]["math_500"]["problems"])
+
+
+def test_copies_of_the_model_give_the_same_counts(arguments, tmp_path):
+    one = run(arguments)
+    two = run(arguments, data_parallel_size=2, output_dir=str(tmp_path / "two"))
+    assert two["benchmarks"] == one["benchmarks"]
+
+
+def test_two_benchmarks_and_the_command_line(arguments, sums, capsys):
+    argv = [f"--{key}={value}" for key, value in arguments.items() if key != "benchmarks"]
+    assert (
+        main([*argv, f"--benchmarks=math_500={sums},miniature/addition", "--max_problems=5", "--n=2", "--k=1,2"]) == 0
+    )
+    out = capsys.readouterr().out
+    assert "MATH 500: pass@1" in out and "addition: pass@1" in out and "results.json" in out
+    assert list(read_results(arguments["output_dir"])["benchmarks"]) == ["math_500", "miniature/addition"]
+
+
+def test_a_recipe_and_an_override(arguments, tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps({**arguments, "k": [1, 2], "max_problems": 3, "temperature": 0.5}))
+    assert main(["--config", str(recipe), "--temperature", "1.5"]) == 0
+    results = read_results(arguments["output_dir"])
+    assert results["protocol"]["sampling"]["temperature"] == 1.5 and results["k"] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"k": "1,16"}, "1 <= k <= n, got k = 1,16 with n = 8"),
+        ({"k": "0"}, "1 <= k <= n"),
+        ({"k": "one"}, "whole numbers"),
+        ({"engine": "magic"}, "engine must be one of"),
+        ({"engine": "server", "token_entropy_samples": 1}, "server"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"model": "/no/such/directory"}, "does not exist"),
+        ({"model": "no/such/directory/at/all"}, "does not exist"),
+        ({"benchmarks": "aime_1066"}, "Unknown benchmark"),
+        ({"benchmarks": "miniature/addition,miniature/addition"}, "once"),
+        ({"max_problems": 0}, "no problems"),
+    ],
+)
+def test_refused_before_any_work(arguments, monkeypatch, changes, message, capsys):
+    monkeypatch.setattr(TransformersEngine, "load", lambda *a, **k: pytest.fail("the engine was loaded"))
+    argv = [f"--{key}={value}" for key, value in {**arguments, **changes}.items()]
+    assert main(argv) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_directory_without_a_model_is_refused(arguments, tmp_path):
+    with pytest.raises(ValueError, match="neither a config.json"):
+        run(arguments, model=str(tmp_path))
+
+
+def test_an_overwritten_checkpoint_does_not_share_its_samples(arguments, boxing_model, tmp_path):
+    model, tokenizer = boxing_model
+    directory = tmp_path / "model"
+    model.save_pretrained(directory), tokenizer.save_pretrained(directory)
+    run(arguments, model=str(directory))
+    weight = model.model.norm.weight
+    weight.data.mul_(1.001)
+    model.save_pretrained(directory)
+    weight.data.div_(1.001)
+    with pytest.raises(ValueError, match="model.digest"):
+        run(arguments, model=str(directory))
+
+
+def test_every_argument_is_documented():
+    for item in dataclasses.fields(EvaluationArguments):
+        assert item.metadata.get("help") and f"{item.name}" in EvaluationArguments.__doc__

@@ -1,0 +1,136 @@
+"""pass@k against hand-worked cases, exact enumeration and exact rational arithmetic."""
+
+import subprocess
+import sys
+from fractions import Fraction
+from itertools import combinations
+from math import comb
+
+import numpy as np
+import pytest
+
+from pacs_trl.evaluation import bootstrap_interval, paired_bootstrap, pass_at_k
+
+
+def exact(n, c, k):
+    return Fraction(comb(n, k) - comb(n - c, k), comb(n, k))
+
+
+def test_worked_by_hand():
+    # 4 samples, 2 correct, draw 2: the only failing pair is the two wrong ones, 1 of 6.
+    assert pass_at_k(4, 2, 2) == pytest.approx(5 / 6, rel=1e-15)
+    # One draw is the mean; all draws find any correct sample.
+    assert pass_at_k(8, 3, 1) == pytest.approx(3 / 8, rel=1e-15)
+    assert pass_at_k(8, 1, 8) == 1.0
+    assert pass_at_k(8, 0, 8) == 0.0
+
+
+def test_every_subset_enumerated():
+    for n in range(1, 8):
+        for c in range(n + 1):
+            for k in range(1, n + 1):
+                subsets = list(combinations([True] * c + [False] * (n - c), k))
+                assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-15)
+
+
+def test_exact_up_to_ten_thousand_samples():
+    for n in (127, 128, 9_999, 10_000):
+        for c in (0, 1, 2, n // 3, n - 1, n):
+            for k in (1, 2, 64, n // 2, n - 1, n):
+                value, truth = pass_at_k(n, c, k), exact(n, c, k)
+                # log1p and expm1 keep full relative accuracy; a difference of log-factorials would lose five digits.
+                assert abs(Fraction(value) - truth) <= Fraction(1, 10**13) * truth
+
+
+def test_unbiased():
+    # The mean over all outcomes of n = 6 Bernoulli(p) samples is 1 - (1 - p)^k exactly.
+    n, p = 6, 0.3
+    for k in range(1, n + 1):
+        mean = sum(comb(n, c) * p**c * (1 - p) ** (n - c) * pass_at_k(n, c, k) for c in range(n + 1))
+        assert mean == pytest.approx(1 - (1 - p) ** k, rel=1e-13)
+
+
+def test_arrays_and_ragged_n():
+    n, c, ks = np.array([10, 10, 7]), np.array([0, 3, 7]), [1, 5, 7]
+    values = pass_at_k(n, c, ks)
+    assert values.shape == (3, 3)
+    expected = [[float(exact(int(a), int(b), k)) for k in ks] for a, b in zip(n, c)]
+    np.testing.assert_allclose(values, expected, rtol=1e-14)
+    np.testing.assert_array_equal(pass_at_k(n, c, 5), values[:, 1])
+    assert np.all(np.diff(values, axis=1) >= 0)
+
+
+def test_a_thousand_problems_of_ten_thousand_samples():
+    rng = np.random.default_rng(0)
+    values = pass_at_k(10_000, rng.integers(0, 10_001, 1000), [1, 2, 4, 8, 16, 64, 256, 1024, 4096, 10_000])
+    assert values.shape == (1000, 10) and np.isfinite(values).all()
+
+
+@pytest.mark.parametrize(
+    ("n", "c", "k", "message"),
+    [
+        (4, 2, 5, "1 <= k <= n"),
+        (4, 2, 0, "1 <= k <= n"),
+        ([8, 3], [1, 1], 4, "smallest n is 3"),
+        (4, 5, 1, "0 <= c <= n"),
+        (4, -1, 1, "0 <= c <= n"),
+        (0, 0, 1, "n >= 1"),
+        (4, 2.0, 1, "must be integers"),
+        ([], [], 1, "at least one problem"),
+        (4, 2, [[1]], "flat sequence"),
+    ],
+)
+def test_refuses_impossible_counts(n, c, k, message):
+    with pytest.raises(ValueError, match=message):
+        pass_at_k(np.array(n, dtype=int) if n == [] else n, np.array(c, dtype=int) if c == [] else c, k)
+
+
+def test_bootstrap_interval_of_two_problems():
+    # Values 0 and 1: a resample mean is 0, 1/2 or 1 with chances 1/4, 1/2, 1/4, so the 95 % interval is [0, 1] and the
+    # 40 % interval is the single point 1/2.
+    assert bootstrap_interval([0.0, 1.0]) == (0.5, 0.0, 1.0)
+    assert bootstrap_interval([0.0, 1.0], confidence=0.4) == (0.5, 0.5, 0.5)
+    assert bootstrap_interval([0.25]) == (0.25, 0.25, 0.25)
+
+
+def test_bootstrap_against_a_loop():
+    values = np.random.default_rng(1).random((40, 2))
+    interval = bootstrap_interval(values, num_resamples=400, seed=3)
+    draws = np.random.default_rng(3).integers(0, 40, size=(400, 40))
+    means = np.array([[np.mean([values[row, column] for row in draw]) for column in range(2)] for draw in draws])
+    np.testing.assert_allclose(interval.lower, np.quantile(means, 0.025, axis=0), rtol=1e-12)
+    np.testing.assert_allclose(interval.upper, np.quantile(means, 0.975, axis=0), rtol=1e-12)
+    np.testing.assert_allclose(interval.mean, values.mean(axis=0), rtol=1e-14)
+
+
+def test_bootstrap_covers_the_truth():
+    # 300 experiments of 60 Bernoulli(0.3) problems: a 95 % interval misses about 15 times; 35 is five sigma away.
+    rng = np.random.default_rng(0)
+    missed = 0
+    for _ in range(300):
+        interval = bootstrap_interval((rng.random(60) < 0.3).astype(float), num_resamples=500)
+        missed += not interval.lower <= 0.3 <= interval.upper
+    assert missed < 35
+
+
+def test_paired_bootstrap_is_narrower_than_the_spread_of_problems():
+    base = np.linspace(0, 1, 50)
+    interval = paired_bootstrap(base, base + 0.01)
+    assert interval == pytest.approx((0.01, 0.01, 0.01), abs=1e-12)
+    assert paired_bootstrap(base + 0.01, base).mean == pytest.approx(-0.01, abs=1e-12)
+    with pytest.raises(ValueError, match="same problems"):
+        paired_bootstrap(base, base[:-1])
+
+
+@pytest.mark.parametrize("module", ["pacs_trl.evaluation", "pacs_trl.evaluation.pass_at_k"])
+def test_importing_needs_neither_torch_nor_vllm(module):
+    code = f"import sys, {module}; print([m for m in ('torch', 'vllm', 'transformers', 'trl') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_the_function_wins_over_the_submodule_of_the_same_name():
+    code = (
+        "import pacs_trl.evaluation.pass_at_k; import pacs_trl.evaluation.results; import pacs_trl.evaluation as e;"
+        "print(e.pass_at_k(2, 1, 1))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "0.5"

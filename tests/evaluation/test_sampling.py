@@ -1,0 +1,128 @@
+"""The in-process sampler: the right distribution, one stream per completion, nothing else disturbed."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from pacs_trl.evaluation.sampling import (
+    SamplingSettings,
+    SeededSampler,
+    generate_batch,
+    sample_completions,
+    sample_seed,
+)
+
+
+PROMPTS = [[{"role": "user", "content": "1+2"}], "1+", [{"role": "user", "content": "3+4 and a longer question"}]]
+
+
+def chosen(sampler, logits, step=0):
+    scores = sampler(torch.zeros(logits.shape[0], step, dtype=torch.long), logits)
+    assert (scores == 0).sum() == logits.shape[0] and torch.isinf(scores).sum() == scores.numel() - logits.shape[0]
+    return scores.argmax(-1)
+
+
+def test_the_token_is_the_inverse_of_the_cumulative_distribution():
+    # Probabilities 0.5, 0.25, 0.25: uniforms below 0.5 give token 0, below 0.75 token 1, the rest token 2.
+    sampler = SeededSampler(SamplingSettings(1.0, 1.0, 0, 5), seeds=[0], prompt_length=0)
+    sampler.uniforms = torch.tensor([[0.0, 0.499, 0.5, 0.749, 0.75]], dtype=torch.float64)
+    logits = torch.tensor([[2.0, 1.0, 1.0]]).log()
+    assert [chosen(sampler, logits, step).item() for step in range(5)] == [0, 0, 1, 1, 2]
+
+
+def test_frequencies_follow_temperature_and_nucleus():
+    # 40,000 independent rows. Logits ln(8, 4, 2, 1) at temperature 2 weigh sqrt(8) : 2 : sqrt(2) : 1; a nucleus of 0.8
+    # keeps the first three (0.39 + 0.28 < 0.8 <= 0.39 + 0.28 + 0.20).
+    rows = 40_000
+    sampler = SeededSampler(SamplingSettings(2.0, 0.8, 0, 1), seeds=range(rows), prompt_length=0)
+    tokens = chosen(sampler, torch.tensor([[8.0, 4.0, 2.0, 1.0]]).log().expand(rows, -1))
+    weights = np.sqrt([8, 4, 2])
+    expected = np.append(weights / weights.sum(), 0.0)
+    observed = np.bincount(tokens.numpy(), minlength=4) / rows
+    assert observed[3] == 0
+    np.testing.assert_allclose(observed, expected, atol=4 * 0.5 / np.sqrt(rows))  # four standard errors
+
+
+def test_top_k_and_impossible_tokens():
+    sampler = SeededSampler(SamplingSettings(1.0, 1.0, 2, 1), seeds=range(500), prompt_length=0)
+    tokens = chosen(sampler, torch.tensor([[0.0, 1.0, 2.0, -torch.inf]]).expand(500, -1))
+    assert set(tokens.tolist()) == {1, 2}
+
+
+def test_a_completion_depends_on_its_seed_alone(boxing_model):
+    settings = SamplingSettings(1.0, 1.0, 0, 12)
+    together = sample_completions(*boxing_model, PROMPTS, n=6, settings=settings, seed=1, batch_size=18)
+    assert together == sample_completions(*boxing_model, PROMPTS, n=6, settings=settings, seed=1, batch_size=5)
+    assert together == [row[:6] for row in sample_completions(*boxing_model, PROMPTS, n=9, settings=settings, seed=1)]
+    assert together != sample_completions(*boxing_model, PROMPTS, n=6, settings=settings, seed=2)
+    assert len({c.text for c in together[0]}) > 1
+
+
+def test_the_model_answers_in_boxes(boxing_model):
+    (completions,) = sample_completions(*boxing_model, PROMPTS[:1], n=50, settings=SamplingSettings(1.0, 1.0, 0, 8))
+    boxed = [c for c in completions if c.text in {rf"\boxed{{{d}}}" for d in range(10)}]
+    assert len(boxed) > 40
+    # The box is one token, then a digit, the closing brace and the end token, which counts.
+    assert all(c.num_tokens == 4 and c.finish_reason == "stop" for c in boxed)
+
+
+def test_the_limit_is_reported(boxing_model):
+    (completions,) = sample_completions(*boxing_model, PROMPTS[:1], n=5, settings=SamplingSettings(1.0, 1.0, 0, 2))
+    assert all(c.num_tokens == 2 and c.finish_reason == "length" for c in completions)
+
+
+def test_greedy_decoding(boxing_model):
+    completions = sample_completions(
+        *boxing_model, PROMPTS, n=3, settings=SamplingSettings(temperature=0, max_new_tokens=8)
+    )
+    assert all(row[0] == row[1] == row[2] for row in completions)
+
+
+def test_generation_config_of_the_checkpoint_does_not_leak(boxing_model):
+    model, tokenizer = boxing_model
+    settings = SamplingSettings(1.0, 1.0, 0, 8)
+    before = generate_batch(model, tokenizer, ["1+2"], [5], settings)
+    saved = model.generation_config.to_dict()
+    model.generation_config.update(
+        repetition_penalty=50.0, no_repeat_ngram_size=1, top_k=1, min_new_tokens=8, do_sample=True
+    )
+    try:
+        assert generate_batch(model, tokenizer, ["1+2"], [5], settings) == before
+    finally:
+        model.generation_config.update(**saved)
+
+
+def test_random_states_and_mode_are_left_alone(boxing_model):
+    model, tokenizer = boxing_model
+    model.train()
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    sample_completions(model, tokenizer, PROMPTS, n=2, settings=SamplingSettings(max_new_tokens=4))
+    assert model.training
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states[:2]
+    assert torch.equal(torch.get_rng_state(), states[2])
+    model.eval()
+
+
+def test_seeds():
+    seeds = {sample_seed(s, p, j) for s in range(3) for p in ("a", "b", "1", "11") for j in range(50)}
+    assert len(seeds) == 3 * 4 * 50
+    assert all(0 <= seed < 2**53 for seed in seeds)
+    # Pinned: a change would silently orphan every store.
+    assert sample_seed(0, "math_500/a", 1) == 8035683153547300
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": -0.1}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+    ],
+)
+def test_settings_are_checked(settings, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingSettings(**settings)

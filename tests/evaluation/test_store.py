@@ -1,0 +1,99 @@
+"""The sample store: what survives a crash, what is refused."""
+
+import json
+
+import pytest
+
+from pacs_trl.evaluation.store import SampleStore, differences
+
+
+SETTINGS = {"model": {"name": "m"}, "sampling": {"temperature": 0.6, "top_p": 0.95}}
+
+
+def fill(path, count=3):
+    with SampleStore(path, SETTINGS) as store:
+        for i in range(count):
+            store.append(f"p{i}", i, 1000 + i, f"text {i} \u00e9 \u2028 line\nbreak", 5 + i, "stop")
+    return path
+
+
+def test_round_trip(tmp_path):
+    with SampleStore(fill(tmp_path / "a" / "s.jsonl"), SETTINGS) as store:
+        assert store.keys == {("p0", 0), ("p1", 1), ("p2", 2)} and len(store) == 3 and store.repaired is None
+        records = list(store.records())
+    assert records[1] == {
+        "problem": "p1",
+        "sample": 1,
+        "seed": 1001,
+        "settings": store.settings_digest,
+        "num_tokens": 6,
+        "finish_reason": "stop",
+        "completion": "text 1 \u00e9 \u2028 line\nbreak",
+    }
+
+
+def test_other_settings_are_refused_with_the_difference(tmp_path):
+    path = fill(tmp_path / "s.jsonl")
+    other = {"model": {"name": "m", "digest": "x"}, "sampling": {"temperature": 1.0, "top_p": 0.95}}
+    with pytest.raises(ValueError) as error:
+        SampleStore(path, other)
+    assert "model.digest: None != 'x'\n  sampling.temperature: 0.6 != 1.0" in str(error.value)
+    assert "top_p" not in str(error.value)
+
+
+def test_every_cut_of_the_last_line_is_repaired(tmp_path):
+    path = fill(tmp_path / "s.jsonl")
+    whole = path.read_bytes()
+    last = whole.rindex(b"\n", 0, -1) + 1
+    for cut in range(last + 1, len(whole)):
+        path.write_bytes(whole[:cut])
+        with SampleStore(path, SETTINGS) as store:
+            assert store.keys == {("p0", 0), ("p1", 1)}
+            assert f"removed {cut - last} bytes" in store.repaired
+            store.append("p2", 2, 1002, "text 2 \u00e9 \u2028 line\nbreak", 7, "stop")
+        assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("garbage", [b"\x00" * 40, b"{}\n", b"[1]\n", b'"x"\n', b"\xff\xfe\n", b"\n"])
+def test_garbage_at_the_end_is_repaired(tmp_path, garbage):
+    path = fill(tmp_path / "s.jsonl")
+    whole = path.read_bytes()
+    path.write_bytes(whole + garbage)
+    with SampleStore(path, SETTINGS) as store:
+        assert len(store) == 3 and store.repaired
+    assert path.read_bytes() == whole
+
+
+def test_damage_before_the_last_line_is_refused(tmp_path):
+    path = fill(tmp_path / "s.jsonl")
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([lines[0], lines[1][:20] + b"\n", *lines[2:]]))
+    with pytest.raises(ValueError, match="damaged in line 2"):
+        SampleStore(path, SETTINGS)
+
+
+def test_duplicates_are_refused(tmp_path):
+    path = fill(tmp_path / "s.jsonl")
+    path.write_bytes(path.read_bytes() + path.read_bytes().splitlines(keepends=True)[1])
+    with pytest.raises(ValueError, match="sample 0 of problem p0 twice"):
+        SampleStore(path, SETTINGS)
+
+
+def test_one_writer_at_a_time(tmp_path):
+    path = fill(tmp_path / "s.jsonl")
+    with SampleStore(path, SETTINGS):
+        with pytest.raises(ValueError, match="written by another process"):
+            SampleStore(path, SETTINGS)
+    SampleStore(path, SETTINGS).close()
+
+
+@pytest.mark.parametrize("content", ["", "hello\n", "[]\n", json.dumps({"format": 99, "settings": SETTINGS}) + "\n"])
+def test_other_files_are_refused(tmp_path, content):
+    (tmp_path / "s.jsonl").write_text(content)
+    with pytest.raises(ValueError, match="not a sample store"):
+        SampleStore(tmp_path / "s.jsonl", SETTINGS)
+
+
+def test_differences():
+    assert differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}, "d": 0}) == ["a.c: 2 != 3", "d: None != 0"]
+    assert differences(SETTINGS, json.loads(json.dumps(SETTINGS))) == []
