@@ -1,0 +1,334 @@
+"""Settings of PACS, every rule between them, and what is refused because the objective would ignore it."""
+
+import os
+from dataclasses import MISSING, dataclass, field, fields
+
+from trl import GRPOConfig
+
+from .objective import ClassWeighting, Proxy, ScoreEstimator
+
+
+# Settings of GRPOConfig that shape GRPO's own loss. PACS has no ratio, no clipping and no advantage to apply them to.
+_SHAPES_ONLY_GRPO = {
+    "delta": "PACS does not clip probability ratios",
+    "epsilon": "PACS does not clip probability ratios",
+    "epsilon_high": "PACS does not clip probability ratios",
+    "importance_sampling_level": "PACS has no probability ratio",
+    "loss_type": "the loss is binary cross-entropy on the score",
+    "scale_rewards": "rewards are labels and are not normalized",
+    "multi_objective_aggregation": "labels are the weighted sum of the reward functions",
+    "top_entropy_quantile": "the proxy sums over all tokens of a completion",
+    "off_policy_mask_threshold": "PACS does not mask off-policy sequences",
+    "use_bias_correction_kl": "PACS has no probability ratio to correct the KL term with",
+    "entropy_coef": "PACS has no entropy bonus",
+    "use_adaptive_entropy": "PACS has no entropy bonus",
+    "entropy_coef_min": "PACS has no entropy bonus",
+    "entropy_coef_max": "PACS has no entropy bonus",
+    "entropy_coef_delta": "PACS has no entropy bonus",
+    "entropy_target": "PACS has no entropy bonus",
+    "sapo_temperature_neg": "it belongs to the SAPO loss",
+    "sapo_temperature_pos": "it belongs to the SAPO loss",
+    "vespo_k_pos": "it belongs to the VESPO loss",
+    "vespo_lambda_pos": "it belongs to the VESPO loss",
+    "vespo_k_neg": "it belongs to the VESPO loss",
+    "vespo_lambda_neg": "it belongs to the VESPO loss",
+    "router_aux_loss_coef": "PACS does not add the router's auxiliary loss",
+}
+
+
+def batch_arithmetic_errors(
+    *,
+    per_device_train_batch_size: int,
+    num_processes: int,
+    gradient_accumulation_steps: int,
+    steps_per_generation: int,
+    num_generations: int,
+    num_iterations: int = 1,
+) -> list[str]:
+    """
+    What is wrong with the sizes of a run, in words that name the values and the nearest legal ones.
+
+    A generation batch has `per_device_train_batch_size * num_processes * steps_per_generation` completions and an
+    optimizer step learns from `per_device_train_batch_size * num_processes * gradient_accumulation_steps` of them.
+    Both must hold whole groups of `num_generations`, and an optimizer step may not straddle two generation batches
+    unless it consumes both whole.
+
+    Returns:
+        `list[str]`: one message per broken rule; empty if the sizes are legal.
+    """
+    slot = per_device_train_batch_size * num_processes
+    if num_generations < 2:
+        return [
+            f"num_generations must be at least 2, got {num_generations}: the score of a completion compares it with "
+            "the other completions of its prompt. The paper uses 8."
+        ]
+    errors = []
+    for name, steps in (
+        ("steps_per_generation", steps_per_generation),
+        ("gradient_accumulation_steps", gradient_accumulation_steps),
+    ):
+        size = slot * steps
+        if size % num_generations == 0:
+            continue
+        what = "generation batch" if name == "steps_per_generation" else "batch of an optimizer step"
+        unit = next(n for n in range(1, num_generations + 1) if slot * n % num_generations == 0)
+        legal_steps = _around(steps, unit)
+        legal_generations = [n for n in range(2, size + 1) if size % n == 0] or [2]
+        nearest = sorted(sorted(legal_generations, key=lambda n: abs(n - num_generations))[:2])
+        errors.append(
+            f"The {what} must hold whole groups of num_generations={num_generations} completions, but it has "
+            f"per_device_train_batch_size={per_device_train_batch_size} x {num_processes} processes x "
+            f"{name}={steps} = {size}. Nearest legal values: {name}={_either(legal_steps)}, or "
+            f"num_generations={_either(nearest)}."
+        )
+        break  # the second rule follows from the first when the steps are equal; one remedy at a time
+    whole_updates = steps_per_generation % gradient_accumulation_steps == 0
+    whole_generations = gradient_accumulation_steps % steps_per_generation == 0
+    if not whole_updates and not whole_generations:
+        legal = _around(steps_per_generation, gradient_accumulation_steps)
+        errors.append(
+            f"steps_per_generation={steps_per_generation} must be a multiple of gradient_accumulation_steps="
+            f"{gradient_accumulation_steps}, so that every optimizer step learns from one generation batch. Nearest "
+            f"legal values: steps_per_generation={_either(legal)}."
+        )
+    elif not whole_updates and num_iterations > 1:
+        errors.append(
+            f"num_iterations={num_iterations} repeats a generation batch, but with gradient_accumulation_steps="
+            f"{gradient_accumulation_steps} > steps_per_generation={steps_per_generation} the repetitions would fall "
+            f"into one optimizer step. Set steps_per_generation={gradient_accumulation_steps} or num_iterations=1."
+        )
+    return errors
+
+
+def _around(value: int, unit: int) -> list[int]:
+    """The multiples of `unit` next to `value`, at least one `unit`."""
+    below = value // unit * unit
+    return [n for n in (below, below + unit) if n > 0]
+
+
+def _either(values: list[int]) -> str:
+    return " or ".join(str(v) for v in values)
+
+
+@dataclass
+class PACSConfig(GRPOConfig):
+    r"""
+    Configuration class for the [`PACSTrainer`].
+
+    Inherits every parameter of [`~trl.GRPOConfig`]. Generation, vLLM, data, logging and optimization keep their
+    meaning, and so does `beta`, the weight of the KL term (k3 estimator, mean over the tokens of the optimizer step).
+    Parameters that only shape GRPO's loss (`epsilon`, `loss_type`, `scale_rewards`, ...) are refused when moved off
+    their default.
+
+    Parameters:
+        > Parameters that control the objective
+
+        pacs_beta (`float`, *optional*, defaults to `1.0`):
+            Scale of the implicit reward, beta of the paper's eq. 7.
+        score_estimator (`str`, *optional*, defaults to `"rloo"`):
+            How the implicit rewards of a group become scores: `"rloo"`, `"dr_grpo"`, `"grpo"` or `"none"`. `"grpo"`
+            divides by the group's standard deviation, which is 0 on the first update after a rollout if the reference
+            is the rollout policy; it needs `reference="snapshot"`.
+        class_weighting (`str`, *optional*, defaults to `"balanced"`):
+            Weights of correct and wrong completions inside each group: `"balanced"`, `"none"`, `"only_positive"` or
+            `"only_negative"`.
+        proxy (`str`, *optional*, defaults to `"log_ratio"`):
+            Implicit reward: `"log_ratio"` (eq. 7), or `"mean_logp"`, the mean log-probability without reference.
+        actor_term_coef (`float`, *optional*, defaults to `0.0`):
+            Weight of the actor term of eq. 5, centered in the group. The authors' code has none; 1.0 is the paper's
+            formula.
+
+        > Parameters that control the reference policy
+
+        reference (`str`, *optional*, defaults to `"rollout"`):
+            `"rollout"`: the policy that generated the completions (the authors' code). `"snapshot"`: a copy of the
+            trained weights, taken at the start and renewed every `reference_reset_steps` (the paper's section 3.4).
+        reference_reset_steps (`int`, *optional*):
+            Optimizer steps between renewals of the snapshot. `None` keeps the initial one.
+        reset_optimizer_on_reference_reset (`bool`, *optional*, defaults to `False`):
+            Whether to forget the optimizer's state when the snapshot is renewed.
+        reference_offload (`bool`, *optional*, defaults to `False`):
+            Whether to keep the snapshot in CPU memory. It is exchanged with the policy parameter by parameter, so the
+            device never holds two copies.
+
+        > Parameters that control the optimizer step
+
+        max_tokens_per_micro_batch (`int`, *optional*):
+            Bounds a forward pass by tokens. By default it is bounded by `per_device_train_batch_size` rows.
+        padding_free (`str`, *optional*, defaults to `"auto"`):
+            `"auto"` packs the rows of a micro-batch where model and attention allow it and pads them otherwise,
+            `"always"` raises where packing is impossible, `"never"` pads.
+        group_layout (`str`, *optional*, defaults to `"auto"`):
+            When scores are not known beforehand (every update but the first after a rollout), `"whole"` keeps each
+            group in one micro-batch and needs one forward pass; `"split"` composes micro-batches freely and needs an
+            additional forward pass without gradient. `"auto"` takes the cheaper one by tokens.
+        drop_uniform_groups (`bool`, *optional*, defaults to `False`):
+            Whether to leave out groups of one class also when their proxies are not 0. They carry a small pull of the
+            group's proxies towards each other, so this is an approximation. At proxy 0 they are left out in any case,
+            because their gradient is exactly 0.
+        max_non_finite_steps (`int`, *optional*, defaults to `3`):
+            Optimizer steps in a row with a gradient norm that is not finite after which training stops. Each such step
+            is skipped on all processes.
+
+        > Parameters with another default than in GRPOConfig
+
+        disable_dropout (`bool`, *optional*, defaults to `True`):
+            The proxy compares two forward passes of the same tokens; dropout would fill it with noise.
+        vllm_importance_sampling_correction (`bool`, *optional*, defaults to `False`):
+            Whether to multiply the gradient of each token by TRL's correction of the mismatch between vLLM and the
+            trainer. Off as in the authors' code; it costs a forward pass over the generation batch.
+    """
+
+    pacs_beta: float = field(default=1.0, metadata={"help": "Scale of the implicit reward (eq. 7)."})
+    score_estimator: ScoreEstimator = field(
+        default="rloo", metadata={"help": "How implicit rewards of a group become scores."}
+    )
+    class_weighting: ClassWeighting = field(
+        default="balanced", metadata={"help": "Weights of correct and wrong completions inside each group."}
+    )
+    proxy: Proxy = field(
+        default="log_ratio", metadata={"help": "Implicit reward: log-ratio sum or mean log-probability."}
+    )
+    actor_term_coef: float = field(default=0.0, metadata={"help": "Weight of the actor term of eq. 5."})
+    reference: str = field(
+        default="rollout",
+        metadata={"help": "Reference policy of the implicit reward.", "choices": ["rollout", "snapshot"]},
+    )
+    reference_reset_steps: int | None = field(
+        default=None, metadata={"help": "Optimizer steps between renewals of the snapshot; None keeps the first."}
+    )
+    reset_optimizer_on_reference_reset: bool = field(
+        default=False, metadata={"help": "Forget the optimizer's state when the snapshot is renewed."}
+    )
+    reference_offload: bool = field(default=False, metadata={"help": "Keep the snapshot in CPU memory."})
+    max_tokens_per_micro_batch: int | None = field(
+        default=None, metadata={"help": "Bounds a forward pass by tokens instead of rows."}
+    )
+    padding_free: str = field(
+        default="auto",
+        metadata={"help": "Whether to pack micro-batches without padding.", "choices": ["auto", "always", "never"]},
+    )
+    group_layout: str = field(
+        default="auto",
+        metadata={
+            "help": "Whether groups stay whole in a micro-batch when scores are not known beforehand.",
+            "choices": ["auto", "whole", "split"],
+        },
+    )
+    drop_uniform_groups: bool = field(
+        default=False, metadata={"help": "Leave out groups of one class also when their proxies are not 0."}
+    )
+    max_non_finite_steps: int = field(
+        default=3, metadata={"help": "Skipped steps in a row after which training stops with an error."}
+    )
+    disable_dropout: bool = field(default=True, metadata={"help": "Disable dropout: the proxy compares two passes."})
+    vllm_importance_sampling_correction: bool = field(
+        default=False, metadata={"help": "Weight the gradient of each token by TRL's vLLM mismatch correction."}
+    )
+
+    def __post_init__(self):
+        self._refuse_ignored_settings()
+        self._check_objective()
+        self._check_reference()
+        self._check_micro_batches()
+        if self.generation_batch_size is None or self.steps_per_generation is None:
+            self._check_batch_arithmetic(int(os.environ.get("WORLD_SIZE", 1)))
+        super().__post_init__()
+
+    def _refuse_ignored_settings(self):
+        defaults = {f.name: f.default for f in fields(self) if f.default is not MISSING}
+        for name, reason in _SHAPES_ONLY_GRPO.items():
+            value = getattr(self, name)
+            if value != defaults[name]:
+                raise ValueError(
+                    f"PACSConfig does not take {name}={value!r}: {reason}, so the value would be ignored. Remove the key "
+                    f"(its default is {defaults[name]!r}), or train with `method: grpo`."
+                )
+
+    def _check_choice(self, name: str, choices: tuple[str, ...]):
+        if getattr(self, name) not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}.")
+
+    def _check_objective(self):
+        self._check_choice("score_estimator", ("rloo", "dr_grpo", "grpo", "none"))
+        self._check_choice("class_weighting", ("balanced", "none", "only_positive", "only_negative"))
+        self._check_choice("proxy", ("log_ratio", "mean_logp"))
+        if not self.pacs_beta > 0:
+            raise ValueError(
+                f"pacs_beta must be above 0, got {self.pacs_beta}: it scales the implicit reward, and at 0 nothing is "
+                "learned. The paper uses 1.0. (The weight of the KL term is the other setting, `beta`.)"
+            )
+        if self.actor_term_coef < 0:
+            raise ValueError(
+                f"actor_term_coef must not be negative, got {self.actor_term_coef}: 0 leaves the actor term of eq. 5 "
+                "out, as the authors' code does; 1.0 is the paper's formula."
+            )
+
+    def _check_reference(self):
+        self._check_choice("reference", ("rollout", "snapshot"))
+        if self.score_estimator == "grpo" and self.reference == "rollout" and self.proxy == "log_ratio":
+            raise ValueError(
+                "score_estimator='grpo' cannot be used with reference='rollout': it divides by the standard deviation "
+                "of the group's implicit rewards, and on the first update after a rollout these are all exactly 0 "
+                "(policy and reference are the same), so the score would be numerical noise. Use "
+                "reference='snapshot', or score_estimator='rloo' or 'dr_grpo'."
+            )
+        if self.reference == "snapshot" and self.proxy == "mean_logp":
+            raise ValueError(
+                "reference='snapshot' would be ignored with proxy='mean_logp', which has no reference. Use "
+                "proxy='log_ratio', or remove `reference`."
+            )
+        if self.reference == "rollout":
+            for name in ("reference_reset_steps", "reset_optimizer_on_reference_reset", "reference_offload"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"{name}={getattr(self, name)!r} would be ignored with reference='rollout', which renews "
+                        "itself with every generation. Set reference='snapshot', or remove the key."
+                    )
+        if self.reference_reset_steps is not None and self.reference_reset_steps < 1:
+            raise ValueError(
+                f"reference_reset_steps must be at least 1, got {self.reference_reset_steps}. Leave it out to keep "
+                "the initial snapshot."
+            )
+        if self.reset_optimizer_on_reference_reset and self.reference_reset_steps is None:
+            raise ValueError(
+                "reset_optimizer_on_reference_reset=True would never happen, because reference_reset_steps is not "
+                "set. Set it to the number of optimizer steps between resets."
+            )
+
+    def _check_micro_batches(self):
+        self._check_choice("padding_free", ("auto", "always", "never"))
+        self._check_choice("group_layout", ("auto", "whole", "split"))
+        if self.max_tokens_per_micro_batch is not None and (
+            self.max_tokens_per_micro_batch <= (self.max_completion_length or 0)
+        ):
+            raise ValueError(
+                f"max_tokens_per_micro_batch={self.max_tokens_per_micro_batch} cannot hold one sequence: completions "
+                f"may have max_completion_length={self.max_completion_length} tokens, and the prompt comes on top. "
+                "Raise it to the longest prompt plus max_completion_length, or lower max_completion_length."
+            )
+        if self.max_non_finite_steps < 1:
+            raise ValueError(f"max_non_finite_steps must be at least 1, got {self.max_non_finite_steps}.")
+
+    def _check_batch_arithmetic(self, num_processes: int):
+        slot = self.per_device_train_batch_size * num_processes
+        if self.generation_batch_size is not None:
+            if self.generation_batch_size % slot != 0:
+                raise ValueError(
+                    f"generation_batch_size={self.generation_batch_size} must be a multiple of "
+                    f"per_device_train_batch_size={self.per_device_train_batch_size} x {num_processes} processes = "
+                    f"{slot}. Nearest legal values: {_either(_around(self.generation_batch_size, slot))}."
+                )
+            steps_per_generation = self.generation_batch_size // slot
+        else:
+            steps_per_generation = self.steps_per_generation or self.gradient_accumulation_steps
+        errors = batch_arithmetic_errors(
+            per_device_train_batch_size=self.per_device_train_batch_size,
+            num_processes=num_processes,
+            gradient_accumulation_steps=self.gradient_accumulation_steps,
+            steps_per_generation=steps_per_generation,
+            num_generations=self.num_generations,
+            num_iterations=self.num_iterations,
+        )
+        if errors:
+            raise ValueError(" ".join(errors))

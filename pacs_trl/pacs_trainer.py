@@ -1,0 +1,485 @@
+"""PACSTrainer: TRL's GRPOTrainer with another loss.
+
+Generation, tools, vLLM, rewards, collation and logging are the parent's. What differs:
+
+- `_calculate_rewards` and `_generate_and_score_completions` keep the rewards, which are the labels of PACS.
+- `_prepare_inputs` keeps a generation batch as whole groups of ragged rows, divided into optimizer steps.
+- `training_step` runs the parent's schedule, but does the work of an optimizer step at once, at its last slot: see
+  `policy_update.py`.
+- A checkpoint holds what is needed to continue bit by bit in the middle of a generation batch.
+"""
+
+import math
+import textwrap
+import time
+from pathlib import Path
+
+import torch
+from accelerate.utils import DistributedType, gather_object
+from accelerate.utils.memory import clear_device_cache
+from peft import PeftModel
+from trl import GRPOTrainer
+from trl.trainer.utils import get_config_model_id, use_adapter
+
+from .packing import packed_attention, packed_logps_and_entropies, packing_backend
+from .pacs_config import PACSConfig
+from .policy_update import PolicyUpdate, StepRollouts
+from .reference import SnapshotReference, is_sharded
+from .rollouts import MicroBatch, Rollout, from_state, to_state, unpad_rollouts
+
+
+# Settings that a checkpoint and the run that resumes from it must share: they define the loss and the data of a step.
+_RESUME_SETTINGS = (
+    "pacs_beta",
+    "score_estimator",
+    "class_weighting",
+    "proxy",
+    "actor_term_coef",
+    "beta",
+    "reference",
+    "reference_reset_steps",
+    "num_generations",
+    "num_iterations",
+    "steps_per_generation",
+    "gradient_accumulation_steps",
+    "generation_batch_size",
+)
+
+
+class PACSTrainer(GRPOTrainer):
+    """
+    Trainer for PACS (imPlicit Actor Critic coupling via a Supervised learning framework), introduced in [Implicit Actor
+    Critic Coupling via a Supervised Learning Framework for RLVR](https://huggingface.co/papers/2509.02522).
+
+    The verifier's outcome is the label, a score made of the policy's own log-probabilities is the logit, and binary
+    cross-entropy is the loss. Takes the arguments of [`~trl.GRPOTrainer`]; rewards must lie in [0, 1].
+
+    Example:
+
+    ```python
+    from datasets import load_dataset
+    from pacs_trl import PACSTrainer
+    from pacs_trl.rewards import math_reward
+
+    dataset = load_dataset("trl-lib/DeepMath-103K", split="train")  # columns "prompt" and "solution"
+    trainer = PACSTrainer(model="Qwen/Qwen3-0.6B", reward_funcs=math_reward, train_dataset=dataset)
+    trainer.train()
+    ```
+
+    Args:
+        model (`str` or [`~transformers.PreTrainedModel`]):
+            Model id, path, or instance.
+        reward_funcs (`RewardFunc` or `list[RewardFunc]`):
+            As in [`~trl.GRPOTrainer`]. The weighted sum over reward functions is the label and must lie in [0, 1];
+            `None` means that there is no verdict.
+        args ([`PACSConfig`], *optional*):
+            Configuration of this trainer. If `None`, a default configuration is used.
+        kwargs:
+            All other arguments of [`~trl.GRPOTrainer`].
+    """
+
+    _tag_names = ["trl", "pacs"]
+    _name = "PACS"
+    _paper = {
+        "title": "Implicit Actor Critic Coupling via a Supervised Learning Framework for RLVR",
+        "id": "2509.02522",
+        # docstyle-ignore
+        "citation": textwrap.dedent("""\
+            @article{li2025implicit,
+                title        = {{Implicit Actor Critic Coupling via a Supervised Learning Framework for RLVR}},
+                author       = {Jiaming Li and Longze Chen and Ze Gong and Yukun Chen and Lu Wang and Wanwei He and Run Luo and Min Yang},
+                year         = 2025,
+                eprint       = {arXiv:2509.02522},
+            }"""),
+    }
+
+    def __init__(self, model, reward_funcs=None, args: PACSConfig | None = None, **kwargs):
+        if args is None:
+            model_name = model if isinstance(model, str) else get_config_model_id(model.config)
+            args = PACSConfig(f"{model_name.split('/')[-1]}-PACS")
+        if not isinstance(args, PACSConfig):
+            raise TypeError(f"`args` must be a PACSConfig, got {type(args).__name__}.")
+        super().__init__(model, reward_funcs, args=args, **kwargs)
+        self._check_support()
+        base_model = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+        self._policy_config = base_model.config
+        self._packing = self._choose_packing(base_model)
+        self._update, self._evaluation = (
+            PolicyUpdate(
+                args,
+                self.accelerator,
+                self._score,
+                num_generations=num_generations,
+                pad_token_id=self._tokenizer.pad_token_id,
+                padded=self._packing is None,
+                score_kl_reference=self._score_kl_reference if self.beta != 0.0 else None,
+            )
+            for num_generations in (self.num_generations, self.num_generations_eval)
+        )
+        self._labels: torch.Tensor | None = None
+        self._defer_scoring = False
+        self._pending: list[Rollout] = []  # rows of generation batches that fill one optimizer step together
+        self._steps: list[StepRollouts] = []  # the optimizer steps of the current generation batch
+        self._snapshot: SnapshotReference | None = None
+        self._loaded_snapshot: list[torch.Tensor] | None = None
+        self._non_finite_in_a_row = 0
+        self._non_finite_total = 0
+
+    def _check_support(self) -> None:
+        if self._is_vlm:
+            raise ValueError(
+                f"PACSTrainer supports text models only, got the vision-language model {type(self.model).__name__}: "
+                "image tensors cannot be moved between micro-batches row by row. Use a text model."
+            )
+        if self.aux_loss_enabled:
+            raise ValueError(
+                "The model's configuration asks for the router's auxiliary loss (output_router_logits=True), which the "
+                "PACS loss does not include. Set output_router_logits=False in `model_init_kwargs`."
+            )
+        if self.args.reset_optimizer_on_reference_reset and self.is_deepspeed_enabled:
+            raise ValueError(
+                "reset_optimizer_on_reference_reset=True is not supported with DeepSpeed, which keeps the optimizer's "
+                "state in buffers of its own. Use DDP or FSDP2, or set it to False."
+            )
+        try:
+            num_prompts = len(self.train_dataset)
+        except TypeError:  # iterable data sets have no length
+            return
+        needed = self.args.generation_batch_size // self.num_generations
+        if num_prompts < needed:
+            raise ValueError(
+                f"The training set has {num_prompts} prompts, but a generation batch needs {needed} different ones "
+                f"(generation_batch_size={self.args.generation_batch_size} / num_generations={self.num_generations}). "
+                "Use more prompts, or lower steps_per_generation, gradient_accumulation_steps or "
+                "per_device_train_batch_size."
+            )
+
+    def _choose_packing(self, base_model) -> str | None:
+        prompt_learning = isinstance(self.model, PeftModel) and self.model.active_peft_config.is_prompt_learning
+        backend = None if prompt_learning else packing_backend(base_model)
+        if self.args.padding_free == "always" and backend is None:
+            raise ValueError(
+                "padding_free='always' needs a model with plain causal attention in all layers, loaded with "
+                f"attn_implementation 'sdpa', 'flash_attention_2' or 'flash_attention_3'; this one is a "
+                f"{type(base_model).__name__} with {base_model.config._attn_implementation!r}. Use padding_free='auto'."
+            )
+        return None if self.args.padding_free == "never" else backend
+
+    # Rollouts -----------------------------------------------------------------------------------------------------
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        # An engine that strips the end-of-sequence token returns nothing for a completion that ends at once.
+        empty = [i for i, ids in enumerate(completion_ids) if len(ids) == 0]
+        for i in empty:
+            completion_ids[i] = [self._tokenizer.eos_token_id]
+            if logprobs is not None:
+                logprobs[i] = [None]
+        mode = "train" if self.model.training else "eval"
+        self._metrics[mode]["completions/empty_ratio"].append(len(empty) / max(len(completion_ids), 1))
+        return completion_ids, logprobs
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        weights = self.reward_weights.to(rewards_per_func.device)
+        labels = (rewards_per_func * weights).nansum(dim=1)
+        labels[rewards_per_func.isnan().all(dim=1)] = torch.nan
+        outside = (labels < -1e-6) | (labels > 1 + 1e-6)
+        if outside.any():
+            row = int(outside.nonzero()[0])
+            parts = ", ".join(
+                f"{name}={value:g} (weight {weight:g})"
+                for name, value, weight in zip(
+                    self.reward_func_names, rewards_per_func[row].tolist(), weights.tolist(), strict=True
+                )
+            )
+            raise ValueError(
+                f"Labels of PACS must lie in [0, 1], but completion {row} of the generation batch has "
+                f"{labels[row].item():g}: {parts}. The label is the weighted sum of the reward functions. Rescale the "
+                "reward functions to [0, 1], or set reward_weights that sum to at most 1."
+            )
+        self._labels = labels.clamp(0, 1)
+        return rewards_per_func
+
+    def _generate_and_score_completions(self, inputs):
+        # The parent would score the policy, and for the KL term its reference, in micro-batches of its own. The PACS
+        # update scores them when and where it needs them. Only the vLLM correction uses the parent's pass.
+        self._defer_scoring = not (self.use_vllm and self.vllm_importance_sampling_correction)
+        try:
+            output = super()._generate_and_score_completions(inputs)
+        finally:
+            self._defer_scoring = False
+        first = self.accelerator.process_index * len(inputs)
+        output["labels"] = self._labels[first : first + len(inputs)]
+        return output
+
+    def _prepare_inputs(self, generation_batch):
+        if not self.model.training:
+            return self._generate_and_score_completions(generation_batch)
+        if self._at_generation_boundary():
+            scored = self._generate_and_score_completions(generation_batch)
+            rollouts = self._gather_rollouts(unpad_rollouts(scored))
+            num_steps = self.args.steps_per_generation // self.args.gradient_accumulation_steps
+            if num_steps <= 1 and self.num_iterations == 1:
+                self._pending += rollouts
+            else:
+                size = len(rollouts) // num_steps
+                self._steps = [self._update.plan(rollouts[k * size : (k + 1) * size]) for k in range(num_steps)]
+                self._score_rollout_reference()
+        return generation_batch
+
+    def _at_generation_boundary(self) -> bool:
+        return self._step % (self.args.steps_per_generation * self.num_iterations) == 0
+
+    def _gather_rollouts(self, rollouts: list[Rollout]) -> list[Rollout]:
+        """All processes' rows, in the order in which the completions of a prompt are adjacent."""
+        if self.accelerator.num_processes == 1:
+            return rollouts
+        counts = gather_object([len(rollouts)])
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"Processes disagree on the number of rows of the generation batch: {counts}. Groups would be torn "
+                "apart. All processes must load the same data with the same seed."
+            )
+        return gather_object(rollouts)
+
+    def _score_rollout_reference(self) -> None:
+        """Log-probabilities under the policy that generated, for the updates in which it will have moved on."""
+        if self.args.reference != "rollout" or self.args.proxy != "log_ratio":
+            return
+        later = self._steps if self.num_iterations > 1 else self._steps[1:]
+        for step in later:
+            self._update.score_reference(self.model_wrapped, step)
+
+    # Optimizer step -----------------------------------------------------------------------------------------------
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        started = time.perf_counter()
+        model.train()
+        if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
+            self.optimizer.train()
+        if (
+            self.args.torch_empty_cache_steps is not None
+            and self.state.global_step % self.args.torch_empty_cache_steps == 0
+        ):
+            clear_device_cache()
+        self._prepare_inputs(inputs)
+        loss = 0.0
+        if self.accelerator.sync_gradients:  # the last slot of the optimizer step
+            loss = self._run_update(model)
+        self._step += 1
+        self._current_train_step_time += time.perf_counter() - started
+        if self.accelerator.sync_gradients:
+            self._metrics["train"]["step_time"].append(self._current_train_step_time)
+            self._current_train_step_time = 0.0
+        return torch.tensor(loss, device=self.args.device)
+
+    def _run_update(self, model) -> float:
+        if self._pending:
+            step, first_update = self._update.plan(self._pending), True
+            self._pending = []
+        else:
+            update = self._step // self.args.gradient_accumulation_steps
+            step = self._steps[update % len(self._steps)]
+            first_update = update % (len(self._steps) * self.num_iterations) == 0
+        with packed_attention(self._policy_config, self._packing):
+            if self.args.reference == "snapshot":
+                self._score_snapshot(model, step)
+            loss, metrics = self._update.run(
+                model, step, proxies_are_zero=first_update and self._policy_is_reference()
+            )
+        for name, value in metrics.items():
+            self._metrics["train"][name].append(value)
+        return loss
+
+    def _score_snapshot(self, model, step: StepRollouts) -> None:
+        if self._snapshot is None:
+            self._snapshot = SnapshotReference(model, offload=self.args.reference_offload)
+            if self._loaded_snapshot is not None:
+                self._snapshot.load_state_dict(self._loaded_snapshot)
+                self._loaded_snapshot = None
+        every = self.args.reference_reset_steps
+        if every is not None and self.state.global_step > 0 and self.state.global_step % every == 0:
+            self._snapshot.renew()
+            if self.args.reset_optimizer_on_reference_reset:
+                self.optimizer.state.clear()
+        with self._snapshot.in_place_of_policy():
+            self._update.score_reference(model, step)
+
+    def _score(self, model, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        logps, entropies, _ = self._get_per_token_logps_and_entropies(
+            model,
+            micro_batch.input_ids,
+            micro_batch.attention_mask,
+            micro_batch.loss_mask.size(1),
+            compute_entropy=True,
+        )
+        return logps, entropies
+
+    def _score_kl_reference(self, model, micro_batch: MicroBatch) -> torch.Tensor:
+        tokens = (micro_batch.input_ids, micro_batch.attention_mask, micro_batch.loss_mask.size(1))
+        if self.ref_model is not None:
+            return self._get_per_token_logps_and_entropies(self.ref_model, *tokens)[0]
+        unwrapped = self.accelerator.unwrap_model(self.model)
+        with use_adapter(unwrapped, adapter_name="ref" if "ref" in unwrapped.peft_config else None):
+            return self._get_per_token_logps_and_entropies(model, *tokens)[0]
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model,
+        input_ids,
+        attention_mask,
+        logits_to_keep,
+        batch_size=None,
+        compute_entropy=False,
+        compute_aux_loss=False,
+        **kwargs,
+    ):
+        if self._defer_scoring:
+            return None, None, None
+        if self._packing is None:
+            return super()._get_per_token_logps_and_entropies(
+                model,
+                input_ids,
+                attention_mask,
+                logits_to_keep,
+                batch_size,
+                compute_entropy,
+                compute_aux_loss,
+                **kwargs,
+            )
+        config = self.ref_model.config if model is self.ref_model else self._policy_config
+        rows = batch_size or input_ids.size(0)
+        scored = []
+        for start in range(0, input_ids.size(0), rows):
+            with self.accelerator.autocast(), packed_attention(config, self._packing):
+                scored.append(
+                    packed_logps_and_entropies(
+                        model,
+                        input_ids[start : start + rows],
+                        attention_mask[start : start + rows],
+                        logits_to_keep,
+                        backend=self._packing,
+                        compute_entropy=compute_entropy,
+                    )
+                )
+        logps, entropies = zip(*scored, strict=True)
+        return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
+
+    def _compute_loss(self, model, inputs):
+        """Loss of a batch in evaluation: the same formula, without gradient."""
+        if self.model.training:
+            raise RuntimeError("PACSTrainer trains through `training_step`; `compute_loss` is for evaluation only.")
+        rollouts = self._gather_rollouts(unpad_rollouts(inputs))
+        if self.num_generations_eval < 2:
+            return torch.tensor(0.0, device=self.args.device)  # a score needs a second completion of the prompt
+        step = self._evaluation.plan(rollouts)
+        if self._snapshot is not None:
+            with self._snapshot.in_place_of_policy():
+                self._evaluation.score_reference(model, step)
+        loss, metrics = self._evaluation.evaluate(model, step, proxies_are_zero=self._policy_is_reference())
+        for name, value in metrics.items():
+            self._metrics["eval"][name].append(value)
+        return torch.tensor(loss, device=self.args.device)
+
+    def _policy_is_reference(self) -> bool:
+        """Whether the policy that generated is the reference (without a snapshot yet, the initial policy is)."""
+        return self.args.proxy == "log_ratio" and self._snapshot is None
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        grad_norm = super()._get_grad_norm(model, grad_norm)
+        if math.isfinite(float(grad_norm)):
+            self._non_finite_in_a_row = 0
+        else:
+            self._skip_step(model, float(grad_norm))
+        self._metrics["train"]["pacs/non_finite_steps"].append(self._non_finite_total)
+        return grad_norm
+
+    def _skip_step(self, model, grad_norm: float) -> None:
+        """The norm is that of the reduced gradient, so all processes see the same value and skip alike."""
+        self._non_finite_in_a_row += 1
+        self._non_finite_total += 1
+        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+            raise RuntimeError(
+                f"The gradient norm of step {self.state.global_step + 1} is {grad_norm}. DeepSpeed has already applied "
+                "it; continue from the last checkpoint with a lower learning rate."
+            )
+        if self._non_finite_in_a_row >= self.args.max_non_finite_steps:
+            raise RuntimeError(
+                f"The gradient norm was not finite in {self._non_finite_in_a_row} optimizer steps in a row (now "
+                f"{grad_norm} at step {self.state.global_step + 1}; max_non_finite_steps="
+                f"{self.args.max_non_finite_steps}). The weights are those before the first of them. Look at "
+                "`pacs/proxy_abs_mean`: lower the learning rate, or set max_grad_norm."
+            )
+        if self.accelerator.scaler is None:  # fp16 training: the scaler finds and skips such steps itself
+            model.zero_grad(set_to_none=True)  # optimizers leave parameters without a gradient alone
+
+    # Checkpoints --------------------------------------------------------------------------------------------------
+
+    # Trainer calls this pair on every process, next to the state of its random number generators.
+    def _save_rng_state(self, output_dir):
+        super()._save_rng_state(output_dir)
+        rank, num_processes = self.accelerator.process_index, self.accelerator.num_processes
+        kept = {}
+        if not self._at_generation_boundary():
+            # Each process writes the rows it learns from, and its share of those that nobody has scored yet.
+            kept = {
+                (k, i): to_state(rollout)
+                for k, step in enumerate(self._steps)
+                for i, rollout in enumerate(step.rollouts)
+                if rollout.ref_logps is not None or i % num_processes == rank
+            }
+        state = {
+            "settings": {name: getattr(self.args, name) for name in _RESUME_SETTINGS},
+            "step": self._step,
+            "non_finite": [self._non_finite_in_a_row, self._non_finite_total],
+            "metrics": dict(self._metrics["train"]),
+            "rollouts": kept,
+        }
+        torch.save(state, Path(output_dir) / f"pacs_state_{rank}.pt")
+        if self._snapshot is not None and (rank == 0 or is_sharded(self.model_wrapped)):
+            torch.save(self._snapshot.state_dict(), Path(output_dir) / f"pacs_reference_{rank}.pt")
+
+    def _load_rng_state(self, checkpoint):
+        super()._load_rng_state(checkpoint)
+        if checkpoint is None:
+            return
+        files = sorted(Path(checkpoint).glob("pacs_state_*.pt"))
+        if not files:
+            raise ValueError(
+                f"{checkpoint} has no pacs_state_*.pt: it was not written by PACSTrainer, or with save_only_model=True, "
+                "and cannot be continued. Start a new run from its weights with model_name_or_path instead."
+            )
+        states = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
+        self._check_same_settings(checkpoint, states[0]["settings"])
+        rank = self.accelerator.process_index
+        own = states[rank] if rank < len(states) else states[0]
+        self._step = own["step"]
+        self._non_finite_in_a_row, self._non_finite_total = own["non_finite"]
+        self._metrics["train"].update(own["metrics"])
+        rows: dict[tuple[int, int], Rollout] = {}
+        for state in states:
+            for place, row in state["rollouts"].items():
+                if place not in rows or row["ref_logps"] is not None:
+                    rows[place] = from_state(row)
+        num_steps = 1 + max((k for k, _ in rows), default=-1)
+        self._steps = [
+            self._update.plan([rows[k, i] for i in range(sum(place[0] == k for place in rows))])
+            for k in range(num_steps)
+        ]
+        if self.args.reference == "snapshot":
+            file = Path(checkpoint) / f"pacs_reference_{rank if is_sharded(self.model_wrapped) else 0}.pt"
+            self._loaded_snapshot = torch.load(file, map_location="cpu", weights_only=True)
+
+    def _check_same_settings(self, checkpoint: str, saved: dict) -> None:
+        differing = [
+            f"{name}: {saved.get(name)!r} in the checkpoint, {getattr(self.args, name)!r} now"
+            for name in _RESUME_SETTINGS
+            if saved.get(name) != getattr(self.args, name)
+        ]
+        if differing:
+            raise ValueError(
+                f"{checkpoint} was written with other settings, so the run would not continue but silently become "
+                f"another one. {'; '.join(differing)}. Restore these settings, or start a new run from its weights with "
+                "model_name_or_path."
+            )

@@ -1,0 +1,101 @@
+"""The snapshot reference: a copy of the trained weights that stands in for the policy while reference log-probabilities
+are computed.
+
+There is no second model. The snapshot holds only the parameters that are trained (for LoRA: the adapter) and only this
+process's shard of them (for FSDP2 and ZeRO-3). To score completions under it, policy and snapshot trade places
+parameter by parameter and trade back afterwards.
+
+The other reference of PACS, the policy at rollout time, needs no code of its own: see `PACSTrainer`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+
+def _local_shard(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The part of a parameter that this process stores, as a tensor that shares its memory."""
+    if isinstance(parameter, DTensor):
+        return parameter.to_local().detach()
+    if hasattr(parameter, "ds_tensor"):  # ZeRO-3 empties the parameter itself between uses
+        return parameter.ds_tensor.detach()
+    return parameter.detach()
+
+
+def is_sharded(model: torch.nn.Module) -> bool:
+    """Whether processes hold different parts of the trained parameters."""
+    return any(isinstance(p, DTensor) or hasattr(p, "ds_tensor") for p in model.parameters() if p.requires_grad)
+
+
+class SnapshotReference:
+    """
+    A copy of a model's trained parameters that can take their place for a while.
+
+    Args:
+        model (`torch.nn.Module`):
+            The model, wrapped for distributed training if it is going to be.
+        offload (`bool`, *optional*, defaults to `False`):
+            Keep the copy in CPU memory. At most one parameter is then held twice on the device, and only while it is
+            exchanged.
+    """
+
+    def __init__(self, model: torch.nn.Module, offload: bool = False):
+        self._model = model
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._device = torch.device("cpu") if offload else None
+        self._copies = [self._copy(p) for p in self._parameters]
+
+    def _copy(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        shard = _local_shard(parameter)
+        if self._device is None or shard.device == self._device:
+            return shard.clone()
+        return shard.to(self._device).pin_memory()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for parameter, copy in zip(self._parameters, self._copies, strict=True):
+            shard = _local_shard(parameter)
+            policy = shard.clone()
+            shard.copy_(copy)
+            copy.copy_(policy)
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                # FSDP2 may still hold the gathered parameters of the last forward; they are stale now.
+                module.reshard()
+
+    @contextmanager
+    def in_place_of_policy(self) -> Iterator[None]:
+        """Inside the context the model is the reference. Restores the policy bit by bit, also after an exception."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Make the current policy the reference."""
+        for parameter, copy in zip(self._parameters, self._copies, strict=True):
+            copy.copy_(_local_shard(parameter))
+
+    def state_dict(self) -> list[torch.Tensor]:
+        """The copies, in the order of the model's trained parameters; this process's shard of them."""
+        return self._copies
+
+    def load_state_dict(self, copies: list[torch.Tensor]) -> None:
+        """
+        Raises:
+            `ValueError`: if number or shapes differ from the model's trained parameters on this process.
+        """
+        expected, found = ([tuple(c.shape) for c in cs] for cs in (self._copies, copies))
+        if expected != found:
+            raise ValueError(
+                f"The reference snapshot of the checkpoint has {len(found)} parameters and does not fit the model, which "
+                f"trains {len(expected)} (shapes compared on this process). Resume with the model, adapter and number "
+                "of processes the checkpoint was written with."
+            )
+        for own, saved in zip(self._copies, copies, strict=True):
+            own.copy_(saved)
