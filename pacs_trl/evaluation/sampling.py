@@ -8,7 +8,8 @@ forward pass; with the same batches it is bit-for-bit the same.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -144,19 +145,26 @@ def generate_batch(
     processors = LogitsProcessorList()
     if settings.temperature > 0:
         processors.append(SeededSampler(settings, seeds, prompt_length=longest))
-    was_training = model.training
+    with evaluation_mode(model), torch.no_grad():
+        output = model.generate(
+            input_ids=input_ids.to(model.device),
+            attention_mask=attention_mask.to(model.device),
+            generation_config=generation_config,
+            logits_processor=processors,
+        )
+    return [_completion(tokenizer, row[longest:], stop_ids) for row in output.tolist()]
+
+
+@contextmanager
+def evaluation_mode(model) -> Iterator[None]:
+    """`model.eval()` for the length of a block; every module gets its own mode back, also where modes are mixed."""
+    training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with torch.no_grad():
-            output = model.generate(
-                input_ids=input_ids.to(model.device),
-                attention_mask=attention_mask.to(model.device),
-                generation_config=generation_config,
-                logits_processor=processors,
-            )
+        yield
     finally:
-        model.train(was_training)
-    return [_completion(tokenizer, row[longest:], stop_ids) for row in output.tolist()]
+        for module in training:
+            module.training = True
 
 
 class SeededSampler(LogitsProcessor):

@@ -1,0 +1,210 @@
+"""Diversity of correct responses (appendix E of the paper) and the two-dimensional view of figure 5b.
+
+The score of a problem is one minus the mean cosine similarity over all pairs of its correct responses; the score of a
+model is the mean over problems. The paper does not say what a problem with fewer than two correct responses counts: here it
+is left out, and the number of problems that remain is part of the result. Two models are compared on the problems that
+remain for both, otherwise the better model would be judged on harder problems.
+
+Embeddings come from a sentence-transformers model; the command line writes one JSON file that the report draws from.
+"""
+
+import argparse
+import json
+import sys
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from pacs_trl.evaluation.pass_at_k import Interval, bootstrap_interval, paired_bootstrap
+from pacs_trl.evaluation.results import read_results, require_same_protocol
+
+
+# The paper says "Qwen3-0.6B embedding model"; this is the one published under that description.
+DEFAULT_EMBEDDER = "Qwen/Qwen3-Embedding-0.6B"
+HASHING_EMBEDDER = "hashing"
+
+Embedder = Callable[[Sequence[str]], np.ndarray]
+
+
+def mean_pairwise_distance(embeddings: np.ndarray) -> float:
+    """
+    `1 - mean over pairs m < n of cos(v_m, v_n)`, the diversity of one problem.
+
+    Args:
+        embeddings (float array of shape `(K, D)`): Embeddings of the correct responses, K >= 2, none of them zero.
+
+    Returns:
+        `float` in [0, 2]; 0 if all point the same way.
+
+    Raises:
+        `ValueError`: if there are fewer than two embeddings, or one has length 0.
+    """
+    embeddings = np.asarray(embeddings, dtype=np.float64)
+    if len(embeddings) < 2:
+        raise ValueError(f"A distance between responses needs at least two of them, got {len(embeddings)}.")
+    lengths = np.linalg.norm(embeddings, axis=1, keepdims=True)
+    if (lengths == 0).any():
+        raise ValueError("An embedding of length 0 has no direction to compare.")
+    total = (embeddings / lengths).sum(axis=0)  # |sum v|^2 = K + 2 * sum of the cosines of all pairs
+    num_responses = len(embeddings)
+    return float(1 - (total @ total - num_responses) / (num_responses * (num_responses - 1)))
+
+
+def problem_diversities(responses: dict[str, Sequence[str]], embed: Embedder) -> dict[str, float]:
+    """Diversity of each problem with at least two correct responses; `responses` maps problem ids to correct texts."""
+    kept = {problem: texts for problem, texts in responses.items() if len(texts) >= 2}
+    if not kept:
+        return {}
+    embeddings = embed([text for texts in kept.values() for text in texts])
+    ends = np.cumsum([len(texts) for texts in kept.values()])[:-1]
+    return {p: mean_pairwise_distance(part) for p, part in zip(kept, np.split(embeddings, ends), strict=True)}
+
+
+class Projection(NamedTuple):
+    """Centred principal components: `points` (N, 2) and the share of the variance along each, in [0, 1]."""
+
+    points: np.ndarray
+    explained: np.ndarray
+
+
+def principal_components(embeddings: np.ndarray) -> Projection:
+    """
+    Project centred embeddings on their first two principal components.
+
+    The sign of a component is arbitrary; the entry of largest magnitude is made positive, so that figures are repeatable.
+
+    Raises:
+        `ValueError`: if there are fewer than three embeddings.
+    """
+    embeddings = np.asarray(embeddings, dtype=np.float64)
+    if len(embeddings) < 3:
+        raise ValueError(f"A plane needs at least three points, got {len(embeddings)}.")
+    _, singular, directions = np.linalg.svd(embeddings - embeddings.mean(axis=0), full_matrices=False)
+    directions = directions[:2]
+    largest = np.abs(directions).argmax(axis=1)
+    directions = directions * np.sign(directions[np.arange(len(directions)), largest])[:, None]
+    variance = singular**2
+    centred = embeddings - embeddings.mean(axis=0)
+    return Projection(centred @ directions.T, variance[:2] / max(variance.sum(), np.finfo(np.float64).tiny))
+
+
+def hashing_embedder(texts: Sequence[str], *, dimension: int = 512) -> np.ndarray:
+    """Bags of character trigrams hashed into `dimension` bins: needs no model; for tests and for a first look."""
+    embeddings = np.zeros((len(texts), dimension))
+    for row, text in enumerate(texts):
+        for start in range(max(1, len(text) - 2)):
+            embeddings[row, zlib.crc32(text[start : start + 3].encode()) % dimension] += 1.0
+    return embeddings
+
+
+def sentence_embedder(name: str, *, batch_size: int = 16) -> Embedder:
+    """
+    An embedder from a sentence-transformers model: a Hub id or a directory.
+
+    Raises:
+        `ValueError`: if sentence-transformers is not installed.
+    """
+    try:
+        from sentence_transformers import SentenceTransformer
+    except ImportError as error:
+        raise ValueError("Embeddings need sentence-transformers: pip install 'pacs_trl[diversity]'.") from error
+    model = SentenceTransformer(name)
+    return lambda texts: model.encode(list(texts), batch_size=batch_size, convert_to_numpy=True)
+
+
+def correct_responses(results_dir: Path, benchmark: str, *, limit: int | None = None) -> dict[str, list[str]]:
+    """Correct completions per problem from the samples and grades that `pacs-trl evaluate` left, in order of sample."""
+    name = benchmark.replace("/", "_")
+    grades = json.loads((results_dir / "grades" / f"{name}.json").read_text(encoding="utf-8"))
+    kept: dict[str, dict[int, str]] = {problem: {} for problem in grades}
+    with (results_dir / "samples" / f"{name}.jsonl").open(encoding="utf-8") as lines:
+        next(lines)
+        for line in lines:
+            record = json.loads(line)
+            outcomes, sample = grades.get(record["problem"], ""), record["sample"]
+            if sample < len(outcomes) and outcomes[sample] == "1":
+                kept[record["problem"]][sample] = record["completion"]
+    return {problem: [texts[sample] for sample in sorted(texts)][:limit] for problem, texts in kept.items()}
+
+
+def compare(
+    responses: Sequence[dict[str, Sequence[str]]], embed: Embedder
+) -> tuple[list[dict[str, float]], list[Interval], Interval | None]:
+    """
+    Diversity of one or two models.
+
+    Returns:
+        Per model: diversities by problem and the mean with its interval, over the problems that remain for every model;
+        and, for two models, the interval of the difference (second minus first).
+
+    Raises:
+        `ValueError`: if no problem has two correct responses from every model.
+    """
+    diversities = [problem_diversities(model, embed) for model in responses]
+    common = [problem for problem in diversities[0] if all(problem in other for other in diversities)]
+    if not common:
+        raise ValueError("No problem has at least two correct responses from every model; draw more samples.")
+    values = [np.array([model[problem] for problem in common]) for model in diversities]
+    difference = paired_bootstrap(values[0], values[1]) if len(values) == 2 else None
+    kept = [{problem: model[problem] for problem in common} for model in diversities]
+    return kept, [bootstrap_interval(v) for v in values], difference
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line: one or two result directories in, one JSON file for the report out."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pacs_trl.evaluation.diversity", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("results", nargs="+", type=Path, help="one or two output directories of `pacs-trl evaluate`")
+    parser.add_argument("--benchmark", required=True)
+    parser.add_argument("--embedder", default=DEFAULT_EMBEDDER, help="Hub id, directory, or 'hashing'")
+    parser.add_argument("--max_responses", type=int, default=None, help="correct responses per problem")
+    parser.add_argument("--problem", default=None, help="problem of the scatter (default: all problems together)")
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args(argv)
+    try:
+        report = _diversity_file(args)
+    except ValueError as error:
+        print(f"diversity: {error}", file=sys.stderr)
+        return 2
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    for model in report["models"]:
+        print(f"{model['method']}: {model['mean']:.4f} [{model['lower']:.4f}, {model['upper']:.4f}]")
+    print(f"over {report['num_problems']} problems with two correct responses each; written to {args.output}")
+    return 0
+
+
+def _diversity_file(args: argparse.Namespace) -> dict:
+    if len(args.results) > 2:
+        raise ValueError(f"Diversity compares at most two models, got {len(args.results)} directories.")
+    results = [read_results(directory) for directory in args.results]
+    require_same_protocol(results, [str(directory) for directory in args.results])
+    for directory, result in zip(args.results, results, strict=True):
+        if args.benchmark not in result["benchmarks"]:
+            raise ValueError(f"{directory} has no benchmark {args.benchmark!r}, only {list(result['benchmarks'])}.")
+    embed = hashing_embedder if args.embedder == HASHING_EMBEDDER else sentence_embedder(args.embedder)
+    responses = [correct_responses(directory, args.benchmark, limit=args.max_responses) for directory in args.results]
+    diversities, intervals, difference = compare(responses, embed)
+    shown = [args.problem] if args.problem is not None else list(diversities[0])
+    texts = [[text for problem in shown for text in model.get(problem, [])] for model in responses]
+    projection = principal_components(embed([text for model in texts for text in model]))
+    parts = np.split(projection.points, np.cumsum([len(model) for model in texts])[:-1])
+    return {
+        "benchmark": args.benchmark,
+        "embedder": args.embedder,
+        "num_problems": len(diversities[0]),
+        "explained": projection.explained.tolist(),
+        "models": [
+            {"method": result["method"], **interval._asdict(), "problems": by_problem, "points": points.tolist()}
+            for result, interval, by_problem, points in zip(results, intervals, diversities, parts, strict=True)
+        ],
+        "difference": difference._asdict() if difference else None,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""Diversity against pairs in a loop, the rule for few correct responses, the projection, the command line."""
+
+import json
+
+import numpy as np
+import pytest
+
+from pacs_trl.evaluation.arguments import EvaluationArguments
+from pacs_trl.evaluation.diversity import (
+    compare,
+    correct_responses,
+    hashing_embedder,
+    main,
+    mean_pairwise_distance,
+    principal_components,
+    problem_diversities,
+    sentence_embedder,
+)
+from pacs_trl.evaluation.evaluate import evaluate
+
+
+def test_worked_by_hand():
+    # Cosines of the three pairs: 0, 1/sqrt(2), 1/sqrt(2); lengths do not matter.
+    embeddings = np.array([[2.0, 0.0], [0.0, 3.0], [5.0, 5.0]])
+    assert mean_pairwise_distance(embeddings) == pytest.approx(1 - (0 + 2 / np.sqrt(2)) / 3)
+    assert mean_pairwise_distance(np.array([[1.0, 0.0], [-1.0, 0.0]])) == pytest.approx(2.0)
+    assert mean_pairwise_distance(np.ones((4, 3))) == pytest.approx(0.0, abs=1e-15)
+
+
+def test_against_a_loop_over_pairs():
+    embeddings = np.random.default_rng(0).normal(size=(9, 5)).astype(np.float32)
+    distances = []
+    for m in range(9):
+        for n in range(m + 1, 9):
+            a, b = embeddings[m].astype(float), embeddings[n].astype(float)
+            distances.append(1 - a @ b / np.sqrt((a @ a) * (b @ b)))
+    assert mean_pairwise_distance(embeddings) == pytest.approx(np.mean(distances), rel=1e-12)
+
+
+def test_fewer_than_two_correct_responses_are_left_out():
+    responses = {"none": [], "one": ["abc"], "same": ["abc", "abc"], "two": ["abcdef", "uvwxyz"]}
+    diversities = problem_diversities(responses, hashing_embedder)
+    assert list(diversities) == ["same", "two"]
+    assert diversities["same"] == pytest.approx(0.0, abs=1e-12) and diversities["two"] == pytest.approx(1.0)
+    assert problem_diversities({"one": ["abc"]}, hashing_embedder) == {}
+
+
+def test_two_models_are_compared_on_common_problems():
+    first = {"a": ["abcd", "abcd"], "b": ["abcd", "wxyz"], "c": ["abcd"]}
+    second = {"a": ["abcd", "wxyz"], "b": ["abcd"], "c": ["abcd", "wxyz"]}
+    diversities, intervals, difference = compare([first, second], hashing_embedder)
+    assert [list(model) for model in diversities] == [["a"], ["a"]]
+    assert [interval.mean for interval in intervals] == pytest.approx([0.0, 1.0], abs=1e-12)
+    assert difference.mean == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="No problem has at least two correct"):
+        compare([{"a": ["x", "y"]}, {"a": ["x"]}], hashing_embedder)
+
+
+def test_principal_components_against_the_covariance():
+    rng = np.random.default_rng(1)
+    points = rng.normal(size=(60, 4)) * [3.0, 1.0, 0.3, 0.1] + 7
+    projection = principal_components(points)
+    variances = np.sort(np.linalg.eigvalsh(np.cov(points.T)))[::-1]
+    np.testing.assert_allclose(projection.points.var(axis=0, ddof=1), variances[:2], rtol=1e-10)
+    np.testing.assert_allclose(projection.explained, variances[:2] / variances.sum(), rtol=1e-10)
+    np.testing.assert_allclose(projection.points.mean(axis=0), 0, atol=1e-12)
+    np.testing.assert_allclose(principal_components(points + 100).points, projection.points, atol=1e-9)
+
+
+@pytest.mark.parametrize("embeddings", [np.ones((1, 3)), np.zeros((2, 3))])
+def test_distances_are_refused_without_directions(embeddings):
+    with pytest.raises(ValueError):
+        mean_pairwise_distance(embeddings)
+    with pytest.raises(ValueError, match="at least three"):
+        principal_components(embeddings)
+
+
+def test_the_command_line(arguments, tmp_path, capsys):
+    for name, seed in (("a", 0), ("b", 1)):
+        changes = {
+            "output_dir": str(tmp_path / name),
+            "seed": seed,
+            "method": name.upper(),
+            "n": 64,
+            "temperature": 1.3,
+        }
+        evaluate(EvaluationArguments(**{**arguments, **changes}), progress=False)
+    responses = correct_responses(tmp_path / "a", "math_500")
+    assert len(responses) == 12 and sum(map(len, responses.values())) > 12
+    argv = [str(tmp_path / "a"), str(tmp_path / "b"), "--embedder", "hashing", "--output", str(tmp_path / "d.json")]
+    assert main([*argv, "--benchmark", "math_500"]) == 0
+    report = json.loads((tmp_path / "d.json").read_text())
+    assert [model["method"] for model in report["models"]] == ["A", "B"]
+    assert report["num_problems"] >= 1 and len(report["models"][0]["points"]) > 2 and "A: " in capsys.readouterr().out
+    assert main([*argv, "--benchmark", "aime_2024"]) == 2
+    assert "no benchmark 'aime_2024'" in capsys.readouterr().err
+
+
+def test_sentence_transformers_is_named_when_missing(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "sentence_transformers", None)
+    with pytest.raises(ValueError, match=r"pip install 'pacs_trl\[diversity\]'"):
+        sentence_embedder("any")

@@ -1,0 +1,111 @@
+"""The results file: counts from graded samples, reading, and what may not be compared."""
+
+import json
+
+import pytest
+
+from pacs_trl.evaluation.results import (
+    RESULTS_SCHEMA,
+    GradedSample,
+    read_results,
+    require_same_protocol,
+    summarize,
+    write_results,
+)
+
+
+def samples(problem, outcomes, **changes):
+    fields = {"num_tokens": 10, "finish_reason": "stop", "answer": "7"} | changes
+    return [GradedSample(problem=problem, outcome=outcome, **fields) for outcome in outcomes]
+
+
+def test_summary_worked_by_hand():
+    graded = [
+        *samples("a", [1.0, 0.0, 0.0, 1.0]),
+        *samples("b", [0.0, 0.5, 0.0, 0.0], num_tokens=20, finish_reason="length", answer=None),
+        *samples("c", [None, None, 1.0, 0.0]),
+    ]
+    summary = summarize(["a", "b", "c"], graded, [1, 2])
+    a, b, c = summary["problems"]
+    assert (a["n"], a["c"], b["c"], c["c"], c["ungraded"]) == (4, 2, 0, 1, 2)  # an outcome of 0.5 is not correct
+    # Over a and b: pass@1 = (2/4 + 0) / 2, pass@2 = (5/6 + 0) / 2.
+    assert summary["pass_at_k"]["1"]["value"] == pytest.approx(1 / 4)
+    assert summary["pass_at_k"]["2"]["value"] == pytest.approx(5 / 12)
+    assert summary["unscorable"] == ["c"]
+    assert summary["mean_tokens"] == pytest.approx(40 / 3) and summary["truncated_share"] == pytest.approx(1 / 3)
+
+
+def test_summary_refuses_gaps():
+    with pytest.raises(ValueError, match="1 problems have no samples, the first is 'b'"):
+        summarize(["a", "b"], samples("a", [1.0]), [1])
+    with pytest.raises(ValueError, match="none of the gold answers"):
+        summarize(["a"], samples("a", [None]), [1])
+
+
+def document(**changes):
+    source = {"version": 1, "digest": "d", "num_problems": 1}
+    base = {
+        "schema_version": RESULTS_SCHEMA,
+        "protocol": {"sampling": {"temperature": 0.6}, "verifier": {"version": "0.9.0"}},
+        "benchmarks": {"aime_2024": {"source": source}},
+    }
+    return base | changes
+
+
+def test_round_trip_and_nan(tmp_path):
+    write_results(tmp_path / "results.json", document(extra=float("nan"), list=(1, 2)))
+    results = read_results(tmp_path)
+    assert results["extra"] is None and results["list"] == [1, 2]
+    assert list(tmp_path.iterdir()) == [tmp_path / "results.json"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "not a results file"), ("[]", "schema None"), (json.dumps({"schema_version": 0}), "schema 0")],
+)
+def test_other_files_are_refused(tmp_path, content, message):
+    (tmp_path / "results.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_results(tmp_path)
+    with pytest.raises(ValueError, match="There is no results file"):
+        read_results(tmp_path / "nowhere")
+
+
+def test_same_protocol():
+    other_benchmark = {"math_500": {"source": {"version": 2, "digest": "e", "num_problems": 5}}}
+    require_same_protocol([document(), document(), document(benchmarks=other_benchmark)], ["a", "b", "c"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        (
+            {"protocol": {"sampling": {"temperature": 1.0}, "verifier": {"version": "0.9.0"}}},
+            "protocol.sampling.temperature: 0.6 != 1.0",
+        ),
+        (
+            {"protocol": {"sampling": {"temperature": 0.6}, "verifier": {"version": "0.8.0"}}},
+            "protocol.verifier.version: '0.9.0' != '0.8.0'",
+        ),
+        (
+            {"benchmarks": {"aime_2024": {"source": {"version": 2, "digest": "d", "num_problems": 1}}}},
+            "aime_2024.version: 1 != 2",
+        ),
+        (
+            {"benchmarks": {"aime_2024": {"source": {"version": 1, "digest": "x", "num_problems": 1}}}},
+            "aime_2024.digest: 'd' != 'x'",
+        ),
+    ],
+)
+def test_mixed_protocols_are_refused_with_the_difference(changes, difference):
+    with pytest.raises(ValueError) as error:
+        require_same_protocol([document(), document(**changes)], ["first.json", "second.json"])
+    assert "first.json and second.json" in str(error.value) and difference in str(error.value)
+
+
+def test_the_other_file_is_named_right():
+    elsewhere = {"math_500": {"source": {"version": 1, "digest": "d", "num_problems": 1}}}
+    changed = {"math_500": {"source": {"version": 1, "digest": "x", "num_problems": 1}}}
+    documents = [document(), document(benchmarks=elsewhere), document(benchmarks=changed)]
+    with pytest.raises(ValueError, match="second and third"):
+        require_same_protocol(documents, ["first", "second", "third"])

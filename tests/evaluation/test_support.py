@@ -1,0 +1,98 @@
+"""Support measures and entropies against the published table and hand-worked cases."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from pacs_trl.evaluation.support import answer_entropy, support
+from pacs_trl.evaluation.token_entropy import completion_entropies, token_entropy
+
+
+def from_counts(preserved, expanded, shrunk, out):
+    base = [1] * preserved + [0] * expanded + [2] * shrunk + [0] * out
+    tuned = [3] * preserved + [1] * expanded + [0] * shrunk + [0] * out
+    return support(base, tuned, 8)
+
+
+def test_worked_by_hand():
+    # Five problems: two kept, one gained, one lost, one never solved.
+    result = support([4, 1, 0, 2, 0], [8, 2, 1, 0, 0], 8)
+    assert result[:4] == (2, 1, 1, 1)
+    assert result.retention == pytest.approx(2 / 3)
+    assert result.discovery == pytest.approx(1 / 3)
+    assert result.discovery_score == pytest.approx(2 / (3 / 2 + 3))  # harmonic mean of 2/3 and 1/3
+    assert result.net_change == 0.0
+    assert result.threshold == pytest.approx(math.log(20) / 8)
+
+
+@pytest.mark.parametrize(
+    ("counts", "retention", "discovery", "net_change"),
+    [
+        # ProRL-1.5B-v1, v2, Nemotron-7B and Skywork-OR1-7B of arXiv 2507.14843, to the digits printed there.
+        ((2400, 36, 163, 805), 0.94, 0.01, -0.05),
+        ((2388, 48, 175, 793), 0.93, 0.02, -0.05),
+        ((2715, 28, 56, 605), 0.98, 0.01, -0.01),
+        ((2685, 26, 86, 607), 0.97, 0.01, -0.02),
+    ],
+)
+def test_published_table(counts, retention, discovery, net_change):
+    result = from_counts(*counts)
+    assert result[:4] == counts
+    printed = tuple(round(value, 2) for value in (result.retention, result.discovery, result.net_change))
+    assert printed == (retention, discovery, net_change)
+    p, e, s, _ = counts
+    assert result.discovery_score == pytest.approx(2 * p * e / (p * p + 2 * p * e + e * s), rel=1e-12)
+
+
+def test_the_threshold_of_the_paper():
+    assert support([1], [1], 8192).threshold == pytest.approx(3.66e-4, rel=1e-2)
+
+
+def test_ratios_without_a_denominator_are_nan():
+    result = support([0, 0], [0, 0], 4)
+    assert result.out_of_support == 2
+    assert all(math.isnan(value) for value in result[4:8])
+
+
+@pytest.mark.parametrize(
+    ("base", "tuned", "message"),
+    [([1], [1, 2], "same problems"), ([], [], "same problems"), ([9], [1], "more correct")],
+)
+def test_refused(base, tuned, message):
+    with pytest.raises(ValueError, match=message):
+        support(base, tuned, 8)
+
+
+def test_answer_entropy():
+    assert answer_entropy(["7"] * 5) == 0.0
+    # Shares 1/2, 1/4, 1/4; a missing answer is an answer.
+    assert answer_entropy(["7", "7", "8", None]) == pytest.approx(1.5 * math.log(2))
+    assert answer_entropy(list(range(32))) == pytest.approx(math.log(32))
+    with pytest.raises(ValueError, match="at least one"):
+        answer_entropy([])
+
+
+def test_token_entropy():
+    logits = torch.tensor([[0.0, 0.0, -torch.inf, -torch.inf], [0.0, 0.0, 0.0, 0.0]])
+    logits[0, 2:] = -100.0
+    torch.testing.assert_close(token_entropy(logits), torch.tensor([2.0, 4.0]).log())
+    assert token_entropy(logits.bfloat16()).dtype == torch.float32
+
+
+def test_completion_entropies_against_a_loop(boxing_model):
+    model, tokenizer = boxing_model
+    prompts, completions = ["1+2", "10+2=", "3"], [r"\boxed{3}", "a longer answer", "x"]
+    batched = completion_entropies(model, tokenizer, prompts, completions, batch_size=2)
+    for value, prompt, completion in zip(batched, prompts, completions, strict=True):
+        ids = tokenizer(prompt + completion, add_special_tokens=False)["input_ids"]
+        start = len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0].double().numpy()
+        entropies = []
+        for position in range(start - 1, len(ids) - 1):
+            weights = np.exp(logits[position] - logits[position].max())
+            probabilities = weights / weights.sum()
+            entropies.append(-(probabilities * np.log(probabilities)).sum())
+        assert value == pytest.approx(np.mean(entropies), rel=1e-4)
