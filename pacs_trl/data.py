@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 from datasets import Dataset, load_dataset
 
+from pacs_trl.verification import gold_texts, last_boxed
+
 
 logger = logging.getLogger(__name__)
 
@@ -186,43 +188,24 @@ def build_prompt(
     return [user] if system_prompt is None else [{"role": "system", "content": system_prompt}, user]
 
 
-def last_boxed(text: str) -> str | None:
-    """Content of the last `\\boxed{...}` with balanced braces in `text`, or `None` when there is none."""
-    starts = [match.end() for match in re.finditer(r"\\f?boxed\s*\{", text)]
-    for start in reversed(starts):
-        depth = 1
-        for position in range(start, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[position], 0)
-            if depth == 0:
-                return text[start:position].strip()
-    return None
-
-
 def gold_answer(value: Any, answer_in: str = "column") -> str | list[str] | None:
     """
     The gold answer held by one cell of a dataset.
 
     Args:
-        value (`Any`): Text, number, or a list of these. 27.0 becomes "27". A list means alternatives, any of which is
-            right; a list of one is that one.
+        value (`Any`): Text, number, or a list of alternatives; see [`~verification.gold_texts`].
         answer_in (`str`): See [`TrainingSet`].
 
     Returns:
-        `str`, `list[str]` or `None`: The answer; `None` when there is none (missing, empty, not a number).
+        `str`, `list[str]` or `None`: The answer, alternatives when there are several, `None` when there is none.
     """
-    if isinstance(value, list | tuple):
-        golds = [gold for item in value if (gold := gold_answer(item, answer_in)) is not None]
-        return golds[0] if len(golds) == 1 else golds or None
-    if value is None or value != value:  # NaN, which is how tables spell a missing number, differs from itself
-        return None
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    text = str(value).strip()
+    texts = list(gold_texts(value))
     if answer_in == "last_box":
-        return last_boxed(text) or None
+        texts = [content for text in texts if (content := last_boxed(text))]
     if answer_in == "after_hashes":
-        return text.rpartition("####")[2].strip().replace(",", "") or None if "####" in text else None
-    return text or None
+        answers = (text.rpartition("####")[2].strip().replace(",", "") for text in texts if "####" in text)
+        texts = [answer for answer in answers if answer]
+    return texts[0] if len(texts) == 1 else texts or None
 
 
 def load_training_data(

@@ -1,8 +1,14 @@
-"""Verification with the signature of TRL reward functions: what these return are the labels of PACS training."""
+"""Verification with the signature of TRL reward functions: what these return are the labels of PACS training.
 
+A reward function may return anything in [0, 1]: class weights and cross-entropy take soft labels as they are, and so does
+a weighted sum of several functions (`reward_weights`) whose weights sum to at most 1. `None` takes a row out of its group.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from pacs_trl.verification import Grade, Outcome, last_boxed, max_failure_share, shared_verifier
 
 
 def completion_text(completion: Any) -> str | None:
@@ -12,31 +18,110 @@ def completion_text(completion: Any) -> str | None:
     return completion if isinstance(completion, str) else None
 
 
-def math_reward(completions: list, solution: list, **kwargs: Any) -> list[float | None]:
+def math_reward(
+    completions: list,
+    solution: list | None = None,
+    *,
+    log_metric: Callable[[str, float], None] | None = None,
+    log_extra: Callable[[str, list], None] | None = None,
+    **kwargs: Any,
+) -> list[float | None]:
     """
     1.0 for a completion whose final answer equals the gold answer, 0.0 otherwise, `None` when the gold is unparseable.
 
+    Grades with the shared verifier of the process, whose protocol and limits
+    [`~verification.configure_verification`] sets. Without that it follows the grader of the PACS authors: the gold in a
+    box, the completion read by math-verify's LaTeX and expression extractors.
+
     Args:
         completions (`list`): Completions, plain (`str`) or conversational (lists of messages).
-        solution (`list`): Gold answers, one per completion, with or without `\\boxed{}`.
+        solution (`list`): Gold answers, one per completion: text with or without `\\boxed{}` or `$`, a number, or a list
+            of alternatives.
+        log_metric (`Callable`, *optional*): Passed by TRL; receives the share of each outcome as `verification/<name>`.
+        log_extra (`Callable`, *optional*): Passed by TRL; receives gold and outcome for the table of completions.
         **kwargs: Further columns that TRL passes; unused.
 
     Returns:
         `list[float | None]`: One label per completion.
+
+    Raises:
+        ValueError: When there is no `solution` column.
+        VerificationFailure: When too many of the recent completions failed for reasons other than being wrong.
     """
-    rewards: list[float | None] = []
-    for completion, gold in zip(completions, solution, strict=True):
-        gold = str(gold)
-        boxed = gold if "\\boxed" in gold else f"\\boxed{{{gold}}}"
-        gold_parsed = parse(boxed, [LatexExtractionConfig()])
-        if not gold_parsed:
-            rewards.append(None)
-            continue
-        prediction = parse(completion_text(completion) or "", [ExprExtractionConfig(), LatexExtractionConfig()])
-        rewards.append(float(verify(gold_parsed, prediction)))
-    return rewards
+    if solution is None:
+        raise ValueError(
+            "`math_reward` compares with a column named `solution`, which the dataset does not have. Columns it was "
+            f"given: {', '.join(sorted(kwargs)) or 'none'}. Rename the column of gold answers to `solution`."
+        )
+    texts = [completion_text(completion) for completion in completions]
+    grades = shared_verifier().grade_detailed(texts, solution)
+    if log_metric is not None:
+        for name, share in outcome_shares(grades).items():
+            log_metric(name, share)
+    if log_extra is not None:
+        log_extra("solution", [str(gold) for gold in solution])
+        log_extra("verification", [grade.outcome.name.lower() for grade in grades])
+    _recent.add(grades, texts, solution, max_failure_share())
+    return [grade.outcome.label for grade in grades]
 
 
 def format_reward(completions: list, **kwargs: Any) -> list[float]:
-    """1.0 for a completion that contains `\\boxed{`, 0.0 otherwise."""
-    return [float("\\boxed{" in (completion_text(completion) or "")) for completion in completions]
+    """
+    1.0 for a completion with a complete, non-empty `\\boxed{...}`, 0.0 otherwise. Says nothing about what is in the box.
+
+    Args:
+        completions (`list`): Completions, plain (`str`) or conversational.
+        **kwargs: Further columns that TRL passes; unused.
+    """
+    return [float(bool(last_boxed(completion_text(completion) or ""))) for completion in completions]
+
+
+def outcome_shares(grades: Sequence[Grade]) -> dict[str, float]:
+    """Share of each outcome, every one of them present, as `verification/<outcome>`; empty for no grades."""
+    outcomes = [grade.outcome for grade in grades]
+    return {
+        f"verification/{outcome.name.lower()}": outcomes.count(outcome) / len(outcomes)
+        for outcome in Outcome
+        if grades
+    }
+
+
+class VerificationFailure(RuntimeError):
+    """The labels are no longer trustworthy: too many completions could not be verified."""
+
+
+class _RecentFailures:
+    """
+    Completions that could not be verified among the most recent ones.
+
+    A window over batches, because a rank may hold the completions of one prompt only: one unreadable gold must not stop
+    the run, a data set of them must.
+    """
+
+    WINDOW = 256
+    FEWEST = 64  # says nothing about fewer completions
+
+    def __init__(self):
+        self.window: deque[tuple[Outcome, str] | None] = deque(maxlen=self.WINDOW)
+
+    def add(
+        self, grades: Sequence[Grade], texts: Sequence[str | None], golds: Sequence[Any], max_share: float
+    ) -> None:
+        for grade, text, gold in zip(grades, texts, golds, strict=True):
+            example = (
+                f"{grade.outcome.name.lower()}: gold {str(gold)[:200]!r}, completion ends in {(text or '')[-200:]!r}"
+            )
+            self.window.append((grade.outcome, example) if grade.outcome.is_failure else None)
+        failures = [entry for entry in self.window if entry is not None]
+        if len(self.window) < self.FEWEST or len(failures) <= max_share * len(self.window):
+            return
+        examples = "\n".join(f"  {example}" for _, example in failures[-3:])
+        raise VerificationFailure(
+            f"{len(failures)} of the last {len(self.window)} completions could not be verified (timeout, killed, too "
+            f"long or gold unparseable), which is more than `verification_max_failure_share` {max_share}. The labels "
+            f"would say little about the model. Examples:\n{examples}\n"
+            "Check the `solution` column and the limits, or raise the share."
+        )
+
+
+_recent = _RecentFailures()
