@@ -1,0 +1,1 @@
+"""Tables, figures and model cards from results files. Neither torch nor vllm is needed to read them."""

@@ -1,0 +1,174 @@
+"""`pacs-trl report`: results files in, tables and figures out.
+
+Writes `tables.md`, `tables.tex`, `tables.csv` and the figures that the given inputs allow into one directory. Reads JSON
+only: no model, no samples, neither torch nor vllm.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pacs_trl.evaluation.results import read_results, require_same_protocol
+from pacs_trl.report import paper, tables
+
+
+def build_report(
+    paths: Sequence[Path],
+    output_dir: Path,
+    *,
+    published: str | None = None,
+    baseline: str | None = None,
+    figures: bool = True,
+) -> list[Path]:
+    """
+    Tables and the pass@k figure of a set of results files.
+
+    Args:
+        paths (sequence of `Path`): Results files or the directories that hold them.
+        output_dir (`Path`): Where everything is written.
+        published (`str`, *optional*): Base model whose published numbers stand beside ours, for example "Qwen3-8B".
+        baseline (`str`, *optional*): Method that the others are compared with.
+        figures (`bool`): Whether to draw the pass@k figure.
+
+    Returns:
+        `list[Path]`: The files written.
+
+    Raises:
+        `ValueError`: if a file cannot be read or the files were measured under different protocols.
+    """
+    results = [read_results(path) for path in paths]
+    if not results:
+        raise ValueError("A report needs at least one results file.")
+    require_same_protocol(results, [str(path) for path in paths])
+    names = tables.benchmarks(results)
+    beside = {name: paper.published(published, name) if published else [] for name in names}
+    rows = {name: tables.pass_at_k_rows(results, name, published=beside[name], baseline=baseline) for name in names}
+
+    markdown, latex = [], []
+    for name, title in names.items():
+        header, lines = tables.table_cells(rows[name])
+        markdown.append(f"## {title}\n\n{tables.to_markdown(header, lines)}\n{_sources(rows[name])}")
+        latex.append(tables.to_latex(header, lines, f"pass@k on {title}, percent with 95 % intervals over problems"))
+        if baseline is not None and (changes := tables.support_rows(results, name, baseline)):
+            markdown.append(tables.to_markdown(tables.SUPPORT_HEADER, changes))
+            latex.append(tables.to_latex(tables.SUPPORT_HEADER, changes, f"Support on {title}"))
+    markdown.append(f"## Settings\n\n{tables.to_markdown(tables.SETTINGS_HEADER, tables.settings_rows(results))}")
+    markdown.append(_protocol_text(results[0]["protocol"]))
+
+    output_dir.mkdir(parents=True, exist_ok=True)
+    contents = {"tables.md": "\n".join(markdown), "tables.tex": "\n".join(latex), "tables.csv": tables.to_csv(rows)}
+    for name, content in contents.items():
+        (output_dir / name).write_text(content, encoding="utf-8")
+    files = [output_dir / name for name in contents]
+    if figures:
+        from pacs_trl.report import plots
+
+        files += plots.pass_at_k_figure(results, names, output_dir / "pass_at_k", beside)
+    return files
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="pacs-trl report", description="Tables and figures from results files.")
+    parser.add_argument("results", nargs="*", type=Path, help="results.json files or the directories that hold them")
+    parser.add_argument("--output_dir", type=Path, required=True)
+    parser.add_argument("--published", default=None, help="base model of the paper, for example Qwen3-8B")
+    parser.add_argument("--baseline", default=None, help="method that the others are compared with")
+    parser.add_argument("--training", nargs="+", default=[], metavar="METHOD=DIR", help="runs with trainer_state.json")
+    parser.add_argument(
+        "--ablation", nargs="+", default=[], metavar="VALUE=RESULTS", help="results per value of a setting"
+    )
+    parser.add_argument("--ablation_name", default="beta", help="name of that setting on the axis")
+    parser.add_argument("--diversity", type=Path, default=None, help="file of pacs_trl.evaluation.diversity")
+    parser.add_argument("--reliability", type=Path, default=None, help="JSONL with `score` and `label` per completion")
+    args = parser.parse_args(argv)
+    try:
+        files = _build_all(args)
+    except (ValueError, OSError) as error:
+        print(f"pacs-trl report: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(map(str, files)))
+    return 0
+
+
+def _build_all(args: argparse.Namespace) -> list[Path]:
+    if not (args.results or args.training or args.ablation or args.diversity or args.reliability):
+        raise ValueError(
+            "Nothing to report: give results files, --training, --ablation, --diversity or --reliability."
+        )
+    from pacs_trl.report import plots
+
+    files = []
+    if args.results:
+        files += build_report(args.results, args.output_dir, published=args.published, baseline=args.baseline)
+    if args.training:
+        histories = training_histories(args.training)
+        files += plots.training_figure(histories, args.output_dir / "training")
+        if any("/pass@" in key for runs in histories.values() for run in runs for log in run for key in log):
+            files += plots.evaluation_figure(histories, args.output_dir / "evaluation")
+    if args.ablation:
+        values = {float(value): read_results(path) for value, path in map(_pair, args.ablation)}
+        require_same_protocol(list(values.values()), [f"{args.ablation_name} = {value:g}" for value in values])
+        names = tables.benchmarks(list(values.values()))
+        files += plots.ablation_figure(values, names, args.ablation_name, args.output_dir / "ablation")
+    if args.diversity:
+        files += plots.diversity_figure(json.loads(args.diversity.read_text()), args.output_dir / "diversity")
+    if args.reliability:
+        records = [json.loads(line) for line in args.reliability.read_text().splitlines() if line.strip()]
+        graded = [record for record in records if record["label"] is not None]
+        scores, labels = ([record[key] for record in graded] for key in ("score", "label"))
+        files += plots.reliability_figure(scores, labels, args.output_dir / "reliability")
+    return files
+
+
+def training_histories(pairs: Sequence[str]) -> dict[str, list[list[dict[str, Any]]]]:
+    """
+    `METHOD=DIR` to log histories by method; a method given several times has several runs.
+
+    Raises:
+        `ValueError`: if a directory (or its last checkpoint) has no trainer_state.json.
+    """
+    histories: dict[str, list[list[dict[str, Any]]]] = {}
+    for method, directory in map(_pair, pairs):
+        found = [Path(directory) / "trainer_state.json"]
+        found += sorted(Path(directory).glob("checkpoint-*/trainer_state.json"), key=_checkpoint_step, reverse=True)
+        state = next((path for path in found if path.is_file()), None)
+        if state is None:
+            raise ValueError(f"Neither {directory} nor a checkpoint in it has a trainer_state.json.")
+        histories.setdefault(method, []).append(json.loads(state.read_text(encoding="utf-8"))["log_history"])
+    return histories
+
+
+def _checkpoint_step(path: Path) -> int:
+    return int(path.parent.name.rsplit("-", 1)[1])
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise ValueError(f"Expected NAME=PATH, got {text!r}.")
+    return name, value
+
+
+def _sources(rows: Sequence[tables.Row]) -> str:
+    published = sorted({row.source for row in rows if row.kind == "published"})
+    lines = [f"- published: {source}, percent as printed, no spread given" for source in published]
+    if any("v1" in source for source in published):
+        lines.append(f"- {paper.MISLABEL}")
+    return "\n".join(lines) + "\n" if lines else ""
+
+
+def _protocol_text(protocol: dict[str, Any]) -> str:
+    sampling, prompt, verifier = protocol["sampling"], protocol["prompt"], protocol["verifier"]
+    return (
+        f"Sampling: temperature {sampling['temperature']}, top-p {sampling['top_p']}, top-k {sampling['top_k']}, at most "
+        f"{sampling['max_new_tokens']} tokens. Prompt: the problem, then {prompt['instruction']!r}; system turn: "
+        f"{prompt['system_prompt']!r}. Verifier: {verifier['name']} {verifier['version']}.\n"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

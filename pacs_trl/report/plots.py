@@ -1,0 +1,328 @@
+"""Figures from results files, training logs and the diversity file, as PNG and SVG at column width.
+
+Colours are those of Okabe and Ito, distinct for every common form of colour blindness; each line also has its own marker
+and dash. Each function takes plain data, draws one figure and saves it; nothing is shown and no global state is changed.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from pacs_trl.report.paper import PublishedTable
+from pacs_trl.report.tables import methods, pass_at_k_rows
+
+
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+DASHES = ("-", "--", "-.", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), ":")
+
+# Inches. One panel fills a column of a two-column page, two or more fill the page.
+COLUMN_WIDTH, PAGE_WIDTH, PANEL_HEIGHT = 3.4, 7.0, 2.3
+
+STYLE = {
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "axes.labelsize": 8,
+    "legend.fontsize": 7,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.linewidth": 0.4,
+    "grid.color": "#dddddd",
+    "lines.linewidth": 1.3,
+    "lines.markersize": 3.5,
+    "legend.frameon": False,
+    "svg.hashsalt": "pacs_trl",  # the same figure gives the same file
+    "svg.fonttype": "none",
+}
+
+# The panels of the training figure: key in the trainer's log, label of the axis.
+TRAINING_PANELS = (
+    ("reward", "reward"),
+    ("entropy", "entropy (nats)"),
+    ("completions/mean_length", "completion length (tokens)"),
+    ("step_time", "time per step (s)"),
+)
+
+
+def pass_at_k_figure(
+    results: Sequence[dict[str, Any]],
+    benchmarks: Mapping[str, str],
+    path: Path,
+    published: Mapping[str, Sequence[PublishedTable]] | None = None,
+) -> list[Path]:
+    """pass@k against k, one panel per benchmark; bands are 95 % intervals. Published numbers of methods that
+    we have too are open markers; the rest of them are in the tables."""
+    with matplotlib.rc_context(STYLE):
+        figure, panels = _panels(len(benchmarks))
+        order = list(methods(results))
+        for panel, (name, title) in zip(panels, benchmarks.items(), strict=False):
+            rows = pass_at_k_rows(results, name, published=(published or {}).get(name, ()))
+            rows = [row for row in rows if row.kind != "difference" and row.method in order]
+            for row in rows:
+                look = _look(order.index(row.method))
+                ks = sorted(row.cells)
+                values = [row.cells[k].value for k in ks]
+                if row.kind == "published":
+                    look |= {"markerfacecolor": "white", "linewidth": 0.7, "alpha": 0.8}
+                    panel.plot(ks, values, label=f"{row.method} (published)", **look)
+                    continue
+                panel.plot(ks, values, label=row.method, **look)
+                lower, upper = ([row.cells[k][i] for k in ks] for i in (1, 2))
+                panel.fill_between(ks, lower, upper, color=look["color"], alpha=0.15, linewidth=0)
+            panel.set_xscale("log", base=2)
+            ticks = sorted({k for row in rows for k in row.cells})
+            panel.set_xticks(ticks, [str(k) for k in ticks])
+            panel.set_title(title)
+            panel.set_xlabel("k")
+            panel.yaxis.set_major_formatter(PercentFormatter(decimals=0))
+        panels[0].set_ylabel("pass@k")
+        _legend_below(figure, panels)
+        return _save(figure, path)
+
+
+def training_figure(histories: Mapping[str, Sequence[Sequence[dict[str, float]]]], path: Path) -> list[Path]:
+    """
+    Reward, entropy, completion length and time per step over optimizer steps.
+
+    Args:
+        histories: For each method the log histories of its runs (`log_history` of `trainer_state.json`). One run is a line;
+            several are their mean with the range between the lowest and the highest run.
+
+    Raises:
+        `ValueError`: if no run logged any of the four quantities.
+    """
+    present = [
+        (key, label)
+        for key, label in TRAINING_PANELS
+        if any(_series(run, key) for r in histories.values() for run in r)
+    ]
+    if not present:
+        raise ValueError(f"The training logs hold none of {', '.join(key for key, _ in TRAINING_PANELS)}.")
+    with matplotlib.rc_context(STYLE):
+        figure, panels = _panels(len(present), columns=2)
+        for panel, (key, label) in zip(panels, present, strict=False):
+            for i, (method, runs) in enumerate(histories.items()):
+                _draw_runs(panel, [_series(run, key) for run in runs], method, _look(i, marker=False))
+            panel.set_ylabel(label)
+            panel.set_xlabel("optimizer step")
+            panel.set_ylim(bottom=min(0.0, panel.get_ylim()[0]))
+        figure.align_ylabels()
+        _legend_below(figure, panels)
+        return _save(figure, path)
+
+
+def evaluation_figure(histories: Mapping[str, Sequence[Sequence[dict[str, float]]]], path: Path) -> list[Path]:
+    """
+    pass@k measured during training (figure 3 of the paper): the `eval_<benchmark>/pass@<k>` values of the same logs.
+
+    Raises:
+        `ValueError`: if no run was evaluated during training.
+    """
+    keys = {key for runs in histories.values() for run in runs for log in run for key in log if "/pass@" in key}
+    if not keys:
+        raise ValueError("The training logs hold no eval_<benchmark>/pass@<k>; train with the EvaluationCallback.")
+    ordered = sorted(keys, key=lambda key: (key.split("/pass@")[0], int(key.rsplit("@", 1)[1])))
+    with matplotlib.rc_context(STYLE):
+        figure, panels = _panels(len(ordered), columns=min(3, len(ordered)))
+        for panel, key in zip(panels, ordered, strict=False):
+            for i, (method, runs) in enumerate(histories.items()):
+                series = [[(step, 100 * value) for step, value in _series(run, key)] for run in runs]
+                _draw_runs(panel, series, method, _look(i))
+            benchmark, k = key.removeprefix("eval_").rsplit("/", 1)
+            panel.set_title(f"{benchmark}, {k}")
+            panel.set_xlabel("optimizer step")
+            panel.yaxis.set_major_formatter(PercentFormatter(decimals=0))
+        _legend_below(figure, panels)
+        return _save(figure, path)
+
+
+def ablation_figure(
+    results: Mapping[float, dict[str, Any]], benchmarks: Mapping[str, str], name: str, path: Path
+) -> list[Path]:
+    """pass@k against a setting such as beta (log scale), one panel per benchmark, one line per k; bars are intervals."""
+    with matplotlib.rc_context(STYLE):
+        figure, panels = _panels(len(benchmarks))
+        values = sorted(results)
+        for panel, (benchmark, title) in zip(panels, benchmarks.items(), strict=False):
+            rows = {v: pass_at_k_rows([results[v]], benchmark)[0].cells for v in values}
+            ks = sorted(set.intersection(*(set(cells) for cells in rows.values())))
+            for i, k in enumerate(ks):
+                cells = [rows[v][k] for v in values]
+                errors = [[c.value - c.lower for c in cells], [c.upper - c.value for c in cells]]
+                shifted = [
+                    v * 1.03 ** (i - (len(ks) - 1) / 2) for v in values
+                ]  # so that bars do not cover one another
+                panel.errorbar(
+                    shifted, [c.value for c in cells], yerr=errors, label=f"k={k}", elinewidth=0.7, **_look(i)
+                )
+            panel.set_xscale("log")
+            panel.set_xticks(values, [f"{v:g}" for v in values])
+            panel.minorticks_off()
+            panel.set_title(title)
+            panel.set_xlabel(name)
+            panel.yaxis.set_major_formatter(PercentFormatter(decimals=0))
+        panels[0].set_ylabel("pass@k")
+        _legend_below(figure, panels)
+        return _save(figure, path)
+
+
+def diversity_figure(diversity: Mapping[str, Any], path: Path) -> list[Path]:
+    """Correct responses of one or two models in the plane of their first two principal components, with density contours."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(COLUMN_WIDTH, COLUMN_WIDTH * 0.9), layout="constrained")
+        axes = figure.subplots()
+        clouds = [np.array(model["points"], dtype=float).reshape(-1, 2) for model in diversity["models"]]
+        everything = np.concatenate(clouds)
+        margin = 0.1 * (np.ptp(everything, axis=0) + 1e-9)
+        x, y = (
+            np.linspace(everything[:, i].min() - margin[i], everything[:, i].max() + margin[i], 80) for i in (0, 1)
+        )
+        grid = np.stack(np.meshgrid(x, y), axis=-1)  # (80, 80, 2)
+        for i, (model, points) in enumerate(zip(diversity["models"], clouds, strict=True)):
+            look = _look(i)
+            label = f"{model['method']}: diversity {model['mean']:.4f}"
+            axes.scatter(
+                *points.T, s=6, color=look["color"], marker=look["marker"], alpha=0.5, linewidths=0, label=label
+            )
+            if len(points) > 2:
+                density = gaussian_density(points, grid)
+                levels = density.max() * np.array([0.15, 0.4, 0.7])
+                if density.max() > density.min():
+                    axes.contour(
+                        x, y, density, levels=levels, colors=look["color"], linewidths=0.8, linestyles=DASHES[i]
+                    )
+        shares = diversity["explained"]
+        axes.set_xlabel(f"first component ({100 * shares[0]:.0f} % of variance)")
+        axes.set_ylabel(f"second component ({100 * shares[1]:.0f} %)")
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.16), ncols=len(clouds), markerscale=2)
+        return _save(figure, path)
+
+
+def reliability_figure(
+    scores: Sequence[float], labels: Sequence[float], path: Path, *, num_bins: int = 10
+) -> list[Path]:
+    """The implicit critic sigmoid(psi) against what happened: a calibrated one lies on the diagonal."""
+    bins = reliability_bins(scores, labels, num_bins=num_bins)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(COLUMN_WIDTH, COLUMN_WIDTH), layout="constrained")
+        axes, counts = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+        axes.plot([0, 1], [0, 1], color="#888888", linewidth=0.8, linestyle="--", label="calibrated")
+        kept = bins["count"] > 0
+        error = 1.96 * np.sqrt(bins["label"] * (1 - bins["label"]) / np.maximum(bins["count"], 1))
+        axes.errorbar(
+            bins["probability"][kept],
+            bins["label"][kept],
+            yerr=error[kept],
+            label="critic",
+            elinewidth=0.8,
+            **_look(0),
+        )
+        axes.set_ylabel("share of correct completions")
+        axes.set_xlim(0, 1)
+        axes.set_ylim(-0.02, 1.02)
+        axes.legend(loc="upper left", title=f"calibration error {bins['calibration_error']:.3f}", title_fontsize=7)
+        edges = np.linspace(0, 1, num_bins + 1)
+        counts.bar(edges[:-1], bins["count"], width=np.diff(edges), align="edge", color=COLORS[0], alpha=0.5)
+        counts.set_xlabel(r"$\sigma(\psi)$")
+        counts.set_ylabel("completions")
+        counts.yaxis.set_major_locator(MaxNLocator(3, integer=True))
+        return _save(figure, path)
+
+
+def reliability_bins(scores: Sequence[float], labels: Sequence[float], *, num_bins: int = 10) -> dict[str, Any]:
+    """
+    Completions in equal bins of sigmoid(psi).
+
+    Args:
+        scores (sequence of `float`): psi, one per completion.
+        labels (sequence of `float`): Labels in [0, 1].
+
+    Returns:
+        `dict` with arrays of shape `(num_bins,)`: `count`, mean `probability` and mean `label` (nan in empty bins), and the
+        expected calibration error `sum_b count_b / N * |label_b - probability_b|`.
+
+    Raises:
+        `ValueError`: if the lengths differ or there is nothing to show.
+    """
+    scores, labels = np.asarray(scores, dtype=float), np.asarray(labels, dtype=float)
+    if scores.shape != labels.shape or scores.size == 0:
+        raise ValueError(f"A reliability diagram needs one label per score, got {scores.size} and {labels.size}.")
+    probabilities = np.exp(-np.logaddexp(0.0, -scores))
+    index = np.minimum((probabilities * num_bins).astype(int), num_bins - 1)
+    count = np.bincount(index, minlength=num_bins)
+    with np.errstate(invalid="ignore"):
+        probability = np.bincount(index, weights=probabilities, minlength=num_bins) / count
+        label = np.bincount(index, weights=labels, minlength=num_bins) / count
+    gaps = np.abs(label - probability)[count > 0]
+    error = float((count[count > 0] * gaps).sum() / scores.size)
+    return {"count": count, "probability": probability, "label": label, "calibration_error": error}
+
+
+def gaussian_density(points: np.ndarray, grid: np.ndarray) -> np.ndarray:
+    """Kernel density of `points` (N, 2) on `grid` (..., 2) with Scott's bandwidth along each axis; unnormalised."""
+    bandwidth = points.std(axis=0, ddof=1) * len(points) ** (-1 / 6)
+    bandwidth = np.where(bandwidth > 0, bandwidth, 1.0)
+    density = np.zeros(grid.shape[:-1])
+    for point in points:
+        density += np.exp(-0.5 * (((grid - point) / bandwidth) ** 2).sum(axis=-1))
+    return density
+
+
+def _look(index: int, *, marker: bool = True) -> dict[str, Any]:
+    style = {"color": COLORS[index % len(COLORS)], "linestyle": DASHES[index % len(DASHES)]}
+    return style | {"marker": MARKERS[index % len(MARKERS)]} if marker else style
+
+
+def _panels(count: int, columns: int | None = None) -> tuple[Figure, list[Axes]]:
+    columns = min(count, columns or 3)
+    rows = math.ceil(count / columns)
+    width = COLUMN_WIDTH if columns == 1 else PAGE_WIDTH
+    figure = Figure(figsize=(width, PANEL_HEIGHT * rows + 0.35), layout="constrained")
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for unused in panels[count:]:
+        unused.set_axis_off()
+    return figure, panels[:count]
+
+
+def _series(run: Sequence[dict[str, float]], key: str) -> list[tuple[float, float]]:
+    return [(log["step"], log[key]) for log in run if log.get(key) is not None]
+
+
+def _draw_runs(panel: Axes, runs: Sequence[list[tuple[float, float]]], label: str, look: dict[str, Any]) -> None:
+    runs = [dict(run) for run in runs if run]
+    if not runs:
+        return
+    steps = sorted(set.intersection(*(set(run) for run in runs)))
+    values = np.array([[run[step] for step in steps] for run in runs])
+    name = label if len(runs) == 1 else f"{label} ({len(runs)} runs)"
+    panel.plot(steps, values.mean(axis=0), label=name, **look)
+    if len(runs) > 1:
+        panel.fill_between(steps, values.min(axis=0), values.max(axis=0), color=look["color"], alpha=0.15, linewidth=0)
+
+
+def _legend_below(figure: Figure, panels: Sequence[Axes]) -> None:
+    handles: dict[str, Any] = {}
+    for panel in panels:
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    columns = 4 if figure.get_figwidth() > COLUMN_WIDTH else 2
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(columns, len(handles)))
+
+
+def _save(figure: Figure, path: Path) -> list[Path]:
+    """PNG and SVG; the date is left out, so that the same data gives the same bytes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files = [path.with_suffix(".png"), path.with_suffix(".svg")]
+    figure.savefig(files[0], dpi=200)
+    figure.savefig(files[1], metadata={"Date": None})
+    return files

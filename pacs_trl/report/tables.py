@@ -1,0 +1,303 @@
+"""Tables of the paper's shape from results files: one table per benchmark, rows are methods, columns are k.
+
+Ours carry a 95 % bootstrap interval over problems. A published number has none, so the interval of "ours - published" is ours,
+shifted. Several files with one method label are runs with different training seeds: their values are averaged problem by
+problem, and the standard deviation over runs is given as well. Nothing here needs torch.
+"""
+
+import csv
+import io
+import statistics
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pacs_trl.evaluation.pass_at_k import bootstrap_interval, pass_at_k
+from pacs_trl.evaluation.support import support
+from pacs_trl.report.paper import PublishedTable
+
+
+class Cell(NamedTuple):
+    """Percent (or a difference of percents) with its interval; `spread` is the standard deviation over runs."""
+
+    value: float
+    lower: float | None = None
+    upper: float | None = None
+    spread: float | None = None
+
+
+class Row(NamedTuple):
+    """One row of a pass@k table; `kind` is "ours", "published", or "difference"."""
+
+    method: str
+    kind: str
+    source: str
+    n: str
+    runs: int
+    cells: dict[int, Cell]
+
+
+def methods(results: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Results by method label, in the order of first appearance."""
+    grouped: dict[str, list[dict[str, Any]]] = {}
+    for result in results:
+        grouped.setdefault(result["method"], []).append(result)
+    return grouped
+
+
+def benchmarks(results: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Titles of all benchmarks that occur, by name."""
+    return {name: entry["title"] for result in results for name, entry in result["benchmarks"].items()}
+
+
+def pass_at_k_rows(
+    results: Sequence[dict[str, Any]],
+    benchmark: str,
+    *,
+    published: Sequence[PublishedTable] = (),
+    baseline: str | None = None,
+) -> list[Row]:
+    """
+    Rows of one benchmark: ours, then the published ones, then differences.
+
+    Args:
+        results: Parsed results files, already known to share a protocol.
+        benchmark (`str`): Name of the benchmark.
+        published (sequence of [`PublishedTable`]): Published blocks of the same benchmark; a method of the same name gets a
+            row "ours - published".
+        baseline (`str`, *optional*): One of our methods; every other one gets a paired difference to it.
+
+    Raises:
+        `ValueError`: if the baseline has no results on this benchmark, or the files share no k.
+    """
+    runs = {m: [r for r in group if benchmark in r["benchmarks"]] for m, group in methods(results).items()}
+    runs = {method: group for method, group in runs.items() if group}
+    if baseline is not None and baseline not in runs:
+        raise ValueError(f"The baseline {baseline!r} has no results on {benchmark}; there are {', '.join(runs)}.")
+    ks = common_ks([run for group in runs.values() for run in group])
+    rows = []
+    for method, group in runs.items():
+        rows.append(
+            Row(
+                method,
+                "ours",
+                "",
+                _sample_counts(group, benchmark),
+                len(group),
+                _cells(group, benchmark, ks),
+            )
+        )
+    ours = {row.method: row for row in rows}
+    differences = []
+    for table in published:
+        for method, values in table.values.items():
+            rows.append(Row(method, "published", table.source, "", 0, {k: Cell(v) for k, v in values.items()}))
+            if method in ours:
+                differences.append(_published_difference(ours[method], values, table.source))
+    for method in runs:
+        if baseline is not None and method != baseline:
+            differences.append(_paired_difference(method, runs[method], baseline, runs[baseline], benchmark, ks))
+    return rows + differences
+
+
+def common_ks(results: Sequence[dict[str, Any]]) -> list[int]:
+    """Values of k that all files have.
+
+    Raises:
+        `ValueError`: if there are none.
+    """
+    ks = sorted(set.intersection(*(set(result["k"]) for result in results)))
+    if not ks:
+        raise ValueError("The results files share no value of k: " + ", ".join(str(result["k"]) for result in results))
+    return ks
+
+
+def problem_values(group: Sequence[dict[str, Any]], benchmark: str, ks: Sequence[int]) -> tuple[list[str], np.ndarray]:
+    """Problem ids and pass@k per problem, averaged over runs; shape `(P, K)`; problems scorable in every run only."""
+    counts = [_scorable(run, benchmark) for run in group]
+    ids = [problem for problem in counts[0] if all(problem in other for other in counts)]
+    values = [pass_at_k(*np.array([run[problem] for problem in ids]).T, list(ks)) for run in counts]
+    return ids, np.mean(values, axis=0)
+
+
+def _scorable(run: dict[str, Any], benchmark: str) -> dict[str, tuple[int, int]]:
+    """Problem id to (n, c), without the problems that could not be graded."""
+    return {p["id"]: (p["n"], p["c"]) for p in run["benchmarks"][benchmark]["problems"] if not p["ungraded"]}
+
+
+def _cells(group: Sequence[dict[str, Any]], benchmark: str, ks: Sequence[int]) -> dict[int, Cell]:
+    _, values = problem_values(group, benchmark, ks)
+    interval = bootstrap_interval(100 * values)
+    cells = {}
+    for i, k in enumerate(ks):
+        by_run = [100 * run["benchmarks"][benchmark]["pass_at_k"][str(k)]["value"] for run in group]
+        spread = statistics.stdev(by_run) if len(group) > 1 else None
+        cells[k] = Cell(float(interval.mean[i]), float(interval.lower[i]), float(interval.upper[i]), spread)
+    return cells
+
+
+def _published_difference(ours: Row, published: dict[int, float], source: str) -> Row:
+    cells = {
+        k: Cell(cell.value - published[k], cell.lower - published[k], cell.upper - published[k])
+        for k, cell in ours.cells.items()
+        if k in published
+    }
+    return Row(f"{ours.method}, ours - published", "difference", source, "", 0, cells)
+
+
+def _paired_difference(
+    method: str,
+    group: Sequence[dict[str, Any]],
+    baseline: str,
+    baseline_group: Sequence[dict[str, Any]],
+    benchmark: str,
+    ks: Sequence[int],
+) -> Row:
+    ids, values = problem_values(group, benchmark, ks)
+    base_ids, base_values = problem_values(baseline_group, benchmark, ks)
+    position = {problem: i for i, problem in enumerate(base_ids)}
+    shared = [i for i, problem in enumerate(ids) if problem in position]
+    differences = values[shared] - base_values[[position[ids[i]] for i in shared]]
+    interval = bootstrap_interval(100 * differences)
+    cells = {
+        k: Cell(float(interval.mean[i]), float(interval.lower[i]), float(interval.upper[i])) for i, k in enumerate(ks)
+    }
+    return Row(f"{method} - {baseline}", "difference", "paired over problems", "", 0, cells)
+
+
+def support_rows(results: Sequence[dict[str, Any]], benchmark: str, baseline: str) -> list[list[str]]:
+    """Preserved, expanded, shrunk and out-of-support problems of every run against the first run of the baseline, with the
+    four ratios. Pairs with different numbers of samples are left out: a larger n finds more support."""
+    grouped = methods([result for result in results if benchmark in result["benchmarks"]])
+    base = _scorable(grouped[baseline][0], benchmark)
+    lines = []
+    for method, group in grouped.items():
+        for i, run in enumerate(group if method != baseline else []):
+            tuned = _scorable(run, benchmark)
+            shared = [problem for problem in base if problem in tuned]
+            sample_counts = {model[problem][0] for model in (base, tuned) for problem in shared}
+            if len(sample_counts) != 1:
+                continue
+            s = support([base[p][1] for p in shared], [tuned[p][1] for p in shared], sample_counts.pop())
+            name = f"{method} over {baseline}" + (f", run {i + 1}" if len(group) > 1 else "")
+            ratios = (s.retention, s.discovery, s.discovery_score, s.net_change)
+            lines.append([name, *map(str, s[:4]), *(f"{ratio:.3f}" for ratio in ratios)])
+    return lines
+
+
+def settings_rows(results: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """How each file was made and what its samples look like, one line per file and benchmark."""
+    lines = []
+    for result in results:
+        for entry in result["benchmarks"].values():
+            lines.append(
+                [
+                    result["method"],
+                    entry["title"],
+                    str(result["n"]),
+                    f"{entry['mean_tokens']:.0f}",
+                    f"{100 * entry['truncated_share']:.1f} %",
+                    f"{entry['answer_entropy']:.3f}",
+                    "" if entry.get("token_entropy") is None else f"{entry['token_entropy']:.3f}",
+                    f"{result['engine']['name']} {result['versions'].get(result['engine']['name'], '')}".strip(),
+                    f"{result['protocol']['verifier']['name']} {result['protocol']['verifier']['version']}",
+                    (result["commit"] or "")[:9],
+                ]
+            )
+    return lines
+
+
+SETTINGS_HEADER = [
+    "method",
+    "benchmark",
+    "n",
+    "tokens",
+    "truncated",
+    "answer entropy",
+    "token entropy",
+    "engine",
+    "verifier",
+    "commit",
+]
+SUPPORT_HEADER = [
+    "support",
+    "preserved",
+    "expanded",
+    "shrunk",
+    "out",
+    "retention",
+    "discovery",
+    "score",
+    "net change",
+]
+
+
+def table_cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Header and text cells of a pass@k table."""
+    ks = sorted({k for row in rows for k in row.cells})
+    lines = []
+    for row in rows:
+        label = f"{row.method} (published)" if row.kind == "published" else row.method
+        runs = str(row.runs) if row.runs else ""
+        lines.append([label, row.n, runs, *(_text(row.cells.get(k), row.kind == "difference") for k in ks)])
+    return ["method", "n", "runs", *(f"k={k}" for k in ks)], lines
+
+
+def to_markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A GitHub table."""
+    rule = ["---"] + ["---:"] * (len(header) - 1)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *lines]) + "\n"
+
+
+def to_latex(header: Sequence[str], lines: Sequence[Sequence[str]], caption: str) -> str:
+    """A booktabs table."""
+    body = "\n".join("  " + " & ".join(map(_latex_escape, cells)) + r" \\" for cells in lines)
+    return "\n".join(
+        [
+            r"\begin{table}[t]",
+            rf"\caption{{{_latex_escape(caption)}}}",
+            rf"\begin{{tabular}}{{l{'r' * (len(header) - 1)}}}",
+            r"  \toprule",
+            "  " + " & ".join(map(_latex_escape, header)) + r" \\",
+            r"  \midrule",
+            body,
+            r"  \bottomrule",
+            r"\end{tabular}",
+            r"\end{table}",
+            "",
+        ]
+    )
+
+
+def to_csv(rows_by_benchmark: dict[str, Sequence[Row]]) -> str:
+    """Every number of every pass@k table, one line each, for other programs."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["benchmark", "method", "kind", "source", "n", "runs", "k", "percent", "lower", "upper", "spread"])
+    for benchmark, rows in rows_by_benchmark.items():
+        for row in rows:
+            for k, cell in row.cells.items():
+                numbers = ["" if number is None else f"{number:.4f}" for number in cell]
+                writer.writerow([benchmark, row.method, row.kind, row.source, row.n, row.runs or "", k, *numbers])
+    return out.getvalue()
+
+
+def _text(cell: Cell | None, signed: bool) -> str:
+    if cell is None:
+        return ""
+    text = f"{cell.value:+.2f}" if signed else f"{cell.value:.2f}"
+    if cell.spread is not None:
+        text += f" ± {cell.spread:.2f}"
+    return text if cell.lower is None else f"{text} [{cell.lower:.1f}, {cell.upper:.1f}]"
+
+
+def _latex_escape(text: str) -> str:
+    for character in "&%$#_{}":
+        text = text.replace(character, "\\" + character)
+    return text.replace("±", r"$\pm$")
+
+
+def _sample_counts(group: Sequence[dict[str, Any]], benchmark: str) -> str:
+    counts = sorted({p["n"] for run in group for p in run["benchmarks"][benchmark]["problems"]})
+    return str(counts[0]) if len(counts) == 1 else f"{counts[0]}-{counts[-1]}"

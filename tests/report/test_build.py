@@ -1,0 +1,150 @@
+"""`pacs-trl report` end to end: files written, refusals, no torch, deterministic figures."""
+
+import json
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from pacs_trl.report import plots
+from pacs_trl.report.build import build_report, main, training_histories
+
+
+def test_everything_at_once(results_factory, training_directory, tmp_path, capsys):
+    directories = [results_factory("Base", 0.4), results_factory("PACS", 0.5), results_factory("PACS", 0.5, seed=1)]
+    ablation = [f"{value}={results_factory(f'beta{value}', 0.5)}" for value in (0.1, 1, 10)]
+    runs = [
+        f"PACS={training_directory('a', 0)}",
+        f"PACS={training_directory('b', 1)}",
+        f"GRPO={training_directory('c', 2)}",
+    ]
+    rng = np.random.default_rng(0)
+    models = [{"method": m, "mean": 0.02, "points": rng.normal(size=(20, 2)).tolist()} for m in ("GRPO", "PACS")]
+    (tmp_path / "diversity.json").write_text(json.dumps({"models": models, "explained": [0.3, 0.2]}))
+    records = [{"score": score, "label": label} for score, label in [(-1.0, 0.0), (0.5, 1.0), (2.0, 1.0), (0.0, None)]]
+    (tmp_path / "critic.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    argv = [
+        *map(str, directories),
+        "--output_dir",
+        str(tmp_path / "out"),
+        "--published",
+        "Qwen3-8B",
+        "--baseline",
+        "Base",
+    ]
+    argv += ["--training", *runs, "--ablation", *ablation, "--diversity", str(tmp_path / "diversity.json")]
+    assert main([*argv, "--reliability", str(tmp_path / "critic.jsonl")]) == 0
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    figures = ("pass_at_k", "training", "evaluation", "ablation", "diversity", "reliability")
+    assert written == {
+        "tables.md",
+        "tables.tex",
+        "tables.csv",
+        *(f"{f}.{kind}" for f in figures for kind in ("png", "svg")),
+    }
+    assert set(capsys.readouterr().out.split()) == {str(tmp_path / "out" / name) for name in written}
+    text = (tmp_path / "out" / "tables.md").read_text()
+    assert "## AIME 2024" in text and "PACS - Base" in text and "arXiv 2509.02522v2, Table 2" in text
+    assert "PACS over Base, run 2" in text and "temperature 0.6" in text and "012345678" in text
+
+
+def test_v1_tables_come_with_the_mislabel(results_factory, tmp_path):
+    build_report([results_factory("PACS", 0.5)], tmp_path / "out", published="Qwen2.5-7B", figures=False)
+    assert "59.78 %" in (tmp_path / "out" / "tables.md").read_text()
+
+
+def test_mixed_protocols_are_refused(results_factory, tmp_path, capsys):
+    first = results_factory("PACS", 0.5)
+    document = json.loads((first / "results.json").read_text())
+    document["protocol"]["sampling"]["temperature"] = 1.0
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "results.json").write_text(json.dumps(document))
+    assert main([str(first), str(tmp_path / "other"), "--output_dir", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "protocol.sampling.temperature: 0.6 != 1.0" in error and str(first) in error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "Nothing to report"),
+        (["nowhere"], "no results file"),
+        (["--training", "PACS"], "Expected NAME=PATH"),
+        (["--training", "PACS=nowhere"], "trainer_state.json"),
+        (["--diversity", "nowhere.json"], "nowhere.json"),
+    ],
+)
+def test_refusals(argv, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main([*argv, "--output_dir", "out"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_unknown_base_model(results_factory, tmp_path, capsys):
+    assert main([str(results_factory("PACS", 0.5)), "--output_dir", str(tmp_path / "o"), "--published", "Llama"]) == 2
+    assert "choose from Qwen2.5-3B" in capsys.readouterr().err
+
+
+def test_the_last_checkpoint_is_read(training_directory, tmp_path):
+    run = training_directory("run", 0)
+    (run / "checkpoint-20").mkdir()
+    (run / "checkpoint-20" / "trainer_state.json").write_text(json.dumps({"log_history": []}))
+    assert training_histories([f"PACS={run}"])["PACS"][0][-1]["step"] == 100
+
+
+def test_needs_neither_torch_nor_vllm(results_factory, tmp_path):
+    directory = results_factory("PACS", 0.5)
+    code = (
+        "import sys; from pacs_trl.report.build import main;"
+        f"status = main([{str(directory)!r}, '--output_dir', {str(tmp_path / 'out')!r}]);"
+        "print(status, [m for m in ('torch', 'vllm', 'transformers', 'trl', 'datasets') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    assert out.splitlines()[-1] == "0 []"
+
+
+def test_fifty_files(results_factory, tmp_path):
+    directories = [results_factory(f"method{i % 10}", 0.5, seed=i) for i in range(50)]
+    started = time.perf_counter()
+    build_report(directories, tmp_path / "out", published="Qwen3-8B", baseline="method0")
+    assert time.perf_counter() - started < 60  # a guard against a hang; the measured time is in docs/evaluation.md
+
+
+def test_figures_are_repeatable(results_factory, tmp_path):
+    directory = results_factory("PACS", 0.5)
+    build_report([directory], tmp_path / "a")
+    build_report([directory], tmp_path / "b")
+    for name in ("pass_at_k.png", "pass_at_k.svg", "tables.md", "tables.tex", "tables.csv"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_reliability_bins_worked_by_hand():
+    # sigmoid(0) = 0.5, sigmoid(ln 3) = 0.75, sigmoid(-ln 3) = 0.25, in four bins of width 0.25 (0.25 opens the second).
+    scores = [0.0, 0.0, np.log(3) + 1e-9, -np.log(3) + 1e-9, -100.0, 100.0]
+    bins = plots.reliability_bins(scores, [1, 0, 1, 0, 0, 1], num_bins=4)
+    assert bins["count"].tolist() == [1, 1, 2, 2]
+    np.testing.assert_allclose(bins["probability"], [0.0, 0.25, 0.5, 0.875], atol=1e-8)
+    np.testing.assert_allclose(bins["label"], [0, 0, 0.5, 1])
+    assert bins["calibration_error"] == pytest.approx((0.0 + 0.25 + 2 * 0.0 + 2 * 0.125) / 6, abs=1e-8)
+    with pytest.raises(ValueError, match="one label per score"):
+        plots.reliability_bins([0.0], [])
+
+
+def test_gaussian_density_against_a_loop():
+    points = np.random.default_rng(0).normal(size=(30, 2)) * [1.0, 5.0]
+    where = np.array([[0.3, -2.0], [1.0, 1.0]])
+    widths = points.std(axis=0, ddof=1) * 30 ** (-1 / 6)
+    expected = [
+        sum(np.exp(-0.5 * sum(((w[d] - p[d]) / widths[d]) ** 2 for d in (0, 1))) for p in points) for w in where
+    ]
+    np.testing.assert_allclose(plots.gaussian_density(points, where), expected, rtol=1e-12)
+
+
+def test_nothing_to_draw(tmp_path):
+    with pytest.raises(ValueError, match="none of reward, entropy"):
+        plots.training_figure({"PACS": [[{"step": 1, "loss": 0.7}]]}, tmp_path / "t")
+    with pytest.raises(ValueError, match="EvaluationCallback"):
+        plots.evaluation_figure({"PACS": [[{"step": 1, "loss": 0.7}]]}, tmp_path / "t")

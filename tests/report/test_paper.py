@@ -1,0 +1,89 @@
+"""The published numbers, checked against what must hold if they were copied right."""
+
+import pytest
+
+from pacs_trl.report.paper import MISLABEL, OUT_OF_DOMAIN, TABLE_1, TABLE_3_DIVERSITY, TABLES, published
+
+
+PROBLEMS = {"math_500": 500, "amc_23": 40, "aime_2024": 30, "aime_2025": 30, "beyond_aime": 100}
+
+
+def lies_on_grid(percent, steps):
+    """Whether a number printed with two decimals can be m / steps."""
+    return abs(round(percent / 100 * steps) / steps * 100 - percent) <= 0.005 + 1e-9
+
+
+def test_every_table_is_there():
+    # v1: two models, four benchmarks; v2: two models, five benchmarks, and the score ablation of the 4B model.
+    assert len(TABLES) == 2 * 4 + 2 * 5 + 5
+    assert {len(row) for table in TABLES for row in table.values.values()} == {6}
+    assert {table.source for table in TABLES if table.benchmark == "math_500"} == {
+        f"arXiv 2509.02522{where}"
+        for where in ("v1, Table 1", "v1, Table 2", "v2, Table 7", "v2, Table 8", "v2, Table 9")
+    }
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda t: f"{t.protocol}-{t.model}-{t.benchmark}-{len(t.values)}")
+def test_pass_at_k_rises_with_k(table):
+    for row in table.values.values():
+        assert list(row.values()) == sorted(row.values())
+        assert all(0 <= value <= 100 for value in row.values())
+
+
+@pytest.mark.parametrize("table", [t for t in TABLES if t.protocol == "v2" and t.benchmark != "math_500"], ids=str)
+def test_v2_pass_at_1_is_a_count_of_128_samples(table):
+    # A digit copied wrong is caught in about half of the cells: 1/(128 * 30) is 0.026 %.
+    for row in table.values.values():
+        assert lies_on_grid(row[1], 128 * PROBLEMS[table.benchmark])
+
+
+@pytest.mark.parametrize("table", [t for t in TABLES if t.protocol == "v1" and t.benchmark == "math_500"], ids=str)
+def test_v1_pass_at_32_of_math_500_is_a_count_of_problems(table):
+    # n = 32 there, so pass@32 of a problem is 0 or 1.
+    assert all(lies_on_grid(row[32], 500) for row in table.values.values())
+
+
+def test_table_1_agrees_with_the_other_tables_and_itself():
+    for row in TABLE_1.values():
+        values = [value for name, value in row.items() if name != "average"]
+        assert sum(values) / 5 == pytest.approx(row["average"], abs=0.0101)
+    for name, model, method in (
+        ("PACS-4B", "Qwen3-4B", "PACS"),
+        ("PACS-8B", "Qwen3-8B", "PACS"),
+        ("Qwen3-8B", "Qwen3-8B", "Base"),
+        ("Qwen3-4B", "Qwen3-4B", "Base"),
+    ):
+        for benchmark in PROBLEMS:
+            value = published(model, benchmark)[0].values[method][1]
+            # The paper prints 91.01 in Table 1 and 91.00 in Table 7 for the same run.
+            assert TABLE_1[name][benchmark] == pytest.approx(value, abs=0.0101)
+
+
+def test_gains_named_in_the_abstract():
+    for model, gain in (("4B", 8.26), ("8B", 9.57)):
+        assert TABLE_1[f"PACS-{model}"]["average"] - TABLE_1[f"Qwen3-{model}"]["average"] == pytest.approx(
+            gain, abs=0.0101
+        )
+
+
+def test_the_mislabelled_number():
+    aime_2024, aime_2025 = (published("Qwen2.5-7B", name)[0].values for name in ("aime_2024", "aime_2025"))
+    assert aime_2024["PACS"][256] == 59.78 and aime_2025["PACS"][256] == 58.22
+    assert aime_2024["PACS"][256] - aime_2024["PPO"][256] == pytest.approx(13.32)
+    assert aime_2024["PACS"][256] - aime_2024["GRPO"][256] == pytest.approx(14.36)
+    assert "59.78" in MISLABEL and "58.22" in MISLABEL
+    # And the untouched base model is above PACS there.
+    assert aime_2024["Base"][256] > aime_2024["PACS"][256]
+
+
+def test_diversity_and_out_of_domain():
+    for model in ("Qwen3-4B", "Qwen3-8B"):
+        for benchmark in ("aime_2024", "aime_2025"):
+            assert TABLE_3_DIVERSITY[model, "PACS"][benchmark] > TABLE_3_DIVERSITY[model, "GRPO"][benchmark]
+    assert OUT_OF_DOMAIN["PACS"] == {"livecodebench": 45.96, "gpqa": 52.46}
+
+
+def test_unknown_model():
+    with pytest.raises(ValueError, match="no pass@k table for 'Qwen3-14B'; choose from Qwen2.5-3B"):
+        published("Qwen3-14B", "aime_2024")
+    assert published("Qwen2.5-3B", "beyond_aime") == []
