@@ -11,6 +11,8 @@ __version__ = "0.1.0"
 _PUBLIC_NAMES = {
     "PACSConfig": "pacs_trl.pacs_config",
     "PACSTrainer": "pacs_trl.pacs_trainer",
+    "PPOConfig": "pacs_trl.baselines.ppo_config",
+    "PPOTrainer": "pacs_trl.baselines.ppo_trainer",
 }
 
 __all__ = ["__version__", *_PUBLIC_NAMES]

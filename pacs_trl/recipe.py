@@ -14,11 +14,12 @@ from typing import NamedTuple
 import yaml
 from trl import GRPOConfig, ModelConfig, TrlParser
 
+from .baselines.ppo_config import PPOConfig
 from .data import DataArguments
 from .pacs_config import PACSConfig
 
 
-METHODS = {"pacs": PACSConfig, "grpo": GRPOConfig}
+METHODS = {"pacs": PACSConfig, "grpo": GRPOConfig, "ppo": PPOConfig}
 
 
 @dataclass
@@ -28,7 +29,8 @@ class RunArguments:
 
     Args:
         method (`str`, *optional*, defaults to `"pacs"`):
-            `"pacs"`, or a baseline on the same data and rewards: `"grpo"` (TRL's own trainer).
+            `"pacs"`, or a baseline on the same data and rewards: `"grpo"` (TRL's own trainer) or
+            `"ppo"`.
         reward_funcs (`list[str]`, *optional*, defaults to `["math_reward"]`):
             Names from `pacs_trl.rewards`, or `package.module.function` of your own, importable from the working
             directory. With several, `reward_weights` says how they add up.

@@ -77,6 +77,10 @@ def _trainer_class(method: str) -> type:
         from trl import GRPOTrainer
 
         return GRPOTrainer
+    if method == "ppo":
+        from .baselines.ppo_trainer import PPOTrainer
+
+        return PPOTrainer
     from .pacs_trainer import PACSTrainer
 
     return PACSTrainer
