@@ -1,0 +1,384 @@
+"""PPOTrainer: TRL's GRPOTrainer with a critic.
+
+Generation, rewards, the clipped policy loss, KL term and logging are the parent's, so PPO and GRPO differ in the
+advantage only: here each token has its own, from a critic with a value head. What is added:
+
+- `_generate_and_score_completions` lets the critic judge the rollouts and replaces the advantages.
+- `_compute_loss` lets the critic learn from a micro-batch before the policy does.
+- A checkpoint holds the critic, its optimizer, and the buffered rollouts.
+
+The critic is a model of its own, next to the policy and with its own optimizer, each prepared by accelerate on its own.
+One module around both would need one optimizer with two learning rates, and everything that reads `trainer.model`
+(generation, vLLM, PEFT, saving) would have to look inside it. DeepSpeed, which wants one engine, is refused.
+"""
+
+import contextlib
+import math
+import textwrap
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForTokenClassification, PreTrainedModel, get_scheduler, set_seed
+from trl import GRPOTrainer
+from trl.trainer.utils import create_model_from_path, disable_dropout_in_model, get_config_model_id
+
+from .gae import clipped_value_losses, explained_variance, generalized_advantages, masked_mean_and_variance, whiten
+from .ppo_config import PPOConfig
+
+
+# Settings that a checkpoint and the run that resumes from it must share: they define the loss and the data of a step.
+_RESUME_SETTINGS = (
+    "gamma",
+    "gae_lambda",
+    "whiten_advantages",
+    "value_clip_range",
+    "epsilon",
+    "epsilon_high",
+    "delta",
+    "loss_type",
+    "beta",
+    "num_generations",
+    "num_iterations",
+    "steps_per_generation",
+    "gradient_accumulation_steps",
+    "generation_batch_size",
+    "world_size",
+)
+
+
+def load_critic(policy: str | PreTrainedModel, args: PPOConfig) -> PreTrainedModel:
+    """
+    The critic: `critic_model_name_or_path`, or the policy's weights under a new value head.
+
+    Args:
+        policy (`str` or [`~transformers.PreTrainedModel`]):
+            The policy or its path.
+        args ([`PPOConfig`]):
+            `model_init_kwargs` apply to the critic too, except the dtype, which is float32, and the revision, if the critic
+            has a path of its own.
+
+    Returns:
+        [`~transformers.PreTrainedModel`] with one output per token.
+
+    Raises:
+        `ValueError`: if the policy was built in memory and no path for the critic is given.
+    """
+    kwargs = {**(args.model_init_kwargs or {}), "dtype": "float32", "device_map": None, "num_labels": 1}
+    kwargs.setdefault("trust_remote_code", args.trust_remote_code)
+    path = args.critic_model_name_or_path
+    if path is not None:
+        kwargs.pop("revision", None)
+    else:
+        path = policy if isinstance(policy, str) else get_config_model_id(policy.config)
+    if not isinstance(policy, str):
+        kwargs.setdefault("attn_implementation", policy.config._attn_implementation)
+    if not path:
+        raise ValueError(
+            "The critic starts from the policy's weights, but the policy was built in memory and has no path. Save it "
+            "and pass the directory as `model`, or set critic_model_name_or_path."
+        )
+    set_seed(args.seed)  # of the value head
+    critic = create_model_from_path(path, architecture=AutoModelForTokenClassification, **kwargs)
+    if critic.config.num_labels != 1:
+        raise ValueError(
+            f"The critic {path!r} has {critic.config.num_labels} outputs per token, but a value is one number. Set "
+            "critic_model_name_or_path to a causal language model, or to a critic with one output."
+        )
+    if args.disable_dropout:
+        disable_dropout_in_model(critic)
+    if args.gradient_checkpointing:
+        critic.gradient_checkpointing_enable(gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs)
+    return critic.train()
+
+
+class PPOTrainer(GRPOTrainer):
+    """
+    Trainer for Proximal Policy Optimization with a token-level critic, the PPO baseline of the PACS paper.
+
+    The rollouts are those of [`~trl.GRPOTrainer`]: `num_generations` completions per prompt, whose rewards PPO uses one by
+    one. Takes the arguments of [`~trl.GRPOTrainer`].
+
+    Logged besides the metrics of [`~trl.GRPOTrainer`] (`loss` is the policy's, `clip_ratio/region_mean` its clipped share):
+
+    - `ppo/value_loss`: mean over tokens of the clipped squared error.
+    - `ppo/value_clip_fraction`: share of tokens whose value has moved too far to be moved further.
+    - `ppo/critic_grad_norm`: norm of the critic's gradient before clipping.
+    - `ppo/approx_kl`: mean over tokens of `ratio - 1 - log ratio`, an estimate of KL(rollout policy || policy).
+    - `ppo/explained_variance`: share of the variance of returns that the critic foresaw, per generation batch.
+    - `ppo/value_mean`, `ppo/return_mean`: means over the tokens of the generation batch.
+
+    Args:
+        model (`str` or [`~transformers.PreTrainedModel`]):
+            Model id, path, or instance.
+        reward_funcs (`RewardFunc` or `list[RewardFunc]`):
+            As in [`~trl.GRPOTrainer`]. A completion for which all of them return `None` is left out.
+        args ([`PPOConfig`], *optional*):
+            Configuration of this trainer. If `None`, a default configuration is used.
+        kwargs:
+            All other arguments of [`~trl.GRPOTrainer`].
+    """
+
+    _tag_names = ["trl", "ppo"]
+    _name = "PPO"
+    _paper = {
+        "title": "Proximal Policy Optimization Algorithms",
+        "id": "1707.06347",
+        # docstyle-ignore
+        "citation": textwrap.dedent("""\
+            @article{schulman2017proximal,
+                title        = {{Proximal Policy Optimization Algorithms}},
+                author       = {John Schulman and Filip Wolski and Prafulla Dhariwal and Alec Radford and Oleg Klimov},
+                year         = 2017,
+                eprint       = {arXiv:1707.06347},
+            }"""),
+    }
+
+    def __init__(self, model, reward_funcs=None, args: PPOConfig | None = None, **kwargs):
+        if args is None:
+            model_name = model if isinstance(model, str) else get_config_model_id(model.config)
+            args = PPOConfig(f"{model_name.split('/')[-1]}-PPO")
+        if not isinstance(args, PPOConfig):
+            raise TypeError(f"`args` must be a PPOConfig, got {type(args).__name__}.")
+        if args.deepspeed_plugin is not None:
+            raise ValueError(
+                "PPOTrainer does not support DeepSpeed, which trains one model per process. Use DDP or FSDP2 "
+                "(recipes/accelerate_configs)."
+            )
+        critic = load_critic(model, args)  # before the parent, which seeds again: rollouts are those of GRPO
+        super().__init__(model, reward_funcs, args=args, **kwargs)
+        if self.is_fsdp_enabled and not self.accelerator.is_fsdp2:
+            raise ValueError(
+                "PPOTrainer supports FSDP2 only, this is FSDP 1. Set `fsdp_version: 2` in the accelerate file."
+            )
+        if self._is_vlm:
+            raise ValueError(
+                f"PPOTrainer supports text models only, got {type(self.model).__name__}: the critic sees no images."
+            )
+        self.critic, self.critic_optimizer = self.accelerator.prepare(critic, self._create_critic_optimizer(critic))
+        self._rewards: torch.Tensor | None = None
+        self._last_logps: torch.Tensor | None = None
+        # over the tokens of an optimizer step: value losses, clipped values, approximate KL, number of tokens
+        self._step_sums = torch.zeros(4, device=self.accelerator.device)
+
+    def _create_critic_optimizer(self, critic: PreTrainedModel) -> torch.optim.Optimizer:
+        decayed = set(self.get_decay_parameter_names(critic))
+        groups = [
+            {
+                "params": [p for name, p in critic.named_parameters() if (name in decayed) == decay],
+                "weight_decay": self.args.weight_decay if decay else 0.0,
+            }
+            for decay in (True, False)
+        ]
+        optimizer_class, kwargs = self.get_optimizer_cls_and_kwargs(self.args, critic)
+        return optimizer_class(groups, **{**kwargs, "lr": self.args.critic_learning_rate})
+
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        self.critic_scheduler = get_scheduler(
+            self.args.lr_scheduler_type,
+            optimizer=self.critic_optimizer,
+            num_warmup_steps=self.args.get_warmup_steps(num_training_steps),
+            num_training_steps=num_training_steps,
+            scheduler_specific_kwargs=self.args.lr_scheduler_kwargs,
+        )
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    # Rollouts -----------------------------------------------------------------------------------------------------
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        weights = self.reward_weights.to(rewards_per_func.device)
+        self._rewards = (rewards_per_func * weights).nansum(dim=1)
+        self._rewards[rewards_per_func.isnan().all(dim=1)] = torch.nan
+        return rewards_per_func
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        first = self.accelerator.process_index * len(inputs)
+        rewards = self._rewards[first : first + len(inputs)]
+        output["has_verdict"] = ~rewards.isnan()
+        mask = self._value_mask(output)
+        values = self._judge(output)
+        advantages, returns = generalized_advantages(
+            rewards.nan_to_num(0.0), values, mask, gamma=self.args.gamma, gae_lambda=self.args.gae_lambda
+        )
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        metrics["ppo/explained_variance"].append(explained_variance(values, returns, mask, self._sum).item())
+        metrics["ppo/value_mean"].append(masked_mean_and_variance(values, mask, self._sum)[0].item())
+        metrics["ppo/return_mean"].append(masked_mean_and_variance(returns, mask, self._sum)[0].item())
+        if self.args.whiten_advantages:
+            advantages = whiten(advantages, mask, self._sum)
+        self._log_advantages(advantages, mask)
+        return output | {"values": values, "returns": returns, "advantages": advantages}
+
+    @torch.no_grad()
+    def _judge(self, batch: dict) -> torch.Tensor:
+        """Values of all tokens of a generation batch, in micro-batches of the size that the update uses."""
+        self.critic.eval()
+        size = self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
+        names = ("prompt_ids", "completion_ids", "prompt_mask", "completion_mask")
+        chunks = zip(*(batch[name].split(size) for name in names), strict=True)
+        values = [self._values(dict(zip(names, chunk, strict=True))) for chunk in chunks]
+        self.critic.train()
+        return torch.cat(values)
+
+    def _values(self, batch: dict) -> torch.Tensor:
+        """`(B, T)`: the value of a token is read where the token is predicted, one position before its own."""
+        logits = self.critic(
+            input_ids=torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+            attention_mask=torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+            use_cache=False,
+        ).logits
+        return logits[:, -batch["completion_ids"].size(1) - 1 : -1, 0].float()
+
+    def _value_mask(self, batch: dict) -> torch.Tensor:
+        mask = batch["completion_mask"] * batch.get("tool_mask", 1)
+        return mask.bool() & batch["has_verdict"].unsqueeze(1)
+
+    def _sum(self, total: torch.Tensor) -> torch.Tensor:
+        return self.accelerator.reduce(total, reduction="sum")
+
+    def _log_advantages(self, advantages: torch.Tensor, mask: torch.Tensor) -> None:
+        """The table of completions shows the mean over each completion instead of the parent's group advantage."""
+        means = self.accelerator.gather(advantages.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).tolist()
+        logged = self._logs["advantages"]
+        for _ in range(min(len(means), len(logged))):
+            logged.pop()
+        logged.extend(means)
+
+    # Optimizer step -----------------------------------------------------------------------------------------------
+
+    def _compute_loss(self, model, inputs):
+        if not self.model.training:
+            return super()._compute_loss(model, inputs)
+        self._learn_values(inputs)  # first, so that its activations are gone when the policy needs the memory
+        loss = super()._compute_loss(model, inputs)
+        log_ratio = self._last_logps - inputs.get("old_per_token_logps", self._last_logps)
+        self._step_sums[2] += (log_ratio.exp() - 1.0 - log_ratio)[self._value_mask(inputs)].sum()
+        if self.accelerator.sync_gradients:
+            self._log_step()
+        return loss
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        scored = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        self._last_logps = scored[0].detach()
+        return scored
+
+    def _learn_values(self, inputs: dict) -> None:
+        mask = self._value_mask(inputs)
+        last_slot = self.accelerator.sync_gradients
+        with contextlib.nullcontext() if last_slot else self.accelerator.no_sync(self.critic):
+            losses, clipped = clipped_value_losses(
+                self._values(inputs), inputs["values"], inputs["returns"], self.args.value_clip_range
+            )
+            losses = losses.masked_fill(~mask, 0.0)
+            self.accelerator.backward(losses.sum() / self._loss_denominator(inputs))
+        self._step_sums[0] += losses.detach().sum()
+        self._step_sums[1] += (clipped & mask).sum()
+        self._step_sums[3] += mask.sum()
+        if last_slot:
+            self._step_critic()
+
+    def _loss_denominator(self, inputs: dict) -> torch.Tensor | float:
+        """What the parent divides the policy's summed token losses by; processes are averaged afterwards."""
+        accumulation_steps = self.current_gradient_accumulation_steps
+        if self.loss_type == "dr_grpo":
+            return len(inputs["completion_ids"]) * self.max_completion_length * accumulation_steps
+        share_of_generation = accumulation_steps / self.args.steps_per_generation
+        return inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes * share_of_generation
+
+    def _step_critic(self) -> None:
+        max_norm = self.args.max_grad_norm if self.args.max_grad_norm else math.inf
+        grad_norm = self.accelerator.clip_grad_norm_(self.critic.parameters(), max_norm)
+        self.critic_optimizer.step()
+        self.critic_scheduler.step()
+        self.critic_optimizer.zero_grad()
+        self._metrics["train"]["ppo/critic_grad_norm"].append(float(grad_norm))
+
+    def _log_step(self) -> None:
+        value_loss, clipped, kl, tokens = self._sum(self._step_sums).tolist()
+        self._step_sums.zero_()
+        metrics = {"value_loss": value_loss, "value_clip_fraction": clipped, "approx_kl": kl}
+        for name, total in metrics.items():
+            self._metrics["train"][f"ppo/{name}"].append(total / max(tokens, 1))
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        grad_norm = super()._get_grad_norm(model, grad_norm)
+        if self.state.global_step < self.args.critic_warmup_steps:
+            model.zero_grad(set_to_none=True)  # optimizers leave parameters without a gradient alone
+        return grad_norm
+
+    # Checkpoints --------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _critic_in_place_of_policy(self):
+        """Lets `Trainer` save and load the critic the way it does the policy, sharded or not."""
+        policy = self.model, self.model_wrapped, self.optimizer, self.lr_scheduler
+        self.model = self.accelerator.unwrap_model(self.critic)
+        self.model_wrapped, self.optimizer, self.lr_scheduler = (
+            self.critic,
+            self.critic_optimizer,
+            self.critic_scheduler,
+        )
+        try:
+            yield
+        finally:
+            self.model, self.model_wrapped, self.optimizer, self.lr_scheduler = policy
+
+    def _save_optimizer_and_scheduler(self, output_dir):
+        super()._save_optimizer_and_scheduler(output_dir)
+        directory = str(Path(output_dir) / "critic")
+        with self._critic_in_place_of_policy():
+            self.save_model(directory, _internal_call=True)
+            super()._save_optimizer_and_scheduler(directory)
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        directory = Path(checkpoint) / "critic"
+        if not directory.is_dir():
+            raise ValueError(
+                f"{checkpoint} holds no critic: it was not written by PPOTrainer, or with save_only_model=True, and cannot "
+                "be continued. Start a new run from its weights with model_name_or_path instead."
+            )
+        with self._critic_in_place_of_policy():
+            self._load_from_checkpoint(str(directory), self.model)
+            super()._load_optimizer_and_scheduler(str(directory))
+
+    # Trainer calls this pair on every process, next to the state of its random number generators.
+    def _save_rng_state(self, output_dir):
+        super()._save_rng_state(output_dir)
+        at_boundary = self._step % (self.args.steps_per_generation * self.num_iterations) == 0
+        state = {
+            "settings": {name: getattr(self.args, name) for name in _RESUME_SETTINGS},
+            "step": self._step,
+            "rollouts": None if at_boundary else self._buffered_inputs,
+            "metrics": dict(self._metrics["train"]),
+        }
+        torch.save(state, Path(output_dir) / f"ppo_state_{self.accelerator.process_index}.pt")
+
+    def _load_rng_state(self, checkpoint):
+        super()._load_rng_state(checkpoint)
+        if checkpoint is None:
+            return
+        file = Path(checkpoint) / f"ppo_state_{self.accelerator.process_index}.pt"
+        if not file.is_file():
+            raise ValueError(
+                f"{checkpoint} has no {file.name}: it was written by another trainer or with fewer processes than the "
+                f"{self.accelerator.num_processes} there are now. Resume with the same number."
+            )
+        state = torch.load(file, map_location=self.accelerator.device, weights_only=True)
+        differing = [
+            f"{name}: {saved!r} in the checkpoint, {getattr(self.args, name)!r} now"
+            for name, saved in state["settings"].items()
+            if saved != getattr(self.args, name)
+        ]
+        if differing:
+            raise ValueError(
+                f"{checkpoint} was written with other settings, so the run would not continue but silently become "
+                f"another one. {'; '.join(differing)}. Restore these settings, or start a new run from its weights with "
+                "model_name_or_path."
+            )
+        self._step = state["step"]
+        self._buffered_inputs = state["rollouts"]
+        self._metrics["train"].update(state["metrics"])
