@@ -5,6 +5,7 @@ TRL returns a generation batch as tensors padded to its longest completion. Here
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,7 +58,8 @@ def to_state(rollout: Rollout) -> dict:
 
 def from_state(state: dict) -> Rollout:
     """Inverse of [`to_state`]."""
-    return Rollout(**{name: value.numpy() if torch.is_tensor(value) else value for name, value in state.items()})
+    values: dict[str, Any] = {n: v.numpy() if torch.is_tensor(v) else v for n, v in state.items()}
+    return Rollout(**values)
 
 
 def unpad_rollouts(batch: dict[str, torch.Tensor]) -> list[Rollout]:

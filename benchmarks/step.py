@@ -1,0 +1,375 @@
+"""Time and memory of one optimizer step: PACSTrainer against TRL's GRPOTrainer on the same recorded rollouts.
+
+    make bench                                  # CPU size, about ten minutes on two cores
+    python benchmarks/step.py --size gpu        # Qwen3-1.7B architecture, random weights, bf16, one GPU
+
+All variants run in one process, one step after another in turn, `--repeats` times; medians are reported. A step is
+everything between having the completions and having updated the weights: rewards, padding, forward and backward passes,
+optimizer. Generation is replaced by the recorded completions. Tokens per second count real tokens, no padding.
+"""
+
+import argparse
+import copy
+import json
+import platform
+import random
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from trl import GRPOConfig, GRPOTrainer
+
+from pacs_trl import PACSConfig, PACSTrainer
+from pacs_trl.miniature.tokenizer import build_tokenizer
+from pacs_trl.policy_update import PolicyUpdate
+from pacs_trl.rollouts import collate
+
+
+@dataclass
+class Size:
+    """A benchmark size. `completion_mean / completion_max` is 0.35; an optimizer step has `num_groups * 8` rows."""
+
+    config: dict
+    completion_max: int
+    rows_per_forward: int
+    num_groups: int
+    bf16: bool
+
+
+SIZES = {
+    "cpu": Size(
+        config=dict(hidden_size=256, intermediate_size=768, num_hidden_layers=8, num_attention_heads=4, head_dim=64)
+        | dict(num_key_value_heads=2, vocab_size=512, tie_word_embeddings=True),
+        completion_max=768,
+        rows_per_forward=8,
+        num_groups=4,
+        bf16=False,
+    ),
+    "gpu": Size(  # the published shape of Qwen3-1.7B
+        config=dict(hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16)
+        | dict(head_dim=128, num_key_value_heads=8, vocab_size=151936, tie_word_embeddings=True),
+        completion_max=8192,
+        rows_per_forward=8,
+        num_groups=4,
+        bf16=True,
+    ),
+}
+NUM_GENERATIONS = 8
+PROMPT_TOKENS = (16, 48)
+
+
+def recorded_rollouts(
+    size: Size, num_groups: int, seed: int = 0, num_generations: int = NUM_GENERATIONS
+) -> list[dict]:
+    """Random tokens with log-normal completion lengths, scaled so that mean / max is 0.35."""
+    generator = random.Random(seed)
+    raw = [generator.lognormvariate(0.0, 0.55) for _ in range(num_groups * num_generations)]
+    target = 0.35 * size.completion_max
+    scale = target / statistics.mean(raw)
+    lengths = [min(size.completion_max, max(8, round(scale * x))) for x in raw]
+    lengths[lengths.index(max(lengths))] = size.completion_max
+    vocabulary = range(3, min(size.config["vocab_size"], 255))
+    rows = []
+    for i, length in enumerate(lengths):
+        if i % num_generations == 0:
+            prompt = generator.choices(vocabulary, k=generator.randint(*PROMPT_TOKENS))
+        rows.append({"prompt_ids": prompt, "completion_ids": generator.choices(vocabulary, k=length)})
+    return rows
+
+
+def labels_of(num_groups: int, uniform_fraction: float, num_generations: int = NUM_GENERATIONS) -> list[float]:
+    """The first groups are of one class, the others half correct."""
+    num_uniform = round(uniform_fraction * num_groups)
+    mixed = [1.0, 0.0] * (num_generations // 2)
+    return [0.0] * (num_generations * num_uniform) + mixed * (num_groups - num_uniform)
+
+
+class Runner:
+    """A trainer that replays rollouts: `step()` runs one optimizer step and returns its seconds."""
+
+    def __init__(self, trainer_class, size: Size, rollouts: list[dict], labels: list[float], device: str, **settings):
+        torch.manual_seed(0)
+        model = Qwen3ForCausalLM(Qwen3Config(max_position_embeddings=16384, **size.config))
+        config_class = PACSConfig if issubclass(trainer_class, PACSTrainer) else GRPOConfig
+        defaults = dict(
+            per_device_train_batch_size=size.rows_per_forward,
+            num_generations=NUM_GENERATIONS,
+            max_completion_length=size.completion_max,
+            max_grad_norm=0.0,
+            learning_rate=1e-6,
+            bf16=size.bf16,
+            use_cpu=device == "cpu",
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            gradient_checkpointing=False,
+        )
+        settings = defaults | settings
+        rows_per_slot = settings["per_device_train_batch_size"]
+        self.updates_per_generation = settings.pop("updates_per_generation", 1)
+        slots = len(rollouts) // rows_per_slot
+        settings["gradient_accumulation_steps"] = slots // self.updates_per_generation
+        settings["steps_per_generation"] = slots
+        self.rollouts = rollouts
+        self.batch = [{"prompt": "p", "label": label} for label in labels]
+        self.trainer = trainer_class(
+            model=model,
+            reward_funcs=lambda label, **kwargs: label,
+            args=config_class("outputs/benchmark", **settings),
+            train_dataset=Dataset.from_list([{"prompt": f"p{i}", "label": 0.0} for i in range(len(rollouts))]),
+            processing_class=build_tokenizer(),
+        )
+        self.trainer._generate = self._replay
+        self.trainer.reward_func_names = ["label"]
+        self.trainer.create_optimizer()
+        self.model, self.optimizer = self.trainer.accelerator.prepare(model, self.trainer.optimizer)
+        self.trainer.model_wrapped, self.trainer.optimizer = self.model, self.optimizer
+        self.trainer.current_gradient_accumulation_steps = settings["gradient_accumulation_steps"]
+        self.device = device
+
+    def _replay(self, prompts):
+        prompt_ids = [r["prompt_ids"] for r in self.rollouts]
+        completion_ids = [r["completion_ids"] for r in self.rollouts]
+        return prompt_ids, completion_ids, None, ["c"] * len(prompts), None, {}, None, []
+
+    def step(self) -> float:
+        """Seconds per optimizer step, averaged over the updates of one generation."""
+        self._synchronize()
+        started = time.perf_counter()
+        for _ in range(self.updates_per_generation):
+            slots = self.trainer.current_gradient_accumulation_steps
+            for slot in range(slots):
+                self.trainer.accelerator.gradient_state._set_sync_gradients(slot == slots - 1)
+                self.trainer.training_step(self.model, copy.copy(self.batch), None)
+            self.optimizer.step()
+            self.model.zero_grad()
+        self._synchronize()
+        return (time.perf_counter() - started) / self.updates_per_generation
+
+    def _synchronize(self):
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def peak_memory(self) -> int:
+        """Bytes: on a GPU the allocator's peak during a step, on a CPU the largest sum of activations kept for a backward
+        pass."""
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            self.step()
+            return torch.cuda.max_memory_allocated()
+        kept: set[int] = set()
+        total, peak = 0, 0
+
+        def pack(tensor):
+            nonlocal total, peak
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in kept:
+                kept.add(storage.data_ptr())
+                total += storage.nbytes()
+                peak = max(peak, total)
+            return tensor
+
+        backward = self.trainer.accelerator.backward
+
+        def backward_and_forget(loss, **kwargs):
+            nonlocal total
+            backward(loss, **kwargs)
+            kept.clear()
+            total = 0
+
+        self.trainer.accelerator.backward = backward_and_forget
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            self.step()
+        self.trainer.accelerator.backward = backward
+        return peak
+
+
+class AblatedUpdate(PolicyUpdate):
+    """PolicyUpdate with its savings switched off one by one; everything off is the arithmetic of TRL's own loop."""
+
+    def __init__(self, base: PolicyUpdate, *, trim=False, sort=False, drop=False, skip_reference_pass=False):
+        vars(self).update(vars(base))
+        self.padded = True
+        self.trim, self.sort, self.drop, self.skip_reference_pass = trim, sort, drop, skip_reference_pass
+
+    def plan(self, rollouts):
+        step = super().plan(rollouts)
+        step.plan, step.whole_groups = self._in_order(step, range(len(rollouts))), False
+        return step
+
+    def _in_order(self, step, rows):
+        rows, size = list(rows), self.args.per_device_train_batch_size
+        if self.sort:
+            rows.sort(key=lambda i: -len(step.rollouts[i].completion_ids))
+        return [[rows[i : i + size] for i in range(0, len(rows), size)]]
+
+    def _plan_rows(self, step, rows):
+        return self._in_order(step, rows if self.drop else range(len(step.rollouts)))
+
+    def _collate(self, step, rows):
+        rollouts = [step.rollouts[i] for i in rows]
+        if self.trim:
+            return collate(rollouts, self.pad_token_id, self.accelerator.device)
+        # one padding for all micro-batches of the step: collate them together and take the rows
+        whole = collate(step.rollouts, self.pad_token_id, self.accelerator.device)
+        return type(whole)(**{name: value[rows] for name, value in vars(whole).items()})
+
+    def run(self, model, step, *, proxies_are_zero):
+        if not self.skip_reference_pass:
+            self.score_reference(model, step)
+        return super().run(model, step, proxies_are_zero=proxies_are_zero)
+
+
+def alternate(runners: dict[str, Runner], repeats: int) -> dict[str, list[float]]:
+    """One warm-up step each, then `repeats` rounds of one step each."""
+    for runner in runners.values():
+        runner.step()
+    seconds = {name: [] for name in runners}
+    for _ in range(repeats):
+        for name, runner in runners.items():
+            seconds[name].append(runner.step())
+    return seconds
+
+
+def report(title: str, runners: dict[str, Runner], seconds: dict[str, list[float]], baseline: str) -> list[dict]:
+    print(f"\n### {title}\n")
+    print("| variant | s / step (median) | range | real tokens / s | peak memory (MB) | times faster than TRL |")
+    print("|---|---|---|---|---|---|")
+    rows = []
+    reference = statistics.median(seconds[baseline])
+    for name, values in seconds.items():
+        median = statistics.median(values)
+        tokens = sum(len(r["prompt_ids"]) + len(r["completion_ids"]) for r in runners[name].rollouts)
+        row = {
+            "title": title,
+            "variant": name,
+            "seconds": values,
+            "tokens_per_second": tokens / runners[name].updates_per_generation / median,
+            "peak_memory": runners[name].peak_memory(),
+            "ratio": reference / median,
+        }
+        rows.append(row)
+        print(
+            f"| {name} | {median:.3f} | {min(values):.3f} - {max(values):.3f} | {row['tokens_per_second']:.0f} | "
+            f"{row['peak_memory'] / 1e6:.0f} | {row['ratio']:.2f} |"
+        )
+    return rows
+
+
+def aligned(size: Size, device: str, repeats: int) -> list[dict]:
+    rollouts = recorded_rollouts(size, size.num_groups)
+    make = lambda trainer, fraction=0.0, **kw: Runner(  # noqa: E731
+        trainer, size, rollouts, labels_of(size.num_groups, fraction), device, **kw
+    )
+    runners = {
+        "TRL GRPO, default (gradient checkpointing)": make(GRPOTrainer, gradient_checkpointing=True),
+        "TRL GRPO, best": make(GRPOTrainer),
+        "PACS, authors' scheme (whole groups, padded, reference pass)": make(PACSTrainer, padding_free="never"),
+        **{f"PACS, uniform fraction {f}": make(PACSTrainer, f) for f in (0.0, 0.25, 0.5, 0.75)},
+    }
+    authors = runners["PACS, authors' scheme (whole groups, padded, reference pass)"].trainer
+    authors._update = AblatedUpdate(authors._update)
+    return report("One update per generation", runners, alternate(runners, repeats), "TRL GRPO, best") + ablation(
+        make, repeats
+    )
+
+
+def ablation(make, repeats: int) -> list[dict]:
+    """Each saving alone, on the loop with none of them; half of the groups uniform."""
+    switches = {
+        "none of them": {},
+        "trimming alone": dict(trim=True),
+        "sorting (and trimming)": dict(trim=True, sort=True),
+        "dropping zero rows alone": dict(drop=True),
+        "no reference pass alone": dict(skip_reference_pass=True),
+    }
+    runners = {}
+    for name, options in switches.items():
+        runners[name] = make(PACSTrainer, 0.5, padding_free="never")
+        trainer = runners[name].trainer
+        trainer._update = AblatedUpdate(trainer._update, **options)
+    runners["packing, dropping, no reference pass (PACSTrainer)"] = make(PACSTrainer, 0.5)
+    return report("Where the time goes (uniform fraction 0.5)", runners, alternate(runners, repeats), "none of them")
+
+
+def four_updates(size: Size, device: str, repeats: int) -> list[dict]:
+    num_groups = 4 * max(1, size.num_groups // 4)
+    rollouts, labels = recorded_rollouts(size, num_groups), labels_of(num_groups, 0.0)
+    runners = {
+        "TRL GRPO, best": Runner(GRPOTrainer, size, rollouts, labels, device, updates_per_generation=4),
+        "PACS, whole groups": Runner(
+            PACSTrainer, size, rollouts, labels, device, updates_per_generation=4, group_layout="whole"
+        ),
+        "PACS, split groups": Runner(
+            PACSTrainer, size, rollouts, labels, device, updates_per_generation=4, group_layout="split"
+        ),
+    }
+    return report("Four updates per generation", runners, alternate(runners, repeats), "TRL GRPO, best")
+
+
+def group_memory(size: Size, device: str) -> list[dict]:
+    print("\n### Peak memory against the number of completions per prompt (micro-batch fixed)\n")
+    print("| num_generations | peak memory (MB) |\n|---|---|")
+    rows = []
+    lengths = recorded_rollouts(size, 4)
+    for num_generations in (8, 16, 32):
+        labels = labels_of(32 // num_generations, 0.0, num_generations)
+        runner = Runner(PACSTrainer, size, lengths, labels, device, num_generations=num_generations)
+        peak = runner.peak_memory()
+        rows.append({"title": "group memory", "num_generations": num_generations, "peak_memory": peak})
+        print(f"| {num_generations} | {peak / 1e6:.1f} |")
+    return rows
+
+
+def model_flop_utilization(rows: list[dict], size: Size) -> None:
+    """Model FLOPs (6 per parameter and token, attention left out) against the measured matmul rate of the card."""
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    for _ in range(3):
+        a @ a
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(20):
+        a @ a
+    torch.cuda.synchronize()
+    rate = 20 * 2 * 8192**3 / (time.perf_counter() - started)
+    parameters = sum(p.numel() for p in Qwen3ForCausalLM(Qwen3Config(**size.config)).parameters())
+    print(f"\nMeasured matmul rate: {rate / 1e12:.0f} TFLOP/s (bf16, 8192^3). Parameters: {parameters / 1e9:.2f}e9.\n")
+    print("| variant | model FLOP utilization |\n|---|---|")
+    for row in rows:
+        if (
+            row.get("tokens_per_second")
+            and "uniform fraction 0.0" in row["variant"]
+            or "TRL" in row.get("variant", "")
+        ):
+            print(f"| {row['variant']} | {6 * parameters * row['tokens_per_second'] / rate:.1%} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=list(SIZES), default="cpu")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--parts", nargs="+", default=["aligned", "updates", "memory"])
+    parser.add_argument("--output", type=Path, help="write the raw numbers to this JSON file")
+    args = parser.parse_args()
+    size, device = SIZES[args.size], "cuda" if args.size == "gpu" else "cpu"
+    threads = f", {torch.get_num_threads()} threads"
+    print(f"{args.size} size on {platform.machine()}{threads}; torch {torch.__version__}; repeats {args.repeats}")
+    rows = []
+    if "aligned" in args.parts:
+        rows += aligned(size, device, args.repeats)
+    if "updates" in args.parts:
+        rows += four_updates(size, device, args.repeats)
+    if "memory" in args.parts:
+        rows += group_memory(size, device)
+    if device == "cuda":
+        model_flop_utilization(rows, size)
+    if args.output:
+        args.output.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
