@@ -9,6 +9,7 @@ Generation, tools, vLLM, rewards, collation and logging are the parent's. What d
 - A checkpoint holds what is needed to continue bit by bit in the middle of a generation batch.
 """
 
+import hashlib
 import math
 import textwrap
 import time
@@ -44,6 +45,12 @@ _RESUME_SETTINGS = (
     "gradient_accumulation_steps",
     "generation_batch_size",
 )
+
+
+def request_seed(seed: int, stream: int, index: int) -> int:
+    """A seed in [0, 2^31) for one request; different for every run seed, engine and request."""
+    digest = hashlib.sha256(f"{seed}/{stream}/{index}".encode()).digest()
+    return int.from_bytes(digest[:4], "little") >> 1
 
 
 class PACSTrainer(GRPOTrainer):
@@ -124,6 +131,9 @@ class PACSTrainer(GRPOTrainer):
         self._loaded_snapshot: list[torch.Tensor] | None = None
         self._non_finite_in_a_row = 0
         self._non_finite_total = 0
+        self._num_requests = 0  # sent to vLLM by this process
+        if self.use_vllm:
+            self._seed_requests()
 
     def _check_support(self) -> None:
         if self._is_vlm:
@@ -165,9 +175,38 @@ class PACSTrainer(GRPOTrainer):
             )
         return None if self.args.padding_free == "never" else backend
 
+    def _seed_requests(self) -> None:
+        """Give every vLLM request a seed of its own, so that a resumed run draws what the first would have drawn.
+
+        TRL seeds a colocated engine once, and its random state is not part of a checkpoint.
+        """
+        engine = self.vllm_generation
+        if "seed" in engine.generation_kwargs:
+            raise ValueError(
+                f"generation_kwargs={{'seed': {engine.generation_kwargs['seed']}}} would draw the same completion for "
+                "every row of a group. Remove it: PACSTrainer derives a seed for each request from `seed`."
+            )
+        if self.vllm_mode == "server":
+            return  # one seed per call, see `_generate_single_turn`; vLLM adds the index of the completion to it
+        generate = engine.llm.generate
+        # Processes that share one engine by tensor parallelism must agree on the seeds.
+        stream = self.accelerator.process_index // self.args.vllm_tensor_parallel_size
+
+        def generate_seeded(prompts, sampling_params, **kwargs):
+            params = [sampling_params.clone() for _ in prompts]
+            for i, request in enumerate(params):
+                request.seed = request_seed(self.args.seed, stream, self._num_requests + i)
+            self._num_requests += len(params)
+            return generate(prompts, sampling_params=params, **kwargs)
+
+        engine.llm.generate = generate_seeded
+
     # Rollouts -----------------------------------------------------------------------------------------------------
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        if self.use_vllm and self.vllm_mode == "server":
+            self.vllm_generation.generation_kwargs["seed"] = request_seed(self.args.seed, 0, self._num_requests)
+            self._num_requests += len(prompt_ids)
         completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
         # An engine that strips the end-of-sequence token returns nothing for a completion that ends at once.
         empty = [i for i, ids in enumerate(completion_ids) if len(ids) == 0]
@@ -432,6 +471,7 @@ class PACSTrainer(GRPOTrainer):
         state = {
             "settings": {name: getattr(self.args, name) for name in _RESUME_SETTINGS},
             "step": self._step,
+            "num_requests": self._num_requests,
             "non_finite": [self._non_finite_in_a_row, self._non_finite_total],
             "metrics": dict(self._metrics["train"]),
             "rollouts": kept,
@@ -455,6 +495,7 @@ class PACSTrainer(GRPOTrainer):
         rank = self.accelerator.process_index
         own = states[rank] if rank < len(states) else states[0]
         self._step = own["step"]
+        self._num_requests = own["num_requests"]
         self._non_finite_in_a_row, self._non_finite_total = own["non_finite"]
         self._metrics["train"].update(own["metrics"])
         rows: dict[tuple[int, int], Rollout] = {}
