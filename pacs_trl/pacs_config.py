@@ -307,6 +307,11 @@ class PACSConfig(GRPOConfig):
                 f"may have max_completion_length={self.max_completion_length} tokens, and the prompt comes on top. "
                 "Raise it to the longest prompt plus max_completion_length, or lower max_completion_length."
             )
+        if self.drop_uniform_groups and self.beta != 0:
+            raise ValueError(
+                f"drop_uniform_groups=True would be ignored with beta={self.beta}: the KL term needs a forward pass of "
+                "every completion. Set beta=0, or remove drop_uniform_groups."
+            )
         if self.max_non_finite_steps < 1:
             raise ValueError(f"max_non_finite_steps must be at least 1, got {self.max_non_finite_steps}.")
 

@@ -78,6 +78,8 @@ def plan_step(
         first = grouped.nan_to_num(-1.0).amax(dim=1, keepdim=True)
         mixed = ((grouped != first) & ~grouped.isnan()).any(dim=1)
         takes_part &= mixed.repeat_interleave(group_size)
+    if args.beta != 0:  # the KL term is a mean over all tokens, whatever the verdict
+        takes_part = torch.tensor([len(r.completion_ids) > 0 for r in rollouts])
     lengths = row_lengths(rollouts)
     limits = {
         "num_processes": num_processes,

@@ -1,0 +1,350 @@
+"""Recorded rollouts for tests of the trainer, and the same optimizer step written down the long way.
+
+`Replay` takes the place of generation: row `i` of generation `g` is a pure function of `(seed, g, i)`, so that a run with
+any micro-batch, accumulation or number of processes learns from the same rows. `Recorder` keeps weights and gradients of
+every optimizer step. `in_graph_step` computes what they should be: one forward pass per row without padding, in float64,
+`pacs_loss` over all rows, and autograd.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from datasets import Dataset
+from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+
+from pacs_trl import PACSConfig, PACSTrainer
+from pacs_trl.miniature.tasks import problems
+from pacs_trl.miniature.tokenizer import build_tokenizer
+from pacs_trl.objective import pacs_loss
+
+
+TOKENIZER = build_tokenizer()
+MAX_COMPLETION_LENGTH = 16
+
+
+def tiny_model(seed: int = 0, **overrides) -> Qwen3ForCausalLM:
+    """2 layers x 32 wide, grouped-query attention; weights large enough that log-probabilities are far from uniform."""
+    config = Qwen3Config(
+        vocab_size=len(TOKENIZER),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=TOKENIZER.eos_token_id,
+        pad_token_id=TOKENIZER.pad_token_id,
+        **overrides,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(config)
+
+
+def addition_dataset(num_prompts: int = 32) -> Dataset:
+    return Dataset.from_list(
+        [
+            {"prompt": [{"role": "user", "content": row["problem"]}], "solution": row["answer"]}
+            for row in problems("addition", "train", num_prompts)
+        ]
+    )
+
+
+def stored_label(completions, label, **kwargs) -> list[float | None]:
+    """Reward function that returns what the recorded rollouts say."""
+    return label
+
+
+def digit_reward(completions, **kwargs) -> list[float]:
+    """Reward function for sampled completions: a fixed but arbitrary function of the text."""
+    return [float(sum(map(ord, completion[0]["content"])) % 2) for completion in completions]
+
+
+@dataclass
+class Row:
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    label: float | None
+    env_mask: list[int]
+    token_weights: list[float]
+
+
+@dataclass
+class Replay:
+    """
+    A rollout function that replays rows made from a seed.
+
+    Attributes:
+        unverifiable (`float`): fraction of labels that are `None`.
+        truncated (`float`): fraction of completions that do not end with the end-of-sequence token.
+        tools (`bool`): whether to return a mask that hides some completion tokens.
+        soft (`bool`): whether labels lie inside [0, 1] instead of being 0 or 1.
+        uniform_groups (`int`): the first so many groups of each generation have one label; all others have both.
+        edit (`Callable`): `edit(generation, rows) -> rows`, a last change by hand.
+    """
+
+    seed: int = 0
+    num_generations: int = 4
+    unverifiable: float = 0.0
+    truncated: float = 0.25
+    tools: bool = False
+    soft: bool = False
+    uniform_groups: int = 1
+    edit: Callable[[int, list[Row]], list[Row]] | None = None
+    weights: list[dict[str, torch.Tensor]] = field(default_factory=list)  # of the policy, at each generation
+
+    def rows(self, generation: int, num_rows: int) -> list[Row]:
+        rng = np.random.default_rng([self.seed, generation])
+        rows = []
+        for i in range(num_rows):
+            if i % self.num_generations == 0:
+                prompt = rng.integers(0, 256, size=rng.integers(1, 9)).tolist()
+                outcomes = rng.permutation([0.0, 1.0, *(rng.random(self.num_generations - 2) < 0.5)]).tolist()
+            body = rng.integers(0, 256, size=rng.integers(0, MAX_COMPLETION_LENGTH)).tolist()
+            cut_off = rng.random() < self.truncated and body
+            completion = body if cut_off else [*body, TOKENIZER.eos_token_id]
+            label = outcomes[i % self.num_generations]
+            if self.soft:
+                label = 0.1 + 0.5 * label + 0.3 * float(rng.random())
+            unverifiable = rng.random() < self.unverifiable
+            if i // self.num_generations < self.uniform_groups:
+                label = float(generation % 2)  # all wrong, then all right
+            mask = (rng.random(len(completion)) < 0.7).astype(int).tolist()
+            weights = rng.uniform(0.2, 2.0, size=len(completion)).astype(np.float32).tolist()
+            rows.append(Row(prompt, completion, None if unverifiable else label, mask, weights))
+        return self.edit(generation, rows) if self.edit else rows
+
+    def __call__(self, prompts, trainer: PACSTrainer) -> dict:
+        generation = trainer._step // (trainer.args.steps_per_generation * trainer.num_iterations)
+        rows = self.rows(generation, len(prompts) * trainer.accelerator.num_processes)
+        self.weights.append(trainable_weights(trainer.model))
+        own = rows[trainer.accelerator.process_index * len(prompts) :][: len(prompts)]
+        output = {
+            "prompt_ids": [row.prompt_ids for row in own],
+            "completion_ids": [list(row.completion_ids) for row in own],
+            "logprobs": None,
+            "label": [row.label for row in own],
+        }
+        if self.tools:
+            output["env_mask"] = [row.env_mask for row in own]
+        return output
+
+
+def trainable_weights(model) -> dict[str, torch.Tensor]:
+    return {
+        name.removeprefix("module."): p.detach().clone() for name, p in model.named_parameters() if p.requires_grad
+    }
+
+
+class Recorder(TrainerCallback):
+    """Weights before, and gradients at, every optimizer step."""
+
+    def __init__(self):
+        self.weights: list[dict[str, torch.Tensor]] = []
+        self.gradients: list[dict[str, torch.Tensor | None]] = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.weights.append(trainable_weights(model))
+        self.gradients.append(
+            {
+                name.removeprefix("module."): None if p.grad is None else p.grad.detach().clone()
+                for name, p in model.named_parameters()
+                if p.requires_grad
+            }
+        )
+
+
+def config(output_dir: str | Path, **overrides) -> PACSConfig:
+    settings = {
+        "use_cpu": True,
+        "bf16": False,
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": MAX_COMPLETION_LENGTH,
+        "learning_rate": 0.05,
+        "optim": "sgd",
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "max_steps": 2,
+        "logging_steps": 1,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+    return PACSConfig(str(output_dir), **(settings | overrides))
+
+
+def build_trainer(
+    output_dir: str | Path, *, model=None, reward=None, replay=None, trainer_class=PACSTrainer, more=None, **settings
+) -> PACSTrainer:
+    """A trainer on the tiny model; `settings` go to the configuration, `more` to the trainer."""
+    arguments = {"train_dataset": addition_dataset(), "processing_class": TOKENIZER, "rollout_func": replay}
+    return trainer_class(
+        tiny_model() if model is None else model,
+        reward or (digit_reward if replay is None else stored_label),
+        args=config(output_dir, **settings),
+        **(arguments | (more or {})),
+    )
+
+
+@dataclass
+class Step:
+    """What the long way finds for one optimizer step: the loss, gradients by parameter name, proxies by row."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+    proxies: torch.Tensor
+
+
+def _logps_and_entropies(model, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the completion tokens of one row, by a forward pass of that row alone."""
+    ids = torch.tensor([row.prompt_ids + row.completion_ids])
+    logps = model(input_ids=ids).logits[0, len(row.prompt_ids) - 1 : -1].log_softmax(dim=-1)
+    chosen = logps.gather(1, torch.tensor(row.completion_ids)[:, None])[:, 0]
+    return chosen, -(logps.exp() * logps).sum(dim=-1)
+
+
+def _stacked(values: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence(values, batch_first=True)
+
+
+def load_weights(model, weights: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name in weights:
+                p.copy_(weights[name])
+
+
+def in_graph_step(
+    model: torch.nn.Module,
+    weights: dict[str, torch.Tensor],
+    ref_weights: dict[str, torch.Tensor],
+    rows: list[Row],
+    args: PACSConfig,
+    *,
+    tools: bool = False,
+    token_weights: bool = False,
+    kl_weights: dict[str, torch.Tensor] | None = None,
+    without_gradient: tuple[int, ...] = (),
+) -> Step:
+    """
+    Loss and gradients of one optimizer step, by autograd through the loss of all rows at once. `model` is float64.
+
+    `kl_weights` are the weights that the KL term refers to; rows `without_gradient` enter the loss with proxy 0.
+    """
+
+    def counts(row: Row) -> bool:
+        ended = row.completion_ids[-1] in (TOKENIZER.eos_token_id, TOKENIZER.pad_token_id)
+        return ended or not args.mask_truncated_completions
+
+    labels = torch.tensor(
+        [float("nan") if r.label is None or not counts(r) else r.label for r in rows], dtype=torch.float64
+    )
+    mask = _stacked(
+        [
+            (torch.tensor(r.env_mask) if tools else torch.ones(len(r.completion_ids), dtype=torch.long)) * counts(r)
+            for r in rows
+        ]
+    )
+    with torch.no_grad():
+        load_weights(model, ref_weights)
+        ref_logps = _stacked([_logps_and_entropies(model, row)[0] for row in rows])
+        if kl_weights is not None:
+            load_weights(model, kl_weights)
+            kl_logps = _stacked([_logps_and_entropies(model, row)[0] for row in rows])
+    load_weights(model, weights)
+    model.zero_grad()
+    logps = _stacked([_logps_and_entropies(model, row)[0] for row in rows])
+    weighted = logps
+    if token_weights:  # a factor on the gradient that leaves the value alone
+        factors = _stacked([torch.tensor(r.token_weights, dtype=torch.float64) for r in rows])
+        weighted = logps.detach() + factors * (logps - logps.detach())
+    if without_gradient:
+        constant = torch.zeros(len(rows), 1, dtype=torch.bool)
+        constant[list(without_gradient)] = True
+        weighted = torch.where(constant, ref_logps, weighted)
+    result = pacs_loss(
+        weighted,
+        ref_logps,
+        mask,
+        labels,
+        num_generations=args.num_generations,
+        pacs_beta=args.pacs_beta,
+        score_estimator=args.score_estimator,
+        class_weighting=args.class_weighting,
+        proxy=args.proxy,
+    )
+    objective = result.loss + args.actor_term_coef * _actor_term(weighted * mask, result.scores.detach(), labels, args)
+    loss = result.loss
+    if kl_weights is not None:
+        log_ratio = kl_logps - logps
+        kl = ((log_ratio.exp() - log_ratio - 1) * mask).sum() / mask.sum()
+        objective, loss = objective + args.beta * kl, loss + args.beta * kl
+    objective.backward()
+    gradients = {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None and name in weights
+    }
+    return Step(loss.item(), gradients, result.proxies.detach())
+
+
+def _actor_term(logps, scores, labels, args: PACSConfig) -> torch.Tensor:
+    """Eq. 5's actor term as a loop: each log-likelihood of a label, minus the mean over the other rows of its group,
+    times the log-probability of the completion; summed, divided by the number of rows that count, and negated."""
+    total, num_rows = torch.zeros((), dtype=torch.float64), 0
+    for start in range(0, len(labels), args.num_generations):
+        group = [i for i in range(start, start + args.num_generations) if not torch.isnan(labels[i])]
+        if len(group) < 2:
+            continue
+        positive = sum(labels[i] for i in group)
+        negative = len(group) - positive
+        ell = {}
+        for i in group:
+            weight = 1.0
+            if args.class_weighting == "balanced" and positive > 0 and negative > 0:
+                weight = labels[i] * len(group) / (2 * positive) + (1 - labels[i]) * len(group) / (2 * negative)
+            elif args.class_weighting == "only_positive":
+                weight = labels[i]
+            elif args.class_weighting == "only_negative":
+                weight = 1 - labels[i]
+            p = torch.sigmoid(scores[i])
+            ell[i] = weight * (labels[i] * p.log() + (1 - labels[i]) * (1 - p).log())
+        num_rows += len(group)
+        for i in group:
+            others = sum(ell[j] for j in group if j != i) / (len(group) - 1)
+            total = total - (ell[i] - others) * logps[i].sum()
+    return total / max(num_rows, 1)
+
+
+def rows_of_update(replay: Replay, args: PACSConfig, update: int, num_processes: int = 1) -> tuple[int, list[Row]]:
+    """The generation that optimizer step `update` (from 0) learns from (the first one, if several), and its rows."""
+    slot = args.per_device_train_batch_size * num_processes
+    if args.gradient_accumulation_steps > args.steps_per_generation:
+        ratio = args.gradient_accumulation_steps // args.steps_per_generation
+        generations = range(update * ratio, (update + 1) * ratio)
+        return generations[0], [r for g in generations for r in replay.rows(g, slot * args.steps_per_generation)]
+    num_steps = args.steps_per_generation // args.gradient_accumulation_steps
+    generation, within = divmod(update, num_steps * args.num_iterations)
+    rows = replay.rows(generation, slot * args.steps_per_generation)
+    size = len(rows) // num_steps
+    first = within % num_steps * size
+    return generation, rows[first : first + size]
+
+
+def relative_error(found: dict[str, torch.Tensor | None], expected: dict[str, torch.Tensor]) -> float:
+    """Norm of the difference over norm of the expected, all parameters together. What should be 0 must be exactly 0."""
+    assert found.keys() >= expected.keys()
+    difference = sum(
+        ((0 if found[name] is None else found[name].double()) - value).square().sum().item()
+        for name, value in expected.items()
+    )
+    size = sum(value.double().square().sum().item() for value in expected.values())
+    return 0.0 if difference == 0 else (difference / size) ** 0.5 if size > 0 else float("inf")

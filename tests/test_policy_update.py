@@ -1,0 +1,264 @@
+"""One optimizer step of the trainer equals autograd through the loss of all its rows.
+
+Every case trains a few updates on recorded rollouts and compares each gradient and each logged loss with the long way in
+float64 (see replay.py). float32 sums of a few hundred terms differ from float64 by about 1e-7 relative; 1e-5 leaves room
+for the cancellation between rows of one group and no room for a wrong factor, mask, label or row.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from replay import (
+    TOKENIZER,
+    Recorder,
+    Replay,
+    build_trainer,
+    in_graph_step,
+    relative_error,
+    rows_of_update,
+    tiny_model,
+)
+
+from pacs_trl import PACSTrainer
+
+
+RELATIVE = 1e-5  # the worst case below has 6e-6, a group score that divides by a small standard deviation
+
+
+class WeightedTokens(PACSTrainer):
+    """As if vLLM's mismatch correction had returned the token weights of the recorded rows."""
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        generation = self._step // (self.args.steps_per_generation * self.num_iterations)
+        rows = self.rollout_replay.rows(generation, len(inputs))
+        ratio = torch.ones_like(output["completion_mask"], dtype=torch.float32)
+        for i, row in enumerate(rows):
+            ratio[i, : len(row.token_weights)] = torch.tensor(row.token_weights)
+        output["importance_sampling_ratio"] = ratio
+        return output
+
+
+def train_and_compare(
+    tmp_path, replay, *, model=None, trainer_class=PACSTrainer, max_steps=2, peft_config=None, dropped=None, **settings
+):
+    """Train, compare every update, and return what the long way finds. `dropped(rows)`: rows without gradient."""
+    replay.weights.clear()
+    recorder = Recorder()
+    trainer = build_trainer(
+        tmp_path,
+        model=tiny_model() if model is None else model,
+        replay=replay,
+        trainer_class=trainer_class,
+        more={"callbacks": [recorder], "peft_config": peft_config},
+        max_steps=max_steps,
+        **settings,
+    )
+    trainer.rollout_replay = replay
+    lora = isinstance(trainer.model, PeftModel)
+    long_way = (get_peft_model(tiny_model(), LORA) if lora else tiny_model()).double()
+    start = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(recorder.weights) == len(losses) == max_steps
+    every = trainer.args.reference_reset_steps
+    steps = []
+    for update in range(max_steps):
+        generation, rows = rows_of_update(replay, trainer.args, update)
+        reference = replay.weights[generation]
+        if trainer.args.reference == "snapshot":
+            reference = recorder.weights[update // every * every] if every else start
+        expected = in_graph_step(
+            long_way,
+            recorder.weights[update],
+            reference,
+            rows,
+            trainer.args,
+            tools=replay.tools,
+            token_weights=trainer_class is WeightedTokens,
+            kl_weights=start if trainer.args.beta else None,
+            without_gradient=dropped(rows) if dropped else (),
+        )
+        assert losses[update] == pytest.approx(expected.loss, rel=RELATIVE), f"loss of update {update}"
+        error = relative_error(recorder.gradients[update], expected.gradients)
+        assert error < RELATIVE, f"gradient of update {update}"
+        steps.append(expected)
+    return trainer, steps
+
+
+TWO_UPDATES = {"steps_per_generation": 2, "max_steps": 4}  # two generations of two updates each
+SNAPSHOT = {**TWO_UPDATES, "reference": "snapshot"}
+CHECKPOINTING = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+SMALL_MICRO_BATCHES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "steps_per_generation": 8}
+
+CASES = {
+    "aligned": {},
+    "aligned, padded": {"padding_free": "never"},
+    "whole groups": {**TWO_UPDATES, "group_layout": "whole"},
+    "whole groups, padded": {**TWO_UPDATES, "group_layout": "whole", "padding_free": "never"},
+    "split groups": {**TWO_UPDATES, "group_layout": "split"},
+    "split groups, padded": {**TWO_UPDATES, "group_layout": "split", "padding_free": "never"},
+    "two iterations": {"num_iterations": 2, "max_steps": 4},
+    "two iterations of two updates": {"num_iterations": 2, "steps_per_generation": 2, "max_steps": 5},
+    "groups larger than micro-batches": {**SMALL_MICRO_BATCHES, "max_steps": 4},
+    "groups larger than micro-batches, padded": {**SMALL_MICRO_BATCHES, "max_steps": 4, "padding_free": "never"},
+    "micro-batches bounded by tokens": {**TWO_UPDATES, "max_tokens_per_micro_batch": 30, "group_layout": "split"},
+    "bounded by tokens, padded": {**TWO_UPDATES, "max_tokens_per_micro_batch": 30, "padding_free": "never"},
+    "several generations in one update": {"gradient_accumulation_steps": 2, "steps_per_generation": 1},
+    "checkpointing": {**TWO_UPDATES, **CHECKPOINTING},
+    "checkpointing, split groups": {**TWO_UPDATES, **CHECKPOINTING, "group_layout": "split"},
+    "checkpointing, padded": {**TWO_UPDATES, **CHECKPOINTING, "padding_free": "never"},
+    "snapshot": SNAPSHOT,
+    "snapshot renewed every 2 steps": {**SNAPSHOT, "reference_reset_steps": 2},
+    "snapshot, split groups, offloaded": {**SNAPSHOT, "group_layout": "split", "reference_offload": True},
+    "mean log-probability": {**TWO_UPDATES, "proxy": "mean_logp"},
+    "mean log-probability, split groups": {**TWO_UPDATES, "proxy": "mean_logp", "group_layout": "split"},
+    "actor term": {**TWO_UPDATES, "actor_term_coef": 1.0},
+    "actor term, split groups": {**TWO_UPDATES, "actor_term_coef": 0.5, "group_layout": "split"},
+    "scaled proxies": {**TWO_UPDATES, "pacs_beta": 0.5},
+}
+
+
+@pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
+def test_gradient(tmp_path, settings):
+    train_and_compare(tmp_path, Replay(), **settings)
+
+
+ROWS = {
+    "rows without a verdict": Replay(unverifiable=0.3, uniform_groups=0),
+    "soft labels": Replay(soft=True),
+    "tool results": Replay(tools=True),
+    "tool results and rows without a verdict": Replay(tools=True, unverifiable=0.3),
+}
+
+
+@pytest.mark.parametrize("group_layout", ["whole", "split"])
+@pytest.mark.parametrize("replay", ROWS.values(), ids=ROWS)
+def test_gradient_of_special_rows(tmp_path, replay, group_layout):
+    train_and_compare(tmp_path, replay, group_layout=group_layout, **TWO_UPDATES)
+
+
+@pytest.mark.parametrize("group_layout", ["whole", "split"])
+@pytest.mark.parametrize("padding_free", ["auto", "never"])
+def test_gradient_with_truncated_completions_masked(tmp_path, group_layout, padding_free):
+    settings = {"mask_truncated_completions": True, "group_layout": group_layout, "padding_free": padding_free}
+    train_and_compare(tmp_path, Replay(truncated=0.4), **settings, **TWO_UPDATES)
+
+
+@pytest.fixture(scope="module")
+def saved_model(tmp_path_factory):
+    """A model directory: TRL loads the reference of the KL term from where the model came from."""
+    directory = tmp_path_factory.mktemp("model")
+    tiny_model().save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.mark.parametrize("group_layout", ["whole", "split"])
+@pytest.mark.parametrize("unverifiable", [0.0, 0.4])
+def test_gradient_with_kl_term(tmp_path, saved_model, unverifiable, group_layout):
+    """The KL term is a mean over all tokens of the step, also over those of rows without a verdict."""
+    settings = {**TWO_UPDATES, "beta": 0.1, "group_layout": group_layout}
+    train_and_compare(tmp_path, Replay(unverifiable=unverifiable), model=saved_model, **settings)
+
+
+@pytest.mark.parametrize("class_weighting", ["balanced", "none", "only_positive", "only_negative"])
+@pytest.mark.parametrize("score_estimator", ["rloo", "dr_grpo", "grpo", "none"])
+def test_gradient_of_every_estimator_and_weighting(tmp_path, score_estimator, class_weighting):
+    settings = {"score_estimator": score_estimator, "class_weighting": class_weighting, **TWO_UPDATES}
+    if score_estimator == "grpo":
+        # The first step from a fresh snapshot divides by 0 + 1e-6; the learning rate makes up for it.
+        settings |= {"reference": "snapshot", "learning_rate": 3e-7}
+    train_and_compare(tmp_path, Replay(unverifiable=0.1), **settings)
+
+
+LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        TWO_UPDATES,
+        {**TWO_UPDATES, "group_layout": "split", **CHECKPOINTING},
+        {**TWO_UPDATES, "padding_free": "never"},
+        {**SNAPSHOT, "reference_reset_steps": 3},
+    ],
+    ids=["plain", "split, checkpointing", "padded", "snapshot"],
+)
+def test_gradient_of_lora(tmp_path, settings):
+    torch.manual_seed(0)
+    train_and_compare(tmp_path, Replay(), peft_config=LORA, **settings)
+
+
+def test_gradient_of_lora_with_kl_term(tmp_path):
+    torch.manual_seed(0)
+    train_and_compare(tmp_path, Replay(), model=get_peft_model(tiny_model(), LORA), beta=0.1, **TWO_UPDATES)
+
+
+@pytest.mark.parametrize("group_layout", ["whole", "split"])
+def test_token_weights_scale_the_gradient_only(tmp_path, group_layout):
+    train_and_compare(tmp_path, Replay(), trainer_class=WeightedTokens, group_layout=group_layout, **TWO_UPDATES)
+
+
+@pytest.mark.parametrize("group_layout", ["whole", "split"])
+def test_dropping_uniform_groups_keeps_the_divisor(tmp_path, group_layout):
+    def uniform(rows):
+        groups = [range(i, i + 4) for i in range(0, len(rows), 4)]
+        return tuple(i for group in groups if len({rows[j].label for j in group}) == 1 for i in group)
+
+    replay = Replay(uniform_groups=1, edit=lambda generation, rows: rows[4:8] + rows[8:12] + rows[:4] + rows[12:])
+    settings = {"drop_uniform_groups": True, "group_layout": group_layout, **TWO_UPDATES}
+    train_and_compare(tmp_path, replay, dropped=uniform, **settings)
+
+
+@pytest.mark.parametrize("rows_per_micro_batch", [8, 4, 2, 1])
+def test_micro_batch_size_divides_nothing(tmp_path, rows_per_micro_batch):
+    """Rows times accumulation stays 8, so every run learns from the same 16 rows and must find the same gradients."""
+    accumulation = 8 // rows_per_micro_batch
+    train_and_compare(
+        tmp_path,
+        Replay(),
+        per_device_train_batch_size=rows_per_micro_batch,
+        gradient_accumulation_steps=accumulation,
+        steps_per_generation=2 * accumulation,
+        max_steps=2,
+    )
+
+
+class _Saved:
+    """A tensor that autograd keeps for the backward pass, and its bytes while it is kept."""
+
+    live = peak = 0
+
+    def __init__(self, tensor):
+        self.tensor, self.size = tensor, tensor.numel() * tensor.element_size()
+        _Saved.live += self.size
+        _Saved.peak = max(_Saved.peak, _Saved.live)
+
+    def __del__(self):
+        _Saved.live -= self.size
+
+
+def test_memory_does_not_grow_with_the_number_of_generations(tmp_path):
+    """Most bytes that autograd keeps at a time, in the first update and in one with a forward pass for the proxies."""
+
+    def same_length(generation, rows):
+        return [replace(row, prompt_ids=[1] * 8, completion_ids=[2] * 15 + [TOKENIZER.eos_token_id]) for row in rows]
+
+    peaks = {}
+    for num_generations in (8, 32):
+        _Saved.live = _Saved.peak = 0
+        trainer = build_trainer(
+            tmp_path / str(num_generations),
+            replay=Replay(num_generations=num_generations, uniform_groups=0, edit=same_length),
+            num_generations=num_generations,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=8,
+            steps_per_generation=16,
+        )
+        with torch.autograd.graph.saved_tensors_hooks(_Saved, lambda saved: saved.tensor):
+            trainer.train()
+        peaks[num_generations] = _Saved.peak
+    assert peaks[8] > 0
+    assert peaks[32] == pytest.approx(peaks[8], rel=0.05)
