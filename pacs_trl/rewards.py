@@ -4,7 +4,6 @@ A reward function may return anything in [0, 1]: class weights and cross-entropy
 a weighted sum of several functions (`reward_weights`) whose weights sum to at most 1. `None` takes a row out of its group.
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -92,30 +91,30 @@ class VerificationFailure(RuntimeError):
 
 class _RecentFailures:
     """
-    Completions that could not be verified among the most recent ones.
+    How many of the most recent completions could not be verified.
 
     A window over batches, because a rank may hold the completions of one prompt only: one unreadable gold must not stop
     the run, a data set of them must.
     """
 
-    WINDOW = 256
-    FEWEST = 64  # says nothing about fewer completions
+    WINDOW = 256  # completions; a larger batch is looked at as a whole
+    FEWEST = 64  # nothing is concluded from fewer
 
     def __init__(self):
-        self.window: deque[tuple[Outcome, str] | None] = deque(maxlen=self.WINDOW)
+        self.window: list[tuple[Outcome, str | None, Any]] = []
 
     def add(
         self, grades: Sequence[Grade], texts: Sequence[str | None], golds: Sequence[Any], max_share: float
     ) -> None:
-        for grade, text, gold in zip(grades, texts, golds, strict=True):
-            example = (
-                f"{grade.outcome.name.lower()}: gold {str(gold)[:200]!r}, completion ends in {(text or '')[-200:]!r}"
-            )
-            self.window.append((grade.outcome, example) if grade.outcome.is_failure else None)
-        failures = [entry for entry in self.window if entry is not None]
+        new = [(grade.outcome, text, gold) for grade, text, gold in zip(grades, texts, golds, strict=True)]
+        self.window = (self.window + new)[-max(self.WINDOW, len(new)) :]
+        failures = [entry for entry in self.window if entry[0].is_failure]
         if len(self.window) < self.FEWEST or len(failures) <= max_share * len(self.window):
             return
-        examples = "\n".join(f"  {example}" for _, example in failures[-3:])
+        examples = "\n".join(
+            f"  {outcome.name.lower()}: gold {str(gold)[:200]!r}, completion ends in {(text or '')[-200:]!r}"
+            for outcome, text, gold in failures[-3:]
+        )
         raise VerificationFailure(
             f"{len(failures)} of the last {len(self.window)} completions could not be verified (timeout, killed, too "
             f"long or gold unparseable), which is more than `verification_max_failure_share` {max_share}. The labels "

@@ -333,13 +333,13 @@ class VerificationArguments:
             )
 
 
-_shared_lock = threading.Lock()
+_shared_lock = threading.RLock()
 _shared_arguments = VerificationArguments()
 _shared_verifier: Verifier | None = None
 
 
 def configure_verification(arguments: VerificationArguments) -> None:
-    """Set how the shared verifier of this process works, and start it in the background. Ends a previous one."""
+    """Set how the shared verifier of this process works and start it in the background; the previous one is closed."""
     global _shared_arguments, _shared_verifier
     verifier = Verifier(
         num_workers=arguments.verification_num_workers,
@@ -357,9 +357,10 @@ def configure_verification(arguments: VerificationArguments) -> None:
 
 def shared_verifier() -> Verifier:
     """The one verifier of this process: training labels and evaluation scores come from the same grader."""
-    if _shared_verifier is None:
-        configure_verification(_shared_arguments)
-    return _shared_verifier
+    with _shared_lock:
+        if _shared_verifier is None:
+            configure_verification(_shared_arguments)
+        return _shared_verifier
 
 
 def max_failure_share() -> float:

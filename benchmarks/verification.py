@@ -1,0 +1,130 @@
+"""Speed of the verifier against TRL's `accuracy_reward`, on the same completions, in one run.
+
+    python benchmarks/verification.py                  # clean text, several rounds, both graders in turn
+    python benchmarks/verification.py --hostile        # also with 2 % hostile completions (TRL needs minutes)
+
+Completions are stitched from the reference solutions of MATH-500: reasoning of other problems, then a boxed answer that
+is right for 60 % of them. 500 problems with 8 completions each, log-normal lengths with a mean of about 4,000 characters.
+Hostile ones end in an answer of `tests/data/hostile.jsonl` on which `accuracy_reward` runs into its time limit.
+"""
+
+import argparse
+import json
+import random
+import re
+import statistics
+import time
+from pathlib import Path
+
+from trl.rewards import accuracy_reward
+
+from pacs_trl.verification import Grade, Verifier
+
+
+DATA = Path(__file__).parents[1] / "tests" / "data"
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def realistic_completions(
+    num_completions: int, mean_characters: int, seed: int, num_generations: int = 8
+) -> tuple[list[str], list[str]]:
+    """Completions and golds, those of one problem adjacent."""
+    rng = random.Random(seed)
+    problems = read_jsonl(DATA / "math_500.jsonl")
+    reasoning = [re.sub(r"\\boxed", "", problem["solution"]) for problem in problems]
+    completions, golds = [], []
+    for index in range(num_completions):
+        problem = problems[index // num_generations % len(problems)]
+        length = int(0.88 * mean_characters * rng.lognormvariate(0.0, 0.5))  # exp(0.5**2 / 2) = 1 / 0.88
+        text = ""
+        while len(text) < length:
+            text += rng.choice(reasoning) + "\n\n"
+        answer = problem["answer"] if rng.random() < 0.6 else rng.choice(problems)["answer"]
+        completions.append(f"{text[:length]}\n\nTherefore the answer is $\\boxed{{{answer}}}$.")
+        golds.append(problem["answer"])
+    return completions, golds
+
+
+def with_hostile(completions: list[str], share: float, seed: int) -> list[str]:
+    """Replace the end of evenly spread completions by answers that do not come back."""
+    hostile = [
+        "".join(text * n for text, n in row["parts"]) for row in read_jsonl(DATA / "hostile.jsonl") if row["hangs"]
+    ]
+    random.Random(seed).shuffle(hostile)
+    result = list(completions)
+    for number in range(round(share * len(result))):
+        place = int((number + 0.5) / share)
+        result[place] = f"{result[place].rpartition('Therefore')[0]}{hostile[number % len(hostile)]}"
+    return result
+
+
+def time_trl(completions: list[str], golds: list[str]) -> tuple[float, float, list[float | None]]:
+    """Seconds, seconds of the slowest item, rewards."""
+    rewards, slowest = [], 0.0
+    start = time.perf_counter()
+    for text, gold in zip(completions, golds, strict=True):
+        item_start = time.perf_counter()
+        rewards += accuracy_reward([[{"role": "assistant", "content": text}]], [f"${gold}$"])
+        slowest = max(slowest, time.perf_counter() - item_start)
+    return time.perf_counter() - start, slowest, rewards
+
+
+def time_ours(verifier: Verifier, completions: list[str], golds: list[str]) -> tuple[float, float, list[Grade]]:
+    start = time.perf_counter()
+    grades = verifier.grade_detailed(completions, golds)
+    return time.perf_counter() - start, max(grade.seconds for grade in grades), grades
+
+
+def compare(name: str, verifier: Verifier, completions: list[str], golds: list[str], rounds: int) -> None:
+    ratios = []
+    print(
+        f"\n{name}: {len(completions)} completions, {statistics.mean(map(len, completions)):.0f} characters on average"
+    )
+    for number in range(rounds):
+        order = ["trl", "ours"] if number % 2 == 0 else ["ours", "trl"]  # neither always runs on a warm machine
+        measured = {}
+        for grader in order:
+            measured[grader] = (
+                time_trl(completions, golds) if grader == "trl" else time_ours(verifier, completions, golds)
+            )
+        for grader, (seconds, slowest, results) in measured.items():
+            assert len(results) == len(completions)
+            print(
+                f"  round {number + 1} {grader:5s} {seconds:8.2f} s {len(completions) / seconds:9.1f} items/s   "
+                f"slowest item {slowest:6.2f} s"
+            )
+        ratios.append(measured["trl"][0] / measured["ours"][0])
+    print(
+        f"  throughput against TRL: {', '.join(f'{ratio:.2f}x' for ratio in ratios)}; median {statistics.median(ratios):.2f}x"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num-completions", type=int, default=4000)
+    parser.add_argument("--mean-characters", type=int, default=4000)
+    parser.add_argument("--rounds", type=int, default=5, help="rounds on clean text")
+    parser.add_argument("--hostile", action="store_true", help="one round with hostile completions as well")
+    parser.add_argument("--hostile-share", type=float, default=0.02)
+    parser.add_argument("--num-workers", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+
+    completions, golds = realistic_completions(args.num_completions, args.mean_characters, args.seed)
+    start = time.perf_counter()
+    with Verifier(num_workers=args.num_workers, cache_size=0) as verifier:
+        verifier.grade(["\\boxed{1}"], ["1"])
+        print(f"start-up of {args.num_workers} workers, until the first label: {time.perf_counter() - start:.2f} s")
+        time_trl(completions[:100], golds[:100])  # both graders have read their grammar before the clock starts
+        compare("clean text", verifier, completions, golds, args.rounds)
+        if args.hostile:
+            hostile = with_hostile(completions, args.hostile_share, args.seed)
+            compare(f"{args.hostile_share:.0%} hostile", verifier, hostile, golds, rounds=1)
+        print(f"\noutcomes: { ({outcome.name.lower(): count for outcome, count in verifier.counts.items()}) }")
+
+
+if __name__ == "__main__":
+    main()
