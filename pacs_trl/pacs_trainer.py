@@ -13,14 +13,16 @@ import hashlib
 import math
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from accelerate.utils import DistributedType, gather_object
 from accelerate.utils.memory import clear_device_cache
 from peft import PeftModel
+from torch.utils.data import Sampler
 from trl import GRPOTrainer
-from trl.trainer.utils import get_config_model_id, use_adapter
+from trl.trainer.utils import RepeatSampler, get_config_model_id, use_adapter
 
 from .packing import packed_attention, packed_logps_and_entropies, packing_backend
 from .pacs_config import PACSConfig
@@ -51,6 +53,23 @@ def request_seed(seed: int, stream: int, index: int) -> int:
     """A seed in [0, 2^31) for one request; different for every run seed, engine and request."""
     digest = hashlib.sha256(f"{seed}/{stream}/{index}".encode()).digest()
     return int.from_bytes(digest[:4], "little") >> 1
+
+
+class _EpochSampler(Sampler):
+    """TRL's sampler, shuffled by seed and epoch. TRL's own goes on with the generator of the epoch before, so that a run
+    resumed after the first epoch would see the order of the first one again."""
+
+    def __init__(self, sampler: RepeatSampler, epoch: Callable[[], int]):
+        self.sampler = sampler
+        self.epoch = epoch
+
+    def __iter__(self):
+        if self.sampler.shuffle:
+            self.sampler.generator.manual_seed(self.sampler.seed + self.epoch())
+        return iter(self.sampler)
+
+    def __len__(self):
+        return len(self.sampler)
 
 
 class PACSTrainer(GRPOTrainer):
@@ -123,6 +142,8 @@ class PACSTrainer(GRPOTrainer):
             )
             for num_generations in (self.num_generations, self.num_generations_eval)
         )
+        if self.rollout_func is not None:
+            self.rollout_func = self._complete_rollouts(self.rollout_func)
         self._labels: torch.Tensor | None = None
         self._defer_scoring = False
         self._pending: list[Rollout] = []  # rows of generation batches that fill one optimizer step together
@@ -155,6 +176,7 @@ class PACSTrainer(GRPOTrainer):
             num_prompts = len(self.train_dataset)
         except TypeError:  # iterable data sets have no length
             return
+        self._check_equal_on_all_processes("prompts in the training set", num_prompts)
         needed = self.args.generation_batch_size // self.num_generations
         if num_prompts < needed:
             raise ValueError(
@@ -201,22 +223,52 @@ class PACSTrainer(GRPOTrainer):
 
         engine.llm.generate = generate_seeded
 
+    def _get_train_sampler(self, dataset=None):
+        return _EpochSampler(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
+
     # Rollouts -----------------------------------------------------------------------------------------------------
+
+    def _check_equal_on_all_processes(self, what: str, number: int) -> None:
+        numbers = gather_object([number])
+        if len(set(numbers)) > 1:
+            raise ValueError(
+                f"Processes disagree on the number of {what}: {numbers}. Groups would be torn apart, or a process would "
+                "wait forever. All processes must load the same data with the same seed."
+            )
+
+    def _end_empty_completions(self, completion_ids, logprobs, env_mask=None) -> None:
+        """An engine that strips the end-of-sequence token returns nothing for a completion that ends at once."""
+        empty = [i for i, ids in enumerate(completion_ids) if len(ids) == 0]
+        for i in empty:
+            completion_ids[i] = [self._tokenizer.eos_token_id]
+            if logprobs is not None:
+                logprobs[i] = [None]
+            if env_mask is not None:
+                env_mask[i] = [1]
+        mode = "train" if self.model.training else "eval"
+        self._metrics[mode]["completions/empty_ratio"].append(len(empty) / max(len(completion_ids), 1))
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         if self.use_vllm and self.vllm_mode == "server":
             self.vllm_generation.generation_kwargs["seed"] = request_seed(self.args.seed, 0, self._num_requests)
             self._num_requests += len(prompt_ids)
         completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        # An engine that strips the end-of-sequence token returns nothing for a completion that ends at once.
-        empty = [i for i, ids in enumerate(completion_ids) if len(ids) == 0]
-        for i in empty:
-            completion_ids[i] = [self._tokenizer.eos_token_id]
-            if logprobs is not None:
-                logprobs[i] = [None]
-        mode = "train" if self.model.training else "eval"
-        self._metrics[mode]["completions/empty_ratio"].append(len(empty) / max(len(completion_ids), 1))
+        self._end_empty_completions(completion_ids, logprobs)
         return completion_ids, logprobs
+
+    def _complete_rollouts(self, rollout_func):
+        def complete(prompts, trainer):
+            output = rollout_func(prompts, trainer)
+            completion_ids = output.get("completion_ids", [])  # the parent names missing keys
+            if "completion_ids" in output and len(completion_ids) != len(prompts):
+                raise ValueError(
+                    f"rollout_func returned {len(completion_ids)} completions for {len(prompts)} prompts. Each prompt "
+                    "stands in the batch once per generation already; return exactly one completion for each."
+                )
+            self._end_empty_completions(completion_ids, output.get("logprobs"), output.get("env_mask"))
+            return output
+
+        return complete
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
@@ -241,6 +293,7 @@ class PACSTrainer(GRPOTrainer):
         return rewards_per_func
 
     def _generate_and_score_completions(self, inputs):
+        self._check_equal_on_all_processes("rows of a generation batch", len(inputs))
         # The parent would score the policy, and for the KL term its reference, in micro-batches of its own. The PACS
         # update scores them when and where it needs them. Only the vLLM correction uses the parent's pass.
         self._defer_scoring = not (self.use_vllm and self.vllm_importance_sampling_correction)
@@ -274,12 +327,6 @@ class PACSTrainer(GRPOTrainer):
         """All processes' rows, in the order in which the completions of a prompt are adjacent."""
         if self.accelerator.num_processes == 1:
             return rollouts
-        counts = gather_object([len(rollouts)])
-        if len(set(counts)) > 1:
-            raise ValueError(
-                f"Processes disagree on the number of rows of the generation batch: {counts}. Groups would be torn "
-                "apart. All processes must load the same data with the same seed."
-            )
         return gather_object(rollouts)
 
     def _score_rollout_reference(self) -> None:
