@@ -332,6 +332,16 @@ class VerificationArguments:
                 f"{self.verification_max_failure_share}."
             )
 
+    def build(self) -> Verifier:
+        """A verifier with these settings, not yet started."""
+        return Verifier(
+            num_workers=self.verification_num_workers,
+            timeout_seconds=self.verification_timeout_seconds,
+            cpu_seconds=self.verification_cpu_seconds,
+            memory_limit_mb=self.verification_memory_limit_mb,
+            protocol=self.verification_protocol,
+        )
+
 
 _shared_lock = threading.RLock()
 _shared_arguments = VerificationArguments()
@@ -341,13 +351,7 @@ _shared_verifier: Verifier | None = None
 def configure_verification(arguments: VerificationArguments) -> None:
     """Set how the shared verifier of this process works and start it in the background; the previous one is closed."""
     global _shared_arguments, _shared_verifier
-    verifier = Verifier(
-        num_workers=arguments.verification_num_workers,
-        timeout_seconds=arguments.verification_timeout_seconds,
-        cpu_seconds=arguments.verification_cpu_seconds,
-        memory_limit_mb=arguments.verification_memory_limit_mb,
-        protocol=arguments.verification_protocol,
-    )
+    verifier = arguments.build()
     with _shared_lock:
         if _shared_verifier is not None:
             _shared_verifier.close()

@@ -5,6 +5,7 @@ kill at any instant, so it holds no state worth keeping. Limits that the kernel 
 item and address space. Wall-clock limits are not: a process that hangs cannot be trusted to watch its own clock.
 """
 
+import math
 import resource
 import signal
 import socket
@@ -103,6 +104,7 @@ def _equal(gold: list, answer: list) -> bool:
 
 _LARGEST_ORDINARY = Integer(10) ** 1000
 _SMALLEST_HUGE_LOG2 = 2.0**20  # numbers of more than 300,000 digits
+_ROUNDED_DOWN = 1.0 - 1e-9  # rounding must not lift a lower bound
 
 
 def is_out_of_scale(gold: list, answer: list) -> bool:
@@ -137,7 +139,7 @@ def log2_lower_bound(expression: Any) -> float | None:
         `float` or `None`: The bound, at least 0; `None` for any other form of expression.
     """
     if isinstance(expression, Integer):
-        return float(int(expression).bit_length() - 1) if expression > 0 else None
+        return math.log2(expression) * _ROUNDED_DOWN if expression > 0 else None
     if not isinstance(expression, Pow | Mul | factorial):
         return None
     bounds = [log2_lower_bound(argument) for argument in expression.args]
@@ -145,10 +147,10 @@ def log2_lower_bound(expression: Any) -> float | None:
         return None
     if isinstance(expression, Mul):
         return sum(bounds)
-    last = min(bounds[-1], 64.0)  # 2**64 digits are enough; without the cap a tower would overflow the float
+    last = min(bounds[-1], 64.0)  # without the cap a tower would overflow the float
     if isinstance(expression, Pow):
         return bounds[0] * 2.0**last
-    return max(0.0, 2.0**last * (last - 1.4427))  # n! >= (n / e)**n and log2(e) < 1.4427
+    return max(0.0, 2.0**last * (last - 1.4427))  # Stirling: n! >= (n / e)**n, and log2(e) < 1.4427
 
 
 def serve(connection: socket.socket, *, protocol: str, cpu_seconds: float, memory_limit_mb: int) -> None:

@@ -1,10 +1,140 @@
-from pacs_trl.rewards import format_reward, math_reward
+"""Reward functions with TRL's signature: forms of completions, metrics, and the stop on an untrustworthy batch."""
+
+import pytest
+
+from pacs_trl import rewards
+from pacs_trl.rewards import VerificationFailure, format_reward, math_reward
+from pacs_trl.verification import VerificationArguments, configure_verification, shared_verifier
 
 
-def test_math_reward_plain_and_conversational():
-    completions = [r"so it is \boxed{\frac{1}{2}}", [{"role": "assistant", "content": "The answer is 0.5"}], "no"]
-    assert math_reward(completions, solution=[r"\frac12", "0.5", "3"]) == [1.0, 1.0, 0.0]
+ENDLESS = r"\boxed{9^{9^9} + 1}"
 
 
-def test_format_reward_asks_for_a_box():
-    assert format_reward([r"\boxed{1}", "1"]) == [1.0, 0.0]
+@pytest.fixture(scope="module", autouse=True)
+def small_shared_verifier():
+    configure_verification(VerificationArguments(verification_num_workers=1, verification_cpu_seconds=0.3))
+    yield
+    shared_verifier().close()
+
+
+@pytest.fixture(autouse=True)
+def fresh_window(monkeypatch):
+    monkeypatch.setattr(rewards, "_recent", rewards._RecentFailures())
+
+
+def conversational(text):
+    return [{"role": "assistant", "content": text}]
+
+
+class TestMathReward:
+    @pytest.mark.parametrize("form", [str, conversational])
+    def test_forms_of_completions_and_golds(self, form):
+        cases = [
+            (r"so it is \boxed{\frac{1}{2}}", r"\frac12", 1.0),
+            (r"so it is \boxed{\frac{1}{2}}", "$0.5$", 1.0),
+            ("The answer is 0.5", r"\boxed{\frac12}", 1.0),
+            ("The answer is 7", 7, 1.0),
+            ("The answer is 7", 7.0, 1.0),
+            ("The answer is 7", ["6", "7"], 1.0),
+            ("The answer is 8", "7", 0.0),
+            ("no idea", "7", 0.0),
+            ("", "7", 0.0),
+            ("The answer is 7", None, None),
+            ("The answer is 7", "", None),
+        ]
+        completions, golds, labels = map(list, zip(*cases))
+        assert math_reward([form(completion) for completion in completions], solution=golds) == labels
+
+    def test_completions_that_are_no_text(self):
+        assert (
+            math_reward([None, 3, [], [{"role": "assistant"}], [{"content": None}]], solution=["3"] * 5) == [0.0] * 5
+        )
+
+    def test_last_message_counts(self):
+        turns = [{"role": "assistant", "content": r"\boxed{1}"}, {"role": "assistant", "content": r"\boxed{2}"}]
+        assert math_reward([turns], solution=["2"]) == [1.0]
+
+    def test_missing_column_names_the_columns(self):
+        with pytest.raises(ValueError, match="Columns it was given: answer, prompts. Rename"):
+            math_reward(["1"], prompts=["p"], answer=["1"])
+
+    def test_metrics_are_shares_of_all_outcomes(self):
+        metrics, columns = {}, {}
+        labels = math_reward(
+            [r"\boxed{1}", r"\boxed{2}", "none", r"\boxed{1}"],
+            solution=["1", "1", "1", None],
+            log_metric=metrics.__setitem__,
+            log_extra=columns.__setitem__,
+        )
+        assert labels == [1.0, 0.0, 0.0, None]
+        assert metrics == {
+            "verification/correct": 0.25,
+            "verification/wrong": 0.25,
+            "verification/no_answer": 0.25,
+            "verification/gold_unparseable": 0.25,
+            "verification/timeout": 0.0,
+            "verification/killed": 0.0,
+            "verification/too_long": 0.0,
+        }
+        assert columns == {
+            "solution": ["1", "1", "1", "None"],
+            "verification": ["correct", "wrong", "no_answer", "gold_unparseable"],
+        }
+
+    def test_timeout_is_wrong_and_visible(self):
+        metrics = {}
+        assert math_reward([ENDLESS], solution=["42"], log_metric=metrics.__setitem__) == [0.0]
+        assert metrics["verification/timeout"] == 1.0
+
+    def test_trl_reads_its_name(self):
+        """The name is the key of the reward's own metrics."""
+        assert math_reward.__name__ == "math_reward"
+
+
+class TestUntrustworthyBatch:
+    def test_stops_with_three_examples(self):
+        golds = ["1"] * 40 + [None] * 60
+        with pytest.raises(
+            VerificationFailure, match=r"60 of the last 100 .* `verification_max_failure_share` 0.5"
+        ) as info:
+            math_reward([r"text \boxed{1}"] * 100, solution=golds)
+        assert str(info.value).count("gold_unparseable: gold 'None', completion ends in") == 3
+
+    def test_half_is_not_more_than_half(self):
+        assert len(math_reward([r"\boxed{1}"] * 100, solution=["1"] * 50 + [None] * 50)) == 100
+
+    def test_wrong_answers_are_no_failures(self):
+        assert math_reward([r"\boxed{1}"] * 100, solution=["2"] * 100) == [0.0] * 100
+        assert math_reward(["no"] * 100, solution=["2"] * 100) == [0.0] * 100
+
+    def test_one_bad_prompt_in_a_small_batch_goes_on(self):
+        for _ in range(7):
+            math_reward([r"\boxed{1}"] * 8, solution=[None] * 8)
+        with pytest.raises(VerificationFailure, match="64 of the last 64"):
+            math_reward([r"\boxed{1}"] * 8, solution=[None] * 8)
+
+    def test_window_moves_on(self):
+        math_reward([r"\boxed{1}"] * 60, solution=[None] * 60)
+        math_reward([r"\boxed{1}"] * 256, solution=["1"] * 256)
+        assert not [entry for entry in rewards._recent.window if entry[0].is_failure]
+        assert len(rewards._recent.window) == 256
+
+    def test_share_can_be_set(self):
+        configure_verification(VerificationArguments(verification_num_workers=1, verification_max_failure_share=1.0))
+        try:
+            assert math_reward([r"\boxed{1}"] * 70, solution=[None] * 70) == [None] * 70
+        finally:
+            configure_verification(VerificationArguments(verification_num_workers=1, verification_cpu_seconds=0.3))
+
+
+class TestFormatReward:
+    def test_asks_for_a_complete_box(self):
+        texts = [r"\boxed{1}", r"\boxed{}", r"\boxed{1", "1", None]
+        assert format_reward(texts) == [1.0, 0.0, 0.0, 0.0, 0.0]
+        assert format_reward([conversational(r"so \boxed{x}")]) == [1.0]
+
+    def test_weighted_with_the_answer_it_is_a_soft_label(self):
+        completions, golds = [r"\boxed{1}", r"\boxed{2}", "1", "2"], ["1"] * 4
+        answers, formats = math_reward(completions, solution=golds), format_reward(completions)
+        labels = [0.9 * answer + 0.1 * form for answer, form in zip(answers, formats)]
+        assert labels == pytest.approx([1.0, 0.1, 0.9, 0.0])
