@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, field
 
 from pacs_trl.data import PROMPT_INSTRUCTION
-from pacs_trl.evaluation.sampling import SamplingSettings
+from pacs_trl.evaluation.requests import SamplingSettings
 
 
 ENGINES = ("transformers", "vllm", "server")
@@ -38,7 +38,6 @@ class EvaluationArguments:
         base_url (`str`): Server: address of the API.
         concurrency (`int`): Server: requests in flight.
         max_problems (`int`, *optional*): Only the first so many problems of each benchmark (for trying things out).
-        num_workers (`int`): Verifier processes.
         token_entropy_samples (`int`): Measure the token entropy of so many samples per problem; 0: none.
     """
 
@@ -69,7 +68,6 @@ class EvaluationArguments:
     base_url: str = field(default="http://localhost:8000/v1", metadata={"help": "server: address of the API."})
     concurrency: int = field(default=64, metadata={"help": "server: requests in flight."})
     max_problems: int | None = field(default=None, metadata={"help": "Only the first so many problems."})
-    num_workers: int = field(default=2, metadata={"help": "Verifier processes."})
     token_entropy_samples: int = field(default=0, metadata={"help": "Samples per problem for token entropy."})
 
     def __post_init__(self):
@@ -94,7 +92,7 @@ class EvaluationArguments:
             raise ValueError(
                 f"pass@k needs 1 <= k <= n, got k = {self.k} with n = {self.n} samples. Raise n or drop the larger k."
             )
-        for name in ("batch_size", "tensor_parallel_size", "data_parallel_size", "concurrency", "num_workers"):
+        for name in ("batch_size", "tensor_parallel_size", "data_parallel_size", "concurrency"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
         _ = self.sampling  # its own checks

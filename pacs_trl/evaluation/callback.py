@@ -19,10 +19,11 @@ from trl.models import unwrap_model_for_generation
 
 from pacs_trl.data import PROMPT_INSTRUCTION, build_prompt
 from pacs_trl.evaluation.benchmarks import LoadedBenchmark
-from pacs_trl.evaluation.engines import Request, TransformersEngine
+from pacs_trl.evaluation.engines import TransformersEngine
 from pacs_trl.evaluation.grading import BackgroundGrader
+from pacs_trl.evaluation.requests import Completion, Request, SamplingSettings, render_prompt, sample_seed
 from pacs_trl.evaluation.results import summarize
-from pacs_trl.evaluation.sampling import Completion, SamplingSettings, render_prompt, sample_seed
+from pacs_trl.verification import shared_verifier
 
 
 class EvaluationCallback(TrainerCallback):
@@ -39,7 +40,8 @@ class EvaluationCallback(TrainerCallback):
         seed (`int`): Seed of the samples, the same at every evaluation, so that a curve moves only when the model does.
         batch_size (`int`): Rows per call of `generate` (transformers only).
         prompt_instruction, system_prompt: As in training, see `build_prompt`.
-        num_workers (`int`): Verifier processes on the main rank.
+
+    Grading is that of training: the shared verifier of the process.
 
     Raises:
         `ValueError`: if `every_steps` is below 1 or a k lies outside [1, n].
@@ -58,7 +60,6 @@ class EvaluationCallback(TrainerCallback):
         batch_size: int = 64,
         prompt_instruction: str = PROMPT_INSTRUCTION,
         system_prompt: str | None = None,
-        num_workers: int = 2,
     ):
         if every_steps < 1:
             raise ValueError(f"every_steps counts optimizer steps and must be at least 1, got {every_steps}.")
@@ -67,9 +68,8 @@ class EvaluationCallback(TrainerCallback):
         self.trainer, self.benchmarks = trainer, list(benchmarks)
         self.every_steps, self.n, self.ks, self.seed = every_steps, n, list(ks), seed
         self.settings = settings or SamplingSettings()
-        self.batch_size, self.num_workers = batch_size, num_workers
+        self.batch_size = batch_size
         self.prompt_instruction, self.system_prompt = prompt_instruction, system_prompt
-        self._verifier: Any = None
         self._evaluated_step: int | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -81,9 +81,6 @@ class EvaluationCallback(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         self._evaluate(state.global_step)
-        if self._verifier is not None:
-            self._verifier.__exit__(None, None, None)
-            self._verifier = None
 
     def _evaluate(self, step: int) -> None:
         if step == self._evaluated_step:
@@ -188,11 +185,7 @@ class EvaluationCallback(TrainerCallback):
         return {"chat_template": self.trainer.chat_template, **self.trainer.chat_template_kwargs}
 
     def _score(self, benchmark: LoadedBenchmark, drawn: dict[tuple[str, int], Completion]) -> dict[str, float]:
-        if self._verifier is None:
-            from pacs_trl.verification import Verifier
-
-            self._verifier = Verifier(num_workers=self.num_workers).__enter__()
-        with BackgroundGrader(self._verifier, {p.id: p.solution for p in benchmark.problems}) as grader:
+        with BackgroundGrader(shared_verifier(), {p.id: p.solution for p in benchmark.problems}) as grader:
             for (problem, sample), completion in drawn.items():
                 grader.add(
                     {

@@ -14,19 +14,8 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
 
-from pacs_trl.evaluation.sampling import Completion, Prompt, SamplingSettings, generate_batch, render_prompt
-
-
-@dataclass(frozen=True)
-class Request:
-    """One completion to draw."""
-
-    problem_id: str
-    sample: int
-    seed: int
-    prompt: Prompt
+from pacs_trl.evaluation.requests import Completion, Request, SamplingSettings, render_prompt
 
 
 class TransformersEngine:
@@ -60,6 +49,8 @@ class TransformersEngine:
     def generate(
         self, requests: Sequence[Request], settings: SamplingSettings
     ) -> Iterator[tuple[Request, Completion]]:
+        from pacs_trl.evaluation.sampling import generate_batch
+
         for start in range(0, len(requests), self.group_size):
             batch = requests[start : start + self.group_size]
             texts = [render_prompt(self.tokenizer, r.prompt, self.chat_template_kwargs) for r in batch]

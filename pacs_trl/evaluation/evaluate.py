@@ -8,7 +8,7 @@ the additional samples. Prompts and grading are those of training.
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -21,23 +21,31 @@ from pacs_trl.evaluation import provenance
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.benchmarks import LoadedBenchmark, load_benchmark
 from pacs_trl.evaluation.clock import EngineClock
-from pacs_trl.evaluation.engines import Request, ServerEngine, TransformersEngine, VLLMEngine
+from pacs_trl.evaluation.engines import ServerEngine, TransformersEngine, VLLMEngine
 from pacs_trl.evaluation.grading import BackgroundGrader
 from pacs_trl.evaluation.replicas import ReplicatedEngine
+from pacs_trl.evaluation.requests import Request, render_prompt, sample_seed
 from pacs_trl.evaluation.results import RESULTS_SCHEMA, GradedSample, summarize, write_results
-from pacs_trl.evaluation.sampling import render_prompt, sample_seed
 from pacs_trl.evaluation.store import SampleStore, digest
+from pacs_trl.verification import Outcome, VerificationArguments, Verifier
 
 
-def evaluate(args: EvaluationArguments, *, progress: bool = True) -> dict[str, Any]:
+def evaluate(
+    args: EvaluationArguments, verifier: Verifier, *, max_failure_share: float = 0.5, progress: bool = True
+) -> dict[str, Any]:
     """
     Sample, grade and count; writes and returns the results.
 
-    Raises:
-        `ValueError`: before any model is loaded, if an argument, a benchmark, the model or a store does not fit.
-    """
-    from pacs_trl.verification import Verifier
+    Args:
+        args ([`EvaluationArguments`]): What to evaluate and how to sample.
+        verifier ([`~pacs_trl.verification.Verifier`]): Grades; the one of training, for comparable numbers.
+        max_failure_share (`float`): Refuse a benchmark of which more than this share could not be verified.
+        progress (`bool`): Whether to show a progress bar.
 
+    Raises:
+        `ValueError`: before any model is loaded, if an argument, a benchmark, the model or a store does not fit; after
+            grading, if too much of a benchmark could not be verified.
+    """
     clock = EngineClock()
     benchmarks = load_benchmarks(args)
     model = _model_identity(args)
@@ -49,7 +57,6 @@ def evaluate(args: EvaluationArguments, *, progress: bool = True) -> dict[str, A
             if store.repaired:
                 print(store.repaired, file=sys.stderr)
         requests = [missing_requests(args, b, store.keys) for b, store in zip(benchmarks, stores, strict=True)]
-        verifier = stack.enter_context(Verifier(num_workers=args.num_workers))
         engine = None
         if any(requests):
             with clock.loading():
@@ -68,7 +75,8 @@ def evaluate(args: EvaluationArguments, *, progress: bool = True) -> dict[str, A
                             )
                         advance(completion.num_tokens)
                 graded = grader.finish()
-            entries[benchmark.name] = benchmark_entry(benchmark, list(graded.values()), args.ks)
+            _check_failures(benchmark, grader.outcomes, max_failure_share)
+            entries[benchmark.name] = benchmark_entry(benchmark, graded.values(), grader.outcomes, args.ks)
             _write_grades(output_dir, benchmark, graded, args.n)
     if args.token_entropy_samples:
         _add_token_entropy(args, benchmarks, entries)
@@ -80,7 +88,7 @@ def evaluate(args: EvaluationArguments, *, progress: bool = True) -> dict[str, A
         "n": args.n,
         "k": args.ks,
         "seed": args.seed,
-        "protocol": protocol(args),
+        "protocol": protocol(args, verifier),
         "prompt_digest": _prompt_digest(args),
         "engine": _engine_facts(args),
         "benchmarks": entries,
@@ -117,19 +125,23 @@ def missing_requests(
     return [r for group in groups if any((r.problem_id, r.sample) not in stored for r in group) for r in group]
 
 
-def benchmark_entry(benchmark: LoadedBenchmark, graded: Sequence[GradedSample], ks: Sequence[int]) -> dict[str, Any]:
+def benchmark_entry(
+    benchmark: LoadedBenchmark, graded: Iterable[GradedSample], outcomes: Mapping[str, int], ks: Sequence[int]
+) -> dict[str, Any]:
     """The entry of one benchmark in the results."""
     summary = summarize([problem.id for problem in benchmark.problems], graded, ks)
-    return {"title": benchmark.title, "source": benchmark.source, **summary}
+    return {"title": benchmark.title, "source": benchmark.source, "verification": dict(outcomes), **summary}
 
 
-def protocol(args: EvaluationArguments) -> dict[str, Any]:
+def protocol(args: EvaluationArguments, verifier: Verifier) -> dict[str, Any]:
     """What must be equal for two results to stand in one table."""
-    return {
-        "sampling": asdict(args.sampling),
-        "prompt": _prompt_facts(args),
-        "verifier": {"name": "math_verify", "version": provenance.versions()["math-verify"]},
+    grader = {
+        "name": "math_verify",
+        "version": provenance.versions()["math-verify"],
+        "protocol": verifier.protocol,
+        "cpu_seconds": verifier.cpu_seconds,
     }
+    return {"sampling": asdict(args.sampling), "prompt": _prompt_facts(args), "verifier": grader}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -137,8 +149,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from trl import TrlParser
 
     try:
-        (args,) = TrlParser((EvaluationArguments,)).parse_args_and_config(argv)
-        results = evaluate(args)
+        args, verification = TrlParser((EvaluationArguments, VerificationArguments)).parse_args_and_config(argv)
+        with _make_verifier(verification) as verifier:
+            results = evaluate(args, verifier, max_failure_share=verification.verification_max_failure_share)
     except ValueError as error:
         print(f"pacs-trl evaluate: {error}", file=sys.stderr)
         return 2
@@ -150,6 +163,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{entry['title']}: {line}")
     print(f"results: {Path(args.output_dir) / 'results.json'}")
     return 0
+
+
+def _make_verifier(verification: VerificationArguments) -> Verifier:
+    return Verifier(
+        num_workers=verification.verification_num_workers,
+        timeout_seconds=verification.verification_timeout_seconds,
+        cpu_seconds=verification.verification_cpu_seconds,
+        memory_limit_mb=verification.verification_memory_limit_mb,
+        protocol=verification.verification_protocol,
+    )
+
+
+def _check_failures(benchmark: LoadedBenchmark, outcomes: Mapping[str, int], max_share: float) -> None:
+    failures = {o.name.lower(): outcomes[o.name.lower()] for o in Outcome if o.is_failure and outcomes[o.name.lower()]}
+    if sum(failures.values()) > max_share * sum(outcomes.values()):
+        raise ValueError(
+            f"{benchmark.title}: of {sum(outcomes.values())} completions these could not be verified: {failures}, which is "
+            f"more than verification_max_failure_share {max_share}. The samples are kept; check the gold answers and the "
+            "verification limits, or raise the share, and run the same command again."
+        )
 
 
 def _model_identity(args: EvaluationArguments) -> dict[str, Any]:

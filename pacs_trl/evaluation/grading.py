@@ -3,11 +3,13 @@
 One background thread feeds the verifier in the order of arrival; at the end only the last chunk is waited for.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from pacs_trl.evaluation.results import GradedSample
+from pacs_trl.verification import Verifier, last_boxed
 
 
 # Small enough to start early and to overlap, large enough that handing a chunk over costs nothing.
@@ -20,13 +22,16 @@ class BackgroundGrader:
     """
     Grades stored records with a `Verifier`, in order, in the background.
 
+    `outcomes` counts what became of the completions (correct, wrong, no_answer, timeout, ...).
+
     Args:
-        verifier: Something with `grade(completions, solutions) -> list[float | None]`.
+        verifier ([`~pacs_trl.verification.Verifier`]): Grades; shared with nobody else while it does.
         solutions (`dict`): Gold answer of each problem id.
     """
 
-    def __init__(self, verifier: Any, solutions: dict[str, Any]):
+    def __init__(self, verifier: Verifier, solutions: dict[str, Any]):
         self._verifier, self._solutions = verifier, solutions
+        self.outcomes: Counter[str] = Counter()
         self._pool = ThreadPoolExecutor(max_workers=1)
         self._waiting: list[Future[dict[tuple[str, int], GradedSample]]] = []
         self._graded: dict[tuple[str, int], GradedSample] = {}
@@ -61,17 +66,17 @@ class BackgroundGrader:
         self._graded |= self._waiting.pop(0).result()
 
     def _grade(self, chunk: Sequence[dict[str, Any]]) -> dict[tuple[str, int], GradedSample]:
-        from pacs_trl.data import last_boxed
-
         completions = [record["completion"] for record in chunk]
-        outcomes = self._verifier.grade(completions, [self._solutions[record["problem"]] for record in chunk])
+        solutions = [self._solutions[record["problem"]] for record in chunk]
+        grades = self._verifier.grade_detailed(completions, solutions)
+        self.outcomes.update(grade.outcome.name.lower() for grade in grades)
         return {
             (record["problem"], record["sample"]): GradedSample(
                 problem=record["problem"],
-                outcome=outcome,
+                outcome=grade.outcome.label,
                 num_tokens=record["num_tokens"],
                 finish_reason=record["finish_reason"],
                 answer=last_boxed(record["completion"]),
             )
-            for record, outcome in zip(chunk, outcomes, strict=True)
+            for record, grade in zip(chunk, grades, strict=True)
         }

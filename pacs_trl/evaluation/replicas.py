@@ -12,8 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 
-from pacs_trl.evaluation.engines import Request
-from pacs_trl.evaluation.sampling import Completion, SamplingSettings
+from pacs_trl.evaluation.requests import Completion, Request, SamplingSettings
 
 
 class ReplicatedEngine:

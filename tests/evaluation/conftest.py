@@ -10,6 +10,7 @@ import torch
 
 from pacs_trl.miniature.model import build_model
 from pacs_trl.miniature.tokenizer import build_tokenizer
+from pacs_trl.verification import Verifier
 
 
 @pytest.fixture(scope="session")
@@ -52,6 +53,13 @@ def sums(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="session")
+def verifier():
+    """One verifier for all evaluations."""
+    with Verifier(num_workers=1) as verifier:
+        yield verifier
+
+
 @pytest.fixture
 def arguments(checkpoint, sums, tmp_path):
     """Keyword arguments of a small transformers evaluation."""
@@ -67,5 +75,4 @@ def arguments(checkpoint, sums, tmp_path):
         "top_p": 1.0,
         "max_new_tokens": 8,
         "prompt_instruction": "",
-        "num_workers": 1,
     }

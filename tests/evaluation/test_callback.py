@@ -59,7 +59,6 @@ def train(boxing_model, output_dir, sums=None, every_steps=2, **config):
                 ks=[1, 8],
                 settings=SamplingSettings(1.0, 1.0, 0, 8),
                 prompt_instruction="",
-                num_workers=1,
             )
         )
     trainer.train()

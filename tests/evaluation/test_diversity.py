@@ -75,7 +75,7 @@ def test_distances_are_refused_without_directions(embeddings):
         principal_components(embeddings)
 
 
-def test_the_command_line(arguments, tmp_path, capsys):
+def test_the_command_line(arguments, verifier, tmp_path, capsys):
     for name, seed in (("a", 0), ("b", 1)):
         changes = {
             "output_dir": str(tmp_path / name),
@@ -84,7 +84,7 @@ def test_the_command_line(arguments, tmp_path, capsys):
             "n": 64,
             "temperature": 1.3,
         }
-        evaluate(EvaluationArguments(**{**arguments, **changes}), progress=False)
+        evaluate(EvaluationArguments(**{**arguments, **changes}), verifier, progress=False)
     responses = correct_responses(tmp_path / "a", "math_500")
     assert len(responses) == 12 and sum(map(len, responses.values())) > 12
     argv = [str(tmp_path / "a"), str(tmp_path / "b"), "--embedder", "hashing", "--output", str(tmp_path / "d.json")]

@@ -1,15 +1,20 @@
 """Engines: whole groups, copies in other processes, and an OpenAI-compatible server on this machine."""
 
 import json
+import os
+import subprocess
+import sys
 import threading
-from functools import partial
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
+from fake_engines import DyingEngine, EchoEngine, FailingEngine, broken_engine
 
-from pacs_trl.evaluation.engines import Request, ServerEngine, TransformersEngine
+from pacs_trl.evaluation.engines import ServerEngine, TransformersEngine
 from pacs_trl.evaluation.replicas import ReplicatedEngine
-from pacs_trl.evaluation.sampling import Completion, SamplingSettings, sample_seed
+from pacs_trl.evaluation.requests import Completion, Request, SamplingSettings, sample_seed
 
 
 SETTINGS = SamplingSettings(0.7, 0.9, 5, 8)
@@ -60,7 +65,7 @@ class FakeServer(BaseHTTPRequestHandler):
 def server():
     FakeServer.failures, FakeServer.bodies = [], []
     httpd = ThreadingHTTPServer(("127.0.0.1", 0), FakeServer)
-    threading.Thread(target=httpd.serve_forever, daemon=True).start()
+    threading.Thread(target=httpd.serve_forever, args=(0.01,), daemon=True).start()
     yield f"http://127.0.0.1:{httpd.server_port}/v1"
     httpd.shutdown()
     httpd.server_close()
@@ -122,35 +127,72 @@ def test_transformers_engine_draws_in_order(boxing_model):
     assert list(engine.generate(requests[10:], SETTINGS)) == answers[10:]
 
 
-def test_copies_give_the_text_of_one_engine(checkpoint):
-    requests = make_requests()
-    make_engine = partial(TransformersEngine.load, str(checkpoint), batch_size=4)
-    expected = by_key(make_engine().generate(requests, SETTINGS))
-    engine = ReplicatedEngine(make_engine, ["", ""], group_size=4)
-    try:
+@pytest.fixture
+def replicate():
+    """Builds replicated engines and closes them."""
+    engines = []
+
+    def build(make_engine, visible_devices, group_size):
+        engines.append(ReplicatedEngine(make_engine, visible_devices, group_size))
+        return engines[-1]
+
+    yield build
+    for engine in engines:
+        engine.close()
+        assert not any(process.is_alive() for process in engine._processes)
+
+
+def test_requests_are_dealt_in_whole_groups(replicate, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    requests = make_requests(5, 4)
+    engine = replicate(EchoEngine, ["0,1", "2,3"], group_size=4)
+    for _ in range(2):  # the copies stay for the next benchmark
         answers = list(engine.generate(requests, SETTINGS))
-        assert len(answers) == len(requests) and by_key(answers) == expected
-        assert len(list(engine.generate(requests[:2], SETTINGS))) == 2  # one copy has nothing to do
-    finally:
-        engine.close()
+        assert sorted(by_key(answers)) == sorted((r.problem_id, r.sample) for r in requests)
+        by_process = {}
+        for request, completion in answers:
+            seed, devices, process = completion.text.split()
+            assert int(seed) == request.seed and completion.num_tokens == SETTINGS.max_new_tokens
+            by_process.setdefault((devices, process), []).append(request.problem_id)
+        assert sorted((devices, sorted(set(ids))) for (devices, _), ids in by_process.items()) == [
+            ("0,1", ["p0", "p2", "p4"]),
+            ("2,3", ["p1", "p3"]),
+        ]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
+    assert len(list(engine.generate(requests[:2], SETTINGS))) == 2  # one copy has nothing to do
 
 
-def test_a_failing_copy_is_reported_with_its_traceback(tmp_path):
-    engine = ReplicatedEngine(partial(TransformersEngine.load, str(tmp_path), batch_size=4), [""], group_size=4)
-    try:
-        with pytest.raises(RuntimeError, match="(?s)copy 0 failed; stored samples are kept.*Traceback"):
-            list(engine.generate(make_requests(), SETTINGS))
-    finally:
-        engine.close()
+@pytest.mark.parametrize(
+    ("make_engine", "message"),
+    [
+        (FailingEngine, "(?s)copy [01] failed; stored samples are kept.*Traceback.*out of luck"),
+        (DyingEngine, "copy [01] died; stored samples are kept"),
+        (broken_engine, "(?s)copy [01] failed.*no such checkpoint"),
+    ],
+)
+def test_a_lost_copy_is_reported(replicate, make_engine, message):
+    engine = replicate(make_engine, ["", ""], group_size=4)
+    with pytest.raises(RuntimeError, match=message):
+        list(engine.generate(make_requests(5, 4), SETTINGS))
 
 
-def test_a_dying_copy_is_noticed(checkpoint):
-    engine = ReplicatedEngine(partial(TransformersEngine.load, str(checkpoint), batch_size=1), [""], group_size=1)
-    try:
-        answers = engine.generate(make_requests(20, 20), SETTINGS)
-        next(answers)
-        engine._processes[0].kill()
-        with pytest.raises(RuntimeError, match="copy 0 died"):
-            list(answers)
-    finally:
-        engine.close()
+def test_copies_leave_with_a_killed_parent(tmp_path):
+    code = (
+        "import time; from fake_engines import EchoEngine; from pacs_trl.evaluation.replicas import ReplicatedEngine\n"
+        "if __name__ == '__main__':\n"
+        "    engine = ReplicatedEngine(EchoEngine, ['', ''], 1)\n"
+        "    print(*(process.pid for process in engine._processes), flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    (tmp_path / "parent.py").write_text(code)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    with subprocess.Popen(
+        [sys.executable, tmp_path / "parent.py"], stdout=subprocess.PIPE, text=True, env=environment
+    ) as parent:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        parent.kill()
+    assert len(pids) == 2
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

@@ -11,10 +11,15 @@ from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.engines import TransformersEngine
 from pacs_trl.evaluation.evaluate import evaluate, main
 from pacs_trl.evaluation.results import read_results
+from pacs_trl.verification import Verifier
 
 
-def run(arguments, **changes):
-    return evaluate(EvaluationArguments(**{**arguments, **changes}), progress=False)
+@pytest.fixture
+def run(verifier):
+    def run(arguments, **changes):
+        return evaluate(EvaluationArguments(**{**arguments, **changes}), verifier, progress=False)
+
+    return run
 
 
 def store_path(arguments):
@@ -25,7 +30,7 @@ def without_the_clock(results):
     return {key: value for key, value in results.items() if key not in ("created", "timing", "commit", "engine")}
 
 
-def test_results_agree_with_the_samples(arguments, sums):
+def test_results_agree_with_the_samples(run, arguments, sums):
     results = run(arguments, method="guesser", token_entropy_samples=2)
     entry = results["benchmarks"]["math_500"]
     answers = {row["unique_id"]: row["answer"] for row in map(json.loads, sums.read_text().splitlines())}
@@ -51,7 +56,7 @@ def test_results_agree_with_the_samples(arguments, sums):
     assert results == read_results(arguments["output_dir"])
 
 
-def test_running_again_draws_nothing(arguments, monkeypatch):
+def test_running_again_draws_nothing(run, arguments, monkeypatch):
     first = run(arguments)
     content = store_path(arguments).read_bytes()
     monkeypatch.setattr(TransformersEngine, "load", lambda *a, **k: pytest.fail("the engine was loaded for nothing"))
@@ -60,7 +65,7 @@ def test_running_again_draws_nothing(arguments, monkeypatch):
 
 
 @pytest.mark.parametrize("kept", [0, 1, 19, 20, 47, 95])
-def test_any_prefix_of_the_store_is_completed_to_the_same_result(arguments, tmp_path, kept):
+def test_any_prefix_of_the_store_is_completed_to_the_same_result(run, arguments, tmp_path, kept):
     first = run(arguments)
     lines = store_path(arguments).read_bytes().splitlines(keepends=True)
     again = {**arguments, "output_dir": str(tmp_path / "again")}
@@ -70,7 +75,7 @@ def test_any_prefix_of_the_store_is_completed_to_the_same_result(arguments, tmp_
     assert sorted(store_path(again).read_bytes().splitlines()) == sorted(line.rstrip() for line in lines)
 
 
-def test_more_samples_keep_the_old_ones(arguments):
+def test_more_samples_keep_the_old_ones(run, arguments):
     run(arguments, n=4, k="1,4")
     old = set(store_path(arguments).read_text().splitlines())
     results = run(arguments, n=8)
@@ -80,7 +85,7 @@ def test_more_samples_keep_the_old_ones(arguments):
     assert all(p["n"] == 4 for p in run(arguments, n=4, k="1,4")["benchmarks"]["math_500"]["problems"])
 
 
-def test_copies_of_the_model_give_the_same_counts(arguments, tmp_path):
+def test_copies_of_the_model_give_the_same_counts(run, arguments, tmp_path):
     one = run(arguments)
     two = run(arguments, data_parallel_size=2, output_dir=str(tmp_path / "two"))
     assert two["benchmarks"] == one["benchmarks"]
@@ -89,7 +94,17 @@ def test_copies_of_the_model_give_the_same_counts(arguments, tmp_path):
 def test_two_benchmarks_and_the_command_line(arguments, sums, capsys):
     argv = [f"--{key}={value}" for key, value in arguments.items() if key != "benchmarks"]
     assert (
-        main([*argv, f"--benchmarks=math_500={sums},miniature/addition", "--max_problems=5", "--n=2", "--k=1,2"]) == 0
+        main(
+            [
+                *argv,
+                f"--benchmarks=math_500={sums},miniature/addition",
+                "--max_problems=5",
+                "--n=2",
+                "--k=1,2",
+                "--verification_num_workers=1",
+            ]
+        )
+        == 0
     )
     out = capsys.readouterr().out
     assert "MATH 500: pass@1" in out and "addition: pass@1" in out and "results.json" in out
@@ -128,12 +143,12 @@ def test_refused_before_any_work(arguments, monkeypatch, changes, message, capsy
     assert message in capsys.readouterr().err
 
 
-def test_a_directory_without_a_model_is_refused(arguments, tmp_path):
+def test_a_directory_without_a_model_is_refused(run, arguments, tmp_path):
     with pytest.raises(ValueError, match="neither a config.json"):
         run(arguments, model=str(tmp_path))
 
 
-def test_an_overwritten_checkpoint_does_not_share_its_samples(arguments, boxing_model, tmp_path):
+def test_an_overwritten_checkpoint_does_not_share_its_samples(run, arguments, boxing_model, tmp_path):
     model, tokenizer = boxing_model
     directory = tmp_path / "model"
     model.save_pretrained(directory), tokenizer.save_pretrained(directory)
@@ -144,6 +159,14 @@ def test_an_overwritten_checkpoint_does_not_share_its_samples(arguments, boxing_
     weight.data.div_(1.001)
     with pytest.raises(ValueError, match="model.digest"):
         run(arguments, model=str(directory))
+
+
+def test_too_many_failures_are_refused(arguments):
+    with Verifier(num_workers=1, max_characters=3) as verifier:
+        with pytest.raises(ValueError, match="of 96 completions these could not be verified: {'too_long': 9"):
+            evaluate(EvaluationArguments(**arguments), verifier, progress=False)
+        results = evaluate(EvaluationArguments(**arguments), verifier, max_failure_share=1.0, progress=False)
+    assert results["benchmarks"]["math_500"]["verification"]["too_long"] > 90
 
 
 def test_every_argument_is_documented():

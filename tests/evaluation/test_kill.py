@@ -14,13 +14,15 @@ import pytest
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.evaluate import evaluate
 from pacs_trl.evaluation.results import read_results
+from pacs_trl.verification import Verifier
 
 
-NUM_KILLS = int(os.environ.get("PACS_NUM_KILLS", "4"))
+NUM_KILLS = int(os.environ.get("PACS_NUM_KILLS", "3"))
 
 
 def evaluate_in_child(arguments):
-    evaluate(EvaluationArguments(**arguments), progress=False)
+    with Verifier(num_workers=1) as verifier:
+        evaluate(EvaluationArguments(**arguments), verifier, progress=False)
 
 
 @pytest.mark.parametrize("seed", [0])
@@ -28,7 +30,7 @@ def test_counts_survive_any_kill(arguments, tmp_path, seed):
     arguments = {**arguments, "n": 32, "k": "1,32", "batch_size": 8}
     # A fork server has imported everything once, so that a child spends its life sampling and not importing.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pacs_trl.evaluation.evaluate"])
+    context.set_forkserver_preload(["pacs_trl.evaluation.evaluate", "pacs_trl.evaluation.sampling"])
 
     def start(output_dir):
         child = context.Process(target=evaluate_in_child, args=({**arguments, "output_dir": str(output_dir)},))

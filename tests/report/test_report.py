@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pacs_trl.report import plots
-from pacs_trl.report.build import build_report, main, training_histories
+from pacs_trl.report.report import build_report, main, training_histories
 
 
 def test_everything_at_once(results_factory, training_directory, tmp_path, capsys):
@@ -98,7 +98,7 @@ def test_the_last_checkpoint_is_read(training_directory, tmp_path):
 def test_needs_neither_torch_nor_vllm(results_factory, tmp_path):
     directory = results_factory("PACS", 0.5)
     code = (
-        "import sys; from pacs_trl.report.build import main;"
+        "import sys; from pacs_trl.report.report import main;"
         f"status = main([{str(directory)!r}, '--output_dir', {str(tmp_path / 'out')!r}]);"
         "print(status, [m for m in ('torch', 'vllm', 'transformers', 'trl', 'datasets') if m in sys.modules])"
     )
