@@ -73,13 +73,13 @@ def batch_arithmetic_errors(
         what = "generation batch" if name == "steps_per_generation" else "batch of an optimizer step"
         unit = next(n for n in range(1, num_generations + 1) if slot * n % num_generations == 0)
         legal_steps = _around(steps, unit)
-        legal_generations = [n for n in range(2, size + 1) if size % n == 0] or [2]
-        nearest = sorted(sorted(legal_generations, key=lambda n: abs(n - num_generations))[:2])
+        divisors = [n for n in range(2, size + 1) if size % n == 0]
+        nearest = sorted(sorted(divisors, key=lambda n: abs(n - num_generations))[:2])
+        other_way = f", or num_generations={_either(nearest)}" if nearest else ""
         errors.append(
             f"The {what} must hold whole groups of num_generations={num_generations} completions, but it has "
             f"per_device_train_batch_size={per_device_train_batch_size} x {num_processes} processes x "
-            f"{name}={steps} = {size}. Nearest legal values: {name}={_either(legal_steps)}, or "
-            f"num_generations={_either(nearest)}."
+            f"{name}={steps} = {size}. Nearest legal values: {name}={_either(legal_steps)}{other_way}."
         )
         break  # the second rule follows from the first when the steps are equal; one remedy at a time
     whole_updates = steps_per_generation % gradient_accumulation_steps == 0
