@@ -51,7 +51,7 @@ class WarmStartSettings:
         target_accuracy (`float`, *optional*, defaults to `0.15`):
             Training stops as soon as this share of sampled completions (temperature 1, one for each of `num_probes`
             training problems) is right.
-        max_steps (`int`, *optional*, defaults to `1500`):
+        max_steps (`int`, *optional*, defaults to `1000`):
             Optimizer steps after which training stops in any case.
         probe_steps (`int`, *optional*, defaults to `25`):
             Optimizer steps between two measurements of the accuracy.
@@ -67,7 +67,7 @@ class WarmStartSettings:
     size: str = "small"
     seed: int = 0
     target_accuracy: float = 0.15
-    max_steps: int = 1500
+    max_steps: int = 1000
     probe_steps: int = 25
     num_probes: int = 256
     batch_size: int = 16
@@ -128,7 +128,8 @@ def warm_start(task: str, *, cache_dir: str | Path = CACHE_DIR, **settings) -> P
             json.dumps(asdict(wanted)),
             f"{partial}/model",
         ]
-        subprocess.run(command, check=True, env=environment)
+        # Standard output gets the trainer's metrics; its progress bar goes to standard error, which stays visible.
+        subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
         try:
             os.rename(f"{partial}/model", directory)
         except OSError:
@@ -151,7 +152,7 @@ def train_warm_start(settings: WarmStartSettings, output_dir: str | Path) -> dic
             "prompt": [{"role": "user", "content": row["problem"]}],
             "completion": [{"role": "assistant", "content": row["solution"]}],
         }
-        for row in demonstrations(settings.task, seed=settings.seed)
+        for row in demonstrations(settings.task, seed=settings.seed)[: settings.max_steps * settings.batch_size]
     ]
     probe = StopAtAccuracy(settings, model_tokenizer)
     trainer = SFTTrainer(
@@ -169,6 +170,7 @@ def train_warm_start(settings: WarmStartSettings, output_dir: str | Path) -> dic
             max_steps=settings.max_steps,
             max_length=None,
             bf16=False,
+            dataloader_pin_memory=False,
             gradient_checkpointing=False,
             save_strategy="no",
             logging_steps=settings.probe_steps,
