@@ -1,0 +1,144 @@
+"""Metrics of the implicit critic: by hand, and the logged ones against a recomputation from weights and rows."""
+
+import math
+
+import pytest
+import torch
+from replay import Recorder, Replay, build_trainer, in_graph_step, rows_of_update, tiny_model
+
+from pacs_trl.metrics import critic_metrics
+from pacs_trl.objective import group_scores
+
+
+NAN = float("nan")
+
+
+def test_by_hand():
+    """Two groups of three. Group 1 is mixed; group 2 has one class and a row without a verdict."""
+    labels = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, NAN])
+    proxies = torch.tensor([0.9, 0.3, -0.6, 2.0, -2.0, 7.0])
+    scores = group_scores(proxies, labels, num_generations=3)
+    # leave-one-out: 0.9 - (-0.15), 0.3 - 0.15, -0.6 - 0.6; group 2 has two rows: 2 - (-2), -2 - 2
+    torch.testing.assert_close(scores, torch.tensor([1.05, 0.15, -1.2, 4.0, -4.0, 0.0]))
+    found = critic_metrics(proxies, scores, labels, num_generations=3)
+
+    def sigmoid(x):
+        return 1 / (1 + math.exp(-x))
+
+    residuals = [1 - sigmoid(1.05), sigmoid(0.15), sigmoid(-1.2), 1 - sigmoid(4), 1 - sigmoid(-4)]
+    expected = {
+        "pacs/score_mean": 0.0,  # leave-one-out scores of a group sum to 0
+        "pacs/score_std": math.sqrt((1.05**2 + 0.15**2 + 1.2**2 + 4**2 + 4**2) / 4),
+        "pacs/proxy_abs_mean": (0.9 + 0.3 + 0.6 + 2.0 + 2.0) / 5,
+        "pacs/residual_abs_mean": sum(residuals) / 5,
+        "pacs/label_mean": 3 / 5,
+        "pacs/critic_accuracy": 2 / 3,  # of group 1: 1.05 right, 0.15 wrong, -1.2 right
+        "pacs/critic_brier": sum(r**2 for r in residuals[:3]) / 3,
+        "pacs/uniform_group_fraction": 1 / 2,
+        "pacs/saturated_score_fraction": 0.0,
+        "pacs/unscorable_fraction": 1 / 6,
+    }
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, abs=1e-6), name
+
+
+def test_saturated_scores_are_counted_on_both_sides():
+    labels = torch.tensor([1.0, 0.0, 1.0, 0.0])
+    proxies = torch.tensor([6.0, 0.5, -6.0, 2.0])  # scores: 5.5, -5.5, -8, 8
+    scores = group_scores(proxies, labels, num_generations=2)
+    assert critic_metrics(proxies, scores, labels, num_generations=2)["pacs/saturated_score_fraction"] == 1.0
+    halved = critic_metrics(proxies / 1.5, scores / 1.5, labels, num_generations=2)
+    assert halved["pacs/saturated_score_fraction"] == 0.5
+
+
+def test_critic_is_not_rated_before_it_has_an_opinion():
+    labels = torch.tensor([1.0, 0.0])
+    found = critic_metrics(torch.zeros(2), torch.zeros(2), labels, num_generations=2)
+    assert math.isnan(found["pacs/critic_accuracy"]) and math.isnan(found["pacs/critic_brier"])
+    assert found["pacs/residual_abs_mean"] == 0.5
+
+
+def test_critic_is_not_rated_on_uniform_groups():
+    labels, proxies = torch.tensor([1.0, 1.0]), torch.tensor([0.5, -0.5])
+    found = critic_metrics(proxies, group_scores(proxies, labels, num_generations=2), labels, num_generations=2)
+    assert math.isnan(found["pacs/critic_accuracy"]) and found["pacs/uniform_group_fraction"] == 1.0
+
+
+def test_nothing_scorable():
+    found = critic_metrics(torch.ones(2), torch.zeros(2), torch.tensor([NAN, 1.0]), num_generations=2)
+    assert found.pop("pacs/unscorable_fraction") == 1.0
+    assert all(math.isnan(value) for value in found.values()), found
+
+
+@pytest.mark.parametrize("group_layout", ["whole", "split"])
+def test_logged_metrics_equal_their_recomputation(tmp_path, group_layout):
+    replay, recorder = Replay(unverifiable=0.2), Recorder()
+    trainer = build_trainer(
+        tmp_path,
+        replay=replay,
+        more={"callbacks": [recorder]},
+        group_layout=group_layout,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        steps_per_generation=4,
+    )
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    for update in range(2):
+        generation, rows = rows_of_update(replay, trainer.args, update)
+        step = in_graph_step(
+            tiny_model().double(), recorder.weights[update], replay.weights[generation], rows, trainer.args
+        )
+        labels = torch.tensor([NAN if row.label is None else row.label for row in rows])
+        scores = group_scores(step.proxies, labels, num_generations=4)
+        expected = critic_metrics(step.proxies, scores, labels, num_generations=4)
+        for name, value in expected.items():
+            if math.isnan(value):
+                assert logged[update][name] is None, name
+            else:
+                assert logged[update][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+        norm = math.sqrt(sum(g.square().sum().item() for g in step.gradients.values()))
+        assert logged[update]["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    # in the first update, rows of one-class groups and rows without a verdict have no gradient and are not computed
+    _, rows = rows_of_update(replay, trainer.args, 0)
+    labels = [[row.label for row in rows[i : i + 4]] for i in (0, 4)]
+    counting = sum(sum(v is not None for v in group) for group in labels if {0.0, 1.0} <= set(group))
+    assert 0 < counting < 8
+    assert logged[0]["pacs/forwarded_fraction"] == counting / 8
+
+
+def test_entropy_is_the_mean_over_tokens(tmp_path):
+    replay, recorder = Replay(tools=True), Recorder()
+    trainer = build_trainer(tmp_path, replay=replay, more={"callbacks": [recorder]}, steps_per_generation=2)
+    trainer.train()
+    model = tiny_model()
+    _, rows = rows_of_update(replay, trainer.args, 1)
+    entropies = []
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(recorder.weights[1][name])
+        for row in rows:
+            logits = model(torch.tensor([row.prompt_ids + row.completion_ids])).logits[0, len(row.prompt_ids) - 1 : -1]
+            entropies += [
+                e.item() for e, m in zip(torch.distributions.Categorical(logits=logits).entropy(), row.env_mask) if m
+            ]
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry][1]
+    assert logged["entropy"] == pytest.approx(sum(entropies) / len(entropies), rel=1e-5)
+
+
+def test_metrics_are_recorded_once_per_optimizer_step(tmp_path):
+    """Four micro-batches per step: one reduction and one value of each metric, whatever their number."""
+    trainer = build_trainer(
+        tmp_path, replay=Replay(), per_device_train_batch_size=2, gradient_accumulation_steps=4, logging_steps=10
+    )
+    reductions = []
+    reduce = trainer.accelerator.reduce
+    trainer.accelerator.reduce = lambda *args, **kwargs: reductions.append(1) or reduce(*args, **kwargs)
+    recorded = {}
+    trainer.log = lambda logs, *args: recorded.update(
+        {k: len(v) for k, v in trainer._metrics["train"].items() if k.startswith("pacs/")} or recorded
+    )
+    trainer.train()
+    assert len(reductions) == 2
+    assert recorded and set(recorded.values()) == {2}, recorded
