@@ -1,0 +1,474 @@
+"""The trainer as its user meets it: zero proxies, evaluation, skipped steps, refused input, ten-line script, card."""
+
+import math
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+import torch
+from peft import LoraConfig
+from replay import (
+    MAX_COMPLETION_LENGTH,
+    TOKENIZER,
+    Replay,
+    addition_dataset,
+    build_trainer,
+    digit_reward,
+    tiny_model,
+    trainable_weights,
+)
+from transformers import TrainerCallback
+
+from pacs_trl import PACSConfig, PACSTrainer
+
+
+def logged(trainer, name: str) -> list:
+    return [entry.get(name) for entry in trainer.state.log_history if "loss" in entry]
+
+
+# Zero proxies -----------------------------------------------------------------------------------------------------
+
+CHECKPOINTING = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+PATHS = {
+    "whole": {"group_layout": "whole"},
+    "split": {"group_layout": "split"},
+    "whole, padded": {"group_layout": "whole", "padding_free": "never"},
+    "split, padded": {"group_layout": "split", "padding_free": "never"},
+    "whole, checkpointing": {"group_layout": "whole", **CHECKPOINTING},
+    "split, bounded by tokens": {"group_layout": "split", "max_tokens_per_micro_batch": 30},
+    "small micro-batches": {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "steps_per_generation": 8,
+    },
+    "two iterations": {"num_iterations": 2},
+    "snapshot": {"reference": "snapshot"},
+    "snapshot, split": {"reference": "snapshot", "group_layout": "split"},
+}
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("settings", PATHS.values(), ids=PATHS)
+def test_proxies_are_exactly_zero_while_the_policy_has_not_moved(tmp_path, settings, bf16):
+    """In the first update always; in later ones (learning rate 0) because policy and reference are scored in the same
+    micro-batches, so that equal weights give equal bits."""
+    settings = {"steps_per_generation": 2, "learning_rate": 0.0, "max_steps": 3, "bf16": bf16} | settings
+    trainer = build_trainer(tmp_path, replay=Replay(unverifiable=0.1), **settings)
+    trainer.train()
+    assert logged(trainer, "pacs/proxy_abs_mean") == [0.0, 0.0, 0.0]
+    assert logged(trainer, "pacs/score_std") == [0.0, 0.0, 0.0]
+
+
+def test_proxies_are_exactly_zero_with_lora(tmp_path):
+    lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    settings = {"steps_per_generation": 2, "learning_rate": 0.0, "bf16": True}
+    trainer = build_trainer(tmp_path, replay=Replay(), more={"peft_config": lora}, **settings)
+    trainer.train()
+    assert logged(trainer, "pacs/proxy_abs_mean") == [0.0, 0.0]
+
+
+def test_first_update_needs_no_forward_pass_for_its_proxies(tmp_path):
+    """Also with weights that move: only the rows that count are computed, once."""
+    trainer = build_trainer(tmp_path, replay=Replay(uniform_groups=1), learning_rate=0.5)
+    rows = []
+    score = trainer._update.score
+    trainer._update.score = lambda model, batch: rows.append(len(batch.input_ids)) or score(model, batch)
+    trainer.train()
+    assert rows == [4, 4]  # of 8 rows per step, 4 are in the group of one class
+    assert logged(trainer, "pacs/proxy_abs_mean") == [0.0, 0.0]
+    assert logged(trainer, "pacs/forwarded_fraction") == [0.5, 0.5]
+
+
+def test_mixed_precision_keeps_weights_and_scores_in_float32(tmp_path):
+    trainer = build_trainer(tmp_path, replay=Replay(), bf16=True)
+    dtypes = []
+    score = trainer._update.score
+
+    def spy(model, batch):
+        logps, entropies = score(model, batch)
+        dtypes.append(logps.dtype)
+        return logps, entropies
+
+    trainer._update.score = spy
+    trainer.train()
+    assert set(dtypes) == {torch.float32}
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+
+
+# Evaluation -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_generations_eval", [1, 2])
+def test_evaluation(tmp_path, num_generations_eval):
+    torch.manual_seed(0)
+    trainer = build_trainer(
+        tmp_path,
+        more={"eval_dataset": addition_dataset(6)},
+        num_generations_eval=num_generations_eval,
+        per_device_eval_batch_size=4,
+        eval_strategy="steps",
+        eval_steps=1,
+    )
+    before = trainable_weights(trainer.model)
+    metrics = trainer.evaluate()
+    assert all(torch.equal(before[name], p) for name, p in trainable_weights(trainer.model).items())
+    assert metrics["eval_reward"] == pytest.approx(metrics["eval_rewards/digit_reward/mean"])
+    if num_generations_eval == 1:
+        assert metrics["eval_loss"] == 0.0 and "eval_pacs/label_mean" not in metrics
+    else:
+        assert metrics["eval_loss"] == pytest.approx(math.log(2))  # the policy that generated is the reference
+        assert metrics["eval_pacs/label_mean"] == pytest.approx(metrics["eval_reward"])
+    trainer.train()
+    assert len([e for e in trainer.state.log_history if "eval_loss" in e]) == 2
+
+
+def test_evaluation_against_the_snapshot(tmp_path):
+    trainer = build_trainer(
+        tmp_path,
+        more={"eval_dataset": addition_dataset(8)},
+        num_generations_eval=4,
+        reference="snapshot",
+        learning_rate=0.2,
+    )
+    assert trainer.evaluate()["eval_pacs/proxy_abs_mean"] == 0.0
+    trainer.train()
+    before = trainable_weights(trainer.model)
+    metrics = trainer.evaluate()
+    assert metrics["eval_pacs/proxy_abs_mean"] > 0.01
+    assert metrics["eval_loss"] != pytest.approx(math.log(2), abs=1e-4)
+    assert all(torch.equal(before[name], p) for name, p in trainable_weights(trainer.model).items())
+
+
+def test_evaluation_does_not_disturb_training(tmp_path):
+    weights = []
+    for eval_strategy in ("no", "steps"):
+        torch.manual_seed(0)
+        trainer = build_trainer(
+            tmp_path,
+            replay=Replay(),
+            more={"eval_dataset": addition_dataset(8)},
+            per_device_eval_batch_size=4,
+            eval_strategy=eval_strategy,
+            eval_steps=1,
+            steps_per_generation=2,
+            max_steps=4,
+        )
+        trainer.train()
+        weights.append(trainable_weights(trainer.model))
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+# Steps that are skipped -------------------------------------------------------------------------------------------
+
+
+class Poison(TrainerCallback):
+    """Makes the gradient of chosen steps (from 0) infinite or NaN, where a broken backward pass would."""
+
+    def __init__(self, steps, value=float("nan")):
+        self.steps, self.value = steps, value
+
+    def attach(self, trainer):
+        backward = trainer._update._backward
+
+        def poisoned(loss):
+            backward(loss)
+            if trainer.state.global_step in self.steps:
+                next(p for p in trainer.model.parameters() if p.grad is not None).grad.view(-1)[0] = self.value
+
+        trainer._update._backward = poisoned
+
+
+class Watch(TrainerCallback):
+    """Weights and optimizer state after every step."""
+
+    def __init__(self):
+        self.weights, self.optimizer = [], []
+
+    def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
+        self.weights.append(trainable_weights(model))
+        self.optimizer.append(
+            [
+                {k: v.clone() if torch.is_tensor(v) else v for k, v in entry.items()}
+                for entry in optimizer.state_dict()["state"].values()
+            ]
+        )
+
+
+def same(a, b) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return torch.equal(a, b) if torch.is_tensor(a) else a == b
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+def test_step_with_a_gradient_that_is_not_finite_is_skipped(tmp_path, max_grad_norm, value):
+    watch = Watch()
+    trainer = build_trainer(
+        tmp_path,
+        replay=Replay(),
+        more={"callbacks": [watch]},
+        max_steps=4,
+        max_grad_norm=max_grad_norm,
+        optim="adamw_torch",
+        learning_rate=1e-3,
+        weight_decay=0.1,
+    )
+    Poison([1, 2], value).attach(trainer)
+    trainer.train()
+    assert same(watch.weights[0], watch.weights[2]) and same(watch.optimizer[0], watch.optimizer[2])
+    assert not same(watch.weights[2], watch.weights[3]) and not same(watch.optimizer[2], watch.optimizer[3])
+    assert logged(trainer, "pacs/non_finite_steps") == [0, 1, 2, 2]
+    assert all(p.isfinite().all() for p in trainer.model.parameters())
+
+
+def test_too_many_such_steps_in_a_row_stop_training(tmp_path):
+    trainer = build_trainer(tmp_path, replay=Replay(), max_steps=8, max_non_finite_steps=2)
+    Poison([1, 3, 4, 5]).attach(trainer)  # one alone, then three in a row
+    with pytest.raises(RuntimeError, match="not finite in 2 optimizer steps in a row.*step 5; max_non_finite_steps=2"):
+        trainer.train()
+    assert trainer.state.global_step == 4
+
+
+# Refused input ----------------------------------------------------------------------------------------------------
+
+
+def constant(value):
+    def reward(completions, **kwargs):
+        return [value if i == 1 else 0.0 for i in range(len(completions))]
+
+    return reward
+
+
+@pytest.mark.parametrize("value", [1.5, -1.0, float("inf")])
+def test_labels_outside_0_to_1(tmp_path, value):
+    trainer = build_trainer(tmp_path, reward=constant(value))
+    with pytest.raises(
+        ValueError, match=rf"must lie in \[0, 1\], but completion 1 .* has {value:g}: reward={value:g}"
+    ):
+        trainer.train()
+
+
+def test_labels_are_weighted_sums(tmp_path):
+    def half(completions, **kwargs):
+        return [0.5] * len(completions)
+
+    def whole(completions, **kwargs):
+        return [1.0 if i % 2 else None for i in range(len(completions))]
+
+    trainer = build_trainer(tmp_path, reward=[half, whole], reward_weights=[0.6, 0.7], max_steps=1)
+    trainer.train()
+    assert logged(trainer, "pacs/label_mean") == [pytest.approx((0.3 + 1.0) / 2)]
+    trainer = build_trainer(tmp_path, reward=[half, whole], reward_weights=[0.8, 0.7], max_steps=1)
+    with pytest.raises(ValueError, match=r"has 1.1: half=0.5 \(weight 0.8\), whole=1 \(weight 0.7\)"):
+        trainer.train()
+
+
+def test_all_rewards_none_is_no_step(tmp_path):
+    trainer = build_trainer(tmp_path, reward=lambda completions, **kwargs: [None] * len(completions))
+    trainer.reward_func_names = ["none"]
+    before = trainable_weights(trainer.model)
+    trainer.train()
+    assert same(before, trainable_weights(trainer.model))
+    assert logged(trainer, "pacs/unscorable_fraction") == [1.0, 1.0]
+    assert logged(trainer, "loss") == [0.0, 0.0]
+
+
+def test_wrong_type_of_arguments(tmp_path):
+    from trl import GRPOConfig
+
+    with pytest.raises(TypeError, match="must be a PACSConfig, got GRPOConfig"):
+        PACSTrainer(tiny_model(), digit_reward, args=GRPOConfig(str(tmp_path), bf16=False))
+
+
+def test_training_set_smaller_than_a_generation_batch(tmp_path):
+    with pytest.raises(ValueError, match=r"has 3 prompts, but a generation batch needs 4 .*=16 / num_generations=4"):
+        build_trainer(tmp_path, steps_per_generation=2, more={"train_dataset": addition_dataset(3)})
+
+
+def test_packing_that_the_model_cannot_do(tmp_path):
+    with pytest.raises(ValueError, match="padding_free='always' needs .*Qwen3ForCausalLM with 'eager'"):
+        build_trainer(tmp_path, model=tiny_model(attn_implementation="eager"), padding_free="always")
+
+
+def test_whole_groups_that_do_not_fit(tmp_path):
+    settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "group_layout": "whole"}
+    with pytest.raises(ValueError, match="num_generations=4 .*per_device_train_batch_size=2 is too small"):
+        build_trainer(tmp_path, replay=Replay(), **settings).train()
+
+
+def test_sequence_longer_than_max_tokens(tmp_path):
+    replay = Replay(edit=lambda generation, rows: [*rows[:-1], long_row(rows[-1])])
+    trainer = build_trainer(tmp_path, replay=replay, max_tokens_per_micro_batch=17)
+    with pytest.raises(ValueError, match=r"max_tokens_per_micro_batch=17 cannot .* has 28 tokens .*at least 28"):
+        trainer.train()
+
+
+def long_row(row):
+    row.prompt_ids, row.completion_ids = [1] * 12, [2] * MAX_COMPLETION_LENGTH
+    return row
+
+
+def test_rollout_function_that_loses_rows(tmp_path):
+    replay = Replay()
+    trainer = build_trainer(tmp_path, replay=lambda *a: {k: v[:-1] if v else v for k, v in replay(*a).items()})
+    with pytest.raises(ValueError, match="rollout_func returned 7 completions for 8 prompts"):
+        trainer.train()
+
+
+# Empty completions ------------------------------------------------------------------------------------------------
+
+
+def emptied(token_ids):
+    def edit(generation, rows):
+        for row in rows[5:7]:
+            row.completion_ids = list(token_ids)
+            row.env_mask = [1] * len(token_ids)
+        return rows
+
+    return edit
+
+
+@pytest.mark.parametrize("tools", [False, True])
+@pytest.mark.parametrize("mask_truncated_completions", [False, True])
+@pytest.mark.parametrize("padding_free", ["auto", "never"])
+def test_empty_completions_of_a_rollout_function(tmp_path, padding_free, mask_truncated_completions, tools):
+    """No token at all counts as the end-of-sequence token alone."""
+    settings = {
+        "padding_free": padding_free,
+        "mask_truncated_completions": mask_truncated_completions,
+        "steps_per_generation": 2,
+    }
+    weights = []
+    for token_ids in ([], [TOKENIZER.eos_token_id]):
+        replay = Replay(uniform_groups=0, tools=tools, edit=emptied(token_ids))
+        trainer = build_trainer(tmp_path, replay=replay, **settings)
+        trainer.train()
+        weights.append(trainable_weights(trainer.model))
+        assert logged(trainer, "completions/empty_ratio")[0] == (2 / 16 if not token_ids else 0.0)
+        assert logged(trainer, "completions/min_length")[0] >= 0
+    assert same(*weights)
+
+
+def test_empty_completions_of_an_engine(tmp_path, monkeypatch):
+    """An engine that strips the end-of-sequence token: TRL indexes the last token of every completion."""
+    trainer = build_trainer(tmp_path, max_steps=1)
+    parent = type(trainer).__mro__[1]
+    generate = parent._generate_single_turn
+
+    def stripped(self, *args, **kwargs):
+        completion_ids, logprobs = generate(self, *args, **kwargs)
+        return [[] if i == 3 else ids for i, ids in enumerate(completion_ids)], logprobs
+
+    monkeypatch.setattr(parent, "_generate_single_turn", stripped)
+    trainer.train()
+    assert logged(trainer, "completions/empty_ratio") == [1 / 8]
+    assert all(p.isfinite().all() for p in trainer.model.parameters())
+
+
+def test_every_completion_truncated_and_masked(tmp_path):
+    replay = Replay(truncated=1.0, edit=lambda generation, rows: [long_row(row) for row in rows])
+    trainer = build_trainer(tmp_path, replay=replay, mask_truncated_completions=True)
+    before = trainable_weights(trainer.model)
+    trainer.train()
+    assert same(before, trainable_weights(trainer.model))
+    assert logged(trainer, "pacs/unscorable_fraction") == [1.0, 1.0]
+
+
+# Ten lines --------------------------------------------------------------------------------------------------------
+
+SCRIPT = """\
+from datasets import Dataset
+from pacs_trl import PACSConfig, PACSTrainer
+
+dataset = Dataset.from_list([{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(8) for b in range(8)])
+
+def contains_answer(completions, answer, **kwargs):
+    return [float(a in completion) for completion, a in zip(completions, answer)]
+
+args = PACSConfig("trained", max_steps=2, max_completion_length=8, bf16=False, use_cpu=True, report_to="none")
+trainer = PACSTrainer(model="model", reward_funcs=contains_answer, train_dataset=dataset, args=args)
+trainer.train()
+trainer.save_model()
+"""
+
+
+@pytest.fixture(scope="module")
+def saved_model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("saved") / "model"
+    tiny_model().save_pretrained(directory)
+    TOKENIZER.save_pretrained(directory)
+    return directory
+
+
+def test_ten_line_script_with_a_model_path(saved_model):
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT], cwd=saved_model.parent, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert (saved_model.parent / "trained" / "model.safetensors").is_file()
+
+
+def test_model_instance_and_default_settings(saved_model, tmp_path, monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    @dataclass
+    class OnCPU(PACSConfig):  # TRL's own default, bf16 on an accelerator, does not run here
+        use_cpu: bool = True
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pacs_trl.pacs_trainer.PACSConfig", OnCPU)
+    model = AutoModelForCausalLM.from_pretrained(saved_model)
+    trainer = PACSTrainer(model, digit_reward, train_dataset=addition_dataset(64))
+    assert trainer.args.output_dir == "model-PACS" and trainer.args.num_generations == 8
+    assert trainer.processing_class.eos_token == TOKENIZER.eos_token
+
+
+def test_model_card(saved_model, tmp_path):
+    trainer = build_trainer(
+        tmp_path / "arithmetic", model=str(saved_model), max_steps=1, save_strategy="steps", save_steps=1
+    )
+    trainer.train()
+    card = (tmp_path / "arithmetic" / "README.md").read_text()
+    tags = card.split("---")[1]
+    assert "- pacs\n" in tags and "- trl\n" in tags and "arithmetic" in card
+    assert "PACS" in card and "2509.02522" in card and "li2025implicit" in card
+    assert "Implicit Actor Critic Coupling via a Supervised Learning Framework for RLVR" in card
+
+
+def test_iterable_dataset(tmp_path):
+    trainer = build_trainer(tmp_path, more={"train_dataset": addition_dataset(32).to_iterable_dataset()})
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
+def test_public_training_step_only(tmp_path):
+    trainer = build_trainer(tmp_path, replay=Replay())
+    with pytest.raises(RuntimeError, match="trains through `training_step`"):
+        trainer.model.train()
+        trainer.compute_loss(trainer.model, {})
+
+
+def test_training_raises_the_reward(tmp_path):
+    """The whole loop learns: completions that start with a digit byte are right."""
+
+    def first_is_low(completion_ids, **kwargs):
+        return [float(ids[0] < 64) for ids in completion_ids]
+
+    trainer = build_trainer(
+        tmp_path,
+        reward=first_is_low,
+        max_steps=40,
+        per_device_train_batch_size=32,
+        num_generations=8,
+        max_completion_length=2,
+        optim="adamw_torch",
+        learning_rate=3e-3,
+        seed=0,
+    )
+    trainer.train()
+    rewards = logged(trainer, "reward")
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3
