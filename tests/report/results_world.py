@@ -9,7 +9,7 @@ BENCHMARKS = {"aime_2024": ("AIME 2024", 30), "aime_2025": ("AIME 2025", 30), "m
 PROTOCOL = {
     "sampling": {"temperature": 0.6, "top_p": 0.95, "top_k": 0, "max_new_tokens": 8192},
     "prompt": {"instruction": "Box it.", "system_prompt": None, "chat_template_kwargs": None},
-    "verifier": {"name": "math_verify", "version": "0.9.0"},
+    "verifier": {"name": "math_verify", "version": "0.9.0", "protocol": "authors", "cpu_seconds": 0.5},
 }
 
 

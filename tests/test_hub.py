@@ -1,0 +1,219 @@
+"""Pushing to a Hub on this machine: what arrives, what survives failures, what a dry run does not do."""
+
+import json
+import sys
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+import yaml
+from huggingface_hub import HfApi, ModelCard, parse_eval_result_entries
+from loopback_hub import LoopbackHub
+
+from pacs_trl.evaluation.provenance import checkpoint_digest
+from pacs_trl.hub import main, push
+
+
+sys.path.insert(0, str(Path(__file__).parent / "report"))
+from results_world import make_results  # noqa: E402
+
+
+REPO = "user/pacs-mini"
+RECIPE = {"method": "pacs", "model_name_or_path": "Qwen/Qwen3-8B", "dataset_name": "org/problems", "pacs_beta": 1.0}
+UPLOADED = [
+    ".eval_results/aime_2024.yaml",
+    ".eval_results/math_500.yaml",
+    "README.md",
+    "config.json",
+    "model.safetensors",
+    "recipe.yaml",
+    "results.json",
+    "tokenizer.json",
+    "trainer_state.json",
+    "training.png",
+]
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+    huggingface_hub.close_session()
+    with LoopbackHub() as hub:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.endpoint)
+        yield hub
+    huggingface_hub.close_session()
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A checkpoint directory as training leaves it: 50 kB of weights, a log, an older checkpoint inside."""
+    directory = tmp_path / "run"
+    (directory / "checkpoint-20").mkdir(parents=True)
+    (directory / "checkpoint-20" / "model.safetensors").write_bytes(b"old" * 10_000)
+    (directory / "config.json").write_text('{"model_type": "qwen3"}')
+    (directory / "tokenizer.json").write_text("{}")
+    (directory / "model.safetensors").write_bytes(bytes(range(256)) * 200)
+    (directory / "optimizer.pt").write_bytes(b"moments" * 10_000)
+    (directory / "samples").mkdir()
+    (directory / "samples" / "aime_2024.jsonl").write_text("{}\n")
+    history = [{"step": step, "reward": 0.1 * step, "entropy": 0.4, "step_time": 1.0} for step in range(1, 6)]
+    (directory / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    results = make_results("PACS", 0.5, benchmarks=("aime_2024", "math_500"), ks=(1, 8))
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    return directory
+
+
+def push_it(checkpoint, hub, **changes):
+    extra = {"results": checkpoint.parent / "results.json", "recipe": checkpoint.parent / "recipe.yaml"}
+    api = HfApi(endpoint=hub.endpoint, token="hf_x")
+    return push(checkpoint, REPO, api=api, first_wait_seconds=0.01, **{**extra, **changes})
+
+
+def test_everything_arrives(checkpoint, hub):
+    result = push_it(checkpoint, hub, private=True)
+    assert sorted(hub.files[REPO]) == UPLOADED == result.files
+    for path, content in hub.files[REPO].items():
+        assert content == (checkpoint / path).read_bytes()
+    assert hub.private[REPO] and hub.commits[REPO] == ["Upload model, card, recipe and results"]
+    assert result.num_retries == 0 and hub.count("put") == 2  # weights and figure; the rest is small
+
+
+def test_the_card_carries_the_numbers_and_their_conditions(checkpoint, hub):
+    push_it(checkpoint, hub)
+    results = json.loads((checkpoint / "results.json").read_text())
+    cell = results["benchmarks"]["aime_2024"]["pass_at_k"]["8"]
+    card = ModelCard(hub.files[REPO]["README.md"].decode())
+    assert card.data.base_model == "Qwen/Qwen3-8B" and card.data.datasets == ["org/problems"]
+    (entry,) = [e for e in card.data.eval_results if e.dataset_name == "AIME 2024" and e.metric_type == "pass@8"]
+    assert entry.metric_value == round(100 * cell["value"], 2) and entry.dataset_type == "org/aime_2024"
+    assert entry.metric_args == {
+        "n": 128,
+        "k": 8,
+        "interval_95": [round(100 * cell["lower"], 2), round(100 * cell["upper"], 2)],
+        "temperature": 0.6,
+        "top_p": 0.95,
+        "top_k": 0,
+        "max_new_tokens": 8192,
+        "prompt_digest": "p" * 16,
+        "problems_digest": "d" * 16,
+        "verifier": "math_verify 0.9.0 (authors protocol)",
+    }
+    assert f"{100 * cell['value']:.2f} [{100 * cell['lower']:.1f}, {100 * cell['upper']:.1f}]" in card.text
+    for fact in ("n = 128", "temperature 0.6", "0123456789abcdef", "training.png", "recipe.yaml", "1 x NVIDIA H200"):
+        assert fact in card.text
+
+
+def test_the_hub_reads_the_evaluation_results(checkpoint, hub):
+    push_it(checkpoint, hub)
+    (entry,) = parse_eval_result_entries(yaml.safe_load(hub.files[REPO][".eval_results/aime_2024.yaml"]))
+    cell = json.loads((checkpoint / "results.json").read_text())["benchmarks"]["aime_2024"]["pass_at_k"]["1"]
+    assert (entry.dataset_id, entry.task_id) == ("org/aime_2024", "default")
+    assert entry.value == round(100 * cell["value"], 2)
+    for fact in ("n=128", "temperature 0.6", "prompt digest pppp", "math_verify 0.9.0", f"{100 * cell['lower']:.2f}"):
+        assert fact in entry.notes
+
+
+def test_benchmarks_from_files_claim_no_hub_dataset(checkpoint, hub):
+    results = json.loads((checkpoint.parent / "results.json").read_text())
+    results["benchmarks"]["aime_2024"]["source"].pop("hub_id")
+    (checkpoint.parent / "results.json").write_text(json.dumps(results))
+    push_it(checkpoint, hub)
+    assert ".eval_results/aime_2024.yaml" not in hub.files[REPO] and ".eval_results/math_500.yaml" in hub.files[REPO]
+    assert "AIME 2024" in hub.files[REPO]["README.md"].decode()
+
+
+@pytest.mark.parametrize("kind", ["create", "preupload", "batch", "verify", "commit"])
+def test_a_busy_server_is_tried_again(checkpoint, hub, kind):
+    hub.fail_next[kind] = [503]
+    result = push_it(checkpoint, hub)
+    assert sorted(hub.files[REPO]) == UPLOADED and len(hub.commits[REPO]) == 1
+    assert hub.count(kind) >= 2 and result.num_retries <= 1
+
+
+@pytest.mark.parametrize("kind", ["create", "commit"])
+def test_a_connection_lost_in_the_middle_is_resumed(checkpoint, hub, kind):
+    hub.fail_next[kind] = [0]
+    assert push_it(checkpoint, hub).num_retries == 1
+    assert sorted(hub.files[REPO]) == UPLOADED
+    assert hub.count("put") == 2  # nothing that had arrived was sent again
+
+
+def test_an_upload_lost_in_the_middle_is_resumed(checkpoint, hub):
+    hub.fail_next["put"] = [0, 500]
+    push_it(checkpoint, hub)
+    assert sorted(hub.files[REPO]) == UPLOADED
+    assert hub.files[REPO]["model.safetensors"] == (checkpoint / "model.safetensors").read_bytes()
+
+
+def test_a_push_that_gave_up_is_resumed_by_the_next(checkpoint, hub):
+    hub.fail_next["commit"] = [503, 503]
+    with pytest.raises(RuntimeError, match="(?s)failed 2 times.*run the same command again to resume"):
+        push_it(checkpoint, hub, max_attempts=2)
+    assert hub.files[REPO] == {} and hub.count("put") == 2
+    push_it(checkpoint, hub)
+    assert sorted(hub.files[REPO]) == UPLOADED and hub.count("put") == 2
+
+
+def test_pushing_again_commits_nothing(checkpoint, hub):
+    push_it(checkpoint, hub)
+    push_it(checkpoint, hub)
+    assert len(hub.commits[REPO]) == 1 and hub.count("put") == 2
+
+
+def test_a_refusal_is_not_repeated(checkpoint, hub):
+    hub.fail_next["preupload"] = [403] * 10
+    with pytest.raises(Exception, match="403"):
+        push_it(checkpoint, hub)
+    assert hub.count("preupload") == 1
+
+
+def test_a_dry_run_writes_and_sends_nothing(checkpoint, hub, capsys):
+    before = {path: path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()}
+    argv = ["--model", str(checkpoint), "--repo", REPO, "--dry_run"]
+    extra = ["--results", str(checkpoint.parent / "results.json"), "--recipe", str(checkpoint.parent / "recipe.yaml")]
+    assert main([*argv, *extra]) == 0
+    assert capsys.readouterr().out.splitlines()[:-1] == UPLOADED
+    assert {path: path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()} == before
+    assert hub.calls == []
+
+
+def test_a_checkpoint_without_results_has_a_card_too(checkpoint, hub):
+    push_it(checkpoint, hub, results=None, recipe=None)
+    card = hub.files[REPO]["README.md"].decode()
+    assert "No evaluation results were recorded" in card and "model-index" not in card
+    assert "results.json" not in hub.files[REPO]
+
+
+def test_scores_of_other_weights_are_refused(checkpoint, hub):
+    path = checkpoint.parent / "results.json"
+    results = json.loads(path.read_text())
+    results["model"] = {"name": "run", "digest": checkpoint_digest(checkpoint)}
+    path.write_text(json.dumps(results))
+    push_it(checkpoint, hub)
+    (checkpoint / "model.safetensors").write_bytes(bytes(range(255, -1, -1)) * 200)
+    for dry_run in (True, False):
+        with pytest.raises(ValueError, match="not the scores of these weights"):
+            push_it(checkpoint, hub, dry_run=dry_run)
+    assert len(hub.commits[REPO]) == 1
+
+
+def test_the_command_line(checkpoint, hub, monkeypatch, capsys):
+    monkeypatch.setattr("pacs_trl.hub.HfApi", lambda: HfApi(endpoint=hub.endpoint, token="hf_x"))
+    assert main(["--model", str(checkpoint), "--repo", REPO]) == 0
+    assert f"{hub.endpoint}/{REPO}: 6 files, 0 retries" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--model", "/nowhere", "--repo", REPO], "does not exist"),
+        (["--model", "MODEL", "--repo", "name"], "USER/NAME"),
+        (["--model", "MODEL", "--repo", REPO, "--results", "/nowhere.json"], "/nowhere.json"),
+        (["--model", "MODEL/checkpoint-20", "--repo", REPO], "does not look like a saved model"),
+    ],
+)
+def test_refusals(checkpoint, hub, argv, message, capsys):
+    assert main([part.replace("MODEL", str(checkpoint)) for part in argv]) == 2
+    assert message in capsys.readouterr().err and hub.calls == []
