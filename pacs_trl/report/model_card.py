@@ -70,9 +70,7 @@ def build_card(model_name: str, inputs: CardInputs) -> ModelCard:
         tags=sorted({"trl", method.lower(), "arxiv:2509.02522", *inputs.tags}),
         eval_results=model_index(results) if results else None,
     )
-    facts: dict[str, Any] = {"tables": None, "protocol": None, "prompt_example": None}
-    if results:
-        facts = _result_facts(results)
+    facts = _result_facts(results) if results else {"tables": None}
     return ModelCard.from_template(
         data,
         template_path=str(TEMPLATE),
@@ -167,7 +165,6 @@ def _result_facts(results: dict[str, Any]) -> dict[str, Any]:
     gpus = hardware["gpus"]
     return {
         "tables": shown,
-        "protocol": results["protocol"],
         "prompt_example": f"<problem> {prompt['instruction']}" if prompt["instruction"] else "<problem>",
         "sampling": _sampling_text(results),
         "prompt_digest": results["prompt_digest"],
@@ -176,7 +173,7 @@ def _result_facts(results: dict[str, Any]) -> dict[str, Any]:
         "created": results["created"],
         "commit": results["commit"],
         "hardware": f"{len(gpus)} x {gpus[0]}" if gpus else f"{hardware['cpu_cores']} {hardware['machine']} cores",
-        "versions": results["versions"],
+        "versions": ", ".join(f"{name} {number}" for name, number in results["versions"].items()),
     }
 
 
