@@ -113,6 +113,7 @@ def clipped_value_losses(
     error = (values - returns).square()
     if clip_range is None:
         return error, torch.zeros_like(error, dtype=torch.bool)
-    clipped_values = old_values + (values - old_values).clamp(-clip_range, clip_range)
-    clipped_error = (clipped_values - returns).square()
-    return torch.maximum(error, clipped_error), clipped_error > error
+    move = values - old_values
+    clipped_error = (old_values + move.clamp(-clip_range, clip_range) - returns).square()
+    # Comparing errors alone would count rounding: old + (new - old) is not always new.
+    return torch.maximum(error, clipped_error), (move.abs() > clip_range) & (clipped_error > error)

@@ -79,11 +79,6 @@ def load_critic(policy: str | PreTrainedModel, args: PPOConfig) -> PreTrainedMod
         )
     set_seed(args.seed)  # of the value head
     critic = create_model_from_path(path, architecture=AutoModelForTokenClassification, **kwargs)
-    if critic.config.num_labels != 1:
-        raise ValueError(
-            f"The critic {path!r} has {critic.config.num_labels} outputs per token, but a value is one number. Set "
-            "critic_model_name_or_path to a causal language model, or to a critic with one output."
-        )
     if args.disable_dropout:
         disable_dropout_in_model(critic)
     if args.gradient_checkpointing:
@@ -367,7 +362,7 @@ class PPOTrainer(GRPOTrainer):
                 f"{checkpoint} has no {file.name}: it was written by another trainer or with fewer processes than the "
                 f"{self.accelerator.num_processes} there are now. Resume with the same number."
             )
-        state = torch.load(file, map_location=self.accelerator.device, weights_only=True)
+        state = torch.load(file, map_location="cpu", weights_only=True)
         differing = [
             f"{name}: {saved!r} in the checkpoint, {getattr(self.args, name)!r} now"
             for name, saved in state["settings"].items()
@@ -380,5 +375,5 @@ class PPOTrainer(GRPOTrainer):
                 "model_name_or_path."
             )
         self._step = state["step"]
-        self._buffered_inputs = state["rollouts"]
+        self._buffered_inputs = self._prepare_input(state["rollouts"])
         self._metrics["train"].update(state["metrics"])

@@ -1,0 +1,324 @@
+"""PPOTrainer against a long way in float64, and what it does around the loss: warm-up, LoRA, saving, resuming.
+
+The reference below computes values, advantages and both losses row by row without padding and knows nothing of the
+trainer. float32 sums of a few hundred terms differ from float64 by about 1e-7 relative; 1e-4 of the largest gradient
+leaves room for ratios and whitening.
+"""
+
+import copy
+import shutil
+
+import pytest
+import torch
+from peft import LoraConfig
+from replay import (
+    MAX_COMPLETION_LENGTH,
+    TOKENIZER,
+    Recorder,
+    Replay,
+    addition_dataset,
+    digit_reward,
+    load_weights,
+    stored_label,
+    tiny_model,
+    trainable_weights,
+)
+from transformers import AutoModelForCausalLM
+
+from pacs_trl import PPOConfig, PPOTrainer
+
+
+SETTINGS = {
+    "use_cpu": True,
+    "bf16": False,
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 2,
+    "num_generations": 4,
+    "max_completion_length": MAX_COMPLETION_LENGTH,
+    "learning_rate": 0.05,
+    "critic_learning_rate": 0.05,
+    "optim": "sgd",
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0.0,
+    "max_steps": 2,
+    "logging_steps": 1,
+    "gradient_checkpointing": False,
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+}
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    tiny_model().save_pretrained(path)
+    TOKENIZER.save_pretrained(path)
+    return str(path)
+
+
+def build(output_dir, model_path, *, replay=None, callbacks=(), peft_config=None, reward=None, **settings):
+    return PPOTrainer(
+        model_path,
+        reward or (digit_reward if replay is None else stored_label),
+        args=PPOConfig(str(output_dir), **(SETTINGS | settings)),
+        train_dataset=addition_dataset(),
+        processing_class=TOKENIZER,
+        rollout_func=replay,
+        callbacks=list(callbacks),
+        peft_config=peft_config,
+    )
+
+
+class CriticRecorder(Recorder):
+    """Keeps the critic's weights of every optimizer step as well, before and after it learns."""
+
+    def __init__(self):
+        super().__init__()
+        self.critics = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.critics.append(trainable_weights(self.trainer.critic))
+
+    on_train_end = on_step_begin
+
+
+def rows_as_float64(model, critic, row):
+    """Log-probabilities, and values before each token, of the completion of one row."""
+    ids = torch.tensor([row.prompt_ids + row.completion_ids])
+    start = len(row.prompt_ids) - 1
+    logps = model(input_ids=ids).logits[0, start:-1].log_softmax(dim=-1)
+    values = critic(input_ids=ids).logits[0, start:-1, 0]
+    return logps.gather(1, torch.tensor(row.completion_ids)[:, None])[:, 0], values
+
+
+def ppo_losses(rows, scored, old, args, *, tools):
+    """Policy loss and value loss of one optimizer step over `rows`, written as the sums they are."""
+    own = [[t for t in range(len(r.completion_ids)) if not tools or r.env_mask[t]] for r in rows]
+    own = [[] if r.label is None else tokens for r, tokens in zip(rows, own)]
+    advantages, returns = {}, {}
+    for i, (row, tokens) in enumerate(zip(rows, own)):
+        advantage = next_value = 0.0
+        for t in reversed(tokens):
+            reward = row.label if t == tokens[-1] else 0.0
+            value = old[i][1][t].item()
+            advantage = reward + args.gamma * next_value - value + args.gamma * args.gae_lambda * advantage
+            advantages[i, t], returns[i, t] = advantage, advantage + value
+            next_value = value
+    if args.whiten_advantages:
+        a = torch.tensor(list(advantages.values()), dtype=torch.float64)
+        advantages = {k: (v - a.mean().item()) / (a.var().item() + 1e-8) ** 0.5 for k, v in advantages.items()}
+    policy_loss, value_loss = 0.0, 0.0
+    for (i, t), advantage in advantages.items():
+        ratio = (scored[i][0][t] - old[i][0][t].detach()).exp()
+        objective = torch.minimum(ratio * advantage, ratio.clamp(1 - args.epsilon, 1 + args.epsilon) * advantage)
+        if advantage < 0 and args.delta is not None:
+            objective = objective.clamp(min=args.delta * advantage)  # dual clip
+        policy_loss = policy_loss - objective
+        value, old_value = scored[i][1][t], old[i][1][t].detach()
+        error = (value - returns[i, t]) ** 2
+        if args.value_clip_range is not None:
+            near = old_value + (value - old_value).clamp(-args.value_clip_range, args.value_clip_range)
+            error = torch.maximum(error, (near - returns[i, t]) ** 2)
+        value_loss = value_loss + error
+    count = len(advantages) if args.loss_type == "dapo" else len(rows) * args.max_completion_length
+    return policy_loss / count, value_loss / count, value_loss.item() / len(advantages)
+
+
+def assert_close_gradients(actual: dict, expected: dict, relative: float = 1e-4):
+    assert actual.keys() == expected.keys()
+    largest = max(g.abs().max() for g in expected.values())
+    assert largest > 0
+    for name, gradient in expected.items():
+        error = (actual[name] - gradient).abs().max() / largest
+        assert error < relative, f"{name}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "replay"),
+    [
+        ({}, Replay(unverifiable=0.2)),
+        ({"loss_type": "dapo", "gamma": 0.9, "gae_lambda": 0.8, "value_clip_range": 0.01}, Replay(tools=True)),
+        # ratios far from 1, so that both sides of the clip and the dual clip act
+        ({"learning_rate": 40.0, "critic_learning_rate": 2.0, "delta": 1.3, "epsilon": 0.1}, Replay(soft=True)),
+        ({"whiten_advantages": False, "delta": None, "value_clip_range": None, "gae_lambda": 0.5}, Replay(seed=1)),
+    ],
+    ids=["defaults", "tools-dapo-gae", "clipped", "plain"],
+)
+def test_two_updates_equal_the_long_way(tmp_path, model_path, settings, replay):
+    recorder = CriticRecorder()
+    trainer = build(tmp_path, model_path, replay=replay, callbacks=[recorder], num_iterations=2, **settings)
+    recorder.trainer = trainer
+    policy = tiny_model().double()
+    critic = copy.deepcopy(trainer.critic).double()
+    trainer.train()
+
+    args = trainer.args
+    rows = replay.rows(0, 16)
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logs) == 2
+    old = None
+    for update in range(2):
+        load_weights(policy, recorder.weights[update])
+        load_weights(critic, recorder.critics[update])
+        scored = [rows_as_float64(policy, critic, row) for row in rows]
+        old = old or [(logps.detach(), values.detach()) for logps, values in scored]
+        policy_loss, value_loss, mean_error = ppo_losses(rows, scored, old, args, tools=replay.tools)
+        policy.zero_grad()
+        critic.zero_grad()
+        (policy_loss + value_loss).backward()
+        assert_close_gradients(
+            recorder.gradients[update], {name: p.grad.float() for name, p in policy.named_parameters()}
+        )
+        moved = {
+            name: (before - recorder.critics[update + 1][name]) / args.critic_learning_rate
+            for name, before in recorder.critics[update].items()
+        }
+        assert_close_gradients(moved, {name: p.grad.float() for name, p in critic.named_parameters()})
+        assert logs[update]["loss"] == pytest.approx(policy_loss.item(), rel=1e-4, abs=1e-6)
+        assert logs[update]["ppo/value_loss"] == pytest.approx(mean_error, rel=1e-4)
+        norm = torch.stack([p.grad.norm() for p in critic.parameters()]).norm().item()
+        assert logs[update]["ppo/critic_grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert logs[0]["ppo/approx_kl"] == pytest.approx(0.0, abs=1e-7) and logs[1]["ppo/approx_kl"] > 0
+    if "learning_rate" in settings:  # the case that is about clipping clips
+        assert logs[1]["clip_ratio/region_mean"] > 0
+        assert logs[1]["ppo/value_clip_fraction"] > 0
+        ratios = torch.cat([(new[0] - before[0]).exp() for new, before in zip(scored, old)])
+        assert ratios.max() > args.delta
+
+
+def test_gradients_of_policy_and_critic_are_clipped_each_on_its_own(tmp_path, model_path):
+    recorder = CriticRecorder()
+    trainer = build(tmp_path, model_path, replay=Replay(), callbacks=[recorder], max_grad_norm=1e-3, max_steps=1)
+    recorder.trainer = trainer
+    trainer.train()
+    policy_norm = torch.stack([g.norm() for g in recorder.gradients[0].values()]).norm()
+    before, after = recorder.critics
+    critic_norm = torch.stack([(before[n] - after[n]).norm() / 0.05 for n in before]).norm()
+    assert policy_norm.item() == pytest.approx(1e-3, rel=1e-3)
+    assert critic_norm.item() == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_only_the_critic_learns_during_warmup(tmp_path, model_path):
+    recorder = CriticRecorder()
+    trainer = build(
+        tmp_path,
+        model_path,
+        callbacks=[recorder],
+        critic_warmup_steps=2,
+        max_steps=3,
+        optim="adamw_torch",
+        weight_decay=0.1,
+        learning_rate=1e-3,
+        critic_learning_rate=1e-3,
+    )
+    recorder.trainer = trainer
+    start = trainable_weights(trainer.model)
+    trainer.train()
+    for name, weight in start.items():
+        assert torch.equal(weight, recorder.weights[1][name]) and torch.equal(weight, recorder.weights[2][name])
+    assert any(not torch.equal(weight, trainer.model.get_parameter(name)) for name, weight in start.items())
+    for before, after in zip(recorder.critics, recorder.critics[1:]):
+        assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_lora_policy_with_a_full_critic(tmp_path, model_path):
+    recorder = CriticRecorder()
+    trainer = build(
+        tmp_path,
+        model_path,
+        callbacks=[recorder],
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+        learning_rate=1.0,
+        gradient_checkpointing=True,
+    )
+    recorder.trainer = trainer
+    trainer.train()
+    first, last = recorder.weights[0], trainable_weights(trainer.model)
+    assert all("lora" in name for name in first)
+    assert any(not torch.equal(first[name], last[name]) for name in first)
+    assert len(recorder.critics[0]) == len(list(trainer.critic.parameters()))
+    assert not torch.equal(recorder.critics[0]["model.norm.weight"], recorder.critics[-1]["model.norm.weight"])
+
+
+def test_save_model_writes_the_policy_only(tmp_path, model_path):
+    trainer = build(tmp_path, model_path, max_steps=1)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "final"))
+    assert not (tmp_path / "final" / "critic").exists()
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+    for name, weight in trainer.model.named_parameters():
+        assert torch.equal(weight, saved.get_parameter(name))
+
+
+ADAM = {
+    "optim": "adamw_torch",
+    "learning_rate": 1e-3,
+    "critic_learning_rate": 1e-3,
+    "lr_scheduler_type": "linear",
+    "max_grad_norm": 1.0,
+    "gradient_accumulation_steps": 1,
+    "steps_per_generation": 2,
+    "num_iterations": 1,
+    "max_steps": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory, model_path):
+    """Four updates over two generations, with a checkpoint after each."""
+    output_dir = tmp_path_factory.mktemp("run")
+    trainer = build(output_dir, model_path, save_strategy="steps", save_steps=1, **ADAM)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("update", [1, 2, 3])
+def test_a_resumed_run_is_bit_identical(tmp_path, model_path, finished_run, update):
+    checkpoint = f"{finished_run.args.output_dir}/checkpoint-{update}"
+    resumed = build(tmp_path, model_path, **ADAM)
+    resumed.train(resume_from_checkpoint=checkpoint)
+    for model, reference in ((resumed.model, finished_run.model), (resumed.critic, finished_run.critic)):
+        for name, weight in reference.named_parameters():
+            assert torch.equal(weight, model.get_parameter(name)), name
+    timing = {"step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "epoch", "step"}
+    for mine, theirs in zip(resumed.state.log_history[update:-1], finished_run.state.log_history[update:-1]):
+        assert {k: v for k, v in mine.items() if k not in timing} == {
+            k: v for k, v in theirs.items() if k not in timing
+        }
+
+
+class TestResumeRefuses:
+    def test_other_settings(self, tmp_path, model_path, finished_run):
+        trainer = build(tmp_path, model_path, gae_lambda=0.9, **ADAM)
+        with pytest.raises(ValueError, match="gae_lambda: 1.0 in the checkpoint, 0.9 now"):
+            trainer.train(resume_from_checkpoint=f"{finished_run.args.output_dir}/checkpoint-2")
+
+    def test_a_checkpoint_without_critic(self, tmp_path, model_path, finished_run):
+        checkpoint = shutil.copytree(f"{finished_run.args.output_dir}/checkpoint-2", tmp_path / "checkpoint-2")
+        shutil.rmtree(checkpoint / "critic")
+        with pytest.raises(ValueError, match="holds no critic"):
+            build(tmp_path, model_path, **ADAM).train(resume_from_checkpoint=str(checkpoint))
+
+
+class TestCritic:
+    def test_a_checkpoint_is_a_critic_to_start_from(self, tmp_path, model_path, finished_run):
+        path = f"{finished_run.args.output_dir}/checkpoint-4/critic"
+        trainer = build(tmp_path, model_path, critic_model_name_or_path=path)
+        for name, weight in finished_run.critic.named_parameters():
+            assert torch.equal(weight, trainer.critic.get_parameter(name))
+
+    def test_starts_as_the_policy_under_a_head_that_depends_on_the_seed_only(self, tmp_path, model_path):
+        first = build(tmp_path, model_path)
+        torch.rand(1)  # another state of the random number generator
+        second = build(tmp_path, model_path)
+        assert torch.equal(first.critic.score.weight, second.critic.score.weight)
+        torch.testing.assert_close(
+            first.critic.model.layers[0].mlp.up_proj.weight, first.model.model.layers[0].mlp.up_proj.weight
+        )
+        assert first.critic.dtype == torch.float32
+
+    def test_a_policy_without_path_needs_one(self, tmp_path):
+        with pytest.raises(ValueError, match="critic_model_name_or_path"):
+            PPOTrainer(tiny_model(), digit_reward, args=PPOConfig(str(tmp_path), **SETTINGS))

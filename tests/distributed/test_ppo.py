@@ -1,0 +1,158 @@
+"""PPO on two processes equals PPO on one: weights of policy and critic, with DDP and with FSDP2, and a resumed run.
+
+This file is its own worker: pytest launches it with torchrun. The rollouts are recorded (see replay.py), so that one
+process and two learn from the same rows; with two updates on all rows of each generation, the order in which TRL shuffles
+them does not matter.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+
+TESTS = Path(__file__).parents[1]
+UPDATES = 4
+
+
+def settings(num_processes: int) -> dict:
+    return {
+        "use_cpu": True,
+        "bf16": False,
+        "per_device_train_batch_size": 8 // num_processes,
+        "gradient_accumulation_steps": 2,
+        "num_iterations": 2,
+        "num_generations": 4,
+        "max_completion_length": 16,
+        "learning_rate": 0.05,
+        "critic_learning_rate": 0.05,
+        "optim": "sgd",
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.5,
+        "gae_lambda": 0.9,
+        "loss_type": "dapo",  # its denominator counts tokens over processes
+        "max_steps": UPDATES,
+        "logging_steps": 1,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "save_strategy": "steps",
+        "save_steps": 3,  # in the middle of the second generation
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+
+
+def pretend_to_have_accelerators() -> None:
+    """accelerate turns FSDP on only for accelerator devices; what it then calls runs on CPU with gloo as well."""
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def full_weights(model) -> dict[str, torch.Tensor]:
+    weights = {}
+    for name, parameter in model.named_parameters():
+        parameter = parameter.detach()
+        weights[name.removeprefix("module.")] = (
+            parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.clone()
+        )
+    return weights
+
+
+def train(output_dir: str, num_processes: int, resume: str | None = None):
+    from replay import TOKENIZER, Replay, addition_dataset, stored_label
+
+    from pacs_trl import PPOConfig, PPOTrainer
+
+    class RecordedRollouts(Replay):
+        def __call__(self, prompts, trainer):
+            self.weights = []
+            return super().__call__(prompts, trainer)
+
+    trainer = PPOTrainer(
+        f"{output_dir}/model",
+        stored_label,
+        args=PPOConfig(output_dir, **settings(num_processes)),
+        train_dataset=addition_dataset(),
+        processing_class=TOKENIZER,
+        rollout_func=RecordedRollouts(tools=True, unverifiable=0.1),
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return {"policy": full_weights(trainer.model), "critic": full_weights(trainer.critic), "logs": logs}
+
+
+def worker(output_dir: str, num_processes: int) -> None:
+    """Train, train again from the middle, and let the main process save weights and logs of both."""
+    from replay import tiny_model
+
+    is_main = os.environ.get("RANK", "0") == "0"
+    if is_main:
+        tiny_model().save_pretrained(f"{output_dir}/model")
+    if num_processes > 1:
+        torch.distributed.init_process_group("gloo")
+        torch.distributed.barrier()
+    if os.environ.get("ACCELERATE_USE_FSDP"):
+        pretend_to_have_accelerators()
+    whole = train(output_dir, num_processes)
+    resumed = train(output_dir, num_processes, resume=f"{output_dir}/checkpoint-3")
+    if is_main:
+        torch.save({"whole": whole, "resumed": resumed}, f"{output_dir}/result.pt")
+
+
+def launch(output_dir: Path, num_processes: int, **environment: str) -> dict:
+    launcher = [sys.executable]
+    if num_processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--nproc_per_node", str(num_processes)]
+        launcher += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
+    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
+    done = subprocess.run(
+        [*launcher, __file__, str(output_dir), str(num_processes)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return torch.load(output_dir / "result.pt")
+
+
+FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+}
+MODES = {"ddp": {}, "fsdp2": FSDP2}
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory) -> dict:
+    return launch(tmp_path_factory.mktemp("one"), 1)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("mode", MODES)
+def test_two_processes_equal_one_and_resume(tmp_path, one_process, mode):
+    two = launch(tmp_path, 2, **MODES[mode])
+    for name in ("policy", "critic"):
+        assert two["whole"][name].keys() == one_process["whole"][name].keys()
+        for key, expected in one_process["whole"][name].items():
+            actual = two["whole"][name][key]
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6, msg=lambda m, k=key: f"{k}: {m}")
+            assert torch.equal(two["resumed"][name][key], actual), key
+    for mine, theirs in zip(two["whole"]["logs"], one_process["whole"]["logs"], strict=True):
+        assert mine.keys() == theirs.keys()
+        for key in {"loss", *filter(lambda key: key.startswith("ppo/"), theirs)}:
+            assert mine[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-6), key
+
+
+if __name__ == "__main__":
+    worker(sys.argv[1], int(sys.argv[2]))
