@@ -9,17 +9,22 @@ import math
 import resource
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
+import math_verify.parser
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-from sympy import Integer, Mul, Number, Pow, factorial
+from sympy import Basic, Integer, Mul, Number, Pow, factorial
 
 from pacs_trl.verification import Outcome
 from pacs_trl.verification_client import receive
+
+
+# Completions repeat their answers. math-verify keeps the last 20 that it has read; this keeps more of the same function.
+math_verify.parser.parse_latex_cached = lru_cache(maxsize=4096)(math_verify.parser.parse_latex_cached.__wrapped__)
 
 
 class Protocol(NamedTuple):
@@ -60,10 +65,10 @@ PROTOCOLS = {
 
 
 @lru_cache(maxsize=1024)  # the completions of a prompt share their gold
-def _parsed_golds(golds: tuple[str, ...], protocol: str) -> list[list]:
+def _parsed_golds(golds: tuple[str, ...], protocol: str) -> list[tuple]:
     """The parseable ones among alternative gold answers."""
     parsed = (PROTOCOLS[protocol].parse_gold(gold) for gold in golds)
-    return [gold for gold in parsed if gold]
+    return [tuple(gold) for gold in parsed if gold]
 
 
 def grade_one(text: str, golds: tuple[str, ...], protocol: str) -> Outcome:
@@ -81,13 +86,20 @@ def grade_one(text: str, golds: tuple[str, ...], protocol: str) -> Outcome:
     parsed_golds = _parsed_golds(golds, protocol)
     if not parsed_golds:
         return Outcome.GOLD_UNPARSEABLE
-    answer = PROTOCOLS[protocol].parse_completion(text)
+    answer = tuple(PROTOCOLS[protocol].parse_completion(text))
     if not answer:
         return Outcome.NO_ANSWER
-    return Outcome.CORRECT if any(_equal(gold, answer) for gold in parsed_golds) else Outcome.WRONG
+    return Outcome.CORRECT if any(_is_equal(gold, answer) for gold in parsed_golds) else Outcome.WRONG
 
 
-def _equal(gold: list, answer: list) -> bool:
+def _is_equal(gold: tuple, answer: tuple) -> bool:
+    # Each is an expression and the text it was read from, which together decide the verdict. Matrices have no hash.
+    is_hashable = all(isinstance(item, Basic | str) for item in gold + answer)
+    return _equal(gold, answer) if is_hashable else _equal.__wrapped__(gold, answer)
+
+
+@lru_cache(maxsize=4096)
+def _equal(gold: tuple, answer: tuple) -> bool:
     """`math_verify.verify(gold, answer)`, pair by pair, so that running out of memory is not taken for inequality."""
     if is_out_of_scale(gold, answer):
         return False
@@ -107,7 +119,7 @@ _SMALLEST_HUGE_LOG2 = 2.0**20  # numbers of more than 300,000 digits
 _ROUNDED_DOWN = 1.0 - 1e-9  # rounding must not lift a lower bound
 
 
-def is_out_of_scale(gold: list, answer: list) -> bool:
+def is_out_of_scale(gold: Sequence, answer: Sequence) -> bool:
     """
     Whether the gold is an ordinary number and the answer provably too large to equal it.
 
@@ -115,14 +127,14 @@ def is_out_of_scale(gold: list, answer: list) -> bool:
     logarithm, not its digits; math-verify computes the digits until a time limit stops it, with the same verdict.
 
     Args:
-        gold (`list`): Parsed gold: an expression and the text it came from, or the text alone.
-        answer (`list`): Parsed answer, likewise.
+        gold (`Sequence`): Parsed gold: an expression and the text it came from, or the text alone.
+        answer (`Sequence`): Parsed answer, likewise.
     """
     expected = [item for item in gold if not isinstance(item, str)]
     found = [item for item in answer if not isinstance(item, str)]
     return (
         bool(expected and found)
-        and all(isinstance(item, Number) and abs(item) <= _LARGEST_ORDINARY for item in expected)
+        and all(isinstance(item, Number) and item.is_finite and abs(item) <= _LARGEST_ORDINARY for item in expected)
         and all((log2_lower_bound(item) or 0.0) > _SMALLEST_HUGE_LOG2 for item in found)
         and not {item for item in gold if isinstance(item, str)} & {item for item in answer if isinstance(item, str)}
     )

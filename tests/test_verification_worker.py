@@ -78,6 +78,21 @@ class TestGradeOne:
         assert grade_one("nothing", ("1",), "authors") is Outcome.NO_ANSWER
         assert grade_one("1", ("p - q",), "trl") is Outcome.GOLD_UNPARSEABLE
 
+    def test_matrices(self):
+        matrix = r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}"
+        other = r"\begin{pmatrix} 1 & 2 \\ 3 & 5 \end{pmatrix}"
+        for _ in range(2):
+            assert grade_one(f"$\\boxed{{{matrix}}}$", (matrix,), "authors") is Outcome.CORRECT
+            assert grade_one(f"$\\boxed{{{other}}}$", (matrix,), "authors") is Outcome.WRONG
+        assert grade_one("$\\boxed{7}$", (matrix,), "authors") is Outcome.WRONG
+
+    def test_a_cached_verdict_is_that_of_its_text(self):
+        """The order of a list is not part of its expression, but of the text beside it."""
+        pairs = [("1, 2", "(1, 2)", True), ("2, 1", "(1, 2)", False), ("2, 1", "2, 1", True), ("1, 2", "2, 1", True)]
+        for answer, gold, equal in pairs + pairs[::-1]:
+            outcome = grade_one(f"$\\boxed{{{answer}}}$", (gold,), "authors")
+            assert (outcome is Outcome.CORRECT) is equal, (answer, gold)
+
     def test_extractor_that_raises_has_found_nothing(self, monkeypatch):
         verification_worker._parsed_golds(("1",), "authors")  # the gold is read before the extractor breaks
 
@@ -93,11 +108,13 @@ class TestGradeOne:
             raise RuntimeError("broken comparison")
 
         monkeypatch.setattr(verification_worker, "verify", broken)
+        verification_worker._equal.cache_clear()
         assert grade_one("1", ("1",), "authors") is Outcome.WRONG
 
     @pytest.mark.parametrize("name", ["parse", "verify"])
     def test_running_out_of_memory_is_neither(self, monkeypatch, name):
         verification_worker._parsed_golds(("1",), "authors")
+        verification_worker._equal.cache_clear()
 
         def exhausted(*args, **kwargs):
             raise MemoryError
