@@ -1,0 +1,113 @@
+"""What evaluation costs beyond generation, how fast pass@k and the report are.
+
+    python benchmarks/evaluation.py                     # the miniature run: 250 problems x 16 samples
+    python benchmarks/evaluation.py --model DIR --num_problems 30 --n 128
+
+Generation is timed twice on the same requests: inside `evaluate` (time between asking the engine for a completion and getting
+it), and alone, without store, grading or counting. The overhead is what `evaluate` takes beyond the engine, start of the
+verifier included, loading of the model excluded.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from pacs_trl.evaluation import bootstrap_interval, pass_at_k
+from pacs_trl.evaluation.arguments import EvaluationArguments
+from pacs_trl.evaluation.engines import TransformersEngine
+from pacs_trl.evaluation.evaluate import evaluate, load_benchmarks, missing_requests
+from pacs_trl.evaluation.results import write_results
+from pacs_trl.report.report import build_report
+from pacs_trl.verification import Verifier
+
+
+def time_evaluation(model: str, num_problems: int, n: int) -> dict:
+    """`evaluate` on held-out additions, then the engine alone on the same requests; the results document."""
+    with tempfile.TemporaryDirectory() as directory:
+        args = EvaluationArguments(
+            model=model,
+            benchmarks="miniature/addition",
+            output_dir=directory,
+            n=n,
+            k=",".join(str(2**i) for i in range(n.bit_length())),
+            temperature=1.0,
+            top_p=1.0,
+            max_new_tokens=32,
+            prompt_instruction="",
+            engine="transformers",
+            batch_size=256,
+            max_problems=num_problems,
+        )
+        engine = TransformersEngine.load(model, batch_size=args.batch_size)
+        requests = missing_requests(args, load_benchmarks(args)[0], set())
+        alone = []
+        for _ in range(2):  # the first pass warms up
+            started = time.perf_counter()
+            tokens = sum(completion.num_tokens for _, completion in engine.generate(requests, args.sampling))
+            alone.append(time.perf_counter() - started)
+        started = time.perf_counter()
+        with Verifier() as verifier:
+            results = evaluate(args, verifier, progress=False)
+        wall = time.perf_counter() - started
+
+    timing = results["timing"]
+    print(f"evaluation of {num_problems} problems x {n} samples, {tokens} tokens, on {results['hardware']}")
+    print(f"  engine alone            {alone[-1]:7.2f} s   {tokens / alone[-1]:8.0f} tokens/s")
+    print(f"  engine inside evaluate  {timing['engine_seconds']:7.2f} s")
+    print(f"  loading the model       {timing['load_seconds']:7.2f} s")
+    without_loading = wall - timing["load_seconds"]
+    overhead = without_loading - timing["engine_seconds"]
+    print(f"  everything else         {overhead:7.2f} s   {100 * overhead / without_loading:8.2f} % of wall time")
+    print(f"  wall time against the engine alone: {100 * (without_loading / alone[-1] - 1):+.2f} %")
+    return results
+
+
+def time_pass_at_k() -> None:
+    """1,000 problems of 10,000 samples, 10 values of k."""
+    correct = np.random.default_rng(0).integers(0, 10_001, 1000)
+    ks = [1, 4, 8, 16, 32, 64, 256, 1024, 4096, 10_000]
+    started = time.perf_counter()
+    values = pass_at_k(10_000, correct, ks)
+    middle = time.perf_counter()
+    bootstrap_interval(values)
+    print(
+        f"pass@k of 1,000 x 10,000 for 10 k: {middle - started:.3f} s; intervals: {time.perf_counter() - middle:.3f} s"
+    )
+
+
+def time_report(results: dict, num_files: int = 50) -> None:
+    """Tables and figure from many files of ten methods, beside the published numbers."""
+    with tempfile.TemporaryDirectory() as directory:
+        paths = []
+        for i in range(num_files):
+            paths.append(Path(directory) / f"{i}")
+            paths[-1].mkdir()
+            write_results(paths[-1] / "results.json", json.loads(json.dumps(results)) | {"method": f"method {i % 10}"})
+        started = time.perf_counter()
+        build_report(paths, Path(directory) / "report", published="Qwen3-8B", baseline="method 0")
+        print(f"report of {num_files} results files: {time.perf_counter() - started:.2f} s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model", default=None, help="checkpoint directory (default: the warm-started miniature model)"
+    )
+    parser.add_argument("--num_problems", type=int, default=250)
+    parser.add_argument("--n", type=int, default=16)
+    args = parser.parse_args()
+    if args.model is None:
+        from pacs_trl.miniature.warm_start import warm_start
+
+        args.model = str(warm_start("addition"))
+    results = time_evaluation(args.model, args.num_problems, args.n)
+    time_pass_at_k()
+    time_report(results)
+
+
+if __name__ == "__main__":
+    main()
