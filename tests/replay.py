@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from datasets import Dataset
+from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
 from pacs_trl import PACSConfig, PACSTrainer
@@ -137,10 +138,13 @@ class Replay:
         return output
 
 
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a parameter or gradient, with the shards of all processes."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+
+
 def trainable_weights(model) -> dict[str, torch.Tensor]:
-    return {
-        name.removeprefix("module."): p.detach().clone() for name, p in model.named_parameters() if p.requires_grad
-    }
+    return {name.removeprefix("module."): full(p).detach() for name, p in model.named_parameters() if p.requires_grad}
 
 
 class Recorder(TrainerCallback):
@@ -154,7 +158,7 @@ class Recorder(TrainerCallback):
         self.weights.append(trainable_weights(model))
         self.gradients.append(
             {
-                name.removeprefix("module."): None if p.grad is None else p.grad.detach().clone()
+                name.removeprefix("module."): None if p.grad is None else full(p.grad)
                 for name, p in model.named_parameters()
                 if p.requires_grad
             }

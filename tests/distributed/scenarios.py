@@ -1,0 +1,237 @@
+"""Runs on every process of a torchrun launch: trains each scenario and writes what this process saw.
+
+    ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 scenarios.py OUTPUT_DIR ddp|fsdp2
+
+Each scenario is a function of `(rank, directory)` that returns something `torch.save` can write. `test_two_processes.py`
+compares the results with one process.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from peft import LoraConfig
+from replay import (
+    Recorder,
+    Replay,
+    addition_dataset,
+    build_trainer,
+    trainable_weights,
+)
+from torch.distributed.fsdp import FSDPModule
+
+from pacs_trl import PACSTrainer
+
+
+ADAM = {"optim": "adamw_torch", "learning_rate": 3e-3}
+LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+
+# Two ranks and 16 rows per generation, so two optimizer steps of two groups of four each.
+HALF = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "steps_per_generation": 2}
+QUARTER = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
+EIGHTH = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "steps_per_generation": 8}
+
+REPLAYED: dict[str, tuple[dict, dict]] = {  # settings, settings of the replay
+    "4 rows x 1": (HALF, {}),
+    "2 rows x 2": (QUARTER, {}),
+    "1 row x 4": (EIGHTH, {}),
+    "padded": ({**QUARTER, "padding_free": "never"}, {}),
+    "padded, idle process": ({**HALF, "padding_free": "never"}, {"uniform_groups": 3}),
+    "whole groups": ({**HALF, "group_layout": "whole"}, {}),
+    "split groups, no verdicts, tools": ({**HALF, "group_layout": "split"}, {"unverifiable": 0.3, "tools": True}),
+    "two iterations": ({**QUARTER, "num_iterations": 2, "max_steps": 4}, {}),
+    "bounded by tokens": ({**HALF, "max_tokens_per_micro_batch": 30}, {}),
+    "truncated and masked": ({**QUARTER, "mask_truncated_completions": True}, {"truncated": 0.4}),
+    "snapshot, renewed": ({**QUARTER, "reference": "snapshot", "reference_reset_steps": 2, "max_steps": 4}, {}),
+    "actor term, mean log-probability": ({**HALF, "actor_term_coef": 1.0, "proxy": "mean_logp"}, {}),
+    "clipped": ({**HALF, "max_grad_norm": 0.5}, {}),
+}
+
+
+def record(directory, settings, replay_settings, *, more=None, model=None):
+    replay, recorder = Replay(**replay_settings), Recorder()
+    trainer = build_trainer(
+        directory, model=model, replay=replay, more={"callbacks": [recorder], **(more or {})}, **settings
+    )
+    trainer.train()
+    return {
+        "weights": recorder.weights,
+        "gradients": recorder.gradients,
+        "generations": replay.weights,
+        "final": trainable_weights(trainer.model),
+        "logs": [e for e in trainer.state.log_history if "loss" in e],
+        "sharded": isinstance(trainer.model_wrapped, FSDPModule),
+    }
+
+
+def lora(rank, directory):
+    torch.manual_seed(0)
+    return record(directory, QUARTER, {}, more={"peft_config": LORA})
+
+
+def zero_proxies(rank, directory):
+    settings = {**QUARTER, "learning_rate": 0.0, "bf16": True}
+    return [e["pacs/proxy_abs_mean"] for e in record(directory, settings, {})["logs"]]
+
+
+def not_finite(rank, directory):
+    """The loss of one process is NaN in the second step."""
+    trainer = build_trainer(directory, replay=Replay(), max_steps=3, **HALF)
+    backward, weights = trainer._update._backward, []
+
+    def poisoned(loss):
+        weights.append(trainable_weights(trainer.model))
+        backward(loss * float("nan") if rank == 1 and trainer.state.global_step == 1 else loss)
+
+    trainer._update._backward = poisoned
+    trainer.train()
+    return {
+        "weights": weights,
+        "count": [e["pacs/non_finite_steps"] for e in trainer.state.log_history if "loss" in e],
+    }
+
+
+def message_of(run) -> str:
+    try:
+        run()
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def too_few_tokens(rank, directory):
+    def longer(generation, rows):
+        rows[-1].prompt_ids = [1] * 20  # a row of the second process
+        rows[-1].completion_ids = [2] * 16
+        return rows
+
+    trainer = build_trainer(directory, replay=Replay(edit=longer), max_tokens_per_micro_batch=30, **HALF)
+    return message_of(trainer.train)
+
+
+def different_datasets(rank, directory):
+    dataset = addition_dataset(32 + rank)
+    return message_of(lambda: build_trainer(directory, more={"train_dataset": dataset}, **HALF))
+
+
+class FewerRows(PACSTrainer):
+    def _prepare_inputs(self, generation_batch):
+        return super()._prepare_inputs(generation_batch[: 8 - 4 * self.accelerator.process_index])
+
+
+def different_rows(rank, directory):
+    return message_of(build_trainer(directory, trainer_class=FewerRows, **HALF).train)
+
+
+def label_out_of_range(rank, directory):
+    def reward(completions, **kwargs):
+        return [2.0 * rank] * len(completions)
+
+    return message_of(build_trainer(directory, reward=reward, **HALF).train)
+
+
+def resumed(rank, directory, lora=False, **settings):
+    """Completions are sampled; a run continued after each of some steps ends with the same bits as one without stop."""
+    shared = {**EIGHTH, **ADAM, "steps_per_generation": 16, "save_strategy": "steps", "save_steps": 1, "max_steps": 6}
+
+    def run(name, resume=None):
+        more = {"train_dataset": addition_dataset(8), "peft_config": LORA if lora else None}  # an epoch has 4 steps
+        trainer = build_trainer(directory / name, more=more, **(shared | settings))
+        trainer.train(resume_from_checkpoint=resume)
+        return trainable_weights(trainer.model), [e["loss"] for e in trainer.state.log_history if "loss" in e]
+
+    straight, losses = run("straight")
+    again = {}
+    for step in (1, 3, 4, 5):
+        weights, losses_again = run("again", str(directory / "straight" / f"checkpoint-{step}"))
+        again[step] = losses == losses_again and all(torch.equal(straight[n], weights[n]) for n in straight)
+    return {"final": straight, "again": again}
+
+
+def resumed_snapshot(rank, directory):
+    return resumed(rank, directory, reference="snapshot", reference_reset_steps=3)
+
+
+DDP = {
+    **{
+        name: lambda rank, directory, settings=settings, replay=replay: record(directory, settings, replay)
+        for name, (settings, replay) in REPLAYED.items()
+    },
+    "lora": lora,
+    "zero proxies": zero_proxies,
+    "not finite": not_finite,
+    "too few tokens": too_few_tokens,
+    "different datasets": different_datasets,
+    "different rows": different_rows,
+    "label out of range": label_out_of_range,
+    "resumed": resumed,
+    "resumed snapshot": resumed_snapshot,
+}
+
+
+FSDP_SETTINGS = {
+    "fsdp": True,
+    "fsdp_config": {
+        "version": 2,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"],
+        "cpu_ram_efficient_loading": False,
+        "state_dict_type": "FULL_STATE_DICT",
+    },
+}
+
+
+def let_accelerate_shard_on_cpu():
+    """accelerate turns FSDP on for accelerator devices only; everything behind that check runs on CPU with gloo."""
+    construct = AcceleratorState.__init__
+
+    def with_fsdp(self, *args, fsdp_plugin=None, **kwargs):
+        construct(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+
+    AcceleratorState.__init__ = with_fsdp
+
+
+def sharded(name):
+    settings, replay = REPLAYED[name]
+    return lambda rank, directory: record(directory, {**settings, **FSDP_SETTINGS}, replay)
+
+
+FSDP2 = {
+    name: sharded(name)
+    for name in (
+        "2 rows x 2",
+        "padded, idle process",
+        "split groups, no verdicts, tools",
+        "snapshot, renewed",
+        "clipped",
+    )
+} | {"resumed snapshot": lambda rank, directory: resumed(rank, directory, reference="snapshot", **FSDP_SETTINGS)}
+
+
+# transformers loads an optimizer onto `args.device`, which is "cpu:0" here, a name that torch.load does not know.
+torch.serialization.register_package(
+    50, lambda storage: None, lambda storage, location: storage if location.startswith("cpu:") else None
+)
+
+
+def main(output: Path, kind: str):
+    if kind == "fsdp2":
+        let_accelerate_shard_on_cpu()
+    rank = int(os.environ["RANK"])
+    for number, (name, scenario) in enumerate({"ddp": DDP, "fsdp2": FSDP2}[kind].items()):
+        print(f"[{rank}] {name}", flush=True)
+        directory = output / "runs" / str(number)
+        result = scenario(rank, directory)
+        torch.save(result, output / f"{name}.{rank}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

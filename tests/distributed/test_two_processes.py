@@ -1,0 +1,137 @@
+"""Two processes learn what one does: DDP and FSDP2 over gloo, groups straddling the processes.
+
+One launch runs all scenarios of a kind (see scenarios.py), because starting processes takes longer than training. Each
+test reads what both processes saw and compares it with the long way over all rows (see replay.py).
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import get_peft_model
+from replay import Replay, config, in_graph_step, relative_error, rows_of_update, tiny_model
+
+
+sys.path.insert(0, str(Path(__file__).parent))
+from scenarios import FSDP2, LORA, QUARTER, REPLAYED
+
+
+pytestmark = pytest.mark.distributed
+RELATIVE = 1e-5
+
+
+def launch(output: Path, kind: str) -> Path:
+    env = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    script = str(Path(__file__).with_name("scenarios.py"))
+    result = subprocess.run(
+        [sys.executable, *command, script, str(output), kind], env=env, capture_output=True, text=True, timeout=900
+    )
+    assert result.returncode == 0, result.stdout[-1000:] + result.stderr[-5000:]
+    return output
+
+
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory):
+    return launch(tmp_path_factory.mktemp("ddp"), "ddp")
+
+
+@pytest.fixture(scope="module")
+def fsdp2(tmp_path_factory):
+    return launch(tmp_path_factory.mktemp("fsdp2"), "fsdp2")
+
+
+def both(output: Path, name: str) -> list:
+    return [torch.load(output / f"{name}.{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+def check(tmp_path, results, settings, replay_settings, model=tiny_model):
+    replay = Replay(**replay_settings)
+    # sizes are checked for one process: four times the rows stand for two processes
+    args = config(tmp_path, **{**settings, "per_device_train_batch_size": 2 * settings["per_device_train_batch_size"]})
+    args.num_iterations = settings.get("num_iterations", 1)
+    first, second = results
+    assert len(first["logs"]) == args.max_steps
+    for update in range(args.max_steps):
+        generation, rows = rows_of_update(replay, args, update)
+        reference = first["generations"][generation]
+        if args.reference == "snapshot":
+            reference = first["weights"][update // 2 * 2]
+        expected = in_graph_step(model().double(), first["weights"][update], reference, rows, args, tools=replay.tools)
+        norm = sum(g.square().sum() for g in expected.gradients.values()).sqrt().item()
+        assert first["logs"][update]["grad_norm"] == pytest.approx(norm, rel=RELATIVE)
+        if args.max_grad_norm and norm > args.max_grad_norm:
+            expected.gradients = {n: g * args.max_grad_norm / norm for n, g in expected.gradients.items()}
+        assert first["logs"][update]["loss"] == pytest.approx(expected.loss, rel=RELATIVE), update
+        assert relative_error(first["gradients"][update], expected.gradients) < RELATIVE, update
+        # the weights after the step follow from the gradient: this is plain gradient descent
+        after = [*first["weights"][1:], first["final"]][update]
+        stepped = {n: first["weights"][update][n] - args.learning_rate * g for n, g in expected.gradients.items()}
+        assert relative_error({n: after[n] for n in stepped}, stepped) < RELATIVE, update
+    for name in first["final"]:
+        assert torch.equal(first["final"][name], second["final"][name])
+    for mine, other in zip(first["logs"], second["logs"], strict=True):
+        assert {k: v for k, v in mine.items() if k.startswith(("pacs/", "loss", "entropy", "grad"))} == {
+            k: v for k, v in other.items() if k.startswith(("pacs/", "loss", "entropy", "grad"))
+        }
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_ddp_equals_one_process(tmp_path, ddp, name):
+    settings, replay_settings = REPLAYED[name]
+    check(tmp_path, both(ddp, name), settings, replay_settings)
+
+
+def test_lora(tmp_path, ddp):
+    check(tmp_path, both(ddp, "lora"), QUARTER, {}, model=lambda: get_peft_model(tiny_model(), LORA))
+
+
+def test_proxies_are_exactly_zero_while_the_policy_has_not_moved(ddp):
+    assert both(ddp, "zero proxies") == [[0.0, 0.0]] * 2
+
+
+def test_step_is_skipped_on_both_processes(ddp):
+    for result in both(ddp, "not finite"):
+        before, skipped, after = result["weights"]
+        assert any(not torch.equal(before[n], skipped[n]) for n in before)
+        assert all(torch.equal(skipped[n], after[n]) for n in before)
+        assert result["count"] == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("too few tokens", "max_tokens_per_micro_batch=30 cannot hold .* 36 tokens"),
+        ("different datasets", r"disagree on the number of prompts in the training set: \[32, 33\]"),
+        ("different rows", r"disagree on the number of rows of a generation batch: \[8, 4\]"),
+        ("label out of range", r"must lie in \[0, 1\], but completion 8 .* has 2: reward=2"),
+    ],
+)
+def test_both_processes_stop_with_the_same_message(ddp, name, message):
+    first, second = both(ddp, name)
+    assert first == second
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(first)
+
+
+@pytest.mark.parametrize("name", ["resumed", "resumed snapshot"])
+def test_resumed_run_ends_with_the_same_bits(ddp, name):
+    first, second = both(ddp, name)
+    assert all(torch.equal(first["final"][n], second["final"][n]) for n in first["final"])
+    assert first["again"] == second["again"] == {1: True, 3: True, 4: True, 5: True}
+
+
+@pytest.mark.parametrize("name", [name for name in FSDP2 if name in REPLAYED])
+def test_fsdp2_equals_one_process(tmp_path, fsdp2, name):
+    settings, replay_settings = REPLAYED[name]
+    results = both(fsdp2, name)
+    assert all(result["sharded"] for result in results)
+    check(tmp_path, results, settings, replay_settings)
+
+
+def test_fsdp2_resumes_snapshot_and_rows(fsdp2):
+    first, second = both(fsdp2, "resumed snapshot")
+    assert first["again"] == second["again"] == {1: True, 3: True, 4: True, 5: True}
