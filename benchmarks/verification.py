@@ -11,6 +11,7 @@ Hostile ones end in an answer of `tests/data/hostile.jsonl` on which `accuracy_r
 
 import argparse
 import json
+import logging
 import random
 import re
 import statistics
@@ -120,6 +121,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # every timeout of TRL's reward prints its completion
     batches = [
         realistic_completions(args.num_completions, args.mean_characters, args.seed + number)
         for number in range(args.rounds)

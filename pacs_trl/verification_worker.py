@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import math_verify.parser
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-from sympy import Basic, Integer, Mul, Number, Pow, factorial
+from sympy import Add, Basic, Integer, Mul, Number, Pow, factorial
 
 from pacs_trl.verification import Outcome
 from pacs_trl.verification_client import receive
@@ -142,7 +142,7 @@ def is_out_of_scale(gold: Sequence, answer: Sequence) -> bool:
 
 def log2_lower_bound(expression: Any) -> float | None:
     """
-    Lower bound on log2 of a product, power or factorial of positive integers, without evaluating it.
+    Lower bound on log2 of a sum, product, power or factorial of positive integers, without evaluating it.
 
     Args:
         expression (`sympy.Basic`): Any expression.
@@ -152,11 +152,13 @@ def log2_lower_bound(expression: Any) -> float | None:
     """
     if isinstance(expression, Integer):
         return math.log2(expression) * _ROUNDED_DOWN if expression > 0 else None
-    if not isinstance(expression, Pow | Mul | factorial):
+    if not isinstance(expression, Add | Mul | Pow | factorial):
         return None
     bounds = [log2_lower_bound(argument) for argument in expression.args]
     if None in bounds:
         return None
+    if isinstance(expression, Add):
+        return max(bounds)
     if isinstance(expression, Mul):
         return sum(bounds)
     last = min(bounds[-1], 64.0)  # without the cap a tower would overflow the float

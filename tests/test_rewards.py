@@ -7,7 +7,7 @@ from pacs_trl.rewards import VerificationFailure, format_reward, math_reward
 from pacs_trl.verification import VerificationArguments, configure_verification, shared_verifier
 
 
-ENDLESS = r"\boxed{9^{9^9} + 1}"
+ENDLESS = r"\boxed{9^{9^9} - 1}"
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -20,7 +20,7 @@ HOSTILE = [
     for line in (Path(__file__).parent / "data" / "hostile.jsonl").read_text(encoding="utf-8").splitlines()
 ]
 # Evaluates for hours and is no plain number, so that nothing but a limit can end it.
-ENDLESS = r"\boxed{9^{9^9} + 1}"
+ENDLESS = r"\boxed{9^{9^9} - 1}"
 
 
 def box(answer):
@@ -186,7 +186,7 @@ workers = Path(f"/proc/{pool}/task/{pool}/children").read_text().split()
 """
 BUSY = r"""
 print(pool, *workers, flush=True)
-verifier.grade([r"\boxed{9^{9^9} + 1}", r"\boxed{9^{9^9} + 2}"], ["42", "42"])
+verifier.grade([r"\boxed{9^{9^9} - 1}", r"\boxed{9^{9^9} - 2}"], ["42", "42"])
 """
 
 

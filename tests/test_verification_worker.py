@@ -26,13 +26,15 @@ class TestLog2LowerBound:
         # 9^5 and 2 * 9^5: 5 * log2(9) = 15.84963, and one more.
         assert log2_lower_bound(expression("9^5")) == pytest.approx(15.84963)
         assert log2_lower_bound(expression("2 \\cdot 9^5")) == pytest.approx(16.84963)
+        # A sum is at least its largest term: 9^5 + 7.
+        assert log2_lower_bound(expression("9^5 + 7")) == pytest.approx(15.84963)
         # A tower: log2(9) * 9^9 = 3.169925 * 387420489.
         assert log2_lower_bound(expression("9^{9^9}")) == pytest.approx(1228093894, rel=1e-6)
         # 16! >= (16 / e)^16: 16 * (4 - 1.4427) = 40.9168, below log2(16!) = 44.25.
         assert log2_lower_bound(expression("16!")) == pytest.approx(40.9168)
 
     def test_other_forms_are_unknown(self):
-        for text in ("-9^{9^9}", "x^{9^9}", "0.5", "\\frac{1}{2}", "9^{-9}", "9^{9^9} + 1", "\\sqrt{5}", "0"):
+        for text in ("-9^{9^9}", "x^{9^9}", "0.5", "\\frac{1}{2}", "9^{-9}", "9^{9^9} - 1", "\\sqrt{5}", "0"):
             assert log2_lower_bound(expression(text)) is None, text
         assert log2_lower_bound(Symbol("x")) is None
 
