@@ -9,26 +9,24 @@ Generation, tools, vLLM, rewards, collation and logging are the parent's. What d
 - A checkpoint holds what is needed to continue bit by bit in the middle of a generation batch.
 """
 
-import hashlib
 import math
 import textwrap
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from accelerate.utils import DistributedType, gather_object
 from accelerate.utils.memory import clear_device_cache
 from peft import PeftModel
-from torch.utils.data import Sampler
 from trl import GRPOTrainer
-from trl.trainer.utils import RepeatSampler, get_config_model_id, use_adapter
+from trl.trainer.utils import get_config_model_id, use_adapter
 
 from .packing import packed_attention, packed_logps_and_entropies, packing_backend
 from .pacs_config import PACSConfig
 from .policy_update import PolicyUpdate, StepRollouts
 from .reference import SnapshotReference, is_sharded
-from .rollouts import MicroBatch, Rollout, from_state, to_state, unpad_rollouts
+from .resume import EpochSampler, check_same_settings, merge_rows, request_seed, rows_to_save
+from .rollouts import MicroBatch, Rollout, unpad_rollouts
 
 
 # Settings that a checkpoint and the run that resumes from it must share: they define the loss and the data of a step.
@@ -47,29 +45,6 @@ _RESUME_SETTINGS = (
     "gradient_accumulation_steps",
     "generation_batch_size",
 )
-
-
-def request_seed(seed: int, stream: int, index: int) -> int:
-    """A seed in [0, 2^31) for one request; different for every run seed, engine and request."""
-    digest = hashlib.sha256(f"{seed}/{stream}/{index}".encode()).digest()
-    return int.from_bytes(digest[:4], "little") >> 1
-
-
-class _EpochSampler(Sampler):
-    """TRL's sampler, shuffled by seed and epoch. TRL's own goes on with the generator of the epoch before, so that a run
-    resumed after the first epoch would see the order of the first one again."""
-
-    def __init__(self, sampler: RepeatSampler, epoch: Callable[[], int]):
-        self.sampler = sampler
-        self.epoch = epoch
-
-    def __iter__(self):
-        if self.sampler.shuffle:
-            self.sampler.generator.manual_seed(self.sampler.seed + self.epoch())
-        return iter(self.sampler)
-
-    def __len__(self):
-        return len(self.sampler)
 
 
 class PACSTrainer(GRPOTrainer):
@@ -224,7 +199,7 @@ class PACSTrainer(GRPOTrainer):
         engine.llm.generate = generate_seeded
 
     def _get_train_sampler(self, dataset=None):
-        return _EpochSampler(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
+        return EpochSampler(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
 
     # Rollouts -----------------------------------------------------------------------------------------------------
 
@@ -505,69 +480,43 @@ class PACSTrainer(GRPOTrainer):
     # Trainer calls this pair on every process, next to the state of its random number generators.
     def _save_rng_state(self, output_dir):
         super()._save_rng_state(output_dir)
-        rank, num_processes = self.accelerator.process_index, self.accelerator.num_processes
-        kept = {}
-        if not self._at_generation_boundary():
-            # Each process writes the rows it learns from, and its share of those that nobody has scored yet.
-            kept = {
-                (k, i): to_state(rollout)
-                for k, step in enumerate(self._steps)
-                for i, rollout in enumerate(step.rollouts)
-                if rollout.ref_logps is not None or i % num_processes == rank
-            }
+        process = self.accelerator.process_index
+        waiting = [] if self._at_generation_boundary() else [step.rollouts for step in self._steps]
         state = {
-            "settings": {name: getattr(self.args, name) for name in _RESUME_SETTINGS},
+            "settings": self._resume_settings(),
             "step": self._step,
             "num_requests": self._num_requests,
             "non_finite": [self._non_finite_in_a_row, self._non_finite_total],
             "metrics": dict(self._metrics["train"]),
-            "rollouts": kept,
+            "rollouts": rows_to_save(waiting, process, self.accelerator.num_processes),
         }
-        torch.save(state, Path(output_dir) / f"pacs_state_{rank}.pt")
-        if self._snapshot is not None and (rank == 0 or is_sharded(self.model_wrapped)):
-            torch.save(self._snapshot.state_dict(), Path(output_dir) / f"pacs_reference_{rank}.pt")
+        torch.save(state, Path(output_dir) / f"pacs_state_{process}.pt")
+        if self._snapshot is not None and (process == 0 or is_sharded(self.model_wrapped)):
+            torch.save(self._snapshot.state_dict(), Path(output_dir) / f"pacs_reference_{process}.pt")
 
     def _load_rng_state(self, checkpoint):
         super()._load_rng_state(checkpoint)
         if checkpoint is None:
             return
-        files = sorted(Path(checkpoint).glob("pacs_state_*.pt"))
+        process = self.accelerator.process_index
+        files = {file.name: file for file in Path(checkpoint).glob("pacs_state_*.pt")}
         if not files:
             raise ValueError(
                 f"{checkpoint} has no pacs_state_*.pt: it was not written by PACSTrainer, or with save_only_model=True, "
                 "and cannot be continued. Start a new run from its weights with model_name_or_path instead."
             )
-        states = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
-        self._check_same_settings(checkpoint, states[0]["settings"])
-        rank = self.accelerator.process_index
-        own = states[rank] if rank < len(states) else states[0]
+        states = {name: torch.load(file, map_location="cpu", weights_only=True) for name, file in files.items()}
+        own = states.get(f"pacs_state_{process}.pt", states["pacs_state_0.pt"])
+        check_same_settings(checkpoint, own["settings"], self._resume_settings())
         self._step = own["step"]
         self._num_requests = own["num_requests"]
         self._non_finite_in_a_row, self._non_finite_total = own["non_finite"]
         self._metrics["train"].update(own["metrics"])
-        rows: dict[tuple[int, int], Rollout] = {}
-        for state in states:
-            for place, row in state["rollouts"].items():
-                if place not in rows or row["ref_logps"] is not None:
-                    rows[place] = from_state(row)
-        num_steps = 1 + max((k for k, _ in rows), default=-1)
-        self._steps = [
-            self._update.plan([rows[k, i] for i in range(sum(place[0] == k for place in rows))])
-            for k in range(num_steps)
-        ]
+        waiting = merge_rows([state["rollouts"] for state in states.values()])
+        self._steps = [self._update.plan(rollouts) for rollouts in waiting]
         if self.args.reference == "snapshot":
-            file = Path(checkpoint) / f"pacs_reference_{rank if is_sharded(self.model_wrapped) else 0}.pt"
+            file = Path(checkpoint) / f"pacs_reference_{process if is_sharded(self.model_wrapped) else 0}.pt"
             self._loaded_snapshot = torch.load(file, map_location="cpu", weights_only=True)
 
-    def _check_same_settings(self, checkpoint: str, saved: dict) -> None:
-        differing = [
-            f"{name}: {saved.get(name)!r} in the checkpoint, {getattr(self.args, name)!r} now"
-            for name in _RESUME_SETTINGS
-            if saved.get(name) != getattr(self.args, name)
-        ]
-        if differing:
-            raise ValueError(
-                f"{checkpoint} was written with other settings, so the run would not continue but silently become "
-                f"another one. {'; '.join(differing)}. Restore these settings, or start a new run from its weights with "
-                "model_name_or_path."
-            )
+    def _resume_settings(self) -> dict:
+        return {name: getattr(self.args, name) for name in _RESUME_SETTINGS}

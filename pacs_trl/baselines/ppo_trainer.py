@@ -22,6 +22,7 @@ from transformers import AutoModelForTokenClassification, PreTrainedModel, get_s
 from trl import GRPOTrainer
 from trl.trainer.utils import create_model_from_path, disable_dropout_in_model, get_config_model_id
 
+from ..resume import EpochSampler, check_same_settings
 from .gae import clipped_value_losses, explained_variance, generalized_advantages, masked_mean_and_variance, whiten
 from .ppo_config import PPOConfig
 
@@ -340,12 +341,15 @@ class PPOTrainer(GRPOTrainer):
             self._load_from_checkpoint(str(directory), self.model)
             super()._load_optimizer_and_scheduler(str(directory))
 
+    def _get_train_sampler(self, dataset=None):
+        return EpochSampler(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
+
     # Trainer calls this pair on every process, next to the state of its random number generators.
     def _save_rng_state(self, output_dir):
         super()._save_rng_state(output_dir)
         at_boundary = self._step % (self.args.steps_per_generation * self.num_iterations) == 0
         state = {
-            "settings": {name: getattr(self.args, name) for name in _RESUME_SETTINGS},
+            "settings": self._resume_settings(),
             "step": self._step,
             "rollouts": None if at_boundary else self._buffered_inputs,
             "metrics": dict(self._metrics["train"]),
@@ -363,17 +367,10 @@ class PPOTrainer(GRPOTrainer):
                 f"{self.accelerator.num_processes} there are now. Resume with the same number."
             )
         state = torch.load(file, map_location="cpu", weights_only=True)
-        differing = [
-            f"{name}: {saved!r} in the checkpoint, {getattr(self.args, name)!r} now"
-            for name, saved in state["settings"].items()
-            if saved != getattr(self.args, name)
-        ]
-        if differing:
-            raise ValueError(
-                f"{checkpoint} was written with other settings, so the run would not continue but silently become "
-                f"another one. {'; '.join(differing)}. Restore these settings, or start a new run from its weights with "
-                "model_name_or_path."
-            )
+        check_same_settings(checkpoint, state["settings"], self._resume_settings())
         self._step = state["step"]
         self._buffered_inputs = self._prepare_input(state["rollouts"])
         self._metrics["train"].update(state["metrics"])
+
+    def _resume_settings(self) -> dict:
+        return {name: getattr(self.args, name) for name in _RESUME_SETTINGS}
