@@ -27,7 +27,16 @@ def _local_shard(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 def is_sharded(model: torch.nn.Module) -> bool:
     """Whether processes hold different parts of the trained parameters."""
-    return any(isinstance(p, DTensor) or hasattr(p, "ds_tensor") for p in model.parameters() if p.requires_grad)
+    return any(isinstance(module, FSDPModule) for module in model.modules()) or any(
+        hasattr(p, "ds_tensor") for p in model.parameters() if p.requires_grad
+    )
+
+
+def _reshard(model: torch.nn.Module) -> None:
+    """Make FSDP2 let go of the gathered parameters that it may keep after a forward pass."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 class SnapshotReference:
@@ -43,6 +52,7 @@ class SnapshotReference:
     """
 
     def __init__(self, model: torch.nn.Module, offload: bool = False):
+        _reshard(model)  # else `parameters()` may list gathered copies that are freed later
         self._model = model
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._device = torch.device("cpu") if offload else None
@@ -61,10 +71,7 @@ class SnapshotReference:
             policy = shard.clone()
             shard.copy_(copy)
             copy.copy_(policy)
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                # FSDP2 may still hold the gathered parameters of the last forward; they are stale now.
-                module.reshard()
+        _reshard(self._model)  # gathered copies are stale now
 
     @contextmanager
     def in_place_of_policy(self) -> Iterator[None]:
