@@ -5,6 +5,7 @@ from importlib import import_module
 
 
 COMMANDS = {
+    "plan": ("pacs_trl.plan", "say what a recipe will do, what it needs and what is wrong with it, without a GPU"),
     "train": (
         "pacs_trl.train",
         "train from a recipe, on one process (for several: accelerate launch -m pacs_trl.train)",

@@ -1,0 +1,183 @@
+"""What a recipe comes to, in lines of text: the step, the run, GPU memory and hours. Formulas are in `cost.py`."""
+
+from dataclasses import dataclass
+
+from .cost import (
+    GIB,
+    H200,
+    ModelShape,
+    decoding_seconds,
+    lora_parameters,
+    model_shape,
+    training_forward_equivalents,
+    training_state_bytes,
+)
+from .recipe import Recipe
+
+
+# Problems in the named training sets, for counting epochs.
+_SET_SIZES = {"deepscaler": 40_315, "gsm8k": 7_473, "math": 7_500}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How many processes there are and how they share the training state: `"none"`, `"gradients"` or `"full"`."""
+
+    num_processes: int
+    sharding: str
+    description: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """Sizes of a generation and of an optimizer step, in completions unless said otherwise."""
+
+    num_processes: int
+    num_generations: int
+    rows_per_generation: int
+    rows_per_update: int
+    updates_per_generation: int
+    micro_batches_per_update: int
+
+
+def describe(recipe: Recipe, step: Step, mean_length: int) -> list[str]:
+    """What a step is and what the run adds up to."""
+    training = recipe.training
+    prompts = step.rows_per_generation // step.num_generations
+    lines = [
+        "",
+        "Step",
+        f"  generation batch   {prompts} prompts x {step.num_generations} completions = {step.rows_per_generation} rows, "
+        f"{step.rows_per_generation // step.num_processes} per process",
+        f"  optimizer step     {step.rows_per_update / step.num_generations:g} prompts x {step.num_generations} = "
+        f"{step.rows_per_update} rows ({training.per_device_train_batch_size} rows x {step.num_processes} processes x "
+        f"{step.micro_batches_per_update} accumulation steps)",
+        f"  updates            {step.updates_per_generation} optimizer steps per generation",
+        "",
+        "Run",
+    ]
+    optimizer_steps = planned_optimizer_steps(recipe, step)
+    if optimizer_steps is None:
+        return [*lines, "  optimizer steps    unknown: max_steps is not set and the number of prompts is not known"]
+    rollouts = -(-optimizer_steps // step.updates_per_generation)
+    completions = rollouts * step.rows_per_generation
+    size = _SET_SIZES.get(recipe.data.dataset_name)
+    epochs = f" ({rollouts * prompts / size:.1f} epochs of {size} problems)" if size else ""
+    return [
+        *lines,
+        f"  optimizer steps    {optimizer_steps}",
+        f"  rollout steps      {rollouts}{epochs}",
+        f"  completions        {completions:,}",
+        f"  tokens generated   {completions * mean_length / 1e6:,.1f} million at a mean of {mean_length} per completion, at "
+        f"most {completions * training.max_completion_length / 1e6:,.1f} million",
+    ]
+
+
+def planned_optimizer_steps(recipe: Recipe, step: Step) -> int | None:
+    """`max_steps`, or what the epochs of a named set come to; `None` if its size is not known."""
+    if recipe.training.max_steps > 0:
+        return recipe.training.max_steps
+    size = _SET_SIZES.get(recipe.data.dataset_name)
+    if size is None:
+        return None
+    size = min(size, recipe.data.max_train_samples or size) - recipe.data.eval_split_size
+    generations = size * step.num_generations // step.rows_per_generation * recipe.training.num_train_epochs
+    return int(generations * step.updates_per_generation)
+
+
+def estimate(recipe: Recipe, step: Step, launch: Launch, mean_length: int) -> list[str]:
+    """GPU memory per process, floating-point operations and hours on H200, with their formulas."""
+    name = recipe.model.model_name_or_path
+    shape = model_shape(name)
+    if shape is None:
+        return ["", f"Memory and time: not estimated, because the shape of {name!r} is not known."]
+    return [*_memory(recipe, shape, launch), *_time(recipe, shape, step, launch, mean_length)]
+
+
+def _state_bytes(recipe: Recipe, shape: ModelShape, launch: Launch) -> float:
+    model, method = recipe.model, recipe.run.method
+    sharing = {"sharding": launch.sharding, "processes": launch.num_processes}
+    if model.use_peft:
+        adapter = lora_parameters(shape, model.lora_r, model.lora_target_modules or ["all-linear"])
+        frozen_bytes = 4 if (model.dtype or "float32") == "float32" else 2
+        state = training_state_bytes(adapter, shape.parameters, frozen_bytes=frozen_bytes, **sharing)
+    else:
+        state = training_state_bytes(shape.parameters, 0, frozen_bytes=0, **sharing)
+        if getattr(recipe.training, "reference", "rollout") == "snapshot" and not recipe.training.reference_offload:
+            state += 4 * shape.parameters / (launch.num_processes if launch.sharding == "full" else 1)
+    if method == "ppo":
+        state += training_state_bytes(shape.parameters, 0, frozen_bytes=0, **sharing)
+    return state
+
+
+def _memory(recipe: Recipe, shape: ModelShape, launch: Launch) -> list[str]:
+    training = recipe.training
+    state = _state_bytes(recipe, shape, launch)
+    longest = (recipe.data.max_prompt_length or 1024) + training.max_completion_length
+    tokens = training.per_device_train_batch_size * longest
+    tokens = getattr(training, "max_tokens_per_micro_batch", None) or tokens
+    activations = shape.activation_bytes(tokens, checkpointing=training.gradient_checkpointing)
+    gathered = 0.0
+    if launch.sharding == "full":  # two layers and the largest matrix outside of them, in bfloat16
+        gathered = 2 * (2 * shape.layer_parameters + shape.vocabulary * shape.hidden)
+    colocated = training.use_vllm and training.vllm_mode == "colocate"
+    engine = training.vllm_gpu_memory_utilization * H200.memory_bytes if colocated else 0.0
+    asleep = colocated and training.vllm_enable_sleep_mode
+    updating = state + activations + gathered + (0.0 if asleep else engine)
+    generating = state + engine
+    peak = max(updating, generating)
+    fits = "fits" if peak < 0.95 * H200.memory_bytes else "DOES NOT FIT"
+    return [
+        "",
+        f"Memory per GPU (estimate, {shape.parameters / 1e9:.2f}e9 parameters)",
+        f"  training state     {state / GIB:6.1f} GiB   16 bytes per trained weight (float32 weight, gradient, two Adam "
+        f"moments){', over all processes' if launch.sharding == 'full' else ''}",
+        f"  activations        {activations / GIB:6.1f} GiB   micro-batch of {tokens} tokens, bfloat16"
+        f"{', layer inputs and one whole layer' if training.gradient_checkpointing else ''}",
+        *([f"  gathered weights   {gathered / GIB:6.1f} GiB   two layers and the output head"] if gathered else []),
+        *(
+            [
+                f"  vLLM               {engine / GIB:6.1f} GiB   vllm_gpu_memory_utilization="
+                f"{training.vllm_gpu_memory_utilization}{', freed during updates' if asleep else ''}"
+            ]
+            if colocated
+            else []
+        ),
+        f"  peak               {peak / GIB:6.1f} GiB   of {H200.memory_bytes / GIB:.0f} GiB on an H200: {fits}",
+    ]
+
+
+def _time(recipe: Recipe, shape: ModelShape, step: Step, launch: Launch, mean_length: int) -> list[str]:
+    training, method = recipe.training, recipe.run.method
+    optimizer_steps = planned_optimizer_steps(recipe, step)
+    if optimizer_steps is None:
+        return []
+    rollouts = -(-optimizer_steps // step.updates_per_generation)
+    length = mean_length + min(recipe.data.max_prompt_length or 256, 256)
+    tokens = step.rows_per_generation * length
+    passes = training_forward_equivalents(
+        method, checkpointing=training.gradient_checkpointing, updates=step.updates_per_generation
+    )
+    flops = passes * training.num_iterations * shape.forward_flops(tokens, length)
+    learning = flops / (launch.num_processes * H200.flops * H200.training_share)
+    share = training.vllm_gpu_memory_utilization if training.use_vllm else 0.5
+    cache = max(share * H200.memory_bytes - 2 * shape.parameters, 0.05 * H200.memory_bytes)
+    generating = decoding_seconds(
+        shape,
+        step.rows_per_generation / launch.num_processes,
+        length,
+        training.max_completion_length,
+        kv_cache_bytes=cache,
+    )
+    hours = rollouts * (learning + generating) / 3600
+    return [
+        "",
+        f"Time on H200 (estimate; grading, weight transfer and saving not counted; prompts of {length - mean_length} tokens)",
+        f"  learning           {flops:.1e} FLOP per rollout step: {passes:g} forward passes of 2 x parameters x tokens plus "
+        f"attention; {learning:.0f} s at {H200.training_share:.0%} of {H200.flops / 1e12:.0f} TFLOP/s",
+        f"  generation         {generating:.0f} s: weights read once per token of the longest completion, keys and values "
+        f"of all completions, at {H200.decoding_share:.0%} of {H200.bandwidth / 1e12:.1f} TB/s"
+        f"{'' if training.use_vllm else ' (vLLM; without it many times slower)'}",
+        f"  all                {hours:.1f} hours on {launch.num_processes} GPU{'s' * (launch.num_processes > 1)}, "
+        f"{hours * launch.num_processes:.0f} GPU hours, {rollouts * flops:.1e} FLOP for learning",
+    ]
