@@ -182,7 +182,7 @@ FSDP_SETTINGS = {
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"],
         "cpu_ram_efficient_loading": False,
-        "state_dict_type": "FULL_STATE_DICT",
+        "state_dict_type": "SHARDED_STATE_DICT",
     },
 }
 
@@ -193,8 +193,9 @@ def let_accelerate_shard_on_cpu():
 
     def with_fsdp(self, *args, fsdp_plugin=None, **kwargs):
         construct(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
-        if fsdp_plugin is not None:
-            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+        self.__dict__.setdefault("fsdp_plugin", fsdp_plugin)
+        if self.__dict__["fsdp_plugin"] is not None:
+            self.distributed_type = DistributedType.FSDP
 
     AcceleratorState.__init__ = with_fsdp
 
