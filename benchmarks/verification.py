@@ -2,6 +2,7 @@
 
     python benchmarks/verification.py                  # clean text, several rounds, both graders in turn
     python benchmarks/verification.py --hostile        # also with 2 % hostile completions (TRL needs minutes)
+    python benchmarks/verification.py --protocols      # labels of the two protocols on the rows of the tests, no timing
 
 Completions are stitched from the reference solutions of MATH-500: reasoning of other problems, then a boxed answer that
 is right for 60 % of them and otherwise one of three mistakes per problem (a number in it changed). 500 problems with 8
@@ -110,6 +111,31 @@ def compare(name: str, verifier: Verifier, batches: list[tuple[list[str], list[s
     print(f"{name}: {', '.join(f'{ratio:.2f}x' for ratio in ratios)}; median {statistics.median(ratios):.2f}x TRL\n")
 
 
+def print_protocols(num_workers: int) -> None:
+    """Labels (1 / 0 / None) of the two protocols on reference material: all of it is right."""
+    math, aime = read_jsonl(DATA / "math_500.jsonl"), read_jsonl(DATA / "aime_2024.jsonl")
+    gsm8k = [row["answer"] for row in read_jsonl(DATA / "gsm8k_test_200.jsonl")]
+    golds, integers = [row["answer"] for row in math], [str(row["Answer"]) for row in aime]
+    cases = {
+        "MATH-500, boxed gold against gold": ([f"\\boxed{{{gold}}}" for gold in golds], golds),
+        "MATH-500, boxed gold against $gold$": ([f"\\boxed{{{gold}}}" for gold in golds], [f"${g}$" for g in golds]),
+        "MATH-500, solution against gold": ([row["solution"] for row in math], golds),
+        "MATH-500, solution against $gold$": ([row["solution"] for row in math], [f"${gold}$" for gold in golds]),
+        "MATH-500, `The answer is $gold$`": ([f"The answer is ${gold}$" for gold in golds], golds),
+        "AIME 2024, solution against gold": ([row["Solution"] for row in aime], integers),
+        "AIME 2024, `The answer is gold`": ([f"The answer is {gold}" for gold in integers], integers),
+        "GSM8K, reference text against gold": (gsm8k, [text.rpartition("####")[2].strip() for text in gsm8k]),
+    }
+    print("| rows | n | authors: 1 / 0 / None | trl: 1 / 0 / None |\n| --- | ---: | ---: | ---: |")
+    with Verifier(num_workers) as authors, Verifier(num_workers, protocol="trl") as trl:
+        for name, (completions, solutions) in cases.items():
+            cells = []
+            for verifier in (authors, trl):
+                labels = verifier.grade(completions, solutions)
+                cells.append(" / ".join(str(labels.count(label)) for label in (1.0, 0.0, None)))
+            print(f"| {name} | {len(completions)} | {cells[0]} | {cells[1]} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-completions", type=int, default=4000)
@@ -117,9 +143,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="rounds on clean text")
     parser.add_argument("--hostile", action="store_true", help="one round with hostile completions as well")
     parser.add_argument("--hostile-share", type=float, default=0.02)
+    parser.add_argument("--protocols", action="store_true", help="print a table of labels instead")
     parser.add_argument("--num-workers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if args.protocols:
+        print_protocols(args.num_workers)
+        return
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # every timeout of TRL's reward prints its completion
     batches = [

@@ -167,6 +167,21 @@ class DataArguments:
                 f"`dataset_path` replaces the download of a named set ({', '.join(TRAINING_SETS)}), but `dataset_name` "
                 f"is {self.dataset_name!r}. Put the path itself into `dataset_name` and name the columns."
             )
+        self._check_source_settings()
+
+    def _check_source_settings(self):
+        """Settings of the Hub say nothing about a file or a miniature task."""
+        settings = {"dataset_config": self.dataset_config, "dataset_revision": self.dataset_revision}
+        if self.dataset_path is not None or Path(self.dataset_name).suffix in _FILE_FORMATS:
+            settings["dataset_split"] = self.dataset_split
+        elif not self.dataset_name.startswith("miniature/"):
+            return
+        given = [name for name, value in settings.items() if value is not None]
+        if given:
+            raise ValueError(
+                f"`{given[0]}` is {settings[given[0]]!r}, but {self.dataset_path or self.dataset_name!r} is not read "
+                "from the Hub and has none. Remove the setting."
+            )
 
 
 def build_prompt(
@@ -239,7 +254,9 @@ def load_training_data(
             )
     dataset = _prepare(rows, spec, args)
     if args.max_prompt_length is not None:
-        dataset = _limit_prompt_length(dataset, args, tokenizer, dict(chat_template_kwargs or {}))
+        dataset = _limit_prompt_length(
+            dataset, args.max_prompt_length, args, tokenizer, dict(chat_template_kwargs or {})
+        )
     dataset = dataset.shuffle(seed=args.dataset_seed)
     if len(dataset) <= args.eval_split_size:
         raise ValueError(
@@ -290,7 +307,9 @@ def _miniature_rows(task: str, split: str) -> Dataset:
 
     if task not in TASKS:
         raise ValueError(f"There is no miniature task {task!r}. The tasks are: {', '.join(TASKS)}.")
-    return Dataset.from_list(problems(task, split))
+    if split not in ("train", "test"):
+        raise ValueError(f"`dataset_split` of a miniature task is 'train' or 'test', got {split!r}.")
+    return Dataset.from_list(problems(task, "test" if split == "test" else "train"))
 
 
 def _prepare(rows: Dataset, spec: TrainingSet, args: DataArguments) -> Dataset:
@@ -316,7 +335,7 @@ def _prepare(rows: Dataset, spec: TrainingSet, args: DataArguments) -> Dataset:
             f"None of the {len(rows)} rows of {args.dataset_name!r} has both a problem ({spec.problem_column!r}) and a "
             f"gold answer ({spec.solution_column!r})."
         )
-    solutions = [golds[i] for i in usable]
+    solutions: list[Any] = [golds[i] for i in usable]
     if any(isinstance(solution, list) for solution in solutions):  # a column has one type
         solutions = [solution if isinstance(solution, list) else [solution] for solution in solutions]
     prompts = [
@@ -332,10 +351,9 @@ def _prepare(rows: Dataset, spec: TrainingSet, args: DataArguments) -> Dataset:
 
 
 def _limit_prompt_length(
-    dataset: Dataset, args: DataArguments, tokenizer: Any, chat_template_kwargs: dict[str, Any]
+    dataset: Dataset, limit: int, args: DataArguments, tokenizer: Any, chat_template_kwargs: dict[str, Any]
 ) -> Dataset:
-    """Drop and count the prompts over `max_prompt_length` tokens, or stop at the first, as configured."""
-    limit = args.max_prompt_length
+    """Drop and count the prompts over `limit` tokens, or stop because of them, as configured."""
     lengths = [
         len(ids)
         for start in range(0, len(dataset), 1000)

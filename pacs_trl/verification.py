@@ -192,11 +192,11 @@ class Verifier:
         return grades
 
     def _grade(self, completions: Sequence[Any], golds: list[tuple[str, ...]]) -> list[Grade]:
-        grades: list[Grade | None] = [None] * len(completions)
+        grades: dict[int, Grade] = {}
         places: OrderedDict[bytes, list[int]] = OrderedDict()  # what is to be graded, and where it occurs
         for index, (text, alternatives) in enumerate(zip(completions, golds, strict=True)):
-            if (outcome := self._known_without_grading(text, alternatives)) is not None:
-                grades[index] = Grade(outcome, 0.0)
+            if (known := self._known_without_grading(text, alternatives)) is not None:
+                grades[index] = Grade(known, 0.0)
                 continue
             key = _key(text, alternatives)
             if key in self._cache:
@@ -210,9 +210,8 @@ class Verifier:
             for key, (outcome, seconds) in zip(keys[start:stop], self._request(items[start:stop]), strict=True):
                 grade = Grade(Outcome(outcome), seconds)
                 self._remember(key, grade.outcome)
-                for index in places[key]:
-                    grades[index] = grade
-        return grades
+                grades.update(dict.fromkeys(places[key], grade))
+        return [grades[index] for index in range(len(completions))]
 
     def _known_without_grading(self, text: Any, alternatives: tuple[str, ...]) -> Outcome | None:
         if not alternatives:
@@ -272,7 +271,7 @@ def _check_limits(
     if not 0.0 < cpu_seconds <= timeout_seconds:
         raise ValueError(
             f"`cpu_seconds` must be positive and at most `timeout_seconds`, got {cpu_seconds} and {timeout_seconds}: "
-            "processor time cannot exceed the time that passes, so the smaller limit would never act."
+            "an item cannot use more processor time than passes, so a larger limit would never act."
         )
     if memory_limit_mb < 256:
         raise ValueError(
@@ -348,8 +347,8 @@ _shared_arguments = VerificationArguments()
 _shared_verifier: Verifier | None = None
 
 
-def configure_verification(arguments: VerificationArguments) -> None:
-    """Set how the shared verifier of this process works and start it in the background; the previous one is closed."""
+def configure_verification(arguments: VerificationArguments) -> Verifier:
+    """Make the shared verifier of this process anew and start it in the background; the previous one is closed."""
     global _shared_arguments, _shared_verifier
     verifier = arguments.build()
     with _shared_lock:
@@ -357,14 +356,13 @@ def configure_verification(arguments: VerificationArguments) -> None:
             _shared_verifier.close()
         _shared_arguments, _shared_verifier = arguments, verifier
     verifier.start()
+    return verifier
 
 
 def shared_verifier() -> Verifier:
     """The one verifier of this process: training labels and evaluation scores come from the same grader."""
     with _shared_lock:
-        if _shared_verifier is None:
-            configure_verification(_shared_arguments)
-        return _shared_verifier
+        return _shared_verifier or configure_verification(_shared_arguments)
 
 
 def max_failure_share() -> float:

@@ -36,7 +36,7 @@ class PoolProcess:
         start = f"import sys; sys.path.append({package_root!r}); from pacs_trl.verification_pool import main; main()"
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", start, json.dumps({**settings, "parent_pid": self.owner})],
-            stdin=theirs,
+            stdin=theirs.fileno(),
             # The order of sets, hence of sympy's rewriting, is the same in every run.
             env={**os.environ, "PYTHONHASHSEED": "0"},
             # Ctrl-C in the terminal is for the trainer, which then ends the pool in an orderly way.

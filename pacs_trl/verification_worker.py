@@ -154,8 +154,8 @@ def log2_lower_bound(expression: Any) -> float | None:
         return math.log2(expression) * _ROUNDED_DOWN if expression > 0 else None
     if not isinstance(expression, Add | Mul | Pow | factorial):
         return None
-    bounds = [log2_lower_bound(argument) for argument in expression.args]
-    if None in bounds:
+    bounds = [bound for argument in expression.args if (bound := log2_lower_bound(argument)) is not None]
+    if len(bounds) < len(expression.args):
         return None
     if isinstance(expression, Add):
         return max(bounds)

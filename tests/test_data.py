@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 
 from pacs_trl.data import (
     PROMPT_INSTRUCTION,
@@ -118,6 +119,21 @@ class TestNamedSets:
         train, _ = load("dapo_math_17k", dataset_path=write_jsonl(tmp_path / "d.jsonl", rows))
         assert train["prompt"][0] == train["prompt"][1] == build_prompt("Find $x$.")
 
+    @pytest.mark.parametrize("name", list(TRAINING_SETS))
+    def test_hub_is_asked_for_the_pinned_rows(self, name, monkeypatch):
+        asked = {}
+
+        def load_dataset(hub_id, config, *, split, revision):
+            asked[hub_id] = (config, split, revision)
+            return Dataset.from_list([{row.problem_column: "1+1", row.solution_column: "so #### \\boxed{2}"}])
+
+        row = TRAINING_SETS[name]
+        monkeypatch.setattr("pacs_trl.data.load_dataset", load_dataset)
+        assert len(load(name)[0]) == 1
+        assert asked == {row.hub_id: (row.config, "train", row.revision)}
+        load(name, dataset_split="test", dataset_revision="main", dataset_config="other")
+        assert asked == {row.hub_id: ("other", "test", "main")}
+
     def test_every_revision_is_a_commit(self):
         assert all(len(training_set.revision) == 40 for training_set in TRAINING_SETS.values())
 
@@ -230,11 +246,20 @@ class TestArguments:
             ({"max_prompt_length": 0}, "`max_prompt_length` must be at least 1"),
             ({"eval_split_size": -1}, "must not be negative"),
             ({"dataset_path": "x.jsonl"}, "replaces the download of a named set"),
+            ({"dataset_name": "x.jsonl", "dataset_split": "test"}, "`dataset_split` is 'test', but 'x.jsonl'"),
+            ({"dataset_name": "gsm8k", "dataset_path": "x.jsonl", "dataset_revision": "v1"}, "`dataset_revision`"),
+            ({"dataset_name": "miniature/addition", "dataset_config": "en"}, "`dataset_config` is 'en'"),
         ],
     )
     def test_refused_values(self, kwargs, message):
         with pytest.raises(ValueError, match=message):
-            DataArguments(dataset_name="some/hub_id", **kwargs)
+            DataArguments(**{"dataset_name": "some/hub_id", **kwargs})
+
+    def test_split_of_a_miniature_task(self):
+        test, _ = load("miniature/addition", dataset_split="test", max_train_samples=3)
+        assert len(test) == 3
+        with pytest.raises(ValueError, match="'train' or 'test', got 'validation'"):
+            load("miniature/addition", dataset_split="validation")
 
     def test_yaml_recipe_reads_them_beside_the_trainer_arguments(self, tmp_path):
         from trl import GRPOConfig, ModelConfig, TrlParser
