@@ -18,6 +18,9 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 PACKED_SDPA = "pacs_packed_sdpa"
 
+# Causal models whose layers build a further mask from the data; packing would leave it out.
+_MASKED_BY_THEIR_LAYERS = ("doge",)
+
 
 def _packed_sdpa(
     module,
@@ -60,7 +63,9 @@ def packing_backend(model: PreTrainedModel) -> str | None:
         set(layer_types) == {"full_attention"} if layer_types else getattr(config, "sliding_window", None) is None
     )
     soft_capped = getattr(config, "attn_logit_softcapping", None) is not None
-    if not full_attention or soft_capped or not model._supports_attention_backend:
+    if not full_attention or soft_capped or config.model_type in _MASKED_BY_THEIR_LAYERS:
+        return None
+    if not model._supports_attention_backend:
         return None
     implementation = config._attn_implementation
     if implementation in ("flash_attention_2", "flash_attention_3"):
