@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from datasets import Dataset, load_dataset
+from datasets import Dataset, concatenate_datasets, load_dataset
 
 from pacs_trl.verification import gold_texts, last_boxed
 
@@ -346,8 +346,11 @@ def _prepare(rows: Dataset, spec: TrainingSet, args: DataArguments) -> Dataset:
         )
         for i in usable
     ]
-    kept = rows.select(usable).remove_columns([name for name in ("prompt", "solution") if name in rows.column_names])
-    return kept.add_column("prompt", prompts).add_column("solution", solutions)
+    prepared = Dataset.from_dict({"prompt": prompts, "solution": solutions})
+    others = [name for name in rows.column_names if name not in ("prompt", "solution")]
+    if not others:
+        return prepared
+    return concatenate_datasets([rows.select(usable).select_columns(others), prepared], axis=1)
 
 
 def _limit_prompt_length(
