@@ -1,0 +1,100 @@
+"""Rows without padding: nothing is lost on the way from TRL's tensors to a micro-batch and to a checkpoint."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from pacs_trl.rollouts import FILLER, Rollout, collate, from_state, row_lengths, to_state, unpad_rollouts
+
+
+def scored_batch(**more):
+    return {
+        "prompt_ids": torch.tensor([[0, 0, 5], [6, 7, 8]]),
+        "prompt_mask": torch.tensor([[0, 0, 1], [1, 1, 1]]),
+        "completion_ids": torch.tensor([[20, 21, 0], [30, 0, 0]]),
+        "completion_mask": torch.tensor([[1, 1, 0], [1, 0, 0]]),
+        "labels": torch.tensor([1.0, float("nan")]),
+        **more,
+    }
+
+
+def test_padding_is_removed_on_both_sides():
+    first, second = unpad_rollouts(scored_batch())
+    assert (first.prompt_ids.tolist(), first.completion_ids.tolist()) == ([5], [20, 21])
+    assert (second.prompt_ids.tolist(), second.completion_ids.tolist()) == ([6, 7, 8], [30])
+    assert first.label == 1.0 and math.isnan(second.label)
+    assert first.loss_mask.tolist() == [True, True] and first.loss_mask.dtype == bool
+    assert first.prompt_ids.dtype == first.completion_ids.dtype == np.int32
+    assert first.token_weights is None and first.ref_logps is None
+    assert row_lengths([first, second]) == ([1, 3], [2, 1])
+
+
+def test_tool_results_stay_in_the_row_but_not_in_the_loss():
+    first, _ = unpad_rollouts(scored_batch(tool_mask=torch.tensor([[1, 0, 1], [1, 1, 1]])))
+    assert first.completion_ids.tolist() == [20, 21] and first.loss_mask.tolist() == [True, False]
+
+
+def test_completion_that_was_cut_off_and_masked_loses_its_label():
+    first, _ = unpad_rollouts(scored_batch(completion_mask=torch.tensor([[0, 0, 0], [1, 0, 0]])))
+    assert math.isnan(first.label) and len(first.completion_ids) == 0
+
+
+@pytest.mark.parametrize(
+    ("ratio", "expected"),
+    [([[0.5, 2.0, 9.0], [3.0, 9.0, 9.0]], [[0.5, 2.0], [3.0]]), ([[0.5], [3.0]], [[0.5, 0.5], [3.0]])],
+    ids=["per token", "per sequence"],
+)
+def test_token_weights(ratio, expected):
+    rows = unpad_rollouts(scored_batch(importance_sampling_ratio=torch.tensor(ratio)))
+    assert [row.token_weights.tolist() for row in rows] == expected
+
+
+def row(prompt, completion, **more):
+    return Rollout(
+        np.array(prompt, dtype=np.int32),
+        np.array(completion, dtype=np.int32),
+        np.ones(len(completion), dtype=bool),
+        1.0,
+        **more,
+    )
+
+
+def test_micro_batch_is_trimmed_to_its_own_rows():
+    first = row([5], [20, 21], ref_logps=np.array([-1.0, -2.0], dtype=np.float32))
+    second = row([6, 7, 8], [30], token_weights=np.array([0.5], dtype=np.float32))
+    batch = collate([first, second], pad_token_id=9, device=torch.device("cpu"))
+    assert batch.input_ids.tolist() == [[9, 9, 5, 20, 21], [6, 7, 8, 30, 9]]
+    assert batch.attention_mask.tolist() == [[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]]
+    assert batch.loss_mask.tolist() == [[True, True], [True, False]]
+    assert batch.ref_logps.tolist() == [[-1.0, -2.0], [0.0, 0.0]]
+    assert batch.token_weights.tolist() == [[1.0, 1.0], [0.5, 1.0]]
+    assert batch.input_ids.dtype == batch.attention_mask.dtype == torch.long
+    assert batch.loss_mask.dtype == torch.bool and batch.ref_logps.dtype == torch.float32
+
+
+def test_collating_undoes_unpadding():
+    batch = scored_batch(tool_mask=torch.tensor([[1, 0, 1], [1, 1, 1]]))
+    micro_batch = collate(unpad_rollouts(batch), pad_token_id=0, device=torch.device("cpu"))
+    width = micro_batch.loss_mask.shape[1]
+    assert torch.equal(micro_batch.input_ids[:, -width:], batch["completion_ids"][:, :width])
+    assert torch.equal(micro_batch.input_ids[:, :-width], batch["prompt_ids"])
+    assert torch.equal(micro_batch.loss_mask, (batch["completion_mask"] * batch["tool_mask"])[:, :width].bool())
+
+
+def test_filler_is_a_forward_pass_that_counts_for_nothing():
+    batch = collate([FILLER], pad_token_id=0, device=torch.device("cpu"))
+    assert batch.input_ids.shape == (1, 2) and not batch.loss_mask.any() and math.isnan(FILLER.label)
+
+
+def test_state_survives_saving(tmp_path):
+    original = row([1, 2], [3], token_weights=np.array([0.25], dtype=np.float32))
+    torch.save(to_state(original), tmp_path / "row.pt")
+    again = from_state(torch.load(tmp_path / "row.pt", weights_only=True))
+    for name, value in vars(original).items():
+        found = getattr(again, name)
+        if isinstance(value, np.ndarray):
+            assert np.array_equal(found, value) and found.dtype == value.dtype, name
+        else:
+            assert found == value, name
