@@ -1,0 +1,219 @@
+"""PACSTrainer overrides private methods of TRL and transformers. This file says what it relies on.
+
+When it fails after an upgrade, read the named method, adapt `pacs_trainer.py` where needed, then change the expectation
+here.
+"""
+
+import ast
+import hashlib
+import inspect
+import textwrap
+from dataclasses import fields
+
+import pytest
+import transformers
+import trl
+from transformers import Trainer, TrainingArguments
+from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.utils import RepeatSampler
+
+from pacs_trl import PACSConfig, PACSTrainer
+from pacs_trl.pacs_config import _SHAPES_ONLY_GRPO
+
+
+SIGNATURES = {
+    "__init__": None,  # keyword arguments are handed on as they are
+    "_calculate_rewards": "(self, inputs, prompts, completions, completion_ids_list)",
+    "_compute_loss": "(self, model, inputs)",
+    "_generate_and_score_completions": (
+        "(self, inputs: list[dict[str, torch.Tensor | typing.Any]]) -> dict[str, torch.Tensor | typing.Any]"
+    ),
+    "_generate_single_turn": ("(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False)"),
+    "_get_grad_norm": "(self, model, grad_norm=None)",
+    "_get_per_token_logps_and_entropies": (
+        "(self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, "
+        "compute_aux_loss=False, pixel_values=None, image_grid_thw=None, num_images=None, pixel_attention_mask=None, "
+        "spatial_shapes=None, num_tiles=None, image_sizes=None, token_type_ids=None, mm_token_type_ids=None, "
+        "image_position_ids=None) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]"
+    ),
+    "_get_train_sampler": "(self, dataset: datasets.arrow_dataset.Dataset | None = None) -> torch.utils.data.sampler.Sampler",
+    "_load_rng_state": "(self, checkpoint: str | None) -> None",
+    "_prepare_inputs": (
+        "(self, generation_batch: dict[str, torch.Tensor | typing.Any]) -> dict[str, torch.Tensor | typing.Any]"
+    ),
+    "_save_rng_state": "(self, output_dir: str) -> None",
+    "training_step": "(self, model, inputs, num_items_in_batch)",
+}
+
+
+def overridden() -> list[str]:
+    return [
+        name for name, value in vars(PACSTrainer).items() if inspect.isfunction(value) and hasattr(GRPOTrainer, name)
+    ]
+
+
+def test_versions():
+    assert trl.__version__.startswith("1.16."), (
+        f"trl {trl.__version__} is installed; PACSTrainer overrides private methods of 1.16. Work through this file."
+    )
+    assert transformers.__version__.startswith("5.17."), (
+        f"transformers {transformers.__version__} is installed, not 5.17"
+    )
+
+
+def test_every_override_is_listed():
+    assert set(overridden()) == set(SIGNATURES), "keep SIGNATURES and the overrides of PACSTrainer in step"
+
+
+@pytest.mark.parametrize("name", [name for name, signature in SIGNATURES.items() if signature])
+def test_signature(name):
+    found = str(inspect.signature(getattr(GRPOTrainer, name)))
+    assert found == SIGNATURES[name], f"GRPOTrainer.{name} is now {found}; PACSTrainer.{name} was written for another"
+
+
+def tree(function) -> ast.AST:
+    return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+
+
+# Not called by PACSTrainer but written anew, so that any change of theirs may have to be repeated here.
+REPLACED = {
+    (GRPOTrainer, "training_step"): "96c13325",
+    (GRPOTrainer, "_prepare_inputs"): "b6f38f7a",
+    (Trainer, "training_step"): "30049257",
+}
+
+
+@pytest.mark.parametrize(("owner", "name"), REPLACED, ids=lambda value: getattr(value, "__name__", value))
+def test_replaced_methods_have_not_changed(owner, name):
+    """Comments and layout may change, code may not."""
+    found = hashlib.sha256(ast.unparse(tree(vars(owner)[name])).encode()).hexdigest()[:8]
+    assert found == REPLACED[owner, name], (
+        f"{owner.__name__}.{name} has changed (now {found}). Compare it with PACSTrainer.{name}."
+    )
+
+
+def string_keys(function, variable: str) -> set[str]:
+    """Constant keys with which `variable` is read, tested or written: v["k"], v.get("k"), "k" in v, v = {"k": ...}."""
+    keys = set()
+    for node in ast.walk(tree(function)):
+        match node:
+            case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=str(key))) if name == variable:
+                keys.add(key)
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name(id=name), attr="get"), args=[ast.Constant(value=str(key)), *_]
+            ) if name == variable:
+                keys.add(key)
+            case ast.Compare(left=ast.Constant(value=str(key)), comparators=[ast.Name(id=name)]) if name == variable:
+                keys.add(key)
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Dict(keys=names)) if name == variable:
+                keys |= {k.value for k in names if isinstance(k, ast.Constant)}
+    return keys
+
+
+# What `unpad_rollouts` reads.
+READ = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "importance_sampling_ratio"}
+# Of GRPO's loss, or images, which PACSTrainer refuses.
+LEFT_OUT = {
+    "advantages",
+    "num_items_in_batch",
+    "old_per_token_logps",
+    "ref_per_token_logps",
+    "sampling_per_token_logps",
+    "pixel_values",
+    "image_grid_thw",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "image_sizes",
+    "image_position_ids",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "num_images",
+    "num_tiles",
+}
+
+
+def test_what_scoring_returns():
+    found = string_keys(GRPOTrainer._generate_and_score_completions, "output")
+    assert found == READ | LEFT_OUT, (
+        f"new: {sorted(found - READ - LEFT_OUT)}, gone: {sorted((READ | LEFT_OUT) - found)}. A new key may be a mask or a "
+        "weight that the PACS loss has to respect: see rollouts.unpad_rollouts."
+    )
+
+
+def test_what_grpos_loss_reads():
+    found = string_keys(GRPOTrainer._compute_loss, "inputs")
+    assert found <= READ | LEFT_OUT, f"GRPO's loss reads {sorted(found - READ - LEFT_OUT)}, which PACS does not know"
+    assert {"completion_mask", "tool_mask", "importance_sampling_ratio"} <= found
+
+
+def test_own_reader_reads_what_is_listed():
+    from pacs_trl.rollouts import unpad_rollouts
+
+    assert string_keys(unpad_rollouts, "batch") == READ | {"labels"}
+
+
+# Settings of GRPOConfig that keep their meaning under PACS. All others are refused.
+KEPT = set(
+    """
+    model_init_kwargs trust_remote_code disable_dropout cast_lm_head_to_fp32 num_generations num_generations_eval
+    max_completion_length ds3_gather_for_generation shuffle_dataset pad_to_multiple_of generation_batch_size
+    steps_per_generation temperature top_p top_k min_p generation_kwargs chat_template_kwargs repetition_penalty
+    cache_implementation use_vllm vllm_mode vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex
+    vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port
+    vllm_gpu_memory_utilization vllm_max_model_length vllm_tensor_parallel_size beta num_iterations reward_weights
+    mask_truncated_completions sync_ref_model ref_model_mixup_alpha ref_model_sync_steps max_tool_calling_iterations
+    vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_max
+    vllm_importance_sampling_clip_min log_completions log_multimodal num_completions_to_print log_unique_prompts
+    log_completions_hub_repo use_transformers_continuous_batching transformers_continuous_batching_config
+    use_transformers_paged vllm_importance_sampling_cap
+    """.split()
+)
+
+
+def test_every_setting_of_grpo_is_kept_or_refused():
+    of_trainer = {f.name for f in fields(TrainingArguments)}
+    found = {f.name for f in fields(GRPOConfig)} - of_trainer
+    refused = set(_SHAPES_ONLY_GRPO)
+    assert not KEPT & refused
+    assert found == KEPT | refused, (
+        f"new: {sorted(found - KEPT - refused)}, gone: {sorted((KEPT | refused) - found)}. A new setting is either kept or, "
+        "if only GRPO's loss reads it, refused in pacs_config.py."
+    )
+
+
+def test_own_settings_do_not_collide():
+    own = set(PACSConfig.__annotations__) - {"disable_dropout", "vllm_importance_sampling_correction"}
+    assert not own & {f.name for f in fields(GRPOConfig)}
+
+
+def calls(function) -> list[str]:
+    nodes = [node for node in ast.walk(tree(function)) if isinstance(node, ast.Call)]
+    return [node.func.attr for node in sorted(nodes, key=lambda n: n.lineno) if isinstance(node.func, ast.Attribute)]
+
+
+def test_trainer_still_calls_the_hooks():
+    assert "_save_rng_state" in calls(Trainer._save_checkpoint)
+    epoch = calls(Trainer._run_epoch)
+    for name in ("_load_rng_state", "training_step", "_get_grad_norm"):
+        assert name in epoch, f"Trainer._run_epoch no longer calls {name}"
+    assert (
+        epoch.index("training_step") < epoch.index("_get_grad_norm") < epoch.index("step") < epoch.index("zero_grad")
+    ), "a step whose gradient is not finite is skipped between the gradient norm and the optimizer step"
+    assert "_calculate_rewards" in calls(GRPOTrainer._generate_and_score_completions)
+    assert "_generate_single_turn" in calls(GRPOTrainer._generate)
+
+
+def test_attributes_that_are_read():
+    source = inspect.getsource(GRPOTrainer.__init__)
+    for name in (
+        "_step",
+        "_current_train_step_time",
+        "reward_weights",
+        "_metrics",
+        "num_generations_eval",
+        "ref_model",
+    ):
+        assert f"self.{name} =" in source, f"GRPOTrainer no longer sets {name}"
+    assert "output_router_logits" in source and "self.aux_loss_enabled" in source
+    sampler = RepeatSampler([1, 2], mini_repeat_count=1, shuffle=True, seed=3)
+    assert (sampler.shuffle, sampler.seed) == (True, 3) and sampler.generator.initial_seed() == 3
