@@ -47,7 +47,7 @@ def _addition() -> Iterator[Problem]:
 
 def _expression() -> Iterator[Problem]:
     """`3+4*12`: a product of two factors and a third number added or subtracted, on either side."""
-    for a, b, c in product(range(2, 13), range(2, 13), range(1, 40)):
+    for a, b, c in product(range(2, 10), range(2, 10), range(1, 50)):
         low, high = min(a, b), max(a, b)
         for sign in "+-":
             first, second = f"{a}*{b}", f"{a * b}"
@@ -70,7 +70,7 @@ def _expression() -> Iterator[Problem]:
 
 def _equation() -> Iterator[Problem]:
     """`4*x-9=27`: a linear equation with an integer solution, negative ones included."""
-    for a, x, b in product(range(2, 13), range(-9, 21), range(1, 30)):
+    for a, x, b in product(range(2, 10), range(-9, 21), range(1, 30)):
         for sign, inverse in ("+-", "-+"):
             right = a * x + b if sign == "+" else a * x - b
             yield Problem(

@@ -18,7 +18,8 @@ import datasets
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from pacs_trl.evaluation.sampling import SamplingSettings, sample_completions
+from pacs_trl.evaluation.requests import SamplingSettings
+from pacs_trl.evaluation.sampling import sample_completions
 from pacs_trl.miniature import model, tasks, tokenizer
 from pacs_trl.miniature.model import build_model
 from pacs_trl.miniature.tasks import demonstrations, problems
@@ -51,7 +52,7 @@ class WarmStartSettings:
         target_accuracy (`float`, *optional*, defaults to `0.15`):
             Training stops as soon as this share of sampled completions (temperature 1, one for each of `num_probes`
             training problems) is right.
-        max_steps (`int`, *optional*, defaults to `1000`):
+        max_steps (`int`, *optional*, defaults to `1500`):
             Optimizer steps after which training stops in any case.
         probe_steps (`int`, *optional*, defaults to `25`):
             Optimizer steps between two measurements of the accuracy.
@@ -67,7 +68,7 @@ class WarmStartSettings:
     size: str = "small"
     seed: int = 0
     target_accuracy: float = 0.15
-    max_steps: int = 1000
+    max_steps: int = 1500
     probe_steps: int = 25
     num_probes: int = 256
     batch_size: int = 16

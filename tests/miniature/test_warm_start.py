@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pacs_trl.evaluation.sampling import Completion
+from pacs_trl.evaluation.requests import Completion
 from pacs_trl.miniature import warm_start as module
 from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.miniature.warm_start import StopAtAccuracy, WarmStartSettings, train_warm_start, warm_start
