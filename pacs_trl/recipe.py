@@ -17,6 +17,7 @@ from trl import GRPOConfig, ModelConfig, TrlParser
 from .baselines.ppo_config import PPOConfig
 from .data import DataArguments
 from .pacs_config import PACSConfig
+from .verification import VerificationArguments
 
 
 METHODS = {"pacs": PACSConfig, "grpo": GRPOConfig, "ppo": PPOConfig}
@@ -51,6 +52,7 @@ class Recipe(NamedTuple):
     data: DataArguments
     model: ModelConfig
     training: GRPOConfig
+    verification: VerificationArguments
     settings: dict
 
 
@@ -75,7 +77,7 @@ def read_recipe(argv: Sequence[str]) -> Recipe:
     method = _value_of(argv, "method") or keys.get("method", "pacs")
     if method not in METHODS:
         raise ValueError(f"`method` must be one of {', '.join(METHODS)}; got {method!r}.")
-    types = (RunArguments, DataArguments, ModelConfig, METHODS[method])
+    types = (RunArguments, DataArguments, ModelConfig, METHODS[method], VerificationArguments)
     known = {f.name for t in types for f in fields(t)} | {"config", "env"}
     # `--flag value` and `--no_flag` both exist for booleans that default to True
     unknown = sorted(k for k in given if k not in known and k.removeprefix("no_") not in known)

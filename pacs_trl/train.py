@@ -19,6 +19,7 @@ from trl import get_peft_config, get_quantization_config
 from . import rewards
 from .data import load_training_data
 from .recipe import Recipe, read_recipe
+from .verification import configure_verification
 
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None):
     training = recipe.training
     checkpoint = _checkpoint_to_resume(training.output_dir, training.resume_from_checkpoint)
     recipe.model.model_name_or_path = _resolve_model(recipe.model.model_name_or_path)
+    configure_verification(recipe.verification)
     reward_funcs = [_reward_function(name) for name in recipe.run.reward_funcs]
     tokenizer = AutoTokenizer.from_pretrained(
         recipe.model.model_name_or_path,
