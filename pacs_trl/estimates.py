@@ -153,31 +153,41 @@ def _time(recipe: Recipe, shape: ModelShape, step: Step, launch: Launch, mean_le
     if optimizer_steps is None:
         return []
     rollouts = -(-optimizer_steps // step.updates_per_generation)
-    length = mean_length + min(recipe.data.max_prompt_length or 256, 256)
-    tokens = step.rows_per_generation * length
+    prompt_length = min(recipe.data.max_prompt_length or 256, 256)
+    length = prompt_length + mean_length
+    # TRL's trainers pad every row to the longest of the generation, and among so many one reaches the limit.
+    computed = length if method == "pacs" else prompt_length + training.max_completion_length
     passes = training_forward_equivalents(
         method, checkpointing=training.gradient_checkpointing, updates=step.updates_per_generation
     )
-    flops = passes * training.num_iterations * shape.forward_flops(tokens, length)
+    flops = passes * training.num_iterations * shape.forward_flops(step.rows_per_generation * computed, computed)
     learning = flops / (launch.num_processes * H200.flops * H200.training_share)
     share = training.vllm_gpu_memory_utilization if training.use_vllm else 0.5
     cache = max(share * H200.memory_bytes - 2 * shape.parameters, 0.05 * H200.memory_bytes)
-    generating = decoding_seconds(
-        shape,
-        step.rows_per_generation / launch.num_processes,
-        length,
-        training.max_completion_length,
-        kv_cache_bytes=cache,
+    served = training.use_vllm and training.vllm_mode == "server"
+    generating = (
+        0.0
+        if served
+        else decoding_seconds(
+            shape,
+            step.rows_per_generation / launch.num_processes,
+            length,
+            training.max_completion_length,
+            kv_cache_bytes=cache,
+        )
     )
     hours = rollouts * (learning + generating) / 3600
+    generation = (
+        f"{generating:.0f} s: weights read once per token of the longest completion, keys and values of all completions, at "
+        f"{H200.decoding_share:.0%} of {H200.bandwidth / 1e12:.1f} TB/s"
+        f"{'' if training.use_vllm else ' (vLLM; without it many times slower)'}"
+    )
     return [
         "",
-        f"Time on H200 (estimate; grading, weight transfer and saving not counted; prompts of {length - mean_length} tokens)",
+        f"Time on H200 (estimate; grading, weight transfer and saving not counted; prompts of {prompt_length} tokens)",
         f"  learning           {flops:.1e} FLOP per rollout step: {passes:g} forward passes of 2 x parameters x tokens plus "
-        f"attention; {learning:.0f} s at {H200.training_share:.0%} of {H200.flops / 1e12:.0f} TFLOP/s",
-        f"  generation         {generating:.0f} s: weights read once per token of the longest completion, keys and values "
-        f"of all completions, at {H200.decoding_share:.0%} of {H200.bandwidth / 1e12:.1f} TB/s"
-        f"{'' if training.use_vllm else ' (vLLM; without it many times slower)'}",
+        f"attention{'' if method == 'pacs' else ', padding included'}; {learning:.0f} s at {H200.training_share:.0%} of {H200.flops / 1e12:.0f} TFLOP/s",
+        f"  generation         {'not counted: it depends on the server' if served else generation}",
         f"  all                {hours:.1f} hours on {launch.num_processes} GPU{'s' * (launch.num_processes > 1)}, "
         f"{hours * launch.num_processes:.0f} GPU hours, {rollouts * flops:.1e} FLOP for learning",
     ]

@@ -1,0 +1,274 @@
+"""`pacs-trl plan`: estimates against independent counts, and each conflict with its values and remedy."""
+
+import os
+import socket
+
+import pytest
+import torch
+import yaml
+from peft import LoraConfig, get_peft_model
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config, TrainingArguments
+
+from pacs_trl.cost import (
+    KNOWN_MODELS,
+    Gpu,
+    ModelShape,
+    decoding_seconds,
+    lora_parameters,
+    model_shape,
+    training_forward_equivalents,
+    training_state_bytes,
+)
+from pacs_trl.plan import as_if_launched, check_recipe, main, read_launch, step_sizes
+
+
+SMALL = ModelShape(3, 64, 160, 4, 2, head_dim=16, vocabulary=300, tied=True, qk_norm=True)
+
+
+def transformers_model(shape: ModelShape, attn_implementation: str = "sdpa"):
+    config_class = Qwen2Config if shape.qkv_bias else Qwen3Config
+    head_dim = {} if shape.qkv_bias else {"head_dim": shape.head_dim}
+    config = config_class(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        tie_word_embeddings=shape.tied,
+        **head_dim,
+    )
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation)
+
+
+class TestModelShape:
+    @pytest.mark.parametrize("name", KNOWN_MODELS)
+    def test_parameters_equal_those_of_transformers(self, name):
+        with torch.device("meta"):
+            model = transformers_model(KNOWN_MODELS[name])
+        assert KNOWN_MODELS[name].parameters == sum(p.numel() for p in model.parameters())
+
+    @pytest.mark.parametrize(
+        ("name", "billions"),  # as the model cards say
+        [("Qwen/Qwen3-0.6B", 0.6), ("Qwen/Qwen3-4B", 4.0), ("Qwen/Qwen3-8B", 8.2), ("Qwen/Qwen2.5-7B", 7.6)],
+    )
+    def test_parameters_are_those_of_the_model_card(self, name, billions):
+        assert round(KNOWN_MODELS[name].parameters / 1e9, 1) == billions
+
+    def test_local_config(self, tmp_path):
+        transformers_model(SMALL).config.save_pretrained(tmp_path)
+        assert model_shape(str(tmp_path)) == SMALL
+
+    def test_unknown(self, tmp_path):
+        assert model_shape("someone/something") is None
+        (tmp_path / "config.json").write_text('{"model_type": "mixtral"}')
+        assert model_shape(str(tmp_path)) is None
+
+    def test_lora_parameters_equal_those_of_peft(self):
+        model = get_peft_model(transformers_model(SMALL), LoraConfig(r=4, target_modules="all-linear"))
+        trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        assert lora_parameters(SMALL, 4, ["all-linear"]) == trainable
+        assert lora_parameters(SMALL, 4, ["q_proj"]) == 3 * 4 * (64 + 64)
+
+    def test_forward_flops_equal_the_counter_of_torch(self):
+        length = 50
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            transformers_model(SMALL, "eager")(input_ids=torch.zeros(2, length, dtype=torch.long))
+        # Eager attention computes the masked half too, as causal attention over twice the length would. Norms have no
+        # matrix products.
+        expected = SMALL.forward_flops(2 * length, 2 * length)
+        assert counter.get_total_flops() == pytest.approx(expected, rel=0.01)
+
+
+class TestCosts:
+    def test_training_state_by_hand(self):
+        trained = {"trained": 10.0, "frozen": 0.0, "frozen_bytes": 0}
+        assert training_state_bytes(**trained, sharding="none", processes=4) == 180
+        assert training_state_bytes(**trained, sharding="gradients", processes=4) == 20 + 40
+        assert training_state_bytes(**trained, sharding="full", processes=4) == 40
+        assert training_state_bytes(1.0, 100.0, frozen_bytes=2, sharding="none", processes=1) == 18 + 200
+
+    def test_forward_passes_by_hand(self):
+        costs = {
+            method: training_forward_equivalents(method, checkpointing=True, updates=4)
+            for method in ("pacs", "grpo", "ppo")
+        }
+        assert costs == {"pacs": 4 + 1.5, "grpo": 5, "ppo": 2 * 4 + 1 + 1}
+        assert training_forward_equivalents("pacs", checkpointing=False, updates=1) == 3
+
+    def test_decoding_by_hand(self):
+        gpu = Gpu(bandwidth=1e12, decoding_share=0.5)
+        weights = 2 * SMALL.parameters * 100
+        cache = 8 * 40**2 / 2 * (2 * 3 * 2 * 16 * 2)
+        seconds = decoding_seconds(SMALL, 8, 40, 100, kv_cache_bytes=1e12, gpu=gpu)
+        assert seconds == pytest.approx((weights + cache) / 5e11)
+        # half the cache that is needed: everything in two waves
+        needed = 8 * 40 * SMALL.kv_bytes_per_token
+        seconds = decoding_seconds(SMALL, 8, 40, 100, kv_cache_bytes=needed / 2, gpu=gpu)
+        assert seconds == pytest.approx((2 * weights + cache) / 5e11)
+
+
+RECIPE = {
+    "method": "pacs",
+    "model_name_or_path": "Qwen/Qwen3-4B",
+    "dtype": "float32",
+    "dataset_name": "deepscaler",
+    "num_generations": 8,
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 4,
+    "steps_per_generation": 16,
+    "max_completion_length": 1000,
+    "learning_rate": 1e-6,
+    "max_steps": 480,
+    "save_steps": 80,
+    "bf16": True,
+}
+FSDP2 = "recipes/accelerate_configs/fsdp2_8x8.yaml"
+
+
+@pytest.fixture
+def plan(tmp_path, capsys, monkeypatch, request):
+    """Run the command on `RECIPE` with changes (`None` removes a key), without network; return status and output."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("plan must not use the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.chdir(request.config.rootpath)
+
+    def run(*arguments: str, **changes) -> tuple[int, str]:
+        file = tmp_path / "recipe.yaml"
+        file.write_text(yaml.safe_dump({k: v for k, v in (RECIPE | changes).items() if v is not None}))
+        status = main(["--config", str(file), *arguments])
+        return status, capsys.readouterr().out
+
+    return run
+
+
+class TestOutput:
+    def test_a_legal_recipe(self, plan):
+        status, output = plan("--accelerate-config", FSDP2, "--mean-length", "500")
+        assert status == 0 and "No conflicts." in output
+        assert "1024 prompts x 8 completions = 8192 rows, 128 per process" in output
+        assert "256 prompts x 8 = 2048 rows (8 rows x 64 processes x 4 accumulation steps)" in output
+        assert "4 optimizer steps per generation" in output
+        assert "rollout steps      120 (3.0 epochs of 40315 problems)" in output
+        assert "completions        983,040" in output
+        assert "tokens generated   491.5 million at a mean of 500 per completion, at most 983.0 million" in output
+        assert "4.02e9 parameters" in output and "fits" in output and "GPU hours" in output
+
+    def test_overrides_and_number_of_processes(self, plan):
+        arguments = ("--gradient_accumulation_steps", "32", "--steps_per_generation=128")
+        status, output = plan("--num-processes", "8", *arguments)
+        assert status == 0
+        assert "1024 prompts x 8 completions = 8192 rows, 1024 per process" in output
+        assert "DOES NOT FIT" not in output and "8 processes, DDP" in output
+
+    def test_what_does_not_fit(self, plan):
+        status, output = plan(model_name_or_path="Qwen/Qwen3-8B", steps_per_generation=4, save_steps=80)
+        assert status == 0 and "DOES NOT FIT" in output  # an estimate is no conflict
+
+    def test_unknown_model(self, plan):
+        status, output = plan(model_name_or_path="someone/something")
+        assert status == 0 and "not estimated, because the shape of 'someone/something' is not known" in output
+
+    def test_epochs_instead_of_steps(self, plan):
+        _, output = plan("--num-processes", "64", max_steps=None, num_train_epochs=2)
+        assert "optimizer steps    312" in output  # 2 x 40315 // 1024 generations x 4
+        _, output = plan(max_steps=None, dataset_name="someone/data")
+        assert "unknown: max_steps is not set" in output
+
+    def test_ppo_has_two_models(self, plan):
+        state = []
+        for method in ("grpo", "ppo"):
+            _, output = plan("--accelerate-config", FSDP2, method=method)
+            state.append(float(output.split("training state")[1].split()[0]))
+        assert state[1] == pytest.approx(2 * state[0], abs=0.1)
+
+
+class TestConflicts:
+    def test_all_at_once(self, plan):
+        status, output = plan(pacs_betta=1.0, epsilon=0.3, dtype="bfloat16", per_device_train_batch_size=3)
+        assert status == 1
+        assert "`pacs_betta` is not a setting of method pacs. Did you mean `pacs_beta`?" in output
+        assert "per_device_train_batch_size=3 x 1 processes x steps_per_generation=16 = 48" not in output  # 6 groups
+        assert "gradient_accumulation_steps=4 = 12. Nearest legal values: gradient_accumulation_steps=8" in output
+        assert "PACSConfig does not take epsilon=0.3" in output
+
+    def test_batch_sizes(self, plan):
+        status, output = plan("--num-processes", "3", steps_per_generation=5)
+        assert status == 1
+        assert "steps_per_generation=5 must be a multiple of gradient_accumulation_steps=4" in output
+        assert "steps_per_generation=4 or 8" in output
+
+    def test_generation_batch_size(self, plan):
+        status, output = plan(steps_per_generation=None, generation_batch_size=100)
+        assert status == 1 and "Nearest legal values: 96 or 104" in output
+        status, output = plan(generation_batch_size=128)
+        assert status == 1 and "give only one of them" in output
+
+    def test_bfloat16_weights(self, plan):
+        status, output = plan(dtype="bfloat16")
+        assert status == 1 and "dtype=bfloat16 with learning_rate=1e-06" in output and "Set dtype: float32" in output
+        status, output = plan("--accelerate-config", FSDP2, dtype="bfloat16")
+        assert status == 0 and "make float32 copies" in output
+        assert plan(dtype="bfloat16", use_peft=True)[0] == 0
+
+    def test_save_steps_off_the_boundary(self, plan):
+        status, output = plan(save_steps=30, method="grpo")
+        assert status == 1 and "nearest: 28 or 32" in output
+        for method in ("pacs", "ppo"):
+            status, output = plan(save_steps=30, method=method)
+            assert status == 0 and "resuming stays exact" in output
+        assert plan(save_steps=30, save_strategy="no", method="grpo")[0] == 0
+
+    def test_vllm(self, plan):
+        colocate = {"use_vllm": True, "max_prompt_length": 500}
+        status, output = plan(vllm_max_model_length=1499, **colocate)
+        assert status == 1 and "at least 1500" in output
+        assert plan(vllm_max_model_length=1500, **colocate)[0] == 0
+        status, output = plan("--num-processes", "3", vllm_tensor_parallel_size=2, **colocate)
+        assert status == 1 and "must divide the number of processes (3)" in output
+
+    def test_ppo_with_deepspeed(self, plan):
+        status, output = plan("--accelerate-config", "recipes/accelerate_configs/zero2.yaml", method="ppo")
+        assert status == 1 and "DeepSpeed" in output
+
+    def test_unknown_method(self, plan):
+        status, output = plan(method="pcas")
+        assert status == 1 and "`method` must be one of pacs, grpo, ppo" in output
+
+    def test_end_within_a_generation_is_a_note(self, plan):
+        status, output = plan(max_steps=481)
+        assert status == 0 and "ends in the middle of a generation" in output
+
+
+class TestLaunch:
+    def test_missing_file(self):
+        with pytest.raises(ValueError, match="does not exist"):
+            read_launch("no/such.yaml", None)
+
+    def test_one_process_file_with_several(self):
+        with pytest.raises(ValueError, match="num_processes is 2"):
+            read_launch("recipes/accelerate_configs/single_gpu.yaml", 2)
+
+    def test_configuration_classes_see_the_planned_processes_only_inside(self, tmp_path):
+        before = os.environ.get("WORLD_SIZE")
+        with as_if_launched(64):
+            assert TrainingArguments(str(tmp_path), use_cpu=True).world_size == 64
+        assert os.environ.get("WORLD_SIZE") == before
+        assert TrainingArguments(str(tmp_path), use_cpu=True).world_size == 1
+
+    def test_missing_recipe(self):
+        with pytest.raises(ValueError, match="does not exist"):
+            check_recipe("no/such.yaml", [], 1)
+
+
+def test_step_sizes_by_hand():
+    step, errors = step_sizes(RECIPE | {"num_iterations": 2}, 4)
+    assert errors == []
+    assert (step.rows_per_generation, step.rows_per_update, step.updates_per_generation) == (512, 128, 8)
+    # one optimizer step over two generations
+    step, errors = step_sizes({"gradient_accumulation_steps": 4, "steps_per_generation": 2}, 1)
+    assert (step.rows_per_generation, step.rows_per_update, step.updates_per_generation) == (16, 32, 1)

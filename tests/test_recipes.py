@@ -1,0 +1,256 @@
+"""Every shipped recipe is read as the run would read it, is free of conflicts, and says what the paper says.
+
+The paper's settings stand below as their own table, so that a recipe that drifts is caught. Recipes are for GPUs and ask
+for bfloat16; `pacs_trl.plan` reads them with `use_cpu`, because otherwise transformers asks this machine for a GPU that
+can do it.
+"""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+
+from pacs_trl.evaluation.arguments import EvaluationArguments
+from pacs_trl.plan import check_recipe, judge, read_launch
+
+
+REPOSITORY = Path(__file__).parents[1]
+RECIPES = REPOSITORY / "recipes"
+TRAINING = sorted(
+    str(path.relative_to(RECIPES).with_suffix(""))
+    for path in RECIPES.rglob("*.yaml")
+    if path.relative_to(RECIPES).parts[0] not in ("accelerate_configs", "evaluation", "miniature")
+)
+
+# Table 4 of v2, the released scripts of v1, and what follows from them.
+PAPER = {
+    "num_generations": 8,
+    "learning_rate": 1e-6,
+    "weight_decay": 0.01,
+    "lr_scheduler_type": "constant",
+    "warmup_steps": 0,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "num_iterations": 1,
+    "beta": 0.0,
+    "dtype": "float32",
+    "bf16": True,
+    "use_peft": False,
+    "dataset_name": "deepscaler",
+    "reward_funcs": ["math_reward"],
+    "prompt_instruction": "Please reason step by step, and put your final answer within \\boxed{}.",
+    "vllm_importance_sampling_correction": False,
+    "mask_truncated_completions": False,
+}
+VERSIONS = {
+    "v1": {"max_prompt_length": 512, "max_completion_length": 4096, "system_prompt": None},
+    "v2": {
+        "max_prompt_length": 1024,
+        "max_completion_length": 8192,
+        "system_prompt": "You are a helpful assistant.",
+        "chat_template_kwargs": {"enable_thinking": True},
+    },
+}
+MODELS = {  # version, Hub id, rollout steps
+    "qwen2.5-3b": ("v1", "Qwen/Qwen2.5-3B", 300),
+    "qwen2.5-7b": ("v1", "Qwen/Qwen2.5-7B", 300),
+    "qwen3-4b": ("v2", "Qwen/Qwen3-4B", 120),
+    "qwen3-8b": ("v2", "Qwen/Qwen3-8B", 320),
+}
+PACS = {
+    "method": "pacs",
+    "pacs_beta": 1.0,
+    "score_estimator": "rloo",
+    "class_weighting": "balanced",
+    "reference": "rollout",
+    "actor_term_coef": 0.0,
+    "proxy": "log_ratio",
+    "drop_uniform_groups": False,
+    "max_grad_norm": 0.0,
+}
+CLIPPED = {"max_grad_norm": 1.0, "epsilon": 0.2, "epsilon_high": None, "delta": 3.0, "loss_type": "dr_grpo"}
+METHODS = {
+    "pacs": PACS,
+    "pacs_no_weight": PACS | {"class_weighting": "none"},
+    "pacs_beta_2": PACS | {"pacs_beta": 2.0},
+    "grpo": {"method": "grpo", "scale_rewards": "group", "importance_sampling_level": "token"} | CLIPPED,
+    "ppo": {
+        "method": "ppo",
+        "gamma": 1.0,
+        "gae_lambda": 1.0,
+        "whiten_advantages": True,
+        "critic_model_name_or_path": None,
+        "critic_learning_rate": 1e-5,
+        "critic_warmup_steps": 0,
+        "value_clip_range": 0.5,
+    }
+    | CLIPPED,
+}
+ABLATIONS = {
+    "score_dr_grpo": PACS | {"score_estimator": "dr_grpo"},
+    "score_grpo_snapshot": PACS
+    | {
+        "score_estimator": "grpo",
+        "reference": "snapshot",
+        "reference_reset_steps": 80,
+        "reset_optimizer_on_reference_reset": True,
+        "max_grad_norm": 1.0,
+    },
+    **{f"beta_{beta}": PACS | {"pacs_beta": float(beta)} for beta in ("0.1", "0.5", "2", "10")},
+}
+CELLS = {
+    **{f"{model}/{method}": METHODS[method] for model in MODELS for method in ("pacs", "grpo", "ppo")},
+    **{f"{model}/pacs_no_weight": METHODS["pacs_no_weight"] for model in ("qwen2.5-7b", "qwen3-4b", "qwen3-8b")},
+    **{f"{model}/pacs_beta_2": METHODS["pacs_beta_2"] for model in ("qwen2.5-3b", "qwen2.5-7b")},
+    **{f"ablations/qwen3-4b/{name}": settings for name, settings in ABLATIONS.items()},
+    "qwen3-4b/pacs_one_node": PACS,
+    "qwen3-8b/pacs_server": PACS,
+}
+PRACTICAL = {"qwen3-0.6b/pacs": 1e-6, "qwen3-1.7b/pacs_lora": 1e-5}  # learning rates
+
+
+def launch_of(path: Path):
+    """What the launch line of the header starts, checked for naming this very recipe."""
+    header = [line.removeprefix("#").strip() for line in path.read_text().splitlines() if line.startswith("#")]
+    words = shlex.split(next(line for line in header if line.startswith("accelerate launch")))
+    assert words[words.index("--config") + 1] == str(path.relative_to(REPOSITORY))
+    config = words[words.index("--config_file") + 1]
+    processes = int(words[words.index("--num_processes") + 1]) if "--num_processes" in words else None
+    return read_launch(str(REPOSITORY / config), processes)
+
+
+def values_of(recipe) -> dict:
+    run, data, model, training = recipe[:4]
+    values = (
+        vars(training) | {k: v for k, v in vars(model).items() if k not in vars(training)} | vars(data) | vars(run)
+    )
+    return {name: getattr(value, "value", value) for name, value in values.items()}
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_recipe_is_read_and_free_of_conflicts(name):
+    path = RECIPES / f"{name}.yaml"
+    launch = launch_of(path)
+    recipe, step, conflicts = check_recipe(str(path), [], launch.num_processes)
+    assert conflicts == []
+    conflicts, notes = judge(recipe, step, launch)
+    assert conflicts == [] and notes == []
+    assert step.updates_per_generation == 4
+    assert recipe.training.save_steps % step.updates_per_generation == 0
+    assert recipe.training.output_dir == f"outputs/{name}"
+    longest = recipe.data.max_prompt_length + recipe.training.max_completion_length
+    assert recipe.training.vllm_mode == "server" or recipe.training.vllm_max_model_length == longest
+    # the arithmetic that the comments do is the arithmetic of the run
+    rows = re.findall(r"# +(?:generation|update): +(\d+) rows x (\d+) processes x (\d+) += (\d+)", path.read_text())
+    assert [int(total) for *_, total in rows] == [step.rows_per_generation, step.rows_per_update]
+    assert all(int(a) * int(b) * int(c) == int(total) for a, b, c, total in rows)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_cell_has_the_settings_of_the_paper(name):
+    path = RECIPES / f"{name}.yaml"
+    version, hub_id, rollout_steps = MODELS[name.split("/")[-2]]
+    recipe, step, _ = check_recipe(str(path), [], launch_of(path).num_processes)
+    expected = PAPER | VERSIONS[version] | CELLS[name] | {"model_name_or_path": hub_id}
+    actual = values_of(recipe)
+    assert {key: actual[key] for key in expected} == expected
+    assert step.rows_per_generation == 1024 * 8
+    assert step.rows_per_update == 256 * 8
+    assert recipe.training.max_steps == rollout_steps * 4
+    assert hub_id in path.read_text().splitlines()[0]
+
+
+def test_there_is_a_recipe_for_each_cell_and_no_other():
+    assert set(TRAINING) == set(CELLS) | set(PRACTICAL)
+
+
+@pytest.mark.parametrize("name", PRACTICAL)
+def test_practical_recipe_keeps_the_objective(name):
+    path = RECIPES / f"{name}.yaml"
+    recipe, _, _ = check_recipe(str(path), [], launch_of(path).num_processes)
+    actual = values_of(recipe)
+    assert {key: actual[key] for key in PACS} == PACS
+    assert recipe.training.learning_rate == PRACTICAL[name]
+    assert recipe.model.use_peft == name.endswith("lora")
+
+
+def test_the_grpo_score_against_the_rollout_policy_is_refused():
+    path = RECIPES / "ablations" / "qwen3-4b" / "score_dr_grpo.yaml"
+    recipe, _, conflicts = check_recipe(str(path), ["--score_estimator", "grpo"], 64)
+    assert recipe is None and len(conflicts) == 1
+    assert "score_estimator='grpo' cannot be used with reference='rollout'" in conflicts[0]
+
+
+@pytest.mark.parametrize("path", sorted((RECIPES / "accelerate_configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_accelerate_file(path):
+    config = load_config_from_file(str(path))  # accelerate raises on unknown keys
+    launch = read_launch(str(path), None)
+    expected = {
+        "single_gpu": (1, "none"),
+        "ddp": (8, "none"),
+        "fsdp2": (8, "full"),
+        "fsdp2_8x8": (64, "full"),
+        "zero2": (8, "gradients"),
+        "zero3": (8, "full"),
+    }
+    assert (launch.num_processes, launch.sharding) == expected[path.stem]
+    assert config.mixed_precision == "bf16"
+    assert f"--config_file recipes/accelerate_configs/{path.name}" in path.read_text()
+    if "fsdp" in path.stem:
+        assert config.fsdp_config["fsdp_version"] == 2
+        # otherwise a checkpoint is shards that nothing but FSDP can read
+        assert config.fsdp_config["fsdp_state_dict_type"] == "FULL_STATE_DICT"
+
+
+TABLE_1 = {
+    "qwen3_4b": "Qwen/Qwen3-4B",
+    "qwen3_8b": "Qwen/Qwen3-8B",
+    "qwen3_14b": "Qwen/Qwen3-14B",
+    "deepthought_8b": "ruliad/deepthought-8b-llama-v0.01-alpha",
+    "eurus_2_7b_prime": "PRIME-RL/Eurus-2-7B-PRIME",
+    "limo": "GAIR/LIMO",
+    "marco_o1": "AIDC-AI/Marco-o1",
+    "openthinker3_7b": "open-thoughts/OpenThinker3-7B",
+    "sky_t1_7b": "NovaSky-AI/Sky-T1-7B",
+}
+
+
+def test_open_models_of_table_1():
+    files = {path.stem: path for path in (RECIPES / "evaluation" / "table1").glob("*.yaml")}
+    assert files.keys() == TABLE_1.keys()
+    protocol = yaml.safe_load((RECIPES / "evaluation" / "v2.yaml").read_text())
+    for stem, path in files.items():
+        settings = yaml.safe_load(path.read_text())
+        arguments = EvaluationArguments(**settings)
+        assert arguments.model == TABLE_1[stem]
+        assert (arguments.n, arguments.temperature, arguments.top_p, arguments.max_new_tokens) == (
+            128,
+            0.6,
+            0.95,
+            8192,
+        )
+        assert settings["benchmarks"] == protocol["benchmarks"]
+        assert f"--config recipes/evaluation/table1/{path.name}" in path.read_text()
+
+
+def test_readme_names_every_recipe_and_nothing_else():
+    readme = (RECIPES / "README.md").read_text()
+    named = set()
+    for text in re.findall(r"`((?:qwen|ablations|evaluation/table1)[^`]*/[^`]*)`", readme):
+        named |= set(expand(text.removeprefix("recipes/").removesuffix(".yaml")))
+    named = {name for name in named if "*" not in name and not name.startswith("evaluation/")}
+    assert named <= set(TRAINING)
+    betas = {f"ablations/qwen3-4b/beta_{beta}" for beta in ("0.1", "0.5", "2", "10")}
+    assert set(TRAINING) - betas <= named
+
+
+def expand(text: str) -> list[str]:
+    """`a/{b,c}` -> `a/b`, `a/c`, as a shell does."""
+    match = re.search(r"\{([^{}]*)\}", text)
+    if match is None:
+        return [text]
+    return [e for part in match[1].split(",") for e in expand(text[: match.start()] + part + text[match.end() :])]
