@@ -10,6 +10,7 @@ import shutil
 
 import pytest
 import torch
+import yaml
 from peft import LoraConfig
 from replay import (
     MAX_COMPLETION_LENGTH,
@@ -26,6 +27,7 @@ from replay import (
 from transformers import AutoModelForCausalLM
 
 from pacs_trl import PPOConfig, PPOTrainer
+from pacs_trl.train import main
 
 
 SETTINGS = {
@@ -322,3 +324,41 @@ class TestCritic:
     def test_a_policy_without_path_needs_one(self, tmp_path):
         with pytest.raises(ValueError, match="critic_model_name_or_path"):
             PPOTrainer(tiny_model(), digit_reward, args=PPOConfig(str(tmp_path), **SETTINGS))
+
+
+def test_a_recipe_trains_both_models_on_the_miniature_world_and_continues(tmp_path, model_path):
+    """Through the same entry point as the large runs: data, verifier, checkpoints, resume."""
+    recipe = {
+        "method": "ppo",
+        "model_name_or_path": model_path,
+        "dataset_name": "miniature/addition",
+        "prompt_instruction": "",
+        "reward_funcs": ["math_reward", "test_ppo_trainer.digit_reward"],
+        "output_dir": str(tmp_path / "run"),
+        "save_strategy": "steps",
+        "save_steps": 1,
+    } | {name: SETTINGS[name] for name in ("use_cpu", "bf16", "max_completion_length", "gradient_checkpointing")}
+    recipe |= {"num_generations": 4, "per_device_train_batch_size": 8, "steps_per_generation": 2, "logging_steps": 1}
+    recipe["lr_scheduler_type"] = "constant"  # a linear one would have ended with the first run
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    arguments = [
+        "--config",
+        str(tmp_path / "recipe.yaml"),
+        "--learning_rate",
+        "1e-3",
+        "--critic_learning_rate",
+        "1e-3",
+    ]
+    first = main([*arguments, "--max_steps", "1"])
+    second = main([*arguments, "--max_steps", "2", "--resume_from_checkpoint", "last"])
+    start = tiny_model()
+    for name, weight in start.named_parameters():
+        assert not torch.equal(weight, first.model.get_parameter(name)), name
+        assert not torch.equal(first.model.get_parameter(name), second.model.get_parameter(name)), name
+    for name, weight in first.critic.named_parameters():
+        assert not torch.equal(weight, second.critic.get_parameter(name)), name
+    logs = [entry for entry in second.state.log_history if "loss" in entry]
+    assert len(logs) == 2
+    assert {"ppo/value_loss", "ppo/value_clip_fraction", "ppo/critic_grad_norm", "ppo/approx_kl"} <= logs[1].keys()
+    assert {"ppo/explained_variance", "ppo/value_mean", "ppo/return_mean", "entropy"} <= logs[0].keys()
+    assert "ppo" in (tmp_path / "run" / "README.md").read_text()
