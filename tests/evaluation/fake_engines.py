@@ -1,6 +1,7 @@
 """Engines without a model, for the processes of replicated ones: importing them does not import torch."""
 
 import os
+import time
 
 from pacs_trl.evaluation.requests import Completion
 
@@ -28,6 +29,14 @@ class DyingEngine:
     def generate(self, requests, settings):
         yield from EchoEngine().generate(requests[:2], settings)
         os._exit(1)
+
+
+class SleepingEngine:
+    """Computes for a minute."""
+
+    def generate(self, requests, settings):
+        yield from EchoEngine().generate(requests[:1], settings)
+        time.sleep(60)
 
 
 def broken_engine():

@@ -177,15 +177,20 @@ def test_a_lost_copy_is_reported(replicate, make_engine, message):
 
 
 def test_copies_leave_with_a_killed_parent(tmp_path):
+    # The copies are in the middle of a computation and would not look at their pipe for a minute.
     code = (
-        "import time; from fake_engines import EchoEngine; from pacs_trl.evaluation.replicas import ReplicatedEngine\n"
+        "import time; from fake_engines import SleepingEngine; from pacs_trl.evaluation.replicas import ReplicatedEngine\n"
+        "from pacs_trl.evaluation.requests import Request, SamplingSettings\n"
         "if __name__ == '__main__':\n"
-        "    engine = ReplicatedEngine(EchoEngine, ['', ''], 1)\n"
+        "    engine = ReplicatedEngine(SleepingEngine, ['', ''], 1)\n"
+        "    answers = engine.generate([Request('p', j, j, '') for j in range(4)], SamplingSettings())\n"
+        "    next(answers), next(answers)\n"
         "    print(*(process.pid for process in engine._processes), flush=True)\n"
         "    time.sleep(60)\n"
     )
     (tmp_path / "parent.py").write_text(code)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
     with subprocess.Popen(
         [sys.executable, tmp_path / "parent.py"], stdout=subprocess.PIPE, text=True, env=environment
     ) as parent:

@@ -9,7 +9,7 @@ import pytest
 from pacs_trl.evaluation import pass_at_k
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.engines import TransformersEngine
-from pacs_trl.evaluation.evaluate import evaluate, main
+from pacs_trl.evaluation.evaluate import evaluate, load_benchmarks, main, missing_requests
 from pacs_trl.evaluation.results import read_results
 from pacs_trl.verification import Verifier
 
@@ -73,6 +73,19 @@ def test_any_prefix_of_the_store_is_completed_to_the_same_result(run, arguments,
     store_path(again).write_bytes(b"".join(lines[: kept + 1]) + lines[-1][:30])  # and a torn line behind it
     assert without_the_clock(run(again)) == without_the_clock(first)
     assert sorted(store_path(again).read_bytes().splitlines()) == sorted(line.rstrip() for line in lines)
+
+
+def test_a_group_with_a_hole_is_drawn_again_as_a_whole(arguments):
+    args = EvaluationArguments(**arguments)
+    (benchmark,) = load_benchmarks(args)
+    everything = missing_requests(args, benchmark, set())
+    assert len({request.seed for request in everything}) == len(everything) == 96
+    keys = [(request.problem_id, request.sample) for request in everything]
+    # 96 requests in groups of 20; the holes are in the second and in the last, which has 16.
+    missing = missing_requests(args, benchmark, set(keys) - {keys[25], keys[95]})
+    assert missing == everything[20:40] + everything[80:]
+    server = dataclasses.replace(args, engine="server")
+    assert missing_requests(server, benchmark, set(keys) - {keys[25], keys[95]}) == [everything[25], everything[95]]
 
 
 def test_more_samples_keep_the_old_ones(run, arguments):

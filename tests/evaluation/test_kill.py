@@ -10,63 +10,69 @@ import time
 from pathlib import Path
 
 import pytest
+from kill_child import evaluate_and_be_killed, evaluate_to_the_end
 
-from pacs_trl.evaluation.arguments import EvaluationArguments
-from pacs_trl.evaluation.evaluate import evaluate
 from pacs_trl.evaluation.results import read_results
-from pacs_trl.verification import Verifier
 
 
+# Not kill_child itself: the fork server does not see the path of the tests.
+PRELOAD = [
+    "pacs_trl.evaluation.evaluate",
+    "pacs_trl.evaluation.sampling",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.qwen3.modeling_qwen3",
+]
 NUM_KILLS = int(os.environ.get("PACS_NUM_KILLS", "3"))
 
 
-def evaluate_in_child(arguments):
-    with Verifier(num_workers=1) as verifier:
-        evaluate(EvaluationArguments(**arguments), verifier, progress=False)
-
-
-@pytest.mark.parametrize("seed", [0])
-def test_counts_survive_any_kill(arguments, tmp_path, seed):
-    arguments = {**arguments, "n": 32, "k": "1,32", "batch_size": 8}
-    # A fork server has imported everything once, so that a child spends its life sampling and not importing.
+@pytest.fixture(scope="module")
+def start():
+    """Starts a function in a process forked from one that has imported everything."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pacs_trl.evaluation.evaluate", "pacs_trl.evaluation.sampling"])
+    context.set_forkserver_preload(PRELOAD)
 
-    def start(output_dir):
-        child = context.Process(target=evaluate_in_child, args=({**arguments, "output_dir": str(output_dir)},))
+    def start(function, arguments):
+        child = context.Process(target=function, args=(arguments,))
         child.start()
         return child
 
-    undisturbed = start(tmp_path / "undisturbed")
-    undisturbed.join(timeout=120)
+    return start
+
+
+def test_counts_survive_any_kill(start, arguments, tmp_path):
+    arguments = {**arguments, "n": 64, "k": "1,64", "batch_size": 8}
+    undisturbed = {**arguments, "output_dir": str(tmp_path / "undisturbed")}
+    killed = {**arguments, "output_dir": str(tmp_path / "killed")}
+    start(evaluate_to_the_end, undisturbed).join(timeout=120)
     expected = read_results(tmp_path / "undisturbed")
     total = sum(p["n"] for p in expected["benchmarks"]["math_500"]["problems"])
 
-    rng = random.Random(seed)
+    rng = random.Random(0)
     store = Path(tmp_path / "killed" / "samples" / "math_500.jsonl")
     stored = []
     for _ in range(NUM_KILLS):
-        lines_before = _count_lines(store)
-        child = start(tmp_path / "killed")
-        # Let a few more lines appear, then strike at any point of the write, the next forward pass or the grading.
-        target = lines_before + rng.randint(0, max(1, (total - lines_before) // 4))
+        before = count_lines(store)
+        child = start(evaluate_and_be_killed, killed)
+        # Let some more lines appear, then strike: within a line, within a forward pass, while the file is read back.
+        target = before + rng.randint(0, max(1, (total - before) // 4))
         deadline = time.monotonic() + 60
-        while child.is_alive() and _count_lines(store) < target and time.monotonic() < deadline:
+        while child.is_alive() and count_lines(store) < target and time.monotonic() < deadline:
             time.sleep(0.001)
-        time.sleep(rng.random() * 0.05)
+        time.sleep(rng.random() * 0.03)
         child.kill()
         child.join()
-        stored.append(_count_lines(store))
-    assert len(set(stored)) > 1, "the kills should strike at different moments"
+        stored.append(count_lines(store))
+    assert len(set(stored)) > 1 and stored[-1] < total + 1, "the kills should strike in the middle"
 
-    last = start(tmp_path / "killed")
+    last = start(evaluate_to_the_end, killed)
     last.join(timeout=120)
     assert last.exitcode == 0
     survived = read_results(tmp_path / "killed")
     assert survived["benchmarks"] == expected["benchmarks"]
     lines = store.read_text().splitlines()
     assert len(lines) == total + 1 == len(set(lines))
+    assert sorted(lines) == sorted((tmp_path / "undisturbed" / "samples" / "math_500.jsonl").read_text().splitlines())
 
 
-def _count_lines(path):
+def count_lines(path):
     return path.read_bytes().count(b"\n") if path.exists() else 0

@@ -83,13 +83,13 @@ def test_greedy_decoding(boxing_model):
 def test_generation_config_of_the_checkpoint_does_not_leak(boxing_model):
     model, tokenizer = boxing_model
     settings = SamplingSettings(1.0, 1.0, 0, 8)
-    before = generate_batch(model, tokenizer, ["1+2"], [5], settings)
+    before = generate_batch(model, tokenizer, ["1+2"] * 20, range(20), settings)
     saved = model.generation_config.to_dict()
     model.generation_config.update(
         repetition_penalty=50.0, no_repeat_ngram_size=1, top_k=1, min_new_tokens=8, do_sample=True
     )
     try:
-        assert generate_batch(model, tokenizer, ["1+2"], [5], settings) == before
+        assert generate_batch(model, tokenizer, ["1+2"] * 20, range(20), settings) == before
     finally:
         model.generation_config.update(**saved)
 

@@ -24,6 +24,9 @@ def test_worked_by_hand():
     assert result.discovery == pytest.approx(1 / 3)
     assert result.discovery_score == pytest.approx(2 / (3 / 2 + 3))  # harmonic mean of 2/3 and 1/3
     assert result.net_change == 0.0
+    # Four kept, three gained, one lost.
+    result = from_counts(4, 3, 1, 2)
+    assert result[4:8] == pytest.approx((4 / 5, 3 / 7, 2 / (5 / 4 + 7 / 3), 2 / 8))
     assert result.threshold == pytest.approx(math.log(20) / 8)
 
 

@@ -73,13 +73,12 @@ def test_paired_difference_to_a_baseline():
     assert mirrored.cells[4].value == pytest.approx(-row.cells[4].value)
 
 
-def test_the_order_of_problems_does_not_matter():
-    base, tuned = make_results("GRPO", 0.4), make_results("PACS", 0.6, seed=1)
-    expected = tables.pass_at_k_rows([base, tuned], "aime_2024", baseline="GRPO")[-1].cells[4].value
+def test_problems_are_paired_by_their_ids():
+    base, tuned = make_results("GRPO", 0.4), make_results("PACS", 0.4)
+    assert np.array_equal(counts(base), counts(tuned))
     tuned["benchmarks"]["aime_2024"]["problems"].reverse()
-    assert tables.pass_at_k_rows([base, tuned], "aime_2024", baseline="GRPO")[-1].cells[4].value == pytest.approx(
-        expected
-    )
+    cell = tables.pass_at_k_rows([base, tuned], "aime_2024", baseline="GRPO")[-1].cells[4]
+    assert cell[:3] == pytest.approx((0.0, 0.0, 0.0), abs=1e-12)
 
 
 def test_problems_that_could_not_be_graded_are_left_out():
