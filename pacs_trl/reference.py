@@ -66,12 +66,18 @@ class SnapshotReference:
 
     @torch.no_grad()
     def _exchange(self) -> None:
+        # ZeRO-3 keeps small parameters gathered, and they would stay what they are.
+        gathered = [p for p in self._parameters if hasattr(p, "ds_tensor") and p.ds_status.name == "AVAILABLE"]
+        if gathered:
+            gathered[0].partition(gathered)
         for parameter, copy in zip(self._parameters, self._copies, strict=True):
             shard = _local_shard(parameter)
             policy = shard.clone()
             shard.copy_(copy)
             copy.copy_(policy)
-        _reshard(self._model)  # gathered copies are stale now
+        if gathered:
+            gathered[0].all_gather(gathered)
+        _reshard(self._model)  # FSDP2's gathered copies are stale now
 
     @contextmanager
     def in_place_of_policy(self) -> Iterator[None]:

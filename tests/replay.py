@@ -140,6 +140,10 @@ class Replay:
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of a parameter or gradient, with the shards of all processes."""
+    if hasattr(tensor, "ds_id"):
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return safe_get_full_fp32_param(tensor).clone()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
 
 
@@ -154,8 +158,10 @@ class Recorder(TrainerCallback):
         self.weights: list[dict[str, torch.Tensor]] = []
         self.gradients: list[dict[str, torch.Tensor | None]] = []
 
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
         self.weights.append(trainable_weights(model))
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         self.gradients.append(
             {
                 name.removeprefix("module."): None if p.grad is None else full(p.grad)

@@ -1,5 +1,7 @@
 """The snapshot: stands in for the policy, gives it back bit by bit, and holds nothing but what is trained."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -129,10 +131,22 @@ def test_optimizer_and_graph_do_not_see_the_exchange():
         torch.testing.assert_close(p.detach(), b - 0.1 * p.grad)
 
 
-def test_parameters_emptied_by_zero3():
-    """ZeRO-3 keeps a process's part of a parameter in `ds_tensor` and leaves the parameter itself empty."""
+class PartitionedByZeRO3:
+    """What a snapshot needs of a parameter under ZeRO-3: this process's part stands in `ds_tensor`."""
+
+    def __init__(self, parameter, persistent):
+        parameter.ds_tensor = parameter.data.flatten()[:2].clone()
+        parameter.ds_status = SimpleNamespace(name="AVAILABLE" if persistent else "NOT_AVAILABLE")
+        parameter.partition = lambda parameters: self.calls.append("partition")
+        parameter.all_gather = lambda parameters: self.calls.append(("all_gather", parameters[0].ds_tensor.tolist()))
+        self.calls = []
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_parameters_partitioned_by_zero3(persistent):
     model = torch.nn.Linear(3, 1, bias=False)
     assert not is_sharded(model)
+    partitioned = PartitionedByZeRO3(model.weight, persistent)
     model.weight.ds_tensor = torch.tensor([1.0, 2.0])
     assert is_sharded(model)
     snapshot = SnapshotReference(model)
@@ -140,6 +154,9 @@ def test_parameters_emptied_by_zero3():
     with snapshot.in_place_of_policy():
         assert model.weight.ds_tensor.tolist() == [1.0, 2.0]
     assert model.weight.ds_tensor.tolist() == [6.0, 7.0]
+    # small parameters stay gathered between uses, so they are gathered anew from the parts that were exchanged
+    exchanged = ["partition", ("all_gather", [1.0, 2.0]), "partition", ("all_gather", [6.0, 7.0])]
+    assert partitioned.calls == (exchanged if persistent else [])
     snapshot.renew()
     assert snapshot.state_dict()[0].tolist() == [6.0, 7.0]
 

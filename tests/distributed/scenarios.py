@@ -1,6 +1,7 @@
 """Runs on every process of a torchrun launch: trains each scenario and writes what this process saw.
 
     ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 scenarios.py OUTPUT_DIR ddp|fsdp2
+    ACCELERATE_USE_DEEPSPEED=true DS_ACCELERATOR=cpu torchrun --nproc_per_node 2 scenarios.py OUTPUT_DIR zero3
 
 Each scenario is a function of `(rank, directory)` that returns something `torch.save` can write. `test_two_processes.py`
 compares the results with one process.
@@ -14,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from peft import LoraConfig
 from replay import (
@@ -200,21 +201,48 @@ def let_accelerate_shard_on_cpu():
     AcceleratorState.__init__ = with_fsdp
 
 
-def sharded(name):
+def zero3_settings(persistence_threshold: int) -> dict:
+    return {
+        "use_cpu": False,  # accelerate takes it for a wish not to use DeepSpeed
+        "deepspeed": {
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": persistence_threshold},
+            "zero_allow_untested_optimizer": True,
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+        },
+    }
+
+
+def let_accelerate_run_deepspeed_on_cpu():
+    """accelerate turns DeepSpeed on for accelerator devices only; DeepSpeed itself runs on CPU with gloo."""
+    import deepspeed.ops
+
+    PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_CPU)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled for minutes
+
+
+def sharded(name, how):
     settings, replay = REPLAYED[name]
-    return lambda rank, directory: record(directory, {**settings, **FSDP_SETTINGS}, replay)
+    return lambda rank, directory: record(directory, {**settings, **how}, replay)
 
 
-FSDP2 = {
-    name: sharded(name)
-    for name in (
-        "2 rows x 2",
-        "padded, idle process",
-        "split groups, no verdicts, tools",
-        "snapshot, renewed",
-        "clipped",
-    )
-} | {"resumed snapshot": lambda rank, directory: resumed(rank, directory, reference="snapshot", **FSDP_SETTINGS)}
+SHARDED = (
+    "2 rows x 2",
+    "padded, idle process",
+    "split groups, no verdicts, tools",
+    "bounded by tokens",
+    "snapshot, renewed",
+    "clipped",
+)
+FSDP2 = {name: sharded(name, FSDP_SETTINGS) for name in SHARDED} | {
+    "resumed snapshot": lambda rank, directory: resumed(rank, directory, reference="snapshot", **FSDP_SETTINGS)
+}
+# Parameters below the threshold stay gathered between uses: all of this model's, or none.
+ZERO3 = {
+    f"{name}, {threshold}": sharded(name, zero3_settings(threshold)) for name in SHARDED for threshold in (0, 100_000)
+} | {"resumed snapshot": lambda rank, directory: resumed(rank, directory, reference="snapshot", **zero3_settings(0))}
 
 
 # transformers loads an optimizer onto `args.device`, which is "cpu:0" here, a name that torch.load does not know.
@@ -226,12 +254,15 @@ torch.serialization.register_package(
 def main(output: Path, kind: str):
     if kind == "fsdp2":
         let_accelerate_shard_on_cpu()
+    if kind == "zero3":
+        let_accelerate_run_deepspeed_on_cpu()
     rank = int(os.environ["RANK"])
-    for number, (name, scenario) in enumerate({"ddp": DDP, "fsdp2": FSDP2}[kind].items()):
+    for number, (name, scenario) in enumerate({"ddp": DDP, "fsdp2": FSDP2, "zero3": ZERO3}[kind].items()):
         print(f"[{rank}] {name}", flush=True)
         directory = output / "runs" / str(number)
         result = scenario(rank, directory)
         torch.save(result, output / f"{name}.{rank}.pt")
+    torch.distributed.destroy_process_group()  # DeepSpeed's groups would wait for each other at exit
 
 
 if __name__ == "__main__":
