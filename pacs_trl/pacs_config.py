@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import MISSING, dataclass, field, fields
+from typing import get_args
 
 from trl import GRPOConfig
 
@@ -250,9 +251,9 @@ class PACSConfig(GRPOConfig):
             raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}.")
 
     def _check_objective(self):
-        self._check_choice("score_estimator", ("rloo", "dr_grpo", "grpo", "none"))
-        self._check_choice("class_weighting", ("balanced", "none", "only_positive", "only_negative"))
-        self._check_choice("proxy", ("log_ratio", "mean_logp"))
+        self._check_choice("score_estimator", get_args(ScoreEstimator))
+        self._check_choice("class_weighting", get_args(ClassWeighting))
+        self._check_choice("proxy", get_args(Proxy))
         if not self.pacs_beta > 0:
             raise ValueError(
                 f"pacs_beta must be above 0, got {self.pacs_beta}: it scales the implicit reward, and at 0 nothing is "
