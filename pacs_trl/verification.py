@@ -126,7 +126,7 @@ class Verifier:
         self,
         num_workers: int | None = None,
         timeout_seconds: float = 5.0,
-        cpu_seconds: float = 0.5,
+        cpu_seconds: float = 0.4,
         memory_limit_mb: int = 1024,
         max_characters: int = 200_000,
         protocol: str = "authors",
@@ -317,7 +317,7 @@ class VerificationArguments:
         default=None, metadata={"help": "Worker processes per rank (default: its share of the processors)."}
     )
     verification_timeout_seconds: float = field(default=5.0, metadata={"help": "Wall-clock limit per completion."})
-    verification_cpu_seconds: float = field(default=0.5, metadata={"help": "Processor time limit per completion."})
+    verification_cpu_seconds: float = field(default=0.4, metadata={"help": "Processor time limit per completion."})
     verification_memory_limit_mb: int = field(default=1024, metadata={"help": "Address space of a worker, in MiB."})
     verification_max_failure_share: float = field(
         default=0.5,

@@ -266,6 +266,37 @@ class TestForkedParent:
             assert verifier._pool.pid == pool
 
 
+RANK_PROGRAM = """
+import os
+
+from accelerate import Accelerator
+
+from pacs_trl.rewards import math_reward
+from pacs_trl.verification import shared_verifier
+
+accelerator = Accelerator(cpu=True)
+golds = [str(i + accelerator.process_index) for i in range(60)]
+assert math_reward([r"\\boxed{%d}" % i for i in range(60)], solution=golds) == [1.0 - accelerator.process_index] * 60
+assert shared_verifier().num_workers == max(1, len(os.sched_getaffinity(0)) // 2)
+accelerator.wait_for_everyone()
+with open(f"{os.environ['PIDS']}.{accelerator.process_index}", "w") as file:
+    file.write(str(shared_verifier()._pool.pid))
+"""
+
+
+@pytest.mark.distributed
+def test_two_ranks_have_a_pool_each(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(RANK_PROGRAM.replace("\\\\", "\\"), encoding="utf-8")
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "PIDS": str(tmp_path / "pid"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    completed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert completed.returncode == 0, completed.stderr
+    pools = [int((tmp_path / f"pid.{rank}").read_text()) for rank in range(2)]
+    assert pools[0] != pools[1]
+    assert wait_for(lambda: not any(map(is_running, pools)), 5)
+
+
 class TestImports:
     @pytest.mark.parametrize(
         ("module", "absent"),
