@@ -49,12 +49,12 @@ def test_counts_survive_any_kill(start, arguments, tmp_path):
 
     rng = random.Random(0)
     store = Path(tmp_path / "killed" / "samples" / "math_500.jsonl")
-    stored = []
-    for _ in range(NUM_KILLS):
+    stored: list[int] = []
+    for kills_left in range(NUM_KILLS, 0, -1):
         before = count_lines(store)
         child = start(evaluate_and_be_killed, killed)
         # Let some more lines appear, then strike: within a line, within a forward pass, while the file is read back.
-        target = before + rng.randint(0, max(1, (total - before) // 4))
+        target = before + rng.randint(0, max(1, (total - before) // kills_left))
         deadline = time.monotonic() + 60
         while child.is_alive() and count_lines(store) < target and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -62,13 +62,14 @@ def test_counts_survive_any_kill(start, arguments, tmp_path):
         child.kill()
         child.join()
         stored.append(count_lines(store))
-    assert len(set(stored)) > 1 and stored[-1] < total + 1, "the kills should strike in the middle"
+    assert len(set(stored)) > 1, "the kills should strike at different moments"
 
     last = start(evaluate_to_the_end, killed)
     last.join(timeout=120)
     assert last.exitcode == 0
     survived = read_results(tmp_path / "killed")
     assert survived["benchmarks"] == expected["benchmarks"]
+    print(f"lines after each of {NUM_KILLS} kills: {stored} of {total + 1}")
     lines = store.read_text().splitlines()
     assert len(lines) == total + 1 == len(set(lines))
     assert sorted(lines) == sorted((tmp_path / "undisturbed" / "samples" / "math_500.jsonl").read_text().splitlines())
