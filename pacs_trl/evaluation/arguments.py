@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, field
+from typing import Any
 
 from pacs_trl.data import PROMPT_INSTRUCTION
 from pacs_trl.evaluation.requests import SamplingSettings
@@ -75,8 +76,8 @@ class EvaluationArguments:
             self.k = ",".join(map(str, self.k if isinstance(self.k, list) else [self.k]))
         if isinstance(self.benchmarks, list):
             self.benchmarks = ",".join(self.benchmarks)
-        if isinstance(self.chat_template_kwargs, str):
-            self.chat_template_kwargs = json.loads(self.chat_template_kwargs)
+        if not isinstance(self.template_kwargs, dict | None):
+            raise ValueError(f"chat_template_kwargs must be a JSON object, got {self.chat_template_kwargs!r}.")
         if self.engine not in ENGINES:
             raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {self.engine!r}.")
         if self.engine == "server" and (self.data_parallel_size > 1 or self.token_entropy_samples):
@@ -100,6 +101,12 @@ class EvaluationArguments:
     @property
     def ks(self) -> list[int]:
         return sorted({int(k) for k in self.k.split(",")})
+
+    @property
+    def template_kwargs(self) -> dict[str, Any] | None:
+        """`chat_template_kwargs` as a mapping: JSON text from the command line, a mapping from a recipe."""
+        given = self.chat_template_kwargs
+        return json.loads(given) if isinstance(given, str) else given
 
     @property
     def sampling(self) -> SamplingSettings:

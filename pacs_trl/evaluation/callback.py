@@ -87,7 +87,7 @@ class EvaluationCallback(TrainerCallback):
             return
         self._evaluated_step = step
         with preserved_random_states():
-            logs = {}
+            logs: dict[str, float] = {}
             for benchmark in self.benchmarks:
                 drawn = self._draw(benchmark)
                 if self.trainer.accelerator.is_main_process:

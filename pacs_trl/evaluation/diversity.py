@@ -12,7 +12,7 @@ import argparse
 import json
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,7 +53,7 @@ def mean_pairwise_distance(embeddings: np.ndarray) -> float:
     return float(1 - (total @ total - num_responses) / (num_responses * (num_responses - 1)))
 
 
-def problem_diversities(responses: dict[str, Sequence[str]], embed: Embedder) -> dict[str, float]:
+def problem_diversities(responses: Mapping[str, Sequence[str]], embed: Embedder) -> dict[str, float]:
     """Diversity of each problem with at least two correct responses; `responses` maps problem ids to correct texts."""
     kept = {problem: texts for problem, texts in responses.items() if len(texts) >= 2}
     if not kept:
@@ -131,7 +131,7 @@ def correct_responses(results_dir: Path, benchmark: str, *, limit: int | None = 
 
 
 def compare(
-    responses: Sequence[dict[str, Sequence[str]]], embed: Embedder
+    responses: Sequence[Mapping[str, Sequence[str]]], embed: Embedder
 ) -> tuple[list[dict[str, float]], list[Interval], Interval | None]:
     """
     Diversity of one or two models.

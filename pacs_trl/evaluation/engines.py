@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
 
 from pacs_trl.evaluation.requests import Completion, Request, SamplingSettings, render_prompt
 
@@ -43,7 +44,7 @@ class TransformersEngine:
 
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         tokenizer = AutoTokenizer.from_pretrained(model, revision=revision)
-        loaded = AutoModelForCausalLM.from_pretrained(model, revision=revision, dtype=dtype)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(model, revision=revision, dtype=dtype)
         return cls(loaded.to(device).eval(), tokenizer, **kwargs)
 
     def generate(
@@ -205,7 +206,7 @@ class ServerEngine:
 
     def _complete(self, request: Request, settings: SamplingSettings) -> Completion:
         prompt = request.prompt
-        body = {
+        body: dict[str, Any] = {
             "model": self.model,
             "messages": prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}],
             "temperature": settings.temperature,

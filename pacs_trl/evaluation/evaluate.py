@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from trl import TrlParser
 
     try:
-        args, verification = TrlParser((EvaluationArguments, VerificationArguments)).parse_args_and_config(argv)
+        args, verification = TrlParser([EvaluationArguments, VerificationArguments]).parse_args_and_config(argv)
         with _make_verifier(verification) as verifier:
             results = evaluate(args, verifier, max_failure_share=verification.verification_max_failure_share)
     except ValueError as error:
@@ -196,10 +196,10 @@ def _model_identity(args: EvaluationArguments) -> dict[str, Any]:
 
 
 def _make_engine(args: EvaluationArguments) -> Any:
-    template = args.chat_template_kwargs
+    template = args.template_kwargs
     if args.engine == "server":
         return ServerEngine(args.base_url, args.model, concurrency=args.concurrency, chat_template_kwargs=template)
-    common = {"revision": args.revision, "dtype": args.dtype, "chat_template_kwargs": template}
+    common: dict[str, Any] = {"revision": args.revision, "dtype": args.dtype, "chat_template_kwargs": template}
     if args.engine == "vllm":
         make = partial(
             VLLMEngine,
@@ -249,7 +249,7 @@ def _prompt_facts(args: EvaluationArguments) -> dict[str, Any]:
     return {
         "instruction": args.prompt_instruction,
         "system_prompt": args.system_prompt,
-        "chat_template_kwargs": args.chat_template_kwargs,
+        "chat_template_kwargs": args.template_kwargs,
     }
 
 
@@ -261,7 +261,7 @@ def _prompt_digest(args: EvaluationArguments) -> str:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(args.model, revision=args.revision)
-    return digest({"text": render_prompt(tokenizer, prompt, args.chat_template_kwargs)})
+    return digest({"text": render_prompt(tokenizer, prompt, args.template_kwargs)})
 
 
 def _engine_facts(args: EvaluationArguments) -> dict[str, Any]:
@@ -297,7 +297,7 @@ def _add_token_entropy(
     from pacs_trl.evaluation.token_entropy import completion_entropies
 
     engine = TransformersEngine.load(
-        args.model, revision=args.revision, dtype=args.dtype, chat_template_kwargs=args.chat_template_kwargs
+        args.model, revision=args.revision, dtype=args.dtype, chat_template_kwargs=args.template_kwargs
     )
     model = _model_identity(args)
     for benchmark in benchmarks:
@@ -306,7 +306,7 @@ def _add_token_entropy(
             prompt = build_prompt(
                 problem.problem, instruction=args.prompt_instruction, system_prompt=args.system_prompt
             )
-            texts[problem.id] = render_prompt(engine.tokenizer, prompt, args.chat_template_kwargs)
+            texts[problem.id] = render_prompt(engine.tokenizer, prompt, args.template_kwargs)
         with _open_store(args, model, benchmark) as store:
             kept = [r for r in store.records() if r["sample"] < args.token_entropy_samples and r["completion"]]
         entropies = completion_entropies(

@@ -11,6 +11,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
+from typing import Any, cast
 
 from pacs_trl.evaluation.requests import Completion, Request, SamplingSettings
 
@@ -32,7 +33,8 @@ class ReplicatedEngine:
     def __init__(self, make_engine: Callable, visible_devices: Sequence[str], group_size: int):
         self.group_size = group_size
         context = multiprocessing.get_context("spawn")
-        self._processes, self._pipes = [], []
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
         for devices in visible_devices:
             pipe, child_pipe = context.Pipe()
             process = context.Process(target=_serve, args=(make_engine, child_pipe), daemon=True)
@@ -49,7 +51,8 @@ class ReplicatedEngine:
             pipe.send(([r for group in groups[copy :: len(self._pipes)] for r in group], settings))
         busy = dict(zip(self._pipes, range(len(self._pipes)), strict=True))
         while busy:
-            for pipe in wait(list(busy)):
+            for ready in wait(list(busy)):
+                pipe = cast(Connection, ready)
                 try:
                     kind, content = pipe.recv()
                 except EOFError:
@@ -102,5 +105,7 @@ def _serve(make_engine: Callable, pipe: Connection) -> None:
 
 def _leave_with_parent() -> None:
     """A parent killed with SIGKILL cannot end its children; a copy that computes would hold its GPU for hours."""
-    multiprocessing.parent_process().join()
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a copy is always a child"
+    parent.join()
     os._exit(1)

@@ -75,7 +75,7 @@ def pass_at_k_table(n: Sequence[int], c: Sequence[int], ks: Sequence[int]) -> di
     interval = bootstrap_interval(pass_at_k(np.asarray(n), np.asarray(c), list(ks)), confidence=CONFIDENCE)
     return {
         str(k): {"value": float(value), "lower": float(lower), "upper": float(upper)}
-        for k, value, lower, upper in zip(ks, interval.mean, interval.lower, interval.upper, strict=True)
+        for k, value, lower, upper in zip(ks, *map(np.asarray, interval), strict=True)
     }
 
 

@@ -8,7 +8,7 @@ problem, and the standard deviation over runs is given as well. Nothing here nee
 import csv
 import io
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -117,7 +117,10 @@ def problem_values(group: Sequence[dict[str, Any]], benchmark: str, ks: Sequence
     """Problem ids and pass@k per problem, averaged over runs; shape `(P, K)`; problems scorable in every run only."""
     counts = [_scorable(run, benchmark) for run in group]
     ids = [problem for problem in counts[0] if all(problem in other for other in counts)]
-    values = [pass_at_k(*np.array([run[problem] for problem in ids]).T, list(ks)) for run in counts]
+    values = []
+    for run in counts:
+        n, c = np.array([run[problem] for problem in ids]).T
+        values.append(pass_at_k(n, c, list(ks)))
     return ids, np.mean(values, axis=0)
 
 
@@ -126,23 +129,26 @@ def _scorable(run: dict[str, Any], benchmark: str) -> dict[str, tuple[int, int]]
     return {p["id"]: (p["n"], p["c"]) for p in run["benchmarks"][benchmark]["problems"] if not p["ungraded"]}
 
 
+def _interval_cells(values: np.ndarray, ks: Sequence[int]) -> dict[int, Cell]:
+    """Percent with interval per k, from values per problem of shape `(P, K)`."""
+    columns = zip(*(np.asarray(part).tolist() for part in bootstrap_interval(100 * values)), strict=True)
+    return {k: Cell(*column) for k, column in zip(ks, columns, strict=True)}
+
+
 def _cells(group: Sequence[dict[str, Any]], benchmark: str, ks: Sequence[int]) -> dict[int, Cell]:
-    _, values = problem_values(group, benchmark, ks)
-    interval = bootstrap_interval(100 * values)
-    cells = {}
-    for i, k in enumerate(ks):
-        by_run = [100 * run["benchmarks"][benchmark]["pass_at_k"][str(k)]["value"] for run in group]
-        spread = statistics.stdev(by_run) if len(group) > 1 else None
-        cells[k] = Cell(float(interval.mean[i]), float(interval.lower[i]), float(interval.upper[i]), spread)
-    return cells
+    cells = _interval_cells(problem_values(group, benchmark, ks)[1], ks)
+    if len(group) == 1:
+        return cells
+    by_run = {k: [100 * run["benchmarks"][benchmark]["pass_at_k"][str(k)]["value"] for run in group] for k in ks}
+    return {k: cell._replace(spread=statistics.stdev(by_run[k])) for k, cell in cells.items()}
 
 
 def _published_difference(ours: Row, published: dict[int, float], source: str) -> Row:
-    cells = {
-        k: Cell(cell.value - published[k], cell.lower - published[k], cell.upper - published[k])
-        for k, cell in ours.cells.items()
-        if k in published
-    }
+    cells = {}
+    for k, cell in ours.cells.items():
+        if k in published:
+            lower, upper = (None if end is None else end - published[k] for end in (cell.lower, cell.upper))
+            cells[k] = Cell(cell.value - published[k], lower, upper)
     return Row(f"{ours.method}, ours - published", "difference", source, "", 0, cells)
 
 
@@ -159,11 +165,7 @@ def _paired_difference(
     position = {problem: i for i, problem in enumerate(base_ids)}
     shared = [i for i, problem in enumerate(ids) if problem in position]
     differences = values[shared] - base_values[[position[ids[i]] for i in shared]]
-    interval = bootstrap_interval(100 * differences)
-    cells = {
-        k: Cell(float(interval.mean[i]), float(interval.lower[i]), float(interval.upper[i])) for i, k in enumerate(ks)
-    }
-    return Row(f"{method} - {baseline}", "difference", "paired over problems", "", 0, cells)
+    return Row(f"{method} - {baseline}", "difference", "paired over problems", "", 0, _interval_cells(differences, ks))
 
 
 def support_rows(results: Sequence[dict[str, Any]], benchmark: str, baseline: str) -> list[list[str]]:
@@ -270,7 +272,7 @@ def to_latex(header: Sequence[str], lines: Sequence[Sequence[str]], caption: str
     )
 
 
-def to_csv(rows_by_benchmark: dict[str, Sequence[Row]]) -> str:
+def to_csv(rows_by_benchmark: Mapping[str, Sequence[Row]]) -> str:
     """Every number of every pass@k table, one line each, for other programs."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
