@@ -179,6 +179,7 @@ import os, signal, sys, time
 from pathlib import Path
 from pacs_trl.verification import Verifier
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with it ignored
 verifier = Verifier(num_workers=2, cpu_seconds=60.0, timeout_seconds=60.0)
 assert verifier.grade([r"\\\\boxed{1}"] * 3, [1, 1, 2]) == [1.0, 1.0, 0.0]
 pool = verifier._pool.pid

@@ -81,9 +81,11 @@ class CriticRecorder(Recorder):
         self.critics = []
 
     def on_step_begin(self, args, state, control, **kwargs):
+        super().on_step_begin(args, state, control, **kwargs)
         self.critics.append(trainable_weights(self.trainer.critic))
 
-    on_train_end = on_step_begin
+    def on_train_end(self, args, state, control, **kwargs):
+        self.critics.append(trainable_weights(self.trainer.critic))
 
 
 def rows_as_float64(model, critic, row):
