@@ -1,0 +1,116 @@
+"""train.py: real problems in their Hub column layout, both methods, resume, and refusals before anything expensive."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from trl import GRPOTrainer
+
+from pacs_trl import PACSTrainer, train
+from pacs_trl.data import PROMPT_INSTRUCTION
+from pacs_trl.miniature.model import build_model
+from pacs_trl.miniature.tokenizer import build_tokenizer
+from pacs_trl.recipe import read_recipe
+
+
+DATA = Path(__file__).parent / "data"
+RECIPES = Path(__file__).parents[1] / "recipes" / "miniature"
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = build_tokenizer()
+    build_model(tokenizer).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def run(output_dir, model_path, *arguments, recipe="pacs.yaml"):
+    small = ["--per_device_train_batch_size", "8", "--num_generations", "4", "--max_completion_length", "8"]
+    fixed = [
+        "--config",
+        str(RECIPES / recipe),
+        "--model_name_or_path",
+        str(model_path),
+        "--output_dir",
+        str(output_dir),
+    ]
+    return train.main([*fixed, *small, "--disable_tqdm", "true", "--max_steps", "2", *arguments])
+
+
+REAL_PROBLEMS = {
+    "gsm8k": ["--dataset_name", "gsm8k", "--dataset_path", str(next(DATA.glob("gsm8k*.jsonl")))],
+    "math_500": ["--dataset_name", str(DATA / "math_500.jsonl"), "--problem_column", "problem"]
+    + ["--solution_column", "answer"],
+}
+
+
+@pytest.mark.parametrize("name", REAL_PROBLEMS)
+def test_two_steps_on_real_problems(tmp_path, model_path, name):
+    instruction = ["--prompt_instruction", PROMPT_INSTRUCTION, "--max_prompt_length", "400"]
+    trainer = run(tmp_path, model_path, *REAL_PROBLEMS[name], *instruction)
+    assert type(trainer) is PACSTrainer
+    prompt = trainer.train_dataset[0]["prompt"]
+    assert prompt[-1]["content"].endswith(" " + PROMPT_INSTRUCTION)
+    logs = [entry for entry in trainer.state.log_history if "rewards/math_reward/mean" in entry]
+    assert [entry["step"] for entry in logs] == [1, 2]
+    assert all(entry["pacs/unscorable_fraction"] == 0 for entry in logs)  # every gold was understood
+    saved = yaml.safe_load((tmp_path / "recipe.yaml").read_text())
+    assert saved["max_steps"] == 2 and saved["method"] == "pacs"
+    card = (tmp_path / "README.md").read_text()
+    assert "2509.02522" in card and "pacs" in card
+
+
+def test_one_key_switches_to_grpo(tmp_path, model_path):
+    assert type(run(tmp_path / "key", model_path, "--method", "grpo")) is GRPOTrainer
+    assert type(run(tmp_path / "recipe", model_path, recipe="grpo.yaml")) is GRPOTrainer
+
+
+def test_the_two_recipes_differ_in_method_and_output_only():
+    pacs, grpo = (yaml.safe_load((RECIPES / name).read_text()) for name in ("pacs.yaml", "grpo.yaml"))
+    differing = {key for key in pacs | grpo if pacs.get(key) != grpo.get(key)}
+    assert differing == {"method", "output_dir"}
+
+
+def test_resume_and_refusal_to_start_over(tmp_path, model_path):
+    saving = ["--save_strategy", "steps", "--save_steps", "1"]
+    run(tmp_path, model_path, *saving)
+    with pytest.raises(ValueError, match="already holds checkpoint-2.*--resume_from_checkpoint last"):
+        run(tmp_path, model_path, *saving)
+    trainer = run(tmp_path, model_path, *saving, "--resume_from_checkpoint", "last", "--max_steps", "3")
+    assert trainer.state.global_step == 3
+    with pytest.raises(ValueError, match="does not exist"):
+        run(tmp_path, model_path, "--resume_from_checkpoint", str(tmp_path / "checkpoint-9"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--lerning_rate", "1"], "`lerning_rate` is not a setting of method pacs. Did you mean `learning_rate`"),
+        (["--method", "grpo", "--pacs_beta", "2"], "`pacs_beta` is a setting of method pacs, not of grpo"),
+        (["--method", "dpo"], "`method` must be one of pacs, grpo, ppo"),
+        (["--epsilon", "0.3"], "PACSConfig does not take epsilon=0.3"),
+        (["--reward_funcs", "nice_reward"], "no reward function 'nice_reward'.*math_reward"),
+        (["--reward_funcs", "math.nothing"], "module 'math' has no function 'nothing'"),
+        (["--dataset_name", "miniature/nothing"], "no miniature task 'nothing'"),
+        (["--dataset_name", str(DATA / "nothing.jsonl")], "does not exist"),
+        (["--dataset_name", str(DATA / "math_500.jsonl"), "--problem_column", "question"], "Columns found: "),
+        (["--model_name_or_path", "./nothing"], "model directory './nothing' does not exist"),
+    ],
+)
+def test_what_is_wrong_is_said_before_training(tmp_path, model_path, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path, model_path, *arguments)
+
+
+def test_recipe_file_that_is_missing_or_names_too_little(tmp_path):
+    with pytest.raises(ValueError, match="does not exist"):
+        read_recipe(["--config", str(tmp_path / "nothing.yaml")])
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    with pytest.raises(ValueError, match="must be a YAML mapping"):
+        read_recipe(["--config", str(tmp_path / "list.yaml")])
+    with pytest.raises(ValueError, match="`dataset_name` is missing"):
+        read_recipe(["--model_name_or_path", "m", "--output_dir", "o"])
+    with pytest.raises(ValueError, match="`model_name_or_path` is missing"):
+        read_recipe(["--dataset_name", "gsm8k", "--output_dir", "o"])
