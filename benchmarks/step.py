@@ -125,6 +125,8 @@ class Runner:
         )
         self.trainer._generate = self._replay
         self.trainer.reward_func_names = ["label"]
+        if settings["gradient_checkpointing"]:
+            model.gradient_checkpointing_enable()
         self.trainer.create_optimizer()
         self.model, self.optimizer = self.trainer.accelerator.prepare(model, self.trainer.optimizer)
         self.trainer.model_wrapped, self.trainer.optimizer = self.model, self.optimizer
