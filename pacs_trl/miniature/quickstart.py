@@ -166,7 +166,7 @@ def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
         reward.set(title="reward", xlabel="optimizer step", ylim=(0, 1))
         entropy.set(title="entropy (nats per token)", xlabel="optimizer step")
         entropy.set_ylim(bottom=0)
-        pass_at_k.set(title="held-out pass@k", xlabel="k", ylim=(0, 1))
+        pass_at_k.set(title="held-out pass@k", xlabel="k", ylim=(0, 1.02))
         pass_at_k.set_xscale("log", base=2)
         pass_at_k.set_xticks(KS, [str(k) for k in KS])
         pass_at_k.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
