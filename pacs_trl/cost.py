@@ -93,13 +93,13 @@ class ModelShape:
         return 2 * tokens * self.hidden * self.num_layers + inside_layer
 
 
-_QWEN = {"head_dim": 128, "vocabulary": 151936}
+# layers, hidden, intermediate, heads, key-value heads, head size, vocabulary
 KNOWN_MODELS = {
-    "Qwen/Qwen3-0.6B": ModelShape(28, 1024, 3072, 16, 8, tied=True, qk_norm=True, **_QWEN),
-    "Qwen/Qwen3-1.7B": ModelShape(28, 2048, 6144, 16, 8, tied=True, qk_norm=True, **_QWEN),
-    "Qwen/Qwen3-4B": ModelShape(36, 2560, 9728, 32, 8, tied=True, qk_norm=True, **_QWEN),
-    "Qwen/Qwen3-8B": ModelShape(36, 4096, 12288, 32, 8, tied=False, qk_norm=True, **_QWEN),
-    "Qwen/Qwen2.5-3B": ModelShape(36, 2048, 11008, 16, 2, tied=True, qkv_bias=True, **_QWEN),
+    "Qwen/Qwen3-0.6B": ModelShape(28, 1024, 3072, 16, 8, 128, 151936, tied=True, qk_norm=True),
+    "Qwen/Qwen3-1.7B": ModelShape(28, 2048, 6144, 16, 8, 128, 151936, tied=True, qk_norm=True),
+    "Qwen/Qwen3-4B": ModelShape(36, 2560, 9728, 32, 8, 128, 151936, tied=True, qk_norm=True),
+    "Qwen/Qwen3-8B": ModelShape(36, 4096, 12288, 32, 8, 128, 151936, tied=False, qk_norm=True),
+    "Qwen/Qwen2.5-3B": ModelShape(36, 2048, 11008, 16, 2, 128, 151936, tied=True, qkv_bias=True),
     "Qwen/Qwen2.5-7B": ModelShape(28, 3584, 18944, 28, 4, 128, 152064, tied=False, qkv_bias=True),
 }
 

@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"Launched as {launch.description}.")
         more_conflicts, notes = judge(recipe, step, launch)
         conflicts += more_conflicts
-    if recipe is not None and step is not None:
+    if recipe is not None and step is not None and recipe.training.max_completion_length is not None:
         mean_length = own.mean_length or round(0.35 * recipe.training.max_completion_length)
         print("\n".join(describe(recipe, step, mean_length) + estimate(recipe, step, launch, mean_length)))
     for title, messages in (("Notes", notes), ("Conflicts", conflicts)):
@@ -245,6 +245,8 @@ def judge(recipe: Recipe, step: Step | None, launch: Launch) -> tuple[list[str],
     """Conflicts and notes about settings that are legal each on its own."""
     method, training, model = recipe.run.method, recipe.training, recipe.model
     conflicts, notes = [], []
+    if training.max_completion_length is None:
+        return ["max_completion_length is not set, so that completions have no bound. The paper uses 8192 (v2)."], []
     if step is not None and training.save_strategy == "steps" and training.save_steps % step.updates_per_generation:
         below = training.save_steps // step.updates_per_generation * step.updates_per_generation
         nearest = [n for n in (below, below + step.updates_per_generation) if n]

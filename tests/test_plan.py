@@ -2,6 +2,7 @@
 
 import os
 import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from pacs_trl.cost import (
 from pacs_trl.plan import as_if_launched, check_recipe, main, read_launch, step_sizes
 
 
+REPOSITORY = Path(__file__).parents[1]
 SMALL = ModelShape(3, 64, 160, 4, 2, head_dim=16, vocabulary=300, tied=True, qk_norm=True)
 
 
@@ -231,6 +233,10 @@ class TestConflicts:
         status, output = plan("--num-processes", "3", vllm_tensor_parallel_size=2, **colocate)
         assert status == 1 and "must divide the number of processes (3)" in output
 
+    def test_unbounded_completions(self, plan):
+        status, output = plan("--max_completion_length", "null")
+        assert status == 1 and "max_completion_length is not set" in output
+
     def test_ppo_with_deepspeed(self, plan):
         status, output = plan("--accelerate-config", "recipes/accelerate_configs/zero2.yaml", method="ppo")
         assert status == 1 and "DeepSpeed" in output
@@ -251,7 +257,7 @@ class TestLaunch:
 
     def test_one_process_file_with_several(self):
         with pytest.raises(ValueError, match="num_processes is 2"):
-            read_launch("recipes/accelerate_configs/single_gpu.yaml", 2)
+            read_launch(str(REPOSITORY / "recipes/accelerate_configs/single_gpu.yaml"), 2)
 
     def test_configuration_classes_see_the_planned_processes_only_inside(self, tmp_path):
         before = os.environ.get("WORLD_SIZE")
