@@ -1,6 +1,7 @@
 """Metrics of the implicit critic: by hand, and the logged ones against a recomputation from weights and rows."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -142,3 +143,15 @@ def test_metrics_are_recorded_once_per_optimizer_step(tmp_path):
     trainer.train()
     assert len(reductions) == 2
     assert recorded and set(recorded.values()) == {2}, recorded
+
+
+def test_glossary_has_a_line_for_every_metric(tmp_path):
+    trainer = build_trainer(tmp_path, replay=Replay(), max_steps=1)
+    trainer.train()
+    glossary = (Path(__file__).parent.parent / "docs" / "metrics.md").read_text()
+    lines = [line.split("|")[1] for line in glossary.splitlines() if line.startswith("| `")]
+    own = {name for name in trainer.state.log_history[0] if name.startswith("pacs/")}
+    assert len(own) > 10
+    assert not [
+        name for name in own | {"entropy", "loss", "grad_norm"} if not any(f"`{name}`" in line for line in lines)
+    ]

@@ -4,6 +4,7 @@ import math
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -380,20 +381,13 @@ def test_every_completion_truncated_and_masked(tmp_path):
 
 # Ten lines --------------------------------------------------------------------------------------------------------
 
-SCRIPT = """\
-from datasets import Dataset
-from pacs_trl import PACSConfig, PACSTrainer
-
-dataset = Dataset.from_list([{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(8) for b in range(8)])
-
-def contains_answer(completions, answer, **kwargs):
-    return [float(a in completion) for completion, a in zip(completions, answer)]
-
-args = PACSConfig("trained", max_steps=2, max_completion_length=8, bf16=False, use_cpu=True, report_to="none")
-trainer = PACSTrainer(model="model", reward_funcs=contains_answer, train_dataset=dataset, args=args)
-trainer.train()
-trainer.save_model()
-"""
+README = Path(__file__).parent.parent / "README.md"
+# The script of README, with a model that is here and sizes that take seconds on a CPU.
+REPLACEMENTS = {
+    '"Qwen/Qwen3-0.6B"': '"model"',
+    "max_completion_length=256": "max_completion_length=8",
+    "max_steps=10": "max_steps=2, use_cpu=True, bf16=False",
+}
 
 
 @pytest.fixture(scope="module")
@@ -404,12 +398,17 @@ def saved_model(tmp_path_factory):
     return directory
 
 
-def test_ten_line_script_with_a_model_path(saved_model):
+def test_script_of_readme(saved_model):
+    script = README.read_text().split("```python\n")[1].split("```")[0]
+    assert len([line for line in script.splitlines() if line]) <= 10
+    for old, new in REPLACEMENTS.items():
+        assert script.count(old) == 1, f"README's script has no {old}"
+        script = script.replace(old, new)
     result = subprocess.run(
-        [sys.executable, "-c", SCRIPT], cwd=saved_model.parent, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", script], cwd=saved_model.parent, capture_output=True, text=True, timeout=300
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    assert (saved_model.parent / "trained" / "model.safetensors").is_file()
+    assert (saved_model.parent / "outputs" / "example" / "model.safetensors").is_file()
 
 
 def test_model_instance_and_default_settings(saved_model, tmp_path, monkeypatch):
