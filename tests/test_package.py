@@ -1,0 +1,16 @@
+"""Promises of the package itself."""
+
+import subprocess
+import sys
+
+
+def test_importing_the_package_is_light():
+    code = "import sys, pacs_trl; print([m for m in ('torch', 'trl', 'transformers', 'vllm') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_public_names_are_there_when_used():
+    code = "import pacs_trl; print(*sorted(getattr(pacs_trl, n).__name__ for n in pacs_trl.__all__ if n[0] == 'P'))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["PACSConfig", "PACSTrainer", "PPOConfig", "PPOTrainer"]
