@@ -13,4 +13,5 @@ def test_importing_the_package_is_light():
 def test_public_names_are_there_when_used():
     code = "import pacs_trl; print(*sorted(getattr(pacs_trl, n).__name__ for n in pacs_trl.__all__ if n[0] == 'P'))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.split() == ["PACSConfig", "PACSTrainer", "PPOConfig", "PPOTrainer"]
+    # transformers prints a line of its own on import when WANDB_MODE is set, as it is in CI
+    assert result.stdout.splitlines()[-1].split() == ["PACSConfig", "PACSTrainer", "PPOConfig", "PPOTrainer"]

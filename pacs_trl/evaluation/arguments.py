@@ -36,6 +36,7 @@ class EvaluationArguments:
         data_parallel_size (`int`): Copies of the model (transformers and vLLM).
         gpu_memory_utilization (`float`): vLLM: share of GPU memory.
         max_model_len (`int`, *optional*): vLLM: longest prompt plus completion.
+        enforce_eager (`bool`): vLLM: start without compilation; pays off when little is sampled.
         base_url (`str`): Server: address of the API.
         concurrency (`int`): Server: requests in flight.
         max_problems (`int`, *optional*): Only the first so many problems of each benchmark (for trying things out).
@@ -66,6 +67,7 @@ class EvaluationArguments:
     data_parallel_size: int = field(default=1, metadata={"help": "Copies of the model."})
     gpu_memory_utilization: float = field(default=0.9, metadata={"help": "vLLM: share of GPU memory."})
     max_model_len: int | None = field(default=None, metadata={"help": "vLLM: longest prompt plus completion."})
+    enforce_eager: bool = field(default=False, metadata={"help": "vLLM: start without compilation."})
     base_url: str = field(default="http://localhost:8000/v1", metadata={"help": "server: address of the API."})
     concurrency: int = field(default=64, metadata={"help": "server: requests in flight."})
     max_problems: int | None = field(default=None, metadata={"help": "Only the first so many problems."})

@@ -74,6 +74,7 @@ class VLLMEngine:
         tensor_parallel_size (`int`): GPUs that share one copy of the model.
         gpu_memory_utilization (`float`): Share of GPU memory that vLLM may take; the paper's runs use 0.9.
         max_model_len (`int`, *optional*): Longest prompt plus completion.
+        enforce_eager (`bool`): Start without compilation: seconds instead of minutes, but slower sampling.
         chat_template_kwargs (`dict`, *optional*): Passed to the chat template.
     """
 
@@ -88,6 +89,7 @@ class VLLMEngine:
         tensor_parallel_size: int = 1,
         gpu_memory_utilization: float = 0.9,
         max_model_len: int | None = None,
+        enforce_eager: bool = False,
         chat_template_kwargs: dict | None = None,
     ):
         from vllm import LLM
@@ -99,6 +101,7 @@ class VLLMEngine:
             tensor_parallel_size=tensor_parallel_size,
             gpu_memory_utilization=gpu_memory_utilization,
             max_model_len=max_model_len,
+            enforce_eager=enforce_eager,
             enable_prefix_caching=True,
         )
         self.chat_template_kwargs = chat_template_kwargs

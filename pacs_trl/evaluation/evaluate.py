@@ -207,6 +207,7 @@ def _make_engine(args: EvaluationArguments) -> Any:
             tensor_parallel_size=args.tensor_parallel_size,
             gpu_memory_utilization=args.gpu_memory_utilization,
             max_model_len=args.max_model_len,
+            enforce_eager=args.enforce_eager,
             **common,
         )
     else:

@@ -60,6 +60,7 @@ def evaluated(request, trained, sums, verifier, tmp_path_factory):
             prompt_instruction="",
             engine=request.param,
             max_model_len=64,
+            enforce_eager=True,
             dtype="float32",
         )
         evaluate(arguments, verifier, progress=False)
