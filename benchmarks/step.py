@@ -3,12 +3,13 @@
     make bench                                  # CPU size, about ten minutes on two cores
     python benchmarks/step.py --size gpu        # Qwen3-1.7B architecture, random weights, bf16, one GPU
 
-All variants run in one process, one step after another in turn, `--repeats` times; medians are reported. A step is
-everything between having the completions and having updated the weights: rewards, padding, forward and backward passes,
+All variants run in one process, one step after another in turn, `--repeats` times after a first one that is not timed
+(peak memory is measured in it); medians are reported. A step is everything between having the completions and having updated the weights: rewards, padding, forward and backward passes,
 optimizer. Generation is replaced by the recorded completions. Tokens per second count real tokens, no padding.
 """
 
 import argparse
+import collections
 import copy
 import json
 import platform
@@ -44,7 +45,7 @@ SIZES = {
     "cpu": Size(
         config=dict(hidden_size=256, intermediate_size=768, num_hidden_layers=8, num_attention_heads=4, head_dim=64)
         | dict(num_key_value_heads=2, vocab_size=512, tie_word_embeddings=True),
-        completion_max=512,
+        completion_max=640,
         rows_per_forward=8,
         num_groups=4,
         bf16=False,
@@ -157,37 +158,42 @@ class Runner:
             torch.cuda.synchronize()
 
     def peak_memory(self) -> int:
-        """Bytes: on a GPU the allocator's peak during a step, on a CPU the largest sum of activations kept for a backward
-        pass."""
+        """Bytes: on a GPU the allocator's peak during a step, on a CPU that of the tensors kept for backward passes."""
         if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
             self.step()
             return torch.cuda.max_memory_allocated()
-        kept: set[int] = set()
-        total, peak = 0, 0
-
-        def pack(tensor):
-            nonlocal total, peak
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in kept:
-                kept.add(storage.data_ptr())
-                total += storage.nbytes()
-                peak = max(peak, total)
-            return tensor
-
-        backward = self.trainer.accelerator.backward
-
-        def backward_and_forget(loss, **kwargs):
-            nonlocal total
-            backward(loss, **kwargs)
-            kept.clear()
-            total = 0
-
-        self.trainer.accelerator.backward = backward_and_forget
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        kept = KeptTensors()
+        with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda handle: handle.tensor):
             self.step()
-        self.trainer.accelerator.backward = backward
-        return peak
+        return kept.peak
+
+
+class KeptTensors:
+    """Counts the bytes that autograd keeps for backward passes, a shared storage once."""
+
+    def __init__(self):
+        self.users: collections.Counter[int] = collections.Counter()
+        self.total = self.peak = 0
+
+    def pack(self, tensor: torch.Tensor) -> "KeptTensor":
+        return KeptTensor(self, tensor)
+
+
+class KeptTensor:
+    def __init__(self, kept: KeptTensors, tensor: torch.Tensor):
+        self.kept, self.tensor = kept, tensor
+        storage = tensor.untyped_storage()
+        self.address, self.num_bytes = storage.data_ptr(), storage.nbytes()
+        kept.users[self.address] += 1
+        if kept.users[self.address] == 1:
+            kept.total += self.num_bytes
+            kept.peak = max(kept.peak, kept.total)
+
+    def __del__(self):
+        self.kept.users[self.address] -= 1
+        if self.kept.users[self.address] == 0:
+            self.kept.total -= self.num_bytes
 
 
 class AblatedUpdate(PolicyUpdate):
@@ -226,16 +232,13 @@ class AblatedUpdate(PolicyUpdate):
         return super().run(model, step, proxies_are_zero=proxies_are_zero)
 
 
-def alternate(runners: dict[str, Runner], repeats: int) -> dict[str, list[float]]:
-    """`repeats` rounds of one step each; the median passes over the first, slower one."""
+def compare(title: str, runners: dict[str, Runner], repeats: int, baseline: str) -> list[dict]:
+    """`repeats` timed rounds in which every runner makes one step, printed as a table."""
+    peaks = {name: runner.peak_memory() for name, runner in runners.items()}  # the steps that warm up
     seconds = {name: [] for name in runners}
     for _ in range(repeats):
         for name, runner in runners.items():
             seconds[name].append(runner.step())
-    return seconds
-
-
-def report(title: str, runners: dict[str, Runner], seconds: dict[str, list[float]], baseline: str) -> list[dict]:
     print(f"\n### {title}\n")
     print("| variant | s / step (median) | range | real tokens / s | peak memory (MB) | times faster than TRL |")
     print("|---|---|---|---|---|---|")
@@ -249,7 +252,7 @@ def report(title: str, runners: dict[str, Runner], seconds: dict[str, list[float
             "variant": name,
             "seconds": values,
             "tokens_per_second": tokens / runners[name].updates_per_generation / median,
-            "peak_memory": runners[name].peak_memory(),
+            "peak_memory": peaks[name],
             "ratio": reference / median,
         }
         rows.append(row)
@@ -273,13 +276,12 @@ def aligned(size: Size, device: str, repeats: int) -> list[dict]:
     }
     authors = runners["PACS, authors' scheme (whole groups, padded, reference pass)"].trainer
     authors._update = AblatedUpdate(authors._update)
-    return report("One update per generation", runners, alternate(runners, repeats), "TRL GRPO, best") + ablation(
-        make, repeats
-    )
+    return compare("One update per generation", runners, repeats, "TRL GRPO, best")
 
 
-def ablation(make, repeats: int) -> list[dict]:
-    """Each saving alone, on the loop with none of them; half of the groups uniform."""
+def ablation(size: Size, device: str, repeats: int) -> list[dict]:
+    """Each saving alone, on the loop with none of them; one of two groups uniform."""
+    rollouts, labels = recorded_rollouts(size, 2), labels_of(2, 0.5)
     switches = {
         "none of them": {},
         "trimming alone": dict(trim=True),
@@ -289,11 +291,11 @@ def ablation(make, repeats: int) -> list[dict]:
     }
     runners = {}
     for name, options in switches.items():
-        runners[name] = make(PACSTrainer, 0.5, padding_free="never")
+        runners[name] = Runner(PACSTrainer, size, rollouts, labels, device, padding_free="never")
         trainer = runners[name].trainer
         trainer._update = AblatedUpdate(trainer._update, **options)
-    runners["packing, dropping, no reference pass (PACSTrainer)"] = make(PACSTrainer, 0.5)
-    return report("Where the time goes (uniform fraction 0.5)", runners, alternate(runners, repeats), "none of them")
+    runners["packing, dropping, no reference pass (PACSTrainer)"] = Runner(PACSTrainer, size, rollouts, labels, device)
+    return compare("Each saving alone (uniform fraction 0.5)", runners, repeats, "none of them")
 
 
 def four_updates(size: Size, device: str, repeats: int) -> list[dict]:
@@ -308,7 +310,7 @@ def four_updates(size: Size, device: str, repeats: int) -> list[dict]:
             PACSTrainer, size, rollouts, labels, device, updates_per_generation=4, group_layout="split"
         ),
     }
-    return report("Four updates per generation", runners, alternate(runners, repeats), "TRL GRPO, best")
+    return compare("Four updates per generation", runners, repeats, "TRL GRPO, best")
 
 
 def group_memory(size: Size, device: str) -> list[dict]:
@@ -352,7 +354,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(SIZES), default="cpu")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--parts", nargs="+", default=["aligned", "updates", "memory"])
+    parser.add_argument("--parts", nargs="+", default=["aligned", "ablation", "updates", "memory"])
     parser.add_argument("--output", type=Path, help="write the raw numbers to this JSON file")
     args = parser.parse_args()
     size, device = SIZES[args.size], "cuda" if args.size == "gpu" else "cpu"
@@ -361,6 +363,8 @@ def main() -> None:
     rows = []
     if "aligned" in args.parts:
         rows += aligned(size, device, args.repeats)
+    if "ablation" in args.parts:
+        rows += ablation(size, device, args.repeats)
     if "updates" in args.parts:
         rows += four_updates(size, device, args.repeats)
     if "memory" in args.parts:
