@@ -7,6 +7,7 @@ from typing import get_args
 from trl import GRPOConfig
 
 from .objective import ClassWeighting, Proxy, ScoreEstimator
+from .sampling_correction import CorrectionMode
 
 
 # Settings of GRPOConfig that shape GRPO's own loss. PACS has no ratio, no clipping and no advantage to apply them to.
@@ -176,8 +177,14 @@ class PACSConfig(GRPOConfig):
         disable_dropout (`bool`, *optional*, defaults to `True`):
             The proxy compares two forward passes of the same tokens; dropout would fill it with noise.
         vllm_importance_sampling_correction (`bool`, *optional*, defaults to `False`):
-            Whether to multiply the gradient of each token by TRL's correction of the mismatch between vLLM and the
-            trainer. Off as in the authors' code; it costs a forward pass over the generation batch.
+            Whether to correct for the mismatch between the engine that generates and the trainer: the gradient becomes
+            `sum_i c_i * sum_t w_it * grad log pi(o_it)` with the coefficients `c_i = d(loss)/d(proxy_i)` and detached
+            weights `w_it`, the ratio of the trainer's to the engine's probability, truncated or masked as
+            `vllm_importance_sampling_mode` (`"token_truncate"`, `"token_mask"`, `"sequence_truncate"`,
+            `"sequence_mask"`), `vllm_importance_sampling_clip_min` and `vllm_importance_sampling_clip_max` say. Proxies,
+            scores and loss keep their values. Off as in the authors' code; the mismatch is logged as `sampling/*` in any
+            case. It costs a forward pass only with `reference="snapshot"` or `proxy="mean_logp"` and several updates per
+            generation.
     """
 
     pacs_beta: float = field(default=1.0, metadata={"help": "Scale of the implicit reward (eq. 7)."})
@@ -224,7 +231,7 @@ class PACSConfig(GRPOConfig):
     )
     disable_dropout: bool = field(default=True, metadata={"help": "Disable dropout: the proxy compares two passes."})
     vllm_importance_sampling_correction: bool = field(
-        default=False, metadata={"help": "Weight the gradient of each token by TRL's vLLM mismatch correction."}
+        default=False, metadata={"help": "Weight the gradient of each token by the mismatch of vLLM and trainer."}
     )
 
     def __post_init__(self):
@@ -254,6 +261,7 @@ class PACSConfig(GRPOConfig):
         self._check_choice("score_estimator", get_args(ScoreEstimator))
         self._check_choice("class_weighting", get_args(ClassWeighting))
         self._check_choice("proxy", get_args(Proxy))
+        self._check_choice("vllm_importance_sampling_mode", get_args(CorrectionMode))
         if not self.pacs_beta > 0:
             raise ValueError(
                 f"pacs_beta must be above 0, got {self.pacs_beta}: it scales the implicit reward, and at 0 nothing is "

@@ -27,6 +27,9 @@ from .policy_update import PolicyUpdate, StepRollouts
 from .reference import SnapshotReference, is_sharded
 from .resume import EpochSampler, check_same_settings, merge_rows, request_seed, rows_to_save
 from .rollouts import MicroBatch, Rollout, unpad_rollouts
+from .timing import StepTimer, TimingCallback
+from .vllm_checks import check_vllm, serve_command, server_url
+from .vllm_requests import ServerGuard, seed_requests
 
 
 # Settings that a checkpoint and the run that resumes from it must share: they define the loss and the data of a step.
@@ -100,6 +103,8 @@ class PACSTrainer(GRPOTrainer):
             args = PACSConfig(f"{model_name.split('/')[-1]}-PACS")
         if not isinstance(args, PACSConfig):
             raise TypeError(f"`args` must be a PACSConfig, got {type(args).__name__}.")
+        if args.use_vllm:
+            check_vllm(args, model if isinstance(model, str) else get_config_model_id(model.config))
         super().__init__(model, reward_funcs, args=args, **kwargs)
         self._check_support()
         base_model = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
@@ -119,6 +124,7 @@ class PACSTrainer(GRPOTrainer):
         )
         if self.rollout_func is not None:
             self.rollout_func = self._complete_rollouts(self.rollout_func)
+        self.vllm_importance_sampling_correction = False  # the parent's, which costs a forward pass of its own
         self._labels: torch.Tensor | None = None
         self._defer_scoring = False
         self._pending: list[Rollout] = []  # rows of generation batches that fill one optimizer step together
@@ -128,6 +134,8 @@ class PACSTrainer(GRPOTrainer):
         self._non_finite_in_a_row = 0
         self._non_finite_total = 0
         self._num_requests = 0  # sent to vLLM by this process
+        self._at_step_begin = (0, 0)  # the two counters where the running optimizer step began
+        self._time_parts()
         if self.use_vllm:
             self._seed_requests()
 
@@ -136,6 +144,11 @@ class PACSTrainer(GRPOTrainer):
             raise ValueError(
                 f"PACSTrainer supports text models only, got the vision-language model {type(self.model).__name__}: "
                 "image tensors cannot be moved between micro-batches row by row. Use a text model."
+            )
+        if self.args.vllm_importance_sampling_correction and not self.use_vllm and self.rollout_func is None:
+            raise ValueError(
+                "vllm_importance_sampling_correction=True would be ignored: transformers generates with the trained "
+                "weights themselves, so there is nothing to correct. Set use_vllm=True, or remove the key."
             )
         if self.aux_loss_enabled:
             raise ValueError(
@@ -172,11 +185,28 @@ class PACSTrainer(GRPOTrainer):
             )
         return None if self.args.padding_free == "never" else backend
 
-    def _seed_requests(self) -> None:
-        """Give every vLLM request a seed of its own, so that a resumed run draws what the first would have drawn.
+    def _time_parts(self) -> None:
+        self._timer = StepTimer()
+        parts = {
+            "generation": ["_generate"],
+            "verification": ["_calculate_rewards"],
+            "log_probs": ["_score_rollout_reference", "_score_snapshot"],
+            "update": ["_run_update"],
+        }
+        for part, methods in parts.items():
+            for name in methods:
+                setattr(self, name, self._timer.timed(part, getattr(self, name)))
+        if self.use_vllm:
+            self.vllm_generation.sync_weights = self._timer.timed("weight_sync", self.vllm_generation.sync_weights)
+        self.add_callback(
+            TimingCallback(
+                self._timer,
+                record=lambda name, seconds: self._metrics["train"][name].append(seconds),
+                show=self.accelerator.print,
+            )
+        )
 
-        TRL seeds a colocated engine once, and its random state is not part of a checkpoint.
-        """
+    def _seed_requests(self) -> None:
         engine = self.vllm_generation
         if "seed" in engine.generation_kwargs:
             raise ValueError(
@@ -184,19 +214,18 @@ class PACSTrainer(GRPOTrainer):
                 "every row of a group. Remove it: PACSTrainer derives a seed for each request from `seed`."
             )
         if self.vllm_mode == "server":
-            return  # one seed per call, see `_generate_single_turn`; vLLM adds the index of the completion to it
-        generate = engine.llm.generate
-        # Processes that share one engine by tensor parallelism must agree on the seeds.
-        stream = self.accelerator.process_index // self.args.vllm_tensor_parallel_size
+            # one seed per call, see `_generate_single_turn`; vLLM adds the index of the completion to it
+            self._server = ServerGuard(engine, self.accelerator)
+        else:
+            seed_requests(engine, self._next_seeds)
 
-        def generate_seeded(prompts, sampling_params, **kwargs):
-            params = [sampling_params.clone() for _ in prompts]
-            for i, request in enumerate(params):
-                request.seed = request_seed(self.args.seed, stream, self._num_requests + i)
-            self._num_requests += len(params)
-            return generate(prompts, sampling_params=params, **kwargs)
-
-        engine.llm.generate = generate_seeded
+    def _next_seeds(self, num_requests: int) -> list[int]:
+        # Processes that share one engine by tensor parallelism must agree on the seeds; a server has one stream.
+        processes_per_engine = self.args.vllm_tensor_parallel_size
+        stream = 0 if self.vllm_mode == "server" else self.accelerator.process_index // processes_per_engine
+        first = self._num_requests
+        self._num_requests += num_requests
+        return [request_seed(self.args.seed, stream, first + i) for i in range(num_requests)]
 
     def _get_train_sampler(self, dataset=None):
         return EpochSampler(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
@@ -224,12 +253,31 @@ class PACSTrainer(GRPOTrainer):
         self._metrics[mode]["completions/empty_ratio"].append(len(empty) / max(len(completion_ids), 1))
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        if self.use_vllm and self.vllm_mode == "server":
-            self.vllm_generation.generation_kwargs["seed"] = request_seed(self.args.seed, 0, self._num_requests)
-            self._num_requests += len(prompt_ids)
+        served = self.use_vllm and self.vllm_mode == "server"
+        if served:
+            self.vllm_generation.generation_kwargs["seed"] = self._next_seeds(len(prompt_ids))[0]
+            if not self._server.answers():
+                self._stop_without_server()
         completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        if served and len(completion_ids) < len(prompt_ids):
+            self._stop_without_server()
         self._end_empty_completions(completion_ids, logprobs)
         return completion_ids, logprobs
+
+    def _stop_without_server(self) -> None:
+        """Save the state between the last two optimizer steps, on all processes, and raise."""
+        if self.model.training:  # rows that were drawn for the step that cannot be finished are drawn again
+            self._step, self._num_requests = self._at_step_begin
+            self._pending = []
+        directory = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        if self.state.global_step > 0 and not directory.is_dir():
+            self._save_checkpoint(self.model, trial=None)
+        kept = f"The state after it is in {directory}" if directory.is_dir() else "Nothing had been learnt yet"
+        raise RuntimeError(
+            f"The vLLM server at {server_url(self.args)} stopped answering after optimizer step "
+            f"{self.state.global_step} ({self._server.failure}). {kept}. Start the server again with: "
+            f"{serve_command(self.model.name_or_path)} and continue with `--resume_from_checkpoint last`."
+        )
 
     def _complete_rollouts(self, rollout_func):
         def complete(prompts, trainer):
@@ -270,8 +318,8 @@ class PACSTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         self._check_equal_on_all_processes("rows of a generation batch", len(inputs))
         # The parent would score the policy, and for the KL term its reference, in micro-batches of its own. The PACS
-        # update scores them when and where it needs them. Only the vLLM correction uses the parent's pass.
-        self._defer_scoring = not (self.use_vllm and self.vllm_importance_sampling_correction)
+        # update scores them when and where it needs them.
+        self._defer_scoring = True
         try:
             output = super()._generate_and_score_completions(inputs)
         finally:
@@ -306,16 +354,21 @@ class PACSTrainer(GRPOTrainer):
 
     def _score_rollout_reference(self) -> None:
         """Log-probabilities under the policy that generated, for the updates in which it will have moved on."""
-        if self.args.reference != "rollout" or self.args.proxy != "log_ratio":
+        needed = self.args.reference == "rollout" and self.args.proxy == "log_ratio"
+        if not needed and not self.args.vllm_importance_sampling_correction:
             return
         later = self._steps if self.num_iterations > 1 else self._steps[1:]
         for step in later:
             self._update.score_reference(self.model_wrapped, step)
+            if self.args.vllm_importance_sampling_correction:
+                self._update.keep_correction(step)
 
     # Optimizer step -----------------------------------------------------------------------------------------------
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         started = time.perf_counter()
+        if self._step % self.args.gradient_accumulation_steps == 0:
+            self._at_step_begin = (self._step, self._num_requests)
         model.train()
         if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
             self.optimizer.train()
@@ -343,6 +396,7 @@ class PACSTrainer(GRPOTrainer):
             update = self._step // self.args.gradient_accumulation_steps
             step = self._steps[update % len(self._steps)]
             first_update = update % (len(self._steps) * self.num_iterations) == 0
+        step.on_policy = first_update
         with packed_attention(self._policy_config, self._packing):
             if self.args.reference == "snapshot":
                 self._score_snapshot(model, step)

@@ -35,6 +35,7 @@ from .objective import (
 )
 from .pacs_config import PACSConfig
 from .rollouts import FILLER, MicroBatch, Rollout, collate, row_lengths
+from .sampling_correction import correction_weights, merge_statistics, mismatch_metrics, mismatch_statistics
 
 
 @dataclass
@@ -52,12 +53,16 @@ class StepRollouts:
             equal weights they then give equal bits, also in half precision.
         whole_groups (`bool`):
             Whether the micro-batches of `plan` hold whole groups.
+        on_policy (`bool`):
+            Whether the weights are still those that generated the rows. The forward pass itself then tells how far the
+            engine is from the trainer; later updates use the `token_weights` of [`PolicyUpdate.keep_correction`].
     """
 
     rollouts: list[Rollout]
     labels: torch.Tensor
     plan: Plan
     whole_groups: bool
+    on_policy: bool = False
 
 
 def plan_step(
@@ -161,6 +166,11 @@ class PolicyUpdate:
             "score_estimator": args.score_estimator,
             "class_weighting": args.class_weighting,
         }
+        self.correction = {
+            "mode": args.vllm_importance_sampling_mode,
+            "clip_min": args.vllm_importance_sampling_clip_min,
+            "clip_max": args.vllm_importance_sampling_clip_max,
+        }
 
     def plan(self, rollouts: list[Rollout]) -> StepRollouts:
         return plan_step(
@@ -186,6 +196,15 @@ class PolicyUpdate:
             logps, _ = self.score(model, self._collate(step, rows))
             for i, row_logps in zip(rows, logps.float().cpu().numpy(), strict=False):
                 step.rollouts[i].ref_logps = row_logps[: len(step.rollouts[i].completion_ids)].copy()
+
+    def keep_correction(self, step: StepRollouts) -> None:
+        """Fix the token weights for later updates, while `ref_logps` are those of the policy that generated."""
+        for rows in self._own_micro_batches(step.plan):
+            for row in (step.rollouts[i] for i in rows):
+                if row.sampling_logps is not None:
+                    values = (row.ref_logps, row.sampling_logps, row.loss_mask)
+                    tensors = [torch.from_numpy(v)[None] for v in values]
+                    row.token_weights = correction_weights(*tensors, **self.correction)[0].numpy()
 
     @torch.no_grad()
     def find_proxies(self, model, step: StepRollouts) -> tuple[torch.Tensor, dict[str, float]]:
@@ -258,9 +277,13 @@ class PolicyUpdate:
             planned = {i for batches in step.plan for rows in batches for i in rows}
             # With a KL term every row has a gradient; otherwise rows with coefficient 0 have none.
             counting = [i for i in all_rows if i in planned and (self.args.beta != 0 or factors[i] != 0)]
-            if proxies_are_zero or len(counting) < len(planned):
+            # Token weights that were computed earlier lie on the process that `step.plan` gave the row to.
+            rows_may_move = step.on_policy or not self.args.vllm_importance_sampling_correction
+            if rows_may_move and (proxies_are_zero or len(counting) < len(planned)):
                 plan = self._plan_rows(step, counting)
 
+        compares = step.on_policy and any(row.sampling_logps is not None for row in step.rollouts)
+        mismatch: list[torch.Tensor] = []
         found = _RowValues(len(all_rows), self.accelerator)
         num_tokens = sum(int(r.loss_mask.sum()) for r in step.rollouts)
         micro_batches = self._own_micro_batches(plan)
@@ -275,7 +298,13 @@ class PolicyUpdate:
                     row_factors = factors[rows]
                 else:
                     row_factors = self._token_factors(step, rows, row_proxies.cpu(), num_rows)
-                weighted = (logps * micro_batch.token_weights).masked_fill(~micro_batch.loss_mask, 0.0)
+                weights = micro_batch.token_weights
+                if compares:
+                    compared = (logps.detach(), micro_batch.sampling_logps, micro_batch.loss_mask)
+                    mismatch.append(mismatch_statistics(*compared, **self.correction))
+                    if self.args.vllm_importance_sampling_correction:
+                        weights = correction_weights(*compared, **self.correction)
+                weighted = (logps * weights).masked_fill(~micro_batch.loss_mask, 0.0)
                 loss = (row_factors.to(logps.device) * weighted.sum(dim=1)).sum()
                 kl = self._kl(model, logps, micro_batch)
                 loss = loss + self.args.beta * kl / max(num_tokens, 1)
@@ -283,6 +312,9 @@ class PolicyUpdate:
                 found.add(rows, row_proxies, entropies, micro_batch.loss_mask, kl)
         forwarded_proxies, metrics = found.reduce()
         proxies = forwarded_proxies if proxies is None else proxies
+        if compares:
+            parts = self.accelerator.gather(merge_statistics(torch.stack(mismatch))[None])
+            metrics |= mismatch_metrics(merge_statistics(parts))
         return self._summarize(step, proxies, num_tokens, metrics)
 
     def evaluate(self, model, step: StepRollouts, *, proxies_are_zero: bool) -> tuple[float, dict[str, float]]:

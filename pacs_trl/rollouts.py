@@ -26,9 +26,12 @@ class Rollout:
         label (`float`):
             Verifier outcome in [0, 1]; NaN if there is no verdict or the completion was cut off and is masked.
         token_weights (`np.ndarray` of float32, shape `(C,)`, *optional*):
-            Factor on the gradient of each token (correction for the mismatch between vLLM and the trainer).
+            Factor on the gradient of each token in later updates (correction for the mismatch between vLLM and the
+            trainer, see `sampling_correction.py`); only on the process that learns from the row.
         ref_logps (`np.ndarray` of float32, shape `(C,)`, *optional*):
             Log-probabilities under the reference policy, once known; only on the process that learns from the row.
+        sampling_logps (`np.ndarray` of float32, shape `(C,)`, *optional*):
+            Log-probabilities as the engine that generated reported them; NaN where it did not.
     """
 
     prompt_ids: np.ndarray
@@ -37,6 +40,7 @@ class Rollout:
     label: float
     token_weights: np.ndarray | None = None
     ref_logps: np.ndarray | None = None
+    sampling_logps: np.ndarray | None = None
 
 
 # Stands in where a process has no row left for a forward pass that the others run: two tokens, weight zero.
@@ -78,10 +82,9 @@ def unpad_rollouts(batch: dict[str, torch.Tensor]) -> list[Rollout]:
     completion_ids, completion_mask = batch["completion_ids"].cpu().numpy(), batch["completion_mask"].cpu().numpy() > 0
     tool_mask = batch["tool_mask"].cpu().numpy() > 0 if "tool_mask" in batch else np.ones_like(completion_mask)
     labels = batch["labels"].tolist()
-    weights = None
-    if "importance_sampling_ratio" in batch:
-        ratio = batch["importance_sampling_ratio"].float()  # (B, T), or (B, 1) at sequence level
-        weights = ratio.expand(completion_mask.shape).cpu().numpy()
+    sampling_logps = None
+    if "sampling_per_token_logps" in batch:
+        sampling_logps = batch["sampling_per_token_logps"].float().cpu().numpy()
     rollouts = []
     for i, mask in enumerate(completion_mask):
         rollouts.append(
@@ -90,7 +93,7 @@ def unpad_rollouts(batch: dict[str, torch.Tensor]) -> list[Rollout]:
                 completion_ids=completion_ids[i][mask].astype(np.int32),
                 loss_mask=tool_mask[i][mask],
                 label=labels[i] if mask.any() else float("nan"),
-                token_weights=None if weights is None else weights[i][mask],
+                sampling_logps=None if sampling_logps is None else sampling_logps[i][mask],
             )
         )
     return rollouts
@@ -121,6 +124,8 @@ class MicroBatch:
             Tokens that count.
         ref_logps, token_weights (float32 `torch.Tensor` of shape `(B, T)`):
             See [`Rollout`]; 0 and 1 where a row has none.
+        sampling_logps (float32 `torch.Tensor` of shape `(B, T)`):
+            See [`Rollout`]; NaN where a row has none.
     """
 
     input_ids: torch.Tensor
@@ -128,6 +133,7 @@ class MicroBatch:
     loss_mask: torch.Tensor
     ref_logps: torch.Tensor
     token_weights: torch.Tensor
+    sampling_logps: torch.Tensor
 
 
 def collate(rollouts: list[Rollout], pad_token_id: int, device: torch.device) -> MicroBatch:
@@ -136,6 +142,9 @@ def collate(rollouts: list[Rollout], pad_token_id: int, device: torch.device) ->
     zeros, ones = ([make(len(c), dtype=np.float32) for c in completions] for make in (np.zeros, np.ones))
     ref_logps = [z if r.ref_logps is None else r.ref_logps for r, z in zip(rollouts, zeros, strict=True)]
     weights = [o if r.token_weights is None else r.token_weights for r, o in zip(rollouts, ones, strict=True)]
+    sampling = [
+        o * np.nan if r.sampling_logps is None else r.sampling_logps for r, o in zip(rollouts, ones, strict=True)
+    ]
     input_ids = [_padded(prompts, pad_token_id, torch.long, "left"), _padded(completions, pad_token_id, torch.long)]
     attention_mask = [
         _padded([np.ones(len(p)) for p in prompts], 0, torch.long, "left"),
@@ -147,4 +156,5 @@ def collate(rollouts: list[Rollout], pad_token_id: int, device: torch.device) ->
         loss_mask=_padded([r.loss_mask for r in rollouts], False, torch.bool).to(device),
         ref_logps=_padded(ref_logps, 0.0, torch.float32).to(device),
         token_weights=_padded(weights, 1.0, torch.float32).to(device),
+        sampling_logps=_padded(sampling, float("nan"), torch.float32).to(device),
     )

@@ -5,6 +5,7 @@ float64 (see replay.py). float32 sums of a few hundred terms differ from float64
 for the cancellation between rows of one group and no room for a wrong factor, mask, label or row.
 """
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -28,16 +29,22 @@ RELATIVE = 1e-5  # the worst case below has 6e-6, a group score that divides by 
 
 
 class WeightedTokens(PACSTrainer):
-    """As if vLLM's mismatch correction had returned the token weights of the recorded rows."""
+    """As if the engine had drawn with such probabilities that the correction returns the weights of the recorded rows."""
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
         generation = self._step // (self.args.steps_per_generation * self.num_iterations)
         rows = self.rollout_replay.rows(generation, len(inputs))
-        ratio = torch.ones_like(output["completion_mask"], dtype=torch.float32)
+        with torch.no_grad():
+            logps, _, _ = self._get_per_token_logps_and_entropies(
+                self.model,
+                torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1),
+                torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1),
+                output["completion_ids"].size(1),
+            )
         for i, row in enumerate(rows):
-            ratio[i, : len(row.token_weights)] = torch.tensor(row.token_weights)
-        output["importance_sampling_ratio"] = ratio
+            logps[i, : len(row.token_weights)] -= torch.tensor(row.token_weights).log()
+        output["sampling_per_token_logps"] = logps
         return output
 
 
@@ -196,9 +203,36 @@ def test_gradient_of_lora_with_kl_term(tmp_path):
     train_and_compare(tmp_path, Replay(), model=get_peft_model(tiny_model(), LORA), beta=0.1, **TWO_UPDATES)
 
 
-@pytest.mark.parametrize("group_layout", ["whole", "split"])
-def test_token_weights_scale_the_gradient_only(tmp_path, group_layout):
-    train_and_compare(tmp_path, Replay(), trainer_class=WeightedTokens, group_layout=group_layout, **TWO_UPDATES)
+CORRECTION = {"vllm_importance_sampling_correction": True, "vllm_importance_sampling_clip_max": 100.0}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"group_layout": "whole"},
+        {"group_layout": "split"},
+        {"group_layout": "split", "class_weighting": "only_positive"},
+        {"reference": "snapshot"},
+        {"proxy": "mean_logp"},
+        {"num_iterations": 2},
+    ],
+    ids=["whole", "split", "rows without gradient", "snapshot", "mean log-probability", "two iterations"],
+)
+def test_token_weights_scale_the_gradient_only(tmp_path, settings):
+    settings = CORRECTION | {"vllm_importance_sampling_mode": "token_truncate"} | TWO_UPDATES | settings
+    trainer, _ = train_and_compare(tmp_path, Replay(), trainer_class=WeightedTokens, **settings)
+    largest = [entry.get("sampling/importance_sampling_ratio/max") for entry in trainer.state.log_history[:4]]
+    assert 1.0 < largest[0] <= 2.0 + 1e-4 and largest[1] is None, largest
+
+
+def test_mismatch_is_logged_also_without_correction(tmp_path):
+    trainer = build_trainer(tmp_path, replay=Replay(), trainer_class=WeightedTokens, max_steps=1)
+    trainer.rollout_replay = Replay()
+    trainer.train()
+    entry = trainer.state.log_history[0]
+    assert 0.0 < entry["sampling/effective_sample_size"] < 1.0
+    # weights lie between 0.2 and 2
+    assert 0.5 < entry["sampling/sampling_logp_difference/max"] <= math.log(5.0) + 1e-4
 
 
 @pytest.mark.parametrize("group_layout", ["whole", "split"])

@@ -3,7 +3,6 @@
 import math
 
 import numpy as np
-import pytest
 import torch
 
 from pacs_trl.rollouts import FILLER, Rollout, collate, from_state, row_lengths, to_state, unpad_rollouts
@@ -41,14 +40,12 @@ def test_completion_that_was_cut_off_and_masked_loses_its_label():
     assert math.isnan(first.label) and len(first.completion_ids) == 0
 
 
-@pytest.mark.parametrize(
-    ("ratio", "expected"),
-    [([[0.5, 2.0, 9.0], [3.0, 9.0, 9.0]], [[0.5, 2.0], [3.0]]), ([[0.5], [3.0]], [[0.5, 0.5], [3.0]])],
-    ids=["per token", "per sequence"],
-)
-def test_token_weights(ratio, expected):
-    rows = unpad_rollouts(scored_batch(importance_sampling_ratio=torch.tensor(ratio)))
-    assert [row.token_weights.tolist() for row in rows] == expected
+def test_log_probabilities_of_the_engine():
+    rows = unpad_rollouts(scored_batch(sampling_per_token_logps=torch.tensor([[-0.5, -2.0, 9.0], [-3.0, 9.0, 9.0]])))
+    assert [row.sampling_logps.tolist() for row in rows] == [[-0.5, -2.0], [-3.0]]
+    assert collate(rows, 0, torch.device("cpu")).sampling_logps[0].tolist() == [-0.5, -2.0]
+    (without,) = collate(unpad_rollouts(scored_batch())[:1], 0, torch.device("cpu")).sampling_logps.tolist()
+    assert all(map(math.isnan, without))
 
 
 def row(prompt, completion, **more):

@@ -111,14 +111,14 @@ def string_keys(function, variable: str) -> set[str]:
 
 
 # What `unpad_rollouts` reads.
-READ = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "importance_sampling_ratio"}
-# Of GRPO's loss, or images, which PACSTrainer refuses.
+READ = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "sampling_per_token_logps"}
+# Of GRPO's loss, or images, which PACSTrainer refuses. PACS computes the importance weights itself.
 LEFT_OUT = {
     "advantages",
     "num_items_in_batch",
     "old_per_token_logps",
     "ref_per_token_logps",
-    "sampling_per_token_logps",
+    "importance_sampling_ratio",
     "pixel_values",
     "image_grid_thw",
     "pixel_attention_mask",

