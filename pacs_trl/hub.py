@@ -1,8 +1,9 @@
-"""`pacs-trl push`: a checkpoint with its card, recipe, results and training curves to the Hub.
+"""`pacs-trl push`, and `push_to_hub: true`: a checkpoint with its card, recipe, results and training curves to the Hub.
 
 First the files that travel with the weights are written into the checkpoint directory (`prepare`), then the directory is
 uploaded. The upload goes through huggingface_hub: it skips files that are already there, so an interrupted push is
-resumed by running the command again, and errors that can pass are retried here.
+resumed by running the command again, and errors that can pass are retried here. A trainer that has just finished
+leaves its log and circumstances beside the weights (`record_training`) and pushes in the same way (`push_trained`).
 """
 
 import argparse
@@ -20,9 +21,16 @@ import yaml
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
-from pacs_trl.evaluation.provenance import checkpoint_digest
+from pacs_trl.evaluation.provenance import checkpoint_digest, training_facts
 from pacs_trl.evaluation.results import read_results
-from pacs_trl.report.model_card import RECIPE_FILE, TRAINING_FIGURE, CardInputs, build_card, hub_evaluations
+from pacs_trl.report.model_card import (
+    RECIPE_FILE,
+    TRAINING_FACTS_FILE,
+    TRAINING_FIGURE,
+    CardInputs,
+    build_card,
+    hub_evaluations,
+)
 
 
 logger = logging.getLogger(__name__)
@@ -31,16 +39,21 @@ logger = logging.getLogger(__name__)
 NOT_UPLOADED = (
     "checkpoint-*/**",
     "runs/**",
+    "run_id",
+    "completions/**",
     "samples/**",
     "evaluations/**",
     "optimizer*",
     "scheduler.pt",
     "rng_state*",
     "global_step*/**",
+    "training_args.bin",  # a pickle of every setting of the run, the token included
     "*.tmp",
     "_*",
 )
 WEIGHTS = ("*.safetensors", "*.bin")
+# A setting of transformers that must never be published with a recipe.
+TOKEN_KEY = "hub_token"
 PASSING_STATUS = (408, 425, 429, 500, 502, 503, 504)
 
 
@@ -66,10 +79,11 @@ def prepare(model_dir: Path, repo_id: str, *, results: Path | None = None, recip
         `list[Path]`: The files written or taken along.
 
     Raises:
-        `ValueError`: if the directory has no model, or a named file cannot be read.
+        `ValueError`: if the directory has no model, a named file cannot be read, or the recipe holds a token.
     """
     check_checkpoint(model_dir)
     check_results(model_dir, results)
+    check_recipe(model_dir, recipe)
     written = []
     for given, name in ((results, "results.json"), (recipe, RECIPE_FILE)):
         target = model_dir / name
@@ -95,11 +109,13 @@ def prepare(model_dir: Path, repo_id: str, *, results: Path | None = None, recip
 
 
 def card_inputs(model_dir: Path) -> CardInputs:
-    """What a checkpoint directory holds for its card: results.json, recipe.yaml and the training figure, where present."""
-    results, recipe = model_dir / "results.json", model_dir / RECIPE_FILE
+    """What a checkpoint directory holds for its card: results.json, recipe.yaml, provenance.json and the training figure,
+    where present."""
+    results, recipe, training = (model_dir / name for name in ("results.json", RECIPE_FILE, TRAINING_FACTS_FILE))
     return CardInputs(
         results=read_results(results) if results.is_file() else None,
         recipe=yaml.safe_load(recipe.read_text(encoding="utf-8")) if recipe.is_file() else None,
+        training=json.loads(training.read_text(encoding="utf-8")) if training.is_file() else None,
         has_training_figure=(model_dir / TRAINING_FIGURE).is_file(),
     )
 
@@ -109,6 +125,7 @@ def push(
     repo_id: str,
     *,
     private: bool = False,
+    revision: str | None = None,
     results: Path | None = None,
     recipe: Path | None = None,
     dry_run: bool = False,
@@ -123,6 +140,7 @@ def push(
         model_dir (`Path`): Checkpoint directory.
         repo_id (`str`): `USER/NAME`; created if it does not exist.
         private (`bool`): Whether a new repository is private.
+        revision (`str`, *optional*): Branch; the main one if left out.
         results, recipe (`Path`, *optional*): See [`prepare`].
         dry_run (`bool`): Only say what would be uploaded: nothing is written and no connection is made.
         max_attempts (`int`): Attempts before giving up; what earlier attempts uploaded is not sent again.
@@ -137,6 +155,7 @@ def push(
         raise ValueError(f"The repository is named USER/NAME, got {repo_id!r}.")
     check_checkpoint(model_dir)
     check_results(model_dir, results)
+    check_recipe(model_dir, recipe)
     if dry_run:
         return PushResult(None, uploaded_files(model_dir, _added_files(model_dir, results, recipe)), 0)
     prepare(model_dir, repo_id, results=results, recipe=recipe)
@@ -148,6 +167,7 @@ def push(
             api.upload_folder(
                 repo_id=repo_id,
                 folder_path=model_dir,
+                revision=revision,
                 ignore_patterns=list(NOT_UPLOADED),
                 commit_message="Upload model, card, recipe and results",
             )
@@ -158,11 +178,52 @@ def push(
             if attempt == max_attempts:
                 raise RuntimeError(
                     f"The upload to {repo_id} failed {max_attempts} times, last with: {error}. What was uploaded is "
-                    "kept: run the same command again to resume."
+                    f"kept: `pacs-trl push --model {model_dir} --repo {repo_id}` resumes."
                 ) from error
             num_retries += 1
             time.sleep(first_wait_seconds * 2 ** (attempt - 1))
     raise AssertionError("unreachable")
+
+
+def push_trained(trainer: Any) -> PushResult | None:
+    """
+    What [`push`] does, for the model that a trainer has just saved in its `output_dir`: `push_to_hub: true` of a recipe.
+
+    Repository, privacy, branch and token are those of the training arguments. Uploads of checkpoints that are still under
+    way are waited for.
+
+    Args:
+        trainer ([`~transformers.Trainer`]): Any trainer, after training and saving.
+
+    Returns:
+        [`PushResult`], or None on every process but the first.
+
+    Raises:
+        As [`push`].
+    """
+    if not trainer.is_world_process_zero():
+        return None
+    args = trainer.args
+    if trainer.hub_model_id is None:
+        trainer.init_hf_repo()
+    trainer._finish_current_push()
+    record_training(trainer)
+    return push(
+        Path(args.output_dir),
+        trainer.hub_model_id,
+        private=bool(args.hub_private_repo),
+        revision=args.hub_revision,
+        api=HfApi(token=args.hub_token),
+    )
+
+
+def record_training(trainer: Any) -> None:
+    """Write the log (`trainer_state.json`) and the circumstances (`provenance.json`: commit, versions, hardware) of a run
+    beside its weights; to be called on the first process."""
+    output_dir = Path(trainer.args.output_dir)
+    trainer.state.save_to_json(str(output_dir / "trainer_state.json"))
+    facts = training_facts(trainer.accelerator.num_processes)
+    (output_dir / TRAINING_FACTS_FILE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 
 def can_pass(error: BaseException) -> bool:
@@ -202,6 +263,28 @@ def check_results(model_dir: Path, results: Path | None = None) -> None:
         raise ValueError(
             f"{path} was measured on a checkpoint with digest {measured}, but {model_dir} has {present}: these are not the "
             "scores of these weights. Evaluate this checkpoint, or push the one that was evaluated."
+        )
+
+
+def check_recipe(model_dir: Path, recipe: Path | None = None) -> None:
+    """
+    Raises:
+        `ValueError`: if the recipe (by default the one in the directory) does not exist, is no recipe, or would publish an
+            access token.
+    """
+    path = recipe or model_dir / RECIPE_FILE
+    path = path / RECIPE_FILE if path.is_dir() else path
+    if not path.is_file():
+        if recipe is None:
+            return
+        raise ValueError(f"The recipe {path} does not exist.")
+    settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} is not a recipe: it must be a YAML mapping, got {type(settings).__name__}.")
+    if settings.get(TOKEN_KEY):
+        raise ValueError(
+            f"{path} holds `{TOKEN_KEY}`, and the recipe would be published with the model. Remove the key from the file; "
+            "log in with `hf auth login` or set HF_TOKEN instead."
         )
 
 

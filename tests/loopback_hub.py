@@ -15,7 +15,7 @@ class LoopbackHub:
     """
     Start with `with LoopbackHub() as hub`; `hub.endpoint` is its address.
 
-    - `files[repo][path]` is the content after the commits so far, `commits[repo]` their messages.
+    - `files[repo][path]` is the content after the commits so far, `commits[repo]` their messages, `branches[repo]` where to.
     - `calls` lists (method, kind) of every call in order.
     - `fail_next[kind]` is a list of HTTP statuses to answer the next calls of a kind with; 0 drops the connection in the middle
       of the request body. Kinds: create, validate, preupload, batch, put, verify, commit.
@@ -25,6 +25,7 @@ class LoopbackHub:
         self.lfs_threshold = lfs_threshold
         self.files: dict[str, dict[str, bytes]] = {}
         self.commits: dict[str, list[str]] = {}
+        self.branches: dict[str, list[str]] = {}
         self.private: dict[str, bool] = {}
         self.objects: dict[str, bytes] = {}
         self.calls: list[tuple[str, str]] = []
@@ -88,7 +89,7 @@ def _make_handler(hub: LoopbackHub) -> type[BaseHTTPRequestHandler]:
                 return self.respond("verify", lambda body: {})
             if path.endswith(".git/info/lfs/objects/batch"):
                 return self.respond("batch", lambda body: {"objects": hub.batch(json.loads(body)["objects"])})
-            _, _, _, user, name, action, _ = path.split("/")
+            _, _, _, user, name, action, branch = path.split("/")
             repo = f"{user}/{name}"
             if repo not in hub.files:
                 return self.answer(404, {"error": "Repository not found"})
@@ -96,7 +97,7 @@ def _make_handler(hub: LoopbackHub) -> type[BaseHTTPRequestHandler]:
                 files = lambda body: [hub.upload_mode(repo, f["path"], f["size"]) for f in json.loads(body)["files"]]  # noqa: E731
                 return self.respond("preupload", lambda body: {"files": files(body)})
             assert action == "commit", path
-            return self.respond("commit", lambda body: self.commit(repo, body))
+            return self.respond("commit", lambda body: self.commit(repo, branch, body))
 
         def do_PUT(self):
             oid = self.path.rsplit("/", 1)[1]
@@ -119,11 +120,12 @@ def _make_handler(hub: LoopbackHub) -> type[BaseHTTPRequestHandler]:
                 return self.answer(
                     409, {"error": "You already created this model repo", "url": f"{hub.endpoint}/{repo}"}
                 )
-            hub.files[repo], hub.commits[repo] = {}, []
+            hub.files[repo], hub.commits[repo], hub.branches[repo] = {}, [], []
             hub.private[repo] = request.get("visibility") == "private" or bool(request.get("private"))
             return {"url": f"{hub.endpoint}/{repo}"}
 
-        def commit(self, repo, body):
+        def commit(self, repo, branch, body):
+            hub.branches[repo].append(branch)
             hub.commit(repo, [json.loads(line) for line in body.splitlines()])
             number = len(hub.commits[repo])
             return {"commitUrl": f"{hub.endpoint}/{repo}/commit/{number:040d}", "commitOid": f"{number:040d}"}

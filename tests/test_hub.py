@@ -6,12 +6,17 @@ from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
+import transformers.utils.hub
 import yaml
+from datasets import Dataset
 from huggingface_hub import HfApi, ModelCard, parse_eval_result_entries
 from loopback_hub import LoopbackHub
 
-from pacs_trl.evaluation.provenance import checkpoint_digest
-from pacs_trl.hub import main, push
+from pacs_trl import PACSConfig, PACSTrainer
+from pacs_trl import hub as hub_module
+from pacs_trl.evaluation.provenance import checkpoint_digest, training_facts
+from pacs_trl.hub import main, push, push_trained
+from pacs_trl.miniature.model import build_model
 
 
 sys.path.insert(0, str(Path(__file__).parent / "report"))
@@ -26,6 +31,7 @@ UPLOADED = [
     "README.md",
     "config.json",
     "model.safetensors",
+    "provenance.json",
     "recipe.yaml",
     "results.json",
     "tokenizer.json",
@@ -38,6 +44,8 @@ UPLOADED = [
 def hub(monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_TELEMETRY", True)
+    monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)  # made once, with the address of its day
     huggingface_hub.close_session()
     with LoopbackHub() as hub:
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.endpoint)
@@ -55,6 +63,8 @@ def checkpoint(tmp_path):
     (directory / "tokenizer.json").write_text("{}")
     (directory / "model.safetensors").write_bytes(bytes(range(256)) * 200)
     (directory / "optimizer.pt").write_bytes(b"moments" * 10_000)
+    (directory / "training_args.bin").write_bytes(b"pickle")
+    (directory / "provenance.json").write_text(json.dumps(training_facts(num_processes=2) | {"commit": "fedcba"}))
     (directory / "samples").mkdir()
     (directory / "samples" / "aime_2024.jsonl").write_text("{}\n")
     history = [{"step": step, "reward": 0.1 * step, "entropy": 0.4, "step_time": 1.0} for step in range(1, 6)]
@@ -103,6 +113,7 @@ def test_the_card_carries_the_numbers_and_their_conditions(checkpoint, hub):
     assert f"{100 * cell['value']:.2f} [{100 * cell['lower']:.1f}, {100 * cell['upper']:.1f}]" in card.text
     for fact in ("n = 128", "temperature 0.6", "0123456789abcdef", "training.png", "recipe.yaml", "1 x NVIDIA H200"):
         assert fact in card.text
+    assert "Trained with 2 processes on" in card.text and "per machine" in card.text and "`fedcba`" in card.text
 
 
 def test_the_hub_reads_the_evaluation_results(checkpoint, hub):
@@ -149,7 +160,9 @@ def test_an_upload_lost_in_the_middle_is_resumed(checkpoint, hub):
 
 def test_a_push_that_gave_up_is_resumed_by_the_next(checkpoint, hub):
     hub.fail_next["commit"] = [503, 503]
-    with pytest.raises(RuntimeError, match="(?s)failed 2 times.*run the same command again to resume"):
+    with pytest.raises(
+        RuntimeError, match="(?s)failed 2 times.*`pacs-trl push --model .* --repo user/pacs-mini` resumes"
+    ):
         push_it(checkpoint, hub, max_attempts=2)
     assert hub.files[REPO] == {} and hub.count("put") == 2
     push_it(checkpoint, hub)
@@ -199,10 +212,90 @@ def test_scores_of_other_weights_are_refused(checkpoint, hub):
     assert len(hub.commits[REPO]) == 1
 
 
+@pytest.fixture
+def trainer(tmp_path, tokenizer, hub):
+    """A trainer that pushes, made as `pacs_trl.train` makes it, with results and recipe of its output directory."""
+    output_dir = tmp_path / "trained"
+    args = PACSConfig(
+        output_dir=str(output_dir),
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=4,
+        max_steps=2,
+        save_steps=1,
+        logging_steps=1,
+        report_to="none",
+        use_cpu=True,
+        push_to_hub=True,
+        hub_model_id=REPO,
+        hub_private_repo=True,
+        hub_token="hf_x",
+    )
+    prompts = [{"prompt": [{"role": "user", "content": f"{a}+1"}]} for a in range(8)]
+    return PACSTrainer(
+        model=build_model(tokenizer, "tiny"),
+        processing_class=tokenizer,
+        reward_funcs=lambda completions, **kwargs: [float(len(c[0]["content"]) % 2) for c in completions],
+        args=args,
+        train_dataset=Dataset.from_list(prompts),
+    )
+
+
+def test_a_trainer_pushes_what_the_command_line_pushes(trainer, hub, monkeypatch):
+    monkeypatch.setattr(hub_module.time, "sleep", lambda seconds: None)
+    directory = Path(trainer.args.output_dir)
+    assert hub.private[REPO]  # created before any work
+    trainer.train()
+    trainer.save_model(_internal_call=True)
+    (directory / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    results = make_results("PACS", 0.5, benchmarks=("aime_2024",), ks=(1, 8))
+    (directory / "results.json").write_text(json.dumps(results))
+    trainer._finish_current_push()
+    progress = len(hub.commits[REPO])
+    hub.fail_next |= {"put": [0, 500], "commit": [0]}
+    result = push_trained(trainer)
+    assert result.num_retries == 1 and len(hub.commits[REPO]) == progress + 1
+    added = {
+        ".eval_results/aime_2024.yaml",
+        "README.md",
+        "recipe.yaml",
+        "results.json",
+        "provenance.json",
+        "training.png",
+    }
+    assert added <= set(result.files) and "training_args.bin" not in result.files
+    for path in result.files:
+        assert hub.files[REPO][path] == (directory / path).read_bytes()
+    card = hub.files[REPO]["README.md"].decode()
+    for fact in ("pass@8", "n = 128", "Trained with 1 process on", "training.png", "base_model: Qwen/Qwen3-8B"):
+        assert fact in card
+    # And the command line finds nothing to add.
+    assert push(directory, REPO, api=HfApi(endpoint=hub.endpoint, token="hf_x")).num_retries == 0
+    assert len(hub.commits[REPO]) == progress + 1
+
+
+def test_only_the_first_process_pushes(trainer, hub, monkeypatch):
+    monkeypatch.setattr(trainer, "is_world_process_zero", lambda: False)
+    assert push_trained(trainer) is None and hub.commits[REPO] == []
+
+
+def test_a_branch_is_pushed_to(checkpoint, hub):
+    push_it(checkpoint, hub, revision="step-480")
+    assert [call for call in hub.calls if call == ("POST", "commit")] and hub.branches[REPO] == ["step-480"]
+
+
+def test_a_token_is_not_published(checkpoint, hub):
+    (checkpoint.parent / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"hub_token": "hf_secret"}))
+    for dry_run in (True, False):
+        with pytest.raises(ValueError, match="holds `hub_token`.*Remove the key"):
+            push_it(checkpoint, hub, dry_run=dry_run)
+    assert hub.calls == [] and not (checkpoint / "recipe.yaml").exists()
+
+
 def test_the_command_line(checkpoint, hub, monkeypatch, capsys):
     monkeypatch.setattr("pacs_trl.hub.HfApi", lambda: HfApi(endpoint=hub.endpoint, token="hf_x"))
     assert main(["--model", str(checkpoint), "--repo", REPO]) == 0
-    assert f"{hub.endpoint}/{REPO}: 6 files, 0 retries" in capsys.readouterr().out
+    assert f"{hub.endpoint}/{REPO}: 7 files, 0 retries" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -211,9 +304,12 @@ def test_the_command_line(checkpoint, hub, monkeypatch, capsys):
         (["--model", "/nowhere", "--repo", REPO], "does not exist"),
         (["--model", "MODEL", "--repo", "name"], "USER/NAME"),
         (["--model", "MODEL", "--repo", REPO, "--results", "/nowhere.json"], "/nowhere.json"),
+        (["--model", "MODEL", "--repo", REPO, "--recipe", "/nowhere.yaml"], "/nowhere.yaml does not exist"),
+        (["--model", "MODEL", "--repo", REPO, "--recipe", "MODEL/tokenizer.list"], "must be a YAML mapping, got list"),
         (["--model", "MODEL/checkpoint-20", "--repo", REPO], "does not look like a saved model"),
     ],
 )
 def test_refusals(checkpoint, hub, argv, message, capsys):
+    (checkpoint / "tokenizer.list").write_text("- 1")
     assert main([part.replace("MODEL", str(checkpoint)) for part in argv]) == 2
     assert message in capsys.readouterr().err and hub.calls == []

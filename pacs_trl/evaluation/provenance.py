@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import subprocess
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,17 @@ def hardware() -> dict[str, Any]:
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {"machine": platform.machine(), "cpu_cores": len(os.sched_getaffinity(0)), "gpus": gpus}
+
+
+def training_facts(num_processes: int) -> dict[str, Any]:
+    """When, where and with what a training run was made; `hardware` is that of this machine."""
+    return {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "num_processes": num_processes,
+        "hardware": hardware(),
+        "commit": source_commit(),
+        "versions": versions(),
+    }
 
 
 def source_commit() -> str | None:

@@ -17,6 +17,7 @@ from pacs_trl.report import tables
 
 TEMPLATE = Path(__file__).parents[1] / "templates" / "model_card.md"
 RECIPE_FILE = "recipe.yaml"
+TRAINING_FACTS_FILE = "provenance.json"
 TRAINING_FIGURE = "training.png"
 EVAL_RESULTS_FOLDER = ".eval_results"
 
@@ -35,12 +36,14 @@ class CardInputs(NamedTuple):
 
     - `results`: a parsed results.json.
     - `recipe`: the settings of the training run.
+    - `training`: a parsed provenance.json: commit, versions and hardware of the training run.
     - `has_training_figure`: whether `training.png` lies beside the card.
     - `tags`: further tags of the model page.
     """
 
     results: dict[str, Any] | None = None
     recipe: dict[str, Any] | None = None
+    training: dict[str, Any] | None = None
     has_training_figure: bool = False
     tags: Sequence[str] = ()
 
@@ -79,6 +82,7 @@ def build_card(model_name: str, inputs: CardInputs) -> ModelCard:
         dataset_name=dataset_name,
         method=method,
         has_recipe=inputs.recipe is not None,
+        training=_training_facts(inputs.training) if inputs.training else None,
         training_figure=TRAINING_FIGURE if inputs.has_training_figure else None,
         citation=CITATION if method == "PACS" else None,
         **facts,
@@ -161,8 +165,6 @@ def _result_facts(results: dict[str, Any]) -> dict[str, Any]:
             }
         )
     prompt = results["protocol"]["prompt"]
-    hardware = results["hardware"]
-    gpus = hardware["gpus"]
     return {
         "tables": shown,
         "prompt_example": f"<problem> {prompt['instruction']}" if prompt["instruction"] else "<problem>",
@@ -172,9 +174,23 @@ def _result_facts(results: dict[str, Any]) -> dict[str, Any]:
         "engine": results["engine"]["name"],
         "created": results["created"],
         "commit": results["commit"],
-        "hardware": f"{len(gpus)} x {gpus[0]}" if gpus else f"{hardware['cpu_cores']} {hardware['machine']} cores",
-        "versions": ", ".join(f"{name} {number}" for name, number in results["versions"].items()),
+        "hardware": _hardware_text(results["hardware"]),
+        "versions": _versions_text(results["versions"]),
     }
+
+
+def _training_facts(training: dict[str, Any]) -> dict[str, Any]:
+    texts = {"hardware": _hardware_text(training["hardware"]), "versions": _versions_text(training["versions"])}
+    return training | texts
+
+
+def _hardware_text(hardware: dict[str, Any]) -> str:
+    gpus = hardware["gpus"]
+    return f"{len(gpus)} x {gpus[0]}" if gpus else f"{hardware['cpu_cores']} {hardware['machine']} cores"
+
+
+def _versions_text(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {number}" for name, number in versions.items())
 
 
 def _sampling_text(results: dict[str, Any]) -> str:
