@@ -18,7 +18,9 @@ from trl import get_peft_config, get_quantization_config
 
 from . import rewards
 from .data import load_training_data
+from .lora import check_lora_targets
 from .recipe import Recipe, read_recipe
+from .tracking import tracked_run
 from .verification import configure_verification
 
 
@@ -40,6 +42,14 @@ def main(argv: Sequence[str] | None = None):
     training = recipe.training
     checkpoint = _checkpoint_to_resume(training.output_dir, training.resume_from_checkpoint)
     recipe.model.model_name_or_path = _resolve_model(recipe.model.model_name_or_path)
+    peft_config = get_peft_config(recipe.model)
+    if peft_config is not None:
+        check_lora_targets(
+            peft_config,
+            recipe.model.model_name_or_path,
+            revision=recipe.model.model_revision,
+            trust_remote_code=training.trust_remote_code,
+        )
     configure_verification(recipe.verification)
     reward_funcs = [_reward_function(name) for name in recipe.run.reward_funcs]
     tokenizer = AutoTokenizer.from_pretrained(
@@ -50,20 +60,22 @@ def main(argv: Sequence[str] | None = None):
     )
     train_dataset, eval_dataset = load_training_data(recipe.data, tokenizer, training.chat_template_kwargs)
 
-    trainer = _trainer_class(recipe.run.method)(
-        model=recipe.model.model_name_or_path,
-        reward_funcs=reward_funcs,
-        args=_with_model_arguments(recipe),
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        processing_class=tokenizer,
-        quantization_config=get_quantization_config(recipe.model),
-        peft_config=get_peft_config(recipe.model),
-    )
-    trainer.accelerator.print(describe_step(training, trainer.accelerator.num_processes, len(train_dataset)))
-    trainer.train(resume_from_checkpoint=checkpoint)
-    trainer.save_model(training.output_dir)
-    trainer.create_model_card(model_name=Path(training.output_dir).name, dataset_name=recipe.data.dataset_name)
+    with tracked_run(training, recipe.settings, resuming=checkpoint is not None) as tracking:
+        trainer = _trainer_class(recipe.run.method)(
+            model=recipe.model.model_name_or_path,
+            reward_funcs=reward_funcs,
+            args=_with_model_arguments(recipe),
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=tokenizer,
+            quantization_config=get_quantization_config(recipe.model),
+            peft_config=peft_config,
+            callbacks=[tracking],
+        )
+        trainer.accelerator.print(describe_step(training, trainer.accelerator.num_processes, len(train_dataset)))
+        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.save_model(training.output_dir)
+        trainer.create_model_card(model_name=Path(training.output_dir).name, dataset_name=recipe.data.dataset_name)
     if trainer.accelerator.is_main_process:
         (Path(training.output_dir) / "recipe.yaml").write_text(yaml.safe_dump(recipe.settings))
         trainer.state.save_to_json(str(Path(training.output_dir) / "trainer_state.json"))

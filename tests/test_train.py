@@ -67,6 +67,13 @@ def test_one_key_switches_to_grpo(tmp_path, model_path):
     assert type(run(tmp_path / "recipe", model_path, recipe="grpo.yaml")) is GRPOTrainer
 
 
+@pytest.mark.parametrize("target", ["q_proj", "all-linear", r".*\.(q|v)_proj"])
+def test_one_lora_target(tmp_path, model_path, target):
+    trainer = run(tmp_path, model_path, "--use_peft", "--lora_target_modules", target, "--max_steps", "1")
+    adapted = {name.split(".")[-1] for name, module in trainer.model.named_modules() if hasattr(module, "lora_A")}
+    assert "q_proj" in adapted and ("down_proj" in adapted) == (target == "all-linear")
+
+
 def test_the_two_recipes_differ_in_method_and_output_only():
     pacs, grpo = (yaml.safe_load((RECIPES / name).read_text()) for name in ("pacs.yaml", "grpo.yaml"))
     differing = {key for key in pacs | grpo if pacs.get(key) != grpo.get(key)}
@@ -97,6 +104,12 @@ def test_resume_and_refusal_to_start_over(tmp_path, model_path):
         (["--dataset_name", str(DATA / "nothing.jsonl")], "does not exist"),
         (["--dataset_name", str(DATA / "math_500.jsonl"), "--problem_column", "question"], "Columns found: "),
         (["--model_name_or_path", "./nothing"], "model directory './nothing' does not exist"),
+        (
+            ["--use_peft", "--lora_target_modules", "q_proj", "k_prog"],
+            "lora_target_modules names k_prog, but .* has no such module. Did you mean k_proj.* Its linear layers are "
+            "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj. .* or to all-linear",
+        ),
+        (["--use_peft", "--lora_target_modules", r"layers\.0\..*"], "no such module"),
     ],
 )
 def test_what_is_wrong_is_said_before_training(tmp_path, model_path, arguments, message):

@@ -1,0 +1,54 @@
+"""A check of LoRA's settings against the architecture of a model, before any of its weights are loaded.
+
+peft looks for the modules only after the model is there, and is content if one of several names is found.
+"""
+
+import difflib
+import re
+
+import torch
+from peft import LoraConfig
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+
+def check_lora_targets(
+    peft_config: LoraConfig, model_name: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> None:
+    """
+    Refuse LoRA targets that the model does not have.
+
+    As in peft, a list holds names of modules (or their last parts), a single text is "all-linear" or a regular expression
+    for the full name. TRL hands on a list of one name as text; such a text becomes a list again.
+
+    Args:
+        peft_config ([`~peft.LoraConfig`]):
+            Its `target_modules` are checked; `None` means peft's default for the architecture.
+        model_name (`str`), revision (`str`, *optional*), trust_remote_code (`bool`):
+            Path or Hub id of the model; only its configuration is read.
+
+    Raises:
+        `ValueError`: if a target matches no module; names it and the linear layers there are.
+    """
+    targets = peft_config.target_modules
+    if targets is None or (isinstance(targets, str) and targets.lower() == "all-linear"):
+        return
+    if isinstance(targets, str) and targets.isidentifier():
+        targets = peft_config.target_modules = [targets]
+    config = AutoConfig.from_pretrained(model_name, revision=revision, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):  # shapes only
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    names = [name for name, _ in model.named_modules()]
+    if isinstance(targets, str):
+        missing = [] if any(re.fullmatch(targets, name) for name in names) else [targets]
+    else:
+        missing = sorted(t for t in targets if not any(f".{name}".endswith(f".{t}") for name in names))
+    if not missing:
+        return
+    linear = sorted({name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)})
+    nearest = difflib.get_close_matches(missing[0], linear, n=1)
+    hint = f" Did you mean {nearest[0]}?" if nearest else ""
+    raise ValueError(
+        f"lora_target_modules names {', '.join(missing)}, but {model_name} ({type(model).__name__}) has no such module."
+        f"{hint} Its linear layers are {', '.join(linear)}. Set lora_target_modules to some of these, or to all-linear."
+    )
