@@ -18,7 +18,8 @@ class EvaluationArguments:
 
     Args:
         model (`str`): Checkpoint directory, Hub id, or the name under which a server offers the model.
-        benchmarks (`str`): Names separated by commas; `name=PATH` reads a local file, `miniature/<task>` a generated set.
+        benchmarks (`str`): Names separated by commas; `name=PATH` reads a local file, `miniature/<task>` a generated set, and
+            the path of a `.jsonl`, `.json` or `.parquet` file with the columns `problem` and `answer` is a set of your own.
         output_dir (`str`): Where samples, grades and results go.
         n (`int`): Samples per problem.
         k (`str`): Values of k separated by commas, each at most `n`.
@@ -44,7 +45,7 @@ class EvaluationArguments:
     """
 
     model: str = field(metadata={"help": "Checkpoint directory, Hub id, or the model name of a server."})
-    benchmarks: str = field(metadata={"help": "Names separated by commas; name=PATH for a local file."})
+    benchmarks: str = field(metadata={"help": "Names separated by commas; name=PATH, or PATH, for a local file."})
     output_dir: str = field(metadata={"help": "Where samples, grades and results.json go."})
     n: int = field(default=128, metadata={"help": "Samples per problem."})
     k: str = field(default="1,4,8,16,32,64", metadata={"help": "Values of k separated by commas."})

@@ -43,6 +43,8 @@ class Benchmark:
     version: int = 1
 
 
+FILE_FORMATS = (".jsonl", ".json", ".parquet")
+
 BENCHMARKS = {
     "math_500": Benchmark(
         title="MATH 500",
@@ -123,7 +125,8 @@ def load_benchmark(spec: str, *, max_problems: int | None = None) -> LoadedBench
     Args:
         spec (`str`):
             A name from `BENCHMARKS`; `name=PATH` to read the same columns from a local `.jsonl`, `.json` or `.parquet`
-            file; or `miniature/<task>` for the test split of a task of the miniature world.
+            file; such a PATH alone (or with a name of your own) for a file with the columns `problem` and `answer`; or
+            `miniature/<task>` for the test split of a task of the miniature world.
         max_problems (`int`, *optional*):
             Keep the first so many problems.
 
@@ -135,18 +138,20 @@ def load_benchmark(spec: str, *, max_problems: int | None = None) -> LoadedBench
         two rows with one id.
     """
     name, _, path = spec.partition("=")
+    if not path and Path(name).suffix in FILE_FORMATS:
+        name, path = Path(name).stem, name
     if name.startswith("miniature/"):
         title, version, rows, source = _miniature_rows(name)
         problems = [Problem(str(i), row["problem"], row["answer"]) for i, row in enumerate(rows)]
-    elif name in BENCHMARKS:
-        entry = BENCHMARKS[name]
+    elif name in BENCHMARKS or path:
+        entry = BENCHMARKS.get(name) or Benchmark(name, "", "", problem_column="problem", answer_column="answer")
         title, version = entry.title, entry.version
         rows, source = (_file_rows(Path(path)), {"file": Path(path).name}) if path else _hub_rows(entry)
         problems = [_problem(name, entry, i, row) for i, row in enumerate(rows)]
     else:
         raise ValueError(
-            f"Unknown benchmark {name!r}. Choose from {', '.join(BENCHMARKS)}, miniature/<task>, or point one of them "
-            "at a local file with name=PATH."
+            f"Unknown benchmark {name!r}. Choose from {', '.join(BENCHMARKS)}, miniature/<task>, point one of them at a "
+            "local file with name=PATH, or give the path of a file of your own with the columns `problem` and `answer`."
         )
     if max_problems is not None:
         problems = problems[:max_problems]
@@ -209,7 +214,13 @@ def _miniature_rows(name: str) -> tuple[str, int, list[dict], dict]:
 def _hub_rows(entry: Benchmark) -> tuple[list[dict], dict]:
     from datasets import load_dataset
 
-    dataset = load_dataset(entry.hub_id, entry.config, split=entry.split, revision=entry.revision)
+    try:
+        dataset = load_dataset(entry.hub_id, entry.config, split=entry.split, revision=entry.revision)
+    except OSError as error:  # no connection, no such dataset, no rights
+        raise ValueError(
+            f"{entry.title} ({entry.hub_id}) could not be loaded from the Hub: {error}. Without a connection, download its "
+            "rows elsewhere and name the file: name=PATH."
+        ) from error
     source = {"hub_id": entry.hub_id, "config": entry.config, "split": entry.split, "revision": entry.revision}
     return dataset.to_list(), source
 
@@ -218,12 +229,19 @@ def _file_rows(path: Path) -> list[dict]:
     if not path.is_file():
         raise ValueError(f"The benchmark file {path} does not exist.")
     if path.suffix == ".jsonl":
-        with path.open(encoding="utf-8") as lines:
-            return [json.loads(line) for line in lines if line.strip()]
+        lines = path.read_bytes().split(b"\n")
+        return [_parsed(line, f"line {i} of {path}") for i, line in enumerate(lines, 1) if line.strip()]
     if path.suffix == ".json":
-        return json.loads(path.read_text(encoding="utf-8"))
+        return _parsed(path.read_bytes(), str(path))
     if path.suffix == ".parquet":
         import pandas as pd
 
         return pd.read_parquet(path).to_dict("records")
     raise ValueError(f"A benchmark file is .jsonl, .json or .parquet, got {path.name}.")
+
+
+def _parsed(content: bytes, where: str):
+    try:
+        return json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"The benchmark cannot be read: {where} is not JSON: {error}.") from error

@@ -61,6 +61,40 @@ def test_formats_agree(tmp_path):
     assert loaded[0][0].solution == "1"
 
 
+def test_a_file_of_ones_own(tmp_path):
+    path = write(tmp_path / "sums.jsonl", [{"problem": "1+1", "answer": 2}, {"problem": "2+2", "answer": "4"}])
+    own = load_benchmark(str(path))
+    assert (own.name, own.title, own.source["file"]) == ("sums", "sums", "sums.jsonl")
+    assert [(p.id, p.problem, p.solution) for p in own.problems] == [("0", "1+1", "2"), ("1", "2+2", "4")]
+    named = load_benchmark(f"held_out={path}")
+    assert (named.name, named.problems) == ("held_out", own.problems)
+    write(path, [{"question": "1+1", "answer": 2}])
+    with pytest.raises(ValueError, match=r"no \['problem'\]. Columns found: \['question', 'answer'\]"):
+        load_benchmark(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rows.jsonl", '{"problem": "1+1", "answer": "2"}\n\n{"problem": 1\n', "line 3 of .*rows.jsonl is not JSON"),
+        ("rows.json", "[{]", "rows.json is not JSON"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load_benchmark(f"math_500={tmp_path / name}")
+
+
+def test_a_hub_that_cannot_be_reached(monkeypatch):
+    def no_connection(*args, **kwargs):
+        raise ConnectionError("offline mode")
+
+    monkeypatch.setattr("datasets.load_dataset", no_connection)
+    with pytest.raises(ValueError, match="AIME 2024 .* could not be loaded from the Hub: offline mode.*name=PATH"):
+        load_benchmark("aime_2024")
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [

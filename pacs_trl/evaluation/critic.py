@@ -1,0 +1,145 @@
+"""The implicit critic, measured: what sigma(psi) of a trained policy says about completions whose grade is known.
+
+PACS trains the score psi, a difference of log-probability ratios between policy and reference, to predict the verifier. This
+computes psi for the stored completions of an evaluation and puts the grade beside it: one line per completion for
+`pacs-trl report --reliability`. The completions are best those of the reference, as in training; held-out problems show
+whether the critic has learned more than its training problems. Completions are tokenized again from their text, with the
+end-of-sequence token if they had one.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from pacs_trl.data import build_prompt
+from pacs_trl.evaluation.benchmarks import load_benchmark
+from pacs_trl.evaluation.engines import TransformersEngine
+from pacs_trl.evaluation.requests import render_prompt
+from pacs_trl.evaluation.results import read_results
+from pacs_trl.evaluation.store import read_samples
+from pacs_trl.objective import ScoreEstimator, group_scores
+
+
+LABELS = {"1": 1.0, "0": 0.0, "-": float("nan")}  # as `pacs-trl evaluate` writes grades
+
+
+@torch.no_grad()
+def sequence_logps(model, rows: Sequence[tuple[list[int], list[int]]], *, batch_size: int = 64) -> torch.Tensor:
+    """
+    Log-probability of each completion given its prompt, in nats: the sum over its tokens.
+
+    Args:
+        model: Causal language model of transformers.
+        rows (sequence of pairs of `list[int]`): Tokens of the prompt (at least one) and of the completion.
+        batch_size (`int`): Rows per forward pass.
+
+    Returns:
+        float64 `torch.Tensor` of shape `(len(rows),)`; 0 for an empty completion.
+    """
+    sums = []
+    for start in range(0, len(rows), batch_size):
+        batch = rows[start : start + batch_size]
+        # right padding: causality keeps it harmless
+        input_ids = pad_sequence([torch.tensor(p + c) for p, c in batch], batch_first=True).to(model.device)
+        lengths = torch.tensor([len(p) + len(c) for p, c in batch], device=model.device)
+        mask = torch.arange(input_ids.size(1), device=model.device) < lengths[:, None]  # (B, T)
+        logps = model(input_ids, attention_mask=mask.long()).logits[:, :-1].float().log_softmax(-1)
+        logps = logps.gather(2, input_ids[:, 1:, None]).squeeze(2).double().cpu()  # (B, T - 1): of tokens 1 to T - 1
+        sums += [row[len(p) - 1 : len(p) + len(c) - 1].sum() for row, (p, c) in zip(logps, batch, strict=True)]
+    return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.float64)
+
+
+def critic_records(
+    evaluation: Path,
+    policy: str,
+    reference: str,
+    benchmark: str,
+    *,
+    pacs_beta: float = 1.0,
+    score_estimator: ScoreEstimator = "rloo",
+    batch_size: int = 64,
+) -> list[dict]:
+    """
+    Score and label of every stored completion of one benchmark.
+
+    Args:
+        evaluation (`Path`): Output directory of `pacs-trl evaluate`.
+        policy, reference (`str`): Checkpoints whose log-probabilities are compared.
+        benchmark (`str`): As given to `pacs-trl evaluate`.
+        pacs_beta (`float`), score_estimator (`str`): As in training.
+        batch_size (`int`): Rows per forward pass.
+
+    Returns:
+        `list[dict]`: `problem`, `sample`, `score` (psi) and `label` (0, 1, or `None` where there is no verdict).
+
+    Raises:
+        `ValueError`: if the evaluation has no such benchmark, or other problems than the benchmark has now.
+    """
+    results = read_results(evaluation)
+    name = load_benchmark(benchmark, max_problems=1).name
+    if name not in results["benchmarks"]:
+        raise ValueError(f"{evaluation} has no benchmark {name!r}, only {', '.join(results['benchmarks'])}.")
+    source, prompt_facts = results["benchmarks"][name]["source"], results["protocol"]["prompt"]
+    loaded = load_benchmark(benchmark, max_problems=source["num_problems"])
+    if loaded.source["digest"] != source["digest"]:
+        raise ValueError(
+            f"The problems of {name} have changed since {evaluation} was made (digest {source['digest']}, now "
+            f"{loaded.source['digest']}). Evaluate again."
+        )
+    file_name = name.replace("/", "_")
+    grades = json.loads((evaluation / "grades" / f"{file_name}.json").read_text(encoding="utf-8"))
+    # the evaluation graded n samples of each problem; the store may hold more
+    samples = {(r["problem"], r["sample"]): r for r in read_samples(evaluation / "samples" / f"{file_name}.jsonl")}
+    engine = TransformersEngine.load(policy)
+    tokenizer, rows, labels = engine.tokenizer, [], []
+    for problem in loaded.problems:
+        prompt = build_prompt(
+            problem.problem, instruction=prompt_facts["instruction"], system_prompt=prompt_facts["system_prompt"]
+        )
+        text = render_prompt(tokenizer, prompt, prompt_facts["chat_template_kwargs"])
+        prompt_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        for sample, grade in enumerate(grades[problem.id]):
+            record = samples[problem.id, sample]
+            end = [tokenizer.eos_token_id] if record["finish_reason"] == "stop" else []
+            rows.append((prompt_ids, tokenizer(record["completion"], add_special_tokens=False)["input_ids"] + end))
+            labels.append(LABELS[grade])
+    proxies = pacs_beta * sequence_logps(engine.model, rows, batch_size=batch_size)
+    proxies -= pacs_beta * sequence_logps(TransformersEngine.load(reference).model, rows, batch_size=batch_size)
+    scores = group_scores(proxies, torch.tensor(labels), num_generations=results["n"], score_estimator=score_estimator)
+    places = [(problem.id, sample) for problem in loaded.problems for sample in range(results["n"])]
+    return [
+        {"problem": problem, "sample": sample, "score": round(score, 4), "label": None if label != label else label}
+        for (problem, sample), score, label in zip(places, scores.tolist(), labels, strict=True)
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line: an evaluation and two checkpoints in, one JSON line per completion out."""
+    parser = argparse.ArgumentParser(prog="python -m pacs_trl.evaluation.critic", description=__doc__.split("\n")[0])
+    parser.add_argument("evaluation", type=Path, help="output directory of `pacs-trl evaluate`, best of the reference")
+    parser.add_argument("--benchmark", required=True)
+    parser.add_argument("--policy", required=True, help="trained checkpoint")
+    parser.add_argument("--reference", required=True, help="checkpoint that training started from")
+    parser.add_argument("--pacs_beta", type=float, default=1.0)
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args(argv)
+    try:
+        records = critic_records(
+            args.evaluation, args.policy, args.reference, args.benchmark, pacs_beta=args.pacs_beta
+        )
+    except (ValueError, OSError) as error:
+        print(f"critic: {error}", file=sys.stderr)
+        return 2
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    print(f"{len(records)} completions; written to {args.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""Scores of the implicit critic on stored completions, against one row at a time without padding."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pacs_trl.evaluation.arguments import EvaluationArguments
+from pacs_trl.evaluation.critic import critic_records, main, sequence_logps
+from pacs_trl.evaluation.evaluate import evaluate
+
+
+@pytest.fixture(scope="module")
+def policy(checkpoint, boxing_model, tmp_path_factory):
+    """The digit guesser with its last layer turned up: surer of what it says."""
+    directory = tmp_path_factory.mktemp("policy")
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    with torch.no_grad():
+        model.model.norm.weight *= 1.3
+    model.save_pretrained(directory)
+    boxing_model[1].save_pretrained(directory)
+    return directory
+
+
+def logp_alone(model, prompt, completion):
+    logps = model.double()(torch.tensor([prompt + completion])).logits[0].log_softmax(-1)
+    return sum(logps[len(prompt) - 1 + t, token].item() for t, token in enumerate(completion))
+
+
+def test_sums_over_the_completion_only(boxing_model):
+    model, _ = boxing_model
+    rows = [([5, 6], [7, 8, 9]), ([5, 6, 7, 8], [9]), ([3], [])]
+    found = sequence_logps(model, rows, batch_size=2)
+    reference = AutoModelForCausalLM.from_config(model.config)
+    reference.load_state_dict(model.state_dict())
+    expected = [logp_alone(reference, *row) for row in rows]
+    assert found.tolist() == pytest.approx(expected, abs=1e-4) and found[2] == 0
+    assert sequence_logps(model, []).shape == (0,)
+
+
+def test_scores_of_an_evaluation(arguments, checkpoint, policy, sums, verifier, tmp_path, capsys):
+    args = EvaluationArguments(**arguments)
+    results = evaluate(args, verifier, progress=False)
+    output = tmp_path / "critic.jsonl"
+    argv = [args.output_dir, "--benchmark", f"math_500={sums}", "--policy", str(policy), "--reference"]
+    assert main([*argv, str(checkpoint), "--pacs_beta", "2", "--output", str(output)]) == 0
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    problems = results["benchmarks"]["math_500"]["problems"]
+    assert len(records) == 8 * len(problems)
+    for problem in problems:
+        group = [record for record in records if record["problem"] == problem["id"]]
+        assert sum(record["label"] for record in group) == problem["c"]
+        assert sum(record["score"] for record in group) == pytest.approx(0, abs=1e-3)
+
+    # one group by hand: beta times the log-ratio, minus the mean of the others
+    engine = [AutoModelForCausalLM.from_pretrained(path) for path in (policy, checkpoint)]
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    lines = (tmp_path / "out" / "samples" / "math_500.jsonl").read_text().splitlines()[1:]
+    samples = {(r["problem"], r["sample"]): r for r in map(json.loads, lines)}
+    first = problems[0]["id"]
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": first}], tokenize=False, add_generation_prompt=True
+    )
+    prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
+    proxies = []
+    for i in range(8):
+        record = samples[first, i]
+        tokens = tokenizer(record["completion"], add_special_tokens=False)["input_ids"]
+        tokens = tokens + [tokenizer.eos_token_id] * (record["finish_reason"] == "stop")
+        proxies.append(2 * (logp_alone(engine[0], prompt, tokens) - logp_alone(engine[1], prompt, tokens)))
+    scores = [r - (sum(proxies) - r) / 7 for r in proxies]
+    found = [record["score"] for record in records if record["problem"] == first]
+    assert found == pytest.approx(scores, abs=1e-3) and max(map(abs, scores)) > 0.01
+
+    same = critic_records(tmp_path / "out", str(checkpoint), str(checkpoint), f"math_500={sums}")
+    assert all(record["score"] == 0 for record in same)
+    with pytest.raises(ValueError, match="has no benchmark 'miniature/addition', only math_500"):
+        critic_records(tmp_path / "out", str(checkpoint), str(checkpoint), "miniature/addition")
+    sums_now = tmp_path / "sums.jsonl"
+    sums_now.write_text(sums.read_text().replace('"answer": "0"', '"answer": "1"'))
+    with pytest.raises(ValueError, match="have changed since"):
+        critic_records(tmp_path / "out", str(checkpoint), str(checkpoint), f"math_500={sums_now}")
