@@ -22,6 +22,7 @@ from .lora import check_lora_targets
 from .recipe import Recipe, read_recipe
 from .tracking import tracked_run
 from .verification import configure_verification
+from .vllm_checks import check_vllm
 
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,8 @@ def main(argv: Sequence[str] | None = None):
     training = recipe.training
     checkpoint = _checkpoint_to_resume(training.output_dir, training.resume_from_checkpoint)
     recipe.model.model_name_or_path = _resolve_model(recipe.model.model_name_or_path)
+    if training.use_vllm:
+        check_vllm(training, recipe.model.model_name_or_path)
     peft_config = get_peft_config(recipe.model)
     if peft_config is not None:
         check_lora_targets(
