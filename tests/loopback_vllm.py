@@ -1,0 +1,110 @@
+"""A vLLM server on this machine that speaks the calls of TRL's client, without a model.
+
+Completions are a pure function of prompt and seed, so that a resumed run can be compared with one that was not stopped. It
+can be told to fail.
+"""
+
+import json
+import random
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlparse
+
+from replay import TOKENIZER
+
+
+class LoopbackVLLM:
+    """
+    Start with `with LoopbackVLLM("model") as server`; `server.url` is its address.
+
+    - `fail_generation` is the number of the generation (from 0) that is answered with status 500; `dead` lets /health fail.
+    - `calls` lists the paths of all calls in order, `seeds` those of the generations.
+    - `models`, `info` and `answers` are what the three questions before a run get.
+    """
+
+    def __init__(self, model: str, *, max_model_len: int = 512):
+        self.models = {"data": [{"id": model, "root": model, "max_model_len": max_model_len}]}
+        self.info = {
+            "vllm_config": {
+                "weight_transfer_config": {"backend": "nccl"},
+                "model_config": {"logprobs_mode": "processed_logprobs"},
+            }
+        }
+        self.answers: dict[str, int] = {}  # path -> status, instead of an answer
+        self.calls: list[str] = []
+        self.seeds: list[int] = []
+        self.fail_generation: int | None = None
+        self.dead = False
+        self.num_updates = 0
+        self._httpd = ThreadingHTTPServer(("127.0.0.1", 0), _make_handler(self))
+        self.port = self._httpd.server_port
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self):
+        threading.Thread(target=self._httpd.serve_forever, args=(0.01,), daemon=True).start()
+        return self
+
+    def __exit__(self, *exc_info):
+        self._httpd.shutdown()
+        self._httpd.server_close()
+
+    def answer(self, path: str, body: dict) -> tuple[int, dict]:
+        self.calls.append(path)
+        if path in self.answers:
+            return self.answers[path], {"error": "as told"}
+        if path == "/health":
+            return (503 if self.dead else 200), {}
+        if path == "/v1/models":
+            return 200, self.models
+        if path == "/server_info":
+            return 200, self.info
+        if path == "/finish_weight_update":
+            self.num_updates += 1
+        if path == "/v1/completions":
+            return self._complete(body)
+        return 200, {"success": True, "world_size": 1}
+
+    def _complete(self, body: dict) -> tuple[int, dict]:
+        number = len(self.seeds)
+        self.seeds.append(body["seed"])
+        if number == self.fail_generation:
+            self.dead = True
+            return 500, {"error": "the engine is dead"}
+        choices = []
+        for i, prompt in enumerate(body["prompt"]):
+            for j in range(body["n"]):
+                rng = random.Random(f"{prompt}/{body['seed']}/{i * body['n'] + j}")
+                ids = [rng.randrange(256) for _ in range(rng.randrange(1, body["max_tokens"]))]
+                ids = [*ids, TOKENIZER.eos_token_id]
+                tokens = [f"token_id:{token}" for token in ids]
+                logprobs = [-5.5] * len(ids)
+                choices.append(
+                    {
+                        "prompt_token_ids": prompt,
+                        "token_ids": ids,
+                        "logprobs": {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": [None] * len(ids)},
+                    }
+                )
+        return 200, {"choices": choices}
+
+
+def _make_handler(server: LoopbackVLLM) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def _reply(self):
+            length = int(self.headers.get("Content-Length") or 0)
+            body = json.loads(self.rfile.read(length) or b"{}")
+            status, answer = server.answer(urlparse(self.path).path, body)
+            content = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_GET = do_POST = _reply
+
+        def log_message(self, *args):
+            pass
+
+    return Handler

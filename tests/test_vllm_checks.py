@@ -1,0 +1,201 @@
+"""What is refused before a run with vLLM starts, and what happens when its server dies: a server on this machine plays vLLM."""
+
+import socket
+
+import pytest
+import torch
+from loopback_vllm import LoopbackVLLM
+from replay import Recorder, addition_dataset, build_trainer, config, tiny_model, trainable_weights
+from requests.adapters import HTTPAdapter
+from transformers import AutoModelForCausalLM
+from trl.generation import vllm_client, vllm_generation
+
+from pacs_trl import PACSTrainer, vllm_checks
+from pacs_trl.vllm_checks import check_port, check_version, check_vllm, serve_command
+
+
+@pytest.mark.parametrize("version", ["0.22.0", "0.31.0", "0.31.2+cpu", "0.27.1rc1", "dev"])
+def test_versions_that_trl_drives(version):
+    check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.21.9", "0.32.0", "1.0.0", "0.8.5.post1"])
+def test_other_versions(version):
+    with pytest.raises(
+        ValueError, match=rf"vLLM {version} is installed, but TRL 1.16 works with vLLM 0.22 to 0.31.*pip install"
+    ):
+        check_version(version)
+
+
+def test_not_installed(tmp_path, monkeypatch):
+    """Named before the model is loaded, with both ways to install it."""
+    monkeypatch.setattr(vllm_checks, "installed_vllm", lambda: None)
+    args = config(tmp_path, use_vllm=True, vllm_mode="colocate")
+    with pytest.raises(ValueError, match="vLLM is not installed.*pip install 'vllm>=0.22,<0.32'.*make env-vllm"):
+        PACSTrainer(model="no/such-model", reward_funcs=lambda **kwargs: [], args=args)
+
+
+def test_port_in_use():
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ValueError, match=rf"vllm_group_port={port} cannot be used.*Set it to another.*ss -ltnp"):
+            check_port(port, "vllm_group_port", "Set it to another.")
+    check_port(port, "vllm_group_port", "")
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """As if a vLLM were installed that this TRL drives, in server mode without CUDA."""
+    monkeypatch.setattr(vllm_checks, "installed_vllm", lambda: "0.31.0")
+    monkeypatch.setattr(vllm_checks, "_SECONDS_BETWEEN_TRIES", 0.05)
+    for module in (vllm_client, vllm_generation):
+        monkeypatch.setattr(module, "is_vllm_available", lambda: True)
+    monkeypatch.setattr(vllm_client.VLLMClient, "init_communicator", lambda self, device: None)
+
+    def update_named_params(self, metadata, named_params):
+        assert [name for name, _, _ in metadata] == [name for name, _ in named_params]
+        self._start_weight_update()
+        self._finish_weight_update()
+
+    monkeypatch.setattr(vllm_client.VLLMClient, "update_named_params", update_named_params)
+    monkeypatch.setattr(vllm_client, "HTTPAdapter", lambda **kwargs: HTTPAdapter(max_retries=0))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("served")
+    tiny_model().save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.fixture
+def server(model):
+    with LoopbackVLLM(model) as server:
+        yield server
+
+
+def settings_for(server, **more):
+    return {
+        "use_vllm": True,
+        "vllm_mode": "server",
+        "vllm_server_base_url": server.url,
+        "vllm_server_timeout": 0.2,
+        "vllm_group_port": 0,
+    } | more
+
+
+def test_memory_fraction(tmp_path, installed):
+    args = config(tmp_path, use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=1.2)
+    with pytest.raises(ValueError, match="vllm_gpu_memory_utilization=1.2 must lie in"):
+        check_vllm(args, "model")
+
+
+def test_colocated_with_a_port_in_use(tmp_path, installed, monkeypatch):
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        monkeypatch.setenv("MASTER_PORT", str(other.getsockname()[1]))
+        with pytest.raises(ValueError, match="MASTER_PORT=.*Unset MASTER_PORT"):
+            check_vllm(config(tmp_path, use_vllm=True, vllm_mode="colocate"), "model")
+
+
+def test_no_server(tmp_path, installed):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    args = config(tmp_path, use_vllm=True, vllm_server_base_url=url, vllm_server_timeout=0.2, vllm_mode="server")
+    with pytest.raises(
+        ValueError, match=rf"No vLLM server answers at {url} after 0.2 s.*vllm serve Qwen/X.*curl --fail"
+    ):
+        check_vllm(args, "Qwen/X")
+
+
+REFUSED = {
+    "something else answers": ({"answers": {"/v1/models": 404}}, "Something answers at .* but it is no vLLM server"),
+    "not healthy": ({"dead": True}, "No vLLM server answers .*GET /health has status 503"),
+    "no development endpoints": ({"answers": {"/server_info": 404}}, "development endpoints.*VLLM_SERVER_DEV_MODE=1"),
+    "no weight transfer": (
+        {"info": {"vllm_config": {"weight_transfer_config": None}}},
+        "no weight-transfer engine. Start it with: .*--weight-transfer-config",
+    ),
+    "another model": (
+        {"models": {"data": [{"id": "Qwen/Other"}]}},
+        "serves 'Qwen/Other', but this run trains .*--served-model-name",
+    ),
+}
+
+
+@pytest.mark.parametrize(("state", "message"), REFUSED.values(), ids=REFUSED)
+def test_server_that_will_not_do(tmp_path, installed, server, model, state, message):
+    vars(server).update(state)
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        check_vllm(config(tmp_path, **settings_for(server)), model)
+
+
+def test_server_with_too_short_a_context(tmp_path, installed, model):
+    with LoopbackVLLM(model, max_model_len=16) as server:
+        with pytest.raises(
+            ValueError, match="max_model_len=16, which cannot hold a prompt and max_completion_length=16"
+        ):
+            check_vllm(config(tmp_path, **settings_for(server)), model)
+
+
+def test_server_that_will_do(tmp_path, installed, server, model):
+    check_vllm(config(tmp_path, **settings_for(server)), model)
+    assert server.calls == ["/health", "/v1/models", "/server_info"]
+    server.models["data"][0]["id"] = "another name"  # its root is the model
+    check_vllm(config(tmp_path, **settings_for(server)), model)
+    assert serve_command("M").startswith('VLLM_SERVER_DEV_MODE=1 vllm serve M --weight-transfer-config \'{"backend"')
+
+
+def trainer_with(server, model, output_dir, **more):
+    settings = {"learning_rate": 3e-3, "optim": "adamw_torch", "max_steps": 5, "save_steps": 100, **more}
+    return build_trainer(
+        output_dir,
+        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        more={"train_dataset": addition_dataset(64), "callbacks": [Recorder()]},
+        **settings_for(server, **settings),
+    )
+
+
+SCHEDULES = {
+    "one update per generation": ({}, 2),
+    "two updates per generation": ({"steps_per_generation": 2}, 2),
+    "two generations per update": ({"gradient_accumulation_steps": 2, "steps_per_generation": 1}, 5),
+}
+
+
+@pytest.mark.parametrize(("schedule", "fails"), SCHEDULES.values(), ids=SCHEDULES)
+def test_server_that_dies(tmp_path, installed, server, model, schedule, fails):
+    """The run stops with its state saved, and goes on from there as if nothing had happened."""
+    straight = trainer_with(server, model, tmp_path / "straight", **schedule)
+    straight.train()
+    seeds, server.seeds = server.seeds, []
+    server.fail_generation = fails
+    stopped = trainer_with(server, model, tmp_path / "stopped", **schedule)
+    with pytest.raises(
+        RuntimeError, match="(?s)stopped answering after optimizer step .*engine is dead.*vllm serve"
+    ) as error:
+        stopped.train()
+    step = stopped.state.global_step
+    checkpoint = tmp_path / "stopped" / f"checkpoint-{step}"
+    assert checkpoint.is_dir() and str(checkpoint) in str(error.value) and step in (2, 4)
+
+    server.fail_generation, server.dead = None, False
+    drawn = step * schedule.get("gradient_accumulation_steps", 1) // schedule.get("steps_per_generation", 1)
+    resumed = trainer_with(server, model, tmp_path / "stopped", **schedule)
+    server.seeds = []
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert server.seeds == seeds[drawn:]
+    expected, found = trainable_weights(straight.model), trainable_weights(resumed.model)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_server_that_dies_before_the_first_step(tmp_path, installed, server, model):
+    trainer = trainer_with(server, model, tmp_path)
+    server.dead = True
+    with pytest.raises(RuntimeError, match="after optimizer step 0 .*status 503.*Nothing had been learnt yet"):
+        trainer.train()
+    assert not list(tmp_path.glob("checkpoint-*"))

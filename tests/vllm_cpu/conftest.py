@@ -1,0 +1,83 @@
+"""A real vLLM engine on the CPU. The directory is not called `vllm`, or Python would take it for the package.
+
+vLLM's CPU backend repacks the weights of linear layers when it loads them, so that weights which TRL copies into the
+engine later would never be seen. The fixture below keeps the plain product instead; CUDA needs nothing of the kind.
+"""
+
+import importlib.metadata
+import os
+from functools import partial
+
+import pytest
+
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+INSTALLED = "vllm" in importlib.metadata.packages_distributions()
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "vllm_cpu" in item.path.parts:
+            item.add_marker(pytest.mark.vllm)
+            if not INSTALLED:
+                item.add_marker(pytest.mark.skip(reason="vLLM is not installed (`make env-vllm`)"))
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """Directory with the smallest miniature model and its tokenizer; vLLM loads by path."""
+    from pacs_trl.miniature.model import build_model
+    from pacs_trl.miniature.tokenizer import build_tokenizer
+
+    directory = tmp_path_factory.mktemp("tiny")
+    tokenizer = build_tokenizer()
+    build_model(tokenizer, "tiny").save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.fixture(scope="session")
+def shared_engine():
+    """One engine for all trainers of the session, because starting one takes longer than training with it.
+
+    Every trainer sends its weights before it generates for the first time, so nothing of the last one remains.
+    """
+    import torch
+    from vllm import LLM
+    from vllm.model_executor.layers import utils
+
+    started = []
+    monkeypatch = pytest.MonkeyPatch()
+    keep = {"cpu_linear": torch.nn.functional.linear}
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", lambda layer, remove_weight: vars(layer).update(keep))
+
+    def engine(**kwargs):
+        if not started:
+            started.append(LLM(**kwargs, enforce_eager=True, dtype="float32"))
+            started.append(started[0].generate)
+        llm, generate = started
+        llm.generate = generate  # without the seeds of the trainer before
+        return llm
+
+    yield engine
+    monkeypatch.undo()
+
+
+@pytest.fixture
+def colocated(shared_engine, monkeypatch):
+    """Lets trainers use the shared engine; returns what `build_trainer` needs for colocate mode."""
+    from trl.generation import vllm_generation
+
+    monkeypatch.setattr(vllm_generation, "LLM", partial(shared_engine))
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)  # which TRL sets; put back afterwards
+    return {
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_max_model_length": 64,
+        "vllm_gpu_memory_utilization": 0.3,
+        "max_completion_length": 8,
+    }

@@ -1,0 +1,122 @@
+"""PACS with a real vLLM engine in the trainer's process, on the CPU."""
+
+import pytest
+import torch
+from replay import addition_dataset, build_trainer, trainable_weights
+from transformers import AutoModelForCausalLM
+
+
+LEARNING = {"optim": "adamw_torch", "learning_rate": 3e-3}
+PROMPTS = [[5, 60], [200], [17, 33, 90, 4], list(range(40, 60))]
+
+
+def even_start(completion_ids, **kwargs) -> list[float]:
+    """Reward function that can be learnt in seconds: the first token has an even number."""
+    return [float(ids[0] % 2 == 0) for ids in completion_ids]
+
+
+def trainer_on(checkpoint, output_dir, settings, **more):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    arguments = {"train_dataset": addition_dataset(64), **more.pop("arguments", {})}
+    return build_trainer(output_dir, model=model, reward=even_start, more=arguments, **(LEARNING | settings | more))
+
+
+def greedy_by_engine(trainer):
+    """Tokens and their log-probabilities, past the seeds that the trainer adds."""
+    from vllm import SamplingParams
+
+    llm = trainer.vllm_generation.llm
+    params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=0, ignore_eos=True)
+    outputs = type(llm).generate(llm, [{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
+    drawn = [output.outputs[0] for output in outputs]
+    logps = [[next(iter(token.values())).logprob for token in output.logprobs] for output in drawn]
+    return [list(output.token_ids) for output in drawn], torch.tensor(logps)
+
+
+@torch.no_grad()
+def greedy_by_model(model):
+    tokens, logps = [], []
+    for prompt in PROMPTS:
+        ids = list(prompt)
+        for _ in range(8):
+            values, choice = model(torch.tensor([ids])).logits[0, -1].log_softmax(dim=-1).max(dim=-1)
+            ids.append(int(choice))
+            logps.append(float(values))
+        tokens.append(ids[len(prompt) :])
+    return tokens, torch.tensor(logps).view(len(PROMPTS), -1)
+
+
+def compare_at_every_generation(trainer):
+    """Train; right after each generation, what engine and policy say. Returns (tokens agree, largest difference)."""
+    found = []
+    generate = trainer.vllm_generation.generate
+
+    def generate_and_compare(**kwargs):
+        result = generate(**kwargs)
+        (of_engine, logps), (of_model, expected) = greedy_by_engine(trainer), greedy_by_model(trainer.model)
+        found.append((of_engine == of_model, float((logps - expected).abs().max())))
+        return result
+
+    trainer.vllm_generation.generate = generate_and_compare
+    trainer.train()
+    return found
+
+
+def test_weights_reach_the_engine_after_every_update(tmp_path, checkpoint, colocated):
+    trainer = trainer_on(checkpoint, tmp_path, colocated, max_steps=6)
+    found = compare_at_every_generation(trainer)
+    assert len(found) == 6
+    assert all(agree and difference < 1e-3 for agree, difference in found), found
+    for entry in trainer.state.log_history[:6]:
+        assert entry["time/weight_sync"] > 0.0
+        # float32 on both sides: what remains is the order of sums
+        assert entry["sampling/sampling_logp_difference/max"] < 1e-3
+        assert entry["sampling/effective_sample_size"] > 0.999
+
+
+def test_the_comparison_notices_weights_that_stay_behind(tmp_path, checkpoint, colocated):
+    trainer = trainer_on(checkpoint, tmp_path, colocated, max_steps=6)
+    sync, calls = trainer.vllm_generation.sync_weights, []
+    trainer.vllm_generation.sync_weights = lambda: calls.append(1) or (sync() if len(calls) == 1 else None)
+    found = compare_at_every_generation(trainer)
+    assert found[0][0] and found[0][1] < 1e-3
+    assert found[-1][1] > 1e-2
+    assert trainer.state.log_history[5]["sampling/sampling_logp_difference/max"] > 1e-2
+
+
+def test_reward_rises(tmp_path, checkpoint, colocated):
+    sizes = {"per_device_train_batch_size": 32, "num_generations": 8}
+    trainer = trainer_on(checkpoint, tmp_path, colocated | sizes, learning_rate=1e-2, max_steps=12)
+    trainer.train()
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    assert sum(rewards[:3]) / 3 < 0.7 and sum(rewards[-3:]) / 3 > 0.9, rewards
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
+def test_correction(tmp_path, checkpoint, colocated, mode):
+    """Engine and trainer agree here, so the corrected run is the uncorrected one up to rounding."""
+    weights = []
+    for corrects in (False, True):
+        correction = {"vllm_importance_sampling_correction": corrects, "vllm_importance_sampling_mode": mode}
+        two_updates = {"steps_per_generation": 2, "max_steps": 2, "optim": "sgd", "learning_rate": 0.05}
+        trainer = trainer_on(checkpoint, tmp_path / str(corrects), colocated | correction, **two_updates)
+        trainer.train()
+        weights.append(trainable_weights(trainer.model))
+    for name, value in weights[0].items():
+        assert torch.allclose(value, weights[1][name], atol=1e-5), name
+
+
+@pytest.mark.parametrize("offset", [2, 3], ids=["between generations", "within a generation"])
+def test_stopped_and_resumed(tmp_path, checkpoint, colocated, offset):
+    """Same seeds, same requests, same bits: an engine that answers the same batch again gives the same tokens."""
+    settings = colocated | {"steps_per_generation": 2, "max_steps": 5, "save_strategy": "steps", "save_steps": 1}
+    runs = []
+    for resume in (None, str(tmp_path / "straight" / f"checkpoint-{offset}")):
+        trainer = trainer_on(checkpoint, tmp_path / ("straight" if resume is None else "resumed"), settings)
+        trainer.train(resume_from_checkpoint=resume)
+        names = ("loss", "reward", "grad_norm", "sampling/sampling_logp_difference/mean")
+        history = [[entry.get(name) for name in names] for entry in trainer.state.log_history if "loss" in entry]
+        runs.append((trainable_weights(trainer.model), history))
+    (weights, history), (again, history_again) = runs
+    assert history_again == history
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
