@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 from transformers import Trainer, TrainerCallback
+from trl import GRPOTrainer
 from trl.models import unwrap_model_for_generation
 
 from pacs_trl.data import PROMPT_INSTRUCTION, build_prompt
@@ -143,7 +144,8 @@ class EvaluationCallback(TrainerCallback):
         Through the trainer's vLLM (colocated or server), which also brings it the current weights.
 
         Its interface takes one seed per call, so sample j of all problems is one call. With a seed on every request vLLM
-        draws nothing from its global generator, which training uses.
+        draws nothing from its global generator, which training uses. The method is the one of GRPOTrainer: PACSTrainer's
+        counts requests and empty completions of training, and these are neither.
         """
         trainer, tokenizer = self.trainer, self.trainer._tokenizer
         drawn = []
@@ -152,17 +154,24 @@ class EvaluationCallback(TrainerCallback):
             texts = [render_prompt(tokenizer, request.prompt, self._template_kwargs()) for request in batch]
             prompt_ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
             with self._vllm_settings(sample_seed(self.seed, benchmark.name, sample)):
-                completion_ids, _ = trainer._generate_single_turn(prompt_ids, None, {}, 1)
+                completion_ids, _ = GRPOTrainer._generate_single_turn(trainer, prompt_ids, None, {}, 1)
             for request, tokens in zip(batch, completion_ids, strict=True):
-                reason = "stop" if tokens and tokens[-1] in trainer.eos_token_ids else "length"
+                cut = len(tokens) == self.settings.max_new_tokens and tokens[-1] not in trainer.eos_token_ids
                 text = tokenizer.decode(tokens, skip_special_tokens=True)
-                drawn.append(((request.problem_id, request.sample), Completion(text, len(tokens), reason)))
+                drawn.append(
+                    ((request.problem_id, request.sample), Completion(text, len(tokens), "length" if cut else "stop"))
+                )
         return drawn
 
     @contextmanager
     def _vllm_settings(self, seed: int) -> Iterator[None]:
-        """The evaluation's sampling settings for the length of one call."""
+        """The evaluation's sampling settings for the length of one call.
+
+        PACSTrainer puts a `generate` of its own on a colocated engine, which takes the next seeds of training: it is set
+        aside, or the training run would draw other completions than without evaluation.
+        """
         generation = self.trainer.vllm_generation
+        seeded = vars(generation.llm).pop("generate", None) if self.trainer.vllm_mode == "colocate" else None
         changed = {
             "temperature": self.settings.temperature,
             "top_p": self.settings.top_p,
@@ -180,6 +189,8 @@ class EvaluationCallback(TrainerCallback):
         finally:
             for name, value in saved.items():
                 setattr(generation, name, value)
+            if seeded is not None:
+                generation.llm.generate = seeded
 
     def _template_kwargs(self) -> dict[str, Any]:
         return {"chat_template": self.trainer.chat_template, **self.trainer.chat_template_kwargs}

@@ -20,6 +20,7 @@ import numpy as np
 
 from pacs_trl.evaluation.pass_at_k import Interval, bootstrap_interval, paired_bootstrap
 from pacs_trl.evaluation.results import read_results, require_same_protocol
+from pacs_trl.evaluation.store import read_samples
 
 
 # The paper says "Qwen3-0.6B embedding model"; this is the one published under that description.
@@ -118,15 +119,18 @@ def sentence_embedder(name: str, *, batch_size: int = 16) -> Embedder:
 def correct_responses(results_dir: Path, benchmark: str, *, limit: int | None = None) -> dict[str, list[str]]:
     """Correct completions per problem from the samples and grades that `pacs-trl evaluate` left, in order of sample."""
     name = benchmark.replace("/", "_")
-    grades = json.loads((results_dir / "grades" / f"{name}.json").read_text(encoding="utf-8"))
+    grades_path = results_dir / "grades" / f"{name}.json"
+    if not grades_path.is_file():
+        raise ValueError(
+            f"There is no {grades_path}: diversity needs samples and grades, so the whole output directory of "
+            "`pacs-trl evaluate`, not its results.json alone."
+        )
+    grades = json.loads(grades_path.read_text(encoding="utf-8"))
     kept: dict[str, dict[int, str]] = {problem: {} for problem in grades}
-    with (results_dir / "samples" / f"{name}.jsonl").open(encoding="utf-8") as lines:
-        next(lines)
-        for line in lines:
-            record = json.loads(line)
-            outcomes, sample = grades.get(record["problem"], ""), record["sample"]
-            if sample < len(outcomes) and outcomes[sample] == "1":
-                kept[record["problem"]][sample] = record["completion"]
+    for record in read_samples(results_dir / "samples" / f"{name}.jsonl"):
+        outcomes, sample = grades.get(record["problem"], ""), record["sample"]
+        if sample < len(outcomes) and outcomes[sample] == "1":
+            kept[record["problem"]][sample] = record["completion"]
     return {problem: [texts[sample] for sample in sorted(texts)][:limit] for problem, texts in kept.items()}
 
 
@@ -167,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         report = _diversity_file(args)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"diversity: {error}", file=sys.stderr)
         return 2
     args.output.parent.mkdir(parents=True, exist_ok=True)
@@ -189,6 +193,11 @@ def _diversity_file(args: argparse.Namespace) -> dict:
     embed = hashing_embedder if args.embedder == HASHING_EMBEDDER else sentence_embedder(args.embedder)
     responses = [correct_responses(directory, args.benchmark, limit=args.max_responses) for directory in args.results]
     diversities, intervals, difference = compare(responses, embed)
+    if args.problem is not None and args.problem not in diversities[0]:
+        raise ValueError(
+            f"Problem {args.problem!r} cannot be drawn: it is not in {args.benchmark}, or a model has fewer than two correct "
+            f"responses to it. Those that can: {', '.join(list(diversities[0])[:20])}."
+        )
     shown = [args.problem] if args.problem is not None else list(diversities[0])
     texts = [[text for problem in shown for text in model.get(problem, [])] for model in responses]
     projection = principal_components(embed([text for model in texts for text in model]))

@@ -156,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args, verification = TrlParser([EvaluationArguments, VerificationArguments]).parse_args_and_config(argv)
         with _make_verifier(verification) as verifier:
             results = evaluate(args, verifier, max_failure_share=verification.verification_max_failure_share)
-    except ValueError as error:
+    except (ValueError, FileNotFoundError) as error:
         print(f"pacs-trl evaluate: {error}", file=sys.stderr)
         return 2
     for entry in results["benchmarks"].values():

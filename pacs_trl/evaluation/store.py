@@ -78,10 +78,7 @@ class SampleStore:
 
     def records(self) -> Iterator[dict[str, Any]]:
         """Every stored completion in file order; read while nothing is being appended."""
-        with self.path.open("rb") as lines:
-            next(lines)
-            for line in lines:
-                yield json.loads(line)
+        yield from read_samples(self.path)
 
     def close(self) -> None:
         """Flush to the disk and release the file."""
@@ -120,6 +117,18 @@ class SampleStore:
         self._file.seek(start)
         self._file.truncate()
         self.repaired = f"{self.path}: removed {dropped} bytes of an incomplete last line; that sample is drawn again."
+
+
+def read_samples(path: str | Path) -> Iterator[dict[str, Any]]:
+    """
+    The records of a sample store, in file order, without opening it for writing.
+
+    `pandas.DataFrame(read_samples(PATH)).to_parquet(OTHER_PATH)` makes a Parquet file of it.
+    """
+    with Path(path).open("rb") as lines:
+        next(lines)  # the settings
+        for line in lines:
+            yield json.loads(line)
 
 
 def digest(settings: dict[str, Any]) -> str:

@@ -85,7 +85,7 @@ def pass_at_k_figure(
             panel.set_title(title)
             panel.set_xlabel("k")
             panel.yaxis.set_major_formatter(PercentFormatter(decimals=0))
-        panels[0].set_ylabel("pass@k")
+        _label_rows(panels, "pass@k")
         _legend_below(figure, panels)
         return _save(figure, path)
 
@@ -147,14 +147,15 @@ def evaluation_figure(histories: Mapping[str, Sequence[Sequence[dict[str, float]
 
 
 def ablation_figure(
-    results: Mapping[float, dict[str, Any]], benchmarks: Mapping[str, str], name: str, path: Path
+    results: Mapping[float, Sequence[dict[str, Any]]], benchmarks: Mapping[str, str], name: str, path: Path
 ) -> list[Path]:
-    """pass@k against a setting such as beta (log scale), one panel per benchmark, one line per k; bars are intervals."""
+    """pass@k against a setting such as beta (log scale), one panel per benchmark, one line per k; bars are intervals.
+    Several results of one value are runs with different seeds."""
     with matplotlib.rc_context(STYLE):
         figure, panels = _panels(len(benchmarks))
         values = sorted(results)
         for panel, (benchmark, title) in zip(panels, benchmarks.items(), strict=False):
-            rows = {v: pass_at_k_rows([results[v]], benchmark)[0].cells for v in values}
+            rows = {v: pass_at_k_rows(results[v], benchmark)[0].cells for v in values}
             ks = sorted(set.intersection(*(set(cells) for cells in rows.values())))
             for i, k in enumerate(ks):
                 cells = [rows[v][k] for v in values]
@@ -171,7 +172,7 @@ def ablation_figure(
             panel.set_title(title)
             panel.set_xlabel(name)
             panel.yaxis.set_major_formatter(PercentFormatter(decimals=0))
-        panels[0].set_ylabel("pass@k")
+        _label_rows(panels, "pass@k")
         _legend_below(figure, panels)
         return _save(figure, path)
 
@@ -204,7 +205,7 @@ def diversity_figure(diversity: Mapping[str, Any], path: Path) -> list[Path]:
         shares = diversity["explained"]
         axes.set_xlabel(f"first component ({100 * shares[0]:.0f} % of variance)")
         axes.set_ylabel(f"second component ({100 * shares[1]:.0f} %)")
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.16), ncols=len(clouds), markerscale=2)
+        figure.legend(loc="outside upper center", markerscale=2)  # one line each: names can be long
         return _save(figure, path)
 
 
@@ -292,6 +293,13 @@ def _panels(count: int, columns: int | None = None) -> tuple[Figure, list[Axes]]
     for unused in panels[count:]:
         unused.set_axis_off()
     return figure, panels[:count]
+
+
+def _label_rows(panels: Sequence[Axes], label: str) -> None:
+    """The label of the vertical axis on the first panel of each row."""
+    for panel in panels:
+        if panel.get_subplotspec().is_first_col():
+            panel.set_ylabel(label)
 
 
 def _series(run: Sequence[dict[str, float]], key: str) -> list[tuple[float, float]]:

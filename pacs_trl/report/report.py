@@ -110,18 +110,55 @@ def _build_all(args: argparse.Namespace) -> list[Path]:
         if any("/pass@" in key for runs in histories.values() for run in runs for log in run for key in log):
             files += plots.evaluation_figure(histories, args.output_dir / "evaluation")
     if args.ablation:
-        values = {float(value): read_results(path) for value, path in map(_pair, args.ablation)}
-        require_same_protocol(list(values.values()), [f"{args.ablation_name} = {value:g}" for value in values])
-        names = tables.benchmarks(list(values.values()))
+        values = ablation_results(args.ablation)
+        runs = [(f"{args.ablation_name} = {value:g}", run) for value, group in values.items() for run in group]
+        require_same_protocol([run for _, run in runs], [name for name, _ in runs])
+        names = tables.benchmarks([run for _, run in runs])
         files += plots.ablation_figure(values, names, args.ablation_name, args.output_dir / "ablation")
     if args.diversity:
         files += plots.diversity_figure(json.loads(args.diversity.read_text()), args.output_dir / "diversity")
     if args.reliability:
-        records = [json.loads(line) for line in args.reliability.read_text().splitlines() if line.strip()]
-        graded = [record for record in records if record["label"] is not None]
-        scores, labels = ([record[key] for record in graded] for key in ("score", "label"))
-        files += plots.reliability_figure(scores, labels, args.output_dir / "reliability")
+        files += plots.reliability_figure(*scores_and_labels(args.reliability), args.output_dir / "reliability")
     return files
+
+
+def ablation_results(pairs: Sequence[str]) -> dict[float, list[dict[str, Any]]]:
+    """
+    `VALUE=RESULTS` to results by value; a value given several times has several runs.
+
+    Raises:
+        `ValueError`: if a value is not a number or a file cannot be read.
+    """
+    values: dict[float, list[dict[str, Any]]] = {}
+    for text, path in map(_pair, pairs):
+        try:
+            value = float(text)
+        except ValueError:
+            raise ValueError(f"--ablation takes NUMBER=RESULTS, got {text!r} before the equals sign.") from None
+        values.setdefault(value, []).append(read_results(path))
+    return values
+
+
+def scores_and_labels(path: Path) -> tuple[list[float], list[float]]:
+    """
+    psi and label of every completion with a label, from JSON lines.
+
+    Raises:
+        `ValueError`: if a line has not both.
+    """
+    scores, labels = [], []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            record = json.loads(line)
+            score, label = record["score"], record["label"]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(
+                f"Line {number} of {path} must be a JSON object with `score` (psi) and `label`, got {line[:80]!r}."
+            ) from None
+        if label is not None:  # None: the completion could not be graded
+            scores.append(score)
+            labels.append(label)
+    return scores, labels
 
 
 def training_histories(pairs: Sequence[str]) -> dict[str, list[list[dict[str, Any]]]]:

@@ -94,6 +94,16 @@ def test_the_command_line(arguments, verifier, tmp_path, capsys):
     assert report["num_problems"] >= 1 and len(report["models"][0]["points"]) > 2 and "A: " in capsys.readouterr().out
     assert main([*argv, "--benchmark", "aime_2024"]) == 2
     assert "no benchmark 'aime_2024'" in capsys.readouterr().err
+    shown = [*argv, "--benchmark", "math_500", "--problem"]
+    problem = max(report["models"][0]["problems"], key=lambda problem: len(responses[problem]))
+    assert main([*shown, problem]) == 0
+    points = json.loads((tmp_path / "d.json").read_text())["models"][0]["points"]
+    assert len(points) == len(responses[problem]) < len(report["models"][0]["points"])
+    assert main([*shown, "9+9"]) == 2
+    assert "Problem '9+9' cannot be drawn" in capsys.readouterr().err
+    (tmp_path / "a" / "grades" / "math_500.json").unlink()
+    assert main([*argv, "--benchmark", "math_500"]) == 2
+    assert "whole output directory of `pacs-trl evaluate`" in capsys.readouterr().err
 
 
 def test_sentence_transformers_is_named_when_missing(monkeypatch):

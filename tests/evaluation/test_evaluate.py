@@ -156,6 +156,11 @@ def test_refused_before_any_work(arguments, monkeypatch, changes, message, capsy
     assert message in capsys.readouterr().err
 
 
+def test_a_recipe_that_does_not_exist(capsys):
+    assert main(["--config", "nowhere.yaml"]) == 2
+    assert "nowhere.yaml" in capsys.readouterr().err
+
+
 def test_a_directory_without_a_model_is_refused(run, arguments, tmp_path):
     with pytest.raises(ValueError, match="neither a config.json"):
         run(arguments, model=str(tmp_path))

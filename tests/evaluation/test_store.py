@@ -2,9 +2,10 @@
 
 import json
 
+import pandas as pd
 import pytest
 
-from pacs_trl.evaluation.store import SampleStore, differences
+from pacs_trl.evaluation.store import SampleStore, differences, read_samples
 
 
 SETTINGS = {"model": {"name": "m"}, "sampling": {"temperature": 0.6, "top_p": 0.95}}
@@ -30,6 +31,12 @@ def test_round_trip(tmp_path):
         "finish_reason": "stop",
         "completion": "text 1 \u00e9 \u2028 line\nbreak",
     }
+
+
+def test_to_parquet_and_back(tmp_path):
+    path = fill(tmp_path / "s.jsonl")
+    pd.DataFrame(read_samples(path)).to_parquet(tmp_path / "s.parquet")
+    assert pd.read_parquet(tmp_path / "s.parquet").to_dict("records") == list(read_samples(path))
 
 
 def test_other_settings_are_refused_with_the_difference(tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pacs_trl.report import plots
-from pacs_trl.report.report import build_report, main, training_histories
+from pacs_trl.report.report import ablation_results, build_report, main, scores_and_labels, training_histories
 
 
 def test_everything_at_once(results_factory, training_directory, tmp_path, capsys):
@@ -75,12 +75,31 @@ def test_mixed_protocols_are_refused(results_factory, tmp_path, capsys):
         (["--training", "PACS"], "Expected NAME=PATH"),
         (["--training", "PACS=nowhere"], "trainer_state.json"),
         (["--diversity", "nowhere.json"], "nowhere.json"),
+        (["--ablation", "x=nowhere"], "takes NUMBER=RESULTS, got 'x'"),
+        (["--ablation", "1=nowhere"], "no results file"),
+        (["--reliability", "nowhere.jsonl"], "nowhere.jsonl"),
     ],
 )
 def test_refusals(argv, message, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main([*argv, "--output_dir", "out"]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_value_of_an_ablation_may_have_several_runs(results_factory):
+    first, second, other = (results_factory(name, 0.5) for name in "abc")
+    values = ablation_results([f"1={first}", f"0.1={other}", f"1.0={second}"])
+    assert {value: [run["method"] for run in runs] for value, runs in values.items()} == {1.0: ["a", "b"], 0.1: ["c"]}
+
+
+def test_critic_records_are_checked_line_by_line(tmp_path):
+    path = tmp_path / "critic.jsonl"
+    path.write_text('{"score": 0.5, "label": 1.0}\n{"score": 1.5, "label": null}\n{"score": -1, "label": 0.0}\n')
+    assert scores_and_labels(path) == ([0.5, -1], [1.0, 0.0])
+    for bad in ('{"psi": 1}', "{", "3"):
+        path.write_text('{"score": 0.5, "label": 1.0}\n' + bad + "\n")
+        with pytest.raises(ValueError, match="Line 2 of .*critic.jsonl must be a JSON object with `score`"):
+            scores_and_labels(path)
 
 
 def test_unknown_base_model(results_factory, tmp_path, capsys):
