@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if not item.path.is_relative_to(HERE) or TIERS & {marker.name for marker in item.iter_markers()}:
             continue
-        folder = item.path.relative_to(HERE).parts[0]
+        folder = item.path.relative_to(HERE).parts[0].removesuffix("_cpu")
         item.add_marker(folder if folder in TIERS else "unit")
 
 

@@ -1,0 +1,126 @@
+"""What the notebooks share: a check of what is installed, quiet libraries, pictures, and a plot that follows training.
+
+Everything that computes lives in the package proper; this is only what a notebook needs and a script does not.
+"""
+
+import importlib.util
+import io
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+
+# tqdm asks for ipywidgets when it is first imported in a notebook
+warnings.filterwarnings("ignore", message="IProgress not found")
+
+from transformers import TrainerCallback  # noqa: E402
+
+
+ROOT = Path(__file__).parents[1]
+
+# What each extra of setup.cfg brings, as far as notebooks use it.
+EXTRAS = {"matplotlib": "report", "IPython": "dev"}
+
+
+def prepare(*modules: str) -> None:
+    """
+    Check that `modules` are installed, go to the root of the repository, and turn off progress bars and warnings.
+
+    Raises:
+        `ImportError`: if one is missing, with the command that installs it.
+    """
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        extras = ",".join(sorted({EXTRAS[name] for name in missing}))
+        raise ImportError(
+            f"This notebook needs {', '.join(missing)}, which this kernel's Python does not have. Run `pip install -e "
+            f"'.[{extras}]'` in the repository, with that Python, and restart the kernel."
+        )
+    os.chdir(ROOT)
+    os.environ |= {"TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    warnings.filterwarnings("ignore")
+    import datasets
+    import transformers
+
+    datasets.disable_progress_bars()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def picture(figure_or_file):
+    """A matplotlib figure, or the first file that a function of `report.plots` has written, as an output of a cell."""
+    from IPython.display import Image
+
+    if isinstance(figure_or_file, list):
+        return Image(data=figure_or_file[0].read_bytes(), width=700)
+    content = io.BytesIO()
+    figure_or_file.savefig(content, dpi=150)
+    return Image(data=content.getvalue(), width=700)
+
+
+class LivePlot:
+    """
+    One panel per logged quantity, redrawn while training runs; several runs share the panels.
+
+    Args:
+        keys (sequence of `str`): Names in the trainer's log.
+        every (`int`): Logged steps between two drawings.
+
+    Example:
+
+    ```python
+    live = LivePlot(["reward", "entropy"])
+    trainer = PACSTrainer(..., callbacks=[live.follow("PACS")])
+    ```
+    """
+
+    def __init__(self, keys: Sequence[str], *, every: int = 5):
+        self.keys, self.every = list(keys), every
+        self.runs: dict[str, list[dict[str, float]]] = {}
+        self._display = None
+
+    def follow(self, name: str) -> TrainerCallback:
+        """A callback that adds what is logged to the run `name`."""
+        return _Follower(self, name)
+
+    def draw(self) -> None:
+        from IPython.display import display
+
+        shown = picture(self.figure())
+        if self._display is None:
+            self._display = display(shown, display_id=True)
+        else:
+            self._display.update(shown)
+
+    def figure(self):
+        """The figure as it stands."""
+        import matplotlib
+        from matplotlib.figure import Figure
+
+        from pacs_trl.report.plots import COLORS, PAGE_WIDTH, PANEL_HEIGHT, STYLE
+
+        with matplotlib.rc_context(STYLE):
+            figure = Figure(figsize=(PAGE_WIDTH, PANEL_HEIGHT), layout="constrained")
+            panels = figure.subplots(1, len(self.keys), squeeze=False)[0]
+            for panel, key in zip(panels, self.keys, strict=True):
+                for (name, logs), color in zip(self.runs.items(), COLORS, strict=False):
+                    logged = [log for log in logs if key in log]
+                    panel.plot([log["step"] for log in logged], [log[key] for log in logged], color=color, label=name)
+                panel.set(title=key, xlabel="optimizer step")
+            panels[0].legend()
+            return figure
+
+
+class _Follower(TrainerCallback):
+    def __init__(self, plot: LivePlot, name: str):
+        self.plot, self.logs = plot, []
+        plot.runs[name] = self.logs
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logs.append({**logs, "step": state.global_step})
+        if len(self.logs) % self.plot.every == 0:
+            self.plot.draw()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.plot.draw()

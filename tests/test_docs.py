@@ -1,0 +1,244 @@
+"""Every command in README and docs: its arguments parse, its files exist, and it is known who runs it.
+
+A command is a line of a ```bash block, or a code span that begins like one. Words in capitals (MODEL, DIR, USER/NAME) and shell
+variables stand for what a reader puts in. Commands that a CPU runs in seconds are run here for real; the others are run by
+the tests named in `RUN_ELSEWHERE`, or need what `NEEDS` says.
+"""
+
+import argparse
+import configparser
+import contextlib
+import importlib
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pacs_trl.cli import COMMANDS
+from pacs_trl.plan import check_recipe, read_launch
+
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/*.md")])
+BEGINNINGS = (
+    "make ",
+    "pacs-trl ",
+    "accelerate launch ",
+    "python -m pacs_trl",
+    "python benchmarks/",
+    "pytest ",
+    ".ci/run",
+)
+
+# What belongs to other projects or to the shell; its arguments are theirs.
+EXTERNAL = (
+    *("lm_eval", "git", "cd", "docker", "vllm", "curl", "pre-commit", "wandb", "tensorboard", "trackio", "export"),
+    *("python -m lcb_runner", "python -m venv", "source", "for", "until", "done", "cat", "ssh", "srun", "nvidia-smi"),
+)
+
+# The one list of what is not run by `make test`: what a command needs, by a pattern in it.
+NEEDS = {
+    r"recipes/(qwen|ablations|accelerate_configs)": "GPUs, and model and data from the Hub",
+    r"recipes/evaluation/(v1|v2|table1)": "a GPU, and model and data from the Hub",
+    r"--scale full --run": "GPUs",
+    r"^make bench|benchmarks/": "minutes, or a GPU with --size gpu",
+    r"pacs-trl push": "an account on the Hub",
+    r"^make (quickstart|test|notebooks|quality|style|env)|^\.ci/run": "minutes; what .ci/run runs",
+    r"^pytest": "minutes",
+}
+
+# CPU commands that need something made before, and the test that does the same.
+RUN_ELSEWHERE = {
+    "accelerate launch": "tests/test_train.py, tests/distributed/test_two_processes.py",
+    "pacs-trl train": "tests/test_train.py, tests/test_own_problems.py",
+    "pacs-trl plan": "tests/test_plan.py",
+    "pacs-trl audit": "tests/test_audit.py",
+    "pacs-trl evaluate": "tests/evaluation/test_whole_path.py",
+    "pacs-trl report": "tests/report/test_report.py, tests/evaluation/test_whole_path.py",
+    "pacs-trl reproduce": "tests/test_reproduce.py",
+    "python -m pacs_trl.evaluation.diversity": "tests/evaluation/test_diversity.py",
+    "python -m pacs_trl.evaluation.critic": "tests/evaluation/test_critic.py",
+    "python -m pacs_trl.miniature.quickstart": "tests/miniature/test_quickstart.py",
+}
+
+
+def commands_of(text: str) -> list[str]:
+    blocks = re.findall(r"```(?:bash|sh|shell)\n(.*?)```", text, flags=re.DOTALL)
+    lines = [line for block in blocks for line in re.sub(r"\\\n\s*", " ", block).splitlines()]
+    outside = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    spans = [re.sub(r"\s+", " ", span) for span in re.findall(r"`([^`]+)`", outside)]
+    found = [line.strip() for line in lines] + [span for span in spans if span.startswith(BEGINNINGS)]
+    found = [re.sub(r"(^|\s)#.*", "", line).strip() for line in found]
+    # NAME=value before a command is the shell's
+    return [re.sub(r"^([A-Z_]+=\S+ )+", "", line) for line in found if line]
+
+
+FOUND = sorted({(str(page.relative_to(ROOT)), command) for page in PAGES for command in commands_of(page.read_text())})
+
+
+class Parsed(Exception):
+    """Raised in place of doing the work, once arguments are parsed."""
+
+
+def parse_only(monkeypatch, main, arguments, only_parses=False):
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(self, args=None, namespace=None):
+        parse(self, args, namespace)
+        raise Parsed
+
+    def stop_at_other_errors(self, message):
+        # text may mention a command with one of its options only
+        assert message.startswith("the following arguments are required"), message
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+    monkeypatch.setattr(argparse.ArgumentParser, "error", stop_at_other_errors)
+    with contextlib.suppress(Parsed):
+        main(arguments)
+        assert only_parses, "the arguments should have been parsed before any work"
+
+
+def check_module(monkeypatch, name: str, arguments: list[str], num_processes: int = 1) -> None:
+    if name in ("pacs_trl.train", "pacs_trl.plan"):
+        own = argparse.ArgumentParser()
+        own.add_argument("--config", required=True)
+        for flag in ("--accelerate-config", "--num-processes", "--mean-length") if name == "pacs_trl.plan" else ():
+            own.add_argument(flag)
+        known, overrides = own.parse_known_args(arguments)
+        if name == "pacs_trl.plan":
+            num_processes = read_launch(
+                known.accelerate_config, known.num_processes and int(known.num_processes)
+            ).num_processes
+        recipe, _, conflicts = check_recipe(known.config, overrides, num_processes)
+        assert recipe is not None and not conflicts, conflicts
+    elif name == "pacs_trl.evaluation.evaluate":
+        from trl import TrlParser
+
+        from pacs_trl.evaluation.arguments import EvaluationArguments
+        from pacs_trl.verification import VerificationArguments
+
+        parser = TrlParser([EvaluationArguments, VerificationArguments])
+        parse_only(monkeypatch, parser.parse_args_and_config, arguments, only_parses=True)
+    else:
+        parse_only(monkeypatch, importlib.import_module(name).main, arguments)
+
+
+def check_script(monkeypatch, path: Path, arguments: list[str]) -> None:
+    monkeypatch.syspath_prepend(str(path.parent))
+    spec = importlib.util.spec_from_file_location(f"docs_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(sys, "argv", [str(path), *arguments])
+    parse_only(monkeypatch, lambda _: module.main(), None)
+
+
+def check_make(words: list[str]) -> list[str]:
+    """Targets exist; returns what ARGS hands on."""
+    rules = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    variables = dict(word.split("=", 1) for word in words if "=" in word)
+    targets = [word for word in words if "=" not in word]
+    assert set(targets) <= set(rules), f"no such target: {set(targets) - set(rules)}"
+    return shlex.split(variables.get("ARGS", ""))
+
+
+def check_extras(word: str) -> None:
+    match = re.search(r"\[([\w,]+)\]", word)
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    extras = set(config["options.extras_require"])
+    assert match is None or set(match[1].split(",")) <= extras, f"{word}: extras are {sorted(extras)}"
+
+
+@pytest.mark.parametrize(("page", "command"), FOUND, ids=lambda value: value)
+def test_command(monkeypatch, page, command):
+    monkeypatch.chdir(ROOT)
+    if command.startswith(EXTERNAL):
+        return
+    for part in re.split(r"\s+(?:&&|\|)\s+", command):
+        if not part.startswith(EXTERNAL):
+            words = [word for word in shlex.split(part) if word != "..."]
+            if not {"CONFIG", "RECIPE", "FILE", "X"} & set(words):
+                check_command(monkeypatch, ["1" if word.startswith("$") else word for word in words])
+    for path in re.findall(r"(?<![\w/.-])(?:recipes|tests|benchmarks|notebooks|docs)/[\w./-]+", command):
+        assert Path(path).exists() or "*" in command, f"{path} does not exist"
+
+
+def check_command(monkeypatch, words: list[str]) -> None:
+    match words:
+        case ["make", *rest]:
+            arguments = check_make(rest)
+            if "quickstart" in rest:
+                check_module(monkeypatch, "pacs_trl.miniature.quickstart", arguments)
+        case ["pacs-trl", name, *rest] if name in COMMANDS:
+            if rest:
+                check_module(monkeypatch, COMMANDS[name][0], rest)
+        case ["pacs-trl", *rest]:
+            assert not rest, f"no such subcommand: {rest[0]}"
+        case ["accelerate", "launch", *rest]:
+            from accelerate.commands.launch import launch_command_parser
+
+            launch = launch_command_parser().parse_args(rest)
+            assert launch.config_file is None or Path(launch.config_file).is_file(), launch.config_file
+            assert launch.module and importlib.util.find_spec(launch.training_script)
+            processes = read_launch(launch.config_file, launch.num_processes).num_processes
+            check_module(monkeypatch, launch.training_script, launch.training_script_args, processes)
+        case ["python", "-m", name, *rest] if name.startswith("pacs_trl."):
+            if rest:
+                check_module(monkeypatch, name, rest)
+        case ["python", script, *rest]:
+            check_script(monkeypatch, ROOT / script, rest)
+        case ["pytest", *rest] | ["python", "-m", "pytest", *rest]:
+            assert all(Path(word.split("::")[0]).exists() for word in rest if word.startswith("tests"))
+        case ["pip", "install", *rest]:
+            for word in rest:
+                check_extras(word)
+        case [".ci/run"]:
+            assert Path(".ci/run").is_file()
+        case _:
+            raise AssertionError(
+                f"unknown command {' '.join(words)}: add its first words to EXTERNAL if it is not ours"
+            )
+
+
+@pytest.mark.parametrize(("page", "command"), FOUND, ids=lambda value: value)
+def test_it_is_known_who_runs_it(page, command):
+    ours = not command.startswith((*EXTERNAL, "pip install"))
+    needs = [reason for pattern, reason in NEEDS.items() if re.search(pattern, command)]
+    elsewhere = [test for beginning, test in RUN_ELSEWHERE.items() if command.startswith(beginning)]
+    assert not ours or needs or elsewhere or command in RUN_HERE or len(command.split()) == 2, (
+        f"{command} in {page}: add it to RUN_HERE, or say in NEEDS or RUN_ELSEWHERE why not"
+    )
+
+
+RUN_HERE = {
+    *(c for _, c in FOUND if c.startswith("pacs-trl plan --config recipes/")),
+    *(c for _, c in FOUND if c.startswith("pacs-trl audit --completions tests/")),
+    *(c for _, c in FOUND if c.startswith("pacs-trl report") and "docs/results/" in c),
+}
+
+
+@pytest.mark.parametrize("command", sorted(RUN_HERE))
+def test_command_runs(command, tmp_path):
+    command = re.sub(r"--output_dir \S+", f"--output_dir {tmp_path}", command)
+    launcher = f"{shlex.quote(sys.executable)} -m pacs_trl.cli"
+    result = subprocess.run(
+        command.replace("pacs-trl", launcher, 1), shell=True, cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_named_files_exist():
+    """Links between the pages, and tests named above."""
+    missing = []
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text()):
+            if not (page.parent / target).exists():
+                missing.append(f"{page.name}: {target}")
+    assert not missing
+    for tests in RUN_ELSEWHERE.values():
+        assert all((ROOT / test).is_file() for test in tests.split(", ")), tests

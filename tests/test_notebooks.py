@@ -1,0 +1,76 @@
+"""The notebooks as they are committed: with outputs, without traces of a machine, and clear about what they need.
+
+That they run is the business of `make notebooks`.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import TrainerControl, TrainerState
+
+from pacs_trl.notebooks import LivePlot, prepare
+
+
+NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+NOISE = r"/work|/tmp|/root|/home|\d+it/s|it/s\]|\d+%\||Warning"
+
+
+def cells_of(path: Path, kind: str) -> list[dict]:
+    return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == kind]
+
+
+def texts(output: dict) -> str:
+    data = {k: v for k, v in output.get("data", {}).items() if not k.startswith("image/")}
+    return json.dumps([output.get("text", ""), data])
+
+
+def test_there_are_four():
+    assert [path.stem[:2] for path in NOTEBOOKS] == ["01", "02", "03", "04"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_executed_in_order_and_clean(path):
+    cells = cells_of(path, "code")
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    assert all(output["output_type"] != "error" and output.get("name") != "stderr" for output in outputs)
+    for output in outputs:
+        assert not re.search(NOISE, texts(output)), texts(output)[:300]
+    assert path.stat().st_size < 1_500_000
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_first_cell_without_the_package(path):
+    first = "".join(cells_of(path, "code")[0]["source"])
+    code = f"import sys; sys.modules['pacs_trl'] = None; exec({first!r})"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: This notebook needs the package. Run `pip install -e '.[report,dev]'`")
+
+
+def test_missing_extra(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"needs matplotlib, IPython, which .* `pip install -e '.\[dev,report\]'`"):
+        prepare("matplotlib", "IPython")
+
+
+def test_live_plot_shares_panels_and_draws_at_the_end(monkeypatch):
+    drawn = []
+    live = LivePlot(["reward", "entropy"], every=2)
+    monkeypatch.setattr(live, "draw", lambda: drawn.append(live.figure()))
+    for name in ("A", "B"):
+        follower = live.follow(name)
+        for step in range(1, 4):
+            state = TrainerState(global_step=step)
+            follower.on_log(None, state, TrainerControl(), logs={"reward": 0.1 * step, "loss": 1.0})
+        follower.on_train_end(None, state, TrainerControl())
+    assert len(drawn) == 4  # after two logs and at the end, for each run
+    reward, entropy = drawn[-1].axes
+    assert [line.get_label() for line in reward.lines] == ["A", "B"]
+    assert reward.lines[1].get_xydata().tolist() == [pytest.approx([s, 0.1 * s]) for s in (1, 2, 3)]
+    assert len(entropy.lines[0].get_xdata()) == 0

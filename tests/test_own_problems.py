@@ -1,0 +1,75 @@
+"""A user's own file of 50 problems through the three commands of README: train, evaluate, report."""
+
+import json
+import random
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from pacs_trl import cli
+from pacs_trl.miniature.model import build_model
+from pacs_trl.miniature.tokenizer import build_tokenizer
+
+
+ROOT = Path(__file__).parents[1]
+# What keeps README's commands short here: a model that is there already, and fewer steps and samples.
+SHORTER = {
+    "train": ["--max_steps", "2", "--max_completion_length", "8", "--disable_tqdm", "true"],
+    "evaluate": ["--n", "4", "--k", "1,2,4", "--max_new_tokens", "8"],
+    "report": [],
+}
+
+
+def commands() -> list[list[str]]:
+    section = (ROOT / "README.md").read_text().split("## Your own problems")[1].split("\n## ")[0]
+    block = re.search(r"```bash\n(.*?)```", section, flags=re.DOTALL)[1]
+    return [shlex.split(line) for line in block.splitlines()]
+
+
+def test_train_evaluate_report(tmp_path, monkeypatch, capsys):
+    tokenizer = build_tokenizer()
+    build_model(tokenizer, "tiny").save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    rng = random.Random(0)
+    pairs = [(rng.randrange(100), rng.randrange(100)) for _ in range(50)]
+    rows = [{"problem": f"{a}+{b}", "answer": str(a + b), "level": a % 3} for a, b in pairs]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    monkeypatch.chdir(tmp_path)
+    names = []
+    for program, name, *arguments in commands():
+        assert program == "pacs-trl"
+        model = ["--model_name_or_path", str(tmp_path / "model")] if name == "train" else []
+        monkeypatch.setattr("sys.argv", [program, name, *arguments, *model, *SHORTER[name]])
+        assert cli.main() == 0, capsys.readouterr().err
+        names.append(name)
+    assert names == ["train", "evaluate", "report"]
+    results = json.loads((tmp_path / "outputs/mine/evaluation/results.json").read_text())
+    assert len(results["benchmarks"]["mine"]["problems"]) == 50
+    assert results["benchmarks"]["mine"]["verification"].keys() <= {"correct", "wrong", "no_answer"}
+    table = (tmp_path / "outputs/mine/report/tables.md").read_text()
+    assert "## mine" in table and "k=4" in table
+    assert (tmp_path / "outputs/mine/report/pass_at_k.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"problem": "1+1", "answer": "2"}] * 5, "has 5 prompts, but a generation batch needs 32 different ones"),
+        ([{"question": "1+1", "answer": "2"}] * 50, "`problem_column` 'problem' is not a column"),
+        ([{"problem": "1+1", "answer": None}] * 50, "has both a problem .* and a gold answer"),
+    ],
+)
+def test_a_file_that_does_not_fit(tmp_path, monkeypatch, capsys, rows, message):
+    tokenizer = build_tokenizer()
+    build_model(tokenizer, "tiny").save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    path = tmp_path / "mine.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ["--config", str(ROOT / "recipes/miniature/pacs.yaml"), "--dataset_name", str(path)]
+    arguments += ["--model_name_or_path", str(tmp_path / "model"), "--output_dir", str(tmp_path / "out")]
+    monkeypatch.setattr("sys.argv", ["pacs-trl", "train", *arguments])
+    assert cli.main() == 1
+    assert re.search(message, capsys.readouterr().err)
