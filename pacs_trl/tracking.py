@@ -30,7 +30,7 @@ def tracked_run(training: GRPOConfig, settings: dict[str, Any], *, resuming: boo
     Everything logged inside goes to one run of each tracker in `report_to`; a resumed run goes on in the one it was in.
 
     The identity is `output_dir/run_id`: the run id of wandb, part of the name under which trackio finds a run, and the
-    folder of TensorBoard's events. `wandb sync --append` joins the parts of a run that was resumed offline.
+    folder of TensorBoard's events. `wandb sync` uploads the parts of a run that was resumed offline to one run.
 
     Args:
         training ([`~trl.GRPOConfig`] or a subclass):

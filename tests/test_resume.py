@@ -18,6 +18,8 @@ from replay import Recorder, addition_dataset, build_trainer, trainable_weights
 from transformers import AutoModelForCausalLM
 
 
+pytestmark = pytest.mark.slow
+
 FOUR_UPDATES = {  # of two groups of four, per generation
     "steps_per_generation": 4,
     "optim": "adamw_torch",

@@ -15,6 +15,8 @@ from kill_child import evaluate_and_be_killed, evaluate_to_the_end
 from pacs_trl.evaluation.results import read_results
 
 
+pytestmark = pytest.mark.slow
+
 # Not kill_child itself: the fork server does not see the path of the tests.
 PRELOAD = [
     "pacs_trl.evaluation.evaluate",

@@ -12,6 +12,8 @@ from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.miniature.warm_start import StopAtAccuracy, WarmStartSettings, train_warm_start, warm_start
 
 
+pytestmark = pytest.mark.slow
+
 TINY = {"size": "tiny", "target_accuracy": 1.0, "max_steps": 5, "probe_steps": 2, "num_probes": 4, "batch_size": 4}
 
 
