@@ -116,6 +116,7 @@ def card_inputs(model_dir: Path) -> CardInputs:
         results=read_results(results) if results.is_file() else None,
         recipe=yaml.safe_load(recipe.read_text(encoding="utf-8")) if recipe.is_file() else None,
         training=json.loads(training.read_text(encoding="utf-8")) if training.is_file() else None,
+        is_adapter=(model_dir / "adapter_config.json").is_file(),
         has_training_figure=(model_dir / TRAINING_FIGURE).is_file(),
     )
 

@@ -199,6 +199,15 @@ def test_a_checkpoint_without_results_has_a_card_too(checkpoint, hub):
     assert "results.json" not in hub.files[REPO]
 
 
+def test_an_adapter_is_a_model_of_peft(checkpoint, hub):
+    (checkpoint / "config.json").rename(checkpoint / "adapter_config.json")
+    (checkpoint / "model.safetensors").rename(checkpoint / "adapter_model.safetensors")
+    push_it(checkpoint, hub)
+    card = ModelCard(hub.files[REPO]["README.md"].decode())
+    assert card.data.library_name == "peft" and card.data.base_model == "Qwen/Qwen3-8B"
+    assert "adapter_model.safetensors" in hub.files[REPO]
+
+
 def test_scores_of_other_weights_are_refused(checkpoint, hub):
     path = checkpoint.parent / "results.json"
     results = json.loads(path.read_text())

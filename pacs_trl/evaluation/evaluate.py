@@ -192,6 +192,17 @@ def _check_failures(benchmark: LoadedBenchmark, outcomes: Mapping[str, int], max
 def _model_identity(args: EvaluationArguments) -> dict[str, Any]:
     if args.engine == "server":
         return {"name": args.model, "server": args.base_url}
+    directory = Path(args.model)
+    if (
+        args.engine == "vllm"
+        and (directory / "adapter_config.json").is_file()
+        and not (directory / "config.json").is_file()
+    ):
+        raise ValueError(
+            f"{args.model} holds an adapter, and the vllm engine loads whole models. Merge it into its base model first "
+            "(peft: AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload().save_pretrained(...), and the tokenizer), "
+            "or use engine 'transformers'."
+        )
     return provenance.model_identity(args.model, args.revision)
 
 

@@ -37,6 +37,7 @@ class CardInputs(NamedTuple):
     - `results`: a parsed results.json.
     - `recipe`: the settings of the training run.
     - `training`: a parsed provenance.json: commit, versions and hardware of the training run.
+    - `is_adapter`: whether the weights are an adapter, which needs its base model.
     - `has_training_figure`: whether `training.png` lies beside the card.
     - `tags`: further tags of the model page.
     """
@@ -44,6 +45,7 @@ class CardInputs(NamedTuple):
     results: dict[str, Any] | None = None
     recipe: dict[str, Any] | None = None
     training: dict[str, Any] | None = None
+    is_adapter: bool = False
     has_training_figure: bool = False
     tags: Sequence[str] = ()
 
@@ -68,7 +70,7 @@ def build_card(model_name: str, inputs: CardInputs) -> ModelCard:
         model_name=model_name,
         base_model=base_model,
         datasets=[dataset_name] if dataset_name and _is_hub_id(dataset_name) else None,
-        library_name="transformers",
+        library_name="peft" if inputs.is_adapter else "transformers",
         pipeline_tag="text-generation",
         tags=sorted({"trl", method.lower(), "arxiv:2509.02522", *inputs.tags}),
         eval_results=model_index(results) if results else None,

@@ -166,6 +166,12 @@ def test_a_directory_without_a_model_is_refused(run, arguments, tmp_path):
         run(arguments, model=str(tmp_path))
 
 
+def test_an_adapter_is_not_given_to_vllm(run, arguments, tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds an adapter.*Merge it into its base model"):
+        run(arguments, model=str(tmp_path), engine="vllm")
+
+
 def test_an_overwritten_checkpoint_does_not_share_its_samples(run, arguments, boxing_model, tmp_path):
     model, tokenizer = boxing_model
     directory = tmp_path / "model"
