@@ -10,6 +10,7 @@ caller can store each one. What a seed guarantees differs:
 - server: the seed is sent with each request; what it means is the server's business.
 """
 
+import gc
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -133,7 +134,9 @@ class VLLMEngine:
                     yield requests[int(output.request_id)], completion
 
     def close(self) -> None:
+        """End vLLM's processes and free its memory: that happens with the last reference, and there are circles of them."""
         self.llm = None
+        gc.collect()
 
 
 class ServerEngine:

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,11 @@ from pacs_trl.evaluation import provenance
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.benchmarks import LoadedBenchmark, load_benchmark
 from pacs_trl.evaluation.clock import EngineClock
-from pacs_trl.evaluation.engines import ServerEngine, TransformersEngine, VLLMEngine
+from pacs_trl.evaluation.engines import TransformersEngine
 from pacs_trl.evaluation.grading import BackgroundGrader
-from pacs_trl.evaluation.replicas import ReplicatedEngine
 from pacs_trl.evaluation.requests import Request, render_prompt, sample_seed
 from pacs_trl.evaluation.results import RESULTS_SCHEMA, GradedSample, summarize, write_results
+from pacs_trl.evaluation.start_engine import engine_facts, identify_model, start_engine
 from pacs_trl.evaluation.store import SampleStore, digest
 from pacs_trl.verification import Outcome, VerificationArguments, Verifier
 
@@ -52,7 +51,7 @@ def evaluate(
     """
     clock = EngineClock()
     benchmarks = load_benchmarks(args)
-    model = _model_identity(args)
+    model = identify_model(args)
     output_dir = Path(args.output_dir)
     entries: dict[str, Any] = {}
     with ExitStack() as stack:
@@ -64,7 +63,7 @@ def evaluate(
         engine = None
         if any(requests):
             with clock.loading():
-                engine = _make_engine(args)
+                engine = start_engine(args)
             stack.callback(engine.close)
         for benchmark, store, missing in zip(benchmarks, stores, requests, strict=True):
             with BackgroundGrader(verifier, {p.id: p.solution for p in benchmark.problems}) as grader:
@@ -94,7 +93,7 @@ def evaluate(
         "seed": args.seed,
         "protocol": protocol(args, verifier),
         "prompt_digest": _prompt_digest(args),
-        "engine": _engine_facts(args),
+        "engine": engine_facts(args),
         "benchmarks": entries,
         "versions": provenance.versions(),
         "hardware": provenance.hardware(),
@@ -189,61 +188,6 @@ def _check_failures(benchmark: LoadedBenchmark, outcomes: Mapping[str, int], max
         )
 
 
-def _model_identity(args: EvaluationArguments) -> dict[str, Any]:
-    if args.engine == "server":
-        return {"name": args.model, "server": args.base_url}
-    directory = Path(args.model)
-    if (
-        args.engine == "vllm"
-        and (directory / "adapter_config.json").is_file()
-        and not (directory / "config.json").is_file()
-    ):
-        raise ValueError(
-            f"{args.model} holds an adapter, and the vllm engine loads whole models. Merge it into its base model first "
-            "(peft: AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload().save_pretrained(...), and the tokenizer), "
-            "or use engine 'transformers'."
-        )
-    return provenance.model_identity(args.model, args.revision)
-
-
-def _make_engine(args: EvaluationArguments) -> Any:
-    template = args.template_kwargs
-    if args.engine == "server":
-        return ServerEngine(args.base_url, args.model, concurrency=args.concurrency, chat_template_kwargs=template)
-    common: dict[str, Any] = {"revision": args.revision, "dtype": args.dtype, "chat_template_kwargs": template}
-    if args.engine == "vllm":
-        make = partial(
-            VLLMEngine,
-            args.model,
-            tensor_parallel_size=args.tensor_parallel_size,
-            gpu_memory_utilization=args.gpu_memory_utilization,
-            max_model_len=args.max_model_len,
-            enforce_eager=args.enforce_eager,
-            **common,
-        )
-    else:
-        make = partial(TransformersEngine.load, args.model, batch_size=args.batch_size, **common)
-    if args.data_parallel_size == 1:
-        return make()
-    return ReplicatedEngine(make, _devices(args), group_size=args.batch_size if args.engine == "transformers" else 1)
-
-
-def _devices(args: EvaluationArguments) -> list[str]:
-    """The GPUs of each copy, as values of CUDA_VISIBLE_DEVICES; empty on a machine without GPUs."""
-    import torch
-
-    each = args.tensor_parallel_size if args.engine == "vllm" else 1
-    available = torch.cuda.device_count()
-    if available == 0 and args.engine == "transformers":
-        return [""] * args.data_parallel_size
-    if available < each * args.data_parallel_size:
-        raise ValueError(
-            f"data_parallel_size {args.data_parallel_size} times {each} GPUs per copy needs "
-            f"{each * args.data_parallel_size} GPUs; this machine has {available}."
-        )
-    return [",".join(str(copy * each + i) for i in range(each)) for copy in range(args.data_parallel_size)]
-
-
 def _open_store(args: EvaluationArguments, model: dict[str, Any], benchmark: LoadedBenchmark) -> SampleStore:
     settings = {
         "model": model,
@@ -252,7 +196,7 @@ def _open_store(args: EvaluationArguments, model: dict[str, Any], benchmark: Loa
         "sampling": asdict(args.sampling),
         "seed": args.seed,
         # The batch is part of what decides the text of the transformers engine; see engines.py.
-        "engine": {"name": args.engine, "dtype": args.dtype, "batch_size": _engine_facts(args).get("batch_size")},
+        "engine": {"name": args.engine, "dtype": args.dtype, "batch_size": engine_facts(args).get("batch_size")},
     }
     return SampleStore(_file(args.output_dir, "samples", benchmark, ".jsonl"), settings)
 
@@ -274,15 +218,6 @@ def _prompt_digest(args: EvaluationArguments) -> str:
 
     tokenizer = AutoTokenizer.from_pretrained(args.model, revision=args.revision)
     return digest({"text": render_prompt(tokenizer, prompt, args.template_kwargs)})
-
-
-def _engine_facts(args: EvaluationArguments) -> dict[str, Any]:
-    facts: dict[str, Any] = {"name": args.engine, "dtype": args.dtype, "data_parallel_size": args.data_parallel_size}
-    if args.engine == "transformers":
-        facts["batch_size"] = args.batch_size
-    if args.engine == "vllm":
-        facts["tensor_parallel_size"] = args.tensor_parallel_size
-    return facts
 
 
 def _file(output_dir: str | Path, kind: str, benchmark: LoadedBenchmark, suffix: str) -> Path:
@@ -311,7 +246,7 @@ def _add_token_entropy(
     engine = TransformersEngine.load(
         args.model, revision=args.revision, dtype=args.dtype, chat_template_kwargs=args.template_kwargs
     )
-    model = _model_identity(args)
+    model = identify_model(args)
     for benchmark in benchmarks:
         texts = {}
         for problem in benchmark.problems:

@@ -37,7 +37,8 @@ class ReplicatedEngine:
         self._pipes: list[Connection] = []
         for devices in visible_devices:
             pipe, child_pipe = context.Pipe()
-            process = context.Process(target=_serve, args=(make_engine, child_pipe), daemon=True)
+            # Not a daemon: Python forbids those to have children, and vLLM runs its engine in one.
+            process = context.Process(target=_serve, args=(make_engine, child_pipe))
             _start_with_devices(process, devices)
             child_pipe.close()  # so that the death of the child reads as end of file here
             self._processes.append(process)
@@ -68,7 +69,7 @@ class ReplicatedEngine:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            process.join(timeout=10)
+            process.join(timeout=60)  # vLLM stops its own processes first
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -104,8 +105,11 @@ def _serve(make_engine: Callable, pipe: Connection) -> None:
 
 
 def _leave_with_parent() -> None:
-    """A parent killed with SIGKILL cannot end its children; a copy that computes would hold its GPU for hours."""
+    """A parent killed with SIGKILL cannot end its children; a copy that computes would hold its GPU for hours, and so would
+    the processes that it has started itself."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "a copy is always a child"
     parent.join()
+    for child in multiprocessing.active_children():
+        child.kill()
     os._exit(1)

@@ -1,5 +1,6 @@
 """Engines without a model, for the processes of replicated ones: importing them does not import torch."""
 
+import multiprocessing
 import os
 import time
 
@@ -32,10 +33,12 @@ class DyingEngine:
 
 
 class SleepingEngine:
-    """Computes for a minute."""
+    """Computes for a minute, and has a process of its own, as vLLM has; says the ids of both."""
 
     def generate(self, requests, settings):
-        yield from EchoEngine().generate(requests[:1], settings)
+        child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,), daemon=True)
+        child.start()
+        yield requests[0], Completion(f"{os.getpid()} {child.pid}", 1, "stop")
         time.sleep(60)
 
 

@@ -11,6 +11,7 @@ from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.engines import TransformersEngine
 from pacs_trl.evaluation.evaluate import evaluate, load_benchmarks, main, missing_requests
 from pacs_trl.evaluation.results import read_results
+from pacs_trl.evaluation.start_engine import devices_of_copies
 from pacs_trl.verification import Verifier
 
 
@@ -102,6 +103,19 @@ def test_copies_of_the_model_give_the_same_counts(run, arguments, tmp_path):
     one = run(arguments)
     two = run(arguments, data_parallel_size=2, output_dir=str(tmp_path / "two"))
     assert two["benchmarks"] == one["benchmarks"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [("", ["0,1", "2,3"]), ("4,5,6,7", ["4,5", "6,7"]), ("GPU-a,GPU-b,GPU-c,GPU-d", ["GPU-a,GPU-b", "GPU-c,GPU-d"])],
+)
+def test_copies_share_the_gpus_that_were_given(arguments, monkeypatch, visible, expected):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    arguments = {**arguments, "engine": "vllm", "tensor_parallel_size": 2}
+    assert devices_of_copies(EvaluationArguments(**arguments, data_parallel_size=2)) == expected
+    with pytest.raises(ValueError, match="times 2 GPUs per copy needs 6 GPUs; this machine has 4"):
+        devices_of_copies(EvaluationArguments(**arguments, data_parallel_size=3))
 
 
 def test_two_benchmarks_and_the_command_line(arguments, sums, capsys):
