@@ -132,6 +132,17 @@ def _group_std(centered: torch.Tensor, scorable: torch.Tensor) -> torch.Tensor:
     return torch.where(variance > 0, variance.clamp(min=torch.finfo(variance.dtype).tiny).sqrt(), 0.0)
 
 
+def _grpo_scale(std: torch.Tensor) -> torch.Tensor:
+    """
+    What the "grpo" score divides by: `std + 1e-6`, and 1 in a group whose proxies are all equal.
+
+    Equal proxies are what every group has on the first update and after each renewal of the reference. Division by 1e-6
+    would make those gradients a million times larger than all others, and leaving the groups out would leave nothing to
+    learn from, then or ever. Their score is 0 and their gradient that of "dr_grpo".
+    """
+    return torch.where(std > 0, std + GRPO_STD_EPSILON, 1.0)
+
+
 def group_scores(
     proxies: torch.Tensor, labels: torch.Tensor, *, num_generations: int, score_estimator: ScoreEstimator = "rloo"
 ) -> torch.Tensor:
@@ -139,8 +150,9 @@ def group_scores(
     Score psi of each completion: the logit that is compared with its label.
 
     With `n` scorable rows in the group and `mean`, `std` over them: `"rloo"` is `r_i - mean of the others` (eq. 6),
-    `"dr_grpo"` is `r_i - mean` (eq. 10), `"grpo"` is `(r_i - mean) / (std + 1e-6)` with the unbiased std (eq. 9), and
-    `"none"` is `r_i`. `psi_rloo = n / (n - 1) * psi_dr_grpo` holds exactly: the two differ by a rescaled `pacs_beta`.
+    `"dr_grpo"` is `r_i - mean` (eq. 10), `"grpo"` is `(r_i - mean) / (std + 1e-6)` with the unbiased std (eq. 9; not
+    divided in a group whose proxies are all equal), and `"none"` is `r_i`. `psi_rloo = n / (n - 1) * psi_dr_grpo` holds
+    exactly: the two differ by a rescaled `pacs_beta`.
 
     Args:
         proxies (`torch.Tensor` of shape `(B,)`):
@@ -163,7 +175,7 @@ def group_scores(
         scores = _centered(grouped, scorable)
     elif score_estimator == "grpo":
         centered = _centered(grouped, scorable)
-        scores = centered / (_group_std(centered, scorable) + GRPO_STD_EPSILON)
+        scores = centered / _grpo_scale(_group_std(centered, scorable))
     elif score_estimator == "none":
         scores = grouped.masked_fill(~scorable, 0.0)
     else:
@@ -327,7 +339,7 @@ def proxy_coefficients(
 
     With the weighted residual `e_i = w_i * (sigmoid(psi_i) - R_i) / N` (eq. 4), `n` scorable rows per group:
     `"rloo"`: `n / (n - 1) * (e_i - mean e)`; `"dr_grpo"`: `e_i - mean e`; `"none"`: `e_i`; `"grpo"`, with
-    `s = std + 1e-6`: `(e_i - mean e) / s - (r_i - mean r) / ((n - 1) * std * s) * sum_j e_j psi_j`.
+    `s = std + 1e-6` (1 if `std` is 0): `(e_i - mean e) / s - (r_i - mean r) / ((n - 1) * std * s) * sum_j e_j psi_j`.
 
     The gradient of the loss in the weights is `sum_i c_i * grad r_i`. Parameters do not move inside one optimizer step,
     so this sum may be back-propagated in micro-batches of any composition, once all proxies of the step are known.
@@ -361,7 +373,7 @@ def proxy_coefficients(
     else:
         centered = _centered(_at_least_float32(proxies).view(shape), scorable)
         std = _group_std(centered, scorable)
-        scale = std + GRPO_STD_EPSILON
+        scale = _grpo_scale(std)
         count = scorable.sum(dim=1, keepdim=True).clamp(min=2)
         through_std = (residuals * scores.view(shape)).sum(dim=1, keepdim=True)
         std_slope = torch.where(std > 0, centered / ((count - 1) * std.clamp(min=GRPO_STD_EPSILON**2)), 0.0)

@@ -297,6 +297,17 @@ class TestProperties:
             )
             assert (coefficients == 0).all()
 
+    @pytest.mark.parametrize("value", [0.0, 0.3])
+    def test_the_grpo_score_does_not_divide_a_group_of_equal_proxies(self, value):
+        # R = 1, 1, 0, 0 and psi = 0: weights 1, e = (sigmoid(0) - R) / 4 = -+1/8, mean 0; divided by 1e-6 it would be 125,000
+        labels = torch.tensor([1.0, 1.0, 0.0, 0.0], dtype=torch.float64)
+        proxies = torch.full((4,), value, dtype=torch.float64, requires_grad=True)
+        loss, scores = loss_from_proxies(proxies, labels, num_generations=4, score_estimator="grpo")
+        coefficients = proxy_coefficients(proxies, labels, num_generations=4, score_estimator="grpo")
+        assert (scores == 0).all()
+        assert coefficients.tolist() == [-0.125, -0.125, 0.125, 0.125]
+        assert torch.autograd.grad(loss, proxies)[0].tolist() == coefficients.tolist()
+
     def test_rloo_is_a_rescaled_dr_grpo(self):
         proxies, labels = random_case(4, unlabelled=False)
         rloo, dr_grpo = (
