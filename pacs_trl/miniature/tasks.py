@@ -1,18 +1,19 @@
 r"""Arithmetic problems with one right answer each: the data of the miniature world.
 
-Three tasks of rising difficulty. A problem is a short text, its answer is an integer, and it comes with every worked
-solution that the supervised warm start may show. The solutions of one problem differ in the order of their steps, so a
-trained policy has something to be diverse about; each ends in `\boxed{answer}`, so that the ordinary mathematical
-verifier grades it. A task whose answers are not unique (countdown) would need a verifier of its own and is left out.
+Three small tasks of rising difficulty, and sums of three to seven digits, whose sizes are benchmarks of rising
+difficulty. A problem is a short text, its answer is an integer, and it comes with worked solutions that the supervised
+warm start may show. The solutions of one problem differ in the order of their steps, so a trained policy has something to
+be diverse about; each ends in `\boxed{answer}`, so that the ordinary mathematical verifier grades it. A task whose answers
+are not unique (countdown) would need a verifier of its own and is left out.
 
-The whole problem space of a task is enumerated and cut in two by a hash of the problem's canonical form, in which
-commuted operands are equal: `12+34` and `34+12` are never on different sides.
+The whole problem space of a task (of sums: a fixed sample of it) is enumerated and cut in two by a hash of the
+problem's canonical form, in which commuted operands are equal: `12+34` and `34+12` are never on different sides.
 """
 
 import hashlib
 import random
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Literal, NamedTuple
 
@@ -84,10 +85,50 @@ def _equation() -> Iterator[Problem]:
             )
 
 
+# Terms of the sums that are benchmarks, problems in the fixed sample of each, and worked solutions of a problem.
+SUM_SIZES = (3, 4, 5, 6, 7)
+NUM_SUMS = 3000
+NUM_SUM_SOLUTIONS = 6
+
+
+def _terms(num_terms: int) -> Iterator[Problem]:
+    """`7+3+8`: digits, added one after the other in any order: `3+8=11,11+7=\\boxed{18}`."""
+    rng = random.Random(num_terms)
+    texts: dict[str, None] = {}
+    while len(texts) < min(NUM_SUMS, 9**num_terms // 2):
+        texts["+".join(str(rng.randrange(1, 10)) for _ in range(num_terms))] = None
+    for text in texts:
+        terms = [int(term) for term in text.split("+")]
+        solutions = []
+        for _ in range(NUM_SUM_SOLUTIONS):
+            total, *rest = rng.sample(terms, num_terms)
+            steps = []
+            for term in rest:
+                steps.append(f"{total}+{term}={total + term}")
+                total += term
+            solutions.append(",".join(steps[:-1]) + "," + steps[-1].replace("=", r"=\boxed{") + "}")
+        yield Problem(text, "+".join(sorted(text.split("+"))), total, tuple(solutions))
+
+
+def _sums() -> Iterator[Problem]:
+    """Sums of every size."""
+    for num_terms in SUM_SIZES:
+        yield from _terms(num_terms)
+
+
+def _arithmetic() -> Iterator[Problem]:
+    """Sums of digits, and additions of two numbers."""
+    yield from _sums()
+    yield from _addition()
+
+
 TASKS: dict[str, Callable[[], Iterator[Problem]]] = {
     "addition": _addition,
     "expression": _expression,
     "equation": _equation,
+    **{f"terms_{n}": partial(_terms, n) for n in SUM_SIZES},
+    "terms": _sums,
+    "arithmetic": _arithmetic,
 }
 
 

@@ -28,8 +28,12 @@ from pacs_trl.miniature.tokenizer import build_tokenizer
 
 CACHE_DIR = Path("outputs/miniature/warm_start")
 
-# Longest completion that is sampled anywhere in the miniature world; worked solutions have at most 27 tokens.
-MAX_COMPLETION_LENGTH = 32
+# Longest completion that is sampled to measure the accuracy; worked solutions have at most 55 tokens, those of the small
+# tasks 27.
+MAX_COMPLETION_LENGTH = 56
+
+# The smallest model wants larger steps; at the default it would take thousands of them.
+TINY_LEARNING_RATE = 2e-3
 
 # A warm start inside `accelerate launch` or torchrun is made by one process alone, on the CPU: what belongs to the group
 # of processes around it must not reach it.
@@ -91,7 +95,7 @@ def warm_start(task: str, *, cache_dir: str | Path = CACHE_DIR, **settings) -> P
 
     Args:
         task (`str`):
-            Key of `tasks.TASKS`.
+            Key of `tasks.TASKS`, or `TASK/SIZE`.
         cache_dir (`str` or `Path`, *optional*, defaults to `outputs/miniature/warm_start`):
             Where warm starts are kept, one directory for each set of settings.
         **settings:
@@ -105,6 +109,10 @@ def warm_start(task: str, *, cache_dir: str | Path = CACHE_DIR, **settings) -> P
         `ValueError`: if the task or the size is unknown, or `cache_dir` is not a directory.
         `subprocess.CalledProcessError`: if training fails.
     """
+    task, _, size = task.partition("/")
+    settings |= {"size": size} if size else {}
+    if settings.get("size") == "tiny":
+        settings.setdefault("learning_rate", TINY_LEARNING_RATE)
     wanted = WarmStartSettings(task=task, **settings)
     if task not in tasks.TASKS:
         raise ValueError(f"unknown miniature task {task!r}; choose one of {', '.join(tasks.TASKS)}")
