@@ -5,15 +5,10 @@ engine later would never be seen. The fixture below keeps the plain product inst
 """
 
 import importlib.metadata
-import os
 from functools import partial
 
 import pytest
 
-
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 INSTALLED = "vllm" in importlib.metadata.packages_distributions()
 

@@ -85,11 +85,11 @@ def test_the_comparison_notices_weights_that_stay_behind(tmp_path, checkpoint, c
 
 
 def test_reward_rises(tmp_path, checkpoint, colocated):
-    sizes = {"per_device_train_batch_size": 32, "num_generations": 8}
-    trainer = trainer_on(checkpoint, tmp_path, colocated | sizes, learning_rate=1e-2, max_steps=12)
+    sizes = {"per_device_train_batch_size": 64, "num_generations": 8, "max_completion_length": 2}
+    trainer = trainer_on(checkpoint, tmp_path, colocated | sizes, learning_rate=1e-2, max_steps=20)
     trainer.train()
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
-    assert sum(rewards[:3]) / 3 < 0.7 and sum(rewards[-3:]) / 3 > 0.9, rewards
+    assert sum(rewards[:3]) / 3 < 0.6 and sum(rewards[-3:]) / 3 > 0.8, rewards
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
