@@ -15,6 +15,9 @@ from .cost import (
 from .recipe import Recipe
 
 
+# The rest of a GPU's memory goes to fragments, kernels and communication.
+_USABLE = 0.95
+
 # Problems in the named training sets, for counting epochs.
 _SET_SIZES = {"deepscaler": 40_315, "gsm8k": 7_473, "math": 7_500}
 
@@ -110,23 +113,75 @@ def _state_bytes(recipe: Recipe, shape: ModelShape, launch: Launch) -> float:
     return state
 
 
-def _memory(recipe: Recipe, shape: ModelShape, launch: Launch) -> list[str]:
+@dataclass(frozen=True)
+class _MemoryUse:
+    """Bytes on one GPU; `engine` is 0 without a colocated vLLM, `tokens` is the size of the micro-batch."""
+
+    state: float
+    activations: float
+    gathered: float
+    engine: float
+    asleep: bool
+    tokens: int
+
+    @property
+    def training(self) -> float:
+        """What there is besides the engine at the fullest moment at which the engine is awake."""
+        return self.state if self.asleep else self.state + self.activations + self.gathered
+
+    @property
+    def peak(self) -> float:
+        return max(self.training + self.engine, self.state + self.activations + self.gathered)
+
+
+def _memory_use(recipe: Recipe, shape: ModelShape, launch: Launch) -> _MemoryUse:
     training = recipe.training
-    state = _state_bytes(recipe, shape, launch)
     longest = (recipe.data.max_prompt_length or 1024) + training.max_completion_length
     tokens = training.per_device_train_batch_size * longest
     tokens = getattr(training, "max_tokens_per_micro_batch", None) or tokens
-    activations = shape.activation_bytes(tokens, checkpointing=training.gradient_checkpointing)
     gathered = 0.0
     if launch.sharding == "full":  # two layers and the largest matrix outside of them, in bfloat16
         gathered = 2 * (2 * shape.layer_parameters + shape.vocabulary * shape.hidden)
     colocated = training.use_vllm and training.vllm_mode == "colocate"
-    engine = training.vllm_gpu_memory_utilization * H200.memory_bytes if colocated else 0.0
-    asleep = colocated and training.vllm_enable_sleep_mode
-    updating = state + activations + gathered + (0.0 if asleep else engine)
-    generating = state + engine
-    peak = max(updating, generating)
-    fits = "fits" if peak < 0.95 * H200.memory_bytes else "DOES NOT FIT"
+    return _MemoryUse(
+        state=_state_bytes(recipe, shape, launch),
+        activations=shape.activation_bytes(tokens, checkpointing=training.gradient_checkpointing),
+        gathered=gathered,
+        engine=training.vllm_gpu_memory_utilization * H200.memory_bytes if colocated else 0.0,
+        asleep=colocated and training.vllm_enable_sleep_mode,
+        tokens=tokens,
+    )
+
+
+def engine_conflict(recipe: Recipe, launch: Launch) -> str | None:
+    """Why a colocated vLLM does not fit beside training by the estimate, with what would; `None` if it does."""
+    shape = model_shape(recipe.model.model_name_or_path)
+    if shape is None:
+        return None
+    use = _memory_use(recipe, shape, launch)
+    room = _USABLE * H200.memory_bytes
+    if use.engine == 0 or use.training + use.engine <= room:
+        return None
+    share = int(20 * (room - use.training) / H200.memory_bytes) / 20  # rounded down to a twentieth
+    weights = 2 * shape.parameters / recipe.training.vllm_tensor_parallel_size / H200.memory_bytes
+    remedies = [] if share <= weights else [f"vllm_gpu_memory_utilization={share:g} or less"]
+    if not use.asleep:
+        remedies.append("vllm_enable_sleep_mode: true, which frees it during updates")
+    if launch.sharding != "full":
+        remedies.append("accelerate_configs/fsdp2.yaml, which shares the training state over the processes")
+    return (
+        f"vllm_gpu_memory_utilization={recipe.training.vllm_gpu_memory_utilization:g} takes {use.engine / GIB:.0f} GiB of an "
+        f"H200's {H200.memory_bytes / GIB:.0f}, and training needs {use.training / GIB:.0f} GiB beside it. Set "
+        f"{', or '.join(remedies or ['vllm_mode: server'])}."
+    )
+
+
+def _memory(recipe: Recipe, shape: ModelShape, launch: Launch) -> list[str]:
+    training = recipe.training
+    use = _memory_use(recipe, shape, launch)
+    state, activations, gathered, engine = use.state, use.activations, use.gathered, use.engine
+    colocated, asleep, tokens, peak = engine > 0, use.asleep, use.tokens, use.peak
+    fits = "fits" if peak < _USABLE * H200.memory_bytes else "DOES NOT FIT"
     return [
         "",
         f"Memory per GPU (estimate, {shape.parameters / 1e9:.2f}e9 parameters)",

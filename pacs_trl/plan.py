@@ -18,7 +18,7 @@ import torch
 import yaml
 from transformers import TrainingArguments
 
-from .estimates import Launch, Step, describe, estimate
+from .estimates import Launch, Step, describe, engine_conflict, estimate
 from .pacs_config import batch_arithmetic_errors
 from .recipe import METHODS, Recipe, read_recipe
 
@@ -278,6 +278,8 @@ def judge(recipe: Recipe, step: Step | None, launch: Launch) -> tuple[list[str],
                 f"vllm_tensor_parallel_size={training.vllm_tensor_parallel_size} must divide the number of processes "
                 f"({launch.num_processes})."
             )
+        if no_room := engine_conflict(recipe, launch):
+            conflicts.append(no_room)
         longest = (recipe.data.max_prompt_length or 0) + training.max_completion_length
         if training.vllm_max_model_length is not None and training.vllm_max_model_length < longest:
             conflicts.append(

@@ -233,6 +233,18 @@ class TestConflicts:
         status, output = plan("--num-processes", "3", vllm_tensor_parallel_size=2, **colocate)
         assert status == 1 and "must divide the number of processes (3)" in output
 
+    def test_vllm_memory_fraction(self, plan):
+        """Qwen3-4B: 67.4 GiB of training state on one process; 0.95 x 131.3 GiB leave 57.3 GiB, 0.436 of the memory."""
+        colocate = {"model_name_or_path": "Qwen/Qwen3-4B", "use_vllm": True, "vllm_enable_sleep_mode": True}
+        status, output = plan(vllm_gpu_memory_utilization=0.7, **colocate)
+        assert status == 1 and "vllm_gpu_memory_utilization=0.7 takes 92 GiB of an H200's 131" in output
+        assert "Set vllm_gpu_memory_utilization=0.4 or less, or accelerate_configs/fsdp2.yaml" in output
+        assert plan(vllm_gpu_memory_utilization=0.4, **colocate)[0] == 0
+        assert plan("--accelerate-config", FSDP2, vllm_gpu_memory_utilization=0.7, **colocate)[0] == 0
+        status, output = plan(vllm_gpu_memory_utilization=0.4, **colocate | {"vllm_enable_sleep_mode": False})
+        assert status == 1 and "vllm_enable_sleep_mode: true" in output
+        assert plan(vllm_mode="server", vllm_gpu_memory_utilization=0.9, **colocate)[0] == 0
+
     def test_unbounded_completions(self, plan):
         status, output = plan("--max_completion_length", "null")
         assert status == 1 and "max_completion_length is not set" in output
