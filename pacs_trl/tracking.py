@@ -69,7 +69,8 @@ def tracked_run(training: GRPOConfig, settings: dict[str, Any], *, resuming: boo
 
 class TrackingCallback(TrainerCallback):
     """
-    Send the recipe, and the completions of each logged step as the table `completions/step_<step>`, to wandb and trackio.
+    Send to wandb and trackio the recipe, the completions of each logged step as the table `completions/step_<step>`, and at the end
+    of training the table `timing`: `time/<part>` of every logged step, where the trainer measures them.
 
     TRL writes the completions of a step to `output_dir/completions` after it has called the callbacks, so they are sent
     with the next thing that is logged; the summary at the end of training sends the last ones.
@@ -78,13 +79,20 @@ class TrackingCallback(TrainerCallback):
     def __init__(self, settings: dict[str, Any]):
         self.settings = settings
         self._last_sent = 0  # step
+        self._times: list[dict[str, float]] = []
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._last_sent = state.global_step
         for tracker in _trackers(args, state):
             tracker.config.update({"recipe": self.settings}, allow_val_change=True)
 
-    def on_log(self, args, state, control, **kwargs):
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        times = {name: seconds for name, seconds in logs.items() if name.startswith("time/")}
+        if times:
+            self._times.append({"step": state.global_step, **times})
+        if "train_runtime" in logs and self._times:
+            for tracker in _trackers(args, state):
+                tracker.log({"timing": tracker.Table(dataframe=pd.DataFrame(self._times))})
         for file in sorted((Path(args.output_dir) / "completions").glob("completions_*.parquet")):
             step = int(file.stem.removeprefix("completions_"))
             if self._last_sent < step <= state.global_step:

@@ -151,6 +151,18 @@ def test_wandb_keeps_the_completions_of_every_step(runs):
         assert texts == [completion[0]["content"] for completion in written["completion"]] and len(texts) == 8
 
 
+def test_wandb_gets_the_timing_table(runs):
+    _, parts, log_history, _ = runs
+    for part, steps in zip(parts, ((1, 2), (3, 4))):
+        (path,) = [row["timing/path"] for row in wandb_history(part) if "timing/path" in row]
+        table = json.loads((part / "files" / path).read_text())
+        logged = scalars(log_history, steps)
+        names = table["columns"][1:]
+        assert "time/generation" in names and "time/update" in names and table["columns"][0] == "step"
+        expected = [[step, *(logged[step][f"train/{name}"] for name in names)] for step in steps]
+        assert table["data"] == [pytest.approx(row) for row in expected]
+
+
 def test_wandb_gets_the_resolved_recipe(runs):
     _, parts, _, recipe = runs
     assert wandb_config(parts[1])["recipe"] == recipe
@@ -188,6 +200,7 @@ def test_trackio_has_one_run_with_the_same(runs):
         assert {k: metrics[step][k] for k in logged} == pytest.approx(logged)
     tables = {key for row in rows for key in row if key.startswith("completions/step_")}
     assert tables == {f"completions/step_{step:05d}" for step in (1, 2, 3, 4)}
+    assert sum("timing" in row for row in rows) == 2
 
 
 def test_tensorboard_has_one_folder_with_the_same(runs):
