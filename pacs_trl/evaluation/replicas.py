@@ -91,6 +91,7 @@ def _start_with_devices(process, devices: str) -> None:
 def _serve(make_engine: Callable, pipe: Connection) -> None:
     """Body of one copy: build the engine, answer lists of requests until the parent closes the pipe."""
     threading.Thread(target=_leave_with_parent, daemon=True).start()
+    engine = None
     try:
         engine = make_engine()
         while True:
@@ -99,9 +100,12 @@ def _serve(make_engine: Callable, pipe: Connection) -> None:
                 pipe.send(("completion", answer))
             pipe.send(("finished", None))
     except (EOFError, BrokenPipeError):
-        return  # the parent closed the pipe
+        pass  # the parent closed the pipe
     except Exception:
         pipe.send(("failed", traceback.format_exc()))
+    finally:
+        if engine is not None:
+            engine.close()
 
 
 def _leave_with_parent() -> None:

@@ -7,7 +7,12 @@ import time
 from pacs_trl.evaluation.requests import Completion
 
 
-class EchoEngine:
+class FakeEngine:
+    def close(self):
+        """Nothing to end."""
+
+
+class EchoEngine(FakeEngine):
     """Repeats the seed, says which process and which devices it is."""
 
     def generate(self, requests, settings):
@@ -16,7 +21,7 @@ class EchoEngine:
             yield request, Completion(text, settings.max_new_tokens, "stop")
 
 
-class FailingEngine:
+class FailingEngine(FakeEngine):
     """Fails on the third request."""
 
     def generate(self, requests, settings):
@@ -24,7 +29,7 @@ class FailingEngine:
         raise ArithmeticError("out of luck")
 
 
-class DyingEngine:
+class DyingEngine(FakeEngine):
     """Its process ends without a word, as when the kernel kills it for memory."""
 
     def generate(self, requests, settings):
@@ -32,7 +37,7 @@ class DyingEngine:
         os._exit(1)
 
 
-class SleepingEngine:
+class SleepingEngine(FakeEngine):
     """Computes for a minute, and has a process of its own, as vLLM has; says the ids of both."""
 
     def generate(self, requests, settings):
