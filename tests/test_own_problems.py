@@ -34,8 +34,9 @@ def test_train_evaluate_report(tmp_path, monkeypatch, capsys):
     tokenizer.save_pretrained(tmp_path / "model")
     rng = random.Random(0)
     pairs = [(rng.randrange(100), rng.randrange(100)) for _ in range(50)]
-    rows = [{"problem": f"{a}+{b}", "answer": str(a + b), "level": a % 3} for a, b in pairs]
-    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = [json.dumps({"problem": f"{a}+{b}", "answer": str(a + b), "level": a % 3}) + "\n" for a, b in pairs]
+    (tmp_path / "train.jsonl").write_text("".join(lines[:40]))
+    (tmp_path / "test.jsonl").write_text("".join(lines[40:]))
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     monkeypatch.chdir(tmp_path)
     names = []
@@ -47,10 +48,10 @@ def test_train_evaluate_report(tmp_path, monkeypatch, capsys):
         names.append(name)
     assert names == ["train", "evaluate", "report"]
     results = json.loads((tmp_path / "outputs/mine/evaluation/results.json").read_text())
-    assert len(results["benchmarks"]["mine"]["problems"]) == 50
-    assert results["benchmarks"]["mine"]["verification"].keys() <= {"correct", "wrong", "no_answer"}
+    assert len(results["benchmarks"]["test"]["problems"]) == 10
+    assert results["benchmarks"]["test"]["verification"].keys() <= {"correct", "wrong", "no_answer"}
     table = (tmp_path / "outputs/mine/report/tables.md").read_text()
-    assert "## mine" in table and "k=4" in table
+    assert "## test" in table and "k=4" in table
     assert (tmp_path / "outputs/mine/report/pass_at_k.png").is_file()
 
 
