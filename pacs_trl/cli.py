@@ -12,6 +12,7 @@ COMMANDS = {
     ),
     "evaluate": ("pacs_trl.evaluation.evaluate", "sample, grade and count: pass@k of a model on benchmarks"),
     "audit": ("pacs_trl.audit", "grade a file of completions with several protocols and show where they disagree"),
+    "reproduce": ("pacs_trl.reproduce", "run or resume the runs behind a table of the paper, and compare"),
     "report": ("pacs_trl.report.report", "tables and figures from results files"),
     "push": ("pacs_trl.hub", "upload checkpoint, model card, recipe and results to the Hub"),
 }

@@ -1,0 +1,59 @@
+"""The learning rates of the miniature tables: the same budget for each method, on a seed that no table uses.
+
+    python benchmarks/miniature_learning_rates.py            # one core, minutes; goes on where it was stopped
+
+Three rates for each of PACS, GRPO and PPO, from one warm start; the reward (share of right completions at temperature 1) of the
+last rollouts decides. The rate of the PPO critic is 1e-3 throughout.
+"""
+
+import argparse
+import json
+from contextlib import redirect_stdout
+from pathlib import Path
+from statistics import mean
+
+from pacs_trl.miniature.warm_start import warm_start
+from pacs_trl.recipe import read_recipe
+from pacs_trl.train import main as train
+
+
+RECIPES = Path(__file__).parents[1] / "recipes" / "miniature"
+METHODS = ("pacs", "grpo", "ppo")
+TRAINING_SEED = 100
+LAST_ROLLOUTS = 4
+
+
+def reward_at_the_end(twin: str, method: str, rate: float, max_steps: int, work_dir: Path) -> float:
+    output_dir = work_dir / f"{twin}-{method}-{rate:g}-{max_steps}"
+    if not (output_dir / "trainer_state.json").is_file():
+        path = RECIPES / twin / f"{method}.yaml"
+        name = read_recipe(["--config", str(path)]).model.model_name_or_path
+        start = warm_start(name.removeprefix("miniature/"))
+        output_dir.mkdir(parents=True, exist_ok=True)
+        with (output_dir / "train.log").open("w") as log, redirect_stdout(log):
+            train(
+                ["--config", str(path), "--model_name_or_path", str(start), "--output_dir", str(output_dir)]
+                + ["--learning_rate", str(rate), "--max_steps", str(max_steps), "--seed", str(TRAINING_SEED)]
+                + ["--save_strategy", "no"]
+            )
+    history = json.loads((output_dir / "trainer_state.json").read_text())["log_history"]
+    return mean([log["reward"] for log in history if "reward" in log][-LAST_ROLLOUTS:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--twins", nargs="+", default=["twin-4b", "twin-8b"])
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-4, 3e-4, 1e-3])
+    parser.add_argument("--max_steps", type=int, default=60)
+    parser.add_argument("--work_dir", type=Path, default=Path("outputs/miniature_learning_rates"))
+    args = parser.parse_args()
+    print("| model | method | " + " | ".join(f"{rate:g}" for rate in args.rates) + " |")
+    print("| --- | --- |" + " ---: |" * len(args.rates))
+    for twin in args.twins:
+        for method in METHODS:
+            rewards = [reward_at_the_end(twin, method, r, args.max_steps, args.work_dir) for r in args.rates]
+            print(f"| {twin} | {method} | " + " | ".join(f"{reward:.3f}" for reward in rewards) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

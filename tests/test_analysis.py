@@ -1,0 +1,78 @@
+"""The pure parts of the two analyses."""
+
+import pytest
+import torch
+
+from pacs_trl.analysis.beta_and_reference import references, running_mean
+from pacs_trl.analysis.gradient_variance import (
+    VARIANTS,
+    Batch,
+    group_gradients,
+    largest_share,
+    relative_variance,
+    sequence_logps,
+)
+from pacs_trl.miniature.model import build_model
+
+
+def test_relative_variance_of_two_gradients_by_hand():
+    # mean (2, 0); deviations (-1, 1), (1, -1): trace of the covariance (2 + 2) / 1 = 4; |mean|^2 = 4, minus 4 / 2
+    assert relative_variance(torch.tensor([[1.0, 1.0], [3.0, -1.0]])) == pytest.approx(4 / 2)
+    assert relative_variance(torch.tensor([[1.0], [-1.0]])) == float("inf")
+
+
+def test_relative_variance_is_free_of_scale_and_finds_the_true_one():
+    gradients = 3.0 + 2.0 * torch.randn(20_000, 5, generator=torch.Generator().manual_seed(0))
+    assert relative_variance(gradients) == pytest.approx(5 * 4 / (5 * 9), rel=0.03)
+    assert relative_variance(1e-3 * gradients) == pytest.approx(relative_variance(gradients), rel=1e-5)
+
+
+def test_largest_share():
+    assert largest_share(torch.tensor([[3.0, 0.0], [0.0, 1.0]])) == pytest.approx(0.9)
+
+
+def test_running_mean_starts_with_what_there_is():
+    assert running_mean([2.0, 4.0, 6.0, 8.0], 3) == [2.0, 3.0, 4.0, 6.0]
+
+
+def test_references_are_settings_of_the_recipe():
+    assert list(references(None)) == ["rollout", "snapshot, kept"]
+    assert references(40)["snapshot, renewed every 40"][-2:] == ["--reference_reset_steps", "40"]
+
+
+@pytest.fixture(scope="module")
+def groups(tokenizer):
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 200, (24, 12), generator=generator)
+    attention_mask = torch.ones_like(ids)
+    attention_mask[3, 10:] = 0
+    completion_mask = attention_mask.clone()
+    completion_mask[:, :5] = 0
+    labels = (torch.rand(24, generator=generator) < 0.5).float()
+    labels[8:16] = 0.0  # a group of one class
+    return build_model(tokenizer, "tiny").eval(), Batch(ids, attention_mask, completion_mask, labels)
+
+
+def test_sequence_logps_against_a_loop(groups):
+    model, batch = groups
+    with torch.no_grad():
+        logps = sequence_logps(model, batch, slice(2, 4))
+        for row, length in ((2, 12), (3, 10)):
+            total = 0.0
+            for t in range(5, length):
+                logits = model(input_ids=batch.input_ids[row : row + 1, :t]).logits[0, -1]
+                total += logits.double().log_softmax(-1)[batch.input_ids[row, t]].item()
+            assert logps[row - 2].item() == pytest.approx(total, rel=1e-5)
+
+
+def test_rloo_with_rescaled_beta_is_dr_grpo(groups):
+    model, batch = groups
+    proxies = torch.randn(24, generator=torch.Generator().manual_seed(2))
+    gradients = group_gradients(model, batch, proxies)
+    assert {g.shape[0] for g in gradients.values()} == {2} and list(gradients) == list(VARIANTS)
+    torch.testing.assert_close(gradients["rloo, beta x 7/8"], gradients["dr_grpo"], rtol=1e-4, atol=1e-7)
+    assert (gradients["rloo"] - gradients["dr_grpo"]).norm() > 0.01 * gradients["rloo"].norm()
+    # equal proxies: the same direction, G / (G - 1) times as long; the score of GRPO does not divide
+    gradients = group_gradients(model, batch, torch.zeros(24))
+    torch.testing.assert_close(gradients["rloo"], 8 / 7 * gradients["dr_grpo"], rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(gradients["grpo"], gradients["dr_grpo"], rtol=1e-4, atol=1e-7)
