@@ -101,6 +101,11 @@ def check_vllm(args: GRPOConfig, model: str) -> None:
             f"vllm_gpu_memory_utilization={args.vllm_gpu_memory_utilization} must lie in (0, 1]: it is the share of each "
             "GPU's memory that vLLM takes. `pacs-trl plan --config RECIPE` says how much training leaves."
         )
+    if args.vllm_mode == "colocate" and args.vllm_enable_sleep_mode and args.device.type == "cpu":
+        raise ValueError(
+            "vllm_enable_sleep_mode=True needs a GPU: vLLM's CPU backend cannot give its memory back. Remove it; the CPU "
+            "engine's cache is bounded by the environment variable VLLM_CPU_KVCACHE_SPACE (GiB)."
+        )
     if args.process_index != 0:
         return
     if args.vllm_mode == "server":

@@ -92,6 +92,12 @@ def test_memory_fraction(tmp_path, installed):
         check_vllm(args, "model")
 
 
+def test_sleep_mode_on_a_cpu(tmp_path, installed):
+    args = config(tmp_path, use_vllm=True, vllm_mode="colocate", vllm_enable_sleep_mode=True)
+    with pytest.raises(ValueError, match="vllm_enable_sleep_mode=True needs a GPU.*VLLM_CPU_KVCACHE_SPACE"):
+        check_vllm(args, "model")
+
+
 def test_colocated_with_a_port_in_use(tmp_path, installed, monkeypatch):
     with socket.socket() as other:
         other.bind(("", 0))

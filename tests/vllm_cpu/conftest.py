@@ -44,7 +44,7 @@ def shared_engine():
     from vllm import LLM
     from vllm.model_executor.layers import utils
 
-    started = []
+    started: list = []
     monkeypatch = pytest.MonkeyPatch()
     keep = {"cpu_linear": torch.nn.functional.linear}
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", lambda layer, remove_weight: vars(layer).update(keep))
