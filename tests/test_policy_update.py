@@ -211,7 +211,7 @@ CORRECTION = {"vllm_importance_sampling_correction": True, "vllm_importance_samp
     [
         {"group_layout": "whole"},
         {"group_layout": "split"},
-        {"group_layout": "split", "class_weighting": "only_positive"},
+        {"group_layout": "split", "score_estimator": "none", "class_weighting": "only_positive"},
         {"reference": "snapshot"},
         {"proxy": "mean_logp"},
         {"num_iterations": 2},

@@ -1,6 +1,7 @@
 """What is refused before a run with vLLM starts, and what happens when its server dies: a server on this machine plays vLLM."""
 
 import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from requests.adapters import HTTPAdapter
 from transformers import AutoModelForCausalLM
 from trl.generation import vllm_client, vllm_generation
 
-from pacs_trl import PACSTrainer, vllm_checks
+from pacs_trl import PACSTrainer, train, vllm_checks
 from pacs_trl.vllm_checks import check_port, check_version, check_vllm, serve_command
 
 
@@ -33,6 +34,16 @@ def test_not_installed(tmp_path, monkeypatch):
     args = config(tmp_path, use_vllm=True, vllm_mode="colocate")
     with pytest.raises(ValueError, match="vLLM is not installed.*pip install 'vllm>=0.22,<0.32'.*make env-vllm"):
         PACSTrainer(model="no/such-model", reward_funcs=lambda **kwargs: [], args=args)
+
+
+@pytest.mark.parametrize("method", ["grpo", "pacs"])
+def test_recipes_of_every_method_are_checked(tmp_path, monkeypatch, method):
+    monkeypatch.setattr(vllm_checks, "installed_vllm", lambda: "0.12.0")
+    recipe = Path(__file__).parents[1] / "recipes" / "miniature" / f"{method}.yaml"
+    settings = {"model_name_or_path": "no/such-model", "use_vllm": True, "output_dir": tmp_path}
+    arguments = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
+    with pytest.raises(ValueError, match="vLLM 0.12.0 is installed, but"):
+        train.main(["--config", str(recipe), *arguments])
 
 
 def test_port_in_use():

@@ -67,8 +67,9 @@ def colocated(shared_engine, monkeypatch):
     from trl.generation import vllm_generation
 
     monkeypatch.setattr(vllm_generation, "LLM", partial(shared_engine))
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)  # which TRL sets; put back afterwards
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "VLLM_ENABLE_V1_MULTIPROCESSING"):
+        monkeypatch.setenv(name, "")  # TRL and vLLM set these; set here, so that they are put back afterwards
+        monkeypatch.delenv(name)
     return {
         "use_vllm": True,
         "vllm_mode": "colocate",

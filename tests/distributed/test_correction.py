@@ -1,0 +1,64 @@
+"""The mismatch correction on two processes: token weights are where the rows are learnt from, statistics are of all rows."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from replay import Replay, build_trainer, trainable_weights
+
+
+class Sampled(Replay):
+    """Rows as if an engine had drawn them, which gave every token about the same probability."""
+
+    def __call__(self, prompts, trainer):
+        output = super().__call__(prompts, trainer)
+        output["logprobs"] = [[-5.4 + 0.1 * (token % 3) for token in ids] for ids in output["completion_ids"]]
+        return output
+
+
+def train(output_dir, rows_per_process: int) -> dict:
+    """Two generations of two updates; rows of wrong completions have no gradient and are left out."""
+    trainer = build_trainer(
+        output_dir,
+        replay=Sampled(),
+        vllm_importance_sampling_correction=True,
+        vllm_importance_sampling_mode="token_truncate",
+        vllm_importance_sampling_clip_max=100.0,
+        score_estimator="none",
+        class_weighting="only_positive",
+        group_layout="split",
+        per_device_train_batch_size=rows_per_process,
+        steps_per_generation=2,
+        max_steps=4,
+    )
+    trainer.train()
+    logs = [
+        {k: v for k, v in e.items() if k.startswith("sampling/")} for e in trainer.state.log_history if "loss" in e
+    ]
+    return {"weights": trainable_weights(trainer.model), "logs": logs}
+
+
+def test_two_processes_learn_what_one_does(tmp_path):
+    env = os.environ | {"ACCELERATE_USE_CPU": "true"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__]
+    result = subprocess.run([*command, str(tmp_path)], env=env, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr[-3000:]
+    found, expected = torch.load(tmp_path / "of_two.pt"), train(tmp_path / "one", rows_per_process=8)
+    for name, value in expected["weights"].items():
+        assert torch.allclose(found["weights"][name], value, rtol=1e-5, atol=1e-6), name
+    for of_two, of_one in zip(found["logs"], expected["logs"], strict=True):
+        assert of_two == pytest.approx(of_one, rel=1e-5)
+    assert [len(log) for log in expected["logs"]] == [7, 0, 7, 0]
+
+
+if __name__ == "__main__":
+    results = train(sys.argv[1], rows_per_process=4)
+    if os.environ["RANK"] == "0":
+        torch.save(results, Path(sys.argv[1]) / "of_two.pt")
