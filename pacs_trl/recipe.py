@@ -91,7 +91,7 @@ def read_recipe(argv: Sequence[str]) -> Recipe:
         raise ValueError("The recipe names no model: `model_name_or_path` is missing. Set it to a path or a Hub id.")
     parts = TrlParser(types).parse_args_and_config(argv)
     settings = {"method": method}
-    for key in sorted(given - {"config", "env"}):
+    for key in sorted(given - {"config", "env", "hub_token"}):  # a recipe is published, a token never
         key = key if key in known else key.removeprefix("no_")
         value = next(getattr(part, key) for part in parts if hasattr(part, key))
         settings[key] = value.value if isinstance(value, Enum) else value

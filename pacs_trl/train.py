@@ -18,6 +18,7 @@ from trl import get_peft_config, get_quantization_config
 
 from . import rewards
 from .data import load_training_data
+from .hub import push_trained, record_training
 from .lora import check_lora_targets
 from .recipe import Recipe, read_recipe
 from .tracking import tracked_run
@@ -77,15 +78,15 @@ def main(argv: Sequence[str] | None = None):
         )
         trainer.accelerator.print(describe_step(training, trainer.accelerator.num_processes, len(train_dataset)))
         trainer.train(resume_from_checkpoint=checkpoint)
-        trainer.save_model(training.output_dir)
+        trainer.save_model(training.output_dir, _internal_call=True)  # no push yet: it comes once, with everything
         trainer.create_model_card(model_name=Path(training.output_dir).name, dataset_name=recipe.data.dataset_name)
     if trainer.accelerator.is_main_process:
         (Path(training.output_dir) / "recipe.yaml").write_text(yaml.safe_dump(recipe.settings))
-        trainer.state.save_to_json(str(Path(training.output_dir) / "trainer_state.json"))
+        record_training(trainer)
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.print(f"Saved model, model card and recipe to {training.output_dir}.")
     if training.push_to_hub:
-        trainer.push_to_hub(dataset_name=recipe.data.dataset_name)
+        push_trained(trainer)
     return trainer
 
 

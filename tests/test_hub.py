@@ -12,7 +12,7 @@ from datasets import Dataset
 from huggingface_hub import HfApi, ModelCard, parse_eval_result_entries
 from loopback_hub import LoopbackHub
 
-from pacs_trl import PACSConfig, PACSTrainer
+from pacs_trl import PACSConfig, PACSTrainer, train
 from pacs_trl import hub as hub_module
 from pacs_trl.evaluation.provenance import checkpoint_digest, training_facts
 from pacs_trl.hub import main, push, push_trained
@@ -281,6 +281,33 @@ def test_a_trainer_pushes_what_the_command_line_pushes(trainer, hub, monkeypatch
     # And the command line finds nothing to add.
     assert push(directory, REPO, api=HfApi(endpoint=hub.endpoint, token="hf_x")).num_retries == 0
     assert len(hub.commits[REPO]) == progress + 1
+
+
+@pytest.mark.parametrize("method", ["pacs", "grpo"])
+def test_push_to_hub_in_a_recipe(method, tmp_path, tokenizer, hub):
+    model, output_dir = tmp_path / "model", tmp_path / "out"
+    tokenizer.save_pretrained(model)
+    build_model(tokenizer, "tiny").save_pretrained(model)
+    settings = {
+        "config": Path(__file__).parents[1] / "recipes" / "miniature" / f"{method}.yaml",
+        "model_name_or_path": model,
+        "output_dir": output_dir,
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "max_steps": 2,
+        "push_to_hub": "true",
+        "hub_model_id": REPO,
+        "hub_token": "hf_x",
+    }
+    train.main([part for key, value in settings.items() for part in (f"--{key}", str(value))])
+    assert len(hub.commits[REPO]) == 1
+    files = hub.files[REPO]
+    assert {"model.safetensors", "README.md", "recipe.yaml", "provenance.json", "training.png"} <= set(files)
+    recipe = yaml.safe_load(files["recipe.yaml"])
+    assert recipe["hub_model_id"] == REPO and "hub_token" not in recipe
+    card = files["README.md"].decode()
+    assert f"fine-tuned with {method.upper()}" in card and "Trained with 1 process on" in card
 
 
 def test_only_the_first_process_pushes(trainer, hub, monkeypatch):
