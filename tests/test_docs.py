@@ -1,4 +1,4 @@
-"""Every command in README and docs: its arguments parse, its files exist, and it is known who runs it.
+"""Every command in README, docs and notebooks: its arguments parse, its files exist, and it is known who runs it.
 
 A command is a line of a ```bash block, or a code span that begins like one. Words in capitals (MODEL, DIR, USER/NAME) and shell
 variables stand for what a reader puts in. Commands that a CPU runs in seconds are run here for real; the others are run by
@@ -10,6 +10,7 @@ import configparser
 import contextlib
 import importlib
 import importlib.util
+import json
 import re
 import shlex
 import subprocess
@@ -23,7 +24,8 @@ from pacs_trl.plan import check_recipe, read_launch
 
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("recipes/*.md")])
+PAGES += sorted(ROOT.glob("notebooks/*.ipynb"))
 BEGINNINGS = (
     "make ",
     "pacs-trl ",
@@ -67,6 +69,13 @@ RUN_ELSEWHERE = {
 }
 
 
+def text_of(page: Path) -> str:
+    if page.suffix == ".md":
+        return page.read_text()
+    cells = json.loads(page.read_text())["cells"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+
+
 def commands_of(text: str) -> list[str]:
     blocks = re.findall(r"```(?:bash|sh|shell)\n(.*?)```", text, flags=re.DOTALL)
     lines = [line for block in blocks for line in re.sub(r"\\\n\s*", " ", block).splitlines()]
@@ -78,7 +87,7 @@ def commands_of(text: str) -> list[str]:
     return [re.sub(r"^([A-Z_]+=\S+ )+", "", line) for line in found if line]
 
 
-FOUND = sorted({(str(page.relative_to(ROOT)), command) for page in PAGES for command in commands_of(page.read_text())})
+FOUND = sorted({(str(page.relative_to(ROOT)), command) for page in PAGES for command in commands_of(text_of(page))})
 
 
 class Parsed(Exception):
@@ -237,7 +246,7 @@ def test_named_files_exist():
     """Links between the pages, and tests named above."""
     missing = []
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text()):
+        for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text_of(page)):
             if not (page.parent / target).exists():
                 missing.append(f"{page.name}: {target}")
     assert not missing
