@@ -9,22 +9,25 @@ from pacs_trl.analysis.gradient_variance import (
     Batch,
     group_gradients,
     largest_share,
-    relative_variance,
+    noise_share,
     sequence_logps,
 )
 from pacs_trl.miniature.model import build_model
 
 
-def test_relative_variance_of_two_gradients_by_hand():
-    # mean (2, 0); deviations (-1, 1), (1, -1): trace of the covariance (2 + 2) / 1 = 4; |mean|^2 = 4, minus 4 / 2
-    assert relative_variance(torch.tensor([[1.0, 1.0], [3.0, -1.0]])) == pytest.approx(4 / 2)
-    assert relative_variance(torch.tensor([[1.0], [-1.0]])) == float("inf")
+def test_noise_share_of_two_gradients_by_hand():
+    # mean (2, 0); deviations (-1, 1), (1, -1): trace of the covariance (2 + 2) / 1 = 4; 4 / 2 / |mean|^2 = 2 / 4
+    assert noise_share(torch.tensor([[1.0, 1.0], [3.0, -1.0]])) == pytest.approx(0.5)
 
 
-def test_relative_variance_is_free_of_scale_and_finds_the_true_one():
-    gradients = 3.0 + 2.0 * torch.randn(20_000, 5, generator=torch.Generator().manual_seed(0))
-    assert relative_variance(gradients) == pytest.approx(5 * 4 / (5 * 9), rel=0.03)
-    assert relative_variance(1e-3 * gradients) == pytest.approx(relative_variance(gradients), rel=1e-5)
+def test_noise_share_is_free_of_scale_and_finds_the_true_one():
+    # mean 0.3 and standard deviation 2 along 5 axes, 100 gradients: 5 * 4 / 100 of noise on 5 * 0.09 of signal
+    gradients = 0.3 + 2.0 * torch.randn(2_000, 100, 5, generator=torch.Generator().manual_seed(0))
+    noise, lengths = zip(
+        *((noise_share(g) * g.mean(0).square().sum(), g.mean(0).square().sum()) for g in gradients), strict=True
+    )
+    assert sum(noise) / sum(lengths) == pytest.approx(0.2 / (0.2 + 0.45), rel=0.03)
+    assert noise_share(1e-3 * gradients[0]) == pytest.approx(noise_share(gradients[0]), rel=1e-5)
 
 
 def test_largest_share():

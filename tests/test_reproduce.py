@@ -176,6 +176,13 @@ class TestReport:
         row = numbers(tmp_path, "t")["comparisons"][0]
         assert row["seeds above 0"] == "1 of 2" and row["same direction"] == "not resolved"
 
+    def test_one_seed_is_called_one_seed(self, tmp_path):
+        record(tmp_path, self.good, 5, {name: [4, 4] for name in TWINS.values()})
+        record(tmp_path, self.bad, 5, {name: [1, 2] for name in TWINS.values()})
+        write_tables([self.table("pass_at_k", published="Qwen3-4B", compare=[("PACS", "GRPO")])], tmp_path, twins=True)
+        row = numbers(tmp_path, "t")["comparisons"][0]
+        assert row["seeds above 0"] == "1 of 1" and row["same direction"] == "yes, one seed"
+
     def test_a_cell_without_runs_is_a_dash(self, tmp_path):
         record(tmp_path, self.good, 0, {name: [3, 2] for name in TWINS.values()})
         table = self.table("pass_at_k", published="Qwen3-4B", compare=[("PACS", "GRPO")])

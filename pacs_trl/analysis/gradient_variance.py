@@ -2,9 +2,9 @@
 
 A miniature policy moves away from its reference, one update after the other. At some ages of the reference, groups of
 completions are sampled, and the gradient of every group alone is taken under the scores "rloo", "dr_grpo" and "grpo". What is
-compared is the noise of an optimizer step relative to its length, which no optimizer that is free of scale can change:
+compared is the noise in the mean over the groups relative to its length, which no optimizer that is free of scale can change:
 
-    relative variance = trace(covariance of a group's gradient) / |mean gradient|^2
+    noise share = trace(covariance of a group's gradient) / number of groups / |mean gradient|^2
 
 "rloo" and "dr_grpo" cannot differ but by beta: psi_rloo = G / (G - 1) * psi_dr_grpo, so that the gradients are equal up to a
 factor wherever beta is rescaled by (G - 1) / G. The script measures both, as they are and rescaled.
@@ -49,22 +49,20 @@ class Batch(NamedTuple):
     labels: torch.Tensor  # (B,)
 
 
-def relative_variance(gradients: torch.Tensor) -> float:
+def noise_share(gradients: torch.Tensor) -> float:
     """
-    Noise of one group's gradient relative to the signal, without the bias of a finite sample.
+    How much of the squared length of a mean gradient is expected to be noise.
 
     Args:
         gradients (`torch.Tensor` of shape `(P, D)`): Independent gradients, at least two.
 
     Returns:
-        `float`: `trace(covariance) / |mean|^2`; infinite where the mean cannot be told from 0.
+        `float`: `trace(covariance) / P / |mean|^2`, at least 0 and about 1 if there is nothing but noise.
     """
     num_groups = len(gradients)
     mean = gradients.double().mean(dim=0)
     noise = (gradients.double() - mean).square().sum().item() / (num_groups - 1)
-    # |sample mean|^2 is too large by the variance of the sample mean.
-    signal = mean.square().sum().item() - noise / num_groups
-    return noise / signal if signal > 0 else float("inf")
+    return noise / num_groups / mean.square().sum().item()
 
 
 def largest_share(gradients: torch.Tensor) -> float:
@@ -156,7 +154,7 @@ def measure(model, reference, batch: Batch, age: int) -> list[dict[str, float | 
                 "age": age,
                 "variant": label,
                 "groups": len(gradients[label]),
-                "relative_variance": relative_variance(gradients[label]),
+                "noise_share": noise_share(gradients[label]),
                 "mean_length": mean.norm().item(),
                 "largest_share": largest_share(gradients[label]),
                 "cosine_to_rloo": torch.cosine_similarity(mean, gradients["rloo"].mean(dim=0), dim=0).item(),
@@ -178,7 +176,7 @@ def run(num_prompts: int, ages: Sequence[int], learning_rate: float, seed: int) 
         if age in ages:
             rows += measure(model, reference, sample_batch(model, tokenizer, num_prompts, seed=10_000 + age), age)
             print(
-                f"age {age}: " + ", ".join(f"{r['variant']} {r['relative_variance']:.1f}" for r in rows[-4:]),
+                f"age {age}: " + ", ".join(f"{r['variant']} {r['noise_share']:.3f}" for r in rows[-4:]),
                 flush=True,
             )
         batch = sample_batch(model, tokenizer, 16, seed=age)
@@ -191,14 +189,14 @@ def run(num_prompts: int, ages: Sequence[int], learning_rate: float, seed: int) 
 
 
 def draw(rows: Sequence[dict], path: Path) -> None:
-    """Relative variance, share of the longest gradients and direction against the age of the reference."""
+    """Noise, share of the longest gradients and direction against the age of the reference."""
     from matplotlib.figure import Figure
 
     from pacs_trl.report.plots import COLORS, DASHES, MARKERS, PAGE_WIDTH, PANEL_HEIGHT, STYLE
 
     panels = {
-        "relative_variance": "relative variance of a group's gradient",
-        "mean_length": "length of the mean gradient",
+        "noise_share": "noise in the mean gradient",
+        "largest_share": "share of the longest 1 % of gradients",
         "cosine_to_rloo": "cosine of the mean gradient to rloo's",
     }
     with matplotlib.rc_context(STYLE):
@@ -213,8 +211,7 @@ def draw(rows: Sequence[dict], path: Path) -> None:
             axes.set_xscale("symlog", linthresh=1)
             axes.set_xticks(sorted({row["age"] for row in rows}), [str(a) for a in sorted({r["age"] for r in rows})])
             axes.minorticks_off()
-            if key != "cosine_to_rloo":
-                axes.set_yscale("log")
+            axes.set_ylim(0, 1.05)
         figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=200)
@@ -225,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--num_prompts", type=int, default=256, help="groups at each age")
     parser.add_argument("--ages", type=int, nargs="+", default=list(AGES))
-    parser.add_argument("--learning_rate", type=float, default=3e-4)
+    parser.add_argument("--learning_rate", type=float, default=1e-4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output_dir", type=Path, default=Path("docs/results/analysis"))
     args = parser.parse_args(argv)
