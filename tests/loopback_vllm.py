@@ -7,10 +7,47 @@ can be told to fail.
 import json
 import random
 import threading
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlparse
 
 from replay import TOKENIZER
+from requests.adapters import HTTPAdapter
+from trl.generation import vllm_client, vllm_generation
+
+from pacs_trl import vllm_checks
+
+
+def play_installed(patch: Callable) -> None:
+    """
+    As if a vLLM were installed that this TRL drives, and weights went to its server without NCCL.
+
+    `patch(owner, name, value)` is `setattr`, or that of a monkeypatch.
+    """
+    patch(vllm_checks, "installed_vllm", lambda: "0.31.0")
+    patch(vllm_checks, "_SECONDS_BETWEEN_TRIES", 0.05)
+    for module in (vllm_client, vllm_generation):
+        patch(module, "is_vllm_available", lambda: True)
+    patch(vllm_client.VLLMClient, "init_communicator", lambda self, device: None)
+
+    def update_named_params(self, metadata, named_params):
+        assert [name for name, _, _ in metadata] == [name for name, _ in named_params]
+        self._start_weight_update()
+        self._finish_weight_update()
+
+    patch(vllm_client.VLLMClient, "update_named_params", update_named_params)
+    patch(vllm_client, "HTTPAdapter", lambda **kwargs: HTTPAdapter(max_retries=0))
+
+
+def server_settings(url: str) -> dict:
+    """Settings of a run with the server at `url`."""
+    return {
+        "use_vllm": True,
+        "vllm_mode": "server",
+        "vllm_server_base_url": url,
+        "vllm_server_timeout": 0.2,
+        "vllm_group_port": 0,
+    }
 
 
 class LoopbackVLLM:

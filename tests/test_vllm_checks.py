@@ -5,11 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from loopback_vllm import LoopbackVLLM
+from loopback_vllm import LoopbackVLLM, play_installed, server_settings
 from replay import Recorder, addition_dataset, build_trainer, config, tiny_model, trainable_weights
-from requests.adapters import HTTPAdapter
 from transformers import AutoModelForCausalLM
-from trl.generation import vllm_client, vllm_generation
 
 from pacs_trl import PACSTrainer, train, vllm_checks
 from pacs_trl.vllm_checks import check_port, check_version, check_vllm, serve_command
@@ -58,20 +56,7 @@ def test_port_in_use():
 
 @pytest.fixture
 def installed(monkeypatch):
-    """As if a vLLM were installed that this TRL drives, in server mode without CUDA."""
-    monkeypatch.setattr(vllm_checks, "installed_vllm", lambda: "0.31.0")
-    monkeypatch.setattr(vllm_checks, "_SECONDS_BETWEEN_TRIES", 0.05)
-    for module in (vllm_client, vllm_generation):
-        monkeypatch.setattr(module, "is_vllm_available", lambda: True)
-    monkeypatch.setattr(vllm_client.VLLMClient, "init_communicator", lambda self, device: None)
-
-    def update_named_params(self, metadata, named_params):
-        assert [name for name, _, _ in metadata] == [name for name, _ in named_params]
-        self._start_weight_update()
-        self._finish_weight_update()
-
-    monkeypatch.setattr(vllm_client.VLLMClient, "update_named_params", update_named_params)
-    monkeypatch.setattr(vllm_client, "HTTPAdapter", lambda **kwargs: HTTPAdapter(max_retries=0))
+    play_installed(monkeypatch.setattr)
 
 
 @pytest.fixture(scope="module")
@@ -85,16 +70,6 @@ def model(tmp_path_factory):
 def server(model):
     with LoopbackVLLM(model) as server:
         yield server
-
-
-def settings_for(server, **more):
-    return {
-        "use_vllm": True,
-        "vllm_mode": "server",
-        "vllm_server_base_url": server.url,
-        "vllm_server_timeout": 0.2,
-        "vllm_group_port": 0,
-    } | more
 
 
 def test_memory_fraction(tmp_path, installed):
@@ -148,7 +123,7 @@ REFUSED = {
 def test_server_that_will_not_do(tmp_path, installed, server, model, state, message):
     vars(server).update(state)
     with pytest.raises(ValueError, match=f"(?s){message}"):
-        check_vllm(config(tmp_path, **settings_for(server)), model)
+        check_vllm(config(tmp_path, **server_settings(server.url)), model)
 
 
 def test_server_with_too_short_a_context(tmp_path, installed, model):
@@ -156,14 +131,14 @@ def test_server_with_too_short_a_context(tmp_path, installed, model):
         with pytest.raises(
             ValueError, match="max_model_len=16, which cannot hold a prompt and max_completion_length=16"
         ):
-            check_vllm(config(tmp_path, **settings_for(server)), model)
+            check_vllm(config(tmp_path, **server_settings(server.url)), model)
 
 
 def test_server_that_will_do(tmp_path, installed, server, model):
-    check_vllm(config(tmp_path, **settings_for(server)), model)
+    check_vllm(config(tmp_path, **server_settings(server.url)), model)
     assert server.calls == ["/health", "/v1/models", "/server_info"]
     server.models["data"][0]["id"] = "another name"  # its root is the model
-    check_vllm(config(tmp_path, **settings_for(server)), model)
+    check_vllm(config(tmp_path, **server_settings(server.url)), model)
     assert serve_command("M").startswith('VLLM_SERVER_DEV_MODE=1 vllm serve M --weight-transfer-config \'{"backend"')
 
 
@@ -173,7 +148,7 @@ def trainer_with(server, model, output_dir, **more):
         output_dir,
         model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
         more={"train_dataset": addition_dataset(64), "callbacks": [Recorder()]},
-        **settings_for(server, **settings),
+        **(server_settings(server.url) | settings),
     )
 
 
