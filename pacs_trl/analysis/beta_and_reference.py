@@ -95,9 +95,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--betas", type=float, nargs="+", default=list(BETAS))
-    parser.add_argument("--reset_steps", type=int, default=40)
+    parser.add_argument("--reset_steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max_steps", type=int, default=120)
+    parser.add_argument("--max_steps", type=int, default=80)
     parser.add_argument("--output_dir", type=Path, default=Path("docs/results/analysis"))
     parser.add_argument("--work_dir", type=Path, default=Path("outputs/beta_and_reference"))
     args = parser.parse_args(argv)

@@ -196,8 +196,8 @@ def draw(rows: Sequence[dict], path: Path) -> None:
 
     panels = {
         "noise_share": "noise in the mean gradient",
-        "largest_share": "share of the longest 1 % of gradients",
-        "cosine_to_rloo": "cosine of the mean gradient to rloo's",
+        "largest_share": "length in the longest 1 %",
+        "cosine_to_rloo": "cosine to rloo",
     }
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(PAGE_WIDTH, PANEL_HEIGHT + 0.35), layout="constrained")
@@ -211,7 +211,7 @@ def draw(rows: Sequence[dict], path: Path) -> None:
             axes.set_xscale("symlog", linthresh=1)
             axes.set_xticks(sorted({row["age"] for row in rows}), [str(a) for a in sorted({r["age"] for r in rows})])
             axes.minorticks_off()
-            axes.set_ylim(0, 1.05)
+            axes.set_ylim(0, 1.05 * max(1.0, *(row[key] for row in rows)))
         figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=200)

@@ -104,7 +104,8 @@ def write_tables(selected: Sequence[Table], results_dir: Path, *, twins: bool) -
         require_same_protocol(results, [f"{result['method']} in {results_dir}" for result in results])
         body, numbers = _SECTIONS[table.shows](table, runs, results_dir / table.name, twins)
         counts = ", ".join(f"{cell.label} {len(runs[cell.label])}" for cell in table.cells)
-        text = f"# {table.title}\n\nSeeds: {counts}.\n\n{body}"
+        note = "Miniature twins of the models and benchmarks that are named.\n\n" if twins else ""
+        text = f"# {table.title}\n\n{note}Seeds: {counts}.\n\n{body}"
         (results_dir / f"{table.name}.md").write_text(text)
         (results_dir / f"{table.name}.json").write_text(json.dumps(numbers, indent=1) + "\n")
         sections.append(text)
