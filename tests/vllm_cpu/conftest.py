@@ -42,6 +42,7 @@ def shared_engine():
     """
     import torch
     from vllm import LLM
+    from vllm.distributed.parallel_state import model_parallel_is_initialized
     from vllm.model_executor.layers import utils
 
     started: list = []
@@ -50,10 +51,12 @@ def shared_engine():
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", lambda layer, remove_weight: vars(layer).update(keep))
 
     def engine(**kwargs):
-        if not started:
+        # After the first start evaluation has its engines in this process too, and one that is closed tears down what all of
+        # them need. The broken one is kept: it would tear down the new one when it is collected.
+        if not started or not model_parallel_is_initialized():
             started.append(LLM(**kwargs, enforce_eager=True, dtype="float32"))
-            started.append(started[0].generate)
-        llm, generate = started
+            started.append(started[-1].generate)
+        llm, generate = started[-2:]
         llm.generate = generate  # without the seeds of the trainer before
         return llm
 
@@ -67,8 +70,8 @@ def colocated(shared_engine, monkeypatch):
     from trl.generation import vllm_generation
 
     monkeypatch.setattr(vllm_generation, "LLM", partial(shared_engine))
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "VLLM_ENABLE_V1_MULTIPROCESSING"):
-        monkeypatch.setenv(name, "")  # TRL and vLLM set these; set here, so that they are put back afterwards
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # TRL sets these; set here, so that they are put back afterwards
         monkeypatch.delenv(name)
     return {
         "use_vllm": True,
