@@ -63,6 +63,7 @@ RUN_ELSEWHERE = {
     "pacs-trl evaluate": "tests/evaluation/test_whole_path.py",
     "pacs-trl report": "tests/report/test_report.py, tests/evaluation/test_whole_path.py",
     "pacs-trl reproduce": "tests/test_reproduce.py",
+    "python -m pacs_trl.analysis": "tests/test_analysis.py",
     "python -m pacs_trl.evaluation.diversity": "tests/evaluation/test_diversity.py",
     "python -m pacs_trl.evaluation.critic": "tests/evaluation/test_critic.py",
     "python -m pacs_trl.miniature.quickstart": "tests/miniature/test_quickstart.py",
