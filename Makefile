@@ -54,7 +54,7 @@ bench: env
 
 tables: env
 	$(BIN)/pacs-trl reproduce all --seeds $$(seq 0 $$(($(SEEDS) - 1))) $(if $(STEPS),--max_steps $(STEPS) \
-		--warm_start_steps $(STEPS) --results_dir outputs/tables/short --work_dir outputs/tables/short/work) $(ARGS)
+		--warm_start_steps $(STEPS) --num_samples 4 --max_problems 4 --results_dir outputs/tables/short --work_dir outputs/tables/short/work) $(ARGS)
 
 clean:
 	rm -rf $(VENV) outputs build *.egg-info
