@@ -175,8 +175,8 @@ def test_gradient_with_kl_term(tmp_path, saved_model, unverifiable, group_layout
 def test_gradient_of_every_estimator_and_weighting(tmp_path, score_estimator, class_weighting):
     settings = {"score_estimator": score_estimator, "class_weighting": class_weighting, **TWO_UPDATES}
     if score_estimator == "grpo":
-        # The first step from a fresh snapshot divides by 0 + 1e-6; the learning rate makes up for it.
-        settings |= {"reference": "snapshot", "learning_rate": 3e-7}
+        # The score divides by the spread of the proxies. Large steps make it much larger than the rounding of float32.
+        settings |= {"reference": "snapshot", "learning_rate": 0.5}
     train_and_compare(tmp_path, Replay(unverifiable=0.1), **settings)
 
 
