@@ -1,6 +1,6 @@
 """Time and memory of one optimizer step: PACSTrainer against TRL's GRPOTrainer on the same recorded rollouts.
 
-    make bench                                  # CPU size, about ten minutes on two cores
+    make bench                                  # CPU size, about seven minutes on two cores
     python benchmarks/step.py --size gpu        # Qwen3-1.7B architecture, random weights, bf16, one GPU
 
 All variants run in one process, one step after another in turn, `--repeats` times after a first one that is not timed
@@ -43,9 +43,9 @@ class Size:
 
 SIZES = {
     "cpu": Size(
-        config=dict(hidden_size=256, intermediate_size=768, num_hidden_layers=8, num_attention_heads=4, head_dim=64)
+        config=dict(hidden_size=256, intermediate_size=768, num_hidden_layers=6, num_attention_heads=4, head_dim=64)
         | dict(num_key_value_heads=2, vocab_size=512, tie_word_embeddings=True),
-        completion_max=640,
+        completion_max=576,
         rows_per_forward=8,
         num_groups=4,
         bf16=False,
