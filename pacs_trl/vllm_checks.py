@@ -111,12 +111,17 @@ def check_vllm(args: GRPOConfig, model: str) -> None:
     if args.vllm_mode == "server":
         check_port(args.vllm_group_port, "vllm_group_port", "Set vllm_group_port to a free one.")
         check_server(args, model)
-    elif os.environ.get("MASTER_PORT", "").isdigit() and not torch.distributed.is_initialized():
+    elif os.environ.get("MASTER_PORT", "").isdigit() and not _rendezvous_holds_port():
         check_port(
             int(os.environ["MASTER_PORT"]),
             "MASTER_PORT",
             "Unset MASTER_PORT, or start with `accelerate launch --main_process_port 0`.",
         )
+
+
+def _rendezvous_holds_port() -> bool:
+    """Whether MASTER_PORT is taken as it should be: by our own process group, or by torchrun for us."""
+    return torch.distributed.is_initialized() or torch.distributed.is_torchelastic_launched()
 
 
 def check_server(args: GRPOConfig, model: str) -> None:

@@ -93,6 +93,15 @@ def test_colocated_with_a_port_in_use(tmp_path, installed, monkeypatch):
             check_vllm(config(tmp_path, use_vllm=True, vllm_mode="colocate"), "model")
 
 
+def test_master_port_that_torchrun_holds_for_us(tmp_path, installed, monkeypatch):
+    with socket.socket() as torchrun:
+        torchrun.bind(("", 0))
+        torchrun.listen()
+        monkeypatch.setenv("MASTER_PORT", str(torchrun.getsockname()[1]))
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+        check_vllm(config(tmp_path, use_vllm=True, vllm_mode="colocate"), "model")
+
+
 def test_no_server(tmp_path, installed):
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
