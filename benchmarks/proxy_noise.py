@@ -26,7 +26,7 @@ from pacs_trl.packing import packed_attention, packed_logps_and_entropies, packi
 from pacs_trl.rollouts import Rollout, collate, row_lengths
 
 
-NUM_ROWS, MAX_LENGTH, PROMPT_LENGTH, ROWS_PER_FORWARD = 32, 256, 24, 8
+NUM_ROWS, MAX_LENGTH, PROMPT_LENGTH, ROWS_PER_FORWARD = 32, 512, 24, 8
 
 
 def build_model(device: str) -> Qwen3ForCausalLM:
@@ -53,7 +53,7 @@ def build_model(device: str) -> Qwen3ForCausalLM:
 @torch.no_grad()
 def sample_rollouts(model: Qwen3ForCausalLM, device: str) -> list[Rollout]:
     rng = random.Random(0)
-    lengths = [min(MAX_LENGTH, max(8, round(rng.lognormvariate(4.3, 0.6)))) for _ in range(NUM_ROWS - 1)] + [
+    lengths = [min(MAX_LENGTH, max(8, round(rng.lognormvariate(5.0, 0.6)))) for _ in range(NUM_ROWS - 1)] + [
         MAX_LENGTH
     ]
     prompts = torch.randint(1, 512, (NUM_ROWS, PROMPT_LENGTH), generator=torch.Generator().manual_seed(0)).to(device)
