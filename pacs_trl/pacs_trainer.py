@@ -26,8 +26,8 @@ from .pacs_config import PACSConfig
 from .policy_update import PolicyUpdate, StepRollouts
 from .reference import SnapshotReference, is_sharded
 from .resume import EpochSampler, check_same_settings, merge_rows, request_seed, rows_to_save
-from .rollouts import MicroBatch, Rollout, unpad_rollouts
-from .timing import StepTimer, TimingCallback
+from .rollouts import MicroBatch, Rollout, labels_from_rewards, unpad_rollouts
+from .timing import time_parts
 from .vllm_checks import check_vllm, serve_command, server_url
 from .vllm_requests import ServerGuard, seed_requests
 
@@ -39,6 +39,8 @@ _RESUME_SETTINGS = (
     "class_weighting",
     "proxy",
     "actor_term_coef",
+    "drop_uniform_groups",
+    "vllm_importance_sampling_correction",
     "beta",
     "reference",
     "reference_reset_steps",
@@ -135,7 +137,7 @@ class PACSTrainer(GRPOTrainer):
         self._non_finite_total = 0
         self._num_requests = 0  # sent to vLLM by this process
         self._at_step_begin = (0, 0)  # the two counters where the running optimizer step began
-        self._time_parts()
+        time_parts(self)
         if self.use_vllm:
             self._seed_requests()
 
@@ -184,27 +186,6 @@ class PACSTrainer(GRPOTrainer):
                 f"{type(base_model).__name__} with {base_model.config._attn_implementation!r}. Use padding_free='auto'."
             )
         return None if self.args.padding_free == "never" else backend
-
-    def _time_parts(self) -> None:
-        self._timer = StepTimer()
-        parts = {
-            "generation": ["_generate"],
-            "verification": ["_calculate_rewards"],
-            "log_probs": ["_score_rollout_reference", "_score_snapshot"],
-            "update": ["_run_update"],
-        }
-        for part, methods in parts.items():
-            for name in methods:
-                setattr(self, name, self._timer.timed(part, getattr(self, name)))
-        if self.use_vllm:
-            self.vllm_generation.sync_weights = self._timer.timed("weight_sync", self.vllm_generation.sync_weights)
-        self.add_callback(
-            TimingCallback(
-                self._timer,
-                record=lambda name, seconds: self._metrics["train"][name].append(seconds),
-                show=self.accelerator.print,
-            )
-        )
 
     def _seed_requests(self) -> None:
         engine = self.vllm_generation
@@ -295,24 +276,7 @@ class PACSTrainer(GRPOTrainer):
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        weights = self.reward_weights.to(rewards_per_func.device)
-        labels = (rewards_per_func * weights).nansum(dim=1)
-        labels[rewards_per_func.isnan().all(dim=1)] = torch.nan
-        outside = (labels < -1e-6) | (labels > 1 + 1e-6)
-        if outside.any():
-            row = int(outside.nonzero()[0])
-            parts = ", ".join(
-                f"{name}={value:g} (weight {weight:g})"
-                for name, value, weight in zip(
-                    self.reward_func_names, rewards_per_func[row].tolist(), weights.tolist(), strict=True
-                )
-            )
-            raise ValueError(
-                f"Labels of PACS must lie in [0, 1], but completion {row} of the generation batch has "
-                f"{labels[row].item():g}: {parts}. The label is the weighted sum of the reward functions. Rescale the "
-                "reward functions to [0, 1], or set reward_weights that sum to at most 1."
-            )
-        self._labels = labels.clamp(0, 1)
+        self._labels = labels_from_rewards(rewards_per_func, self.reward_weights, self.reward_func_names)
         return rewards_per_func
 
     def _generate_and_score_completions(self, inputs):

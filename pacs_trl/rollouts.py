@@ -4,6 +4,7 @@ TRL returns a generation batch as tensors padded to its longest completion. Here
 [`Rollout`] without padding, so that rows can be dropped, reordered, moved to another process, and saved.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +65,42 @@ def from_state(state: dict) -> Rollout:
     """Inverse of [`to_state`]."""
     values: dict[str, Any] = {n: v.numpy() if torch.is_tensor(v) else v for n, v in state.items()}
     return Rollout(**values)
+
+
+def labels_from_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
+    """
+    The labels of PACS: the weighted sum of the reward functions.
+
+    Args:
+        rewards_per_func (`torch.Tensor` of shape `(B, F)`):
+            Rewards of `F` functions; NaN for "no verdict".
+        weights (`torch.Tensor` of shape `(F,)`):
+            Weight of each function.
+        names (`Sequence[str]`):
+            Names of the functions.
+
+    Returns:
+        `torch.Tensor` of shape `(B,)` in [0, 1]; NaN where no function has a verdict.
+
+    Raises:
+        `ValueError`: if a label would lie outside of [0, 1].
+    """
+    weights = weights.to(rewards_per_func.device)
+    labels = (rewards_per_func * weights).nansum(dim=1)
+    labels[rewards_per_func.isnan().all(dim=1)] = torch.nan
+    outside = (labels < -1e-6) | (labels > 1 + 1e-6)
+    if outside.any():
+        row = int(outside.nonzero()[0])
+        parts = ", ".join(
+            f"{name}={value:g} (weight {weight:g})"
+            for name, value, weight in zip(names, rewards_per_func[row].tolist(), weights.tolist(), strict=True)
+        )
+        raise ValueError(
+            f"Labels of PACS must lie in [0, 1], but completion {row} of the generation batch has "
+            f"{labels[row].item():g}: {parts}. The label is the weighted sum of the reward functions. Rescale the "
+            "reward functions to [0, 1], or set reward_weights that sum to at most 1."
+        )
+    return labels.clamp(0, 1)
 
 
 def unpad_rollouts(batch: dict[str, torch.Tensor]) -> list[Rollout]:

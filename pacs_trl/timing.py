@@ -139,3 +139,32 @@ class TimingCallback(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         if self.timer.num_steps:
             self.show(self.timer.table())
+
+
+def time_parts(trainer) -> None:
+    """
+    Make a [`PACSTrainer`] record and print where the time of its steps goes.
+
+    Args:
+        trainer ([`PACSTrainer`]): Its methods that are a part of a step are replaced by timed ones.
+    """
+    timer = StepTimer()
+    methods = {
+        "_generate": "generation",
+        "_calculate_rewards": "verification",
+        "_score_rollout_reference": "log_probs",
+        "_score_snapshot": "log_probs",
+        "_run_update": "update",
+    }
+    for name, part in methods.items():
+        setattr(trainer, name, timer.timed(part, getattr(trainer, name)))
+    if trainer.use_vllm:
+        engine = trainer.vllm_generation
+        engine.sync_weights = timer.timed("weight_sync", engine.sync_weights)
+    trainer.add_callback(
+        TimingCallback(
+            timer,
+            record=lambda name, seconds: trainer._metrics["train"][name].append(seconds),
+            show=trainer.accelerator.print,
+        )
+    )

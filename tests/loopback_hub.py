@@ -7,13 +7,14 @@ is not spoken: clients are set to the LFS protocol.
 import base64
 import hashlib
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+
+from loopback import Loopback
 
 
-class LoopbackHub:
+class LoopbackHub(Loopback):
     """
-    Start with `with LoopbackHub() as hub`; `hub.endpoint` is its address.
+    Start with `with LoopbackHub() as hub`; `hub.url` is its address.
 
     - `files[repo][path]` is the content after the commits so far, `commits[repo]` their messages, `branches[repo]` where to.
     - `calls` lists (method, kind) of every call in order.
@@ -30,16 +31,7 @@ class LoopbackHub:
         self.objects: dict[str, bytes] = {}
         self.calls: list[tuple[str, str]] = []
         self.fail_next: dict[str, list[int]] = {}
-        self._httpd = ThreadingHTTPServer(("127.0.0.1", 0), _make_handler(self))
-        self.endpoint = f"http://127.0.0.1:{self._httpd.server_port}"
-
-    def __enter__(self):
-        threading.Thread(target=self._httpd.serve_forever, args=(0.01,), daemon=True).start()
-        return self
-
-    def __exit__(self, *exc_info):
-        self._httpd.shutdown()
-        self._httpd.server_close()
+        super().__init__(_make_handler(self))
 
     def count(self, kind: str) -> int:
         return sum(call == kind for _, call in self.calls)
@@ -59,8 +51,8 @@ class LoopbackHub:
         for item in objects:
             answer = {"oid": item["oid"], "size": item["size"]}
             if item["oid"] not in self.objects:
-                url = f"{self.endpoint}/lfs/{item['oid']}"
-                answer["actions"] = {"upload": {"href": url}, "verify": {"href": f"{self.endpoint}/verify"}}
+                url = f"{self.url}/lfs/{item['oid']}"
+                answer["actions"] = {"upload": {"href": url}, "verify": {"href": f"{self.url}/verify"}}
             answers.append(answer)
         return answers
 
@@ -117,18 +109,16 @@ def _make_handler(hub: LoopbackHub) -> type[BaseHTTPRequestHandler]:
             request = json.loads(body)
             repo = f"{request.get('organization') or 'user'}/{request['name']}"
             if repo in hub.files:
-                return self.answer(
-                    409, {"error": "You already created this model repo", "url": f"{hub.endpoint}/{repo}"}
-                )
+                return self.answer(409, {"error": "You already created this model repo", "url": f"{hub.url}/{repo}"})
             hub.files[repo], hub.commits[repo], hub.branches[repo] = {}, [], []
             hub.private[repo] = request.get("visibility") == "private" or bool(request.get("private"))
-            return {"url": f"{hub.endpoint}/{repo}"}
+            return {"url": f"{hub.url}/{repo}"}
 
         def commit(self, repo, branch, body):
             hub.branches[repo].append(branch)
             hub.commit(repo, [json.loads(line) for line in body.splitlines()])
             number = len(hub.commits[repo])
-            return {"commitUrl": f"{hub.endpoint}/{repo}/commit/{number:040d}", "commitOid": f"{number:040d}"}
+            return {"commitUrl": f"{hub.url}/{repo}/commit/{number:040d}", "commitOid": f"{number:040d}"}
 
         def respond(self, kind, make_answer):
             hub.calls.append((self.command, kind))

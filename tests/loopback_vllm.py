@@ -6,11 +6,11 @@ can be told to fail.
 
 import json
 import random
-import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from urllib.parse import urlparse
 
+from loopback import Loopback
 from replay import TOKENIZER
 from requests.adapters import HTTPAdapter
 from trl.generation import vllm_client, vllm_generation
@@ -50,7 +50,7 @@ def server_settings(url: str) -> dict:
     }
 
 
-class LoopbackVLLM:
+class LoopbackVLLM(Loopback):
     """
     Start with `with LoopbackVLLM("model") as server`; `server.url` is its address.
 
@@ -73,17 +73,7 @@ class LoopbackVLLM:
         self.fail_generation: int | None = None
         self.dead = False
         self.num_updates = 0
-        self._httpd = ThreadingHTTPServer(("127.0.0.1", 0), _make_handler(self))
-        self.port = self._httpd.server_port
-        self.url = f"http://127.0.0.1:{self.port}"
-
-    def __enter__(self):
-        threading.Thread(target=self._httpd.serve_forever, args=(0.01,), daemon=True).start()
-        return self
-
-    def __exit__(self, *exc_info):
-        self._httpd.shutdown()
-        self._httpd.server_close()
+        super().__init__(_make_handler(self))
 
     def answer(self, path: str, body: dict) -> tuple[int, dict]:
         self.calls.append(path)

@@ -48,7 +48,7 @@ def hub(monkeypatch):
     monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)  # made once, with the address of its day
     huggingface_hub.close_session()
     with LoopbackHub() as hub:
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.endpoint)
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
         yield hub
     huggingface_hub.close_session()
 
@@ -77,7 +77,7 @@ def checkpoint(tmp_path):
 
 def push_it(checkpoint, hub, **changes):
     extra = {"results": checkpoint.parent / "results.json", "recipe": checkpoint.parent / "recipe.yaml"}
-    api = HfApi(endpoint=hub.endpoint, token="hf_x")
+    api = HfApi(endpoint=hub.url, token="hf_x")
     return push(checkpoint, REPO, api=api, first_wait_seconds=0.01, **{**extra, **changes})
 
 
@@ -279,7 +279,7 @@ def test_a_trainer_pushes_what_the_command_line_pushes(trainer, hub, monkeypatch
     for fact in ("pass@8", "n = 128", "Trained with 1 process on", "training.png", "base_model: Qwen/Qwen3-8B"):
         assert fact in card
     # And the command line finds nothing to add.
-    assert push(directory, REPO, api=HfApi(endpoint=hub.endpoint, token="hf_x")).num_retries == 0
+    assert push(directory, REPO, api=HfApi(endpoint=hub.url, token="hf_x")).num_retries == 0
     assert len(hub.commits[REPO]) == progress + 1
 
 
@@ -329,9 +329,9 @@ def test_a_token_is_not_published(checkpoint, hub):
 
 
 def test_the_command_line(checkpoint, hub, monkeypatch, capsys):
-    monkeypatch.setattr("pacs_trl.hub.HfApi", lambda: HfApi(endpoint=hub.endpoint, token="hf_x"))
+    monkeypatch.setattr("pacs_trl.hub.HfApi", lambda: HfApi(endpoint=hub.url, token="hf_x"))
     assert main(["--model", str(checkpoint), "--repo", REPO]) == 0
-    assert f"{hub.endpoint}/{REPO}: 7 files, 0 retries" in capsys.readouterr().out
+    assert f"{hub.url}/{REPO}: 7 files, 0 retries" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,7 @@ def checkpoint(tmp_path_factory):
         ({"score_estimator": "dr_grpo"}, "score_estimator: 'rloo' in the checkpoint, 'dr_grpo' now"),
         ({"reference": "snapshot"}, "reference: 'rollout' in the checkpoint, 'snapshot' now"),
         ({"num_generations": 8}, "num_generations: 4 in the checkpoint, 8 now"),
+        ({"drop_uniform_groups": True}, "drop_uniform_groups: False in the checkpoint, True now"),
         ({"steps_per_generation": 2}, "steps_per_generation: 4 in the checkpoint, 2 now"),
     ],
 )

@@ -3,9 +3,19 @@
 import math
 
 import numpy as np
+import pytest
 import torch
 
-from pacs_trl.rollouts import FILLER, Rollout, collate, from_state, row_lengths, to_state, unpad_rollouts
+from pacs_trl.rollouts import (
+    FILLER,
+    Rollout,
+    collate,
+    from_state,
+    labels_from_rewards,
+    row_lengths,
+    to_state,
+    unpad_rollouts,
+)
 
 
 def scored_batch(**more):
@@ -95,3 +105,17 @@ def test_state_survives_saving(tmp_path):
             assert np.array_equal(found, value) and found.dtype == value.dtype, name
         else:
             assert found == value, name
+
+
+def test_labels_from_rewards():
+    nan = math.nan
+    rewards = torch.tensor([[1.0, 0.0], [1.0, 1.0], [nan, 1.0], [nan, nan]])
+    # 0.75 + 0; 0.75 + 0.25; a function without a verdict adds nothing; no verdict at all
+    labels = labels_from_rewards(rewards, torch.tensor([0.75, 0.25]), ["right", "format"])
+    assert labels[:3].tolist() == [0.75, 1.0, 0.25] and labels[3].isnan()
+
+
+def test_labels_outside_of_their_range():
+    rewards = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
+    with pytest.raises(ValueError, match=r"completion 1 .* has 1.5: right=1 \(weight 1\), format=1 \(weight 0.5\)"):
+        labels_from_rewards(rewards, torch.tensor([1.0, 0.5]), ["right", "format"])

@@ -4,13 +4,13 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 from fake_engines import DyingEngine, EchoEngine, FailingEngine, broken_engine
+from loopback import Loopback
 
 from pacs_trl.evaluation.engines import ServerEngine, TransformersEngine
 from pacs_trl.evaluation.replicas import ReplicatedEngine
@@ -64,11 +64,8 @@ class FakeServer(BaseHTTPRequestHandler):
 @pytest.fixture
 def server():
     FakeServer.failures, FakeServer.bodies = [], []
-    httpd = ThreadingHTTPServer(("127.0.0.1", 0), FakeServer)
-    threading.Thread(target=httpd.serve_forever, args=(0.01,), daemon=True).start()
-    yield f"http://127.0.0.1:{httpd.server_port}/v1"
-    httpd.shutdown()
-    httpd.server_close()
+    with Loopback(FakeServer) as loopback:
+        yield f"{loopback.url}/v1"
 
 
 def test_server_engine(server, monkeypatch):

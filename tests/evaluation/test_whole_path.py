@@ -90,9 +90,9 @@ def test_pushed(trained, evaluated, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
     huggingface_hub.close_session()
     with LoopbackHub() as hub:
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.endpoint)
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
         hub.fail_next["put"] = [500]
-        api = HfApi(endpoint=hub.endpoint, token="hf_x")
+        api = HfApi(endpoint=hub.url, token="hf_x")
         push(trained / "pacs", "user/pacs-mini", results=evaluated / "pacs", api=api, first_wait_seconds=0.01)
         files = hub.files["user/pacs-mini"]
     huggingface_hub.close_session()
