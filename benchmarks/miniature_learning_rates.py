@@ -2,7 +2,7 @@
 
     python benchmarks/miniature_learning_rates.py            # one core, minutes; goes on where it was stopped
 
-Three rates for each of PACS, GRPO and PPO, from one warm start; the reward (share of right completions at temperature 1) of the
+Four rates for each of PACS, GRPO and PPO, from one warm start; the reward (share of right completions at temperature 1) of the
 last rollouts decides. The rate of the PPO critic is 1e-3 throughout.
 """
 
@@ -43,7 +43,7 @@ def reward_at_the_end(twin: str, method: str, rate: float, max_steps: int, work_
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--twins", nargs="+", default=["twin-4b", "twin-8b"])
-    parser.add_argument("--rates", type=float, nargs="+", default=[1e-4, 3e-4, 1e-3])
+    parser.add_argument("--rates", type=float, nargs="+", default=[3e-5, 1e-4, 3e-4, 1e-3])
     parser.add_argument("--max_steps", type=int, default=60)
     parser.add_argument("--work_dir", type=Path, default=Path("outputs/miniature_learning_rates"))
     args = parser.parse_args()

@@ -21,11 +21,13 @@ from peft import PeftModel
 from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id, use_adapter
 
+from .early_grading import EarlyGrading
 from .packing import packed_attention, packed_logps_and_entropies, packing_backend
 from .pacs_config import PACSConfig
 from .policy_update import PolicyUpdate, StepRollouts
 from .reference import SnapshotReference, is_sharded
 from .resume import EpochSampler, check_same_settings, merge_rows, request_seed, rows_to_save
+from .rewards import math_reward
 from .rollouts import MicroBatch, Rollout, labels_from_rewards, unpad_rollouts
 from .timing import time_parts
 from .vllm_checks import check_vllm, serve_command, server_url
@@ -137,9 +139,12 @@ class PACSTrainer(GRPOTrainer):
         self._non_finite_total = 0
         self._num_requests = 0  # sent to vLLM by this process
         self._at_step_begin = (0, 0)  # the two counters where the running optimizer step began
+        self._early_grading: EarlyGrading | None = None
+        self._solutions: list = []  # of the rows that are being generated
         time_parts(self)
         if self.use_vllm:
             self._seed_requests()
+            self._grade_early()
 
     def _check_support(self) -> None:
         if self._is_vlm:
@@ -200,6 +205,16 @@ class PACSTrainer(GRPOTrainer):
         else:
             seed_requests(engine, self._next_seeds)
 
+    def _grade_early(self) -> None:
+        """Where the text that a completion ends in is the text that `math_reward` grades, and it comes one by one."""
+        parsed = any(
+            getattr(self._tokenizer, name, None) is not None for name in ("response_template", "response_schema")
+        )
+        if self.vllm_mode == "colocate" and math_reward in self.reward_funcs and not self.tools and not parsed:
+            self._early_grading = EarlyGrading(
+                self.vllm_generation, lambda ids: self._tokenizer.batch_decode(ids, skip_special_tokens=True)
+            )
+
     def _next_seeds(self, num_requests: int) -> list[int]:
         # Processes that share one engine by tensor parallelism must agree on the seeds; a server has one stream.
         processes_per_engine = self.args.vllm_tensor_parallel_size
@@ -239,6 +254,8 @@ class PACSTrainer(GRPOTrainer):
             self.vllm_generation.generation_kwargs["seed"] = self._next_seeds(len(prompt_ids))[0]
             if not self._server.answers():
                 self._stop_without_server()
+        if self._early_grading is not None:
+            self._early_grading.expect(prompt_ids, self._solutions)
         completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
         if served and len(completion_ids) < len(prompt_ids):
             self._stop_without_server()
@@ -275,6 +292,8 @@ class PACSTrainer(GRPOTrainer):
         return complete
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        if self._early_grading is not None:
+            self._early_grading.wait()
         rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._labels = labels_from_rewards(rewards_per_func, self.reward_weights, self.reward_func_names)
         return rewards_per_func
@@ -284,6 +303,7 @@ class PACSTrainer(GRPOTrainer):
         # The parent would score the policy, and for the KL term its reference, in micro-batches of its own. The PACS
         # update scores them when and where it needs them.
         self._defer_scoring = True
+        self._solutions = [row.get("solution") for row in inputs]
         try:
             output = super()._generate_and_score_completions(inputs)
         finally:

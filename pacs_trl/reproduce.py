@@ -97,12 +97,13 @@ def run_cell(cell: Cell, seed: int, options: Options) -> Path:
     seeds of their own. An interrupted run continues from its last checkpoint and with the samples it has drawn.
 
     Returns:
-        `Path`: directory with `results.json`, `diversity.json`, and for a trained cell `training.json` (log, checkpoints
-        measured, settings).
+        `Path`: directory with `results.json`, `diversity.json`, `settings.json`, and for a trained cell `training.json` (log,
+        checkpoints measured).
 
     Raises:
         `ValueError`: if the directory holds a finished run with other settings.
     """
+    from pacs_trl.evaluation.arguments import EvaluationArguments
     from pacs_trl.miniature.warm_start import warm_start
     from pacs_trl.recipe import read_recipe
     from pacs_trl.train import main as train
@@ -112,7 +113,13 @@ def run_cell(cell: Cell, seed: int, options: Options) -> Path:
     if options.max_steps is not None:
         arguments += ["--max_steps", str(options.max_steps)]
     recipe = read_recipe(arguments)
-    settings = {key: value for key, value in recipe.settings.items() if key != "output_dir"}
+    settings = {
+        "training": {key: value for key, value in recipe.settings.items() if key != "output_dir"}
+        if cell.trained
+        else None,
+        "warm_start_steps": options.warm_start_steps,
+        "evaluation": evaluation_settings(options),
+    }
     if (record / "results.json").is_file():
         _require_same_settings(record, settings, cell)
         return record
@@ -129,15 +136,18 @@ def run_cell(cell: Cell, seed: int, options: Options) -> Path:
                     [*arguments, "--model_name_or_path", str(start), "--output_dir", str(model)]
                     + ["--resume_from_checkpoint", "last"]
                 )
-    evaluation = evaluation_arguments(model, work / "evaluation", cell.label, options)
+    evaluation = EvaluationArguments(
+        model=str(model), output_dir=str(work / "evaluation"), method=cell.label, **settings["evaluation"]
+    )
     results = _evaluate(evaluation)
     if cell.trained:
         history = json.loads((model / "trainer_state.json").read_text())["log_history"]
         kept = [{key: log[key] for key in LOGGED if key in log} for log in history if "entropy" in log]
-        training = {"settings": settings, "log_history": kept, "checkpoints": _measure_checkpoints(model, evaluation)}
+        training = {"log_history": kept, "checkpoints": _measure_checkpoints(model, evaluation)}
         (record / "training.json").write_text(json.dumps(training, separators=(",", ":")) + "\n")
     diversity = _diversity(work / "evaluation", results)
     (record / "diversity.json").write_text(json.dumps(diversity, separators=(",", ":")) + "\n")
+    (record / "settings.json").write_text(json.dumps(settings, indent=1) + "\n")
     # Last, and in one move: its presence says that the cell is finished.
     shutil.copy(work / "evaluation" / "results.json", record / ".results.json")
     (record / ".results.json").rename(record / "results.json")
@@ -146,15 +156,13 @@ def run_cell(cell: Cell, seed: int, options: Options) -> Path:
     return record
 
 
-def evaluation_arguments(model: Path, output_dir: Path, label: str, options: Options):
+def evaluation_settings(options: Options) -> dict[str, Any]:
     """The evaluation of the miniature tables, of the size that the options ask for; every k that n allows."""
-    from pacs_trl.evaluation.arguments import EvaluationArguments
-
     settings = yaml.safe_load(EVALUATION["miniature"].read_text())
     given = {"n": options.num_samples, "max_problems": options.max_problems}
     settings |= {key: value for key, value in given.items() if value is not None}
     settings["k"] = [k for k in map(int, str(settings["k"]).split(",")) if k <= settings["n"]]
-    return EvaluationArguments(model=str(model), output_dir=str(output_dir), method=label, **settings)
+    return settings
 
 
 def _evaluate(arguments) -> dict[str, Any]:
@@ -193,15 +201,20 @@ def _diversity(evaluation_dir: Path, results: dict[str, Any]) -> dict[str, dict[
 
 
 def _require_same_settings(record: Path, settings: dict[str, Any], cell: Cell) -> None:
-    if not cell.trained:
-        return
-    finished = json.loads((record / "training.json").read_text())["settings"]
-    changed = sorted(k for k in finished.keys() | settings.keys() if finished.get(k) != settings.get(k))
+    finished = _flat(json.loads((record / "settings.json").read_text()))
+    wanted = _flat(settings)
+    changed = sorted(k for k in finished.keys() | wanted.keys() if finished.get(k) != wanted.get(k))
     if changed:
         raise ValueError(
             f"{record} was made with other settings than {cell.recipe} has now ({', '.join(changed)} differ), and one table "
             "cannot hold both. Remove that directory to run the cell again, or choose another --results_dir."
         )
+
+
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    """`training` and `evaluation` with their keys, the rest as it is: `training.max_steps`, `warm_start_steps`."""
+    parts = {name: part if isinstance(part, dict) else {"": part} for name, part in settings.items()}
+    return {f"{name}.{key}".rstrip("."): value for name, part in parts.items() for key, value in part.items()}
 
 
 def full_commands(cell: Cell, seed: int, options: Options) -> list[list[str]]:

@@ -191,6 +191,11 @@ class Verifier:
             self.counts.update(grade.outcome for grade in grades)
         return grades
 
+    def grade_early(self, completions: Sequence[Any], solutions: Sequence[Any]) -> None:
+        """Have the grades ready for a later call with the same pairs, which alone counts them."""
+        with self._lock:
+            self._grade(completions, [gold_texts(solution) for solution in solutions])
+
     def _grade(self, completions: Sequence[Any], golds: list[tuple[str, ...]]) -> list[Grade]:
         grades: dict[int, Grade] = {}
         places: OrderedDict[bytes, list[int]] = OrderedDict()  # what is to be graded, and where it occurs

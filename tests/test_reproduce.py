@@ -112,7 +112,7 @@ def record(results_dir: Path, cell: Cell, seed: int, counts: dict[str, list[int]
     (directory / "diversity.json").write_text(json.dumps(diversity))
     logs = [{"step": step, "reward": 0.5, "entropy": 1.0 - 0.05 * step * (1 + seed)} for step in range(1, 11)]
     checkpoints = [{"step": 2, **{f"eval_{name}/pass@1": 0.5 for name in counts}}]
-    training = {"settings": {}, "log_history": logs, "checkpoints": checkpoints}
+    training = {"log_history": logs, "checkpoints": checkpoints}
     if cell.trained:
         (directory / "training.json").write_text(json.dumps(training))
     write_results(directory / "results.json", results | {"protocol": {}})
@@ -217,11 +217,12 @@ class TestMiniatureRuns:
         assert "Seeds: Base 1, PPO 1, GRPO 1, PACS 1, PACS without weights 0." in first
         for run in cells.split(","):
             assert sorted(p.name for p in Path("results", run, "seed-0").iterdir()) == (
-                ["diversity.json", "results.json"] + ["training.json"] * (not run.endswith("base"))
+                ["diversity.json", "results.json", "settings.json"] + ["training.json"] * (not run.endswith("base"))
             )
         training = json.loads(Path("results/twin-4b/pacs/seed-0/training.json").read_text())
         assert [log["step"] for log in training["log_history"]] == [1, 2]
-        assert training["settings"]["seed"] == 0 and training["settings"]["max_steps"] == 2
+        settings = json.loads(Path("results/twin-4b/pacs/seed-0/settings.json").read_text())
+        assert settings["training"]["seed"] == 0 and settings["training"]["max_steps"] == 2
         assert [c["step"] for c in training["checkpoints"]] == [2]
         assert not list(Path("work").rglob("checkpoint-*"))
         base = json.loads(Path("results/twin-4b/base/seed-0/results.json").read_text())
@@ -231,10 +232,15 @@ class TestMiniatureRuns:
         assert main(arguments) == 0
         assert capsys.readouterr().out.partition("# Table 1")[2] == first
 
-        with pytest.raises(
-            ValueError, match="made with other settings than miniature/twin-4b/pacs has now .max_steps"
+        for option, cell, changed in (
+            ("--max_steps", "pacs", "training.max_steps"),
+            ("--warm_start_steps", "base", "warm_start_steps"),
+            ("--num_samples", "base", "evaluation.n"),
+            ("--max_problems", "base", "evaluation.max_problems"),
         ):
-            main([*arguments, "--max_steps", "3"])
+            expected = f"twin-4b/{cell}/seed-0 was made with other settings than .* has now \\({changed} differ"
+            with pytest.raises(ValueError, match=expected):
+                main([*arguments, "--cells", f"twin-4b/{cell}", option, "3"])
 
         # killed between training and the end of the evaluation: neither is done again
         Path("results/twin-4b/pacs/seed-0/results.json").unlink()

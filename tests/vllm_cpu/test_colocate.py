@@ -1,9 +1,14 @@
 """PACS with a real vLLM engine in the trainer's process, on the CPU."""
 
+import threading
+
 import pytest
 import torch
 from replay import addition_dataset, build_trainer, trainable_weights
 from transformers import AutoModelForCausalLM
+
+from pacs_trl import early_grading, rewards
+from pacs_trl.verification import Verifier
 
 
 LEARNING = {"optim": "adamw_torch", "learning_rate": 3e-3}
@@ -18,7 +23,8 @@ def even_start(completion_ids, **kwargs) -> list[float]:
 def trainer_on(checkpoint, output_dir, settings, **more):
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     arguments = {"train_dataset": addition_dataset(64), **more.pop("arguments", {})}
-    return build_trainer(output_dir, model=model, reward=even_start, more=arguments, **(LEARNING | settings | more))
+    reward = more.pop("reward", even_start)
+    return build_trainer(output_dir, model=model, reward=reward, more=arguments, **(LEARNING | settings | more))
 
 
 def greedy_by_engine(trainer):
@@ -120,3 +126,32 @@ def test_stopped_and_resumed(tmp_path, checkpoint, colocated, offset):
     (weights, history), (again, history_again) = runs
     assert history_again == history
     assert all(torch.equal(weights[name], again[name]) for name in weights)
+
+
+def test_verification_is_over_when_generation_is(tmp_path, checkpoint, colocated, monkeypatch):
+    """Every completion is graded before the reward function asks, and the run is the one without that."""
+    request, asked, runs = Verifier._request, [], []
+
+    def request_and_note(self, items):
+        asked.append((threading.current_thread().name.rstrip("_0123456789"), len(items)))
+        return request(self, items)
+
+    monkeypatch.setattr(Verifier, "_request", request_and_note)
+    for early in (True, False):
+        verifier = Verifier(num_workers=1)  # with an empty cache
+        for module in (rewards, early_grading):
+            monkeypatch.setattr(module, "shared_verifier", lambda verifier=verifier: verifier)
+        trainer = trainer_on(checkpoint, tmp_path / str(early), colocated, reward=rewards.math_reward, max_steps=3)
+        if not early:
+            trainer._early_grading = None
+        asked.clear()
+        trainer.train()
+        verifier.close()
+        assert sum(number for _, number in asked) > 0
+        assert {thread for thread, _ in asked} == {"early_grading" if early else "MainThread"}
+        names = [name for name in trainer.state.log_history[0] if "verification" in name or name in ("reward", "loss")]
+        runs.append([{name: entry.get(name) for name in names} for entry in trainer.state.log_history[:3]])
+    for entry in runs[0] + runs[1]:
+        del entry["time/verification"]
+    assert runs[0] == runs[1]
+    assert "verification/wrong" in runs[0][0]
