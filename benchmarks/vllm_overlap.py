@@ -1,14 +1,15 @@
 """Where the time of a step with vLLM goes when verification waits for generation, and when it overlaps with it.
 
     make env-vllm
-    OMP_NUM_THREADS=1 python benchmarks/vllm_overlap.py      # two CPU cores, about two minutes
+    OMP_NUM_THREADS=1 python benchmarks/vllm_overlap.py      # two CPU cores, about three minutes
 
-Both runs draw the same completions from the same engine, in turns, three times; the first round is not counted. vLLM and the
+Both runs draw the same completions from the same engine, in turns; the first round is not counted. vLLM and the
 trainer share one core, the verifier's only worker has the other. The model is the larger one of the miniature tables
 after its warm start, the data are sums; 256 completions a generation, four updates each.
 """
 
 import argparse
+import io
 import json
 import tempfile
 from contextlib import redirect_stdout
@@ -48,7 +49,7 @@ def one_engine() -> None:
 
 
 def train(start: Path, directory: Path, overlap: bool) -> tuple[dict[str, float], list[float], str]:
-    """Seconds of each part per optimizer step, the losses, and the table that training prints."""
+    """Seconds of each part per optimizer step, the loss of each, and the table that training prints."""
     configure_verification(VerificationArguments(verification_num_workers=1))  # with an empty cache
     args = PACSConfig(
         str(directory),
@@ -79,16 +80,17 @@ def train(start: Path, directory: Path, overlap: bool) -> tuple[dict[str, float]
     )
     if not overlap:
         trainer._early_grading = None
-    with redirect_stdout(None):
+    with redirect_stdout(io.StringIO()) as printed:
         trainer.train()
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     seconds = {part: sum(entry[f"time/{part}"] for entry in steps) / len(steps) for part in (*PARTS, "total")}
-    return seconds, [entry["loss"] for entry in steps]
+    table = printed.getvalue()
+    return seconds, [entry["loss"] for entry in steps], table[table.index("Where the time") :].rstrip()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=9, help="the first one is not counted")
     parser.add_argument("--json", type=Path, help="also write the numbers of every round here")
     args = parser.parse_args()
     start = warm_start("arithmetic/small")
@@ -98,10 +100,11 @@ def main() -> None:
     for _ in range(args.rounds):
         for overlap, kept in rounds.items():
             with tempfile.TemporaryDirectory() as directory:
-                seconds, loss = train(start, Path(directory), overlap)
+                seconds, loss, table = train(start, Path(directory), overlap)
             kept.append(seconds)
             losses.append(loss)
     assert all(loss == losses[0] for loss in losses), "the runs have not learnt from the same completions"
+    print(f"What the last run printed:\n\n{table}\n")
     print("| part | before, s per step | after, s per step | after / before, each round |")
     print("| --- | ---: | ---: | --- |")
     for part in (*PARTS, "total"):

@@ -9,11 +9,15 @@ import re
 import torch
 from peft import LoraConfig
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 
 def check_lora_targets(
-    peft_config: LoraConfig, model_name: str, *, revision: str | None = None, trust_remote_code: bool = False
+    peft_config: LoraConfig,
+    model: str | PreTrainedModel,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
 ) -> None:
     """
     Refuse LoRA targets that the model does not have.
@@ -24,8 +28,8 @@ def check_lora_targets(
     Args:
         peft_config ([`~peft.LoraConfig`]):
             Its `target_modules` are checked; `None` means peft's default for the architecture.
-        model_name (`str`), revision (`str`, *optional*), trust_remote_code (`bool`):
-            Path or Hub id of the model; only its configuration is read.
+        model (`str` or [`~transformers.PreTrainedModel`]), revision (`str`, *optional*), trust_remote_code (`bool`):
+            The model, or its path or Hub id, of which only the configuration is read.
 
     Raises:
         `ValueError`: if a target matches no module; names it and the linear layers there are.
@@ -35,20 +39,28 @@ def check_lora_targets(
         return
     if isinstance(targets, str) and targets.isidentifier():
         targets = peft_config.target_modules = [targets]
-    config = AutoConfig.from_pretrained(model_name, revision=revision, trust_remote_code=trust_remote_code)
-    with torch.device("meta"):  # shapes only
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    names = [name for name, _ in model.named_modules()]
+    if isinstance(model, str):
+        model_name = model
+        config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):  # shapes only
+            architecture = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    else:
+        model_name = model.name_or_path or "the model"
+        architecture = model
+    names = [name for name, _ in architecture.named_modules()]
     if isinstance(targets, str):
         missing = [] if any(re.fullmatch(targets, name) for name in names) else [targets]
     else:
         missing = sorted(t for t in targets if not any(f".{name}".endswith(f".{t}") for name in names))
     if not missing:
         return
-    linear = sorted({name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)})
+    linear = sorted(
+        {name.split(".")[-1] for name, module in architecture.named_modules() if isinstance(module, nn.Linear)}
+    )
     nearest = difflib.get_close_matches(missing[0], linear, n=1)
     hint = f" Did you mean {nearest[0]}?" if nearest else ""
     raise ValueError(
-        f"lora_target_modules names {', '.join(missing)}, but {model_name} ({type(model).__name__}) has no such module."
-        f"{hint} Its linear layers are {', '.join(linear)}. Set lora_target_modules to some of these, or to all-linear."
+        f"LoRA is to be put on {', '.join(missing)}, but {model_name} ({type(architecture).__name__}) has no such module.{hint} "
+        f"Its linear layers are {', '.join(linear)}. Set target_modules (in a recipe lora_target_modules) to some of "
+        "these, or to all-linear."
     )

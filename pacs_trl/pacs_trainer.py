@@ -18,20 +18,16 @@ import torch
 from accelerate.utils import DistributedType, gather_object
 from accelerate.utils.memory import clear_device_cache
 from peft import PeftModel
-from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id, use_adapter
 
-from .early_grading import EarlyGrading
 from .packing import packed_attention, packed_logps_and_entropies, packing_backend
 from .pacs_config import PACSConfig
 from .policy_update import PolicyUpdate, StepRollouts
 from .reference import SnapshotReference, is_sharded
-from .resume import EpochSampler, check_same_settings, merge_rows, request_seed, rows_to_save
-from .rewards import math_reward
+from .resume import check_same_settings, merge_rows, rows_to_save
+from .rollout_trainer import RolloutTrainer
 from .rollouts import MicroBatch, Rollout, labels_from_rewards, unpad_rollouts
 from .timing import time_parts
-from .vllm_checks import check_vllm, serve_command, server_url
-from .vllm_requests import ServerGuard, seed_requests
 
 
 # Settings that a checkpoint and the run that resumes from it must share: they define the loss and the data of a step.
@@ -54,7 +50,7 @@ _RESUME_SETTINGS = (
 )
 
 
-class PACSTrainer(GRPOTrainer):
+class PACSTrainer(RolloutTrainer):
     """
     Trainer for PACS (imPlicit Actor Critic coupling via a Supervised learning framework), introduced in [Implicit Actor
     Critic Coupling via a Supervised Learning Framework for RLVR](https://huggingface.co/papers/2509.02522).
@@ -107,8 +103,7 @@ class PACSTrainer(GRPOTrainer):
             args = PACSConfig(f"{model_name.split('/')[-1]}-PACS")
         if not isinstance(args, PACSConfig):
             raise TypeError(f"`args` must be a PACSConfig, got {type(args).__name__}.")
-        if args.use_vllm:
-            check_vllm(args, model if isinstance(model, str) else get_config_model_id(model.config))
+        self._check_before_loading(model, args, kwargs.get("peft_config"))
         super().__init__(model, reward_funcs, args=args, **kwargs)
         self._check_support()
         base_model = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
@@ -137,14 +132,7 @@ class PACSTrainer(GRPOTrainer):
         self._loaded_snapshot: list[torch.Tensor] | None = None
         self._non_finite_in_a_row = 0
         self._non_finite_total = 0
-        self._num_requests = 0  # sent to vLLM by this process
-        self._at_step_begin = (0, 0)  # the two counters where the running optimizer step began
-        self._early_grading: EarlyGrading | None = None
-        self._solutions: list = []  # of the rows that are being generated
         time_parts(self)
-        if self.use_vllm:
-            self._seed_requests()
-            self._grade_early()
 
     def _check_support(self) -> None:
         if self._is_vlm:
@@ -192,40 +180,6 @@ class PACSTrainer(GRPOTrainer):
             )
         return None if self.args.padding_free == "never" else backend
 
-    def _seed_requests(self) -> None:
-        engine = self.vllm_generation
-        if "seed" in engine.generation_kwargs:
-            raise ValueError(
-                f"generation_kwargs={{'seed': {engine.generation_kwargs['seed']}}} would draw the same completion for "
-                "every row of a group. Remove it: PACSTrainer derives a seed for each request from `seed`."
-            )
-        if self.vllm_mode == "server":
-            # one seed per call, see `_generate_single_turn`; vLLM adds the index of the completion to it
-            self._server = ServerGuard(engine, self.accelerator)
-        else:
-            seed_requests(engine, self._next_seeds)
-
-    def _grade_early(self) -> None:
-        """Where the text that a completion ends in is the text that `math_reward` grades, and it comes one by one."""
-        parsed = any(
-            getattr(self._tokenizer, name, None) is not None for name in ("response_template", "response_schema")
-        )
-        if self.vllm_mode == "colocate" and math_reward in self.reward_funcs and not self.tools and not parsed:
-            self._early_grading = EarlyGrading(
-                self.vllm_generation, lambda ids: self._tokenizer.batch_decode(ids, skip_special_tokens=True)
-            )
-
-    def _next_seeds(self, num_requests: int) -> list[int]:
-        # Processes that share one engine by tensor parallelism must agree on the seeds; a server has one stream.
-        processes_per_engine = self.args.vllm_tensor_parallel_size
-        stream = 0 if self.vllm_mode == "server" else self.accelerator.process_index // processes_per_engine
-        first = self._num_requests
-        self._num_requests += num_requests
-        return [request_seed(self.args.seed, stream, first + i) for i in range(num_requests)]
-
-    def _get_train_sampler(self, dataset=None):
-        return EpochSampler(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
-
     # Rollouts -----------------------------------------------------------------------------------------------------
 
     def _check_equal_on_all_processes(self, what: str, number: int) -> None:
@@ -249,33 +203,13 @@ class PACSTrainer(GRPOTrainer):
         self._metrics[mode]["completions/empty_ratio"].append(len(empty) / max(len(completion_ids), 1))
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        served = self.use_vllm and self.vllm_mode == "server"
-        if served:
-            self.vllm_generation.generation_kwargs["seed"] = self._next_seeds(len(prompt_ids))[0]
-            if not self._server.answers():
-                self._stop_without_server()
-        if self._early_grading is not None:
-            self._early_grading.expect(prompt_ids, self._solutions)
         completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        if served and len(completion_ids) < len(prompt_ids):
-            self._stop_without_server()
         self._end_empty_completions(completion_ids, logprobs)
         return completion_ids, logprobs
 
-    def _stop_without_server(self) -> None:
-        """Save the state between the last two optimizer steps, on all processes, and raise."""
-        if self.model.training:  # rows that were drawn for the step that cannot be finished are drawn again
-            self._step, self._num_requests = self._at_step_begin
-            self._pending = []
-        directory = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-        if self.state.global_step > 0 and not directory.is_dir():
-            self._save_checkpoint(self.model, trial=None)
-        kept = f"The state after it is in {directory}" if directory.is_dir() else "Nothing had been learnt yet"
-        raise RuntimeError(
-            f"The vLLM server at {server_url(self.args)} stopped answering after optimizer step "
-            f"{self.state.global_step} ({self._server.failure}). {kept}. Start the server again with: "
-            f"{serve_command(self.model.name_or_path)} and continue with `--resume_from_checkpoint last`."
-        )
+    def _rewind_step(self) -> None:
+        super()._rewind_step()
+        self._pending = []
 
     def _complete_rollouts(self, rollout_func):
         def complete(prompts, trainer):
@@ -292,8 +226,6 @@ class PACSTrainer(GRPOTrainer):
         return complete
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        if self._early_grading is not None:
-            self._early_grading.wait()
         rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._labels = labels_from_rewards(rewards_per_func, self.reward_weights, self.reward_func_names)
         return rewards_per_func
@@ -303,7 +235,6 @@ class PACSTrainer(GRPOTrainer):
         # The parent would score the policy, and for the KL term its reference, in micro-batches of its own. The PACS
         # update scores them when and where it needs them.
         self._defer_scoring = True
-        self._solutions = [row.get("solution") for row in inputs]
         try:
             output = super()._generate_and_score_completions(inputs)
         finally:
@@ -351,8 +282,6 @@ class PACSTrainer(GRPOTrainer):
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         started = time.perf_counter()
-        if self._step % self.args.gradient_accumulation_steps == 0:
-            self._at_step_begin = (self._step, self._num_requests)
         model.train()
         if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
             self.optimizer.train()

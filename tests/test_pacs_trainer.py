@@ -237,6 +237,20 @@ def test_too_many_such_steps_in_a_row_stop_training(tmp_path):
 # Refused input ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("given", ["instance", "path"])
+def test_lora_target_that_the_model_does_not_have(tmp_path, given):
+    """peft is content when one of several names is found."""
+    model = tiny_model()
+    if given == "path":
+        model.save_pretrained(tmp_path)
+        model = str(tmp_path)
+    lora = LoraConfig(target_modules=["q_proj", "k_prog"])
+    with pytest.raises(
+        ValueError, match="LoRA is to be put on k_prog, but .* has no such module. Did you mean k_proj"
+    ):
+        build_trainer(tmp_path, model=model, more={"peft_config": lora})
+
+
 def constant(value):
     def reward(completions, **kwargs):
         return [value if i == 1 else 0.0 for i in range(len(completions))]

@@ -106,7 +106,7 @@ def test_resume_and_refusal_to_start_over(tmp_path, model_path):
         (["--model_name_or_path", "./nothing"], "model directory './nothing' does not exist"),
         (
             ["--use_peft", "--lora_target_modules", "q_proj", "k_prog"],
-            "lora_target_modules names k_prog, but .* has no such module. Did you mean k_proj.* Its linear layers are "
+            "LoRA is to be put on k_prog, but .* has no such module. Did you mean k_proj.* Its linear layers are "
             "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj. .* or to all-linear",
         ),
         (["--use_peft", "--lora_target_modules", r"layers\.0\..*"], "no such module"),

@@ -1,7 +1,7 @@
 """PACSTrainer overrides private methods of TRL and transformers. This file says what it relies on.
 
-When it fails after an upgrade, read the named method, adapt `pacs_trainer.py` where needed, then change the expectation
-here.
+When it fails after an upgrade, read the named method, adapt `pacs_trainer.py` or `rollout_trainer.py` where needed, then
+change the expectation here.
 """
 
 import ast
@@ -19,6 +19,7 @@ from trl.trainer.utils import RepeatSampler
 
 from pacs_trl import PACSConfig, PACSTrainer
 from pacs_trl.pacs_config import _SHAPES_ONLY_GRPO
+from pacs_trl.rollout_trainer import RolloutTrainer
 
 
 SIGNATURES = {
@@ -47,9 +48,8 @@ SIGNATURES = {
 
 
 def overridden() -> list[str]:
-    return [
-        name for name, value in vars(PACSTrainer).items() if inspect.isfunction(value) and hasattr(GRPOTrainer, name)
-    ]
+    own = {**vars(RolloutTrainer), **vars(PACSTrainer)}
+    return [name for name, value in own.items() if inspect.isfunction(value) and hasattr(GRPOTrainer, name)]
 
 
 def test_versions():

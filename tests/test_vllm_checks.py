@@ -6,10 +6,19 @@ from pathlib import Path
 import pytest
 import torch
 from loopback_vllm import LoopbackVLLM, play_installed, server_settings
-from replay import Recorder, addition_dataset, build_trainer, config, tiny_model, trainable_weights
+from replay import (
+    TOKENIZER,
+    Recorder,
+    addition_dataset,
+    build_trainer,
+    config,
+    digit_reward,
+    tiny_model,
+    trainable_weights,
+)
 from transformers import AutoModelForCausalLM
 
-from pacs_trl import PACSTrainer, train, vllm_checks
+from pacs_trl import PACSTrainer, PPOConfig, PPOTrainer, train, vllm_checks
 from pacs_trl.vllm_checks import check_port, check_version, check_vllm, serve_command
 
 
@@ -200,3 +209,42 @@ def test_server_that_dies_before_the_first_step(tmp_path, installed, server, mod
     with pytest.raises(RuntimeError, match="after optimizer step 0 .*status 503.*Nothing had been learnt yet"):
         trainer.train()
     assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_ppo_on_a_server_that_dies(tmp_path, installed, server, model):
+    """As above, for the baseline: critic and policy go on from the state that was saved."""
+
+    def trainer():
+        args = PPOConfig(
+            str(tmp_path),
+            num_generations=4,
+            per_device_train_batch_size=8,
+            steps_per_generation=2,
+            max_completion_length=8,
+            max_steps=5,
+            save_strategy="no",
+            report_to="none",
+            bf16=False,
+            use_cpu=True,
+            **server_settings(server.url),
+        )
+        tokenizer, data = {"processing_class": TOKENIZER}, {"train_dataset": addition_dataset(64)}
+        policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        return PPOTrainer(policy, digit_reward, args, **tokenizer, **data)
+
+    straight = trainer()
+    straight.train()
+    seeds, server.seeds = server.seeds, []
+    assert len(set(seeds)) == len(seeds) == 3
+    server.fail_generation = 2
+    stopped = trainer()
+    with pytest.raises(RuntimeError, match="(?s)stopped answering after optimizer step 4 .*engine is dead"):
+        stopped.train()
+
+    server.fail_generation, server.dead, server.seeds = None, False, []
+    resumed = trainer()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert server.seeds == seeds[2:]
+    for name in ("model", "critic"):
+        expected, found = (trainable_weights(getattr(run, name)) for run in (straight, resumed))
+        assert all(torch.equal(expected[key], found[key]) for key in expected)

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForTokenClassification, PreTrainedModel, get_scheduler, set_seed
-from trl import GRPOTrainer
 from trl.trainer.utils import create_model_from_path, disable_dropout_in_model, get_config_model_id
 
-from ..resume import EpochSampler, check_same_settings
+from ..resume import check_same_settings
+from ..rollout_trainer import RolloutTrainer
 from .gae import clipped_value_losses, explained_variance, generalized_advantages, masked_mean_and_variance, whiten
 from .ppo_config import PPOConfig
 
@@ -87,7 +87,7 @@ def load_critic(policy: str | PreTrainedModel, args: PPOConfig) -> PreTrainedMod
     return critic.train()
 
 
-class PPOTrainer(GRPOTrainer):
+class PPOTrainer(RolloutTrainer):
     """
     Trainer for Proximal Policy Optimization with a token-level critic, the PPO baseline of the PACS paper.
 
@@ -140,6 +140,7 @@ class PPOTrainer(GRPOTrainer):
                 "PPOTrainer does not support DeepSpeed, which trains one model per process. Use DDP or FSDP2 "
                 "(recipes/accelerate_configs)."
             )
+        self._check_before_loading(model, args, kwargs.get("peft_config"))
         critic = load_critic(model, args)  # before the parent, which seeds again: rollouts are those of GRPO
         super().__init__(model, reward_funcs, args=args, **kwargs)
         if self.is_fsdp_enabled and not self.accelerator.is_fsdp2:
@@ -341,9 +342,6 @@ class PPOTrainer(GRPOTrainer):
             self._load_from_checkpoint(str(directory), self.model)
             super()._load_optimizer_and_scheduler(str(directory))
 
-    def _get_train_sampler(self, dataset=None):
-        return EpochSampler(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
-
     # Trainer calls this pair on every process, next to the state of its random number generators.
     def _save_rng_state(self, output_dir):
         super()._save_rng_state(output_dir)
@@ -351,6 +349,7 @@ class PPOTrainer(GRPOTrainer):
         state = {
             "settings": self._resume_settings(),
             "step": self._step,
+            "num_requests": self._num_requests,
             "rollouts": None if at_boundary else self._buffered_inputs,
             "metrics": dict(self._metrics["train"]),
         }
@@ -369,6 +368,7 @@ class PPOTrainer(GRPOTrainer):
         state = torch.load(file, map_location="cpu", weights_only=True)
         check_same_settings(checkpoint, state["settings"], self._resume_settings())
         self._step = state["step"]
+        self._num_requests = state["num_requests"]
         self._buffered_inputs = self._prepare_input(state["rollouts"])
         self._metrics["train"].update(state["metrics"])
 
