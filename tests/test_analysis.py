@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+from replay import build_trainer
 
+from pacs_trl.analysis import adaptive_rules
+from pacs_trl.analysis.adaptive_rules import next_beta, renewal_is_due
 from pacs_trl.analysis.beta_and_reference import references, running_mean
 from pacs_trl.analysis.gradient_variance import (
     VARIANTS,
@@ -13,6 +16,7 @@ from pacs_trl.analysis.gradient_variance import (
     sequence_logps,
 )
 from pacs_trl.miniature.model import build_model
+from pacs_trl.reference import SnapshotReference
 
 
 def test_noise_share_of_two_gradients_by_hand():
@@ -79,3 +83,29 @@ def test_rloo_with_rescaled_beta_is_dr_grpo(groups):
     gradients = group_gradients(model, batch, torch.zeros(24))
     torch.testing.assert_close(gradients["rloo"], 8 / 7 * gradients["dr_grpo"], rtol=1e-4, atol=1e-7)
     torch.testing.assert_close(gradients["grpo"], gradients["dr_grpo"], rtol=1e-4, atol=1e-7)
+
+
+def test_rules_by_hand():
+    assert [renewal_is_due(share) for share in (0.0, 0.05, 0.06)] == [False, False, True]
+    # scores of half the spread want twice the beta; never more than that, never less than half, and nothing from zero scores
+    assert [next_beta(3.0, std) for std in (0.5, 0.1, 2.0, 50.0, 0.0, float("nan"))] == [6.0, 6.0, 1.5, 1.5, 3.0, 3.0]
+
+
+@pytest.mark.parametrize("arm", ["snapshot, beta 10, when saturated", "rollout, beta by spread"])
+def test_rules_act(tmp_path, monkeypatch, arm):
+    monkeypatch.setattr(adaptive_rules, "MAX_SATURATED", -1.0)
+    monkeypatch.setattr(adaptive_rules, "SPREAD", 0.0)
+    renewed, betas = [], []
+    monkeypatch.setattr(SnapshotReference, "renew", lambda self: renewed.append(1))
+    trainer_class, settings = adaptive_rules.ARMS[arm]
+    spread = trainer_class is adaptive_rules.KeepSpread
+
+    given = dict(zip([name.removeprefix("--") for name in settings[::2]], settings[1::2], strict=True))
+    given["pacs_beta"] = float(given.get("pacs_beta", 1.0))
+    trainer = build_trainer(tmp_path, trainer_class=trainer_class, steps_per_generation=4, max_steps=4, **given)
+    update = trainer._update.run
+    trainer._update.run = lambda *a, **k: betas.append(trainer.args.pacs_beta) or update(*a, **k)
+    trainer.train()
+    # the first update of a rollout says nothing about the spread; the three after it halve beta each, the last one unseen
+    assert betas == ([1.0, 1.0, 0.5, 0.25] if spread else [10.0] * 4)
+    assert len(renewed) == (0 if spread else 4)
