@@ -85,7 +85,17 @@ def read_table(name: str, scale: str) -> Table:
 
 
 def table_names() -> list[str]:
-    """Names of all tables, in the order of the paper: tables before figures, by number."""
+    """
+    Names of all tables, in the order of the paper: tables before figures, by number.
+
+    Raises:
+        `ValueError`: if the package was installed without its recipes.
+    """
+    if not TABLES.is_dir():
+        raise ValueError(
+            f"The tables are recipes, and there is no {TABLES}: the package was installed without them. Clone the "
+            "repository and install that: `pip install --editable .`"
+        )
     return sorted((path.stem for path in TABLES.glob("*.yaml")), key=lambda n: (n[0] == "f", int(n.split("_")[1])))
 
 

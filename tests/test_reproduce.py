@@ -298,3 +298,9 @@ def test_unknown_names_are_refused():
         main(["table_7"])
     with pytest.raises(ValueError, match="There are no cells DPO here, but Base, GRPO, PACS, "):
         main(["table_2", "--cells", "DPO"])
+
+
+def test_an_installation_without_recipes(tmp_path, monkeypatch):
+    monkeypatch.setattr(reproduce, "TABLES", tmp_path / "recipes")
+    with pytest.raises(ValueError, match="installed without them. Clone the repository.*pip install --editable"):
+        main(["all"])
