@@ -42,13 +42,23 @@ def check_lora_targets(
     if isinstance(model, str):
         model_name = model
         config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
-        with torch.device("meta"):  # shapes only
-            architecture = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        try:
+            with torch.device("meta"):  # shapes only
+                architecture = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        except ValueError:  # not a causal language model, which the trainers say themselves
+            return
     else:
         model_name = model.name_or_path or "the model"
         architecture = model
     names = [name for name, _ in architecture.named_modules()]
     if isinstance(targets, str):
+        try:
+            re.compile(targets)
+        except re.error as error:
+            raise ValueError(
+                f"LoRA's target {targets!r} is read as a regular expression for full names of modules and is none ({error}). "
+                "Give names as a list, an expression, or all-linear."
+            ) from None
         missing = [] if any(re.fullmatch(targets, name) for name in names) else [targets]
     else:
         missing = sorted(t for t in targets if not any(f".{name}".endswith(f".{t}") for name in names))

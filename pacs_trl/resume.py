@@ -32,9 +32,9 @@ class EpochSampler(Sampler):
         return len(self.sampler)
 
 
-def request_seed(seed: int, stream: int, index: int) -> int:
-    """A seed in [0, 2^31) for one request to vLLM; different for every run seed, engine and request."""
-    digest = hashlib.sha256(f"{seed}/{stream}/{index}".encode()).digest()
+def request_seed(stream: str, index: int) -> int:
+    """A seed in [0, 2^31) for one request to vLLM; different for every stream (run seed and engine) and request."""
+    digest = hashlib.sha256(f"{stream}/{index}".encode()).digest()
     return int.from_bytes(digest[:4], "little") >> 1
 
 

@@ -9,7 +9,7 @@
 from pathlib import Path
 
 from peft import LoraConfig, PeftConfig
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
@@ -26,8 +26,10 @@ class RolloutTrainer(GRPOTrainer):
 
     def __init__(self, model, reward_funcs=None, args=None, **kwargs):
         super().__init__(model, reward_funcs, args=args, **kwargs)
-        self._num_requests = 0  # sent to vLLM by this process
-        self._at_step_begin = (-1, 0)  # micro-step and requests where the running optimizer step began
+        self._num_requests = 0  # sent to vLLM by this process while training
+        self._evaluation_requests = (0, 0)  # the optimizer step of the last evaluation, and its requests so far
+        self._step_begin: dict | None = None
+        self.add_callback(_StepBegin(self))
         self._early_grading: EarlyGrading | None = None
         self._solutions: list = []  # of the rows that are being generated
         if self.use_vllm:
@@ -53,6 +55,7 @@ class RolloutTrainer(GRPOTrainer):
 
     def _seed_requests(self) -> None:
         engine = self.vllm_generation
+        engine.generation_kwargs = dict(engine.generation_kwargs)  # TRL's is the one of `args`
         if "seed" in engine.generation_kwargs:
             raise ValueError(
                 f"generation_kwargs={{'seed': {engine.generation_kwargs['seed']}}} would draw the same completion for "
@@ -68,9 +71,16 @@ class RolloutTrainer(GRPOTrainer):
         # Processes that share one engine by tensor parallelism must agree on the seeds; a server has one stream.
         processes_per_engine = self.args.vllm_tensor_parallel_size
         stream = 0 if self.vllm_mode == "server" else self.accelerator.process_index // processes_per_engine
-        first = self._num_requests
-        self._num_requests += num_requests
-        return [request_seed(self.args.seed, stream, first + i) for i in range(num_requests)]
+        if self.model.training:
+            first = self._num_requests
+            self._num_requests += num_requests
+            return [request_seed(f"{self.args.seed}/{stream}", first + i) for i in range(num_requests)]
+        # An evaluation has seeds of its own, so that training draws the same with and without it.
+        step, first = self._evaluation_requests
+        first = first if step == self.state.global_step else 0
+        self._evaluation_requests = (self.state.global_step, first + num_requests)
+        run = f"{self.args.seed}/{stream}/evaluation/{self.state.global_step}"
+        return [request_seed(run, first + i) for i in range(num_requests)]
 
     def _grade_early(self) -> None:
         """Where completions come one by one, and `math_reward` grades the text that their tokens spell."""
@@ -90,19 +100,24 @@ class RolloutTrainer(GRPOTrainer):
         return super()._generate_and_score_completions(inputs)
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        step_begin = self._step - self._step % self.args.gradient_accumulation_steps
-        if self.model.training and self._at_step_begin[0] != step_begin:
-            self._at_step_begin = (step_begin, self._num_requests)
-        served = self.use_vllm and self.vllm_mode == "server"
-        if served:
+        if self.use_vllm and self.vllm_mode == "server":
             self.vllm_generation.generation_kwargs["seed"] = self._next_seeds(len(prompt_ids))[0]
-            if not self._server.answers():
-                self._stop_without_server()
         if self._early_grading is not None:
             self._early_grading.expect(prompt_ids, self._solutions)
-        completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        if served and len(completion_ids) < len(prompt_ids):
-            self._stop_without_server()
+        return self._generate_or_stop(prompt_ids, *args, **kwargs)
+
+    def _generate_or_stop(self, prompt_ids, *args, **kwargs):
+        """The parent's `_generate_single_turn`; when a server fails, all processes save and stop."""
+        if not (self.use_vllm and self.vllm_mode == "server"):
+            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        if not self._server.answers():
+            self._stop_without_server("stopped answering")
+        with self._server.watching():
+            completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        if len(completion_ids) < len(prompt_ids):
+            self._stop_without_server(
+                "is healthy, but did not generate" if self._server.answers() else "stopped answering"
+            )
         return completion_ids, logprobs
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
@@ -112,18 +127,43 @@ class RolloutTrainer(GRPOTrainer):
 
     def _rewind_step(self) -> None:
         """Back to where the optimizer step began that cannot be finished: what was drawn for it is drawn again."""
-        self._step, self._num_requests = self._at_step_begin
+        for name in _COUNTERS:
+            setattr(self, name, self._step_begin[name])
+        self.state.num_input_tokens_seen = self._step_begin["num_input_tokens_seen"]
+        self._metrics["train"].clear()
+        self._metrics["train"].update(self._step_begin["metrics"])
 
-    def _stop_without_server(self) -> None:
+    def _stop_without_server(self, state: str) -> None:
         """Save the state between the last two optimizer steps, on all processes, and raise."""
-        if self.model.training:
+        step = self.state.global_step
+        if self._step_begin is not None and self._step_begin["global_step"] == step:
             self._rewind_step()
-        directory = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-        if self.state.global_step > 0 and not directory.is_dir():
+        kept = "Nothing had been learnt yet"
+        if step > 0:
+            save_only_model, self.args.save_only_model = self.args.save_only_model, False
             self._save_checkpoint(self.model, trial=None)
-        kept = f"The state after it is in {directory}" if directory.is_dir() else "Nothing had been learnt yet"
+            self.args.save_only_model = save_only_model
+            kept = f"The state after it is in {Path(self.args.output_dir) / f'checkpoint-{step}'}"
         raise RuntimeError(
-            f"The vLLM server at {server_url(self.args)} stopped answering after optimizer step "
-            f"{self.state.global_step} ({self._server.failure}). {kept}. Start the server again with: "
-            f"{serve_command(self.model.name_or_path)} and continue with `--resume_from_checkpoint last`."
+            f"The vLLM server at {server_url(self.args)} {state} after optimizer step {step} "
+            f"({self._server.failure or 'it gave no completions'}). "
+            f"{kept}. Mend the cause, start the server again if it is down: {serve_command(self.model.name_or_path)} and "
+            "continue with `--resume_from_checkpoint last`."
         )
+
+
+# What moves on inside an optimizer step, besides metrics and the number of tokens.
+_COUNTERS = ("_step", "_num_requests", "_buffered_inputs")
+
+
+class _StepBegin(TrainerCallback):
+    """Remembers where an optimizer step began, which only Trainer knows: the last one of an epoch may be shorter."""
+
+    def __init__(self, trainer: RolloutTrainer):
+        self.trainer = trainer
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        metrics = {name: list(values) for name, values in self.trainer._metrics["train"].items()}
+        counters = {name: getattr(self.trainer, name) for name in _COUNTERS}
+        tokens = {"num_input_tokens_seen": state.num_input_tokens_seen, "global_step": state.global_step}
+        self.trainer._step_begin = {"metrics": metrics, **counters, **tokens}

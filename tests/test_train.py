@@ -110,6 +110,7 @@ def test_resume_and_refusal_to_start_over(tmp_path, model_path):
             "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj. .* or to all-linear",
         ),
         (["--use_peft", "--lora_target_modules", r"layers\.0\..*"], "no such module"),
+        (["--use_peft", "--lora_target_modules", "*_proj"], "read as a regular expression.*nothing to repeat"),
     ],
 )
 def test_what_is_wrong_is_said_before_training(tmp_path, model_path, arguments, message):

@@ -17,7 +17,7 @@ from transformers import Trainer, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
-from pacs_trl import PACSConfig, PACSTrainer
+from pacs_trl import PACSConfig, PACSTrainer, PPOTrainer
 from pacs_trl.pacs_config import _SHAPES_ONLY_GRPO
 from pacs_trl.rollout_trainer import RolloutTrainer
 
@@ -37,6 +37,12 @@ SIGNATURES = {
         "spatial_shapes=None, num_tiles=None, image_sizes=None, token_type_ids=None, mm_token_type_ids=None, "
         "image_position_ids=None) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]"
     ),
+    "_load_optimizer_and_scheduler": "(self, checkpoint)",  # this one, the next and create_scheduler: PPOTrainer alone
+    "_save_optimizer_and_scheduler": "(self, output_dir: str) -> None",
+    "create_scheduler": (
+        "(self, num_training_steps: int, optimizer: torch.optim.optimizer.Optimizer | None = None) -> "
+        "torch.optim.lr_scheduler.LRScheduler"
+    ),
     "_get_train_sampler": "(self, dataset: datasets.arrow_dataset.Dataset | None = None) -> torch.utils.data.sampler.Sampler",
     "_load_rng_state": "(self, checkpoint: str | None) -> None",
     "_prepare_inputs": (
@@ -48,7 +54,7 @@ SIGNATURES = {
 
 
 def overridden() -> list[str]:
-    own = {**vars(RolloutTrainer), **vars(PACSTrainer)}
+    own = {**vars(RolloutTrainer), **vars(PACSTrainer), **vars(PPOTrainer)}
     return [name for name, value in own.items() if inspect.isfunction(value) and hasattr(GRPOTrainer, name)]
 
 
@@ -62,34 +68,35 @@ def test_versions():
 
 
 def test_every_override_is_listed():
-    assert set(overridden()) == set(SIGNATURES), "keep SIGNATURES and the overrides of PACSTrainer in step"
+    assert set(overridden()) == set(SIGNATURES), "keep SIGNATURES and the overrides of the trainers in step"
 
 
 @pytest.mark.parametrize("name", [name for name, signature in SIGNATURES.items() if signature])
 def test_signature(name):
     found = str(inspect.signature(getattr(GRPOTrainer, name)))
-    assert found == SIGNATURES[name], f"GRPOTrainer.{name} is now {found}; PACSTrainer.{name} was written for another"
+    assert found == SIGNATURES[name], f"GRPOTrainer.{name} is now {found}; ours was written for another"
 
 
 def tree(function) -> ast.AST:
     return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
 
 
-# Not called by PACSTrainer but written anew, so that any change of theirs may have to be repeated here.
-REPLACED = {
-    (GRPOTrainer, "training_step"): "96c13325",
-    (GRPOTrainer, "_prepare_inputs"): "b6f38f7a",
-    (Trainer, "training_step"): "30049257",
+# Written anew or copied in part, so that any change of theirs may have to be repeated: the hash, and where.
+REPEATED = {
+    (GRPOTrainer, "training_step"): ("96c13325", "PACSTrainer.training_step"),
+    (GRPOTrainer, "_prepare_inputs"): ("b6f38f7a", "PACSTrainer._prepare_inputs"),
+    (Trainer, "training_step"): ("30049257", "PACSTrainer.training_step"),
+    (GRPOTrainer, "_compute_loss"): ("6b861df6", "PPOTrainer._loss_denominator (what the sums are divided by)"),
+    (GRPOTrainer, "_generate"): ("c4318367", "RolloutTrainer._grade_early (when a completion is its decoded text)"),
 }
 
 
-@pytest.mark.parametrize(("owner", "name"), REPLACED, ids=lambda value: getattr(value, "__name__", value))
-def test_replaced_methods_have_not_changed(owner, name):
+@pytest.mark.parametrize(("owner", "name"), REPEATED, ids=lambda value: getattr(value, "__name__", value))
+def test_repeated_methods_have_not_changed(owner, name):
     """Comments and layout may change, code may not."""
+    expected, ours = REPEATED[owner, name]
     found = hashlib.sha256(ast.unparse(tree(vars(owner)[name])).encode()).hexdigest()[:8]
-    assert found == REPLACED[owner, name], (
-        f"{owner.__name__}.{name} has changed (now {found}). Compare it with PACSTrainer.{name}."
-    )
+    assert found == expected, f"{owner.__name__}.{name} has changed (now {found}). Compare it with {ours}."
 
 
 def string_keys(function, variable: str) -> set[str]:

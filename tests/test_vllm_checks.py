@@ -1,7 +1,9 @@
 """What is refused before a run with vLLM starts, and what happens when its server dies: a server on this machine plays vLLM."""
 
+import itertools
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +21,10 @@ from replay import (
 from transformers import AutoModelForCausalLM
 
 from pacs_trl import PACSTrainer, PPOConfig, PPOTrainer, train, vllm_checks
+from pacs_trl.evaluation.benchmarks import load_benchmark
+from pacs_trl.evaluation.callback import EvaluationCallback
 from pacs_trl.vllm_checks import check_port, check_version, check_vllm, serve_command
+from pacs_trl.vllm_requests import seed_requests
 
 
 @pytest.mark.parametrize("version", ["0.22.0", "0.31.0", "0.31.2+cpu", "0.27.1rc1", "dev"])
@@ -160,47 +165,142 @@ def test_server_that_will_do(tmp_path, installed, server, model):
     assert serve_command("M").startswith('VLLM_SERVER_DEV_MODE=1 vllm serve M --weight-transfer-config \'{"backend"')
 
 
-def trainer_with(server, model, output_dir, **more):
+def trainer_with(server, model, output_dir, num_prompts=64, **more):
     settings = {"learning_rate": 3e-3, "optim": "adamw_torch", "max_steps": 5, "save_steps": 100, **more}
     return build_trainer(
         output_dir,
         model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
-        more={"train_dataset": addition_dataset(64), "callbacks": [Recorder()]},
+        more={"train_dataset": addition_dataset(num_prompts), "callbacks": [Recorder()]},
         **(server_settings(server.url) | settings),
     )
 
 
+# settings, the generation that fails, the optimizer step whose state is saved, and the generations that have led to it
 SCHEDULES = {
-    "one update per generation": ({}, 2),
-    "two updates per generation": ({"steps_per_generation": 2}, 2),
-    "two generations per update": ({"gradient_accumulation_steps": 2, "steps_per_generation": 1}, 5),
+    "one update per generation": ({}, 2, 2, 2),
+    "two updates per generation": ({"steps_per_generation": 2}, 2, 4, 2),
+    "two generations per update": ({"gradient_accumulation_steps": 2, "steps_per_generation": 1}, 5, 2, 4),
+    # 2 prompts a generation, 10 an epoch: the third update has one generation only, the fourth has 5 and 6
+    "an epoch that ends within an update": (
+        {"gradient_accumulation_steps": 2, "steps_per_generation": 1, "num_prompts": 10},
+        *(6, 3, 5),
+    ),
 }
 
 
-@pytest.mark.parametrize(("schedule", "fails"), SCHEDULES.values(), ids=SCHEDULES)
-def test_server_that_dies(tmp_path, installed, server, model, schedule, fails):
+@pytest.mark.parametrize(("schedule", "fails", "step", "drawn"), SCHEDULES.values(), ids=SCHEDULES)
+def test_server_that_dies(tmp_path, installed, server, model, schedule, fails, step, drawn):
     """The run stops with its state saved, and goes on from there as if nothing had happened."""
     straight = trainer_with(server, model, tmp_path / "straight", **schedule)
     straight.train()
     seeds, server.seeds = server.seeds, []
     server.fail_generation = fails
-    stopped = trainer_with(server, model, tmp_path / "stopped", **schedule)
+    stopped = trainer_with(server, model, tmp_path / "stopped", save_only_model=True, **schedule)
     with pytest.raises(
-        RuntimeError, match="(?s)stopped answering after optimizer step .*engine is dead.*vllm serve"
+        RuntimeError, match=rf"(?s)stopped answering after optimizer step {step} .*engine is dead.*vllm serve"
     ) as error:
         stopped.train()
-    step = stopped.state.global_step
     checkpoint = tmp_path / "stopped" / f"checkpoint-{step}"
-    assert checkpoint.is_dir() and str(checkpoint) in str(error.value) and step in (2, 4)
+    assert checkpoint.is_dir() and str(checkpoint) in str(error.value)
 
     server.fail_generation, server.dead = None, False
-    drawn = step * schedule.get("gradient_accumulation_steps", 1) // schedule.get("steps_per_generation", 1)
     resumed = trainer_with(server, model, tmp_path / "stopped", **schedule)
     server.seeds = []
     resumed.train(resume_from_checkpoint=str(checkpoint))
     assert server.seeds == seeds[drawn:]
     expected, found = trainable_weights(straight.model), trainable_weights(resumed.model)
     assert all(torch.equal(expected[name], found[name]) for name in expected)
+    names = ("loss", "reward", "completions/mean_length", "num_tokens")  # nothing is counted twice
+    logs = [
+        [[entry.get(name) for name in names] for entry in run.state.log_history[:5]] for run in (straight, resumed)
+    ]
+    assert logs[0] == logs[1]
+
+
+def test_server_that_is_healthy_but_refuses(tmp_path, installed, server, model, monkeypatch):
+    """A prompt that does not fit, say: starting the server again would not help, and the error does not say that it is down."""
+    monkeypatch.setitem(server.answers, "/v1/completions", 400)
+    with pytest.raises(RuntimeError, match="is healthy, but did not generate after optimizer step 0 .*400"):
+        trainer_with(server, model, tmp_path).train()
+
+
+def test_state_is_saved_over_an_old_directory(tmp_path, installed, server, model):
+    (tmp_path / "checkpoint-2").mkdir()
+    server.fail_generation = 2
+    with pytest.raises(RuntimeError, match="The state after it is in .*checkpoint-2"):
+        trainer_with(server, model, tmp_path).train()
+    assert (tmp_path / "checkpoint-2" / "pacs_state_0.pt").is_file()
+
+
+def test_a_rollout_function_hears_of_its_own_failures(tmp_path, installed, server, model):
+    trainer = trainer_with(server, model, tmp_path)
+    server.fail_generation = 0
+    with pytest.raises(Exception, match="the engine is dead"):
+        trainer.vllm_generation.vllm_client.generate(prompts=[[1, 2]], max_tokens=4, generation_kwargs={"seed": 1})
+
+
+def test_evaluation_takes_no_seeds_from_training(tmp_path, installed, server, model):
+    runs = []
+    for name in ("alone", "evaluated"):
+        trainer = trainer_with(server, model, tmp_path / name, num_generations_eval=2, per_device_eval_batch_size=2)
+        server.seeds = []
+        if name == "evaluated":
+            trainer.evaluate(addition_dataset(2))
+            trainer.evaluate(addition_dataset(2))
+            assert len(set(server.seeds)) == 4 and not set(server.seeds) & set(runs[0])
+            server.seeds = []
+        trainer.train()
+        runs.append(server.seeds)
+    assert runs[0] == runs[1]
+
+
+def test_server_that_dies_during_evaluation(tmp_path, installed, server, model):
+    """Of the callback: the optimizer step before it is over, and what it drew stays drawn."""
+    benchmark = load_benchmark("miniature/addition", max_problems=2)
+    stopped = trainer_with(server, model, tmp_path)
+    stopped.add_callback(EvaluationCallback(stopped, [benchmark], every_steps=2))
+    server.fail_generation = 3  # one evaluation before training, two generations
+    with pytest.raises(RuntimeError, match="stopped answering after optimizer step 2 .*engine is dead"):
+        stopped.train()
+    server.fail_generation, server.dead = None, False
+    straight, resumed = (trainer_with(server, model, tmp_path) for _ in range(2))
+    straight.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    expected, found = trainable_weights(straight.model), trainable_weights(resumed.model)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_settings_are_not_written_to(tmp_path, installed, server, model):
+    trainer = trainer_with(server, model, tmp_path, max_steps=1, generation_kwargs={"stop": ["x"]})
+    trainer.train()
+    assert trainer.args.generation_kwargs == {"stop": ["x"]}
+
+
+def test_every_legal_call_of_a_colocated_engine_gets_seeds():
+    def params(tokens=1):
+        return SimpleNamespace(max_tokens=tokens, clone=lambda: params(tokens))
+
+    calls = []
+    llm = SimpleNamespace(
+        generate=lambda prompts, sampling_params: calls.append(
+            [(prompt, p.seed, p.max_tokens) for prompt, p in zip(prompts, sampling_params, strict=True)]
+        ),
+        get_default_sampling_params=params,
+    )
+    counter = itertools.count()
+    seed_requests(SimpleNamespace(llm=llm), lambda n: [next(counter) for _ in range(n)])
+    llm.generate(["a", "b"], params(5))
+    llm.generate(["a", "b"], [params(6), params(7)])
+    llm.generate("text", sampling_params=params(8))
+    llm.generate([5, 6, 7])
+    llm.generate([{"prompt_token_ids": [1]}])
+    assert calls == [
+        [("a", 0, 5), ("b", 1, 5)],
+        [("a", 2, 6), ("b", 3, 7)],
+        [("text", 4, 8)],
+        [([5, 6, 7], 5, 1)],
+        [({"prompt_token_ids": [1]}, 6, 1)],
+    ]
 
 
 def test_server_that_dies_before_the_first_step(tmp_path, installed, server, model):

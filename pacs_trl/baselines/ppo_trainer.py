@@ -40,6 +40,8 @@ _RESUME_SETTINGS = (
     "beta",
     "num_generations",
     "num_iterations",
+    "max_completion_length",
+    "vllm_importance_sampling_correction",
     "steps_per_generation",
     "gradient_accumulation_steps",
     "generation_batch_size",

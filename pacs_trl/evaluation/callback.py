@@ -9,6 +9,7 @@ Works with any subclass of TRL's GRPOTrainer. It keeps no samples: use `pacs-trl
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from pacs_trl.evaluation.engines import TransformersEngine
 from pacs_trl.evaluation.grading import BackgroundGrader
 from pacs_trl.evaluation.requests import Completion, Request, SamplingSettings, render_prompt, sample_seed
 from pacs_trl.evaluation.results import summarize
+from pacs_trl.rollout_trainer import RolloutTrainer
 from pacs_trl.verification import shared_verifier
 
 
@@ -144,17 +146,22 @@ class EvaluationCallback(TrainerCallback):
         Through the trainer's vLLM (colocated or server), which also brings it the current weights.
 
         Its interface takes one seed per call, so sample j of all problems is one call. With a seed on every request vLLM
-        draws nothing from its global generator, which training uses. The method is the one of GRPOTrainer: PACSTrainer's
-        counts requests and empty completions of training, and these are neither.
+        draws nothing from its global generator, which training uses. `_generate_single_turn` of PACSTrainer and PPOTrainer
+        counts requests of training, and these are none.
         """
         trainer, tokenizer = self.trainer, self.trainer._tokenizer
+        generate = (
+            trainer._generate_or_stop
+            if isinstance(trainer, RolloutTrainer)
+            else partial(GRPOTrainer._generate_single_turn, trainer)
+        )
         drawn = []
         for sample in range(self.n):
             batch = [request for request in requests if request.sample == sample]
             texts = [render_prompt(tokenizer, request.prompt, self._template_kwargs()) for request in batch]
             prompt_ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
             with self._vllm_settings(sample_seed(self.seed, benchmark.name, sample)):
-                completion_ids, _ = GRPOTrainer._generate_single_turn(trainer, prompt_ids, None, {}, 1)
+                completion_ids, _ = generate(prompt_ids, None, {}, 1)
             for request, tokens in zip(batch, completion_ids, strict=True):
                 cut = len(tokens) == self.settings.max_new_tokens and tokens[-1] not in trainer.eos_token_ids
                 text = tokenizer.decode(tokens, skip_special_tokens=True)
