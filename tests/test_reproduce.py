@@ -10,12 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from finished_runs import record
 
-from pacs_trl import reproduce
+from pacs_trl import reproduce, reproduce_cells
+from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.recipe import read_recipe
 from pacs_trl.report import paper
 from pacs_trl.report.reproduction import TWINS, Cell, Table, write_tables
-from pacs_trl.reproduce import Options, full_commands, main, read_table, run_cell, table_names
+from pacs_trl.reproduce import Options, main, read_table, run_cell, table_names
 
 
 REPOSITORY = Path(__file__).parents[1]
@@ -42,18 +44,51 @@ OBJECTIVE = (
 class TestRecipes:
     def test_the_tables_and_figures_of_the_paper(self):
         expected = ["table_1", "table_2", "table_3", "table_6", "table_9"]
-        assert table_names() == [*expected, "figure_3", "figure_4", "figure_5", "figure_6"]
+        expected += ["figure_3", "figure_4", "figure_5", "figure_6"]
+        assert table_names("miniature") == expected
+        assert table_names() == table_names("full") == [*expected, "v1_table_1", "v1_table_2"]
 
-    @pytest.mark.parametrize("name", table_names())
-    def test_every_cell_has_a_recipe_at_its_scale(self, name):
+    def test_a_table_that_shows_others_has_their_names_too(self):
+        others = {"table_7": "table_6", "table_8": "table_2"} | {f"table_{n}": "table_9" for n in (10, 11, 12, 13)}
+        for name, file in others.items():
+            assert read_table(name, "miniature") == read_table(file, "miniature")
+
+    def test_version_1_has_no_twins(self):
+        with pytest.raises(ValueError, match="v1_table_1 exists at full scale only.*Add `--scale full`"):
+            main(["v1_table_1"])
+
+    @pytest.mark.parametrize(("scale", "name"), [(s, n) for s in ("miniature", "full") for n in table_names(s)])
+    def test_every_cell_has_a_recipe_at_its_scale(self, scale, name):
+        for cell in read_table(name, scale).cells:
+            for recipe in (cell.recipe, *cell.evaluations):
+                assert (RECIPES / f"{recipe}.yaml").is_file(), cell
+            assert cell.recipe.startswith("miniature/") == (scale == "miniature")
+
+    def test_a_run_is_one_recipe_in_all_tables_of_both_scales(self):
+        made_by = {}
         for scale in ("miniature", "full"):
-            table = read_table(name, scale)
-            assert table.cells
-            for cell in table.cells:
-                assert (RECIPES / f"{cell.recipe}.yaml").is_file(), cell
-                assert cell.recipe.startswith("miniature/") == (scale == "miniature")
+            for cell in (cell for name in table_names(scale) for cell in read_table(name, scale).cells):
+                made_by.setdefault(cell.run, set()).add((cell.recipe, cell.trained, *cell.evaluations))
+        assert {run: makers for run, makers in made_by.items() if len(makers) > 1} == {}
+        assert "evaluation/table1/limo" in made_by and "twin-4b/base" in made_by
 
-    @pytest.mark.parametrize("name", table_names())
+    @pytest.mark.parametrize(
+        ("name", "row"), [("table_2", "Qwen3-8B"), ("table_6", "Qwen3-4B"), ("figure_6", "Qwen3-8B")]
+    )
+    def test_the_base_is_evaluated_once_for_table_1_and_beside_its_descendants(self, name, row):
+        cells = {cell.label: cell for cell in read_table(name, "full").cells}
+        assert cells["Base"].run == {cell.label: cell.run for cell in read_table("table_1", "full").cells}[row]
+        base, tuned = (
+            EvaluationArguments(
+                **{"model": "m", "output_dir": "d"}
+                | yaml.safe_load((RECIPES / f"{cell.evaluations[0]}.yaml").read_text())
+            )
+            for cell in (cells["Base"], cells["PACS"])
+        )
+        same = ("benchmarks", "n", "k", "sampling", "prompt_instruction", "system_prompt", "template_kwargs")
+        assert [getattr(base, key) for key in same] == [getattr(tuned, key) for key in same]
+
+    @pytest.mark.parametrize("name", table_names("miniature"))
     def test_a_twin_has_the_objective_of_its_full_size_recipe(self, name):
         full = {cell.label: cell.recipe for cell in read_table(name, "full").cells}
         for cell in read_table(name, "miniature").cells:
@@ -89,33 +124,6 @@ class TestRecipes:
                 assert {cell.label for cell in table.cells} <= known
             assert {label for pair in table.compare for label in pair} <= {cell.label for cell in table.cells}
         assert {cell.label for cell in read_table("table_1", "full").cells} == set(paper.TABLE_1)
-
-
-def record(results_dir: Path, cell: Cell, seed: int, counts: dict[str, list[int]], n: int = 4, ks=(1, 2)):
-    """A finished run with the given number of right completions for each problem."""
-    from pacs_trl.evaluation.results import RESULTS_SCHEMA, GradedSample, summarize, write_results
-
-    entries = {}
-    for name, right in counts.items():
-        samples = [
-            GradedSample(str(problem), float(i < c), 5, "stop", "1")
-            for problem, c in enumerate(right)
-            for i in range(n)
-        ]
-        source = {"version": 1, "digest": "d", "num_problems": len(right)}
-        summary = summarize([str(p) for p in range(len(right))], samples, ks)
-        entries[name] = {"title": name, "source": source, **summary}
-    results = {"schema_version": RESULTS_SCHEMA, "method": "x", "n": n, "k": list(ks), "benchmarks": entries}
-    directory = cell.directory(results_dir, seed)
-    directory.mkdir(parents=True)
-    diversity = {name: {"0": 0.1 + 0.1 * seed, "1": 0.3} for name in counts}
-    (directory / "diversity.json").write_text(json.dumps(diversity))
-    logs = [{"step": step, "reward": 0.5, "entropy": 1.0 - 0.05 * step * (1 + seed)} for step in range(1, 11)]
-    checkpoints = [{"step": 2, **{f"eval_{name}/pass@1": 0.5 for name in counts}}]
-    training = {"log_history": logs, "checkpoints": checkpoints}
-    if cell.trained:
-        (directory / "training.json").write_text(json.dumps(training))
-    write_results(directory / "results.json", results | {"protocol": {}})
 
 
 def numbers(results_dir: Path, name: str):
@@ -193,6 +201,37 @@ class TestReport:
         assert "±" not in rows["PACS"]
         assert numbers(tmp_path, "t")["comparisons"][0]["ours"] == "-"
 
+    def test_without_any_run_the_published_numbers_stand_alone(self, tmp_path):
+        write_tables([self.table("pass_at_k", published="Qwen3-4B", compare=[("PACS", "GRPO")])], tmp_path, twins=True)
+        ours, published, lies = numbers(tmp_path, "t")["miniature/terms_3"][:3]
+        assert ours == {"": "PACS"} | dict.fromkeys(["k=1", "k=4", "k=8", "k=16", "k=32", "k=64"], "-")
+        assert published == dict(
+            zip(ours, ["PACS, published", *"94.80 97.87 98.47 98.93 99.30 99.49".split()], strict=True)
+        )
+        assert set(lies.values()) == {"PACS, published lies", "-"}
+        assert [row["k"] for row in numbers(tmp_path, "t")["comparisons"]] == ["1", "8", "64"]
+
+    def test_the_average_is_over_benchmarks_whatever_their_sizes(self, tmp_path):
+        # pass@1: 100 % on the three problems of MATH 500, 25 % on the one of each of the other four; the average is
+        # (100 + 4 x 25) / 5 = 40, where the mean over the seven problems would be 57
+        counts = {name: [4, 4, 4] if name == "math_500" else [1] for name in paper.TABLE_1_BENCHMARKS}
+        record(tmp_path, self.good, 0, counts)
+        write_tables([self.table("pass_at_1")], tmp_path, twins=False)
+        row = numbers(tmp_path, "t")[0]
+        assert row["math_500"].startswith("100.0 ") and row["average"].startswith("40.0 ")
+
+    def test_only_different_models_may_have_different_chat_formats(self, tmp_path):
+        counts = {name: [1, 2] for name in TWINS.values()}
+        prompt = {"instruction": "i", "system_prompt": None, "chat_template_kwargs": None}
+        record(tmp_path, self.good, 0, counts, prompt=prompt)
+        record(tmp_path, self.bad, 0, counts, prompt=prompt | {"system_prompt": "You are helpful."})
+        write_tables([self.table("pass_at_1", own_prompts=True)], tmp_path, twins=True)
+        with pytest.raises(ValueError, match="different protocols.*\n.*system_prompt"):
+            write_tables([self.table("pass_at_1")], tmp_path, twins=True)
+        record(tmp_path, self.bad, 1, counts, prompt=prompt | {"instruction": "j"})
+        with pytest.raises(ValueError, match="different protocols.*\n.*instruction: 'i' != 'j'"):
+            write_tables([self.table("pass_at_1", own_prompts=True)], tmp_path, twins=True)
+
     def test_diversity_entropy_and_curves(self, tmp_path):
         self.fill(tmp_path)
         tables = [self.table(shows)._replace(name=shows) for shows in ("diversity", "training", "curves", "pass_at_1")]
@@ -228,7 +267,7 @@ class TestMiniatureRuns:
         base = json.loads(Path("results/twin-4b/base/seed-0/results.json").read_text())
         assert base["model"]["name"].startswith("arithmetic-tiny-0-") and base["n"] == 2 and base["k"] == [1]
 
-        monkeypatch.setattr(reproduce, "_evaluate", None)
+        monkeypatch.setattr(reproduce_cells, "_evaluate", None)
         assert main(arguments) == 0
         assert capsys.readouterr().out.partition("# Table 1")[2] == first
 
@@ -251,6 +290,37 @@ class TestMiniatureRuns:
         assert main(arguments) == 0
         assert Path("work/twin-4b/pacs/seed-0/evaluation/samples/miniature_terms_3.jsonl").read_text() == before
 
+    def test_a_work_directory_belongs_to_the_settings_it_was_begun_with(self, tmp_path, monkeypatch):
+        def interrupted(arguments):
+            (Path("work/twin-4b/pacs/seed-0/model/checkpoint-1")).mkdir(parents=True, exist_ok=True)
+            raise KeyboardInterrupt
+
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("pacs_trl.train.main", interrupted)
+        monkeypatch.setattr("pacs_trl.miniature.warm_start.warm_start", lambda *_, **__: Path("start"))
+        cell, options = (
+            Cell("PACS", "miniature/twin-4b/pacs"),
+            Options((0,), 2, 2, 2, 2, Path("results"), Path("work")),
+        )
+        for _ in range(2):  # the second finds what the first has begun
+            with pytest.raises(KeyboardInterrupt):
+                run_cell(cell, 0, options)
+        with pytest.raises(
+            ValueError, match=r"work/twin-4b/pacs/seed-0 was made with other settings .*\(training.max_steps"
+        ):
+            run_cell(cell, 0, options._replace(max_steps=3))
+        Path("work/twin-4b/pacs/seed-0/settings.json").unlink()
+        with pytest.raises(
+            ValueError, match="work/twin-4b/pacs/seed-0 has no settings.json.*choose another --work_dir"
+        ):
+            run_cell(cell, 0, options)
+
+    def test_a_record_without_settings_is_refused(self, tmp_path):
+        cell = Cell("PACS", "miniature/twin-4b/pacs")
+        record(tmp_path, cell, 0, {name: [1, 2] for name in TWINS.values()})
+        with pytest.raises(ValueError, match="twin-4b/pacs/seed-0 has no settings.json.*choose another --results_dir"):
+            run_cell(cell, 0, Options((0,), results_dir=tmp_path, work_dir=tmp_path / "work"))
+
     def test_the_same_seed_gives_the_same_run(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         cell = Cell("PACS", "miniature/twin-4b/pacs")
@@ -264,40 +334,22 @@ class TestMiniatureRuns:
         assert samples[0] == samples[1]
 
 
-class TestFullScale:
-    def test_prints_the_commands_of_the_recipe_headers(self, tmp_path, capsys):
-        arguments = [
-            "table_6",
-            "--scale",
-            "full",
-            "--cells",
-            "PACS,Base",
-            "--seeds",
-            "7",
-            "--results_dir",
-            str(tmp_path),
-        ]
-        assert main(arguments) == 0
-        lines = [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
-        assert lines[0].startswith("pacs-trl evaluate --config recipes/evaluation/v2.yaml --model Qwen/Qwen3-4B ")
-        assert lines[1].startswith("accelerate launch --config_file recipes/accelerate_configs/fsdp2_8x8.yaml ")
-        assert (
-            "--config recipes/qwen3-4b/pacs.yaml --seed 7 --output_dir outputs/tables/full/qwen3-4b/pacs/seed-7"
-            in lines[1]
-        )
-        assert "--model outputs/tables/full/qwen3-4b/pacs/seed-7 " in lines[2]
-
-    def test_open_models_are_evaluated_with_their_own_recipe(self):
-        cell = next(cell for cell in read_table("table_1", "full").cells if cell.label == "LIMO")
-        (command,) = full_commands(cell, 0, Options())
-        assert command[:4] == ["pacs-trl", "evaluate", "--config", "recipes/evaluation/table1/limo.yaml"]
-
-
 def test_unknown_names_are_refused():
-    with pytest.raises(ValueError, match="There is no table 'table_7'; choose from table_1, table_2"):
-        main(["table_7"])
+    with pytest.raises(ValueError, match="There is no table 'table_4'; choose from table_1, table_2"):
+        main(["table_4"])
     with pytest.raises(ValueError, match="There are no cells DPO here, but Base, GRPO, PACS, "):
         main(["table_2", "--cells", "DPO"])
+
+
+def test_settings_that_a_scale_does_not_read_are_refused():
+    sizes = ["--max_steps", "--warm_start_steps", "--num_samples", "--max_problems"]
+    for size in sizes:
+        with pytest.raises(ValueError, match=f"{size} would be ignored at full scale"):
+            main(["table_6", "--scale", "full", size, "3"])
+    with pytest.raises(ValueError, match=", ".join(sizes)):
+        main(["table_6", "--scale", "full", *(word for size in sizes for word in (size, "3"))])
+    with pytest.raises(ValueError, match="--run is for `--scale full`"):
+        main(["table_6", "--run"])
 
 
 def test_an_installation_without_recipes(tmp_path, monkeypatch):

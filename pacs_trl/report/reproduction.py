@@ -26,17 +26,19 @@ COMPARED_KS = (1, 8, 64)
 
 
 class Cell(NamedTuple):
-    """One row of a table: its label there, the recipe that makes it, and whether the recipe's start is meant instead."""
+    """One row of a table: its label there, the recipe that makes it, whether the recipe's start is meant instead, and at full
+    scale the evaluations that measure it."""
 
     label: str
     recipe: str
     trained: bool = True
+    evaluations: Sequence[str] = ("evaluation/v2",)
 
     @property
     def run(self) -> str:
-        """Name of the run, the same in every table: the recipe's, or `base` next to it."""
+        """Name of the run, the same in every table: the recipe's, or `base` next to a training recipe."""
         path = self.recipe.removeprefix("miniature/")
-        return path if self.trained else f"{path.rsplit('/', 1)[0]}/base"
+        return path if self.trained or path.startswith("evaluation/") else f"{path.rsplit('/', 1)[0]}/base"
 
     def directory(self, base: Path, seed: int) -> Path:
         return base / self.run / f"seed-{seed}"
@@ -52,6 +54,7 @@ class Table(NamedTuple):
         shows (`str`): Key of `_SECTIONS`.
         published (`str`, *optional*): Base model of the paper's tables of pass@k.
         compare (list of pairs of `str`): Labels of which the first minus the second is shown.
+        own_prompts (`bool`): Whether the rows are different models, each asked in its own chat format.
     """
 
     name: str
@@ -60,6 +63,7 @@ class Table(NamedTuple):
     shows: str
     published: str | None = None
     compare: Sequence[tuple[str, str]] = ()
+    own_prompts: bool = False
 
 
 class Run(NamedTuple):
@@ -100,8 +104,7 @@ def write_tables(selected: Sequence[Table], results_dir: Path, *, twins: bool) -
     results_dir.mkdir(parents=True, exist_ok=True)
     for table in selected:
         runs = {cell.label: read_runs(cell, results_dir) for cell in table.cells}
-        results = [run.results for group in runs.values() for run in group]
-        require_same_protocol(results, [f"{result['method']} in {results_dir}" for result in results])
+        _require_one_protocol(table, runs, results_dir)
         body, numbers = _SECTIONS[table.shows](table, runs, results_dir / table.name, twins)
         counts = ", ".join(f"{cell.label} {len(runs[cell.label])}" for cell in table.cells)
         note = "Miniature twins of the models and benchmarks that are named.\n\n" if twins else ""
@@ -115,13 +118,27 @@ def write_tables(selected: Sequence[Table], results_dir: Path, *, twins: bool) -
 Runs = dict[str, list[Run]]
 
 
-def _names(twins: bool) -> dict[str, str]:
-    """The paper's name of each benchmark -> ours."""
-    return TWINS if twins else {name: name for name in paper.TABLE_1_BENCHMARKS}
+def _require_one_protocol(table: Table, runs: Runs, results_dir: Path) -> None:
+    """Different models may differ in their chat format, which is theirs, and in nothing else; not in the question."""
+    results = [run.results for group in runs.values() for run in group]
+    if table.own_prompts:
+        results = [r | {"protocol": r["protocol"] | {"prompt": _question(r["protocol"])}} for r in results]
+    require_same_protocol(results, [f"{result['method']} in {results_dir}" for result in results])
+
+
+def _question(protocol: dict[str, Any]) -> dict[str, Any]:
+    chat_format = ("system_prompt", "chat_template_kwargs")
+    return {key: value for key, value in protocol["prompt"].items() if key not in chat_format}
+
+
+def _names(twins: bool, model: str | None = None) -> dict[str, str]:
+    """The paper's name of each benchmark -> ours; of a base model, those that the paper measured it on."""
+    names = TWINS if twins else {name: name for name in paper.TABLE_1_BENCHMARKS}
+    return {paper_name: name for paper_name, name in names.items() if not model or paper.published(model, paper_name)}
 
 
 def _seed_cell(runs: Sequence[Run], benchmarks: Sequence[str], k: int) -> tables.Cell | None:
-    """Mean over seeds and over all problems of some benchmarks, percent; None without runs."""
+    """Mean over seeds and over some benchmarks, percent; None without runs."""
     if not runs:
         return None
     by_run = np.stack([_values(run, benchmarks, k) for run in runs])  # (runs, problems)
@@ -131,8 +148,11 @@ def _seed_cell(runs: Sequence[Run], benchmarks: Sequence[str], k: int) -> tables
 
 
 def _values(run: Run, benchmarks: Sequence[str], k: int) -> np.ndarray:
-    """pass@k in percent of every problem of some benchmarks."""
-    return np.concatenate([100 * tables.problem_values([run.results], name, [k])[1][:, 0] for name in benchmarks])
+    """pass@k in percent of every problem of some benchmarks, weighted so that their mean is the mean over benchmarks: the
+    paper's average, in which 30 problems of AIME count as much as the 500 of MATH 500."""
+    values = [100 * tables.problem_values([run.results], name, [k])[1][:, 0] for name in benchmarks]
+    total = sum(map(len, values))
+    return np.concatenate([part * (total / (len(values) * len(part))) for part in values])
 
 
 def _text(cell: tables.Cell | None, digits: int = 1) -> str:
@@ -171,14 +191,26 @@ def _ks(runs: Runs) -> list[int]:
     return tables.common_ks(results) if results else []
 
 
+def _benchmark_ks(runs: Runs, name: str, published: dict[str, dict[int, float]]) -> list[int]:
+    """Values of k that every run has on a benchmark; without a run, those of the paper."""
+    measured = [set(run.results["benchmarks"][name]["pass_at_k"]) for group in runs.values() for run in group]
+    return sorted(map(int, set.intersection(*measured) if measured else {k for v in published.values() for k in v}))
+
+
+def _published(table: Table, paper_name: str) -> dict[str, dict[int, float]]:
+    """label -> k -> percent."""
+    blocks = paper.published(table.published, paper_name) if table.published else []
+    return {label: values for block in blocks for label, values in block.values.items()}
+
+
 def _pass_at_k(table: Table, runs: Runs, path: Path, twins: bool) -> tuple[str, Any]:
-    ks = _ks(runs)
-    header = ["", *(f"k={k}" for k in ks)]
-    parts, numbers = [], {}
-    for paper_name, name in _names(twins).items():
-        published = {}
-        for block in paper.published(table.published, paper_name) if table.published else []:
-            published |= block.values
+    names = _names(twins, table.published)
+    parts, numbers, every_ks = [], {}, []
+    for paper_name, name in names.items():
+        published = _published(table, paper_name)
+        ks = _benchmark_ks(runs, name, published)
+        every_ks.append(set(ks))
+        header = ["", *(f"k={k}" for k in ks)]
         rows = []
         for label, group in runs.items():
             ours = [_seed_cell(group, [name], k) for k in ks]
@@ -187,35 +219,32 @@ def _pass_at_k(table: Table, runs: Runs, path: Path, twins: bool) -> tuple[str, 
         parts.append(f"## {title}\n\n{tables.to_markdown(header, rows)}")
         numbers[name] = _as_numbers(header, rows)
     if table.compare:
-        header, rows = _comparisons(table, runs, ks, twins)
-        parts.append(f"## Mean over the five benchmarks\n\n{tables.to_markdown(header, rows)}")
+        header, rows = _comparisons(table, runs, set.intersection(*every_ks), names)
+        title = f"Mean over the {'five' if len(names) == 5 else 'four'} benchmarks"
+        parts.append(f"## {title}\n\n{tables.to_markdown(header, rows)}")
         numbers["comparisons"] = _as_numbers(header, rows)
     results = [run.results for group in runs.values() for run in group]
     if results:
         from pacs_trl.report import plots
 
-        plots.pass_at_k_figure(results, {name: name for name in _names(twins).values()}, path)
+        plots.pass_at_k_figure(results, {name: name for name in names.values()}, path)
         parts.append(f"![pass@k]({path.name}.png)\n")
     return "\n".join(parts), numbers
 
 
-def _comparisons(table: Table, runs: Runs, ks: Sequence[int], twins: bool) -> tuple[list[str], list[list[str]]]:
+def _comparisons(table: Table, runs: Runs, ks: set[int], names: dict[str, str]) -> tuple[list[str], list[list[str]]]:
     """Differences of pairs, over the problems of all benchmarks and the seeds that both have, and whether their sign is the
     paper's: only said where the interval leaves out 0 and every seed has the same sign."""
-    names, published = _names(twins), {}
-    for paper_name in names:
-        for block in paper.published(table.published, paper_name) if table.published else []:
-            for label, values in block.values.items():
-                published.setdefault(label, {})[paper_name] = values
+    published = {paper_name: _published(table, paper_name) for paper_name in names}
     header = ["difference", "k", "ours", "seeds above 0", "published", "same direction"]
     rows = []
     for first, second in table.compare:
         pairs = [(a, b) for a in runs[first] for b in runs[second] if a.seed == b.seed]
         for k in [k for k in COMPARED_KS if k in ks]:
             theirs = [
-                published[first][name][k] - published[second][name][k]
-                for name in names
-                if first in published and second in published and k in published[first].get(name, {})
+                values[first][k] - values[second][k]
+                for values in published.values()
+                if first in values and second in values and k in values[first]
             ]
             paper_difference = statistics.mean(theirs) if theirs else None
             shown = "-" if paper_difference is None else f"{paper_difference:+.1f}"

@@ -1,0 +1,41 @@
+"""Finished runs made up by hand, for the tests of tables."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pacs_trl.evaluation.results import RESULTS_SCHEMA, GradedSample, summarize, write_results
+from pacs_trl.report.reproduction import Cell
+
+
+def results_of(
+    counts: Mapping[str, Sequence[int]], n: int = 4, ks: Sequence[int] = (1, 2), **protocol
+) -> dict[str, Any]:
+    """Results with the given number of right completions for each problem of each benchmark."""
+    entries = {}
+    for name, right in counts.items():
+        samples = [
+            GradedSample(str(problem), float(i < c), 5, "stop", "1")
+            for problem, c in enumerate(right)
+            for i in range(n)
+        ]
+        source = {"version": 1, "digest": "d", "num_problems": len(right)}
+        summary = summarize([str(p) for p in range(len(right))], samples, ks)
+        entries[name] = {"title": name, "source": source, **summary}
+    facts = {"schema_version": RESULTS_SCHEMA, "method": "x", "n": n, "k": list(ks)}
+    return facts | {"protocol": protocol, "benchmarks": entries}
+
+
+def record(results_dir: Path, cell: Cell, seed: int, counts: Mapping[str, Sequence[int]], **settings) -> None:
+    """A finished run of a cell; `settings` are those of [`results_of`]."""
+    directory = cell.directory(results_dir, seed)
+    directory.mkdir(parents=True)
+    diversity = {name: {"0": 0.1 + 0.1 * seed, "1": 0.3} for name in counts}
+    (directory / "diversity.json").write_text(json.dumps(diversity))
+    logs = [{"step": step, "reward": 0.5, "entropy": 1.0 - 0.05 * step * (1 + seed)} for step in range(1, 11)]
+    checkpoints = [{"step": 2, **{f"eval_{name}/pass@1": 0.5 for name in counts}}]
+    training = {"log_history": logs, "checkpoints": checkpoints}
+    if cell.trained:
+        (directory / "training.json").write_text(json.dumps(training))
+    write_results(directory / "results.json", results_of(counts, **settings))
