@@ -3,9 +3,11 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# The CPU wheel of torch is installed first, so that no CUDA libraries are pulled in. On a GPU machine: `make TORCH="torch" ...`.
-TORCH ?= torch==2.13.0
-EXTRAS ?= dev,report,tracking
+# What is installed: torch first, by any arguments that pip takes, then the package with these extras. A choice is kept in
+# $(VENV)/.choice for later calls.
+DEFAULT_EXTRAS := dev,report,tracking
+TORCH ?= $(or $(shell sed -n 1p $(VENV)/.choice 2>/dev/null),torch==2.13.0)
+EXTRAS ?= $(or $(shell sed -n 2p $(VENV)/.choice 2>/dev/null),$(DEFAULT_EXTRAS))
 BIN := $(VENV)/bin
 SOURCES := pacs_trl tests benchmarks notebooks
 
@@ -13,14 +15,18 @@ SOURCES := pacs_trl tests benchmarks notebooks
 # where it was stopped. With STEPS it is short, says nothing, and keeps away from docs/results.
 SEEDS ?= 3
 
-.PHONY: env env-vllm quickstart test notebooks quality style bench tables clean
+.PHONY: env env-vllm quickstart test notebooks quality style bench tables clean FORCE
 
 env: $(VENV)/.installed
 
-$(VENV)/.installed: setup.cfg constraints.txt
+$(VENV)/.choice: FORCE
+	@mkdir -p $(VENV)
+	@printf '%s\n' '$(TORCH)' '$(EXTRAS)' | cmp -s - $@ || printf '%s\n' '$(TORCH)' '$(EXTRAS)' > $@
+
+$(VENV)/.installed: setup.cfg constraints.txt $(VENV)/.choice
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$(EXTRAS)]"
 	touch $@
 
