@@ -173,19 +173,62 @@ def training_state_bytes(trained: float, frozen: float, *, frozen_bytes: int, sh
     return 18 * trained + frozen_bytes * frozen
 
 
-def training_forward_equivalents(method: str, *, checkpointing: bool, updates: int) -> float:
+def training_forward_equivalents(
+    method: str,
+    *,
+    checkpointing: bool,
+    updates: int,
+    iterations: int = 1,
+    reference: str = "rollout",
+    split: bool = True,
+    correction: bool = False,
+    kl: bool = False,
+) -> float:
     """
     Cost of learning from a generation batch, in forward passes over it with a model of the policy's size.
 
-    An update takes 3 (forward, and twice that backward), 4 with gradient checkpointing. GRPO and PPO with more than one
-    update score the batch beforehand. PACS scores the reference for all updates but the first, and at most once more to
-    find the proxies (`group_layout: split`). PPO lets the critic do what the policy does.
+    An iteration takes 3 (forward, and twice that backward), 4 with gradient checkpointing. On top come passes without
+    gradient:
+
+    - GRPO and PPO score the batch once if the policy has moved on before its last update, or for `correction`; once more
+      under the KL reference. PPO lets the critic do what the policy does, and judge the batch once.
+    - PACS scores the rows of all updates but the first under the rollout policy, once, if that is the reference or for
+      `correction`; the rows of every update under a snapshot; and the rows of every update under the KL reference. With
+      `split`, a pass finds the proxies of each update first, unless they are known to be 0: on the first update after a
+      rollout, if the rollout policy is the reference.
+
+    Args:
+        method (`str`):
+            `"pacs"`, `"grpo"` or `"ppo"`.
+        checkpointing (`bool`):
+            Whether activations are computed again in the backward pass.
+        updates (`int`):
+            Optimizer steps per generation batch, over all iterations.
+        iterations (`int`, *optional*, defaults to 1):
+            How often each row is learnt from.
+        reference (`str`, *optional*, defaults to `"rollout"`):
+            `"rollout"`, `"snapshot"`, or `"none"` for a proxy without reference. Of PACS only.
+        split (`bool`, *optional*, defaults to `True`):
+            Whether groups are divided over micro-batches. Of PACS only.
+        correction (`bool`, *optional*, defaults to `False`):
+            Whether the mismatch between the engine and the trainer is corrected for.
+        kl (`bool`, *optional*, defaults to `False`):
+            Whether there is a KL term.
     """
-    update = 4 if checkpointing else 3
-    if method == "pacs":
-        return update + 2 * (updates - 1) / updates
-    scoring = 1 if updates > 1 else 0
-    return update + scoring if method == "grpo" else 2 * update + scoring + 1
+    gradient = iterations * (4 if checkpointing else 3)
+    if method != "pacs":
+        scoring = int(updates > 1 or correction) + int(kl)
+        return gradient + scoring if method == "grpo" else 2 * gradient + scoring + 1
+    share = iterations / updates  # of the batch that an optimizer step learns from
+    later_rows = 1 - share if iterations == 1 else 1
+    passes = float(gradient + iterations * kl)
+    if reference == "rollout" or correction:
+        passes += later_rows
+    if reference == "snapshot":
+        passes += iterations
+    if split:
+        passes += iterations - share if reference == "rollout" else iterations
+    return passes
 
 
 def decoding_seconds(

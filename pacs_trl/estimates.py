@@ -1,5 +1,6 @@
 """What a recipe comes to, in lines of text: the step, the run, GPU memory and hours. Formulas are in `cost.py`."""
 
+import math
 from dataclasses import dataclass
 
 from .cost import (
@@ -24,16 +25,38 @@ _SET_SIZES = {"deepscaler": 40_315, "gsm8k": 7_473, "math": 7_500}
 
 @dataclass(frozen=True)
 class Launch:
-    """How many processes there are and how they share the training state: `"none"`, `"gradients"` or `"full"`."""
+    """
+    How a run is started.
+
+    Attributes:
+        num_processes (`int`):
+            Number of GPUs.
+        sharding (`str`):
+            How processes share the training state: `"none"`, `"gradients"` or `"full"`.
+        description (`str`):
+            The same in words.
+        kind (`str`):
+            `distributed_type` of the accelerate file.
+        fsdp_version (`int`, *optional*):
+            1 or 2 where `kind` is `"FSDP"`.
+        mixed_precision (`str`):
+            That of the accelerate file, which counts where the recipe asks for neither `bf16` nor `fp16`.
+    """
 
     num_processes: int
     sharding: str
     description: str
+    kind: str = "NO"
+    fsdp_version: int | None = None
+    mixed_precision: str = "no"
 
 
 @dataclass(frozen=True)
 class Step:
-    """Sizes of a generation and of an optimizer step, in completions unless said otherwise."""
+    """
+    Sizes of a generation and of an optimizer step, in completions unless said otherwise. One of `updates_per_generation`
+    and `generations_per_update` is 1.
+    """
 
     num_processes: int
     num_generations: int
@@ -41,12 +64,25 @@ class Step:
     rows_per_update: int
     updates_per_generation: int
     micro_batches_per_update: int
+    generations_per_update: int = 1
+
+    def rollouts(self, optimizer_steps: int) -> int:
+        """Generations that so many optimizer steps learn from, the last one perhaps in part."""
+        return -(-optimizer_steps * self.generations_per_update // self.updates_per_generation)
+
+
+def weights_dtype(recipe: Recipe) -> str:
+    """The dtype that the policy's weights are loaded in."""
+    return (recipe.training.model_init_kwargs or {}).get("dtype", recipe.model.dtype) or "float32"
 
 
 def describe(recipe: Recipe, step: Step, mean_length: int) -> list[str]:
     """What a step is and what the run adds up to."""
     training = recipe.training
     prompts = step.rows_per_generation // step.num_generations
+    updates = f"{step.updates_per_generation} optimizer steps per generation"
+    if step.generations_per_update > 1:
+        updates = f"one optimizer step per {step.generations_per_update} generations"
     lines = [
         "",
         "Step",
@@ -55,16 +91,16 @@ def describe(recipe: Recipe, step: Step, mean_length: int) -> list[str]:
         f"  optimizer step     {step.rows_per_update / step.num_generations:g} prompts x {step.num_generations} = "
         f"{step.rows_per_update} rows ({training.per_device_train_batch_size} rows x {step.num_processes} processes x "
         f"{step.micro_batches_per_update} accumulation steps)",
-        f"  updates            {step.updates_per_generation} optimizer steps per generation",
+        f"  updates            {updates}",
         "",
         "Run",
     ]
     optimizer_steps = planned_optimizer_steps(recipe, step)
     if optimizer_steps is None:
         return [*lines, "  optimizer steps    unknown: max_steps is not set and the number of prompts is not known"]
-    rollouts = -(-optimizer_steps // step.updates_per_generation)
+    rollouts = step.rollouts(optimizer_steps)
     completions = rollouts * step.rows_per_generation
-    size = _SET_SIZES.get(recipe.data.dataset_name)
+    size = num_problems(recipe)
     epochs = f" ({rollouts * prompts / size:.1f} epochs of {size} problems)" if size else ""
     return [
         *lines,
@@ -76,16 +112,25 @@ def describe(recipe: Recipe, step: Step, mean_length: int) -> list[str]:
     ]
 
 
+def num_problems(recipe: Recipe) -> int | None:
+    """Problems that are trained on, before overlong prompts are left out; `None` if the set is not a named one."""
+    size = _SET_SIZES.get(recipe.data.dataset_name)
+    if size is None:
+        return None
+    size -= recipe.data.eval_split_size
+    return min(size, recipe.data.max_train_samples or size)
+
+
 def planned_optimizer_steps(recipe: Recipe, step: Step) -> int | None:
     """`max_steps`, or what the epochs of a named set come to; `None` if its size is not known."""
     if recipe.training.max_steps > 0:
         return recipe.training.max_steps
-    size = _SET_SIZES.get(recipe.data.dataset_name)
+    size = num_problems(recipe)
     if size is None:
         return None
-    size = min(size, recipe.data.max_train_samples or size) - recipe.data.eval_split_size
-    generations = size * step.num_generations // step.rows_per_generation * recipe.training.num_train_epochs
-    return int(generations * step.updates_per_generation)
+    generations = size * step.num_generations // step.rows_per_generation
+    per_epoch = -(-generations * step.updates_per_generation // step.generations_per_update)
+    return math.ceil(recipe.training.num_train_epochs * per_epoch)
 
 
 def estimate(recipe: Recipe, step: Step, launch: Launch, mean_length: int) -> list[str]:
@@ -98,19 +143,28 @@ def estimate(recipe: Recipe, step: Step, launch: Launch, mean_length: int) -> li
 
 
 def _state_bytes(recipe: Recipe, shape: ModelShape, launch: Launch) -> float:
-    model, method = recipe.model, recipe.run.method
+    model, training = recipe.model, recipe.training
     sharing = {"sharding": launch.sharding, "processes": launch.num_processes}
+    weight_bytes = 4 if weights_dtype(recipe) == "float32" else 2
+    trained, frozen = shape.parameters, 0
     if model.use_peft:
-        adapter = lora_parameters(shape, model.lora_r, model.lora_target_modules or ["all-linear"])
-        frozen_bytes = 4 if (model.dtype or "float32") == "float32" else 2
-        state = training_state_bytes(adapter, shape.parameters, frozen_bytes=frozen_bytes, **sharing)
-    else:
-        state = training_state_bytes(shape.parameters, 0, frozen_bytes=0, **sharing)
-        if getattr(recipe.training, "reference", "rollout") == "snapshot" and not recipe.training.reference_offload:
-            state += 4 * shape.parameters / (launch.num_processes if launch.sharding == "full" else 1)
-    if method == "ppo":
+        trained = lora_parameters(shape, model.lora_r, model.lora_target_modules or ["all-linear"])
+        frozen = shape.parameters
+    state = training_state_bytes(trained, frozen, frozen_bytes=weight_bytes, **sharing)
+    copies = 0.0
+    if getattr(training, "reference", "rollout") == "snapshot" and not training.reference_offload:
+        copies += 4 * trained
+    if _has_kl_model(recipe):
+        copies += weight_bytes * shape.parameters
+    state += copies / (launch.num_processes if launch.sharding == "full" else 1)
+    if recipe.run.method == "ppo":
         state += training_state_bytes(shape.parameters, 0, frozen_bytes=0, **sharing)
     return state
+
+
+def _has_kl_model(recipe: Recipe) -> bool:
+    """Whether the KL term refers to a model of its own. With LoRA that is the policy without its adapter."""
+    return recipe.training.beta != 0 and not recipe.model.use_peft
 
 
 @dataclass(frozen=True)
@@ -186,7 +240,8 @@ def _memory(recipe: Recipe, shape: ModelShape, launch: Launch) -> list[str]:
         "",
         f"Memory per GPU (estimate, {shape.parameters / 1e9:.2f}e9 parameters)",
         f"  training state     {state / GIB:6.1f} GiB   16 bytes per trained weight (float32 weight, gradient, two Adam "
-        f"moments){', over all processes' if launch.sharding == 'full' else ''}",
+        f"moments){', and the KL reference' if _has_kl_model(recipe) else ''}"
+        f"{', over all processes' if launch.sharding == 'full' else ''}",
         f"  activations        {activations / GIB:6.1f} GiB   micro-batch of {tokens} tokens, bfloat16"
         f"{', layer inputs and one whole layer' if training.gradient_checkpointing else ''}",
         *([f"  gathered weights   {gathered / GIB:6.1f} GiB   two layers and the output head"] if gathered else []),
@@ -202,20 +257,42 @@ def _memory(recipe: Recipe, shape: ModelShape, launch: Launch) -> list[str]:
     ]
 
 
+def _forward_passes(recipe: Recipe, step: Step) -> float:
+    training, method = recipe.training, recipe.run.method
+    only_pacs = {}
+    if method == "pacs":
+        longest = (recipe.data.max_prompt_length or 1024) + training.max_completion_length
+        room = training.per_device_train_batch_size
+        if training.max_tokens_per_micro_batch is not None:
+            room = training.max_tokens_per_micro_batch // longest
+        whole = training.group_layout == "auto" and room >= step.num_generations
+        only_pacs = {
+            "reference": training.reference if training.proxy == "log_ratio" else "none",
+            "split": not whole and training.group_layout != "whole",
+        }
+    return training_forward_equivalents(
+        method,
+        checkpointing=training.gradient_checkpointing,
+        updates=step.updates_per_generation,
+        iterations=training.num_iterations,
+        correction=training.use_vllm and training.vllm_importance_sampling_correction,
+        kl=training.beta != 0,
+        **only_pacs,
+    )
+
+
 def _time(recipe: Recipe, shape: ModelShape, step: Step, launch: Launch, mean_length: int) -> list[str]:
     training, method = recipe.training, recipe.run.method
     optimizer_steps = planned_optimizer_steps(recipe, step)
     if optimizer_steps is None:
         return []
-    rollouts = -(-optimizer_steps // step.updates_per_generation)
+    rollouts = step.rollouts(optimizer_steps)
     prompt_length = min(recipe.data.max_prompt_length or 256, 256)
     length = prompt_length + mean_length
     # TRL's trainers pad every row to the longest of the generation, and among so many one reaches the limit.
     computed = length if method == "pacs" else prompt_length + training.max_completion_length
-    passes = training_forward_equivalents(
-        method, checkpointing=training.gradient_checkpointing, updates=step.updates_per_generation
-    )
-    flops = passes * training.num_iterations * shape.forward_flops(step.rows_per_generation * computed, computed)
+    passes = _forward_passes(recipe, step)
+    flops = passes * shape.forward_flops(step.rows_per_generation * computed, computed)
     learning = flops / (launch.num_processes * H200.flops * H200.training_share)
     share = training.vllm_gpu_memory_utilization if training.use_vllm else 0.5
     cache = max(share * H200.memory_bytes - 2 * shape.parameters, 0.05 * H200.memory_bytes)
