@@ -1,5 +1,6 @@
 """`pacs-trl plan`: estimates against independent counts, and each conflict with its values and remedy."""
 
+import json
 import os
 import socket
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from accelerate.commands.config.config_args import load_config_from_file
 from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config, TrainingArguments
@@ -148,6 +150,16 @@ def plan(tmp_path, capsys, monkeypatch, request):
     return run
 
 
+@pytest.fixture
+def launch_file(tmp_path):
+    def write(*lines: str) -> str:
+        file = tmp_path / "launch.yaml"
+        file.write_text("\n".join(lines))
+        return str(file)
+
+    return write
+
+
 class TestOutput:
     def test_a_legal_recipe(self, plan):
         status, output = plan("--accelerate-config", FSDP2, "--mean-length", "500")
@@ -190,6 +202,95 @@ class TestOutput:
 
 
 class TestConflicts:
+    @pytest.mark.parametrize(
+        ("name", "value", "words"),
+        [
+            (
+                "per_device_train_batch_size",
+                0,
+                "at least 1, got 0: it counts the rows of a micro-batch. Nearest legal value: 1",
+            ),
+            ("steps_per_generation", 0, "at least 1, got 0"),
+            ("max_completion_length", 0, "at least 1, got 0"),
+            ("gradient_accumulation_steps", 0, "at least 1, got 0"),
+            ("gradient_accumulation_steps", 4.5, "at least 1, got 4.5"),
+            ("gradient_accumulation_steps", "four", "at least 1, got 'four'"),
+            ("num_iterations", -2, "at least 1, got -2"),
+            ("num_generations", 1, "at least 2, got 1"),
+            ("generation_batch_size", 0, "at least 1, got 0"),
+        ],
+    )
+    def test_counts(self, plan, name, value, words):
+        status, output = plan(**{name: value}, num_train_epochs="two")
+        assert status == 1 and f"{name} must be a whole number of {words}" in output
+        assert "`num_train_epochs` is refused" in output and "2 conflict(s)" in output  # the rest is looked at
+        assert "Nearest legal value: " in output or "Its default is 1." in output
+
+    def test_null(self, plan):
+        status, output = plan("--num_generations", "null", "--learning_rate", "null", "--steps_per_generation", "null")
+        assert status == 1 and "2 conflict(s)" in output
+        assert (
+            "num_generations must be a whole number of at least 2, got None" in output
+            and "Its default is 8." in output
+        )
+        assert "learning_rate must have a value, got null" in output
+
+    def test_values_that_are_no_numbers(self, plan):
+        """One sentence each instead of the usage of all settings."""
+        status, output = plan("--num_train_epochs", "two", gradient_accumulation_steps="four")
+        assert status == 1 and "2 conflict(s)" in output
+        assert "`num_train_epochs` is refused: invalid float value: 'two'." in output
+        assert "usage:" not in output
+
+    def test_text_that_is_no_yaml(self, plan):
+        assert plan("--system_prompt", "Answer {briefly: ")[0] == 0
+
+    def test_reward_functions(self, plan, tmp_path, monkeypatch):
+        (tmp_path / "own_rewards.py").write_text(
+            "def sure(completions, **kwargs):\n    return [1.0] * len(completions)\n"
+        )
+        (tmp_path / "broken_rewards.py").write_text("import no_such_module\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        assert plan(reward_funcs=["math_reward", "own_rewards.sure"])[0] == 0
+        assert plan("--reward_funcs", "own_rewards.sure")[0] == 0
+        status, output = plan(
+            "--reward_funcs", "maths_reward", "own_rewards.unsure", "broken_rewards.sure", "nowhere.sure"
+        )
+        assert status == 1 and "4 conflict(s)" in output
+        assert "There is no reward function 'maths_reward'" in output and "math_reward" in output
+        assert "'own_rewards' has no function 'unsure'" in output
+        assert (
+            "'broken_rewards.sure' cannot be imported here (ModuleNotFoundError: No module named 'no_such_module')"
+            in output
+        )
+        assert "'nowhere.sure' cannot be imported here" in output
+        status, output = plan(reward_funcs="math_reward")
+        assert status == 1 and "reward_funcs must be a list, got 'math_reward'. Write [math_reward]." in output
+
+    @pytest.mark.parametrize("length", ["0", "-5", "1001"])
+    def test_mean_length(self, plan, length):
+        status, output = plan("--mean-length", length)
+        assert status == 1 and f"between 1 and max_completion_length=1000, got {length}" in output
+        assert "tokens generated" not in output
+
+    def test_too_few_problems(self, plan):
+        arguments = ("--accelerate-config", FSDP2)  # 1024 prompts a generation
+        status, output = plan(*arguments, max_train_samples=1000)
+        assert status == 1 and "A generation needs 1024 different prompts, but 1000 problems are trained on" in output
+        assert plan(*arguments, max_train_samples=1024)[0] == 0
+
+    def test_of_recipe_and_launch_together(self, plan):
+        status, output = plan("--num-processes", "0", num_iterations=0, reward_funcs=["maths_reward"])
+        assert status == 1 and "3 conflict(s)" in output
+        assert "--num-processes must be at least 1, got 0" in output and "num_iterations must be" in output
+
+    def test_recipes_that_are_no_mapping(self, tmp_path, capsys):
+        recipe = tmp_path / "recipe.yaml"
+        for text, words in (("a: [1\nb: }", "is not YAML: while parsing"), ("", "got nothing"), ("- a", "got list")):
+            recipe.write_text(text)
+            assert main(["--config", str(recipe)]) == 1
+            assert words in capsys.readouterr().out
+
     def test_all_at_once(self, plan):
         status, output = plan(pacs_betta=1.0, epsilon=0.3, dtype="bfloat16", per_device_train_batch_size=3)
         assert status == 1
@@ -216,6 +317,21 @@ class TestConflicts:
         status, output = plan("--accelerate-config", FSDP2, dtype="bfloat16")
         assert status == 0 and "make float32 copies" in output
         assert plan(dtype="bfloat16", use_peft=True)[0] == 0
+
+    @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MULTI_GPU"])
+    @pytest.mark.parametrize("in_file", ["'no'", "bf16", None])
+    @pytest.mark.parametrize(
+        "in_recipe", [{"bf16": False}, {"bf16": True}, {"bf16": None}, {"bf16": False, "fp16": True}]
+    )
+    def test_bfloat16_weights_stay_without_mixed_precision(self, plan, launch_file, kind, in_file, in_recipe):
+        """accelerate's `fsdp2_prepare_model` copies to float32 `if accelerator.mixed_precision != "no"`, which is what the
+        recipe says, else the file. TRL's default is bf16. DDP never copies."""
+        line = f"mixed_precision: {in_file}" if in_file else ""
+        file = launch_file(f"distributed_type: {kind}", "num_processes: 2", "fsdp_config: {fsdp_version: 2}", line)
+        copies = kind != "MULTI_GPU" and (in_recipe != {"bf16": False} or in_file == "bf16")
+        status, output = plan("--accelerate-config", file, dtype="bfloat16", **in_recipe)
+        assert status == (0 if copies else 1)
+        assert ("make float32 copies" in output) == copies == ("Set dtype: float32" not in output)
 
     def test_save_steps_off_the_boundary(self, plan):
         status, output = plan(save_steps=30, method="grpo")
@@ -254,6 +370,14 @@ class TestConflicts:
         status, output = plan("--accelerate-config", "recipes/accelerate_configs/zero2.yaml", method="ppo")
         assert status == 1 and "DeepSpeed" in output
 
+    @pytest.mark.parametrize(("config", "version"), [("{fsdp_version: 1}", 1), ("{fsdp_offload_params: false}", 1)])
+    def test_ppo_with_fsdp_1(self, plan, launch_file, config, version):
+        file = launch_file("distributed_type: FSDP", "num_processes: 8", f"fsdp_config: {config}")
+        status, output = plan("--accelerate-config", file, method="ppo")
+        assert status == 1 and f"FSDP2 only, and the accelerate file asks for fsdp_version {version}" in output
+        assert "Set fsdp_version: 2" in output
+        assert plan("--accelerate-config", file)[0] == 0
+
     def test_unknown_method(self, plan):
         status, output = plan(method="pcas")
         assert status == 1 and "`method` must be one of pacs, grpo, ppo" in output
@@ -267,6 +391,84 @@ class TestLaunch:
     def test_missing_file(self):
         with pytest.raises(ValueError, match="does not exist"):
             read_launch("no/such.yaml", None)
+
+    @pytest.mark.parametrize(
+        ("lines", "words"),
+        [
+            ((), "must be a YAML mapping of settings, got nothing"),
+            (("a: [1", "b: }"), "is not YAML: while parsing"),
+            (
+                ("distributed_typ: FSDP", "num_processes: 8"),
+                "refuses keys it does not know. Rename `distributed_typ` to `distributed_type`, or remove it.",
+            ),
+            (("distributed_type: FSDP", "zzz: 1"), "Remove `zzz`."),
+            (("num_processes: 8",), "distributed_type None is not planned for"),
+            (("distributed_type: NO",), "distributed_type False is not planned for .*write 'NO'"),
+            (("distributed_type: FSDP",), "num_processes must be at least 1, got None. Set it there or with --num-p"),
+            (("distributed_type: FSDP", "num_processes: -1"), "num_processes must be at least 1, got -1"),
+            (("distributed_type: 'NO'", "mixed_precision: no"), "got False .*write 'no'"),
+            (("distributed_type: 'NO'", "mixed_precision: half"), "mixed_precision must be .* got 'half'"),
+            (
+                ("distributed_type: DEEPSPEED", "num_processes: 8", "deepspeed_config: {zero_stage: 5}"),
+                "the zero_stage must be 0, 1, 2 or 3, got 5",
+            ),
+        ],
+    )
+    def test_files_that_cannot_be_launched(self, plan, launch_file, lines, words):
+        file = launch_file(*lines)
+        with pytest.raises(ValueError, match=words):
+            read_launch(file, None)
+        status, output = plan("--accelerate-config", file, pacs_betta=1.0)
+        assert status == 1 and "2 conflict(s)" in output
+
+    @pytest.mark.parametrize(
+        "lines",
+        [
+            ("distributed_typ: FSDP", "num_processes: 8"),
+            ("num_processes: 8",),
+            (),
+        ],
+    )
+    def test_accelerate_refuses_them_too(self, launch_file, lines):
+        with pytest.raises((ValueError, AttributeError)):
+            load_config_from_file(launch_file(*lines))
+
+    @pytest.mark.parametrize(
+        ("stage", "sharding"), [(0, "none"), (1, "gradients"), (2, "gradients"), (3, "full"), (None, "gradients")]
+    )
+    def test_zero_stage(self, launch_file, tmp_path, stage, sharding):
+        """accelerate's default is 2. In a file of DeepSpeed the stage must stand."""
+        config = "{}" if stage is None else f"{{zero_stage: {stage}}}"
+        lines = ("distributed_type: DEEPSPEED", "num_processes: 8")
+        assert read_launch(launch_file(*lines, f"deepspeed_config: {config}"), None).sharding == sharding
+        deepspeed = tmp_path / "deepspeed.json"
+        deepspeed.write_text(json.dumps({"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}))
+        file = launch_file(*lines, f"deepspeed_config: {{deepspeed_config_file: {deepspeed}}}")
+        if stage is None:
+            with pytest.raises(ValueError, match="the stage of zero_optimization must be 0, 1, 2 or 3, got None"):
+                read_launch(file, None)
+        else:
+            launch = read_launch(file, None)
+            assert (launch.sharding, launch.kind, launch.mixed_precision) == (sharding, "DEEPSPEED", "bf16")
+
+    def test_deepspeed_files_that_cannot_be_read(self, launch_file, tmp_path):
+        deepspeed = tmp_path / "deepspeed.json"
+        lines = ("distributed_type: DEEPSPEED", "num_processes: 8")
+        file = launch_file(*lines, f"deepspeed_config: {{deepspeed_config_file: {deepspeed}}}")
+        with pytest.raises(ValueError, match="does not exist .* ZeRO stage is not known. Correct the path"):
+            read_launch(file, None)
+        deepspeed.write_text("{")
+        with pytest.raises(ValueError, match="is not JSON"):
+            read_launch(file, None)
+        file = launch_file(
+            *lines,
+            "mixed_precision: bf16",
+            f"deepspeed_config: {{zero_stage: 2, deepspeed_config_file: {deepspeed}}}",
+        )
+        with pytest.raises(
+            ValueError, match="accelerate refuses zero_stage, mixed_precision next to deepspeed_config"
+        ):
+            read_launch(file, None)
 
     def test_one_process_file_with_several(self):
         with pytest.raises(ValueError, match="num_processes is 2"):
@@ -288,6 +490,8 @@ def test_step_sizes_by_hand():
     step, errors = step_sizes(RECIPE | {"num_iterations": 2}, 4)
     assert errors == []
     assert (step.rows_per_generation, step.rows_per_update, step.updates_per_generation) == (512, 128, 8)
+    assert step.generations_per_update == 1 and step.rollouts(9) == 2
     # one optimizer step over two generations
     step, errors = step_sizes({"gradient_accumulation_steps": 4, "steps_per_generation": 2}, 1)
     assert (step.rows_per_generation, step.rows_per_update, step.updates_per_generation) == (16, 32, 1)
+    assert step.generations_per_update == 2 and step.rollouts(5) == 10
