@@ -134,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _refuse_ignored(arguments: argparse.Namespace) -> None:
-    """Settings that the chosen scale does not read."""
+    """Refuse settings that this call would not read."""
     sizes = [f"--{name}" for name in SIZES if getattr(arguments, name) is not None]
     if arguments.scale == "full" and sizes:
         raise ValueError(
@@ -143,6 +143,8 @@ def _refuse_ignored(arguments: argparse.Namespace) -> None:
         )
     if arguments.scale == "miniature" and arguments.run:
         raise ValueError("--run is for `--scale full`; miniature cells are run anyway. Leave it out.")
+    if arguments.report_only and arguments.run:
+        raise ValueError("--report_only runs nothing, so that --run would be ignored. Leave one of them out.")
 
 
 def _shown(tables: Sequence[Table], shows: str, cell: Cell) -> bool:

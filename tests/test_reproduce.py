@@ -341,7 +341,7 @@ def test_unknown_names_are_refused():
         main(["table_2", "--cells", "DPO"])
 
 
-def test_settings_that_a_scale_does_not_read_are_refused():
+def test_settings_that_a_call_does_not_read_are_refused():
     sizes = ["--max_steps", "--warm_start_steps", "--num_samples", "--max_problems"]
     for size in sizes:
         with pytest.raises(ValueError, match=f"{size} would be ignored at full scale"):
@@ -350,6 +350,8 @@ def test_settings_that_a_scale_does_not_read_are_refused():
         main(["table_6", "--scale", "full", *(word for size in sizes for word in (size, "3"))])
     with pytest.raises(ValueError, match="--run is for `--scale full`"):
         main(["table_6", "--run"])
+    with pytest.raises(ValueError, match="--report_only runs nothing"):
+        main(["table_6", "--scale", "full", "--run", "--report_only"])
 
 
 def test_an_installation_without_recipes(tmp_path, monkeypatch):

@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 from finished_runs import results_of
+from trl import TrlParser
 
 from pacs_trl import reproduce
+from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.store import SampleStore
+from pacs_trl.plan import check_recipe
 from pacs_trl.report.paper import TABLE_1_BENCHMARKS
 from pacs_trl.reproduce import Options, full_commands, main, read_table
 
@@ -66,6 +69,22 @@ class TestLines:
         ):
             main(["table_6", "--scale", "full", "--cells", "PACS", "--seeds", "7", "--results_dir", "r", "--run"])
         assert "NODE_RANK: unbound variable" in capfd.readouterr().err
+
+    @pytest.mark.parametrize("table", ["table_1", "figure_3", "v1_table_2"])
+    def test_are_understood_by_the_commands_they_start(self, table, tmp_path, monkeypatch, capsys):
+        main([table, "--scale", "full", "--seeds", "7", "--results_dir", str(tmp_path)])
+        monkeypatch.chdir(Path(__file__).parents[1])
+        for words in map(shlex.split, printed(capsys)):
+            if words[0] == "accelerate":
+                start = words.index("--config")
+                recipe, _, conflicts = check_recipe(words[start + 1], words[start + 2 :], 64)
+                assert conflicts == [] and recipe.training.seed == 7
+                assert recipe.training.output_dir == option(words, "--output_dir")
+            else:
+                (read,) = TrlParser([EvaluationArguments]).parse_args_and_config(words[2:])
+                assert read.output_dir == option(words, "--output_dir")
+                if "--n" in words:
+                    assert (read.n, read.ks, read.max_new_tokens) == (8, [1], 8192)
 
     def test_open_models_are_evaluated_with_their_own_recipe(self):
         cell = next(cell for cell in read_table("table_1", "full").cells if cell.label == "LIMO")
@@ -159,6 +178,14 @@ class TestRecords:
 
         main(arguments)
         assert printed(capsys) == []
+
+    def test_runs_without_measured_checkpoints_are_left_out_of_figure_3(self, stand_ins):
+        main(["table_2", "--cells", "PACS,GRPO", "--seeds", "4", "5", *self.where, "--run"])
+        main(["figure_3", *self.where, "--report_only"])
+        assert not Path("results/figure_3.png").exists()
+        main(["figure_3", "--cells", "PACS", "--seeds", "4", *self.where, "--run"])
+        curves = json.loads(Path("results/figure_3.json").read_text())
+        assert {label: [len(curve) for curve in group] for label, group in curves.items()} == {"PACS": [16]}
 
     def test_a_report_collects_what_lies_there(self, stand_ins, capsys):
         main(["table_3", "figure_3", "--cells", "qwen3-8b/pacs", "--seeds", "4", *self.where, "--run"])

@@ -319,13 +319,13 @@ def _curves(table: Table, runs: Runs, path: Path, twins: bool) -> tuple[str, Any
     histories: dict[str, list[list[dict[str, float]]]] = {}
     for label, group in runs.items():
         for run in group:
-            if run.training is not None:
+            if run.training is not None and run.training["checkpoints"]:
                 measured = [
                     [c["step"], *(c[f"eval_{name}/pass@1"] for name in names)] for c in run.training["checkpoints"]
                 ]
                 curve = [{"step": step, "eval_average/pass@1": statistics.mean(values)} for step, *values in measured]
                 histories.setdefault(label, []).append(curve)
-    if not any(curve for curves in histories.values() for curve in curves):
+    if not histories:
         return "No run of this figure is finished.\n", {}
     from pacs_trl.report import plots
 
