@@ -20,7 +20,8 @@ from pathlib import Path
 import pytest
 
 from pacs_trl.cli import COMMANDS
-from pacs_trl.plan import check_recipe, read_launch
+from pacs_trl.launch import read_launch
+from pacs_trl.plan import check_recipe
 
 
 ROOT = Path(__file__).parents[1]

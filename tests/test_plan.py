@@ -23,7 +23,8 @@ from pacs_trl.cost import (
     training_forward_equivalents,
     training_state_bytes,
 )
-from pacs_trl.plan import as_if_launched, check_recipe, main, read_launch, step_sizes
+from pacs_trl.launch import read_launch
+from pacs_trl.plan import as_if_launched, check_recipe, main, step_sizes
 
 
 REPOSITORY = Path(__file__).parents[1]

@@ -14,7 +14,8 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
 from pacs_trl.evaluation.arguments import EvaluationArguments
-from pacs_trl.plan import check_recipe, judge, read_launch
+from pacs_trl.launch import read_launch
+from pacs_trl.plan import check_recipe, judge
 
 
 REPOSITORY = Path(__file__).parents[1]
