@@ -1,4 +1,5 @@
-"""The learning rates of the miniature tables: the same budget for each method, on a seed that no table uses.
+"""The learning rates of the miniature tables: the same budget for each method, on a training seed that no table uses (the warm
+start is that of seed 0).
 
     python benchmarks/miniature_learning_rates.py            # one core, minutes; goes on where it was stopped
 

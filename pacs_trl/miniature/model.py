@@ -21,9 +21,11 @@ class ModelSize(NamedTuple):
 HEAD_DIM = 32
 
 MODEL_SIZES: dict[str, ModelSize] = {
-    "tiny": ModelSize(num_layers=2, hidden_size=64, intermediate_size=128),  # about 0.1M parameters: unit tests
-    "small": ModelSize(num_layers=4, hidden_size=128, intermediate_size=512),  # about 1M: quickstart
-    "base": ModelSize(num_layers=5, hidden_size=160, intermediate_size=640),  # about 2M: the larger twin
+    "tiny": ModelSize(
+        num_layers=2, hidden_size=64, intermediate_size=128
+    ),  # about 0.1M parameters: unit tests, twin of Qwen3-4B
+    "small": ModelSize(num_layers=4, hidden_size=128, intermediate_size=512),  # about 1M: quickstart, twin of Qwen3-8B
+    "base": ModelSize(num_layers=5, hidden_size=160, intermediate_size=640),  # about 2M
 }
 
 
