@@ -11,8 +11,8 @@ EXTRAS ?= $(or $(shell sed -n 2p $(VENV)/.choice 2>/dev/null),$(DEFAULT_EXTRAS))
 BIN := $(VENV)/bin
 SOURCES := pacs_trl tests benchmarks notebooks
 
-# `make tables` trains and evaluates every cell of the miniature tables with three seeds: a night on two cores, and it goes on
-# where it was stopped. With STEPS it is short, says nothing, and keeps away from docs/results.
+# `make tables` trains and evaluates every cell of the miniature tables with three seeds: about three hours of one core, and it goes
+# on where it was stopped. With STEPS it is short, says nothing, and keeps away from docs/results.
 SEEDS ?= 3
 
 .PHONY: env env-vllm quickstart test notebooks quality style bench tables clean FORCE

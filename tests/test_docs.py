@@ -49,7 +49,7 @@ NEEDS = {
     r"recipes/evaluation/(v1|v2|table1)": "a GPU, and model and data from the Hub",
     r"--scale full --run": "GPUs",
     r"^make bench|benchmarks/": "minutes, or a GPU with --size gpu",
-    r"^make tables": "a night, or minutes with STEPS",
+    r"^make tables": "hours, or minutes with STEPS, which .ci/run runs",
     r"pacs-trl push": "an account on the Hub",
     r"^make (quickstart|test|notebooks|quality|style|env|clean)|^\.ci/run": "minutes; what .ci/run runs",
     r"^pytest": "minutes",
