@@ -1,5 +1,6 @@
 """The command line: `pacs-trl COMMAND ...`. Each command is the `main` of the module that does the work."""
 
+import os
 import sys
 from importlib import import_module
 
@@ -32,6 +33,9 @@ def main() -> int:
         status = import_module(COMMANDS[name][0]).main(sys.argv[2:])
     except ValueError as error:
         print(f"pacs-trl {name}: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # whoever reads (`| head`) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it flushes
         return 1
     return status if isinstance(status, int) else 0
 

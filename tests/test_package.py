@@ -15,3 +15,12 @@ def test_public_names_are_there_when_used():
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     # transformers prints a line of its own on import when WANDB_MODE is set, as it is in CI
     assert result.stdout.splitlines()[-1].split() == ["PACSConfig", "PACSTrainer", "PPOConfig", "PPOTrainer"]
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
+    """`pacs-trl ... | head`."""
+    command = [sys.executable, "-u", "-m", "pacs_trl.cli", "reproduce", "table_6", "--scale", "full"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert "Traceback" not in errors and process.returncode == 1
