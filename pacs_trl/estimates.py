@@ -13,6 +13,7 @@ from .cost import (
     training_forward_equivalents,
     training_state_bytes,
 )
+from .launch import Launch
 from .recipe import Recipe
 
 
@@ -21,34 +22,6 @@ _USABLE = 0.95
 
 # Problems in the named training sets, for counting epochs.
 _SET_SIZES = {"deepscaler": 40_315, "gsm8k": 7_473, "math": 7_500}
-
-
-@dataclass(frozen=True)
-class Launch:
-    """
-    How a run is started.
-
-    Attributes:
-        num_processes (`int`):
-            Number of GPUs.
-        sharding (`str`):
-            How processes share the training state: `"none"`, `"gradients"` or `"full"`.
-        description (`str`):
-            The same in words.
-        kind (`str`):
-            `distributed_type` of the accelerate file.
-        fsdp_version (`int`, *optional*):
-            1 or 2 where `kind` is `"FSDP"`.
-        mixed_precision (`str`):
-            That of the accelerate file, which counts where the recipe asks for neither `bf16` nor `fp16`.
-    """
-
-    num_processes: int
-    sharding: str
-    description: str
-    kind: str = "NO"
-    fsdp_version: int | None = None
-    mixed_precision: str = "no"
 
 
 @dataclass(frozen=True)

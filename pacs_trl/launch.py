@@ -5,13 +5,11 @@ What accelerate would refuse is refused here, because `pacs-trl plan` is run whe
 
 import difflib
 import json
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig
-
-from .estimates import Launch
 
 
 _SHARDING = {"NO": "none", "MULTI_GPU": "none", "MULTI_CPU": "none", "FSDP": "full"}
@@ -29,6 +27,34 @@ _SAID_BY_DEEPSPEED_FILE = {
     "offload_optimizer_nvme_path",
     "zero3_save_16bit_model",
 }
+
+
+@dataclass(frozen=True)
+class Launch:
+    """
+    How a run is started.
+
+    Attributes:
+        num_processes (`int`):
+            Number of GPUs.
+        sharding (`str`):
+            How processes share the training state: `"none"`, `"gradients"` or `"full"`.
+        description (`str`):
+            The same in words.
+        kind (`str`):
+            `distributed_type` of the accelerate file.
+        fsdp_version (`int`, *optional*):
+            1 or 2 where `kind` is `"FSDP"`.
+        mixed_precision (`str`):
+            That of the accelerate file, which counts where the recipe asks for neither `bf16` nor `fp16`.
+    """
+
+    num_processes: int
+    sharding: str
+    description: str
+    kind: str = "NO"
+    fsdp_version: int | None = None
+    mixed_precision: str = "no"
 
 
 def read_mapping(path: str, what: str) -> dict:

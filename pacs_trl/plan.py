@@ -21,11 +21,11 @@ from transformers import TrainingArguments
 from trl import ModelConfig
 
 from .data import DataArguments
-from .estimates import Launch, Step, describe, engine_conflict, estimate, num_problems, weights_dtype
-from .launch import read_launch, read_mapping
+from .estimates import Step, describe, engine_conflict, estimate, num_problems, weights_dtype
+from .launch import Launch, read_launch, read_mapping
 from .pacs_config import batch_arithmetic_errors
 from .recipe import METHODS, Recipe, RunArguments, read_recipe
-from .train import _reward_function
+from .train import reward_function
 from .verification import VerificationArguments
 
 
@@ -176,7 +176,7 @@ def _reward_conflicts(names: list[str] | str) -> list[str]:
     conflicts = []
     for name in names:
         try:
-            _reward_function(name)
+            reward_function(name)
         except ValueError as error:
             conflicts.append(f"reward_funcs: {error}")
         except Exception as error:  # the module is the user's, and its import can raise anything

@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None):
             trust_remote_code=training.trust_remote_code,
         )
     configure_verification(recipe.verification)
-    reward_funcs = [_reward_function(name) for name in recipe.run.reward_funcs]
+    reward_funcs = [reward_function(name) for name in recipe.run.reward_funcs]
     tokenizer = AutoTokenizer.from_pretrained(
         recipe.model.model_name_or_path,
         revision=recipe.model.model_revision,
@@ -126,7 +126,7 @@ def _resolve_model(name: str) -> str:
     return name
 
 
-def _reward_function(name: str) -> Callable:
+def reward_function(name: str) -> Callable:
     """A function of `pacs_trl.rewards` by its name, any other by its dotted path, also from the working directory."""
     if "." not in name:
         function = getattr(rewards, name, None)

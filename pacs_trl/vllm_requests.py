@@ -1,4 +1,4 @@
-"""What PACSTrainer adds to TRL's vLLM engine: a seed for each request, and an orderly end when a server dies.
+"""What `RolloutTrainer` adds to TRL's vLLM engine: a seed for each request, and an orderly end when a server dies.
 
 TRL seeds a colocated engine once, and its random state is not part of a checkpoint; with a seed per request a resumed run
 asks for what the first would have asked for. When a server stops answering, TRL's exception is raised on the main process
