@@ -3,7 +3,7 @@ start is that of seed 0).
 
     python benchmarks/miniature_learning_rates.py            # one core, minutes; goes on where it was stopped
 
-Four rates for each of PACS, GRPO and PPO, from one warm start; the reward (share of right completions at temperature 1) of the
+The same rates for each of PACS, GRPO and PPO, from one warm start; the reward (share of right completions at temperature 1) of the
 last rollouts decides. The rate of the PPO critic is 1e-3 throughout.
 """
 
@@ -19,7 +19,7 @@ from pacs_trl.train import main as train
 
 
 RECIPES = Path(__file__).parents[1] / "recipes" / "miniature"
-METHODS = ("pacs", "grpo", "ppo")
+METHODS = ["pacs", "grpo", "ppo"]
 TRAINING_SEED = 100
 LAST_ROLLOUTS = 4
 
@@ -44,6 +44,7 @@ def reward_at_the_end(twin: str, method: str, rate: float, max_steps: int, work_
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--twins", nargs="+", default=["twin-4b", "twin-8b"])
+    parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--rates", type=float, nargs="+", default=[3e-5, 1e-4, 3e-4, 1e-3])
     parser.add_argument("--max_steps", type=int, default=60)
     parser.add_argument("--work_dir", type=Path, default=Path("outputs/miniature_learning_rates"))
@@ -51,7 +52,7 @@ def main() -> None:
     print("| model | method | " + " | ".join(f"{rate:g}" for rate in args.rates) + " |")
     print("| --- | --- |" + " ---: |" * len(args.rates))
     for twin in args.twins:
-        for method in METHODS:
+        for method in args.methods:
             rewards = [reward_at_the_end(twin, method, r, args.max_steps, args.work_dir) for r in args.rates]
             print(f"| {twin} | {method} | " + " | ".join(f"{reward:.3f}" for reward in rewards) + " |", flush=True)
 

@@ -29,7 +29,7 @@ from pacs_trl.objective import group_scores, proxy_coefficients
 
 NUM_GENERATIONS = 8
 AGES = (0, 1, 3, 10, 30, 100)
-TASK, MAX_NEW_TOKENS = "terms", 56
+TASK, MAX_NEW_TOKENS = "terms", 72
 
 # Label: score, factor of beta. With 7/8 of beta "rloo" is "dr_grpo".
 VARIANTS = {

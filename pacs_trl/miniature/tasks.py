@@ -1,7 +1,7 @@
 r"""Arithmetic problems with one right answer each: the data of the miniature world.
 
-Three small tasks of rising difficulty, and sums of three to seven digits, whose sizes are benchmarks of rising
-difficulty. A problem is a short text, its answer is an integer, and it comes with worked solutions that the supervised
+Three small tasks of rising difficulty, and sums of three to seven terms, digits and tens, whose sizes are benchmarks of
+rising difficulty: the answer is one of some hundreds of numbers, so that guessing does not find it. A problem is a short text, its answer is an integer, and it comes with worked solutions that the supervised
 warm start may show. The solutions of one problem differ in the order of their steps, so a trained policy has something to
 be diverse about; each ends in `\boxed{answer}`, so that the ordinary mathematical verifier grades it. A task whose answers
 are not unique (countdown) would need a verifier of its own and is left out.
@@ -85,18 +85,23 @@ def _equation() -> Iterator[Problem]:
             )
 
 
-# Terms of the sums that are benchmarks, problems in the fixed sample of each, and worked solutions of a problem.
+# Sums: what they are made of, the sizes that are benchmarks, problems in the fixed sample of a size, and worked solutions of a
+# problem.
+TERMS = (*range(1, 10), *range(10, 100, 10))
 SUM_SIZES = (3, 4, 5, 6, 7)
 NUM_SUMS = 3000
 NUM_SUM_SOLUTIONS = 6
 
+# Additions of two numbers among what a model of the tables is taught.
+NUM_ADDITIONS = 2000
+
 
 def _terms(num_terms: int) -> Iterator[Problem]:
-    """`7+3+8`: digits, added one after the other in any order: `3+8=11,11+7=\\boxed{18}`."""
+    """`7+30+8`: digits and tens, added one after the other in any order: `30+8=38,38+7=\\boxed{45}`."""
     rng = random.Random(num_terms)
     texts: dict[str, None] = {}
-    while len(texts) < min(NUM_SUMS, 9**num_terms // 2):
-        texts["+".join(str(rng.randrange(1, 10)) for _ in range(num_terms))] = None
+    while len(texts) < min(NUM_SUMS, len(TERMS) ** num_terms // 2):
+        texts["+".join(str(rng.choice(TERMS)) for _ in range(num_terms))] = None
     for text in texts:
         terms = [int(term) for term in text.split("+")]
         solutions = []
@@ -106,7 +111,7 @@ def _terms(num_terms: int) -> Iterator[Problem]:
             for term in rest:
                 steps.append(f"{total}+{term}={total + term}")
                 total += term
-            solutions.append(",".join(steps[:-1]) + "," + steps[-1].replace("=", r"=\boxed{") + "}")
+            solutions.append(",".join([*steps[:-1], steps[-1].replace("=", r"=\boxed{") + "}"]))
         yield Problem(text, "+".join(sorted(text.split("+"))), total, tuple(solutions))
 
 
@@ -117,9 +122,10 @@ def _sums() -> Iterator[Problem]:
 
 
 def _arithmetic() -> Iterator[Problem]:
-    """Sums of digits, and additions of two numbers."""
-    yield from _sums()
-    yield from _addition()
+    """What the models of the tables are taught: sums one term shorter than those they are trained on, and some additions."""
+    shorter = [problem for num_terms in SUM_SIZES for problem in _terms(num_terms - 1)]
+    additions = random.Random(0).sample(list(_addition()), NUM_ADDITIONS)
+    yield from {problem.text: problem for problem in additions + shorter}.values()  # `10+20` is both
 
 
 TASKS: dict[str, Callable[[], Iterator[Problem]]] = {

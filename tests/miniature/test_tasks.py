@@ -22,11 +22,9 @@ def solve(problem: str) -> int:
 def commuted(problem: str) -> set[str]:
     """The texts that state the same problem with the operands of + and * in another order."""
     forms = {problem}
-    if re.fullmatch(r"\d(\+\d){2,}", problem):  # too many orders to list: one stands for all
-        return {"".join(sorted(problem))}
-    if match := re.fullmatch(r"(\d+)\+(\d+)", problem):
-        forms.add("{1}+{0}".format(*match.groups()))
-    elif match := re.fullmatch(r"(\d+)\*(\d+)([+-])(\d+)", problem):
+    if re.fullmatch(r"\d+(\+\d+)+", problem):  # too many orders to list: one stands for all
+        return {"+".join(sorted(problem.split("+")))}
+    if match := re.fullmatch(r"(\d+)\*(\d+)([+-])(\d+)", problem):
         a, b, sign, c = match.groups()
         forms.add(f"{b}*{a}{sign}{c}")
         if sign == "+":
