@@ -10,6 +10,7 @@ from pathlib import Path
 
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig
+from accelerate.commands.launch import launch_command_parser
 
 
 _SHARDING = {"NO": "none", "MULTI_GPU": "none", "MULTI_CPU": "none", "FSDP": "full"}
@@ -124,13 +125,27 @@ def read_launch(accelerate_config: str | None, num_processes: int | None) -> Lau
         stage, of_file = _zero_stage(config, path)
         name = f"{processes}, DeepSpeed ZeRO-{stage} ({path})"
         return Launch(count, _ZERO_SHARDING[stage], name, kind, mixed_precision=of_file or precision)
-    version = _section(config, "fsdp_config").get("fsdp_version", 1) if kind == "FSDP" else None
+    version = _fsdp_version(config, path) if kind == "FSDP" else None
     return Launch(count, _SHARDING[kind], f"{processes}, {kind} ({path})", kind, version, precision)
 
 
 def _hint(key: str, known: set[str]) -> str:
     nearest = difflib.get_close_matches(key, known, n=1)
     return f"Rename `{key}` to `{nearest[0]}`, or remove it." if nearest else f"Remove `{key}`."
+
+
+def _fsdp_version(config: dict, path: str) -> int:
+    """The version, once every key of the section is one that accelerate reads: others it ignores, and shards otherwise."""
+    section = _section(config, "fsdp_config")
+    known = {action.dest for action in launch_command_parser()._actions if action.dest.startswith("fsdp_")}
+    # accelerate takes `version` for `fsdp_version`.
+    unknown = sorted(key for key in section if not {key, f"fsdp_{key}"} & known)
+    if unknown:
+        raise ValueError(
+            f"{path}: accelerate ignores keys of fsdp_config that it does not know, and would shard by its defaults. "
+            + " ".join(_hint(key, known) for key in unknown)
+        )
+    return section.get("fsdp_version", section.get("version", 1))
 
 
 def _mixed_precision(config: dict, path: str) -> str:

@@ -38,3 +38,15 @@ def tokenizer():
     from replay import TOKENIZER
 
     return TOKENIZER
+
+
+@pytest.fixture
+def launch_file(tmp_path):
+    """Write an accelerate file of these lines; its path."""
+
+    def write(*lines: str) -> str:
+        file = tmp_path / "launch.yaml"
+        file.write_text("\n".join(lines))
+        return str(file)
+
+    return write

@@ -1,6 +1,5 @@
 """`pacs-trl plan`: estimates against independent counts, and each conflict with its values and remedy."""
 
-import json
 import os
 import socket
 from pathlib import Path
@@ -8,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from accelerate.commands.config.config_args import load_config_from_file
 from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config, TrainingArguments
@@ -23,7 +21,6 @@ from pacs_trl.cost import (
     training_forward_equivalents,
     training_state_bytes,
 )
-from pacs_trl.launch import read_launch
 from pacs_trl.plan import as_if_launched, check_recipe, main, step_sizes
 
 
@@ -149,16 +146,6 @@ def plan(tmp_path, capsys, monkeypatch, request):
         return status, capsys.readouterr().out
 
     return run
-
-
-@pytest.fixture
-def launch_file(tmp_path):
-    def write(*lines: str) -> str:
-        file = tmp_path / "launch.yaml"
-        file.write_text("\n".join(lines))
-        return str(file)
-
-    return write
 
 
 class TestOutput:
@@ -387,104 +374,22 @@ class TestConflicts:
         status, output = plan(max_steps=481)
         assert status == 0 and "ends in the middle of a generation" in output
 
-
-class TestLaunch:
-    def test_missing_file(self):
-        with pytest.raises(ValueError, match="does not exist"):
-            read_launch("no/such.yaml", None)
-
-    @pytest.mark.parametrize(
-        ("lines", "words"),
-        [
-            ((), "must be a YAML mapping of settings, got nothing"),
-            (("a: [1", "b: }"), "is not YAML: while parsing"),
-            (
-                ("distributed_typ: FSDP", "num_processes: 8"),
-                "refuses keys it does not know. Rename `distributed_typ` to `distributed_type`, or remove it.",
-            ),
-            (("distributed_type: FSDP", "zzz: 1"), "Remove `zzz`."),
-            (("num_processes: 8",), "distributed_type None is not planned for"),
-            (("distributed_type: NO",), "distributed_type False is not planned for .*write 'NO'"),
-            (("distributed_type: FSDP",), "num_processes must be at least 1, got None. Set it there or with --num-p"),
-            (("distributed_type: FSDP", "num_processes: -1"), "num_processes must be at least 1, got -1"),
-            (("distributed_type: 'NO'", "mixed_precision: no"), "got False .*write 'no'"),
-            (("distributed_type: 'NO'", "mixed_precision: half"), "mixed_precision must be .* got 'half'"),
-            (
-                ("distributed_type: DEEPSPEED", "num_processes: 8", "deepspeed_config: {zero_stage: 5}"),
-                "the zero_stage must be 0, 1, 2 or 3, got 5",
-            ),
-        ],
-    )
-    def test_files_that_cannot_be_launched(self, plan, launch_file, lines, words):
-        file = launch_file(*lines)
-        with pytest.raises(ValueError, match=words):
-            read_launch(file, None)
-        status, output = plan("--accelerate-config", file, pacs_betta=1.0)
+    def test_conflicts_of_the_accelerate_file_and_of_the_recipe_are_reported_together(self, plan, launch_file):
+        status, output = plan("--accelerate-config", launch_file("num_processes: 8"), pacs_betta=1.0)
         assert status == 1 and "2 conflict(s)" in output
 
-    @pytest.mark.parametrize(
-        "lines",
-        [
-            ("distributed_typ: FSDP", "num_processes: 8"),
-            ("num_processes: 8",),
-            (),
-        ],
-    )
-    def test_accelerate_refuses_them_too(self, launch_file, lines):
-        with pytest.raises((ValueError, AttributeError)):
-            load_config_from_file(launch_file(*lines))
 
-    @pytest.mark.parametrize(
-        ("stage", "sharding"), [(0, "none"), (1, "gradients"), (2, "gradients"), (3, "full"), (None, "gradients")]
-    )
-    def test_zero_stage(self, launch_file, tmp_path, stage, sharding):
-        """accelerate's default is 2. In a file of DeepSpeed the stage must stand."""
-        config = "{}" if stage is None else f"{{zero_stage: {stage}}}"
-        lines = ("distributed_type: DEEPSPEED", "num_processes: 8")
-        assert read_launch(launch_file(*lines, f"deepspeed_config: {config}"), None).sharding == sharding
-        deepspeed = tmp_path / "deepspeed.json"
-        deepspeed.write_text(json.dumps({"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}))
-        file = launch_file(*lines, f"deepspeed_config: {{deepspeed_config_file: {deepspeed}}}")
-        if stage is None:
-            with pytest.raises(ValueError, match="the stage of zero_optimization must be 0, 1, 2 or 3, got None"):
-                read_launch(file, None)
-        else:
-            launch = read_launch(file, None)
-            assert (launch.sharding, launch.kind, launch.mixed_precision) == (sharding, "DEEPSPEED", "bf16")
+def test_configuration_classes_see_the_planned_processes_only_inside(tmp_path):
+    before = os.environ.get("WORLD_SIZE")
+    with as_if_launched(64):
+        assert TrainingArguments(str(tmp_path), use_cpu=True).world_size == 64
+    assert os.environ.get("WORLD_SIZE") == before
+    assert TrainingArguments(str(tmp_path), use_cpu=True).world_size == 1
 
-    def test_deepspeed_files_that_cannot_be_read(self, launch_file, tmp_path):
-        deepspeed = tmp_path / "deepspeed.json"
-        lines = ("distributed_type: DEEPSPEED", "num_processes: 8")
-        file = launch_file(*lines, f"deepspeed_config: {{deepspeed_config_file: {deepspeed}}}")
-        with pytest.raises(ValueError, match="does not exist .* ZeRO stage is not known. Correct the path"):
-            read_launch(file, None)
-        deepspeed.write_text("{")
-        with pytest.raises(ValueError, match="is not JSON"):
-            read_launch(file, None)
-        file = launch_file(
-            *lines,
-            "mixed_precision: bf16",
-            f"deepspeed_config: {{zero_stage: 2, deepspeed_config_file: {deepspeed}}}",
-        )
-        with pytest.raises(
-            ValueError, match="accelerate refuses zero_stage, mixed_precision next to deepspeed_config"
-        ):
-            read_launch(file, None)
 
-    def test_one_process_file_with_several(self):
-        with pytest.raises(ValueError, match="num_processes is 2"):
-            read_launch(str(REPOSITORY / "recipes/accelerate_configs/single_gpu.yaml"), 2)
-
-    def test_configuration_classes_see_the_planned_processes_only_inside(self, tmp_path):
-        before = os.environ.get("WORLD_SIZE")
-        with as_if_launched(64):
-            assert TrainingArguments(str(tmp_path), use_cpu=True).world_size == 64
-        assert os.environ.get("WORLD_SIZE") == before
-        assert TrainingArguments(str(tmp_path), use_cpu=True).world_size == 1
-
-    def test_missing_recipe(self):
-        with pytest.raises(ValueError, match="does not exist"):
-            check_recipe("no/such.yaml", [], 1)
+def test_missing_recipe():
+    with pytest.raises(ValueError, match="does not exist"):
+        check_recipe("no/such.yaml", [], 1)
 
 
 def test_step_sizes_by_hand():
