@@ -4,7 +4,7 @@ from collections import Counter
 import pytest
 from math_verify import parse, verify
 
-from pacs_trl.miniature.tasks import TASKS, demonstrations, problems
+from pacs_trl.miniature.tasks import NUM_ADDITIONS, SUM_SIZES, TASKS, demonstrations, problems
 from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.miniature.warm_start import MAX_COMPLETION_LENGTH
 
@@ -79,6 +79,25 @@ class TestTasks:
             gold, wrong = parse(rf"\boxed{{{row['answer']}}}"), parse(rf"\boxed{{{int(row['answer']) + 1}}}")
             assert verify(gold, parse(row["solution"]))
             assert not verify(wrong, parse(row["solution"]))
+
+
+@pytest.mark.parametrize("num_terms", SUM_SIZES)
+def test_guessing_does_not_find_a_sum(num_terms):
+    """The most frequent answer, guessed always, is right in less than one case of twenty-five."""
+    answers = Counter(row["answer"] for row in problems(f"terms_{num_terms}", "test"))
+    assert max(answers.values()) < answers.total() / 25
+
+
+def test_the_taught_mixture_is_shorter_sums_and_some_additions():
+    rows = problems("arithmetic", "train") + problems("arithmetic", "test")
+    terms = Counter(row["problem"].count("+") + 1 for row in rows)
+    additions = sum(re.fullmatch(r"\d\d\+\d\d", row["problem"]) is not None for row in rows)
+    assert set(terms) == {n - 1 for n in SUM_SIZES}
+    assert NUM_ADDITIONS <= additions < NUM_ADDITIONS * 1.1  # sums of two tens are additions too
+    # What is held out of the benchmarks is not taught.
+    taught = {"+".join(sorted(row["problem"].split("+"))) for row in problems("arithmetic", "train")}
+    held_out = {"+".join(sorted(row["problem"].split("+"))) for row in problems("terms", "test")}
+    assert not taught & held_out
 
 
 def test_several_solutions_are_shown_for_one_problem():

@@ -68,6 +68,29 @@ class TestCache:
         monkeypatch.setattr(subprocess, "run", None)
         assert warm_start("addition", cache_dir=tmp_path / "cache", **TINY) == made
 
+    @pytest.mark.parametrize(
+        ("task", "given", "learning_rate", "target"),
+        [
+            ("addition", {}, 7e-4, 0.15),
+            ("addition/tiny", {}, 2e-3, 0.15),
+            ("arithmetic", {}, 7e-4, 0.2),
+            ("arithmetic/tiny", {}, 2e-3, 0.2),
+            ("arithmetic/tiny", {"learning_rate": 1e-3, "target_accuracy": 0.5}, 1e-3, 0.5),
+        ],
+    )
+    def test_what_a_size_and_a_task_want_gives_way_to_what_is_asked_for(
+        self, tmp_path, monkeypatch, task, given, learning_rate, target
+    ):
+        asked = []
+
+        def run(command, **kwargs):
+            asked.append(json.loads(command[-2]))
+            Path(command[-1]).mkdir()
+
+        monkeypatch.setattr(subprocess, "run", run)
+        warm_start(task, cache_dir=tmp_path, **given)
+        assert (asked[0]["learning_rate"], asked[0]["target_accuracy"]) == (learning_rate, target)
+
     def test_an_interrupted_run_leaves_nothing(self, tmp_path, monkeypatch):
         def interrupted(command, **kwargs):
             Path(command[-1]).mkdir()
