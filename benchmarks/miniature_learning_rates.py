@@ -4,7 +4,7 @@ start is that of seed 0).
     python benchmarks/miniature_learning_rates.py            # one core, minutes; goes on where it was stopped
 
 The same rates for each of PACS, GRPO and PPO, from one warm start; the reward (share of right completions at temperature 1) of the
-last rollouts decides. The rate of the PPO critic is 1e-3 throughout.
+last third of the rollouts decides. The rate of the PPO critic is 1e-3 throughout.
 """
 
 import argparse
@@ -21,7 +21,6 @@ from pacs_trl.train import main as train
 RECIPES = Path(__file__).parents[1] / "recipes" / "miniature"
 METHODS = ["pacs", "grpo", "ppo"]
 TRAINING_SEED = 100
-LAST_ROLLOUTS = 4
 
 
 def reward_at_the_end(twin: str, method: str, rate: float, max_steps: int, work_dir: Path) -> float:
@@ -38,7 +37,8 @@ def reward_at_the_end(twin: str, method: str, rate: float, max_steps: int, work_
                 + ["--save_strategy", "no"]
             )
     history = json.loads((output_dir / "trainer_state.json").read_text())["log_history"]
-    return mean([log["reward"] for log in history if "reward" in log][-LAST_ROLLOUTS:])
+    rewards = [log["reward"] for log in history if "reward" in log]
+    return mean(rewards[-(len(rewards) // 3) :])
 
 
 def main() -> None:
