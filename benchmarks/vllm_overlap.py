@@ -60,7 +60,7 @@ def train(start: Path, directory: Path, overlap: bool) -> tuple[dict[str, float]
         num_generations=8,
         per_device_train_batch_size=64,
         steps_per_generation=4,
-        max_completion_length=56,
+        max_completion_length=72,
         learning_rate=1e-4,
         max_steps=8,
         logging_steps=1,
