@@ -64,6 +64,18 @@ class TestRecipes:
                 assert (RECIPES / f"{recipe}.yaml").is_file(), cell
             assert cell.recipe.startswith("miniature/") == (scale == "miniature")
 
+    @pytest.mark.parametrize(
+        "run", sorted({c.run for name in table_names("miniature") for c in read_table(name, "miniature").cells})
+    )
+    def test_the_committed_records_were_made_with_the_present_recipes(self, run, monkeypatch):
+        def refuse(*args, **kwargs):
+            raise AssertionError("the record is missing")
+
+        monkeypatch.setattr("pacs_trl.miniature.warm_start.warm_start", refuse)
+        (cell, *_) = (c for n in table_names("miniature") for c in read_table(n, "miniature").cells if c.run == run)
+        for seed in Options().seeds:
+            run_cell(cell, seed, Options(results_dir=REPOSITORY / "docs/results/miniature"))
+
     def test_a_run_is_one_recipe_in_all_tables_of_both_scales(self):
         made_by = {}
         for scale in ("miniature", "full"):
