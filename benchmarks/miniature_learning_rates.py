@@ -19,7 +19,7 @@ from pacs_trl.train import main as train
 
 
 RECIPES = Path(__file__).parents[1] / "recipes" / "miniature"
-METHODS = ["pacs", "grpo", "ppo"]
+METHODS = ("pacs", "grpo", "ppo")
 TRAINING_SEED = 100
 
 
@@ -44,7 +44,6 @@ def reward_at_the_end(twin: str, method: str, rate: float, max_steps: int, work_
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--twins", nargs="+", default=["twin-4b", "twin-8b"])
-    parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--rates", type=float, nargs="+", default=[3e-5, 1e-4, 3e-4, 1e-3])
     parser.add_argument("--max_steps", type=int, default=60)
     parser.add_argument("--work_dir", type=Path, default=Path("outputs/miniature_learning_rates"))
@@ -52,7 +51,7 @@ def main() -> None:
     print("| model | method | " + " | ".join(f"{rate:g}" for rate in args.rates) + " |")
     print("| --- | --- |" + " ---: |" * len(args.rates))
     for twin in args.twins:
-        for method in args.methods:
+        for method in METHODS:
             rewards = [reward_at_the_end(twin, method, r, args.max_steps, args.work_dir) for r in args.rates]
             print(f"| {twin} | {method} | " + " | ".join(f"{reward:.3f}" for reward in rewards) + " |", flush=True)
 

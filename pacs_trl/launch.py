@@ -134,17 +134,23 @@ def _hint(key: str, known: set[str]) -> str:
     return f"Rename `{key}` to `{nearest[0]}`, or remove it." if nearest else f"Remove `{key}`."
 
 
-def _fsdp_version(config: dict, path: str) -> int:
-    """The version, once every key of the section is one that accelerate reads: others it ignores, and shards otherwise."""
-    section = _section(config, "fsdp_config")
-    known = {action.dest for action in launch_command_parser()._actions if action.dest.startswith("fsdp_")}
-    # accelerate takes `version` for `fsdp_version`.
-    unknown = sorted(key for key in section if not {key, f"fsdp_{key}"} & known)
-    if unknown:
+def _refuse_ignored(section: dict, name: str, path: str) -> None:
+    """accelerate copies every key of a section over the option of that name, and says nothing where there is none."""
+    known = {action.dest for action in launch_command_parser()._actions}
+    options = section.keys()
+    if name == "fsdp_config":
+        known = {option for option in known if option.startswith("fsdp_")}
+        options = {key if key.startswith("fsdp") else f"fsdp_{key}" for key in options}
+    if unknown := sorted(options - known):
         raise ValueError(
-            f"{path}: accelerate ignores keys of fsdp_config that it does not know, and would shard by its defaults. "
+            f"{path}: accelerate ignores keys of {name} that it does not know, and would shard by its defaults. "
             + " ".join(_hint(key, known) for key in unknown)
         )
+
+
+def _fsdp_version(config: dict, path: str) -> int:
+    section = _section(config, "fsdp_config")
+    _refuse_ignored(section, "fsdp_config", path)
     return section.get("fsdp_version", section.get("version", 1))
 
 
@@ -161,6 +167,7 @@ def _mixed_precision(config: dict, path: str) -> str:
 def _zero_stage(config: dict, path: str) -> tuple[int, str | None]:
     """The ZeRO stage, and the mixed precision of a DeepSpeed file where there is one that says it."""
     deepspeed = _section(config, "deepspeed_config")
+    _refuse_ignored(deepspeed, "deepspeed_config", path)
     file, precision = deepspeed.get("deepspeed_config_file"), None
     stage = deepspeed.get("zero_stage", 2)  # accelerate's default
     if file is not None:

@@ -41,6 +41,14 @@ def test_missing_file():
             ("distributed_type: FSDP", "num_processes: 8", "fsdp_config: {fsdp_verson: 2}"),
             "ignores keys of fsdp_config .* Rename `fsdp_verson` to `fsdp_version`, or remove it.",
         ),
+        (
+            ("distributed_type: FSDP", "num_processes: 8", "fsdp_config: {verson: 2}"),
+            "Rename `fsdp_verson` to `fsdp_version`, or remove it.",
+        ),
+        (
+            ("distributed_type: DEEPSPEED", "num_processes: 8", "deepspeed_config: {zero_stag: 3}"),
+            "ignores keys of deepspeed_config .* Rename `zero_stag` to `zero_stage`, or remove it.",
+        ),
     ],
 )
 def test_files_that_cannot_be_launched(launch_file, lines, words):

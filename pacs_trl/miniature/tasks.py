@@ -1,10 +1,11 @@
 r"""Arithmetic problems with one right answer each: the data of the miniature world.
 
 Three small tasks of rising difficulty, and sums of three to seven terms, digits and tens, whose sizes are benchmarks of
-rising difficulty: the answer is one of some hundreds of numbers, so that guessing does not find it. A problem is a short text, its answer is an integer, and it comes with worked solutions that the supervised
-warm start may show. The solutions of one problem differ in the order of their steps, so a trained policy has something to
-be diverse about; each ends in `\boxed{answer}`, so that the ordinary mathematical verifier grades it. A task whose answers
-are not unique (countdown) would need a verifier of its own and is left out.
+rising difficulty: the answer is one of some hundreds of numbers, so that guessing does not find it. A problem is a short
+text, its answer is an integer, and it comes with worked solutions that the supervised warm start may show. The solutions of
+one problem differ in the order of their steps, so a trained policy has something to be diverse about; each ends in
+`\boxed{answer}`, so that the ordinary mathematical verifier grades it. A task whose answers are not unique (countdown) would
+need a verifier of its own and is left out.
 
 The whole problem space of a task (of sums: a fixed sample of it) is enumerated and cut in two by a hash of the
 problem's canonical form, in which commuted operands are equal: `12+34` and `34+12` are never on different sides.
