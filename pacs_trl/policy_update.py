@@ -16,9 +16,12 @@ divided by the number of accumulation steps.
 """
 
 import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
@@ -207,8 +210,8 @@ class PolicyUpdate:
                     row.token_weights = correction_weights(*tensors, **self.correction)[0].numpy()
 
     @torch.no_grad()
-    def find_proxies(self, model, step: StepRollouts) -> tuple[torch.Tensor, dict[str, float]]:
-        """Proxies of all rows by a forward pass without gradient, `(B,)` on the CPU, and the entropy metric."""
+    def find_proxies(self, model, step: StepRollouts) -> tuple[torch.Tensor, "_Sums"]:
+        """Proxies of all rows by a forward pass without gradient, `(B,)` on the CPU, and sums over their tokens."""
         found = _RowValues(len(step.rollouts), self.accelerator)
         for rows in self._own_micro_batches(step.plan):
             micro_batch = self._collate(step, rows)
@@ -266,11 +269,11 @@ class PolicyUpdate:
         """
         num_rows = int(scorable_rows(step.labels, self.num_generations).sum())
         all_rows = list(range(len(step.rollouts)))
-        proxies, factors = None, None
+        proxies, factors, before = None, None, None
         if proxies_are_zero:
             proxies = torch.zeros(len(all_rows))
         elif not step.whole_groups:
-            proxies, _ = self.find_proxies(model, step)
+            proxies, before = self.find_proxies(model, step)
         plan = step.plan
         if proxies is not None:
             factors = self._token_factors(step, all_rows, proxies, num_rows)
@@ -310,39 +313,75 @@ class PolicyUpdate:
                 loss = loss + self.args.beta * kl / max(num_tokens, 1)
                 self._backward(loss * self.accelerator.num_processes)
                 found.add(rows, row_proxies, entropies, micro_batch.loss_mask, kl)
-        forwarded_proxies, metrics = found.reduce()
+        forwarded_proxies, sums = found.reduce()
         proxies = forwarded_proxies if proxies is None else proxies
+        if before is None:
+            entropy = self._mean_entropy(model, step, plan, sums.entropy)
+        else:  # the pass without gradient went over more rows
+            entropy = self._mean_entropy(model, step, step.plan, before.entropy)
+        metrics = {"entropy": entropy, "pacs/forwarded_fraction": sums.num_rows / max(len(all_rows), 1)}
         if compares:
             parts = self.accelerator.gather(merge_statistics(torch.stack(mismatch))[None])
             metrics |= mismatch_metrics(merge_statistics(parts))
-        return self._summarize(step, proxies, num_tokens, metrics)
+        if self.args.beta != 0:
+            metrics["kl"] = sums.kl / max(num_tokens, 1)
+        return self._summarize(step, proxies, metrics)
+
+    @torch.no_grad()
+    def _mean_entropy(self, model, step: StepRollouts, plan: Plan, entropy_sum: float) -> float:
+        """
+        Mean over the counted tokens of all completions, those that the update left out included.
+
+        Rows left out on the first update after a rollout contribute `-log p` of their sampled tokens where the engine has
+        reported it, whose expectation is the entropy of the distribution it sampled from; others one more forward pass.
+
+        Args:
+            plan (`Plan`), entropy_sum (`float`):
+                Micro-batches that were forwarded, and the sum of the entropies of their counted tokens.
+        """
+        forwarded = {i for batches in plan for rows in batches for i in rows}
+        left_out = [i for i, row in enumerate(step.rollouts) if i not in forwarded and row.loss_mask.any()]
+        sampled = [row.sampling_logps for row in (step.rollouts[i] for i in left_out)]
+        reported = all(s is not None and np.isfinite(s).all() for s in sampled)
+        if left_out and reported and step.on_policy and _draws_from_whole_distribution(self.args):
+            for i, logps in zip(left_out, sampled, strict=True):
+                entropy_sum -= float(logps[step.rollouts[i].loss_mask].sum(dtype=np.float64))
+        elif left_out:
+            found = _RowValues(len(step.rollouts), self.accelerator)
+            for rows in self._own_micro_batches(self._plan_rows(step, left_out)):
+                micro_batch = self._collate(step, rows)
+                logps, entropies = self.score(model, micro_batch)
+                found.add(rows, logps[:, 0], entropies, micro_batch.loss_mask)
+            entropy_sum += found.reduce()[1].entropy
+        num_tokens = sum(int(row.loss_mask.sum()) for row in step.rollouts)
+        return entropy_sum / num_tokens if num_tokens else math.nan
 
     def evaluate(self, model, step: StepRollouts, *, proxies_are_zero: bool) -> tuple[float, dict[str, float]]:
         """Loss and metrics as in [`run`], without gradient and without the KL term."""
-        proxies, metrics = self.find_proxies(model, step)
+        proxies, sums = self.find_proxies(model, step)
         proxies = torch.zeros_like(proxies) if proxies_are_zero else proxies
-        return self._summarize(step, proxies, 0, metrics)
+        entropy = self._mean_entropy(model, step, step.plan, sums.entropy)
+        forwarded = sums.num_rows / max(len(step.rollouts), 1)
+        return self._summarize(step, proxies, {"entropy": entropy, "pacs/forwarded_fraction": forwarded})
 
-    def _summarize(self, step, proxies, num_tokens, metrics) -> tuple[float, dict[str, float]]:
+    def _summarize(self, step, proxies, metrics) -> tuple[float, dict[str, float]]:
         loss, scores = loss_from_proxies(proxies, step.labels, **self.objective)
-        loss = loss.item() + self.args.beta * metrics.pop("kl_sum") / max(num_tokens, 1)
-        if self.args.beta != 0:
-            metrics["kl"] = (
-                loss - loss_from_proxies(proxies, step.labels, **self.objective)[0].item()
-            ) / self.args.beta
-        metrics |= critic_metrics(proxies, scores, step.labels, num_generations=self.num_generations)
-        return loss, metrics
+        metrics = metrics | critic_metrics(proxies, scores, step.labels, num_generations=self.num_generations)
+        return loss.item() + self.args.beta * metrics.get("kl", 0.0), metrics
 
     def _plan_rows(self, step: StepRollouts, rows: list[int]) -> Plan:
+        lengths, max_tokens = row_lengths(step.rollouts), self.args.max_tokens_per_micro_batch
+        if max_tokens is not None:  # a row that nothing is learnt from may be longer; it is only forwarded
+            max_tokens = max(max_tokens, *(lengths.prompts[i] + lengths.completions[i] for i in rows))
         plan = plan_micro_batches(
-            row_lengths(step.rollouts),
+            lengths,
             rows,
             num_processes=self.accelerator.num_processes,
             max_rows=self.args.per_device_train_batch_size,
-            max_tokens=self.args.max_tokens_per_micro_batch,
+            max_tokens=max_tokens,
             padded=self.padded,
         )
-        assert plan is not None  # every single row was found to fit when the step was planned
+        assert plan is not None  # every single row fits
         return plan
 
     def _kl(self, model, logps: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
@@ -373,8 +412,7 @@ class _RowValues:
     def __init__(self, num_rows: int, accelerator: Accelerator):
         self.accelerator = accelerator
         self.proxies = torch.zeros(num_rows, device=accelerator.device)
-        # sum of entropies, number of tokens behind it, number of rows, sum of the KL estimator
-        self.sums = torch.zeros(4, device=accelerator.device)
+        self.sums = torch.zeros(3, device=accelerator.device)  # see `_Sums`
 
     def add(self, rows: list[int], proxies, entropies, loss_mask, kl=0.0) -> None:
         if not rows:
@@ -383,13 +421,22 @@ class _RowValues:
         entropy = entropies.detach().masked_fill(~loss_mask, 0.0).sum()
         kl = kl.detach() if torch.is_tensor(kl) else torch.tensor(kl, device=entropy.device)
         count = torch.tensor(float(len(rows)), device=entropy.device)
-        self.sums += torch.stack([entropy, loss_mask.sum().to(entropy.dtype), count, kl.to(entropy.dtype)])
+        self.sums += torch.stack([entropy, count, kl.to(entropy.dtype)])
 
-    def reduce(self) -> tuple[torch.Tensor, dict[str, float]]:
+    def reduce(self) -> tuple[torch.Tensor, "_Sums"]:
         values = self.accelerator.reduce(torch.cat([self.proxies, self.sums]), reduction="sum").cpu()
-        proxies, (entropy, num_tokens, num_rows, kl) = values[:-4], values[-4:].tolist()
-        return proxies, {
-            "entropy": entropy / num_tokens if num_tokens else float("nan"),
-            "pacs/forwarded_fraction": num_rows / max(len(proxies), 1),
-            "kl_sum": kl,
-        }
+        return values[:-3], _Sums(*values[-3:].tolist())
+
+
+class _Sums(NamedTuple):
+    """Over the rows that were forwarded: entropies of their counted tokens, the rows themselves, the KL estimator."""
+
+    entropy: float
+    num_rows: float
+    kl: float
+
+
+def _draws_from_whole_distribution(args: PACSConfig) -> bool:
+    """Whether nothing but the temperature, which the loss has too, stands between the policy and the sampler."""
+    untruncated = args.top_p == 1.0 and not args.top_k and not args.min_p and args.repetition_penalty == 1.0
+    return untruncated and not args.generation_kwargs

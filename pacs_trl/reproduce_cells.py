@@ -36,7 +36,7 @@ class Options(NamedTuple):
     Args:
         seeds (`tuple[int, ...]`): One run of every cell for each.
         max_steps (`int`, *optional*): Optimizer steps, instead of the recipe's.
-        warm_start_steps (`int`, *optional*): Longest supervised warm start, to try things out.
+        warm_start_steps (`int`, *optional*): Length of the supervised warm start, whatever it reaches, to try things out.
         num_samples, max_problems (`int`, *optional*): Size of the evaluation, instead of the evaluation recipe's.
         results_dir (`Path`): Finished cells; tables and figures are made from what lies here.
         work_dir (`Path`): Checkpoints and samples, which only an unfinished cell needs.
@@ -87,7 +87,8 @@ def run_cell(cell: Cell, seed: int, options: Options) -> Path:
         _require_same_settings(record, settings, cell, "--results_dir")
         return record
     _begin(work, settings, cell)
-    short = {} if options.warm_start_steps is None else {"max_steps": options.warm_start_steps}
+    given = options.warm_start_steps
+    short = {} if given is None else {"max_steps": given, "target_accuracy": None}
     model = start = warm_start(recipe.model.model_name_or_path.removeprefix("miniature/"), seed=seed, **short)
     record.mkdir(parents=True, exist_ok=True)
     if cell.trained:

@@ -110,27 +110,73 @@ def test_logged_metrics_equal_their_recomputation(tmp_path, group_layout):
     assert logged[0]["pacs/forwarded_fraction"] == counting / 8
 
 
-def test_entropy_is_the_mean_over_tokens(tmp_path):
-    replay, recorder = Replay(tools=True), Recorder()
-    trainer = build_trainer(tmp_path, replay=replay, more={"callbacks": [recorder]}, steps_per_generation=2)
-    trainer.train()
+def entropies(row, weights) -> list[float]:
+    """Entropy of the policy at each counted token, by a forward pass of that row alone."""
     model = tiny_model()
-    _, rows = rows_of_update(replay, trainer.args, 1)
-    entropies = []
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.copy_(recorder.weights[1][name])
-        for row in rows:
-            logits = model(torch.tensor([row.prompt_ids + row.completion_ids])).logits[0, len(row.prompt_ids) - 1 : -1]
-            entropies += [
-                e.item() for e, m in zip(torch.distributions.Categorical(logits=logits).entropy(), row.env_mask) if m
-            ]
-    logged = [entry for entry in trainer.state.log_history if "loss" in entry][1]
-    assert logged["entropy"] == pytest.approx(sum(entropies) / len(entropies), rel=1e-5)
+            p.copy_(weights[name])
+        logits = model(torch.tensor([row.prompt_ids + row.completion_ids])).logits[0, len(row.prompt_ids) - 1 : -1]
+    found = torch.distributions.Categorical(logits=logits).entropy().tolist()
+    return [entropy for entropy, counted in zip(found, row.env_mask) if counted]
+
+
+@pytest.mark.parametrize("group_layout", ["whole", "split"])
+def test_entropy_is_the_mean_over_the_tokens_of_all_completions(tmp_path, group_layout):
+    """Also of those that the update leaves out: a group of one class on the first update, rows without a verdict."""
+    replay, recorder = Replay(tools=True, unverifiable=0.2), Recorder()
+    settings = {"steps_per_generation": 2, "group_layout": group_layout}
+    if group_layout == "split":
+        settings["max_tokens_per_micro_batch"] = 40
+    trainer = build_trainer(tmp_path, replay=replay, more={"callbacks": [recorder]}, **settings)
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert logged[0]["pacs/forwarded_fraction"] < 0.7
+    for update in range(2):
+        _, rows = rows_of_update(replay, trainer.args, update)
+        expected = [entropy for row in rows for entropy in entropies(row, recorder.weights[update])]
+        assert logged[update]["entropy"] == pytest.approx(sum(expected) / len(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reported", "update", "used"),
+    [
+        ({}, -2.0, 0, True),
+        ({"temperature": 0.7}, -2.0, 0, True),
+        ({"top_p": 0.9}, -2.0, 0, False),  # not the policy's own distribution
+        ({}, None, 0, False),  # the engine could not say
+        ({}, -2.0, 1, False),  # the policy has moved on
+    ],
+)
+def test_entropy_of_rows_left_out_is_that_which_the_engine_sampled(tmp_path, settings, reported, update, used):
+    replay = Replay(uniform_groups=1)
+
+    def with_logprobs(prompts, trainer):
+        output = replay(prompts, trainer)
+        return output | {"logprobs": [[reported] * len(ids) for ids in output["completion_ids"]]}
+
+    trainer = build_trainer(tmp_path, replay=with_logprobs, num_iterations=2, **settings)
+    passes = []
+    run = trainer._update._mean_entropy
+
+    def remember(model, step, plan, entropy_sum):
+        forwarded = {i for batches in plan for rows in batches for i in rows}
+        entropy = run(model, step, plan, entropy_sum)
+        passes.append((entropy_sum, [row for i, row in enumerate(step.rollouts) if i not in forwarded], step, entropy))
+        return entropy
+
+    trainer._update._mean_entropy = remember
+    trainer.train()
+    entropy_sum, left_out, step, entropy = passes[update]
+    num_left_out = sum(int(row.loss_mask.sum()) for row in left_out)
+    num_tokens = sum(int(row.loss_mask.sum()) for row in step.rollouts)
+    sampled = (entropy_sum + 2.0 * num_left_out) / num_tokens
+    assert (entropy == pytest.approx(sampled, rel=1e-6)) is (used or not left_out)
+    assert bool(left_out) is (update == 0)
 
 
 def test_metrics_are_recorded_once_per_optimizer_step(tmp_path):
-    """Four micro-batches per step: one reduction and one value of each metric, whatever their number."""
+    """Four micro-batches per step: one reduction for those that teach, one for the entropy of the rows left out."""
     trainer = build_trainer(
         tmp_path, replay=Replay(), per_device_train_batch_size=2, gradient_accumulation_steps=4, logging_steps=10
     )
@@ -142,7 +188,7 @@ def test_metrics_are_recorded_once_per_optimizer_step(tmp_path):
         {k: len(v) for k, v in trainer._metrics["train"].items() if k.startswith("pacs/")} or recorded
     )
     trainer.train()
-    assert len(reductions) == 2
+    assert len(reductions) == 4
     assert recorded and set(recorded.values()) == {2}, recorded
 
 

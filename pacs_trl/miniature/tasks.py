@@ -1,11 +1,11 @@
 r"""Arithmetic problems with one right answer each: the data of the miniature world.
 
-Three small tasks of rising difficulty, and sums of three to seven terms, digits and tens, whose sizes are benchmarks of
-rising difficulty: the answer is one of some hundreds of numbers, so that guessing does not find it. A problem is a short
-text, its answer is an integer, and it comes with worked solutions that the supervised warm start may show. The solutions of
-one problem differ in the order of their steps, so a trained policy has something to be diverse about; each ends in
-`\boxed{answer}`, so that the ordinary mathematical verifier grades it. A task whose answers are not unique (countdown) would
-need a verifier of its own and is left out.
+Three small tasks of rising difficulty; sums of three to seven terms, digits and tens, whose sizes are benchmarks of rising
+difficulty: the answer is one of some hundreds of numbers, so that guessing does not find it; and sums with parentheses, a
+notation that nothing else has, the other domain. A problem is a short text, its answer is an integer, and it comes with worked
+solutions that the supervised warm start may show. The solutions of one problem differ in the order of their steps, so a trained
+policy has something to be diverse about; each ends in `\boxed{answer}`, so that the ordinary mathematical verifier grades it. A
+task whose answers are not unique (countdown) would need a verifier of its own and is left out.
 
 The whole problem space of a task (of sums: a fixed sample of it) is enumerated and cut in two by a hash of the
 problem's canonical form, in which commuted operands are equal: `12+34` and `34+12` are never on different sides.
@@ -104,16 +104,34 @@ def _terms(num_terms: int) -> Iterator[Problem]:
     while len(texts) < min(NUM_SUMS, len(TERMS) ** num_terms // 2):
         texts["+".join(str(rng.choice(TERMS)) for _ in range(num_terms))] = None
     for text in texts:
-        terms = [int(term) for term in text.split("+")]
-        solutions = []
-        for _ in range(NUM_SUM_SOLUTIONS):
-            total, *rest = rng.sample(terms, num_terms)
-            steps = []
-            for term in rest:
-                steps.append(f"{total}+{term}={total + term}")
-                total += term
-            solutions.append(",".join([*steps[:-1], steps[-1].replace("=", r"=\boxed{") + "}"]))
-        yield Problem(text, "+".join(sorted(text.split("+"))), total, tuple(solutions))
+        yield _sum(text, rng)
+
+
+def _sum(text: str, rng: random.Random) -> Problem:
+    """The terms of a sum added one after the other, in as many orders as there are solutions."""
+    terms = [int(term) for term in text.split("+")]
+    solutions = []
+    for _ in range(NUM_SUM_SOLUTIONS):
+        total, *rest = rng.sample(terms, len(terms))
+        steps = []
+        for term in rest:
+            steps.append(f"{total}+{term}={total + term}")
+            total += term
+        solutions.append(",".join([*steps[:-1], steps[-1].replace("=", r"=\boxed{") + "}"]))
+    return Problem(text, "+".join(sorted(text.split("+"))), total, tuple(solutions))
+
+
+def _grouped() -> Iterator[Problem]:
+    """`7+(30+8)`: a sum of three to five terms with two neighbors in parentheses, which stand in no other task."""
+    rng = random.Random(0)
+    texts: dict[str, None] = {}
+    while len(texts) < NUM_SUMS:
+        terms = [str(rng.choice(TERMS)) for _ in range(rng.randint(3, 5))]
+        first = rng.randrange(len(terms) - 1)
+        terms[first : first + 2] = [f"({terms[first]}+{terms[first + 1]})"]
+        texts["+".join(terms)] = None
+    for text in texts:
+        yield _sum(text.replace("(", "").replace(")", ""), rng)._replace(text=text)
 
 
 def _sums() -> Iterator[Problem]:
@@ -135,6 +153,7 @@ TASKS: dict[str, Callable[[], Iterator[Problem]]] = {
     "equation": _equation,
     **{f"terms_{n}": partial(_terms, n) for n in SUM_SIZES},
     "terms": _sums,
+    "grouped": _grouped,
     "arithmetic": _arithmetic,
 }
 

@@ -1,10 +1,13 @@
 r"""A short supervised warm start: a miniature model that knows the format of an answer but is seldom right.
 
 Reinforcement learning needs a policy that is right now and then. This trains one with TRL's SFTTrainer on worked
-solutions and stops at a low accuracy, so that most of what the model can learn is left. The result is an ordinary
-checkpoint with its tokenizer, made once and kept in a directory named after everything that decides it.
+solutions until the running average of its weights is right often enough, and then goes back between the last two averages
+that were measured to where the accuracy on held-out problems is the target. So every seed, machine and number of threads
+starts with the same accuracy, low enough that most of what the model can learn is left. The result is an ordinary checkpoint
+with its tokenizer, made once and kept in a directory named after everything that decides it.
 """
 
+import copy
 import hashlib
 import json
 import os
@@ -13,14 +16,18 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import datasets
-from transformers import TrainerCallback
+import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from transformers import PreTrainedModel, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from pacs_trl.evaluation.requests import SamplingSettings
 from pacs_trl.evaluation.sampling import sample_completions
-from pacs_trl.miniature import model, tasks, tokenizer
+from pacs_trl.miniature import model as models
+from pacs_trl.miniature import tasks, tokenizer
 from pacs_trl.miniature.model import build_model
 from pacs_trl.miniature.tasks import demonstrations, problems
 from pacs_trl.miniature.tokenizer import build_tokenizer
@@ -28,9 +35,17 @@ from pacs_trl.miniature.tokenizer import build_tokenizer
 
 CACHE_DIR = Path("outputs/miniature/warm_start")
 
+Weights = dict[str, torch.Tensor]
+
 # Longest completion that is sampled to measure the accuracy; worked solutions have at most 67 tokens, those of the small
 # tasks 27.
 MAX_COMPLETION_LENGTH = 72
+
+# Of the running average of the weights. Single steps swing by several points of accuracy; their average rises steadily.
+AVERAGE_DECAY = 0.99
+
+# First of the sampling seeds of the calibration: no probe and no evaluation has them.
+CALIBRATION_SEED = 1_000_000
 
 # What differs from the defaults of WarmStartSettings. The smallest model wants larger steps; at the default it would take
 # thousands of them. In the mixture of the tables the hard sums are seldom right, so the easy ones have to be more often.
@@ -55,15 +70,17 @@ class WarmStartSettings:
             Key of `model.MODEL_SIZES`.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the initial weights, of the demonstrations and of their order.
-        target_accuracy (`float`, *optional*, defaults to `0.15`):
-            Training stops as soon as this share of sampled completions (temperature 1, one for each of `num_probes`
-            training problems) is right.
-        max_steps (`int`, *optional*, defaults to `4000`):
-            Optimizer steps after which training stops in any case.
-        probe_steps (`int`, *optional*, defaults to `25`):
+        target_accuracy (`float` or `None`, *optional*, defaults to `0.15`):
+            Share of right completions (temperature 1) over the held-out problems of the task that the result has. With
+            `None` nothing is measured and training ends with `max_steps`, to try things out.
+        max_steps (`int`, *optional*, defaults to `6000`):
+            Optimizer steps after which the target must have been passed.
+        probe_steps (`int`, *optional*, defaults to `50`):
             Optimizer steps between two measurements of the accuracy.
         num_probes (`int`, *optional*, defaults to `256`):
-            Problems per measurement.
+            Training problems of such a measurement, one completion each.
+        num_calibration_samples (`int`, *optional*, defaults to `6`):
+            Completions of every held-out problem in a measurement between two averages of the weights.
         batch_size (`int`, *optional*, defaults to `16`):
             Demonstrations per optimizer step.
         learning_rate (`float`, *optional*, defaults to `7e-4`):
@@ -73,17 +90,18 @@ class WarmStartSettings:
     task: str
     size: str = "small"
     seed: int = 0
-    target_accuracy: float = 0.15
-    max_steps: int = 4000
-    probe_steps: int = 25
+    target_accuracy: float | None = 0.15
+    max_steps: int = 6000
+    probe_steps: int = 50
     num_probes: int = 256
+    num_calibration_samples: int = 6
     batch_size: int = 16
     learning_rate: float = 7e-4
 
     def digest(self) -> str:
         """Hash of the settings and of the code that turns them into a model: a change of either makes a new one."""
         content = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode())
-        for module_file in (model.__file__, tasks.__file__, tokenizer.__file__, __file__):
+        for module_file in (models.__file__, tasks.__file__, tokenizer.__file__, __file__):
             content.update(Path(module_file).read_bytes())
         return content.hexdigest()[:12]
 
@@ -105,7 +123,7 @@ def warm_start(task: str, *, cache_dir: str | Path = CACHE_DIR, **settings) -> P
 
     Returns:
         `Path`: checkpoint with tokenizer, ready for `model_name_or_path`; `warm_start.json` in it holds the settings, the
-        number of steps and the accuracy reached.
+        number of steps and the measurements of the calibration.
 
     Raises:
         `ValueError`: if the task or the size is unknown, or `cache_dir` is not a directory.
@@ -117,8 +135,8 @@ def warm_start(task: str, *, cache_dir: str | Path = CACHE_DIR, **settings) -> P
     wanted = WarmStartSettings(task=task, **settings)
     if task not in tasks.TASKS:
         raise ValueError(f"unknown miniature task {task!r}; choose one of {', '.join(tasks.TASKS)}")
-    if wanted.size not in model.MODEL_SIZES:
-        raise ValueError(f"unknown model size {wanted.size!r}; choose one of {', '.join(model.MODEL_SIZES)}")
+    if wanted.size not in models.MODEL_SIZES:
+        raise ValueError(f"unknown model size {wanted.size!r}; choose one of {', '.join(models.MODEL_SIZES)}")
     directory = Path(cache_dir) / f"{task}-{wanted.size}-{wanted.seed}-{wanted.digest()}"
     if directory.is_dir():
         return directory
@@ -149,12 +167,16 @@ def warm_start(task: str, *, cache_dir: str | Path = CACHE_DIR, **settings) -> P
     return directory
 
 
-def train_warm_start(settings: WarmStartSettings, output_dir: str | Path) -> dict[str, float]:
+def train_warm_start(settings: WarmStartSettings, output_dir: str | Path) -> dict[str, Any]:
     """
     Train a warm start in this process and save model, tokenizer and `warm_start.json` to `output_dir`.
 
     Returns:
-        `dict[str, float]`: `"steps"` taken and the `"accuracy"` measured last, in [0, 1].
+        `dict`: `"steps"` taken and the `"calibration"`, pairs of a place between two averages of the weights and the accuracy
+        there; the last place is the result's, and its accuracy that of the straight line between the nearest two others.
+
+    Raises:
+        `RuntimeError`: if the target is not reached in `max_steps`.
     """
     model_tokenizer = build_tokenizer()
     rows = [
@@ -164,12 +186,13 @@ def train_warm_start(settings: WarmStartSettings, output_dir: str | Path) -> dic
         }
         for row in demonstrations(settings.task, seed=settings.seed)[: settings.max_steps * settings.batch_size]
     ]
-    probe = StopAtAccuracy(settings, model_tokenizer)
+    model = build_model(model_tokenizer, settings.size, settings.seed)
+    calibration = None if settings.target_accuracy is None else Calibration(settings, model, model_tokenizer)
     trainer = SFTTrainer(
-        model=build_model(model_tokenizer, settings.size, settings.seed),
+        model=model,
         processing_class=model_tokenizer,
         train_dataset=datasets.Dataset.from_list(rows),
-        callbacks=[probe],
+        callbacks=[calibration] if calibration else None,
         args=SFTConfig(
             output_dir=str(output_dir),
             per_device_train_batch_size=settings.batch_size,
@@ -189,44 +212,126 @@ def train_warm_start(settings: WarmStartSettings, output_dir: str | Path) -> dic
         ),
     )
     trainer.train()
+    outcome: dict[str, Any] = {"steps": trainer.state.global_step}
+    if calibration:
+        if calibration.result is None:
+            raise RuntimeError(
+                f"The warm start of {settings.task}/{settings.size} with seed {settings.seed} did not reach target_accuracy="
+                f"{settings.target_accuracy} in max_steps={settings.max_steps} steps (last measured: "
+                f"{calibration.probed:.3f}). Raise max_steps, or lower target_accuracy."
+            )
+        weights, outcome["calibration"] = calibration.result
+        trainer.model.load_state_dict(weights)
     trainer.save_model()
-    outcome = {"steps": trainer.state.global_step, "accuracy": probe.accuracy}
     report = {"settings": asdict(settings), **outcome}
     (Path(output_dir) / "warm_start.json").write_text(json.dumps(report, indent=1) + "\n")
     return outcome
 
 
-class StopAtAccuracy(TrainerCallback):
-    """Samples answers to training problems every `probe_steps` steps and stops training at the target accuracy."""
+class Calibration(TrainerCallback):
+    """
+    Averages the weights, probes the average every `probe_steps` steps and stops training once the target lies behind.
 
-    def __init__(self, settings: WarmStartSettings, processing_class):
+    Attributes:
+        result (`tuple` or `None`):
+            Weights whose accuracy on the held-out problems is the target, and the (place, accuracy) that led there.
+        probed (`float`):
+            What the last probe measured.
+    """
+
+    def __init__(self, settings: WarmStartSettings, model: PreTrainedModel, processing_class):
         self.settings = settings
+        self.target = settings.target_accuracy
+        # Copied before a trainer prepares the model: accelerate binds `forward` to the original, in copies too.
+        self.average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(AVERAGE_DECAY))
+        self.earlier = [_weights(model)]
         self.processing_class = processing_class
         self.rows = problems(settings.task, "train", settings.num_probes, seed=settings.seed)
-        self.accuracy = 0.0
+        self.held_out = problems(settings.task, "test")
+        self.result: tuple[Weights, list[tuple[float, float]]] | None = None
+        self.probed = 0.0
+        self.num_measurements = 0
 
     def on_step_end(self, args, state, control, model, **kwargs):
-        if state.global_step % self.settings.probe_steps == 0 or state.global_step == self.settings.max_steps:
-            self.accuracy = self.measure(model)
-            control.should_training_stop |= self.accuracy >= self.settings.target_accuracy
+        self.average.update_parameters(model)
+        if state.global_step % self.settings.probe_steps and state.global_step != self.settings.max_steps:
+            return
+        self.probed = measure(self.average.module, self.processing_class, self.rows, seed=self.settings.seed)
+        if self.probed >= self.target:
+            self.result = self._calibrate()
+            control.should_training_stop |= self.result is not None
+        # The untrained model, in case that all others are right too often, and the last few.
+        self.earlier = self.earlier[:1] + self.earlier[1:][-3:] + [_weights(self.average.module)]
 
-    def measure(self, model) -> float:
-        """Share of right answers, one completion for each problem at temperature 1, the same random streams each time."""
-        drawn = sample_completions(
-            model,
-            self.processing_class,
-            [[{"role": "user", "content": row["problem"]}] for row in self.rows],
-            n=1,
-            settings=SamplingSettings(temperature=1.0, top_p=1.0, max_new_tokens=MAX_COMPLETION_LENGTH),
-            seed=self.settings.seed,
-            batch_size=len(self.rows),
-        )
-        # The answers are integers without leading zeros: comparing text is what a verifier would do, only quicker.
-        right = [
-            completion.text.endswith(rf"\boxed{{{row['answer']}}}")
-            for row, (completion,) in zip(self.rows, drawn, strict=True)
-        ]
-        return sum(right) / len(right)
+    def _calibrate(self) -> tuple[Weights, list[tuple[float, float]]] | None:
+        """
+        Between the present average and an earlier one: two steps of regula falsi, and the root of the last chord.
+
+        `None` if the held-out problems say, unlike the probe, that the target lies ahead.
+        """
+        end = _weights(self.average.module)
+        high = (1.0, self._accuracy(end, num_samples=2))
+        if high[1] < self.target:
+            return None
+        for start in reversed(self.earlier):
+            low = (0.0, self._accuracy(start, num_samples=2))
+            if low[1] < self.target:
+                break
+            end, high = start, (1.0, low[1])
+        else:
+            raise ValueError(f"target_accuracy={self.target} must be above 0, the accuracy of an untrained model.")
+        points = [low, high]
+        for _ in range(2):
+            place = _root(low, high, self.target)
+            accuracy = self._accuracy(_between(start, end, place), self.settings.num_calibration_samples)
+            points.append((place, accuracy))
+            low, high = (points[-1], high) if accuracy < self.target else (low, points[-1])
+        place = _root(low, high, self.target)
+        return _between(start, end, place), [*points, (place, self.target)]
+
+    def _accuracy(self, weights: Weights, num_samples: int) -> float:
+        """Accuracy of these weights on the held-out problems, with samples that no other measurement has."""
+        self.num_measurements += 1
+        model = copy.deepcopy(self.average.module)
+        model.load_state_dict(weights)
+        seed = CALIBRATION_SEED + self.num_measurements
+        return measure(model, self.processing_class, self.held_out, num_samples=num_samples, seed=seed)
+
+
+def measure(
+    model: PreTrainedModel, processing_class, rows: list[dict[str, str]], *, num_samples: int = 1, seed: int
+) -> float:
+    """Share of right answers in `num_samples` completions of each problem at temperature 1, in [0, 1]."""
+    rows = sorted(rows, key=lambda row: len(row["problem"]))  # completions of one batch are about equally long
+    drawn = sample_completions(
+        model,
+        processing_class,
+        [[{"role": "user", "content": row["problem"]}] for row in rows],
+        n=num_samples,
+        settings=SamplingSettings(temperature=1.0, top_p=1.0, max_new_tokens=MAX_COMPLETION_LENGTH),
+        seed=seed,
+        batch_size=512,
+    )
+    # The answers are integers without leading zeros: comparing text is what a verifier would do, only quicker.
+    right = [
+        completion.text.endswith(rf"\boxed{{{row['answer']}}}")
+        for row, completions in zip(rows, drawn, strict=True)
+        for completion in completions
+    ]
+    return sum(right) / len(right)
+
+
+def _weights(model: torch.nn.Module) -> Weights:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def _between(start: Weights, end: Weights, place: float) -> Weights:
+    return {name: torch.lerp(value, end[name], place) for name, value in start.items()}
+
+
+def _root(low: tuple[float, float], high: tuple[float, float], target: float) -> float:
+    """Where the straight line through two (place, accuracy), one below the target and one not, passes the target."""
+    return low[0] + (high[0] - low[0]) * (target - low[1]) / (high[1] - low[1])
 
 
 if __name__ == "__main__":

@@ -19,9 +19,14 @@ def solve(problem: str) -> int:
     return roots[0]
 
 
+def plain(problem: str) -> str:
+    return problem.replace("(", "").replace(")", "")
+
+
 def commuted(problem: str) -> set[str]:
     """The texts that state the same problem with the operands of + and * in another order."""
     forms = {problem}
+    problem = plain(problem)
     if re.fullmatch(r"\d+(\+\d+)+", problem):  # too many orders to list: one stands for all
         return {"+".join(sorted(problem.split("+")))}
     if match := re.fullmatch(r"(\d+)\*(\d+)([+-])(\d+)", problem):
@@ -96,9 +101,16 @@ def test_the_taught_mixture_is_shorter_sums_and_some_additions():
     assert NUM_ADDITIONS <= additions < NUM_ADDITIONS * 1.1  # sums of two tens are additions too
     # What is held out of the benchmarks is not taught.
     taught = {"+".join(sorted(row["problem"].split("+"))) for row in problems("arithmetic", "train")}
-    for benchmark in ("terms", "addition"):
-        held_out = {"+".join(sorted(row["problem"].split("+"))) for row in problems(benchmark, "test")}
+    for benchmark in ("terms", "addition", "grouped"):
+        held_out = {"+".join(sorted(plain(row["problem"]).split("+"))) for row in problems(benchmark, "test")}
         assert not taught & held_out
+
+
+def test_nothing_that_is_taught_or_trained_has_parentheses():
+    """The other domain of the tables; without its parentheses a held-out problem of it is held out of the others too."""
+    assert all("(" in row["problem"] for row in problems("grouped", "test"))
+    for task in set(TASKS) - {"grouped"}:
+        assert not any("(" in row["problem"] for row in problems(task, "train"))
 
 
 def test_several_solutions_are_shown_for_one_problem():

@@ -2,19 +2,30 @@ import json
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerControl, TrainerState
 
 from pacs_trl.evaluation.requests import Completion
 from pacs_trl.miniature import warm_start as module
+from pacs_trl.miniature.model import build_model
+from pacs_trl.miniature.tasks import problems
 from pacs_trl.miniature.tokenizer import build_tokenizer
-from pacs_trl.miniature.warm_start import StopAtAccuracy, WarmStartSettings, train_warm_start, warm_start
+from pacs_trl.miniature.warm_start import (
+    AVERAGE_DECAY,
+    CALIBRATION_SEED,
+    Calibration,
+    WarmStartSettings,
+    measure,
+    train_warm_start,
+    warm_start,
+)
 
 
 pytestmark = pytest.mark.slow
 
-TINY = {"size": "tiny", "target_accuracy": 1.0, "max_steps": 5, "probe_steps": 2, "num_probes": 4, "batch_size": 4}
+TINY = {"size": "tiny", "target_accuracy": None, "max_steps": 5, "probe_steps": 2, "num_probes": 4, "batch_size": 4}
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
@@ -22,17 +33,18 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
 
 
 class TestTraining:
-    def test_trains_up_to_max_steps_below_the_target(self, tmp_path):
-        outcome = train_warm_start(WarmStartSettings("addition", **TINY), tmp_path)
-        assert outcome == {"steps": 5, "accuracy": 0.0}
+    def test_without_a_target_trains_max_steps_and_measures_nothing(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(module, "measure", None)
+        assert train_warm_start(WarmStartSettings("addition", **TINY), tmp_path) == {"steps": 5}
         assert json.loads((tmp_path / "warm_start.json").read_text())["steps"] == 5
         tokenizer = AutoTokenizer.from_pretrained(tmp_path)
         assert tokenizer.get_vocab() == build_tokenizer().get_vocab()
         assert weights(tmp_path)["model.embed_tokens.weight"].shape == (len(tokenizer), 64)
 
-    def test_stops_at_the_first_measurement_that_reaches_the_target(self, tmp_path):
-        settings = WarmStartSettings("expression", **{**TINY, "target_accuracy": 0.0})
-        assert train_warm_start(settings, tmp_path)["steps"] == 2
+    def test_a_target_out_of_reach_is_an_error_that_names_it(self, tmp_path):
+        settings = WarmStartSettings("expression", **{**TINY, "target_accuracy": 0.5})
+        with pytest.raises(RuntimeError, match=r"seed 0 did not reach target_accuracy=0.5 in max_steps=5 .* Raise"):
+            train_warm_start(settings, tmp_path)
 
     def test_seed_decides_the_result(self, tmp_path):
         for name, seed in (("first", 3), ("second", 3), ("other", 4)):
@@ -42,18 +54,125 @@ class TestTraining:
         assert not torch.equal(first["model.norm.weight"], other["model.norm.weight"])
 
 
+@pytest.mark.slow
+def test_the_accuracy_is_the_target_on_every_held_out_problem(tmp_path):
+    """The check has other random streams than the calibration: 1.5 points are more than four of its standard errors."""
+    settings = WarmStartSettings("addition", size="tiny", target_accuracy=0.02, learning_rate=2e-3)
+    outcome = train_warm_start(settings, tmp_path)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), build_tokenizer()
+    rows = problems("addition", "test")
+    assert abs(measure(model, tokenizer, rows, num_samples=8, seed=7) - 0.02) < 0.015
+    (start, below), (end, above), *_, (place, target) = outcome["calibration"]
+    assert (start, end, target) == (0.0, 1.0, 0.02) and below < 0.02 <= above and 0 <= place <= 1
+
+
+class TestCalibration:
+    """With a model whose accuracy is its one weight."""
+
+    @pytest.fixture
+    def calibration(self, monkeypatch):
+        class Model(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight = torch.nn.Parameter(torch.zeros(()))
+
+        asked = []
+
+        def measured(model, processing_class, rows, *, num_samples=1, seed):
+            asked.append((round(model.weight.item(), 3), num_samples, seed))
+            return self.accuracy(model.weight.item())
+
+        monkeypatch.setattr(module, "measure", measured)
+        settings = WarmStartSettings("addition", probe_steps=1, target_accuracy=0.2)
+        calibration = Calibration(settings, Model(), None)
+        calibration.asked = asked
+        return calibration
+
+    @staticmethod
+    def accuracy(weight: float) -> float:
+        return weight**2
+
+    @staticmethod
+    def train_to(calibration, weight: float):
+        model = calibration.average.module
+        calibration.average.update_parameters = lambda _: torch.nn.init.constant_(model.weight, weight)
+        control = TrainerControl()
+        calibration.on_step_end(None, TrainerState(global_step=1), control, model=None)
+        return control.should_training_stop
+
+    def test_goes_back_to_where_the_accuracy_is_the_target(self, calibration):
+        assert not self.train_to(calibration, 0.3)
+        assert self.train_to(calibration, 0.6)
+        weights, points = calibration.result
+        # By hand: the chord of w^2 between 0.3 and 0.6 is 0.2 at w = 0.3 + (0.2 - 0.09) / 0.9.
+        expected = [(0.0, 0.09), (1.0, 0.36), (0.11 / 0.27, (0.3 + 0.11 / 0.9) ** 2)]
+        np.testing.assert_allclose(points[:3], expected, atol=1e-6)
+        assert weights["weight"].item() == pytest.approx(0.2**0.5, abs=0.003)
+        seeds = [seed for _, _, seed in calibration.asked[2:]]  # after the two probes
+        assert len(set(seeds)) == len(seeds) and min(seeds) > CALIBRATION_SEED
+        assert [num_samples for _, num_samples, _ in calibration.asked[2:]] == [2, 2, 6, 6]
+
+    def test_trains_on_where_only_the_probe_is_above_the_target(self, calibration, monkeypatch):
+        monkeypatch.setattr(calibration, "_accuracy", lambda weights, num_samples: 0.1)
+        assert not self.train_to(calibration, 0.6)
+        assert calibration.result is None
+
+    def test_goes_further_back_where_the_last_average_is_above_the_target_too(self, calibration):
+        calibration.earlier += [{"weight": torch.tensor(0.5)}]  # its probe was below
+        assert self.train_to(calibration, 0.6)
+        assert calibration.result[0]["weight"].item() == pytest.approx(0.2**0.5, abs=0.02)
+
+    def test_an_untrained_model_that_is_right_is_an_error(self, calibration, monkeypatch):
+        monkeypatch.setattr(calibration, "_accuracy", lambda weights, num_samples: 0.3)
+        with pytest.raises(ValueError, match="target_accuracy=0.2 must be above 0"):
+            self.train_to(calibration, 0.6)
+
+    def test_keeps_the_untrained_model_and_the_last_averages(self, calibration):
+        for weight in (0.01, 0.02, 0.03, 0.04, 0.05, 0.06):
+            self.train_to(calibration, weight)
+        kept = [earlier["weight"].item() for earlier in calibration.earlier]
+        assert kept == pytest.approx([0.0, 0.03, 0.04, 0.05, 0.06])
+
+
+def test_the_average_is_of_the_weights_and_not_of_the_prepared_model(tmp_path, monkeypatch):
+    """A copy of a model that accelerate has prepared computes with the weights of the original."""
+    measured = []
+
+    def compute(model, *args, **kwargs):
+        with torch.no_grad():
+            measured.append(model(torch.tensor([[5, 6]])).logits)
+        return 0.0
+
+    monkeypatch.setattr(module, "measure", compute)
+    settings = WarmStartSettings("addition", **{**TINY, "target_accuracy": 0.5, "probe_steps": 1, "max_steps": 2})
+    seen: list[dict] = []
+    update = module.AveragedModel.update_parameters
+
+    def remember(average, model):
+        seen.append({name: value.detach().clone() for name, value in model.state_dict().items()})
+        update(average, model)
+
+    monkeypatch.setattr(module.AveragedModel, "update_parameters", remember)
+    with pytest.raises(RuntimeError, match="did not reach"):
+        train_warm_start(settings, tmp_path)
+    average = build_model(build_tokenizer(), "tiny", 0)
+    mean = {name: torch.lerp(value, seen[1][name], 1 - AVERAGE_DECAY) for name, value in seen[0].items()}
+    average.load_state_dict(mean)
+    with torch.no_grad():
+        torch.testing.assert_close(measured[1], average(torch.tensor([[5, 6]])).logits, rtol=1e-5, atol=1e-6)
+
+
 def test_accuracy_is_the_share_of_boxed_right_answers(monkeypatch):
-    probe = StopAtAccuracy(WarmStartSettings("addition", **TINY), build_tokenizer())
-    answers = [row["answer"] for row in probe.rows]
+    rows = [{"problem": f"{i}+0", "answer": str(i)} for i in range(4)]
     texts = [
-        rf"some,steps,\boxed{{{answers[0]}}}",  # right
-        rf"\boxed{{1{answers[1]}}}",  # wrong: another number that ends alike
-        answers[2],  # wrong: not in a box
-        rf"\boxed{{{answers[3]}}}",  # right
+        r"some,steps,\boxed{0}",  # right
+        r"\boxed{11}",  # wrong: another number that ends alike
+        "2",  # wrong: not in a box
+        r"\boxed{3}",  # right
     ]
     drawn = [[Completion(text, 9, "stop")] for text in texts]
     monkeypatch.setattr(module, "sample_completions", lambda *args, **kwargs: drawn)
-    assert probe.measure(model=None) == 0.5
+    assert measure(None, None, rows, seed=0) == 0.5
 
 
 class TestCache:
@@ -123,6 +242,7 @@ class TestCache:
         base = WarmStartSettings("addition")
         changed = [WarmStartSettings("equation"), WarmStartSettings("addition", size="base")]
         changed += [WarmStartSettings("addition", **{key: value}) for key, value in TINY.items()]
+        changed += [WarmStartSettings("addition", num_calibration_samples=3)]
         changed += [WarmStartSettings("addition", seed=1), WarmStartSettings("addition", learning_rate=1e-3)]
         digests = {settings.digest() for settings in [base, *changed]}
         assert len(digests) == 1 + len(changed)
