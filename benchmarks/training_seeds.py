@@ -1,0 +1,67 @@
+"""The noise of one run: a cell of the miniature tables, trained again and again from one warm start.
+
+Each run has a training seed of its own, which decides the prompts and what is drawn for them; the warm start is that of one
+seed, and the evaluation is that of the tables. Prints mean and standard deviation over training seeds, to stand beside those
+over warm starts. What is finished is kept in --work_dir.
+
+    python benchmarks/training_seeds.py
+"""
+
+import argparse
+import json
+import statistics
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from pacs_trl.evaluation.arguments import EvaluationArguments
+from pacs_trl.evaluation.evaluate import evaluate
+from pacs_trl.miniature.warm_start import warm_start
+from pacs_trl.recipe import read_recipe
+from pacs_trl.report.reproduction import COMPARED_KS, TWINS
+from pacs_trl.reproduce_cells import RECIPES, Options, evaluation_settings
+from pacs_trl.train import main as train
+from pacs_trl.verification import shared_verifier
+
+
+def run(cell: str, warm_start_seed: int, training_seed: int, work_dir: Path) -> dict[str, float]:
+    """pass@k in percent, mean over the five benchmarks."""
+    work = work_dir / cell / f"warm-start-{warm_start_seed}" / f"seed-{training_seed}"
+    arguments = ["--config", str(RECIPES / "miniature" / f"{cell}.yaml"), "--seed", str(training_seed)]
+    name = read_recipe(arguments).model.model_name_or_path.removeprefix("miniature/")
+    model = work / "model"
+    if not (model / "trainer_state.json").is_file():
+        work.mkdir(parents=True, exist_ok=True)
+        start = warm_start(name, seed=warm_start_seed)
+        with (work / "train.log").open("a") as log, redirect_stdout(log):
+            train([*arguments, "--model_name_or_path", str(start), "--output_dir", str(model)])
+    settings = evaluation_settings(Options())
+    settings["benchmarks"] = ",".join(TWINS.values())
+    evaluation = EvaluationArguments(model=str(model), output_dir=str(work / "evaluation"), method=cell, **settings)
+    found = evaluate(evaluation, shared_verifier(), progress=False)["benchmarks"]
+    return {
+        str(k): 100 * statistics.fmean(found[name]["pass_at_k"][str(k)]["value"] for name in TWINS.values())
+        for k in COMPARED_KS
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--cells", nargs="+", default=["twin-4b/pacs", "twin-4b/grpo"])
+    parser.add_argument("--warm_start_seed", type=int, default=1)
+    parser.add_argument("--training_seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--work_dir", type=Path, default=Path("outputs/training_seeds"))
+    args = parser.parse_args()
+    print("| cell | training seed | " + " | ".join(f"pass@{k}" for k in COMPARED_KS) + " |")
+    print("| --- | --- |" + " ---: |" * len(COMPARED_KS))
+    for cell in args.cells:
+        runs = {seed: run(cell, args.warm_start_seed, seed, args.work_dir) for seed in args.training_seeds}
+        (args.work_dir / f"{cell.replace('/', '-')}.json").write_text(json.dumps(runs, indent=1) + "\n")
+        for seed, found in runs.items():
+            print(f"| {cell} | {seed} | " + " | ".join(f"{found[str(k)]:.1f}" for k in COMPARED_KS) + " |")
+        spread = [[found[str(k)] for found in runs.values()] for k in COMPARED_KS]
+        cells = [f"{statistics.fmean(values):.1f} ± {statistics.stdev(values):.1f}" for values in spread]
+        print(f"| {cell} | all | " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
