@@ -276,7 +276,7 @@ class TestMiniatureRuns:
         assert [log["step"] for log in training["log_history"]] == [1, 2]
         settings = json.loads(Path("results/twin-4b/pacs/seed-0/settings.json").read_text())
         assert settings["training"]["seed"] == 0 and settings["training"]["max_steps"] == 2
-        assert [c["step"] for c in training["checkpoints"]] == [2]
+        assert training["checkpoints"] == []
         assert not list(Path("work").rglob("checkpoint-*"))
         base = json.loads(Path("results/twin-4b/base/seed-0/results.json").read_text())
         assert base["model"]["name"].startswith("arithmetic-tiny-0-") and base["n"] == 2 and base["k"] == [1]
@@ -303,6 +303,21 @@ class TestMiniatureRuns:
         before = Path("work/twin-4b/pacs/seed-0/evaluation/samples/miniature_terms_3.jsonl").read_text()
         assert main(arguments) == 0
         assert Path("work/twin-4b/pacs/seed-0/evaluation/samples/miniature_terms_3.jsonl").read_text() == before
+
+    def test_checkpoints_are_measured_in_the_order_of_their_steps_with_fewer_samples(self, tmp_path, monkeypatch):
+        for step in (80, 120, 40):
+            (tmp_path / "model" / f"checkpoint-{step}").mkdir(parents=True)
+        asked = []
+
+        def evaluate(arguments):
+            asked.append((Path(arguments.model).name, Path(arguments.output_dir).name, arguments.n, arguments.k))
+            return {"benchmarks": {"terms": {"pass_at_k": {"1": {"value": 0.25}}}}}
+
+        monkeypatch.setattr(reproduce_cells, "_evaluate", evaluate)
+        whole = EvaluationArguments(model="m", benchmarks="b", output_dir=str(tmp_path / "evaluation"), n=128, k="1,8")
+        measured = reproduce_cells._measure_checkpoints(tmp_path / "model", whole)
+        assert measured == [{"step": step, "eval_terms/pass@1": 0.25} for step in (40, 80, 120)]
+        assert asked[0] == ("checkpoint-40", "evaluation-40", 8, "1")
 
     def test_a_work_directory_belongs_to_the_settings_it_was_begun_with(self, tmp_path, monkeypatch):
         def interrupted(arguments):
