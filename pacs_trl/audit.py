@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pacs_trl.rewards import completion_text
-from pacs_trl.verification import Outcome, VerificationArguments, gold_texts, last_boxed
+from pacs_trl.verification import MAX_CHARACTERS, Outcome, VerificationArguments, gold_texts, last_boxed
 
 
 PROTOCOLS = ("authors", "trl", "text")
@@ -109,6 +109,8 @@ def _compare_text(text: str | None, gold: Any) -> Outcome:
     expected = {_bare(last_boxed(alternative) or alternative) for alternative in gold_texts(gold)}
     if not expected:
         return Outcome.GOLD_UNPARSEABLE
+    if len(text or "") > MAX_CHARACTERS:
+        return Outcome.TOO_LONG
     answer = last_boxed(text or "")
     if answer is None:
         return Outcome.NO_ANSWER

@@ -68,6 +68,8 @@ def format_reward(completions: list, **kwargs: Any) -> list[float]:
     """
     1.0 for a completion with a complete, non-empty `\\boxed{...}`, 0.0 otherwise. Says nothing about what is in the box.
 
+    A completion of more than `verification.MAX_CHARACTERS` characters is not read, hence 0.0: this runs in the trainer.
+
     Args:
         completions (`list`): Completions, plain (`str`) or conversational.
         **kwargs: Further columns that TRL passes; unused.

@@ -75,15 +75,31 @@ def gold_texts(gold: Any) -> tuple[str, ...]:
     return (text,) if text else ()
 
 
+# Longer completions are not read, by no process.
+MAX_CHARACTERS = 200_000
+
+_BOX_OR_BRACE = re.compile(r"\\f?boxed\s*\{|[{}]")
+
+
 def last_boxed(text: str) -> str | None:
-    """Content of the last `\\boxed{...}` with balanced braces in `text`, or `None` when there is none."""
-    for start in reversed([match.end() for match in re.finditer(r"\\f?boxed\s*\{", text)]):
-        depth = 1
-        for brace in re.finditer(r"[{}]", text[start:]):
-            depth += 1 if brace.group() == "{" else -1
-            if depth == 0:
-                return text[start : start + brace.start()].strip()
-    return None
+    """
+    Content of the last `\\boxed{...}` with balanced braces in `text`, `None` when there is none.
+
+    One pass, in time linear in the length, because this also runs in the trainer's process, where it holds the interpreter.
+    A text of more than `MAX_CHARACTERS` has no box: it is not read.
+    """
+    if len(text) > MAX_CHARACTERS:
+        return None
+    opened: list[
+        int | None
+    ] = []  # of each open brace where the content of its box begins, `None` for one without a box
+    last = None
+    for match in _BOX_OR_BRACE.finditer(text):
+        if match.group() != "}":
+            opened.append(None if match.group() == "{" else match.end())
+        elif opened and (start := opened.pop()) is not None and (last is None or start > last.start):
+            last = slice(start, match.start())
+    return None if last is None else text[last].strip()
 
 
 def default_num_workers() -> int:
@@ -128,7 +144,7 @@ class Verifier:
         timeout_seconds: float = 5.0,
         cpu_seconds: float = 0.4,
         memory_limit_mb: int = 1024,
-        max_characters: int = 200_000,
+        max_characters: int = MAX_CHARACTERS,
         protocol: str = "authors",
         cache_size: int = 65_536,
     ):

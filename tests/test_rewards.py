@@ -4,7 +4,7 @@ import pytest
 
 from pacs_trl import rewards
 from pacs_trl.rewards import VerificationFailure, format_reward, math_reward
-from pacs_trl.verification import VerificationArguments, configure_verification, shared_verifier
+from pacs_trl.verification import MAX_CHARACTERS, VerificationArguments, configure_verification, shared_verifier
 
 
 ENDLESS = r"\boxed{9^{9^9} - 1}"
@@ -132,6 +132,12 @@ class TestFormatReward:
         texts = [r"\boxed{1}", r"\boxed{}", r"\boxed{1", "1", None]
         assert format_reward(texts) == [1.0, 0.0, 0.0, 0.0, 0.0]
         assert format_reward([conversational(r"so \boxed{x}")]) == [1.0]
+
+    def test_a_completion_over_the_length_limit_is_not_read(self):
+        assert format_reward([r"\boxed{1}".rjust(length) for length in (MAX_CHARACTERS, MAX_CHARACTERS + 1)]) == [
+            1.0,
+            0.0,
+        ]
 
     def test_weighted_with_the_answer_it_is_a_soft_label(self):
         completions, golds = [r"\boxed{1}", r"\boxed{2}", "1", "2"], ["1"] * 4

@@ -4,6 +4,8 @@ import asyncio
 import json
 import random
 import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 from pacs_trl.verification import (
+    MAX_CHARACTERS,
     Outcome,
     VerificationArguments,
     Verifier,
@@ -310,8 +313,36 @@ class TestText:
     def test_last_box_with_balanced_braces(self, text, content):
         assert last_boxed(text) == content
 
-    def test_last_box_of_a_long_unclosed_text_is_quick(self):
-        assert last_boxed("\\boxed{" * 2000) is None
+    def test_last_box_against_a_search_from_every_opening(self):
+        def search(text):
+            for start in reversed([match.end() for match in re.finditer(r"\\f?boxed\s*\{", text)]):
+                depth = 1
+                for end in range(start, len(text)):
+                    depth += {"{": 1, "}": -1}.get(text[end], 0)
+                    if depth == 0:
+                        return text[start:end].strip()
+            return None
+
+        pieces, chance = [r"\boxed{", r"\fboxed {", "{", "}", "a", " ", r"\boxed", "\\"], random.Random(0)
+        texts = ["".join(chance.choices(pieces, k=chance.randrange(14))) for _ in range(5_000)]
+        assert [last_boxed(text) for text in texts] == [search(text) for text in texts]
+        assert sum(last_boxed(text) is not None for text in texts) > 500
+
+    def test_hostile_texts_take_linear_time(self):
+        """Quadratic ones would take minutes, which the kernel ends after seconds of processor time."""
+        code = (
+            "import resource; resource.setrlimit(resource.RLIMIT_CPU, (15, 15))\n"
+            "from pacs_trl.verification import MAX_CHARACTERS, last_boxed\n"
+            r"for piece in (r'\boxed{', r'\boxed', r'\boxed ', '{', '}', r'\boxed{}{', ' '):" + "\n"
+            "    last_boxed((piece * MAX_CHARACTERS)[:MAX_CHARACTERS]); last_boxed(r'\\boxed' + piece * 100_000)\n"
+            "half = 12_000; print(last_boxed(r'\\boxed{' * half + '7' + '}' * half))"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert (done.returncode, done.stdout.strip()) == (0, "7"), done.stderr
+
+    def test_longer_texts_are_not_read(self):
+        assert last_boxed(box(5).rjust(MAX_CHARACTERS)) == "5"
+        assert last_boxed(box(5).rjust(MAX_CHARACTERS + 1)) is None
 
     @pytest.mark.parametrize(
         ("gold", "texts"),
