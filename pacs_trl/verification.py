@@ -10,6 +10,7 @@ the standard library, because the workers import it too.
 import os
 import re
 import threading
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -71,8 +72,13 @@ def gold_texts(gold: Any) -> tuple[str, ...]:
         return ()
     if isinstance(gold, float) and gold.is_integer():
         gold = int(gold)
-    text = str(gold).strip()
+    text = _plain(str(gold)).strip()
     return (text,) if text else ()
+
+
+def _plain(text: str) -> str:
+    """The characters of a text. The pool cannot read an instance of a subclass: it has not imported what defines that."""
+    return str.__str__(text)
 
 
 # Longer completions are not read, by no process.
@@ -160,6 +166,7 @@ class Verifier:
         self._cache: OrderedDict[bytes, Outcome] = OrderedDict()
         self._lock = threading.Lock()
         self._pool: PoolProcess | None = None
+        _verifiers.add(self)
 
     def __enter__(self) -> "Verifier":
         self.start()
@@ -213,6 +220,7 @@ class Verifier:
             self._grade(completions, [gold_texts(solution) for solution in solutions])
 
     def _grade(self, completions: Sequence[Any], golds: list[tuple[str, ...]]) -> list[Grade]:
+        completions = [_plain(completion) if isinstance(completion, str) else None for completion in completions]
         grades: dict[int, Grade] = {}
         places: OrderedDict[bytes, list[int]] = OrderedDict()  # what is to be graded, and where it occurs
         for index, (text, alternatives) in enumerate(zip(completions, golds, strict=True)):
@@ -234,10 +242,10 @@ class Verifier:
                 grades.update(dict.fromkeys(places[key], grade))
         return [grades[index] for index in range(len(completions))]
 
-    def _known_without_grading(self, text: Any, alternatives: tuple[str, ...]) -> Outcome | None:
+    def _known_without_grading(self, text: str | None, alternatives: tuple[str, ...]) -> Outcome | None:
         if not alternatives:
             return Outcome.GOLD_UNPARSEABLE
-        if not isinstance(text, str) or not text.strip():
+        if text is None or not text.strip():
             return Outcome.NO_ANSWER
         return Outcome.TOO_LONG if len(text) > self.max_characters else None
 
@@ -266,8 +274,6 @@ class Verifier:
         raise AssertionError("unreachable")
 
     def _started_pool(self) -> PoolProcess:
-        if self._pool is not None and self._pool.owner != os.getpid():  # inherited by a fork: not ours to use or end
-            self._pool = None
         if self._pool is None:
             self._pool = PoolProcess(
                 num_workers=self.num_workers,
@@ -362,6 +368,19 @@ class VerificationArguments:
             protocol=self.verification_protocol,
         )
 
+
+_verifiers: "weakref.WeakSet[Verifier]" = weakref.WeakSet()
+
+
+def _forget_what_the_parent_was_doing() -> None:
+    """In a forked process: its copies of locks may be held by threads that it has not, and the pools are its parent's."""
+    global _shared_lock
+    _shared_lock = threading.RLock()
+    for verifier in _verifiers:
+        verifier._lock, verifier._pool = threading.Lock(), None
+
+
+os.register_at_fork(after_in_child=_forget_what_the_parent_was_doing)
 
 _shared_lock = threading.RLock()
 _shared_arguments = VerificationArguments()

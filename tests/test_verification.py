@@ -187,6 +187,19 @@ class TestBadInput:
         assert verifier.counts[outcome] == before + 1
         assert verifier.grade([completion], [gold]) == [outcome.label]
 
+    def test_subclasses_of_text(self, verifier):
+        """Their characters count: the pool, which has not imported this file, could not read an instance."""
+
+        class Text(str):
+            def __str__(self):
+                return self
+
+            def strip(self):
+                return self
+
+        assert verifier.grade([Text(box(1234)), Text(box(1235)), Text()], [Text(" 1234 ")] * 3) == [1.0, 0.0, 0.0]
+        assert type(gold_texts(Text("7"))[0]) is str
+
     def test_labels_are_three_valued(self):
         assert {outcome: outcome.label for outcome in Outcome} == {
             Outcome.CORRECT: 1.0,
