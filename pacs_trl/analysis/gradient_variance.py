@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pacs_trl.evaluation.requests import SamplingSettings
 from pacs_trl.evaluation.sampling import sample_completions
+from pacs_trl.evaluation.scoring import token_scores
 from pacs_trl.miniature.tasks import problems
 from pacs_trl.miniature.warm_start import warm_start
 from pacs_trl.objective import group_scores, proxy_coefficients
@@ -106,10 +107,10 @@ def sample_batch(model, tokenizer, num_prompts: int, seed: int) -> Batch:
 
 def sequence_logps(model, batch: Batch, rows: slice) -> torch.Tensor:
     """Log-probability of each completion, `(rows,)`."""
-    ids, mask = batch.input_ids[rows], batch.attention_mask[rows]
-    logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
-    logps = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
-    return (logps * batch.completion_mask[rows][:, 1:]).sum(dim=-1)
+    logps, _ = token_scores(
+        model, batch.input_ids[rows], batch.attention_mask[rows], batch.completion_mask[rows].bool()
+    )
+    return logps.sum(dim=-1)
 
 
 @torch.no_grad()

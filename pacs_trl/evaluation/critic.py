@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from pacs_trl.data import build_prompt
 from pacs_trl.evaluation.benchmarks import load_benchmark
 from pacs_trl.evaluation.engines import TransformersEngine
 from pacs_trl.evaluation.requests import render_prompt
 from pacs_trl.evaluation.results import read_results
+from pacs_trl.evaluation.scoring import completion_scores
 from pacs_trl.evaluation.store import read_samples
 from pacs_trl.objective import ScoreEstimator, group_scores
 
@@ -28,7 +28,6 @@ from pacs_trl.objective import ScoreEstimator, group_scores
 LABELS = {"1": 1.0, "0": 0.0, "-": float("nan")}  # as `pacs-trl evaluate` writes grades
 
 
-@torch.no_grad()
 def sequence_logps(model, rows: Sequence[tuple[list[int], list[int]]], *, batch_size: int = 64) -> torch.Tensor:
     """
     Log-probability of each completion given its prompt, in nats: the sum over its tokens.
@@ -41,16 +40,7 @@ def sequence_logps(model, rows: Sequence[tuple[list[int], list[int]]], *, batch_
     Returns:
         float64 `torch.Tensor` of shape `(len(rows),)`; 0 for an empty completion.
     """
-    sums = []
-    for start in range(0, len(rows), batch_size):
-        batch = rows[start : start + batch_size]
-        # right padding: causality keeps it harmless
-        input_ids = pad_sequence([torch.tensor(p + c) for p, c in batch], batch_first=True).to(model.device)
-        lengths = torch.tensor([len(p) + len(c) for p, c in batch], device=model.device)
-        mask = torch.arange(input_ids.size(1), device=model.device) < lengths[:, None]  # (B, T)
-        logps = model(input_ids, attention_mask=mask.long()).logits[:, :-1].float().log_softmax(-1)
-        logps = logps.gather(2, input_ids[:, 1:, None]).squeeze(2).double().cpu()  # (B, T - 1): of tokens 1 to T - 1
-        sums += [row[len(p) - 1 : len(p) + len(c) - 1].sum() for row, (p, c) in zip(logps, batch, strict=True)]
+    sums = [logps.sum() for logps, _ in completion_scores(model, rows, batch_size=batch_size)]
     return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.float64)
 
 
@@ -109,6 +99,7 @@ def critic_records(
             rows.append((prompt_ids, tokenizer(record["completion"], add_special_tokens=False)["input_ids"] + end))
             labels.append(LABELS[grade])
     proxies = pacs_beta * sequence_logps(engine.model, rows, batch_size=batch_size)
+    engine.close()  # one model in memory at a time
     proxies -= pacs_beta * sequence_logps(TransformersEngine.load(reference).model, rows, batch_size=batch_size)
     scores = group_scores(proxies, torch.tensor(labels), num_generations=results["n"], score_estimator=score_estimator)
     places = [(problem.id, sample) for problem in loaded.problems for sample in range(results["n"])]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pacs_trl.evaluation.support import answer_entropy, support
-from pacs_trl.evaluation.token_entropy import completion_entropies, token_entropy
+from pacs_trl.evaluation.token_entropy import completion_entropies
 
 
 def from_counts(preserved, expanded, shrunk, out):
@@ -75,13 +75,6 @@ def test_answer_entropy():
     assert answer_entropy(list(range(32))) == pytest.approx(math.log(32))
     with pytest.raises(ValueError, match="at least one"):
         answer_entropy([])
-
-
-def test_token_entropy():
-    logits = torch.tensor([[0.0, 0.0, -torch.inf, -torch.inf], [0.0, 0.0, 0.0, 0.0]])
-    logits[0, 2:] = -100.0
-    torch.testing.assert_close(token_entropy(logits), torch.tensor([2.0, 4.0]).log())
-    assert token_entropy(logits.bfloat16()).dtype == torch.float32
 
 
 def test_completion_entropies_against_a_loop(boxing_model):
