@@ -161,17 +161,17 @@ class TestReport:
         text = write_tables([self.table("pass_at_k", published="Qwen3-4B")], tmp_path, twins=True)
         rows = numbers(tmp_path, "t")["miniature/terms_3"]
         # seeds: (3/4 + 1/4) / 2 = 50 and (3/4 + 3/4) / 2 = 75; mean 62.5, standard deviation 25 / sqrt 2 = 17.68;
-        # problems, averaged over seeds: 75 and 50
-        assert rows[0] == {"": "PACS", "k=1": "62.5 ± 17.7 [50.0, 75.0]", "k=2": rows[0]["k=2"]}
+        # problems, averaged over seeds: 75 and 50, so Wilson's interval for 10/3 problems, as in test_pass_at_k.py
+        assert rows[0] == {"": "PACS", "k=1": "62.5 ± 17.7 [19.8, 91.9]", "k=2": rows[0]["k=2"]}
         assert rows[1] == {"": "PACS, published", "k=1": "94.80", "k=2": "-"}
         assert rows[2] == {"": "PACS, published lies", "k=1": "outside", "k=2": "-"}
         assert "Seeds: PACS 2, GRPO 2." in text
         assert (tmp_path / "t.png").stat().st_size > 10_000
 
     def test_a_published_number_inside_the_interval(self, tmp_path):
-        # 25.0 and 50.0: the interval is [25, 50]; BeyondAIME was published as 27.16 for PACS, 24.39 for GRPO
-        for cell in (self.good, self.bad):
-            record(tmp_path, cell, 0, {name: [1, 2] for name in TWINS.values()})
+        # Six problems at 37.5 % on average and six at 100 %; BeyondAIME was published as 27.16 for PACS, 24.39 for GRPO
+        for cell, counts in ((self.good, [1, 2] * 3), (self.bad, [4] * 6)):
+            record(tmp_path, cell, 0, {name: counts for name in TWINS.values()})
         write_tables([self.table("pass_at_k", published="Qwen3-4B")], tmp_path, twins=True)
         verdicts = {row[""]: row["k=1"] for row in numbers(tmp_path, "t")["miniature/terms_7"]}
         assert verdicts["PACS, published lies"] == "inside"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pacs_trl.evaluation.pass_at_k import bootstrap_interval, pass_at_k
+from pacs_trl.evaluation.pass_at_k import pass_at_k, pass_interval
 from pacs_trl.evaluation.store import differences
 from pacs_trl.evaluation.support import answer_entropy
 
@@ -71,8 +71,8 @@ def summarize(problem_ids: Sequence[str], samples: Iterable[GradedSample], ks: S
 
 
 def pass_at_k_table(n: Sequence[int], c: Sequence[int], ks: Sequence[int]) -> dict[str, dict[str, float]]:
-    """`{"k": {"value", "lower", "upper"}}` with bootstrap intervals over problems; keys are text, as in JSON."""
-    interval = bootstrap_interval(pass_at_k(np.asarray(n), np.asarray(c), list(ks)), confidence=CONFIDENCE)
+    """`{"k": {"value", "lower", "upper"}}` with intervals over problems; keys are text, as in JSON."""
+    interval = pass_interval(pass_at_k(np.asarray(n), np.asarray(c), list(ks)), confidence=CONFIDENCE)
     return {
         str(k): {"value": float(value), "lower": float(lower), "upper": float(upper)}
         for k, value, lower, upper in zip(ks, *map(np.asarray, interval), strict=True)

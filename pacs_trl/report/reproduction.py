@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pacs_trl.evaluation.pass_at_k import bootstrap_interval
+from pacs_trl.evaluation.pass_at_k import bootstrap_interval, pass_interval
 from pacs_trl.evaluation.results import read_results, require_same_protocol
 from pacs_trl.report import paper, tables
 
@@ -141,16 +141,21 @@ def _seed_cell(runs: Sequence[Run], benchmarks: Sequence[str], k: int) -> tables
     """Mean over seeds and over some benchmarks, percent; None without runs."""
     if not runs:
         return None
-    by_run = np.stack([_values(run, benchmarks, k) for run in runs])  # (runs, problems)
-    interval = bootstrap_interval(by_run.mean(axis=0))
-    spread = statistics.stdev(by_run.mean(axis=1).tolist()) if len(runs) > 1 else None
-    return tables.Cell(interval.mean, interval.lower, interval.upper, spread)
+    by_benchmark = [np.stack([_pass_values(run, name, k) for run in runs]) for name in benchmarks]  # (runs, problems)
+    cell = tables.percent(pass_interval(*(values.mean(axis=0) for values in by_benchmark)))
+    by_run = 100 * np.mean([values.mean(axis=1) for values in by_benchmark], axis=0)
+    return cell._replace(spread=statistics.stdev(by_run.tolist()) if len(runs) > 1 else None)
+
+
+def _pass_values(run: Run, benchmark: str, k: int) -> np.ndarray:
+    """pass@k in [0, 1] of every problem of a benchmark."""
+    return tables.problem_values([run.results], benchmark, [k])[1][:, 0]
 
 
 def _values(run: Run, benchmarks: Sequence[str], k: int) -> np.ndarray:
     """pass@k in percent of every problem of some benchmarks, weighted so that their mean is the mean over benchmarks: the
     paper's average, in which 30 problems of AIME count as much as the 500 of MATH 500."""
-    values = [100 * tables.problem_values([run.results], name, [k])[1][:, 0] for name in benchmarks]
+    values = [100 * _pass_values(run, name, k) for name in benchmarks]
     total = sum(map(len, values))
     return np.concatenate([part * (total / (len(values) * len(part))) for part in values])
 

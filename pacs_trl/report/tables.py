@@ -1,6 +1,6 @@
 """Tables of the paper's shape from results files: one table per benchmark, rows are methods, columns are k.
 
-Ours carry a 95 % bootstrap interval over problems. A published number has none, so the interval of "ours - published" is ours,
+Ours carry a 95 % interval over problems, computed from the counts. A published number has none, so the interval of "ours - published" is ours,
 shifted. Several files with one method label are runs with different training seeds: their values are averaged problem by
 problem, and the standard deviation over runs is given as well. Nothing here needs torch.
 """
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pacs_trl.evaluation.pass_at_k import bootstrap_interval, pass_at_k
+from pacs_trl.evaluation.pass_at_k import Interval, paired_bootstrap, pass_at_k, pass_interval
 from pacs_trl.evaluation.support import support
 from pacs_trl.report.paper import PublishedTable
 
@@ -129,14 +129,18 @@ def _scorable(run: dict[str, Any], benchmark: str) -> dict[str, tuple[int, int]]
     return {p["id"]: (p["n"], p["c"]) for p in run["benchmarks"][benchmark]["problems"] if not p["ungraded"]}
 
 
-def _interval_cells(values: np.ndarray, ks: Sequence[int]) -> dict[int, Cell]:
-    """Percent with interval per k, from values per problem of shape `(P, K)`."""
-    columns = zip(*(np.asarray(part).tolist() for part in bootstrap_interval(100 * values)), strict=True)
-    return {k: Cell(*column) for k, column in zip(ks, columns, strict=True)}
+def percent(interval: Interval) -> Cell:
+    """A cell from the mean and the interval of a share, or of a difference of shares."""
+    return Cell(*(100 * float(number) for number in interval))
+
+
+def _interval_cells(interval: Interval, ks: Sequence[int]) -> dict[int, Cell]:
+    """Percent with interval per k, from an interval of arrays of shape `(K,)`."""
+    return {k: percent(Interval(*column)) for k, column in zip(ks, zip(*interval, strict=True), strict=True)}
 
 
 def _cells(group: Sequence[dict[str, Any]], benchmark: str, ks: Sequence[int]) -> dict[int, Cell]:
-    cells = _interval_cells(problem_values(group, benchmark, ks)[1], ks)
+    cells = _interval_cells(pass_interval(problem_values(group, benchmark, ks)[1]), ks)
     if len(group) == 1:
         return cells
     by_run = {k: [100 * run["benchmarks"][benchmark]["pass_at_k"][str(k)]["value"] for run in group] for k in ks}
@@ -164,8 +168,8 @@ def _paired_difference(
     base_ids, base_values = problem_values(baseline_group, benchmark, ks)
     position = {problem: i for i, problem in enumerate(base_ids)}
     shared = [i for i, problem in enumerate(ids) if problem in position]
-    differences = values[shared] - base_values[[position[ids[i]] for i in shared]]
-    return Row(f"{method} - {baseline}", "difference", "paired over problems", "", 0, _interval_cells(differences, ks))
+    difference = paired_bootstrap(base_values[[position[ids[i]] for i in shared]], values[shared])
+    return Row(f"{method} - {baseline}", "difference", "paired over problems", "", 0, _interval_cells(difference, ks))
 
 
 def support_rows(results: Sequence[dict[str, Any]], benchmark: str, baseline: str) -> list[list[str]]:

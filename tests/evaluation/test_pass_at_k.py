@@ -1,5 +1,6 @@
 """pass@k against hand-worked cases, exact enumeration and exact rational arithmetic."""
 
+import math
 import subprocess
 import sys
 from fractions import Fraction
@@ -9,7 +10,7 @@ from math import comb
 import numpy as np
 import pytest
 
-from pacs_trl.evaluation import bootstrap_interval, paired_bootstrap, pass_at_k
+from pacs_trl.evaluation import bootstrap_interval, paired_bootstrap, pass_at_k, pass_interval
 
 
 def exact(n, c, k):
@@ -83,6 +84,100 @@ def test_a_thousand_problems_of_ten_thousand_samples():
 def test_refuses_impossible_counts(n, c, k, message):
     with pytest.raises(ValueError, match=message):
         pass_at_k(np.array(n, dtype=int) if n == [] else n, np.array(c, dtype=int) if c == [] else c, k)
+
+
+def wilson(p, n, z=1.959964):
+    centre, width = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return p, (centre - width) / (1 + z * z / n), (centre + width) / (1 + z * z / n)
+
+
+def test_pass_interval_by_hand():
+    # Values 0, 0, 1 and half a problem of each kind: c = 1.5/4; squares 3 * 0.375^2 + 1 * 0.625^2 + half of the two 0.2656,
+    # together 0.9375 = 4 c (1 - c). Var = 0.9375 / 9 and n_eff = c (1 - c) / Var = 9/4.
+    assert pass_interval([0.0, 0.0, 1.0]) == pytest.approx(wilson(1 / 3, 9 / 4), abs=1e-6)
+    # Values 1/4 and 1/2: c = 1.25/3 = 5/12; squares (2/12)^2 + (1/12)^2 + (5/12)^2 / 2 + (7/12)^2 / 2 = 42/144.
+    # Var = 42/144 / 4 and n_eff = (35/144) / (42/576) = 10/3.
+    assert pass_interval([0.25, 0.5]) == pytest.approx(wilson(3 / 8, 10 / 3), abs=1e-6)
+    # Of two benchmarks of one problem each the variances add up to a quarter: twice the n_eff of one.
+    one = pass_interval([0.0, 0.0, 1.0], confidence=0.9)
+    two = pass_interval([0.0, 0.0, 1.0], [0.0, 1.0, 0.0], confidence=0.9)
+    assert one == pytest.approx(wilson(1 / 3, 9 / 4, 1.644854), abs=1e-6)
+    assert two == pytest.approx(wilson(1 / 3, 9 / 2, 1.644854), abs=1e-6)
+
+
+@pytest.mark.parametrize("num_problems", [1, 10, 500])
+def test_pass_interval_without_spread_is_plain_wilson(num_problems):
+    n = num_problems**2 / (num_problems + 1)
+    for value in (0.0, 1.0):
+        found = pass_interval(np.full(num_problems, value))
+        assert found == pytest.approx(wilson(value, n), abs=1e-6) and 0 <= found.lower < found.upper <= 1
+
+
+def test_pass_interval_of_several_k_and_benchmarks():
+    first, second = np.random.default_rng(0).random((20, 3)), np.random.default_rng(1).random((7, 3)) ** 4
+    interval = pass_interval(first, second)
+    for k in range(3):
+        assert pass_interval(first[:, k], second[:, k]) == pytest.approx([part[k] for part in interval])
+    # each benchmark weighs the same, whatever its number of problems
+    np.testing.assert_allclose(interval.mean, (first.mean(0) + second.mean(0)) / 2)
+    assert (interval.lower < interval.mean).all() and (interval.mean < interval.upper).all()
+
+
+@pytest.mark.parametrize(
+    ("values", "settings", "message"),
+    [
+        ([], {}, "at least one problem"),
+        ([0.5, 1.5], {}, r"share in \[0, 1\], got values in \[0.5, 1.5\]"),
+        ([0.5, np.nan], {}, "share in"),
+        ([0.5], {"confidence": 95}, "strictly between 0 and 1, got 95"),
+    ],
+)
+def test_pass_interval_refuses(values, settings, message):
+    with pytest.raises(ValueError, match=message):
+        pass_interval(values, **settings)
+
+
+def rare(share, difficulty):
+    return lambda rng, size: np.where(rng.random(size) < share, difficulty, 0.001)
+
+
+@pytest.mark.parametrize(
+    ("num_problems", "n", "k", "draw"),
+    [
+        (30, 128, 1, lambda rng, size: rng.beta(0.012, 0.488, size)),  # 2.4 %: most problems out of reach
+        (30, 128, 1, lambda rng, size: rng.beta(0.048, 1.952, size)),  # 2.4 %, less extreme
+        (30, 128, 1, rare(0.05, 0.5)),  # one problem in twenty is solved half of the time
+        (10, 128, 1, lambda rng, size: rng.beta(0.1, 0.9, size)),
+        (10, 16, 8, lambda rng, size: rng.beta(0.3, 0.7, size)),
+        (10, 16, 1, lambda rng, size: np.full(size, 0.024)),
+        (30, 128, 32, lambda rng, size: rng.beta(1.5, 3.5, size)),  # 97 % at k = 32: the other end
+        (250, 16, 8, lambda rng, size: rng.beta(0.3, 0.7, size)),
+    ],
+)
+def test_pass_interval_covers_the_truth(num_problems, n, k, draw):
+    """Of 1,000 benchmarks drawn from a world of problems, 95 % should have an interval with the mean of that world in it;
+    93 % are three standard errors less."""
+    rng = np.random.default_rng(0)
+    truth = (1 - (1 - draw(rng, 2_000_000)) ** k).mean()
+    counts = rng.binomial(n, np.clip(draw(rng, (1_000, num_problems)), 0, 1))
+    intervals = pass_interval(pass_at_k(n, counts, k).T)  # a column is a benchmark
+    assert ((intervals.lower <= truth) & (truth <= intervals.upper)).mean() > 0.93
+
+
+def test_what_pass_interval_mends():
+    """The first and the third case above by percentile bootstrap: two thirds and three quarters."""
+    for draw, covered in ((lambda rng, size: rng.beta(0.012, 0.488, size), 0.70), (rare(0.05, 0.5), 0.80)):
+        rng = np.random.default_rng(0)
+        truth = draw(rng, 2_000_000).mean()
+        counts = rng.binomial(128, draw(rng, (1_000, 30)))
+        interval = bootstrap_interval((counts / 128).T, num_resamples=300)
+        assert ((interval.lower <= truth) & (truth <= interval.upper)).mean() < covered
+
+
+def test_many_problems_have_the_interval_of_the_bootstrap():
+    values = np.random.default_rng(0).beta(0.3, 0.7, 500)
+    ours, resampled = pass_interval(values), bootstrap_interval(values)
+    assert ours.upper - ours.lower == pytest.approx(resampled.upper - resampled.lower, rel=0.05)
 
 
 def test_bootstrap_interval_of_two_problems():

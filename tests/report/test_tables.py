@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from results_world import PROTOCOL, make_results
 
-from pacs_trl.evaluation import bootstrap_interval, pass_at_k
+from pacs_trl.evaluation import paired_bootstrap, pass_at_k, pass_interval
 from pacs_trl.report import tables
 from pacs_trl.report.paper import published
 
@@ -36,8 +36,8 @@ def test_runs_of_one_method_are_averaged_by_problem():
     runs = [make_results("PACS", 0.5, seed=seed) for seed in range(3)]
     row = cells_of(tables.pass_at_k_rows(runs, "aime_2024"), "PACS")
     values = np.mean([pass_at_k(128, counts(run), 8) for run in runs], axis=0)
-    interval = bootstrap_interval(100 * values)
-    assert row.runs == 3 and row.cells[8].value == pytest.approx(interval.mean)
+    interval = 100 * np.array(pass_interval(values))
+    assert row.runs == 3 and row.cells[8].value == pytest.approx(interval[0])
     assert (row.cells[8].lower, row.cells[8].upper) == pytest.approx(interval[1:])
     by_run = [100 * pass_at_k(128, counts(run), 8).mean() for run in runs]
     assert row.cells[8].spread == pytest.approx(np.std(by_run, ddof=1))
@@ -64,8 +64,8 @@ def test_paired_difference_to_a_baseline():
     base, tuned = make_results("GRPO", 0.4), make_results("PACS", 0.6, seed=1)
     rows = tables.pass_at_k_rows([base, tuned], "aime_2024", baseline="GRPO")
     row = cells_of(rows, "PACS - GRPO", "difference")
-    expected = bootstrap_interval(100 * (pass_at_k(128, counts(tuned), 4) - pass_at_k(128, counts(base), 4)))
-    assert row.cells[4][:3] == pytest.approx(tuple(expected))
+    expected = paired_bootstrap(pass_at_k(128, counts(base), 4), pass_at_k(128, counts(tuned), 4))
+    assert row.cells[4][:3] == pytest.approx(tuple(100 * np.array(expected)))
     # The other way round is the mirror image.
     mirrored = cells_of(
         tables.pass_at_k_rows([base, tuned], "aime_2024", baseline="PACS"), "GRPO - PACS", "difference"
