@@ -5,7 +5,7 @@
 A score is a claim about a grader as much as about a model. This command takes saved rollouts (the tables that TRL's
 `log_completions` writes, the sample files of `pacs-trl evaluate` together with `--benchmark`, or any JSON lines or Parquet
 file), grades each completion with the authors' protocol, with TRL's `accuracy_reward` and by comparing the text of the last
-box, and prints the verdicts side by side. It changes nothing.
+box, and prints the verdicts side by side. Golds so small that a grader takes 0.0 for them are named. It changes nothing.
 """
 
 import argparse
@@ -40,9 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     texts, golds = read_completions(args)
-    verdicts = {protocol: grade(texts, golds, protocol, args.num_workers) for protocol in args.protocols}
+    graded = {protocol: grade_with_zeros(texts, golds, protocol, args.num_workers) for protocol in args.protocols}
+    verdicts = {protocol: outcomes for protocol, (outcomes, _) in graded.items()}
     print(f"{len(texts)} completions of {args.completions}\n")
     print_outcomes(verdicts)
+    print_tiny_golds({protocol: tiny for protocol, (_, tiny) in graded.items() if protocol != "text"})
     for first, second in combinations(args.protocols, 2):
         print_disagreements(first, second, verdicts, texts, golds, args.examples)
     return 0
@@ -132,6 +134,33 @@ def print_outcomes(verdicts: dict[str, list[Outcome]]) -> None:
         judged = count.total() - count[Outcome.GOLD_UNPARSEABLE]
         accuracies.append(f"{count[Outcome.CORRECT] / judged:10.4f}" if judged else f"{'-':>10}")
     print(f"{'accuracy':18}" + "".join(accuracies) + "   (of those with a readable gold)")
+
+
+# math-verify rounds only where one of the two is a decimal number; 0 is exact and equals nothing but 0.
+_ZEROS = (r"\boxed{0.0}", r"\boxed{0}")
+
+
+def grade_with_zeros(
+    texts: list[str | None], golds: list[Any], protocol: str, num_workers: int | None
+) -> tuple[list[Outcome], list[Any]]:
+    """As [`grade`]; and the golds, each once, that are so small that the protocol takes 0.0 for them, though they are not 0."""
+    distinct = list({gold_texts(gold): gold for gold in golds}.values())
+    zeros = [zero for zero in _ZEROS for _ in distinct]
+    outcomes = grade([*texts, *zeros], [*golds, *distinct, *distinct], protocol, num_workers)
+    is_right = [outcome is Outcome.CORRECT for outcome in outcomes[len(texts) :]]
+    decimal, exact = is_right[: len(distinct)], is_right[len(distinct) :]
+    tiny = [gold for gold, by_rounding, is_zero in zip(distinct, decimal, exact, strict=True) if by_rounding > is_zero]
+    return outcomes[: len(texts)], tiny
+
+
+def print_tiny_golds(tiny: dict[str, list[Any]]) -> None:
+    """A line for each protocol that has some."""
+    for protocol, golds in tiny.items():
+        if golds:
+            print(
+                f"\n{protocol}: {len(golds)} gold answers are so small that 0.0 is graded correct (decimal numbers are "
+                f"compared after rounding to 6 places), for example {', '.join(repr(str(gold)) for gold in golds[:3])}"
+            )
 
 
 def print_disagreements(

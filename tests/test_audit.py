@@ -52,6 +52,19 @@ def test_number_of_examples_and_choice_of_protocols(path, capsys):
     assert output.count("  row ") == 1 and "trl" not in output
 
 
+def test_golds_that_zero_is_graded_correct_for(tmp_path, capsys):
+    golds = [r"6.63 \times 10^{-34}", "0.0000004", "0.0000006", "0", "0.0", "0.5", ["7", r"10^{-9}"], None]
+    golds += golds[:1]  # counted once
+    file = tmp_path / "completions.jsonl"
+    file.write_text("".join(json.dumps({"completion": r"\boxed{0.0}", "solution": gold}) + "\n" for gold in golds))
+    main(["--completions", str(file), "--num-workers", "1", "--protocols", "authors", "text", "--examples", "0"])
+    output = capsys.readouterr().out
+    assert counts(output.replace("correct ", "correct 0 "))["correct"] == ["0", "6", "1"]  # it is graded as it is said
+    assert "authors: 3 gold answers are so small that 0.0 is graded correct" in output
+    assert r"'6.63 \\times 10^{-34}', '0.0000004', " in output
+    assert "text:" not in output
+
+
 def test_parquet_table_of_the_trainer(tmp_path, capsys):
     """TRL writes conversational completions as lists of messages."""
     rows = [

@@ -136,7 +136,8 @@ def percent(interval: Interval) -> Cell:
 
 def _interval_cells(interval: Interval, ks: Sequence[int]) -> dict[int, Cell]:
     """Percent with interval per k, from an interval of arrays of shape `(K,)`."""
-    return {k: percent(Interval(*column)) for k, column in zip(ks, zip(*interval, strict=True), strict=True)}
+    mean, lower, upper = map(np.asarray, interval)
+    return {k: percent(Interval(*column)) for k, *column in zip(ks, mean, lower, upper, strict=True)}
 
 
 def _cells(group: Sequence[dict[str, Any]], benchmark: str, ks: Sequence[int]) -> dict[int, Cell]:
