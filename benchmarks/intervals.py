@@ -5,6 +5,8 @@ interval of each is compared with the mean of the world. Differences are to a se
 average, with a spread of 0.5 over problems.
 """
 
+import argparse
+
 import numpy as np
 
 from pacs_trl.evaluation import bootstrap_interval, paired_bootstrap, pass_interval
@@ -22,6 +24,7 @@ def draw(rng: np.random.Generator, mean: float, concentration: float, size) -> t
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     rng = np.random.default_rng(0)
     for num_problems, mean, concentration in WORLDS:
         first, second = draw(rng, mean, concentration, 2_000_000)
