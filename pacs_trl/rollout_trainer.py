@@ -8,8 +8,11 @@
 
 from pathlib import Path
 
+from accelerate.utils import save_fsdp_model
 from peft import LoraConfig, PeftConfig
 from transformers import PreTrainedModel, TrainerCallback
+from transformers.integrations.fsdp import get_fsdp_ckpt_kwargs
+from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_NAME
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
@@ -124,6 +127,24 @@ class RolloutTrainer(GRPOTrainer):
         if self._early_grading is not None:
             self._early_grading.wait()
         return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        output_dir = output_dir or self.args.output_dir
+        if self.is_fsdp_enabled and "SHARDED" in str(self.accelerator.state.fsdp_plugin.state_dict_type):
+            # into a checkpoint Trainer writes the shards itself, with the state of the optimizer
+            is_checkpoint = _internal_call and Path(output_dir) != Path(self.args.output_dir)
+            self._save_beside_shards(output_dir, with_shards=not is_checkpoint)
+        super().save_model(output_dir, _internal_call)
+
+    def _save_beside_shards(self, output_dir: str, with_shards: bool) -> None:
+        """Where FSDP saves weights in shards Trainer leaves out configuration and tokenizer, without which they are no model."""
+        if self.args.should_save:
+            self._save(output_dir, state_dict={})
+            for name in (SAFE_WEIGHTS_NAME, ADAPTER_SAFE_WEIGHTS_NAME):  # comes with it, without any weight
+                Path(output_dir, name).unlink(missing_ok=True)
+        if with_shards:
+            plugin = self.accelerator.state.fsdp_plugin
+            save_fsdp_model(plugin, self.accelerator, self.model, output_dir, **get_fsdp_ckpt_kwargs())
 
     def _rewind_step(self) -> None:
         """Back to where the optimizer step began that cannot be finished: what was drawn for it is drawn again."""

@@ -21,6 +21,7 @@ from pacs_trl.evaluation.engines import TransformersEngine
 from pacs_trl.evaluation.requests import render_prompt
 from pacs_trl.evaluation.results import read_results
 from pacs_trl.evaluation.scoring import completion_scores
+from pacs_trl.evaluation.shards import merge_shards
 from pacs_trl.evaluation.store import read_samples
 from pacs_trl.objective import ScoreEstimator, group_scores
 
@@ -70,6 +71,8 @@ def critic_records(
     Raises:
         `ValueError`: if the evaluation has no such benchmark, or other problems than the benchmark has now.
     """
+    for model in (policy, reference):
+        merge_shards(model)
     results = read_results(evaluation)
     name = load_benchmark(benchmark, max_problems=1).name
     if name not in results["benchmarks"]:

@@ -9,17 +9,19 @@ from pacs_trl.evaluation import provenance
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.engines import ServerEngine, TransformersEngine, VLLMEngine
 from pacs_trl.evaluation.replicas import ReplicatedEngine
+from pacs_trl.evaluation.shards import merge_shards
 
 
 def identify_model(args: EvaluationArguments) -> dict[str, Any]:
     """
-    Which weights will be sampled, as plain data.
+    Which weights will be sampled, as plain data. Shards are merged first, see [`~pacs_trl.evaluation.shards.merge_shards`].
 
     Raises:
         `ValueError`: if there is no such model, or the engine cannot load it.
     """
     if args.engine == "server":
         return {"name": args.model, "server": args.base_url}
+    merge_shards(args.model)
     directory = Path(args.model)
     if (
         args.engine == "vllm"

@@ -145,6 +145,7 @@ def resumed(rank, directory, lora=False, **settings):
         more = {"train_dataset": addition_dataset(8), "peft_config": LORA if lora else None}  # an epoch has 4 steps
         trainer = build_trainer(directory / name, more=more, **(shared | settings))
         trainer.train(resume_from_checkpoint=resume)
+        trainer.save_model(trainer.args.output_dir, _internal_call=True)
         return trainable_weights(trainer.model), [e["loss"] for e in trainer.state.log_history if "loss" in e]
 
     straight, losses = run("straight")

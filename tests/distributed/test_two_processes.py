@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from peft import get_peft_model
-from replay import Replay, config, in_graph_step, relative_error, rows_of_update, tiny_model
+from replay import TOKENIZER, Replay, config, in_graph_step, relative_error, rows_of_update, tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pacs_trl.evaluation.shards import merge_shards
 
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -146,6 +149,19 @@ def test_fsdp2_equals_one_process(tmp_path, fsdp2, name):
 def test_fsdp2_resumes_snapshot_and_rows(fsdp2):
     first, second = both(fsdp2, "resumed snapshot")
     assert first["again"] == second["again"] == {1: True, 3: True, 4: True, 5: True}
+
+
+def test_fsdp2_checkpoints_of_shards_are_models(fsdp2):
+    """Of each checkpoint and of what is saved at the end: weights, configuration and tokenizer, for everybody to load."""
+    final = both(fsdp2, "resumed snapshot")[0]["final"]
+    run = fsdp2 / "runs" / str(list(FSDP2).index("resumed snapshot")) / "straight"
+    for directory in (run / "checkpoint-6", run):
+        assert (directory / "pytorch_model_fsdp_0").is_dir() and not (directory / "model.safetensors").exists()
+        merge_shards(str(directory))
+        model = AutoModelForCausalLM.from_pretrained(directory)
+        assert model.config.dtype == torch.float32 and model.config.architectures == ["Qwen3ForCausalLM"]
+        assert all(torch.equal(weights, final[name]) for name, weights in model.named_parameters())
+        assert AutoTokenizer.from_pretrained(directory).get_vocab() == TOKENIZER.get_vocab()
 
 
 @pytest.mark.parametrize("name", [name for name in ZERO3 if name != "resumed snapshot"])
