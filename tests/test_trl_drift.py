@@ -49,6 +49,7 @@ SIGNATURES = {
         "(self, generation_batch: dict[str, torch.Tensor | typing.Any]) -> dict[str, torch.Tensor | typing.Any]"
     ),
     "_save_rng_state": "(self, output_dir: str) -> None",
+    "save_model": "(self, output_dir: str | None = None, _internal_call: bool = False) -> None",
     "training_step": "(self, model, inputs, num_items_in_batch)",
 }
 
@@ -199,7 +200,7 @@ def calls(function) -> list[str]:
 
 
 def test_trainer_still_calls_the_hooks():
-    assert "_save_rng_state" in calls(Trainer._save_checkpoint)
+    assert {"_save_rng_state", "save_model", "_save_optimizer_and_scheduler"} <= set(calls(Trainer._save_checkpoint))
     epoch = calls(Trainer._run_epoch)
     for name in ("_load_rng_state", "training_step", "_get_grad_norm"):
         assert name in epoch, f"Trainer._run_epoch no longer calls {name}"
