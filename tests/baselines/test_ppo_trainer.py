@@ -24,6 +24,7 @@ from replay import (
     tiny_model,
     trainable_weights,
 )
+from tolerances import rounding_atol
 from transformers import AutoModelForCausalLM
 
 from pacs_trl import PPOConfig, PPOTrainer
@@ -184,7 +185,8 @@ def test_two_updates_equal_the_long_way(tmp_path, model_path, settings, replay):
         assert logs[update]["ppo/value_loss"] == pytest.approx(mean_error, rel=1e-4)
         norm = torch.stack([p.grad.norm() for p in critic.parameters()]).norm().item()
         assert logs[update]["ppo/critic_grad_norm"] == pytest.approx(norm, rel=1e-4)
-    assert logs[0]["ppo/approx_kl"] == pytest.approx(0.0, abs=1e-7) and logs[1]["ppo/approx_kl"] > 0
+    # nothing has moved yet, so what is left of ratio - 1 - log ratio is the rounding of a ratio near 1
+    assert logs[0]["ppo/approx_kl"] == pytest.approx(0.0, abs=rounding_atol(1, 1.0)) and logs[1]["ppo/approx_kl"] > 0
     if "learning_rate" in settings:  # the case that is about clipping clips
         assert logs[1]["clip_ratio/region_mean"] > 0
         assert logs[1]["ppo/value_clip_fraction"] > 0

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import get_peft_model
-from replay import TOKENIZER, Replay, config, in_graph_step, relative_error, rows_of_update, tiny_model
+from replay import RELATIVE, TOKENIZER, Replay, config, in_graph_step, relative_error, rows_of_update, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pacs_trl.evaluation.shards import merge_shards
@@ -23,7 +23,6 @@ from scenarios import FSDP2, LORA, QUARTER, REPLAYED, ZERO3
 
 
 pytestmark = pytest.mark.distributed
-RELATIVE = 1e-5
 
 
 def launch(output: Path, kind: str) -> Path:

@@ -4,6 +4,8 @@ import json
 
 import numpy as np
 import pytest
+import torch
+from tolerances import rounding_atol
 
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.diversity import (
@@ -24,7 +26,9 @@ def test_worked_by_hand():
     embeddings = np.array([[2.0, 0.0], [0.0, 3.0], [5.0, 5.0]])
     assert mean_pairwise_distance(embeddings) == pytest.approx(1 - (0 + 2 / np.sqrt(2)) / 3)
     assert mean_pairwise_distance(np.array([[1.0, 0.0], [-1.0, 0.0]])) == pytest.approx(2.0)
-    assert mean_pairwise_distance(np.ones((4, 3))) == pytest.approx(0.0, abs=1e-15)
+    # 1 - (|sum v|^2 - 4) / 12, where |sum v|^2 = 16 after about 10 roundings
+    same = mean_pairwise_distance(np.ones((4, 3)))
+    assert same == pytest.approx(0.0, abs=rounding_atol(10, 16 / 12, torch.float64))
 
 
 def test_against_a_loop_over_pairs():
