@@ -16,12 +16,36 @@ os.environ.setdefault("WANDB_SILENT", "true")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-# trackio reads this once, when it is imported
-os.environ.setdefault("TRACKIO_DIR", tempfile.mkdtemp(prefix="trackio-"))
 
 
 HERE = Path(__file__).parent
 TIERS = {"unit", "slow", "distributed", "vllm", "notebook", "gpu"}
+
+# What libraries make on import and leave behind when their process is stopped (wandb), or always (torchrun, inductor).
+LEFT_BY_OTHERS = ("wandb-", "torchelastic_", "torchinductor_", "pymp-")
+
+
+@pytest.hookimpl(trylast=True)  # after pytest has looked for a place for its own directory
+def pytest_configure(config):
+    """
+    Temporary files of this process and of those it starts stay under pytest's directory, not in the system's.
+
+    Before anything is imported: wandb makes its folders, and trackio reads where its own is, when they are imported.
+    """
+    directory = config._tmp_path_factory.getbasetemp() / "temporary"
+    directory.mkdir()
+    os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
+    os.environ["TRACKIO_DIR"] = str(directory.with_name("trackio"))
+
+
+@pytest.fixture(autouse=True)
+def no_temporary_file_stays():
+    """What this package or a test writes to the temporary directory, it removes."""
+    before = set(os.listdir(tempfile.gettempdir()))
+    yield
+    left = set(os.listdir(tempfile.gettempdir())) - before
+    left = sorted(name for name in left if not any(other in name for other in LEFT_BY_OTHERS))
+    assert not left, f"left in the temporary directory: {left}. Write under tmp_path, or remove what was written."
 
 
 def pytest_collection_modifyitems(items):

