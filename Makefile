@@ -15,7 +15,19 @@ SOURCES := pacs_trl tests benchmarks notebooks
 # on where it was stopped. With STEPS it is short, says nothing, and keeps away from docs/results.
 SEEDS ?= 3
 
-.PHONY: env env-vllm quickstart test notebooks quality style bench tables clean FORCE
+# `make portability` repeats the tests that compare numbers with older instruction sets, as far as torch, oneDNN and MKL can be told
+# to use them, and with one and two threads. One of them alone: `make portability-avx2`.
+PORTABILITY := portability-default portability-avx2 portability-sse41 portability-threads-1 portability-threads-2
+portability-default: MACHINE := ATEN_CPU_CAPABILITY=default
+portability-avx2: MACHINE := ATEN_CPU_CAPABILITY=avx2
+portability-sse41: MACHINE := ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE
+portability-threads-1: MACHINE := OMP_NUM_THREADS=1
+portability-threads-2: MACHINE := OMP_NUM_THREADS=2
+NUMERIC := test_analysis test_metrics test_objective test_packing test_policy_update test_reference test_sampling_correction \
+	baselines/test_gae baselines/test_ppo_trainer evaluation/test_critic evaluation/test_diversity evaluation/test_pass_at_k \
+	evaluation/test_sampling evaluation/test_support miniature/test_model
+
+.PHONY: env env-vllm quickstart test portability $(PORTABILITY) notebooks quality style bench tables clean FORCE
 
 env: $(VENV)/.installed
 
@@ -42,6 +54,11 @@ quickstart: env
 
 test: env
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+portability: $(PORTABILITY)
+
+$(PORTABILITY): env
+	env OMP_NUM_THREADS=1 $(MACHINE) $(BIN)/python -m pytest -q -n 2 --dist worksteal $(NUMERIC:%=tests/%.py) $(ARGS)
 
 notebooks: env
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --nbmake --nbmake-timeout=600 notebooks $(ARGS)

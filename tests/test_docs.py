@@ -51,7 +51,7 @@ NEEDS = {
     r"^make bench|benchmarks/": "minutes, or a GPU with --size gpu",
     r"^make tables": "hours, or minutes with STEPS, which .ci/run runs",
     r"pacs-trl push": "an account on the Hub",
-    r"^make (quickstart|test|notebooks|quality|style|env|clean)|^\.ci/run": "minutes; what .ci/run runs",
+    r"^make (quickstart|test|portability|notebooks|quality|style|env|clean)|^\.ci/run": "minutes; what .ci/run runs",
     r"^pytest": "minutes",
 }
 
