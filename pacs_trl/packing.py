@@ -29,12 +29,15 @@ def _packed_sdpa(
     value: torch.Tensor,
     attention_mask: None,
     scaling: float | None = None,
+    dropout: float = 0.0,
     packed_lengths: list[int] | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     grouped_query = query.shape[1] != key.shape[1]
     rows = [
-        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped_query)
+        F.scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped_query
+        )
         for q, k, v in zip(*(x.split(packed_lengths, dim=2) for x in (query, key, value)), strict=True)
     ]
     return torch.cat(rows, dim=2).transpose(1, 2).contiguous(), None

@@ -34,7 +34,7 @@ _SHAPES_ONLY_GRPO = {
     "vespo_lambda_pos": "it belongs to the VESPO loss",
     "vespo_k_neg": "it belongs to the VESPO loss",
     "vespo_lambda_neg": "it belongs to the VESPO loss",
-    "router_aux_loss_coef": "PACS does not add the router's auxiliary loss",
+    "router_aux_loss_coef": "PACS does not add the router's auxiliary loss; 0.0 trains a mixture of experts without it",
 }
 
 
@@ -247,7 +247,7 @@ class PACSConfig(GRPOConfig):
         defaults = {f.name: f.default for f in fields(self) if f.default is not MISSING}
         for name, reason in _SHAPES_ONLY_GRPO.items():
             value = getattr(self, name)
-            if value != defaults[name]:
+            if value != defaults[name] and (name, value) != ("router_aux_loss_coef", 0.0):
                 raise ValueError(
                     f"PACSConfig does not take {name}={value!r}: {reason}, so the value would be ignored. Remove the key "
                     f"(its default is {defaults[name]!r}), or train with `method: grpo`."

@@ -6,7 +6,7 @@ Generation, tools, vLLM, rewards, collation and logging are the parent's. What d
 - `_prepare_inputs` keeps a generation batch as whole groups of ragged rows, divided into optimizer steps.
 - `training_step` runs the parent's schedule, but does the work of an optimizer step at once, at its last slot: see
   `policy_update.py`.
-- A checkpoint holds what is needed to continue bit by bit in the middle of a generation batch.
+- A checkpoint also holds the rows that wait for later optimizer steps, and the snapshot reference.
 """
 
 import math
@@ -24,30 +24,10 @@ from .packing import packed_attention, packed_logps_and_entropies, packing_backe
 from .pacs_config import PACSConfig
 from .policy_update import PolicyUpdate, StepRollouts
 from .reference import SnapshotReference, is_sharded
-from .resume import check_same_settings, merge_rows, rows_to_save
+from .resume import merge_rows, rows_to_save
 from .rollout_trainer import RolloutTrainer
 from .rollouts import MicroBatch, Rollout, labels_from_rewards, unpad_rollouts
 from .timing import time_parts
-
-
-# Settings that a checkpoint and the run that resumes from it must share: they define the loss and the data of a step.
-_RESUME_SETTINGS = (
-    "pacs_beta",
-    "score_estimator",
-    "class_weighting",
-    "proxy",
-    "actor_term_coef",
-    "drop_uniform_groups",
-    "vllm_importance_sampling_correction",
-    "beta",
-    "reference",
-    "reference_reset_steps",
-    "num_generations",
-    "num_iterations",
-    "steps_per_generation",
-    "gradient_accumulation_steps",
-    "generation_batch_size",
-)
 
 
 class PACSTrainer(RolloutTrainer):
@@ -82,6 +62,17 @@ class PACSTrainer(RolloutTrainer):
             All other arguments of [`~trl.GRPOTrainer`].
     """
 
+    _own_shared_settings = (
+        "pacs_beta",
+        "score_estimator",
+        "class_weighting",
+        "proxy",
+        "actor_term_coef",
+        "drop_uniform_groups",
+        "reference",
+        "reference_reset_steps",
+        "reset_optimizer_on_reference_reset",
+    )
     _tag_names = ["trl", "pacs"]
     _name = "PACS"
     _paper = {
@@ -103,7 +94,7 @@ class PACSTrainer(RolloutTrainer):
             args = PACSConfig(f"{model_name.split('/')[-1]}-PACS")
         if not isinstance(args, PACSConfig):
             raise TypeError(f"`args` must be a PACSConfig, got {type(args).__name__}.")
-        self._check_before_loading(model, args, kwargs.get("peft_config"))
+        self._check_before_loading(model, args, kwargs)
         super().__init__(model, reward_funcs, args=args, **kwargs)
         self._check_support()
         base_model = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
@@ -124,14 +115,6 @@ class PACSTrainer(RolloutTrainer):
         if self.rollout_func is not None:
             self.rollout_func = self._complete_rollouts(self.rollout_func)
         self.vllm_importance_sampling_correction = False  # the parent's, which costs a forward pass of its own
-        self._labels: torch.Tensor | None = None
-        self._defer_scoring = False
-        self._pending: list[Rollout] = []  # rows of generation batches that fill one optimizer step together
-        self._steps: list[StepRollouts] = []  # the optimizer steps of the current generation batch
-        self._snapshot: SnapshotReference | None = None
-        self._loaded_snapshot: list[torch.Tensor] | None = None
-        self._non_finite_in_a_row = 0
-        self._non_finite_total = 0
         time_parts(self)
 
     def _check_support(self) -> None:
@@ -147,8 +130,9 @@ class PACSTrainer(RolloutTrainer):
             )
         if self.aux_loss_enabled:
             raise ValueError(
-                "The model's configuration asks for the router's auxiliary loss (output_router_logits=True), which the "
-                "PACS loss does not include. Set output_router_logits=False in `model_init_kwargs`."
+                f"{type(self.model).__name__} is a mixture of experts whose configuration asks for the router's auxiliary "
+                f"loss (router_aux_loss_coef={self.router_aux_loss_coef}), which PACS does not add: it would depend on "
+                "which rows share a micro-batch. Set router_aux_loss_coef=0.0 to train without it."
             )
         if self.args.reset_optimizer_on_reference_reset and self.is_deepspeed_enabled:
             raise ValueError(
@@ -258,9 +242,6 @@ class PACSTrainer(RolloutTrainer):
                 self._score_rollout_reference()
         return generation_batch
 
-    def _at_generation_boundary(self) -> bool:
-        return self._step % (self.args.steps_per_generation * self.num_iterations) == 0
-
     def _gather_rollouts(self, rollouts: list[Rollout]) -> list[Rollout]:
         """All processes' rows, in the order in which the completions of a prompt are adjacent."""
         if self.accelerator.num_processes == 1:
@@ -320,12 +301,12 @@ class PACSTrainer(RolloutTrainer):
             self._metrics["train"][name].append(value)
         return loss
 
+    def _take_snapshot(self, model) -> SnapshotReference:
+        return SnapshotReference(model, offload=self.args.reference_offload)
+
     def _score_snapshot(self, model, step: StepRollouts) -> None:
         if self._snapshot is None:
-            self._snapshot = SnapshotReference(model, offload=self.args.reference_offload)
-            if self._loaded_snapshot is not None:
-                self._snapshot.load_state_dict(self._loaded_snapshot)
-                self._loaded_snapshot = None
+            self._snapshot = self._take_snapshot(model)
         every = self.args.reference_reset_steps
         if every is not None and self.state.global_step > 0 and self.state.global_step % every == 0:
             self._snapshot.renew()
@@ -444,46 +425,36 @@ class PACSTrainer(RolloutTrainer):
 
     # Checkpoints --------------------------------------------------------------------------------------------------
 
-    # Trainer calls this pair on every process, next to the state of its random number generators.
-    def _save_rng_state(self, output_dir):
-        super()._save_rng_state(output_dir)
+    def _reset_run(self) -> None:
+        super()._reset_run()
+        self._labels: torch.Tensor | None = None
+        self._defer_scoring = False
+        self._pending: list[Rollout] = []  # rows of generation batches that fill one optimizer step together
+        self._steps: list[StepRollouts] = []  # the optimizer steps of the current generation batch
+        self._snapshot: SnapshotReference | None = None
+        self._non_finite_in_a_row = 0
+        self._non_finite_total = 0
+
+    def _save_run(self, directory: Path) -> None:
+        super()._save_run(directory)
         process = self.accelerator.process_index
-        waiting = [] if self._at_generation_boundary() else [step.rollouts for step in self._steps]
-        state = {
-            "settings": self._resume_settings(),
-            "step": self._step,
-            "num_requests": self._num_requests,
-            "non_finite": [self._non_finite_in_a_row, self._non_finite_total],
-            "metrics": dict(self._metrics["train"]),
-            "rollouts": rows_to_save(waiting, process, self.accelerator.num_processes),
-        }
-        torch.save(state, Path(output_dir) / f"pacs_state_{process}.pt")
         if self._snapshot is not None and (process == 0 or is_sharded(self.model_wrapped)):
-            torch.save(self._snapshot.state_dict(), Path(output_dir) / f"pacs_reference_{process}.pt")
+            torch.save(self._snapshot.state_dict(), directory / f"pacs_reference_{process}.pt")
 
-    def _load_rng_state(self, checkpoint):
-        super()._load_rng_state(checkpoint)
-        if checkpoint is None:
-            return
-        process = self.accelerator.process_index
-        files = {file.name: file for file in Path(checkpoint).glob("pacs_state_*.pt")}
-        if not files:
-            raise ValueError(
-                f"{checkpoint} has no pacs_state_*.pt: it was not written by PACSTrainer, or with save_only_model=True, "
-                "and cannot be continued. Start a new run from its weights with model_name_or_path instead."
-            )
-        states = {name: torch.load(file, map_location="cpu", weights_only=True) for name, file in files.items()}
-        own = states.get(f"pacs_state_{process}.pt", states["pacs_state_0.pt"])
-        check_same_settings(checkpoint, own["settings"], self._resume_settings())
-        self._step = own["step"]
-        self._num_requests = own["num_requests"]
-        self._non_finite_in_a_row, self._non_finite_total = own["non_finite"]
-        self._metrics["train"].update(own["metrics"])
-        waiting = merge_rows([state["rollouts"] for state in states.values()])
-        self._steps = [self._update.plan(rollouts) for rollouts in waiting]
+    def _own_state(self) -> dict:
+        waiting = [] if self._at_generation_boundary() else [step.rollouts for step in self._steps]
+        return {
+            "non_finite": [self._non_finite_in_a_row, self._non_finite_total],
+            "rollouts": rows_to_save(waiting, self.accelerator.process_index, self.accelerator.num_processes),
+        }
+
+    def _load_own_state(self, checkpoint: Path, state: dict) -> None:
+        self._non_finite_in_a_row, self._non_finite_total = state["non_finite"]
+        files = checkpoint.glob(f"{self._state_name}_*.pt")
+        parts = [torch.load(file, map_location="cpu", weights_only=True)["rollouts"] for file in files]
+        self._steps = [self._update.plan(rollouts) for rollouts in merge_rows(parts)]
         if self.args.reference == "snapshot":
-            file = Path(checkpoint) / f"pacs_reference_{process if is_sharded(self.model_wrapped) else 0}.pt"
-            self._loaded_snapshot = torch.load(file, map_location="cpu", weights_only=True)
-
-    def _resume_settings(self) -> dict:
-        return {name: getattr(self.args, name) for name in _RESUME_SETTINGS}
+            process = self.accelerator.process_index if is_sharded(self.model_wrapped) else 0
+            copies = torch.load(checkpoint / f"pacs_reference_{process}.pt", map_location="cpu", weights_only=True)
+            self._snapshot = self._take_snapshot(self.model_wrapped)
+            self._snapshot.load_state_dict(copies)

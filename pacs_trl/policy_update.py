@@ -101,7 +101,7 @@ def plan_step(
         raise ValueError(
             f"max_tokens_per_micro_batch={args.max_tokens_per_micro_batch} cannot hold the longest sequence of this "
             f"generation batch, which has {longest} tokens (prompt and completion). Raise it to at least {longest}, or "
-            "bound the prompts with max_prompt_length and the completions with max_completion_length."
+            "leave out longer prompts (in a recipe: max_prompt_length) and lower max_completion_length."
         )
     groups = takes_part.view(-1, group_size).any(dim=1).repeat_interleave(group_size).nonzero()[:, 0].tolist()
     whole = plan_micro_batches(lengths, groups, group_size=group_size, **limits)

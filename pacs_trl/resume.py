@@ -2,17 +2,68 @@
 
 TRL's trainer continues exactly only where a generation batch ends: the rows it still has to learn from, its step counter,
 the order of later epochs and the random state of vLLM are not part of its checkpoints. The trainers here save the first
-two with the functions below, and make the other two functions of seeds and counters.
+two with the functions below, and make the other two functions of seeds and counters. A process may be killed while it
+writes, so a checkpoint is looked at before it is used.
 """
 
 import hashlib
+import json
+import logging
+import re
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
 from torch.utils.data import Sampler
 from trl.trainer.utils import RepeatSampler
 
 from .rollouts import Rollout, from_state, to_state
+
+
+logger = logging.getLogger(__name__)
+
+# Settings that a checkpoint and the run that resumes from it must share, whatever is learnt from the rollouts.
+SHARED_SETTINGS = (
+    # the data of a step
+    "seed",
+    "shuffle_dataset",
+    "num_generations",
+    "num_iterations",
+    "steps_per_generation",
+    "gradient_accumulation_steps",
+    "generation_batch_size",
+    "max_completion_length",
+    "max_tool_calling_iterations",
+    "chat_template_kwargs",
+    "generation_kwargs",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "vllm_structured_outputs_regex",
+    "reward_weights",
+    "mask_truncated_completions",
+    # the loss; the temperature divides its logits too
+    "beta",
+    "sync_ref_model",
+    "ref_model_mixup_alpha",
+    "ref_model_sync_steps",
+    "disable_dropout",
+    "vllm_importance_sampling_correction",
+    "vllm_importance_sampling_mode",
+    "vllm_importance_sampling_clip_min",
+    "vllm_importance_sampling_clip_max",
+    # of the optimizer, where those in the checkpoint win without a word
+    "optim",
+    "learning_rate",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+)
 
 
 class EpochSampler(Sampler):
@@ -72,6 +123,11 @@ def merge_rows(parts: Sequence[dict[tuple[int, int], dict]]) -> list[list[Rollou
     return steps
 
 
+def plain_settings(args: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Settings by name as JSON gives them back, so that those of a checkpoint can be compared with those of today."""
+    return json.loads(json.dumps({name: getattr(args, name) for name in names}, default=str))
+
+
 def check_same_settings(checkpoint: str, saved: dict[str, Any], current: dict[str, Any]) -> None:
     """
     Raises:
@@ -87,4 +143,79 @@ def check_same_settings(checkpoint: str, saved: dict[str, Any], current: dict[st
             f"{checkpoint} was written with other settings, so the run would not continue but silently become another "
             f"one. {'; '.join(differing)}. Restore these settings, or start a new run from its weights with "
             "model_name_or_path."
+        )
+
+
+def defect(checkpoint: str | Path) -> str | None:
+    """
+    Why nothing can be continued from a checkpoint: the first file that is missing or torn.
+
+    `trainer_state.json` is written last, when all processes have written theirs. Torn files are told by their ends, so
+    large ones are not read.
+
+    Args:
+        checkpoint (`str` or `Path`):
+            Directory of a checkpoint.
+
+    Returns:
+        `str` or `None`: what is wrong, in words; `None` for a checkpoint that is whole.
+    """
+    checkpoint = Path(checkpoint)
+    try:
+        json.loads((checkpoint / "trainer_state.json").read_text())
+    except OSError:
+        return "it has no trainer_state.json, which is written last"
+    except ValueError:
+        return "its trainer_state.json is torn"
+    for file in sorted(checkpoint.rglob("*")):
+        saved_by_torch = file.suffix in (".pt", ".pth") or file.name == "optimizer.bin"
+        if saved_by_torch and not zipfile.is_zipfile(file):
+            return f"its {file.relative_to(checkpoint)} is torn"
+        if file.suffix == ".safetensors":
+            try:
+                with safe_open(file, framework="pt"):
+                    pass
+            except SafetensorError:
+                return f"its {file.relative_to(checkpoint)} is torn"
+    return None
+
+
+def last_checkpoint(output_dir: str | Path) -> str | None:
+    """
+    The last checkpoint of a run that is whole. A process that was killed while it wrote leaves one that is not, which a
+    warning names.
+
+    Args:
+        output_dir (`str` or `Path`):
+            Directory of the run; it need not exist.
+
+    Returns:
+        `str` or `None`: its directory.
+    """
+    steps = (re.fullmatch(r"checkpoint-(\d+)", path.name) for path in Path(output_dir).glob("checkpoint-*"))
+    for step in sorted((int(match[1]) for match in steps if match), reverse=True):
+        checkpoint = Path(output_dir) / f"checkpoint-{step}"
+        wrong = defect(checkpoint)
+        if wrong is None:
+            return str(checkpoint)
+        logger.warning(
+            "%s is not complete: %s. The process was stopped while it was being written, so it is passed over; the run "
+            "will write it again.",
+            checkpoint,
+            wrong,
+        )
+    return None
+
+
+def check_complete(checkpoint: str) -> None:
+    """
+    Raises:
+        `ValueError`: if a checkpoint is not whole; names the last one beside it that is.
+    """
+    wrong = defect(checkpoint) if Path(checkpoint).is_dir() else None
+    if wrong is not None:
+        other = last_checkpoint(Path(checkpoint).parent)
+        remedy = f"Resume from {other}" if other else "Start a new run"
+        raise ValueError(
+            f"{checkpoint} is not complete: {wrong}. The process was stopped while it was being written. {remedy}."
         )

@@ -39,6 +39,10 @@ class StepTimer:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
         self.clock = clock
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all steps."""
         self.totals: dict[str, float] = defaultdict(float)
         self.num_steps = 0
         self._step: dict[str, float] = defaultdict(float)
@@ -119,6 +123,9 @@ class TimingCallback(TrainerCallback):
     def __init__(self, timer: StepTimer, record: Callable[[str, float], None], show: Callable[[str], None]):
         self.timer, self.record, self.show = timer, record, show
         self._optimizer = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.timer.reset()
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.timer.begin_step()

@@ -12,15 +12,17 @@ from pathlib import Path
 
 import yaml
 from accelerate import PartialState
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, TrainerState
 from transformers.trainer_utils import get_last_checkpoint
-from trl import get_peft_config, get_quantization_config
+from trl import GRPOConfig, get_peft_config, get_quantization_config
 
 from . import rewards
 from .data import load_training_data
 from .hub import push_trained, record_training
 from .lora import check_lora_targets
+from .preemption import EXIT_CODE, check_no_jit_checkpoint, stop_on_signal
 from .recipe import Recipe, read_recipe
+from .resume import check_complete, last_checkpoint
 from .tracking import tracked_run
 from .verification import configure_verification
 from .vllm_checks import check_vllm
@@ -38,11 +40,21 @@ def main(argv: Sequence[str] | None = None):
             Command-line arguments, by default those of the process.
 
     Returns:
-        The trainer, after training.
+        The trainer, after training; `None` if the run that was to be resumed is finished already.
+
+    Raises:
+        `SystemExit`: with code 143, when SIGTERM has stopped training after saving a checkpoint.
     """
     recipe = read_recipe(sys.argv[1:] if argv is None else argv)
     training = recipe.training
+    check_no_jit_checkpoint(training)
     checkpoint = _checkpoint_to_resume(training.output_dir, training.resume_from_checkpoint)
+    if _is_finished(training, recipe.run.method, checkpoint):
+        PartialState().print(
+            f"The run in {training.output_dir} is finished, and its model is written: nothing to do. Raise max_steps or "
+            "num_train_epochs to train longer."
+        )
+        return None
     recipe.model.model_name_or_path = _resolve_model(recipe.model.model_name_or_path)
     if training.use_vllm:
         check_vllm(training, recipe.model.model_name_or_path)
@@ -64,7 +76,10 @@ def main(argv: Sequence[str] | None = None):
     )
     train_dataset, eval_dataset = load_training_data(recipe.data, tokenizer, training.chat_template_kwargs)
 
-    with tracked_run(training, recipe.settings, resuming=checkpoint is not None) as tracking:
+    with (
+        tracked_run(training, recipe.settings, resuming=checkpoint is not None) as tracking,
+        stop_on_signal() as stopping,
+    ):
         trainer = _trainer_class(recipe.run.method)(
             model=recipe.model.model_name_or_path,
             reward_funcs=reward_funcs,
@@ -74,10 +89,18 @@ def main(argv: Sequence[str] | None = None):
             processing_class=tokenizer,
             quantization_config=get_quantization_config(recipe.model),
             peft_config=peft_config,
-            callbacks=[tracking],
+            callbacks=[tracking, stopping],
         )
         trainer.accelerator.print(describe_step(training, trainer.accelerator.num_processes, len(train_dataset)))
         trainer.train(resume_from_checkpoint=checkpoint)
+        if stopping.stopped:
+            trainer.accelerator.wait_for_everyone()  # a launcher ends the others when the first one leaves
+            trainer.accelerator.print(
+                f"Stopped by SIGTERM after optimizer step {trainer.state.global_step} of {trainer.state.max_steps}, which is "
+                f"saved in {training.output_dir}/checkpoint-{trainer.state.global_step}. Continue with "
+                f"`--resume_from_checkpoint last`. Exit code {EXIT_CODE}."
+            )
+            raise SystemExit(EXIT_CODE)
         trainer.save_model(training.output_dir, _internal_call=True)  # no push yet: it comes once, with everything
         trainer.create_model_card(model_name=Path(training.output_dir).name, dataset_name=recipe.data.dataset_name)
     if trainer.accelerator.is_main_process:
@@ -148,21 +171,64 @@ def reward_function(name: str) -> Callable:
 
 def _checkpoint_to_resume(output_dir: str, resume: str | bool | None) -> str | None:
     """The checkpoint to continue from; refuses to start over on top of an unfinished run."""
-    last = get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
-    if resume is None or str(resume).lower() in ("false", "none"):
+    if not _asked_to_resume(resume):
+        last = get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
         if last is not None:
             raise ValueError(
                 f"{output_dir} already holds {Path(last).name} of an earlier run. Continue it with "
                 "`--resume_from_checkpoint last`, or choose another output_dir."
             )
         return None
-    if str(resume).lower() in ("true", "last"):
+    if _means_last(resume):
+        last = last_checkpoint(output_dir)
         if last is None:
             logger.warning("There is no checkpoint in %s yet: starting from the beginning.", output_dir)
         return last
     if not Path(resume).is_dir():
         raise ValueError(f"resume_from_checkpoint: the directory {resume!r} does not exist (seen from {Path.cwd()}).")
+    check_complete(str(resume))
     return str(resume)
+
+
+def _asked_to_resume(resume: str | bool | None) -> bool:
+    return resume is not None and str(resume).lower() not in ("false", "none")
+
+
+def _means_last(resume: str | bool | None) -> bool:
+    return str(resume).lower() in ("true", "last")
+
+
+def _is_finished(training: GRPOConfig, method: str, checkpoint: str | None) -> bool:
+    """
+    Whether the run to resume has taken all its steps and written its model.
+
+    Raises:
+        `ValueError`: if it has taken all its steps, its model is not written, and TRL's own trainer would write another.
+    """
+    if not _asked_to_resume(training.resume_from_checkpoint):
+        return False
+
+    def at_the_end(directory: str | None) -> bool:
+        file = Path(str(directory)) / "trainer_state.json"
+        if directory is None or not file.is_file():
+            return False
+        try:
+            state = TrainerState.load_from_json(str(file))
+        except ValueError:  # torn
+            return False
+        if training.max_steps > 0:
+            return state.global_step >= training.max_steps
+        return (state.epoch or 0.0) >= training.num_train_epochs
+
+    # `record_training` writes that of `output_dir` after the model. An earlier checkpoint may be named to go back to it.
+    if at_the_end(training.output_dir) and (_means_last(training.resume_from_checkpoint) or at_the_end(checkpoint)):
+        return True
+    if method == "grpo" and at_the_end(checkpoint):
+        raise ValueError(
+            f"{checkpoint} is the end of its run, but the model was not written to {training.output_dir}, and TRL's "
+            "trainer would take one more optimizer step to do that. Take the weights in the checkpoint, or raise max_steps."
+        )
+    return False
 
 
 def describe_step(training, num_processes: int, num_prompts: int) -> str:

@@ -170,6 +170,7 @@ class _Pool:
 
 def main() -> None:
     settings = json.loads(sys.argv[1])
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a scheduler sends it to all; the pool ends after its parent
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
     os.dup2(2, 1)  # stray output must not reach the connection
     connection = socket.socket(fileno=os.dup(0))

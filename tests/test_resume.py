@@ -4,6 +4,8 @@ Completions are sampled here, not replayed: the state of the random number gener
 that wait in the middle of a generation, the reference and the optimizer all have to come back.
 """
 
+import logging
+import math
 import os
 import shutil
 import signal
@@ -14,8 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig
-from replay import Recorder, addition_dataset, build_trainer, trainable_weights
+from replay import Recorder, addition_dataset, build_trainer, digit_reward, trainable_weights
 from transformers import AutoModelForCausalLM
+
+from pacs_trl.resume import last_checkpoint
 
 
 pytestmark = pytest.mark.slow
@@ -157,6 +161,157 @@ def test_killed_process(tmp_path):
     assert all(torch.equal(weights[name], again[name]) for name in weights)
 
 
+# Twice with one trainer -------------------------------------------------------------------------------------------
+
+
+def same_weights(first, second) -> bool:
+    return all(torch.equal(weight, second.get_parameter(name)) for name, weight in first.named_parameters())
+
+
+def trainer_of(output_dir, **settings):
+    data = {"train_dataset": addition_dataset(64), "eval_dataset": addition_dataset(4)}
+    return build_trainer(output_dir, more=data, **(FOUR_UPDATES | settings))
+
+
+@pytest.mark.parametrize("settings", [{"reference": "snapshot"}, {}], ids=["snapshot", "rollout"])
+def test_a_used_trainer_resumes_like_a_fresh_one(tmp_path, settings):
+    settings = {**settings, "max_steps": 6}
+    used, fresh = trainer_of(tmp_path / "used", **settings), trainer_of(tmp_path / "fresh", **settings)
+    used.train()
+    for offset in (2, 4):
+        used.train(resume_from_checkpoint=str(tmp_path / "used" / f"checkpoint-{offset}"))
+    fresh.train(resume_from_checkpoint=str(tmp_path / "used" / "checkpoint-4"))
+    assert same_weights(used.model, fresh.model)
+    assert used.state.log_history[3]["loss"] == fresh.state.log_history[3]["loss"]
+
+
+def test_a_second_run_starts_from_nothing_but_the_weights(tmp_path):
+    """Stopped in the middle of a generation, and after a non-finite step: neither its rows nor its counters are left."""
+    settings = {"optim": "sgd", "weight_decay": 0.0, "reference": "snapshot", "max_steps": 2, "save_strategy": "no"}
+    used = trainer_of(tmp_path, **settings)
+    used.train()
+    used._non_finite_in_a_row = 2
+    weights = {name: weight.clone() for name, weight in used.model.state_dict().items()}
+    fresh = trainer_of(tmp_path, **settings)
+    fresh.model.load_state_dict(weights)
+    for trainer in (used, fresh):
+        torch.manual_seed(3)
+        trainer.train()
+    assert same_weights(used.model, fresh.model)
+    first = next(log for log in used.state.log_history if "loss" in log)
+    assert first["pacs/proxy_abs_mean"] == 0.0 and first["pacs/non_finite_steps"] == 0
+
+
+def test_rows_of_an_interrupted_step_are_not_learned_from(tmp_path):
+    """Two generations of eight rows fill an optimizer step; the reward of the second one is interrupted."""
+    seen = []
+
+    def reward(completions, **kwargs):
+        seen.append(len(completions))
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return digit_reward(completions)
+
+    settings = {"gradient_accumulation_steps": 2, "steps_per_generation": 1, "max_steps": 1, "save_strategy": "no"}
+    trainer = build_trainer(tmp_path, reward=reward, **settings)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    learned = []
+    plan = trainer._update.plan
+    trainer._update.plan = lambda rollouts: learned.append(len(rollouts)) or plan(rollouts)
+    trainer.train()
+    assert learned == [16]
+
+
+def test_evaluation_at_the_start_compares_with_the_snapshot_of_the_checkpoint(tmp_path):
+    settings = {"reference": "snapshot", "per_device_eval_batch_size": 4, "max_steps": 4}
+    first = trainer_of(tmp_path, **settings)
+    first.train()
+    resumed = trainer_of(tmp_path, eval_on_start=True, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    found = next(log for log in resumed.state.log_history if "eval_loss" in log)
+    assert found["eval_pacs/proxy_abs_mean"] > 0 and abs(found["eval_loss"] - math.log(2)) > 1e-4
+    assert same_weights(first.model, resumed.model)
+
+
+# Killed while writing ---------------------------------------------------------------------------------------------
+
+
+def tear(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+TORN = {
+    "not there": lambda checkpoint: (checkpoint / "trainer_state.json").unlink(),
+    "state of the trainer": lambda checkpoint: tear(checkpoint / "trainer_state.json"),
+    "rows": lambda checkpoint: tear(checkpoint / "pacs_state_0.pt"),
+    "empty": lambda checkpoint: (checkpoint / "pacs_state_0.pt").write_bytes(b""),
+    "optimizer": lambda checkpoint: tear(checkpoint / "optimizer.pt"),
+    "weights": lambda checkpoint: tear(checkpoint / "model.safetensors"),
+}
+
+
+@pytest.mark.parametrize("damage", TORN.values(), ids=TORN)
+def test_the_last_complete_checkpoint_is_taken(tmp_path, checkpoint, damage, caplog):
+    for name in ("checkpoint-1", "checkpoint-2", "checkpoint-10"):
+        shutil.copytree(checkpoint, tmp_path / name)
+    (tmp_path / "checkpoint-11-merged").mkdir()
+    damage(tmp_path / "checkpoint-10")
+    with caplog.at_level(logging.WARNING):
+        assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
+    assert "checkpoint-10 is not complete" in caplog.text and "checkpoint-2 " not in caplog.text
+    with pytest.raises(ValueError, match="(?s)checkpoint-10 is not complete.*Resume from .*checkpoint-2"):
+        trained(tmp_path, resume=str(tmp_path / "checkpoint-10"), max_steps=3)
+
+
+def test_a_torn_checkpoint_is_passed_over_and_written_again(tmp_path):
+    weights, history, _ = trained(tmp_path, max_steps=4)
+    (tmp_path / "checkpoint-4" / "trainer_state.json").unlink()
+    tear(tmp_path / "checkpoint-3" / "pacs_state_0.pt")
+    again, history_again, recorder = trained(tmp_path, resume=True, max_steps=4)
+    assert len(recorder.weights) == 2 and history == history_again
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
+
+
+def test_nothing_complete(tmp_path, checkpoint):
+    shutil.copytree(checkpoint, tmp_path / "checkpoint-2")
+    tear(tmp_path / "checkpoint-2" / "pacs_state_0.pt")
+    assert last_checkpoint(tmp_path) is None and last_checkpoint(tmp_path / "nowhere") is None
+    with pytest.raises(ValueError, match="no complete checkpoint"):
+        trained(tmp_path, resume=True, max_steps=3)
+
+
+def test_a_checkpoint_that_is_written_over_is_not_complete_meanwhile(tmp_path, monkeypatch):
+    """The kill comes while the sixth step is saved again; what counts is the fifth."""
+    trained(tmp_path, max_steps=3)
+
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    trainer = trainer_of(tmp_path, max_steps=3)
+    monkeypatch.setattr(trainer, "_save_optimizer_and_scheduler", killed)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
+
+
+# Finished runs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "length", [{"max_steps": 3}, {"max_steps": -1, "num_train_epochs": 1}], ids=["steps", "epochs"]
+)
+def test_resuming_a_finished_run_learns_nothing(tmp_path, length, capsys):
+    settings = {**length, "steps_per_generation": 1, "eval_strategy": "no"}
+    weights, history, _ = trained(tmp_path, num_prompts=8, **settings)
+    capsys.readouterr()
+    again, history_again, recorder = trained(tmp_path, resume=True, num_prompts=8, **settings)
+    assert recorder.weights == [] and history == history_again
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+    assert "is the end of a finished run" in capsys.readouterr().out
+
+
 # Refused checkpoints ----------------------------------------------------------------------------------------------
 
 
@@ -176,6 +331,13 @@ def checkpoint(tmp_path_factory):
         ({"num_generations": 8}, "num_generations: 4 in the checkpoint, 8 now"),
         ({"drop_uniform_groups": True}, "drop_uniform_groups: False in the checkpoint, True now"),
         ({"steps_per_generation": 2}, "steps_per_generation: 4 in the checkpoint, 2 now"),
+        ({"temperature": 1.0}, "temperature: 1.3 in the checkpoint, 1.0 now"),
+        ({"max_completion_length": 8}, "max_completion_length: 16 in the checkpoint, 8 now"),
+        ({"top_p": 0.9}, "top_p: 1.0 in the checkpoint, 0.9 now"),
+        ({"generation_kwargs": {"no_repeat_ngram_size": 2}}, "generation_kwargs: None in the checkpoint, {"),
+        ({"reward_weights": [0.5]}, r"reward_weights: None in the checkpoint, \[0.5\] now"),
+        ({"learning_rate": 1e-3}, "learning_rate: 0.003 in the checkpoint, 0.001 now"),
+        ({"seed": 1}, "seed: 42 in the checkpoint, 1 now"),
     ],
 )
 def test_checkpoint_of_other_settings(tmp_path, checkpoint, settings, difference):

@@ -44,7 +44,19 @@ SIGNATURES = {
         "torch.optim.lr_scheduler.LRScheduler"
     ),
     "_get_train_sampler": "(self, dataset: datasets.arrow_dataset.Dataset | None = None) -> torch.utils.data.sampler.Sampler",
-    "_load_rng_state": "(self, checkpoint: str | None) -> None",
+    "_init_training_state": (
+        "(self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial) -> tuple[int, int]"
+    ),
+    "_prepare_for_training": "(self, max_steps, train_dataloader, resume_from_checkpoint)",
+    "_save_checkpoint": "(self, model, trial)",
+    "get_eval_dataloader": (
+        "(self, eval_dataset: str | datasets.arrow_dataset.Dataset | datasets.iterable_dataset.IterableDataset | None = None) "
+        "-> torch.utils.data.dataloader.DataLoader"
+    ),
+    "train": (
+        "(self, resume_from_checkpoint: str | bool | None = None, trial: 'optuna.Trial | dict[str, Any] | None' = None, "
+        "ignore_keys_for_eval: list[str] | None = None) -> transformers.trainer_utils.TrainOutput"
+    ),
     "_prepare_inputs": (
         "(self, generation_batch: dict[str, torch.Tensor | typing.Any]) -> dict[str, torch.Tensor | typing.Any]"
     ),
@@ -200,9 +212,21 @@ def calls(function) -> list[str]:
 
 
 def test_trainer_still_calls_the_hooks():
-    assert {"_save_rng_state", "save_model", "_save_optimizer_and_scheduler"} <= set(calls(Trainer._save_checkpoint))
+    saving = calls(Trainer._save_checkpoint)
+    assert {"_save_rng_state", "save_model", "_save_optimizer_and_scheduler"} <= set(saving)
+    assert saving.index("_save_rng_state") < saving.index("save_to_json"), (
+        "trainer_state.json says that a checkpoint is complete, so it must be written last"
+    )
+    beginning = calls(Trainer._inner_training_loop)
+    assert (
+        beginning.index("_init_training_state")
+        < beginning.index("_prepare_for_training")
+        < beginning.index("_evaluate")
+        < beginning.index("_run_epoch")
+    ), "a checkpoint is loaded before the evaluation at the start"
+    assert "get_eval_dataloader" in calls(Trainer.evaluate)
     epoch = calls(Trainer._run_epoch)
-    for name in ("_load_rng_state", "training_step", "_get_grad_norm"):
+    for name in ("training_step", "_get_grad_norm"):
         assert name in epoch, f"Trainer._run_epoch no longer calls {name}"
     assert (
         epoch.index("training_step") < epoch.index("_get_grad_norm") < epoch.index("step") < epoch.index("zero_grad")
@@ -215,6 +239,11 @@ def test_attributes_that_are_read():
     source = inspect.getsource(GRPOTrainer.__init__)
     for name in (
         "_step",
+        "_buffered_inputs",
+        "_last_loaded_step",
+        "_logs",
+        "_pending_extra_logs",
+        "_pending_metrics",
         "_current_train_step_time",
         "reward_weights",
         "_metrics",

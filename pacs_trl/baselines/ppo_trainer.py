@@ -21,32 +21,9 @@ import torch
 from transformers import AutoModelForTokenClassification, PreTrainedModel, get_scheduler, set_seed
 from trl.trainer.utils import create_model_from_path, disable_dropout_in_model, get_config_model_id
 
-from ..resume import check_same_settings
 from ..rollout_trainer import RolloutTrainer
 from .gae import clipped_value_losses, explained_variance, generalized_advantages, masked_mean_and_variance, whiten
 from .ppo_config import PPOConfig
-
-
-# Settings that a checkpoint and the run that resumes from it must share: they define the loss and the data of a step.
-_RESUME_SETTINGS = (
-    "gamma",
-    "gae_lambda",
-    "whiten_advantages",
-    "value_clip_range",
-    "epsilon",
-    "epsilon_high",
-    "delta",
-    "loss_type",
-    "beta",
-    "num_generations",
-    "num_iterations",
-    "max_completion_length",
-    "vllm_importance_sampling_correction",
-    "steps_per_generation",
-    "gradient_accumulation_steps",
-    "generation_batch_size",
-    "world_size",
-)
 
 
 def load_critic(policy: str | PreTrainedModel, args: PPOConfig) -> PreTrainedModel:
@@ -116,6 +93,19 @@ class PPOTrainer(RolloutTrainer):
             All other arguments of [`~trl.GRPOTrainer`].
     """
 
+    _own_shared_settings = (
+        "gamma",
+        "gae_lambda",
+        "whiten_advantages",
+        "value_clip_range",
+        "epsilon",
+        "epsilon_high",
+        "delta",
+        "loss_type",
+        "critic_learning_rate",
+        "critic_warmup_steps",
+        "world_size",
+    )
     _tag_names = ["trl", "ppo"]
     _name = "PPO"
     _paper = {
@@ -142,7 +132,7 @@ class PPOTrainer(RolloutTrainer):
                 "PPOTrainer does not support DeepSpeed, which trains one model per process. Use DDP or FSDP2 "
                 "(recipes/accelerate_configs)."
             )
-        self._check_before_loading(model, args, kwargs.get("peft_config"))
+        self._check_before_loading(model, args, kwargs)
         critic = load_critic(model, args)  # before the parent, which seeds again: rollouts are those of GRPO
         super().__init__(model, reward_funcs, args=args, **kwargs)
         if self.is_fsdp_enabled and not self.accelerator.is_fsdp2:
@@ -154,10 +144,6 @@ class PPOTrainer(RolloutTrainer):
                 f"PPOTrainer supports text models only, got {type(self.model).__name__}: the critic sees no images."
             )
         self.critic, self.critic_optimizer = self.accelerator.prepare(critic, self._create_critic_optimizer(critic))
-        self._rewards: torch.Tensor | None = None
-        self._last_logps: torch.Tensor | None = None
-        # over the tokens of an optimizer step: value losses, clipped values, approximate KL, number of tokens
-        self._step_sums = torch.zeros(4, device=self.accelerator.device)
 
     def _create_critic_optimizer(self, critic: PreTrainedModel) -> torch.optim.Optimizer:
         decayed = set(self.get_decay_parameter_names(critic))
@@ -308,6 +294,13 @@ class PPOTrainer(RolloutTrainer):
 
     # Checkpoints --------------------------------------------------------------------------------------------------
 
+    def _reset_run(self) -> None:
+        super()._reset_run()
+        self._rewards: torch.Tensor | None = None
+        self._last_logps: torch.Tensor | None = None
+        # over the tokens of an optimizer step: value losses, clipped values, approximate KL, number of tokens
+        self._step_sums = torch.zeros(4, device=self.accelerator.device)
+
     @contextlib.contextmanager
     def _critic_in_place_of_policy(self):
         """Lets `Trainer` save and load the critic the way it does the policy, sharded or not."""
@@ -344,35 +337,8 @@ class PPOTrainer(RolloutTrainer):
             self._load_from_checkpoint(str(directory), self.model)
             super()._load_optimizer_and_scheduler(str(directory))
 
-    # Trainer calls this pair on every process, next to the state of its random number generators.
-    def _save_rng_state(self, output_dir):
-        super()._save_rng_state(output_dir)
-        at_boundary = self._step % (self.args.steps_per_generation * self.num_iterations) == 0
-        state = {
-            "settings": self._resume_settings(),
-            "step": self._step,
-            "num_requests": self._num_requests,
-            "rollouts": None if at_boundary else self._buffered_inputs,
-            "metrics": dict(self._metrics["train"]),
-        }
-        torch.save(state, Path(output_dir) / f"ppo_state_{self.accelerator.process_index}.pt")
+    def _own_state(self) -> dict:
+        return {"rollouts": None if self._at_generation_boundary() else self._buffered_inputs}
 
-    def _load_rng_state(self, checkpoint):
-        super()._load_rng_state(checkpoint)
-        if checkpoint is None:
-            return
-        file = Path(checkpoint) / f"ppo_state_{self.accelerator.process_index}.pt"
-        if not file.is_file():
-            raise ValueError(
-                f"{checkpoint} has no {file.name}: it was written by another trainer or with fewer processes than the "
-                f"{self.accelerator.num_processes} there are now. Resume with the same number."
-            )
-        state = torch.load(file, map_location="cpu", weights_only=True)
-        check_same_settings(checkpoint, state["settings"], self._resume_settings())
-        self._step = state["step"]
-        self._num_requests = state["num_requests"]
+    def _load_own_state(self, checkpoint: Path, state: dict) -> None:
         self._buffered_inputs = self._prepare_input(state["rollouts"])
-        self._metrics["train"].update(state["metrics"])
-
-    def _resume_settings(self) -> dict:
-        return {name: getattr(self.args, name) for name in _RESUME_SETTINGS}

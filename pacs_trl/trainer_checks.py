@@ -1,0 +1,110 @@
+"""What a trainer checks of its data, its reward functions and its evaluation, whatever is learnt from the rollouts.
+
+TRL finds these mistakes where it trips over them, after the model has been loaded and completions have been drawn.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+from trl.trainer.utils import is_async_callable
+
+
+def check_dataset(name: str, dataset: Any) -> None:
+    """
+    Look for prompts in a data set that knows its columns; rows of others are looked at when they come.
+
+    Args:
+        name (`str`):
+            What errors call the data set.
+        dataset:
+            A data set, a mapping of several, or `None`.
+
+    Raises:
+        `ValueError`: if there is no column `prompt`.
+    """
+    if isinstance(dataset, dict):
+        for key, part in dataset.items():
+            check_dataset(f"{name}[{key!r}]", part)
+    elif isinstance(dataset, Dataset | IterableDataset) and dataset.column_names is not None:
+        check_columns(name, dataset.column_names)
+
+
+def check_columns(name: str, columns: Iterable[str]) -> None:
+    """
+    Raises:
+        `ValueError`: if there is no `prompt` among the columns; names those there are.
+    """
+    columns = list(columns)
+    if "prompt" not in columns:
+        raise ValueError(
+            f"{name} has no column `prompt`, only {', '.join(columns) or 'none'}. The model is asked what stands there: "
+            "text, or a list of messages. Rename the column of problems, or make it with `pacs_trl.data.build_prompt`."
+        )
+
+
+def check_evaluation_batch(per_device_eval_batch_size: int, num_processes: int, num_generations: int) -> None:
+    """
+    Raises:
+        `ValueError`: if a batch of an evaluation would not hold whole groups; names the nearest sizes that would.
+    """
+    size = per_device_eval_batch_size * num_processes
+    if size % num_generations == 0:
+        return
+    unit = num_generations // math.gcd(num_generations, num_processes)
+    below = per_device_eval_batch_size // unit * unit
+    legal = " or ".join(str(n) for n in (below, below + unit) if n > 0)
+    raise ValueError(
+        f"A batch of an evaluation must hold whole groups of num_generations_eval={num_generations} completions, but it "
+        f"has per_device_eval_batch_size={per_device_eval_batch_size} x {num_processes} processes = {size}. Nearest legal "
+        f"values: per_device_eval_batch_size={legal}, or another num_generations_eval (by default num_generations)."
+    )
+
+
+def with_checked_result(function: Callable, name: str) -> Callable:
+    """
+    A reward function whose result is looked at before it becomes numbers, so that an error names the function.
+
+    Args:
+        function (`Callable`): A reward function, synchronous or not.
+        name (`str`): What errors call it.
+
+    Returns:
+        `Callable`: the same function, which raises a `ValueError` on anything but an iterable of numbers and `None`.
+    """
+    if is_async_callable(function):
+
+        @wraps(function)
+        async def call(*args, **kwargs):
+            return _as_numbers(await function(*args, **kwargs), name)
+    else:
+
+        @wraps(function)
+        def call(*args, **kwargs):
+            return _as_numbers(function(*args, **kwargs), name)
+
+    return call
+
+
+def _as_numbers(rewards: Any, name: str) -> list[float | None]:
+    expected = "It must return one entry per completion: a number in [0, 1], or None for no verdict."
+    if isinstance(rewards, str | bytes | dict):
+        raise ValueError(
+            f"The reward function {name!r} returned a {type(rewards).__name__}, {rewards!r:.100}. {expected}"
+        )
+    try:
+        rewards = list(rewards)
+    except TypeError:  # None, or a single number
+        raise ValueError(f"The reward function {name!r} returned {rewards!r:.100}. {expected}") from None
+    for i, reward in enumerate(rewards):
+        try:
+            if isinstance(reward, str | bytes):
+                raise TypeError
+            rewards[i] = None if reward is None else float(reward)
+        except (TypeError, ValueError, RuntimeError):  # the last by tensors of several numbers
+            raise ValueError(
+                f"The reward function {name!r} returned {reward!r:.100} for completion {i}. {expected}"
+            ) from None
+    return rewards
