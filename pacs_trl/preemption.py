@@ -6,6 +6,7 @@ decides for itself when to save, possibly in the middle of a step, and the run t
 """
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -37,7 +38,8 @@ class StopOnSignal(TrainerCallback):
         self._received = True  # nothing else: the step goes on, also at the second signal
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if self._previous is None:
+        in_main_thread = threading.current_thread() is threading.main_thread()  # no other may handle signals
+        if self._previous is None and in_main_thread:
             self._previous = signal.signal(signal.SIGTERM, self._receive) or signal.SIG_DFL  # None: not Python's
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -59,7 +61,8 @@ class StopOnSignal(TrainerCallback):
 @contextmanager
 def stop_on_signal() -> Iterator[StopOnSignal]:
     """
-    Inside the context SIGTERM ends training in an orderly way, once it has begun. For the main thread only.
+    Inside the context SIGTERM ends training in an orderly way, once it has begun. In another thread than the main one it
+    does what it did before.
 
     Yields:
         [`StopOnSignal`]: to be added to the trainer; after training, `stopped` says whether to leave.

@@ -87,6 +87,20 @@ def test_gradient_equals_that_of_rows_alone(checkpointing):
         torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
+def test_attention_dropout_is_that_of_padded_rows():
+    """One row, so that the same random numbers fall on the same weights; without dropout another result."""
+    model = with_fused_head(tiny_model(attention_dropout=0.5)).train()
+    ids, mask, length = padded_batch(PROMPTS[2:], COMPLETIONS[1:2])
+    with torch.no_grad():
+        torch.manual_seed(0)
+        found, _ = packed(model, ids, mask, length)
+        torch.manual_seed(0)
+        expected, _ = alone(model, PROMPTS[2], COMPLETIONS[1])
+        without, _ = packed(model.eval(), ids, mask, length)
+    torch.testing.assert_close(found[0], expected, **TIGHT)
+    assert (found - without).abs().max() > 0.01
+
+
 def test_entropies_only_when_asked_for():
     model = with_fused_head(tiny_model())
     ids, mask, length = padded_batch()

@@ -6,8 +6,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from replay import (
     MAX_COMPLETION_LENGTH,
@@ -19,7 +21,7 @@ from replay import (
     tiny_model,
     trainable_weights,
 )
-from transformers import TrainerCallback
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
 
 from pacs_trl import PACSConfig, PACSTrainer
 
@@ -302,6 +304,97 @@ def test_wrong_type_of_arguments(tmp_path):
 def test_training_set_smaller_than_a_generation_batch(tmp_path):
     with pytest.raises(ValueError, match=r"has 3 prompts, but a generation batch needs 4 .*=16 / num_generations=4"):
         build_trainer(tmp_path, steps_per_generation=2, more={"train_dataset": addition_dataset(3)})
+
+
+@pytest.mark.parametrize("size", [6, 3])
+def test_evaluation_batch_that_tears_groups(tmp_path, size):
+    trainer = build_trainer(
+        tmp_path,
+        more={"eval_dataset": addition_dataset(6)},
+        num_generations_eval=4,
+        per_device_eval_batch_size=size,
+    )
+    legal = {6: "4 or 8", 3: "4"}[size]
+    with pytest.raises(ValueError, match=f"={size} x 1 processes = {size}. Nearest legal .*size={legal}, or another"):
+        trainer.evaluate()
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        (None, "returned None. It must return one entry per completion"),
+        (0.5, "returned 0.5. It must"),
+        ("right", "returned a str, 'right'. It must"),
+        ({"right": 1.0}, "returned a dict"),
+        (["right"] * 8, "returned 'right' for completion 0"),
+        ([1.0, None, [1.0], 0.0, 1, True, 0.0, 1.0], r"returned \[1.0\] for completion 2"),
+    ],
+)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_reward_function_that_returns_no_rewards(tmp_path, result, words, asynchronous):
+    def fair_reward(completions, **kwargs):
+        return result
+
+    async def fair_reward_later(completions, **kwargs):
+        return result
+
+    reward = fair_reward_later if asynchronous else fair_reward
+    with pytest.raises(ValueError, match=f"reward function 'fair_reward(_later)?' {words}"):
+        build_trainer(tmp_path, reward=reward).train()
+
+
+def test_rewards_of_any_numeric_kind(tmp_path):
+    kinds = [torch.tensor([0.0, 1.0] * 4), np.array([0, 1] * 4), (False, True) * 4, [None, np.float32(0.25)] * 4]
+    for rewards in kinds:
+        trainer = build_trainer(tmp_path, reward=lambda completions, kind=rewards, **kwargs: kind, max_steps=1)
+        trainer.train()
+        assert trainer.state.log_history[0]["pacs/label_mean"] in (0.5, 0.25)
+
+
+def test_data_without_prompts(tmp_path):
+    rows = Dataset.from_dict({"question": ["1+1"] * 32, "solution": ["2"] * 32})
+    with pytest.raises(ValueError, match="train_dataset has no column `prompt`, only question, solution. .*Rename"):
+        build_trainer(tmp_path, more={"train_dataset": rows})
+    with pytest.raises(ValueError, match=r"eval_dataset\['sums'\] has no column `prompt`"):
+        build_trainer(tmp_path, more={"eval_dataset": {"sums": rows}})
+    with pytest.raises(ValueError, match="eval_dataset has no column `prompt`"):
+        build_trainer(tmp_path).evaluate(rows)
+
+    def stream():
+        yield from ({"question": "1+1"} for _ in range(32))
+
+    trainer = build_trainer(tmp_path, more={"train_dataset": IterableDataset.from_generator(stream)})
+    with pytest.raises(ValueError, match="The data set has no column `prompt`, only question"):
+        trainer.train()
+
+
+def tiny_experts() -> Qwen3MoeForCausalLM:
+    config = Qwen3MoeConfig(
+        **{**tiny_model().config.to_dict(), "model_type": "qwen3_moe"},
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        decoder_sparse_step=1,
+    )
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(config)
+
+
+def test_mixture_of_experts(tmp_path):
+    """The loss of the router, which every configuration asks for, is refused; without it the model learns."""
+    with pytest.raises(ValueError, match=r"\(router_aux_loss_coef=0.001\).*Set router_aux_loss_coef=0.0 to train"):
+        build_trainer(tmp_path, model=tiny_experts())
+    settings = {"steps_per_generation": 2, "router_aux_loss_coef": 0.0, "learning_rate": 0.01}
+    trainer = build_trainer(tmp_path, model=tiny_experts(), **settings)
+    assert trainer._packing == "sdpa"
+    before = trainable_weights(trainer.model)
+    trainer.train()
+    moved = {
+        name for name, weight in trainable_weights(trainer.model).items() if not torch.equal(weight, before[name])
+    }
+    assert any("experts" in name for name in moved) and any("mlp.gate" in name for name in moved)
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert len(logs) == 2 and logs[1]["pacs/proxy_abs_mean"] > 0
 
 
 def test_packing_that_the_model_cannot_do(tmp_path):

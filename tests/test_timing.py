@@ -47,6 +47,17 @@ def test_inner_part_is_not_counted_twice(timer, clock):
     }
 
 
+def test_a_new_run_begins_with_an_empty_table(timer, clock):
+    """Also after one that was interrupted inside a part."""
+    timer.begin_step()
+    timer.part("optimizer").__enter__()
+    clock.pass_(1)
+    timer.reset()
+    timer.begin_step()
+    clock.pass_(2)
+    assert timer.end_step()["other"] == 2.0 and timer.num_steps == 1 and timer.totals["total"] == 2.0
+
+
 def test_work_between_steps_is_not_charged(timer, clock):
     """An evaluation generates too, but between the end of one step and the begin of the next."""
     timer.begin_step()

@@ -167,6 +167,18 @@ class TestKilledProcesses:
             assert wait_for(lambda: not any(map(is_running, workers)), 5)
             assert verifier.grade([box(i) for i in range(50)], range(50)) == [1.0] * 50
 
+    def test_the_signal_that_a_scheduler_sends_to_all_disturbs_nothing(self):
+        """The trainer finishes its step on SIGTERM, and needs its labels for that."""
+        with Verifier(num_workers=1, cpu_seconds=2.0) as verifier:
+            (worker,) = workers_of(verifier)
+            pool = verifier._pool.pid
+            batch = InBackground(verifier, [ENDLESS, box(1)], ["42", 1])
+            time.sleep(0.2)
+            for process in (worker, pool):
+                os.kill(process, signal.SIGTERM)
+            assert batch.outcomes() == [Outcome.TIMEOUT, Outcome.CORRECT]
+            assert verifier._pool.pid == pool and workers_of(verifier) != []
+
     def test_pool_is_started_again_and_loses_nothing(self):
         with Verifier(num_workers=1, cpu_seconds=2.0) as verifier:
             (worker,) = workers_of(verifier)

@@ -28,6 +28,7 @@ from tolerances import rounding_atol
 from transformers import AutoModelForCausalLM
 
 from pacs_trl import PPOConfig, PPOTrainer
+from pacs_trl.resume import last_checkpoint
 from pacs_trl.train import main
 
 
@@ -295,11 +296,40 @@ def test_a_resumed_run_is_bit_identical(tmp_path, model_path, finished_run, upda
         }
 
 
+def test_a_second_run_draws_rows_of_its_own(tmp_path, model_path):
+    """Stopped in the middle of a generation of two updates; the used trainer then equals a fresh one with its weights."""
+    settings = {"steps_per_generation": 4, "max_steps": 3}
+    used = build(tmp_path, model_path, **settings)
+    used.train()
+    fresh = build(tmp_path, model_path, **settings)
+    fresh.model.load_state_dict(used.model.state_dict())
+    fresh.critic.load_state_dict(used.critic.state_dict())
+    for trainer in (used, fresh):
+        torch.manual_seed(3)
+        trainer.train()
+    for model, reference in ((used.model, fresh.model), (used.critic, fresh.critic)):
+        for name, weight in reference.named_parameters():
+            assert torch.equal(weight, model.get_parameter(name)), name
+
+
 class TestResumeRefuses:
-    def test_other_settings(self, tmp_path, model_path, finished_run):
-        trainer = build(tmp_path, model_path, gae_lambda=0.9, **ADAM)
-        with pytest.raises(ValueError, match="gae_lambda: 1.0 in the checkpoint, 0.9 now"):
+    @pytest.mark.parametrize(
+        ("name", "then", "now"),
+        [("gae_lambda", 1.0, 0.9), ("temperature", 1.0, 0.7), ("critic_learning_rate", 0.001, 0.1)],
+    )
+    def test_other_settings(self, tmp_path, model_path, finished_run, name, then, now):
+        trainer = build(tmp_path, model_path, **(ADAM | {name: now}))
+        with pytest.raises(ValueError, match=f"{name}: {then} in the checkpoint, {now} now"):
             trainer.train(resume_from_checkpoint=f"{finished_run.args.output_dir}/checkpoint-2")
+
+    def test_a_torn_checkpoint(self, tmp_path, model_path, finished_run):
+        for step in (2, 3):
+            shutil.copytree(f"{finished_run.args.output_dir}/checkpoint-{step}", tmp_path / f"checkpoint-{step}")
+        torn = tmp_path / "checkpoint-3" / "critic" / "optimizer.pt"
+        torn.write_bytes(torn.read_bytes()[:100])
+        assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
+        with pytest.raises(ValueError, match=r"critic/optimizer.pt is torn.*Resume from .*checkpoint-2"):
+            build(tmp_path, model_path, **ADAM).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
 
     def test_a_checkpoint_without_critic(self, tmp_path, model_path, finished_run):
         checkpoint = shutil.copytree(f"{finished_run.args.output_dir}/checkpoint-2", tmp_path / "checkpoint-2")
