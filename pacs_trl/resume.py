@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch.utils.data import Sampler
 from trl.trainer.utils import RepeatSampler
@@ -23,6 +24,12 @@ from .rollouts import Rollout, from_state, to_state
 
 
 logger = logging.getLogger(__name__)
+
+# transformers loads an optimizer onto `args.device`, which is "cpu:0" with several processes on CPUs, a name that torch.load
+# does not know.
+torch.serialization.register_package(
+    50, lambda storage: None, lambda storage, location: storage if location.startswith("cpu:") else None
+)
 
 # Settings that a checkpoint and the run that resumes from it must share, whatever is learnt from the rollouts.
 SHARED_SETTINGS = (

@@ -246,12 +246,6 @@ ZERO3 = {
 } | {"resumed snapshot": lambda rank, directory: resumed(rank, directory, reference="snapshot", **zero3_settings(0))}
 
 
-# transformers loads an optimizer onto `args.device`, which is "cpu:0" here, a name that torch.load does not know.
-torch.serialization.register_package(
-    50, lambda storage: None, lambda storage, location: storage if location.startswith("cpu:") else None
-)
-
-
 def main(output: Path, kind: str):
     if kind == "fsdp2":
         let_accelerate_shard_on_cpu()
