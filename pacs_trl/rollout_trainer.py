@@ -6,6 +6,7 @@
 - A checkpoint holds what is needed to continue bit by bit in the middle of a generation batch. Each call of `train` begins
   from a checkpoint or from nothing, whatever the trainer has done before.
 - Completions that a colocated engine has finished are graded while it draws the others.
+- FSDP2 exchanges gradients in float32.
 """
 
 from pathlib import Path
@@ -22,6 +23,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
 from .early_grading import EarlyGrading
+from .float32_exchange import keep_float32
 from .lora import check_lora_targets
 from .preemption import check_no_jit_checkpoint
 from .resume import (
@@ -58,6 +60,10 @@ class RolloutTrainer(GRPOTrainer):
             function if isinstance(function, nn.Module) else with_checked_result(function, name)
             for function, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
         ]
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        keep_float32(self.accelerator)
 
     @staticmethod
     def _check_before_loading(model: str | PreTrainedModel, args: GRPOConfig, arguments: dict[str, Any]) -> None:

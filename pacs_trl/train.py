@@ -18,6 +18,7 @@ from trl import GRPOConfig, get_peft_config, get_quantization_config
 
 from . import rewards
 from .data import load_training_data
+from .float32_exchange import keep_float32
 from .hub import push_trained, record_training
 from .lora import check_lora_targets
 from .preemption import EXIT_CODE, check_no_jit_checkpoint, stop_on_signal
@@ -91,6 +92,7 @@ def main(argv: Sequence[str] | None = None):
             peft_config=peft_config,
             callbacks=[tracking, stopping],
         )
+        keep_float32(trainer.accelerator)  # GRPO's too; ours have done so already
         trainer.accelerator.print(describe_step(training, trainer.accelerator.num_processes, len(train_dataset)))
         trainer.train(resume_from_checkpoint=checkpoint)
         if stopping.stopped:

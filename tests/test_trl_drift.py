@@ -39,6 +39,7 @@ SIGNATURES = {
     ),
     "_load_optimizer_and_scheduler": "(self, checkpoint)",  # this one, the next and create_scheduler: PPOTrainer alone
     "_save_optimizer_and_scheduler": "(self, output_dir: str) -> None",
+    "create_accelerator_and_postprocess": "(self) -> None",
     "create_scheduler": (
         "(self, num_training_steps: int, optimizer: torch.optim.optimizer.Optimizer | None = None) -> "
         "torch.optim.lr_scheduler.LRScheduler"

@@ -15,20 +15,38 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
+import yaml
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from peft import LoraConfig
 from replay import (
+    TOKENIZER,
     Recorder,
     Replay,
     addition_dataset,
     build_trainer,
+    tiny_model,
     trainable_weights,
 )
 from torch.distributed.fsdp import FSDPModule
 
 from pacs_trl import PACSTrainer
+from pacs_trl.train import main as train
 
+
+BF16_RECIPE = {
+    "dataset_name": "miniature/addition",
+    "use_cpu": True,
+    "bf16": True,
+    "gradient_checkpointing": False,
+    "per_device_train_batch_size": 4,
+    "num_generations": 4,
+    "max_completion_length": 4,
+    "max_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "dataloader_pin_memory": False,
+}
 
 ADAM = {"optim": "adamw_torch", "learning_rate": 3e-3}
 LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
@@ -198,6 +216,8 @@ def let_accelerate_shard_on_cpu():
         self.__dict__.setdefault("fsdp_plugin", fsdp_plugin)
         if self.__dict__["fsdp_plugin"] is not None:
             self.distributed_type = DistributedType.FSDP
+            if self._mixed_precision != "no":
+                self.__dict__["fsdp_plugin"].set_mixed_precision(self._mixed_precision)
 
     AcceleratorState.__init__ = with_fsdp
 
@@ -240,6 +260,48 @@ SHARDED = (
 FSDP2 = {name: sharded(name, FSDP_SETTINGS) for name in SHARDED} | {
     "resumed snapshot": lambda rank, directory: resumed(rank, directory, reference="snapshot", **FSDP_SETTINGS)
 }
+
+
+def more_than_bf16(tensor) -> bool:
+    return not torch.equal(tensor, tensor.bfloat16().to(tensor.dtype))
+
+
+def exchanged_in_bf16(rank, directory):
+    """PACS by itself, and the baselines from a recipe, under bf16: what crosses FSDP2's borders in which precision."""
+    logps = []
+
+    class Watched(PACSTrainer):
+        def _score(self, model, micro_batch):
+            scored = super()._score(model, micro_batch)
+            logps.append(scored[0])
+            return scored
+
+    recorder = Recorder()
+    more = {"callbacks": [recorder]}
+    settings = {**EIGHTH, **FSDP_SETTINGS, "bf16": True}
+    build_trainer(directory, replay=Replay(), trainer_class=Watched, more=more, **settings).train()
+    if rank == 0:
+        tiny_model().save_pretrained(directory / "model")
+        TOKENIZER.save_pretrained(directory / "model")
+        recipe = BF16_RECIPE | FSDP_SETTINGS | {"model_name_or_path": str(directory / "model")}
+        (directory / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    torch.distributed.barrier()
+    policies = {}
+    for method in ("grpo", "ppo"):
+        recipe = ("--config", str(directory / "recipe.yaml"))
+        trainer = train([*recipe, "--method", method, "--output_dir", str(directory / method)])
+        models = {"policy": trainer.model_wrapped, **({"critic": trainer.critic} if method == "ppo" else {})}
+        for name, model in models.items():
+            states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
+            policies[f"{method} {name}"] = {state._mp_policy for state in states}
+    return {
+        "logps": all(map(more_than_bf16, logps)),
+        "gradients": [any(map(more_than_bf16, g.values())) for g in recorder.gradients],
+        "policies": policies,
+    }
+
+
+FSDP2["exchanged in bf16"] = exchanged_in_bf16
 # Parameters below the threshold stay gathered between uses: all of this model's, or none.
 ZERO3 = {
     f"{name}, {threshold}": sharded(name, zero3_settings(threshold)) for name in SHARDED for threshold in (0, 100_000)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from peft import get_peft_model
 from replay import RELATIVE, TOKENIZER, Replay, config, in_graph_step, relative_error, rows_of_update, tiny_model
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pacs_trl.evaluation.shards import merge_shards
@@ -161,6 +162,16 @@ def test_fsdp2_checkpoints_of_shards_are_models(fsdp2):
         assert model.config.dtype == torch.float32 and model.config.architectures == ["Qwen3ForCausalLM"]
         assert all(torch.equal(weights, final[name]) for name, weights in model.named_parameters())
         assert AutoTokenizer.from_pretrained(directory).get_vocab() == TOKENIZER.get_vocab()
+
+
+def test_fsdp2_exchanges_float32_under_bf16(fsdp2):
+    """Log-probabilities and reduced gradients have more than bfloat16's 8 significant bits; with the policy of accelerate
+    both were multiples of them."""
+    for result in both(fsdp2, "exchanged in bf16"):
+        assert result["logps"] and all(result["gradients"])
+        assert set(result["policies"]) == {"grpo policy", "ppo policy", "ppo critic"}
+        for policies in result["policies"].values():
+            assert policies == {MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)}
 
 
 @pytest.mark.parametrize("name", [name for name in ZERO3 if name != "resumed snapshot"])
