@@ -7,41 +7,33 @@ make it another one than written; notes are worth knowing. Whether the data exis
 
 import argparse
 import os
-import re
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from pathlib import Path
 from unittest import mock
 
 import torch
-import yaml
 from transformers import TrainingArguments
-from trl import ModelConfig
 
-from .data import DataArguments
 from .estimates import Step, describe, engine_conflict, estimate, num_problems, weights_dtype
-from .launch import Launch, read_launch, read_mapping
+from .launch import Launch, read_launch
 from .pacs_config import batch_arithmetic_errors
-from .recipe import METHODS, Recipe, RunArguments, read_recipe
+from .recipe import METHODS, Recipe, build_recipe, read_settings, setting_errors
 from .train import reward_function
-from .verification import VerificationArguments
 
 
 # bfloat16 keeps 8 significant bits: adding less than 2^-9 of a weight changes nothing. Adam moves a weight by about the
 # learning rate, and weights of these models are about 0.02.
 _SMALLEST_BF16_LEARNING_RATE = 2**-9 * 0.02
 
-# Settings that count something: the least of it, and what.
-_COUNTS = {
-    "per_device_train_batch_size": (1, "rows of a micro-batch"),
-    "gradient_accumulation_steps": (1, "micro-batches of an optimizer step"),
-    "steps_per_generation": (1, "micro-batches of a generation"),
-    "generation_batch_size": (1, "completions of a generation"),
-    "num_iterations": (1, "updates from a completion"),
-    "num_generations": (2, "completions of a prompt, which are compared with each other"),
-    "max_completion_length": (1, "tokens of a completion"),
+# Without these the sizes of a step are not known.
+_SIZES = {
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "generation_batch_size",
+    "num_iterations",
+    "num_generations",
 }
 
 
@@ -104,12 +96,6 @@ def main(argv: Sequence[str]) -> int:
 def as_if_launched(num_processes: int) -> Iterator[None]:
     """Lets configuration classes compute with `num_processes`, although there is only this process and perhaps no GPU."""
 
-    def refuse(parser, message: str):  # instead of printing the usage of all settings
-        if not message.startswith("argument --"):
-            raise ValueError(f"The settings cannot be read: {message}.")
-        names, _, reason = message.removeprefix("argument --").partition(": ")
-        raise ValueError(f"`{names.split('/')[0]}` is refused: {reason}.")
-
     def setup(arguments) -> torch.device:
         arguments.distributed_state = None
         arguments._n_gpu = 0
@@ -119,7 +105,6 @@ def as_if_launched(num_processes: int) -> Iterator[None]:
         mock.patch.object(TrainingArguments, "_setup_devices", property(setup)),
         mock.patch.object(TrainingArguments, "world_size", property(lambda arguments: num_processes)),
         mock.patch.dict(os.environ, {"WORLD_SIZE": str(num_processes)}),
-        mock.patch.object(argparse.ArgumentParser, "error", refuse),
     ):
         yield
 
@@ -140,39 +125,34 @@ def check_recipe(
 
     Returns:
         The recipe as dataclasses, without keys that are unknown or have no legal value and, if the batch sizes are
-        illegal, with others (`None` if something else is wrong with it); the sizes of a step (`None` if they are illegal
-        or not known); and one message per mistake.
+        illegal, with others (`None` if settings contradict each other); the sizes of a step (`None` if they are illegal or
+        not known); and one message per mistake.
 
     Raises:
         `ValueError`: if the recipe does not exist or is no mapping.
     """
-    settings = read_mapping(path, "recipe")
-    types = _types(settings)
-    for key, value in _pairs(overrides).items():  # as on the command line of the run, where one word may be a list
-        is_list = types.get(key, "").removeprefix("typing.Optional[").startswith("list[")
-        settings[key] = [value] if is_list and not isinstance(value, list) and value is not None else value
-    nulls = _illegal_nulls(settings, types)
-    settings = {key: value for key, value in settings.items() if key not in nulls}
-    illegal = _illegal_counts(settings)
-    conflicts = [*nulls.values(), *illegal.values()]
-    step = None
-    if num_processes is not None and not illegal:
+    settings = read_settings(["--config", path, *overrides])
+    illegal = setting_errors(settings)
+    if "method" in illegal:
+        return None, None, list(illegal.values())
+    settings = {key: value for key, value in settings.items() if key not in illegal}
+    conflicts, step = list(illegal.values()), None
+    if num_processes is not None and not illegal.keys() & _SIZES:
         step, errors = step_sizes(settings, num_processes)
         conflicts += errors
     if step is None:  # so that the other settings can be looked at
         batch = ("steps_per_generation", "generation_batch_size", "gradient_accumulation_steps")
-        settings = {key: value for key, value in settings.items() if key not in illegal and key not in batch}
+        settings = {key: value for key, value in settings.items() if key not in batch}
         settings["per_device_train_batch_size"] = max(2, int(settings.get("num_generations", 8)))
-    recipe, errors = _read_what_is_legal(settings, num_processes or 1)
-    conflicts += errors
-    if recipe is not None:
-        conflicts += _reward_conflicts(recipe.run.reward_funcs)
+    with as_if_launched(num_processes or 1):
+        # `use_cpu` silences the question whether this machine's GPU can do what the recipe asks of another one's
+        recipe, contradictions = build_recipe(settings | {"use_cpu": True})
+    conflicts += contradictions.values()
+    conflicts += _reward_conflicts(settings.get("reward_funcs", []))
     return recipe, step, conflicts
 
 
-def _reward_conflicts(names: list[str] | str) -> list[str]:
-    if isinstance(names, str):  # the run would take it letter by letter
-        return [f"reward_funcs must be a list, got {names!r}. Write [{names}]."]
+def _reward_conflicts(names: list[str]) -> list[str]:
     conflicts = []
     for name in names:
         try:
@@ -187,113 +167,20 @@ def _reward_conflicts(names: list[str] | str) -> list[str]:
     return conflicts
 
 
-def _types(settings: dict) -> dict[str, str]:
-    """Type of each setting, as its dataclass writes it."""
-    parts = (RunArguments, DataArguments, ModelConfig, _config_class(settings), VerificationArguments)
-    return {field.name: str(field.type) for part in parts for field in fields(part)}
-
-
-def _illegal_nulls(settings: dict, types: dict[str, str]) -> dict[str, str]:
-    """What is wrong with `null` as the value of a setting that needs one."""
-    return {
-        key: f"{key} must have a value, got null. Remove it for its default."
-        for key, value in settings.items()
-        if value is None and key in types and key not in _COUNTS and not re.search("None|Optional", types[key])
-    }
-
-
-def _illegal_counts(settings: dict) -> dict[str, str]:
-    """What is wrong with the settings that count something, each on its own."""
-    defaults = _defaults(settings)
-    messages = {}
-    for name, (least, what) in _COUNTS.items():
-        value = settings.get(name, defaults[name])
-        if value is None and (defaults[name] is None or name == "max_completion_length"):
-            continue
-        number = int(value) if isinstance(value, str) and value.isdigit() else value
-        if isinstance(number, int) and not isinstance(number, bool) and number >= least:
-            continue
-        known = isinstance(number, int | float) and not isinstance(number, bool)
-        nearest = max(least, round(number)) if known else (defaults[name] or least)
-        messages[name] = (
-            f"{name} must be a whole number of at least {least}, got {value!r}: it counts the {what}. "
-            f"{'Nearest legal value' if known else 'Its default is'}{': ' if known else ' '}{nearest}."
-        )
-    return messages
-
-
-def _defaults(settings: dict) -> dict:
-    return {field.name: field.default for field in fields(_config_class(settings))}
-
-
-def _config_class(settings: dict) -> type:
-    return METHODS.get(str(settings.get("method", "pacs")), METHODS["pacs"])
-
-
-def _pairs(overrides: Sequence[str]) -> dict:
-    pairs: dict = {}
-    words = [part for word in overrides for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    key = None
-    for word in words:
-        if word.startswith("--"):
-            key = word[2:].replace("-", "_")
-            pairs[key] = True
-        elif key is None:
-            raise ValueError(f"Cannot make sense of {word!r}: settings are given as --key value.")
-        else:
-            try:
-                value = yaml.safe_load(word)
-            except yaml.YAMLError:  # a text with braces or colons
-                value = word
-            pairs[key] = (
-                value if pairs[key] is True else [*(old if isinstance(old := pairs[key], list) else [old]), value]
-            )
-    return pairs
-
-
-def _read(settings: dict, num_processes: int) -> Recipe:
-    with tempfile.TemporaryDirectory() as directory, as_if_launched(num_processes):
-        file = Path(directory) / "recipe.yaml"
-        # `use_cpu` silences the question whether this machine's GPU can do what the recipe asks of another one's
-        file.write_text(yaml.safe_dump(settings | {"use_cpu": True}))
-        return read_recipe(["--config", str(file)])
-
-
-def _read_what_is_legal(settings: dict, num_processes: int) -> tuple[Recipe | None, list[str]]:
-    """The recipe without the keys that `read_recipe` refuses by name, if that makes one, and what it says about them."""
-    messages: list[str] = []
-    while True:
-        try:
-            return _read(settings, num_processes), messages
-        except ValueError as error:
-            message = str(error)
-        messages.append(message)
-        refused = {
-            key
-            for key in settings
-            if any(f"`{key}` is {end}" in message for end in ("not a setting", "a setting of", "refused"))
-        }
-        if not refused:
-            return None, messages
-        settings = {key: value for key, value in settings.items() if key not in refused}
-
-
 def step_sizes(settings: dict, num_processes: int) -> tuple[Step | None, list[str]]:
     """
     Sizes of a generation and of an optimizer step.
 
     Args:
         settings (`dict`):
-            Keys of a recipe.
+            Keys of a recipe, each with a legal value.
         num_processes (`int`):
             Number of processes.
 
     Returns:
         [`Step`] and no messages, or `None` and what is wrong, with the nearest legal values.
     """
-    if illegal := _illegal_counts(settings):
-        return None, list(illegal.values())
-    given = _defaults(settings) | settings
+    given = {f.name: f.default for f in fields(METHODS[settings.get("method", "pacs")])} | settings
     names = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "num_iterations")
     sizes = {name: int(given[name]) for name in names}
     slot = sizes["per_device_train_batch_size"] * num_processes

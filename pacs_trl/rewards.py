@@ -1,7 +1,7 @@
 """Verification with the signature of TRL reward functions: what these return are the labels of PACS training.
 
 A reward function may return anything in [0, 1]: class weights and cross-entropy take soft labels as they are, and so does
-a weighted sum of several functions (`reward_weights`) whose weights sum to at most 1. `None` takes a row out of its group.
+a weighted sum of several functions (`reward_weights`) whose weights sum to 1. `None` takes a row out of its group.
 """
 
 from collections.abc import Callable, Sequence
