@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from datasets import Dataset, concatenate_datasets, load_dataset
 
+from pacs_trl.settings import refuse_illegal_values
 from pacs_trl.verification import gold_texts, last_boxed
 
 
@@ -167,6 +168,7 @@ class DataArguments:
                 f"`dataset_path` replaces the download of a named set ({', '.join(TRAINING_SETS)}), but `dataset_name` "
                 f"is {self.dataset_name!r}. Put the path itself into `dataset_name` and name the columns."
             )
+        refuse_illegal_values(self)
         self._check_source_settings()
 
     def _check_source_settings(self):

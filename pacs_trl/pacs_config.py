@@ -8,6 +8,7 @@ from trl import GRPOConfig
 
 from .objective import ClassWeighting, Proxy, ScoreEstimator
 from .sampling_correction import CorrectionMode
+from .settings import refuse_illegal_values
 
 
 # Settings of GRPOConfig that shape GRPO's own loss. PACS has no ratio, no clipping and no advantage to apply them to.
@@ -239,6 +240,7 @@ class PACSConfig(GRPOConfig):
         self._check_objective()
         self._check_reference()
         self._check_micro_batches()
+        refuse_illegal_values(self)
         if self.generation_batch_size is None or self.steps_per_generation is None:
             self._check_batch_arithmetic(int(os.environ.get("WORLD_SIZE", 1)))
         super().__post_init__()

@@ -357,6 +357,13 @@ class VerificationArguments:
                 "`verification_max_failure_share` is a share and must lie in [0, 1], got "
                 f"{self.verification_max_failure_share}."
             )
+        _check_limits(
+            1 if self.verification_num_workers is None else self.verification_num_workers,
+            self.verification_timeout_seconds,
+            self.verification_cpu_seconds,
+            self.verification_memory_limit_mb,
+            self.verification_protocol,
+        )
 
     def build(self) -> Verifier:
         """A verifier with these settings, not yet started."""

@@ -57,6 +57,10 @@ REFUSED = {
     "beta 0": ({"pacs_beta": 0.0}, "pacs_beta must be above 0, got 0.0"),
     "NaN beta": ({"pacs_beta": float("nan")}, "pacs_beta must be above 0, got nan"),
     "negative actor term": ({"actor_term_coef": -1.0}, "actor_term_coef must not be negative, got -1.0"),
+    "infinite beta": ({"pacs_beta": float("inf")}, "pacs_beta must be above 0, got inf"),
+    "NaN actor term": ({"actor_term_coef": float("nan")}, "actor_term_coef must be at least 0, got nan"),
+    "temperature 0": ({"temperature": 0.0}, "temperature must be above 0, got 0.0: logits are divided by it"),
+    "two at once": ({"adam_beta2": 1.5, "vllm_mode": "sideways"}, "adam_beta2 must be .* got 1.5.* vllm_mode must be one"),
     "grpo with rollout reference": ({"score_estimator": "grpo"}, "(?s)grpo.*exactly 0.*Use reference='snapshot'"),
     "snapshot without reference": (
         {"reference": "snapshot", "proxy": "mean_logp"},
@@ -85,7 +89,7 @@ REFUSED = {
         {"drop_uniform_groups": True, "beta": 0.1},
         "drop_uniform_groups=True would be ignored with beta=0.1",
     ),
-    "one generation": ({"num_generations": 1}, "num_generations must be at least 2, got 1"),
+    "one generation": ({"num_generations": 1}, "num_generations must be a whole number of at least 2, got 1"),
 }
 
 

@@ -4,6 +4,8 @@ from dataclasses import MISSING, dataclass, field, fields
 
 from trl import GRPOConfig
 
+from ..settings import refuse_illegal_values
+
 
 # Settings of GRPOConfig that make GRPO's advantage or belong to losses without PPO's clipping.
 _SHAPES_ONLY_GRPO = {
@@ -133,4 +135,5 @@ class PPOConfig(GRPOConfig):
                 "fp16=True is not supported by PPO: policy and critic would share one loss scale. Set bf16=True or train "
                 "in float32."
             )
+        refuse_illegal_values(self)
         super().__post_init__()

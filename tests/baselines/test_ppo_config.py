@@ -35,6 +35,9 @@ def test_defaults_are_the_settings_of_the_authors():
         ("value_clip_range", 0.0, "None turns"),
         ("delta", 1.2, "1 + epsilon_high = 1.2"),
         ("fp16", True, "bf16=True"),
+        ("temperature", float("nan"), "above 0, got nan"),
+        ("critic_learning_rate", float("inf"), "above 0, got inf"),
+        ("learning_rate", -1e-6, "at least 0, got -1e-06"),
     ],
 )
 def test_refused(setting, value, message):
