@@ -5,6 +5,7 @@ functions of numbers; nothing is loaded. Mixture-of-experts models are left out.
 """
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,18 +80,48 @@ class ModelShape:
 
     def forward_flops(self, tokens: float, mean_length: float) -> float:
         """2 per weight and token (the embedding only looks up), and 4 per layer, width and attended position, of which
-        causal attention has `mean_length / 2` on average."""
+        causal attention has `mean_length / 2` on average over tokens: of rows of unequal length, the mean of their squares
+        over their mean."""
         weights = self.num_layers * self.layer_parameters + self.vocabulary * self.hidden
         attention = 2 * self.num_layers * self.attention_width * mean_length
         return tokens * (2 * weights + attention)
 
-    def activation_bytes(self, tokens: int, *, checkpointing: bool) -> float:
-        """bfloat16 activations of a micro-batch: with gradient checkpointing the input of each layer, and everything
-        inside one; without it, everything inside all of them."""
-        inside_layer = 2 * tokens * (4 * self.hidden + self.qkv_width + self.attention_width + 4 * self.intermediate)
+    def activation_bytes(self, tokens: int, *, checkpointing: bool, precision: str = "bfloat16") -> float:
+        """
+        What a micro-batch keeps for its backward pass: with gradient checkpointing the input of each layer, and everything
+        inside one; without it, everything inside all of them; and the last norm.
+
+        Of a layer that is the two norms (input, its normalized copy, and the result as the input of three and of two
+        projections), queries and keys before and after their norm, what attention reads and returns, and four times the
+        inside of the MLP. A norm of bfloat16 numbers computes in float32 and keeps that copy as well.
+
+        Args:
+            tokens (`int`):
+                Tokens of the micro-batch.
+            checkpointing (`bool`):
+                Whether activations are computed again in the backward pass.
+            precision (`str`):
+                `"bfloat16"`: weights in bfloat16, also those that FSDP2 and DeepSpeed gather; `"autocast"`: float32 weights
+                and stream, bfloat16 products, whose inputs are cast once for each projection; or `"float32"`.
+        """
+        # bytes per number: of the stream between layers, around norms of the stream, of q/k norms, of matrix products
+        stream, norms, head_norms, products = {
+            "bfloat16": (2, 2 * (4 + 2 + 2), 4 + 2, 2),
+            "autocast": (4, (4 + 4 + 3 * 2) + (4 + 4 + 2 * 2), 4 + 2, 2),
+            "float32": (4, 2 * (4 + 4 + 4), 4 + 4, 4),
+        }[precision]
+        keys = self.num_kv_heads * self.head_dim
+        inside_layer = (
+            norms * self.hidden
+            + products * (2 * self.attention_width + 2 * keys + 4 * self.intermediate)  # q, k, v, attended; MLP
+            + 4 * self.num_heads  # the normalizer of attention
+        )
+        if self.qk_norm:
+            inside_layer += head_norms * (self.attention_width + keys)
+        last_norm = norms / 2 * self.hidden
         if not checkpointing:
-            return self.num_layers * inside_layer
-        return 2 * tokens * self.hidden * self.num_layers + inside_layer
+            return tokens * (self.num_layers * inside_layer + last_norm)
+        return tokens * (stream * self.hidden * self.num_layers + inside_layer + last_norm)
 
 
 # layers, hidden, intermediate, heads, key-value heads, head size, vocabulary
@@ -173,6 +204,28 @@ def training_state_bytes(trained: float, frozen: float, *, frozen_bytes: int, sh
     return 18 * trained + frozen_bytes * frozen
 
 
+def checkpoint_bytes(
+    trained: float, frozen: float = 0, *, weight_bytes: int = 4, snapshot: bool = False, row_tokens: float = 0
+) -> float:
+    """
+    A checkpoint on disk, without what is small (tokenizer, states of schedules and generators).
+
+    Weights, two moments of Adam in the same precision, another copy of what is trained for a snapshot reference, and the
+    rows of an unfinished generation batch: tokens, mask and two log-probabilities take 13 bytes.
+
+    Args:
+        trained, frozen (`float`):
+            Number of parameters that are written; the frozen ones of LoRA are not.
+        weight_bytes (`int`):
+            Bytes per weight.
+        snapshot (`bool`):
+            Whether there is a snapshot reference.
+        row_tokens (`float`):
+            Tokens of the completions that have been drawn and not learned from.
+    """
+    return weight_bytes * (trained * (3 + snapshot) + frozen) + 13 * row_tokens
+
+
 def training_forward_equivalents(
     method: str,
     *,
@@ -231,18 +284,43 @@ def training_forward_equivalents(
     return passes
 
 
+def mean_square_length(mean: float, longest: float) -> float:
+    """
+    Mean of squared completion lengths, for lengths that fall off exponentially and are cut off at `longest`.
+
+    It is 1.7 times the square of a mean of 35 % of the longest, and the square itself if all are cut off.
+    """
+    if mean >= longest:
+        return float(longest) ** 2
+    low, high = 0.0, 1e6 * longest  # the exponential's own mean, of which cutting off takes some
+    for _ in range(100):
+        scale = (low + high) / 2
+        low, high = (scale, high) if -scale * math.expm1(-longest / scale) < mean else (low, scale)
+    ratio = longest / scale
+    return 2 * scale**2 * (1 - math.exp(-ratio) * (1 + ratio))
+
+
 def decoding_seconds(
-    shape: ModelShape, rows: float, mean_length: float, longest: int, *, kv_cache_bytes: float, gpu: Gpu = H200
+    shape: ModelShape,
+    rows: float,
+    prompt_length: float,
+    mean_length: float,
+    longest: int,
+    *,
+    kv_cache_bytes: float,
+    gpu: Gpu = H200,
 ) -> float:
     """
     Time of generating `rows` completions on one GPU, bound by memory bandwidth.
 
-    Each decoding step reads the bfloat16 weights once and the keys and values of all sequences so far:
-    `waves * longest * weight bytes + rows * mean_length^2 / 2 * KV bytes per token`, over the bandwidth reached. There are
-    as many waves as the cache needs to hold all sequences.
+    Each decoding step reads the bfloat16 weights once and the keys and values of all sequences so far. A completion of
+    length l reads its prompt l times and itself l / 2 times, so squared lengths count: `waves * longest * weight bytes +
+    rows * (prompt_length * mean length + mean squared length / 2) * KV bytes per token`, over the bandwidth reached. There
+    are as many waves as the cache needs to hold all sequences.
     """
-    cache_needed = rows * mean_length * shape.kv_bytes_per_token
+    cache_needed = rows * (prompt_length + mean_length) * shape.kv_bytes_per_token
     waves = max(1.0, cache_needed / max(kv_cache_bytes, 1.0))
     weight_reads = waves * longest * 2 * shape.parameters
-    cache_reads = rows * mean_length**2 / 2 * shape.kv_bytes_per_token
+    attended = prompt_length * mean_length + mean_square_length(mean_length, longest) / 2
+    cache_reads = rows * attended * shape.kv_bytes_per_token
     return (weight_reads + cache_reads) / (gpu.bandwidth * gpu.decoding_share)

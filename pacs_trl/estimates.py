@@ -7,8 +7,10 @@ from .cost import (
     GIB,
     H200,
     ModelShape,
+    checkpoint_bytes,
     decoding_seconds,
     lora_parameters,
+    mean_square_length,
     model_shape,
     training_forward_equivalents,
     training_state_bytes,
@@ -47,6 +49,23 @@ class Step:
 def weights_dtype(recipe: Recipe) -> str:
     """The dtype that the policy's weights are loaded in."""
     return (recipe.training.model_init_kwargs or {}).get("dtype", recipe.model.dtype) or "float32"
+
+
+def is_mixed_precision(recipe: Recipe, launch: Launch) -> bool:
+    """What the recipe asks for wins over the accelerate file."""
+    return recipe.training.bf16 or recipe.training.fp16 or launch.mixed_precision != "no"
+
+
+def has_float32_copies(recipe: Recipe, launch: Launch) -> bool:
+    """FSDP and DeepSpeed train float32 copies of half-precision weights, but only under mixed precision."""
+    return launch.kind in ("FSDP", "DEEPSPEED") and is_mixed_precision(recipe, launch)
+
+
+def _precision(recipe: Recipe, launch: Launch) -> str:
+    """In which precision activations are kept, see [`~cost.ModelShape.activation_bytes`]."""
+    if weights_dtype(recipe) != "float32" or has_float32_copies(recipe, launch):
+        return "bfloat16"
+    return "autocast" if is_mixed_precision(recipe, launch) else "float32"
 
 
 def describe(recipe: Recipe, step: Step, mean_length: int) -> list[str]:
@@ -112,17 +131,25 @@ def estimate(recipe: Recipe, step: Step, launch: Launch, mean_length: int) -> li
     shape = model_shape(name)
     if shape is None:
         return ["", f"Memory and time: not estimated, because the shape of {name!r} is not known."]
-    return [*_memory(recipe, shape, launch), *_time(recipe, shape, step, launch, mean_length)]
+    return [
+        *_memory(recipe, shape, launch),
+        *_disk(recipe, shape, step, launch, mean_length),
+        *_time(recipe, shape, step, launch, mean_length),
+    ]
+
+
+def _trained_parameters(recipe: Recipe, shape: ModelShape) -> int:
+    model = recipe.model
+    if model.use_peft:
+        return lora_parameters(shape, model.lora_r, model.lora_target_modules or ["all-linear"])
+    return shape.parameters
 
 
 def _state_bytes(recipe: Recipe, shape: ModelShape, launch: Launch) -> float:
     model, training = recipe.model, recipe.training
     sharing = {"sharding": launch.sharding, "processes": launch.num_processes}
     weight_bytes = 4 if weights_dtype(recipe) == "float32" else 2
-    trained, frozen = shape.parameters, 0
-    if model.use_peft:
-        trained = lora_parameters(shape, model.lora_r, model.lora_target_modules or ["all-linear"])
-        frozen = shape.parameters
+    trained, frozen = _trained_parameters(recipe, shape), shape.parameters if model.use_peft else 0
     state = training_state_bytes(trained, frozen, frozen_bytes=weight_bytes, **sharing)
     copies = 0.0
     if getattr(training, "reference", "rollout") == "snapshot" and not training.reference_offload:
@@ -147,6 +174,7 @@ class _MemoryUse:
     state: float
     activations: float
     gathered: float
+    collected: float  # gradients of whole weights between micro-batches
     engine: float
     asleep: bool
     tokens: int
@@ -154,11 +182,15 @@ class _MemoryUse:
     @property
     def training(self) -> float:
         """What there is besides the engine at the fullest moment at which the engine is awake."""
-        return self.state if self.asleep else self.state + self.activations + self.gathered
+        return self.state if self.asleep else self.update
+
+    @property
+    def update(self) -> float:
+        return self.state + self.activations + self.gathered + self.collected
 
     @property
     def peak(self) -> float:
-        return max(self.training + self.engine, self.state + self.activations + self.gathered)
+        return max(self.training + self.engine, self.update)
 
 
 def _memory_use(recipe: Recipe, shape: ModelShape, launch: Launch) -> _MemoryUse:
@@ -169,11 +201,17 @@ def _memory_use(recipe: Recipe, shape: ModelShape, launch: Launch) -> _MemoryUse
     gathered = 0.0
     if launch.sharding == "full":  # two layers and the largest matrix outside of them, in bfloat16
         gathered = 2 * (2 * shape.layer_parameters + shape.vocabulary * shape.hidden)
+    collected = 0.0
+    if launch.kind == "FSDP" and training.gradient_accumulation_steps > 1:  # reduced with the last micro-batch only
+        collected = 4.0 * _trained_parameters(recipe, shape)
+        collected += 4.0 * shape.parameters * (recipe.run.method == "ppo")
     colocated = training.use_vllm and training.vllm_mode == "colocate"
+    checkpointing = {"checkpointing": training.gradient_checkpointing}
     return _MemoryUse(
         state=_state_bytes(recipe, shape, launch),
-        activations=shape.activation_bytes(tokens, checkpointing=training.gradient_checkpointing),
+        activations=shape.activation_bytes(tokens, precision=_precision(recipe, launch), **checkpointing),
         gathered=gathered,
+        collected=collected,
         engine=training.vllm_gpu_memory_utilization * H200.memory_bytes if colocated else 0.0,
         asleep=colocated and training.vllm_enable_sleep_mode,
         tokens=tokens,
@@ -203,6 +241,59 @@ def engine_conflict(recipe: Recipe, launch: Launch) -> str | None:
     )
 
 
+def memory_conflict(recipe: Recipe, launch: Launch) -> str | None:
+    """Why updates do not fit into an H200 by the estimate, whatever the engine, with what helps; `None` if they do."""
+    shape = model_shape(recipe.model.model_name_or_path)
+    if shape is None:
+        return None
+    training, use = recipe.training, _memory_use(recipe, shape, launch)
+    room = _USABLE * H200.memory_bytes
+    if use.update <= room:
+        return None
+    remedies = []
+    if launch.sharding != "full":
+        remedies.append(
+            "launch with accelerate_configs/fsdp2.yaml, which shares the training state over the processes"
+        )
+    elif use.state > 0.5 * room:
+        remedies.append("launch on more GPUs")
+    if not training.gradient_checkpointing:
+        remedies.append("set gradient_checkpointing: true")
+    if use.activations > 0.2 * room:
+        remedies.append(f"lower per_device_train_batch_size={training.per_device_train_batch_size}")
+    if not recipe.model.use_peft:
+        remedies.append("train an adapter (use_peft: true)")
+    return (
+        f"An update needs {use.update / GIB:.0f} GiB on each GPU (training state {use.state / GIB:.0f}, activations "
+        f"{use.activations / GIB:.0f}), and an H200 has {H200.memory_bytes / GIB:.0f}. To make it fit: {'; or '.join(remedies)}."
+    )
+
+
+def _disk(recipe: Recipe, shape: ModelShape, step: Step, launch: Launch, mean_length: int) -> list[str]:
+    training, trained = recipe.training, _trained_parameters(recipe, shape)
+    if training.save_strategy == "no":
+        return []
+    is_float32 = weights_dtype(recipe) == "float32" or has_float32_copies(recipe, launch) or recipe.model.use_peft
+    interrupted = training.save_steps % step.updates_per_generation != 0
+    snapshot = getattr(training, "reference", "rollout") == "snapshot"
+    critic = shape.parameters if recipe.run.method == "ppo" else 0
+    size = checkpoint_bytes(
+        trained,
+        weight_bytes=4 if is_float32 else 2,
+        snapshot=snapshot,
+        row_tokens=step.rows_per_generation * mean_length if interrupted else 0,
+    ) + checkpoint_bytes(critic)
+    parts = ["weights", "two Adam moments"]
+    parts += ["reference snapshot"] * snapshot + ["the same of the critic"] * bool(critic)
+    parts += ["rows of a generation"] * interrupted
+    optimizer_steps, count = planned_optimizer_steps(recipe, step), None
+    if training.save_strategy == "steps" and training.save_steps >= 1 and optimizer_steps is not None:
+        count = -(-optimizer_steps // int(training.save_steps))  # the last step is saved too
+        count = min(count, training.save_total_limit or count)
+    total = "" if count is None else f"; {count} of them: {count * size / GIB:.0f} GiB"
+    return ["", "Disk", f"  checkpoint         {size / GIB:6.1f} GiB   {', '.join(parts)}{total}"]
+
+
 def _memory(recipe: Recipe, shape: ModelShape, launch: Launch) -> list[str]:
     training = recipe.training
     use = _memory_use(recipe, shape, launch)
@@ -215,9 +306,14 @@ def _memory(recipe: Recipe, shape: ModelShape, launch: Launch) -> list[str]:
         f"  training state     {state / GIB:6.1f} GiB   16 bytes per trained weight (float32 weight, gradient, two Adam "
         f"moments){', and the KL reference' if _has_kl_model(recipe) else ''}"
         f"{', over all processes' if launch.sharding == 'full' else ''}",
-        f"  activations        {activations / GIB:6.1f} GiB   micro-batch of {tokens} tokens, bfloat16"
+        f"  activations        {activations / GIB:6.1f} GiB   micro-batch of {tokens} tokens, {_precision(recipe, launch)}"
         f"{', layer inputs and one whole layer' if training.gradient_checkpointing else ''}",
         *([f"  gathered weights   {gathered / GIB:6.1f} GiB   two layers and the output head"] if gathered else []),
+        *(
+            [f"  collected gradient {use.collected / GIB:6.1f} GiB   of all weights, until the last micro-batch"]
+            if use.collected
+            else []
+        ),
         *(
             [
                 f"  vLLM               {engine / GIB:6.1f} GiB   vllm_gpu_memory_utilization="
@@ -261,11 +357,14 @@ def _time(recipe: Recipe, shape: ModelShape, step: Step, launch: Launch, mean_le
         return []
     rollouts = step.rollouts(optimizer_steps)
     prompt_length = min(recipe.data.max_prompt_length or 256, 256)
-    length = prompt_length + mean_length
     # TRL's trainers pad every row to the longest of the generation, and among so many one reaches the limit.
-    computed = length if method == "pacs" else prompt_length + training.max_completion_length
+    computed = attended = prompt_length + training.max_completion_length
+    if method == "pacs":
+        computed = prompt_length + mean_length
+        squared = mean_square_length(mean_length, training.max_completion_length)
+        attended = (prompt_length**2 + 2 * prompt_length * mean_length + squared) / computed
     passes = _forward_passes(recipe, step)
-    flops = passes * shape.forward_flops(step.rows_per_generation * computed, computed)
+    flops = passes * shape.forward_flops(step.rows_per_generation * computed, attended)
     learning = flops / (launch.num_processes * H200.flops * H200.training_share)
     share = training.vllm_gpu_memory_utilization if training.use_vllm else 0.5
     cache = max(share * H200.memory_bytes - 2 * shape.parameters, 0.05 * H200.memory_bytes)
@@ -276,7 +375,8 @@ def _time(recipe: Recipe, shape: ModelShape, step: Step, launch: Launch, mean_le
         else decoding_seconds(
             shape,
             step.rows_per_generation / launch.num_processes,
-            length,
+            prompt_length,
+            mean_length,
             training.max_completion_length,
             kv_cache_bytes=cache,
         )

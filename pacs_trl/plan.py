@@ -15,7 +15,16 @@ from unittest import mock
 import torch
 from transformers import TrainingArguments
 
-from .estimates import Step, describe, engine_conflict, estimate, num_problems, weights_dtype
+from .estimates import (
+    Step,
+    describe,
+    engine_conflict,
+    estimate,
+    has_float32_copies,
+    memory_conflict,
+    num_problems,
+    weights_dtype,
+)
 from .launch import Launch, read_launch
 from .pacs_config import batch_arithmetic_errors
 from .recipe import METHODS, Recipe, build_recipe, read_settings, setting_errors
@@ -239,7 +248,7 @@ def judge(recipe: Recipe, step: Step | None, launch: Launch) -> tuple[list[str],
             f"{recipe.data.eval_split_size}). Use more of them, or lower steps_per_generation."
         )
     if lost := _lost_updates(recipe):
-        if _has_float32_copies(recipe, launch):
+        if has_float32_copies(recipe, launch):
             notes.append(f"{lost} FSDP and DeepSpeed make float32 copies; dtype: float32 says so in the recipe.")
         else:
             conflicts.append(f"{lost} Set dtype: float32 and bf16: true (float32 weights, bfloat16 arithmetic).")
@@ -252,7 +261,9 @@ def judge(recipe: Recipe, step: Step | None, launch: Launch) -> tuple[list[str],
             f"PPO supports FSDP2 only, and the accelerate file asks for fsdp_version {launch.fsdp_version}. Set "
             "fsdp_version: 2 in its fsdp_config, as fsdp2.yaml does."
         )
-    if training.use_vllm and training.vllm_mode == "colocate":
+    if training.max_completion_length is not None and (too_large := memory_conflict(recipe, launch)):
+        conflicts.append(too_large)
+    elif training.use_vllm and training.vllm_mode == "colocate":
         conflicts += _engine_conflicts(recipe, launch)
     if training.max_steps > 0 and step is not None and training.max_steps % step.updates_per_generation:
         notes.append(
@@ -270,13 +281,6 @@ def _lost_updates(recipe: Recipe) -> str | None:
         f"dtype={dtype} with learning_rate={learning_rate:g}: bfloat16 weights cannot take steps below about "
         f"{_SMALLEST_BF16_LEARNING_RATE:.0e}, so most of the update would be lost."
     )
-
-
-def _has_float32_copies(recipe: Recipe, launch: Launch) -> bool:
-    """FSDP and DeepSpeed train float32 copies of half-precision weights, but only under mixed precision. What the recipe
-    asks for wins over the accelerate file."""
-    mixed_precision = recipe.training.bf16 or recipe.training.fp16 or launch.mixed_precision != "no"
-    return launch.kind in ("FSDP", "DEEPSPEED") and mixed_precision
 
 
 def _engine_conflicts(recipe: Recipe, launch: Launch) -> list[str]:

@@ -183,6 +183,12 @@ def build_recipe(settings: dict) -> tuple[Recipe | None, dict[str, str]]:
             parts.append(part(**{f.name: values[f.name] for f in fields(part) if f.init}))
         except ValueError as error:
             errors[part.__name__] = str(error)
+        except (
+            TypeError,
+            OSError,
+            ImportError,
+        ) as error:  # how libraries refuse unknown keys, files, missing packages
+            errors[part.__name__] = f"The settings of {part.__name__} are refused: {type(error).__name__}: {error}"
     if errors:
         return None, errors
     final = {}

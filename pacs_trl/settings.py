@@ -261,8 +261,7 @@ def _wrong_type(name: str, value: Any, setting: Setting) -> str | None:
         needed = "NoneType" not in kinds and setting.default is not None
         return f"{name} must have a value, got null. Remove it for its default." if needed else None
     if isinstance(value, dict):
-        fits = kinds & {"dict", "ParallelismConfig"}
-        return None if fits else f"{name} must be {_words(kinds)}, got a mapping: {value!r}."
+        return None if "dict" in kinds else f"{name} must be {_words(kinds)}, got a mapping: {value!r}."
     if isinstance(value, list):
         if "list" not in kinds:
             return f"{name} must be {_words(kinds)}, got a list: {value!r}."
@@ -321,7 +320,7 @@ def _kinds(annotation: Any) -> set[str]:
 
 def _words(kinds: set[str]) -> str:
     words = {"str": "text", "int": "a whole number", "float": "a number", "bool": "true or false", "list": "a list"}
-    return " or ".join(word for kind, word in words.items() if kind in kinds) or "something else"
+    return " or ".join(word for kind, word in words.items() if kind in kinds) or "left out, as no recipe can spell it"
 
 
 def _number(value: Any) -> int | float | None:
