@@ -97,6 +97,7 @@ def read_launch(accelerate_config: str | None, num_processes: int | None) -> Lau
         return Launch(count, "none", "one process" if count == 1 else f"{count} processes, DDP", kind)
     path = accelerate_config
     config = read_mapping(path, "accelerate file")
+    _refuse_lists(config, path)
     known = {field.name for field in fields(ClusterConfig)} | _OLD_ACCELERATE_KEYS
     if unknown := sorted(config.keys() - known):
         raise ValueError(
@@ -110,7 +111,7 @@ def read_launch(accelerate_config: str | None, num_processes: int | None) -> Lau
             f"{', '.join([*_SHARDING, 'DEEPSPEED'])}."
         )
     count = num_processes or config.get("num_processes", 1 if kind == "NO" else None)
-    if not isinstance(count, int) or count < 1:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(
             f"{path}: num_processes must be at least 1, got {count!r}. Set it there or with --num-processes."
         )
@@ -134,6 +135,16 @@ def _hint(key: str, known: set[str]) -> str:
     return f"Rename `{key}` to `{nearest[0]}`, or remove it." if nearest else f"Remove `{key}`."
 
 
+def _refuse_lists(config: dict, path: str) -> None:
+    """Values are single words and numbers; only sections are mappings, of such values again."""
+    for key, value in config.items():
+        section = isinstance(value, dict) and (key.endswith("_config") or key == "dynamo_config")
+        for name, inner in value.items() if section else ((key, value),):
+            if isinstance(inner, list | dict):
+                where = f"{key}.{name}" if section else key
+                raise ValueError(f"{path}: {where} must be one word or number, got {inner!r}.")
+
+
 def _refuse_ignored(section: dict, name: str, path: str) -> None:
     """accelerate copies every key of a section over the option of that name, and says nothing where there is none."""
     known = {action.dest for action in launch_command_parser()._actions}
@@ -151,7 +162,10 @@ def _refuse_ignored(section: dict, name: str, path: str) -> None:
 def _fsdp_version(config: dict, path: str) -> int:
     section = _section(config, "fsdp_config")
     _refuse_ignored(section, "fsdp_config", path)
-    return section.get("fsdp_version", section.get("version", 1))
+    version = section.get("fsdp_version", section.get("version", 1))
+    if str(version) not in ("1", "2"):
+        raise ValueError(f"{path}: fsdp_version must be 1 or 2, got {version!r}.")
+    return int(version)
 
 
 def _mixed_precision(config: dict, path: str) -> str:
@@ -177,7 +191,7 @@ def _zero_stage(config: dict, path: str) -> tuple[int, str | None]:
             raise ValueError(
                 f"{path}: accelerate refuses {', '.join(twice)} next to deepspeed_config_file. Say it in {file} only."
             )
-        if not Path(file).is_file():
+        if not Path(str(file)).is_file():
             raise ValueError(
                 f"{path}: deepspeed_config_file {file!r} does not exist (seen from {Path.cwd()}), so the ZeRO stage is "
                 "not known. Correct the path, or set zero_stage in its place."
@@ -191,7 +205,7 @@ def _zero_stage(config: dict, path: str) -> tuple[int, str | None]:
         for name in ("bf16", "fp16"):
             if _section(content, name).get("enabled") is True:
                 precision = name
-    if stage not in _ZERO_SHARDING:
+    if not isinstance(stage, int) or stage not in _ZERO_SHARDING:
         key = "zero_stage" if file is None else "stage of zero_optimization"
         raise ValueError(f"{path}: the {key} must be 0, 1, 2 or 3, got {stage!r}.")
     return stage, precision

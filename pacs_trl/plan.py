@@ -26,9 +26,10 @@ from .estimates import (
     weights_dtype,
 )
 from .launch import Launch, read_launch
+from .miniature.tasks import TASKS
 from .pacs_config import batch_arithmetic_errors
 from .recipe import METHODS, Recipe, build_recipe, read_settings, setting_errors
-from .train import reward_function
+from .train import check_model_directory, reward_function
 
 
 # bfloat16 keeps 8 significant bits: adding less than 2^-9 of a weight changes nothing. Adam moves a weight by about the
@@ -84,6 +85,7 @@ def main(argv: Sequence[str]) -> int:
         more_conflicts, notes = judge(recipe, step, launch)
         conflicts += more_conflicts
         longest = recipe.training.max_completion_length
+        notes += batch_notes(own.config, step)
         if step is not None and longest is not None:
             mean_length = max(1, round(0.35 * longest)) if own.mean_length is None else own.mean_length
             if 1 <= mean_length <= longest:
@@ -157,8 +159,22 @@ def check_recipe(
         # `use_cpu` silences the question whether this machine's GPU can do what the recipe asks of another one's
         recipe, contradictions = build_recipe(settings | {"use_cpu": True})
     conflicts += contradictions.values()
+    model = settings.get("model_name_or_path")
+    conflicts += [] if model is None else _missing_model(model)
     conflicts += _reward_conflicts(settings.get("reward_funcs", []))
     return recipe, step, conflicts
+
+
+def _missing_model(name: str) -> list[str]:
+    """The local directory or miniature task that is not there; nothing is made or downloaded."""
+    task = name.removeprefix("miniature/").partition("/")[0]
+    if name.startswith("miniature/") and task not in TASKS:
+        return [f"There is no miniature task {task!r} ({name}). The tasks are: {', '.join(TASKS)}."]
+    try:
+        check_model_directory(name)
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def _reward_conflicts(names: list[str]) -> list[str]:
@@ -219,6 +235,53 @@ def step_sizes(settings: dict, num_processes: int) -> tuple[Step | None, list[st
         micro_batches_per_update=accumulation,
         generations_per_update=max(1, accumulation // steps_per_generation),
     ), []
+
+
+def batch_notes(path: str, step: Step | None) -> list[str]:
+    """
+    What a launch and a command line make of the batch that a recipe is written for.
+
+    Args:
+        path (`str`):
+            The recipe. If it says `expected_processes`, its own sizes on so many processes are the batch meant.
+        step ([`Step`], *optional*):
+            The sizes of this run.
+
+    Returns:
+        `list[str]`: a sentence if they differ.
+    """
+    settings = read_settings(["--config", path])
+    if step is None or setting_errors(settings) or settings.get("expected_processes") is None:
+        return []
+    meant, _ = step_sizes(settings, int(settings["expected_processes"]))
+    if meant is None:
+        return []
+    notes = []
+    for what, now, then in (
+        (
+            "generation",
+            step.rows_per_generation / step.num_generations,
+            meant.rows_per_generation / meant.num_generations,
+        ),
+        ("optimizer step", step.rows_per_update / step.num_generations, meant.rows_per_update / meant.num_generations),
+    ):
+        if now != then:
+            notes.append(
+                f"A{'n' * (what[0] == 'o')} {what} has {_share(now / then)} the recipe's batch: {now:,g} prompts instead of "
+                f"{then:,g}. The recipe is written for {meant.num_processes} processes, this launch has "
+                f"{step.num_processes}; gradient_accumulation_steps and steps_per_generation make up for it."
+            )
+    return notes
+
+
+def _share(ratio: float) -> str:
+    whole = round(1 / ratio) if ratio < 1 else round(ratio)
+    if abs((1 / ratio if ratio < 1 else ratio) - whole) > 1e-9:
+        return f"{ratio:.2g} times"
+    if ratio > 1:
+        return "twice" if whole == 2 else f"{whole} times"
+    names = {2: "half of", 3: "one third of", 4: "one quarter of", 8: "one eighth of"}
+    return names.get(whole, f"1/{whole} of")
 
 
 def judge(recipe: Recipe, step: Step | None, launch: Launch) -> tuple[list[str], list[str]]:

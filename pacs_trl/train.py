@@ -146,9 +146,17 @@ def _resolve_model(name: str) -> str:
 
         with PartialState().main_process_first():
             return str(warm_start(name.removeprefix("miniature/")))
+    check_model_directory(name)
+    return name
+
+
+def check_model_directory(name: str) -> None:
+    """
+    Raises:
+        `ValueError`: if the name of a model is spelled like a path, and there is no such directory.
+    """
     if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
         raise ValueError(f"The model directory {name!r} does not exist (seen from {Path.cwd()}).")
-    return name
 
 
 def reward_function(name: str) -> Callable:

@@ -34,10 +34,9 @@ RELATIVE = rounding_atol(1000, 1.0)
 
 def tiny_model(seed: int = 0, **overrides) -> Qwen3ForCausalLM:
     """2 layers x 32 wide, grouped-query attention; weights large enough that log-probabilities are far from uniform."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64} | overrides
     config = Qwen3Config(
         vocab_size=len(TOKENIZER),
-        hidden_size=32,
-        intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
@@ -48,7 +47,7 @@ def tiny_model(seed: int = 0, **overrides) -> Qwen3ForCausalLM:
         bos_token_id=None,
         eos_token_id=TOKENIZER.eos_token_id,
         pad_token_id=TOKENIZER.pad_token_id,
-        **overrides,
+        **sizes,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

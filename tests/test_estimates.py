@@ -1,14 +1,17 @@
 """`estimates.py` and the counts of `cost.py`: against what the trainer does, and by hand."""
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from peft import LoraConfig
-from replay import Replay, build_trainer
+from replay import Replay, build_trainer, tiny_model
 
-from pacs_trl.cost import model_shape, training_forward_equivalents
+from pacs_trl.cost import checkpoint_bytes, model_shape, training_forward_equivalents
 from pacs_trl.estimates import GIB
 from pacs_trl.plan import main
+from pacs_trl.resume import rows_to_save
+from pacs_trl.rollouts import Rollout
 
 
 CASES = {
@@ -195,3 +198,46 @@ class TestMemory:
         assert with_snapshot == pytest.approx(20 * SHAPE.parameters / 64 / GIB, abs=0.05)
         offloaded = self.state(planned("training state", reference="snapshot", reference_offload=True))
         assert offloaded == pytest.approx(16 * SHAPE.parameters / 64 / GIB, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("settings", "lora"),
+    [({}, False), ({"reference": "snapshot"}, False), ({"steps_per_generation": 8}, False), ({}, True)],
+    ids=["boundary", "snapshot", "inside a generation", "LoRA"],
+)
+def test_checkpoint_on_disk(tmp_path, settings, lora):
+    """A checkpoint that is really written, of a model large enough for its weights to outweigh names and states."""
+    model = tiny_model(hidden_size=256, intermediate_size=768)
+    arguments = {"num_generations": 4, "max_steps": 1, "save_strategy": "steps", "save_steps": 1} | settings
+    config = LoraConfig(r=64, target_modules="all-linear") if lora else None
+    trainer = build_trainer(
+        tmp_path, model=model, replay=Replay(), more={"peft_config": config}, optim="adamw_torch", **arguments
+    )
+    trainer.train()
+    trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    rows = [len(row.completion_ids) for step in trainer._steps for row in step.rollouts]
+    planned = checkpoint_bytes(
+        trained, snapshot="reference" in settings, row_tokens=sum(rows) if "steps_per_generation" in settings else 0
+    )
+    (checkpoint,) = tmp_path.glob("checkpoint-*")
+    small = ("tokenizer", "pacs_state")  # of the miniature tokenizer, and of 64 rows of a few tokens
+    written = sum(f.stat().st_size for f in checkpoint.iterdir() if not f.name.startswith(small))
+    assert written == pytest.approx(planned, rel=0.1)
+
+
+def test_rows_on_disk(tmp_path):
+    """13 bytes a token, for completions long enough to outweigh the headers of their tensors."""
+    rng = np.random.default_rng(0)
+    rows = [
+        Rollout(
+            prompt_ids=np.zeros(100, np.int32),
+            completion_ids=rng.integers(0, 1000, 4000).astype(np.int32),
+            loss_mask=np.ones(4000, bool),
+            label=1.0,
+            ref_logps=rng.random(4000).astype(np.float32),
+            sampling_logps=rng.random(4000).astype(np.float32),
+        )
+        for _ in range(8)
+    ]
+    torch.save(rows_to_save([rows], 0, 1), tmp_path / "rows.pt")
+    assert (tmp_path / "rows.pt").stat().st_size == pytest.approx(checkpoint_bytes(0, row_tokens=8 * 4000), rel=0.1)

@@ -45,6 +45,27 @@ def test_missing_file():
             ("distributed_type: FSDP", "num_processes: 8", "fsdp_config: {verson: 2}"),
             "Rename `fsdp_verson` to `fsdp_version`, or remove it.",
         ),
+        (("distributed_type: [FSDP]", "num_processes: 8"), r"distributed_type must be one word .* \['FSDP'\]"),
+        (("distributed_type: {FSDP: 2}", "num_processes: 8"), "distributed_type must be one word or number"),
+        (("distributed_type: FSDP", "num_processes: true"), "num_processes must be at least 1, got True"),
+        (("distributed_type: FSDP", "num_processes: [8]"), r"num_processes must be one word or number, got \[8\]"),
+        (("distributed_type: 'NO'", "mixed_precision: [bf16]"), "mixed_precision must be one word"),
+        (
+            ("distributed_type: FSDP", "num_processes: 8", "fsdp_config: {fsdp_version: [2]}"),
+            "fsdp_config.fsdp_version must be one word",
+        ),
+        (
+            ("distributed_type: FSDP", "num_processes: 8", "fsdp_config: {fsdp_version: two}"),
+            "must be 1 or 2, got 'two'",
+        ),
+        (
+            ("distributed_type: DEEPSPEED", "num_processes: 8", "deepspeed_config: {zero_stage: [3]}"),
+            "deepspeed_config.zero_stage must be one word",
+        ),
+        (
+            ("distributed_type: DEEPSPEED", "num_processes: 8", "deepspeed_config: {deepspeed_config_file: 5}"),
+            "deepspeed_config_file 5 does not exist",
+        ),
         (
             ("distributed_type: DEEPSPEED", "num_processes: 8", "deepspeed_config: {zero_stag: 3}"),
             "ignores keys of deepspeed_config .* Rename `zero_stag` to `zero_stage`, or remove it.",

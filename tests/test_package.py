@@ -1,7 +1,12 @@
 """Promises of the package itself."""
 
+import importlib
 import subprocess
 import sys
+
+import pytest
+
+from pacs_trl.cli import COMMANDS
 
 
 def test_importing_the_package_is_light():
@@ -24,3 +29,16 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
         process.stdout.close()
         errors = process.stderr.read()
     assert "Traceback" not in errors and process.returncode == 1
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "train --method grpo", "train --method ppo"])
+def test_help_of_every_command(command, capsys):
+    """argparse fails on a bare percent sign in any of its texts, and only when it prints them."""
+    name, *arguments = command.split()
+    with pytest.raises(SystemExit) as exit:
+        importlib.import_module(COMMANDS[name][0]).main([*arguments, "--help"])
+    assert exit.value.code == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("usage: ") and len(printed) > 300
+    if name == "train":
+        assert "--learning_rate" in printed and ("--critic_learning_rate" in printed) == ("ppo" in command)

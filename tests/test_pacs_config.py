@@ -60,7 +60,10 @@ REFUSED = {
     "infinite beta": ({"pacs_beta": float("inf")}, "pacs_beta must be above 0, got inf"),
     "NaN actor term": ({"actor_term_coef": float("nan")}, "actor_term_coef must be at least 0, got nan"),
     "temperature 0": ({"temperature": 0.0}, "temperature must be above 0, got 0.0: logits are divided by it"),
-    "two at once": ({"adam_beta2": 1.5, "vllm_mode": "sideways"}, "adam_beta2 must be .* got 1.5.* vllm_mode must be one"),
+    "two at once": (
+        {"adam_beta2": 1.5, "vllm_mode": "sideways"},
+        "adam_beta2 must be .* got 1.5.* vllm_mode must be one",
+    ),
     "grpo with rollout reference": ({"score_estimator": "grpo"}, "(?s)grpo.*exactly 0.*Use reference='snapshot'"),
     "snapshot without reference": (
         {"reference": "snapshot", "proxy": "mean_logp"},

@@ -1,7 +1,9 @@
 """`pacs-trl plan`: estimates against independent counts, and each conflict with its values and remedy."""
 
 import os
+import re
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,11 +19,13 @@ from pacs_trl.cost import (
     ModelShape,
     decoding_seconds,
     lora_parameters,
+    mean_square_length,
     model_shape,
     training_forward_equivalents,
     training_state_bytes,
 )
 from pacs_trl.plan import as_if_launched, check_recipe, main, step_sizes
+from pacs_trl.recipe import read_recipe
 
 
 REPOSITORY = Path(__file__).parents[1]
@@ -102,13 +106,63 @@ class TestCosts:
     def test_decoding_by_hand(self):
         gpu = Gpu(bandwidth=1e12, decoding_share=0.5)
         weights = 2 * SMALL.parameters * 100
-        cache = 8 * 40**2 / 2 * (2 * 3 * 2 * 16 * 2)
-        seconds = decoding_seconds(SMALL, 8, 40, 100, kv_cache_bytes=1e12, gpu=gpu)
+        cache = 8 * (10 * 100 + 100**2 / 2) * (2 * 3 * 2 * 16 * 2)  # all as long as can be
+        seconds = decoding_seconds(SMALL, 8, 10, 100, 100, kv_cache_bytes=1e12, gpu=gpu)
         assert seconds == pytest.approx((weights + cache) / 5e11)
         # half the cache that is needed: everything in two waves
-        needed = 8 * 40 * SMALL.kv_bytes_per_token
-        seconds = decoding_seconds(SMALL, 8, 40, 100, kv_cache_bytes=needed / 2, gpu=gpu)
+        needed = 8 * 110 * SMALL.kv_bytes_per_token
+        seconds = decoding_seconds(SMALL, 8, 10, 100, 100, kv_cache_bytes=needed / 2, gpu=gpu)
         assert seconds == pytest.approx((2 * weights + cache) / 5e11)
+
+    @pytest.mark.parametrize(("scale", "ratio"), [(0.1, 2.0), (0.376, 1.72), (5.0, 1.01)])
+    def test_squared_lengths_are_those_of_drawn_ones(self, scale, ratio):
+        """Lengths that stop with equal chance at each token, up to 8192 of them; a mean of 35 % at the scale 0.376."""
+        generator = torch.Generator().manual_seed(0)
+        draws = -torch.log(torch.rand(200_000, generator=generator, dtype=torch.float64))
+        lengths = (draws * scale * 8192).clamp(max=8192)
+        mean, squared = lengths.mean().item(), lengths.square().mean().item()
+        assert mean_square_length(mean, 8192) == pytest.approx(squared, rel=0.02)
+        assert squared / mean**2 == pytest.approx(ratio, abs=0.03)
+        assert mean_square_length(8192, 8192) == 8192**2
+
+
+PRECISIONS = [("bfloat16", False, "bfloat16"), ("bfloat16", True, "bfloat16"), ("float32", True, "autocast")]
+
+
+class TestActivations:
+    TOKENS = 251  # no other size of the model
+
+    def saved(self, shape: ModelShape, dtype: str, autocast: bool) -> tuple[int, int]:
+        """Bytes that autograd keeps, each storage once and weights left out; and bytes of the inputs of the layers."""
+        model = transformers_model(shape).to(getattr(torch, dtype)).train().model
+        storages: dict[int, torch.Tensor] = {}
+        inputs = []
+        for layer in model.layers:
+            layer.register_forward_pre_hook(lambda module, args: inputs.append(args[0].nbytes))
+
+        def keep(tensor):
+            if self.TOKENS in tensor.shape:
+                storages[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with hooks, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            output = model(input_ids=torch.zeros(1, self.TOKENS, dtype=torch.long), use_cache=False)
+        assert output is not None  # the graph is alive, and no storage is counted under another's address
+        return sum(tensor.untyped_storage().nbytes() for tensor in storages.values()), sum(inputs)
+
+    @pytest.mark.parametrize(("dtype", "autocast", "precision"), [*PRECISIONS, ("float32", False, "float32")])
+    @pytest.mark.parametrize("norms", [{"qk_norm": True}, {"qkv_bias": True}], ids=["qwen3", "qwen2"])
+    def test_formula_and_measurement_agree(self, dtype, autocast, precision, norms):
+        """A wider model than `SMALL`, so that what is counted per head and not per number hardly counts."""
+        shape = ModelShape(3, 256, 768, 8, 2, head_dim=32, vocabulary=300, tied=True, **norms)
+        saved, inputs = self.saved(shape, dtype, autocast)
+        planned = shape.activation_bytes(self.TOKENS, checkpointing=False, precision=precision)
+        assert saved == pytest.approx(planned, rel=0.05)
+        # with checkpointing, the inputs of all layers and one layer: two layers less than without
+        single, _ = self.saved(replace(shape, num_layers=1), dtype, autocast)
+        planned = shape.activation_bytes(self.TOKENS, checkpointing=True, precision=precision)
+        assert inputs + single == pytest.approx(planned, rel=0.05)
 
 
 RECIPE = {
@@ -145,6 +199,7 @@ def plan(tmp_path, capsys, monkeypatch, request):
         status = main(["--config", str(file), *arguments])
         return status, capsys.readouterr().out
 
+    run.file = tmp_path / "recipe.yaml"
     return run
 
 
@@ -169,7 +224,30 @@ class TestOutput:
 
     def test_what_does_not_fit(self, plan):
         status, output = plan(model_name_or_path="Qwen/Qwen3-8B", steps_per_generation=4, save_steps=80)
-        assert status == 0 and "DOES NOT FIT" in output  # an estimate is no conflict
+        assert status == 1 and "DOES NOT FIT" in output
+        assert "(training state 137, activations" in output and "an H200 has 131" in output  # 18 bytes x 8.19e9
+        assert "launch with accelerate_configs/fsdp2.yaml" in output and "use_peft: true" in output
+        status, output = plan("--accelerate-config", FSDP2, model_name_or_path="Qwen/Qwen3-8B", save_steps=80)
+        assert status == 0 and "fits" in output
+
+    def test_checkpoints(self, plan):
+        """Qwen3-4B: 12 bytes x 4.02e9 = 45.0 GiB with float32 weights; 480 / 80 of them."""
+        status, output = plan("--accelerate-config", FSDP2)
+        assert (
+            status == 0 and "checkpoint           45.0 GiB   weights, two Adam moments; 6 of them: 270 GiB" in output
+        )
+        _, output = plan("--accelerate-config", FSDP2, reference="snapshot", save_total_limit=2)
+        assert "checkpoint           59.9 GiB" in output and "reference snapshot; 2 of them: 120 GiB" in output
+        assert "Disk" not in plan(save_strategy="no")[1]
+
+    def test_a_launch_that_changes_the_batch_is_said_in_words(self, plan):
+        status, output = plan("--num-processes", "8", expected_processes=64)
+        assert status == 0
+        assert "A generation has one eighth of the recipe's batch: 128 prompts instead of 1,024." in output
+        assert "An optimizer step has one eighth of the recipe's batch: 32 prompts instead of 256." in output
+        arguments = ("--gradient_accumulation_steps", "32", "--steps_per_generation", "128")
+        assert "recipe's batch" not in plan("--num-processes", "8", *arguments, expected_processes=64)[1]
+        assert "has twice the recipe's batch" in plan("--num-processes", "8", expected_processes=4)[1]
 
     def test_unknown_model(self, plan):
         status, output = plan(model_name_or_path="someone/something")
@@ -213,6 +291,53 @@ class TestConflicts:
         assert status == 1 and f"{name} must be a whole number of {words}" in output
         assert "`num_train_epochs` is refused" in output and "2 conflict(s)" in output  # the rest is looked at
         assert "Nearest legal value: " in output or "Its default is 1." in output
+
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            (
+                {"temperature": 0, "top_p": 2},
+                ["temperature must be above 0, got 0", "top_p must be above 0 and at most 1"],
+            ),
+            ({"learning_rate": float("nan")}, ["learning_rate must be at least 0, got nan"]),
+            (
+                {"learning_rate": "-1e-6", "adam_beta1": 1.5},
+                ["got '-1e-6'", "adam_beta1 must be at least 0 and below 1"],
+            ),
+            (
+                {"reward_weights": [0.5, 0.5]},
+                ["must have one weight for each of the 1 reward functions (math_reward)"],
+            ),
+            ({"reward_weights": [0.5]}, ["must not be negative and must sum to 1, not 0.5"]),
+            ({"reward_weights": ["a"]}, ["reward_weights must be a list of finite numbers"]),
+            ({"reward_funcs": []}, ["reward_funcs is empty"]),
+            ({"verification_cpu_seconds": 9, "lora_r": 0}, ["lora_r must be a whole number", "`cpu_seconds` must be"]),
+            ({"verification_cpu_seconds": 9}, ["`cpu_seconds` must be positive and at most `timeout_seconds`"]),
+            ({"verification_protocol": "mine"}, ["verification_protocol must be one of authors, trl"]),
+            ({"model_name_or_path": "./nope"}, ["The model directory './nope' does not exist"]),
+            ({"model_name_or_path": "miniature/division"}, ["There is no miniature task 'division'"]),
+            ({"save_steps": 0, "vllm_mode": "sideways"}, ["save_steps must be above 0", "one of colocate, server"]),
+            ({"use_vllm": True, "vllm_tensor_parallel_size": 0}, ["vllm_tensor_parallel_size must be a whole number"]),
+            (
+                {"bf16": [True], "output_dir": 5},
+                ["bf16 must be true or false, got a list", "output_dir must be text, got 5"],
+            ),
+            ({"save_strategy": False}, ["YAML reads an unquoted no or off as false: quote it"]),
+            ({"dtype": "half", "seed": -1}, ["dtype must be one of auto, bfloat16", "seed must be a whole number"]),
+            ({"accelerator_config": {"a": 1}, "env": 5}, ["env must be a mapping", "unexpected keyword argument 'a'"]),
+            ({"max_steps": 0}, ["max_steps must be a whole number of at least 1, or -1, got 0"]),
+        ],
+    )
+    def test_values_that_stop_or_spoil_any_run(self, plan, changes, words):
+        """All of them at once, never a traceback; and the run refuses them before it starts."""
+        status, output = plan(**changes)
+        assert status == 1 and f"{len(words)} conflict(s)" in output
+        for sentence in words:
+            assert sentence in output
+        if "model_name_or_path" not in changes:
+            arguments = ["--dataset_name", "gsm8k", "--use_cpu", "--bf16", "false"] if "bf16" not in changes else []
+            with pytest.raises(ValueError, match=re.escape(words[0])):
+                read_recipe(["--config", str(plan.file), *arguments])
 
     def test_null(self, plan):
         status, output = plan("--num_generations", "null", "--learning_rate", "null", "--steps_per_generation", "null")
@@ -325,7 +450,7 @@ class TestConflicts:
         status, output = plan(save_steps=30, method="grpo")
         assert status == 1 and "nearest: 28 or 32" in output
         for method in ("pacs", "ppo"):
-            status, output = plan(save_steps=30, method=method)
+            status, output = plan("--accelerate-config", FSDP2, save_steps=30, method=method)
             assert status == 0 and "resuming stays exact" in output
         assert plan(save_steps=30, save_strategy="no", method="grpo")[0] == 0
 

@@ -145,6 +145,7 @@ def test_recipe_is_read_and_free_of_conflicts(name):
     assert conflicts == []
     conflicts, notes = judge(recipe, step, launch)
     assert conflicts == [] and notes == []
+    assert recipe.run.expected_processes == launch.num_processes
     assert step.updates_per_generation == 4
     assert recipe.training.save_steps % step.updates_per_generation == 0
     assert recipe.training.output_dir == f"outputs/{name}"
