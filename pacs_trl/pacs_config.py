@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
 from typing import get_args
 
 from trl import GRPOConfig
@@ -236,11 +237,20 @@ class PACSConfig(GRPOConfig):
     )
 
     def __post_init__(self):
-        self._refuse_ignored_settings()
-        self._check_objective()
-        self._check_reference()
-        self._check_micro_batches()
-        refuse_illegal_values(self)
+        errors = []
+        for check in (
+            self._refuse_ignored_settings,
+            self._check_objective,
+            self._check_reference,
+            self._check_micro_batches,
+            partial(refuse_illegal_values, self),
+        ):
+            try:
+                check()
+            except ValueError as error:
+                errors.append(str(error))
+        if errors:
+            raise ValueError(" ".join(errors))
         if self.generation_batch_size is None or self.steps_per_generation is None:
             self._check_batch_arithmetic(int(os.environ.get("WORLD_SIZE", 1)))
         super().__post_init__()

@@ -38,7 +38,7 @@ class RunArguments:
             directory. With several, `reward_weights` says how they add up.
         expected_processes (`int`, *optional*):
             Number of processes that the batch sizes are written for. Another number makes another batch, which `pacs-trl
-            plan` and the run say in words.
+            plan` says in words.
     """
 
     method: str = field(default="pacs", metadata={"help": "Which trainer runs.", "choices": list(METHODS)})

@@ -173,7 +173,15 @@ def reward_function(name: str) -> Callable:
     module_name, function_name = name.rsplit(".", 1)
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
-    module = importlib.import_module(module_name)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # of something that the module itself imports
+        raise ValueError(
+            f"The module of {name!r} cannot be imported here ({error}). It must be importable from the working directory "
+            f"of the run, which is {Path.cwd()}."
+        ) from error
     if not callable(getattr(module, function_name, None)):
         raise ValueError(f"The module {module_name!r} has no function {function_name!r} (reward_funcs: {name}).")
     return getattr(module, function_name)

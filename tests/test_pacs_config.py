@@ -64,6 +64,10 @@ REFUSED = {
         {"adam_beta2": 1.5, "vllm_mode": "sideways"},
         "adam_beta2 must be .* got 1.5.* vllm_mode must be one",
     ),
+    "of every kind at once": (
+        {"epsilon": 0.3, "proxy": "x", "padding_free": "x", "reference_offload": True, "top_p": 0.0},
+        "epsilon=0.3.* proxy must be .* reference_offload=True would .* padding_free must be .* top_p must be above 0",
+    ),
     "grpo with rollout reference": ({"score_estimator": "grpo"}, "(?s)grpo.*exactly 0.*Use reference='snapshot'"),
     "snapshot without reference": (
         {"reference": "snapshot", "proxy": "mean_logp"},

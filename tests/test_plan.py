@@ -114,7 +114,7 @@ class TestCosts:
         seconds = decoding_seconds(SMALL, 8, 10, 100, 100, kv_cache_bytes=needed / 2, gpu=gpu)
         assert seconds == pytest.approx((2 * weights + cache) / 5e11)
 
-    @pytest.mark.parametrize(("scale", "ratio"), [(0.1, 2.0), (0.376, 1.72), (5.0, 1.01)])
+    @pytest.mark.parametrize(("scale", "ratio"), [(0.1, 2.0), (0.376, 1.72), (5.0, 1.07)])
     def test_squared_lengths_are_those_of_drawn_ones(self, scale, ratio):
         """Lengths that stop with equal chance at each token, up to 8192 of them; a mean of 35 % at the scale 0.376."""
         generator = torch.Generator().manual_seed(0)
