@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from .objective import scorable_rows
+from .objective import ClassWeighting, class_weights, scorable_rows
 
 
 # |psi| beyond this leaves sigmoid(psi) * (1 - sigmoid(psi)) below 0.7 %: the row has stopped teaching.
@@ -16,7 +16,12 @@ SATURATED_SCORE = 5.0
 
 @torch.no_grad()
 def critic_metrics(
-    proxies: torch.Tensor, scores: torch.Tensor, labels: torch.Tensor, *, num_generations: int
+    proxies: torch.Tensor,
+    scores: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    num_generations: int,
+    class_weighting: ClassWeighting = "balanced",
 ) -> dict[str, float]:
     """
     Metrics of one optimizer step.
@@ -28,6 +33,8 @@ def critic_metrics(
             Labels in [0, 1], NaN for rows without a verdict.
         num_generations (`int`):
             `G`.
+        class_weighting (`str`, *optional*, defaults to `"balanced"`):
+            See `objective.class_weights`; decides the targets that the critic is rated against.
 
     Returns:
         `dict[str, float]`: names with the prefix `pacs/`. NaN where a metric has no value in this step: everything if
@@ -41,6 +48,7 @@ def critic_metrics(
     has_rows = grouped_mask.any(dim=1)
     mixed_rows = ((highest > lowest) & has_rows).repeat_interleave(num_generations) & scorable
 
+    _, targets = class_weights(labels, num_generations=num_generations, class_weighting=class_weighting)
     probabilities = torch.sigmoid(scores)
     rated = mixed_rows if (proxies[scorable] != 0).any() else torch.zeros_like(scorable)
 
@@ -51,10 +59,10 @@ def critic_metrics(
         "pacs/score_mean": mean(scores, scorable),
         "pacs/score_std": scores[scorable].std().item() if scorable.sum() > 1 else math.nan,
         "pacs/proxy_abs_mean": mean(proxies.abs(), scorable),
-        "pacs/residual_abs_mean": mean((probabilities - labels).abs(), scorable),
+        "pacs/residual_abs_mean": mean((probabilities - targets).abs(), scorable),
         "pacs/label_mean": mean(labels, scorable),
-        "pacs/critic_accuracy": mean((probabilities > 0.5) == (labels > 0.5), rated),
-        "pacs/critic_brier": mean((probabilities - labels) ** 2, rated),
+        "pacs/critic_accuracy": mean((probabilities > 0.5) == (targets > 0.5), rated),
+        "pacs/critic_brier": mean((probabilities - targets) ** 2, rated),
         "pacs/uniform_group_fraction": mean(highest == lowest, has_rows),
         "pacs/saturated_score_fraction": mean(scores.abs() > SATURATED_SCORE, scorable),
         "pacs/unscorable_fraction": 1.0 - scorable.float().mean().item(),

@@ -187,14 +187,19 @@ def group_scores(
 
 def class_weights(
     labels: torch.Tensor, *, num_generations: int, class_weighting: ClassWeighting = "balanced"
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Weight of each completion in the loss (section 3.5; the paper gives words only, the formula is the authors' code).
+    Weight and target of each completion in the loss (section 3.5; the paper gives words only, the formula for labels 0
+    and 1 is the authors' code).
 
-    `"balanced"`: inside each group, with `n` scorable rows, `n_pos = sum R` and `n_neg = sum (1 - R)`, the weight is
-    `R * n / (2 n_pos) + (1 - R) * n / (2 n_neg)`: correct and wrong completions of a prompt have equal say. A group of
-    one class keeps weight 1. `"only_positive"` is `R`, `"only_negative"` is `1 - R`, `"none"` is 1. Soft labels enter
-    these sums as they are.
+    The classes weigh the two halves of the cross-entropy, `p * softplus(-psi) + q * softplus(psi)`. `"balanced"`: inside
+    each group, with `n` scorable rows, `p = R * n / (2 sum R)` and `q = (1 - R) * n / (2 sum (1 - R))`, so that correct
+    and wrong completions of a prompt have equal say; a group of one class keeps `p = R`, `q = 1 - R`, as in `"none"`.
+    `"only_positive"` is `p = R`, `q = 0` and `"only_negative"` is `p = 0`, `q = 1 - R`.
+
+    The same number is `w * BCE(sigmoid(psi), y)` with the weight `w = p + q` and the target `y = p / w` (`R` where `w` is
+    0). For labels 0 and 1 the target is the label. For soft labels it is not: with one weight for both halves, as in
+    `w * BCE(sigmoid(psi), R)`, the best completion of a group whose mean label is low would be pushed down.
 
     Args:
         labels (`torch.Tensor` of shape `(B,)`):
@@ -205,33 +210,32 @@ def class_weights(
             One of the four above.
 
     Returns:
-        float32 `torch.Tensor` of shape `(B,)`, at least 0; 0 for rows that are not scorable.
+        The weights `w`, float32 of shape `(B,)`, at least 0, and the targets `y` in [0, 1], of shape `(B,)`, float32
+        (float64 for float64 labels). Both are 0 for rows that are not scorable.
     """
     scorable = scorable_rows(labels, num_generations).view(-1, num_generations)
-    # (P, G); the value of unscorable rows is irrelevant, it must only not be NaN
-    positive = _at_least_float32(labels).view(-1, num_generations).masked_fill(~scorable, 0.0)
-    negative = (1.0 - positive).masked_fill(~scorable, 0.0)
+    known = _at_least_float32(labels).view(-1, num_generations).masked_fill(~scorable, 0.0)  # (P, G)
+    positive, negative = known, (1.0 - known).masked_fill(~scorable, 0.0)  # p and q
     if class_weighting == "balanced":
         count = scorable.sum(dim=1, keepdim=True)
         num_positive, num_negative = positive.sum(dim=1, keepdim=True), negative.sum(dim=1, keepdim=True)
+        mixed = (num_positive > 0) & (num_negative > 0)
         tiny = torch.finfo(positive.dtype).tiny
-        balanced = positive * count / (2 * num_positive.clamp(min=tiny)) + negative * count / (
-            2 * num_negative.clamp(min=tiny)
-        )
-        weights = torch.where((num_positive > 0) & (num_negative > 0), balanced, 1.0)
-    elif class_weighting == "none":
-        weights = torch.ones_like(positive)
+        positive = torch.where(mixed, positive * count / (2 * num_positive.clamp(min=tiny)), positive)
+        negative = torch.where(mixed, negative * count / (2 * num_negative.clamp(min=tiny)), negative)
     elif class_weighting == "only_positive":
-        weights = positive
+        negative = torch.zeros_like(negative)
     elif class_weighting == "only_negative":
-        weights = negative
-    else:
+        positive = torch.zeros_like(positive)
+    elif class_weighting != "none":
         raise ValueError(
             "`class_weighting` must be one of 'balanced', 'none', 'only_positive', 'only_negative', got "
             f"{class_weighting!r}."
         )
+    weights = positive + negative
+    targets = torch.where(weights > 0, positive / weights, known)
     # Rounded to float32 in every case, as in the authors' code: it keeps float64 checks against their numbers exact.
-    return weights.masked_fill(~scorable, 0.0).view(-1).float()
+    return weights.view(-1).float(), targets.view(-1)
 
 
 def loss_from_proxies(
@@ -246,7 +250,8 @@ def loss_from_proxies(
     """
     PACS loss (eq. 8) from proxies that are already summed over tokens.
 
-    `loss = 1 / num_rows * sum_i w_i * BCE(sigmoid(psi_i), R_i)` over the scorable rows, in nats.
+    `loss = 1 / num_rows * sum_i w_i * BCE(sigmoid(psi_i), y_i)` over the scorable rows, in nats, with the weights and
+    targets of [`class_weights`].
 
     Args:
         proxies (`torch.Tensor` of shape `(B,)`):
@@ -264,9 +269,9 @@ def loss_from_proxies(
     """
     scorable = scorable_rows(labels, num_generations)
     scores = group_scores(proxies, labels, num_generations=num_generations, score_estimator=score_estimator)
-    weights = class_weights(labels, num_generations=num_generations, class_weighting=class_weighting)
-    targets = labels.to(scores.dtype).masked_fill(~scorable, 0.0)
-    terms = weights.to(scores.dtype) * F.binary_cross_entropy_with_logits(scores, targets, reduction="none")
+    weights, targets = class_weights(labels, num_generations=num_generations, class_weighting=class_weighting)
+    entropies = F.binary_cross_entropy_with_logits(scores, targets.to(scores.dtype), reduction="none")
+    terms = weights.to(scores.dtype) * entropies
     divisor = scorable.sum().clamp(min=1) if num_rows is None else max(num_rows, 1)
     return terms.sum() / divisor, scores
 
@@ -337,7 +342,7 @@ def proxy_coefficients(
     """
     Exact derivative of [`loss_from_proxies`] with respect to each proxy, in closed form and without a graph.
 
-    With the weighted residual `e_i = w_i * (sigmoid(psi_i) - R_i) / N` (eq. 4), `n` scorable rows per group:
+    With the weighted residual `e_i = w_i * (sigmoid(psi_i) - y_i) / N` (eq. 4), `n` scorable rows per group:
     `"rloo"`: `n / (n - 1) * (e_i - mean e)`; `"dr_grpo"`: `e_i - mean e`; `"none"`: `e_i`; `"grpo"`, with
     `s = std + 1e-6` (1 if `std` is 0): `(e_i - mean e) / s - (r_i - mean r) / ((n - 1) * std * s) * sum_j e_j psi_j`.
 
@@ -358,9 +363,9 @@ def proxy_coefficients(
     """
     scorable = scorable_rows(labels, num_generations)
     scores = group_scores(proxies, labels, num_generations=num_generations, score_estimator=score_estimator)
-    weights = class_weights(labels, num_generations=num_generations, class_weighting=class_weighting)
-    targets = labels.to(scores.dtype).masked_fill(~scorable, 0.0)
-    residuals = weights.to(scores.dtype) * (torch.sigmoid(scores) - targets) / scorable.sum().clamp(min=1)
+    weights, targets = class_weights(labels, num_generations=num_generations, class_weighting=class_weighting)
+    residuals = weights.to(scores.dtype) * (torch.sigmoid(scores) - targets.to(scores.dtype))
+    residuals = residuals / scorable.sum().clamp(min=1)
 
     shape = (-1, num_generations)
     scorable, residuals = scorable.view(shape), residuals.view(shape)
@@ -388,8 +393,8 @@ def actor_coefficients(
     """
     Coefficients of the actor term of eq. 5, centered in the group.
 
-    With `ell_i = w_i * (R_i log sigmoid(psi_i) + (1 - R_i) log(1 - sigmoid(psi_i)))` (eq. 2 times the class weight),
-    the actor term of the gradient is `-1/N * sum_i ell_i * grad log pi(o_i | q)`. Since `ell <= 0`, it would push every
+    With `ell_i = w_i * (y_i log sigmoid(psi_i) + (1 - y_i) log(1 - sigmoid(psi_i)))` (eq. 2 with the weight and target of
+    [`class_weights`]), the actor term of the gradient is `-1/N * sum_i ell_i * grad log pi(o_i | q)`. Since `ell <= 0`, it would push every
     sampled completion down; subtracting the mean of the other completions of the prompt leaves its expectation over
     completions drawn independently unchanged for scores that do not look at the group, and removes that bias of a
     finite sample. The authors' code has no actor term.
@@ -404,9 +409,9 @@ def actor_coefficients(
         `torch.Tensor` of shape `(B,)`: the factor of `grad log pi(o_i | q)` (the plain token sum, without `pacs_beta`).
     """
     scorable = scorable_rows(labels, num_generations)
-    weights = class_weights(labels, num_generations=num_generations, class_weighting=class_weighting)
+    weights, targets = class_weights(labels, num_generations=num_generations, class_weighting=class_weighting)
     scores = _at_least_float32(scores)
-    targets = labels.to(scores.dtype).masked_fill(~scorable, 0.0)
-    ell = -weights.to(scores.dtype) * F.binary_cross_entropy_with_logits(scores, targets, reduction="none")
+    entropies = F.binary_cross_entropy_with_logits(scores, targets.to(scores.dtype), reduction="none")
+    ell = -weights.to(scores.dtype) * entropies
     grouped, mask = ell.view(-1, num_generations), scorable.view(-1, num_generations)
     return -_leave_one_out(grouped, mask).view(-1) / scorable.sum().clamp(min=1)

@@ -366,7 +366,13 @@ class PolicyUpdate:
 
     def _summarize(self, step, proxies, metrics) -> tuple[float, dict[str, float]]:
         loss, scores = loss_from_proxies(proxies, step.labels, **self.objective)
-        metrics = metrics | critic_metrics(proxies, scores, step.labels, num_generations=self.num_generations)
+        metrics = metrics | critic_metrics(
+            proxies,
+            scores,
+            step.labels,
+            num_generations=self.num_generations,
+            class_weighting=self.args.class_weighting,
+        )
         return loss.item() + self.args.beta * metrics.get("kl", 0.0), metrics
 
     def _plan_rows(self, step: StepRollouts, rows: list[int]) -> Plan:

@@ -323,15 +323,15 @@ def _actor_term(logps, scores, labels, args: PACSConfig) -> torch.Tensor:
         negative = len(group) - positive
         ell = {}
         for i in group:
-            weight = 1.0
+            up, down = labels[i], 1 - labels[i]
             if args.class_weighting == "balanced" and positive > 0 and negative > 0:
-                weight = labels[i] * len(group) / (2 * positive) + (1 - labels[i]) * len(group) / (2 * negative)
+                up, down = up * len(group) / (2 * positive), down * len(group) / (2 * negative)
             elif args.class_weighting == "only_positive":
-                weight = labels[i]
+                down = 0.0
             elif args.class_weighting == "only_negative":
-                weight = 1 - labels[i]
+                up = 0.0
             p = torch.sigmoid(scores[i])
-            ell[i] = weight * (labels[i] * p.log() + (1 - labels[i]) * (1 - p).log())
+            ell[i] = up * p.log() + down * (1 - p).log()
         num_rows += len(group)
         for i in group:
             others = sum(ell[j] for j in group if j != i) / (len(group) - 1)

@@ -45,6 +45,21 @@ def test_by_hand():
         assert found[name] == pytest.approx(value, abs=1e-6), name
 
 
+def test_soft_labels_are_rated_against_the_targets_of_their_weighting():
+    # group mean 0.1: balanced targets are y = R / 0.1 / (R / 0.1 + (1 - R) / 0.9) = 0.321, 0.529, 0.609
+    labels, proxies = torch.tensor([0.05, 0.111, 0.139]), torch.tensor([-0.4, 0.1, 0.3])
+    scores = group_scores(proxies, labels, num_generations=3)
+    found = critic_metrics(proxies, scores, labels, num_generations=3)
+    odds = labels / (1 - labels) * 9
+    residuals = torch.sigmoid(scores) - odds / (1 + odds)
+    assert found["pacs/critic_accuracy"] == 1.0  # the score is above 0 exactly where the label is above the mean
+    assert found["pacs/residual_abs_mean"] == pytest.approx(residuals.abs().mean().item(), abs=1e-6)
+    assert found["pacs/critic_brier"] == pytest.approx(residuals.square().mean().item(), abs=1e-6)
+    assert found["pacs/label_mean"] == pytest.approx(0.1)
+    plain = critic_metrics(proxies, scores, labels, num_generations=3, class_weighting="none")
+    assert plain["pacs/critic_accuracy"] == pytest.approx(1 / 3)  # no label is above 0.5
+
+
 def test_saturated_scores_are_counted_on_both_sides():
     labels = torch.tensor([1.0, 0.0, 1.0, 0.0])
     proxies = torch.tensor([6.0, 0.5, -6.0, 2.0])  # scores: 5.5, -5.5, -8, 8

@@ -70,19 +70,29 @@ class TestByHand:
             "only_negative": [0.0, 1.0, 1.0, 1.0],
         }
         for weighting, values in expected.items():
-            weights = class_weights(labels, num_generations=4, class_weighting=weighting)
+            weights, targets = class_weights(labels, num_generations=4, class_weighting=weighting)
             torch.testing.assert_close(weights, torch.tensor(values))
+            assert targets.tolist() == [1.0, 0.0, 0.0, 0.0]  # the labels, whatever the weights
 
     def test_class_weights_of_a_one_class_group_are_one(self):
         labels = double([1, 1, 1, 0, 0, 0])
-        torch.testing.assert_close(class_weights(labels, num_generations=3), torch.ones(6))
+        weights, targets = class_weights(labels, num_generations=3)
+        assert weights.tolist() == [1.0] * 6 and targets.tolist() == labels.tolist()
 
     def test_class_weights_of_soft_labels(self):
-        # sum R = 1, sum (1 - R) = 1, n = 2: weight = R * 2/2 + (1 - R) * 2/2 = 1 for both
-        torch.testing.assert_close(class_weights(double([0.25, 0.75]), num_generations=2), torch.ones(2))
-        # sum R = 1.5, sum (1 - R) = 0.5: weights 1 * 2/3 + 0 and 0.5 * 2/3 + 0.5 * 2/1
-        weights = class_weights(double([1.0, 0.5]), num_generations=2)
+        # sum R = 1, sum (1 - R) = 1, n = 2: p = R * 2/2 and q = (1 - R) * 2/2, so weight 1 and target R
+        weights, targets = class_weights(double([0.25, 0.75]), num_generations=2)
+        assert weights.tolist() == [1.0, 1.0] and targets.tolist() == [0.25, 0.75]
+        # sum R = 1.5, sum (1 - R) = 0.5: p = 2/3 and 0.5 * 2/3, q = 0 and 0.5 * 2/1
+        weights, targets = class_weights(double([1.0, 0.5]), num_generations=2)
         torch.testing.assert_close(weights, torch.tensor([2 / 3, 1 / 3 + 1.0]))
+        torch.testing.assert_close(targets, double([1.0, (1 / 3) / (1 / 3 + 1.0)]))
+        # one half only: of R = 0.2 the positive half weighs 0.2 and asks for 1, the negative half 0.8 and asks for 0
+        for weighting, values in {"none": ([1, 1], [0.2, 1]), "only_positive": ([0.2, 1], [1, 1])}.items():
+            weights, targets = class_weights(double([0.2, 1.0]), num_generations=2, class_weighting=weighting)
+            assert (weights.tolist(), targets.tolist()) == (torch.tensor(values[0]).float().tolist(), values[1])
+        weights, targets = class_weights(double([0.2, 1.0]), num_generations=2, class_weighting="only_negative")
+        assert (weights.tolist(), targets.tolist()) == (torch.tensor([0.8, 0.0]).tolist(), [0.0, 1.0])
 
     def test_loss_of_a_group_of_two(self):
         logps, ref_logps = double([[-1.0, -1.0], [-2.0, 0.0]]), double([[-1.5, -1.0], [-1.0, 0.0]])
@@ -228,15 +238,16 @@ def loop_loss(proxies, labels, num_generations, estimator, weighting):
                 "grpo": (p - mean) / (std + 1e-6),
                 "none": p,
             }[estimator]
-            weight = {
-                "balanced": r * n / (2 * n_pos) + (1 - r) * n / (2 * n_neg) if n_pos and n_neg else 1.0,
-                "none": 1.0,
-                "only_positive": r,
-                "only_negative": 1 - r,
+            up, down = {
+                "balanced": (r * n / (2 * n_pos), (1 - r) * n / (2 * n_neg)) if n_pos and n_neg else (r, 1 - r),
+                "none": (r, 1 - r),
+                "only_positive": (r, 0.0),
+                "only_negative": (0.0, 1 - r),
             }[weighting]
-            weight = struct.unpack("f", struct.pack("f", weight))[0]  # the authors keep weights in float32
+            # the authors keep weights in float32
+            rounding = struct.unpack("f", struct.pack("f", up + down))[0] / (up + down) if up + down else 0.0
             sigma = 1 / (1 + math.exp(-psi))
-            total -= weight * (r * math.log(sigma) + (1 - r) * math.log(1 - sigma))
+            total -= rounding * (up * math.log(sigma) + down * math.log(1 - sigma))
     return total / sum(len(g) for g in groups)
 
 
@@ -335,6 +346,43 @@ class TestProperties:
             coefficients = proxy_coefficients(torch.zeros(8, dtype=torch.float64), labels, num_generations=8)
             total = 64 / 14 / 8
             assert coefficients.abs().sum().item() == pytest.approx(total, abs=rounding_atol(1, total))  # the weights
+
+    @pytest.mark.parametrize("estimator", ESTIMATORS)
+    @pytest.mark.parametrize("weighting", WEIGHTINGS)
+    def test_the_better_of_two_completions_is_never_pushed_down_more_at_proxy_zero(self, estimator, weighting):
+        kinds = dict(score_estimator=estimator, class_weighting=weighting)
+        generator = torch.Generator().manual_seed(7)
+        exponents = torch.tensor([[0.1], [1.0], [4.0], [12.0]], dtype=torch.float64)  # group means 0.9 to 0.08
+        groups = [torch.rand(4, 6, generator=generator, dtype=torch.float64) ** exponents for _ in range(20)]
+        for labels in [*torch.cat(groups), double([0.0, 0.05, 0.1, 0.2]), double([0.0, 1e-30, 1e-8, 0.5])]:
+            labels = labels.sort().values
+            zeros = torch.zeros(len(labels), dtype=torch.float64)
+            push = -proxy_coefficients(zeros, labels, num_generations=len(labels), **kinds)
+            assert (push.diff() >= -1e-8).all(), (labels, push)  # weights are rounded to float32
+            assert push[-1] > push[0] + 1e-6, (labels, push)
+
+    def test_soft_labels_below_a_group_mean_of_one_quarter(self):
+        # sum R = 0.35, sum (1 - R) = 3.65, n = 4: p = R * 40/7, q = (1 - R) * 40/73; e = (q - p) / 2, c = 4/3 * (e - mean)
+        labels = double([0.0, 0.05, 0.1, 0.2])
+        e = [((1 - r) * 40 / 73 - r * 40 / 7) / 2 for r in labels.tolist()]
+        expected = double([4 / 3 * x for x in e])  # the mean of e is 0: both halves sum to n / 2
+        coefficients = proxy_coefficients(torch.zeros(4, dtype=torch.float64), labels, num_generations=4)
+        torch.testing.assert_close(4 * coefficients, expected, rtol=0, atol=1e-7)
+
+    @pytest.mark.parametrize("weighting", WEIGHTINGS)
+    def test_the_actor_term_weighs_the_two_halves_too(self, weighting):
+        scores, labels = double([0.5, -1.0, 2.0]), double([0.1, 0.3, 0.2])
+        n_pos, n_neg = 0.6, 2.4
+        up, down = {
+            "balanced": (1.5 / n_pos, 1.5 / n_neg),
+            "none": (1.0, 1.0),
+            "only_positive": (1.0, 0.0),
+            "only_negative": (0.0, 1.0),
+        }[weighting]
+        ell = up * labels * torch.sigmoid(scores).log() + down * (1 - labels) * torch.sigmoid(-scores).log()
+        expected = -(ell - (ell.sum() - ell) / 2) / 3
+        coefficients = actor_coefficients(scores, labels, num_generations=3, class_weighting=weighting)
+        torch.testing.assert_close(coefficients, expected, rtol=0, atol=1e-7)  # weights are rounded to float32
 
     def test_flipping_labels_flips_the_gradient_at_proxy_zero(self):
         _, labels = random_case(6, unlabelled=False)
