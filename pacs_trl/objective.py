@@ -150,7 +150,7 @@ def group_scores(
     Score psi of each completion: the logit that is compared with its label.
 
     With `n` scorable rows in the group and `mean`, `std` over them: `"rloo"` is `r_i - mean of the others` (eq. 6),
-    `"dr_grpo"` is `r_i - mean` (eq. 10), `"grpo"` is `(r_i - mean) / (std + 1e-6)` with the unbiased std (eq. 9; not
+    `"dr_grpo"` is `r_i - mean` (eq. 11), `"grpo"` is `(r_i - mean) / (std + 1e-6)` with the unbiased std (eq. 10; not
     divided in a group whose proxies are all equal), and `"none"` is `r_i`. `psi_rloo = n / (n - 1) * psi_dr_grpo` holds
     exactly: the two differ by a rescaled `pacs_beta`.
 
@@ -394,10 +394,10 @@ def actor_coefficients(
     Coefficients of the actor term of eq. 5, centered in the group.
 
     With `ell_i = w_i * (y_i log sigmoid(psi_i) + (1 - y_i) log(1 - sigmoid(psi_i)))` (eq. 2 with the weight and target of
-    [`class_weights`]), the actor term of the gradient is `-1/N * sum_i ell_i * grad log pi(o_i | q)`. Since `ell <= 0`, it would push every
-    sampled completion down; subtracting the mean of the other completions of the prompt leaves its expectation over
-    completions drawn independently unchanged for scores that do not look at the group, and removes that bias of a
-    finite sample. The authors' code has no actor term.
+    [`class_weights`]), the actor term of the gradient is `-1/N * sum_i ell_i * grad log pi(o_i | q)`. Since `ell <= 0`,
+    it would push every sampled completion down; subtracting the mean of the other completions of the prompt leaves its
+    expectation over completions drawn independently unchanged for scores that do not look at the group, and removes that
+    bias of a finite sample. Eq. 5 has neither the weights nor the centering; the authors' code has no actor term.
 
     Args:
         scores (`torch.Tensor` of shape `(B,)`):

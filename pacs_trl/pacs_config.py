@@ -132,15 +132,20 @@ class PACSConfig(GRPOConfig):
         score_estimator (`str`, *optional*, defaults to `"rloo"`):
             How the implicit rewards of a group become scores: `"rloo"`, `"dr_grpo"`, `"grpo"` or `"none"`. `"grpo"`
             divides by the group's standard deviation, which is 0 on the first update after a rollout if the reference
-            is the rollout policy; it needs `reference="snapshot"`.
+            is the rollout policy; it needs `reference="snapshot"`, or `first_update_score`.
+        first_update_score (`str`, *optional*):
+            `"dr_grpo"` allows `score_estimator="grpo"` with `reference="rollout"`, the setting of the authors' code: the
+            first update after a rollout, where all implicit rewards are 0 and the quotient of `"grpo"` is undefined, has
+            the gradient of `"dr_grpo"`, and the later updates of the rollout have the score of `"grpo"`. `None` refuses
+            that setting.
         class_weighting (`str`, *optional*, defaults to `"balanced"`):
             Weights of correct and wrong completions inside each group: `"balanced"`, `"none"`, `"only_positive"` or
             `"only_negative"`.
         proxy (`str`, *optional*, defaults to `"log_ratio"`):
             Implicit reward: `"log_ratio"` (eq. 7), or `"mean_logp"`, the mean log-probability without reference.
         actor_term_coef (`float`, *optional*, defaults to `0.0`):
-            Weight of the actor term of eq. 5, centered in the group. The authors' code has none; 1.0 is the paper's
-            formula.
+            Weight of the actor term of eq. 5. The authors' code has none. 1.0 is the weight in eq. 5, but the term here
+            is centered in the group and carries the class weights, and eq. 5 has neither.
 
         > Parameters that control the reference policy
 
@@ -192,6 +197,10 @@ class PACSConfig(GRPOConfig):
     pacs_beta: float = field(default=1.0, metadata={"help": "Scale of the implicit reward (eq. 7)."})
     score_estimator: ScoreEstimator = field(
         default="rloo", metadata={"help": "How implicit rewards of a group become scores."}
+    )
+    first_update_score: str | None = field(
+        default=None,
+        metadata={"help": "'dr_grpo' allows score_estimator='grpo' with reference='rollout'.", "choices": ["dr_grpo"]},
     )
     class_weighting: ClassWeighting = field(
         default="balanced", metadata={"help": "Weights of correct and wrong completions inside each group."}
@@ -254,6 +263,7 @@ class PACSConfig(GRPOConfig):
         if self.generation_batch_size is None or self.steps_per_generation is None:
             self._check_batch_arithmetic(int(os.environ.get("WORLD_SIZE", 1)))
         super().__post_init__()
+        self._check_later_updates()
 
     def _refuse_ignored_settings(self):
         defaults = {f.name: f.default for f in fields(self) if f.default is not MISSING}
@@ -282,18 +292,29 @@ class PACSConfig(GRPOConfig):
         if self.actor_term_coef < 0:
             raise ValueError(
                 f"actor_term_coef must not be negative, got {self.actor_term_coef}: 0 leaves the actor term of eq. 5 "
-                "out, as the authors' code does; 1.0 is the paper's formula."
+                "out, as the authors' code does; 1.0 is its weight in the paper."
             )
 
     def _check_reference(self):
         self._check_choice("reference", ("rollout", "snapshot"))
-        if self.score_estimator == "grpo" and self.reference == "rollout" and self.proxy == "log_ratio":
+        undefined = self.score_estimator == "grpo" and self.reference == "rollout" and self.proxy == "log_ratio"
+        if undefined and self.first_update_score is None:
             raise ValueError(
                 "score_estimator='grpo' cannot be used with reference='rollout': it divides by the standard deviation "
                 "of the group's implicit rewards, and on the first update after a rollout these are all exactly 0 "
                 "(policy and reference are the same), so the score would be numerical noise. Use "
-                "reference='snapshot', or score_estimator='rloo' or 'dr_grpo'."
+                "reference='snapshot', or score_estimator='rloo' or 'dr_grpo', or say that this update takes another "
+                "score: first_update_score='dr_grpo'."
             )
+        if self.first_update_score is not None:
+            self._check_choice("first_update_score", ("dr_grpo",))
+            if not undefined:
+                raise ValueError(
+                    f"first_update_score={self.first_update_score!r} would be ignored: it is for score_estimator='grpo' "
+                    "with reference='rollout' and proxy='log_ratio', whose score is undefined on the first update after "
+                    f"a rollout; here score_estimator={self.score_estimator!r}, reference={self.reference!r} and "
+                    f"proxy={self.proxy!r}. Remove the key."
+                )
         if self.reference == "snapshot" and self.proxy == "mean_logp":
             raise ValueError(
                 "reference='snapshot' would be ignored with proxy='mean_logp', which has no reference. Use "
@@ -315,6 +336,18 @@ class PACSConfig(GRPOConfig):
             raise ValueError(
                 "reset_optimizer_on_reference_reset=True would never happen, because reference_reset_steps is not "
                 "set. Set it to the number of optimizer steps between resets."
+            )
+
+    def _check_later_updates(self):
+        if self.first_update_score is None:
+            return
+        if self.steps_per_generation * self.num_iterations <= self.gradient_accumulation_steps:
+            raise ValueError(
+                f"first_update_score={self.first_update_score!r} needs a second update on a rollout, but with "
+                f"steps_per_generation={self.steps_per_generation}, gradient_accumulation_steps="
+                f"{self.gradient_accumulation_steps} and num_iterations={self.num_iterations} every update is the first, "
+                "so the score of 'grpo' would never be used. Raise steps_per_generation (the paper has four updates "
+                "per rollout), or set score_estimator='dr_grpo' and remove the key."
             )
 
     def _check_micro_batches(self):

@@ -68,7 +68,26 @@ REFUSED = {
         {"epsilon": 0.3, "proxy": "x", "padding_free": "x", "reference_offload": True, "top_p": 0.0},
         "epsilon=0.3.* proxy must be .* reference_offload=True would .* padding_free must be .* top_p must be above 0",
     ),
-    "grpo with rollout reference": ({"score_estimator": "grpo"}, "(?s)grpo.*exactly 0.*Use reference='snapshot'"),
+    "grpo with rollout reference": (
+        {"score_estimator": "grpo"},
+        "(?s)grpo.*exactly 0.*Use reference='snapshot'.*first_update_score='dr_grpo'",
+    ),
+    "unknown first score": (
+        {"score_estimator": "grpo", "first_update_score": "rloo", "steps_per_generation": 4},
+        "first_update_score must be one of dr_grpo; got 'rloo'",
+    ),
+    "first score of another score": (
+        {"first_update_score": "dr_grpo", "steps_per_generation": 4},
+        "first_update_score='dr_grpo' would be ignored: .*score_estimator='rloo'.*Remove the key",
+    ),
+    "first score with a snapshot": (
+        {"score_estimator": "grpo", "reference": "snapshot", "first_update_score": "dr_grpo"},
+        "first_update_score='dr_grpo' would be ignored: .*reference='snapshot'",
+    ),
+    "first score without a second update": (
+        {"score_estimator": "grpo", "first_update_score": "dr_grpo"},
+        "needs a second update on a rollout, but with steps_per_generation=1, gradient_accumulation_steps=1",
+    ),
     "snapshot without reference": (
         {"reference": "snapshot", "proxy": "mean_logp"},
         "reference='snapshot' would be ignored with proxy='mean_logp'",
@@ -107,6 +126,8 @@ def test_contradictions_are_refused(settings, message):
 
 
 LEGAL = [
+    {"score_estimator": "grpo", "first_update_score": "dr_grpo", "steps_per_generation": 2},
+    {"score_estimator": "grpo", "first_update_score": "dr_grpo", "num_iterations": 2},
     {"score_estimator": "grpo", "reference": "snapshot"},
     {"score_estimator": "grpo", "proxy": "mean_logp"},
     {"reference": "snapshot", "reference_reset_steps": 1, "reset_optimizer_on_reference_reset": True},

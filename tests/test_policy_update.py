@@ -177,6 +177,24 @@ def test_gradient_of_every_estimator_and_weighting(tmp_path, score_estimator, cl
     train_and_compare(tmp_path, Replay(unverifiable=0.1), **settings)
 
 
+@pytest.mark.parametrize("group_layout", ["whole", "split"])
+def test_the_grpo_score_against_the_rollout_policy(tmp_path, group_layout):
+    """The first update on a rollout has the gradient of dr_grpo, the second one the score of grpo."""
+    settings = {**TWO_UPDATES, "learning_rate": 0.5, "group_layout": group_layout, "score_estimator": "grpo"}
+    train_and_compare(tmp_path / "grpo", Replay(), first_update_score="dr_grpo", **settings)
+    gradients = {}
+    for name in ("grpo", "dr_grpo"):
+        recorder, first = Recorder(), {"first_update_score": "dr_grpo"} if name == "grpo" else {}
+        chosen = settings | first | {"score_estimator": name, "max_steps": 2}
+        build_trainer(tmp_path / name, replay=Replay(), more={"callbacks": [recorder]}, **chosen).train()
+        gradients[name] = recorder.gradients
+    first, second = (
+        [torch.equal(a, gradients["dr_grpo"][update][key]) for key, a in gradients["grpo"][update].items()]
+        for update in (0, 1)
+    )
+    assert all(first) and not any(second)
+
+
 LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
 
 
