@@ -96,9 +96,18 @@ class EvaluationArguments:
             raise ValueError(
                 f"pass@k needs 1 <= k <= n, got k = {self.k} with n = {self.n} samples. Raise n or drop the larger k."
             )
-        for name in ("batch_size", "tensor_parallel_size", "data_parallel_size", "concurrency"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        for name in ("batch_size", "tensor_parallel_size", "data_parallel_size", "concurrency", "max_model_len"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+        if self.token_entropy_samples < 0:
+            raise ValueError(
+                f"token_entropy_samples counts samples per problem, got {self.token_entropy_samples}. Use 0 for none."
+            )
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"gpu_memory_utilization is a share of the GPU's memory in (0, 1], got {self.gpu_memory_utilization}."
+            )
         _ = self.sampling  # its own checks
 
     @property

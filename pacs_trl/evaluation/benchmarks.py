@@ -134,9 +134,14 @@ def load_benchmark(spec: str, *, max_problems: int | None = None) -> LoadedBench
         [`LoadedBenchmark`].
 
     Raises:
-        `ValueError`: for an unknown name, a missing file or column, an empty benchmark, an empty problem or answer, or
-        two rows with one id.
+        `ValueError`: for an unknown name, a missing file or column, a row that is no mapping, an empty benchmark, an empty
+        problem or answer, two rows with one id, or a `max_problems` below 1.
     """
+    if max_problems is not None and max_problems < 1:
+        raise ValueError(
+            f"max_problems must be at least 1, got {max_problems}: with no problems there is nothing to evaluate. Leave it out "
+            "for all problems."
+        )
     name, _, path = spec.partition("=")
     if not path and Path(name).suffix in FILE_FORMATS:
         name, path = Path(name).stem, name
@@ -167,6 +172,10 @@ def problems_digest(problems: list[Problem]) -> str:
 
 
 def _problem(name: str, entry: Benchmark, index: int, row: dict) -> Problem:
+    if not isinstance(row, dict):
+        raise ValueError(
+            f"Benchmark {name} needs one JSON object with columns per problem, but row {index} is {str(row)[:80]!r}."
+        )
     columns = [entry.problem_column, entry.answer_column] + ([entry.id_column] if entry.id_column else [])
     missing = [column for column in columns if column not in row]
     if missing:
@@ -232,11 +241,17 @@ def _file_rows(path: Path) -> list[dict]:
         lines = path.read_bytes().split(b"\n")
         return [_parsed(line, f"line {i} of {path}") for i, line in enumerate(lines, 1) if line.strip()]
     if path.suffix == ".json":
-        return _parsed(path.read_bytes(), str(path))
+        rows = _parsed(path.read_bytes(), str(path))
+        if not isinstance(rows, list):
+            raise ValueError(f"{path} must hold a list of problems, got {type(rows).__name__}; see also .jsonl.")
+        return rows
     if path.suffix == ".parquet":
-        import pandas as pd
+        import pyarrow.parquet
 
-        return pd.read_parquet(path).to_dict("records")
+        try:
+            return pyarrow.parquet.read_table(path).to_pylist()  # lists stay lists; pandas would make arrays of them
+        except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError) as error:
+            raise ValueError(f"The benchmark cannot be read: {path} is not a Parquet file: {error}.") from error
     raise ValueError(f"A benchmark file is .jsonl, .json or .parquet, got {path.name}.")
 
 

@@ -5,6 +5,7 @@ and pass@k to `OUTPUT_DIR/results.json`. Running the same command again draws on
 the additional samples. Prompts and grading are those of training.
 """
 
+import errno
 import json
 import logging
 import sys
@@ -31,6 +32,9 @@ from pacs_trl.verification import Outcome, VerificationArguments, Verifier
 
 
 logger = logging.getLogger(__name__)
+
+# What a machine answers that cannot write (or read): no room, no rights, a disk that fails.
+NO_ACCESS = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM", "EIO")}
 
 
 def evaluate(
@@ -153,10 +157,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         args, verification = TrlParser([EvaluationArguments, VerificationArguments]).parse_args_and_config(argv)
+    except (ValueError, OSError) as error:
+        print(f"pacs-trl evaluate: {error}", file=sys.stderr)
+        return 2
+    try:
         with _make_verifier(verification) as verifier:
             results = evaluate(args, verifier, max_failure_share=verification.verification_max_failure_share)
     except (ValueError, FileNotFoundError) as error:
         print(f"pacs-trl evaluate: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.errno not in NO_ACCESS:
+            raise
+        print(
+            f"pacs-trl evaluate: this machine refuses: {error}. The samples in {args.output_dir} are kept. Make room or give the "
+            "rights and run the same command again, or choose another output_dir.",
+            file=sys.stderr,
+        )
         return 2
     for entry in results["benchmarks"].values():
         line = "  ".join(
@@ -190,7 +207,8 @@ def _check_failures(benchmark: LoadedBenchmark, outcomes: Mapping[str, int], max
 
 def _open_store(args: EvaluationArguments, model: dict[str, Any], benchmark: LoadedBenchmark) -> SampleStore:
     settings = {
-        "model": model,
+        # A checkpoint is its content: a copy under another name goes on, other weights under the same name do not.
+        "model": {key: value for key, value in model.items() if key != "name"} if "digest" in model else model,
         "benchmark": {"name": benchmark.name, **{key: benchmark.source[key] for key in ("version", "digest")}},
         "prompt": _prompt_facts(args),
         "sampling": asdict(args.sampling),

