@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pacs_trl.evaluation.results import read_results, require_same_protocol
+from pacs_trl.evaluation.results import require_same_protocol
 from pacs_trl.report import paper, tables
+from pacs_trl.report.inputs import read_described, read_diversity, read_log_history
 
 
 def build_report(
@@ -39,7 +40,7 @@ def build_report(
     Raises:
         `ValueError`: if a file cannot be read or the files were measured under different protocols.
     """
-    results = [read_results(path) for path in paths]
+    results = [read_described(path) for path in paths]
     if not results:
         raise ValueError("A report needs at least one results file.")
     require_same_protocol(results, [str(path) for path in paths])
@@ -50,7 +51,7 @@ def build_report(
     markdown, latex = [], []
     for name, title in names.items():
         header, lines = tables.table_cells(rows[name])
-        markdown.append(f"## {title}\n\n{tables.to_markdown(header, lines)}\n{_sources(rows[name])}")
+        markdown.append(f"## {tables.one_line(title)}\n\n{tables.to_markdown(header, lines)}\n{_sources(rows[name])}")
         latex.append(tables.to_latex(header, lines, f"pass@k on {title}, percent with 95 % intervals over problems"))
         if baseline is not None and (changes := tables.support_rows(results, name, baseline)):
             markdown.append(tables.to_markdown(tables.SUPPORT_HEADER, changes))
@@ -116,7 +117,7 @@ def _build_all(args: argparse.Namespace) -> list[Path]:
         names = tables.benchmarks([run for _, run in runs])
         files += plots.ablation_figure(values, names, args.ablation_name, args.output_dir / "ablation")
     if args.diversity:
-        files += plots.diversity_figure(json.loads(args.diversity.read_text()), args.output_dir / "diversity")
+        files += plots.diversity_figure(read_diversity(args.diversity), args.output_dir / "diversity")
     if args.reliability:
         files += plots.reliability_figure(*scores_and_labels(args.reliability), args.output_dir / "reliability")
     return files
@@ -135,7 +136,7 @@ def ablation_results(pairs: Sequence[str]) -> dict[float, list[dict[str, Any]]]:
             value = float(text)
         except ValueError:
             raise ValueError(f"--ablation takes NUMBER=RESULTS, got {text!r} before the equals sign.") from None
-        values.setdefault(value, []).append(read_results(path))
+        values.setdefault(value, []).append(read_described(path))
     return values
 
 
@@ -175,7 +176,7 @@ def training_histories(pairs: Sequence[str]) -> dict[str, list[list[dict[str, An
         state = next((path for path in found if path.is_file()), None)
         if state is None:
             raise ValueError(f"Neither {directory} nor a checkpoint in it has a trainer_state.json.")
-        histories.setdefault(method, []).append(json.loads(state.read_text(encoding="utf-8"))["log_history"])
+        histories.setdefault(method, []).append(read_log_history(state))
     return histories
 
 

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pacs_trl.evaluation.pass_at_k import bootstrap_interval, pass_interval
-from pacs_trl.evaluation.results import read_results, require_same_protocol
+from pacs_trl.evaluation.results import require_same_protocol
 from pacs_trl.report import paper, tables
+from pacs_trl.report.inputs import read_json, read_measured
 
 
 # The miniature benchmark that stands in place of each benchmark of the paper, and the one in place of other domains.
@@ -79,12 +80,16 @@ def read_runs(cell: Cell, results_dir: Path) -> list[Run]:
     """The finished runs of a cell in the order of their seeds; results carry the cell's label."""
     runs = []
     for path in (results_dir / cell.run).glob("seed-*/results.json"):
-        results = read_results(path) | {"method": cell.label}
-        diversity, training = (
-            json.loads(file.read_text()) if file.is_file() else default
-            for file, default in ((path.with_name("diversity.json"), {}), (path.with_name("training.json"), None))
+        results = read_measured(path) | {"method": cell.label}
+        diversity, training = path.with_name("diversity.json"), path.with_name("training.json")
+        runs.append(
+            Run(
+                int(path.parent.name.removeprefix("seed-")),
+                results,
+                read_json(diversity, dict) if diversity.is_file() else {},
+                read_json(training, {"log_history": list, "checkpoints": list}) if training.is_file() else None,
+            )
         )
-        runs.append(Run(int(path.parent.name.removeprefix("seed-")), results, diversity, training))
     return sorted(runs, key=lambda run: run.seed)
 
 

@@ -117,6 +117,10 @@ def problem_values(group: Sequence[dict[str, Any]], benchmark: str, ks: Sequence
     """Problem ids and pass@k per problem, averaged over runs; shape `(P, K)`; problems scorable in every run only."""
     counts = [_scorable(run, benchmark) for run in group]
     ids = [problem for problem in counts[0] if all(problem in other for other in counts)]
+    if not ids:
+        raise ValueError(
+            f"{group[0]['method']}: the runs share no problem of {benchmark} that was graded in all of them."
+        )
     values = []
     for run in counts:
         n, c = np.array([run[problem] for problem in ids]).T
@@ -169,6 +173,8 @@ def _paired_difference(
     base_ids, base_values = problem_values(baseline_group, benchmark, ks)
     position = {problem: i for i, problem in enumerate(base_ids)}
     shared = [i for i, problem in enumerate(ids) if problem in position]
+    if not shared:
+        raise ValueError(f"{method} and {baseline} share no problem of {benchmark} that was graded for both.")
     difference = paired_bootstrap(base_values[[position[ids[i]] for i in shared]], values[shared])
     return Row(f"{method} - {baseline}", "difference", "paired over problems", "", 0, _interval_cells(difference, ks))
 
@@ -252,9 +258,15 @@ def table_cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 
 
 def to_markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A GitHub table."""
+    """A GitHub table. Names may hold anything: a bar or a line break in one stays inside its cell."""
     rule = ["---"] + ["---:"] * (len(header) - 1)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *lines]) + "\n"
+    rows = [[one_line(cell).replace("|", "\\|") for cell in cells] for cells in [header, *lines]]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [rows[0], rule, *rows[1:]]) + "\n"
+
+
+def one_line(text: str) -> str:
+    """A name for running text: line breaks and other control characters become spaces."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
 def to_latex(header: Sequence[str], lines: Sequence[Sequence[str]], caption: str) -> str:
@@ -299,10 +311,12 @@ def _text(cell: Cell | None, signed: bool) -> str:
     return text if cell.lower is None else f"{text} [{cell.lower:.1f}, {cell.upper:.1f}]"
 
 
+_LATEX = {character: "\\" + character for character in "&%$#_{}"}
+_LATEX |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
+
+
 def _latex_escape(text: str) -> str:
-    for character in "&%$#_{}":
-        text = text.replace(character, "\\" + character)
-    return text.replace("±", r"$\pm$")
+    return one_line(text).translate(str.maketrans(_LATEX))
 
 
 def _sample_counts(group: Sequence[dict[str, Any]], benchmark: str) -> str:
