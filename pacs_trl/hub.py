@@ -1,28 +1,31 @@
 """`pacs-trl push`, and `push_to_hub: true`: a checkpoint with its card, recipe, results and training curves to the Hub.
 
-First the files that travel with the weights are written into the checkpoint directory (`prepare`), then the directory is
-uploaded. The upload goes through huggingface_hub: it skips files that are already there, so an interrupted push is
-resumed by running the command again, and errors that can pass are retried here. A trainer that has just finished
-leaves its log and circumstances beside the weights (`record_training`) and pushes in the same way (`push_trained`).
+First the files that travel with the weights are written into the checkpoint directory (`prepare`), then what belongs to a model
+is uploaded (`hub_files.py`). The upload goes through huggingface_hub: it skips files that are already there,
+so an interrupted push is resumed by running the command again, and errors that can pass are retried here. A trainer that has
+just finished leaves its log and circumstances beside the weights (`record_training`) and pushes in the same way (`push_trained`).
 """
 
 import argparse
 import json
 import logging
-import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 import yaml
-from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub import CommitOperationAdd, HfApi, get_session, hf_hub_url
+from huggingface_hub.errors import HfHubHTTPError, RemoteEntryNotFoundError, RevisionNotFoundError
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
 from pacs_trl.evaluation.provenance import checkpoint_digest, training_facts
-from pacs_trl.evaluation.results import read_results
+from pacs_trl.hub_files import LOG_FILE, README_FILE, RESULTS_FILE, WEIGHTS, files_of_a_model, published_contents
+from pacs_trl.launch import read_mapping
+from pacs_trl.redaction import published
+from pacs_trl.report.inputs import read_described, read_log_history, read_training_facts
 from pacs_trl.report.model_card import (
     RECIPE_FILE,
     TRAINING_FACTS_FILE,
@@ -31,29 +34,11 @@ from pacs_trl.report.model_card import (
     build_card,
     hub_evaluations,
 )
+from pacs_trl.report.readme import NOTHING, HandWritten, hand_written, the_one_to_keep, with_our_part
 
 
 logger = logging.getLogger(__name__)
 
-# What a training run leaves beside the weights and nobody needs for using the model.
-NOT_UPLOADED = (
-    "checkpoint-*/**",
-    "runs/**",
-    "run_id",
-    "completions/**",
-    "samples/**",
-    "evaluations/**",
-    "optimizer*",
-    "scheduler.pt",
-    "rng_state*",
-    "global_step*/**",
-    "training_args.bin",  # a pickle of every setting of the run, the token included
-    "*.tmp",
-    "_*",
-)
-WEIGHTS = ("*.safetensors", "*.bin")
-# A setting of transformers that must never be published with a recipe.
-TOKEN_KEY = "hub_token"
 PASSING_STATUS = (408, 425, 429, 500, 502, 503, 504)
 
 
@@ -65,7 +50,14 @@ class PushResult(NamedTuple):
     num_retries: int
 
 
-def prepare(model_dir: Path, repo_id: str, *, results: Path | None = None, recipe: Path | None = None) -> list[Path]:
+def prepare(
+    model_dir: Path,
+    repo_id: str,
+    *,
+    results: Path | None = None,
+    recipe: Path | None = None,
+    repository_readme: str | None = None,
+) -> list[Path]:
     """
     Write card, results, evaluation metadata, recipe and training figure into a checkpoint directory.
 
@@ -74,27 +66,24 @@ def prepare(model_dir: Path, repo_id: str, *, results: Path | None = None, recip
         repo_id (`str`): `USER/NAME`; the name becomes the title of the card.
         results (`Path`, *optional*): Results file to take along; `results.json` of the directory if left out.
         recipe (`Path`, *optional*): Recipe to take along; `recipe.yaml` of the directory if left out.
+        repository_readme (`str`, *optional*): README.md of the repository: what was written by hand in it is kept.
 
     Returns:
         `list[Path]`: The files written or taken along.
 
     Raises:
-        `ValueError`: if the directory has no model, a named file cannot be read, or the recipe holds a token.
+        `ValueError`: if the directory has no model, a file that goes into the card cannot be read, or text by hand in the
+            README of the directory or of the repository would be lost.
     """
-    check_checkpoint(model_dir)
-    check_results(model_dir, results)
-    check_recipe(model_dir, recipe)
+    kept = _check(model_dir, repo_id, results, recipe, repository_readme)
     written = []
-    for given, name in ((results, "results.json"), (recipe, RECIPE_FILE)):
-        target = model_dir / name
-        if given is not None:
-            given = given / name if given.is_dir() else given
-            if not given.is_file():
-                raise ValueError(f"{given} does not exist.")
-            if given.resolve() != target.resolve():
-                shutil.copyfile(given, target)
-        if target.is_file():
-            written.append(target)
+    if results is not None:
+        content = json.dumps(published(read_described(results)), indent=1) + "\n"
+        (model_dir / RESULTS_FILE).write_text(content, encoding="utf-8")
+    if recipe is not None and _recipe_file(recipe).resolve() != (model_dir / RECIPE_FILE).resolve():
+        settings = published(read_mapping(str(_recipe_file(recipe)), "recipe"))
+        (model_dir / RECIPE_FILE).write_text(yaml.safe_dump(settings, allow_unicode=True), encoding="utf-8")
+    written += [model_dir / name for name in (RESULTS_FILE, RECIPE_FILE) if (model_dir / name).is_file()]
     has_figure = _draw_training(model_dir)
     if has_figure:
         written.append(model_dir / TRAINING_FIGURE)
@@ -104,21 +93,46 @@ def prepare(model_dir: Path, repo_id: str, *, results: Path | None = None, recip
             (model_dir / name).parent.mkdir(exist_ok=True)
             (model_dir / name).write_text(content, encoding="utf-8")
             written.append(model_dir / name)
-    build_card(repo_id.split("/")[-1], inputs).save(model_dir / "README.md")
-    return [*written, model_dir / "README.md"]
+    card = build_card(repo_id.split("/")[-1], inputs)
+    (model_dir / README_FILE).write_text(with_our_part(kept, card), encoding="utf-8")
+    return [*written, model_dir / README_FILE]
 
 
 def card_inputs(model_dir: Path) -> CardInputs:
     """What a checkpoint directory holds for its card: results.json, recipe.yaml, provenance.json and the training figure,
     where present."""
-    results, recipe, training = (model_dir / name for name in ("results.json", RECIPE_FILE, TRAINING_FACTS_FILE))
+    results, recipe, training = (model_dir / name for name in (RESULTS_FILE, RECIPE_FILE, TRAINING_FACTS_FILE))
     return CardInputs(
-        results=read_results(results) if results.is_file() else None,
-        recipe=yaml.safe_load(recipe.read_text(encoding="utf-8")) if recipe.is_file() else None,
-        training=json.loads(training.read_text(encoding="utf-8")) if training.is_file() else None,
+        results=published(read_described(results)) if results.is_file() else None,
+        recipe=read_mapping(str(recipe), "recipe") if recipe.is_file() else None,
+        training=published(read_training_facts(training)) if training.is_file() else None,
         is_adapter=(model_dir / "adapter_config.json").is_file(),
         has_training_figure=(model_dir / TRAINING_FIGURE).is_file(),
     )
+
+
+def write_card(model_dir: Path, recipe: dict[str, Any]) -> None:
+    """The card of a model that has just been trained, before anything was measured; text by hand in README.md is kept."""
+    training = read_training_facts(model_dir / TRAINING_FACTS_FILE)
+    is_adapter = (model_dir / "adapter_config.json").is_file()
+    card = build_card(model_dir.resolve().name, CardInputs(recipe=recipe, training=training, is_adapter=is_adapter))
+    (model_dir / README_FILE).write_text(with_our_part(kept_readme(model_dir), card), encoding="utf-8")
+
+
+def kept_readme(model_dir: Path) -> HandWritten:
+    """
+    What was written by hand in the README of a directory.
+
+    Raises:
+        `ValueError`: if it cannot be told from our part, see [`~report.readme.hand_written`].
+    """
+    readme = model_dir / README_FILE
+    if not readme.is_file():
+        return NOTHING
+    try:
+        return hand_written(readme.read_text(encoding="utf-8"), str(readme))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{readme} is not UTF-8 text: {error}.") from error
 
 
 def push(
@@ -149,41 +163,45 @@ def push(
         api ([`~huggingface_hub.HfApi`], *optional*): Client with endpoint and token.
 
     Raises:
-        `ValueError`: if the directory has no model, the repository name is not `USER/NAME`, or a file cannot be read.
+        `ValueError`: if the directory has no model, the repository name is not `USER/NAME`, a file cannot be read, or text by
+            hand in a README would be lost.
         `RuntimeError`: if every attempt failed for a reason that could have passed.
     """
-    if repo_id.count("/") != 1 or not all(repo_id.split("/")):
-        raise ValueError(f"The repository is named USER/NAME, got {repo_id!r}.")
-    check_checkpoint(model_dir)
-    check_results(model_dir, results)
-    check_recipe(model_dir, recipe)
+    _check(model_dir, repo_id, results, recipe)
     if dry_run:
-        return PushResult(None, uploaded_files(model_dir, _added_files(model_dir, results, recipe)), 0)
-    prepare(model_dir, repo_id, results=results, recipe=recipe)
+        return PushResult(None, files_of_a_model(model_dir, _added_files(model_dir, results, recipe)), 0)
     api = api or HfApi()
     num_retries = 0
-    for attempt in range(1, max_attempts + 1):
-        try:
-            url = api.create_repo(repo_id, private=private, exist_ok=True)
-            api.upload_folder(
-                repo_id=repo_id,
-                folder_path=model_dir,
-                revision=revision,
-                ignore_patterns=list(NOT_UPLOADED),
-                commit_message="Upload model, card, recipe and results",
-            )
-            return PushResult(str(url), uploaded_files(model_dir), num_retries)
-        except (HfHubHTTPError, httpx.TransportError, RuntimeError) as error:
-            if not can_pass(error):
-                raise
-            if attempt == max_attempts:
-                raise RuntimeError(
-                    f"The upload to {repo_id} failed {max_attempts} times, last with: {error}. What was uploaded is "
-                    f"kept: `pacs-trl push --model {model_dir} --repo {repo_id}` resumes."
-                ) from error
-            num_retries += 1
-            time.sleep(first_wait_seconds * 2 ** (attempt - 1))
-    raise AssertionError("unreachable")
+
+    def patiently(call: Callable[[], Any]) -> Any:
+        nonlocal num_retries
+        for attempt in range(1, max_attempts + 1):
+            try:
+                return call()
+            except (HfHubHTTPError, httpx.TransportError, RuntimeError) as error:
+                if not can_pass(error):
+                    raise
+                if attempt == max_attempts:
+                    raise RuntimeError(
+                        f"The upload to {repo_id} failed {max_attempts} times, last with: {error}. What was uploaded is "
+                        f"kept: `pacs-trl push --model {model_dir} --repo {repo_id}` resumes."
+                    ) from error
+                num_retries += 1
+                time.sleep(first_wait_seconds * 2 ** (attempt - 1))
+
+    url = patiently(lambda: api.create_repo(repo_id, private=private, exist_ok=True))
+    theirs = patiently(lambda: _repository_readme(api, repo_id, revision))
+    prepare(model_dir, repo_id, results=results, recipe=recipe, repository_readme=theirs)
+    contents = published_contents(model_dir)
+    patiently(
+        lambda: api.create_commit(
+            repo_id,
+            [CommitOperationAdd(path_in_repo=name, path_or_fileobj=content) for name, content in contents.items()],
+            commit_message="Upload model, card, recipe and results",
+            revision=revision,
+        )
+    )
+    return PushResult(str(url), list(contents), num_retries)
 
 
 def push_trained(trainer: Any) -> PushResult | None:
@@ -259,42 +277,12 @@ def check_results(model_dir: Path, results: Path | None = None) -> None:
     path = results or model_dir / "results.json"
     if results is None and not path.is_file():
         return
-    measured = read_results(path)["model"].get("digest")
+    measured = read_described(path)["model"].get("digest")
     if measured is not None and measured != (present := checkpoint_digest(model_dir)):
         raise ValueError(
             f"{path} was measured on a checkpoint with digest {measured}, but {model_dir} has {present}: these are not the "
             "scores of these weights. Evaluate this checkpoint, or push the one that was evaluated."
         )
-
-
-def check_recipe(model_dir: Path, recipe: Path | None = None) -> None:
-    """
-    Raises:
-        `ValueError`: if the recipe (by default the one in the directory) does not exist, is no recipe, or would publish an
-            access token.
-    """
-    path = recipe or model_dir / RECIPE_FILE
-    path = path / RECIPE_FILE if path.is_dir() else path
-    if not path.is_file():
-        if recipe is None:
-            return
-        raise ValueError(f"The recipe {path} does not exist.")
-    settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if not isinstance(settings, dict):
-        raise ValueError(f"{path} is not a recipe: it must be a YAML mapping, got {type(settings).__name__}.")
-    if settings.get(TOKEN_KEY):
-        raise ValueError(
-            f"{path} holds `{TOKEN_KEY}`, and the recipe would be published with the model. Remove the key from the file; "
-            "log in with `hf auth login` or set HF_TOKEN instead."
-        )
-
-
-def uploaded_files(model_dir: Path, added: Sequence[str] = ()) -> list[str]:
-    """Paths in the repository after a push, sorted; `added` are those that [`prepare`] would write."""
-    from huggingface_hub.utils import filter_repo_objects
-
-    present = [str(path.relative_to(model_dir)) for path in model_dir.rglob("*") if path.is_file()]
-    return sorted(filter_repo_objects({*present, *added}, ignore_patterns=list(NOT_UPLOADED)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -316,7 +304,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             recipe=args.recipe,
             dry_run=args.dry_run,
         )
-    except (ValueError, RuntimeError, HfHubHTTPError) as error:
+    except (ValueError, OSError, RuntimeError, HfHubHTTPError, httpx.TransportError) as error:
         print(f"pacs-trl push: {error}", file=sys.stderr)
         return 2
     for name in result.files:
@@ -328,12 +316,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _check(
+    model_dir: Path, repo_id: str, results: Path | None, recipe: Path | None, repository_readme: str | None = None
+) -> HandWritten:
+    """Everything that can be wrong with the files, before anything is written or sent; what is kept of the README."""
+    if repo_id.count("/") != 1 or not all(repo_id.split("/")):
+        raise ValueError(f"The repository is named USER/NAME, got {repo_id!r}.")
+    check_checkpoint(model_dir)
+    check_results(model_dir, results)
+    if results is not None:
+        read_described(results)
+    if recipe is not None:
+        read_mapping(str(_recipe_file(recipe)), "recipe")
+    card_inputs(model_dir)
+    _log_history(model_dir)
+    theirs = hand_written(repository_readme, f"README.md of {repo_id}")
+    return the_one_to_keep(kept_readme(model_dir), theirs, str(model_dir / README_FILE), repo_id)
+
+
+def _repository_readme(api: HfApi, repo_id: str, revision: str | None) -> str | None:
+    """README.md of the repository; None if it, or the branch, does not exist yet."""
+    url = hf_hub_url(repo_id, README_FILE, revision=revision, endpoint=api.endpoint)
+    response = get_session().get(url, headers=build_hf_headers(token=api.token), follow_redirects=True)
+    try:
+        hf_raise_for_status(response)
+    except (RemoteEntryNotFoundError, RevisionNotFoundError):
+        return None
+    return response.content.decode("utf-8")
+
+
+def _recipe_file(recipe: Path) -> Path:
+    return recipe / RECIPE_FILE if recipe.is_dir() else recipe
+
+
 def _added_files(model_dir: Path, results: Path | None, recipe: Path | None) -> list[str]:
     """What [`prepare`] would add, without writing it."""
-    added = ["README.md"]
-    results_path = results or (model_dir / "results.json" if (model_dir / "results.json").is_file() else None)
+    added = [README_FILE]
+    results_path = results or (model_dir / RESULTS_FILE if (model_dir / RESULTS_FILE).is_file() else None)
     if results_path is not None:
-        added += ["results.json", *hub_evaluations(read_results(results_path))]
+        added += [RESULTS_FILE, *hub_evaluations(read_described(results_path))]
     if recipe is not None:
         added.append(RECIPE_FILE)
     if _log_history(model_dir):
@@ -342,8 +363,8 @@ def _added_files(model_dir: Path, results: Path | None, recipe: Path | None) -> 
 
 
 def _log_history(model_dir: Path) -> list[dict[str, Any]]:
-    state = model_dir / "trainer_state.json"
-    history = json.loads(state.read_text(encoding="utf-8"))["log_history"] if state.is_file() else []
+    state = model_dir / LOG_FILE
+    history = read_log_history(state) if state.is_file() else []
     return history if any("reward" in log for log in history) else []
 
 

@@ -19,10 +19,11 @@ from trl import GRPOConfig, get_peft_config, get_quantization_config
 from . import rewards
 from .data import load_training_data
 from .float32_exchange import keep_float32
-from .hub import push_trained, record_training
+from .hub import kept_readme, push_trained, record_training, write_card
 from .lora import check_lora_targets
 from .preemption import EXIT_CODE, check_no_jit_checkpoint, stop_on_signal
 from .recipe import Recipe, read_recipe
+from .redaction import without_secrets
 from .resume import check_complete, last_checkpoint
 from .tracking import tracked_run
 from .verification import configure_verification
@@ -56,6 +57,7 @@ def main(argv: Sequence[str] | None = None):
             "num_train_epochs to train longer."
         )
         return None
+    kept_readme(Path(training.output_dir))  # refused now, not after training
     recipe.model.model_name_or_path = _resolve_model(recipe.model.model_name_or_path)
     if training.use_vllm:
         check_vllm(training, recipe.model.model_name_or_path)
@@ -93,6 +95,8 @@ def main(argv: Sequence[str] | None = None):
             callbacks=[tracking, stopping],
         )
         keep_float32(trainer.accelerator)  # GRPO's too; ours have done so already
+        # TRL drafts a card with every checkpoint, over whatever README.md says; ours is written at the end and keeps it.
+        trainer.create_model_card = lambda **kwargs: None
         trainer.accelerator.print(describe_step(training, trainer.accelerator.num_processes, len(train_dataset)))
         trainer.train(resume_from_checkpoint=checkpoint)
         if stopping.stopped:
@@ -104,10 +108,11 @@ def main(argv: Sequence[str] | None = None):
             )
             raise SystemExit(EXIT_CODE)
         trainer.save_model(training.output_dir, _internal_call=True)  # no push yet: it comes once, with everything
-        trainer.create_model_card(model_name=Path(training.output_dir).name, dataset_name=recipe.data.dataset_name)
     if trainer.accelerator.is_main_process:
-        (Path(training.output_dir) / "recipe.yaml").write_text(yaml.safe_dump(recipe.settings))
+        settings = without_secrets(_from_any_folder(recipe.settings))
+        (Path(training.output_dir) / "recipe.yaml").write_text(yaml.safe_dump(settings, allow_unicode=True))
         record_training(trainer)
+        write_card(Path(training.output_dir), recipe.settings)
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.print(f"Saved model, model card and recipe to {training.output_dir}.")
     if training.push_to_hub:
@@ -138,6 +143,12 @@ def _with_model_arguments(recipe: Recipe):
         **(recipe.training.model_init_kwargs or {}),
     }
     return recipe.training
+
+
+def _from_any_folder(settings: dict) -> dict:
+    """Models of this machine by their whole path: `outputs/model` would be a Hub id when read from another folder."""
+    models = {key: settings.get(key) for key in ("model_name_or_path", "critic_model_name_or_path")}
+    return settings | {key: str(Path(name).resolve()) for key, name in models.items() if name and Path(name).is_dir()}
 
 
 def _resolve_model(name: str) -> str:

@@ -4,6 +4,7 @@ The card has a table for people, `model-index` for the model page, and one `.eva
 travels with n, sampler, prompt digest, verifier version and interval: without them it could not be compared with anything.
 """
 
+import re
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any, NamedTuple
 import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 
+from pacs_trl.redaction import published
 from pacs_trl.report import tables
+from pacs_trl.report.tables import one_line
 
 
 TEMPLATE = Path(__file__).parents[1] / "templates" / "model_card.md"
@@ -20,6 +23,8 @@ RECIPE_FILE = "recipe.yaml"
 TRAINING_FACTS_FILE = "provenance.json"
 TRAINING_FIGURE = "training.png"
 EVAL_RESULTS_FOLDER = ".eval_results"
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 CITATION = """\
 @article{li2025implicit,
@@ -35,7 +40,7 @@ class CardInputs(NamedTuple):
     What a card is written from; everything may be missing.
 
     - `results`: a parsed results.json.
-    - `recipe`: the settings of the training run.
+    - `recipe`: the settings of the training run; what must not be shown is left out here.
     - `training`: a parsed provenance.json: commit, versions and hardware of the training run.
     - `is_adapter`: whether the weights are an adapter, which needs its base model.
     - `has_training_figure`: whether `training.png` lies beside the card.
@@ -61,15 +66,17 @@ def build_card(model_name: str, inputs: CardInputs) -> ModelCard:
     Returns:
         [`~huggingface_hub.ModelCard`], ready to `save`.
     """
-    results, recipe = inputs.results, inputs.recipe or {}
+    results, recipe = inputs.results, published(inputs.recipe or {})
+    model_name = one_line(model_name)
     base_model = recipe.get("model_name_or_path")
-    base_model = base_model if base_model and _is_hub_id(base_model) else None
+    base_model = base_model if _is_hub_id(base_model) else None
     dataset_name = recipe.get("dataset_name")
-    method = str(recipe.get("method", "pacs")).upper()
+    dataset_name = None if dataset_name is None else one_line(str(dataset_name)).replace("`", "'")
+    method = one_line(str(recipe.get("method", "pacs"))).upper()
     data = ModelCardData(
         model_name=model_name,
         base_model=base_model,
-        datasets=[dataset_name] if dataset_name and _is_hub_id(dataset_name) else None,
+        datasets=[dataset_name] if _is_hub_id(dataset_name) else None,
         library_name="peft" if inputs.is_adapter else "transformers",
         pipeline_tag="text-generation",
         tags=sorted({"trl", method.lower(), "arxiv:2509.02522", *inputs.tags}),
@@ -159,7 +166,7 @@ def _result_facts(results: dict[str, Any]) -> dict[str, Any]:
         values = [line[3:] for line in lines]  # without method, n and runs
         shown.append(
             {
-                "title": entry["title"],
+                "title": one_line(entry["title"]),
                 "num_problems": entry["source"]["num_problems"],
                 "n": results["n"],
                 "dataset": entry["source"].get("hub_id"),
@@ -167,9 +174,12 @@ def _result_facts(results: dict[str, Any]) -> dict[str, Any]:
             }
         )
     prompt = results["protocol"]["prompt"]
+    example = f"<problem> {prompt['instruction']}" if prompt["instruction"] else "<problem>"
+    longest = max((len(ticks) for ticks in re.findall("`+", example)), default=0)
     return {
         "tables": shown,
-        "prompt_example": f"<problem> {prompt['instruction']}" if prompt["instruction"] else "<problem>",
+        "prompt_example": example,
+        "fence": "`" * max(3, longest + 1),  # a prompt may hold a fence of its own
         "sampling": _sampling_text(results),
         "prompt_digest": results["prompt_digest"],
         "verifier": _verifier_text(results),
@@ -208,5 +218,6 @@ def _verifier_text(results: dict[str, Any]) -> str:
     return f"{verifier['name']} {verifier['version']} ({verifier['protocol']} protocol)"
 
 
-def _is_hub_id(name: str) -> bool:
-    return name.count("/") == 1 and not name.startswith((".", "/", "~", "miniature/"))
+def _is_hub_id(name: Any) -> bool:
+    """Whether a published setting names a repository; local paths are names without a slash by then."""
+    return isinstance(name, str) and bool(_HUB_ID.fullmatch(name)) and not name.startswith((".", "miniature/"))

@@ -1,0 +1,163 @@
+"""What of a run's settings others may see: the one rule for the recipe on the Hub, the model card and the trackers.
+
+A secret is found by the name of its setting, by its form, or as part of an address; what is local to a machine is shortened to
+a name. Settings that only sound like secrets (`pad_token`, `max_new_tokens`, `num_key_value_heads`) stay. A secret under an
+innocent name that looks like nothing in particular is not found: secrets belong into environment variables.
+Needs the standard library only.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePath
+from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+
+
+REMOVED = "<removed>"
+
+# In any spelling and anywhere in a name, without what separates its words: HF_PASSWORD, dbPassword, client-secret-2.
+_SECRET_NAME = re.compile(
+    r"passw|passphrase|secret|credential|authori[sz]ation|bearer|cookie|(api|access|private|ssh|signing|encryption)key|"
+    r"(hf|hub|api|access|auth|refresh|session|id|github|wandb)token(?!s?id|s?count|ize)"
+)
+_SECRET_WORDS = {"auth", "pwd", "netrc"}
+# Names that end in "token" or "key" are secret, too, except behind these: the words of a vocabulary and of tables.
+_VOCABULARY = {"pad", "eos", "bos", "unk", "sep", "cls", "mask", "special", "stop", "start", "begin", "end", "think"}
+_VOCABULARY |= {"image", "video", "audio", "vision", "boi", "eoi", "fake", "decoder", "placeholder"}
+_VOCABULARY |= {
+    "sort",
+    "group",
+    "cache",
+    "column",
+    "label",
+    "problem",
+    "answer",
+    "solution",
+    "prompt",
+    "text",
+    "metric",
+}
+
+# Credentials that are known by their form: those of the Hub, of model and code hosts, of clouds; JSON web tokens; keys.
+_SECRET_TEXT = re.compile(
+    r"\b(?:hf_|api_org_|sk-|[sr]k_live_|gh[opsur]_|github_pat_|glpat-|xox[abeprs]-|AKIA|ASIA|AIza|wandb_v1_)[\w-]{8,}"
+    r"|\beyJ[\w-]{8,}\.[\w-]+\.[\w-]*"
+    r"|\b(?i:bearer|basic)\s+(?=\S*[\d=+/_])[\w.~+/=-]{8,}"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
+)
+_ASSIGNED = re.compile(
+    r"(?P<name>(?:--)?[A-Za-z][\w.-]*)(?P<sign>\s*=\s*|(?<=\w)\s+)(?P<value>\"[^\"]*\"|'[^']*'|[^\s,;&]+)"
+)
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
+_USER_AT_HOST = re.compile(r"^[^\s/@]+:\S*@(?=[\w\[])")
+
+# Settings that are texts for a model: nothing in them is an assignment or, as a whole, a path.
+_TEXTS = {"prompt_instruction", "instruction", "system_prompt", "chat_template"}
+_LOCAL = re.compile(r"^(/[^/]+/|~[\w.-]*([/\\]|$)|\.\.?[/\\]|[A-Za-z]:[/\\]|\\\\|file://)")
+_IN_HOME = re.compile(
+    r"(?<![\w.])(?:(?:/home|/Users|/root)(?:/[^\s'\",;:/]+)+|~/[^\s'\",;:]+|[A-Za-z]:\\Users(?:\\[^\s'\",;:\\]+)+)/?"
+)
+_NAME_OF_A_PATH = re.compile(r"(^|_)(path|dir|folder|file|files|checkpoint|deepspeed|fsdp_config|dataset_name)$")
+_GENERATED = "miniature/"  # models and tasks of the miniature world: names, not files
+
+
+def published(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    Settings as others may see them: without `env`, without secrets, without paths of this machine.
+
+    Args:
+        settings (`Mapping`): Plain data of any depth: a recipe, a results file, the arguments of a trainer.
+
+    Returns:
+        `dict`: A new mapping. What is named like a secret is left out at any depth; credentials in addresses and texts in the
+        form of an access token are removed; a local path is its last part, so that it cannot be taken for a Hub id.
+    """
+    return _cleaned(settings, "", lambda name, text: _without_paths(name, _without_credentials(name, text)))
+
+
+def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """As [`published`], but with the paths: for a file that stays on this machine and repeats the run."""
+    return _cleaned(settings, "", _without_credentials)
+
+
+def clean_url(url: str) -> str:
+    """An address without user, password and the secrets of its query; `<removed>` if it cannot be taken apart."""
+    try:
+        parts = urlsplit(url)
+        has_port = parts.port is not None  # a ValueError: this "port" is a password with a slash in it
+    except ValueError:
+        return REMOVED
+    if "@" not in parts.netloc and has_port and "@" in url:
+        return REMOVED
+    query, fragment = (_clean_query(text) for text in (parts.query, parts.fragment))
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, query, fragment))
+
+
+def is_secret(name: str, value: Any = "") -> bool:
+    """Whether a setting holds a secret, by its name: `hub_token`, `OPENAI_API_KEY`, `dbPassword`; not `pad_token`, and of
+    plurals not numbers (`max_new_tokens: 512`)."""
+    words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
+    if _SECRET_NAME.search("".join(words)) or _SECRET_WORDS & set(words):
+        return True
+    if not words or not (words[-1] in ("key", "keys") or words[-1].endswith(("token", "tokens"))):
+        return False
+    is_count = words[-1].endswith("s") and isinstance(value, int | float)
+    return not is_count and not _VOCABULARY & set(words[:-1])
+
+
+def _cleaned(value: Any, name: str, clean: Callable[[str, str], str]) -> Any:
+    if isinstance(value, Mapping):
+        return {
+            clean("", key) if isinstance(key, str) else key: _cleaned(inner, str(key), clean)
+            for key, inner in value.items()
+            if str(key) != "env" and not is_secret(str(key), inner)
+        }
+    if isinstance(value, list | tuple):
+        return type(value)(_cleaned(inner, name, clean) for inner in value)
+    if isinstance(value, PurePath):
+        value = str(value)
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith(("{", "[")):  # JSON, as the command line gives mappings
+        try:
+            return json.dumps(_cleaned(json.loads(value), name, clean))
+        except ValueError:
+            pass
+    return clean(name, value)
+
+
+def _without_credentials(name: str, text: str) -> str:
+    text = _URL.sub(lambda match: clean_url(match[0]), text)
+    text = _SECRET_TEXT.sub(REMOVED, _USER_AT_HOST.sub("", text))
+    return text if name in _TEXTS else _ASSIGNED.sub(_clean_assignment, text)
+
+
+def _clean_assignment(match: re.Match[str]) -> str:
+    is_option = match["name"].startswith("--")  # only behind an option is what follows a space its value
+    if ("=" in match["sign"] or is_option) and is_secret(match["name"]):
+        return f"{match['name']}{match['sign']}{REMOVED}"
+    return match[0]
+
+
+def _clean_query(text: str) -> str:
+    pairs = parse_qsl(text, keep_blank_values=True)
+    kept = [(name, value) for name, value in pairs if not is_secret(name) and name.lower() not in ("sig", "signature")]
+    return text if len(kept) == len(pairs) else urlencode(kept)
+
+
+def _without_paths(name: str, text: str) -> str:
+    if name not in _TEXTS and (_LOCAL.match(text) or _is_path(name, text)):
+        return _last_part(text)
+    return _IN_HOME.sub(lambda match: _last_part(match[0]), text)
+
+
+def _is_path(name: str, text: str) -> bool:
+    """Whether a setting that may be a path, a Hub id or the name of something generated is a path."""
+    if not _NAME_OF_A_PATH.search(name) or text.startswith(_GENERATED) or "://" in text:
+        return False
+    return text.count("/") > 1 or "\\" in text or name.endswith("dir") or Path(text).exists()
+
+
+def _last_part(path: str) -> str:
+    return re.split(r"[/\\]", path.rstrip("/\\"))[-1]
