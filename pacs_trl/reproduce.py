@@ -52,7 +52,9 @@ def read_table(name: str, scale: str) -> Table:
             cells.append(Cell(label, recipe, entry.get("trained", True), own))
     if not cells:
         raise ValueError(f"{name} exists at full scale only: its cells have no miniature twins. Add `--scale full`.")
-    return Table(name=files[name], cells=cells, **content)
+    labels = {cell.label for cell in cells}
+    compare = [pair for pair in content.pop("compare", ()) if labels.issuperset(pair)]
+    return Table(name=files[name], cells=cells, compare=compare, **content)
 
 
 def table_names(scale: str | None = None) -> list[str]:

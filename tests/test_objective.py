@@ -323,6 +323,23 @@ class TestProperties:
         assert coefficients.tolist() == [-0.125, -0.125, 0.125, 0.125]
         assert torch.autograd.grad(loss, proxies)[0].tolist() == coefficients.tolist()
 
+    @pytest.mark.parametrize(
+        ("spread", "ratio", "cosine"),
+        [(1e-6, 440_000, 0.96), (1e-4, 9700, 0.86), (0.005, 196, 0.86), (0.02, 49, 0.86)]
+        + [(0.1, 9.8, 0.86), (0.5, 1.9, 0.85), (1.0, 0.9, 0.81)],
+    )
+    def test_the_grpo_score_multiplies_the_gradient_of_small_proxies(self, spread, ratio, cosine):
+        """The table of docs/method.md."""
+        generator = torch.Generator().manual_seed(0)
+        rates = torch.rand(256, 1, generator=generator, dtype=torch.float64)
+        labels = (torch.rand(256, 8, generator=generator, dtype=torch.float64) < rates).double().view(-1)
+        proxies = spread * torch.randn(256 * 8, generator=generator, dtype=torch.float64)
+        grpo, rloo = (
+            proxy_coefficients(proxies, labels, num_generations=8, score_estimator=name) for name in ("grpo", "rloo")
+        )
+        assert (grpo.norm() / rloo.norm()).item() == pytest.approx(ratio, rel=0.04)
+        assert (grpo @ rloo / grpo.norm() / rloo.norm()).item() == pytest.approx(cosine, abs=0.01)
+
     def test_rloo_is_a_rescaled_dr_grpo(self):
         proxies, labels = random_case(4, unlabelled=False)
         rloo, dr_grpo = (

@@ -5,11 +5,13 @@ for bfloat16; `pacs_trl.plan` reads them with `use_cpu`, because otherwise trans
 can do it.
 """
 
+import itertools
 import re
 import shlex
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
@@ -78,7 +80,8 @@ PACS = {
     "drop_uniform_groups": False,
     "max_grad_norm": 0.0,
 }
-CLIPPED = {"max_grad_norm": 1.0, "epsilon": 0.2, "epsilon_high": None, "delta": 3.0, "loss_type": "dr_grpo"}
+# The authors clip at 1.0 a gradient that is summed over the 8 rows of a micro-batch; TRL and PPOTrainer take their mean.
+CLIPPED = {"max_grad_norm": 1.0 / 8, "epsilon": 0.2, "epsilon_high": None, "delta": 3.0, "loss_type": "dr_grpo"}
 METHODS = {
     "pacs": PACS,
     "pacs_no_weight": PACS | {"class_weighting": "none"},
@@ -98,6 +101,7 @@ METHODS = {
 }
 ABLATIONS = {
     "score_dr_grpo": PACS | {"score_estimator": "dr_grpo"},
+    "score_grpo_rollout": PACS | {"score_estimator": "grpo", "first_update_score": "dr_grpo"},
     "score_grpo_snapshot": PACS
     | {
         "score_estimator": "grpo",
@@ -113,6 +117,8 @@ CELLS = {
     **{f"{model}/pacs_no_weight": METHODS["pacs_no_weight"] for model in ("qwen2.5-7b", "qwen3-4b", "qwen3-8b")},
     **{f"{model}/pacs_beta_2": METHODS["pacs_beta_2"] for model in ("qwen2.5-3b", "qwen2.5-7b")},
     **{f"ablations/qwen3-4b/{name}": settings for name, settings in ABLATIONS.items()},
+    "qwen3-4b/pacs_snapshot": PACS
+    | {"reference": "snapshot", "reference_reset_steps": 80, "reset_optimizer_on_reference_reset": True},
     "qwen3-4b/pacs_one_node": PACS,
     "qwen3-8b/pacs_server": PACS,
 }
@@ -197,11 +203,44 @@ def test_practical_recipe_keeps_the_objective(name):
     assert recipe.model.use_peft == name.endswith("lora")
 
 
+def test_only_the_scripts_of_the_7b_model_are_called_the_authors():
+    """v2 publishes neither clip ranges, GAE, the clipping of values nor how losses add up."""
+    for model, method in itertools.product(MODELS, ("grpo", "ppo")):
+        header = (RECIPES / model / f"{method}.yaml").read_text().partition("\n\nmethod:")[0]
+        assert ("as the authors ran theirs" in header) == (model == "qwen2.5-7b"), (model, method)
+        assert ("The paper does not publish clip ranges" in header) == (MODELS[model][0] == "v2")
+    header = (RECIPES / "qwen2.5-3b" / "pacs_beta_2.yaml").read_text().partition("\n\nmethod:")[0]
+    assert "for the 7B model only" in header
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_clipping_a_mean_over_8_rows_at_an_eighth_is_clipping_their_sum_at_1(optimizer):
+    """Under AdamW, which ignores the scale that is left, the weights are the same; plain SGD learns 8 times slower."""
+    weights = []
+    for divisor, max_norm, rate in (
+        (1, 1.0, 1.0),
+        (8, CLIPPED["max_grad_norm"], 8.0 if optimizer is torch.optim.SGD else 1.0),
+    ):
+        weight = torch.nn.Parameter(torch.zeros(5, dtype=torch.float64))
+        update = optimizer([weight], lr=0.01 * rate, weight_decay=0.0)
+        generator = torch.Generator().manual_seed(0)
+        for scale in (0.01, 3.0, 0.1, 40.0):  # norms below and above the bound
+            rows = scale * torch.randn(8, 5, generator=generator, dtype=torch.float64)
+            weight.grad = rows.sum(0) / divisor
+            torch.nn.utils.clip_grad_norm_([weight], max_norm)
+            update.step()
+        weights.append(weight.detach())
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-4, atol=0)
+
+
 def test_the_grpo_score_against_the_rollout_policy_is_refused():
     path = RECIPES / "ablations" / "qwen3-4b" / "score_dr_grpo.yaml"
     recipe, _, conflicts = check_recipe(str(path), ["--score_estimator", "grpo"], 64)
     assert recipe is None and len(conflicts) == 1
     assert "score_estimator='grpo' cannot be used with reference='rollout'" in conflicts[0]
+    chosen = ["--score_estimator", "grpo", "--first_update_score", "dr_grpo"]
+    recipe, _, conflicts = check_recipe(str(path), chosen, 64)
+    assert conflicts == [] and recipe.training.first_update_score == "dr_grpo"
 
 
 @pytest.mark.parametrize("path", sorted((RECIPES / "accelerate_configs").glob("*.yaml")), ids=lambda path: path.stem)

@@ -147,6 +147,56 @@ def stand_ins(tmp_path, monkeypatch):
     return lines
 
 
+class TestOtherDomains:
+    where = ("figure_6", "--scale", "full", "--report_only", "--results_dir", "results")
+
+    def write(self, content):
+        Path("results").mkdir(exist_ok=True)
+        Path("results/other_domains.json").write_text(content if isinstance(content, str) else json.dumps(content))
+
+    def test_a_table_beside_the_published_scores(self, tmp_path, monkeypatch, capsys):
+        monkeypatch.chdir(tmp_path)
+        main(self.where)
+        text = capsys.readouterr().out
+        assert "| GRPO | - | 0 | 38.01 | - | 0 | 48.55 |" in text and "Nothing is measured yet." in text
+        entries = [{"seed": 0, "livecodebench": 46, "gpqa": 52.5}, {"seed": 3, "livecodebench": 44.0}]
+        self.write({"toolkit": "a toolkit, version 1", "scores": {"PACS": entries, "Base": []}})
+        main(self.where)
+        text = capsys.readouterr().out
+        assert "| PACS | 45.00 ± 1.41 | 2 | 45.96 | 52.50 | 1 | 52.46 |" in text
+        assert "| Base | - | 0 | 31.06 | - | 0 | 48.04 |" in text
+        assert "Measured with a toolkit, version 1." in text and "results/other_domains.json" in text
+        assert json.loads(Path("results/figure_6.json").read_text())[3]["LiveCodeBench"] == "45.00 ± 1.41"
+        assert Path("results/figure_6.md").read_text() in text
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            ("{", "is not JSON"),
+            ("[]", '"toolkit" and "scores" and nothing else'),
+            ({"scores": {}}, '"toolkit" and "scores" and nothing else'),
+            ({"toolkit": " ", "scores": {}}, '"toolkit" must say what measured the scores'),
+            ({"toolkit": "t", "scores": {"PACS": 3}}, "a list of entries, one for each seed"),
+            ({"toolkit": "t", "scores": {"DPO": []}}, "no methods DPO here, but Base, PPO, GRPO, PACS"),
+            ([{"livecodebench": 3}], 'entry 0 of PACS must be an object with a whole number "seed"'),
+            ([{"seed": True, "gpqa": 3}], 'a whole number "seed"'),
+            ([7], 'a whole number "seed"'),
+            ([{"seed": 0}], "must hold scores of livecodebench or gpqa"),
+            ([{"seed": 0, "gpqa_diamond": 3}], "must hold scores of livecodebench or gpqa, got .*gpqa_diamond"),
+            ([{"seed": 0, "gpqa": "52"}], "gpqa must be a number from 0 to 100, got '52'"),
+            ([{"seed": 0, "gpqa": float("nan")}], "gpqa must be a number from 0 to 100, got nan"),
+            ([{"seed": 0, "gpqa": 101}], "gpqa must be a number from 0 to 100, got 101"),
+            ([{"seed": 0, "gpqa": 0.525}], "looks like a share. Scores are percent: write 52.5"),
+            ([{"seed": 0, "gpqa": 50}, {"seed": 0, "livecodebench": 50}], "entry 1 of PACS has seed 0 again"),
+        ],
+    )
+    def test_a_file_of_another_form_is_refused(self, content, message, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        self.write({"toolkit": "t", "scores": {"PACS": content}} if isinstance(content, list) else content)
+        with pytest.raises(ValueError, match=f"results/other_domains.json.*{message}"):
+            main(self.where)
+
+
 class TestRecords:
     where = ("--scale", "full", "--results_dir", "results", "--work_dir", "work")
 

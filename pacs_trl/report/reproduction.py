@@ -17,6 +17,7 @@ from pacs_trl.evaluation.pass_at_k import bootstrap_interval, pass_interval
 from pacs_trl.evaluation.results import require_same_protocol
 from pacs_trl.report import paper, tables
 from pacs_trl.report.inputs import read_json, read_measured
+from pacs_trl.report.other_domains import measured_elsewhere
 
 
 # The miniature benchmark that stands in place of each benchmark of the paper, and the one in place of other domains.
@@ -111,9 +112,10 @@ def write_tables(selected: Sequence[Table], results_dir: Path, *, twins: bool) -
         runs = {cell.label: read_runs(cell, results_dir) for cell in table.cells}
         _require_one_protocol(table, runs, results_dir)
         body, numbers = _SECTIONS[table.shows](table, runs, results_dir / table.name, twins)
-        counts = ", ".join(f"{cell.label} {len(runs[cell.label])}" for cell in table.cells)
         note = "Miniature twins of the models and benchmarks that are named.\n\n" if twins else ""
-        text = f"# {table.title}\n\n{note}Seeds: {counts}.\n\n{body}"
+        if twins or table.shows != "other_domain":  # measured elsewhere, and with other seeds
+            note += f"Seeds: {', '.join(f'{cell.label} {len(runs[cell.label])}' for cell in table.cells)}.\n\n"
+        text = f"# {table.title}\n\n{note}{body}"
         (results_dir / f"{table.name}.md").write_text(text)
         (results_dir / f"{table.name}.json").write_text(json.dumps(numbers, indent=1) + "\n")
         sections.append(text)
@@ -249,7 +251,7 @@ def _comparisons(table: Table, runs: Runs, ks: set[int], names: dict[str, str]) 
     header = ["difference", "k", "ours", "seeds above 0", "published", "same direction"]
     rows = []
     for first, second in table.compare:
-        pairs = [(a, b) for a in runs[first] for b in runs[second] if a.seed == b.seed]
+        pairs = _pairs(runs, first, second)
         for k in [k for k in COMPARED_KS if k in ks]:
             theirs = [
                 values[first][k] - values[second][k]
@@ -261,17 +263,25 @@ def _comparisons(table: Table, runs: Runs, ks: set[int], names: dict[str, str]) 
             if not pairs:
                 rows.append([f"{first} - {second}", str(k), "-", "-", shown, "-"])
                 continue
-            by_seed = np.stack(
-                [_values(a, list(names.values()), k) - _values(b, list(names.values()), k) for a, b in pairs]
-            )
-            means = by_seed.mean(axis=1)
-            interval = bootstrap_interval(by_seed.mean(axis=0))
-            cell = tables.Cell(*interval, statistics.stdev(means.tolist()) if len(means) > 1 else None)
+            cell, means = _difference(pairs, list(names.values()), k)
             above = f"{int((means > 0).sum())} of {len(means)}"
             rows.append(
                 [f"{first} - {second}", str(k), _text(cell), above, shown, _direction(cell, means, paper_difference)]
             )
     return header, rows
+
+
+def _pairs(runs: Runs, first: str, second: str) -> list[tuple[Run, Run]]:
+    """The runs of two cells that have the same seed."""
+    return [(a, b) for a in runs[first] for b in runs[second] if a.seed == b.seed]
+
+
+def _difference(pairs: Sequence[tuple[Run, Run]], benchmarks: Sequence[str], k: int) -> tuple[tables.Cell, np.ndarray]:
+    """The first minus the second, percent, over some benchmarks and over the seeds; and that of every seed."""
+    by_seed = np.stack([_values(a, benchmarks, k) - _values(b, benchmarks, k) for a, b in pairs])
+    means = by_seed.mean(axis=1)
+    spread = statistics.stdev(means.tolist()) if len(means) > 1 else None
+    return tables.Cell(*bootstrap_interval(by_seed.mean(axis=0)), spread), means
 
 
 def _direction(cell: tables.Cell, by_seed: np.ndarray, published: float | None) -> str:
@@ -293,6 +303,13 @@ def _pass_at_1(table: Table, runs: Runs, path: Path, twins: bool) -> tuple[str, 
         published = paper.TABLE_1.get(label, {})
         ours = [_seed_cell(group, column, 1) for column in columns]
         rows += _rows(label, ours, [published.get(name) for name in (*names, "average")])
+    for first, second in table.compare:
+        gains, pairs = paper.TABLE_1_GAINS[first], _pairs(runs, first, second)
+        ours = [_difference(pairs, column, 1)[0] if pairs else None for column in columns]
+        rows += _rows(f"{first} - {second}", ours, [gains[name] for name in (*names, "average")])
+    for label, cited in () if twins else paper.TABLE_1_CITED.items():
+        shown = ["-" if name not in cited else f"{cited[name]:.2f}" for name in (*names, "average")]
+        rows.append([f"{label}, cited by the paper", *shown])
     return tables.to_markdown(header, rows), _as_numbers(header, rows)
 
 
@@ -395,7 +412,7 @@ def _mean_and_spread(values: Sequence[float]) -> str:
 
 def _other_domain(table: Table, runs: Runs, path: Path, twins: bool) -> tuple[str, Any]:
     if not twins:
-        return "LiveCodeBench and GPQA are measured with a toolkit outside this package; see recipes/README.md.\n", {}
+        return measured_elsewhere(path.parent, list(runs))
     ks = _ks(runs)
     header = ["", *(f"k={k}" for k in ks), "LiveCodeBench, published", "GPQA, published"]
     rows = []
