@@ -136,9 +136,9 @@ def _grpo_scale(std: torch.Tensor) -> torch.Tensor:
     """
     What the "grpo" score divides by: `std + 1e-6`, and 1 in a group whose proxies are all equal.
 
-    Equal proxies are what every group has whenever policy and reference are the same. Division by 1e-6
-    would make those gradients a million times larger than all others, and leaving the groups out would leave nothing to
-    learn from, then or ever. Their score is 0 and their gradient that of "dr_grpo".
+    Equal proxies are what every group has whenever policy and reference are the same. Division by 1e-6 would make those
+    gradients a million times larger than all others, and leaving the groups out would leave nothing to learn from, then
+    or ever. Their score is 0 and their gradient that of "dr_grpo".
     """
     return torch.where(std > 0, std + GRPO_STD_EPSILON, 1.0)
 

@@ -193,8 +193,10 @@ class TestOtherDomains:
     def test_a_file_of_another_form_is_refused(self, content, message, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         self.write({"toolkit": "t", "scores": {"PACS": content}} if isinstance(content, list) else content)
-        with pytest.raises(ValueError, match=f"results/other_domains.json.*{message}"):
-            main(self.where)
+        monkeypatch.setattr(reproduce, "full_commands", None)  # nothing is begun
+        for arguments in (self.where, [word if word != "--report_only" else "--run" for word in self.where]):
+            with pytest.raises(ValueError, match=f"results/other_domains.json.*{message}"):
+                main(arguments)
 
 
 class TestRecords:
