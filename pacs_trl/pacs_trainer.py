@@ -411,7 +411,7 @@ class PACSTrainer(RolloutTrainer):
         if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
             raise RuntimeError(
                 f"The gradient norm of step {self.state.global_step + 1} is {grad_norm}. DeepSpeed has already applied "
-                "it; continue from the last checkpoint with a lower learning rate."
+                "it; start a new run from the weights of the last checkpoint (model_name_or_path) with a lower learning rate."
             )
         if self._non_finite_in_a_row >= self.args.max_non_finite_steps:
             raise RuntimeError(

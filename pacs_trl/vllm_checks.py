@@ -154,7 +154,7 @@ def check_server(args: GRPOConfig, model: str) -> None:
             raise ValueError(
                 f"The vLLM server at {url} was started with max_model_len={length}, which cannot hold a prompt and "
                 f"max_completion_length={args.max_completion_length} tokens. Start it with --max-model-len at least "
-                "max_prompt_length + max_completion_length, or lower max_completion_length."
+                "the longest prompt + max_completion_length, or lower max_completion_length."
             )
         info = client.get("/server_info", params={"config_format": "json"})
         if info.status_code != 200:

@@ -40,7 +40,20 @@ BEGINNINGS = (
 # What belongs to other projects or to the shell; its arguments are theirs.
 EXTERNAL = (
     *("lm_eval", "git", "cd", "docker", "vllm", "curl", "pre-commit", "wandb", "tensorboard", "trackio", "export"),
-    *("python -m lcb_runner", "python -m venv", "source", "for", "until", "done", "cat", "ssh", "srun", "nvidia-smi"),
+    *(
+        "python -m lcb_runner",
+        "python -m venv",
+        "source",
+        "for",
+        "until",
+        "done",
+        "cat",
+        "ssh",
+        "srun",
+        "trap",
+        "wait",
+        "nvidia-smi",
+    ),
 )
 
 # The one list of what is not run by `make test`: what a command needs, by a pattern in it.

@@ -411,7 +411,9 @@ def test_whole_groups_that_do_not_fit(tmp_path):
 def test_sequence_longer_than_max_tokens(tmp_path):
     replay = Replay(edit=lambda generation, rows: [*rows[:-1], long_row(rows[-1])])
     trainer = build_trainer(tmp_path, replay=replay, max_tokens_per_micro_batch=17)
-    with pytest.raises(ValueError, match=r"max_tokens_per_micro_batch=17 cannot .* has 28 tokens .*at least 28"):
+    with pytest.raises(
+        ValueError, match=r"max_tokens_per_micro_batch=17 cannot .* has 28 tokens .*at least 28.* \(in a recipe: max_p"
+    ):
         trainer.train()
 
 
