@@ -65,6 +65,7 @@ class PACSTrainer(RolloutTrainer):
     _own_shared_settings = (
         "pacs_beta",
         "score_estimator",
+        "first_update_score",
         "class_weighting",
         "proxy",
         "actor_term_coef",
