@@ -14,10 +14,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import httpx
 import yaml
-from huggingface_hub import CommitOperationAdd, HfApi, get_session, hf_hub_url
+from huggingface_hub import CommitOperationAdd, HfApi, get_session
 from huggingface_hub.errors import HfHubHTTPError, RemoteEntryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
@@ -336,7 +337,7 @@ def _check(
 
 def _repository_readme(api: HfApi, repo_id: str, revision: str | None) -> str | None:
     """README.md of the repository; None if it, or the branch, does not exist yet."""
-    url = hf_hub_url(repo_id, README_FILE, revision=revision, endpoint=api.endpoint)
+    url = f"{api.endpoint}/{repo_id}/resolve/{quote(revision or 'main', safe='')}/{README_FILE}"
     response = get_session().get(url, headers=build_hf_headers(token=api.token), follow_redirects=True)
     try:
         hf_raise_for_status(response)

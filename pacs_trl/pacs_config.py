@@ -8,6 +8,7 @@ from typing import get_args
 from trl import GRPOConfig
 
 from .objective import ClassWeighting, Proxy, ScoreEstimator
+from .redaction import PublishedArguments
 from .sampling_correction import CorrectionMode
 from .settings import refuse_illegal_values
 
@@ -115,7 +116,7 @@ def _either(values: list[int]) -> str:
 
 
 @dataclass
-class PACSConfig(GRPOConfig):
+class PACSConfig(PublishedArguments, GRPOConfig):
     r"""
     Configuration class for the [`PACSTrainer`].
 

@@ -11,17 +11,24 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import NamedTuple
 
+from transformers.trainer_utils import HubStrategy
 from trl import GRPOConfig, ModelConfig, TrlParser
 
 from .baselines.ppo_config import PPOConfig
 from .data import DataArguments
 from .launch import read_mapping
 from .pacs_config import PACSConfig
+from .redaction import PublishedArguments
 from .settings import from_words, illegal_settings, settings_of
 from .verification import VerificationArguments
 
 
-METHODS = {"pacs": PACSConfig, "grpo": GRPOConfig, "ppo": PPOConfig}
+@dataclass
+class GRPOArguments(PublishedArguments, GRPOConfig):
+    """TRL's configuration, of which trackers get what others may see."""
+
+
+METHODS = {"pacs": PACSConfig, "grpo": GRPOArguments, "ppo": PPOConfig}
 
 
 @dataclass
@@ -196,6 +203,8 @@ def build_recipe(settings: dict) -> tuple[Recipe | None, dict[str, str]]:
         value = next(getattr(part, key) for part in parts if hasattr(part, key))
         final[key] = value.value if isinstance(value, Enum) else value
     recipe = Recipe(*parts, final)
+    if "hub_strategy" not in settings:
+        recipe.training.hub_strategy = HubStrategy.END
     errors = relation_errors(recipe)
     return (None, errors) if errors else (recipe, errors)
 
@@ -220,10 +229,16 @@ def setting_errors(settings: dict) -> dict[str, str]:
 
 
 def relation_errors(recipe: Recipe) -> dict[str, str]:
-    """What is wrong between settings of different dataclasses."""
+    """What is wrong between settings."""
+    errors = {}
+    if recipe.training.push_to_hub and recipe.training.hub_strategy != HubStrategy.END:
+        errors["hub_strategy"] = (
+            f"hub_strategy={recipe.training.hub_strategy.value!r} must be 'end': before the end of training transformers would "
+            "upload the whole folder, with the token in training_args.bin, logs and completions. Remove the key."
+        )
     functions, weights = recipe.run.reward_funcs, recipe.training.reward_weights
     if weights is None:
-        return {}
+        return errors
     message = None
     if len(weights) != len(functions):
         message = f"have one weight for each of the {len(functions)} reward functions ({', '.join(functions)})."
@@ -232,7 +247,7 @@ def relation_errors(recipe: Recipe) -> dict[str, str]:
             f"not be negative and must sum to 1, not {sum(weights):g}: the weighted sum of the rewards is the label of "
             "PACS, from 0 (wrong) to 1 (right)."
         )
-    return {"reward_weights": f"reward_weights={weights} must {message}"} if message else {}
+    return errors | ({"reward_weights": f"reward_weights={weights} must {message}"} if message else {})
 
 
 def _explain_unknown(key: str, method: str, known: Set[str]) -> str:

@@ -7,9 +7,10 @@ Needs the standard library only.
 """
 
 import json
+import os
 import re
-from collections.abc import Callable, Mapping
-from pathlib import Path, PurePath
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
@@ -50,7 +51,7 @@ _ASSIGNED = re.compile(
     r"(?P<name>(?:--)?[A-Za-z][\w.-]*)(?P<sign>\s*=\s*|(?<=\w)\s+)(?P<value>\"[^\"]*\"|'[^']*'|[^\s,;&]+)"
 )
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
-_USER_AT_HOST = re.compile(r"^[^\s/@]+:\S*@(?=[\w\[])")
+_USER_AT_HOST = re.compile(r"^[^\s/@:]+:(?!//)\S*@(?=[\w\[])")
 
 # Settings that are texts for a model: nothing in them is an assignment or, as a whole, a path.
 _TEXTS = {"prompt_instruction", "instruction", "system_prompt", "chat_template"}
@@ -94,6 +95,25 @@ def clean_url(url: str) -> str:
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, query, fragment))
 
 
+def words_without_secrets(words: Sequence[str]) -> list[str]:
+    """A command line without the options that are named like secrets, and without credentials in the others."""
+    kept, name = [], ""
+    for word in words:
+        if word.startswith("--"):
+            name = word[2:].split("=", 1)[0]
+        if name != "env" and not is_secret(name, 0):  # a plural is a count
+            kept.append(_cleaned(word, name, _without_credentials))
+    return kept
+
+
+class PublishedArguments:
+    """Base of a training configuration: `to_dict`, which is what transformers gives to trackers, is [`published`]."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings, of which others may see these."""
+        return published(super().to_dict())  # type: ignore[misc]
+
+
 def is_secret(name: str, value: Any = "") -> bool:
     """Whether a setting holds a secret, by its name: `hub_token`, `OPENAI_API_KEY`, `dbPassword`; not `pad_token`, and of
     plurals not numbers (`max_new_tokens: 512`)."""
@@ -114,7 +134,8 @@ def _cleaned(value: Any, name: str, clean: Callable[[str, str], str]) -> Any:
             if str(key) != "env" and not is_secret(str(key), inner)
         }
     if isinstance(value, list | tuple):
-        return type(value)(_cleaned(inner, name, clean) for inner in value)
+        items = [_cleaned(inner, name, clean) for inner in value]
+        return tuple(items) if isinstance(value, tuple) else items
     if isinstance(value, PurePath):
         value = str(value)
     if not isinstance(value, str):
@@ -156,7 +177,7 @@ def _is_path(name: str, text: str) -> bool:
     """Whether a setting that may be a path, a Hub id or the name of something generated is a path."""
     if not _NAME_OF_A_PATH.search(name) or text.startswith(_GENERATED) or "://" in text:
         return False
-    return text.count("/") > 1 or "\\" in text or name.endswith("dir") or Path(text).exists()
+    return text.count("/") > 1 or "\\" in text or name.endswith("dir") or os.path.exists(text)
 
 
 def _last_part(path: str) -> str:

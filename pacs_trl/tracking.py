@@ -9,6 +9,7 @@ environment variables (`WANDB_PROJECT`, `WANDB_MODE`, `TRACKIO_DIR`, ...) keep t
 import importlib
 import os
 import secrets
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,8 @@ import pandas as pd
 from accelerate import PartialState
 from transformers import TrainerCallback
 from trl import GRPOConfig
+
+from .redaction import published, words_without_secrets
 
 
 _WITH_TABLES = ("wandb", "trackio")  # TensorBoard has no tables
@@ -36,7 +39,7 @@ def tracked_run(training: GRPOConfig, settings: dict[str, Any], *, resuming: boo
         training ([`~trl.GRPOConfig`] or a subclass):
             Configuration of the trainer; `run_name` is filled in if it is `None`.
         settings (`dict`):
-            The resolved recipe, stored as the setting `recipe` of the run.
+            The resolved recipe; what others may see of it ([`~redaction.published`]) is the setting `recipe` of the run.
         resuming (`bool`):
             Whether training goes on from a checkpoint. Otherwise a new identity is made.
 
@@ -58,9 +61,11 @@ def tracked_run(training: GRPOConfig, settings: dict[str, Any], *, resuming: boo
     }
     added = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(added)
+    words, sys.argv = sys.argv, words_without_secrets(sys.argv)  # wandb sends the command line
     try:
         yield callback
     finally:
+        sys.argv = words
         for name in added:
             del os.environ[name]
         if "wandb" in training.report_to:
@@ -77,14 +82,16 @@ class TrackingCallback(TrainerCallback):
     """
 
     def __init__(self, settings: dict[str, Any]):
-        self.settings = settings
+        self.settings = published(settings)
         self._last_sent = 0  # step
         self._times: list[dict[str, float]] = []
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._last_sent = state.global_step
+        # transformers has sent the configuration of the model, with the path that it was loaded from.
+        name = published({"_name_or_path": kwargs["model"].config.name_or_path})
         for tracker in _trackers(args, state):
-            tracker.config.update({"recipe": self.settings}, allow_val_change=True)
+            tracker.config.update({"recipe": self.settings, **name}, allow_val_change=True)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         times = {name: seconds for name, seconds in logs.items() if name.startswith("time/")}

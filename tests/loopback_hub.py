@@ -1,4 +1,4 @@
-"""A Hub on this machine that speaks the calls of an upload: create, validate, preupload, LFS batch, PUT, verify, commit.
+"""A Hub on this machine that speaks the calls of an upload: create, read, validate, preupload, LFS batch, PUT, verify, commit.
 
 It keeps what it receives in memory, checks digests and sizes, and can be told to fail. Xet, the Hub's own transfer protocol,
 is not spoken: clients are set to the LFS protocol.
@@ -19,7 +19,7 @@ class LoopbackHub(Loopback):
     - `files[repo][path]` is the content after the commits so far, `commits[repo]` their messages, `branches[repo]` where to.
     - `calls` lists (method, kind) of every call in order.
     - `fail_next[kind]` is a list of HTTP statuses to answer the next calls of a kind with; 0 drops the connection in the middle
-      of the request body. Kinds: create, validate, preupload, batch, put, verify, commit.
+      of the request body. Kinds: create, readme, validate, preupload, batch, put, verify, commit.
     """
 
     def __init__(self, lfs_threshold: int = 40_000):
@@ -102,8 +102,17 @@ def _make_handler(hub: LoopbackHub) -> type[BaseHTTPRequestHandler]:
             self.respond("put", store)
 
         def do_GET(self):
+            if "/resolve/" in self.path:
+                return self.respond("readme", self.resolve)
             hub.calls.append(("GET", self.path))
             self.answer(200, {"id": "user/name", "sha": "0" * 40, "siblings": []})
+
+        def resolve(self, body):
+            _, user, name, _, branch, path = self.path.split("/", 5)
+            content = hub.files[f"{user}/{name}"].get(path)
+            if content is None:
+                return self.answer(404, {"error": "Entry not found"}, {"X-Error-Code": "EntryNotFound"})
+            self.answer_bytes(200, content, "text/plain")
 
         def create(self, body):
             request = json.loads(body)
@@ -146,11 +155,13 @@ def _make_handler(hub: LoopbackHub) -> type[BaseHTTPRequestHandler]:
                 self.rfile.readline()
             return b"".join(parts)
 
-        def answer(self, status, content):
-            payload = json.dumps(content).encode()
+        def answer(self, status, content, headers=None):
+            self.answer_bytes(status, json.dumps(content).encode(), "application/json", headers)
+
+        def answer_bytes(self, status, payload, kind, headers=None):
             self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(payload)))
+            for name, value in {"Content-Type": kind, "Content-Length": str(len(payload)), **(headers or {})}.items():
+                self.send_header(name, value)
             self.end_headers()
             self.wfile.write(payload)
 

@@ -4,6 +4,7 @@ from dataclasses import MISSING, dataclass, field, fields
 
 from trl import GRPOConfig
 
+from ..redaction import PublishedArguments
 from ..settings import refuse_illegal_values
 
 
@@ -23,7 +24,7 @@ _SHAPES_ONLY_GRPO = {
 
 
 @dataclass
-class PPOConfig(GRPOConfig):
+class PPOConfig(PublishedArguments, GRPOConfig):
     r"""
     Configuration class for the [`PPOTrainer`].
 

@@ -1,0 +1,217 @@
+"""What others may see of settings: hostile recipes, and ordinary ones that only sound like them."""
+
+import json
+import random
+import sys
+from dataclasses import fields
+
+import pytest
+
+from pacs_trl.evaluation.arguments import EvaluationArguments
+from pacs_trl.recipe import METHODS, RunArguments, read_recipe
+from pacs_trl.redaction import REMOVED, clean_url, is_secret, published, without_secrets, words_without_secrets
+
+
+SECRET = "s3cr3tValue42"
+SECRET_NAMES = (
+    *(
+        "token",
+        "hub_token",
+        "HF_TOKEN",
+        "api_key",
+        "OPENAI_API_KEY",
+        "dbPassword",
+        "client-secret",
+        "use_auth_token",
+        "key",
+    ),
+    *("aws_access_key_id", "AWS_SECRET_ACCESS_KEY", "Authorization", "credentials", "mytoken", "tokens", "x-api-key"),
+    *("private_key_file", "hftoken", "wandb_api_key", "passwd", "db.password", "ssh_key", "Cookie", "HFToken2"),
+)
+ORDINARY_NAMES = (
+    *("num_generations", "max_completion_length", "pad_token", "eos_token", "bos_token", "unk_token", "pad_token_id"),
+    *("max_tokens_per_micro_batch", "token_entropy_samples", "num_key_value_heads", "key_mapping", "tokenizer_name"),
+    *("additional_special_tokens", "keys_to_ignore_at_inference", "author", "image_token", "eos_token_ids", "monkey"),
+    *("average_tokens_across_devices", "include_num_input_tokens_seen", "sort_key", "hub_model_id", "token_type_ids"),
+)
+SECRET_TEXTS = (
+    f"http://user:{SECRET}@host:8000/v1",
+    f"see postgres://user:{SECRET}@host/db and go on",
+    f"https://host/path?token={SECRET}&split=train",
+    f"https://host/path#access_token={SECRET}",
+    f"http://user:pa/{SECRET}@host/",
+    f"http://user:1?{SECRET}@host/",
+    f"https://{SECRET}@host/path",
+    f"user:{SECRET}@10.0.0.1:8000",
+    f"--token {SECRET} --port 8000",
+    f"lr=1,password={SECRET},betas=2",
+    f'{{"a": {{"token": "{SECRET}"}}}}',
+    f'[{{"api_key": "{SECRET}"}}]',
+    f"Bearer {SECRET}",
+    f"hf_{SECRET}{SECRET}",
+    f"sk-{SECRET}",
+    f"-----BEGIN RSA PRIVATE KEY-----\n{SECRET}\n-----END RSA PRIVATE KEY-----",
+    f"/home/{SECRET}/models/x",
+    f"~{SECRET}/x",
+    f"prompts in /home/{SECRET}/x and /Users/{SECRET}/y/z.",
+    f"C:\\Users\\{SECRET}\\x",
+    f"file:///home/{SECRET}/x",
+    f"../{SECRET}/x",
+)
+ORDINARY = {
+    "method": "pacs",
+    "model_name_or_path": "Qwen/Qwen3-8B",
+    "dataset_name": "miniature/addition",
+    "reward_funcs": ["math_reward", "mine.rewards.reward"],
+    "prompt_instruction": "Please reason step by step, and put your final answer within \\boxed{}. key = 3",
+    "system_prompt": "/no_think a/b token=7",
+    "vllm_server_base_url": "http://localhost:8000/v1",
+    "chat_template_kwargs": {"enable_thinking": False, "eos_token": "<|im_end|>"},
+    "learning_rate": 1e-6,
+    "report_to": ["wandb"],
+    "run_name": "basic training of 2026",
+    "dataset_revision": "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be",
+    "link": "https://host.org/home/people/x@v1?split=train",
+}
+
+
+def hostile(rng, depth=0):
+    """A recipe with secrets in keys, values, lists, JSON texts and addresses, at any depth."""
+    settings = {f"{depth}.{i}": rng.choice(SECRET_TEXTS) for i in range(2)}
+    for name in rng.sample(SECRET_NAMES, 4):
+        forms = [SECRET, [SECRET], {"value": SECRET}] + [4242424242] * (name != "tokens")  # so many tokens are a count
+        settings[name] = rng.choice(forms)
+    settings["env"] = {"ANY": SECRET, "PORT": 4242424242}
+    settings[f"http://u:{SECRET}@host"] = 1
+    if depth < 4:
+        inner = hostile(rng, depth + 1)
+        settings["inner"] = rng.choice((inner, [inner], (1, inner), json.dumps(inner)))
+    return settings | ORDINARY
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_nothing_secret_is_left_of_a_hostile_recipe(seed):
+    settings = hostile(random.Random(seed))
+    before = repr(settings)
+    clean = published(settings)
+    text = repr(clean)
+    assert SECRET not in text and "4242424242" not in text and "env" not in clean
+    assert {key: clean[key] for key in ORDINARY} == ORDINARY  # and what is ordinary is untouched
+    assert published(clean) == clean and repr(settings) == before
+
+
+@pytest.mark.parametrize("name", SECRET_NAMES)
+def test_names_of_secrets(name):
+    assert is_secret(name, SECRET) and is_secret(name, [SECRET])
+    assert published({"model_init_kwargs": {name: SECRET}}) == {"model_init_kwargs": {}}
+
+
+@pytest.mark.parametrize("name", ORDINARY_NAMES)
+def test_names_that_only_sound_like_secrets(name):
+    for value in ("<|endoftext|>", 7, None, True):
+        assert published({"inner": [{name: value}]}) == {"inner": [{name: value}]}
+
+
+def test_every_setting_but_the_token_stays():
+    for part in (RunArguments, EvaluationArguments, *METHODS.values()):
+        names = {field.name for field in fields(part)}
+        assert names - set(published(dict.fromkeys(names, 1))) <= {"hub_token"}
+    assert not is_secret("max_new_tokens", 512) and is_secret("tokens", "a b")
+
+
+@pytest.mark.parametrize(
+    ("url", "clean"),
+    [
+        ("http://u:p@h:8000/v1", "http://h:8000/v1"),
+        ("https://h/x?token=a&b=1#key=3", "https://h/x?b=1"),
+        ("https://h/x@main?b=%20", "https://h/x@main?b=%20"),
+        ("http://[::1", REMOVED),
+        ("http://u:p/q@h/", REMOVED),
+    ],
+)
+def test_addresses(url, clean):
+    assert clean_url(url) == clean
+
+
+def test_paths_are_shortened_to_names(tmp_path, monkeypatch):
+    (tmp_path / "outputs" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    given = {
+        "model_name_or_path": "outputs/model",  # there is such a folder, so this is no Hub id
+        "critic_model_name_or_path": "outputs/mine/critic/",
+        "output_dir": "outputs/run",
+        "dataset_name": "/data/sets/train.jsonl",
+        "dataset_path": "./x.parquet",
+        "resume_from_checkpoint": "last",
+        "problems": [{"id": "test/algebra/1.json"}],
+    }
+    assert published(given) == given | {
+        "model_name_or_path": "model",
+        "critic_model_name_or_path": "critic",
+        "output_dir": "run",
+        "dataset_name": "train.jsonl",
+        "dataset_path": "x.parquet",
+    }
+    assert without_secrets(given | {"token": SECRET, "env": {}}) == given  # on this machine, paths stay
+    assert published({"model_name_or_path": "x" * 5000, "dataset_name": "a\0b"}) is not None
+
+
+def test_a_command_line():
+    words = [
+        "--hub_token",
+        SECRET,
+        "--model_init_kwargs",
+        f'{{"token": "{SECRET}", "a": 1}}',
+        f"--api-key={SECRET}",
+        "--lr",
+        "1",
+    ]
+    words += ["--url", f"http://u:{SECRET}@h", "--env", f"A={SECRET}", "--max_new_tokens", "5", "--pad_token", "x"]
+    clean = [
+        "--model_init_kwargs",
+        '{"a": 1}',
+        "--lr",
+        "1",
+        "--url",
+        "http://h",
+        "--max_new_tokens",
+        "5",
+        "--pad_token",
+        "x",
+    ]
+    assert words_without_secrets(words) == clean
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_trackers_get_what_others_may_see(method, tmp_path):
+    argv = [
+        "--method",
+        method,
+        "--model_name_or_path",
+        "m",
+        "--dataset_name",
+        "miniature/addition",
+        "--use_cpu",
+        "true",
+    ]
+    argv += ["--output_dir", f"/home/{SECRET}/run", "--hub_token", SECRET, "--bf16", "false", "--num_generations", "4"]
+    argv += ["--model_init_kwargs", json.dumps({"token": SECRET, "attn_implementation": "sdpa"})]
+    argv += ["--vllm_server_base_url", f"http://user:{SECRET}@host:8000", "--per_device_train_batch_size", "4"]
+    args = read_recipe(argv).training
+    shown = [
+        args.to_dict(),
+        args.to_json_string(),
+        args.to_sanitized_dict(),
+    ]  # wandb and trackio, TensorBoard, its hparams
+    assert SECRET not in repr(shown)
+    assert shown[0]["output_dir"] == "run" and shown[0]["vllm_server_base_url"] == "http://host:8000"
+    assert (
+        shown[0]["model_init_kwargs"]["attn_implementation"] == "sdpa"
+        and shown[0]["learning_rate"] == args.learning_rate
+    )
+
+
+def test_needs_the_standard_library_only():
+    source = sys.modules["pacs_trl.redaction"].__file__
+    imported = {line.split()[1].split(".")[0] for line in open(source) if line.startswith(("import ", "from "))}
+    assert imported <= sys.stdlib_module_names
