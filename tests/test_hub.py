@@ -1,6 +1,7 @@
 """Pushing to a Hub on this machine: what arrives, what survives failures, what a dry run does not do."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -320,12 +321,148 @@ def test_a_branch_is_pushed_to(checkpoint, hub):
     assert [call for call in hub.calls if call == ("POST", "commit")] and hub.branches[REPO] == ["step-480"]
 
 
-def test_a_token_is_not_published(checkpoint, hub):
-    (checkpoint.parent / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"hub_token": "hf_secret"}))
-    for dry_run in (True, False):
-        with pytest.raises(ValueError, match="holds `hub_token`.*Remove the key"):
-            push_it(checkpoint, hub, dry_run=dry_run)
-    assert hub.calls == [] and not (checkpoint / "recipe.yaml").exists()
+SECRET = "s3cr3tValue42"
+STAYS = (
+    *(
+        ".env",
+        ".netrc",
+        "train.log",
+        "events.out.tfevents.1",
+        "run_id",
+        "wandb/run.json",
+        "runs/x/events.out",
+        "notes.txt",
+    ),
+    *("completions/completions_00001.parquet", "src/modeling_x.py", "optimizer.bin", "scheduler.pt", "settings.json"),
+    *("wandb.yaml", "grades/x.json", "pacs_state_0.pt", "token", ".eval_results/x.json", "model.safetensors.tmp"),
+)
+
+
+def test_no_secret_and_nothing_but_the_model_is_published(checkpoint, hub):
+    """Settings, addresses and paths in every file that goes up, and files that do not."""
+    home = f"/home/{SECRET}/models/base"
+    hostile = {
+        **RECIPE,
+        "model_name_or_path": home,
+        "env": {"HF_TOKEN": SECRET},
+        "hub_token": SECRET,
+        "model_init_kwargs": {"token": SECRET, "attn_implementation": "sdpa"},
+        "vllm_server_base_url": f"http://user:{SECRET}@host:8000",
+        "output_dir": f"/home/{SECRET}/run",
+    }
+    (checkpoint / "recipe.yaml").write_text(f"# {SECRET}\n" + yaml.safe_dump(hostile))
+    results = json.loads((checkpoint.parent / "results.json").read_text())
+    results["model"] = {"name": "run", "server": f"http://user:{SECRET}@host:8000/v1"}
+    (checkpoint.parent / "results.json").write_text(json.dumps(results))
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    (checkpoint / "trainer_state.json").write_text(
+        json.dumps(state | {"best_model_checkpoint": f"{home}/checkpoint-20"})
+    )
+    for name, key in (
+        ("config", "_name_or_path"),
+        ("tokenizer_config", "name_or_path"),
+        ("adapter_config", "base_model_name_or_path"),
+    ):
+        (checkpoint / f"{name}.json").write_text(
+            json.dumps({key: home, "pad_token": "<pad>", "num_key_value_heads": 2})
+        )
+    for name in STAYS:
+        (checkpoint / name).parent.mkdir(exist_ok=True, parents=True)
+        (checkpoint / name).write_text(SECRET)
+    belongs = {
+        "generation_config.json",
+        "chat_template.jinja",
+        "merges.txt",
+        "LICENSE",
+        "model-00001-of-00002.safetensors",
+    }
+    belongs |= {"model.safetensors.index.json", "additional_chat_templates/tools.jinja"}
+    for name in belongs:
+        (checkpoint / name).parent.mkdir(exist_ok=True)
+        (checkpoint / name).write_text("{}")
+    local = (checkpoint / "recipe.yaml").read_text()
+
+    result = push_it(checkpoint, hub, recipe=None)
+
+    assert (
+        set(result.files)
+        == set(hub.files[REPO])
+        == {*UPLOADED, *belongs, "adapter_config.json", "tokenizer_config.json"}
+    )
+    assert all(SECRET.encode() not in content for content in hub.files[REPO].values())
+    recipe = yaml.safe_load(hub.files[REPO]["recipe.yaml"])
+    left = {"model_name_or_path": "base", "model_init_kwargs": {"attn_implementation": "sdpa"}, "output_dir": "run"}
+    assert recipe == RECIPE | left | {"vllm_server_base_url": "http://host:8000"}
+    assert json.loads(hub.files[REPO]["config.json"]) == {
+        "_name_or_path": "base",
+        "pad_token": "<pad>",
+        "num_key_value_heads": 2,
+    }
+    assert ModelCard(hub.files[REPO]["README.md"].decode()).data.base_model is None  # a local path is no Hub id
+    assert (checkpoint / "recipe.yaml").read_text() == local  # here, it still repeats the run
+
+
+def test_text_by_hand_is_kept(checkpoint, hub):
+    mine = "---\nlicense: mit\ntags:\n- math\n---\n\nWritten by hand, before.\n"
+    (checkpoint / "README.md").write_text(mine)
+    push_it(checkpoint, hub)
+    card = ModelCard(hub.files[REPO]["README.md"].decode())
+    assert card.data.license == "mit" and {"math", "pacs", "trl"} <= set(card.data.tags) and card.data.eval_results
+    assert card.text.strip().startswith("Written by hand, before.") and "AIME 2024" in card.text
+    # In the repository, somebody adds a section below our part; in the folder, nothing was changed.
+    there = hub.files[REPO]["README.md"].decode() + "\n## Known problems\n\nNone.\n"
+    hub.files[REPO]["README.md"] = there.encode()
+    (checkpoint / "README.md").unlink()
+    push_it(checkpoint, hub, results=None)
+    for _ in range(2):  # and a second push changes nothing
+        text = hub.files[REPO]["README.md"].decode()
+        assert (
+            text.count("Written by hand, before.") == text.count("## Known problems") == text.count("# pacs-mini") == 1
+        )
+        assert text == (checkpoint / "README.md").read_text()
+        commits = len(hub.commits[REPO])
+        push_it(checkpoint, hub, results=None)
+        assert len(hub.commits[REPO]) == commits
+
+
+def test_texts_by_hand_on_both_sides_are_not_guessed_at(checkpoint, hub):
+    push_it(checkpoint, hub)
+    hub.files[REPO]["README.md"] += b"\nThere.\n"
+    (checkpoint / "README.md").write_text("Here.")
+    with pytest.raises(ValueError, match="README.md of user/pacs-mini both hold text .* Nothing was uploaded"):
+        push_it(checkpoint, hub)
+    assert len(hub.commits[REPO]) == 1 and (checkpoint / "README.md").read_text() == "Here."
+    hub.fail_next["readme"] = [500] * 99  # a README that cannot be read is not taken for none
+    (checkpoint / "README.md").unlink()
+    with pytest.raises(RuntimeError, match="failed 2 times"):
+        push_it(checkpoint, hub, max_attempts=2)
+    assert len(hub.commits[REPO]) == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("trainer_state.json", "{}", "trainer_state.json is damaged: it has no `log_history`"),
+        ("trainer_state.json", "{", "trainer_state.json is damaged: it is not JSON"),
+        ("trainer_state.json", '{"log_history": [{"reward": 1}]}', "it has no `log_history\\[0\\].step`"),
+        ("provenance.json", "{}", "provenance.json is damaged: it has no `created`"),
+        ("provenance.json", "[]", "provenance.json is damaged: its content must be dict"),
+        ("recipe.yaml", "a: [", "recipe.yaml' is not YAML"),
+        ("recipe.yaml", "- 1", "must be a YAML mapping"),
+        ("results.json", '{"schema_version": 1}', "results.json is damaged: it has no `method`"),
+        ("README.md", "<!-- pacs_trl: end -->", "does not hold the two marks"),
+        ("README.md", "---\na: [\n---\nText", "README.md is not YAML"),
+        ("README.md", "---\n- 1\n---\nText", "README.md must be a YAML mapping"),
+    ],
+)
+def test_damaged_files_are_named_before_anything_is_sent(checkpoint, hub, file, content, message, capsys):
+    (checkpoint / file).write_text(content)
+    before = sorted(checkpoint.rglob("*"))
+    for extra in ([], ["--dry_run"]):
+        assert main(["--model", str(checkpoint), "--repo", REPO, *extra]) == 2
+        error = capsys.readouterr().err
+        assert re.search(message, error) and len(error.splitlines()) == 1
+    assert hub.calls == [] and sorted(checkpoint.rglob("*")) == before
 
 
 def test_the_command_line(checkpoint, hub, monkeypatch, capsys):
@@ -340,8 +477,11 @@ def test_the_command_line(checkpoint, hub, monkeypatch, capsys):
         (["--model", "/nowhere", "--repo", REPO], "does not exist"),
         (["--model", "MODEL", "--repo", "name"], "USER/NAME"),
         (["--model", "MODEL", "--repo", REPO, "--results", "/nowhere.json"], "/nowhere.json"),
-        (["--model", "MODEL", "--repo", REPO, "--recipe", "/nowhere.yaml"], "/nowhere.yaml does not exist"),
-        (["--model", "MODEL", "--repo", REPO, "--recipe", "MODEL/tokenizer.list"], "must be a YAML mapping, got list"),
+        (["--model", "MODEL", "--repo", REPO, "--recipe", "/nowhere.yaml"], "'/nowhere.yaml' does not exist"),
+        (
+            ["--model", "MODEL", "--repo", REPO, "--recipe", "MODEL/tokenizer.list"],
+            "must be a YAML mapping of settings, got list",
+        ),
         (["--model", "MODEL/checkpoint-20", "--repo", REPO], "does not look like a saved model"),
     ],
 )

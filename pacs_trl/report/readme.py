@@ -66,10 +66,6 @@ def hand_written(text: str | None, where: str) -> HandWritten:
             f"{where} does not hold the two marks of our part once each and in order, so what was written by hand cannot be "
             f"told from it. Put {BEGIN!r} before our part and {END!r} behind it, or remove both and our part."
         )
-    numbers = metadata.pop("model-index", None) or []
-    ours = metadata.get("model_name")
-    if others := [entry for entry in numbers if not (isinstance(entry, dict) and entry.get("name") == ours)]:
-        metadata["model-index"] = others
     return HandWritten(metadata, before.strip(), after.strip())
 
 
@@ -98,7 +94,10 @@ def with_our_part(kept: HandWritten, card: ModelCard) -> str:
     for key in _SHARED:
         theirs = kept.metadata.get(key) or []
         theirs = theirs if isinstance(theirs, list) else [theirs]
+        if key == "model-index":  # our numbers of an earlier push are under our name
+            theirs = [e for e in theirs if not (isinstance(e, dict) and e.get("name") == card.data.model_name)]
         added = ours.get(key) or []
+        metadata.pop(key, None)
         if theirs or added:
             metadata[key] = [*(item for item in theirs if item not in added), *added]
     head = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)

@@ -86,6 +86,117 @@ def test_refusals(argv, message, tmp_path, capsys, monkeypatch):
     assert message in capsys.readouterr().err
 
 
+def without(document, *path):
+    """A copy without one field."""
+    copy = json.loads(json.dumps(document))
+    inner = copy
+    for key in path[:-1]:
+        inner = inner[key]
+    del inner[path[-1]]
+    return copy
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        ("method",),
+        ("k",),
+        ("benchmarks",),
+        ("engine", "name"),
+        ("protocol", "sampling", "top_p"),
+        ("protocol", "verifier"),
+        ("versions",),
+        ("commit",),
+        ("benchmarks", "math_500", "problems"),
+        ("benchmarks", "math_500", "problems", 3, "ungraded"),
+        ("benchmarks", "math_500", "pass_at_k", "8"),
+        ("benchmarks", "math_500", "pass_at_k", "8", "value"),
+        ("benchmarks", "math_500", "source", "digest"),
+        ("benchmarks", "math_500", "mean_tokens"),
+    ],
+)
+def test_a_missing_field_is_named_with_its_file(results_factory, tmp_path, path, capsys):
+    file = results_factory("PACS", 0.5) / "results.json"
+    file.write_text(json.dumps(without(json.loads(file.read_text()), *path)))
+    field = ".".join(map(str, path)).replace("problems.3", "problems[3]")
+    for argv in ([str(file)], ["--ablation", f"1={file}"]):
+        assert main([*argv, "--output_dir", str(tmp_path / "out")]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"pacs-trl report: {file} is damaged: it has no `{field}`")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"benchmarks": {}}, "`benchmarks` is empty"),
+        ({"benchmarks": []}, "benchmarks must be dict"),
+        ({"k": []}, "`k` is empty"),
+        ({"k": ["1"]}, "k[0] must be int"),
+        ({"n": None}, "n must be int, got 'None'"),
+        ({"math_500": {"problems": []}}, "`benchmarks.math_500.problems` is empty"),
+        ({"math_500": {"problems": [{"id": "a", "n": 4, "c": 5, "ungraded": 0}]}}, "has c = 5 right of n = 4"),
+        ({"math_500": {"problems": [{"id": "a", "n": 99, "c": 5, "ungraded": 1}]}}, "has none that was graded"),
+    ],
+)
+def test_fields_that_cannot_be(results_factory, tmp_path, changes, message, capsys):
+    file = results_factory("PACS", 0.5) / "results.json"
+    document = json.loads(file.read_text())
+    document["benchmarks"]["math_500"] |= changes.pop("math_500", {})
+    file.write_text(json.dumps(document | changes))
+    assert main([str(file), "--output_dir", str(tmp_path / "out")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(file) in line and message in line
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "content", "message"),
+    [
+        ("training", "trainer_state.json", "{}", "has no `log_history`"),
+        ("training", "trainer_state.json", '{"log_history": 3}', "log_history must be list"),
+        ("training", "trainer_state.json", '{"log_history": [{"reward": 0.5}]}', "has no `log_history[0].step`"),
+        ("training", "trainer_state.json", "{", "is not JSON"),
+        ("diversity", "d.json", "{}", "has no `models`"),
+        ("diversity", "d.json", '{"models": [], "explained": [1, 0]}', "`models` is empty"),
+        (
+            "diversity",
+            "d.json",
+            '{"models": [{"method": "a", "mean": 1, "points": []}], "explained": [1, 0]}',
+            "no model has",
+        ),
+        (
+            "diversity",
+            "d.json",
+            '{"models": [{"method": "a", "mean": 1, "points": [[1]]}], "explained": [1, 0]}',
+            "two comp",
+        ),
+    ],
+)
+def test_other_damaged_inputs_are_named(tmp_path, kind, name, content, message, capsys):
+    (tmp_path / name).write_text(content)
+    argument = f"PACS={tmp_path}" if kind == "training" else str(tmp_path / name)
+    assert main([f"--{kind}", argument, "--output_dir", str(tmp_path / "out")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{tmp_path / name} is damaged" in line and message in line
+
+
+def test_names_stay_in_their_cell(results_factory, tmp_path):
+    files = [results_factory(name, 0.5) for name in ("PACS", "GRPO")]
+    for file, changes in zip(files, ({"method": "a | b\nc & \\d_e~"}, {}), strict=True):
+        document = json.loads((file / "results.json").read_text()) | changes
+        document["benchmarks"]["math_500"]["title"] = "MATH\n| 500"
+        (file / "results.json").write_text(json.dumps(document))
+    build_report(files, tmp_path / "out", baseline="GRPO", figures=False)
+    lines = (tmp_path / "out" / "tables.md").read_text().splitlines()
+    table = [line for line in lines if line.startswith("|")]
+    assert {
+        line.replace("\\|", "").count("|") for line in table if line.startswith(("| a ", "| GRPO", "| method | n "))
+    } <= {10, 11}
+    assert any(line.startswith("| a \\| b c & \\d_e~ | 128 |") for line in table)
+    latex = (tmp_path / "out" / "tables.tex").read_text()
+    assert r"a | b c \& \textbackslash{}d\_e\textasciitilde{} & 128" in latex and "MATH | 500" in latex
+
+
 def test_a_value_of_an_ablation_may_have_several_runs(results_factory):
     first, second, other = (results_factory(name, 0.5) for name in "abc")
     values = ablation_results([f"1={first}", f"0.1={other}", f"1.0={second}"])
