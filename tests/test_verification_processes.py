@@ -295,13 +295,13 @@ class TestForkedParent:
             workers_of(verifier)
             sent, answer = threading.Event(), threading.Event()
             request = verifier._request
-            verifier._request = lambda items: (sent.set(), answer.wait(60), request(items))[-1]
+            verifier._request = lambda items: (sent.set(), answer.wait(240), request(items))[-1]
             batch = InBackground(verifier, [box(1), box(2)], [1, 1])
-            assert sent.wait(60)
+            assert sent.wait(120)
             with verification._shared_lock:
                 child = os.fork()
                 if child == 0:
-                    signal.alarm(60)  # a child that hangs is ended
+                    signal.alarm(120)  # a child that hangs is ended
                     verifier._request = request
                     ok = threading_result(lambda: shared_verifier().grade([box(1), box(2)], [1, 1])) == [1.0, 0.0]
                     verifier.close()
