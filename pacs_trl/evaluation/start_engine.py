@@ -10,6 +10,7 @@ from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.engines import ServerEngine, TransformersEngine, VLLMEngine
 from pacs_trl.evaluation.replicas import ReplicatedEngine
 from pacs_trl.evaluation.shards import merge_shards
+from pacs_trl.redaction import without_secrets
 
 
 def identify_model(args: EvaluationArguments) -> dict[str, Any]:
@@ -20,7 +21,7 @@ def identify_model(args: EvaluationArguments) -> dict[str, Any]:
         `ValueError`: if there is no such model, or the engine cannot load it.
     """
     if args.engine == "server":
-        return {"name": args.model, "server": args.base_url}
+        return without_secrets({"name": args.model, "server": args.base_url})  # results are published
     merge_shards(args.model)
     directory = Path(args.model)
     if (

@@ -61,6 +61,15 @@ def test_formats_agree(tmp_path):
     assert loaded[0][0].solution == "1"
 
 
+def test_lists_of_answers_in_every_format(tmp_path):
+    rows = [{"problem": "1/2", "answer": ["0.5", "1/2"]}, {"problem": "2", "answer": ["2"]}]
+    jsonl = write(tmp_path / "rows.jsonl", rows)
+    pd.DataFrame(rows).to_parquet(tmp_path / "rows.parquet")
+    loaded = [load_benchmark(str(path)) for path in (jsonl, tmp_path / "rows.parquet")]
+    assert loaded[0].problems == loaded[1].problems and loaded[0].source["digest"] == loaded[1].source["digest"]
+    assert [p.solution for p in loaded[1].problems] == [["0.5", "1/2"], "2"]
+
+
 def test_a_file_of_ones_own(tmp_path):
     path = write(tmp_path / "sums.jsonl", [{"problem": "1+1", "answer": 2}, {"problem": "2+2", "answer": "4"}])
     own = load_benchmark(str(path))
@@ -78,6 +87,9 @@ def test_a_file_of_ones_own(tmp_path):
     [
         ("rows.jsonl", '{"problem": "1+1", "answer": "2"}\n\n{"problem": 1\n', "line 3 of .*rows.jsonl is not JSON"),
         ("rows.json", "[{]", "rows.json is not JSON"),
+        ("rows.json", '{"problem": "1+1"}', "rows.json must hold a list of problems, got dict"),
+        ("rows.jsonl", '"1+1"', "needs one JSON object with columns per problem, but row 0 is '1\\+1'"),
+        ("rows.parquet", "PAR1 and no more", "rows.parquet is not a Parquet file"),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path, name, content, message):
@@ -108,6 +120,12 @@ def test_a_hub_that_cannot_be_reached(monkeypatch):
 def test_bad_rows(tmp_path, rows, message):
     with pytest.raises(ValueError, match=message):
         load_benchmark(f"math_500={write(tmp_path / 'rows.jsonl', rows)}")
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_a_number_of_problems_below_one(count):
+    with pytest.raises(ValueError, match=f"max_problems must be at least 1, got {count}"):
+        load_benchmark("miniature/addition", max_problems=count)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,11 @@
 """The whole path from a checkpoint to results.json, resumed, extended, replicated and refused."""
 
 import dataclasses
+import errno
 import json
+import os
+import resource
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +15,7 @@ from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.engines import TransformersEngine
 from pacs_trl.evaluation.evaluate import evaluate, load_benchmarks, main, missing_requests
 from pacs_trl.evaluation.results import read_results
-from pacs_trl.evaluation.start_engine import devices_of_copies
+from pacs_trl.evaluation.start_engine import devices_of_copies, identify_model
 from pacs_trl.verification import Verifier
 
 
@@ -161,6 +165,10 @@ def test_a_recipe_and_an_override(arguments, tmp_path, capsys):
         ({"benchmarks": "aime_1066"}, "Unknown benchmark"),
         ({"benchmarks": "miniature/addition,miniature/addition"}, "once"),
         ({"max_problems": 0}, "no problems"),
+        ({"max_problems": -1}, "max_problems must be at least 1, got -1"),
+        ({"token_entropy_samples": -1}, "token_entropy_samples counts samples"),
+        ({"gpu_memory_utilization": "nan"}, "in (0, 1], got nan"),
+        ({"max_model_len": 0}, "max_model_len must be at least 1"),
     ],
 )
 def test_refused_before_any_work(arguments, monkeypatch, changes, message, capsys):
@@ -197,6 +205,51 @@ def test_an_overwritten_checkpoint_does_not_share_its_samples(run, arguments, bo
     weight.data.div_(1.001)
     with pytest.raises(ValueError, match="model.digest"):
         run(arguments, model=str(directory))
+
+
+def test_a_copy_under_another_name_is_the_same_model(run, arguments, checkpoint, tmp_path, monkeypatch):
+    first = run(arguments)
+    for name in ("copy", "other-template"):
+        shutil.copytree(checkpoint, tmp_path / name)
+    template = tmp_path / "other-template" / "chat_template.jinja"
+    template.write_text(template.read_text() + " ")
+    monkeypatch.setattr(TransformersEngine, "load", lambda *a, **k: pytest.fail("drawn again"))
+    again = run(arguments, model=str(tmp_path / "copy"))
+    assert again["benchmarks"] == first["benchmarks"] and again["model"] == first["model"] | {"name": "copy"}
+    with pytest.raises(
+        ValueError, match=r"model.text_digest: '\w{16}' != '\w{16}'"
+    ):  # the same weights are asked otherwise
+        run(arguments, model=str(tmp_path / "other-template"))
+
+
+def test_a_disk_that_is_full_keeps_what_was_drawn(run, arguments, tmp_path, capsys):
+    undisturbed = run({**arguments, "output_dir": str(tmp_path / "undisturbed")})
+    argv = [f"--{key}={value}" for key, value in arguments.items()]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, hard))  # a file cannot grow any further
+    try:
+        assert main([*argv, "--verification_num_workers=1"]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "refuses: [Errno 27] File too large" in error and "are kept. Make room" in error
+    assert 10 < len(store_path(arguments).read_bytes().splitlines()) < 97
+    assert run(arguments)["benchmarks"] == undisturbed["benchmarks"]
+
+
+def test_a_file_system_that_is_read_only(arguments, monkeypatch, capsys):
+    def refuse(path, *more, **options):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr("pacs_trl.evaluation.store.os.open", refuse)
+    assert main([f"--{key}={value}" for key, value in arguments.items()]) == 2
+    error = capsys.readouterr().err
+    assert "Read-only file system" in error and "math_500.jsonl" in error and len(error.splitlines()) == 1
+
+
+def test_the_address_of_a_server_is_kept_without_its_password(arguments):
+    arguments = {**arguments, "engine": "server", "base_url": "http://user:s3cr3t@host:8000/v1?token=s3cr3t&a=1"}
+    assert identify_model(EvaluationArguments(**arguments))["server"] == "http://host:8000/v1?a=1"
 
 
 def test_too_many_failures_are_refused(arguments):

@@ -1,6 +1,8 @@
 """The sample store: what survives a crash, what is refused."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -94,7 +96,53 @@ def test_one_writer_at_a_time(tmp_path):
     SampleStore(path, SETTINGS).close()
 
 
-@pytest.mark.parametrize("content", ["", "hello\n", "[]\n", json.dumps({"format": 99, "settings": SETTINGS}) + "\n"])
+def test_a_store_that_another_process_makes_at_the_same_moment_is_not_replaced(tmp_path, monkeypatch):
+    """Both looked before either had made the file: the one that comes second must not put its own in the first one's place."""
+    path = tmp_path / "new" / "s.jsonl"
+    with SampleStore(path, SETTINGS) as first:
+        first.append("p0", 0, 1000, "text", 5, "stop")
+        monkeypatch.setattr(Path, "exists", lambda self: False)
+        with pytest.raises(ValueError, match="written by another process"):
+            SampleStore(path, SETTINGS)
+        first.append("p1", 1, 1001, "text", 5, "stop")
+    assert [record["problem"] for record in read_samples(path)] == ["p0", "p1"]
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_many_writers_at_once_lose_nothing(tmp_path, processes=6):
+    """Whoever may write keeps what it wrote; the others are refused and try again, as a person would."""
+    path = tmp_path / "s.jsonl"
+    with ThreadPoolExecutor(processes) as pool:  # flock is between open files: threads are as good as processes
+        list(pool.map(lambda i: write_one(path, i), range(processes * 5)))
+    assert sorted(record["sample"] for record in read_samples(path)) == list(range(processes * 5))
+
+
+def write_one(path, sample):
+    while True:
+        try:
+            with SampleStore(path, SETTINGS) as store:
+                store.append("p", sample, sample, "text", 5, "stop")
+            return
+        except ValueError as error:
+            assert "written by another process" in str(error)
+
+
+def test_every_cut_of_the_first_line_is_mended(tmp_path):
+    path = fill(tmp_path / "s.jsonl", count=0)
+    whole = path.read_bytes()
+    for cut in range(len(whole)):
+        path.write_bytes(whole[:cut])
+        SampleStore(path, SETTINGS).close()
+        assert path.read_bytes() == whole
+    path.write_bytes(whole[:-9])
+    with pytest.raises(ValueError, match="not a sample store"):  # the beginning of other settings is not ours to mend
+        SampleStore(path, {"other": 1})
+    assert path.read_bytes() == whole[:-9]
+
+
+@pytest.mark.parametrize(
+    "content", ["hello", "hello\n", "[]\n", json.dumps({"format": 99, "settings": SETTINGS}) + "\n"]
+)
 def test_other_files_are_refused(tmp_path, content):
     (tmp_path / "s.jsonl").write_text(content)
     with pytest.raises(ValueError, match="not a sample store"):
