@@ -311,7 +311,7 @@ def _text(cell: Cell | None, signed: bool) -> str:
     return text if cell.lower is None else f"{text} [{cell.lower:.1f}, {cell.upper:.1f}]"
 
 
-_LATEX = {character: "\\" + character for character in "&%$#_{}"}
+_LATEX: dict[str, str | int | None] = {character: "\\" + character for character in "&%$#_{}"}
 _LATEX |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
 
 
