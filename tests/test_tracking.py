@@ -13,18 +13,24 @@ import yaml
 from pacs_trl import PACSConfig, tracking, train
 from pacs_trl.miniature.model import build_model
 from pacs_trl.miniature.tokenizer import build_tokenizer
+from pacs_trl.redaction import published
 
 
 pytest.importorskip("wandb")
 pytest.importorskip("trackio")
 pytest.importorskip("tensorboard")
 
+SECRET = "s3cr3tValue42"
 RECIPE = Path(__file__).parents[1] / "recipes" / "miniature" / "pacs.yaml"
 SUMMARY = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "total_flos"}
 
 
 def train_steps(output_dir, model, max_steps, *more):
-    recipe = yaml.safe_load(RECIPE.read_text()) | {"report_to": ["wandb", "trackio", "tensorboard"]}
+    recipe = yaml.safe_load(RECIPE.read_text()) | {
+        "report_to": ["wandb", "trackio", "tensorboard"],
+        "model_init_kwargs": {"token": SECRET, "attn_implementation": "sdpa"},
+        "vllm_server_base_url": f"http://user:{SECRET}@host:8000",
+    }
     (output_dir.parent / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     settings = {
         "config": output_dir.parent / "recipe.yaml",
@@ -42,7 +48,9 @@ def train_steps(output_dir, model, max_steps, *more):
         "project": "tracking",
     }
     arguments = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
-    return train.main([*arguments, *more])
+    with pytest.MonkeyPatch.context() as patch:  # wandb sends the command line, which it reads itself
+        patch.setattr("sys.argv", ["train.py", *arguments, *more, "--hub_token", SECRET])
+        return train.main([*arguments, *more, "--hub_token", SECRET])
 
 
 @pytest.fixture(scope="module")
@@ -165,10 +173,24 @@ def test_wandb_gets_the_timing_table(runs):
 
 def test_wandb_gets_the_resolved_recipe(runs):
     _, parts, _, recipe = runs
-    assert wandb_config(parts[1])["recipe"] == recipe
+    assert wandb_config(parts[1])["recipe"] == published(recipe) and recipe["model_name_or_path"].endswith("/model")
     first = wandb_config(parts[0])
     assert first["recipe"]["max_steps"] == 2 and first["recipe"]["dataset_name"] == "miniature/addition"
     assert first["learning_rate"] == recipe["learning_rate"]  # and every argument of the trainer beside it
+
+
+def test_no_tracker_gets_a_secret(runs):
+    """The token of the model's settings and the password of the server's address, in the files of all trackers."""
+    output_dir, parts, _, recipe = runs
+    assert recipe["model_init_kwargs"] == {"attn_implementation": "sdpa"}  # nor does the file beside the weights
+    files = [file for file in output_dir.parent.rglob("*") if file.is_file() and file.name != "recipe.yaml"]
+    files = [file for file in files if file.suffix != ".bin"]  # training_args.bin, which is not published
+    assert {".wandb", ".yaml", ".json"} < {file.suffix for file in files} and any("tfevents" in f.name for f in files)
+    assert [file for file in files if SECRET.encode() in file.read_bytes()] == []
+    for part in parts:
+        config = wandb_config(part)
+        assert config["_name_or_path"] == "model" and config["output_dir"] == "run"
+        assert config["vllm_server_base_url"] == "http://host:8000" and "hub_token" not in config
 
 
 def test_resumed_run_has_the_same_id(runs):
@@ -193,7 +215,7 @@ def test_trackio_has_one_run_with_the_same(runs):
     identity = (output_dir / "run_id").read_text().strip()
     found = list(trackio.Api().runs("tracking"))
     assert [run.name for run in found] == [f"run-{identity}"]
-    assert found[0].config["recipe"] == recipe
+    assert found[0].config["recipe"] == published(recipe)
     rows = trackio_rows(found[0])
     metrics = {row["train/global_step"]: row for row in rows if "train/reward" in row}
     for step, logged in scalars(log_history, (1, 2, 3, 4)).items():

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from huggingface_hub import ModelCard
 from trl import GRPOTrainer
 
 from pacs_trl import PACSTrainer, train
@@ -60,6 +61,45 @@ def test_two_steps_on_real_problems(tmp_path, model_path, name):
     assert saved["max_steps"] == 2 and saved["method"] == "pacs"
     card = (tmp_path / "README.md").read_text()
     assert "2509.02522" in card and "pacs" in card
+
+
+@pytest.mark.parametrize("method", ["pacs", "grpo"])
+def test_text_by_hand_in_the_readme_is_kept(tmp_path, model_path, method, monkeypatch):
+    """Also by the checkpoints on the way, for which TRL drafts a card; and a local model is no Hub id."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "README.md").write_text("---\nlicense: mit\n---\nMine.\n")
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "base").symlink_to(model_path)
+    monkeypatch.chdir(tmp_path)
+    save = ["--save_strategy", "steps", "--save_steps", "1"]
+    run(
+        "out",
+        "models/base",
+        *save,
+        "--method",
+        method,
+        "--model_init_kwargs",
+        '{"token": "s3cr3t"}',
+        recipe=f"{method}.yaml",
+    )
+    card = ModelCard((tmp_path / "out" / "README.md").read_text())
+    assert card.data.license == "mit" and card.text.strip().startswith("Mine.") and card.data.base_model is None
+    assert "models/base" not in card.content and method.upper() in card.text
+    saved = yaml.safe_load((tmp_path / "out" / "recipe.yaml").read_text())
+    assert Path(saved["model_name_or_path"]) == Path(model_path).resolve()  # repeats the run from any folder
+    assert "s3cr3t" not in (tmp_path / "out" / "recipe.yaml").read_text()
+    (tmp_path / "out" / "README.md").write_text("<!-- pacs_trl: end -->")
+    with pytest.raises(ValueError, match="README.md does not hold the two marks"):  # before training, not after it
+        run("out", "models/base", "--resume_from_checkpoint", "last", "--max_steps", "3", recipe=f"{method}.yaml")
+
+
+def test_a_folder_is_not_pushed_before_the_end(tmp_path, model_path):
+    pushing = ["--push_to_hub", "true", "--hub_model_id", "user/name"]
+    for strategy in ("every_save", "checkpoint"):
+        with pytest.raises(ValueError, match=f"hub_strategy='{strategy}' must be 'end'.*training_args.bin"):
+            run(tmp_path, model_path, *pushing, "--hub_strategy", strategy)
+    argv = ["--config", str(RECIPES / "pacs.yaml"), "--output_dir", str(tmp_path), *pushing]
+    assert read_recipe(argv).training.hub_strategy == "end"
 
 
 def test_one_key_switches_to_grpo(tmp_path, model_path):
