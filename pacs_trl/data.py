@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from datasets import Dataset, concatenate_datasets, load_dataset
+from datasets.exceptions import DatasetGenerationError
+from pyarrow import ArrowInvalid
 
 from pacs_trl.settings import refuse_illegal_values
 from pacs_trl.verification import gold_texts, last_boxed
@@ -301,7 +303,11 @@ def _read_file(path: str) -> Dataset:
         raise ValueError(f"{path!r} is no data file that can be read: the endings are {', '.join(_FILE_FORMATS)}.")
     if not Path(path).is_file():
         raise ValueError(f"The data file {path!r} does not exist (seen from {Path.cwd()}).")
-    return load_dataset(_FILE_FORMATS[suffix], data_files=str(path), split="train")
+    try:
+        return load_dataset(_FILE_FORMATS[suffix], data_files=str(path), split="train")
+    except (DatasetGenerationError, ArrowInvalid, StopIteration) as error:  # the last: a file without a row
+        reason = " ".join(str(error.__cause__ or error).split()) or "it holds no rows"
+        raise ValueError(f"The data file {path!r} cannot be read as {suffix}: {reason}.") from error
 
 
 def _miniature_rows(task: str, split: str) -> Dataset:

@@ -272,3 +272,26 @@ class TestArguments:
         data_args, _, _ = parser.parse_args_and_config(["--config", str(recipe), "--overlong_prompts", "error"])
         assert (data_args.dataset_name, data_args.max_prompt_length) == ("gsm8k", 512)
         assert data_args.overlong_prompts == "error"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", '{"problem": "1"'),
+        ("b.jsonl", "3\n"),
+        ("c.jsonl", ""),
+        ("d.json", "[{]"),
+        ("e.parquet", "PAR1 no more"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=f"The data file '.*{name}' cannot be read as"):
+        load_training_data(DataArguments(dataset_name=str(tmp_path / name)), None)
+
+
+def test_lists_of_answers_in_parquet(tmp_path):
+    rows = [{"problem": "1/2", "answer": ["0.5", "1/2"]}, {"problem": "2", "answer": ["2"]}]
+    Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    train, _ = load_training_data(DataArguments(dataset_name=str(tmp_path / "rows.parquet")), None)
+    assert sorted(train["solution"]) == [["0.5", "1/2"], ["2"]]
