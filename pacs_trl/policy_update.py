@@ -285,6 +285,8 @@ class PolicyUpdate:
             if rows_may_move and (proxies_are_zero or len(counting) < len(planned)):
                 plan = self._plan_rows(step, counting)
 
+        # Before the backward passes, between which FSDP keeps what it has gathered. A pass for the proxies went over more rows.
+        left_out = self._left_out_entropy(model, step, plan if before is None else step.plan)
         compares = step.on_policy and any(row.sampling_logps is not None for row in step.rollouts)
         mismatch: list[torch.Tensor] = []
         found = _RowValues(len(all_rows), self.accelerator)
@@ -315,11 +317,11 @@ class PolicyUpdate:
                 found.add(rows, row_proxies, entropies, micro_batch.loss_mask, kl)
         forwarded_proxies, sums = found.reduce()
         proxies = forwarded_proxies if proxies is None else proxies
-        if before is None:
-            entropy = self._mean_entropy(model, step, plan, sums.entropy)
-        else:  # the pass without gradient went over more rows
-            entropy = self._mean_entropy(model, step, step.plan, before.entropy)
-        metrics = {"entropy": entropy, "pacs/forwarded_fraction": sums.num_rows / max(len(all_rows), 1)}
+        entropy = left_out + (sums if before is None else before).entropy
+        metrics = {
+            "entropy": entropy / num_tokens if num_tokens else math.nan,
+            "pacs/forwarded_fraction": sums.num_rows / max(len(all_rows), 1),
+        }
         if compares:
             parts = self.accelerator.gather(merge_statistics(torch.stack(mismatch))[None])
             metrics |= mismatch_metrics(merge_statistics(parts))
@@ -328,41 +330,40 @@ class PolicyUpdate:
         return self._summarize(step, proxies, metrics)
 
     @torch.no_grad()
-    def _mean_entropy(self, model, step: StepRollouts, plan: Plan, entropy_sum: float) -> float:
+    def _left_out_entropy(self, model, step: StepRollouts, plan: Plan) -> float:
         """
-        Mean over the counted tokens of all completions, those that the update left out included.
+        Sum of the entropies at the counted tokens of the rows that `plan` leaves out, the same on all processes.
 
-        Rows left out on the first update after a rollout contribute `-log p` of their sampled tokens where the engine has
-        reported it, whose expectation is the entropy of the distribution it sampled from; others one more forward pass.
-
-        Args:
-            plan (`Plan`), entropy_sum (`float`):
-                Micro-batches that were forwarded, and the sum of the entropies of their counted tokens.
+        On the first update after a rollout it is `-log p` of their sampled tokens where the engine has reported it, whose
+        expectation is the entropy of the distribution it sampled from; else it takes one more forward pass.
         """
         forwarded = {i for batches in plan for rows in batches for i in rows}
         left_out = [i for i, row in enumerate(step.rollouts) if i not in forwarded and row.loss_mask.any()]
         sampled = [row.sampling_logps for row in (step.rollouts[i] for i in left_out)]
         reported = all(s is not None and np.isfinite(s).all() for s in sampled)
         if left_out and reported and step.on_policy and _draws_from_whole_distribution(self.args):
-            for i, logps in zip(left_out, sampled, strict=True):
-                entropy_sum -= float(logps[step.rollouts[i].loss_mask].sum(dtype=np.float64))
-        elif left_out:
+            counted = [logps[step.rollouts[i].loss_mask] for i, logps in zip(left_out, sampled, strict=True)]
+            return -float(np.concatenate(counted).sum(dtype=np.float64))
+        if left_out:
             found = _RowValues(len(step.rollouts), self.accelerator)
             for rows in self._own_micro_batches(self._plan_rows(step, left_out)):
                 micro_batch = self._collate(step, rows)
                 logps, entropies = self.score(model, micro_batch)
                 found.add(rows, logps[:, 0], entropies, micro_batch.loss_mask)
-            entropy_sum += found.reduce()[1].entropy
-        num_tokens = sum(int(row.loss_mask.sum()) for row in step.rollouts)
-        return entropy_sum / num_tokens if num_tokens else math.nan
+            return found.reduce()[1].entropy
+        return 0.0
 
     def evaluate(self, model, step: StepRollouts, *, proxies_are_zero: bool) -> tuple[float, dict[str, float]]:
         """Loss and metrics as in [`run`], without gradient and without the KL term."""
         proxies, sums = self.find_proxies(model, step)
         proxies = torch.zeros_like(proxies) if proxies_are_zero else proxies
-        entropy = self._mean_entropy(model, step, step.plan, sums.entropy)
-        forwarded = sums.num_rows / max(len(step.rollouts), 1)
-        return self._summarize(step, proxies, {"entropy": entropy, "pacs/forwarded_fraction": forwarded})
+        entropy = sums.entropy + self._left_out_entropy(model, step, step.plan)
+        num_tokens = sum(int(r.loss_mask.sum()) for r in step.rollouts)
+        metrics = {
+            "entropy": entropy / num_tokens if num_tokens else math.nan,
+            "pacs/forwarded_fraction": sums.num_rows / max(len(step.rollouts), 1),
+        }
+        return self._summarize(step, proxies, metrics)
 
     def _summarize(self, step, proxies, metrics) -> tuple[float, dict[str, float]]:
         loss, scores = loss_from_proxies(proxies, step.labels, **self.objective)

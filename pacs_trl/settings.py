@@ -95,7 +95,7 @@ RANGES = {
     "vllm_tensor_parallel_size": _count("GPUs that share an engine"),
     "vllm_max_model_length": _count("tokens of prompt and completion"),
     "vllm_server_port": _PORT,
-    "vllm_group_port": _PORT,
+    "vllm_group_port": Range("it is a port; 0 lets the system choose", least=0, most=65535, whole=True),
     "vllm_server_timeout": Range("it counts the seconds to wait for the server", least=0),
     "vllm_importance_sampling_clip_max": Range("it bounds ratios of probabilities", above=0),
     "vllm_importance_sampling_clip_min": Range("it bounds ratios of probabilities", least=0),

@@ -96,11 +96,6 @@ def check_vllm(args: GRPOConfig, model: str) -> None:
         `ValueError`: with the rule, what was found, and the command that mends it.
     """
     check_version(installed_vllm())
-    if not 0.0 < args.vllm_gpu_memory_utilization <= 1.0:
-        raise ValueError(
-            f"vllm_gpu_memory_utilization={args.vllm_gpu_memory_utilization} must lie in (0, 1]: it is the share of each "
-            "GPU's memory that vLLM takes. `pacs-trl plan --config RECIPE` says how much training leaves."
-        )
     if args.vllm_mode == "colocate" and args.vllm_enable_sleep_mode and args.device.type == "cpu":
         raise ValueError(
             "vllm_enable_sleep_mode=True needs a GPU: vLLM's CPU backend cannot give its memory back. Remove it; the CPU "

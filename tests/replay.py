@@ -93,6 +93,7 @@ class Replay:
         tools (`bool`): whether to return a mask that hides some completion tokens.
         soft (`bool`): whether labels lie inside [0, 1] instead of being 0 or 1.
         uniform_groups (`int`): the first so many groups of each generation have one label; all others have both.
+        logprobs (`float`): what the engine reports of every token it drew; `None` where it reports nothing.
         edit (`Callable`): `edit(generation, rows) -> rows`, a last change by hand.
     """
 
@@ -103,6 +104,7 @@ class Replay:
     tools: bool = False
     soft: bool = False
     uniform_groups: int = 1
+    logprobs: float | None = None
     edit: Callable[[int, list[Row]], list[Row]] | None = None
     weights: list[dict[str, torch.Tensor]] = field(default_factory=list)  # of the policy, at each generation
 
@@ -135,7 +137,7 @@ class Replay:
         output = {
             "prompt_ids": [row.prompt_ids for row in own],
             "completion_ids": [list(row.completion_ids) for row in own],
-            "logprobs": None,
+            "logprobs": None if self.logprobs is None else [[self.logprobs] * len(row.completion_ids) for row in own],
             "label": [row.label for row in own],
         }
         if self.tools:

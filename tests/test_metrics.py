@@ -164,30 +164,23 @@ def test_entropy_is_the_mean_over_the_tokens_of_all_completions(tmp_path, group_
     ],
 )
 def test_entropy_of_rows_left_out_is_that_which_the_engine_sampled(tmp_path, settings, reported, update, used):
-    replay = Replay(uniform_groups=1)
+    trainer = build_trainer(
+        tmp_path, replay=Replay(uniform_groups=1, logprobs=reported), num_iterations=2, logging_steps=1, **settings
+    )
+    found = []
+    run = trainer._update._left_out_entropy
 
-    def with_logprobs(prompts, trainer):
-        output = replay(prompts, trainer)
-        return output | {"logprobs": [[reported] * len(ids) for ids in output["completion_ids"]]}
-
-    trainer = build_trainer(tmp_path, replay=with_logprobs, num_iterations=2, **settings)
-    passes = []
-    run = trainer._update._mean_entropy
-
-    def remember(model, step, plan, entropy_sum):
+    def remember(model, step, plan):
         forwarded = {i for batches in plan for rows in batches for i in rows}
-        entropy = run(model, step, plan, entropy_sum)
-        passes.append((entropy_sum, [row for i, row in enumerate(step.rollouts) if i not in forwarded], step, entropy))
-        return entropy
+        left_out = [row for i, row in enumerate(step.rollouts) if i not in forwarded]
+        found.append((run(model, step, plan), sum(int(row.loss_mask.sum()) for row in left_out)))
+        return found[-1][0]
 
-    trainer._update._mean_entropy = remember
+    trainer._update._left_out_entropy = remember
     trainer.train()
-    entropy_sum, left_out, step, entropy = passes[update]
-    num_left_out = sum(int(row.loss_mask.sum()) for row in left_out)
-    num_tokens = sum(int(row.loss_mask.sum()) for row in step.rollouts)
-    sampled = (entropy_sum + 2.0 * num_left_out) / num_tokens
-    assert (entropy == pytest.approx(sampled, rel=1e-6)) is (used or not left_out)
-    assert bool(left_out) is (update == 0)
+    entropy, num_tokens = found[update]
+    assert bool(num_tokens) is (update == 0)
+    assert (entropy == pytest.approx(2.0 * num_tokens, rel=1e-6)) is (used or not num_tokens)
 
 
 def test_metrics_are_recorded_once_per_optimizer_step(tmp_path):

@@ -71,14 +71,22 @@ def test_proxies_are_exactly_zero_with_lora(tmp_path):
     assert logged(trainer, "pacs/proxy_abs_mean") == [0.0, 0.0]
 
 
-def test_first_update_needs_no_forward_pass_for_its_proxies(tmp_path):
-    """Also with weights that move: only the rows that count are computed, once."""
-    trainer = build_trainer(tmp_path, replay=Replay(uniform_groups=1), learning_rate=0.5)
-    rows = []
+@pytest.mark.parametrize(("logprobs", "without_gradient"), [(-2.0, []), (None, [4, 4])])
+def test_first_update_needs_no_forward_pass_for_its_proxies(tmp_path, logprobs, without_gradient):
+    """Also with weights that move: only the rows that count are computed, once. The entropy of the others is what the engine
+    says, else it takes a pass without gradient."""
+    trainer = build_trainer(tmp_path, replay=Replay(uniform_groups=1, logprobs=logprobs), learning_rate=0.5)
+    rows = {True: [], False: []}
     score = trainer._update.score
-    trainer._update.score = lambda model, batch: rows.append(len(batch.input_ids)) or score(model, batch)
+
+    def spy(model, batch):
+        rows[torch.is_grad_enabled()].append(len(batch.input_ids))
+        return score(model, batch)
+
+    trainer._update.score = spy
     trainer.train()
-    assert rows == [4, 4]  # of 8 rows per step, 4 are in the group of one class
+    assert rows[True] == [4, 4]  # of 8 rows per step, 4 are in the group of one class
+    assert rows[False] == without_gradient
     assert logged(trainer, "pacs/proxy_abs_mean") == [0.0, 0.0]
     assert logged(trainer, "pacs/forwarded_fraction") == [0.5, 0.5]
 

@@ -46,7 +46,7 @@ def test_figure_is_written_for_several_seeds(tmp_path):
 
 
 def test_whole_run_in_miniature_of_the_miniature(tmp_path, monkeypatch, capsys):
-    tiny = {"size": "tiny", "target_accuracy": 1.0, "max_steps": 2, "probe_steps": 2, "num_probes": 2, "batch_size": 2}
+    tiny = {"size": "tiny", "target_accuracy": None, "max_steps": 2, "batch_size": 2}
     monkeypatch.setattr(
         quickstart, "warm_start", lambda task, seed: warm_start(task, cache_dir=tmp_path / "cache", seed=seed, **tiny)
     )
