@@ -137,7 +137,8 @@ class Runner:
     def _replay(self, prompts):
         prompt_ids = [r["prompt_ids"] for r in self.rollouts]
         completion_ids = [r["completion_ids"] for r in self.rollouts]
-        return prompt_ids, completion_ids, None, ["c"] * len(prompts), None, {}, None, []
+        logprobs = [[-1.0] * len(ids) for ids in completion_ids]  # as vLLM reports them, to both trainers
+        return prompt_ids, completion_ids, None, ["c"] * len(prompts), logprobs, {}, None, []
 
     def step(self) -> float:
         """Seconds per optimizer step, averaged over the updates of one generation."""

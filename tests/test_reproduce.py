@@ -22,6 +22,8 @@ from pacs_trl.reproduce import Options, main, read_table, run_cell, table_names
 
 REPOSITORY = Path(__file__).parents[1]
 RECIPES = REPOSITORY / "recipes"
+# Of docs/results/miniature; `make tables` goes on with the third.
+RECORDED_SEEDS = (0, 1)
 SHORT = ["--max_steps", "2", "--warm_start_steps", "2", "--num_samples", "2", "--max_problems", "2"]
 
 # The objective: what a twin has in common with its full-size recipe. Learning rates, sizes and lengths are its own.
@@ -75,7 +77,7 @@ class TestRecipes:
         monkeypatch.chdir(tmp_path)  # a missing record would begin a work directory here
         (cell, *_) = (c for n in table_names("miniature") for c in read_table(n, "miniature").cells if c.run == run)
         results_dir = REPOSITORY / "docs/results/miniature"
-        for seed in Options().seeds:
+        for seed in RECORDED_SEEDS:
             assert run_cell(cell, seed, Options(results_dir=results_dir)) == cell.directory(results_dir, seed)
 
     def test_a_run_is_one_recipe_in_all_tables_of_both_scales(self):
