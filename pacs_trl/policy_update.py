@@ -277,13 +277,7 @@ class PolicyUpdate:
         plan = step.plan
         if proxies is not None:
             factors = self._token_factors(step, all_rows, proxies, num_rows)
-            planned = {i for batches in step.plan for rows in batches for i in rows}
-            # With a KL term every row has a gradient; otherwise rows with coefficient 0 have none.
-            counting = [i for i in all_rows if i in planned and (self.args.beta != 0 or factors[i] != 0)]
-            # Token weights that were computed earlier lie on the process that `step.plan` gave the row to.
-            rows_may_move = step.on_policy or not self.args.vllm_importance_sampling_correction
-            if rows_may_move and (proxies_are_zero or len(counting) < len(planned)):
-                plan = self._plan_rows(step, counting)
+            plan = self._plan_rows_that_count(step, factors, scored=not proxies_are_zero)
 
         # Before the backward passes, between which FSDP keeps what it has gathered. A pass for the proxies went over more rows.
         left_out = self._left_out_entropy(model, step, plan if before is None else step.plan)
@@ -317,17 +311,14 @@ class PolicyUpdate:
                 found.add(rows, row_proxies, entropies, micro_batch.loss_mask, kl)
         forwarded_proxies, sums = found.reduce()
         proxies = forwarded_proxies if proxies is None else proxies
-        entropy = left_out + (sums if before is None else before).entropy
-        metrics = {
-            "entropy": entropy / num_tokens if num_tokens else math.nan,
-            "pacs/forwarded_fraction": sums.num_rows / max(len(all_rows), 1),
-        }
+        loss, metrics = self._summarize(step, proxies, left_out + (sums if before is None else before).entropy, sums)
         if compares:
             parts = self.accelerator.gather(merge_statistics(torch.stack(mismatch))[None])
             metrics |= mismatch_metrics(merge_statistics(parts))
         if self.args.beta != 0:
             metrics["kl"] = sums.kl / max(num_tokens, 1)
-        return self._summarize(step, proxies, metrics)
+            loss += self.args.beta * metrics["kl"]
+        return loss, metrics
 
     @torch.no_grad()
     def _left_out_entropy(self, model, step: StepRollouts, plan: Plan) -> float:
@@ -339,11 +330,11 @@ class PolicyUpdate:
         """
         forwarded = {i for batches in plan for rows in batches for i in rows}
         left_out = [i for i, row in enumerate(step.rollouts) if i not in forwarded and row.loss_mask.any()]
-        sampled = [row.sampling_logps for row in (step.rollouts[i] for i in left_out)]
-        reported = all(s is not None and np.isfinite(s).all() for s in sampled)
-        if left_out and reported and step.on_policy and _draws_from_whole_distribution(self.args):
-            counted = [logps[step.rollouts[i].loss_mask] for i, logps in zip(left_out, sampled, strict=True)]
-            return -float(np.concatenate(counted).sum(dtype=np.float64))
+        if left_out and step.on_policy and _draws_from_whole_distribution(self.args):
+            rows = [step.rollouts[i] for i in left_out]
+            sampled = [row.sampling_logps[row.loss_mask] for row in rows if row.sampling_logps is not None]
+            if len(sampled) == len(rows) and all(np.isfinite(logps).all() for logps in sampled):
+                return -float(np.concatenate(sampled).sum(dtype=np.float64))
         if left_out:
             found = _RowValues(len(step.rollouts), self.accelerator)
             for rows in self._own_micro_batches(self._plan_rows(step, left_out)):
@@ -358,23 +349,34 @@ class PolicyUpdate:
         proxies, sums = self.find_proxies(model, step)
         proxies = torch.zeros_like(proxies) if proxies_are_zero else proxies
         entropy = sums.entropy + self._left_out_entropy(model, step, step.plan)
-        num_tokens = sum(int(r.loss_mask.sum()) for r in step.rollouts)
+        return self._summarize(step, proxies, entropy, sums)
+
+    def _summarize(self, step, proxies, entropy: float, sums: "_Sums") -> tuple[float, dict[str, float]]:
+        """The loss without the KL term, and the metrics that every step has; `entropy` is summed over all counted tokens."""
+        loss, scores = loss_from_proxies(proxies, step.labels, **self.objective)
+        num_tokens = sum(int(row.loss_mask.sum()) for row in step.rollouts)
         metrics = {
             "entropy": entropy / num_tokens if num_tokens else math.nan,
             "pacs/forwarded_fraction": sums.num_rows / max(len(step.rollouts), 1),
         }
-        return self._summarize(step, proxies, metrics)
-
-    def _summarize(self, step, proxies, metrics) -> tuple[float, dict[str, float]]:
-        loss, scores = loss_from_proxies(proxies, step.labels, **self.objective)
-        metrics = metrics | critic_metrics(
+        metrics |= critic_metrics(
             proxies,
             scores,
             step.labels,
             num_generations=self.num_generations,
             class_weighting=self.args.class_weighting,
         )
-        return loss.item() + self.args.beta * metrics.get("kl", 0.0), metrics
+        return loss.item(), metrics
+
+    def _plan_rows_that_count(self, step: StepRollouts, factors: torch.Tensor, *, scored: bool) -> Plan:
+        """Micro-batches of the rows that have a gradient; `scored` is whether those of `step.plan` were forwarded before."""
+        planned = {i for batches in step.plan for rows in batches for i in rows}
+        # With a KL term every row has a gradient; otherwise rows with coefficient 0 have none.
+        counting = [i for i in sorted(planned) if self.args.beta != 0 or factors[i] != 0]
+        # Token weights that were computed earlier lie on the process that `step.plan` gave the row to.
+        rows_may_move = step.on_policy or not self.args.vllm_importance_sampling_correction
+        keeps = not rows_may_move or (scored and len(counting) == len(planned))
+        return step.plan if keeps else self._plan_rows(step, counting)
 
     def _plan_rows(self, step: StepRollouts, rows: list[int]) -> Plan:
         lengths, max_tokens = row_lengths(step.rollouts), self.args.max_tokens_per_micro_batch

@@ -266,9 +266,8 @@ class RolloutTrainer(GRPOTrainer):
 
     def _save_checkpoint(self, model, trial):
         directory = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
-        if (
-            self.args.should_save
-        ):  # one that is written over is not complete until Trainer writes this file, the last one
+        if self.args.should_save:
+            # One that is written over is not complete until Trainer writes this file, the last one.
             (directory / "trainer_state.json").unlink(missing_ok=True)
         self.accelerator.wait_for_everyone()
         super()._save_checkpoint(model, trial)

@@ -96,9 +96,8 @@ def last_boxed(text: str) -> str | None:
     """
     if len(text) > MAX_CHARACTERS:
         return None
-    opened: list[
-        int | None
-    ] = []  # of each open brace where the content of its box begins, `None` for one without a box
+    # Of each open brace where the content of its box begins; `None` for one without a box.
+    opened: list[int | None] = []
     last = None
     for match in _BOX_OR_BRACE.finditer(text):
         if match.group() != "}":

@@ -129,6 +129,10 @@ class Replay:
             rows.append(Row(prompt, completion, None if unverifiable else label, mask, weights))
         return self.edit(generation, rows) if self.edit else rows
 
+    def _logprobs(self, row: Row) -> list[float | None]:
+        """Of the tokens that the engine drew; it knows none of those that a tool wrote."""
+        return [self.logprobs if drawn or not self.tools else None for drawn in row.env_mask]
+
     def __call__(self, prompts, trainer: PACSTrainer) -> dict:
         generation = trainer._step // (trainer.args.steps_per_generation * trainer.num_iterations)
         rows = self.rows(generation, len(prompts) * trainer.accelerator.num_processes)
@@ -137,7 +141,7 @@ class Replay:
         output = {
             "prompt_ids": [row.prompt_ids for row in own],
             "completion_ids": [list(row.completion_ids) for row in own],
-            "logprobs": None if self.logprobs is None else [[self.logprobs] * len(row.completion_ids) for row in own],
+            "logprobs": None if self.logprobs is None else [self._logprobs(row) for row in own],
             "label": [row.label for row in own],
         }
         if self.tools:

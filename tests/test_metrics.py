@@ -165,7 +165,7 @@ def test_entropy_is_the_mean_over_the_tokens_of_all_completions(tmp_path, group_
 )
 def test_entropy_of_rows_left_out_is_that_which_the_engine_sampled(tmp_path, settings, reported, update, used):
     trainer = build_trainer(
-        tmp_path, replay=Replay(uniform_groups=1, logprobs=reported), num_iterations=2, logging_steps=1, **settings
+        tmp_path, replay=Replay(uniform_groups=1, tools=True, logprobs=reported), num_iterations=2, **settings
     )
     found = []
     run = trainer._update._left_out_entropy
