@@ -26,7 +26,8 @@ _SECRET_WORDS = {"auth", "pwd", "netrc"}
 # Names that end in "token" or "key" are secret, too, except behind these: the words of a vocabulary and of tables.
 _VOCABULARY = {"pad", "eos", "bos", "unk", "sep", "cls", "mask", "special", "stop", "start", "begin", "end", "think"}
 _VOCABULARY |= {"image", "video", "audio", "vision", "boi", "eoi", "fake", "decoder", "placeholder"}
-_VOCABULARY |= {"sort", "group", "cache", "column", "label", "problem", "answer", "solution", "prompt", "text", "metric"}
+_VOCABULARY |= {"sort", "group", "cache", "column", "label", "problem", "answer", "solution"}
+_VOCABULARY |= {"prompt", "text", "metric"}
 
 # Credentials that are known by their form: those of the Hub, of model and code hosts, of clouds; JSON web tokens; keys.
 _SECRET_TEXT = re.compile(
