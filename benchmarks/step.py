@@ -26,8 +26,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from pacs_trl import PACSConfig, PACSTrainer
 from pacs_trl.miniature.tokenizer import build_tokenizer
-from pacs_trl.policy_update import PolicyUpdate
-from pacs_trl.rollouts import collate
+from pacs_trl.rollouts.rows import collate
+from pacs_trl.update.policy_update import PolicyUpdate
 
 
 @dataclass

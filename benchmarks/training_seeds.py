@@ -17,8 +17,8 @@ from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.evaluate import evaluate
 from pacs_trl.miniature.warm_start import warm_start
 from pacs_trl.recipe import read_recipe
-from pacs_trl.report.reproduction import COMPARED_KS, TWINS
-from pacs_trl.reproduce_cells import RECIPES, Options, evaluation_settings
+from pacs_trl.reproduce.cells import RECIPES, Options, evaluation_settings
+from pacs_trl.reproduce.tables import COMPARED_KS, TWINS
 from pacs_trl.train import main as train
 from pacs_trl.verification import shared_verifier
 

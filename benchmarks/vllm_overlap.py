@@ -23,7 +23,7 @@ from pacs_trl import PACSConfig, PACSTrainer
 from pacs_trl.miniature.tasks import problems
 from pacs_trl.miniature.warm_start import warm_start
 from pacs_trl.rewards import math_reward
-from pacs_trl.timing import PARTS
+from pacs_trl.rollouts.timing import PARTS
 from pacs_trl.verification import VerificationArguments, configure_verification
 
 

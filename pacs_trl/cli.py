@@ -6,16 +6,22 @@ from importlib import import_module
 
 
 COMMANDS = {
-    "plan": ("pacs_trl.plan", "say what a recipe will do, what it needs and what is wrong with it, without a GPU"),
+    "plan": (
+        "pacs_trl.plan.check",
+        "say what a recipe will do, what it needs and what is wrong with it, without a GPU",
+    ),
     "train": (
         "pacs_trl.train",
         "train from a recipe, on one process (for several: accelerate launch -m pacs_trl.train)",
     ),
     "evaluate": ("pacs_trl.evaluation.evaluate", "sample, grade and count: pass@k of a model on benchmarks"),
-    "audit": ("pacs_trl.audit", "grade a file of completions with several protocols and show where they disagree"),
-    "reproduce": ("pacs_trl.reproduce", "run or resume the runs behind a table of the paper, and compare"),
+    "audit": (
+        "pacs_trl.evaluation.audit",
+        "grade a file of completions with several protocols and show where they disagree",
+    ),
+    "reproduce": ("pacs_trl.reproduce.command", "run or resume the runs behind a table of the paper, and compare"),
     "report": ("pacs_trl.report.report", "tables and figures from results files"),
-    "push": ("pacs_trl.hub", "upload checkpoint, model card, recipe and results to the Hub"),
+    "push": ("pacs_trl.hub.push", "upload checkpoint, model card, recipe and results to the Hub"),
 }
 
 

@@ -16,8 +16,8 @@ from datasets import Dataset, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from pyarrow import ArrowInvalid
 
-from pacs_trl.settings import refuse_illegal_values
-from pacs_trl.verification import gold_texts, last_boxed
+from .settings import refuse_illegal_values
+from .verification import gold_texts, last_boxed
 
 
 logger = logging.getLogger(__name__)
@@ -311,7 +311,7 @@ def _read_file(path: str) -> Dataset:
 
 
 def _miniature_rows(task: str, split: str) -> Dataset:
-    from pacs_trl.miniature.tasks import TASKS, problems
+    from .miniature.tasks import TASKS, problems
 
     if task not in TASKS:
         raise ValueError(f"There is no miniature task {task!r}. The tasks are: {', '.join(TASKS)}.")

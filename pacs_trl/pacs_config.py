@@ -9,8 +9,8 @@ from trl import GRPOConfig
 
 from .objective import ClassWeighting, Proxy, ScoreEstimator
 from .redaction import PublishedArguments
-from .sampling_correction import CorrectionMode
 from .settings import refuse_illegal_values
+from .update.sampling_correction import CorrectionMode
 
 
 # Settings of GRPOConfig that shape GRPO's own loss. PACS has no ratio, no clipping and no advantage to apply them to.

@@ -20,14 +20,14 @@ from accelerate.utils.memory import clear_device_cache
 from peft import PeftModel
 from trl.trainer.utils import get_config_model_id, use_adapter
 
-from .packing import packed_attention, packed_logps_and_entropies, packing_backend
 from .pacs_config import PACSConfig
-from .policy_update import PolicyUpdate, StepRollouts
-from .reference import SnapshotReference, is_sharded
-from .resume import merge_rows, rows_to_save
-from .rollout_trainer import RolloutTrainer
-from .rollouts import MicroBatch, Rollout, labels_from_rewards, unpad_rollouts
-from .timing import time_parts
+from .rollouts.resume import merge_rows, rows_to_save
+from .rollouts.rollout_trainer import RolloutTrainer
+from .rollouts.rows import MicroBatch, Rollout, labels_from_rewards, unpad_rollouts
+from .rollouts.timing import time_parts
+from .update.packing import packed_attention, packed_logps_and_entropies, packing_backend
+from .update.policy_update import PolicyUpdate, StepRollouts
+from .update.reference import SnapshotReference, is_sharded
 
 
 class PACSTrainer(RolloutTrainer):

@@ -16,8 +16,8 @@ from trl import GRPOConfig, ModelConfig, TrlParser
 
 from .baselines.ppo_config import PPOConfig
 from .data import DataArguments
-from .launch import read_mapping
 from .pacs_config import PACSConfig
+from .plan.launch import read_mapping
 from .redaction import PublishedArguments
 from .settings import from_words, illegal_settings, settings_of
 from .verification import VerificationArguments

@@ -7,7 +7,7 @@ a weighted sum of several functions (`reward_weights`) whose weights sum to 1. `
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pacs_trl.verification import Grade, Outcome, last_boxed, max_failure_share, shared_verifier
+from .verification import Grade, Outcome, last_boxed, max_failure_share, shared_verifier
 
 
 def completion_text(completion: Any) -> str | None:

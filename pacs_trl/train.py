@@ -18,16 +18,16 @@ from trl import GRPOConfig, get_peft_config, get_quantization_config
 
 from . import rewards
 from .data import load_training_data
-from .float32_exchange import keep_float32
-from .hub import kept_readme, push_trained, record_training, write_card
-from .lora import check_lora_targets
-from .preemption import EXIT_CODE, check_no_jit_checkpoint, stop_on_signal
+from .hub.push import kept_readme, push_trained, record_training, write_card
+from .hub.tracking import tracked_run
 from .recipe import Recipe, read_recipe
 from .redaction import without_secrets
-from .resume import check_complete, last_checkpoint
-from .tracking import tracked_run
+from .rollouts.float32_exchange import keep_float32
+from .rollouts.lora import check_lora_targets
+from .rollouts.preemption import EXIT_CODE, check_no_jit_checkpoint, stop_on_signal
+from .rollouts.resume import check_complete, last_checkpoint
+from .rollouts.vllm_checks import check_vllm
 from .verification import configure_verification
-from .vllm_checks import check_vllm
 
 
 logger = logging.getLogger(__name__)

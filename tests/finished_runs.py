@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pacs_trl.evaluation.results import RESULTS_SCHEMA, GradedSample, summarize, write_results
-from pacs_trl.report.reproduction import Cell
+from pacs_trl.reproduce.tables import Cell
 
 
 def results_of(

@@ -15,7 +15,7 @@ from replay import TOKENIZER
 from requests.adapters import HTTPAdapter
 from trl.generation import vllm_client, vllm_generation
 
-from pacs_trl import vllm_checks
+from pacs_trl.rollouts import vllm_checks
 
 
 def play_installed(patch: Callable) -> None:

@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 
 from pacs_trl.cli import COMMANDS
-from pacs_trl.launch import read_launch
-from pacs_trl.plan import check_recipe
+from pacs_trl.plan.check import check_recipe
+from pacs_trl.plan.launch import read_launch
 
 
 ROOT = Path(__file__).parents[1]
@@ -80,7 +80,7 @@ RUN_ELSEWHERE = {
     "python -m pacs_trl.analysis": "tests/test_analysis.py",
     "python -m pacs_trl.evaluation.diversity": "tests/evaluation/test_diversity.py",
     "python -m pacs_trl.evaluation.critic": "tests/evaluation/test_critic.py",
-    "python -m pacs_trl.miniature.quickstart": "tests/miniature/test_quickstart.py",
+    "python -m experiments.quickstart": "tests/miniature/test_quickstart.py",
 }
 
 
@@ -129,13 +129,15 @@ def parse_only(monkeypatch, main, arguments, only_parses=False):
 
 
 def check_module(monkeypatch, name: str, arguments: list[str], num_processes: int = 1) -> None:
-    if name in ("pacs_trl.train", "pacs_trl.plan"):
+    if name in ("pacs_trl.train", "pacs_trl.plan.check"):
         own = argparse.ArgumentParser()
         own.add_argument("--config", required=True)
-        for flag in ("--accelerate-config", "--num-processes", "--mean-length") if name == "pacs_trl.plan" else ():
+        for flag in (
+            ("--accelerate-config", "--num-processes", "--mean-length") if name == "pacs_trl.plan.check" else ()
+        ):
             own.add_argument(flag)
         known, overrides = own.parse_known_args(arguments)
-        if name == "pacs_trl.plan":
+        if name == "pacs_trl.plan.check":
             num_processes = read_launch(
                 known.accelerate_config, known.num_processes and int(known.num_processes)
             ).num_processes
@@ -198,7 +200,7 @@ def check_command(monkeypatch, words: list[str]) -> None:
         case ["make", *rest]:
             arguments = check_make(rest)
             if "quickstart" in rest:
-                check_module(monkeypatch, "pacs_trl.miniature.quickstart", arguments)
+                check_module(monkeypatch, "experiments.quickstart", arguments)
         case ["pacs-trl", name, *rest] if name in COMMANDS:
             if rest:
                 check_module(monkeypatch, COMMANDS[name][0], rest)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from transformers import TrainerControl, TrainerState
 
-from pacs_trl.notebooks import LivePlot, prepare
+from shared import LivePlot, prepare
 
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))

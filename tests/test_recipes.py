@@ -1,7 +1,7 @@
 """Every shipped recipe is read as the run would read it, is free of conflicts, and says what the paper says.
 
 The paper's settings stand below as their own table, so that a recipe that drifts is caught. Recipes are for GPUs and ask
-for bfloat16; `pacs_trl.plan` reads them with `use_cpu`, because otherwise transformers asks this machine for a GPU that
+for bfloat16; `pacs_trl.plan.check` reads them with `use_cpu`, because otherwise transformers asks this machine for a GPU that
 can do it.
 """
 
@@ -16,8 +16,8 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
 from pacs_trl.evaluation.arguments import EvaluationArguments
-from pacs_trl.launch import read_launch
-from pacs_trl.plan import check_recipe, judge
+from pacs_trl.plan.check import check_recipe, judge
+from pacs_trl.plan.launch import read_launch
 
 
 REPOSITORY = Path(__file__).parents[1]

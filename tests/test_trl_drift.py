@@ -19,7 +19,7 @@ from trl.trainer.utils import RepeatSampler
 
 from pacs_trl import PACSConfig, PACSTrainer, PPOTrainer
 from pacs_trl.pacs_config import _SHAPES_ONLY_GRPO
-from pacs_trl.rollout_trainer import RolloutTrainer
+from pacs_trl.rollouts.rollout_trainer import RolloutTrainer
 
 
 SIGNATURES = {
@@ -168,7 +168,7 @@ def test_what_grpos_loss_reads():
 
 
 def test_own_reader_reads_what_is_listed():
-    from pacs_trl.rollouts import unpad_rollouts
+    from pacs_trl.rollouts.rows import unpad_rollouts
 
     assert string_keys(unpad_rollouts, "batch") == READ | {"labels"}
 

@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForTokenClassification, PreTrainedModel, get_scheduler, set_seed
 from trl.trainer.utils import create_model_from_path, disable_dropout_in_model, get_config_model_id
 
-from ..rollout_trainer import RolloutTrainer
+from ..rollouts.rollout_trainer import RolloutTrainer
 from .gae import clipped_value_losses, explained_variance, generalized_advantages, masked_mean_and_variance, whiten
 from .ppo_config import PPOConfig
 

@@ -4,8 +4,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from pacs_trl.data import PROMPT_INSTRUCTION
-from pacs_trl.evaluation.requests import SamplingSettings
+from ..data import PROMPT_INSTRUCTION
+from .requests import SamplingSettings
 
 
 ENGINES = ("transformers", "vllm", "server")

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pacs_trl.data import gold_answer
+from ..data import gold_answer
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def _check_problems(spec: str, problems: list[Problem]) -> None:
 
 
 def _miniature_rows(name: str) -> tuple[str, int, list[dict], dict]:
-    from pacs_trl.miniature import tasks
+    from ..miniature import tasks
 
     task = name.removeprefix("miniature/")
     if task not in tasks.TASKS:

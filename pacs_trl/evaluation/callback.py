@@ -19,14 +19,14 @@ from transformers import Trainer, TrainerCallback
 from trl import GRPOTrainer
 from trl.models import unwrap_model_for_generation
 
-from pacs_trl.data import PROMPT_INSTRUCTION, build_prompt
-from pacs_trl.evaluation.benchmarks import LoadedBenchmark
-from pacs_trl.evaluation.engines import TransformersEngine
-from pacs_trl.evaluation.grading import BackgroundGrader
-from pacs_trl.evaluation.requests import Completion, Request, SamplingSettings, render_prompt, sample_seed
-from pacs_trl.evaluation.results import summarize
-from pacs_trl.rollout_trainer import RolloutTrainer
-from pacs_trl.verification import shared_verifier
+from ..data import PROMPT_INSTRUCTION, build_prompt
+from ..rollouts.rollout_trainer import RolloutTrainer
+from ..verification import shared_verifier
+from .benchmarks import LoadedBenchmark
+from .engines import TransformersEngine
+from .grading import BackgroundGrader
+from .requests import Completion, Request, SamplingSettings, render_prompt, sample_seed
+from .results import summarize
 
 
 class EvaluationCallback(TrainerCallback):

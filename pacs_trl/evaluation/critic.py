@@ -15,15 +15,15 @@ from pathlib import Path
 
 import torch
 
-from pacs_trl.data import build_prompt
-from pacs_trl.evaluation.benchmarks import load_benchmark
-from pacs_trl.evaluation.engines import TransformersEngine
-from pacs_trl.evaluation.requests import render_prompt
-from pacs_trl.evaluation.results import read_results
-from pacs_trl.evaluation.scoring import completion_scores
-from pacs_trl.evaluation.shards import merge_shards
-from pacs_trl.evaluation.store import read_samples
-from pacs_trl.objective import ScoreEstimator, group_scores
+from ..data import build_prompt
+from ..objective import ScoreEstimator, group_scores
+from .benchmarks import load_benchmark
+from .engines import TransformersEngine
+from .requests import render_prompt
+from .results import read_results
+from .scoring import completion_scores
+from .shards import merge_shards
+from .store import read_samples
 
 
 LABELS = {"1": 1.0, "0": 0.0, "-": float("nan")}  # as `pacs-trl evaluate` writes grades

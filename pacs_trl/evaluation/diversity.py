@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pacs_trl.evaluation.pass_at_k import Interval, bootstrap_interval, paired_bootstrap
-from pacs_trl.evaluation.results import read_results, require_same_protocol
-from pacs_trl.evaluation.store import read_samples
+from .pass_at_k import Interval, bootstrap_interval, paired_bootstrap
+from .results import read_results, require_same_protocol
+from .store import read_samples
 
 
 # The paper says "Qwen3-0.6B embedding model"; this is the one published under that description.

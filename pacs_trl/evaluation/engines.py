@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
-from pacs_trl.evaluation.requests import Completion, Request, SamplingSettings, render_prompt
+from .requests import Completion, Request, SamplingSettings, render_prompt
 
 
 class TransformersEngine:
@@ -51,7 +51,7 @@ class TransformersEngine:
     def generate(
         self, requests: Sequence[Request], settings: SamplingSettings
     ) -> Iterator[tuple[Request, Completion]]:
-        from pacs_trl.evaluation.sampling import generate_batch
+        from .sampling import generate_batch
 
         for start in range(0, len(requests), self.group_size):
             batch = requests[start : start + self.group_size]

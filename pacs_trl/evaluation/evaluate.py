@@ -17,18 +17,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pacs_trl.data import build_prompt
-from pacs_trl.evaluation import provenance
-from pacs_trl.evaluation.arguments import EvaluationArguments
-from pacs_trl.evaluation.benchmarks import LoadedBenchmark, load_benchmark
-from pacs_trl.evaluation.clock import EngineClock
-from pacs_trl.evaluation.engines import TransformersEngine
-from pacs_trl.evaluation.grading import BackgroundGrader
-from pacs_trl.evaluation.requests import Request, render_prompt, sample_seed
-from pacs_trl.evaluation.results import RESULTS_SCHEMA, GradedSample, summarize, write_results
-from pacs_trl.evaluation.start_engine import engine_facts, identify_model, start_engine
-from pacs_trl.evaluation.store import SampleStore, digest
-from pacs_trl.verification import Outcome, VerificationArguments, Verifier
+from ..data import build_prompt
+from ..verification import Outcome, VerificationArguments, Verifier
+from . import provenance
+from .arguments import EvaluationArguments
+from .benchmarks import LoadedBenchmark, load_benchmark
+from .clock import EngineClock
+from .engines import TransformersEngine
+from .grading import BackgroundGrader
+from .requests import Request, render_prompt, sample_seed
+from .results import RESULTS_SCHEMA, GradedSample, summarize, write_results
+from .start_engine import engine_facts, identify_model, start_engine
+from .store import SampleStore, digest
 
 
 logger = logging.getLogger(__name__)
@@ -259,7 +259,7 @@ def _add_token_entropy(
     args: EvaluationArguments, benchmarks: Sequence[LoadedBenchmark], entries: dict[str, Any]
 ) -> None:
     """Teacher-forced entropy of the first samples of each problem, averaged over completions."""
-    from pacs_trl.evaluation.token_entropy import completion_entropies
+    from .token_entropy import completion_entropies
 
     engine = TransformersEngine.load(
         args.model, revision=args.revision, dtype=args.dtype, chat_template_kwargs=args.template_kwargs

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from pacs_trl.evaluation.results import GradedSample
-from pacs_trl.verification import Verifier, last_boxed
+from ..verification import Verifier, last_boxed
+from .results import GradedSample
 
 
 # Small enough to start early and to overlap, large enough that handing a chunk over costs nothing.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, cast
 
-from pacs_trl.evaluation.requests import Completion, Request, SamplingSettings
+from .requests import Completion, Request, SamplingSettings
 
 
 class ReplicatedEngine:

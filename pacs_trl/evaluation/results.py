@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pacs_trl.evaluation.pass_at_k import pass_at_k, pass_interval
-from pacs_trl.evaluation.store import differences
-from pacs_trl.evaluation.support import answer_entropy
+from .pass_at_k import pass_at_k, pass_interval
+from .store import differences
+from .support import answer_entropy
 
 
 RESULTS_SCHEMA = 1

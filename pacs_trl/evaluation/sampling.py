@@ -15,7 +15,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from pacs_trl.evaluation.requests import Completion, Prompt, SamplingSettings, render_prompt, sample_seed
+from .requests import Completion, Prompt, SamplingSettings, render_prompt, sample_seed
 
 
 def sample_completions(

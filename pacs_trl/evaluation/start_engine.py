@@ -5,12 +5,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pacs_trl.evaluation import provenance
-from pacs_trl.evaluation.arguments import EvaluationArguments
-from pacs_trl.evaluation.engines import ServerEngine, TransformersEngine, VLLMEngine
-from pacs_trl.evaluation.replicas import ReplicatedEngine
-from pacs_trl.evaluation.shards import merge_shards
-from pacs_trl.redaction import without_secrets
+from ..redaction import without_secrets
+from . import provenance
+from .arguments import EvaluationArguments
+from .engines import ServerEngine, TransformersEngine, VLLMEngine
+from .replicas import ReplicatedEngine
+from .shards import merge_shards
 
 
 def identify_model(args: EvaluationArguments) -> dict[str, Any]:

@@ -5,7 +5,7 @@ Engines that sample do not give full distributions, so entropy is measured after
 
 from collections.abc import Sequence
 
-from pacs_trl.evaluation.scoring import completion_scores
+from .scoring import completion_scores
 
 
 def completion_entropies(

@@ -24,13 +24,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import PreTrainedModel, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from pacs_trl.evaluation.requests import SamplingSettings
-from pacs_trl.evaluation.sampling import sample_completions
-from pacs_trl.miniature import model as models
-from pacs_trl.miniature import tasks, tokenizer
-from pacs_trl.miniature.model import build_model
-from pacs_trl.miniature.tasks import demonstrations, problems
-from pacs_trl.miniature.tokenizer import build_tokenizer
+from ..evaluation.requests import SamplingSettings
+from ..evaluation.sampling import sample_completions
+from . import model as models
+from . import tasks, tokenizer
+from .model import build_model
+from .tasks import demonstrations, problems
+from .tokenizer import build_tokenizer
 
 
 CACHE_DIR = Path("outputs/miniature/warm_start")

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from pacs_trl.evaluation.results import read_results
+from ..evaluation.results import read_results
 
 
 NUMBER = (int, float)

@@ -15,8 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from pacs_trl.report.paper import PublishedTable
-from pacs_trl.report.tables import methods, pass_at_k_rows
+from .paper import PublishedTable
+from .tables import methods, pass_at_k_rows
 
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

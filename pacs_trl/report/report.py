@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pacs_trl.evaluation.results import require_same_protocol
-from pacs_trl.report import paper, tables
-from pacs_trl.report.inputs import read_described, read_diversity, read_log_history
+from ..evaluation.results import require_same_protocol
+from . import paper, tables
+from .inputs import read_described, read_diversity, read_log_history
 
 
 def build_report(
@@ -65,7 +65,7 @@ def build_report(
         (output_dir / name).write_text(content, encoding="utf-8")
     files = [output_dir / name for name in contents]
     if figures:
-        from pacs_trl.report import plots
+        from . import plots
 
         files += plots.pass_at_k_figure(results, names, output_dir / "pass_at_k", beside)
     return files
@@ -100,7 +100,7 @@ def _build_all(args: argparse.Namespace) -> list[Path]:
         raise ValueError(
             "Nothing to report: give results files, --training, --ablation, --diversity or --reliability."
         )
-    from pacs_trl.report import plots
+    from . import plots
 
     files = []
     if args.results:

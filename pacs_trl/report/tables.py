@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pacs_trl.evaluation.pass_at_k import Interval, paired_bootstrap, pass_at_k, pass_interval
-from pacs_trl.evaluation.support import support
-from pacs_trl.report.paper import PublishedTable
+from ..evaluation.pass_at_k import Interval, paired_bootstrap, pass_at_k, pass_interval
+from ..evaluation.support import support
+from .paper import PublishedTable
 
 
 class Cell(NamedTuple):

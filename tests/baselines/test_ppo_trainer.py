@@ -28,7 +28,7 @@ from tolerances import rounding_atol
 from transformers import AutoModelForCausalLM
 
 from pacs_trl import PPOConfig, PPOTrainer
-from pacs_trl.resume import last_checkpoint
+from pacs_trl.rollouts.resume import last_checkpoint
 from pacs_trl.train import main
 
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from replay import TOKENIZER, tiny_model
 
-from pacs_trl.resume import last_checkpoint
+from pacs_trl.rollouts.resume import last_checkpoint
 
 
 pytestmark = pytest.mark.distributed

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from pacs_trl.analysis.gradient_variance import Batch, group_gradients
+from experiments.gradient_variance import Batch, group_gradients
 from pacs_trl.evaluation.critic import sequence_logps
 from pacs_trl.evaluation.scoring import token_scores
 from pacs_trl.evaluation.token_entropy import completion_entropies

@@ -7,7 +7,8 @@ import torch
 from replay import addition_dataset, build_trainer, trainable_weights
 from transformers import AutoModelForCausalLM
 
-from pacs_trl import early_grading, rewards
+from pacs_trl import rewards
+from pacs_trl.rollouts import early_grading
 from pacs_trl.verification import Verifier
 
 

@@ -1,0 +1,1 @@
+"""Analyses and demonstrations that need the repository around them: recipes, warm starts, figures."""

@@ -1,0 +1,119 @@
+"""When beta matters: `python -m experiments.beta_and_reference`, minutes on one core.
+
+Against the policy at rollout time the implicit rewards are 0 on the first update and small on the others, the sigmoid is
+nearly linear, and beta only scales the gradient, which Adam takes back. Against a snapshot that is kept, implicit rewards grow
+with every update; then beta decides when scores saturate and learning stops. The script trains the miniature PACS recipe with
+both references and several betas from one warm start, and draws reward, spread of the scores and saturation. With
+`--reset_steps` a third reference is added: the snapshot, renewed every so many updates.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from statistics import mean
+
+import matplotlib
+
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "miniature" / "twin-4b" / "pacs.yaml"
+BETAS = (0.1, 1.0, 10.0)
+PANELS = {
+    "reward": "reward",
+    "pacs/score_std": "standard deviation of scores",
+    "pacs/saturated_score_fraction": "share of saturated scores",
+    "entropy": "entropy (nats per token)",
+}
+
+
+def references(reset_steps: int | None) -> dict[str, list[str]]:
+    """Label of a reference -> its settings on the command line."""
+    kept = {"rollout": ["--reference", "rollout"], "snapshot, kept": ["--reference", "snapshot"]}
+    if reset_steps is None:
+        return kept
+    renewed = ["--reference", "snapshot", "--reference_reset_steps", str(reset_steps)]
+    return kept | {f"snapshot, renewed every {reset_steps}": renewed}
+
+
+def train_one(arguments: Sequence[str], output_dir: Path) -> list[dict]:
+    """Log history of one run, from its directory if it is there already."""
+    from pacs_trl.miniature.warm_start import warm_start
+    from pacs_trl.recipe import read_recipe
+    from pacs_trl.train import main as train
+
+    state = output_dir / "trainer_state.json"
+    if not state.is_file():
+        recipe = read_recipe(["--config", str(RECIPE), *arguments])
+        start = warm_start(recipe.model.model_name_or_path.removeprefix("miniature/"), seed=recipe.training.seed)
+        output_dir.mkdir(parents=True, exist_ok=True)
+        with (output_dir / "train.log").open("w") as log, redirect_stdout(log):
+            train(
+                ["--config", str(RECIPE), "--model_name_or_path", str(start), "--output_dir", str(output_dir)]
+                + ["--save_strategy", "no", *arguments]
+            )
+    history = json.loads(state.read_text())["log_history"]
+    return [{key: log[key] for key in ("step", *PANELS) if key in log} for log in history if "entropy" in log]
+
+
+def draw(histories: dict[str, dict[str, list[dict]]], path: Path) -> None:
+    """One column per reference, one line per beta; a running mean of the last ten updates."""
+    from matplotlib.figure import Figure
+
+    from pacs_trl.report.plots import COLORS, DASHES, PAGE_WIDTH, PANEL_HEIGHT, STYLE
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(PAGE_WIDTH, 0.8 * PANEL_HEIGHT * len(PANELS) + 0.35), layout="constrained")
+        grid = figure.subplots(len(PANELS), len(histories), sharex=True, sharey="row", squeeze=False)
+        for column, (reference, by_beta) in enumerate(histories.items()):
+            for row, (key, label) in enumerate(PANELS.items()):
+                axes = grid[row, column]
+                for i, (beta, logs) in enumerate(by_beta.items()):
+                    shown = [log for log in logs if log.get(key) is not None]
+                    values = running_mean([log[key] for log in shown], 10)
+                    look = {"color": COLORS[i], "linestyle": DASHES[i]}
+                    axes.plot([log["step"] for log in shown], values, label=f"beta {beta}", **look)
+                if column == 0:
+                    axes.set_ylabel(label)
+                if key == "pacs/score_std":
+                    axes.set_yscale("symlog", linthresh=0.01)
+            grid[0, column].set_title(reference)
+            grid[-1, column].set_xlabel("optimizer step")
+        figure.align_ylabels()
+        figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(BETAS))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=200)
+
+
+def running_mean(values: Sequence[float], width: int) -> list[float]:
+    """Mean of each value and up to `width - 1` before it."""
+    windows = [values[max(0, i + 1 - width) : i + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--betas", type=float, nargs="+", default=list(BETAS))
+    parser.add_argument("--reset_steps", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max_steps", type=int, default=80)
+    parser.add_argument("--output_dir", type=Path, default=Path("docs/results/analysis"))
+    parser.add_argument("--work_dir", type=Path, default=Path("outputs/beta_and_reference"))
+    args = parser.parse_args(argv)
+    histories: dict[str, dict[str, list[dict]]] = {}
+    for reference, settings in references(args.reset_steps).items():
+        for beta in args.betas:
+            common = ["--seed", str(args.seed), "--max_steps", str(args.max_steps), "--pacs_beta", str(beta)]
+            name = reference.replace(", ", "-").replace(" ", "-")
+            logs = train_one([*settings, *common], args.work_dir / f"{name}-{beta:g}-seed-{args.seed}")
+            histories.setdefault(reference, {})[f"{beta:g}"] = logs
+            last = logs[-max(1, len(logs) // 10) :]
+            means = {key: mean([log[key] for log in last if log.get(key) is not None]) for key in PANELS}
+            print(f"{reference}, beta {beta:g}: " + ", ".join(f"{k} {v:.3f}" for k, v in means.items()), flush=True)
+    draw(histories, args.output_dir / "beta_and_reference.png")
+    (args.output_dir / "beta_and_reference.json").write_text(json.dumps(histories, separators=(",", ":")) + "\n")
+
+
+if __name__ == "__main__":
+    main()

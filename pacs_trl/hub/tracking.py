@@ -1,0 +1,134 @@
+"""One run in the tracker, however often training stops and resumes.
+
+TRL and transformers send the metrics to wandb, trackio and TensorBoard. Added here is what they leave to chance: an identity
+of the run that outlives the process, the recipe among the run's settings, and the completions of every logged step under a
+key of their own (TRL logs them all under `completions`, where a tracker shows the latest only). The trackers' own
+environment variables (`WANDB_PROJECT`, `WANDB_MODE`, `TRACKIO_DIR`, ...) keep their meaning; one that is set wins.
+"""
+
+import importlib
+import os
+import secrets
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from accelerate import PartialState
+from transformers import TrainerCallback
+from trl import GRPOConfig
+
+from ..redaction import published, words_without_secrets
+
+
+_WITH_TABLES = ("wandb", "trackio")  # TensorBoard has no tables
+
+
+@contextmanager
+def tracked_run(training: GRPOConfig, settings: dict[str, Any], *, resuming: bool) -> Iterator["TrackingCallback"]:
+    """
+    Everything logged inside goes to one run of each tracker in `report_to`; a resumed run goes on in the one it was in.
+
+    The identity is `output_dir/run_id`: the run id of wandb, part of the name under which trackio finds a run, and the
+    folder of TensorBoard's events. `wandb sync` uploads the parts of a run that was resumed offline to one run.
+
+    Args:
+        training ([`~trl.GRPOConfig`] or a subclass):
+            Configuration of the trainer; `run_name` is filled in if it is `None`.
+        settings (`dict`):
+            The resolved recipe; what others may see of it ([`~redaction.published`]) is the setting `recipe` of the run.
+        resuming (`bool`):
+            Whether training goes on from a checkpoint. Otherwise a new identity is made.
+
+    Yields:
+        [`TrackingCallback`]: to be added to the trainer, which must be built inside.
+    """
+    callback = TrackingCallback(settings)
+    if not training.report_to or not PartialState().is_main_process:
+        yield callback
+        return
+    output_dir = Path(str(training.output_dir))
+    identity = _identity(output_dir / "run_id", resuming)
+    if training.run_name is None:
+        training.run_name = f"{output_dir.name}-{identity}"
+    wanted = {
+        "WANDB_RUN_ID": identity,
+        "WANDB_RESUME": "allow",
+        "TENSORBOARD_LOGGING_DIR": str(output_dir / "runs" / identity),
+    }
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(added)
+    words, sys.argv = sys.argv, words_without_secrets(sys.argv)  # wandb sends the command line
+    try:
+        yield callback
+    finally:
+        sys.argv = words
+        for name in added:
+            del os.environ[name]
+        if "wandb" in training.report_to:
+            importlib.import_module("wandb").finish()  # otherwise the next run of this process would go on in it
+
+
+class TrackingCallback(TrainerCallback):
+    """
+    Send to wandb and trackio the recipe, the completions of each logged step as the table `completions/step_<step>`, and at the end
+    of training the table `timing`: `time/<part>` of every logged step, where the trainer measures them.
+
+    TRL writes the completions of a step to `output_dir/completions` after it has called the callbacks, so they are sent
+    with the next thing that is logged; the summary at the end of training sends the last ones.
+    """
+
+    def __init__(self, settings: dict[str, Any]):
+        self.settings = published(settings)
+        self._last_sent = 0  # step
+        self._times: list[dict[str, float]] = []
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._last_sent = state.global_step
+        # transformers has sent the configuration of the model, with the path that it was loaded from.
+        name = published({"_name_or_path": kwargs["model"].config.name_or_path})
+        for tracker in _trackers(args, state):
+            tracker.config.update({"recipe": self.settings, **name}, allow_val_change=True)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        times = {name: seconds for name, seconds in logs.items() if name.startswith("time/")}
+        if times:
+            self._times.append({"step": state.global_step, **times})
+        if "train_runtime" in logs and self._times:
+            for tracker in _trackers(args, state):
+                tracker.log({"timing": tracker.Table(dataframe=pd.DataFrame(self._times))})
+        for file in sorted((Path(args.output_dir) / "completions").glob("completions_*.parquet")):
+            step = int(file.stem.removeprefix("completions_"))
+            if self._last_sent < step <= state.global_step:
+                table = _read_table(file, unique_prompts=args.log_unique_prompts)
+                for tracker in _trackers(args, state):
+                    tracker.log(
+                        {f"completions/step_{step:05d}": tracker.Table(dataframe=table), "train/global_step": step}
+                    )
+                self._last_sent = step
+
+
+def _read_table(file: Path, *, unique_prompts: bool) -> pd.DataFrame:
+    table = pd.read_parquet(file)
+    if unique_prompts:
+        table = table[~table["prompt"].astype(str).duplicated()]
+    for column in ("prompt", "completion"):  # conversations come back as arrays of messages
+        table[column] = [c.tolist() if isinstance(c, np.ndarray) else c for c in table[column]]
+    return table
+
+
+def _trackers(args, state) -> list:
+    if not state.is_world_process_zero:
+        return []
+    return [importlib.import_module(name) for name in _WITH_TABLES if name in args.report_to]
+
+
+def _identity(file: Path, resuming: bool) -> str:
+    earlier = file.read_text().strip() if resuming and file.is_file() else None
+    identity = os.environ.get("WANDB_RUN_ID") or earlier or secrets.token_hex(4)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(identity + "\n")
+    return identity

@@ -1,0 +1,1 @@
+"""What a recipe will do, what it needs and what is wrong with it, without a GPU."""

@@ -1,0 +1,1 @@
+"""The runs behind the tables of the paper, and the tables."""

@@ -1,0 +1,179 @@
+"""`pacs-trl reproduce TABLE`: the runs behind a table of the paper, cell by cell, and what came out beside what was published.
+
+A table is a file in `recipes/miniature/tables/`: which cells it has and which recipe makes each of them, at miniature and at
+full scale. A cell is a recipe and a seed; it is trained, evaluated and written to the results directory, and is finished
+once its results.json is there. The miniature runs here, in this process (`cells.py`); full-size training is launched
+by `accelerate`, and without `--run` only its commands are printed (`full.py`). Tables and figures are those of
+`report/reproduction.py`.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .cells import RECIPES, Options, run_cell
+from .full import collect, full_commands, run_line
+from .other_domains import read_other_domains
+from .tables import Cell, Table, write_tables
+
+
+TABLES = RECIPES / "miniature" / "tables"
+SCALES = ("miniature", "full")
+
+# Options that change the size of a miniature run.
+SIZES = ("max_steps", "warm_start_steps", "num_samples", "max_problems")
+
+
+def read_table(name: str, scale: str) -> Table:
+    """
+    A table with the cells that exist at a scale.
+
+    Args:
+        name (`str`): Name of a file in `recipes/miniature/tables/`, without `.yaml`, or of a table that it shows `also`.
+        scale (`str`): `"miniature"` or `"full"`.
+
+    Raises:
+        `ValueError`: if there is no such table, or not at that scale.
+    """
+    contents = _contents()
+    files = {shown: file for file, content in contents.items() for shown in (file, *content.pop("also", ()))}
+    if name not in files:
+        raise ValueError(f"There is no table {name!r}; choose from {', '.join(files)}, or 'all'.")
+    content = contents[files[name]]
+    evaluations = content.pop("evaluation", ["evaluation/v2"])
+    cells = []
+    for label, entry in content.pop("cells").items():
+        if scale in entry:
+            recipe = entry[scale]  # a recipe under evaluation/ is its own evaluation
+            own = [recipe] if recipe.startswith("evaluation/") else evaluations
+            cells.append(Cell(label, recipe, entry.get("trained", True), own))
+    if not cells:
+        raise ValueError(f"{name} exists at full scale only: its cells have no miniature twins. Add `--scale full`.")
+    labels = {cell.label for cell in cells}
+    compare = [pair for pair in content.pop("compare", ()) if labels.issuperset(pair)]
+    return Table(name=files[name], cells=cells, compare=compare, **content)
+
+
+def table_names(scale: str | None = None) -> list[str]:
+    """
+    Names of all tables, or of those that exist at a scale, in the order of the paper: version 2 before version 1, tables
+    before figures, by number.
+
+    Raises:
+        `ValueError`: if the package was installed without its recipes.
+    """
+    return [
+        name
+        for name, content in _contents().items()
+        if scale is None or any(scale in entry for entry in content["cells"].values())
+    ]
+
+
+def _contents() -> dict[str, dict[str, Any]]:
+    if not TABLES.is_dir():
+        raise ValueError(
+            f"The tables are recipes, and there is no {TABLES}: the package was installed without them. Clone the "
+            "repository and install that: `pip install --editable .`"
+        )
+    names = [path.stem for path in TABLES.glob("*.yaml")]
+    names.sort(key=lambda name: (name.startswith("v1"), "figure" in name, int(name.rsplit("_")[-1])))
+    return {name: yaml.safe_load((TABLES / f"{name}.yaml").read_text()) for name in names}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line."""
+    arguments = _parser().parse_args(argv)
+    _refuse_ignored(arguments)
+    full = arguments.scale == "full"
+    names = table_names(arguments.scale) if arguments.tables == ["all"] else arguments.tables
+    tables = list({table.name: table for table in (read_table(name, arguments.scale) for name in names)}.values())
+    options = Options(
+        tuple(arguments.seeds),
+        arguments.max_steps,
+        arguments.warm_start_steps,
+        arguments.num_samples,
+        arguments.max_problems,
+        arguments.results_dir or Path("docs/results") / arguments.scale,
+        arguments.work_dir or Path("outputs/tables") / arguments.scale,
+    )
+    for table in tables if full else ():
+        if table.shows == "other_domain":  # before anything is run: a file of another form would be refused at the end
+            read_other_domains(options.results_dir, [cell.label for cell in table.cells])
+    cells = _chosen(tables, arguments.cells)
+    for seed in () if arguments.report_only else options.seeds:
+        for cell in cells:
+            base = "" if cell.trained or cell.recipe in cell.evaluations else " before training"
+            print(f"seed {seed}: {cell.recipe}{base}", flush=True)
+            if not full:
+                run_cell(cell, seed, options)
+                continue
+            for line in full_commands(cell, seed, options, checkpoints=_shown(tables, "curves", cell)):
+                print(f"  {line}", flush=True)
+                if arguments.run:
+                    run_line(line)
+    if full:
+        for cell in _chosen(tables, None):
+            collect(cell, options, diversity=_shown(tables, "diversity", cell))
+    print(write_tables(tables, options.results_dir, twins=not full))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="pacs-trl reproduce", description="Run or resume the runs behind a table.")
+    parser.add_argument("tables", nargs="+", metavar="TABLE", help=f"{', '.join(table_names())}, or all")
+    parser.add_argument("--scale", choices=SCALES, default="miniature")
+    parser.add_argument("--cells", help="names of cells or recipes, separated by commas (default: every cell)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="one run of every cell for each")
+    parser.add_argument("--max_steps", type=int, help="miniature: optimizer steps, instead of the recipe's")
+    parser.add_argument("--warm_start_steps", type=int, help="miniature: longest warm start, to try things out")
+    parser.add_argument("--num_samples", type=int, help="miniature: completions per problem")
+    parser.add_argument("--max_problems", type=int, help="miniature: problems per benchmark")
+    parser.add_argument("--results_dir", type=Path, help="default: docs/results/SCALE")
+    parser.add_argument("--work_dir", type=Path, help="default: outputs/tables/SCALE")
+    parser.add_argument("--run", action="store_true", help="full scale: run the commands instead of printing them")
+    parser.add_argument("--report_only", action="store_true", help="run nothing: tables of what is finished")
+    return parser
+
+
+def _refuse_ignored(arguments: argparse.Namespace) -> None:
+    """Refuse settings that this call would not read."""
+    sizes = [f"--{name}" for name in SIZES if getattr(arguments, name) is not None]
+    if arguments.scale == "full" and sizes:
+        raise ValueError(
+            f"{', '.join(sizes)} would be ignored at full scale: a full-size cell is what its recipe and its evaluation "
+            "say. Leave it out, or add the setting to the printed commands by hand."
+        )
+    if arguments.scale == "miniature" and arguments.run:
+        raise ValueError("--run is for `--scale full`; miniature cells are run anyway. Leave it out.")
+    if arguments.report_only and arguments.run:
+        raise ValueError("--report_only runs nothing, so that --run would be ignored. Leave one of them out.")
+
+
+def _shown(tables: Sequence[Table], shows: str, cell: Cell) -> bool:
+    """Whether one of the tables of a kind has the run of a cell."""
+    return any(cell.run == other.run for table in tables if table.shows == shows for other in table.cells)
+
+
+def _chosen(tables: Sequence[Table], names: str | None) -> list[Cell]:
+    """The cells of some tables, each run once however many tables show it."""
+    by_run = {cell.run: cell for table in tables for cell in table.cells}
+    if names is None:
+        return list(by_run.values())
+    wanted = {name.strip() for name in names.split(",")}
+    labels = {cell.run: {cell.run} for cell in by_run.values()}
+    for table in tables:
+        for cell in table.cells:
+            labels[cell.run].add(cell.label)
+    unknown = wanted - set().union(*labels.values())
+    if unknown:
+        known = ", ".join(sorted(set().union(*labels.values())))
+        raise ValueError(f"There are no cells {', '.join(sorted(unknown))} here, but {known}.")
+    return [cell for cell in by_run.values() if labels[cell.run] & wanted]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""A full-size cell of a table: the lines that make it, and what is kept of what they leave.
+
+Training is what the header of its recipe launches, and a line stays shell text: how many machines there are and what they are
+called ($NODE_RANK, $HEAD) is for the shell that runs it. In the results directory of a seed every evaluation has a directory
+of its own (`v2`, `checkpoint-80`), and results.json, training.json and diversity.json are made of those.
+"""
+
+import shlex
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..evaluation.results import read_results, require_same_protocol, write_results
+from ..report import paper, tables
+from .cells import (
+    CHECKPOINT_SAMPLES,
+    RECIPES,
+    Options,
+    measured_checkpoint,
+    write_diversity,
+    write_training,
+)
+from .tables import Cell
+
+
+# Embedding every completion of MATH 500 takes hours, and the paper has no number to put beside it.
+DIVERSITY_BENCHMARKS = sorted({name for values in paper.TABLE_3_DIVERSITY.values() for name in values})
+
+
+def full_commands(cell: Cell, seed: int, options: Options, *, checkpoints: bool = False) -> list[str]:
+    """
+    The shell lines that a full-size cell still needs: training, then evaluations.
+
+    Args:
+        cell ([`Cell`]): A cell of a table at full scale.
+        seed (`int`): Of training; of the samples where nothing is trained.
+        options ([`Options`]): Where everything goes.
+        checkpoints (`bool`): Whether each checkpoint that the recipe saves is evaluated too, with few samples.
+
+    Returns:
+        `list[str]`: none if all evaluations are there.
+    """
+    record, model = cell.directory(options.results_dir, seed), cell.directory(options.work_dir, seed)
+    recipe = RECIPES / f"{cell.recipe}.yaml"
+    settings = yaml.safe_load(recipe.read_text())
+    if cell.recipe.startswith("evaluation/"):  # names its model and its method itself
+        asked = ["--seed", str(seed)]
+    elif cell.trained:
+        asked = ["--model", str(model), "--method", cell.label]
+    else:
+        asked = ["--model", settings["model_name_or_path"], "--method", cell.label, "--seed", str(seed)]
+    lines = []
+    if not (record / "results.json").is_file():
+        for name in cell.evaluations:
+            lines += _evaluation(name, record / Path(name).name, asked)
+    if checkpoints and cell.trained:
+        for step in range(settings["save_steps"], settings["max_steps"] + 1, settings["save_steps"]):
+            smaller = ["--model", f"{model}/checkpoint-{step}", "--method", cell.label]
+            smaller += ["--n", str(CHECKPOINT_SAMPLES), "--k", "1"]
+            lines += _evaluation(cell.evaluations[0], record / f"checkpoint-{step}", smaller)
+    if lines and cell.trained and not (model / "trainer_state.json").is_file():  # written when training is over
+        launch = next(line for line in recipe.read_text().splitlines() if "accelerate launch" in line)
+        ours = ["--seed", str(seed), "--output_dir", str(model), "--resume_from_checkpoint", "last"]
+        lines.insert(0, f"{launch.removeprefix('#').strip()} {shlex.join(ours)}")
+    return lines
+
+
+def _evaluation(name: str, output_dir: Path, asked: Sequence[str]) -> list[str]:
+    """The line of one evaluation, or none where its results are."""
+    if (output_dir / "results.json").is_file():
+        return []
+    words = ["pacs-trl", "evaluate", "--config", f"recipes/{name}.yaml", *asked, "--output_dir", str(output_dir)]
+    return [shlex.join(words)]
+
+
+def run_line(line: str) -> None:
+    """
+    Run one line with bash, where a variable that is not set is an error that names it.
+
+    Raises:
+        `ValueError`: if it fails.
+    """
+    status = subprocess.run(["bash", "-uc", line]).returncode
+    if status:
+        raise ValueError(
+            f"This line ended with status {status}, and what follows needs what it makes; its own message stands above. The "
+            f"same `pacs-trl reproduce` goes on from here.\n  {line}"
+        )
+
+
+def collect(cell: Cell, options: Options, *, diversity: bool = False) -> None:
+    """
+    Make the record of every seed of a cell from what its lines have left by now.
+
+    Args:
+        cell ([`Cell`]): A cell of a table at full scale.
+        options ([`Options`]): Where everything is.
+        diversity (`bool`): Whether a table shows the diversity of the cell. It is measured once, with a language model.
+
+    Raises:
+        `ValueError`: if two evaluations of one run have different protocols, or the embedder is not installed.
+    """
+    for record in sorted((options.results_dir / cell.run).glob("seed-*")):
+        parts = [record / Path(name).name for name in cell.evaluations]
+        if all((part / "results.json").is_file() for part in parts):
+            write_results(record / "results.json", _merged(parts))
+        model = options.work_dir / cell.run / record.name
+        if cell.trained and (model / "trainer_state.json").is_file():
+            write_training(record, model, _measured_checkpoints(record))
+        sampled = (parts[0] / "results.json").is_file() and (parts[0] / "grades").is_dir()
+        if diversity and sampled and not (record / "diversity.json").is_file():
+            from ..evaluation.diversity import DEFAULT_EMBEDDER, sentence_embedder
+
+            write_diversity(record, parts[0], DIVERSITY_BENCHMARKS, sentence_embedder(DEFAULT_EMBEDDER))
+
+
+def _measured_checkpoints(record: Path) -> list[dict[str, float]]:
+    """pass@1 of the checkpoints evaluated so far, by step."""
+    paths = {
+        int(path.parent.name.removeprefix("checkpoint-")): path for path in record.glob("checkpoint-*/results.json")
+    }
+    return [measured_checkpoint(step, read_results(paths[step])) for step in sorted(paths)]
+
+
+def _merged(parts: Sequence[Path]) -> dict[str, Any]:
+    """The results of one run in one file: all benchmarks, the k that all of them have, the fewest samples."""
+    results = [read_results(part) for part in parts]
+    require_same_protocol(results, [str(part) for part in parts])
+    benchmarks = {name: entry for result in results for name, entry in result["benchmarks"].items()}
+    smallest = {"n": min(result["n"] for result in results), "k": tables.common_ks(results)}
+    return results[0] | smallest | {"benchmarks": benchmarks}

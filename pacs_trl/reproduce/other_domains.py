@@ -1,0 +1,129 @@
+"""Scores of figure 6 that another toolkit has measured: LiveCodeBench and GPQA, read from `other_domains.json`.
+
+The paper measured them with the toolkit of GLM-4.5, which is not part of this package. The file lies in the results directory of
+the full scale and is written by hand:
+
+    {
+     "toolkit": "what measured, its version, its settings",
+     "scores": {
+      "Base": [{"seed": 0, "livecodebench": 31.1, "gpqa": 48.0}],
+      "PACS": [{"seed": 0, "livecodebench": 46.0, "gpqa": 52.5}, {"seed": 1, "gpqa": 52.1}]
+     }
+    }
+
+Methods are the rows of the figure, scores are percent, and a benchmark that was not measured is left out.
+"""
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..report import paper, tables
+
+
+FILE_NAME = "other_domains.json"
+BENCHMARKS = {"livecodebench": "LiveCodeBench", "gpqa": "GPQA"}
+
+
+def measured_elsewhere(results_dir: Path, methods: Sequence[str]) -> tuple[str, list[dict[str, str]]]:
+    """
+    The table of figure 6: mean and standard deviation over the seeds of each method, beside the published scores.
+
+    Args:
+        results_dir (`Path`): Where `other_domains.json` lies, if anything is measured yet.
+        methods (sequence of `str`): The rows.
+
+    Returns:
+        Markdown, and the same as numbers.
+
+    Raises:
+        `ValueError`: if the file does not have the form above.
+    """
+    measured = read_other_domains(results_dir, methods)
+    header = ["", *(f"{title}{part}" for title in BENCHMARKS.values() for part in ("", ", seeds", ", published"))]
+    rows = []
+    for method in methods:
+        row = [method]
+        for name in BENCHMARKS:
+            values = [scores[name] for scores in measured.scores.get(method, {}).values() if name in scores]
+            row += [_text(values), str(len(values)), f"{paper.OUT_OF_DOMAIN[method][name]:.2f}"]
+        rows.append(row)
+    said = f"Measured with {measured.toolkit}." if measured.scores else "Nothing is measured yet."
+    note = (
+        f"{said} Our scores are those of {results_dir / FILE_NAME}, whose form is in recipes/README.md; the published ones "
+        f"are from {paper.OUT_OF_DOMAIN_SOURCE}, whose figure has 38.04 for GRPO on LiveCodeBench.\n"
+    )
+    numbers = [dict(zip(header, row, strict=True)) for row in rows]
+    return f"{tables.to_markdown(header, rows)}\n{note}", numbers
+
+
+def _text(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.2f}{spread}"
+
+
+class OtherDomains(NamedTuple):
+    """`scores[method][seed][benchmark]` in percent, and what measured them."""
+
+    toolkit: str
+    scores: dict[str, dict[int, dict[str, float]]]
+
+
+def read_other_domains(results_dir: Path, methods: Sequence[str]) -> OtherDomains:
+    """
+    The scores of a results directory; none if it has no file.
+
+    Args:
+        results_dir (`Path`): Where `other_domains.json` lies.
+        methods (sequence of `str`): The rows of the figure.
+
+    Raises:
+        `ValueError`: naming the file, the place in it and the rule, if it does not have the form above.
+    """
+    path = results_dir / FILE_NAME
+    if not path.is_file():
+        return OtherDomains("", {})
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not JSON: {error}. {_FORM}") from error
+    if not isinstance(content, dict) or content.keys() != {"toolkit", "scores"}:
+        raise ValueError(f'{path} must hold "toolkit" and "scores" and nothing else. {_FORM}')
+    toolkit, scores = content["toolkit"], content["scores"]
+    if not isinstance(toolkit, str) or not toolkit.strip():
+        raise ValueError(f'{path}: "toolkit" must say what measured the scores, got {toolkit!r}. {_FORM}')
+    if not isinstance(scores, dict) or not all(isinstance(entries, list) for entries in scores.values()):
+        raise ValueError(f'{path}: "scores" must map a method to a list of entries, one for each seed. {_FORM}')
+    unknown = scores.keys() - set(methods)
+    if unknown:
+        raise ValueError(f"{path}: there are no methods {', '.join(sorted(unknown))} here, but {', '.join(methods)}.")
+    return OtherDomains(toolkit, {method: _by_seed(path, method, entries) for method, entries in scores.items()})
+
+
+_FORM = 'The form is {"toolkit": "NAME, VERSION, SETTINGS", "scores": {"PACS": [{"seed": 0, "livecodebench": 46.0, "gpqa": 52.5}]}}.'
+
+
+def _by_seed(path: Path, method: str, entries: Sequence[Any]) -> dict[int, dict[str, float]]:
+    found: dict[int, dict[str, float]] = {}
+    for number, entry in enumerate(entries):
+        where = f"{path}: entry {number} of {method}"
+        if not isinstance(entry, dict) or type(entry.get("seed")) is not int:
+            raise ValueError(f'{where} must be an object with a whole number "seed", got {entry!r}. {_FORM}')
+        scores = {key: value for key, value in entry.items() if key != "seed"}
+        if not scores or scores.keys() - BENCHMARKS:
+            raise ValueError(f"{where} must hold scores of {' or '.join(BENCHMARKS)}, got {sorted(scores)}. {_FORM}")
+        for name, value in scores.items():
+            if type(value) not in (int, float) or not 0 <= value <= 100:
+                raise ValueError(f"{where}: {name} must be a number from 0 to 100, got {value!r}. Scores are percent.")
+            if 0 < value <= 1:
+                raise ValueError(
+                    f"{where}: {name} is {value}, which looks like a share. Scores are percent: write {100 * value:g}."
+                )
+        if entry["seed"] in found:
+            raise ValueError(f"{where} has seed {entry['seed']} again. Every seed of a method has one entry.")
+        found[entry["seed"]] = {name: float(value) for name, value in scores.items()}
+    return found

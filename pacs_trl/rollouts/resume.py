@@ -1,0 +1,228 @@
+"""What a run needs to continue from a checkpoint exactly as if it had never stopped, beyond what Trainer saves.
+
+TRL's trainer continues exactly only where a generation batch ends: the rows it still has to learn from, its step counter,
+the order of later epochs and the random state of vLLM are not part of its checkpoints. The trainers here save the first
+two with the functions below, and make the other two functions of seeds and counters. A process may be killed while it
+writes, so a checkpoint is looked at before it is used.
+"""
+
+import hashlib
+import json
+import logging
+import re
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch.utils.data import Sampler
+from trl.trainer.utils import RepeatSampler
+
+from .rows import Rollout, from_state, to_state
+
+
+logger = logging.getLogger(__name__)
+
+# transformers loads an optimizer onto `args.device`, which is "cpu:0" with several processes on CPUs, a name that torch.load
+# does not know.
+torch.serialization.register_package(
+    50, lambda storage: None, lambda storage, location: storage if location.startswith("cpu:") else None
+)
+
+# Settings that a checkpoint and the run that resumes from it must share, whatever is learnt from the rollouts.
+SHARED_SETTINGS = (
+    # the data of a step
+    "seed",
+    "shuffle_dataset",
+    "num_generations",
+    "num_iterations",
+    "steps_per_generation",
+    "gradient_accumulation_steps",
+    "generation_batch_size",
+    "max_completion_length",
+    "max_tool_calling_iterations",
+    "chat_template_kwargs",
+    "generation_kwargs",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "vllm_structured_outputs_regex",
+    "reward_weights",
+    "mask_truncated_completions",
+    # the loss; the temperature divides its logits too
+    "beta",
+    "sync_ref_model",
+    "ref_model_mixup_alpha",
+    "ref_model_sync_steps",
+    "disable_dropout",
+    "vllm_importance_sampling_correction",
+    "vllm_importance_sampling_mode",
+    "vllm_importance_sampling_clip_min",
+    "vllm_importance_sampling_clip_max",
+    # of the optimizer, where those in the checkpoint win without a word
+    "optim",
+    "learning_rate",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+)
+
+
+class EpochSampler(Sampler):
+    """TRL's sampler, shuffled by seed and epoch. TRL's own goes on with the generator of the epoch before, so that a run
+    resumed after the first epoch would see the order of the first one again."""
+
+    def __init__(self, sampler: RepeatSampler, epoch: Callable[[], int]):
+        self.sampler = sampler
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        if self.sampler.shuffle:
+            self.sampler.generator.manual_seed(self.sampler.seed + self.epoch())
+        return iter(self.sampler)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
+def request_seed(stream: str, index: int) -> int:
+    """A seed in [0, 2^31) for one request to vLLM; different for every stream (run seed and engine) and request."""
+    digest = hashlib.sha256(f"{stream}/{index}".encode()).digest()
+    return int.from_bytes(digest[:4], "little") >> 1
+
+
+def rows_to_save(steps: Sequence[Sequence[Rollout]], process: int, num_processes: int) -> dict[tuple[int, int], dict]:
+    """
+    This process's part of the rows of a generation batch: those it learns from, and its share of those nobody has scored.
+
+    Args:
+        steps (sequence of sequences of [`Rollout`]):
+            Rows of each optimizer step, the same on every process except for `ref_logps`.
+        process (`int`), num_processes (`int`):
+            This process and the number of processes.
+
+    Returns:
+        `dict`: from (optimizer step, row) to the row as tensors.
+    """
+    return {
+        (k, i): to_state(row)
+        for k, rows in enumerate(steps)
+        for i, row in enumerate(rows)
+        if row.ref_logps is not None or i % num_processes == process
+    }
+
+
+def merge_rows(parts: Sequence[dict[tuple[int, int], dict]]) -> list[list[Rollout]]:
+    """Inverse of [`rows_to_save`], from the parts of all processes."""
+    rows: dict[tuple[int, int], dict] = {}
+    for part in parts:
+        for place, row in part.items():
+            if place not in rows or row["ref_logps"] is not None:
+                rows[place] = row
+    steps: list[list[Rollout]] = [[] for _ in range(1 + max((k for k, _ in rows), default=-1))]
+    for k, i in sorted(rows):
+        steps[k].append(from_state(rows[k, i]))
+    return steps
+
+
+def plain_settings(args: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Settings by name as JSON gives them back, so that those of a checkpoint can be compared with those of today."""
+    return json.loads(json.dumps({name: getattr(args, name) for name in names}, default=str))
+
+
+def check_same_settings(checkpoint: str, saved: dict[str, Any], current: dict[str, Any]) -> None:
+    """
+    Raises:
+        `ValueError`: if a run would continue under other settings than its checkpoint was written with; names them.
+    """
+    differing = [
+        f"{name}: {saved.get(name)!r} in the checkpoint, {value!r} now"
+        for name, value in current.items()
+        if saved.get(name) != value
+    ]
+    if differing:
+        raise ValueError(
+            f"{checkpoint} was written with other settings, so the run would not continue but silently become another "
+            f"one. {'; '.join(differing)}. Restore these settings, or start a new run from its weights with "
+            "model_name_or_path."
+        )
+
+
+def defect(checkpoint: str | Path) -> str | None:
+    """
+    Why nothing can be continued from a checkpoint: the first file that is missing or torn.
+
+    `trainer_state.json` is written last, when all processes have written theirs. Torn files are told by their ends, so
+    large ones are not read.
+
+    Args:
+        checkpoint (`str` or `Path`):
+            Directory of a checkpoint.
+
+    Returns:
+        `str` or `None`: what is wrong, in words; `None` for a checkpoint that is whole.
+    """
+    checkpoint = Path(checkpoint)
+    try:
+        json.loads((checkpoint / "trainer_state.json").read_text())
+    except OSError:
+        return "it has no trainer_state.json, which is written last"
+    except ValueError:
+        return "its trainer_state.json is torn"
+    for file in sorted(checkpoint.rglob("*")):
+        saved_by_torch = file.suffix in (".pt", ".pth") or file.name == "optimizer.bin"
+        if saved_by_torch and not zipfile.is_zipfile(file):
+            return f"its {file.relative_to(checkpoint)} is torn"
+        if file.suffix == ".safetensors":
+            try:
+                with safe_open(file, framework="pt"):
+                    pass
+            except SafetensorError:
+                return f"its {file.relative_to(checkpoint)} is torn"
+    return None
+
+
+def last_checkpoint(output_dir: str | Path) -> str | None:
+    """
+    The last checkpoint of a run that is whole. A process that was killed while it wrote leaves one that is not, which a
+    warning names.
+
+    Args:
+        output_dir (`str` or `Path`):
+            Directory of the run; it need not exist.
+
+    Returns:
+        `str` or `None`: its directory.
+    """
+    steps = (re.fullmatch(r"checkpoint-(\d+)", path.name) for path in Path(output_dir).glob("checkpoint-*"))
+    for step in sorted((int(match[1]) for match in steps if match), reverse=True):
+        checkpoint = Path(output_dir) / f"checkpoint-{step}"
+        wrong = defect(checkpoint)
+        if wrong is None:
+            return str(checkpoint)
+        logger.warning(
+            "%s is not complete: %s. The process was stopped while it was being written, so it is passed over; the run "
+            "will write it again.",
+            checkpoint,
+            wrong,
+        )
+    return None
+
+
+def check_complete(checkpoint: str) -> None:
+    """
+    Raises:
+        `ValueError`: if a checkpoint is not whole; names the last one beside it that is.
+    """
+    wrong = defect(checkpoint) if Path(checkpoint).is_dir() else None
+    if wrong is not None:
+        other = last_checkpoint(Path(checkpoint).parent)
+        remedy = f"Resume from {other}" if other else "Start a new run"
+        raise ValueError(
+            f"{checkpoint} is not complete: {wrong}. The process was stopped while it was being written. {remedy}."
+        )

@@ -1,0 +1,197 @@
+"""Rollouts as ragged rows: what is kept of a generation batch between generating it and learning from it.
+
+TRL returns a generation batch as tensors padded to its longest completion. Here each completion becomes one
+[`Rollout`] without padding, so that rows can be dropped, reordered, moved to another process, and saved.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..update.microbatching import RowLengths
+
+
+@dataclass
+class Rollout:
+    """
+    One completion with its prompt.
+
+    Attributes:
+        prompt_ids (`np.ndarray` of int32, shape `(P,)`), completion_ids (`np.ndarray` of int32, shape `(C,)`):
+            Token ids without padding.
+        loss_mask (`np.ndarray` of bool, shape `(C,)`):
+            `True` for tokens the policy wrote; `False` for tool results and environment feedback.
+        label (`float`):
+            Verifier outcome in [0, 1]; NaN if there is no verdict or the completion was cut off and is masked.
+        token_weights (`np.ndarray` of float32, shape `(C,)`, *optional*):
+            Factor on the gradient of each token in later updates (correction for the mismatch between vLLM and the
+            trainer, see `sampling_correction.py`); only on the process that learns from the row.
+        ref_logps (`np.ndarray` of float32, shape `(C,)`, *optional*):
+            Log-probabilities under the reference policy, once known; only on the process that learns from the row.
+        sampling_logps (`np.ndarray` of float32, shape `(C,)`, *optional*):
+            Log-probabilities as the engine that generated reported them; NaN where it did not.
+    """
+
+    prompt_ids: np.ndarray
+    completion_ids: np.ndarray
+    loss_mask: np.ndarray
+    label: float
+    token_weights: np.ndarray | None = None
+    ref_logps: np.ndarray | None = None
+    sampling_logps: np.ndarray | None = None
+
+
+# Stands in where a process has no row left for a forward pass that the others run: two tokens, weight zero.
+FILLER = Rollout(
+    prompt_ids=np.zeros(1, dtype=np.int32),
+    completion_ids=np.zeros(1, dtype=np.int32),
+    loss_mask=np.zeros(1, dtype=bool),
+    label=float("nan"),
+)
+
+
+def to_state(rollout: Rollout) -> dict:
+    """A row as tensors and numbers, which `torch.load(weights_only=True)` accepts."""
+    return {
+        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+        for name, value in vars(rollout).items()
+    }
+
+
+def from_state(state: dict) -> Rollout:
+    """Inverse of [`to_state`]."""
+    values: dict[str, Any] = {n: v.numpy() if torch.is_tensor(v) else v for n, v in state.items()}
+    return Rollout(**values)
+
+
+def labels_from_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
+    """
+    The labels of PACS: the weighted sum of the reward functions.
+
+    Args:
+        rewards_per_func (`torch.Tensor` of shape `(B, F)`):
+            Rewards of `F` functions; NaN for "no verdict".
+        weights (`torch.Tensor` of shape `(F,)`):
+            Weight of each function.
+        names (`Sequence[str]`):
+            Names of the functions.
+
+    Returns:
+        `torch.Tensor` of shape `(B,)` in [0, 1]; NaN where no function has a verdict.
+
+    Raises:
+        `ValueError`: if a label would lie outside of [0, 1].
+    """
+    weights = weights.to(rewards_per_func.device)
+    labels = (rewards_per_func * weights).nansum(dim=1)
+    labels[rewards_per_func.isnan().all(dim=1)] = torch.nan
+    outside = (labels < -1e-6) | (labels > 1 + 1e-6)
+    if outside.any():
+        row = int(outside.nonzero()[0])
+        parts = ", ".join(
+            f"{name}={value:g} (weight {weight:g})"
+            for name, value, weight in zip(names, rewards_per_func[row].tolist(), weights.tolist(), strict=True)
+        )
+        raise ValueError(
+            f"Labels of PACS must lie in [0, 1], but completion {row} of the generation batch has "
+            f"{labels[row].item():g}: {parts}. The label is the weighted sum of the reward functions. Rescale the "
+            "reward functions to [0, 1], or set reward_weights that sum to at most 1."
+        )
+    return labels.clamp(0, 1)
+
+
+def unpad_rollouts(batch: dict[str, torch.Tensor]) -> list[Rollout]:
+    """
+    Rows of a scored generation batch.
+
+    Args:
+        batch (`dict[str, torch.Tensor]`):
+            What `_generate_and_score_completions` returns, plus `"labels"` of shape `(B,)`. A completion whose mask is
+            all zero was cut off and is masked by `mask_truncated_completions`: it loses its label.
+
+    Returns:
+        `list[Rollout]` of length `B`.
+    """
+    prompt_ids, prompt_mask = batch["prompt_ids"].cpu().numpy(), batch["prompt_mask"].cpu().numpy().astype(bool)
+    completion_ids, completion_mask = batch["completion_ids"].cpu().numpy(), batch["completion_mask"].cpu().numpy() > 0
+    tool_mask = batch["tool_mask"].cpu().numpy() > 0 if "tool_mask" in batch else np.ones_like(completion_mask)
+    labels = batch["labels"].tolist()
+    sampling_logps = None
+    if "sampling_per_token_logps" in batch:
+        sampling_logps = batch["sampling_per_token_logps"].float().cpu().numpy()
+    rollouts = []
+    for i, mask in enumerate(completion_mask):
+        rollouts.append(
+            Rollout(
+                prompt_ids=prompt_ids[i][prompt_mask[i]].astype(np.int32),
+                completion_ids=completion_ids[i][mask].astype(np.int32),
+                loss_mask=tool_mask[i][mask],
+                label=labels[i] if mask.any() else float("nan"),
+                sampling_logps=None if sampling_logps is None else sampling_logps[i][mask],
+            )
+        )
+    return rollouts
+
+
+def row_lengths(rollouts: list[Rollout]) -> RowLengths:
+    return RowLengths([len(r.prompt_ids) for r in rollouts], [len(r.completion_ids) for r in rollouts])
+
+
+def _padded(rows: list[np.ndarray], fill, dtype: torch.dtype, side: str = "right") -> torch.Tensor:
+    width = max(len(row) for row in rows)
+    out = torch.full((len(rows), width), fill, dtype=dtype)
+    for i, row in enumerate(rows):
+        start = width - len(row) if side == "left" else 0
+        out[i, start : start + len(row)] = torch.from_numpy(np.ascontiguousarray(row)).to(dtype)
+    return out
+
+
+@dataclass
+class MicroBatch:
+    """
+    Rows padded to a rectangle: prompts on the left to the longest of these prompts, completions on the right.
+
+    Attributes:
+        input_ids, attention_mask (int64 `torch.Tensor` of shape `(B, P + T)`):
+            Prompts and completions.
+        loss_mask (bool `torch.Tensor` of shape `(B, T)`):
+            Tokens that count.
+        ref_logps, token_weights (float32 `torch.Tensor` of shape `(B, T)`):
+            See [`Rollout`]; 0 and 1 where a row has none.
+        sampling_logps (float32 `torch.Tensor` of shape `(B, T)`):
+            See [`Rollout`]; NaN where a row has none.
+    """
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    loss_mask: torch.Tensor
+    ref_logps: torch.Tensor
+    token_weights: torch.Tensor
+    sampling_logps: torch.Tensor
+
+
+def collate(rollouts: list[Rollout], pad_token_id: int, device: torch.device) -> MicroBatch:
+    """Pad rows to their own longest prompt and completion and move them to `device`."""
+    prompts, completions = [r.prompt_ids for r in rollouts], [r.completion_ids for r in rollouts]
+    zeros, ones = ([make(len(c), dtype=np.float32) for c in completions] for make in (np.zeros, np.ones))
+    ref_logps = [z if r.ref_logps is None else r.ref_logps for r, z in zip(rollouts, zeros, strict=True)]
+    weights = [o if r.token_weights is None else r.token_weights for r, o in zip(rollouts, ones, strict=True)]
+    sampling = [
+        o * np.nan if r.sampling_logps is None else r.sampling_logps for r, o in zip(rollouts, ones, strict=True)
+    ]
+    input_ids = [_padded(prompts, pad_token_id, torch.long, "left"), _padded(completions, pad_token_id, torch.long)]
+    attention_mask = [
+        _padded([np.ones(len(p)) for p in prompts], 0, torch.long, "left"),
+        _padded([np.ones(len(c)) for c in completions], 0, torch.long),
+    ]
+    return MicroBatch(
+        input_ids=torch.cat(input_ids, dim=1).to(device),
+        attention_mask=torch.cat(attention_mask, dim=1).to(device),
+        loss_mask=_padded([r.loss_mask for r in rollouts], False, torch.bool).to(device),
+        ref_logps=_padded(ref_logps, 0.0, torch.float32).to(device),
+        token_weights=_padded(weights, 1.0, torch.float32).to(device),
+        sampling_logps=_padded(sampling, float("nan"), torch.float32).to(device),
+    )

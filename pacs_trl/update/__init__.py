@@ -1,0 +1,1 @@
+"""Learn: from rows and labels to the gradient of one optimizer step."""

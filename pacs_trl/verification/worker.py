@@ -1,0 +1,185 @@
+"""Grading one completion, and the loop of the process that does it.
+
+This is the only code that calls math-verify. It runs in processes that the pool (`pool.py`) forks and may
+kill at any instant, so it holds no state worth keeping. Limits that the kernel enforces are set here: processor time per
+item and address space. Wall-clock limits are not: a process that hangs cannot be trusted to watch its own clock.
+"""
+
+import math
+import resource
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import product
+from typing import Any, NamedTuple
+
+import math_verify.parser
+from latex2sympy2_extended import NormalizationConfig
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from sympy import Add, Basic, Integer, Mul, Number, Pow, factorial
+
+from . import Outcome
+from .client import receive
+
+
+# Completions repeat their answers. math-verify keeps the last 20 that it has read; this keeps more of the same function.
+math_verify.parser.parse_latex_cached = lru_cache(maxsize=4096)(math_verify.parser.parse_latex_cached.__wrapped__)
+
+
+class Protocol(NamedTuple):
+    """How a gold answer and a completion become parsed answers; an empty list means that none was found."""
+
+    parse_gold: Callable[[str], list]
+    parse_completion: Callable[[str], list]
+
+
+def _parse(text: str, *configs: Any, **kwargs: Any) -> list:
+    """`math_verify.parse` without its own time limit, and without hiding that memory ran out."""
+    try:
+        return parse(text, list(configs), parsing_timeout=None, raise_on_error=True, **kwargs)
+    except MemoryError:
+        raise
+    except Exception:  # an extractor that raises has found no answer: math-verify's own rule
+        return []
+
+
+_LATEX = LatexExtractionConfig()
+_EXPRESSION = ExprExtractionConfig()
+_TRL_LATEX = LatexExtractionConfig(
+    normalization_config=NormalizationConfig(units=True), boxed_match_priority=0, try_extract_without_anchor=False
+)
+
+PROTOCOLS = {
+    # The grader of the PACS authors: the gold in a box, read as LaTeX; the completion by both extractors.
+    "authors": Protocol(
+        parse_gold=lambda gold: _parse(gold if "\\boxed" in gold else f"\\boxed{{{gold}}}", _LATEX),
+        parse_completion=lambda text: _parse(text, _EXPRESSION, _LATEX),
+    ),
+    # `trl.rewards.accuracy_reward`: the gold as it stands; the completion as LaTeX with an anchor, first match only.
+    "trl": Protocol(
+        parse_gold=lambda gold: _parse(gold, _LATEX, _EXPRESSION),
+        parse_completion=lambda text: _parse(text, _TRL_LATEX, extraction_mode="first_match"),
+    ),
+}
+
+
+@lru_cache(maxsize=1024)  # the completions of a prompt share their gold
+def _parsed_golds(golds: tuple[str, ...], protocol: str) -> list[tuple]:
+    """The parseable ones among alternative gold answers."""
+    parsed = (PROTOCOLS[protocol].parse_gold(gold) for gold in golds)
+    return [tuple(gold) for gold in parsed if gold]
+
+
+def grade_one(text: str, golds: tuple[str, ...], protocol: str) -> Outcome:
+    """
+    Grade one completion.
+
+    Args:
+        text (`str`): The completion.
+        golds (`tuple[str, ...]`): Alternative gold answers; any of them is right.
+        protocol (`str`): Key of `PROTOCOLS`.
+
+    Returns:
+        [`Outcome`]: `CORRECT`, `WRONG`, `NO_ANSWER` or `GOLD_UNPARSEABLE`.
+    """
+    parsed_golds = _parsed_golds(golds, protocol)
+    if not parsed_golds:
+        return Outcome.GOLD_UNPARSEABLE
+    answer = tuple(PROTOCOLS[protocol].parse_completion(text))
+    if not answer:
+        return Outcome.NO_ANSWER
+    return Outcome.CORRECT if any(_is_equal(gold, answer) for gold in parsed_golds) else Outcome.WRONG
+
+
+def _is_equal(gold: tuple, answer: tuple) -> bool:
+    # Each is an expression and the text it was read from, which together decide the verdict. Matrices have no hash.
+    is_hashable = all(isinstance(item, Basic | str) for item in gold + answer)
+    return _equal(gold, answer) if is_hashable else _equal.__wrapped__(gold, answer)
+
+
+@lru_cache(maxsize=4096)
+def _equal(gold: tuple, answer: tuple) -> bool:
+    """`math_verify.verify(gold, answer)`, pair by pair, so that running out of memory is not taken for inequality."""
+    if is_out_of_scale(gold, answer):
+        return False
+    for expected, found in product(gold, answer):
+        try:
+            if verify(expected, found, timeout_seconds=None, raise_on_error=True):
+                return True
+        except MemoryError:
+            raise
+        except Exception:  # a comparison that raises is no equality: math-verify's own rule
+            continue
+    return False
+
+
+_LARGEST_ORDINARY = Integer(10) ** 1000
+_SMALLEST_HUGE_LOG2 = 2.0**20  # numbers of more than 300,000 digits
+_ROUNDED_DOWN = 1.0 - 1e-9  # rounding must not lift a lower bound
+
+
+def is_out_of_scale(gold: Sequence, answer: Sequence) -> bool:
+    """
+    Whether the gold is an ordinary number and the answer provably too large to equal it.
+
+    Power towers and factorials are the common runaway answer. Telling one from a number needs a lower bound on its
+    logarithm, not its digits; math-verify computes the digits until a time limit stops it, with the same verdict.
+
+    Args:
+        gold (`Sequence`): Parsed gold: an expression and the text it came from, or the text alone.
+        answer (`Sequence`): Parsed answer, likewise.
+    """
+    expected = [item for item in gold if not isinstance(item, str)]
+    found = [item for item in answer if not isinstance(item, str)]
+    return (
+        bool(expected and found)
+        and all(isinstance(item, Number) and item.is_finite and abs(item) <= _LARGEST_ORDINARY for item in expected)
+        and all((log2_lower_bound(item) or 0.0) > _SMALLEST_HUGE_LOG2 for item in found)
+        and not {item for item in gold if isinstance(item, str)} & {item for item in answer if isinstance(item, str)}
+    )
+
+
+def log2_lower_bound(expression: Any) -> float | None:
+    """
+    Lower bound on log2 of a sum, product, power or factorial of positive integers, without evaluating it.
+
+    Args:
+        expression (`sympy.Basic`): Any expression.
+
+    Returns:
+        `float` or `None`: The bound, at least 0; `None` for any other form of expression.
+    """
+    if isinstance(expression, Integer):
+        return math.log2(expression) * _ROUNDED_DOWN if expression > 0 else None
+    if not isinstance(expression, Add | Mul | Pow | factorial):
+        return None
+    bounds = [bound for argument in expression.args if (bound := log2_lower_bound(argument)) is not None]
+    if len(bounds) < len(expression.args):
+        return None
+    if isinstance(expression, Add):
+        return max(bounds)
+    if isinstance(expression, Mul):
+        return sum(bounds)
+    last = min(bounds[-1], 64.0)  # without the cap a tower would overflow the float
+    if isinstance(expression, Pow):
+        return bounds[0] * 2.0**last
+    return max(0.0, 2.0**last * (last - 1.4427))  # Stirling: n! >= (n / e)**n, and log2(e) < 1.4427
+
+
+def serve(connection: socket.socket, *, protocol: str, cpu_seconds: float, memory_limit_mb: int) -> None:
+    """
+    Grade chunks of items until the pool closes the connection: one byte of outcome per item, in order.
+
+    The interval timer counts the processor time of this process and its signal is left at the default action, which is
+    the end of the process: nothing that holds the interpreter, and no parent that is stuck itself, can prevent it.
+    """
+    resource.setrlimit(resource.RLIMIT_AS, (memory_limit_mb << 20, memory_limit_mb << 20))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    while (chunk := receive(connection)) is not None:
+        for text, golds in chunk:
+            signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+            outcome = grade_one(text, golds, protocol)
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+            connection.sendall(bytes([outcome]))

@@ -1,0 +1,125 @@
+"""`pacs-trl audit`: files it reads, counts it prints, disagreements it finds."""
+
+import json
+
+import pandas as pd
+import pytest
+
+from pacs_trl.evaluation.audit import main
+
+
+ROWS = [
+    {"completion": r"so \boxed{\frac{1}{2}}", "solution": "0.5"},  # equal for a grader that can calculate
+    {"completion": "The final answer is 42", "solution": "42"},  # no box: TRL and the text comparison find nothing
+    {"completion": r"\boxed{7}", "solution": "7"},
+    {"completion": r"\boxed{8}", "solution": "7"},
+    {"completion": r"\boxed{p - q}", "solution": "p - q"},  # a gold that TRL cannot read without $
+]
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = tmp_path / "completions.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    return str(file)
+
+
+def counts(output):
+    """Printed table as {outcome: numbers}."""
+    lines = [line.split() for line in output.splitlines()]
+    return {line[0]: line[1:] for line in lines if len(line) == 4 and line[1].isdigit()}
+
+
+def test_three_protocols_side_by_side(path, capsys):
+    assert main(["--completions", path, "--num-workers", "1"]) == 0
+    output = capsys.readouterr().out
+    assert counts(output) == {
+        "correct": ["4", "2", "2"],
+        "wrong": ["1", "1", "2"],
+        "no_answer": ["0", "1", "1"],
+        "gold_unparseable": ["0", "1", "0"],
+    }
+    assert "authors and trl disagree on the label of 2 of 5 completions" in output
+    assert "row 1: authors correct, trl no_answer" in output
+    assert "row 4: authors correct, trl gold_unparseable" in output
+    assert "authors and text disagree on the label of 2 of 5" in output
+    assert "accuracy              0.8000    0.5000    0.4000" in output
+
+
+def test_number_of_examples_and_choice_of_protocols(path, capsys):
+    main(["--completions", path, "--protocols", "authors", "text", "--examples", "1", "--num-workers", "1"])
+    output = capsys.readouterr().out
+    assert output.count("  row ") == 1 and "trl" not in output
+
+
+def test_golds_that_zero_is_graded_correct_for(tmp_path, capsys):
+    golds = [r"6.63 \times 10^{-34}", "0.0000004", "0.0000006", "0", "0.0", "0.5", ["7", r"10^{-9}"], None]
+    golds += golds[:1]  # counted once
+    file = tmp_path / "completions.jsonl"
+    file.write_text("".join(json.dumps({"completion": r"\boxed{0.0}", "solution": gold}) + "\n" for gold in golds))
+    main(["--completions", str(file), "--num-workers", "1", "--protocols", "authors", "text", "--examples", "0"])
+    output = capsys.readouterr().out
+    assert counts(output.replace("correct ", "correct 0 "))["correct"] == ["0", "6", "1"]  # it is graded as it is said
+    assert "authors: 3 gold answers are so small that 0.0 is graded correct" in output
+    assert r"'6.63 \\times 10^{-34}', '0.0000004', " in output
+    assert "text:" not in output
+
+
+def test_parquet_table_of_the_trainer(tmp_path, capsys):
+    """TRL writes conversational completions as lists of messages."""
+    rows = [
+        {"completion": [{"role": "assistant", "content": row["completion"]}], "gold": row["solution"]} for row in ROWS
+    ]
+    pd.DataFrame(rows).to_parquet(tmp_path / "completions_00001.parquet")
+    main(
+        ["--completions", str(tmp_path / "completions_00001.parquet"), "--solution-column", "gold"]
+        + ["--protocols", "authors", "--num-workers", "1"]
+    )
+    assert "correct                    4" in capsys.readouterr().out
+
+
+def test_groups_are_unrolled(tmp_path, capsys):
+    file = tmp_path / "groups.jsonl"
+    file.write_text(json.dumps({"completions": [r"\boxed{1}", r"\boxed{2}", None], "solution": 1}), encoding="utf-8")
+    main(["--completions", str(file), "--completion-column", "completions", "--protocols", "text"])
+    output = capsys.readouterr().out
+    assert "3 completions" in output and "correct                    1" in output
+
+
+def test_sample_file_takes_its_golds_from_the_benchmark(tmp_path, capsys):
+    from pacs_trl.evaluation.benchmarks import load_benchmark
+
+    problem = load_benchmark("miniature/addition").problems[0]
+    file = tmp_path / "samples.jsonl"
+    lines = [
+        {"settings": "first line"},
+        {"problem": problem.id, "sample": 0, "completion": f"\\boxed{{{problem.solution}}}"},
+        {"problem": problem.id, "sample": 1, "completion": r"\boxed{-1}"},
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    main(
+        [
+            "--completions",
+            str(file),
+            "--benchmark",
+            "miniature/addition",
+            "--protocols",
+            "authors",
+            "--num-workers",
+            "1",
+        ]
+    )
+    output = capsys.readouterr().out
+    assert "2 completions" in output and "correct                    1" in output
+
+
+def test_errors(tmp_path, path):
+    with pytest.raises(ValueError, match="Columns found: completion, solution"):
+        main(["--completions", path, "--solution-column", "gold"])
+    with pytest.raises(ValueError, match="`--completion-column` 'text'"):
+        main(["--completions", path, "--completion-column", "text"])
+    with pytest.raises(ValueError, match="does not exist"):
+        main(["--completions", str(tmp_path / "nowhere.jsonl")])
+    with pytest.raises(ValueError, match=".jsonl or .parquet"):
+        (tmp_path / "completions.csv").write_text("completion,solution\n")
+        main(["--completions", str(tmp_path / "completions.csv")])

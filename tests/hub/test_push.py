@@ -1,0 +1,491 @@
+"""Pushing to a Hub on this machine: what arrives, what survives failures, what a dry run does not do."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+import transformers.utils.hub
+import yaml
+from datasets import Dataset
+from huggingface_hub import HfApi, ModelCard, parse_eval_result_entries
+from loopback_hub import LoopbackHub
+
+from pacs_trl import PACSConfig, PACSTrainer, train
+from pacs_trl.evaluation.provenance import checkpoint_digest, training_facts
+from pacs_trl.hub import push as hub_module
+from pacs_trl.hub.push import main, push, push_trained
+from pacs_trl.miniature.model import build_model
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
+from results_world import make_results  # noqa: E402
+
+
+REPO = "user/pacs-mini"
+RECIPE = {"method": "pacs", "model_name_or_path": "Qwen/Qwen3-8B", "dataset_name": "org/problems", "pacs_beta": 1.0}
+UPLOADED = [
+    ".eval_results/aime_2024.yaml",
+    ".eval_results/math_500.yaml",
+    "README.md",
+    "config.json",
+    "model.safetensors",
+    "provenance.json",
+    "recipe.yaml",
+    "results.json",
+    "tokenizer.json",
+    "trainer_state.json",
+    "training.png",
+]
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_TELEMETRY", True)
+    monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)  # made once, with the address of its day
+    huggingface_hub.close_session()
+    with LoopbackHub() as hub:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
+        yield hub
+    huggingface_hub.close_session()
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A checkpoint directory as training leaves it: 50 kB of weights, a log, an older checkpoint inside."""
+    directory = tmp_path / "run"
+    (directory / "checkpoint-20").mkdir(parents=True)
+    (directory / "checkpoint-20" / "model.safetensors").write_bytes(b"old" * 10_000)
+    (directory / "config.json").write_text('{"model_type": "qwen3"}')
+    (directory / "tokenizer.json").write_text("{}")
+    (directory / "model.safetensors").write_bytes(bytes(range(256)) * 200)
+    (directory / "optimizer.pt").write_bytes(b"moments" * 10_000)
+    (directory / "training_args.bin").write_bytes(b"pickle")
+    (directory / "provenance.json").write_text(json.dumps(training_facts(num_processes=2) | {"commit": "fedcba"}))
+    (directory / "samples").mkdir()
+    (directory / "samples" / "aime_2024.jsonl").write_text("{}\n")
+    history = [{"step": step, "reward": 0.1 * step, "entropy": 0.4, "step_time": 1.0} for step in range(1, 6)]
+    (directory / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    results = make_results("PACS", 0.5, benchmarks=("aime_2024", "math_500"), ks=(1, 8))
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    return directory
+
+
+def push_it(checkpoint, hub, **changes):
+    extra = {"results": checkpoint.parent / "results.json", "recipe": checkpoint.parent / "recipe.yaml"}
+    api = HfApi(endpoint=hub.url, token="hf_x")
+    return push(checkpoint, REPO, api=api, first_wait_seconds=0.01, **{**extra, **changes})
+
+
+def test_everything_arrives(checkpoint, hub):
+    result = push_it(checkpoint, hub, private=True)
+    assert sorted(hub.files[REPO]) == UPLOADED == result.files
+    for path, content in hub.files[REPO].items():
+        assert content == (checkpoint / path).read_bytes()
+    assert hub.private[REPO] and hub.commits[REPO] == ["Upload model, card, recipe and results"]
+    assert result.num_retries == 0 and hub.count("put") == 2  # weights and figure; the rest is small
+
+
+def test_the_card_carries_the_numbers_and_their_conditions(checkpoint, hub):
+    push_it(checkpoint, hub)
+    results = json.loads((checkpoint / "results.json").read_text())
+    cell = results["benchmarks"]["aime_2024"]["pass_at_k"]["8"]
+    card = ModelCard(hub.files[REPO]["README.md"].decode())
+    assert card.data.base_model == "Qwen/Qwen3-8B" and card.data.datasets == ["org/problems"]
+    (entry,) = [e for e in card.data.eval_results if e.dataset_name == "AIME 2024" and e.metric_type == "pass@8"]
+    assert entry.metric_value == round(100 * cell["value"], 2) and entry.dataset_type == "org/aime_2024"
+    assert entry.metric_args == {
+        "n": 128,
+        "k": 8,
+        "interval_95": [round(100 * cell["lower"], 2), round(100 * cell["upper"], 2)],
+        "temperature": 0.6,
+        "top_p": 0.95,
+        "top_k": 0,
+        "max_new_tokens": 8192,
+        "prompt_digest": "p" * 16,
+        "problems_digest": "d" * 16,
+        "verifier": "math_verify 0.9.0 (authors protocol)",
+    }
+    assert f"{100 * cell['value']:.2f} [{100 * cell['lower']:.1f}, {100 * cell['upper']:.1f}]" in card.text
+    for fact in ("n = 128", "temperature 0.6", "0123456789abcdef", "training.png", "recipe.yaml", "1 x NVIDIA H200"):
+        assert fact in card.text
+    assert "Trained with 2 processes on" in card.text and "per machine" in card.text and "`fedcba`" in card.text
+
+
+def test_the_hub_reads_the_evaluation_results(checkpoint, hub):
+    push_it(checkpoint, hub)
+    (entry,) = parse_eval_result_entries(yaml.safe_load(hub.files[REPO][".eval_results/aime_2024.yaml"]))
+    cell = json.loads((checkpoint / "results.json").read_text())["benchmarks"]["aime_2024"]["pass_at_k"]["1"]
+    assert (entry.dataset_id, entry.task_id) == ("org/aime_2024", "default")
+    assert entry.value == round(100 * cell["value"], 2)
+    for fact in ("n=128", "temperature 0.6", "prompt digest pppp", "math_verify 0.9.0", f"{100 * cell['lower']:.2f}"):
+        assert fact in entry.notes
+
+
+def test_benchmarks_from_files_claim_no_hub_dataset(checkpoint, hub):
+    results = json.loads((checkpoint.parent / "results.json").read_text())
+    results["benchmarks"]["aime_2024"]["source"].pop("hub_id")
+    (checkpoint.parent / "results.json").write_text(json.dumps(results))
+    push_it(checkpoint, hub)
+    assert ".eval_results/aime_2024.yaml" not in hub.files[REPO] and ".eval_results/math_500.yaml" in hub.files[REPO]
+    assert "AIME 2024" in hub.files[REPO]["README.md"].decode()
+
+
+@pytest.mark.parametrize("kind", ["create", "preupload", "batch", "verify", "commit"])
+def test_a_busy_server_is_tried_again(checkpoint, hub, kind):
+    hub.fail_next[kind] = [503]
+    result = push_it(checkpoint, hub)
+    assert sorted(hub.files[REPO]) == UPLOADED and len(hub.commits[REPO]) == 1
+    assert hub.count(kind) >= 2 and result.num_retries <= 1
+
+
+@pytest.mark.parametrize("kind", ["create", "commit"])
+def test_a_connection_lost_in_the_middle_is_resumed(checkpoint, hub, kind):
+    hub.fail_next[kind] = [0]
+    assert push_it(checkpoint, hub).num_retries == 1
+    assert sorted(hub.files[REPO]) == UPLOADED
+    assert hub.count("put") == 2  # nothing that had arrived was sent again
+
+
+def test_an_upload_lost_in_the_middle_is_resumed(checkpoint, hub):
+    hub.fail_next["put"] = [0, 500]
+    push_it(checkpoint, hub)
+    assert sorted(hub.files[REPO]) == UPLOADED
+    assert hub.files[REPO]["model.safetensors"] == (checkpoint / "model.safetensors").read_bytes()
+
+
+def test_a_push_that_gave_up_is_resumed_by_the_next(checkpoint, hub):
+    hub.fail_next["commit"] = [503, 503]
+    with pytest.raises(
+        RuntimeError, match="(?s)failed 2 times.*`pacs-trl push --model .* --repo user/pacs-mini` resumes"
+    ):
+        push_it(checkpoint, hub, max_attempts=2)
+    assert hub.files[REPO] == {} and hub.count("put") == 2
+    push_it(checkpoint, hub)
+    assert sorted(hub.files[REPO]) == UPLOADED and hub.count("put") == 2
+
+
+def test_pushing_again_commits_nothing(checkpoint, hub):
+    push_it(checkpoint, hub)
+    push_it(checkpoint, hub)
+    assert len(hub.commits[REPO]) == 1 and hub.count("put") == 2
+
+
+def test_a_refusal_is_not_repeated(checkpoint, hub):
+    hub.fail_next["preupload"] = [403] * 10
+    with pytest.raises(Exception, match="403"):
+        push_it(checkpoint, hub)
+    assert hub.count("preupload") == 1
+
+
+def test_a_dry_run_writes_and_sends_nothing(checkpoint, hub, capsys):
+    before = {path: path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()}
+    argv = ["--model", str(checkpoint), "--repo", REPO, "--dry_run"]
+    extra = ["--results", str(checkpoint.parent / "results.json"), "--recipe", str(checkpoint.parent / "recipe.yaml")]
+    assert main([*argv, *extra]) == 0
+    assert capsys.readouterr().out.splitlines()[:-1] == UPLOADED
+    assert {path: path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()} == before
+    assert hub.calls == []
+
+
+def test_a_checkpoint_without_results_has_a_card_too(checkpoint, hub):
+    push_it(checkpoint, hub, results=None, recipe=None)
+    card = hub.files[REPO]["README.md"].decode()
+    assert "No evaluation results were recorded" in card and "model-index" not in card
+    assert "results.json" not in hub.files[REPO]
+
+
+def test_an_adapter_is_a_model_of_peft(checkpoint, hub):
+    (checkpoint / "config.json").rename(checkpoint / "adapter_config.json")
+    (checkpoint / "model.safetensors").rename(checkpoint / "adapter_model.safetensors")
+    push_it(checkpoint, hub)
+    card = ModelCard(hub.files[REPO]["README.md"].decode())
+    assert card.data.library_name == "peft" and card.data.base_model == "Qwen/Qwen3-8B"
+    assert "adapter_model.safetensors" in hub.files[REPO]
+
+
+def test_scores_of_other_weights_are_refused(checkpoint, hub):
+    path = checkpoint.parent / "results.json"
+    results = json.loads(path.read_text())
+    results["model"] = {"name": "run", "digest": checkpoint_digest(checkpoint)}
+    path.write_text(json.dumps(results))
+    push_it(checkpoint, hub)
+    (checkpoint / "model.safetensors").write_bytes(bytes(range(255, -1, -1)) * 200)
+    for dry_run in (True, False):
+        with pytest.raises(ValueError, match="not the scores of these weights"):
+            push_it(checkpoint, hub, dry_run=dry_run)
+    assert len(hub.commits[REPO]) == 1
+
+
+@pytest.fixture
+def trainer(tmp_path, tokenizer, hub):
+    """A trainer that pushes, made as `pacs_trl.train` makes it, with results and recipe of its output directory."""
+    output_dir = tmp_path / "trained"
+    args = PACSConfig(
+        output_dir=str(output_dir),
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=4,
+        max_steps=2,
+        save_steps=1,
+        logging_steps=1,
+        report_to="none",
+        use_cpu=True,
+        push_to_hub=True,
+        hub_model_id=REPO,
+        hub_private_repo=True,
+        hub_token="hf_x",
+    )
+    prompts = [{"prompt": [{"role": "user", "content": f"{a}+1"}]} for a in range(8)]
+    return PACSTrainer(
+        model=build_model(tokenizer, "tiny"),
+        processing_class=tokenizer,
+        reward_funcs=lambda completions, **kwargs: [float(len(c[0]["content"]) % 2) for c in completions],
+        args=args,
+        train_dataset=Dataset.from_list(prompts),
+    )
+
+
+def test_a_trainer_pushes_what_the_command_line_pushes(trainer, hub, monkeypatch):
+    monkeypatch.setattr(hub_module.time, "sleep", lambda seconds: None)
+    directory = Path(trainer.args.output_dir)
+    assert hub.private[REPO]  # created before any work
+    trainer.train()
+    trainer.save_model(_internal_call=True)
+    (directory / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    results = make_results("PACS", 0.5, benchmarks=("aime_2024",), ks=(1, 8))
+    (directory / "results.json").write_text(json.dumps(results))
+    trainer._finish_current_push()
+    progress = len(hub.commits[REPO])
+    hub.fail_next |= {"put": [0, 500], "commit": [0]}
+    result = push_trained(trainer)
+    assert result.num_retries == 1 and len(hub.commits[REPO]) == progress + 1
+    added = {
+        ".eval_results/aime_2024.yaml",
+        "README.md",
+        "recipe.yaml",
+        "results.json",
+        "provenance.json",
+        "training.png",
+    }
+    assert added <= set(result.files) and "training_args.bin" not in result.files
+    for path in result.files:
+        assert hub.files[REPO][path] == (directory / path).read_bytes()
+    card = hub.files[REPO]["README.md"].decode()
+    for fact in ("pass@8", "n = 128", "Trained with 1 process on", "training.png", "base_model: Qwen/Qwen3-8B"):
+        assert fact in card
+    # And the command line finds nothing to add.
+    assert push(directory, REPO, api=HfApi(endpoint=hub.url, token="hf_x")).num_retries == 0
+    assert len(hub.commits[REPO]) == progress + 1
+
+
+@pytest.mark.parametrize("method", ["pacs", "grpo"])
+def test_push_to_hub_in_a_recipe(method, tmp_path, tokenizer, hub):
+    model, output_dir = tmp_path / "model", tmp_path / "out"
+    tokenizer.save_pretrained(model)
+    build_model(tokenizer, "tiny").save_pretrained(model)
+    settings = {
+        "config": Path(__file__).parents[2] / "recipes" / "miniature" / f"{method}.yaml",
+        "model_name_or_path": model,
+        "output_dir": output_dir,
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "max_steps": 2,
+        "push_to_hub": "true",
+        "hub_model_id": REPO,
+        "hub_token": "hf_x",
+    }
+    train.main([part for key, value in settings.items() for part in (f"--{key}", str(value))])
+    assert len(hub.commits[REPO]) == 1
+    files = hub.files[REPO]
+    assert {"model.safetensors", "README.md", "recipe.yaml", "provenance.json", "training.png"} <= set(files)
+    recipe = yaml.safe_load(files["recipe.yaml"])
+    assert recipe["hub_model_id"] == REPO and "hub_token" not in recipe
+    card = files["README.md"].decode()
+    assert f"fine-tuned with {method.upper()}" in card and "Trained with 1 process on" in card
+
+
+def test_only_the_first_process_pushes(trainer, hub, monkeypatch):
+    monkeypatch.setattr(trainer, "is_world_process_zero", lambda: False)
+    assert push_trained(trainer) is None and hub.commits[REPO] == []
+
+
+def test_a_branch_is_pushed_to(checkpoint, hub):
+    push_it(checkpoint, hub, revision="step-480")
+    assert [call for call in hub.calls if call == ("POST", "commit")] and hub.branches[REPO] == ["step-480"]
+
+
+SECRET = "s3cr3tValue42"
+STAYS = (
+    *(
+        ".env",
+        ".netrc",
+        "train.log",
+        "events.out.tfevents.1",
+        "run_id",
+        "wandb/run.json",
+        "runs/x/events.out",
+        "notes.txt",
+    ),
+    *("completions/completions_00001.parquet", "src/modeling_x.py", "optimizer.bin", "scheduler.pt", "settings.json"),
+    *("wandb.yaml", "grades/x.json", "pacs_state_0.pt", "token", ".eval_results/x.json", "model.safetensors.tmp"),
+)
+
+
+def test_no_secret_and_nothing_but_the_model_is_published(checkpoint, hub):
+    """Settings, addresses and paths in every file that goes up, and files that do not."""
+    home = f"/home/{SECRET}/models/base"
+    hostile = {
+        **RECIPE,
+        "model_name_or_path": home,
+        "env": {"HF_TOKEN": SECRET},
+        "hub_token": SECRET,
+        "model_init_kwargs": {"token": SECRET, "attn_implementation": "sdpa"},
+        "vllm_server_base_url": f"http://user:{SECRET}@host:8000",
+        "output_dir": f"/home/{SECRET}/run",
+    }
+    (checkpoint / "recipe.yaml").write_text(f"# {SECRET}\n" + yaml.safe_dump(hostile))
+    results = json.loads((checkpoint.parent / "results.json").read_text())
+    results["model"] = {"name": "run", "server": f"http://user:{SECRET}@host:8000/v1"}
+    (checkpoint.parent / "results.json").write_text(json.dumps(results))
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    (checkpoint / "trainer_state.json").write_text(
+        json.dumps(state | {"best_model_checkpoint": f"{home}/checkpoint-20"})
+    )
+    for name, key in (
+        ("config", "_name_or_path"),
+        ("tokenizer_config", "name_or_path"),
+        ("adapter_config", "base_model_name_or_path"),
+    ):
+        (checkpoint / f"{name}.json").write_text(
+            json.dumps({key: home, "pad_token": "<pad>", "num_key_value_heads": 2})
+        )
+    for name in STAYS:
+        (checkpoint / name).parent.mkdir(exist_ok=True, parents=True)
+        (checkpoint / name).write_text(SECRET)
+    belongs = {
+        "generation_config.json",
+        "chat_template.jinja",
+        "merges.txt",
+        "LICENSE",
+        "model-00001-of-00002.safetensors",
+    }
+    belongs |= {"model.safetensors.index.json", "additional_chat_templates/tools.jinja"}
+    for name in belongs:
+        (checkpoint / name).parent.mkdir(exist_ok=True)
+        (checkpoint / name).write_text("{}")
+    local = (checkpoint / "recipe.yaml").read_text()
+
+    result = push_it(checkpoint, hub, recipe=None)
+
+    assert (
+        set(result.files)
+        == set(hub.files[REPO])
+        == {*UPLOADED, *belongs, "adapter_config.json", "tokenizer_config.json"}
+    )
+    assert all(SECRET.encode() not in content for content in hub.files[REPO].values())
+    recipe = yaml.safe_load(hub.files[REPO]["recipe.yaml"])
+    left = {"model_name_or_path": "base", "model_init_kwargs": {"attn_implementation": "sdpa"}, "output_dir": "run"}
+    assert recipe == RECIPE | left | {"vllm_server_base_url": "http://host:8000"}
+    assert json.loads(hub.files[REPO]["config.json"]) == {
+        "_name_or_path": "base",
+        "pad_token": "<pad>",
+        "num_key_value_heads": 2,
+    }
+    assert ModelCard(hub.files[REPO]["README.md"].decode()).data.base_model is None  # a local path is no Hub id
+    assert (checkpoint / "recipe.yaml").read_text() == local  # here, it still repeats the run
+
+
+def test_text_by_hand_is_kept(checkpoint, hub):
+    mine = "---\nlicense: mit\ntags:\n- math\n---\n\nWritten by hand, before.\n"
+    (checkpoint / "README.md").write_text(mine)
+    push_it(checkpoint, hub)
+    card = ModelCard(hub.files[REPO]["README.md"].decode())
+    assert card.data.license == "mit" and {"math", "pacs", "trl"} <= set(card.data.tags) and card.data.eval_results
+    assert card.text.strip().startswith("Written by hand, before.") and "AIME 2024" in card.text
+    # In the repository, somebody adds a section below our part; in the folder, nothing was changed.
+    there = hub.files[REPO]["README.md"].decode() + "\n## Known problems\n\nNone.\n"
+    hub.files[REPO]["README.md"] = there.encode()
+    (checkpoint / "README.md").unlink()
+    push_it(checkpoint, hub, results=None)
+    for _ in range(2):  # and a second push changes nothing
+        text = hub.files[REPO]["README.md"].decode()
+        assert (
+            text.count("Written by hand, before.") == text.count("## Known problems") == text.count("# pacs-mini") == 1
+        )
+        assert text == (checkpoint / "README.md").read_text()
+        commits = len(hub.commits[REPO])
+        push_it(checkpoint, hub, results=None)
+        assert len(hub.commits[REPO]) == commits
+
+
+def test_texts_by_hand_on_both_sides_are_not_guessed_at(checkpoint, hub):
+    push_it(checkpoint, hub)
+    hub.files[REPO]["README.md"] += b"\nThere.\n"
+    (checkpoint / "README.md").write_text("Here.")
+    with pytest.raises(ValueError, match="README.md of user/pacs-mini both hold text .* Nothing was uploaded"):
+        push_it(checkpoint, hub)
+    assert len(hub.commits[REPO]) == 1 and (checkpoint / "README.md").read_text() == "Here."
+    hub.fail_next["readme"] = [500] * 99  # a README that cannot be read is not taken for none
+    (checkpoint / "README.md").unlink()
+    with pytest.raises(RuntimeError, match="failed 2 times"):
+        push_it(checkpoint, hub, max_attempts=2)
+    assert len(hub.commits[REPO]) == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("trainer_state.json", "{}", "trainer_state.json is damaged: it has no `log_history`"),
+        ("trainer_state.json", "{", "trainer_state.json is damaged: it is not JSON"),
+        ("trainer_state.json", '{"log_history": [{"reward": 1}]}', "it has no `log_history\\[0\\].step`"),
+        ("provenance.json", "{}", "provenance.json is damaged: it has no `created`"),
+        ("provenance.json", "[]", "provenance.json is damaged: its content must be dict"),
+        ("recipe.yaml", "a: [", "recipe.yaml' is not YAML"),
+        ("recipe.yaml", "- 1", "must be a YAML mapping"),
+        ("results.json", '{"schema_version": 1}', "results.json is damaged: it has no `method`"),
+        ("README.md", "<!-- pacs_trl: end -->", "does not hold the two marks"),
+        ("README.md", "---\na: [\n---\nText", "README.md is not YAML"),
+        ("README.md", "---\n- 1\n---\nText", "README.md must be a YAML mapping"),
+    ],
+)
+def test_damaged_files_are_named_before_anything_is_sent(checkpoint, hub, file, content, message, capsys):
+    (checkpoint / file).write_text(content)
+    before = sorted(checkpoint.rglob("*"))
+    for extra in ([], ["--dry_run"]):
+        assert main(["--model", str(checkpoint), "--repo", REPO, *extra]) == 2
+        error = capsys.readouterr().err
+        assert re.search(message, error) and len(error.splitlines()) == 1
+    assert hub.calls == [] and sorted(checkpoint.rglob("*")) == before
+
+
+def test_the_command_line(checkpoint, hub, monkeypatch, capsys):
+    monkeypatch.setattr("pacs_trl.hub.push.HfApi", lambda: HfApi(endpoint=hub.url, token="hf_x"))
+    assert main(["--model", str(checkpoint), "--repo", REPO]) == 0
+    assert f"{hub.url}/{REPO}: 7 files, 0 retries" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--model", "/nowhere", "--repo", REPO], "does not exist"),
+        (["--model", "MODEL", "--repo", "name"], "USER/NAME"),
+        (["--model", "MODEL", "--repo", REPO, "--results", "/nowhere.json"], "/nowhere.json"),
+        (["--model", "MODEL", "--repo", REPO, "--recipe", "/nowhere.yaml"], "'/nowhere.yaml' does not exist"),
+        (
+            ["--model", "MODEL", "--repo", REPO, "--recipe", "MODEL/tokenizer.list"],
+            "must be a YAML mapping of settings, got list",
+        ),
+        (["--model", "MODEL/checkpoint-20", "--repo", REPO], "does not look like a saved model"),
+    ],
+)
+def test_refusals(checkpoint, hub, argv, message, capsys):
+    (checkpoint / "tokenizer.list").write_text("- 1")
+    assert main([part.replace("MODEL", str(checkpoint)) for part in argv]) == 2
+    assert message in capsys.readouterr().err and hub.calls == []

@@ -1,0 +1,413 @@
+"""The tables of the paper as runs: every cell has its recipe at both scales, a run resumes, and the report says what was run.
+
+What a table shows is checked on runs made up by hand; that training and evaluation fit together, on a run of two steps.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from finished_runs import record
+
+from pacs_trl.evaluation.arguments import EvaluationArguments
+from pacs_trl.recipe import read_recipe
+from pacs_trl.report import paper
+from pacs_trl.reproduce import cells as reproduce_cells
+from pacs_trl.reproduce import command as reproduce
+from pacs_trl.reproduce.command import Options, main, read_table, run_cell, table_names
+from pacs_trl.reproduce.tables import TWINS, Cell, Table, write_tables
+
+
+REPOSITORY = Path(__file__).parents[2]
+RECIPES = REPOSITORY / "recipes"
+# Of docs/results/miniature; `make tables` goes on with the third.
+RECORDED_SEEDS = (0, 1)
+SHORT = ["--max_steps", "2", "--warm_start_steps", "2", "--num_samples", "2", "--max_problems", "2"]
+
+# The objective: what a twin has in common with its full-size recipe. Learning rates, sizes and lengths are its own.
+OBJECTIVE = (
+    *("method", "num_generations", "temperature", "beta", "weight_decay", "reward_funcs"),
+    *("pacs_beta", "score_estimator", "class_weighting", "reference", "reset_optimizer_on_reference_reset"),
+    *(
+        "loss_type",
+        "epsilon",
+        "delta",
+        "scale_rewards",
+        "gamma",
+        "gae_lambda",
+        "whiten_advantages",
+        "value_clip_range",
+    ),
+)
+
+
+class TestRecipes:
+    def test_the_tables_and_figures_of_the_paper(self):
+        expected = ["table_1", "table_2", "table_3", "table_6", "table_9"]
+        expected += ["figure_3", "figure_4", "figure_5", "figure_6"]
+        assert table_names("miniature") == expected
+        assert table_names() == table_names("full") == [*expected, "v1_table_1", "v1_table_2"]
+
+    def test_a_table_that_shows_others_has_their_names_too(self):
+        others = {"table_7": "table_6", "table_8": "table_2"} | {f"table_{n}": "table_9" for n in (10, 11, 12, 13)}
+        for name, file in others.items():
+            assert read_table(name, "miniature") == read_table(file, "miniature")
+
+    def test_version_1_has_no_twins(self):
+        with pytest.raises(ValueError, match="v1_table_1 exists at full scale only.*Add `--scale full`"):
+            main(["v1_table_1"])
+
+    @pytest.mark.parametrize(("scale", "name"), [(s, n) for s in ("miniature", "full") for n in table_names(s)])
+    def test_every_cell_has_a_recipe_at_its_scale(self, scale, name):
+        for cell in read_table(name, scale).cells:
+            for recipe in (cell.recipe, *cell.evaluations):
+                assert (RECIPES / f"{recipe}.yaml").is_file(), cell
+            assert cell.recipe.startswith("miniature/") == (scale == "miniature")
+
+    @pytest.mark.parametrize(
+        "run", sorted({c.run for name in table_names("miniature") for c in read_table(name, "miniature").cells})
+    )
+    def test_the_committed_records_were_made_with_the_present_recipes(self, run, tmp_path, monkeypatch):
+        def refuse(*args, **kwargs):
+            raise AssertionError("the record is missing")
+
+        monkeypatch.setattr("pacs_trl.miniature.warm_start.warm_start", refuse)
+        monkeypatch.chdir(tmp_path)  # a missing record would begin a work directory here
+        (cell, *_) = (c for n in table_names("miniature") for c in read_table(n, "miniature").cells if c.run == run)
+        results_dir = REPOSITORY / "docs/results/miniature"
+        for seed in RECORDED_SEEDS:
+            assert run_cell(cell, seed, Options(results_dir=results_dir)) == cell.directory(results_dir, seed)
+
+    def test_a_run_is_one_recipe_in_all_tables_of_both_scales(self):
+        made_by = {}
+        for scale in ("miniature", "full"):
+            for cell in (cell for name in table_names(scale) for cell in read_table(name, scale).cells):
+                made_by.setdefault(cell.run, set()).add((cell.recipe, cell.trained, *cell.evaluations))
+        assert {run: makers for run, makers in made_by.items() if len(makers) > 1} == {}
+        assert "evaluation/table1/limo" in made_by and "twin-4b/base" in made_by
+
+    @pytest.mark.parametrize(
+        ("name", "row"), [("table_2", "Qwen3-8B"), ("table_6", "Qwen3-4B"), ("figure_6", "Qwen3-8B")]
+    )
+    def test_the_base_is_evaluated_once_for_table_1_and_beside_its_descendants(self, name, row):
+        cells = {cell.label: cell for cell in read_table(name, "full").cells}
+        assert cells["Base"].run == {cell.label: cell.run for cell in read_table("table_1", "full").cells}[row]
+        base, tuned = (
+            EvaluationArguments(
+                **{"model": "m", "output_dir": "d"}
+                | yaml.safe_load((RECIPES / f"{cell.evaluations[0]}.yaml").read_text())
+            )
+            for cell in (cells["Base"], cells["PACS"])
+        )
+        same = ("benchmarks", "n", "k", "sampling", "prompt_instruction", "system_prompt", "template_kwargs")
+        assert [getattr(base, key) for key in same] == [getattr(tuned, key) for key in same]
+
+    @pytest.mark.parametrize("name", table_names("miniature"))
+    def test_a_twin_has_the_objective_of_its_full_size_recipe(self, name):
+        full = {cell.label: cell.recipe for cell in read_table(name, "full").cells}
+        for cell in read_table(name, "miniature").cells:
+            settings = [
+                yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text()) for recipe in (cell.recipe, full[cell.label])
+            ]
+            if not full[cell.label].startswith("evaluation/"):
+                assert {k: settings[0].get(k) for k in OBJECTIVE} == {k: settings[1].get(k) for k in OBJECTIVE}, cell
+                # The baselines of the miniature clip at 1.0; the authors' micro-batch, which decides the bound, has no twin.
+                full_norm = 1.0 if settings[1]["max_grad_norm"] == 0.125 else settings[1]["max_grad_norm"]
+                assert settings[0]["max_grad_norm"] == full_norm, cell
+
+    @pytest.mark.parametrize("path", sorted((RECIPES / "miniature").glob("twin-*/*.yaml")), ids=lambda p: p.stem)
+    def test_the_batch_is_four_updates_per_generation(self, path):
+        recipe = read_recipe(["--config", str(path)])
+        training = recipe.training
+        rows = re.findall(r"# +(?:generation|update): +(\d+) rows x 1 process x (\d) = (\d+)", path.read_text())
+        size = training.per_device_train_batch_size
+        assert [tuple(map(int, row)) for row in rows] == [
+            (size, training.steps_per_generation, training.generation_batch_size),
+            (size, training.gradient_accumulation_steps, size),
+        ]
+        assert training.steps_per_generation == 4 and training.gradient_accumulation_steps == 1
+        assert training.max_steps % 4 == 0 and training.save_steps % 4 == 0
+        assert training.output_dir == f"outputs/miniature/{path.parent.name}/{path.stem}"
+        assert f"--config recipes/miniature/{path.parent.name}/{path.stem}.yaml" in path.read_text()
+        assert recipe.data.dataset_name == "miniature/terms"
+
+    def test_labels_are_the_published_ones(self):
+        for name in table_names():
+            table = read_table(name, "full")
+            if table.shows == "pass_at_k":
+                known = {
+                    m for benchmark in TWINS for b in paper.published(table.published, benchmark) for m in b.values
+                }
+                # with a snapshot it is an experiment of ours, whatever the paper's row was
+                assert {cell.label for cell in table.cells} - {"PACS (score grpo, snapshot)"} <= known
+            assert {label for pair in table.compare for label in pair} <= {cell.label for cell in table.cells}
+        assert {cell.label for cell in read_table("table_1", "full").cells} == set(paper.TABLE_1)
+
+
+def numbers(results_dir: Path, name: str):
+    return json.loads((results_dir / f"{name}.json").read_text())
+
+
+class TestReport:
+    good, bad = Cell("PACS", "miniature/m/pacs"), Cell("GRPO", "miniature/m/grpo")
+
+    def table(self, shows, **settings):
+        return Table("t", "A table", [self.good, self.bad], shows, **settings)
+
+    def fill(self, tmp_path, seeds=(0, 1)):
+        for seed in seeds:
+            # pass@1 of PACS is 3/4 and 1/4 + seed/2; of GRPO 1/4 and 1/4
+            record(tmp_path, self.good, seed, {name: [3, 1 + 2 * seed] for name in TWINS.values()})
+            record(tmp_path, self.bad, seed, {name: [1, 1] for name in TWINS.values()})
+
+    def test_mean_and_spread_over_seeds_and_the_interval_over_problems(self, tmp_path):
+        self.fill(tmp_path)
+        text = write_tables([self.table("pass_at_k", published="Qwen3-4B")], tmp_path, twins=True)
+        rows = numbers(tmp_path, "t")["miniature/terms_3"]
+        # seeds: (3/4 + 1/4) / 2 = 50 and (3/4 + 3/4) / 2 = 75; mean 62.5, standard deviation 25 / sqrt 2 = 17.68;
+        # problems, averaged over seeds: 75 and 50, so Wilson's interval for 10/3 problems, as in test_pass_at_k.py
+        assert rows[0] == {"": "PACS", "k=1": "62.5 ± 17.7 [19.8, 91.9]", "k=2": rows[0]["k=2"]}
+        assert rows[1] == {"": "PACS, published", "k=1": "94.80", "k=2": "-"}
+        assert rows[2] == {"": "PACS, published lies", "k=1": "outside", "k=2": "-"}
+        assert "Seeds: PACS 2, GRPO 2." in text
+        assert (tmp_path / "t.png").stat().st_size > 10_000
+
+    def test_a_published_number_inside_the_interval(self, tmp_path):
+        # Six problems at 37.5 % on average and six at 100 %; BeyondAIME was published as 27.16 for PACS, 24.39 for GRPO
+        for cell, counts in ((self.good, [1, 2] * 3), (self.bad, [4] * 6)):
+            record(tmp_path, cell, 0, {name: counts for name in TWINS.values()})
+        write_tables([self.table("pass_at_k", published="Qwen3-4B")], tmp_path, twins=True)
+        verdicts = {row[""]: row["k=1"] for row in numbers(tmp_path, "t")["miniature/terms_7"]}
+        assert verdicts["PACS, published lies"] == "inside"
+        assert verdicts["GRPO, published lies"] == "outside"
+
+    def test_differences_pair_seeds_and_say_the_direction(self, tmp_path):
+        self.fill(tmp_path)
+        record(tmp_path, self.good, 2, {name: [0, 0] for name in TWINS.values()})  # no partner: left out
+        pairs = [("PACS", "GRPO"), ("GRPO", "PACS")]
+        write_tables([self.table("pass_at_k", published="Qwen3-4B", compare=pairs)], tmp_path, twins=True)
+        first, second = (r for r in numbers(tmp_path, "t")["comparisons"] if r["k"] == "1")
+        # by seed 50 - 25 and 75 - 25; published: mean over the benchmarks of PACS - GRPO at k = 1
+        published = np.mean([0.89, 3.50, 2.26, 5.45, 2.77])
+        assert first["ours"].startswith("37.5 ± 17.7 [") and first["seeds above 0"] == "2 of 2"
+        assert first["published"] == f"{published:+.1f}" and first["same direction"] == "yes"
+        assert second["ours"].startswith("-37.5") and second["seeds above 0"] == "0 of 2"
+        assert second["same direction"] == "yes"
+
+    def test_seeds_that_disagree_resolve_nothing(self, tmp_path):
+        for seed, (a, b) in enumerate([(4, 0), (1, 2)]):
+            record(tmp_path, self.good, seed, {name: [a, a] for name in TWINS.values()})
+            record(tmp_path, self.bad, seed, {name: [b, b] for name in TWINS.values()})
+        write_tables([self.table("pass_at_k", published="Qwen3-4B", compare=[("PACS", "GRPO")])], tmp_path, twins=True)
+        row = numbers(tmp_path, "t")["comparisons"][0]
+        assert row["seeds above 0"] == "1 of 2" and row["same direction"] == "not resolved"
+
+    def test_one_seed_is_called_one_seed(self, tmp_path):
+        record(tmp_path, self.good, 5, {name: [4, 4] for name in TWINS.values()})
+        record(tmp_path, self.bad, 5, {name: [1, 2] for name in TWINS.values()})
+        write_tables([self.table("pass_at_k", published="Qwen3-4B", compare=[("PACS", "GRPO")])], tmp_path, twins=True)
+        row = numbers(tmp_path, "t")["comparisons"][0]
+        assert row["seeds above 0"] == "1 of 1" and row["same direction"] == "yes, one seed"
+
+    def test_a_cell_without_runs_is_a_dash(self, tmp_path):
+        record(tmp_path, self.good, 0, {name: [3, 2] for name in TWINS.values()})
+        table = self.table("pass_at_k", published="Qwen3-4B", compare=[("PACS", "GRPO")])
+        text = write_tables([table], tmp_path, twins=True)
+        assert "Seeds: PACS 1, GRPO 0." in text
+        rows = {row[""]: row["k=1"] for row in numbers(tmp_path, "t")["miniature/terms_3"]}
+        assert rows["GRPO"] == "-" and rows["GRPO, published lies"] == "-"
+        assert "±" not in rows["PACS"]
+        assert numbers(tmp_path, "t")["comparisons"][0]["ours"] == "-"
+
+    def test_without_any_run_the_published_numbers_stand_alone(self, tmp_path):
+        write_tables([self.table("pass_at_k", published="Qwen3-4B", compare=[("PACS", "GRPO")])], tmp_path, twins=True)
+        ours, published, lies = numbers(tmp_path, "t")["miniature/terms_3"][:3]
+        assert ours == {"": "PACS"} | dict.fromkeys(["k=1", "k=4", "k=8", "k=16", "k=32", "k=64"], "-")
+        assert published == dict(
+            zip(ours, ["PACS, published", *"94.80 97.87 98.47 98.93 99.30 99.49".split()], strict=True)
+        )
+        assert set(lies.values()) == {"PACS, published lies", "-"}
+        assert [row["k"] for row in numbers(tmp_path, "t")["comparisons"]] == ["1", "8", "64"]
+
+    def test_the_average_is_over_benchmarks_whatever_their_sizes(self, tmp_path):
+        # pass@1: 100 % on the three problems of MATH 500, 25 % on the one of each of the other four; the average is
+        # (100 + 4 x 25) / 5 = 40, where the mean over the seven problems would be 57
+        counts = {name: [4, 4, 4] if name == "math_500" else [1] for name in paper.TABLE_1_BENCHMARKS}
+        record(tmp_path, self.good, 0, counts)
+        write_tables([self.table("pass_at_1")], tmp_path, twins=False)
+        row = numbers(tmp_path, "t")[0]
+        assert row["math_500"].startswith("100.0 ") and row["average"].startswith("40.0 ")
+
+    def test_table_1_shows_gains_over_the_seeds_of_both_and_the_models_that_the_paper_cites(self, tmp_path):
+        before, after = Cell("Qwen3-8B", "m/base"), Cell("PACS-8B", "m/pacs")
+        for seed, right in ((0, 3), (1, 4)):
+            record(tmp_path, after, seed, {name: [right, right] for name in paper.TABLE_1_BENCHMARKS})
+        for seed, right in ((1, 2), (2, 0)):
+            record(tmp_path, before, seed, {name: [right, right] for name in paper.TABLE_1_BENCHMARKS})
+        table = Table("t", "A table", [before, after], "pass_at_1", compare=[("PACS-8B", "Qwen3-8B")])
+        write_tables([table], tmp_path, twins=False)
+        rows = {row[""]: row for row in numbers(tmp_path, "t")}
+        # seed 1 is the only one that both have: 4 of 4 against 2 of 4
+        assert rows["PACS-8B - Qwen3-8B"]["average"] == "50.0 [50.0, 50.0]"
+        assert rows["PACS-8B - Qwen3-8B, published"]["aime_2025"] == "12.55"
+        assert rows["Claude Opus 4.1, cited by the paper"]["math_500"] == "-"
+        assert rows["Gemini 2.5 Pro, cited by the paper"]["average"] == "86.18"
+        write_tables([table], tmp_path / "empty", twins=False)
+        assert numbers(tmp_path / "empty", "t")[-5]["average"] == "-"
+
+    def test_only_different_models_may_have_different_chat_formats(self, tmp_path):
+        counts = {name: [1, 2] for name in TWINS.values()}
+        prompt = {"instruction": "i", "system_prompt": None, "chat_template_kwargs": None}
+        record(tmp_path, self.good, 0, counts, prompt=prompt)
+        record(tmp_path, self.bad, 0, counts, prompt=prompt | {"system_prompt": "You are helpful."})
+        write_tables([self.table("pass_at_1", own_prompts=True)], tmp_path, twins=True)
+        with pytest.raises(ValueError, match="different protocols.*\n.*system_prompt"):
+            write_tables([self.table("pass_at_1")], tmp_path, twins=True)
+        record(tmp_path, self.bad, 1, counts, prompt=prompt | {"instruction": "j"})
+        with pytest.raises(ValueError, match="different protocols.*\n.*instruction: 'i' != 'j'"):
+            write_tables([self.table("pass_at_1", own_prompts=True)], tmp_path, twins=True)
+
+    def test_diversity_entropy_and_curves(self, tmp_path):
+        self.fill(tmp_path)
+        tables = [self.table(shows)._replace(name=shows) for shows in ("diversity", "training", "curves", "pass_at_1")]
+        write_tables(tables, tmp_path, twins=True)
+        # problems 0.1 and 0.3 for seed 0, 0.2 and 0.3 for seed 1: 0.2 and 0.25
+        assert numbers(tmp_path, "diversity")[0]["miniature/terms_3 (math_500)"].startswith("0.2250 ± 0.0354")
+        # entropy 1 - 0.05 t for seed 0: 0.95 at the start, 0.5 at the end; 1 - 0.1 t for seed 1: 0.9 and 0
+        row = numbers(tmp_path, "training")[0]
+        assert row["first tenth of the steps"] == "0.925 ± 0.035" and row["last tenth"] == "0.250 ± 0.354"
+        assert numbers(tmp_path, "pass_at_1")[0]["average"].startswith("62.5 ± 17.7")
+        assert numbers(tmp_path, "curves")["PACS"] == [[{"step": 2, "eval_average/pass@1": 0.5}]] * 2
+
+
+class TestMiniatureRuns:
+    def test_the_short_form_of_all_tables_then_nothing_left_to_do(self, tmp_path, monkeypatch, capsys):
+        monkeypatch.chdir(tmp_path)
+        where = ["--results_dir", "results", "--work_dir", "work"]
+        cells = "twin-4b/base,twin-4b/pacs,twin-4b/grpo,twin-4b/ppo"
+        arguments = ["all", "--cells", cells, "--seeds", "0", *SHORT, *where]
+        assert main(arguments) == 0
+        first = capsys.readouterr().out.partition("# Table 1")[2]
+        assert "Seeds: Base 1, PPO 1, GRPO 1, PACS 1, PACS without weights 0." in first
+        for run in cells.split(","):
+            assert sorted(p.name for p in Path("results", run, "seed-0").iterdir()) == (
+                ["diversity.json", "results.json", "settings.json"] + ["training.json"] * (not run.endswith("base"))
+            )
+        training = json.loads(Path("results/twin-4b/pacs/seed-0/training.json").read_text())
+        assert [log["step"] for log in training["log_history"]] == [1, 2]
+        settings = json.loads(Path("results/twin-4b/pacs/seed-0/settings.json").read_text())
+        assert settings["training"]["seed"] == 0 and settings["training"]["max_steps"] == 2
+        assert training["checkpoints"] == []
+        assert not list(Path("work").rglob("checkpoint-*"))
+        base = json.loads(Path("results/twin-4b/base/seed-0/results.json").read_text())
+        assert base["model"]["name"].startswith("arithmetic-tiny-0-") and base["n"] == 2 and base["k"] == [1]
+
+        monkeypatch.setattr(reproduce_cells, "_evaluate", None)
+        assert main(arguments) == 0
+        assert capsys.readouterr().out.partition("# Table 1")[2] == first
+
+        for option, cell, changed in (
+            ("--max_steps", "pacs", "training.max_steps"),
+            ("--warm_start_steps", "base", "warm_start_steps"),
+            ("--num_samples", "base", "evaluation.n"),
+            ("--max_problems", "base", "evaluation.max_problems"),
+        ):
+            expected = f"twin-4b/{cell}/seed-0 was made with other settings than .* has now \\({changed} differ"
+            with pytest.raises(ValueError, match=expected):
+                main([*arguments, "--cells", f"twin-4b/{cell}", option, "3"])
+
+        # killed between training and the end of the evaluation: neither is done again
+        Path("results/twin-4b/pacs/seed-0/results.json").unlink()
+        monkeypatch.undo()
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("pacs_trl.train.main", None)
+        before = Path("work/twin-4b/pacs/seed-0/evaluation/samples/miniature_terms_3.jsonl").read_text()
+        assert main(arguments) == 0
+        assert Path("work/twin-4b/pacs/seed-0/evaluation/samples/miniature_terms_3.jsonl").read_text() == before
+
+    def test_checkpoints_are_measured_in_the_order_of_their_steps_with_fewer_samples(self, tmp_path, monkeypatch):
+        for step in (80, 120, 40):
+            (tmp_path / "model" / f"checkpoint-{step}").mkdir(parents=True)
+        asked = []
+
+        def evaluate(arguments):
+            asked.append((Path(arguments.model).name, Path(arguments.output_dir).name, arguments.n, arguments.k))
+            return {"benchmarks": {"terms": {"pass_at_k": {"1": {"value": 0.25}}}}}
+
+        monkeypatch.setattr(reproduce_cells, "_evaluate", evaluate)
+        whole = EvaluationArguments(model="m", benchmarks="b", output_dir=str(tmp_path / "evaluation"), n=128, k="1,8")
+        measured = reproduce_cells._measure_checkpoints(tmp_path / "model", whole)
+        assert measured == [{"step": step, "eval_terms/pass@1": 0.25} for step in (40, 80, 120)]
+        assert asked[0] == ("checkpoint-40", "evaluation-40", 8, "1")
+
+    def test_a_work_directory_belongs_to_the_settings_it_was_begun_with(self, tmp_path, monkeypatch):
+        def interrupted(arguments):
+            (Path("work/twin-4b/pacs/seed-0/model/checkpoint-1")).mkdir(parents=True, exist_ok=True)
+            raise RuntimeError("killed")
+
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("pacs_trl.train.main", interrupted)
+        monkeypatch.setattr("pacs_trl.miniature.warm_start.warm_start", lambda *_, **__: Path("start"))
+        cell, options = (
+            Cell("PACS", "miniature/twin-4b/pacs"),
+            Options((0,), 2, 2, 2, 2, Path("results"), Path("work")),
+        )
+        for _ in range(2):  # the second finds what the first has begun
+            with pytest.raises(RuntimeError, match="killed"):
+                run_cell(cell, 0, options)
+        with pytest.raises(
+            ValueError, match=r"work/twin-4b/pacs/seed-0 was made with other settings .*\(training.max_steps"
+        ):
+            run_cell(cell, 0, options._replace(max_steps=3))
+        Path("work/twin-4b/pacs/seed-0/settings.json").unlink()
+        with pytest.raises(
+            ValueError, match="work/twin-4b/pacs/seed-0 has no settings.json.*choose another --work_dir"
+        ):
+            run_cell(cell, 0, options)
+
+    def test_a_record_without_settings_is_refused(self, tmp_path):
+        cell = Cell("PACS", "miniature/twin-4b/pacs")
+        record(tmp_path, cell, 0, {name: [1, 2] for name in TWINS.values()})
+        with pytest.raises(ValueError, match="twin-4b/pacs/seed-0 has no settings.json.*choose another --results_dir"):
+            run_cell(cell, 0, Options((0,), results_dir=tmp_path, work_dir=tmp_path / "work"))
+
+    def test_the_same_seed_gives_the_same_run(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        cell = Cell("PACS", "miniature/twin-4b/pacs")
+        samples = []
+        for name in ("first", "second"):
+            options = Options((5,), 2, 2, 2, 2, Path(name, "results"), Path(name, "work"))
+            run_cell(cell, 5, options)
+            samples.append(
+                Path(name, "work/twin-4b/pacs/seed-5/evaluation/samples/miniature_terms_5.jsonl").read_text()
+            )
+        assert samples[0] == samples[1]
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match="There is no table 'table_4'; choose from table_1, table_2"):
+        main(["table_4"])
+    with pytest.raises(ValueError, match="There are no cells DPO here, but Base, GRPO, PACS, "):
+        main(["table_2", "--cells", "DPO"])
+
+
+def test_settings_that_a_call_does_not_read_are_refused():
+    sizes = ["--max_steps", "--warm_start_steps", "--num_samples", "--max_problems"]
+    for size in sizes:
+        with pytest.raises(ValueError, match=f"{size} would be ignored at full scale"):
+            main(["table_6", "--scale", "full", size, "3"])
+    with pytest.raises(ValueError, match=", ".join(sizes)):
+        main(["table_6", "--scale", "full", *(word for size in sizes for word in (size, "3"))])
+    with pytest.raises(ValueError, match="--run is for `--scale full`"):
+        main(["table_6", "--run"])
+    with pytest.raises(ValueError, match="--report_only runs nothing"):
+        main(["table_6", "--scale", "full", "--run", "--report_only"])
+
+
+def test_an_installation_without_recipes(tmp_path, monkeypatch):
+    monkeypatch.setattr(reproduce, "TABLES", tmp_path / "recipes")
+    with pytest.raises(ValueError, match="installed without them. Clone the repository.*pip install --editable"):
+        main(["all"])

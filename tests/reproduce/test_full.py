@@ -1,0 +1,271 @@
+"""Full-size cells: the printed lines run in a shell, and what they leave becomes records, tables and figures.
+
+Training and evaluation are stand-ins that write what the real ones write.
+"""
+
+import json
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from finished_runs import results_of
+from trl import TrlParser
+
+from pacs_trl.evaluation.arguments import EvaluationArguments
+from pacs_trl.evaluation.store import SampleStore
+from pacs_trl.plan.check import check_recipe
+from pacs_trl.report.paper import TABLE_1_BENCHMARKS
+from pacs_trl.reproduce import command as reproduce
+from pacs_trl.reproduce.command import Options, full_commands, main, read_table
+
+
+def printed(capsys) -> list[str]:
+    return [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+
+
+def option(words: list[str], name: str) -> str:
+    return words[words.index(name) + 1]
+
+
+@pytest.fixture
+def shell(tmp_path, monkeypatch):
+    """A shell whose `accelerate` prints its arguments, one in a line."""
+    stub = tmp_path / "bin" / "accelerate"
+    stub.parent.mkdir()
+    stub.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    stub.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{stub.parent}:{os.environ['PATH']}")
+    monkeypatch.delenv("NODE_RANK", raising=False)
+    monkeypatch.delenv("HEAD", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+class TestLines:
+    def test_are_those_of_the_recipe_headers(self, tmp_path, capsys):
+        where = ["--results_dir", str(tmp_path)]
+        assert main(["table_6", "--scale", "full", "--cells", "PACS,Base", "--seeds", "7", *where]) == 0
+        base, training, evaluation = printed(capsys)
+        assert base.startswith("pacs-trl evaluate --config recipes/evaluation/table1/qwen3_4b.yaml --seed 7 ")
+        assert training.startswith("accelerate launch --config_file recipes/accelerate_configs/fsdp2_8x8.yaml ")
+        model = "outputs/tables/full/qwen3-4b/pacs/seed-7"
+        assert f"--config recipes/qwen3-4b/pacs.yaml --seed 7 --output_dir {model} " in training
+        assert f"--config recipes/evaluation/v2.yaml --model {model} --method PACS " in evaluation
+
+    def test_run_in_a_shell(self, shell, monkeypatch, capsys):
+        where = ["--results_dir", "r", "--work_dir", "my runs"]
+        main(["table_6", "--scale", "full", "--cells", "PACS", "--seeds", "7", *where])
+        line = printed(capsys)[0]
+        monkeypatch.setenv("NODE_RANK", "3")
+        monkeypatch.setenv("HEAD", "node-0")
+        words = subprocess.run(["bash", "-uc", line], capture_output=True, text=True, check=True).stdout.splitlines()
+        assert option(words, "--machine_rank") == "3" and option(words, "--main_process_ip") == "node-0"
+        assert option(words, "--output_dir") == "my runs/qwen3-4b/pacs/seed-7"
+
+    def test_a_variable_that_is_not_set_stops_the_run(self, shell, capfd):
+        with pytest.raises(
+            ValueError, match="This line ended with status [0-9]+, .*\n  accelerate launch .*NODE_RANK"
+        ):
+            main(["table_6", "--scale", "full", "--cells", "PACS", "--seeds", "7", "--results_dir", "r", "--run"])
+        assert "NODE_RANK: unbound variable" in capfd.readouterr().err
+
+    @pytest.mark.parametrize("table", ["table_1", "figure_3", "v1_table_2"])
+    def test_are_understood_by_the_commands_they_start(self, table, tmp_path, monkeypatch, capsys):
+        main([table, "--scale", "full", "--seeds", "7", "--results_dir", str(tmp_path)])
+        monkeypatch.chdir(Path(__file__).parents[2])
+        for words in map(shlex.split, printed(capsys)):
+            if words[0] == "accelerate":
+                start = words.index("--config")
+                recipe, _, conflicts = check_recipe(words[start + 1], words[start + 2 :], 64)
+                assert conflicts == [] and recipe.training.seed == 7
+                assert recipe.training.output_dir == option(words, "--output_dir")
+            else:
+                (read,) = TrlParser([EvaluationArguments]).parse_args_and_config(words[2:])
+                assert read.output_dir == option(words, "--output_dir")
+                if "--n" in words:
+                    assert (read.n, read.ks, read.max_new_tokens) == (8, [1], 8192)
+
+    def test_open_models_are_evaluated_with_their_own_recipe(self):
+        cell = next(cell for cell in read_table("table_1", "full").cells if cell.label == "LIMO")
+        (line,) = full_commands(cell, 0, Options())
+        assert line.startswith("pacs-trl evaluate --config recipes/evaluation/table1/limo.yaml --seed 0 --output_dir ")
+
+    def test_version_1_is_evaluated_with_its_two_protocols(self, tmp_path, capsys):
+        where = ["--results_dir", str(tmp_path)]
+        main(["v1_table_1", "--scale", "full", "--cells", "Base,PACS", "--seeds", "0", *where])
+        lines = [shlex.split(line) for line in printed(capsys)]
+        evaluations = [words for words in lines if words[0] == "pacs-trl"]
+        assert [option(words, "--config") for words in evaluations] == [
+            "recipes/evaluation/v1.yaml",
+            "recipes/evaluation/v1_math_500.yaml",
+        ] * 2
+        models = [option(words, "--model") for words in evaluations]
+        assert models == ["Qwen/Qwen2.5-3B"] * 2 + ["outputs/tables/full/qwen2.5-3b/pacs/seed-0"] * 2
+        assert len({option(words, "--output_dir") for words in evaluations}) == 4
+
+
+def run_stand_in(line: str) -> None:
+    """Leaves what training or an evaluation with two samples and two problems per benchmark leaves."""
+    words = shlex.split(line)
+    output = Path(option(words, "--output_dir"))
+    output.mkdir(parents=True)
+    if words[0] == "accelerate":
+        logs = [{"step": step, "reward": 0.5, "entropy": 1.0, "lr": 1e-6} for step in range(1, 11)]
+        (output / "trainer_state.json").write_text(json.dumps({"log_history": [*logs, {"train_runtime": 5.0}]}))
+        return
+    names = {
+        "recipes/evaluation/v1.yaml": ("amc_23", "aime_2024", "aime_2025"),
+        "recipes/evaluation/v1_math_500.yaml": ("math_500",),
+    }.get(option(words, "--config"), TABLE_1_BENCHMARKS)
+    (output / "grades").mkdir()
+    for name in names:
+        (output / "grades" / f"{name}.json").write_text(json.dumps({"0": "11", "1": "10"}))
+        with SampleStore(output / "samples" / f"{name}.jsonl", {}) as store:
+            for problem in "01":
+                for sample in (0, 1):
+                    store.append(problem, sample, 0, f"{name} {problem} {sample}", 5, "stop")
+    ks = (1,) if "--k" in words else (1, 2)
+    results = results_of(dict.fromkeys(names, [2, 1]), n=2, ks=ks)
+    (output / "results.json").write_text(json.dumps(results))
+
+
+@pytest.fixture
+def stand_ins(tmp_path, monkeypatch):
+    """The lines that were run."""
+    lines = []
+
+    def run_line(line):
+        lines.append(line)
+        run_stand_in(line)
+
+    from pacs_trl.evaluation import diversity
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(reproduce, "run_line", run_line)
+    monkeypatch.setattr(diversity, "sentence_embedder", lambda name: diversity.hashing_embedder)
+    return lines
+
+
+class TestOtherDomains:
+    where = ("figure_6", "--scale", "full", "--report_only", "--results_dir", "results")
+
+    def write(self, content):
+        Path("results").mkdir(exist_ok=True)
+        Path("results/other_domains.json").write_text(content if isinstance(content, str) else json.dumps(content))
+
+    def test_a_table_beside_the_published_scores(self, tmp_path, monkeypatch, capsys):
+        monkeypatch.chdir(tmp_path)
+        main(self.where)
+        text = capsys.readouterr().out
+        assert "| GRPO | - | 0 | 38.01 | - | 0 | 48.55 |" in text and "Nothing is measured yet." in text
+        entries = [{"seed": 0, "livecodebench": 46, "gpqa": 52.5}, {"seed": 3, "livecodebench": 44.0}]
+        self.write({"toolkit": "a toolkit, version 1", "scores": {"PACS": entries, "Base": []}})
+        main(self.where)
+        text = capsys.readouterr().out
+        assert "| PACS | 45.00 ± 1.41 | 2 | 45.96 | 52.50 | 1 | 52.46 |" in text
+        assert "| Base | - | 0 | 31.06 | - | 0 | 48.04 |" in text
+        assert "Measured with a toolkit, version 1." in text and "results/other_domains.json" in text
+        assert json.loads(Path("results/figure_6.json").read_text())[3]["LiveCodeBench"] == "45.00 ± 1.41"
+        assert Path("results/figure_6.md").read_text() in text
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            ("{", "is not JSON"),
+            ("[]", '"toolkit" and "scores" and nothing else'),
+            ({"scores": {}}, '"toolkit" and "scores" and nothing else'),
+            ({"toolkit": " ", "scores": {}}, '"toolkit" must say what measured the scores'),
+            ({"toolkit": "t", "scores": {"PACS": 3}}, "a list of entries, one for each seed"),
+            ({"toolkit": "t", "scores": {"DPO": []}}, "no methods DPO here, but Base, PPO, GRPO, PACS"),
+            ([{"livecodebench": 3}], 'entry 0 of PACS must be an object with a whole number "seed"'),
+            ([{"seed": True, "gpqa": 3}], 'a whole number "seed"'),
+            ([7], 'a whole number "seed"'),
+            ([{"seed": 0}], "must hold scores of livecodebench or gpqa"),
+            ([{"seed": 0, "gpqa_diamond": 3}], "must hold scores of livecodebench or gpqa, got .*gpqa_diamond"),
+            ([{"seed": 0, "gpqa": "52"}], "gpqa must be a number from 0 to 100, got '52'"),
+            ([{"seed": 0, "gpqa": float("nan")}], "gpqa must be a number from 0 to 100, got nan"),
+            ([{"seed": 0, "gpqa": 101}], "gpqa must be a number from 0 to 100, got 101"),
+            ([{"seed": 0, "gpqa": 0.525}], "looks like a share. Scores are percent: write 52.5"),
+            ([{"seed": 0, "gpqa": 50}, {"seed": 0, "livecodebench": 50}], "entry 1 of PACS has seed 0 again"),
+        ],
+    )
+    def test_a_file_of_another_form_is_refused(self, content, message, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        self.write({"toolkit": "t", "scores": {"PACS": content}} if isinstance(content, list) else content)
+        monkeypatch.setattr(reproduce, "full_commands", None)  # nothing is begun
+        for arguments in (self.where, [word if word != "--report_only" else "--run" for word in self.where]):
+            with pytest.raises(ValueError, match=f"results/other_domains.json.*{message}"):
+                main(arguments)
+
+
+class TestRecords:
+    where = ("--scale", "full", "--results_dir", "results", "--work_dir", "work")
+
+    def test_tables_and_figures_of_what_the_lines_left(self, stand_ins, capsys):
+        arguments = ["table_3", "figure_3", "figure_5", "--cells", "qwen3-8b/pacs", "--seeds", "4", *self.where]
+        main([*arguments, "--run"])
+        text = capsys.readouterr().out
+        record = Path("results/qwen3-8b/pacs/seed-4")
+        training = json.loads((record / "training.json").read_text())
+        # 320 rollout steps of four updates, saved every 20
+        assert [checkpoint["step"] for checkpoint in training["checkpoints"]] == list(range(80, 1281, 80))
+        assert training["checkpoints"][0]["eval_aime_2024/pass@1"] == 0.75
+        assert training["log_history"][0] == {"step": 1, "reward": 0.5, "entropy": 1.0}
+        assert len(training["log_history"]) == 10
+        # only problem 0 has two correct completions
+        diversity = json.loads((record / "diversity.json").read_text())
+        assert {name: list(problems) for name, problems in diversity.items()} == {
+            "aime_2024": ["0"],
+            "aime_2025": ["0"],
+        }
+        assert "Seeds: Qwen3-4B GRPO 0, Qwen3-4B PACS 0, Qwen3-8B GRPO 0, Qwen3-8B PACS 1." in text
+        for figure in ("figure_3", "figure_5"):
+            assert Path("results", f"{figure}.png").is_file()
+        assert json.loads(Path("results/table_3.json").read_text())[-2]["aime_2024"] != "-"
+        # one training, one evaluation, one evaluation with eight samples for each checkpoint
+        smaller = [line for line in stand_ins if "--n 8 --k 1 " in line]
+        assert len(stand_ins) == 18 and len(smaller) == 16
+        assert "--model work/qwen3-8b/pacs/seed-4/checkpoint-80 " in smaller[0]
+
+        main(arguments)
+        assert printed(capsys) == []
+
+    def test_runs_without_measured_checkpoints_are_left_out_of_figure_3(self, stand_ins):
+        main(["table_2", "--cells", "PACS,GRPO", "--seeds", "4", "5", *self.where, "--run"])
+        main(["figure_3", *self.where, "--report_only"])
+        assert not Path("results/figure_3.png").exists()
+        main(["figure_3", "--cells", "PACS", "--seeds", "4", *self.where, "--run"])
+        curves = json.loads(Path("results/figure_3.json").read_text())
+        assert {label: [len(curve) for curve in group] for label, group in curves.items()} == {"PACS": [16]}
+
+    def test_a_report_collects_what_lies_there(self, stand_ins, capsys):
+        main(["table_3", "figure_3", "--cells", "qwen3-8b/pacs", "--seeds", "4", *self.where, "--run"])
+        record = Path("results/qwen3-8b/pacs/seed-4")
+        files = {name: (record / name).read_text() for name in ("results.json", "training.json", "diversity.json")}
+        for name in files:
+            (record / name).unlink()
+        main(["table_3", "figure_3", *self.where, "--report_only"])
+        assert {name: (record / name).read_text() for name in files} == files
+
+    def test_diversity_is_measured_where_a_table_shows_it(self, stand_ins):
+        main(["table_2", "--cells", "PACS", "--seeds", "4", *self.where, "--run"])
+        assert not Path("results/qwen3-8b/pacs/seed-4/diversity.json").exists()
+        assert len(stand_ins) == 2  # and checkpoints where a figure shows them
+
+    def test_the_two_evaluations_of_version_1_are_one_record(self, stand_ins):
+        main(["v1_table_1", "--cells", "PACS", "--seeds", "0", *self.where, "--run"])
+        results = json.loads(Path("results/qwen2.5-3b/pacs/seed-0/results.json").read_text())
+        assert sorted(results["benchmarks"]) == ["aime_2024", "aime_2025", "amc_23", "math_500"]
+        rows = json.loads(Path("results/v1_table_1.json").read_text())
+        assert rows["math_500"][9]["k=1"].startswith("75.0 ") and "beyond_aime" not in rows
+
+    def test_an_unfinished_evaluation_is_no_record(self, stand_ins, capsys):
+        main(["v1_table_1", "--cells", "PACS", "--seeds", "0", *self.where, "--run"])
+        Path("results/qwen2.5-3b/pacs/seed-0/results.json").unlink()
+        Path("results/qwen2.5-3b/pacs/seed-0/v1/results.json").unlink()
+        capsys.readouterr()
+        main(["v1_table_1", "--cells", "PACS", "--seeds", "0", *self.where])
+        (line,) = printed(capsys)
+        assert "recipes/evaluation/v1.yaml" in line
+        assert not Path("results/qwen2.5-3b/pacs/seed-0/results.json").exists()

@@ -1,0 +1,98 @@
+"""Grading of finished completions during generation, with an engine made of lists."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from pacs_trl.rollouts import early_grading
+from pacs_trl.rollouts.early_grading import EarlyGrading
+from pacs_trl.verification import Outcome, Verifier
+
+
+TEXTS = {1: r"\boxed{12}", 2: r"\boxed{13}", 3: r"\boxed{7}"}
+
+
+def output(prompt_ids, token, finished=True):
+    drawn = [SimpleNamespace(token_ids=(token,))]
+    return SimpleNamespace(prompt_token_ids=prompt_ids, outputs=drawn, finished=finished)
+
+
+def engine_with(*steps):
+    remaining = iter(steps)
+    return SimpleNamespace(llm=SimpleNamespace(llm_engine=SimpleNamespace(step=lambda: next(remaining))))
+
+
+def decode(completions):
+    return [TEXTS[token] for (token,) in completions]
+
+
+@pytest.fixture
+def verifier(monkeypatch):
+    with Verifier(num_workers=1) as verifier:
+        monkeypatch.setattr(early_grading, "shared_verifier", lambda: verifier)
+        yield verifier
+
+
+def test_finished_completions_are_known_when_they_are_asked_for(verifier):
+    steps = [output([5], 1), output([5], 1, finished=False)], [], [output([5], 2), output([6], 3)]
+    engine = engine_with(*steps)
+    early = EarlyGrading(engine, decode)
+    early.expect([[5], [5], [6]], ["12", "12", "7"])
+    assert [engine.llm.llm_engine.step() for _ in steps] == list(steps)
+    early.wait()
+    assert not verifier.counts  # nothing is counted before the reward function asks
+    grades = verifier.grade_detailed([TEXTS[1], TEXTS[2], TEXTS[3]], ["12", "12", "7"])
+    assert [grade.outcome for grade in grades] == [Outcome.CORRECT, Outcome.WRONG, Outcome.CORRECT]
+    assert [grade.seconds for grade in grades] == [0.0, 0.0, 0.0]
+    assert sum(verifier.counts.values()) == 3
+
+
+def test_only_the_rows_of_the_batch_are_graded(verifier, monkeypatch):
+    graded = []
+    monkeypatch.setattr(verifier, "grade_early", lambda texts, solutions: graded.extend(zip(texts, solutions)))
+    engine = engine_with([output([5], 1)], [output([6], 2), output([7], 3), output([9], 1)], [output([6], 3)])
+    early = EarlyGrading(engine, decode)
+    engine.llm.llm_engine.step()  # before anything is expected
+    early.expect([[6], [7]], ["13", None])  # no gold answer: the reward function says what that means
+    engine.llm.llm_engine.step()
+    early.wait()
+    engine.llm.llm_engine.step()  # what is drawn after the batch
+    early.wait()
+    assert graded == [(TEXTS[2], "13")]
+
+
+def test_what_waits_is_graded_together(verifier, monkeypatch):
+    first_began, rest_is_there = threading.Event(), threading.Event()
+    batches = []
+
+    def grade_early(texts, solutions):
+        batches.append(texts)
+        first_began.set()
+        assert rest_is_there.wait(30)
+
+    monkeypatch.setattr(verifier, "grade_early", grade_early)
+    engine = engine_with([output([5], 1)], [output([5], 2)], [output([5], 3)])
+    early = EarlyGrading(engine, decode)
+    early.expect([[5]], ["12"])
+    engine.llm.llm_engine.step()
+    assert first_began.wait(30)
+    engine.llm.llm_engine.step()
+    engine.llm.llm_engine.step()
+    rest_is_there.set()
+    early.wait()
+    assert batches == [[TEXTS[1]], [TEXTS[2], TEXTS[3]]]
+
+
+def test_a_failure_reaches_the_trainer(verifier, monkeypatch):
+    def break_down(texts, solutions):
+        raise RuntimeError("The verification processes broke down twice")
+
+    monkeypatch.setattr(verifier, "grade_early", break_down)
+    engine = engine_with([output([5], 1)])
+    early = EarlyGrading(engine, decode)
+    early.expect([[5]], ["12"])
+    engine.llm.llm_engine.step()
+    with pytest.raises(RuntimeError, match="broke down twice"):
+        early.wait()
+    early.wait()  # said once

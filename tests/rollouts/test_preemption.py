@@ -1,0 +1,153 @@
+"""SIGTERM in the middle of a step: the step is finished and saved, the process leaves with code 143, the next one goes on."""
+
+import json
+import os
+import signal
+import threading
+
+import pytest
+import torch
+from replay import TOKENIZER, digit_reward, tiny_model
+from safetensors.torch import load_file
+
+from pacs_trl import train
+from pacs_trl.rollouts.preemption import stop_on_signal
+from pacs_trl.rollouts.resume import last_checkpoint
+from pacs_trl.rollouts.rollout_trainer import RolloutTrainer
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    tiny_model().save_pretrained(path)
+    TOKENIZER.save_pretrained(path)
+    return str(path)
+
+
+send_at = None  # the optimizer step in which SIGTERM comes, from 0
+
+
+def reward(completions, trainer_state, **kwargs):
+    if trainer_state.global_step == send_at:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return digit_reward(completions)
+
+
+def run(output_dir, model_path, *arguments, method="pacs", at=None):
+    global send_at
+    send_at = at
+    settings = {
+        "method": method,
+        "model_name_or_path": model_path,
+        "output_dir": output_dir,
+        "dataset_name": "miniature/addition",
+        "reward_funcs": "test_preemption.reward",
+        "use_cpu": True,
+        "bf16": False,
+        "num_generations": 4,
+        "per_device_train_batch_size": 8,
+        "steps_per_generation": 2,
+        "max_completion_length": 8,
+        "max_steps": 4,
+        "learning_rate": 1e-3,
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "gradient_checkpointing": False,
+        "resume_from_checkpoint": "last",
+    }
+    words = [str(word) for name, value in settings.items() for word in (f"--{name}", value)]
+    return train.main([*words, *arguments])
+
+
+def weights(directory):
+    return load_file(directory / "model.safetensors")
+
+
+@pytest.mark.parametrize("method", ["pacs", "ppo"])
+def test_stopped_in_the_middle_of_a_generation_and_continued(tmp_path, model_path, method, capsys, monkeypatch):
+    """Without any checkpoint asked for, and with `save_only_model`: what is saved can be continued from. A second signal
+    comes while it is being written."""
+    run(tmp_path / "straight", model_path, method=method)
+    before = signal.getsignal(signal.SIGTERM)
+    save = RolloutTrainer._save_run
+
+    def signalled_again(self, directory):
+        os.kill(os.getpid(), signal.SIGTERM)
+        save(self, directory)
+
+    monkeypatch.setattr(RolloutTrainer, "_save_run", signalled_again)
+    with pytest.raises(SystemExit) as stopped:
+        run(tmp_path / "stopped", model_path, "--save_only_model", "true", method=method, at=2)
+    assert stopped.value.code == 143 and signal.getsignal(signal.SIGTERM) is before
+    assert last_checkpoint(tmp_path / "stopped") == str(tmp_path / "stopped" / "checkpoint-3")
+    assert not (tmp_path / "stopped" / "model.safetensors").exists()
+    said = capsys.readouterr().out
+    assert "Stopped by SIGTERM after optimizer step 3 of 4" in said and "`--resume_from_checkpoint last`" in said
+    run(tmp_path / "stopped", model_path, method=method)
+    expected, found = weights(tmp_path / "straight"), weights(tmp_path / "stopped")
+    assert all(torch.equal(weight, found[name]) for name, weight in expected.items())
+
+
+def test_trls_trainer_stops_too(tmp_path, model_path):
+    with pytest.raises(SystemExit):
+        run(tmp_path, model_path, method="grpo", at=0)
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-1")
+    assert run(tmp_path, model_path, "--max_steps", "2", method="grpo").state.global_step == 2
+
+
+def test_in_the_last_step_the_run_is_finished(tmp_path, model_path, capsys):
+    trainer = run(tmp_path, model_path, "--max_steps", "2", at=1)
+    assert trainer.state.global_step == 2 and (tmp_path / "model.safetensors").is_file()
+    # and once more: nothing is done, by PACS or by a baseline
+    written = (tmp_path / "model.safetensors").stat().st_mtime_ns
+    for method in ("pacs", "grpo"):
+        capsys.readouterr()
+        assert run(tmp_path, model_path, "--max_steps", "2", method=method) is None
+        assert "is finished, and its model is written: nothing to do. Raise max_steps" in capsys.readouterr().out
+    assert (tmp_path / "model.safetensors").stat().st_mtime_ns == written
+
+
+def test_a_finished_run_whose_model_was_not_written(tmp_path, model_path):
+    """Killed after the last checkpoint: PACS writes its weights, TRL's trainer would write others."""
+    run(tmp_path, model_path, "--max_steps", "2", "--save_strategy", "steps", "--save_steps", "1")
+    expected = weights(tmp_path)
+    (tmp_path / "trainer_state.json").write_text("{")  # torn: `record_training` was killed
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(
+        ValueError, match="is the end of its run, but the model was not written.*one more optimizer step"
+    ):
+        run(tmp_path, model_path, "--max_steps", "2", method="grpo")
+    assert run(tmp_path, model_path, "--max_steps", "2").state.global_step == 2
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights(tmp_path).items())
+    assert json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 2
+
+
+def test_a_finished_run_is_trained_longer_or_again_from_an_earlier_step(tmp_path, model_path):
+    saving = ["--save_strategy", "steps", "--save_steps", "1", "--lr_scheduler_type", "constant"]
+    run(tmp_path, model_path, "--max_steps", "2", *saving)
+    earlier = ["--resume_from_checkpoint", str(tmp_path / "checkpoint-1")]
+    assert run(tmp_path, model_path, "--max_steps", "2", *saving, *earlier).state.global_step == 2
+    assert run(tmp_path, model_path, "--max_steps", "3", *saving).state.global_step == 3
+
+
+def test_jit_checkpoints_of_transformers_are_refused(tmp_path, model_path):
+    with pytest.raises(ValueError, match="enable_jit_checkpoint=True may save in the middle.*Remove it"):
+        run(tmp_path, model_path, "--enable_jit_checkpoint", "true", method="grpo")
+
+
+def test_a_run_in_another_thread_leaves_signals_alone():
+    """Python lets the main thread alone handle them."""
+    found = []
+
+    def begin():
+        with stop_on_signal() as callback:
+            callback.on_train_begin(None, None, None)
+            found.append(signal.getsignal(signal.SIGTERM))
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=begin)
+    thread.start()
+    thread.join()
+    assert found == [before]

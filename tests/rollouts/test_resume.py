@@ -1,0 +1,373 @@
+"""A run that was stopped after any step and resumed ends with the same bits as one that was not.
+
+Completions are sampled here, not replayed: the state of the random number generators, the order of the data, the rows
+that wait in the middle of a generation, the reference and the optimizer all have to come back.
+"""
+
+import logging
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+from replay import Recorder, addition_dataset, build_trainer, digit_reward, trainable_weights
+from transformers import AutoModelForCausalLM
+
+from pacs_trl.rollouts.resume import last_checkpoint
+
+
+pytestmark = pytest.mark.slow
+
+FOUR_UPDATES = {  # of two groups of four, per generation
+    "steps_per_generation": 4,
+    "optim": "adamw_torch",
+    "learning_rate": 3e-3,
+    "lr_scheduler_type": "linear",
+    "weight_decay": 0.1,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "max_steps": 9,
+    "temperature": 1.3,
+}
+HISTORY = ("loss", "grad_norm", "reward", "entropy", "pacs/proxy_abs_mean", "pacs/score_std", "learning_rate")
+
+
+def trained(output_dir, *, resume=None, num_prompts=64, lora=False, **settings):
+    recorder = Recorder()
+    trainer = build_trainer(
+        output_dir,
+        more={
+            "train_dataset": addition_dataset(num_prompts),
+            "eval_dataset": addition_dataset(4),
+            "peft_config": LoraConfig(r=4, target_modules="all-linear") if lora else None,
+            "callbacks": [recorder],
+        },
+        **(FOUR_UPDATES | settings),
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    history = [{name: e.get(name) for name in HISTORY} for e in trainer.state.log_history if "loss" in e]
+    return trainable_weights(trainer.model), history, recorder
+
+
+def check_resuming(tmp_path, offsets, **settings):
+    weights, history, recorder = trained(tmp_path / "straight", **settings)
+    num_steps = settings.get("max_steps", FOUR_UPDATES["max_steps"])
+    assert len(history) == num_steps
+    for offset in offsets:
+        again, history_again, recorder_again = trained(
+            tmp_path / "resumed", resume=str(tmp_path / "straight" / f"checkpoint-{offset}"), **settings
+        )
+        assert len(recorder_again.weights) == num_steps - offset
+        first = {name: recorder.weights[offset][name] for name in again}
+        assert all(torch.equal(first[n], recorder_again.weights[0][n]) for n in first), f"weights loaded at {offset}"
+        assert all(torch.equal(weights[n], again[n]) for n in weights), f"weights after resuming at {offset}"
+        assert history_again == history, f"history after resuming at {offset}"
+    return history
+
+
+def test_every_offset_of_two_generations(tmp_path):
+    history = check_resuming(tmp_path, range(1, 9))
+    moved = [entry["pacs/proxy_abs_mean"] > 0 for entry in history]
+    assert moved == [False, True, True, True, False, True, True, True, False]
+
+
+@pytest.mark.parametrize("offset", [2, 5])
+def test_saved_rows_are_needed(tmp_path, offset):
+    """The test above can fail: without the rows of the running generation, a resumed run has nothing to learn from."""
+    trained(tmp_path / "straight")
+    checkpoint = tmp_path / "straight" / f"checkpoint-{offset}"
+    state = torch.load(checkpoint / "pacs_state_0.pt", weights_only=True)
+    assert len(state["rollouts"]) == 32
+    torch.save(state | {"rollouts": {}}, checkpoint / "pacs_state_0.pt")
+    with pytest.raises((IndexError, ZeroDivisionError, ValueError)):
+        trained(tmp_path / "resumed", resume=str(checkpoint))
+
+
+VARIANTS = {
+    "snapshot with resets": {
+        "reference": "snapshot",
+        "reference_reset_steps": 3,
+        "reset_optimizer_on_reference_reset": True,
+        "offsets": [2, 3, 4, 6],
+    },
+    "first snapshot kept": {"reference": "snapshot", "offsets": [1, 4, 7]},
+    "two iterations": {"num_iterations": 2, "steps_per_generation": 2, "offsets": [1, 2, 3, 4, 5]},
+    "LoRA snapshot": {"lora": True, "reference": "snapshot", "reference_reset_steps": 4, "offsets": [3, 4, 6]},
+    "epochs of one generation": {"num_prompts": 8, "offsets": [3, 4, 5, 8]},
+    "epochs that drop prompts": {"num_prompts": 19, "steps_per_generation": 2, "offsets": [1, 3, 4, 5, 8]},
+    "groups over micro-batches": {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "steps_per_generation": 16,
+        "max_steps": 6,
+        "offsets": [2, 5],
+    },
+    "several generations in one update": {
+        "gradient_accumulation_steps": 2,
+        "steps_per_generation": 1,
+        "num_prompts": 10,
+        "max_steps": 5,
+        "offsets": [1, 2, 3],
+    },
+    "evaluation in between": {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 6, "offsets": [3, 4]},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_variants(tmp_path, variant):
+    variant = dict(variant)
+    offsets = variant.pop("offsets")
+    check_resuming(tmp_path, offsets, **variant)
+
+
+KILLED = """\
+import os, signal, sys
+sys.path.insert(0, {tests!r})
+from replay import *
+from test_resume import FOUR_UPDATES
+
+class Kill(TrainerCallback):
+    def on_substep_end(self, args, state, control, **kwargs): pass
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if state.global_step == 6 and not {resume}:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+trainer = build_trainer({output!r}, more={{"train_dataset": addition_dataset(64), "callbacks": [Kill()]}}, **FOUR_UPDATES)
+trainer.train(resume_from_checkpoint={resume})
+trainer.save_model()
+"""
+
+
+def test_killed_process(tmp_path):
+    """kill -9 inside the seventh step, with the sixth saved; a new process goes on."""
+    weights, _, _ = trained(tmp_path / "straight")
+
+    def run(resume):
+        script = KILLED.format(tests=str(Path(__file__).parents[1]), output=str(tmp_path / "killed"), resume=resume)
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        return subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=300)
+
+    assert run(resume=False).returncode == -signal.SIGKILL
+    assert (tmp_path / "killed" / "checkpoint-6").is_dir() and not (tmp_path / "killed" / "checkpoint-7").exists()
+    result = run(resume=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    again = trainable_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "killed", dtype=torch.float32))
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+
+
+# Twice with one trainer -------------------------------------------------------------------------------------------
+
+
+def same_weights(first, second) -> bool:
+    return all(torch.equal(weight, second.get_parameter(name)) for name, weight in first.named_parameters())
+
+
+def trainer_of(output_dir, **settings):
+    data = {"train_dataset": addition_dataset(64), "eval_dataset": addition_dataset(4)}
+    return build_trainer(output_dir, more=data, **(FOUR_UPDATES | settings))
+
+
+def test_a_used_trainer_resumes_like_a_fresh_one(tmp_path):
+    """The snapshot was renewed after the checkpoint had been written."""
+    settings = {"reference": "snapshot", "reference_reset_steps": 3, "max_steps": 5}
+    used, fresh = trainer_of(tmp_path / "used", **settings), trainer_of(tmp_path / "fresh", **settings)
+    used.train()
+    for trainer in (used, fresh):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "used" / "checkpoint-2"))
+    assert same_weights(used.model, fresh.model)
+    assert used.state.log_history[2]["loss"] == fresh.state.log_history[2]["loss"]
+
+
+def test_a_second_run_starts_from_nothing_but_the_weights(tmp_path):
+    """Stopped in the middle of a generation, and after a non-finite step: neither its rows nor its counters are left."""
+    settings = {"optim": "sgd", "weight_decay": 0.0, "reference": "snapshot", "max_steps": 2, "save_strategy": "no"}
+    used = trainer_of(tmp_path, **settings)
+    used.train()
+    used._non_finite_in_a_row = 2
+    weights = {name: weight.clone() for name, weight in used.model.state_dict().items()}
+    fresh = trainer_of(tmp_path, **settings)
+    fresh.model.load_state_dict(weights)
+    for trainer in (used, fresh):
+        torch.manual_seed(3)
+        trainer.train()
+    assert same_weights(used.model, fresh.model)
+    first = next(log for log in used.state.log_history if "loss" in log)
+    assert first["pacs/proxy_abs_mean"] == 0.0 and first["pacs/non_finite_steps"] == 0
+
+
+def test_rows_of_an_interrupted_step_are_not_learned_from(tmp_path):
+    """Two generations of eight rows fill an optimizer step; the reward of the second one is interrupted."""
+    seen = []
+
+    def reward(completions, **kwargs):
+        seen.append(len(completions))
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return digit_reward(completions)
+
+    settings = {"gradient_accumulation_steps": 2, "steps_per_generation": 1, "max_steps": 1, "save_strategy": "no"}
+    trainer = build_trainer(tmp_path, reward=reward, **settings)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    learned = []
+    plan = trainer._update.plan
+    trainer._update.plan = lambda rollouts: learned.append(len(rollouts)) or plan(rollouts)
+    trainer.train()
+    assert learned == [16]
+
+
+def test_evaluation_at_the_start_compares_with_the_snapshot_of_the_checkpoint(tmp_path):
+    settings = {"reference": "snapshot", "per_device_eval_batch_size": 4, "max_steps": 4}
+    first = trainer_of(tmp_path, **settings)
+    first.train()
+    resumed = trainer_of(tmp_path, eval_on_start=True, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    found = next(log for log in resumed.state.log_history if "eval_loss" in log)
+    assert found["eval_pacs/proxy_abs_mean"] > 0 and abs(found["eval_loss"] - math.log(2)) > 1e-4
+    assert same_weights(first.model, resumed.model)
+
+
+# Killed while writing ---------------------------------------------------------------------------------------------
+
+
+def tear(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+TORN = {
+    "not there": lambda checkpoint: (checkpoint / "trainer_state.json").unlink(),
+    "state of the trainer": lambda checkpoint: tear(checkpoint / "trainer_state.json"),
+    "rows": lambda checkpoint: tear(checkpoint / "pacs_state_0.pt"),
+    "empty": lambda checkpoint: (checkpoint / "pacs_state_0.pt").write_bytes(b""),
+    "optimizer": lambda checkpoint: tear(checkpoint / "optimizer.pt"),
+    "weights": lambda checkpoint: tear(checkpoint / "model.safetensors"),
+}
+
+
+@pytest.mark.parametrize("damage", TORN.values(), ids=TORN)
+def test_the_last_complete_checkpoint_is_taken(tmp_path, checkpoint, damage, caplog):
+    for name in ("checkpoint-1", "checkpoint-2", "checkpoint-10"):
+        shutil.copytree(checkpoint, tmp_path / name)
+    (tmp_path / "checkpoint-11-merged").mkdir()
+    damage(tmp_path / "checkpoint-10")
+    with caplog.at_level(logging.WARNING):
+        assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
+    assert "checkpoint-10 is not complete" in caplog.text and "checkpoint-2 " not in caplog.text
+    with pytest.raises(ValueError, match="(?s)checkpoint-10 is not complete.*Resume from .*checkpoint-2"):
+        trained(tmp_path, resume=str(tmp_path / "checkpoint-10"), max_steps=3)
+
+
+def test_a_torn_checkpoint_is_passed_over_and_written_again(tmp_path):
+    weights, history, _ = trained(tmp_path, max_steps=4)
+    (tmp_path / "checkpoint-4" / "trainer_state.json").unlink()
+    tear(tmp_path / "checkpoint-3" / "pacs_state_0.pt")
+    again, history_again, recorder = trained(tmp_path, resume=True, max_steps=4)
+    assert len(recorder.weights) == 2 and history == history_again
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
+
+
+def test_nothing_complete(tmp_path, checkpoint):
+    shutil.copytree(checkpoint, tmp_path / "checkpoint-2")
+    tear(tmp_path / "checkpoint-2" / "pacs_state_0.pt")
+    assert last_checkpoint(tmp_path) is None and last_checkpoint(tmp_path / "nowhere") is None
+    with pytest.raises(ValueError, match="no complete checkpoint"):
+        trained(tmp_path, resume=True, max_steps=3)
+
+
+def test_a_checkpoint_that_is_written_over_is_not_complete_meanwhile(tmp_path, monkeypatch):
+    """The kill comes while the sixth step is saved again; what counts is the fifth."""
+    trained(tmp_path, max_steps=3)
+
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    trainer = trainer_of(tmp_path, max_steps=3)
+    monkeypatch.setattr(trainer, "_save_optimizer_and_scheduler", killed)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
+
+
+# Finished runs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "length", [{"max_steps": 3}, {"max_steps": -1, "num_train_epochs": 1}], ids=["steps", "epochs"]
+)
+def test_resuming_a_finished_run_learns_nothing(tmp_path, length, capsys):
+    settings = {**length, "steps_per_generation": 1, "eval_strategy": "no"}
+    weights, history, _ = trained(tmp_path, num_prompts=8, **settings)
+    capsys.readouterr()
+    again, history_again, recorder = trained(tmp_path, resume=True, num_prompts=8, **settings)
+    assert recorder.weights == [] and history == history_again
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+    assert "is the end of a finished run" in capsys.readouterr().out
+
+
+# Refused checkpoints ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("run")
+    trained(directory, max_steps=3)
+    return directory / "checkpoint-2"
+
+
+@pytest.mark.parametrize(
+    ("settings", "difference"),
+    [
+        ({"pacs_beta": 2.0}, "pacs_beta: 1.0 in the checkpoint, 2.0 now"),
+        ({"score_estimator": "dr_grpo"}, "score_estimator: 'rloo' in the checkpoint, 'dr_grpo' now"),
+        ({"reference": "snapshot"}, "reference: 'rollout' in the checkpoint, 'snapshot' now"),
+        ({"num_generations": 8}, "num_generations: 4 in the checkpoint, 8 now"),
+        ({"drop_uniform_groups": True}, "drop_uniform_groups: False in the checkpoint, True now"),
+        ({"steps_per_generation": 2}, "steps_per_generation: 4 in the checkpoint, 2 now"),
+        ({"temperature": 1.0}, "temperature: 1.3 in the checkpoint, 1.0 now"),
+        ({"max_completion_length": 8}, "max_completion_length: 16 in the checkpoint, 8 now"),
+        ({"top_p": 0.9}, "top_p: 1.0 in the checkpoint, 0.9 now"),
+        ({"generation_kwargs": {"no_repeat_ngram_size": 2}}, "generation_kwargs: None in the checkpoint, {"),
+        ({"reward_weights": [0.5]}, r"reward_weights: None in the checkpoint, \[0.5\] now"),
+        ({"learning_rate": 1e-3}, "learning_rate: 0.003 in the checkpoint, 0.001 now"),
+        ({"seed": 1}, "seed: 42 in the checkpoint, 1 now"),
+    ],
+)
+def test_checkpoint_of_other_settings(tmp_path, checkpoint, settings, difference):
+    with pytest.raises(ValueError, match=f"written with other settings.*{difference}.*Restore these settings"):
+        trained(tmp_path, resume=str(checkpoint), max_steps=3, **settings)
+
+
+def test_all_differences_are_named(tmp_path, checkpoint):
+    with pytest.raises(ValueError, match="(?s)pacs_beta: 1.0 .*; class_weighting: 'balanced' "):
+        trained(tmp_path, resume=str(checkpoint), max_steps=3, pacs_beta=0.5, class_weighting="none")
+
+
+def test_settings_that_do_not_define_the_run_may_change(tmp_path, checkpoint):
+    trained(tmp_path, resume=str(checkpoint), max_steps=3, logging_steps=2, group_layout="split")
+
+
+def test_checkpoint_of_another_trainer(tmp_path, checkpoint):
+    copy = tmp_path / "checkpoint-2"
+    shutil.copytree(checkpoint, copy)
+    (copy / "pacs_state_0.pt").unlink()
+    with pytest.raises(ValueError, match="has no pacs_state.*not written by PACSTrainer"):
+        trained(tmp_path, resume=str(copy), max_steps=3)
+
+
+def test_snapshot_that_does_not_fit(tmp_path):
+    trained(tmp_path / "full", max_steps=2, reference="snapshot")
+    checkpoint = tmp_path / "full" / "checkpoint-1"
+    copies = torch.load(checkpoint / "pacs_reference_0.pt", weights_only=True)
+    torch.save(copies[:-1], checkpoint / "pacs_reference_0.pt")
+    with pytest.raises(ValueError, match=f"reference snapshot of the checkpoint has {len(copies) - 1} parameters"):
+        trained(tmp_path / "again", resume=str(checkpoint), max_steps=2, reference="snapshot")
+    (checkpoint / "pacs_reference_0.pt").unlink()
+    with pytest.raises((ValueError, FileNotFoundError), match="pacs_reference_0.pt"):
+        trained(tmp_path / "again", resume=str(checkpoint), max_steps=2, reference="snapshot")

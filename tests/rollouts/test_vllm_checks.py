@@ -1,0 +1,350 @@
+"""What is refused before a run with vLLM starts, and what happens when its server dies: a server on this machine plays vLLM."""
+
+import itertools
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from loopback_vllm import LoopbackVLLM, play_installed, server_settings
+from replay import (
+    TOKENIZER,
+    Recorder,
+    addition_dataset,
+    build_trainer,
+    config,
+    digit_reward,
+    tiny_model,
+    trainable_weights,
+)
+from transformers import AutoModelForCausalLM
+
+from pacs_trl import PACSTrainer, PPOConfig, PPOTrainer, train
+from pacs_trl.evaluation.benchmarks import load_benchmark
+from pacs_trl.evaluation.callback import EvaluationCallback
+from pacs_trl.rollouts import vllm_checks
+from pacs_trl.rollouts.vllm_checks import check_port, check_version, check_vllm, serve_command
+from pacs_trl.rollouts.vllm_requests import seed_requests
+
+
+@pytest.mark.parametrize("version", ["0.22.0", "0.31.0", "0.31.2+cpu", "0.27.1rc1", "dev"])
+def test_versions_that_trl_drives(version):
+    check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.21.9", "0.32.0", "1.0.0", "0.8.5.post1"])
+def test_other_versions(version):
+    with pytest.raises(
+        ValueError, match=rf"vLLM {version} is installed, but TRL 1.16 works with vLLM 0.22 to 0.31.*pip install"
+    ):
+        check_version(version)
+
+
+def test_not_installed(tmp_path, monkeypatch):
+    """Named before the model is loaded, with both ways to install it."""
+    monkeypatch.setattr(vllm_checks, "installed_vllm", lambda: None)
+    args = config(tmp_path, use_vllm=True, vllm_mode="colocate")
+    with pytest.raises(ValueError, match="vLLM is not installed.*pip install 'vllm>=0.22,<0.32'.*make env-vllm"):
+        PACSTrainer(model="no/such-model", reward_funcs=lambda **kwargs: [], args=args)
+
+
+@pytest.mark.parametrize("method", ["grpo", "pacs"])
+def test_recipes_of_every_method_are_checked(tmp_path, monkeypatch, method):
+    monkeypatch.setattr(vllm_checks, "installed_vllm", lambda: "0.12.0")
+    recipe = Path(__file__).parents[2] / "recipes" / "miniature" / f"{method}.yaml"
+    settings = {"model_name_or_path": "no/such-model", "use_vllm": True, "output_dir": tmp_path}
+    arguments = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
+    with pytest.raises(ValueError, match="vLLM 0.12.0 is installed, but"):
+        train.main(["--config", str(recipe), *arguments])
+
+
+def test_port_in_use():
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ValueError, match=rf"vllm_group_port={port} cannot be used.*Set it to another.*ss -ltnp"):
+            check_port(port, "vllm_group_port", "Set it to another.")
+    check_port(port, "vllm_group_port", "")
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    play_installed(monkeypatch.setattr)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("served")
+    tiny_model().save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.fixture
+def server(model):
+    with LoopbackVLLM(model) as server:
+        yield server
+
+
+def test_memory_fraction(tmp_path, installed):
+    with pytest.raises(ValueError, match="vllm_gpu_memory_utilization must be above 0 and at most 1, got 1.2"):
+        config(tmp_path, use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=1.2)
+
+
+def test_sleep_mode_on_a_cpu(tmp_path, installed):
+    args = config(tmp_path, use_vllm=True, vllm_mode="colocate", vllm_enable_sleep_mode=True)
+    with pytest.raises(ValueError, match="vllm_enable_sleep_mode=True needs a GPU.*VLLM_CPU_KVCACHE_SPACE"):
+        check_vllm(args, "model")
+
+
+def test_colocated_with_a_port_in_use(tmp_path, installed, monkeypatch):
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        monkeypatch.setenv("MASTER_PORT", str(other.getsockname()[1]))
+        with pytest.raises(ValueError, match="MASTER_PORT=.*Unset MASTER_PORT"):
+            check_vllm(config(tmp_path, use_vllm=True, vllm_mode="colocate"), "model")
+
+
+def test_master_port_that_torchrun_holds_for_us(tmp_path, installed, monkeypatch):
+    with socket.socket() as torchrun:
+        torchrun.bind(("", 0))
+        torchrun.listen()
+        monkeypatch.setenv("MASTER_PORT", str(torchrun.getsockname()[1]))
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+        check_vllm(config(tmp_path, use_vllm=True, vllm_mode="colocate"), "model")
+
+
+def test_no_server(tmp_path, installed):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    args = config(tmp_path, use_vllm=True, vllm_server_base_url=url, vllm_server_timeout=0.2, vllm_mode="server")
+    with pytest.raises(
+        ValueError, match=rf"No vLLM server answers at {url} after 0.2 s.*vllm serve Qwen/X.*curl --fail"
+    ):
+        check_vllm(args, "Qwen/X")
+
+
+REFUSED = {
+    "something else answers": ({"answers": {"/v1/models": 404}}, "Something answers at .* but it is no vLLM server"),
+    "not healthy": ({"dead": True}, "No vLLM server answers .*GET /health has status 503"),
+    "no development endpoints": ({"answers": {"/server_info": 404}}, "development endpoints.*VLLM_SERVER_DEV_MODE=1"),
+    "no weight transfer": (
+        {"info": {"vllm_config": {"weight_transfer_config": None}}},
+        "no weight-transfer engine. Start it with: .*--weight-transfer-config",
+    ),
+    "another model": (
+        {"models": {"data": [{"id": "Qwen/Other"}]}},
+        "serves 'Qwen/Other', but this run trains .*--served-model-name",
+    ),
+}
+
+
+@pytest.mark.parametrize(("state", "message"), REFUSED.values(), ids=REFUSED)
+def test_server_that_will_not_do(tmp_path, installed, server, model, state, message):
+    vars(server).update(state)
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        check_vllm(config(tmp_path, **server_settings(server.url)), model)
+
+
+def test_server_with_too_short_a_context(tmp_path, installed, model):
+    with LoopbackVLLM(model, max_model_len=16) as server:
+        with pytest.raises(
+            ValueError, match="max_model_len=16, which cannot hold a prompt and max_completion_length=16"
+        ):
+            check_vllm(config(tmp_path, **server_settings(server.url)), model)
+
+
+def test_server_that_will_do(tmp_path, installed, server, model):
+    check_vllm(config(tmp_path, **server_settings(server.url)), model)
+    assert server.calls == ["/health", "/v1/models", "/server_info"]
+    server.models["data"][0]["id"] = "another name"  # its root is the model
+    check_vllm(config(tmp_path, **server_settings(server.url)), model)
+    assert serve_command("M").startswith('VLLM_SERVER_DEV_MODE=1 vllm serve M --weight-transfer-config \'{"backend"')
+
+
+def trainer_with(server, model, output_dir, num_prompts=64, **more):
+    settings = {"learning_rate": 3e-3, "optim": "adamw_torch", "max_steps": 5, "save_steps": 100, **more}
+    return build_trainer(
+        output_dir,
+        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        more={"train_dataset": addition_dataset(num_prompts), "callbacks": [Recorder()]},
+        **(server_settings(server.url) | settings),
+    )
+
+
+# settings, the generation that fails, the optimizer step whose state is saved, and the generations that have led to it
+SCHEDULES = {
+    "one update per generation": ({}, 2, 2, 2),
+    "two updates per generation": ({"steps_per_generation": 2}, 2, 4, 2),
+    "two generations per update": ({"gradient_accumulation_steps": 2, "steps_per_generation": 1}, 5, 2, 4),
+    # 2 prompts a generation, 10 an epoch: the third update has one generation only, the fourth has 5 and 6
+    "an epoch that ends within an update": (
+        {"gradient_accumulation_steps": 2, "steps_per_generation": 1, "num_prompts": 10},
+        *(6, 3, 5),
+    ),
+}
+
+
+@pytest.mark.parametrize(("schedule", "fails", "step", "drawn"), SCHEDULES.values(), ids=SCHEDULES)
+def test_server_that_dies(tmp_path, installed, server, model, schedule, fails, step, drawn):
+    """The run stops with its state saved, and goes on from there as if nothing had happened."""
+    straight = trainer_with(server, model, tmp_path / "straight", **schedule)
+    straight.train()
+    seeds, server.seeds = server.seeds, []
+    server.fail_generation = fails
+    stopped = trainer_with(server, model, tmp_path / "stopped", save_only_model=True, **schedule)
+    with pytest.raises(
+        RuntimeError, match=rf"(?s)stopped answering after optimizer step {step} .*engine is dead.*vllm serve"
+    ) as error:
+        stopped.train()
+    checkpoint = tmp_path / "stopped" / f"checkpoint-{step}"
+    assert checkpoint.is_dir() and str(checkpoint) in str(error.value)
+
+    server.fail_generation, server.dead = None, False
+    resumed = trainer_with(server, model, tmp_path / "stopped", **schedule)
+    server.seeds = []
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert server.seeds == seeds[drawn:]
+    expected, found = trainable_weights(straight.model), trainable_weights(resumed.model)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    names = ("loss", "reward", "completions/mean_length", "num_tokens")  # nothing is counted twice
+    logs = [
+        [[entry.get(name) for name in names] for entry in run.state.log_history[:5]] for run in (straight, resumed)
+    ]
+    assert logs[0] == logs[1]
+
+
+def test_server_that_is_healthy_but_refuses(tmp_path, installed, server, model, monkeypatch):
+    """A prompt that does not fit, say: starting the server again would not help, and the error does not say that it is down."""
+    monkeypatch.setitem(server.answers, "/v1/completions", 400)
+    with pytest.raises(RuntimeError, match="is healthy, but did not generate after optimizer step 0 .*400"):
+        trainer_with(server, model, tmp_path).train()
+
+
+def test_state_is_saved_over_an_old_directory(tmp_path, installed, server, model):
+    (tmp_path / "checkpoint-2").mkdir()
+    server.fail_generation = 2
+    with pytest.raises(RuntimeError, match="The state after it is in .*checkpoint-2"):
+        trainer_with(server, model, tmp_path).train()
+    assert (tmp_path / "checkpoint-2" / "pacs_state_0.pt").is_file()
+
+
+def test_a_rollout_function_hears_of_its_own_failures(tmp_path, installed, server, model):
+    trainer = trainer_with(server, model, tmp_path)
+    server.fail_generation = 0
+    with pytest.raises(Exception, match="the engine is dead"):
+        trainer.vllm_generation.vllm_client.generate(prompts=[[1, 2]], max_tokens=4, generation_kwargs={"seed": 1})
+
+
+def test_evaluation_takes_no_seeds_from_training(tmp_path, installed, server, model):
+    runs = []
+    for name in ("alone", "evaluated"):
+        trainer = trainer_with(server, model, tmp_path / name, num_generations_eval=2, per_device_eval_batch_size=2)
+        server.seeds = []
+        if name == "evaluated":
+            trainer.evaluate(addition_dataset(2))
+            trainer.evaluate(addition_dataset(2))
+            assert len(set(server.seeds)) == 4 and not set(server.seeds) & set(runs[0])
+            server.seeds = []
+        trainer.train()
+        runs.append(server.seeds)
+    assert runs[0] == runs[1]
+
+
+def test_server_that_dies_during_evaluation(tmp_path, installed, server, model):
+    """Of the callback: the optimizer step before it is over, and what it drew stays drawn."""
+    benchmark = load_benchmark("miniature/addition", max_problems=2)
+    stopped = trainer_with(server, model, tmp_path)
+    stopped.add_callback(EvaluationCallback(stopped, [benchmark], every_steps=2))
+    server.fail_generation = 3  # one evaluation before training, two generations
+    with pytest.raises(RuntimeError, match="stopped answering after optimizer step 2 .*engine is dead"):
+        stopped.train()
+    server.fail_generation, server.dead = None, False
+    straight, resumed = (trainer_with(server, model, tmp_path) for _ in range(2))
+    straight.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    expected, found = trainable_weights(straight.model), trainable_weights(resumed.model)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_settings_are_not_written_to(tmp_path, installed, server, model):
+    trainer = trainer_with(server, model, tmp_path, max_steps=1, generation_kwargs={"stop": ["x"]})
+    trainer.train()
+    assert trainer.args.generation_kwargs == {"stop": ["x"]}
+
+
+def test_every_legal_call_of_a_colocated_engine_gets_seeds():
+    def params(tokens=1):
+        return SimpleNamespace(max_tokens=tokens, clone=lambda: params(tokens))
+
+    calls = []
+    llm = SimpleNamespace(
+        generate=lambda prompts, sampling_params: calls.append(
+            [(prompt, p.seed, p.max_tokens) for prompt, p in zip(prompts, sampling_params, strict=True)]
+        ),
+        get_default_sampling_params=params,
+    )
+    counter = itertools.count()
+    seed_requests(SimpleNamespace(llm=llm), lambda n: [next(counter) for _ in range(n)])
+    llm.generate(["a", "b"], params(5))
+    llm.generate(["a", "b"], [params(6), params(7)])
+    llm.generate("text", sampling_params=params(8))
+    llm.generate([5, 6, 7])
+    llm.generate([{"prompt_token_ids": [1]}])
+    assert calls == [
+        [("a", 0, 5), ("b", 1, 5)],
+        [("a", 2, 6), ("b", 3, 7)],
+        [("text", 4, 8)],
+        [([5, 6, 7], 5, 1)],
+        [({"prompt_token_ids": [1]}, 6, 1)],
+    ]
+
+
+def test_server_that_dies_before_the_first_step(tmp_path, installed, server, model):
+    trainer = trainer_with(server, model, tmp_path)
+    server.dead = True
+    with pytest.raises(RuntimeError, match="after optimizer step 0 .*status 503.*Nothing had been learnt yet"):
+        trainer.train()
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_ppo_on_a_server_that_dies(tmp_path, installed, server, model):
+    """As above, for the baseline: critic and policy go on from the state that was saved."""
+
+    def trainer():
+        args = PPOConfig(
+            str(tmp_path),
+            num_generations=4,
+            per_device_train_batch_size=8,
+            steps_per_generation=2,
+            max_completion_length=8,
+            max_steps=5,
+            save_strategy="no",
+            report_to="none",
+            bf16=False,
+            use_cpu=True,
+            **server_settings(server.url),
+        )
+        tokenizer, data = {"processing_class": TOKENIZER}, {"train_dataset": addition_dataset(64)}
+        policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        return PPOTrainer(policy, digit_reward, args, **tokenizer, **data)
+
+    straight = trainer()
+    straight.train()
+    seeds, server.seeds = server.seeds, []
+    assert len(set(seeds)) == len(seeds) == 3
+    server.fail_generation = 2
+    stopped = trainer()
+    with pytest.raises(RuntimeError, match="(?s)stopped answering after optimizer step 4 .*engine is dead"):
+        stopped.train()
+
+    server.fail_generation, server.dead, server.seeds = None, False, []
+    resumed = trainer()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert server.seeds == seeds[2:]
+    for name in ("model", "critic"):
+        expected, found = (trainable_weights(getattr(run, name)) for run in (straight, resumed))
+        assert all(torch.equal(expected[key], found[key]) for key in expected)

@@ -1,0 +1,213 @@
+"""Metrics of the implicit critic: by hand, and the logged ones against a recomputation from weights and rows."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from replay import Recorder, Replay, build_trainer, in_graph_step, rows_of_update, tiny_model
+
+from pacs_trl.objective import group_scores
+from pacs_trl.update.metrics import critic_metrics
+from pacs_trl.update.sampling_correction import mismatch_metrics
+
+
+NAN = float("nan")
+
+
+def test_by_hand():
+    """Two groups of three. Group 1 is mixed; group 2 has one class and a row without a verdict."""
+    labels = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, NAN])
+    proxies = torch.tensor([0.9, 0.3, -0.6, 2.0, -2.0, 7.0])
+    scores = group_scores(proxies, labels, num_generations=3)
+    # leave-one-out: 0.9 - (-0.15), 0.3 - 0.15, -0.6 - 0.6; group 2 has two rows: 2 - (-2), -2 - 2
+    torch.testing.assert_close(scores, torch.tensor([1.05, 0.15, -1.2, 4.0, -4.0, 0.0]))
+    found = critic_metrics(proxies, scores, labels, num_generations=3)
+
+    def sigmoid(x):
+        return 1 / (1 + math.exp(-x))
+
+    residuals = [1 - sigmoid(1.05), sigmoid(0.15), sigmoid(-1.2), 1 - sigmoid(4), 1 - sigmoid(-4)]
+    expected = {
+        "pacs/score_mean": 0.0,  # leave-one-out scores of a group sum to 0
+        "pacs/score_std": math.sqrt((1.05**2 + 0.15**2 + 1.2**2 + 4**2 + 4**2) / 4),
+        "pacs/proxy_abs_mean": (0.9 + 0.3 + 0.6 + 2.0 + 2.0) / 5,
+        "pacs/residual_abs_mean": sum(residuals) / 5,
+        "pacs/label_mean": 3 / 5,
+        "pacs/critic_accuracy": 2 / 3,  # of group 1: 1.05 right, 0.15 wrong, -1.2 right
+        "pacs/critic_brier": sum(r**2 for r in residuals[:3]) / 3,
+        "pacs/uniform_group_fraction": 1 / 2,
+        "pacs/saturated_score_fraction": 0.0,
+        "pacs/unscorable_fraction": 1 / 6,
+    }
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, abs=1e-6), name
+
+
+def test_soft_labels_are_rated_against_the_targets_of_their_weighting():
+    # group mean 0.1: balanced targets are y = R / 0.1 / (R / 0.1 + (1 - R) / 0.9) = 0.321, 0.529, 0.609
+    labels, proxies = torch.tensor([0.05, 0.111, 0.139]), torch.tensor([-0.4, 0.1, 0.3])
+    scores = group_scores(proxies, labels, num_generations=3)
+    found = critic_metrics(proxies, scores, labels, num_generations=3)
+    odds = labels / (1 - labels) * 9
+    residuals = torch.sigmoid(scores) - odds / (1 + odds)
+    assert found["pacs/critic_accuracy"] == 1.0  # the score is above 0 exactly where the label is above the mean
+    assert found["pacs/residual_abs_mean"] == pytest.approx(residuals.abs().mean().item(), abs=1e-6)
+    assert found["pacs/critic_brier"] == pytest.approx(residuals.square().mean().item(), abs=1e-6)
+    assert found["pacs/label_mean"] == pytest.approx(0.1)
+    plain = critic_metrics(proxies, scores, labels, num_generations=3, class_weighting="none")
+    assert plain["pacs/critic_accuracy"] == pytest.approx(1 / 3)  # no label is above 0.5
+
+
+def test_saturated_scores_are_counted_on_both_sides():
+    labels = torch.tensor([1.0, 0.0, 1.0, 0.0])
+    proxies = torch.tensor([6.0, 0.5, -6.0, 2.0])  # scores: 5.5, -5.5, -8, 8
+    scores = group_scores(proxies, labels, num_generations=2)
+    assert critic_metrics(proxies, scores, labels, num_generations=2)["pacs/saturated_score_fraction"] == 1.0
+    halved = critic_metrics(proxies / 1.5, scores / 1.5, labels, num_generations=2)
+    assert halved["pacs/saturated_score_fraction"] == 0.5
+
+
+def test_critic_is_not_rated_before_it_has_an_opinion():
+    labels = torch.tensor([1.0, 0.0])
+    found = critic_metrics(torch.zeros(2), torch.zeros(2), labels, num_generations=2)
+    assert math.isnan(found["pacs/critic_accuracy"]) and math.isnan(found["pacs/critic_brier"])
+    assert found["pacs/residual_abs_mean"] == 0.5
+
+
+def test_critic_is_not_rated_on_uniform_groups():
+    labels, proxies = torch.tensor([1.0, 1.0]), torch.tensor([0.5, -0.5])
+    found = critic_metrics(proxies, group_scores(proxies, labels, num_generations=2), labels, num_generations=2)
+    assert math.isnan(found["pacs/critic_accuracy"]) and found["pacs/uniform_group_fraction"] == 1.0
+
+
+def test_nothing_scorable():
+    found = critic_metrics(torch.ones(2), torch.zeros(2), torch.tensor([NAN, 1.0]), num_generations=2)
+    assert found.pop("pacs/unscorable_fraction") == 1.0
+    assert all(math.isnan(value) for value in found.values()), found
+
+
+@pytest.mark.parametrize("group_layout", ["whole", "split"])
+def test_logged_metrics_equal_their_recomputation(tmp_path, group_layout):
+    replay, recorder = Replay(unverifiable=0.2), Recorder()
+    trainer = build_trainer(
+        tmp_path,
+        replay=replay,
+        more={"callbacks": [recorder]},
+        group_layout=group_layout,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        steps_per_generation=4,
+    )
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    for update in range(2):
+        generation, rows = rows_of_update(replay, trainer.args, update)
+        step = in_graph_step(
+            tiny_model().double(), recorder.weights[update], replay.weights[generation], rows, trainer.args
+        )
+        labels = torch.tensor([NAN if row.label is None else row.label for row in rows])
+        scores = group_scores(step.proxies, labels, num_generations=4)
+        expected = critic_metrics(step.proxies, scores, labels, num_generations=4)
+        for name, value in expected.items():
+            if math.isnan(value):
+                assert logged[update][name] is None, name
+            else:
+                assert logged[update][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+        norm = math.sqrt(sum(g.square().sum().item() for g in step.gradients.values()))
+        assert logged[update]["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    # in the first update, rows of one-class groups and rows without a verdict have no gradient and are not computed
+    _, rows = rows_of_update(replay, trainer.args, 0)
+    labels = [[row.label for row in rows[i : i + 4]] for i in (0, 4)]
+    counting = sum(sum(v is not None for v in group) for group in labels if {0.0, 1.0} <= set(group))
+    assert 0 < counting < 8
+    assert logged[0]["pacs/forwarded_fraction"] == counting / 8
+
+
+def entropies(row, weights) -> list[float]:
+    """Entropy of the policy at each counted token, by a forward pass of that row alone."""
+    model = tiny_model()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(weights[name])
+        logits = model(torch.tensor([row.prompt_ids + row.completion_ids])).logits[0, len(row.prompt_ids) - 1 : -1]
+    found = torch.distributions.Categorical(logits=logits).entropy().tolist()
+    return [entropy for entropy, counted in zip(found, row.env_mask) if counted]
+
+
+@pytest.mark.parametrize("group_layout", ["whole", "split"])
+def test_entropy_is_the_mean_over_the_tokens_of_all_completions(tmp_path, group_layout):
+    """Also of those that the update leaves out: a group of one class on the first update, rows without a verdict."""
+    replay, recorder = Replay(tools=True, unverifiable=0.2), Recorder()
+    settings = {"steps_per_generation": 2, "group_layout": group_layout}
+    if group_layout == "split":
+        settings["max_tokens_per_micro_batch"] = 40
+    trainer = build_trainer(tmp_path, replay=replay, more={"callbacks": [recorder]}, **settings)
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert logged[0]["pacs/forwarded_fraction"] < 0.7
+    for update in range(2):
+        _, rows = rows_of_update(replay, trainer.args, update)
+        expected = [entropy for row in rows for entropy in entropies(row, recorder.weights[update])]
+        assert logged[update]["entropy"] == pytest.approx(sum(expected) / len(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reported", "update", "used"),
+    [
+        ({}, -2.0, 0, True),
+        ({"temperature": 0.7}, -2.0, 0, True),
+        ({"top_p": 0.9}, -2.0, 0, False),  # not the policy's own distribution
+        ({}, None, 0, False),  # the engine could not say
+        ({}, -2.0, 1, False),  # the policy has moved on
+    ],
+)
+def test_entropy_of_rows_left_out_is_that_which_the_engine_sampled(tmp_path, settings, reported, update, used):
+    trainer = build_trainer(
+        tmp_path, replay=Replay(uniform_groups=1, tools=True, logprobs=reported), num_iterations=2, **settings
+    )
+    found = []
+    run = trainer._update._left_out_entropy
+
+    def remember(model, step, plan):
+        forwarded = {i for batches in plan for rows in batches for i in rows}
+        left_out = [row for i, row in enumerate(step.rollouts) if i not in forwarded]
+        found.append((run(model, step, plan), sum(int(row.loss_mask.sum()) for row in left_out)))
+        return found[-1][0]
+
+    trainer._update._left_out_entropy = remember
+    trainer.train()
+    entropy, num_tokens = found[update]
+    assert bool(num_tokens) is (update == 0)
+    assert (entropy == pytest.approx(2.0 * num_tokens, rel=1e-6)) is (used or not num_tokens)
+
+
+def test_metrics_are_recorded_once_per_optimizer_step(tmp_path):
+    """Four micro-batches per step: one reduction for those that teach, one for the entropy of the rows left out."""
+    trainer = build_trainer(
+        tmp_path, replay=Replay(), per_device_train_batch_size=2, gradient_accumulation_steps=4, logging_steps=10
+    )
+    reductions = []
+    reduce = trainer.accelerator.reduce
+    trainer.accelerator.reduce = lambda *args, **kwargs: reductions.append(1) or reduce(*args, **kwargs)
+    recorded = {}
+    trainer.log = lambda logs, *args: recorded.update(
+        {k: len(v) for k, v in trainer._metrics["train"].items() if k.startswith("pacs/")} or recorded
+    )
+    trainer.train()
+    assert len(reductions) == 4
+    assert recorded and set(recorded.values()) == {2}, recorded
+
+
+def test_glossary_has_a_line_for_every_metric(tmp_path):
+    trainer = build_trainer(tmp_path, replay=Replay(), max_steps=1)
+    trainer.train()
+    glossary = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    lines = [line.split("|")[1] for line in glossary.splitlines() if line.startswith("| `")]
+    own = {name for name in trainer.state.log_history[0] if name.startswith(("pacs/", "time/"))}
+    assert len(own) > 18
+    own |= mismatch_metrics(torch.zeros(9)).keys()
+    assert not [
+        name for name in own | {"entropy", "loss", "grad_norm"} if not any(f"`{name}`" in line for line in lines)
+    ]

@@ -1,0 +1,98 @@
+"""Plans: every row once, within bounds, equal counts, little padding, balanced."""
+
+import random
+
+import pytest
+
+from pacs_trl.update.microbatching import RowLengths, micro_batch_tokens, plan_micro_batches, plan_tokens
+
+
+def lognormal_lengths(num_rows, seed=0):
+    generator = random.Random(seed)
+    completions = [min(768, max(1, round(generator.lognormvariate(5.3, 0.6)))) for _ in range(num_rows)]
+    return RowLengths([generator.randint(5, 40) for _ in range(num_rows)], completions)
+
+
+def rows_of(plan):
+    return sorted(row for batches in plan for batch in batches for row in batch)
+
+
+def test_tokens_by_hand():
+    lengths = RowLengths(prompts=[2, 3], completions=[5, 1])
+    assert micro_batch_tokens([0, 1], lengths, padded=True) == 2 * (3 + 5)
+    assert micro_batch_tokens([0, 1], lengths, padded=False) == 2 + 5 + 3 + 1
+    assert micro_batch_tokens([], lengths, padded=True) == 0
+    # two processes in lockstep: max(7, 4) + max(0, 4)
+    assert plan_tokens([[[0], []], [[1], [1]]], lengths, padded=False) == 7 + 4
+
+
+def test_padded_plan_by_hand():
+    lengths = RowLengths([1] * 4, [9, 1, 8, 2])
+    plan = plan_micro_batches(lengths, range(4), num_processes=1, max_rows=2, padded=True)
+    assert plan == [[[0, 2], [3, 1]]]  # long with long, short with short: 2*10 + 2*3 tokens instead of 2*10 + 2*9
+    assert plan_tokens(plan, lengths, padded=True) == 26
+
+
+def test_packed_plan_by_hand():
+    lengths = RowLengths([0] * 4, [9, 1, 8, 2])
+    plan = plan_micro_batches(lengths, range(4), num_processes=2, max_rows=2)
+    assert [sorted(batch) for (batch,) in plan] == [[0, 1], [2, 3]]  # 10 tokens on each process
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("num_processes", [1, 2, 3, 8])
+@pytest.mark.parametrize("limit", [dict(max_rows=4), dict(max_rows=1, max_tokens=2000)])
+@pytest.mark.parametrize("group_size", [1, 2])
+@pytest.mark.parametrize("num_rows", [0, 2, 38, 64])
+def test_every_row_once_within_bounds_and_in_lockstep(padded, num_processes, limit, group_size, num_rows):
+    lengths = lognormal_lengths(64)
+    chosen = random.Random(1).sample(range(64), num_rows)
+    plan = plan_micro_batches(
+        lengths, chosen, num_processes=num_processes, padded=padded, group_size=group_size, **limit
+    )
+    assert rows_of(plan) == sorted(chosen)
+    assert len(plan) == num_processes and len({len(batches) for batches in plan}) == 1
+    for batch in (batch for batches in plan for batch in batches):
+        if "max_tokens" in limit:
+            assert micro_batch_tokens(batch, lengths, padded=padded) <= limit["max_tokens"]
+        else:
+            assert len(batch) <= limit["max_rows"]
+    home = {row: id(batch) for batches in plan for batch in batches for row in batch}
+    for i in range(0, num_rows, group_size):
+        assert len({home[row] for row in chosen[i : i + group_size]}) == 1
+
+
+def test_plans_do_not_depend_on_anything_but_their_input():
+    lengths = lognormal_lengths(64)
+    plans = [plan_micro_batches(lengths, range(64), num_processes=2, max_rows=8) for _ in range(2)]
+    assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize("limit", [dict(max_rows=3), dict(max_rows=8, max_tokens=100)])
+def test_groups_that_do_not_fit_give_no_plan(limit):
+    lengths = RowLengths([10] * 8, [40] * 8)
+    assert plan_micro_batches(lengths, range(8), num_processes=1, group_size=4, **limit) is None
+
+
+def test_packed_micro_batches_are_balanced():
+    lengths = lognormal_lengths(256)
+    plan = plan_micro_batches(lengths, range(256), num_processes=8, max_rows=8)
+    tokens = [micro_batch_tokens(batch, lengths, padded=False) for batches in plan for batch in batches]
+    assert max(tokens) / (sum(tokens) / len(tokens)) < 1.05
+    totals = [sum(micro_batch_tokens(b, lengths, padded=False) for b in batches) for batches in plan]
+    assert max(totals) / min(totals) < 1.01
+
+
+def test_sorting_removes_most_padding():
+    lengths = lognormal_lengths(256)
+    plan = plan_micro_batches(lengths, range(256), num_processes=1, max_rows=8, padded=True)
+    unsorted = [[list(range(i, i + 8)) for i in range(0, 256, 8)]]
+    real = micro_batch_tokens(range(256), lengths, padded=False)
+    assert plan_tokens(plan, lengths, padded=True) < 1.15 * real
+    assert plan_tokens(unsorted, lengths, padded=True) > 1.7 * real
+
+
+def test_large_plan_is_quick_enough_to_run_every_step():
+    lengths = lognormal_lengths(8192)
+    plan = plan_micro_batches(lengths, range(8192), num_processes=64, max_rows=1, max_tokens=16384)
+    assert rows_of(plan) == list(range(8192))

@@ -1,0 +1,202 @@
+"""The snapshot: stands in for the policy, gives it back bit by bit, and holds nothing but what is trained."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from replay import tiny_model
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from pacs_trl.update.reference import SnapshotReference, is_sharded
+
+
+IDS = torch.tensor([[3, 4, 5, 6]])
+
+
+def move(model, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.add_(torch.randn(p.shape, generator=generator) * 0.1)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(IDS).logits.clone()
+
+
+def weights(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def equal(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.fixture(params=["full", "lora"])
+def model(request):
+    if request.param == "full":
+        return tiny_model()
+    torch.manual_seed(0)
+    return get_peft_model(tiny_model(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_stands_in_for_the_policy_and_gives_it_back(model, offload):
+    first = logits(model)
+    snapshot = SnapshotReference(model, offload=offload)
+    move(model)
+    moved, now = logits(model), weights(model)
+    assert not torch.equal(first, moved)
+    with snapshot.in_place_of_policy():
+        assert torch.equal(logits(model), first)
+    assert torch.equal(logits(model), moved) and equal(weights(model), now)
+
+
+def test_gives_the_policy_back_after_an_exception(model):
+    snapshot = SnapshotReference(model)
+    move(model)
+    now = weights(model)
+    with pytest.raises(KeyError), snapshot.in_place_of_policy():
+        raise KeyError
+    assert equal(weights(model), now)
+
+
+def test_gives_back_every_bit():
+    """Also those that arithmetic would lose: negative zero, the smallest numbers, infinity and NaN."""
+    model = torch.nn.Linear(5, 1, bias=False)
+    snapshot = SnapshotReference(model)
+    special = torch.tensor([[-0.0, 1e-45, float("inf"), float("nan"), 3e38]])
+    with torch.no_grad():
+        model.weight.copy_(special)
+    bits = model.weight.detach().view(torch.int32).clone()
+    with snapshot.in_place_of_policy():
+        assert model.weight.isfinite().all()
+    assert torch.equal(model.weight.detach().view(torch.int32), bits)
+
+
+def test_renewed_snapshot_is_the_policy_of_now(model):
+    snapshot = SnapshotReference(model)
+    move(model)
+    snapshot.renew()
+    now = logits(model)
+    move(model, seed=2)
+    with snapshot.in_place_of_policy():
+        assert torch.equal(logits(model), now)
+
+
+def test_holds_trained_parameters_only():
+    torch.manual_seed(0)
+    model = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules="all-linear"))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    copies = SnapshotReference(model).state_dict()
+    assert sum(c.numel() for c in copies) == sum(p.numel() for p in trained)
+    assert sum(c.numel() for c in copies) < sum(p.numel() for p in model.parameters()) / 2
+    assert not {c.data_ptr() for c in copies} & {p.data_ptr() for p in model.parameters()}
+
+
+def test_state_survives_saving(model, tmp_path):
+    first = logits(model)
+    torch.save(SnapshotReference(model).state_dict(), tmp_path / "reference.pt")
+    move(model)
+    snapshot = SnapshotReference(model)
+    snapshot.load_state_dict(torch.load(tmp_path / "reference.pt", weights_only=True))
+    with snapshot.in_place_of_policy():
+        assert torch.equal(logits(model), first)
+
+
+def test_state_of_another_model_is_refused(model):
+    other = SnapshotReference(torch.nn.Linear(2, 2)).state_dict()
+    with pytest.raises(ValueError, match="has 2 parameters and does not fit the model, which trains"):
+        SnapshotReference(model).load_state_dict(other)
+
+
+def test_optimizer_and_graph_do_not_see_the_exchange():
+    """Parameters keep their identity and their memory, so an optimizer step afterwards moves the policy."""
+    model = tiny_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pointers = [p.data_ptr() for p in model.parameters()]
+    snapshot = SnapshotReference(model)
+    move(model)
+    before = weights(model)
+    with snapshot.in_place_of_policy():
+        logits(model)
+    assert [p.data_ptr() for p in model.parameters()] == pointers
+    model(IDS).logits.sum().backward()
+    optimizer.step()
+    for p, b in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(p.detach(), b - 0.1 * p.grad)
+
+
+class PartitionedByZeRO3:
+    """What a snapshot needs of a parameter under ZeRO-3: this process's part stands in `ds_tensor`."""
+
+    def __init__(self, parameter, persistent):
+        parameter.ds_tensor = parameter.data.flatten()[:2].clone()
+        parameter.ds_status = SimpleNamespace(name="AVAILABLE" if persistent else "NOT_AVAILABLE")
+        parameter.partition = lambda parameters: self.calls.append("partition")
+        parameter.all_gather = lambda parameters: self.calls.append(("all_gather", parameters[0].ds_tensor.tolist()))
+        self.calls = []
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_parameters_partitioned_by_zero3(persistent):
+    model = torch.nn.Linear(3, 1, bias=False)
+    assert not is_sharded(model)
+    partitioned = PartitionedByZeRO3(model.weight, persistent)
+    model.weight.ds_tensor = torch.tensor([1.0, 2.0])
+    assert is_sharded(model)
+    snapshot = SnapshotReference(model)
+    model.weight.ds_tensor += 5
+    with snapshot.in_place_of_policy():
+        assert model.weight.ds_tensor.tolist() == [1.0, 2.0]
+    assert model.weight.ds_tensor.tolist() == [6.0, 7.0]
+    # small parameters stay gathered between uses, so they are gathered anew from the parts that were exchanged
+    exchanged = ["partition", ("all_gather", [1.0, 2.0]), "partition", ("all_gather", [6.0, 7.0])]
+    assert partitioned.calls == (exchanged if persistent else [])
+    snapshot.renew()
+    assert snapshot.state_dict()[0].tolist() == [6.0, 7.0]
+
+
+# FSDP2 in a group of one process; two processes are in tests/distributed ---------------------------------------------
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def shard(model):
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+@pytest.mark.parametrize("forward_first", [False, True])
+def test_fsdp2(process_group, forward_first):
+    """A forward pass leaves gathered copies in place of the parameters of the outermost module. They are freed later,
+    so a snapshot that listed them would exchange freed memory, or nothing."""
+    model = shard(tiny_model())
+    assert isinstance(model, FSDPModule)
+    first = logits(tiny_model())
+    if forward_first:
+        torch.testing.assert_close(logits(model), first)
+    snapshot = SnapshotReference(model)
+    assert is_sharded(model)
+    assert all(isinstance(p, DTensor) for p in snapshot._parameters)
+    for p in snapshot._parameters:
+        with torch.no_grad():
+            p.to_local().mul_(1.5)
+    model.reshard()
+    moved = logits(model)
+    assert not torch.allclose(moved, first)
+    for _ in range(2):
+        with snapshot.in_place_of_policy():
+            torch.testing.assert_close(logits(model), first)
+        assert torch.equal(logits(model), moved)

@@ -1,0 +1,136 @@
+"""The correction of the mismatch between engine and trainer: by hand, by its properties, and by loops."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from pacs_trl.update.sampling_correction import (
+    correction_weights,
+    merge_statistics,
+    mismatch_metrics,
+    mismatch_statistics,
+)
+
+
+MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+LN2 = math.log(2.0)
+
+# Two completions. Ratios per token: 2, 1/2, 4 and 8, (unknown), (not counted).
+# Per completion: 2 * 1/2 * 4 = 4, and 8 (an unknown token is 1, one that is not counted does not enter).
+LOGPS = torch.tensor([[-1.0 + LN2, -1.0 - LN2, -1.0 + 2 * LN2], [-1.0 + 3 * LN2, -7.0, -1.0 + 9 * LN2]])
+SAMPLING = torch.tensor([[-1.0, -1.0, -1.0], [-1.0, math.nan, -1.0]])
+MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])
+BY_HAND = {
+    # bounds 1 and 3:              2 in, 1/2 up to 1, 4 down to 3;   8 down to 3, unknown is 1
+    "token_truncate": [[2.0, 1.0, 3.0], [3.0, 1.0]],
+    "token_mask": [[2.0, 0.0, 0.0], [0.0, 1.0]],
+    "sequence_truncate": [[3.0, 3.0, 3.0], [3.0, 3.0]],
+    "sequence_mask": [[0.0, 0.0, 0.0], [0.0, 0.0]],
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_by_hand(mode):
+    weights = correction_weights(LOGPS, SAMPLING, MASK, mode=mode, clip_min=1.0, clip_max=3.0)
+    assert weights[0].tolist() == pytest.approx(BY_HAND[mode][0]) and weights.dtype == torch.float32
+    assert weights[1, :2].tolist() == pytest.approx(BY_HAND[mode][1])
+
+
+def test_sequence_within_its_bounds():
+    weights = correction_weights(LOGPS, SAMPLING, MASK, mode="sequence_mask", clip_max=5.0)
+    assert weights[0].tolist() == pytest.approx([4.0, 4.0, 4.0])
+    assert weights[1, :2].tolist() == [0.0, 0.0]
+
+
+def test_metrics_by_hand():
+    """Differences ln 2 * (1, 1, 2, 3): mean 7/4 ln 2. Ratios 2, 1/2, 4, 8: sum 14.5, squares 84.25, n = 4."""
+    metrics = mismatch_metrics(mismatch_statistics(LOGPS, SAMPLING, MASK, mode="token_mask", clip_max=3.0))
+    assert metrics == pytest.approx(
+        {
+            "sampling/sampling_logp_difference/mean": 1.75 * LN2,
+            "sampling/sampling_logp_difference/max": 3 * LN2,
+            "sampling/importance_sampling_ratio/min": 0.5,
+            "sampling/importance_sampling_ratio/mean": 14.5 / 4,
+            "sampling/importance_sampling_ratio/max": 8.0,
+            "sampling/effective_sample_size": 14.5**2 / (4 * 84.25),
+            "sampling/outside_fraction": 2 / 4,
+        },
+        rel=1e-6,
+    )
+    # Per completion: ratios 4 and 8.
+    metrics = mismatch_metrics(mismatch_statistics(LOGPS, SAMPLING, MASK, mode="sequence_mask", clip_max=5.0))
+    assert metrics["sampling/importance_sampling_ratio/mean"] == pytest.approx(6.0)
+    assert metrics["sampling/effective_sample_size"] == pytest.approx(144 / (2 * 80))
+    assert metrics["sampling/outside_fraction"] == 0.5
+
+
+def random_batch(seed, rows=6, tokens=7):
+    rng = np.random.default_rng(seed)
+    logps = torch.from_numpy(-rng.exponential(2.0, (rows, tokens)))
+    sampling = logps + torch.from_numpy(rng.normal(0.0, 0.4, (rows, tokens)))
+    sampling[torch.from_numpy(rng.random((rows, tokens)) < 0.1)] = math.nan
+    return logps, sampling, torch.from_numpy(rng.random((rows, tokens)) < 0.8)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_equal_probabilities_change_nothing(mode):
+    logps, _, mask = random_batch(0)
+    weights = correction_weights(logps, logps.clone(), mask, mode=mode, clip_min=0.5, clip_max=2.0)
+    assert torch.equal(weights, torch.ones_like(weights))
+    metrics = mismatch_metrics(mismatch_statistics(logps, logps.clone(), mask, mode=mode))
+    assert metrics["sampling/effective_sample_size"] == pytest.approx(1.0, abs=1e-12)
+    assert metrics["sampling/sampling_logp_difference/max"] == metrics["sampling/outside_fraction"] == 0.0
+
+
+def test_weights_carry_no_gradient():
+    logps, sampling, mask = random_batch(1)
+    weights = correction_weights(logps.requires_grad_(), sampling, mask, mode="token_truncate")
+    assert not weights.requires_grad
+
+
+@pytest.mark.parametrize("bounds", [(None, 3.0), (0.8, 1.25), (0.5, None), (None, None)])
+@pytest.mark.parametrize("mode", MODES)
+def test_against_loops(mode, bounds):
+    logps, sampling, mask = random_batch(2)
+    low, high = bounds
+    found = correction_weights(logps, sampling, mask, mode=mode, clip_min=low, clip_max=high)
+    everything = []
+    for i in range(len(logps)):
+        counted = [t for t in range(logps.shape[1]) if mask[i, t]]
+        ratio = {t: math.exp(logps[i, t] - sampling[i, t]) for t in counted if not math.isnan(sampling[i, t])}
+        if mode.startswith("sequence"):
+            product = math.prod(ratio.values())
+            everything += [product] if ratio else []
+            ratio = dict.fromkeys(counted, product)
+        else:
+            everything += list(ratio.values())
+        for t in counted:
+            value = ratio.get(t, 1.0)
+            if "truncate" in mode:
+                value = min(max(value, low or 0.0), math.inf if high is None else high)
+            elif (low is not None and value < low) or (high is not None and value > high):
+                value = 0.0
+            assert found[i, t].item() == pytest.approx(value, rel=1e-6), (i, t)
+    metrics = mismatch_metrics(mismatch_statistics(logps, sampling, mask, mode=mode, clip_min=low, clip_max=high))
+    assert metrics["sampling/importance_sampling_ratio/min"] == pytest.approx(min(everything))
+    assert metrics["sampling/importance_sampling_ratio/max"] == pytest.approx(max(everything))
+    size = sum(everything) ** 2 / (len(everything) * sum(r * r for r in everything))
+    assert metrics["sampling/effective_sample_size"] == pytest.approx(size)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_parts_add_up_to_the_whole(mode):
+    logps, sampling, mask = random_batch(3)
+    bounds = {"mode": mode, "clip_min": 0.8, "clip_max": 1.2}
+    whole = mismatch_statistics(logps, sampling, mask, **bounds)
+    cuts = [slice(0, 2), slice(2, 5), slice(5, 6), slice(6, 6)]
+    parts = torch.stack([mismatch_statistics(logps[c], sampling[c], mask[c], **bounds) for c in cuts])
+    assert merge_statistics(parts).tolist() == pytest.approx(whole.tolist())
+
+
+def test_nothing_to_compare():
+    nothing = torch.full((2, 3), math.nan)
+    metrics = mismatch_metrics(mismatch_statistics(torch.zeros(2, 3), nothing, torch.ones(2, 3), mode="token_mask"))
+    assert all(math.isnan(value) for value in metrics.values())

@@ -1,0 +1,356 @@
+"""Limits, kills and shutdown of the verification processes. The attacks are data: `data/hostile.jsonl`."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from pacs_trl import verification
+from pacs_trl.verification import Outcome, Verifier, shared_verifier
+
+
+HOSTILE = [
+    json.loads(line)
+    for line in (Path(__file__).parents[1] / "data" / "hostile.jsonl").read_text(encoding="utf-8").splitlines()
+]
+# Evaluates for hours and is no plain number, so that nothing but a limit can end it.
+ENDLESS = r"\boxed{9^{9^9} - 1}"
+
+
+def box(answer):
+    return f"\\boxed{{{answer}}}"
+
+
+def text_of(row):
+    return "".join(text * count for text, count in row["parts"])
+
+
+def children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_for(condition, seconds):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def resident_mb():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def workers_of(verifier):
+    """Process ids of the workers, once they are there."""
+    verifier.grade([box(0)], [0])
+    return children(verifier._pool.pid)
+
+
+class InBackground:
+    """Grades a batch on another thread, so that the test can interfere."""
+
+    def __init__(self, verifier, completions, golds):
+        self.grades = None
+        self.thread = threading.Thread(target=self.work, args=(verifier, completions, golds), daemon=True)
+        self.thread.start()
+
+    def work(self, verifier, completions, golds):
+        self.grades = verifier.grade_detailed(completions, golds)
+
+    def outcomes(self):
+        self.thread.join(60)
+        return [grade.outcome for grade in self.grades]
+
+
+def threading_result(work):
+    """What a new thread makes of it."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(work()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+class TestHostile:
+    def test_corpus_is_large_and_described(self):
+        assert len(HOSTILE) >= 60
+        assert len({row["description"] for row in HOSTILE}) == len(HOSTILE)
+
+    def test_every_attack_is_answered_in_time_and_the_pool_lives_on(self):
+        texts, golds = [text_of(row) for row in HOSTILE], [row["gold"] for row in HOSTILE]
+        with Verifier(num_workers=2, cpu_seconds=0.3, timeout_seconds=3.0, cache_size=0) as verifier:
+            verifier.grade([box(i) for i in range(100)], range(100))
+            memory = resident_mb()
+            grades = verifier.grade_detailed(texts, golds)
+            assert resident_mb() - memory < 16
+            assert verifier.grade([box(i) for i in range(100)], range(100)) == [1.0] * 100
+            assert len(children(verifier._pool.pid)) == 2
+        slow = {row["description"]: grade.seconds for row, grade in zip(HOSTILE, grades) if grade.seconds > 4.0}
+        assert not slow
+        right = {row["description"] for row, grade in zip(HOSTILE, grades) if grade.outcome is Outcome.CORRECT}
+        # Invisible characters around a right answer are not wrong. math-verify finds no other in here.
+        assert right <= {"null bytes in the box", "right-to-left overrides", "lone surrogate"}
+        assert sum(grade.outcome is Outcome.TOO_LONG for grade in grades) == 3
+
+    def test_neighbours_of_a_hanging_item_are_graded(self):
+        completions = [ENDLESS.replace("1", str(i)) if i % 20 == 7 else box(i) for i in range(100)]
+        with Verifier(num_workers=2, cpu_seconds=0.3) as verifier:
+            outcomes = [grade.outcome for grade in verifier.grade_detailed(completions, range(100))]
+        expected = [Outcome.TIMEOUT if i % 20 == 7 else Outcome.CORRECT for i in range(100)]
+        assert outcomes == expected
+
+    def test_power_towers_need_no_limit(self):
+        with Verifier(num_workers=1, cpu_seconds=30.0, timeout_seconds=30.0) as verifier:
+            grade = verifier.grade_detailed([r"\boxed{9^{9^{9^9}}}"], ["42"])[0]
+        assert grade.outcome is Outcome.WRONG and grade.seconds < 5.0
+
+
+class TestLimits:
+    def test_wall_clock_ends_an_item_that_uses_no_processor_time(self):
+        with Verifier(num_workers=1, timeout_seconds=1.0) as verifier:
+            (worker,) = workers_of(verifier)
+            os.kill(worker, signal.SIGSTOP)
+            grades = verifier.grade_detailed([box(1), box(2), box(3)], [1, 2, 3])
+            assert [grade.outcome for grade in grades] == [Outcome.TIMEOUT, Outcome.CORRECT, Outcome.CORRECT]
+            assert 1.0 <= grades[0].seconds < 2.0
+            assert not is_running(worker)
+
+    def test_kernel_ends_a_hanging_worker_while_the_pool_is_stuck(self):
+        with Verifier(num_workers=1, cpu_seconds=0.5, timeout_seconds=30.0) as verifier:
+            (worker,) = workers_of(verifier)
+            pool = verifier._pool.pid
+            batch = InBackground(verifier, [ENDLESS], ["42"])
+            time.sleep(0.1)
+            os.kill(pool, signal.SIGSTOP)
+            assert wait_for(lambda: not is_running(worker), 10)
+            os.kill(pool, signal.SIGCONT)
+            assert batch.outcomes() == [Outcome.TIMEOUT]
+
+    def test_memory(self):
+        large = "x" * 100_000_000  # cannot even be read within the limit
+        with Verifier(num_workers=1, memory_limit_mb=256, timeout_seconds=30.0, max_characters=10**9) as verifier:
+            grades = verifier.grade_detailed([box(1), large, box(2)], [1, 9, 2])
+        assert [grade.outcome for grade in grades] == [Outcome.CORRECT, Outcome.KILLED, Outcome.CORRECT]
+
+
+class TestKilledProcesses:
+    def test_worker_at_work(self):
+        with Verifier(num_workers=1, cpu_seconds=30.0, timeout_seconds=30.0) as verifier:
+            (worker,) = workers_of(verifier)
+            batch = InBackground(verifier, [ENDLESS, box(1), box(2)], ["42", 1, 2])
+            time.sleep(0.2)
+            os.kill(worker, signal.SIGKILL)
+            assert batch.outcomes() == [Outcome.KILLED, Outcome.CORRECT, Outcome.CORRECT]
+            assert len(verifier._cache) == 3  # with the first one of all, without the one that was killed
+
+    def test_idle_worker(self):
+        with Verifier(num_workers=2) as verifier:
+            workers = workers_of(verifier)
+            for worker in workers:
+                os.kill(worker, signal.SIGKILL)
+            assert wait_for(lambda: not any(map(is_running, workers)), 5)
+            assert verifier.grade([box(i) for i in range(50)], range(50)) == [1.0] * 50
+
+    def test_the_signal_that_a_scheduler_sends_to_all_disturbs_nothing(self):
+        """The trainer finishes its step on SIGTERM, and needs its labels for that."""
+        with Verifier(num_workers=1, cpu_seconds=2.0) as verifier:
+            (worker,) = workers_of(verifier)
+            pool = verifier._pool.pid
+            batch = InBackground(verifier, [ENDLESS, box(1)], ["42", 1])
+            time.sleep(0.2)
+            for process in (worker, pool):
+                os.kill(process, signal.SIGTERM)
+            assert batch.outcomes() == [Outcome.TIMEOUT, Outcome.CORRECT]
+            assert verifier._pool.pid == pool and workers_of(verifier) != []
+
+    def test_pool_is_started_again_and_loses_nothing(self):
+        with Verifier(num_workers=1, cpu_seconds=2.0) as verifier:
+            (worker,) = workers_of(verifier)
+            pool = verifier._pool.pid
+            batch = InBackground(verifier, [ENDLESS, box(1)], ["42", 1])
+            time.sleep(0.2)
+            os.kill(pool, signal.SIGKILL)
+            assert batch.outcomes() == [Outcome.TIMEOUT, Outcome.CORRECT]
+            assert verifier._pool.pid != pool
+            assert wait_for(lambda: not is_running(worker), 5)
+
+    def test_pool_that_cannot_start(self, monkeypatch):
+        monkeypatch.setattr(sys, "executable", "/bin/false")
+        with pytest.raises(RuntimeError, match="broke down twice on a batch of 1 completions"):
+            Verifier(num_workers=1).grade([box(1)], [1])
+
+
+PROGRAM = """
+import os, signal, sys, time
+from pathlib import Path
+from pacs_trl.verification import Verifier
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with it ignored
+verifier = Verifier(num_workers=2, cpu_seconds=60.0, timeout_seconds=60.0)
+assert verifier.grade([r"\\\\boxed{1}"] * 3, [1, 1, 2]) == [1.0, 1.0, 0.0]
+pool = verifier._pool.pid
+workers = Path(f"/proc/{pool}/task/{pool}/children").read_text().split()
+"""
+BUSY = r"""
+print(pool, *workers, flush=True)
+verifier.grade([r"\boxed{9^{9^9} - 1}", r"\boxed{9^{9^9} - 2}"], ["42", "42"])
+"""
+
+
+def start_program(*parts):
+    """A parent that was given to the interpreter with -c: it has no file that a child could import again."""
+    program = "".join(textwrap.dedent(part) for part in parts)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program.replace("\\\\", "\\")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    pids = [int(pid) for pid in process.stdout.readline().split()]
+    assert len(pids) >= 3, process.stderr.read()
+    return process, pids
+
+
+class TestEndOfTheParent:
+    @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+    def test_signals_while_busy(self, signal_number):
+        process, pids = start_program(PROGRAM, BUSY)
+        time.sleep(0.3)
+        assert all(map(is_running, pids))
+        process.send_signal(signal_number)
+        assert wait_for(lambda: not any(map(is_running, pids)), 5)
+        process.communicate(timeout=30)
+
+    def test_kill_while_another_child_holds_the_connection(self):
+        """A forked data loader inherits the parent's end of it, so the pool sees no end of file."""
+        fork = """
+        sleeper = os.fork()
+        if sleeper == 0:
+            time.sleep(60)
+            os._exit(0)
+        workers.append(sleeper)
+        """
+        process, pids = start_program(PROGRAM, fork, BUSY)
+        sleeper = pids.pop()
+        time.sleep(0.3)
+        process.kill()
+        assert wait_for(lambda: not any(map(is_running, pids)), 5)
+        assert is_running(sleeper)
+        os.kill(sleeper, signal.SIGKILL)
+        process.communicate(timeout=30)
+
+    @pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "raise RuntimeError('oops')", "os._exit(0)"])
+    def test_ordinary_ends_without_close(self, ending):
+        process, pids = start_program(PROGRAM, "print(pool, *workers, flush=True)\n", ending)
+        _, errors = process.communicate(timeout=30)
+        assert wait_for(lambda: not any(map(is_running, pids)), 5)
+        assert ("oops" in errors) == ("oops" in ending)
+        assert "Warning" not in errors
+
+    def test_close_and_forgetting_end_the_processes(self):
+        closed, forgotten = Verifier(num_workers=1), Verifier(num_workers=1)
+        pids = [*workers_of(closed), closed._pool.pid, *workers_of(forgotten), forgotten._pool.pid]
+        closed.close()
+        del forgotten
+        assert wait_for(lambda: not any(map(is_running, pids)), 5)
+        assert closed.grade([box(1)], [1]) == [1.0]  # starts again
+        closed.close()
+
+
+class TestForkedParent:
+    def test_child_gets_processes_of_its_own(self):
+        with Verifier(num_workers=1) as verifier:
+            (worker,) = workers_of(verifier)
+            pool = verifier._pool.pid
+            child = os.fork()
+            if child == 0:
+                ok = verifier.grade([box(1), box(2)], [1, 1]) == [1.0, 0.0] and verifier._pool.pid != pool
+                verifier.close()
+                os._exit(0 if ok else 1)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            assert is_running(pool) and is_running(worker)
+            assert verifier.grade([box(3)], [3]) == [1.0]
+            assert verifier._pool.pid == pool
+
+    def test_child_of_a_process_that_is_grading(self, monkeypatch):
+        """The lock that another thread holds at the fork is held for ever in the child, which has no such thread."""
+        with Verifier(num_workers=1) as verifier:
+            monkeypatch.setattr(verification, "_shared_verifier", verifier)
+            workers_of(verifier)
+            sent, answer = threading.Event(), threading.Event()
+            request = verifier._request
+            verifier._request = lambda items: (sent.set(), answer.wait(240), request(items))[-1]
+            batch = InBackground(verifier, [box(1), box(2)], [1, 1])
+            assert sent.wait(120)
+            with verification._shared_lock:
+                child = os.fork()
+                if child == 0:
+                    signal.alarm(120)  # a child that hangs is ended
+                    verifier._request = request
+                    ok = threading_result(lambda: shared_verifier().grade([box(1), box(2)], [1, 1])) == [1.0, 0.0]
+                    verifier.close()
+                    os._exit(0 if ok else 1)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            answer.set()
+            assert batch.outcomes() == [Outcome.CORRECT, Outcome.WRONG]
+
+
+RANK_PROGRAM = """
+import os
+
+from accelerate import Accelerator
+
+from pacs_trl.rewards import math_reward
+from pacs_trl.verification import shared_verifier
+
+accelerator = Accelerator(cpu=True)
+golds = [str(i + accelerator.process_index) for i in range(60)]
+assert math_reward([r"\\boxed{%d}" % i for i in range(60)], solution=golds) == [1.0 - accelerator.process_index] * 60
+assert shared_verifier().num_workers == max(1, len(os.sched_getaffinity(0)) // 2)
+accelerator.wait_for_everyone()
+with open(f"{os.environ['PIDS']}.{accelerator.process_index}", "w") as file:
+    file.write(str(shared_verifier()._pool.pid))
+"""
+
+
+@pytest.mark.distributed
+def test_two_ranks_have_a_pool_each(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(RANK_PROGRAM.replace("\\\\", "\\"), encoding="utf-8")
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "PIDS": str(tmp_path / "pid"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    completed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert completed.returncode == 0, completed.stderr
+    pools = [int((tmp_path / f"pid.{rank}").read_text()) for rank in range(2)]
+    assert pools[0] != pools[1]
+    assert wait_for(lambda: not any(map(is_running, pools)), 5)
+
+
+class TestImports:
+    @pytest.mark.parametrize(
+        ("module", "absent"),
+        [
+            ("pacs_trl.verification", ["math_verify", "sympy", "torch", "trl"]),
+            ("pacs_trl.verification.pool", ["torch", "trl", "transformers", "datasets"]),
+        ],
+    )
+    def test_processes_stay_light(self, module, absent):
+        program = f"import sys, {module}; print([name for name in {absent} if name in sys.modules])"
+        output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+        assert output.strip() == "[]"

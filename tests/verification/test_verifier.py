@@ -1,0 +1,375 @@
+"""Labels of `pacs_trl.verification` on real rows, against direct math-verify calls, and for bad input."""
+
+import asyncio
+import json
+import random
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+from pacs_trl.verification import (
+    MAX_CHARACTERS,
+    Outcome,
+    VerificationArguments,
+    Verifier,
+    _slices,
+    configure_verification,
+    default_num_workers,
+    gold_texts,
+    last_boxed,
+    max_failure_share,
+    shared_verifier,
+)
+
+
+DATA = Path(__file__).parents[1] / "data"
+
+
+def read_jsonl(name):
+    return [json.loads(line) for line in (DATA / name).read_text(encoding="utf-8").splitlines()]
+
+
+def box(answer):
+    return f"\\boxed{{{answer}}}"
+
+
+def numbers(answer):
+    return sorted(re.findall(r"\d+", answer))
+
+
+MATH = read_jsonl("math_500.jsonl")
+MATH_GOLDS = [row["answer"] for row in MATH]
+AIME_2024 = read_jsonl("aime_2024.jsonl")
+AIME_2025 = read_jsonl("aime_2025.jsonl")
+AMC = read_jsonl("amc23.jsonl")
+GSM8K = read_jsonl("gsm8k_test_200.jsonl")
+GSM8K_GOLDS = [row["answer"].rpartition("####")[2].strip() for row in GSM8K]
+
+
+def wrong_pairs(golds, seed=0):
+    """(completion, gold) of a permutation, without pairs that are the same text or the same numbers."""
+    shuffled = list(golds)
+    random.Random(seed).shuffle(shuffled)
+    return [
+        (box(other), gold)
+        for other, gold in zip(shuffled, golds)
+        if other != gold and (numbers(other) != numbers(gold) or not numbers(gold))
+    ]
+
+
+@pytest.fixture(scope="module")
+def verifier():
+    # A generous processor time: these tests are about labels, on a machine that may be slow and busy.
+    with Verifier(num_workers=2, cpu_seconds=10.0, timeout_seconds=60.0) as verifier:
+        yield verifier
+
+
+class TestRealRows:
+    def test_math_500_gold_answers_are_right(self, verifier):
+        assert verifier.grade([box(gold) for gold in MATH_GOLDS], MATH_GOLDS) == [1.0] * 500
+
+    def test_math_500_reference_solutions_are_right(self, verifier):
+        assert verifier.grade([row["solution"] for row in MATH], MATH_GOLDS) == [1.0] * 500
+
+    def test_math_500_golds_may_be_the_solution_text(self, verifier):
+        assert verifier.grade([box(gold) for gold in MATH_GOLDS], [row["solution"] for row in MATH]) == [1.0] * 500
+
+    def test_math_500_permuted_answers_are_wrong(self, verifier):
+        completions, golds = zip(*wrong_pairs(MATH_GOLDS))
+        assert len(golds) > 480
+        assert verifier.grade(completions, golds) == [0.0] * len(golds)
+
+    @pytest.mark.parametrize(
+        "golds",
+        [
+            [row["Answer"] for row in AIME_2024],
+            [row["answer"] for row in AIME_2025],
+            [row["answer"] for row in AMC],  # floats, as on the Hub
+            GSM8K_GOLDS,
+        ],
+        ids=["aime_2024", "aime_2025", "amc23", "gsm8k"],
+    )
+    def test_competition_answers(self, verifier, golds):
+        texts = [gold_texts(gold)[0] for gold in golds]
+        assert verifier.grade([f"The answer is {box(text)}." for text in texts], golds) == [1.0] * len(golds)
+        assert verifier.grade([f"The answer is {text}" for text in texts], golds) == [1.0] * len(golds)
+        completions, wrong = zip(*wrong_pairs(texts))
+        assert len(wrong) > 0.85 * len(golds)
+        assert verifier.grade(completions, wrong) == [0.0] * len(wrong)
+
+    def test_gsm8k_reference_answers_are_right(self, verifier):
+        assert verifier.grade([row["answer"] for row in GSM8K], GSM8K_GOLDS) == [1.0] * len(GSM8K)
+
+    def test_agreement_with_direct_calls(self, verifier):
+        pairs = [(row["solution"], row["answer"]) for row in MATH]
+        pairs += wrong_pairs(MATH_GOLDS, seed=1)
+        pairs += [(row["Solution"], str(row["Answer"])) for row in AIME_2024]
+        pairs += [(row["answer"], gold) for row, gold in zip(GSM8K, GSM8K_GOLDS)]
+        pairs += [(f"so {gold}", row["answer"]) for row, gold in zip(AIME_2025, MATH_GOLDS)]
+        ours = verifier.grade(*zip(*pairs))
+        direct = [
+            float(
+                verify(
+                    parse(gold if "\\boxed" in gold else box(gold), [LatexExtractionConfig()]),
+                    parse(completion, [ExprExtractionConfig(), LatexExtractionConfig()]),
+                )
+            )
+            for completion, gold in pairs
+        ]
+        assert ours == direct
+        assert 0.5 < sum(direct) / len(direct) < 0.7  # both labels are there
+
+
+class TestProtocols:
+    """Where the authors' grader and TRL's reward differ, and where they do not."""
+
+    CASES = [
+        (r"\boxed{\frac{1}{2}}", "0.5", 1.0, 1.0),
+        (r"\boxed{7}", "8", 0.0, 0.0),
+        ("The final answer is 42", "42", 1.0, 0.0),
+        ("6*7 = 42", "42", 1.0, 0.0),
+        (r"$x = 42$", "42", 1.0, 0.0),
+        (r"\boxed{\frac13}", r"\frac{1}{3}", 1.0, 0.0),
+        (r"\boxed{\text{Evelyn}}", r"\text{Evelyn}", 1.0, None),
+        (r"\boxed{p - q}", "p - q", 1.0, None),
+    ]
+
+    def test_both(self, verifier):
+        completions, golds, authors, trl = map(list, zip(*self.CASES))
+        assert verifier.grade(completions, golds) == authors
+        with Verifier(num_workers=1, protocol="trl", cpu_seconds=10.0, timeout_seconds=60.0) as other:
+            assert other.grade(completions, golds) == trl
+
+    def test_trl_protocol_is_accuracy_reward(self):
+        from trl.rewards import accuracy_reward
+
+        completions = [row["solution"] for row in MATH[:60]] + [text for text, *_ in self.CASES]
+        golds = [f"${row['answer']}$" for row in MATH[:60]] + [gold for _, gold, *_ in self.CASES]
+        theirs = accuracy_reward([[{"role": "assistant", "content": text}] for text in completions], golds)
+        with Verifier(num_workers=1, protocol="trl", cpu_seconds=10.0, timeout_seconds=60.0) as verifier:
+            assert verifier.grade(completions, golds) == theirs
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("completion", "gold", "outcome"),
+        [
+            (None, "1", Outcome.NO_ANSWER),
+            (7, "7", Outcome.NO_ANSWER),
+            (["1"], "1", Outcome.NO_ANSWER),
+            ("", "1", Outcome.NO_ANSWER),
+            ("no number here", "1", Outcome.NO_ANSWER),
+            (r"\boxed{", "1", Outcome.NO_ANSWER),
+            ("1", None, Outcome.GOLD_UNPARSEABLE),
+            ("1", "", Outcome.GOLD_UNPARSEABLE),
+            ("1", float("nan"), Outcome.GOLD_UNPARSEABLE),
+            ("1", [], Outcome.GOLD_UNPARSEABLE),
+            (None, None, Outcome.GOLD_UNPARSEABLE),
+            ("27", 27, Outcome.CORRECT),
+            ("27", 27.0, Outcome.CORRECT),
+            (r"\boxed{0.5}", 0.5, Outcome.CORRECT),
+            ("2", ["1", 2], Outcome.CORRECT),
+            ("3", ["1", 2], Outcome.WRONG),
+            ("2", [None, "2"], Outcome.CORRECT),
+            ("7", "$7$", Outcome.CORRECT),
+            ("7", r"\boxed{7}", Outcome.CORRECT),
+            ("x" * 200_001, "1", Outcome.TOO_LONG),
+        ],
+    )
+    def test_defined_outcome(self, verifier, completion, gold, outcome):
+        before = verifier.counts[outcome]
+        assert verifier.grade_detailed([completion], [gold])[0].outcome is outcome
+        assert verifier.counts[outcome] == before + 1
+        assert verifier.grade([completion], [gold]) == [outcome.label]
+
+    def test_subclasses_of_text(self, verifier):
+        """Their characters count: the pool, which has not imported this file, could not read an instance."""
+
+        class Text(str):
+            def __str__(self):
+                return self
+
+            def strip(self):
+                return self
+
+        assert verifier.grade([Text(box(1234)), Text(box(1235)), Text()], [Text(" 1234 ")] * 3) == [1.0, 0.0, 0.0]
+        assert type(gold_texts(Text("7"))[0]) is str
+
+    def test_labels_are_three_valued(self):
+        assert {outcome: outcome.label for outcome in Outcome} == {
+            Outcome.CORRECT: 1.0,
+            Outcome.WRONG: 0.0,
+            Outcome.NO_ANSWER: 0.0,
+            Outcome.GOLD_UNPARSEABLE: None,
+            Outcome.TIMEOUT: 0.0,
+            Outcome.KILLED: 0.0,
+            Outcome.TOO_LONG: 0.0,
+        }
+
+    def test_lengths_must_agree(self, verifier):
+        with pytest.raises(ValueError, match="2 completions and 1 solutions"):
+            verifier.grade(["1", "2"], ["1"])
+
+    def test_nothing_to_grade(self, verifier):
+        assert verifier.grade([], []) == []
+
+    @pytest.mark.parametrize(
+        ("kwargs", "message"),
+        [
+            ({"num_workers": 0}, "`num_workers` must be at least 1"),
+            ({"cpu_seconds": 6.0}, "at most `timeout_seconds`"),
+            ({"memory_limit_mb": 64}, "at least 256"),
+            ({"protocol": "string"}, "'authors' or 'trl'"),
+        ],
+    )
+    def test_refused_settings(self, kwargs, message):
+        with pytest.raises(ValueError, match=message):
+            Verifier(**kwargs)
+
+
+class TestBatches:
+    def test_order_is_kept(self, verifier):
+        golds = [str(random.Random(0).randrange(10**6) + i) for i in range(700)]
+        completions = [box(gold) if i % 3 else box("-1") for i, gold in enumerate(golds)]
+        assert verifier.grade(completions, golds) == [1.0 if i % 3 else 0.0 for i in range(700)]
+
+    def test_duplicates_and_repetitions_are_graded_once(self):
+        with Verifier(num_workers=1) as verifier:
+            asked = []
+            request = verifier._request
+            verifier._request = lambda items: asked.extend(items) or request(items)
+            assert verifier.grade([box(5), box(6), box(5)], [5, 5, 5]) == [1.0, 0.0, 1.0]
+            assert len(asked) == 2
+            assert verifier.grade([box(6), box(5), box(5)], [5, 5, 6]) == [0.0, 1.0, 0.0]
+            assert asked[2:] == [(box(5), ("6",))]  # the same completion against another gold is another question
+
+    def test_cache_is_bounded(self):
+        with Verifier(num_workers=1, cache_size=10) as verifier:
+            verifier.grade([box(i) for i in range(25)], range(25))
+            assert len(verifier._cache) == 10
+
+    def test_ten_thousand_items_twice(self):
+        golds = [str(i % 200) for i in range(9_700)] + [MATH_GOLDS[i] for i in range(300)]
+        answers = [gold if i % 3 else str(int(gold) + 1) for i, gold in enumerate(golds[:9_700])]
+        answers += [MATH_GOLDS[i + i % 2] for i in range(300)]
+        completions = [f"Attempt {i}: the answer is {box(answer)}" for i, answer in enumerate(answers)]
+        hostile = ["".join(text * count for text, count in row["parts"]) for row in read_jsonl("hostile.jsonl")]
+        for place, text in enumerate(hostile[:10]):
+            completions[place * 970 + 3] = text
+        labels = []
+        for num_workers in (2, 3):  # other chunks, other neighbours
+            with Verifier(num_workers=num_workers) as verifier:
+                labels.append(verifier.grade(completions, golds))
+        assert labels[0] == labels[1]
+        assert len(labels[0]) == 10_000 and 6_000 < sum(labels[0]) < 7_000
+
+    def test_messages_are_sliced_by_items_and_characters(self):
+        items = [("a" * n, ()) for n in (1, 1, 1, 50, 1, 1)]
+        assert _slices(items, max_items=2, max_characters=10) == [(0, 2), (2, 3), (3, 4), (4, 6)]
+        assert _slices([], 2, 10) == []
+
+
+class TestCallers:
+    def test_threads_and_event_loops(self, verifier):
+        """Off the main thread signals do not work and asyncio runs: neither may matter."""
+        results = {}
+
+        def work(name):
+            results[name] = verifier.grade([box(i) for i in range(40)], [str(i + name % 2) for i in range(40)])
+
+        async def loop():
+            tasks = (asyncio.to_thread(work, name) for name in range(4, 8))
+            await asyncio.gather(*tasks)
+
+        threads = [threading.Thread(target=work, args=(name,)) for name in range(4)]
+        for thread in threads:
+            thread.start()
+        asyncio.run(loop())
+        for thread in threads:
+            thread.join(60)
+        assert results == {name: [1.0 - name % 2] * 40 for name in range(8)}
+
+    def test_default_workers_share_the_node_between_ranks(self, monkeypatch):
+        monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(48)))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+        assert default_num_workers() == 6
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+        assert default_num_workers() == 16
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
+        assert default_num_workers() == 1
+
+    def test_shared_verifier_is_one_and_can_be_configured(self):
+        configure_verification(VerificationArguments(verification_protocol="trl", verification_max_failure_share=0.25))
+        first = shared_verifier()
+        assert first is shared_verifier() and first.protocol == "trl" and max_failure_share() == 0.25
+        configure_verification(VerificationArguments())
+        assert shared_verifier() is not first and shared_verifier().protocol == "authors"
+        with pytest.raises(ValueError, match="must lie in"):
+            VerificationArguments(verification_max_failure_share=2.0)
+
+
+class TestText:
+    @pytest.mark.parametrize(
+        ("text", "content"),
+        [
+            (r"so \boxed{1} or rather \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+            (r"\boxed {\sqrt{3^{2}}}", r"\sqrt{3^{2}}"),
+            (r"\boxed{2} and then \boxed{unclosed {3}", "2"),
+            ("nothing", None),
+        ],
+    )
+    def test_last_box_with_balanced_braces(self, text, content):
+        assert last_boxed(text) == content
+
+    def test_last_box_against_a_search_from_every_opening(self):
+        def search(text):
+            for start in reversed([match.end() for match in re.finditer(r"\\f?boxed\s*\{", text)]):
+                depth = 1
+                for end in range(start, len(text)):
+                    depth += {"{": 1, "}": -1}.get(text[end], 0)
+                    if depth == 0:
+                        return text[start:end].strip()
+            return None
+
+        pieces, chance = [r"\boxed{", r"\fboxed {", "{", "}", "a", " ", r"\boxed", "\\"], random.Random(0)
+        texts = ["".join(chance.choices(pieces, k=chance.randrange(14))) for _ in range(5_000)]
+        assert [last_boxed(text) for text in texts] == [search(text) for text in texts]
+        assert sum(last_boxed(text) is not None for text in texts) > 500
+
+    def test_hostile_texts_take_linear_time(self):
+        """Quadratic ones would take minutes, which the kernel ends after seconds of processor time."""
+        code = (
+            "import resource; resource.setrlimit(resource.RLIMIT_CPU, (15, 15))\n"
+            "from pacs_trl.verification import MAX_CHARACTERS, last_boxed\n"
+            r"for piece in (r'\boxed{', r'\boxed', r'\boxed ', '{', '}', r'\boxed{}{', ' '):" + "\n"
+            "    last_boxed((piece * MAX_CHARACTERS)[:MAX_CHARACTERS]); last_boxed(r'\\boxed' + piece * 100_000)\n"
+            "half = 12_000; print(last_boxed(r'\\boxed{' * half + '7' + '}' * half))"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert (done.returncode, done.stdout.strip()) == (0, "7"), done.stderr
+
+    def test_longer_texts_are_not_read(self):
+        assert last_boxed(box(5).rjust(MAX_CHARACTERS)) == "5"
+        assert last_boxed(box(5).rjust(MAX_CHARACTERS + 1)) is None
+
+    @pytest.mark.parametrize(
+        ("gold", "texts"),
+        [
+            (" 7 ", ("7",)),
+            (27.0, ("27",)),
+            (0.5, ("0.5",)),
+            (12, ("12",)),
+            (["7", 8.0, None], ("7", "8")),
+            (None, ()),
+            (" ", ()),
+            (float("nan"), ()),
+            ([], ()),
+        ],
+    )
+    def test_gold_texts(self, gold, texts):
+        assert gold_texts(gold) == texts
