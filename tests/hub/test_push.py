@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -12,16 +11,13 @@ import yaml
 from datasets import Dataset
 from huggingface_hub import HfApi, ModelCard, parse_eval_result_entries
 from loopback_hub import LoopbackHub
+from results_world import make_results
 
 from pacs_trl import PACSConfig, PACSTrainer, train
 from pacs_trl.evaluation.provenance import checkpoint_digest, training_facts
 from pacs_trl.hub import push as hub_module
 from pacs_trl.hub.push import main, push, push_trained
 from pacs_trl.miniature.model import build_model
-
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
-from results_world import make_results  # noqa: E402
 
 
 REPO = "user/pacs-mini"
