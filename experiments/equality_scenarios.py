@@ -1,0 +1,343 @@
+"""The runs that `equality.py` compares: `python equality_scenarios.py OUTPUT [NAME ...]`, with the package to run on PYTHONPATH.
+
+Each scenario writes to OUTPUT/NAME: trained weights under `weights/`, logged numbers to `metrics.json`, and what must be equal
+byte for byte under `files/`. The model is the tiny miniature one with random weights, which answers nothing correctly; so a
+completion and its label are pseudo-random functions of what stands before them. Only public names of the package are used,
+and nothing of `tests/`, so that one version of this file runs with any version of the package.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import trl
+from datasets import Dataset
+from peft import LoraConfig
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+import pacs_trl
+from pacs_trl import PACSConfig, PACSTrainer, PPOConfig, PPOTrainer
+from pacs_trl.miniature.model import build_model
+from pacs_trl.miniature.tasks import problems
+from pacs_trl.miniature.tokenizer import build_tokenizer
+
+
+TOKENIZER = build_tokenizer()
+MAX_COMPLETION_LENGTH = 16
+NO_VERDICT_BELOW = 0.15
+
+
+def _number(completion_ids: list[int]) -> float:
+    """A number in [0, 1) that depends on every token."""
+    return int.from_bytes(hashlib.sha256(str(list(completion_ids)).encode()).digest()[:6]) / 2**48
+
+
+def hard_label(completion_ids, **kwargs) -> list[float]:
+    return [float(_number(ids) < 0.5) for ids in completion_ids]
+
+
+def soft_label(completion_ids, **kwargs) -> list[float]:
+    return [_number(ids) for ids in completion_ids]
+
+
+def label_or_none(completion_ids, **kwargs) -> list[float | None]:
+    numbers = [_number(ids) for ids in completion_ids]
+    return [None if number < NO_VERDICT_BELOW else float(number < 0.5) for number in numbers]
+
+
+@dataclass
+class Rows:
+    """Rollout function: completions that depend on the step, the position in the generation and nothing else."""
+
+    logprobs: bool = False
+    tools: bool = False
+
+    def __call__(self, prompts, trainer) -> dict:
+        first = trainer.accelerator.process_index * len(prompts)
+        output = {"prompt_ids": [TOKENIZER(prompt[-1]["content"])["input_ids"] for prompt in prompts]}
+        rows = [self._row(trainer.state.global_step, first + i) for i in range(len(prompts))]
+        output["completion_ids"], logprobs, mask = map(list, zip(*rows, strict=True))
+        output["logprobs"] = logprobs if self.logprobs else None
+        return output | ({"env_mask": mask} if self.tools else {})
+
+    @staticmethod
+    def _row(step: int, position: int) -> tuple[list[int], list[float], list[int]]:
+        rng = np.random.default_rng([step, position])
+        ids = rng.integers(0, 256, size=rng.integers(1, MAX_COMPLETION_LENGTH)).tolist()
+        if rng.random() < 0.75:
+            ids.append(TOKENIZER.eos_token_id)
+        return ids, rng.uniform(-8.0, -3.0, len(ids)).tolist(), (rng.random(len(ids)) < 0.7).astype(int).tolist()
+
+
+def dataset() -> Dataset:
+    return Dataset.from_list(
+        [
+            {"prompt": [{"role": "user", "content": row["problem"]}], "solution": row["answer"]}
+            for row in problems("addition", "train", 32)
+        ]
+    )
+
+
+@functools.cache
+def model_path(output: Path) -> str:
+    """The model with log-probabilities far from uniform, so that rounding would show."""
+    path = output / "model"
+    if not (path / "tokenizer.json").exists():
+        model = build_model(TOKENIZER, "tiny")
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.dim() == 2:
+                    p.mul_(5.0)
+        model.save_pretrained(path)
+        TOKENIZER.save_pretrained(path)
+    return str(path)
+
+
+# Optimizer steps of 4 prompts x 4 completions, two for each generation: the first has all proxies at 0, the second has not.
+SETTINGS = {
+    "use_cpu": True,
+    "bf16": False,
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 2,
+    "num_generations": 4,
+    "num_iterations": 2,
+    "max_completion_length": MAX_COMPLETION_LENGTH,
+    "learning_rate": 0.05,
+    "optim": "sgd",
+    "lr_scheduler_type": "constant",
+    "max_steps": 4,
+    "logging_steps": 1,
+    "gradient_checkpointing": False,
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+}
+ADAMW = {"optim": "adamw_torch", "learning_rate": 1e-3}
+STRADDLING = {
+    "per_device_train_batch_size": 6,
+    "gradient_accumulation_steps": 2,
+}  # 3 prompts; groups lie in two batches
+
+# Of plain PACS runs: settings, and what else the trainer gets.
+PACS = {
+    "rollout": ({}, {}),
+    "adamw": (ADAMW | {"max_grad_norm": 0.5, "steps_per_generation": 4}, {}),
+    "snapshot": (
+        ADAMW | {"reference": "snapshot", "reference_reset_steps": 3, "reset_optimizer_on_reference_reset": True},
+        {},
+    ),
+    "lora": ({}, {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])}),
+    "whole": ({"group_layout": "whole"}, {}),
+    "split": ({"group_layout": "split"} | STRADDLING, {}),
+    "split_tokens": ({"group_layout": "split", "max_tokens_per_micro_batch": 80}, {}),
+    "kl": ({"beta": 0.1}, {}),
+    "no_verdicts": ({"mask_truncated_completions": True}, {"reward": label_or_none, "rows": Rows(tools=True)}),
+    "no_verdicts_split": (
+        {"beta": 0.1, "group_layout": "split"} | STRADDLING,
+        {"reward": label_or_none, "rows": Rows(tools=True)},
+    ),
+    "soft_labels": ({"score_estimator": "dr_grpo", "class_weighting": "none"}, {"reward": soft_label}),
+    "grpo_score": ({"score_estimator": "grpo", "first_update_score": "dr_grpo", "actor_term_coef": 1.0}, {}),
+    "mean_logp": ({"proxy": "mean_logp", "actor_term_coef": 0.5}, {}),
+    "token_weights": (
+        {
+            "vllm_importance_sampling_correction": True,
+            "vllm_importance_sampling_mode": "token_truncate",
+            "vllm_importance_sampling_clip_max": 2.0,
+        },
+        {"rows": Rows(logprobs=True)},
+    ),
+    "padded": ({"padding_free": "never"}, {}),
+    "padded_split": ({"padding_free": "never", "group_layout": "split"} | STRADDLING, {}),
+}
+OF_TWO_PROCESSES = {
+    "straddling": ({"per_device_train_batch_size": 6, "gradient_accumulation_steps": 1}, {}),
+    "no_verdicts_split": PACS["no_verdicts_split"],
+}
+
+
+def pacs_trainer(output, model, settings, reward=hard_label, rows=None, **more) -> PACSTrainer:
+    return PACSTrainer(
+        model,
+        reward,
+        args=PACSConfig(str(output), **(SETTINGS | settings)),
+        train_dataset=dataset(),
+        processing_class=TOKENIZER,
+        rollout_func=rows or Rows(),
+        **more,
+    )
+
+
+def keep(trainer, output: Path, name: str = "policy") -> None:
+    """Writes the weights and adds to the logged numbers, by step."""
+    trainer.save_model(str(output / "weights" / name))
+    if trainer.accelerator.is_main_process:
+        numbers = {
+            f"{name}/{entry['step']}/{key}": value
+            for entry in trainer.state.log_history
+            for key, value in entry.items()
+        }
+        write_metrics(output, numbers)
+
+
+def write_metrics(output: Path, numbers: dict) -> None:
+    file = output / "metrics.json"
+    known = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(known | numbers, indent=1))
+
+
+def pacs(output: Path, model: str, settings: dict, more: dict, name: str = "policy") -> None:
+    trainer = pacs_trainer(output / "run", model, settings, **more)
+    trainer.train()
+    keep(trainer, output, name)
+
+
+def two_processes(output: Path, model: str) -> None:
+    if "WORLD_SIZE" not in os.environ:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__]
+        subprocess.run(
+            [*command, str(output.parent), output.name],
+            env=os.environ | {"ACCELERATE_USE_CPU": "true"},
+            check=True,
+            timeout=900,
+        )
+        return
+    for name, (settings, more) in OF_TWO_PROCESSES.items():
+        pacs(output, model, settings, more, name)
+
+
+class KilledAt(TrainerCallback):
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_save(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise InterruptedError
+
+
+def resume(output: Path, model: str) -> None:
+    """Ended after step 3, between the two updates of a generation, and continued by a trainer that knows nothing of it."""
+    settings = ADAMW | {"max_steps": 5, "save_strategy": "steps", "save_steps": 3, "reference": "snapshot"}
+    settings["reference_reset_steps"] = 2
+    try:
+        pacs_trainer(output / "run", model, settings, callbacks=[KilledAt(3)]).train()
+    except InterruptedError:
+        pass
+    resumed = pacs_trainer(output / "run", model, settings)
+    resumed.train(resume_from_checkpoint=str(output / "run" / "checkpoint-3"))
+    keep(resumed, output, "resumed")
+    whole = pacs_trainer(output / "whole", model, settings)
+    whole.train()
+    keep(whole, output, "whole")
+    found, expected = (load_file(output / "weights" / name / "model.safetensors") for name in ("resumed", "whole"))
+    if not all(torch.equal(found[name], value) for name, value in expected.items()):
+        raise ValueError("the resumed run ends with other weights than the one that was not stopped")
+
+
+def ppo(output: Path, model: str) -> None:
+    """One update of policy and critic; the checkpoint holds both."""
+    settings = SETTINGS | {"num_iterations": 1, "max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    trainer = PPOTrainer(
+        model,
+        hard_label,
+        args=PPOConfig(str(output / "run"), critic_learning_rate=0.05, **settings),
+        train_dataset=dataset(),
+        processing_class=TOKENIZER,
+        rollout_func=Rows(),
+    )
+    trainer.train()
+    keep(trainer, output)
+    shutil.copytree(output / "run" / "checkpoint-1" / "critic", output / "weights" / "critic")
+
+
+def train(output: Path, model: str, **settings) -> None:
+    """`pacs_trl.train` on a recipe, the way users run it."""
+    from pacs_trl.train import main
+
+    recipe = SETTINGS | {
+        "model_name_or_path": model,
+        "dataset_name": "miniature/addition",
+        "prompt_instruction": "",
+        "reward_funcs": ["equality_scenarios.hard_label"],
+        "output_dir": str(output / "run"),
+    }
+    (output / "recipe.yaml").write_text(json.dumps(recipe | settings))
+    keep(main(["--config", str(output / "recipe.yaml")]), output)
+
+
+def grpo(output: Path, model: str) -> None:
+    """TRL's loss on recorded rollouts, which a recipe cannot ask for."""
+    init = trl.GRPOTrainer.__init__
+
+    def with_rows(self, *args, **kwargs):
+        init(self, *args, **(kwargs | {"rollout_func": Rows()}))
+
+    trl.GRPOTrainer.__init__ = with_rows
+    try:
+        train(output, model, method="grpo")
+    finally:
+        trl.GRPOTrainer.__init__ = init
+
+
+def generated(output: Path, model: str) -> None:
+    """PACS with completions that transformers draws, and labels of two functions, one of them the verifier's."""
+    rewards = ["math_reward", "equality_scenarios.hard_label"]
+    train(output, model, method="pacs", reward_funcs=rewards, reward_weights=[0.5, 0.5])
+
+
+def evaluate(output: Path, model: str) -> None:
+    from pacs_trl.evaluation.evaluate import main
+
+    results = output / "evaluation"
+    settings = {"benchmarks": "miniature/addition,miniature/terms_3", "max_problems": 4, "n": 4, "k": "1,2,4"}
+    settings |= {"prompt_instruction": "", "temperature": 0.8, "top_p": 0.95, "max_new_tokens": MAX_COMPLETION_LENGTH}
+    settings |= {"engine": "transformers", "batch_size": 6, "seed": 3, "token_entropy_samples": 2}
+    argv = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    main(["--model", model, "--output_dir", str(results), *argv])
+    entries = json.loads((results / "results.json").read_text())["benchmarks"]
+    write_metrics(output, {f"{name}/token_entropy": entry.pop("token_entropy") for name, entry in entries.items()})
+    for folder in ("samples", "grades"):
+        shutil.copytree(results / folder, output / "files" / folder)
+    (output / "files" / "benchmarks.json").write_text(json.dumps(entries, indent=1))
+
+
+SCENARIOS = {name: functools.partial(pacs, settings=settings, more=more) for name, (settings, more) in PACS.items()}
+SCENARIOS |= {f.__name__: f for f in (two_processes, resume, ppo, grpo, generated, evaluate)}
+
+
+def main() -> None:
+    output = Path(sys.argv[1])
+    print("pacs_trl from", Path(pacs_trl.__file__).parent)
+    names = sys.argv[2:] or list(SCENARIOS)
+    if unknown := set(names) - set(SCENARIOS):
+        sys.exit(f"There is no scenario {', '.join(sorted(unknown))}; there are {', '.join(SCENARIOS)}.")
+    for name in names:
+        folder = output / name
+        folder.mkdir(parents=True, exist_ok=True)
+        started = time.perf_counter()
+        try:
+            SCENARIOS[name](folder, model_path(output))
+        except BaseException:  # also SystemExit of a command line: the other scenarios still say something
+            if "WORLD_SIZE" in os.environ:
+                raise
+            traceback.print_exc()
+            (folder / "error.txt").write_text(traceback.format_exc())
+        (folder / "seconds.txt").write_text(f"{time.perf_counter() - started:.1f}")
+    if "WORLD_SIZE" not in os.environ:
+        (output / "names.json").write_text(json.dumps(names))
+
+
+if __name__ == "__main__":
+    main()
