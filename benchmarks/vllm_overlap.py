@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.generation import vllm_generation
 
 from pacs_trl import PACSConfig, PACSTrainer
-from pacs_trl.miniature.tasks import problems
+from pacs_trl.data.tasks import problems
 from pacs_trl.miniature.warm_start import warm_start
 from pacs_trl.rewards import math_reward
 from pacs_trl.rollouts.timing import PARTS

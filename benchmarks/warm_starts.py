@@ -13,7 +13,7 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM
 
-from pacs_trl.miniature.tasks import problems
+from pacs_trl.data.tasks import problems
 from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.miniature.warm_start import measure, warm_start
 

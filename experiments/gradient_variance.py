@@ -20,10 +20,10 @@ import matplotlib
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from pacs_trl.data.tasks import problems
 from pacs_trl.evaluation.requests import SamplingSettings
 from pacs_trl.evaluation.sampling import sample_completions
 from pacs_trl.evaluation.scoring import token_scores
-from pacs_trl.miniature.tasks import problems
 from pacs_trl.miniature.warm_start import warm_start
 from pacs_trl.objective import group_scores, proxy_coefficients
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
 from pacs_trl import PACSConfig, PACSTrainer
-from pacs_trl.miniature.tasks import problems
+from pacs_trl.data.tasks import problems
 from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.objective import pacs_loss
 

@@ -9,13 +9,13 @@ box, and prints the verdicts side by side. Golds so small that a grader takes 0.
 """
 
 import argparse
-import json
 from collections import Counter
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from ..data.sets import read_rows
 from ..rewards import completion_text
 from ..verification import MAX_CHARACTERS, Outcome, VerificationArguments, gold_texts, last_boxed
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="pacs-trl audit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--completions", required=True, help=".jsonl or .parquet file with one row per completion or group"
+        "--completions", required=True, help=".jsonl, .json or .parquet file with one row per completion or group"
     )
     parser.add_argument("--completion-column", default="completion", help="text, messages, or a list of completions")
     parser.add_argument("--solution-column", default="solution", help="gold answer")
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def read_completions(args: argparse.Namespace) -> tuple[list[str | None], list[Any]]:
     """Completion texts and gold answers, groups unrolled."""
-    rows = _read_rows(Path(args.completions))
+    rows = read_rows(Path(args.completions))
     columns = sorted({column for row in rows for column in row})
     rows = [row for row in rows if args.completion_column in row]  # a sample file begins with a line of settings
     if not rows:
@@ -69,18 +69,6 @@ def read_completions(args: argparse.Namespace) -> tuple[list[str | None], list[A
             texts.append(completion_text(completion))
             golds.append(gold_of(row))
     return texts, golds
-
-
-def _read_rows(path: Path) -> list[dict]:
-    if not path.is_file():
-        raise ValueError(f"The completions file {str(path)!r} does not exist.")
-    if path.suffix == ".parquet":
-        import pyarrow.parquet
-
-        return pyarrow.parquet.read_table(path).to_pylist()
-    if path.suffix == ".jsonl":
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    raise ValueError(f"`--completions` must be a .jsonl or .parquet file, got {path.name!r}.")
 
 
 def _gold_lookup(args: argparse.Namespace, columns: list[str]):

@@ -24,12 +24,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import PreTrainedModel, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
+from ..data import tasks
+from ..data.tasks import demonstrations, problems
 from ..evaluation.requests import SamplingSettings
 from ..evaluation.sampling import sample_completions
 from . import model as models
-from . import tasks, tokenizer
+from . import tokenizer
 from .model import build_model
-from .tasks import demonstrations, problems
 from .tokenizer import build_tokenizer
 
 
@@ -133,8 +134,7 @@ def warm_start(task: str, *, cache_dir: str | Path = CACHE_DIR, **settings) -> P
     settings |= {"size": size} if size else {}
     settings = SIZE_SETTINGS.get(settings.get("size"), {}) | TASK_SETTINGS.get(task, {}) | settings
     wanted = WarmStartSettings(task=task, **settings)
-    if task not in tasks.TASKS:
-        raise ValueError(f"unknown miniature task {task!r}; choose one of {', '.join(tasks.TASKS)}")
+    tasks.check_task(task)
     if wanted.size not in models.MODEL_SIZES:
         raise ValueError(f"unknown model size {wanted.size!r}; choose one of {', '.join(models.MODEL_SIZES)}")
     directory = Path(cache_dir) / f"{task}-{wanted.size}-{wanted.seed}-{wanted.digest()}"

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from transformers import TrainingArguments
 
-from ..miniature.tasks import TASKS
+from ..data.tasks import TASKS
 from ..pacs_config import batch_arithmetic_errors
 from ..recipe import METHODS, Recipe, build_recipe, read_settings, setting_errors
 from ..train import check_model_directory, reward_function

@@ -120,6 +120,6 @@ def test_errors(tmp_path, path):
         main(["--completions", path, "--completion-column", "text"])
     with pytest.raises(ValueError, match="does not exist"):
         main(["--completions", str(tmp_path / "nowhere.jsonl")])
-    with pytest.raises(ValueError, match=".jsonl or .parquet"):
+    with pytest.raises(ValueError, match=".jsonl, .json or .parquet"):
         (tmp_path / "completions.csv").write_text("completion,solution\n")
         main(["--completions", str(tmp_path / "completions.csv")])

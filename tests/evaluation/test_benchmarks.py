@@ -132,7 +132,7 @@ def test_a_number_of_problems_below_one(count):
     ("spec", "message"),
     [
         ("math500", "Unknown benchmark 'math500'. Choose from math_500"),
-        ("miniature/chess", "Unknown miniature task 'chess'"),
+        ("miniature/chess", "no miniature task 'chess'"),
         ("math_500=/nowhere/rows.jsonl", "does not exist"),
     ],
 )

@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerControl, TrainerState
 
+from pacs_trl.data.tasks import problems
 from pacs_trl.evaluation.requests import Completion
 from pacs_trl.miniature import warm_start as module
 from pacs_trl.miniature.model import build_model
-from pacs_trl.miniature.tasks import problems
 from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.miniature.warm_start import (
     AVERAGE_DECAY,
@@ -257,7 +257,7 @@ class TestCache:
 
 
 def test_bad_arguments_name_the_rule(tmp_path):
-    with pytest.raises(ValueError, match="unknown miniature task 'sums'; choose one of addition"):
+    with pytest.raises(ValueError, match="no miniature task 'sums'. The tasks are: addition"):
         warm_start("sums", cache_dir=tmp_path)
     with pytest.raises(ValueError, match="unknown model size 'huge'; choose one of tiny"):
         warm_start("addition", cache_dir=tmp_path, size="huge")

@@ -1,23 +1,22 @@
 """From dataset rows to `prompt` and `solution`: one prompt builder for training and for evaluation.
 
 A score means nothing when training and evaluation ask the question in different words, so both call [`build_prompt`].
-Named training sets are values of [`TrainingSet`]: adding a set is adding an entry to `TRAINING_SETS`. Benchmarks live in
-`evaluation/benchmarks.py`; mixing several sets and streaming are left out.
+Adding a training set is adding an entry to `TRAINING_SETS`; benchmarks live in `evaluation/benchmarks.py`, and what both are made
+of in `sets.py`. Mixing several sets and streaming are left out.
 """
 
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from datasets import Dataset, concatenate_datasets, load_dataset
-from datasets.exceptions import DatasetGenerationError
-from pyarrow import ArrowInvalid
+from datasets import Dataset
+from pyarrow import ArrowException
 
-from .settings import refuse_illegal_values
-from .verification import gold_texts, last_boxed
+from ..settings import refuse_illegal_values
+from .sets import FILE_FORMATS, GSM8K, MINIATURE, ProblemSet, gold_answer, load_rows
 
 
 logger = logging.getLogger(__name__)
@@ -25,62 +24,23 @@ logger = logging.getLogger(__name__)
 # The sentence of the PACS training and evaluation prompts (arXiv 2509.02522, appendix C.1).
 PROMPT_INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 
-_FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-
-
-@dataclass(frozen=True)
-class TrainingSet:
-    """
-    Where a named training set lives and how one row becomes a problem and a gold answer.
-
-    Args:
-        hub_id (`str`): Dataset repository on the Hub.
-        revision (`str`): Commit of that repository: the rows a result was trained on do not change under it.
-        problem_column (`str`): Column with the problem text.
-        solution_column (`str`): Column that holds the gold answer.
-        config (`str`, *optional*): Configuration of the dataset repository.
-        split (`str`): Split to train on.
-        answer_in (`str`): How the gold is read out of `solution_column`: `"column"` (the whole value), `"last_box"` (the
-            content of the last `\\boxed{}`) or `"after_hashes"` (the text after `####`, without thousands separators).
-    """
-
-    hub_id: str
-    revision: str
-    problem_column: str
-    solution_column: str
-    config: str | None = None
-    split: str = "train"
-    answer_in: Literal["column", "last_box", "after_hashes"] = "column"
-
-
-TRAINING_SETS: dict[str, TrainingSet] = {
+TRAINING_SETS = {
     # The paper's training set: 40k competition problems with their final answers.
-    "deepscaler": TrainingSet(
-        hub_id="agentica-org/DeepScaleR-Preview-Dataset",
-        revision="b6ae8c60f5c1f2b594e2140b91c49c9ad0949e29",
-        problem_column="problem",
-        solution_column="answer",
+    "deepscaler": ProblemSet(
+        "agentica-org/DeepScaleR-Preview-Dataset", revision="b6ae8c60f5c1f2b594e2140b91c49c9ad0949e29"
     ),
-    "gsm8k": TrainingSet(
-        hub_id="openai/gsm8k",
-        revision="740312add88f781978c0658806c59bc2815b9866",
-        config="main",
-        problem_column="question",
-        solution_column="answer",
-        answer_in="after_hashes",
-    ),
+    "gsm8k": GSM8K,
     # The original repository of MATH was taken down. This copy keeps the official 7,500 / 5,000 split in one
     # configuration; MATH-500 is part of its test split, so only the train split is used here.
-    "math": TrainingSet(
-        hub_id="DigitalLearningGmbH/MATH-lighteval",
+    "math": ProblemSet(
+        "DigitalLearningGmbH/MATH-lighteval",
         revision="0530c78699ea5e8eb5530600900e1f328b48acad",
-        problem_column="problem",
         solution_column="solution",
         answer_in="last_box",
     ),
     # BytedTsinghua-SIA/DAPO-Math-17k repeats every problem about a hundred times; this is its deduplicated form.
-    "dapo_math_17k": TrainingSet(
-        hub_id="open-r1/DAPO-Math-17k-Processed",
+    "dapo_math_17k": ProblemSet(
+        "open-r1/DAPO-Math-17k-Processed",
         revision="31dd309567e3da778038cc87d868b6097a3ccf68",
         config="en",
         problem_column="prompt",
@@ -176,9 +136,9 @@ class DataArguments:
     def _check_source_settings(self):
         """Settings of the Hub say nothing about a file or a miniature task."""
         settings = {"dataset_config": self.dataset_config, "dataset_revision": self.dataset_revision}
-        if self.dataset_path is not None or Path(self.dataset_name).suffix in _FILE_FORMATS:
+        if self.dataset_path is not None or Path(self.dataset_name).suffix in FILE_FORMATS:
             settings["dataset_split"] = self.dataset_split
-        elif not self.dataset_name.startswith("miniature/"):
+        elif not self.dataset_name.startswith(MINIATURE):
             return
         given = [name for name, value in settings.items() if value is not None]
         if given:
@@ -207,26 +167,6 @@ def build_prompt(
     return [user] if system_prompt is None else [{"role": "system", "content": system_prompt}, user]
 
 
-def gold_answer(value: Any, answer_in: str = "column") -> str | list[str] | None:
-    """
-    The gold answer held by one cell of a dataset.
-
-    Args:
-        value (`Any`): Text, number, or a list of alternatives; see [`~verification.gold_texts`].
-        answer_in (`str`): See [`TrainingSet`].
-
-    Returns:
-        `str`, `list[str]` or `None`: The answer, alternatives when there are several, `None` when there is none.
-    """
-    texts = list(gold_texts(value))
-    if answer_in == "last_box":
-        texts = [content for text in texts if (content := last_boxed(text))]
-    if answer_in == "after_hashes":
-        answers = (text.rpartition("####")[2].strip().replace(",", "") for text in texts if "####" in text)
-        texts = [answer for answer in answers if answer]
-    return texts[0] if len(texts) == 1 else texts or None
-
-
 def load_training_data(
     args: DataArguments, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> tuple[Dataset, Dataset | None]:
@@ -249,14 +189,9 @@ def load_training_data(
         ValueError: On an unknown name, file or column, an overlong prompt (`overlong_prompts: error`), or when too few
             rows are left.
     """
-    rows, spec = _load_rows(args)
-    for key, column in (("problem_column", spec.problem_column), ("solution_column", spec.solution_column)):
-        if column not in rows.column_names:
-            raise ValueError(
-                f"`{key}` {column!r} is not a column of {args.dataset_path or args.dataset_name!r}. Columns found: "
-                f"{', '.join(rows.column_names)}. Set `{key}` to one of them."
-            )
-    dataset = _prepare(rows, spec, args)
+    entry = _entry(args)
+    path = args.dataset_name if Path(args.dataset_name).suffix in FILE_FORMATS else args.dataset_path
+    dataset = _prepare(load_rows(args.dataset_name, entry, path), entry, args)
     if args.max_prompt_length is not None:
         dataset = _limit_prompt_length(
             dataset, args.max_prompt_length, args, tokenizer, dict(chat_template_kwargs or {})
@@ -275,62 +210,45 @@ def load_training_data(
     return dataset.select(range(args.eval_split_size, stop)), evaluation
 
 
-def _load_rows(args: DataArguments) -> tuple[Dataset, TrainingSet]:
-    """The raw rows and the columns to read from them."""
-    named = TRAINING_SETS.get(args.dataset_name)
-    spec = TrainingSet(
-        hub_id=named.hub_id if named else args.dataset_name,
-        revision=args.dataset_revision or (named.revision if named else "main"),
-        config=args.dataset_config or (named.config if named else None),
-        split=args.dataset_split or (named.split if named else "train"),
-        problem_column=args.problem_column or (named.problem_column if named else "problem"),
-        solution_column=args.solution_column or (named.solution_column if named else "answer"),
-        # A column the user names is taken as it is.
-        answer_in=named.answer_in if named and not args.solution_column else "column",
-    )
-    if args.dataset_path is not None:
-        return _read_file(args.dataset_path), spec
-    if args.dataset_name.startswith("miniature/"):
-        return _miniature_rows(args.dataset_name.removeprefix("miniature/"), spec.split), spec
-    if Path(args.dataset_name).suffix in _FILE_FORMATS:
-        return _read_file(args.dataset_name), spec
-    return load_dataset(spec.hub_id, spec.config, split=spec.split, revision=spec.revision), spec
+def _entry(args: DataArguments) -> ProblemSet:
+    """The named set, or one of the user's own, with what the arguments say otherwise."""
+    given = {
+        "revision": args.dataset_revision,
+        "config": args.dataset_config,
+        "split": args.dataset_split,
+        "problem_column": args.problem_column,
+        "solution_column": args.solution_column,
+        "answer_in": "column" if args.solution_column else None,  # a column that the user names is taken as it is
+    }
+    entry = TRAINING_SETS.get(args.dataset_name, ProblemSet(args.dataset_name, revision="main"))
+    return replace(entry, **{key: value for key, value in given.items() if value is not None})
 
 
-def _read_file(path: str) -> Dataset:
-    suffix = Path(path).suffix
-    if suffix not in _FILE_FORMATS:
-        raise ValueError(f"{path!r} is no data file that can be read: the endings are {', '.join(_FILE_FORMATS)}.")
-    if not Path(path).is_file():
-        raise ValueError(f"The data file {path!r} does not exist (seen from {Path.cwd()}).")
-    try:
-        return load_dataset(_FILE_FORMATS[suffix], data_files=str(path), split="train")
-    except (DatasetGenerationError, ArrowInvalid, StopIteration) as error:  # the last: a file without a row
-        reason = " ".join(str(error.__cause__ or error).split()) or "it holds no rows"
-        raise ValueError(f"The data file {path!r} cannot be read as {suffix}: {reason}.") from error
-
-
-def _miniature_rows(task: str, split: str) -> Dataset:
-    from .miniature.tasks import TASKS, problems
-
-    if task not in TASKS:
-        raise ValueError(f"There is no miniature task {task!r}. The tasks are: {', '.join(TASKS)}.")
-    if split not in ("train", "test"):
-        raise ValueError(f"`dataset_split` of a miniature task is 'train' or 'test', got {split!r}.")
-    return Dataset.from_list(problems(task, "test" if split == "test" else "train"))
-
-
-def _prepare(rows: Dataset, spec: TrainingSet, args: DataArguments) -> Dataset:
+def _prepare(rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments) -> Dataset:
     """Add `prompt` and `solution`; drop and count rows without a problem or a gold."""
-    problems = rows[spec.problem_column]
-    for index, problem in enumerate(problems):
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    for key in ("problem_column", "solution_column"):
+        if getattr(entry, key) not in names:
+            raise ValueError(
+                f"`{key}` {getattr(entry, key)!r} is not a column of {args.dataset_path or args.dataset_name!r}. Columns "
+                f"found: {', '.join(names)}. Set `{key}` to one of them."
+            )
+    usable, prompts, solutions = [], [], []
+    for index, row in enumerate(rows):
+        problem = row.get(entry.problem_column)
         if problem is not None and not isinstance(problem, str):
             raise ValueError(
-                f"`problem_column` {spec.problem_column!r} must hold text, but row {index} holds a "
+                f"`problem_column` {entry.problem_column!r} must hold text, but row {index} holds a "
                 f"{type(problem).__name__}. Name a column with the bare problem: the prompt is built from it."
             )
-    golds = [gold_answer(value, spec.answer_in) for value in rows[spec.solution_column]]
-    usable = [i for i, problem in enumerate(problems) if problem and problem.strip() and golds[i] is not None]
+        gold = gold_answer(row.get(entry.solution_column), entry.answer_in)
+        if problem and problem.strip() and gold is not None:
+            usable.append(row)
+            problem = _DAPO_WRAPPER.sub(r"\g<problem>", problem)
+            prompts.append(
+                build_prompt(problem, instruction=args.prompt_instruction, system_prompt=args.system_prompt)
+            )
+            solutions.append(gold)
     if len(usable) < len(rows):
         logger.warning(
             "Dropped %d of %d rows of %s that have no problem or no gold answer.",
@@ -340,25 +258,19 @@ def _prepare(rows: Dataset, spec: TrainingSet, args: DataArguments) -> Dataset:
         )
     if not usable:
         raise ValueError(
-            f"None of the {len(rows)} rows of {args.dataset_name!r} has both a problem ({spec.problem_column!r}) and a "
-            f"gold answer ({spec.solution_column!r})."
+            f"None of the {len(rows)} rows of {args.dataset_name!r} has both a problem ({entry.problem_column!r}) and a "
+            f"gold answer ({entry.solution_column!r})."
         )
-    solutions: list[Any] = [golds[i] for i in usable]
     if any(isinstance(solution, list) for solution in solutions):  # a column has one type
         solutions = [solution if isinstance(solution, list) else [solution] for solution in solutions]
-    prompts = [
-        build_prompt(
-            _DAPO_WRAPPER.sub(r"\g<problem>", problems[i]),
-            instruction=args.prompt_instruction,
-            system_prompt=args.system_prompt,
-        )
-        for i in usable
-    ]
-    prepared = Dataset.from_dict({"prompt": prompts, "solution": solutions})
-    others = [name for name in rows.column_names if name not in ("prompt", "solution")]
-    if not others:
-        return prepared
-    return concatenate_datasets([rows.select(usable).select_columns(others), prepared], axis=1)
+    columns = {name: [row.get(name) for row in usable] for name in names}
+    try:
+        return Dataset.from_dict(columns | {"prompt": prompts, "solution": solutions})
+    except (ArrowException, OverflowError) as error:
+        raise ValueError(
+            f"A column of {args.dataset_path or args.dataset_name!r} holds values of several types, which a dataset cannot: "
+            f"{error}. Write them alike, for example all as text."
+        ) from error
 
 
 def _limit_prompt_length(

@@ -15,9 +15,10 @@ from pacs_trl.data import (
     gold_answer,
     load_training_data,
 )
+from pacs_trl.evaluation.benchmarks import load_benchmark
 
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parent
 
 
 class WordTokenizer:
@@ -128,7 +129,7 @@ class TestNamedSets:
             return Dataset.from_list([{row.problem_column: "1+1", row.solution_column: "so #### \\boxed{2}"}])
 
         row = TRAINING_SETS[name]
-        monkeypatch.setattr("pacs_trl.data.load_dataset", load_dataset)
+        monkeypatch.setattr("datasets.load_dataset", load_dataset)
         assert len(load(name)[0]) == 1
         assert asked == {row.hub_id: (row.config, "train", row.revision)}
         load(name, dataset_split="test", dataset_revision="main", dataset_config="other")
@@ -295,3 +296,25 @@ def test_lists_of_answers_in_parquet(tmp_path):
     Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
     train, _ = load_training_data(DataArguments(dataset_name=str(tmp_path / "rows.parquet")), None)
     assert sorted(train["solution"]) == [["0.5", "1/2"], ["2"]]
+
+
+def test_training_and_evaluation_read_a_file_alike(tmp_path):
+    rows = [{"problem": f"1+{i}\u2028", "answer": [f"{i + 1}.0", i + 1.0], "note": None} for i in range(3)]
+    path = str(tmp_path / "rows.jsonl")
+    Path(path).write_text("".join(json.dumps(row, ensure_ascii=False) + "\n\n" for row in rows), encoding="utf-8")
+    problems = load_benchmark(path).problems
+    rows[1]["level"] = 7  # a column that the first row does not have
+    write_jsonl(tmp_path / "rows.jsonl", rows[:2] + [rows[2] | {"answer": ["3.0", "3"]}])
+    with pytest.raises(ValueError, match="A column of .* holds values of several types"):
+        load(path)
+    write_jsonl(tmp_path / "rows.jsonl", [row | {"answer": [str(a) for a in row["answer"]]} for row in rows])
+    train, _ = load(path)
+    assert {row["problem"]: row["solution"] for row in train} == {
+        p.problem: [p.solution[0], f"{p.solution[1]}.0"] for p in problems
+    }
+    assert sorted(train["level"], key=str) == [7, None, None]
+
+
+def test_a_file_may_bear_the_name_of_a_task(tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"problem": "1+1", "answer": "2"}])
+    assert load_benchmark(f"miniature/addition={path}").problems == load_benchmark(path).problems

@@ -25,7 +25,7 @@ Split = Literal["train", "test"]
 TEST_FRACTION = 5
 
 
-class Problem(NamedTuple):
+class WorkedProblem(NamedTuple):
     """One problem of a task: its text, the canonical form that decides the split, the answer, the worked solutions."""
 
     text: str
@@ -34,12 +34,12 @@ class Problem(NamedTuple):
     solutions: tuple[str, ...]
 
 
-def _addition() -> Iterator[Problem]:
+def _addition() -> Iterator[WorkedProblem]:
     """`47+38`: two numbers of two digits, tens and units added separately in either order."""
     for a, b in product(range(10, 100), repeat=2):
         tens = f"{a // 10 * 10}+{b // 10 * 10}={a // 10 * 10 + b // 10 * 10}"
         units = f"{a % 10}+{b % 10}={a % 10 + b % 10}"
-        yield Problem(
+        yield WorkedProblem(
             text=f"{a}+{b}",
             canonical=f"{min(a, b)}+{max(a, b)}",
             answer=a + b,
@@ -47,21 +47,21 @@ def _addition() -> Iterator[Problem]:
         )
 
 
-def _expression() -> Iterator[Problem]:
+def _expression() -> Iterator[WorkedProblem]:
     """`3+4*12`: a product of two factors and a third number added or subtracted, on either side."""
     for a, b, c in product(range(2, 10), range(2, 10), range(1, 50)):
         low, high = min(a, b), max(a, b)
         for sign in "+-":
             first, second = f"{a}*{b}", f"{a * b}"
             answer = a * b + c if sign == "+" else a * b - c
-            yield Problem(
+            yield WorkedProblem(
                 text=f"{first}{sign}{c}",
                 canonical=f"{low}*{high}{sign}{c}",
                 answer=answer,
                 solutions=(rf"{first}={second},{second}{sign}{c}=\boxed{{{answer}}}",),
             )
             answer = c + a * b if sign == "+" else c - a * b
-            yield Problem(
+            yield WorkedProblem(
                 text=f"{c}{sign}{first}",
                 # c+a*b is a*b+c with its terms commuted; c-a*b has its own canonical form.
                 canonical=f"{low}*{high}+{c}" if sign == "+" else f"{c}-{low}*{high}",
@@ -70,12 +70,12 @@ def _expression() -> Iterator[Problem]:
             )
 
 
-def _equation() -> Iterator[Problem]:
+def _equation() -> Iterator[WorkedProblem]:
     """`4*x-9=27`: a linear equation with an integer solution, negative ones included."""
     for a, x, b in product(range(2, 10), range(-9, 21), range(1, 30)):
         for sign, inverse in ("+-", "-+"):
             right = a * x + b if sign == "+" else a * x - b
-            yield Problem(
+            yield WorkedProblem(
                 text=f"{a}*x{sign}{b}={right}",
                 canonical=f"{a}*x{sign}{b}={right}",
                 answer=x,
@@ -97,7 +97,7 @@ NUM_SUM_SOLUTIONS = 6
 NUM_ADDITIONS = 2000
 
 
-def _terms(num_terms: int) -> Iterator[Problem]:
+def _terms(num_terms: int) -> Iterator[WorkedProblem]:
     """`7+30+8`: digits and tens, added one after the other in any order: `30+8=38,38+7=\\boxed{45}`."""
     rng = random.Random(num_terms)
     texts: dict[str, None] = {}
@@ -107,7 +107,7 @@ def _terms(num_terms: int) -> Iterator[Problem]:
         yield _sum(text, rng)
 
 
-def _sum(text: str, rng: random.Random) -> Problem:
+def _sum(text: str, rng: random.Random) -> WorkedProblem:
     """The terms of a sum added one after the other, in as many orders as there are solutions."""
     terms = [int(term) for term in text.split("+")]
     solutions = []
@@ -118,10 +118,10 @@ def _sum(text: str, rng: random.Random) -> Problem:
             steps.append(f"{total}+{term}={total + term}")
             total += term
         solutions.append(",".join([*steps[:-1], steps[-1].replace("=", r"=\boxed{") + "}"]))
-    return Problem(text, "+".join(sorted(text.split("+"))), total, tuple(solutions))
+    return WorkedProblem(text, "+".join(sorted(text.split("+"))), total, tuple(solutions))
 
 
-def _grouped() -> Iterator[Problem]:
+def _grouped() -> Iterator[WorkedProblem]:
     """`7+(30+8)`: a sum of three to five terms with two neighbors in parentheses, which stand in no other task."""
     rng = random.Random(0)
     texts: dict[str, None] = {}
@@ -134,20 +134,20 @@ def _grouped() -> Iterator[Problem]:
         yield _sum(text.replace("(", "").replace(")", ""), rng)._replace(text=text)
 
 
-def _sums() -> Iterator[Problem]:
+def _sums() -> Iterator[WorkedProblem]:
     """Sums of every size."""
     for num_terms in SUM_SIZES:
         yield from _terms(num_terms)
 
 
-def _arithmetic() -> Iterator[Problem]:
+def _arithmetic() -> Iterator[WorkedProblem]:
     """What the models of the tables are taught: sums one term shorter than those they are trained on, and some additions."""
     shorter = [problem for num_terms in SUM_SIZES for problem in _terms(num_terms - 1)]
     additions = random.Random(0).sample(list(_addition()), NUM_ADDITIONS)
     yield from {problem.text: problem for problem in additions + shorter}.values()  # `10+20` is both
 
 
-TASKS: dict[str, Callable[[], Iterator[Problem]]] = {
+TASKS: dict[str, Callable[[], Iterator[WorkedProblem]]] = {
     "addition": _addition,
     "expression": _expression,
     "equation": _equation,
@@ -164,15 +164,23 @@ def _is_held_out(canonical: str) -> bool:
 
 
 @cache
-def _split(task: str, split: Split) -> tuple[Problem, ...]:
+def _split(task: str, split: Split) -> tuple[WorkedProblem, ...]:
     return tuple(problem for problem in TASKS[task]() if _is_held_out(problem.canonical) == (split == "test"))
 
 
-def _sample(task: str, split: Split, num_problems: int | None, rng: random.Random) -> list[Problem]:
+def check_task(task: str) -> None:
+    """
+    Raises:
+        `ValueError`: if there is no such task.
+    """
     if task not in TASKS:
-        raise ValueError(f"unknown miniature task {task!r}; choose one of {', '.join(TASKS)}")
+        raise ValueError(f"There is no miniature task {task!r}. The tasks are: {', '.join(TASKS)}.")
+
+
+def _sample(task: str, split: Split, num_problems: int | None, rng: random.Random) -> list[WorkedProblem]:
+    check_task(task)
     if split not in ("train", "test"):
-        raise ValueError(f"unknown split {split!r}; choose 'train' or 'test'")
+        raise ValueError(f"The split of a miniature task (`dataset_split`) must be 'train' or 'test', got {split!r}.")
     population = _split(task, split)
     if num_problems is None:
         num_problems = len(population)

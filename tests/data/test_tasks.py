@@ -4,7 +4,7 @@ from collections import Counter
 import pytest
 from math_verify import parse, verify
 
-from pacs_trl.miniature.tasks import NUM_ADDITIONS, SUM_SIZES, TASKS, demonstrations, problems
+from pacs_trl.data.tasks import NUM_ADDITIONS, SUM_SIZES, TASKS, demonstrations, problems
 from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.miniature.warm_start import MAX_COMPLETION_LENGTH
 
@@ -119,11 +119,9 @@ def test_several_solutions_are_shown_for_one_problem():
 
 
 def test_bad_arguments_name_the_rule():
-    with pytest.raises(
-        ValueError, match="unknown miniature task 'sums'; choose one of addition, expression, equation"
-    ):
+    with pytest.raises(ValueError, match="no miniature task 'sums'. The tasks are: addition, expression, equation"):
         problems("sums", "train")
-    with pytest.raises(ValueError, match="unknown split 'dev'; choose 'train' or 'test'"):
+    with pytest.raises(ValueError, match="must be 'train' or 'test', got 'dev'"):
         problems("addition", "dev")
     with pytest.raises(ValueError, match="between 1 and 1579, the size of the test split of 'addition', but is 9999"):
         problems("addition", "test", 9999)

@@ -1,0 +1,156 @@
+"""Where sets of problems are, for training and for evaluation: on the Hub, in a file, or made by `tasks.py`.
+
+One description, one loader and one reader of files. What is asked of a row differs, and is said where the set is used:
+`load_training_data` drops a problem without an answer and counts it, `load_benchmark` stops.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ..verification import gold_texts, last_boxed
+from .tasks import problems
+
+
+FILE_FORMATS = (".jsonl", ".json", ".parquet")
+MINIATURE = "miniature/"
+
+
+@dataclass(frozen=True)
+class ProblemSet:
+    """
+    Where a set of problems is, and how one row becomes a problem and a gold answer.
+
+    Args:
+        hub_id (`str`): Dataset repository on the Hub.
+        revision (`str`, *optional*): Commit of that repository: the rows of a result do not change under it. Without it the
+            newest is loaded.
+        config (`str`, *optional*): Configuration of the repository.
+        split (`str`): Split to load.
+        problem_column, solution_column (`str`): Columns of the problem text and of the gold answer.
+        id_column (`str`, *optional*): Column that names a row in samples and grades; without it a row is named by its position.
+        answer_in (`str`): How the gold is read out of `solution_column`: `"column"` (the whole value), `"last_box"` (the
+            content of the last `\\boxed{}`) or `"after_hashes"` (the text after `####`, without thousands separators).
+        title (`str`): Name in tables.
+        version (`int`): Version of a benchmark's entry: raised whenever its rows or the way an answer is read change.
+    """
+
+    hub_id: str
+    revision: str | None = None
+    config: str | None = None
+    split: str = "train"
+    problem_column: str = "problem"
+    solution_column: str = "answer"
+    id_column: str | None = None
+    answer_in: Literal["column", "last_box", "after_hashes"] = "column"
+    title: str = ""
+    version: int = 1
+
+
+# Trained on by its train split, a benchmark by its test split.
+GSM8K = ProblemSet(
+    "openai/gsm8k",
+    revision="740312add88f781978c0658806c59bc2815b9866",
+    config="main",
+    problem_column="question",
+    answer_in="after_hashes",
+    title="GSM8K",
+)
+
+
+def load_rows(name: str, entry: ProblemSet, path: str | Path | None = None) -> list[dict[str, Any]]:
+    """
+    The rows of a set: those of a file if `path` is given, the problems of a task if it is named `miniature/<task>`, else those
+    on the Hub.
+
+    Raises:
+        `ValueError`: for a file that cannot be read, an unknown task or split of one, or a Hub that cannot be reached.
+    """
+    if path is not None:
+        return read_rows(Path(path))
+    if name.startswith(MINIATURE):
+        return problems(name.removeprefix(MINIATURE), entry.split)
+    from datasets import load_dataset
+
+    try:
+        return load_dataset(entry.hub_id, entry.config, split=entry.split, revision=entry.revision).to_list()
+    except OSError as error:  # no connection, no such dataset, no rights
+        raise ValueError(
+            f"{entry.title or name} ({entry.hub_id}) could not be loaded from the Hub: {error}. Without a connection, download "
+            "its rows elsewhere and name the file: `dataset_path` in training, name=PATH in evaluation."
+        ) from error
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """
+    The rows of a `.jsonl`, `.json` or `.parquet` file as they stand: columns may hold values of several types.
+
+    Raises:
+        `ValueError`: if there is no such file, its ending is another one, or it is damaged.
+    """
+    if path.suffix not in FILE_FORMATS:
+        raise ValueError(f"{str(path)!r} is no data file that can be read: it must end in .jsonl, .json or .parquet.")
+    if not path.is_file():
+        raise ValueError(f"The data file {str(path)!r} does not exist (seen from {Path.cwd()}).")
+    try:
+        rows = _parse(path)
+        if not rows:
+            raise ValueError("it holds no problems.")
+    except ValueError as error:
+        raise ValueError(f"The data file {str(path)!r} cannot be read as {path.suffix}: {error}") from error
+    return rows
+
+
+def _parse(path: Path) -> list[dict[str, Any]]:
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        try:
+            return pyarrow.parquet.read_table(path).to_pylist()  # lists stay lists; pandas would make arrays of them
+        except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError) as error:
+            raise ValueError(f"{path.name} is not a Parquet file: {error}.") from error
+    content = path.read_bytes()
+    if path.suffix == ".json":
+        rows = _from_json(content, path.name)
+        if not isinstance(rows, list):
+            raise ValueError(
+                f"{path.name} must hold a list of problems, got {type(rows).__name__}. A file with one object per line "
+                "ends in .jsonl."
+            )
+    else:
+        lines = enumerate(content.split(b"\n"), 1)  # other line ends may stand inside a text
+        rows = [_from_json(line, f"line {i} of {path.name}") for i, line in lines if line.strip()]
+    for index, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise ValueError(
+                f"it needs one JSON object with columns per problem, but row {index} is {str(row)[:80]!r}."
+            )
+    return rows
+
+
+def _from_json(content: bytes, where: str) -> Any:
+    try:
+        return json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON: {error}.") from error
+
+
+def gold_answer(value: Any, answer_in: str = "column") -> str | list[str] | None:
+    """
+    The gold answer held by one cell of a set.
+
+    Args:
+        value (`Any`): Text, number, or a list of alternatives; see [`~verification.gold_texts`].
+        answer_in (`str`): See [`ProblemSet`].
+
+    Returns:
+        `str`, `list[str]` or `None`: The answer, alternatives when there are several, `None` when there is none.
+    """
+    texts = list(gold_texts(value))
+    if answer_in == "last_box":
+        texts = [content for text in texts if (content := last_boxed(text))]
+    if answer_in == "after_hashes":
+        answers = (text.rpartition("####")[2].strip().replace(",", "") for text in texts if "####" in text)
+        texts = [answer for answer in answers if answer]
+    return texts[0] if len(texts) == 1 else texts or None
