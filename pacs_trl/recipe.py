@@ -17,9 +17,8 @@ from trl import GRPOConfig, ModelConfig, TrlParser
 from .baselines.ppo_config import PPOConfig
 from .data import DataArguments
 from .pacs_config import PACSConfig
-from .plan.launch import read_mapping
 from .redaction import PublishedArguments
-from .settings import from_words, illegal_settings, settings_of
+from .settings import from_words, illegal_settings, read_mapping, settings_of
 from .verification import VerificationArguments
 
 

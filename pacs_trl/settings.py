@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import yaml
@@ -298,6 +299,34 @@ def from_words(words: list[str], setting: Setting) -> Any:
     if kinds <= {"list", "NoneType"}:  # one word is a list of one
         return values
     return True if not values else values[0] if len(values) == 1 else values
+
+
+def read_mapping(path: str | Path, what: str) -> dict[str, Any]:
+    """
+    Content of a YAML file that must be a mapping; keys are texts.
+
+    Args:
+        path (`str` or `Path`): The file.
+        what (`str`): What it is, for the errors: "recipe", "accelerate file".
+
+    Raises:
+        `ValueError`: if there is no such file, or it holds something else.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"The {what} {str(path)!r} does not exist (seen from {Path.cwd()}).")
+    return parse_mapping(Path(path).read_text(encoding="utf-8"), f"{what} {str(path)!r}")
+
+
+def parse_mapping(text: str, where: str) -> dict[str, Any]:
+    """As [`read_mapping`], of a text that is there already."""
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"The {where} is not YAML: {' '.join(str(error).split())}.") from error
+    if not isinstance(content, dict):
+        found = "nothing" if content is None else type(content).__name__
+        raise ValueError(f"The {where} must be a YAML mapping of settings, got {found}.")
+    return {str(key): value for key, value in content.items()}  # `on:` and `no:` are no strings to YAML
 
 
 def _from_yaml(word: str) -> Any:

@@ -23,11 +23,10 @@ from . import provenance
 from .arguments import EvaluationArguments
 from .benchmarks import LoadedBenchmark, load_benchmark
 from .clock import EngineClock
-from .engines import TransformersEngine
+from .engines import TransformersEngine, engine_facts, identify_model, start_engine
 from .grading import BackgroundGrader
 from .requests import Request, render_prompt, sample_seed
 from .results import RESULTS_SCHEMA, GradedSample, summarize, write_results
-from .start_engine import engine_facts, identify_model, start_engine
 from .store import SampleStore, digest
 
 
@@ -161,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"pacs-trl evaluate: {error}", file=sys.stderr)
         return 2
     try:
-        with _make_verifier(verification) as verifier:
+        with verification.build() as verifier:
             results = evaluate(args, verifier, max_failure_share=verification.verification_max_failure_share)
     except (ValueError, FileNotFoundError) as error:
         print(f"pacs-trl evaluate: {error}", file=sys.stderr)
@@ -183,16 +182,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{entry['title']}: {line}")
     print(f"results: {Path(args.output_dir) / 'results.json'}")
     return 0
-
-
-def _make_verifier(verification: VerificationArguments) -> Verifier:
-    return Verifier(
-        num_workers=verification.verification_num_workers,
-        timeout_seconds=verification.verification_timeout_seconds,
-        cpu_seconds=verification.verification_cpu_seconds,
-        memory_limit_mb=verification.verification_memory_limit_mb,
-        protocol=verification.verification_protocol,
-    )
 
 
 def _check_failures(benchmark: LoadedBenchmark, outcomes: Mapping[str, int], max_share: float) -> None:

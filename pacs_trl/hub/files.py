@@ -11,9 +11,9 @@ from pathlib import Path
 
 import yaml
 
-from ..plan.launch import read_mapping
 from ..redaction import published
 from ..report.inputs import read_json
+from ..settings import read_mapping
 from .model_card import EVAL_RESULTS_FOLDER, RECIPE_FILE, TRAINING_FACTS_FILE, TRAINING_FIGURE
 
 
@@ -60,7 +60,7 @@ def published_contents(model_dir: Path) -> dict[str, Path | bytes]:
     """What is uploaded: path in the repository to file, or to the content that may be published of it."""
     contents: dict[str, Path | bytes] = {name: model_dir / name for name in files_of_a_model(model_dir)}
     if RECIPE_FILE in contents:
-        settings = published(read_mapping(str(model_dir / RECIPE_FILE), "recipe"))
+        settings = published(read_mapping(model_dir / RECIPE_FILE, "recipe"))
         contents[RECIPE_FILE] = yaml.safe_dump(settings, allow_unicode=True).encode()
     for name in (RESULTS_FILE, LOG_FILE, TRAINING_FACTS_FILE, *PATHS_IN_CONFIGS):
         if name in contents:

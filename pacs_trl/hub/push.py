@@ -23,9 +23,9 @@ from huggingface_hub.errors import HfHubHTTPError, RemoteEntryNotFoundError, Rev
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
 from ..evaluation.provenance import checkpoint_digest, training_facts
-from ..plan.launch import read_mapping
 from ..redaction import published
 from ..report.inputs import read_described, read_log_history, read_training_facts
+from ..settings import read_mapping
 from .files import LOG_FILE, README_FILE, RESULTS_FILE, WEIGHTS, files_of_a_model, published_contents
 from .model_card import (
     RECIPE_FILE,
@@ -82,7 +82,7 @@ def prepare(
         content = json.dumps(published(read_described(results)), indent=1) + "\n"
         (model_dir / RESULTS_FILE).write_text(content, encoding="utf-8")
     if recipe is not None and _recipe_file(recipe).resolve() != (model_dir / RECIPE_FILE).resolve():
-        settings = published(read_mapping(str(_recipe_file(recipe)), "recipe"))
+        settings = published(read_mapping(_recipe_file(recipe), "recipe"))
         (model_dir / RECIPE_FILE).write_text(yaml.safe_dump(settings, allow_unicode=True), encoding="utf-8")
     written += [model_dir / name for name in (RESULTS_FILE, RECIPE_FILE) if (model_dir / name).is_file()]
     has_figure = _draw_training(model_dir)
@@ -105,7 +105,7 @@ def card_inputs(model_dir: Path) -> CardInputs:
     results, recipe, training = (model_dir / name for name in (RESULTS_FILE, RECIPE_FILE, TRAINING_FACTS_FILE))
     return CardInputs(
         results=published(read_described(results)) if results.is_file() else None,
-        recipe=read_mapping(str(recipe), "recipe") if recipe.is_file() else None,
+        recipe=read_mapping(recipe, "recipe") if recipe.is_file() else None,
         training=published(read_training_facts(training)) if training.is_file() else None,
         is_adapter=(model_dir / "adapter_config.json").is_file(),
         has_training_figure=(model_dir / TRAINING_FIGURE).is_file(),
@@ -328,7 +328,7 @@ def _check(
     if results is not None:
         read_described(results)
     if recipe is not None:
-        read_mapping(str(_recipe_file(recipe)), "recipe")
+        read_mapping(_recipe_file(recipe), "recipe")
     card_inputs(model_dir)
     _log_history(model_dir)
     theirs = hand_written(repository_readme, f"README.md of {repo_id}")

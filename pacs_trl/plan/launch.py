@@ -8,9 +8,10 @@ import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import launch_command_parser
+
+from ..settings import read_mapping
 
 
 _SHARDING = {"NO": "none", "MULTI_GPU": "none", "MULTI_CPU": "none", "FSDP": "full"}
@@ -56,29 +57,6 @@ class Launch:
     kind: str = "NO"
     fsdp_version: int | None = None
     mixed_precision: str = "no"
-
-
-def read_mapping(path: str, what: str) -> dict:
-    """
-    Content of a YAML file that must be a mapping; keys are texts.
-
-    Args:
-        path (`str`): The file.
-        what (`str`): What it is, for the errors: "recipe", "accelerate file".
-
-    Raises:
-        `ValueError`: if there is no such file, or it holds something else.
-    """
-    if not Path(path).is_file():
-        raise ValueError(f"The {what} {path!r} does not exist (seen from {Path.cwd()}).")
-    try:
-        content = yaml.safe_load(Path(path).read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"The {what} {path!r} is not YAML: {' '.join(str(error).split())}.") from error
-    if not isinstance(content, dict):
-        found = "nothing" if content is None else type(content).__name__
-        raise ValueError(f"The {what} {path!r} must be a YAML mapping of settings, got {found}.")
-    return {str(key): value for key, value in content.items()}  # `on:` and `no:` are no strings to YAML
 
 
 def read_launch(accelerate_config: str | None, num_processes: int | None) -> Launch:

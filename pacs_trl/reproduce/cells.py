@@ -12,8 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
+from ..settings import read_mapping
 from .tables import Cell
 
 
@@ -118,7 +117,7 @@ def run_cell(cell: Cell, seed: int, options: Options) -> Path:
 
 def evaluation_settings(options: Options) -> dict[str, Any]:
     """The evaluation of the miniature tables, of the size that the options ask for; every k that n allows."""
-    settings = yaml.safe_load((RECIPES / "miniature" / "evaluation.yaml").read_text())
+    settings = read_mapping(RECIPES / "miniature" / "evaluation.yaml", "evaluation")
     given = {"n": options.num_samples, "max_problems": options.max_problems}
     settings |= {key: value for key, value in given.items() if value is not None}
     settings["k"] = [k for k in map(int, str(settings["k"]).split(",")) if k <= settings["n"]]

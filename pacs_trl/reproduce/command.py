@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from ..settings import read_mapping
 from .cells import RECIPES, Options, run_cell
 from .full import collect, full_commands, run_line
 from .other_domains import read_other_domains
@@ -81,7 +80,7 @@ def _contents() -> dict[str, dict[str, Any]]:
         )
     names = [path.stem for path in TABLES.glob("*.yaml")]
     names.sort(key=lambda name: (name.startswith("v1"), "figure" in name, int(name.rsplit("_")[-1])))
-    return {name: yaml.safe_load((TABLES / f"{name}.yaml").read_text()) for name in names}
+    return {name: read_mapping(TABLES / f"{name}.yaml", "table") for name in names}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

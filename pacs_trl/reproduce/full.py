@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ..evaluation.results import read_results, require_same_protocol, write_results
 from ..report import paper, tables
+from ..settings import read_mapping
 from .cells import (
     CHECKPOINT_SAMPLES,
     RECIPES,
@@ -45,7 +44,7 @@ def full_commands(cell: Cell, seed: int, options: Options, *, checkpoints: bool 
     """
     record, model = cell.directory(options.results_dir, seed), cell.directory(options.work_dir, seed)
     recipe = RECIPES / f"{cell.recipe}.yaml"
-    settings = yaml.safe_load(recipe.read_text())
+    settings = read_mapping(recipe, "recipe")
     if cell.recipe.startswith("evaluation/"):  # names its model and its method itself
         asked = ["--seed", str(seed)]
     elif cell.trained:

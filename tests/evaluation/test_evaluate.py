@@ -12,10 +12,9 @@ import pytest
 
 from pacs_trl.evaluation import pass_at_k
 from pacs_trl.evaluation.arguments import EvaluationArguments
-from pacs_trl.evaluation.engines import TransformersEngine
+from pacs_trl.evaluation.engines import TransformersEngine, devices_of_copies, identify_model
 from pacs_trl.evaluation.evaluate import evaluate, load_benchmarks, main, missing_requests
 from pacs_trl.evaluation.results import read_results
-from pacs_trl.evaluation.start_engine import devices_of_copies, identify_model
 from pacs_trl.verification import Verifier
 
 
