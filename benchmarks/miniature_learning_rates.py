@@ -8,14 +8,11 @@ last third of the rollouts decides. The rate of the PPO critic is 1e-3 throughou
 """
 
 import argparse
-import json
-from contextlib import redirect_stdout
 from pathlib import Path
 from statistics import mean
 
-from pacs_trl.miniature.warm_start import warm_start
 from pacs_trl.recipe import read_recipe
-from pacs_trl.train import main as train
+from pacs_trl.reproduce.runs import start_of, train_once
 
 
 RECIPES = Path(__file__).parents[1] / "recipes" / "miniature"
@@ -25,18 +22,9 @@ TRAINING_SEED = 100
 
 def reward_at_the_end(twin: str, method: str, rate: float, max_steps: int, work_dir: Path) -> float:
     output_dir = work_dir / f"{twin}-{method}-{rate:g}-{max_steps}"
-    if not (output_dir / "trainer_state.json").is_file():
-        path = RECIPES / twin / f"{method}.yaml"
-        name = read_recipe(["--config", str(path)]).model.model_name_or_path
-        start = warm_start(name.removeprefix("miniature/"))
-        output_dir.mkdir(parents=True, exist_ok=True)
-        with (output_dir / "train.log").open("w") as log, redirect_stdout(log):
-            train(
-                ["--config", str(path), "--model_name_or_path", str(start), "--output_dir", str(output_dir)]
-                + ["--learning_rate", str(rate), "--max_steps", str(max_steps), "--seed", str(TRAINING_SEED)]
-                + ["--save_strategy", "no"]
-            )
-    history = json.loads((output_dir / "trainer_state.json").read_text())["log_history"]
+    arguments = ["--config", str(RECIPES / twin / f"{method}.yaml"), "--save_strategy", "no"]
+    arguments += ["--learning_rate", str(rate), "--max_steps", str(max_steps), "--seed", str(TRAINING_SEED)]
+    history = train_once(arguments, start_of(read_recipe(arguments), seed=0), output_dir)
     rewards = [log["reward"] for log in history if "reward" in log]
     return mean(rewards[-(len(rewards) // 3) :])
 

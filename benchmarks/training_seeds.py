@@ -10,16 +10,14 @@ over warm starts. What is finished is kept in --work_dir.
 import argparse
 import json
 import statistics
-from contextlib import redirect_stdout
 from pathlib import Path
 
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.evaluate import evaluate
-from pacs_trl.miniature.warm_start import warm_start
 from pacs_trl.recipe import read_recipe
 from pacs_trl.reproduce.cells import RECIPES, Options, evaluation_settings
+from pacs_trl.reproduce.runs import start_of, train_once
 from pacs_trl.reproduce.tables import COMPARED_KS, TWINS
-from pacs_trl.train import main as train
 from pacs_trl.verification import shared_verifier
 
 
@@ -27,13 +25,8 @@ def run(cell: str, warm_start_seed: int, training_seed: int, work_dir: Path) -> 
     """pass@k in percent, mean over the five benchmarks."""
     work = work_dir / cell / f"warm-start-{warm_start_seed}" / f"seed-{training_seed}"
     arguments = ["--config", str(RECIPES / "miniature" / f"{cell}.yaml"), "--seed", str(training_seed)]
-    name = read_recipe(arguments).model.model_name_or_path.removeprefix("miniature/")
     model = work / "model"
-    if not (model / "trainer_state.json").is_file():
-        work.mkdir(parents=True, exist_ok=True)
-        start = warm_start(name, seed=warm_start_seed)
-        with (work / "train.log").open("a") as log, redirect_stdout(log):
-            train([*arguments, "--model_name_or_path", str(start), "--output_dir", str(model)])
+    train_once(arguments, start_of(read_recipe(arguments), seed=warm_start_seed), model)
     settings = evaluation_settings(Options())
     settings["benchmarks"] = ",".join(TWINS.values())
     evaluation = EvaluationArguments(model=str(model), output_dir=str(work / "evaluation"), method=cell, **settings)

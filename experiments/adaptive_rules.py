@@ -68,8 +68,8 @@ def rewards(arm: str, seed: int, max_steps: int, work_dir: Path) -> list[float]:
     from transformers import AutoTokenizer
 
     from pacs_trl.data import load_training_data
-    from pacs_trl.miniature.warm_start import warm_start
     from pacs_trl.recipe import read_recipe
+    from pacs_trl.reproduce.runs import start_of
     from pacs_trl.rewards import math_reward
 
     record = work_dir / f"{arm.replace(', ', '-').replace(' ', '-')}-seed-{seed}.json"
@@ -78,7 +78,7 @@ def rewards(arm: str, seed: int, max_steps: int, work_dir: Path) -> list[float]:
         output_dir = record.with_suffix("")
         arguments = ["--seed", str(seed), "--max_steps", str(max_steps), "--output_dir", str(output_dir)]
         recipe = read_recipe(["--config", str(RECIPE), "--save_strategy", "no", *settings, *arguments])
-        start = warm_start(recipe.model.model_name_or_path.removeprefix("miniature/"), seed=seed)
+        start = start_of(recipe)
         tokenizer = AutoTokenizer.from_pretrained(start, padding_side="left")
         output_dir.mkdir(parents=True, exist_ok=True)
         with (output_dir / "train.log").open("w") as log, redirect_stdout(log):

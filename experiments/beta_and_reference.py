@@ -10,7 +10,6 @@ both references and several betas from one warm start, and draws reward, spread 
 import argparse
 import json
 from collections.abc import Sequence
-from contextlib import redirect_stdout
 from pathlib import Path
 from statistics import mean
 
@@ -38,21 +37,11 @@ def references(reset_steps: int | None) -> dict[str, list[str]]:
 
 def train_one(arguments: Sequence[str], output_dir: Path) -> list[dict]:
     """Log history of one run, from its directory if it is there already."""
-    from pacs_trl.miniature.warm_start import warm_start
     from pacs_trl.recipe import read_recipe
-    from pacs_trl.train import main as train
+    from pacs_trl.reproduce.runs import start_of, train_once
 
-    state = output_dir / "trainer_state.json"
-    if not state.is_file():
-        recipe = read_recipe(["--config", str(RECIPE), *arguments])
-        start = warm_start(recipe.model.model_name_or_path.removeprefix("miniature/"), seed=recipe.training.seed)
-        output_dir.mkdir(parents=True, exist_ok=True)
-        with (output_dir / "train.log").open("w") as log, redirect_stdout(log):
-            train(
-                ["--config", str(RECIPE), "--model_name_or_path", str(start), "--output_dir", str(output_dir)]
-                + ["--save_strategy", "no", *arguments]
-            )
-    history = json.loads(state.read_text())["log_history"]
+    arguments = ["--config", str(RECIPE), "--save_strategy", "no", *arguments]
+    history = train_once(arguments, start_of(read_recipe(arguments)), output_dir)
     return [{key: log[key] for key in ("step", *PANELS) if key in log} for log in history if "entropy" in log]
 
 

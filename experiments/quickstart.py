@@ -9,7 +9,6 @@ import json
 import shutil
 import time
 from collections.abc import Sequence
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from pacs_trl import train
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.benchmarks import load_benchmark
 from pacs_trl.evaluation.evaluate import evaluate
-from pacs_trl.miniature.warm_start import warm_start
 from pacs_trl.recipe import Recipe, read_recipe
 from pacs_trl.report.plots import COLORS, PAGE_WIDTH, PANEL_HEIGHT, STYLE
+from pacs_trl.reproduce.runs import start_of, train_once
 from pacs_trl.verification import shared_verifier
 
 
@@ -47,8 +45,8 @@ def run_seed(seed: int, output_dir: Path, train_arguments: Sequence[str] = ()) -
             Seed of the initial weights, of the warm start and of the training run. The held-out problems and their
             samples have seeds of their own, the same in every run.
         output_dir (`Path`):
-            Gets `before/` and `after/` (samples, grades, results.json), `pacs/` (checkpoint, model card, recipe) and
-            `train.log`. What an earlier run left there is removed.
+            Gets `before/` and `after/` (samples, grades, results.json) and `pacs/` (checkpoint, model card, recipe,
+            `train.log`). What an earlier run left there is removed.
         train_arguments (sequence of `str`, *optional*):
             Overrides of the recipe as on the command line of `pacs_trl.train`.
 
@@ -60,17 +58,15 @@ def run_seed(seed: int, output_dir: Path, train_arguments: Sequence[str] = ()) -
     shutil.rmtree(output_dir, ignore_errors=True)
     output_dir.mkdir(parents=True)
     checkpoint = output_dir / "pacs"
-    arguments = ["--config", str(RECIPE), *train_arguments, "--seed", str(seed), "--output_dir", str(checkpoint)]
+    arguments = ["--config", str(RECIPE), *train_arguments, "--seed", str(seed)]
     recipe = read_recipe(arguments)
 
     print(f"Seed {seed}: warm start (kept for the next time)", flush=True)
-    start = warm_start(recipe.model.model_name_or_path.removeprefix("miniature/"), seed=seed)
+    start = start_of(recipe)
     print(f"Seed {seed}: held-out problems before", flush=True)
     before = evaluate(_evaluation(recipe, start, output_dir / "before", "warm start"), shared_verifier())
     print(f"Seed {seed}: training, {recipe.training.max_steps} steps", flush=True)
-    # The trainer writes its metrics to standard output, the progress bar to standard error.
-    with (output_dir / "train.log").open("w") as log, redirect_stdout(log):
-        trainer = train.main([*arguments, "--model_name_or_path", str(start)])
+    history = train_once(arguments, start, checkpoint)
     print(f"Seed {seed}: held-out problems after", flush=True)
     after = evaluate(
         _evaluation(recipe, checkpoint, output_dir / "after", recipe.run.method.upper()), shared_verifier()
@@ -82,7 +78,7 @@ def run_seed(seed: int, output_dir: Path, train_arguments: Sequence[str] = ()) -
         "before": before["benchmarks"][benchmark]["pass_at_k"],
         "after": after["benchmarks"][benchmark]["pass_at_k"],
         "examples": _examples(benchmark, output_dir),
-        "log_history": trainer.state.log_history,
+        "log_history": history,
     }
 
 

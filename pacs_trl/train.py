@@ -9,6 +9,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import yaml
 from accelerate import PartialState
@@ -58,17 +59,7 @@ def main(argv: Sequence[str] | None = None):
         )
         return None
     kept_readme(Path(training.output_dir))  # refused now, not after training
-    recipe.model.model_name_or_path = _resolve_model(recipe.model.model_name_or_path)
-    if training.use_vllm:
-        check_vllm(training, recipe.model.model_name_or_path)
-    peft_config = get_peft_config(recipe.model)
-    if peft_config is not None:
-        check_lora_targets(
-            peft_config,
-            recipe.model.model_name_or_path,
-            revision=recipe.model.model_revision,
-            trust_remote_code=training.trust_remote_code,
-        )
+    peft_config = _checked_model(recipe)
     configure_verification(recipe.verification)
     reward_funcs = [reward_function(name) for name in recipe.run.reward_funcs]
     tokenizer = AutoTokenizer.from_pretrained(
@@ -100,24 +91,35 @@ def main(argv: Sequence[str] | None = None):
         trainer.accelerator.print(describe_step(training, trainer.accelerator.num_processes, len(train_dataset)))
         trainer.train(resume_from_checkpoint=checkpoint)
         if stopping.stopped:
-            trainer.accelerator.wait_for_everyone()  # a launcher ends the others when the first one leaves
-            trainer.accelerator.print(
-                f"Stopped by SIGTERM after optimizer step {trainer.state.global_step} of {trainer.state.max_steps}, which is "
-                f"saved in {training.output_dir}/checkpoint-{trainer.state.global_step}. Continue with "
-                f"`--resume_from_checkpoint last`. Exit code {EXIT_CODE}."
-            )
-            raise SystemExit(EXIT_CODE)
+            _leave(trainer)
         trainer.save_model(training.output_dir, _internal_call=True)  # no push yet: it comes once, with everything
-    if trainer.accelerator.is_main_process:
-        settings = without_secrets(_from_any_folder(recipe.settings))
-        (Path(training.output_dir) / "recipe.yaml").write_text(yaml.safe_dump(settings, allow_unicode=True))
-        record_training(trainer)
-        write_card(Path(training.output_dir), recipe.settings)
-    trainer.accelerator.wait_for_everyone()
-    trainer.accelerator.print(f"Saved model, model card and recipe to {training.output_dir}.")
+    _write_records(trainer, recipe.settings)
     if training.push_to_hub:
         push_trained(trainer)
     return trainer
+
+
+def _leave(trainer) -> NoReturn:
+    """End a run that SIGTERM has stopped, and say where it goes on."""
+    trainer.accelerator.wait_for_everyone()  # a launcher ends the others when the first one leaves
+    state, output_dir = trainer.state, trainer.args.output_dir
+    trainer.accelerator.print(
+        f"Stopped by SIGTERM after optimizer step {state.global_step} of {state.max_steps}, which is saved in "
+        f"{output_dir}/checkpoint-{state.global_step}. Continue with `--resume_from_checkpoint last`. Exit code {EXIT_CODE}."
+    )
+    raise SystemExit(EXIT_CODE)
+
+
+def _write_records(trainer, settings: dict) -> None:
+    """The resolved recipe, the facts of the run and the model card, beside the model."""
+    output_dir = Path(trainer.args.output_dir)
+    if trainer.accelerator.is_main_process:
+        recipe = yaml.safe_dump(without_secrets(_from_any_folder(settings)), allow_unicode=True)
+        (output_dir / "recipe.yaml").write_text(recipe)
+        record_training(trainer)
+        write_card(output_dir, settings)
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.print(f"Saved model, model card and recipe to {output_dir}.")
 
 
 def _trainer_class(method: str) -> type:
@@ -149,6 +151,23 @@ def _from_any_folder(settings: dict) -> dict:
     """Models of this machine by their whole path: `outputs/model` would be a Hub id when read from another folder."""
     models = {key: settings.get(key) for key in ("model_name_or_path", "critic_model_name_or_path")}
     return settings | {key: str(Path(name).resolve()) for key, name in models.items() if name and Path(name).is_dir()}
+
+
+def _checked_model(recipe: Recipe):
+    """The model's place, in the recipe from here on, and its LoRA configuration if it has one; both fit what will run them."""
+    model, training = recipe.model, recipe.training
+    model.model_name_or_path = _resolve_model(model.model_name_or_path)
+    if training.use_vllm:
+        check_vllm(training, model.model_name_or_path)
+    peft_config = get_peft_config(model)
+    if peft_config is not None:
+        check_lora_targets(
+            peft_config,
+            model.model_name_or_path,
+            revision=model.model_revision,
+            trust_remote_code=training.trust_remote_code,
+        )
+    return peft_config
 
 
 def _resolve_model(name: str) -> str:

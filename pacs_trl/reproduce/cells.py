@@ -7,12 +7,12 @@ Full-size cells (`full.py`) keep the same of what their commands leave.
 import json
 import shutil
 from collections.abc import Callable, Iterable
-from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..settings import read_mapping
+from .runs import start_of, train_once
 from .tables import Cell
 
 
@@ -66,9 +66,7 @@ def run_cell(cell: Cell, seed: int, options: Options) -> Path:
     """
     from ..evaluation.arguments import EvaluationArguments
     from ..evaluation.diversity import hashing_embedder
-    from ..miniature.warm_start import warm_start
     from ..recipe import read_recipe
-    from ..train import main as train
 
     record, work = cell.directory(options.results_dir, seed), cell.directory(options.work_dir, seed)
     arguments = ["--config", str(RECIPES / f"{cell.recipe}.yaml"), "--seed", str(seed)]
@@ -88,17 +86,11 @@ def run_cell(cell: Cell, seed: int, options: Options) -> Path:
     _begin(work, settings, cell)
     given = options.warm_start_steps
     short = {} if given is None else {"max_steps": given, "target_accuracy": None}
-    model = start = warm_start(recipe.model.model_name_or_path.removeprefix("miniature/"), seed=seed, **short)
+    model = start = start_of(recipe, **short)
     record.mkdir(parents=True, exist_ok=True)
     if cell.trained:
         model = work / "model"
-        if not (model / "trainer_state.json").is_file():  # written when training is over
-            # The trainer writes its metrics to standard output, the progress bar to standard error.
-            with (work / "train.log").open("a") as log, redirect_stdout(log):
-                train(
-                    [*arguments, "--model_name_or_path", str(start), "--output_dir", str(model)]
-                    + ["--resume_from_checkpoint", "last"]
-                )
+        train_once(arguments, start, model)
     evaluation = EvaluationArguments(
         model=str(model), output_dir=str(work / "evaluation"), method=cell.label, **settings["evaluation"]
     )

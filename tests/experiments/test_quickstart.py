@@ -48,7 +48,8 @@ def test_figure_is_written_for_several_seeds(tmp_path):
 def test_whole_run_in_miniature_of_the_miniature(tmp_path, monkeypatch, capsys):
     tiny = {"size": "tiny", "target_accuracy": None, "max_steps": 2, "batch_size": 2}
     monkeypatch.setattr(
-        quickstart, "warm_start", lambda task, seed: warm_start(task, cache_dir=tmp_path / "cache", seed=seed, **tiny)
+        "pacs_trl.miniature.warm_start.warm_start",
+        lambda task, seed: warm_start(task, cache_dir=tmp_path / "cache", seed=seed, **tiny),
     )
     monkeypatch.setattr(quickstart, "NUM_PROBLEMS", 6)
     monkeypatch.setattr(quickstart, "NUM_SAMPLES", 8)

@@ -1,0 +1,39 @@
+"""A training run of the miniature world in this process: warm start, training, history. The libraries are loaded on use."""
+
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+
+def start_of(recipe, seed: int | None = None, **settings) -> Path:
+    """The warm start that a [`~recipe.Recipe`] names, of the run's own seed or another; `settings` as in [`warm_start`]."""
+    from ..miniature.warm_start import warm_start
+
+    name = recipe.model.model_name_or_path.removeprefix("miniature/")
+    return warm_start(name, seed=recipe.training.seed if seed is None else seed, **settings)
+
+
+def train_once(arguments: Sequence[str], start: Path, output_dir: Path) -> list[dict[str, Any]]:
+    """
+    Train from a warm start, unless that is done already; a run that was interrupted goes on from its last checkpoint.
+
+    Args:
+        arguments (sequence of `str`): Command line of [`~train.main`] without model and output directory.
+        start (`Path`): See [`start_of`].
+        output_dir (`Path`): Gets what training writes, and `train.log` with the metrics that it prints.
+
+    Returns:
+        `list[dict]`: The trainer's `log_history`.
+    """
+    from .. import train
+    from ..report.inputs import read_log_history
+
+    state = output_dir / "trainer_state.json"
+    if not state.is_file():  # written when training is over
+        output_dir.mkdir(parents=True, exist_ok=True)
+        places = ["--model_name_or_path", str(start), "--output_dir", str(output_dir)]
+        # The trainer writes its metrics to standard output, the progress bar to standard error.
+        with (output_dir / "train.log").open("a") as log, redirect_stdout(log):
+            train.main([*arguments, *places, "--resume_from_checkpoint", "last"])
+    return read_log_history(state)
