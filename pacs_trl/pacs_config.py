@@ -172,10 +172,6 @@ class PACSConfig(PublishedArguments, GRPOConfig):
             When scores are not known beforehand (every update but the first after a rollout), `"whole"` keeps each
             group in one micro-batch and needs one forward pass; `"split"` composes micro-batches freely and needs an
             additional forward pass without gradient. `"auto"` takes the cheaper one by tokens.
-        drop_uniform_groups (`bool`, *optional*, defaults to `False`):
-            Whether to leave out groups of one class also when their proxies are not 0. They carry a small pull of the
-            group's proxies towards each other, so this is an approximation. At proxy 0 they are left out in any case,
-            because their gradient is exactly 0.
         max_non_finite_steps (`int`, *optional*, defaults to `3`):
             Optimizer steps in a row with a gradient norm that is not finite after which training stops. Each such step
             is skipped on all processes.
@@ -234,9 +230,6 @@ class PACSConfig(PublishedArguments, GRPOConfig):
             "help": "Whether groups stay whole in a micro-batch when scores are not known beforehand.",
             "choices": ["auto", "whole", "split"],
         },
-    )
-    drop_uniform_groups: bool = field(
-        default=False, metadata={"help": "Leave out groups of one class also when their proxies are not 0."}
     )
     max_non_finite_steps: int = field(
         default=3, metadata={"help": "Skipped steps in a row after which training stops with an error."}
@@ -361,11 +354,6 @@ class PACSConfig(PublishedArguments, GRPOConfig):
                 f"max_tokens_per_micro_batch={self.max_tokens_per_micro_batch} cannot hold one sequence: completions "
                 f"may have max_completion_length={self.max_completion_length} tokens, and the prompt comes on top. "
                 "Raise it to the longest prompt plus max_completion_length, or lower max_completion_length."
-            )
-        if self.drop_uniform_groups and self.beta != 0:
-            raise ValueError(
-                f"drop_uniform_groups=True would be ignored with beta={self.beta}: the KL term needs a forward pass of "
-                "every completion. Set beta=0, or remove drop_uniform_groups."
             )
         if self.max_non_finite_steps < 1:
             raise ValueError(f"max_non_finite_steps must be at least 1, got {self.max_non_finite_steps}.")

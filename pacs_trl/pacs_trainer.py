@@ -69,7 +69,6 @@ class PACSTrainer(RolloutTrainer):
         "class_weighting",
         "proxy",
         "actor_term_coef",
-        "drop_uniform_groups",
         "reference",
         "reference_reset_steps",
         "reset_optimizer_on_reference_reset",

@@ -255,12 +255,11 @@ def in_graph_step(
     tools: bool = False,
     token_weights: bool = False,
     kl_weights: dict[str, torch.Tensor] | None = None,
-    without_gradient: tuple[int, ...] = (),
 ) -> Step:
     """
     Loss and gradients of one optimizer step, by autograd through the loss of all rows at once. `model` is float64.
 
-    `kl_weights` are the weights that the KL term refers to; rows `without_gradient` enter the loss with proxy 0.
+    `kl_weights` are the weights that the KL term refers to.
     """
 
     def counts(row: Row) -> bool:
@@ -289,10 +288,6 @@ def in_graph_step(
     if token_weights:  # a factor on the gradient that leaves the value alone
         factors = _stacked([torch.tensor(r.token_weights, dtype=torch.float64) for r in rows])
         weighted = logps.detach() + factors * (logps - logps.detach())
-    if without_gradient:
-        constant = torch.zeros(len(rows), 1, dtype=torch.bool)
-        constant[list(without_gradient)] = True
-        weighted = torch.where(constant, ref_logps, weighted)
     result = pacs_loss(
         weighted,
         ref_logps,

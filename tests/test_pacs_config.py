@@ -111,10 +111,6 @@ REFUSED = {
         "max_tokens_per_micro_batch=512 cannot hold one sequence.*max_completion_length=512",
     ),
     "no step may be skipped": ({"max_non_finite_steps": 0}, "max_non_finite_steps must be at least 1, got 0"),
-    "dropping groups that the KL term needs": (
-        {"drop_uniform_groups": True, "beta": 0.1},
-        "drop_uniform_groups=True would be ignored with beta=0.1",
-    ),
     "one generation": ({"num_generations": 1}, "num_generations must be a whole number of at least 2, got 1"),
 }
 

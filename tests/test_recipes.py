@@ -77,7 +77,6 @@ PACS = {
     "reference": "rollout",
     "actor_term_coef": 0.0,
     "proxy": "log_ratio",
-    "drop_uniform_groups": False,
     "max_grad_norm": 0.0,
 }
 # The authors clip at 1.0 a gradient that is summed over the 8 rows of a micro-batch; TRL and PPOTrainer take their mean.

@@ -81,11 +81,6 @@ def plan_step(
     group_size = num_generations
     labels = torch.tensor([r.label for r in rollouts], dtype=torch.float32)
     takes_part = scorable_rows(labels, group_size)
-    if args.drop_uniform_groups:
-        grouped = labels.view(-1, group_size).masked_fill(~takes_part.view(-1, group_size), torch.nan)
-        first = grouped.nan_to_num(-1.0).amax(dim=1, keepdim=True)
-        mixed = ((grouped != first) & ~grouped.isnan()).any(dim=1)
-        takes_part &= mixed.repeat_interleave(group_size)
     if args.beta != 0:  # the KL term is a mean over all tokens, whatever the verdict
         takes_part = torch.tensor([len(r.completion_ids) > 0 for r in rollouts])
     lengths = row_lengths(rollouts)

@@ -328,7 +328,7 @@ def checkpoint(tmp_path_factory):
         ({"score_estimator": "dr_grpo"}, "score_estimator: 'rloo' in the checkpoint, 'dr_grpo' now"),
         ({"reference": "snapshot"}, "reference: 'rollout' in the checkpoint, 'snapshot' now"),
         ({"num_generations": 8}, "num_generations: 4 in the checkpoint, 8 now"),
-        ({"drop_uniform_groups": True}, "drop_uniform_groups: False in the checkpoint, True now"),
+        ({"class_weighting": "none"}, "class_weighting: 'balanced' in the checkpoint, 'none' now"),
         ({"steps_per_generation": 2}, "steps_per_generation: 4 in the checkpoint, 2 now"),
         ({"temperature": 1.0}, "temperature: 1.3 in the checkpoint, 1.0 now"),
         ({"max_completion_length": 8}, "max_completion_length: 16 in the checkpoint, 8 now"),

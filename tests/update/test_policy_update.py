@@ -46,9 +46,9 @@ class WeightedTokens(PACSTrainer):
 
 
 def train_and_compare(
-    tmp_path, replay, *, model=None, trainer_class=PACSTrainer, max_steps=2, peft_config=None, dropped=None, **settings
+    tmp_path, replay, *, model=None, trainer_class=PACSTrainer, max_steps=2, peft_config=None, **settings
 ):
-    """Train, compare every update, and return what the long way finds. `dropped(rows)`: rows without gradient."""
+    """Train, compare every update, and return what the long way finds."""
     replay.weights.clear()
     recorder = Recorder()
     trainer = build_trainer(
@@ -83,7 +83,6 @@ def train_and_compare(
             tools=replay.tools,
             token_weights=trainer_class is WeightedTokens,
             kl_weights=start if trainer.args.beta else None,
-            without_gradient=dropped(rows) if dropped else (),
         )
         assert losses[update] == pytest.approx(expected.loss, rel=RELATIVE), f"loss of update {update}"
         error = relative_error(recorder.gradients[update], expected.gradients)
@@ -251,14 +250,9 @@ def test_mismatch_is_logged_also_without_correction(tmp_path):
 
 
 @pytest.mark.parametrize("group_layout", ["whole", "split"])
-def test_dropping_uniform_groups_keeps_the_divisor(tmp_path, group_layout):
-    def uniform(rows):
-        groups = [range(i, i + 4) for i in range(0, len(rows), 4)]
-        return tuple(i for group in groups if len({rows[j].label for j in group}) == 1 for i in group)
-
+def test_uniform_groups_keep_the_divisor(tmp_path, group_layout):
     replay = Replay(uniform_groups=1, edit=lambda generation, rows: rows[4:8] + rows[8:12] + rows[:4] + rows[12:])
-    settings = {"drop_uniform_groups": True, "group_layout": group_layout, **TWO_UPDATES}
-    train_and_compare(tmp_path, replay, dropped=uniform, **settings)
+    train_and_compare(tmp_path, replay, group_layout=group_layout, **TWO_UPDATES)
 
 
 @pytest.mark.parametrize("rows_per_micro_batch", [8, 4, 2, 1])
