@@ -28,8 +28,8 @@ from transformers import TrainerCallback
 
 import pacs_trl
 from pacs_trl import PACSConfig, PACSTrainer, PPOConfig, PPOTrainer
+from pacs_trl.evaluation.benchmarks import load_benchmark
 from pacs_trl.miniature.model import build_model
-from pacs_trl.miniature.tasks import problems
 from pacs_trl.miniature.tokenizer import build_tokenizer
 
 
@@ -83,8 +83,8 @@ class Rows:
 def dataset() -> Dataset:
     return Dataset.from_list(
         [
-            {"prompt": [{"role": "user", "content": row["problem"]}], "solution": row["answer"]}
-            for row in problems("addition", "train", 32)
+            {"prompt": [{"role": "user", "content": row.problem}], "solution": row.solution}
+            for row in load_benchmark("miniature/addition", max_problems=32).problems
         ]
     )
 
