@@ -29,7 +29,7 @@ from .shards import merge_shards
 
 class TransformersEngine:
     """
-    Batched `generate` of a model that is already loaded; the engine of CPU runs and of evaluation inside training.
+    Batched `generate` of a model that is already loaded; the engine of CPU runs.
 
     Args:
         model, tokenizer: A causal language model of transformers and its tokenizer.

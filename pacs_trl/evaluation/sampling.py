@@ -1,6 +1,6 @@
 """The in-process sampler: transformers `generate` with one stream of random numbers per completion.
 
-The in-process sampler is for CPUs, tests, and evaluation inside a training loop; a GPU run uses the vLLM or the server
+The in-process sampler is for CPUs and tests; a GPU run uses the vLLM or the server
 engine of `engines.py`. Random numbers never come from a global generator: each completion
 owns a stream of uniforms that depends on its seed alone, and a token is the inverse of the cumulative distribution at
 the next uniform. A completion therefore does not depend on which other rows share its batch, up to the rounding of the

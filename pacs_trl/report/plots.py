@@ -130,7 +130,7 @@ def evaluation_figure(histories: Mapping[str, Sequence[Sequence[dict[str, float]
     """
     keys = {key for runs in histories.values() for run in runs for log in run for key in log if "/pass@" in key}
     if not keys:
-        raise ValueError("The training logs hold no eval_<benchmark>/pass@<k>; train with the EvaluationCallback.")
+        raise ValueError("The training logs hold no eval_<benchmark>/pass@<k>: log them, or evaluate checkpoints.")
     ordered = sorted(keys, key=lambda key: (key.split("/pass@")[0], int(key.rsplit("@", 1)[1])))
     with matplotlib.rc_context(STYLE):
         figure, panels = _panels(len(ordered), columns=min(3, len(ordered)))

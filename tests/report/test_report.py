@@ -277,5 +277,5 @@ def test_gaussian_density_against_a_loop():
 def test_nothing_to_draw(tmp_path):
     with pytest.raises(ValueError, match="none of reward, entropy"):
         plots.training_figure({"PACS": [[{"step": 1, "loss": 0.7}]]}, tmp_path / "t")
-    with pytest.raises(ValueError, match="EvaluationCallback"):
+    with pytest.raises(ValueError, match="no eval_<benchmark>/pass@<k>: log them, or evaluate checkpoints"):
         plots.evaluation_figure({"PACS": [[{"step": 1, "loss": 0.7}]]}, tmp_path / "t")

@@ -21,8 +21,6 @@ from replay import (
 from transformers import AutoModelForCausalLM
 
 from pacs_trl import PACSTrainer, PPOConfig, PPOTrainer, train
-from pacs_trl.evaluation.benchmarks import load_benchmark
-from pacs_trl.evaluation.callback import EvaluationCallback
 from pacs_trl.rollouts import vllm_checks
 from pacs_trl.rollouts.vllm_checks import check_port, check_version, check_vllm, serve_command
 from pacs_trl.rollouts.vllm_requests import seed_requests
@@ -165,12 +163,16 @@ def test_server_that_will_do(tmp_path, installed, server, model):
     assert serve_command("M").startswith('VLLM_SERVER_DEV_MODE=1 vllm serve M --weight-transfer-config \'{"backend"')
 
 
-def trainer_with(server, model, output_dir, num_prompts=64, **more):
+def trainer_with(server, model, output_dir, num_prompts=64, eval_dataset=None, **more):
     settings = {"learning_rate": 3e-3, "optim": "adamw_torch", "max_steps": 5, "save_steps": 100, **more}
     return build_trainer(
         output_dir,
         model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
-        more={"train_dataset": addition_dataset(num_prompts), "callbacks": [Recorder()]},
+        more={
+            "train_dataset": addition_dataset(num_prompts),
+            "eval_dataset": eval_dataset,
+            "callbacks": [Recorder()],
+        },
         **(server_settings(server.url) | settings),
     )
 
@@ -255,11 +257,10 @@ def test_evaluation_takes_no_seeds_from_training(tmp_path, installed, server, mo
 
 
 def test_server_that_dies_during_evaluation(tmp_path, installed, server, model):
-    """Of the callback: the optimizer step before it is over, and what it drew stays drawn."""
-    benchmark = load_benchmark("miniature/addition", max_problems=2)
-    stopped = trainer_with(server, model, tmp_path)
-    stopped.add_callback(EvaluationCallback(stopped, [benchmark], every_steps=2))
-    server.fail_generation = 3  # one evaluation before training, two generations
+    """The optimizer step before it is over, and what it drew stays drawn."""
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 2, "per_device_eval_batch_size": 2}
+    stopped = trainer_with(server, model, tmp_path, eval_dataset=addition_dataset(2), **settings)
+    server.fail_generation = 2
     with pytest.raises(RuntimeError, match="stopped answering after optimizer step 2 .*engine is dead"):
         stopped.train()
     server.fail_generation, server.dead = None, False
