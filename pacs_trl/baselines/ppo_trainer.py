@@ -22,6 +22,7 @@ from transformers import AutoModelForTokenClassification, PreTrainedModel, get_s
 from trl.trainer.utils import create_model_from_path, disable_dropout_in_model, get_config_model_id
 
 from ..rollouts.rollout_trainer import RolloutTrainer
+from ..rollouts.rows import weighted_rewards
 from .gae import clipped_value_losses, explained_variance, generalized_advantages, masked_mean_and_variance, whiten
 from .ppo_config import PPOConfig
 
@@ -171,9 +172,7 @@ class PPOTrainer(RolloutTrainer):
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        weights = self.reward_weights.to(rewards_per_func.device)
-        self._rewards = (rewards_per_func * weights).nansum(dim=1)
-        self._rewards[rewards_per_func.isnan().all(dim=1)] = torch.nan
+        self._rewards = weighted_rewards(rewards_per_func, self.reward_weights)
         return rewards_per_func
 
     def _generate_and_score_completions(self, inputs):

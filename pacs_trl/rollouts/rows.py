@@ -67,6 +67,12 @@ def from_state(state: dict) -> Rollout:
     return Rollout(**values)
 
 
+def weighted_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The weighted sum of rewards of shape `(B, F)` over those functions that have a verdict; NaN where none has. `(B,)`"""
+    rewards = (rewards_per_func * weights.to(rewards_per_func.device)).nansum(dim=1)
+    return rewards.masked_fill(rewards_per_func.isnan().all(dim=1), torch.nan)
+
+
 def labels_from_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
     """
     The labels of PACS: the weighted sum of the reward functions.
@@ -85,9 +91,7 @@ def labels_from_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor, n
     Raises:
         `ValueError`: if a label would lie outside of [0, 1].
     """
-    weights = weights.to(rewards_per_func.device)
-    labels = (rewards_per_func * weights).nansum(dim=1)
-    labels[rewards_per_func.isnan().all(dim=1)] = torch.nan
+    labels = weighted_rewards(rewards_per_func, weights)
     outside = (labels < -1e-6) | (labels > 1 + 1e-6)
     if outside.any():
         row = int(outside.nonzero()[0])
