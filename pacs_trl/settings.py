@@ -5,13 +5,30 @@ and `plan` goes on with all that is wrong with a recipe. Rules between settings 
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import yaml
+
+
+# `name (`type`): text` in the docstring of a dataclass, up to the next name, a heading or an empty line.
+_DOCUMENTED = re.compile(r"^ +(\w+) \(`.*?\):\s+(.*?)(?=^ +\w+ \(`|^ *>|^ *$|\Z)", re.MULTILINE | re.DOTALL)
+
+
+def with_help(arguments: type) -> type:
+    """Decorator of a dataclass: what its docstring says of a field is the help of the field on the command line."""
+    texts = {
+        name: " ".join(text.split()).replace("%", "%%") for name, text in _DOCUMENTED.findall(arguments.__doc__ or "")
+    }
+    for field in fields(arguments):
+        if field.name in arguments.__annotations__:
+            field.metadata = MappingProxyType({**field.metadata, "help": texts[field.name]})
+    return arguments
 
 
 class Range(NamedTuple):

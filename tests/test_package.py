@@ -3,10 +3,12 @@
 import importlib
 import subprocess
 import sys
+from dataclasses import dataclass, field, fields
 
 import pytest
 
 from pacs_trl.cli import COMMANDS
+from pacs_trl.settings import with_help
 
 
 def test_importing_the_package_is_light():
@@ -42,3 +44,27 @@ def test_help_of_every_command(command, capsys):
     assert printed.startswith("usage: ") and len(printed) > 300
     if name == "train":
         assert "--learning_rate" in printed and ("--critic_learning_rate" in printed) == ("ppo" in command)
+
+
+def test_help_is_what_the_docstring_says():
+    @with_help
+    @dataclass
+    class Arguments:
+        """
+        Arguments of nothing.
+
+        Args:
+            share (`float`, *optional*, defaults to `0.5`): In % of
+                what there is (`x` counts).
+
+            > Parameters of another kind
+
+            name (`str`):
+                Name.
+        """
+
+        name: str
+        share: float = field(default=0.5, metadata={"choices": [0.5, 1.0]})
+
+    assert [f.metadata["help"] for f in fields(Arguments)] == ["Name.", "In %% of what there is (`x` counts)."]
+    assert fields(Arguments)[1].metadata["choices"] == [0.5, 1.0] and Arguments("a").share == 0.5

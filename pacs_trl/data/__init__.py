@@ -8,14 +8,14 @@ of in `sets.py`. Mixing several sets and streaming are left out.
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 from pyarrow import ArrowException
 
-from ..settings import refuse_illegal_values
+from ..settings import refuse_illegal_values, with_help
 from .sets import FILE_FORMATS, GSM8K, MINIATURE, ProblemSet, gold_answer, load_rows
 
 
@@ -57,6 +57,7 @@ _DAPO_WRAPPER = re.compile(
 )
 
 
+@with_help
 @dataclass
 class DataArguments:
     """
@@ -82,39 +83,20 @@ class DataArguments:
         eval_split_size (`int`): Number of problems held out for evaluation during training. 0: none.
     """
 
-    dataset_name: str = field(
-        metadata={
-            "help": "A named set (deepscaler, gsm8k, math, dapo_math_17k), miniature/<task>, a path to a .jsonl, .json "
-            "or .parquet file, or a dataset id on the Hub."
-        }
-    )
-    dataset_path: str | None = field(
-        default=None, metadata={"help": "Local file in the column layout of the named set, read instead of the Hub."}
-    )
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of the Hub dataset."})
-    dataset_split: str | None = field(default=None, metadata={"help": "Split to train on (default: train)."})
-    dataset_revision: str | None = field(default=None, metadata={"help": "Commit, tag or branch on the Hub."})
-    problem_column: str | None = field(
-        default=None, metadata={"help": "Column with the problem text (default: problem, or the named set's)."}
-    )
-    solution_column: str | None = field(
-        default=None, metadata={"help": "Column with the gold answer (default: answer, or the named set's)."}
-    )
-    prompt_instruction: str = field(
-        default=PROMPT_INSTRUCTION, metadata={"help": "Sentence behind the problem; empty for the problem alone."}
-    )
-    system_prompt: str | None = field(default=None, metadata={"help": "Content of a system turn before the problem."})
-    max_prompt_length: int | None = field(
-        default=None, metadata={"help": "Longest prompt in tokens, chat template included."}
-    )
-    overlong_prompts: str = field(
-        default="filter", metadata={"help": "Prompts over the limit: 'filter' (drop and count) or 'error'."}
-    )
-    max_train_samples: int | None = field(
-        default=None, metadata={"help": "Use only so many problems, drawn after the shuffle."}
-    )
-    dataset_seed: int = field(default=42, metadata={"help": "Seed of the shuffle."})
-    eval_split_size: int = field(default=0, metadata={"help": "Problems held out for evaluation during training."})
+    dataset_name: str
+    dataset_path: str | None = None
+    dataset_config: str | None = None
+    dataset_split: str | None = None
+    dataset_revision: str | None = None
+    problem_column: str | None = None
+    solution_column: str | None = None
+    prompt_instruction: str = PROMPT_INSTRUCTION
+    system_prompt: str | None = None
+    max_prompt_length: int | None = None
+    overlong_prompts: str = "filter"
+    max_train_samples: int | None = None
+    dataset_seed: int = 42
+    eval_split_size: int = 0
 
     def __post_init__(self):
         if self.overlong_prompts not in ("filter", "error"):

@@ -1,16 +1,18 @@
 """The arguments of `pacs-trl evaluate`, checked before anything is loaded."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ..data import PROMPT_INSTRUCTION
+from ..settings import with_help
 from .requests import SamplingSettings
 
 
 ENGINES = ("transformers", "vllm", "server")
 
 
+@with_help
 @dataclass
 class EvaluationArguments:
     """
@@ -25,7 +27,10 @@ class EvaluationArguments:
         k (`str`): Values of k separated by commas, each at most `n`.
         method (`str`, *optional*): Row label in tables; the name of the model if left out.
         revision (`str`, *optional*): Hub revision of the model.
-        temperature, top_p, top_k, max_new_tokens: See `SamplingSettings`.
+        temperature (`float`): Divides the logits; 0 is greedy decoding.
+        top_p (`float`): Nucleus mass in (0, 1]; 1 keeps every token.
+        top_k (`int`): Number of tokens kept; 0 keeps every token.
+        max_new_tokens (`int`): Completions are cut at this many tokens.
         seed (`int`): Seed of all samples.
         prompt_instruction (`str`): Sentence behind the problem; empty for the problem alone.
         system_prompt (`str`, *optional*): Content of a system turn.
@@ -44,35 +49,33 @@ class EvaluationArguments:
         token_entropy_samples (`int`): Measure the token entropy of so many samples per problem; 0: none.
     """
 
-    model: str = field(metadata={"help": "Checkpoint directory, Hub id, or the model name of a server."})
-    benchmarks: str = field(metadata={"help": "Names separated by commas; name=PATH, or PATH, for a local file."})
-    output_dir: str = field(metadata={"help": "Where samples, grades and results.json go."})
-    n: int = field(default=128, metadata={"help": "Samples per problem."})
-    k: str = field(default="1,4,8,16,32,64", metadata={"help": "Values of k separated by commas."})
-    method: str | None = field(default=None, metadata={"help": "Row label in tables."})
-    revision: str | None = field(default=None, metadata={"help": "Hub revision of the model."})
-    temperature: float = field(default=0.6, metadata={"help": "Sampling temperature; 0 is greedy."})
-    top_p: float = field(default=0.95, metadata={"help": "Nucleus mass."})
-    top_k: int = field(default=0, metadata={"help": "Tokens kept; 0 keeps all."})
-    max_new_tokens: int = field(default=8192, metadata={"help": "Longest completion in tokens."})
-    seed: int = field(default=0, metadata={"help": "Seed of all samples."})
-    prompt_instruction: str = field(
-        default=PROMPT_INSTRUCTION, metadata={"help": "Sentence behind the problem; empty for the problem alone."}
-    )
-    system_prompt: str | None = field(default=None, metadata={"help": "Content of a system turn."})
-    chat_template_kwargs: str | None = field(default=None, metadata={"help": "JSON for the chat template."})
-    engine: str = field(default="vllm", metadata={"help": f"One of {', '.join(ENGINES)}."})
-    batch_size: int = field(default=64, metadata={"help": "transformers: rows per call."})
-    dtype: str = field(default="auto", metadata={"help": "Weight dtype."})
-    tensor_parallel_size: int = field(default=1, metadata={"help": "vLLM: GPUs per copy of the model."})
-    data_parallel_size: int = field(default=1, metadata={"help": "Copies of the model."})
-    gpu_memory_utilization: float = field(default=0.9, metadata={"help": "vLLM: share of GPU memory."})
-    max_model_len: int | None = field(default=None, metadata={"help": "vLLM: longest prompt plus completion."})
-    enforce_eager: bool = field(default=False, metadata={"help": "vLLM: start without compilation."})
-    base_url: str = field(default="http://localhost:8000/v1", metadata={"help": "server: address of the API."})
-    concurrency: int = field(default=64, metadata={"help": "server: requests in flight."})
-    max_problems: int | None = field(default=None, metadata={"help": "Only the first so many problems."})
-    token_entropy_samples: int = field(default=0, metadata={"help": "Samples per problem for token entropy."})
+    model: str
+    benchmarks: str
+    output_dir: str
+    n: int = 128
+    k: str = "1,4,8,16,32,64"
+    method: str | None = None
+    revision: str | None = None
+    temperature: float = 0.6
+    top_p: float = 0.95
+    top_k: int = 0
+    max_new_tokens: int = 8192
+    seed: int = 0
+    prompt_instruction: str = PROMPT_INSTRUCTION
+    system_prompt: str | None = None
+    chat_template_kwargs: str | None = None
+    engine: str = "vllm"
+    batch_size: int = 64
+    dtype: str = "auto"
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.9
+    max_model_len: int | None = None
+    enforce_eager: bool = False
+    base_url: str = "http://localhost:8000/v1"
+    concurrency: int = 64
+    max_problems: int | None = None
+    token_entropy_samples: int = 0
 
     def __post_init__(self):
         if isinstance(self.k, int | list):  # a YAML list or a single number is as good as text
