@@ -20,6 +20,7 @@ from matplotlib.ticker import PercentFormatter
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.benchmarks import load_benchmark
 from pacs_trl.evaluation.evaluate import evaluate
+from pacs_trl.evaluation.store import read_graded
 from pacs_trl.recipe import Recipe, read_recipe
 from pacs_trl.report.plots import COLORS, PAGE_WIDTH, PANEL_HEIGHT, STYLE
 from pacs_trl.reproduce.runs import start_of, train_once
@@ -105,15 +106,11 @@ def _evaluation(recipe: Recipe, model: Path, output_dir: Path, method: str) -> E
 def _examples(benchmark: str, output_dir: Path) -> list[dict[str, Any]]:
     """The first completion of the first problems, before and after; `right` as the verifier graded it."""
     shown = load_benchmark(benchmark, max_problems=NUM_SHOWN).problems
-    file_name = benchmark.replace("/", "_")
     examples: list[dict[str, Any]] = [{"problem": p.problem, "answer": p.solution} for p in shown]
     for when in ("before", "after"):
-        lines = (output_dir / when / "samples" / f"{file_name}.jsonl").read_text().splitlines()[1:]
-        records = [json.loads(line) for line in lines]
-        first = {record["problem"]: record["completion"] for record in records if record["sample"] == 0}
-        grades = json.loads((output_dir / when / "grades" / f"{file_name}.json").read_text())
+        grades, records = read_graded(output_dir / when, benchmark)
         for example, problem in zip(examples, shown, strict=True):
-            example[when] = {"completion": first[problem.id], "right": grades[problem.id][0] == "1"}
+            example[when] = {"completion": records[problem.id, 0]["completion"], "right": grades[problem.id][0] == "1"}
     return examples
 
 

@@ -99,20 +99,12 @@ class DataArguments:
     eval_split_size: int = 0
 
     def __post_init__(self):
-        if self.overlong_prompts not in ("filter", "error"):
-            raise ValueError(f"`overlong_prompts` must be 'filter' or 'error', got {self.overlong_prompts!r}.")
-        for name in ("max_prompt_length", "max_train_samples"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {value}. Leave it out for no limit.")
-        if self.eval_split_size < 0:
-            raise ValueError(f"`eval_split_size` must not be negative, got {self.eval_split_size}.")
+        refuse_illegal_values(self)
         if self.dataset_path is not None and self.dataset_name not in TRAINING_SETS:
             raise ValueError(
                 f"`dataset_path` replaces the download of a named set ({', '.join(TRAINING_SETS)}), but `dataset_name` "
                 f"is {self.dataset_name!r}. Put the path itself into `dataset_name` and name the columns."
             )
-        refuse_illegal_values(self)
         self._check_source_settings()
 
     def _check_source_settings(self):

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from ..data import PROMPT_INSTRUCTION
+from ..data import PROMPT_INSTRUCTION, build_prompt
 from ..settings import with_help
 from .requests import SamplingSettings
 
@@ -122,6 +122,9 @@ class EvaluationArguments:
         """`chat_template_kwargs` as a mapping: JSON text from the command line, a mapping from a recipe."""
         given = self.chat_template_kwargs
         return json.loads(given) if isinstance(given, str) else given
+
+    def prompt_of(self, problem: str) -> list[dict[str, str]]:
+        return build_prompt(problem, instruction=self.prompt_instruction, system_prompt=self.system_prompt)
 
     @property
     def sampling(self) -> SamplingSettings:

@@ -23,7 +23,7 @@ from .requests import render_prompt
 from .results import read_results
 from .scoring import completion_scores
 from .shards import merge_shards
-from .store import read_samples
+from .store import read_graded
 
 
 LABELS = {"1": 1.0, "0": 0.0, "-": float("nan")}  # as `pacs-trl evaluate` writes grades
@@ -84,10 +84,7 @@ def critic_records(
             f"The problems of {name} have changed since {evaluation} was made (digest {source['digest']}, now "
             f"{loaded.source['digest']}). Evaluate again."
         )
-    file_name = name.replace("/", "_")
-    grades = json.loads((evaluation / "grades" / f"{file_name}.json").read_text(encoding="utf-8"))
-    # the evaluation graded n samples of each problem; the store may hold more
-    samples = {(r["problem"], r["sample"]): r for r in read_samples(evaluation / "samples" / f"{file_name}.jsonl")}
+    grades, samples = read_graded(evaluation, name)
     engine = TransformersEngine.load(policy)
     tokenizer, rows, labels = engine.tokenizer, [], []
     for problem in loaded.problems:

@@ -20,7 +20,7 @@ import numpy as np
 
 from .pass_at_k import Interval, bootstrap_interval, paired_bootstrap
 from .results import read_results, require_same_protocol
-from .store import read_samples
+from .store import read_graded
 
 
 # The paper says "Qwen3-0.6B embedding model"; this is the one published under that description.
@@ -118,20 +118,11 @@ def sentence_embedder(name: str, *, batch_size: int = 16) -> Embedder:
 
 def correct_responses(results_dir: Path, benchmark: str, *, limit: int | None = None) -> dict[str, list[str]]:
     """Correct completions per problem from the samples and grades that `pacs-trl evaluate` left, in order of sample."""
-    name = benchmark.replace("/", "_")
-    grades_path = results_dir / "grades" / f"{name}.json"
-    if not grades_path.is_file():
-        raise ValueError(
-            f"There is no {grades_path}: diversity needs samples and grades, so the whole output directory of "
-            "`pacs-trl evaluate`, not its results.json alone."
-        )
-    grades = json.loads(grades_path.read_text(encoding="utf-8"))
-    kept: dict[str, dict[int, str]] = {problem: {} for problem in grades}
-    for record in read_samples(results_dir / "samples" / f"{name}.jsonl"):
-        outcomes, sample = grades.get(record["problem"], ""), record["sample"]
-        if sample < len(outcomes) and outcomes[sample] == "1":
-            kept[record["problem"]][sample] = record["completion"]
-    return {problem: [texts[sample] for sample in sorted(texts)][:limit] for problem, texts in kept.items()}
+    grades, records = read_graded(results_dir, benchmark)
+    return {
+        problem: [records[problem, i]["completion"] for i, outcome in enumerate(outcomes) if outcome == "1"][:limit]
+        for problem, outcomes in grades.items()
+    }
 
 
 def compare(

@@ -17,7 +17,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ..data import build_prompt
 from ..verification import Outcome, VerificationArguments, Verifier
 from . import provenance
 from .arguments import EvaluationArguments
@@ -27,7 +26,7 @@ from .engines import TransformersEngine, engine_facts, identify_model, start_eng
 from .grading import BackgroundGrader
 from .requests import Request, render_prompt, sample_seed
 from .results import RESULTS_SCHEMA, GradedSample, summarize, write_results
-from .store import SampleStore, digest
+from .store import SampleStore, digest, evaluation_file
 
 
 logger = logging.getLogger(__name__)
@@ -85,7 +84,7 @@ def evaluate(
             entries[benchmark.name] = benchmark_entry(benchmark, graded.values(), grader.outcomes, args.ks)
             _write_grades(output_dir, benchmark, graded, args.n)
     if args.token_entropy_samples:
-        _add_token_entropy(args, benchmarks, entries)
+        _add_token_entropy(args, model, benchmarks, entries)
     results = {
         "schema_version": RESULTS_SCHEMA,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -122,7 +121,7 @@ def missing_requests(
     """What is left to draw, in whole groups of the engine: a group with a hole in it is drawn again as it was before."""
     requests = []
     for problem in benchmark.problems:
-        prompt = build_prompt(problem.problem, instruction=args.prompt_instruction, system_prompt=args.system_prompt)
+        prompt = args.prompt_of(problem.problem)
         for sample in range(args.n):
             seed = sample_seed(args.seed, f"{benchmark.name}/{problem.id}", sample)
             requests.append(Request(problem.id, sample, seed, prompt))
@@ -205,7 +204,7 @@ def _open_store(args: EvaluationArguments, model: dict[str, Any], benchmark: Loa
         # The batch is part of what decides the text of the transformers engine; see engines.py.
         "engine": {"name": args.engine, "dtype": args.dtype, "batch_size": engine_facts(args).get("batch_size")},
     }
-    return SampleStore(_file(args.output_dir, "samples", benchmark, ".jsonl"), settings)
+    return SampleStore(evaluation_file(args.output_dir, "samples", benchmark.name), settings)
 
 
 def _prompt_facts(args: EvaluationArguments) -> dict[str, Any]:
@@ -218,17 +217,13 @@ def _prompt_facts(args: EvaluationArguments) -> dict[str, Any]:
 
 def _prompt_digest(args: EvaluationArguments) -> str:
     """Digest of one fixed problem as the model sees it, chat template included (without it when a server applies it)."""
-    prompt = build_prompt("What is $1 + 1$?", instruction=args.prompt_instruction, system_prompt=args.system_prompt)
+    prompt = args.prompt_of("What is $1 + 1$?")
     if args.engine == "server":
         return digest({"messages": prompt})
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(args.model, revision=args.revision)
     return digest({"text": render_prompt(tokenizer, prompt, args.template_kwargs)})
-
-
-def _file(output_dir: str | Path, kind: str, benchmark: LoadedBenchmark, suffix: str) -> Path:
-    return Path(output_dir) / kind / (benchmark.name.replace("/", "_") + suffix)
 
 
 def _write_grades(
@@ -239,13 +234,16 @@ def _write_grades(
     for problem in benchmark.problems:
         outcomes = [graded[problem.id, sample].outcome for sample in range(n)]
         grades[problem.id] = "".join("-" if o is None else "1" if o == 1.0 else "0" for o in outcomes)
-    path = _file(output_dir, "grades", benchmark, ".json")
+    path = evaluation_file(output_dir, "grades", benchmark.name)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(grades, indent=0) + "\n", encoding="utf-8")
 
 
 def _add_token_entropy(
-    args: EvaluationArguments, benchmarks: Sequence[LoadedBenchmark], entries: dict[str, Any]
+    args: EvaluationArguments,
+    model: dict[str, Any],
+    benchmarks: Sequence[LoadedBenchmark],
+    entries: dict[str, Any],
 ) -> None:
     """Teacher-forced entropy of the first samples of each problem, averaged over completions."""
     from .token_entropy import completion_entropies
@@ -253,14 +251,11 @@ def _add_token_entropy(
     engine = TransformersEngine.load(
         args.model, revision=args.revision, dtype=args.dtype, chat_template_kwargs=args.template_kwargs
     )
-    model = identify_model(args)
     for benchmark in benchmarks:
-        texts = {}
-        for problem in benchmark.problems:
-            prompt = build_prompt(
-                problem.problem, instruction=args.prompt_instruction, system_prompt=args.system_prompt
-            )
-            texts[problem.id] = render_prompt(engine.tokenizer, prompt, args.template_kwargs)
+        texts = {
+            problem.id: render_prompt(engine.tokenizer, args.prompt_of(problem.problem), args.template_kwargs)
+            for problem in benchmark.problems
+        }
         with _open_store(args, model, benchmark) as store:
             kept = [r for r in store.records() if r["sample"] < args.token_entropy_samples and r["completion"]]
         entropies = completion_entropies(

@@ -143,6 +143,38 @@ def read_samples(path: str | Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
+def evaluation_file(output_dir: str | Path, kind: str, benchmark: str) -> Path:
+    """Where `pacs-trl evaluate` keeps the "samples" or the "grades" of a benchmark."""
+    return Path(output_dir) / kind / (benchmark.replace("/", "_") + {"samples": ".jsonl", "grades": ".json"}[kind])
+
+
+def read_graded(
+    output_dir: str | Path, benchmark: str
+) -> tuple[dict[str, str], dict[tuple[str, int], dict[str, Any]]]:
+    """
+    The grades of each problem, one character per sample (1 correct, 0 wrong, - not gradable), and the graded records by
+    (problem id, sample number); the store may hold more.
+
+    Raises:
+        `ValueError`: if there are no grades, or a graded sample is missing.
+    """
+    path = evaluation_file(output_dir, "grades", benchmark)
+    if not path.is_file():
+        raise ValueError(
+            f"There is no {path}: this needs samples and grades, so the whole output directory of `pacs-trl evaluate`, not "
+            "its results.json alone."
+        )
+    grades = json.loads(path.read_text(encoding="utf-8"))
+    samples = evaluation_file(output_dir, "samples", benchmark)
+    records = {(record["problem"], record["sample"]): record for record in read_samples(samples)}
+    graded = [(problem, sample) for problem, outcomes in grades.items() for sample in range(len(outcomes))]
+    if missing := [key for key in graded if key not in records]:
+        raise ValueError(
+            f"{samples} lacks sample {missing[0][1]} of problem {missing[0][0]!r}, which {path} grades. Evaluate again."
+        )
+    return grades, {key: records[key] for key in graded}
+
+
 def digest(settings: dict[str, Any]) -> str:
     """First 16 hex digits of the SHA-256 of plain data, independent of key order."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]

@@ -243,9 +243,9 @@ class TestArguments:
     @pytest.mark.parametrize(
         ("kwargs", "message"),
         [
-            ({"overlong_prompts": "cut"}, "'filter' or 'error', got 'cut'"),
-            ({"max_prompt_length": 0}, "`max_prompt_length` must be at least 1"),
-            ({"eval_split_size": -1}, "must not be negative"),
+            ({"overlong_prompts": "cut"}, "overlong_prompts must be one of filter, error; got 'cut'"),
+            ({"max_prompt_length": 0}, "max_prompt_length must be a whole number of at least 1, got 0"),
+            ({"eval_split_size": -1}, "eval_split_size must be a whole number of at least 0, got -1"),
             ({"dataset_path": "x.jsonl"}, "replaces the download of a named set"),
             ({"dataset_name": "x.jsonl", "dataset_split": "test"}, "`dataset_split` is 'test', but 'x.jsonl'"),
             ({"dataset_name": "gsm8k", "dataset_path": "x.jsonl", "dataset_revision": "v1"}, "`dataset_revision`"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from pacs_trl.evaluation.store import SampleStore, differences, read_samples
+from pacs_trl.evaluation.store import SampleStore, differences, evaluation_file, read_graded, read_samples
 
 
 SETTINGS = {"model": {"name": "m"}, "sampling": {"temperature": 0.6, "top_p": 0.95}}
@@ -152,3 +152,23 @@ def test_other_files_are_refused(tmp_path, content):
 def test_differences():
     assert differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}, "d": 0}) == ["a.c: 2 != 3", "d: None != 0"]
     assert differences(SETTINGS, json.loads(json.dumps(SETTINGS))) == []
+
+
+def test_grades_and_the_samples_they_are_of(tmp_path):
+    with SampleStore(evaluation_file(tmp_path, "samples", "miniature/terms"), SETTINGS) as store:
+        for sample in range(3):
+            store.append("p", sample, 7, f"text {sample}", 3, "stop")
+    grades = evaluation_file(tmp_path, "grades", "miniature/terms")
+    assert grades == tmp_path / "grades" / "miniature_terms.json"
+    with pytest.raises(ValueError, match="There is no .*miniature_terms.json.*whole output directory"):
+        read_graded(tmp_path, "miniature/terms")
+    grades.parent.mkdir()
+    grades.write_text('{"p": "1-"}')  # the store holds more than was graded
+    found, records = read_graded(tmp_path, "miniature/terms")
+    assert found == {"p": "1-"} and {key: r["completion"] for key, r in records.items()} == {
+        ("p", 0): "text 0",
+        ("p", 1): "text 1",
+    }
+    grades.write_text('{"p": "1-00"}')
+    with pytest.raises(ValueError, match="lacks sample 3 of problem 'p', which .* grades. Evaluate again"):
+        read_graded(tmp_path, "miniature/terms")
