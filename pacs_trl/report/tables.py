@@ -18,7 +18,7 @@ from ..evaluation.support import support
 from .paper import PublishedTable
 
 
-class Cell(NamedTuple):
+class Measured(NamedTuple):
     """Percent (or a difference of percents) with its interval; `spread` is the standard deviation over runs."""
 
     value: float
@@ -35,7 +35,7 @@ class Row(NamedTuple):
     source: str
     n: str
     runs: int
-    cells: dict[int, Cell]
+    cells: dict[int, Measured]
 
 
 def methods(results: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -92,7 +92,7 @@ def pass_at_k_rows(
     differences = []
     for table in published:
         for method, values in table.values.items():
-            rows.append(Row(method, "published", table.source, "", 0, {k: Cell(v) for k, v in values.items()}))
+            rows.append(Row(method, "published", table.source, "", 0, {k: Measured(v) for k, v in values.items()}))
             if method in ours:
                 differences.append(_published_difference(ours[method], values, table.source))
     for method in runs:
@@ -133,18 +133,18 @@ def _scorable(run: dict[str, Any], benchmark: str) -> dict[str, tuple[int, int]]
     return {p["id"]: (p["n"], p["c"]) for p in run["benchmarks"][benchmark]["problems"] if not p["ungraded"]}
 
 
-def percent(interval: Interval) -> Cell:
+def percent(interval: Interval) -> Measured:
     """A cell from the mean and the interval of a share, or of a difference of shares."""
-    return Cell(*(100 * float(number) for number in interval))
+    return Measured(*(100 * float(number) for number in interval))
 
 
-def _interval_cells(interval: Interval, ks: Sequence[int]) -> dict[int, Cell]:
+def _interval_cells(interval: Interval, ks: Sequence[int]) -> dict[int, Measured]:
     """Percent with interval per k, from an interval of arrays of shape `(K,)`."""
     mean, lower, upper = map(np.asarray, interval)
     return {k: percent(Interval(*column)) for k, *column in zip(ks, mean, lower, upper, strict=True)}
 
 
-def _cells(group: Sequence[dict[str, Any]], benchmark: str, ks: Sequence[int]) -> dict[int, Cell]:
+def _cells(group: Sequence[dict[str, Any]], benchmark: str, ks: Sequence[int]) -> dict[int, Measured]:
     cells = _interval_cells(pass_interval(problem_values(group, benchmark, ks)[1]), ks)
     if len(group) == 1:
         return cells
@@ -157,7 +157,7 @@ def _published_difference(ours: Row, published: dict[int, float], source: str) -
     for k, cell in ours.cells.items():
         if k in published:
             lower, upper = (None if end is None else end - published[k] for end in (cell.lower, cell.upper))
-            cells[k] = Cell(cell.value - published[k], lower, upper)
+            cells[k] = Measured(cell.value - published[k], lower, upper)
     return Row(f"{ours.method}, ours - published", "difference", source, "", 0, cells)
 
 
@@ -302,7 +302,7 @@ def to_csv(rows_by_benchmark: Mapping[str, Sequence[Row]]) -> str:
     return out.getvalue()
 
 
-def _text(cell: Cell | None, signed: bool) -> str:
+def _text(cell: Measured | None, signed: bool) -> str:
     if cell is None:
         return ""
     text = f"{cell.value:+.2f}" if signed else f"{cell.value:.2f}"

@@ -144,7 +144,7 @@ def _names(twins: bool, model: str | None = None) -> dict[str, str]:
     return {paper_name: name for paper_name, name in names.items() if not model or paper.published(model, paper_name)}
 
 
-def _seed_cell(runs: Sequence[Run], benchmarks: Sequence[str], k: int) -> tables.Cell | None:
+def _seed_cell(runs: Sequence[Run], benchmarks: Sequence[str], k: int) -> tables.Measured | None:
     """Mean over seeds and over some benchmarks, percent; None without runs."""
     if not runs:
         return None
@@ -167,7 +167,7 @@ def _values(run: Run, benchmarks: Sequence[str], k: int) -> np.ndarray:
     return np.concatenate([part * (total / (len(values) * len(part))) for part in values])
 
 
-def _text(cell: tables.Cell | None, digits: int = 1) -> str:
+def _text(cell: tables.Measured | None, digits: int = 1) -> str:
     if cell is None:
         return "-"
     text = f"{cell.value:.{digits}f}"
@@ -176,14 +176,14 @@ def _text(cell: tables.Cell | None, digits: int = 1) -> str:
     return text if cell.lower is None else f"{text} [{cell.lower:.{digits}f}, {cell.upper:.{digits}f}]"
 
 
-def _verdict(cell: tables.Cell | None, published: float | None) -> str:
+def _verdict(cell: tables.Measured | None, published: float | None) -> str:
     """Whether the published number lies in our interval."""
     if cell is None or published is None:
         return "-"
     return "inside" if cell.lower <= published <= cell.upper else "outside"
 
 
-def _rows(label: str, ours: Sequence[tables.Cell | None], published: Sequence[float | None], digits: int = 1):
+def _rows(label: str, ours: Sequence[tables.Measured | None], published: Sequence[float | None], digits: int = 1):
     """Ours, published, and where the published numbers lie; the last two only if there are any."""
     rows = [[label, *(_text(cell, digits) for cell in ours)]]
     if any(number is not None for number in published):
@@ -276,15 +276,17 @@ def _pairs(runs: Runs, first: str, second: str) -> list[tuple[Run, Run]]:
     return [(a, b) for a in runs[first] for b in runs[second] if a.seed == b.seed]
 
 
-def _difference(pairs: Sequence[tuple[Run, Run]], benchmarks: Sequence[str], k: int) -> tuple[tables.Cell, np.ndarray]:
+def _difference(
+    pairs: Sequence[tuple[Run, Run]], benchmarks: Sequence[str], k: int
+) -> tuple[tables.Measured, np.ndarray]:
     """The first minus the second, percent, over some benchmarks and over the seeds; and that of every seed."""
     by_seed = np.stack([_values(a, benchmarks, k) - _values(b, benchmarks, k) for a, b in pairs])
     means = by_seed.mean(axis=1)
     spread = statistics.stdev(means.tolist()) if len(means) > 1 else None
-    return tables.Cell(*bootstrap_interval(by_seed.mean(axis=0)), spread), means
+    return tables.Measured(*bootstrap_interval(by_seed.mean(axis=0)), spread), means
 
 
-def _direction(cell: tables.Cell, by_seed: np.ndarray, published: float | None) -> str:
+def _direction(cell: tables.Measured, by_seed: np.ndarray, published: float | None) -> str:
     if cell.lower <= 0 <= cell.upper or not (np.all(by_seed > 0) or np.all(by_seed < 0)):
         return "not resolved"
     if published is None:
@@ -332,12 +334,12 @@ def _diversity(table: Table, runs: Runs, path: Path, twins: bool) -> tuple[str, 
     return tables.to_markdown(header, rows), _as_numbers(header, rows)
 
 
-def _diversity_cell(runs: Sequence[Run], name: str, problems: Sequence[str]) -> tables.Cell | None:
+def _diversity_cell(runs: Sequence[Run], name: str, problems: Sequence[str]) -> tables.Measured | None:
     if not runs or not problems:
         return None
     by_run = np.array([[run.diversity[name][problem] for problem in problems] for run in runs])
     interval = bootstrap_interval(by_run.mean(axis=0))
-    return tables.Cell(*interval, statistics.stdev(by_run.mean(axis=1).tolist()) if len(runs) > 1 else None)
+    return tables.Measured(*interval, statistics.stdev(by_run.mean(axis=1).tolist()) if len(runs) > 1 else None)
 
 
 def _curves(table: Table, runs: Runs, path: Path, twins: bool) -> tuple[str, Any]:

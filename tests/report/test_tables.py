@@ -115,9 +115,9 @@ def test_refusals():
 def test_markdown_and_latex():
     rows = [
         tables.Row(
-            "PACS_a & b", "ours", "", "128", 2, {1: tables.Cell(50.0, 40.04, 60.06, 1.5), 8: tables.Cell(75.0)}
+            "PACS_a & b", "ours", "", "128", 2, {1: tables.Measured(50.0, 40.04, 60.06, 1.5), 8: tables.Measured(75.0)}
         ),
-        tables.Row("gain", "difference", "", "", 0, {1: tables.Cell(2.0, -1.0, 5.0)}),
+        tables.Row("gain", "difference", "", "", 0, {1: tables.Measured(2.0, -1.0, 5.0)}),
     ]
     header, lines = tables.table_cells(rows)
     assert tables.to_markdown(header, lines) == (
