@@ -166,12 +166,12 @@ class PACSConfig(PublishedArguments, GRPOConfig):
         max_tokens_per_micro_batch (`int`, *optional*):
             Bounds a forward pass by tokens. By default it is bounded by `per_device_train_batch_size` rows.
         padding_free (`str`, *optional*, defaults to `"auto"`):
-            `"auto"` packs the rows of a micro-batch where model and attention allow it and pads them otherwise,
+            `"auto"` packs the rows of a micro-batch where model and attention allow it and pads them otherwise. For tests:
             `"always"` raises where packing is impossible, `"never"` pads.
         group_layout (`str`, *optional*, defaults to `"auto"`):
             When scores are not known beforehand (every update but the first after a rollout), `"whole"` keeps each
             group in one micro-batch and needs one forward pass; `"split"` composes micro-batches freely and needs an
-            additional forward pass without gradient. `"auto"` takes the cheaper one by tokens.
+            additional forward pass without gradient. `"auto"` takes the cheaper one by tokens; the others are for tests.
         max_non_finite_steps (`int`, *optional*, defaults to `3`):
             Optimizer steps in a row with a gradient norm that is not finite after which training stops. Each such step
             is skipped on all processes.
