@@ -240,10 +240,10 @@ def _prepare(rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments)
     columns = {name: [row.get(name) for row in usable] for name in names}
     try:
         return Dataset.from_dict(columns | {"prompt": prompts, "solution": solutions})
-    except (ArrowException, OverflowError) as error:
+    except (ArrowException, OverflowError, UnicodeError) as error:
         raise ValueError(
-            f"A column of {args.dataset_path or args.dataset_name!r} holds values of several types, which a dataset cannot: "
-            f"{error}. Write them alike, for example all as text."
+            f"The columns of {args.dataset_path or args.dataset_name!r} cannot become those of a dataset: {error}. Write the "
+            "values of a column alike, for example all as text."
         ) from error
 
 

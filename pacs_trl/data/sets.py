@@ -98,7 +98,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         if not rows:
             raise ValueError("it holds no problems.")
     except ValueError as error:
-        raise ValueError(f"The data file {str(path)!r} cannot be read as {path.suffix}: {error}") from error
+        hint = " A file with one object per line must end in .jsonl." if path.suffix == ".json" else ""
+        raise ValueError(f"The data file {str(path)!r} cannot be read as {path.suffix}: {error}{hint}") from error
     return rows
 
 
@@ -108,16 +109,13 @@ def _parse(path: Path) -> list[dict[str, Any]]:
 
         try:
             return pyarrow.parquet.read_table(path).to_pylist()  # lists stay lists; pandas would make arrays of them
-        except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError) as error:
+        except (pyarrow.ArrowException, OSError) as error:
             raise ValueError(f"{path.name} is not a Parquet file: {error}.") from error
     content = path.read_bytes()
     if path.suffix == ".json":
         rows = _from_json(content, path.name)
         if not isinstance(rows, list):
-            raise ValueError(
-                f"{path.name} must hold a list of problems, got {type(rows).__name__}. A file with one object per line "
-                "ends in .jsonl."
-            )
+            raise ValueError(f"{path.name} must hold a list of problems, got {type(rows).__name__}.")
     else:
         lines = enumerate(content.split(b"\n"), 1)  # other line ends may stand inside a text
         rows = [_from_json(line, f"line {i} of {path.name}") for i, line in lines if line.strip()]
@@ -132,7 +130,7 @@ def _parse(path: Path) -> list[dict[str, Any]]:
 def _from_json(content: bytes, where: str) -> Any:
     try:
         return json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON: {error}.") from error
 
 

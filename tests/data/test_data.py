@@ -282,13 +282,15 @@ class TestArguments:
         ("b.jsonl", "3\n"),
         ("c.jsonl", ""),
         ("d.json", "[{]"),
+        ("e.json", '{"problem": "1+1", "answer": 2}\n{"problem": "1+2", "answer": 3}\n'),
         ("e.parquet", "PAR1 no more"),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path, name, content):
     (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=f"The data file '.*{name}' cannot be read as"):
+    with pytest.raises(ValueError, match=f"The data file '.*{name}' cannot be read as") as caught:
         load_training_data(DataArguments(dataset_name=str(tmp_path / name)), None)
+    assert ("must end in .jsonl" in str(caught.value)) == name.endswith(".json")
 
 
 def test_lists_of_answers_in_parquet(tmp_path):
@@ -305,7 +307,7 @@ def test_training_and_evaluation_read_a_file_alike(tmp_path):
     problems = load_benchmark(path).problems
     rows[1]["level"] = 7  # a column that the first row does not have
     write_jsonl(tmp_path / "rows.jsonl", rows[:2] + [rows[2] | {"answer": ["3.0", "3"]}])
-    with pytest.raises(ValueError, match="A column of .* holds values of several types"):
+    with pytest.raises(ValueError, match="The columns of .* cannot become those of a dataset: .*alike"):
         load(path)
     write_jsonl(tmp_path / "rows.jsonl", [row | {"answer": [str(a) for a in row["answer"]]} for row in rows])
     train, _ = load(path)
