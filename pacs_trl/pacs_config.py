@@ -3,13 +3,13 @@
 import os
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
-from typing import get_args
+from typing import Literal, get_args
 
 from trl import GRPOConfig
 
 from .objective import ClassWeighting, Proxy, ScoreEstimator
 from .redaction import PublishedArguments
-from .settings import refuse_illegal_values
+from .settings import refuse_illegal_values, with_help
 from .update.sampling_correction import CorrectionMode
 
 
@@ -115,6 +115,7 @@ def _either(values: list[int]) -> str:
     return " or ".join(str(v) for v in values)
 
 
+@with_help
 @dataclass
 class PACSConfig(PublishedArguments, GRPOConfig):
     r"""
@@ -191,53 +192,22 @@ class PACSConfig(PublishedArguments, GRPOConfig):
             generation.
     """
 
-    pacs_beta: float = field(default=1.0, metadata={"help": "Scale of the implicit reward (eq. 7)."})
-    score_estimator: ScoreEstimator = field(
-        default="rloo", metadata={"help": "How implicit rewards of a group become scores."}
-    )
-    first_update_score: str | None = field(
-        default=None,
-        metadata={"help": "'dr_grpo' allows score_estimator='grpo' with reference='rollout'.", "choices": ["dr_grpo"]},
-    )
-    class_weighting: ClassWeighting = field(
-        default="balanced", metadata={"help": "Weights of correct and wrong completions inside each group."}
-    )
-    proxy: Proxy = field(
-        default="log_ratio", metadata={"help": "Implicit reward: log-ratio sum or mean log-probability."}
-    )
-    actor_term_coef: float = field(default=0.0, metadata={"help": "Weight of the actor term of eq. 5."})
-    reference: str = field(
-        default="rollout",
-        metadata={"help": "Reference policy of the implicit reward.", "choices": ["rollout", "snapshot"]},
-    )
-    reference_reset_steps: int | None = field(
-        default=None, metadata={"help": "Optimizer steps between renewals of the snapshot; None keeps the first."}
-    )
-    reset_optimizer_on_reference_reset: bool = field(
-        default=False, metadata={"help": "Forget the optimizer's state when the snapshot is renewed."}
-    )
-    reference_offload: bool = field(default=False, metadata={"help": "Keep the snapshot in CPU memory."})
-    max_tokens_per_micro_batch: int | None = field(
-        default=None, metadata={"help": "Bounds a forward pass by tokens instead of rows."}
-    )
-    padding_free: str = field(
-        default="auto",
-        metadata={"help": "Whether to pack micro-batches without padding.", "choices": ["auto", "always", "never"]},
-    )
-    group_layout: str = field(
-        default="auto",
-        metadata={
-            "help": "Whether groups stay whole in a micro-batch when scores are not known beforehand.",
-            "choices": ["auto", "whole", "split"],
-        },
-    )
-    max_non_finite_steps: int = field(
-        default=3, metadata={"help": "Skipped steps in a row after which training stops with an error."}
-    )
-    disable_dropout: bool = field(default=True, metadata={"help": "Disable dropout: the proxy compares two passes."})
-    vllm_importance_sampling_correction: bool = field(
-        default=False, metadata={"help": "Weight the gradient of each token by the mismatch of vLLM and trainer."}
-    )
+    pacs_beta: float = 1.0
+    score_estimator: ScoreEstimator = "rloo"
+    first_update_score: str | None = field(default=None, metadata={"choices": ["dr_grpo"]})
+    class_weighting: ClassWeighting = "balanced"
+    proxy: Proxy = "log_ratio"
+    actor_term_coef: float = 0.0
+    reference: Literal["rollout", "snapshot"] = "rollout"
+    reference_reset_steps: int | None = None
+    reset_optimizer_on_reference_reset: bool = False
+    reference_offload: bool = False
+    max_tokens_per_micro_batch: int | None = None
+    padding_free: Literal["auto", "always", "never"] = "auto"
+    group_layout: Literal["auto", "whole", "split"] = "auto"
+    max_non_finite_steps: int = 3
+    disable_dropout: bool = True
+    vllm_importance_sampling_correction: bool = False
 
     def __post_init__(self):
         errors = []

@@ -5,7 +5,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from trl import GRPOConfig
 
 from ..redaction import PublishedArguments
-from ..settings import refuse_illegal_values
+from ..settings import refuse_illegal_values, with_help
 
 
 # Settings of GRPOConfig that make GRPO's advantage or belong to losses without PPO's clipping.
@@ -23,6 +23,7 @@ _SHAPES_ONLY_GRPO = {
 }
 
 
+@with_help
 @dataclass
 class PPOConfig(PublishedArguments, GRPOConfig):
     r"""
@@ -72,29 +73,17 @@ class PPOConfig(PublishedArguments, GRPOConfig):
             Off, as in the authors' code.
     """
 
-    critic_model_name_or_path: str | None = field(
-        default=None, metadata={"help": "Where the critic's weights come from; by default from the policy's path."}
-    )
-    critic_learning_rate: float = field(default=1e-5, metadata={"help": "Learning rate of the critic."})
-    critic_warmup_steps: int = field(
-        default=0, metadata={"help": "Optimizer steps at the start in which only the critic learns."}
-    )
-    value_clip_range: float | None = field(
-        default=0.5, metadata={"help": "How far the clipped value loss lets values move from those at rollout time."}
-    )
-    gamma: float = field(default=1.0, metadata={"help": "Discount per token."})
-    gae_lambda: float = field(default=1.0, metadata={"help": "Lambda of generalized advantage estimation."})
-    whiten_advantages: bool = field(
-        default=True, metadata={"help": "Shift and scale advantages to mean 0 and variance 1 over the batch."}
-    )
-    delta: float | None = field(default=3.0, metadata={"help": "Upper bound of the ratio (dual clip)."})
-    loss_type: str = field(
-        default="dr_grpo", metadata={"help": "How losses of tokens add up.", "choices": ["dr_grpo", "dapo"]}
-    )
-    disable_dropout: bool = field(default=True, metadata={"help": "Disable dropout: the ratio compares two passes."})
-    vllm_importance_sampling_correction: bool = field(
-        default=False, metadata={"help": "Weight the loss of each token by TRL's vLLM mismatch correction."}
-    )
+    critic_model_name_or_path: str | None = None
+    critic_learning_rate: float = 1e-5
+    critic_warmup_steps: int = 0
+    value_clip_range: float | None = 0.5
+    gamma: float = 1.0
+    gae_lambda: float = 1.0
+    whiten_advantages: bool = True
+    delta: float | None = 3.0
+    loss_type: str = field(default="dr_grpo", metadata={"choices": ["dr_grpo", "dapo"]})
+    disable_dropout: bool = True
+    vllm_importance_sampling_correction: bool = False
 
     def __post_init__(self):
         defaults = {f.name: f.default for f in fields(self) if f.default is not MISSING}
