@@ -1,0 +1,45 @@
+"""One training run in this process: its warm start, and that it is trained once."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from pacs_trl.reproduce.runs import start_of, train_once
+
+
+def test_a_run_is_trained_once(tmp_path, monkeypatch, capsys):
+    output_dir, calls = tmp_path / "cell" / "model", []
+
+    def main(argv):
+        calls.append(argv)
+        print("{'reward': 0.5}")
+        if len(calls) > 1:  # the first is interrupted
+            log = {"log_history": [{"step": 1, "reward": 0.5}]}
+            (output_dir / "trainer_state.json").write_text(json.dumps(log))
+        else:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("pacs_trl.train.main", main)
+    arguments = ["--config", "recipe.yaml"]
+    with pytest.raises(KeyboardInterrupt):
+        train_once(arguments, Path("start"), output_dir)
+    for _ in range(2):
+        assert train_once(arguments, Path("start"), output_dir) == [{"step": 1, "reward": 0.5}]
+    whole = [*arguments, "--model_name_or_path", "start", "--output_dir", str(output_dir)]
+    assert calls == [[*whole, "--resume_from_checkpoint", "last"]] * 2
+    assert (output_dir / "train.log").read_text() == "{'reward': 0.5}\n" * 2 and capsys.readouterr().out == ""
+
+
+def test_the_warm_start_of_a_recipe(monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        "pacs_trl.miniature.warm_start.warm_start", lambda task, **settings: made.append((task, settings))
+    )
+    recipe = SimpleNamespace(
+        model=SimpleNamespace(model_name_or_path="miniature/terms/tiny"), training=SimpleNamespace(seed=3)
+    )
+    start_of(recipe)
+    start_of(recipe, seed=0, max_steps=2)
+    assert made == [("terms/tiny", {"seed": 3}), ("terms/tiny", {"seed": 0, "max_steps": 2})]
