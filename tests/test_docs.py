@@ -72,15 +72,15 @@ NEEDS = {
 RUN_ELSEWHERE = {
     "accelerate launch": "tests/test_train.py, tests/distributed/test_two_processes.py",
     "pacs-trl train": "tests/test_train.py, tests/test_own_problems.py",
-    "pacs-trl plan": "tests/test_plan.py",
-    "pacs-trl audit": "tests/test_audit.py",
+    "pacs-trl plan": "tests/plan/test_check.py",
+    "pacs-trl audit": "tests/evaluation/test_audit.py",
     "pacs-trl evaluate": "tests/evaluation/test_whole_path.py",
     "pacs-trl report": "tests/report/test_report.py, tests/evaluation/test_whole_path.py",
-    "pacs-trl reproduce": "tests/test_reproduce.py",
-    "python -m pacs_trl.analysis": "tests/test_analysis.py",
+    "pacs-trl reproduce": "tests/reproduce/test_command.py",
+    "python -m experiments": "tests/experiments/test_analysis.py",
     "python -m pacs_trl.evaluation.diversity": "tests/evaluation/test_diversity.py",
     "python -m pacs_trl.evaluation.critic": "tests/evaluation/test_critic.py",
-    "python -m experiments.quickstart": "tests/miniature/test_quickstart.py",
+    "python -m experiments.quickstart": "tests/experiments/test_quickstart.py",
 }
 
 
