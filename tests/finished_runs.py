@@ -1,11 +1,11 @@
 """Finished runs made up by hand, for the tests of tables."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pacs_trl.evaluation.results import RESULTS_SCHEMA, GradedSample, summarize, write_results
+from pacs_trl.evaluation.results import RESULTS_SCHEMA, GradedSample, summarize
+from pacs_trl.reproduce import records
 from pacs_trl.reproduce.tables import Cell
 
 
@@ -29,13 +29,8 @@ def results_of(
 
 def record(results_dir: Path, cell: Cell, seed: int, counts: Mapping[str, Sequence[int]], **settings) -> None:
     """A finished run of a cell; `settings` are those of [`results_of`]."""
-    directory = cell.directory(results_dir, seed)
-    directory.mkdir(parents=True)
     diversity = {name: {"0": 0.1 + 0.1 * seed, "1": 0.3} for name in counts}
-    (directory / "diversity.json").write_text(json.dumps(diversity))
     logs = [{"step": step, "reward": 0.5, "entropy": 1.0 - 0.05 * step * (1 + seed)} for step in range(1, 11)]
     checkpoints = [{"step": 2, **{f"eval_{name}/pass@1": 0.5 for name in counts}}]
-    training = {"log_history": logs, "checkpoints": checkpoints}
-    if cell.trained:
-        (directory / "training.json").write_text(json.dumps(training))
-    write_results(directory / "results.json", results_of(counts, **settings))
+    training = {"log_history": logs, "checkpoints": checkpoints} if cell.trained else None
+    records.record(results_dir, cell.run, records.Run(seed, results_of(counts, **settings), diversity, training))

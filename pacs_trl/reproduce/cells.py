@@ -1,7 +1,7 @@
-"""One cell of a miniature table, in this process: warm start, training, evaluation, and what is kept of them.
+"""One cell of a miniature table, in this process: warm start, training, evaluation, and its record.
 
-A finished cell is a directory with `results.json`, `diversity.json`, `settings.json` and, if it was trained, `training.json`.
-Full-size cells (`full.py`) keep the same of what their commands leave.
+Everything that a run leaves stays in its work directory; what the tables need of it is taken into the records of the results
+directory (`records.py`). Full-size cells (`full.py`) do the same with what their commands leave.
 """
 
 import json
@@ -11,18 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..report.inputs import read_log_history
 from ..settings import read_mapping
+from .records import Records, Run, record
 from .runs import start_of, train_once
 from .tables import Cell
 
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-
-# What is kept of the training log: enough for the figures, little enough to be committed.
-LOGGED = (
-    *("step", "reward", "entropy", "completions/mean_length", "grad_norm"),
-    *("pacs/score_std", "pacs/saturated_score_fraction"),
-)
 
 # Completions per problem when a checkpoint in the middle of training is measured (figure 3).
 CHECKPOINT_SAMPLES = 8
@@ -37,8 +33,8 @@ class Options(NamedTuple):
         max_steps (`int`, *optional*): Optimizer steps, instead of the recipe's.
         warm_start_steps (`int`, *optional*): Length of the supervised warm start, whatever it reaches, to try things out.
         num_samples, max_problems (`int`, *optional*): Size of the evaluation, instead of the evaluation recipe's.
-        results_dir (`Path`): Finished cells; tables and figures are made from what lies here.
-        work_dir (`Path`): Checkpoints and samples, which only an unfinished cell needs.
+        results_dir (`Path`): Records of finished cells; tables and figures are made from them.
+        work_dir (`Path`): Models, logs and samples: all that a run leaves.
     """
 
     seeds: tuple[int, ...] = (0, 1, 2)
@@ -50,61 +46,54 @@ class Options(NamedTuple):
     work_dir: Path = Path("outputs/tables")
 
 
-def run_cell(cell: Cell, seed: int, options: Options) -> Path:
+def run_cell(cell: Cell, seed: int, options: Options) -> None:
     """
-    Train and evaluate one miniature cell with one seed, or find it finished.
+    Train and evaluate one miniature cell with one seed and record it, unless it is recorded.
 
     The seed decides the warm start, which all methods of a seed share, and the training run; the samples of the evaluation have
     seeds of their own. An interrupted run continues from its last checkpoint and with the samples it has drawn.
 
-    Returns:
-        `Path`: directory with `results.json`, `diversity.json`, `settings.json`, and for a trained cell `training.json` (log,
-        checkpoints measured).
-
     Raises:
-        `ValueError`: if the directory of the record, or that of the work, was begun with other settings.
+        `ValueError`: if the cell was recorded, or the work directory begun, with other settings.
     """
     from ..evaluation.arguments import EvaluationArguments
     from ..evaluation.diversity import hashing_embedder
     from ..recipe import read_recipe
 
-    record, work = cell.directory(options.results_dir, seed), cell.directory(options.work_dir, seed)
-    arguments = ["--config", str(RECIPES / f"{cell.recipe}.yaml"), "--seed", str(seed)]
+    arguments = ["--config", str(RECIPES / f"{cell.recipe}.yaml"), *cell.words]
     if options.max_steps is not None:
         arguments += ["--max_steps", str(options.max_steps)]
     recipe = read_recipe(arguments)
-    settings = {
-        "training": {key: value for key, value in recipe.settings.items() if key != "output_dir"}
-        if cell.trained
-        else None,
-        "warm_start_steps": options.warm_start_steps,
-        "evaluation": evaluation_settings(options),
-    }
-    if (record / "results.json").is_file():
-        _require_same_settings(record, settings, cell, "--results_dir")
-        return record
-    _begin(work, settings, cell)
+    settings = cell_settings(cell, recipe.settings, options)
+    if _is_recorded(cell, seed, settings, options.results_dir):
+        return
+    work = cell.directory(options.work_dir, seed)
+    _begin(work, settings | {"seed": seed}, cell)
     given = options.warm_start_steps
     short = {} if given is None else {"max_steps": given, "target_accuracy": None}
-    model = start = start_of(recipe, **short)
-    record.mkdir(parents=True, exist_ok=True)
+    model = start = start_of(recipe, seed, **short)
     if cell.trained:
         model = work / "model"
-        train_once(arguments, start, model)
+        train_once([*arguments, "--seed", str(seed)], start, model)
     evaluation = EvaluationArguments(
         model=str(model), output_dir=str(work / "evaluation"), method=cell.label, **settings["evaluation"]
     )
     results = _evaluate(evaluation)
-    if cell.trained:
-        write_training(record, model, _measure_checkpoints(model, evaluation))
-    write_diversity(record, work / "evaluation", results["benchmarks"], hashing_embedder)
-    (record / "settings.json").write_text(_text(settings))
-    # Last, and in one move: its presence says that the cell is finished.
-    shutil.copy(work / "evaluation" / "results.json", record / ".results.json")
-    (record / ".results.json").rename(record / "results.json")
+    training = read_training(model, _measure_checkpoints(model, evaluation)) if cell.trained else None
+    diversity = diversities(work / "evaluation", results["benchmarks"], hashing_embedder)
+    record(options.results_dir, cell.run, Run(seed, results, diversity, training), settings)
     for checkpoint in model.glob("checkpoint-*"):
         shutil.rmtree(checkpoint)
-    return record
+
+
+def cell_settings(cell: Cell, recipe: dict[str, Any], options: Options) -> dict[str, Any]:
+    """What all runs of a cell are made with: the keys of its recipe but for the seed, and sizes."""
+    own = {key: value for key, value in recipe.items() if key not in ("seed", "output_dir")}
+    return {
+        "training": own if cell.trained else None,
+        "warm_start_steps": options.warm_start_steps,
+        "evaluation": evaluation_settings(options),
+    }
 
 
 def evaluation_settings(options: Options) -> dict[str, Any]:
@@ -145,49 +134,54 @@ def measured_checkpoint(step: int, results: dict[str, Any]) -> dict[str, float]:
     return {"step": step} | {f"eval_{name}/pass@1": entry["pass_at_k"]["1"]["value"] for name, entry in entries}
 
 
-def write_training(record: Path, model: Path, checkpoints: list[dict[str, float]]) -> None:
-    """Write training.json: of the log of a finished run what the figures show, and its checkpoints measured."""
-    history = json.loads((model / "trainer_state.json").read_text())["log_history"]
-    kept = [{key: log[key] for key in LOGGED if key in log} for log in history if "entropy" in log]
-    training = {"log_history": kept, "checkpoints": checkpoints}
-    (record / "training.json").write_text(json.dumps(training, separators=(",", ":")) + "\n")
+def read_training(model: Path, checkpoints: list[dict[str, float]]) -> dict[str, Any]:
+    """The log of the optimizer steps of a finished run, and its checkpoints measured."""
+    history = read_log_history(model / "trainer_state.json")
+    return {"log_history": [log for log in history if "entropy" in log], "checkpoints": checkpoints}
 
 
-def write_diversity(record: Path, evaluation_dir: Path, benchmarks: Iterable[str], embed: Callable) -> None:
-    """Write diversity.json: benchmark -> problem -> diversity of its correct completions, where there are at least two."""
+def diversities(evaluation_dir: Path, benchmarks: Iterable[str], embed: Callable) -> dict[str, dict[str, float]]:
+    """benchmark -> problem -> diversity of its correct completions, where there are at least two."""
     from ..evaluation.diversity import correct_responses, problem_diversities
 
-    diversity = {name: problem_diversities(correct_responses(evaluation_dir, name), embed) for name in benchmarks}
-    (record / "diversity.json").write_text(json.dumps(diversity, separators=(",", ":")) + "\n")
+    return {name: problem_diversities(correct_responses(evaluation_dir, name), embed) for name in benchmarks}
+
+
+def _is_recorded(cell: Cell, seed: int, settings: dict[str, Any], results_dir: Path) -> bool:
+    """Whether there is nothing to do. The records of a cell have to be made with its present settings, whatever their seeds."""
+    records = Records(results_dir)
+    if records.seeds(cell.run):
+        remedy = "Take its lines out of that file to run the cell again, or choose another --results_dir."
+        _require_same_settings(records.settings(cell.run), settings, f"{cell.run} in {records.path}", cell, remedy)
+    return seed in records.seeds(cell.run)
 
 
 def _begin(work: Path, settings: dict[str, Any], cell: Cell) -> None:
     """Say in a work directory what it is for before anything else lies there, or check that it was begun for the same."""
+    path = work / "settings.json"
     if work.is_dir() and any(work.iterdir()):
-        _require_same_settings(work, settings, cell, "--work_dir")
+        found = json.loads(path.read_text()) if path.is_file() else None
+        remedy = "Remove that directory to run the cell again, or choose another --work_dir."
+        _require_same_settings(found, settings, str(work), cell, remedy)
         return
     work.mkdir(parents=True, exist_ok=True)
-    (work / "settings.json").write_text(_text(settings))
+    path.write_text(json.dumps(settings, indent=1) + "\n")
 
 
-def _text(settings: dict[str, Any]) -> str:
-    return json.dumps(settings, indent=1) + "\n"
-
-
-def _require_same_settings(directory: Path, settings: dict[str, Any], cell: Cell, option: str) -> None:
-    remedy = f"Remove that directory to run the cell again, or choose another {option}."
-    if not (directory / "settings.json").is_file():
+def _require_same_settings(
+    found: dict[str, Any] | None, wanted: dict[str, Any], where: str, cell: Cell, remedy: str
+) -> None:
+    if found is None:
         raise ValueError(
-            f"{directory} has no settings.json, so that nothing says whether it was made with the settings that "
-            f"{cell.recipe} has now, and one table cannot hold others. {remedy}"
+            f"{where} has no settings, so that nothing says whether it was made with those that {cell.recipe} has now, and "
+            f"one table cannot hold others. {remedy}"
         )
-    made_with = _flat(json.loads((directory / "settings.json").read_text()))
-    wanted = _flat(settings)
-    changed = sorted(k for k in made_with.keys() | wanted.keys() if made_with.get(k) != wanted.get(k))
+    made_with, now = _flat(found), _flat(wanted)
+    changed = sorted(k for k in made_with.keys() | now.keys() if made_with.get(k) != now.get(k))
     if changed:
         raise ValueError(
-            f"{directory} was made with other settings than {cell.recipe} has now ({', '.join(changed)} differ), and one "
-            f"table cannot hold both. {remedy}"
+            f"{where} was made with other settings than {cell.recipe} has now ({', '.join(changed)} differ), and one table "
+            f"cannot hold both. {remedy}"
         )
 
 

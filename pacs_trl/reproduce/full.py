@@ -1,8 +1,8 @@
 """A full-size cell of a table: the lines that make it, and what is kept of what they leave.
 
-Training is what the header of its recipe launches, and a line stays shell text: how many machines there are and what they are
-called ($NODE_RANK, $HEAD) is for the shell that runs it. In the results directory of a seed every evaluation has a directory
-of its own (`v2`, `checkpoint-80`), and results.json, training.json and diversity.json are made of those.
+A line is shell text: how many machines there are and what they are called ($NODE_RANK, $HEAD) is for the shell that runs it. In
+the results directory of a seed every evaluation has a directory of its own (`v2`, `checkpoint-80`), and the record is made of
+those.
 """
 
 import shlex
@@ -11,19 +11,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..evaluation.results import read_results, require_same_protocol, write_results
+from ..evaluation.results import read_results, require_same_protocol
 from ..report import paper, tables
 from ..settings import read_mapping
 from .cells import (
     CHECKPOINT_SAMPLES,
     RECIPES,
     Options,
+    diversities,
     measured_checkpoint,
-    write_diversity,
-    write_training,
+    read_training,
 )
+from .records import Records, Run, record
 from .tables import Cell
 
+
+# On eight nodes of eight GPUs, for which the batches of the recipes are written.
+LAUNCH = (
+    "accelerate launch --config_file recipes/accelerate_configs/fsdp2_8x8.yaml --machine_rank $NODE_RANK "
+    "--main_process_ip $HEAD -m pacs_trl.train"
+)
 
 # Embedding every completion of MATH 500 takes hours, and the paper has no number to put beside it.
 DIVERSITY_BENCHMARKS = sorted({name for values in paper.TABLE_3_DIVERSITY.values() for name in values})
@@ -42,9 +49,8 @@ def full_commands(cell: Cell, seed: int, options: Options, *, checkpoints: bool 
     Returns:
         `list[str]`: none if all evaluations are there.
     """
-    record, model = cell.directory(options.results_dir, seed), cell.directory(options.work_dir, seed)
-    recipe = RECIPES / f"{cell.recipe}.yaml"
-    settings = read_mapping(recipe, "recipe")
+    results, model = cell.directory(options.results_dir, seed), cell.directory(options.work_dir, seed)
+    settings = read_mapping(RECIPES / f"{cell.recipe}.yaml", "recipe") | cell.settings
     if cell.recipe.startswith("evaluation/"):  # names its model and its method itself
         asked = ["--seed", str(seed)]
     elif cell.trained:
@@ -52,18 +58,18 @@ def full_commands(cell: Cell, seed: int, options: Options, *, checkpoints: bool 
     else:
         asked = ["--model", settings["model_name_or_path"], "--method", cell.label, "--seed", str(seed)]
     lines = []
-    if not (record / "results.json").is_file():
+    if seed not in Records(options.results_dir).seeds(cell.run):
         for name in cell.evaluations:
-            lines += _evaluation(name, record / Path(name).name, asked)
+            lines += _evaluation(name, results / Path(name).name, asked)
     if checkpoints and cell.trained:
         for step in range(settings["save_steps"], settings["max_steps"] + 1, settings["save_steps"]):
             smaller = ["--model", f"{model}/checkpoint-{step}", "--method", cell.label]
             smaller += ["--n", str(CHECKPOINT_SAMPLES), "--k", "1"]
-            lines += _evaluation(cell.evaluations[0], record / f"checkpoint-{step}", smaller)
+            lines += _evaluation(cell.evaluations[0], results / f"checkpoint-{step}", smaller)
     if lines and cell.trained and not (model / "trainer_state.json").is_file():  # written when training is over
-        launch = next(line for line in recipe.read_text().splitlines() if "accelerate launch" in line)
-        ours = ["--seed", str(seed), "--output_dir", str(model), "--resume_from_checkpoint", "last"]
-        lines.insert(0, f"{launch.removeprefix('#').strip()} {shlex.join(ours)}")
+        words = ["--config", f"recipes/{cell.recipe}.yaml", *cell.words, "--seed", str(seed)]
+        words += ["--output_dir", str(model), "--resume_from_checkpoint", "last"]
+        lines.insert(0, f"{LAUNCH} {shlex.join(words)}")
     return lines
 
 
@@ -102,24 +108,27 @@ def collect(cell: Cell, options: Options, *, diversity: bool = False) -> None:
     Raises:
         `ValueError`: if two evaluations of one run have different protocols, or the embedder is not installed.
     """
-    for record in sorted((options.results_dir / cell.run).glob("seed-*")):
-        parts = [record / Path(name).name for name in cell.evaluations]
-        if all((part / "results.json").is_file() for part in parts):
-            write_results(record / "results.json", _merged(parts))
-        model = options.work_dir / cell.run / record.name
+    recorded = {run.seed: run for run in Records(options.results_dir).runs(cell.run, cell.label)}
+    for directory in sorted((options.results_dir / cell.run).glob("seed-*")):
+        seed, model = int(directory.name.removeprefix("seed-")), options.work_dir / cell.run / directory.name
+        parts = [directory / Path(name).name for name in cell.evaluations]
+        if not all((part / "results.json").is_file() for part in parts):
+            continue
+        run = recorded.get(seed, Run(seed, {}, {}, None))._replace(results=_merged(parts))
         if cell.trained and (model / "trainer_state.json").is_file():
-            write_training(record, model, _measured_checkpoints(record))
-        sampled = (parts[0] / "results.json").is_file() and (parts[0] / "grades").is_dir()
-        if diversity and sampled and not (record / "diversity.json").is_file():
+            run = run._replace(training=read_training(model, _measured_checkpoints(directory)))
+        if diversity and (parts[0] / "grades").is_dir() and not run.diversity:
             from ..evaluation.diversity import DEFAULT_EMBEDDER, sentence_embedder
 
-            write_diversity(record, parts[0], DIVERSITY_BENCHMARKS, sentence_embedder(DEFAULT_EMBEDDER))
+            embed = sentence_embedder(DEFAULT_EMBEDDER)
+            run = run._replace(diversity=diversities(parts[0], DIVERSITY_BENCHMARKS, embed))
+        record(options.results_dir, cell.run, run)
 
 
-def _measured_checkpoints(record: Path) -> list[dict[str, float]]:
+def _measured_checkpoints(directory: Path) -> list[dict[str, float]]:
     """pass@1 of the checkpoints evaluated so far, by step."""
     paths = {
-        int(path.parent.name.removeprefix("checkpoint-")): path for path in record.glob("checkpoint-*/results.json")
+        int(path.parent.name.removeprefix("checkpoint-")): path for path in directory.glob("checkpoint-*/results.json")
     }
     return [measured_checkpoint(step, read_results(paths[step])) for step in sorted(paths)]
 

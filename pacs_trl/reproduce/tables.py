@@ -1,14 +1,14 @@
 """Tables of finished runs beside the published ones: what `pacs-trl reproduce` prints and writes.
 
-Reads a results directory, `RECIPE/seed-N/{results.json, training.json, diversity.json}`, and nothing else, so that tables can
-be made again without a model. A cell is the mean over its seeds, with the standard deviation over seeds behind "±" and the
+Reads the records of a results directory and nothing else, so that tables can be made again without a model. A cell is the mean over its seeds, with the standard deviation over seeds behind "±" and the
 95 % interval over problems in brackets; "-" where there is none. How many seeds are behind a cell stands in its row.
 """
 
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +16,8 @@ import numpy as np
 from ..evaluation.pass_at_k import bootstrap_interval, pass_interval
 from ..evaluation.results import require_same_protocol
 from ..report import paper, tables
-from ..report.inputs import read_json, read_measured
 from .other_domains import measured_elsewhere
+from .records import Records, Run
 
 
 # The miniature benchmark that stands in place of each benchmark of the paper, and the one in place of other domains.
@@ -28,19 +28,38 @@ COMPARED_KS = (1, 8, 64)
 
 
 class Cell(NamedTuple):
-    """One row of a table: its label there, the recipe that makes it, whether the recipe's start is meant instead, and at full
-    scale the evaluations that measure it."""
+    """
+    One row of a table.
+
+    Args:
+        label (`str`): Its name there.
+        recipe (`str`): What makes it, without `recipes/` and `.yaml`.
+        trained (`bool`): False where the model is meant that the recipe starts from.
+        evaluations (sequence of `str`): At full scale, what measures it.
+        settings (mapping): Where it differs from its recipe.
+        name (`str`, *optional*): Of its run, if that is not the recipe's.
+    """
 
     label: str
     recipe: str
     trained: bool = True
     evaluations: Sequence[str] = ("evaluation/v2",)
+    settings: Mapping[str, Any] = MappingProxyType({})
+    name: str | None = None
 
     @property
     def run(self) -> str:
         """Name of the run, the same in every table: the recipe's, or `base` next to a training recipe."""
+        if self.name is not None:
+            return self.name
         path = self.recipe.removeprefix("miniature/")
         return path if self.trained or path.startswith("evaluation/") else f"{path.rsplit('/', 1)[0]}/base"
+
+    @property
+    def words(self) -> list[str]:
+        """The settings as words of a command line."""
+        values = {key: v if isinstance(v, str) else json.dumps(v) for key, v in self.settings.items()}
+        return [word for key, value in values.items() for word in (f"--{key}", value)]
 
     def directory(self, base: Path, seed: int) -> Path:
         return base / self.run / f"seed-{seed}"
@@ -68,32 +87,6 @@ class Table(NamedTuple):
     own_prompts: bool = False
 
 
-class Run(NamedTuple):
-    """What one finished run left; `training` is None for a model before training."""
-
-    seed: int
-    results: dict[str, Any]
-    diversity: dict[str, dict[str, float]]
-    training: dict[str, Any] | None
-
-
-def read_runs(cell: Cell, results_dir: Path) -> list[Run]:
-    """The finished runs of a cell in the order of their seeds; results carry the cell's label."""
-    runs = []
-    for path in (results_dir / cell.run).glob("seed-*/results.json"):
-        results = read_measured(path) | {"method": cell.label}
-        diversity, training = path.with_name("diversity.json"), path.with_name("training.json")
-        runs.append(
-            Run(
-                int(path.parent.name.removeprefix("seed-")),
-                results,
-                read_json(diversity, dict) if diversity.is_file() else {},
-                read_json(training, {"log_history": list, "checkpoints": list}) if training.is_file() else None,
-            )
-        )
-    return sorted(runs, key=lambda run: run.seed)
-
-
 def write_tables(selected: Sequence[Table], results_dir: Path, *, twins: bool) -> str:
     """
     Each table as Markdown, as numbers and, where it has one, as a figure: `NAME.md`, `.json`, `.png` and `.svg`.
@@ -108,8 +101,9 @@ def write_tables(selected: Sequence[Table], results_dir: Path, *, twins: bool) -
     """
     sections = []
     results_dir.mkdir(parents=True, exist_ok=True)
+    records = Records(results_dir)
     for table in selected:
-        runs = {cell.label: read_runs(cell, results_dir) for cell in table.cells}
+        runs = {cell.label: records.runs(cell.run, cell.label) for cell in table.cells}
         _require_one_protocol(table, runs, results_dir)
         body, numbers = _SECTIONS[table.shows](table, runs, results_dir / table.name, twins)
         note = "Miniature twins of the models and benchmarks that are named.\n\n" if twins else ""

@@ -5,6 +5,7 @@ What a table shows is checked on runs made up by hand; that training and evaluat
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,15 +15,17 @@ from finished_runs import record
 
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.recipe import read_recipe
-from pacs_trl.report import paper
+from pacs_trl.report import paper, plots
 from pacs_trl.reproduce import cells as reproduce_cells
 from pacs_trl.reproduce import command as reproduce
 from pacs_trl.reproduce.command import Options, main, read_table, run_cell, table_names
+from pacs_trl.reproduce.records import Records
 from pacs_trl.reproduce.tables import TWINS, Cell, Table, write_tables
 
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = REPOSITORY / "recipes"
+RESULTS = REPOSITORY / "docs/results/miniature"
 # Of docs/results/miniature; `make tables` goes on with the third.
 RECORDED_SEEDS = (0, 1)
 SHORT = ["--max_steps", "2", "--warm_start_steps", "2", "--num_samples", "2", "--max_problems", "2"]
@@ -77,9 +80,20 @@ class TestRecipes:
         monkeypatch.setattr("pacs_trl.miniature.warm_start.warm_start", refuse)
         monkeypatch.chdir(tmp_path)  # a missing record would begin a work directory here
         (cell, *_) = (c for n in table_names("miniature") for c in read_table(n, "miniature").cells if c.run == run)
-        results_dir = REPOSITORY / "docs/results/miniature"
+        assert set(RECORDED_SEEDS) <= set(Records(RESULTS).seeds(run))
         for seed in RECORDED_SEEDS:
-            assert run_cell(cell, seed, Options(results_dir=results_dir)) == cell.directory(results_dir, seed)
+            run_cell(cell, seed, Options(results_dir=RESULTS))
+
+    def test_the_committed_pages_are_made_of_the_committed_records(self, tmp_path, monkeypatch):
+        for figure in ("pass_at_k_figure", "training_figure", "evaluation_figure", "ablation_figure"):
+            monkeypatch.setattr(plots, figure, lambda *args: None)
+        shutil.copy(RESULTS / "records.jsonl", tmp_path)
+        assert main(["all", "--report_only", "--results_dir", str(tmp_path)]) == 0
+        made = {path.name: path.read_text() for path in tmp_path.glob("*_*.*") if path.suffix != ".jsonl"}
+        assert sorted(made) == sorted(
+            f"{name}.{suffix}" for name in table_names("miniature") for suffix in ("json", "md")
+        )
+        assert {name: (RESULTS / name).read_text() for name in made} == made
 
     def test_a_run_is_one_recipe_in_all_tables_of_both_scales(self):
         made_by = {}
@@ -292,18 +306,25 @@ class TestMiniatureRuns:
         assert main(arguments) == 0
         first = capsys.readouterr().out.partition("# Table 1")[2]
         assert "Seeds: Base 1, PPO 1, GRPO 1, PACS 1, PACS without weights 0." in first
+        records = Records(Path("results"))
         for run in cells.split(","):
-            assert sorted(p.name for p in Path("results", run, "seed-0").iterdir()) == (
-                ["diversity.json", "results.json", "settings.json"] + ["training.json"] * (not run.endswith("base"))
+            (found,) = records.runs(run, "label")
+            assert found.seed == 0 and found.results["n"] == 2 and found.results["k"] == [1]
+            assert (found.training is None) == (records.settings(run)["training"] is None) == run.endswith("base")
+            assert (
+                found.diversity.keys() == found.results["benchmarks"].keys() == {*TWINS.values(), "miniature/grouped"}
             )
-        training = json.loads(Path("results/twin-4b/pacs/seed-0/training.json").read_text())
-        assert [log["step"] for log in training["log_history"]] == [1, 2]
-        settings = json.loads(Path("results/twin-4b/pacs/seed-0/settings.json").read_text())
-        assert settings["training"]["seed"] == 0 and settings["training"]["max_steps"] == 2
-        assert training["checkpoints"] == []
+        (pacs,) = records.runs("twin-4b/pacs", "PACS")
+        assert [log["step"] for log in pacs.training["log_history"]] == [1, 2]
+        settings = json.loads(Path("work/twin-4b/pacs/seed-0/settings.json").read_text())
+        assert settings == records.settings("twin-4b/pacs") | {"seed": 0} and settings["training"]["max_steps"] == 2
+        assert pacs.training["checkpoints"] == []
         assert not list(Path("work").rglob("checkpoint-*"))
-        base = json.loads(Path("results/twin-4b/base/seed-0/results.json").read_text())
+        base = json.loads(Path("work/twin-4b/base/seed-0/evaluation/results.json").read_text())
         assert base["model"]["name"].startswith("arithmetic-tiny-0-") and base["n"] == 2 and base["k"] == [1]
+        counts = {name: [p["c"] for p in entry["problems"]] for name, entry in base["benchmarks"].items()}
+        (kept,) = records.runs("twin-4b/base", "Base")
+        assert {name: [p["c"] for p in e["problems"]] for name, e in kept.results["benchmarks"].items()} == counts
 
         monkeypatch.setattr(reproduce_cells, "_evaluate", None)
         assert main(arguments) == 0
@@ -315,18 +336,25 @@ class TestMiniatureRuns:
             ("--num_samples", "base", "evaluation.n"),
             ("--max_problems", "base", "evaluation.max_problems"),
         ):
-            expected = f"twin-4b/{cell}/seed-0 was made with other settings than .* has now \\({changed} differ"
-            with pytest.raises(ValueError, match=expected):
-                main([*arguments, "--cells", f"twin-4b/{cell}", option, "3"])
+            expected = (
+                f"twin-4b/{cell} in results/records.jsonl was made with other settings than .* \\({changed} differ"
+            )
+            for seed in "01":  # also of a seed that is not there: one table cannot hold both
+                with pytest.raises(ValueError, match=expected):
+                    main([*arguments, "--cells", f"twin-4b/{cell}", option, "3", "--seeds", seed])
 
         # killed between training and the end of the evaluation: neither is done again
-        Path("results/twin-4b/pacs/seed-0/results.json").unlink()
+        lines = Path("results/records.jsonl").read_text().splitlines(keepends=True)
+        others = [line for line in lines if '"cell":"twin-4b/pacs"' not in line]
+        assert len(others) == len(lines) - 2
+        Path("results/records.jsonl").write_text("".join(others))
         monkeypatch.undo()
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr("pacs_trl.train.main", None)
         before = Path("work/twin-4b/pacs/seed-0/evaluation/samples/miniature_terms_3.jsonl").read_text()
         assert main(arguments) == 0
         assert Path("work/twin-4b/pacs/seed-0/evaluation/samples/miniature_terms_3.jsonl").read_text() == before
+        assert Path("results/records.jsonl").read_text() == "".join(lines)
 
     def test_checkpoints_are_measured_in_the_order_of_their_steps_with_fewer_samples(self, tmp_path, monkeypatch):
         for step in (80, 120, 40):
@@ -363,15 +391,15 @@ class TestMiniatureRuns:
         ):
             run_cell(cell, 0, options._replace(max_steps=3))
         Path("work/twin-4b/pacs/seed-0/settings.json").unlink()
-        with pytest.raises(
-            ValueError, match="work/twin-4b/pacs/seed-0 has no settings.json.*choose another --work_dir"
-        ):
+        with pytest.raises(ValueError, match="work/twin-4b/pacs/seed-0 has no settings, .*choose another --work_dir"):
             run_cell(cell, 0, options)
 
     def test_a_record_without_settings_is_refused(self, tmp_path):
         cell = Cell("PACS", "miniature/twin-4b/pacs")
         record(tmp_path, cell, 0, {name: [1, 2] for name in TWINS.values()})
-        with pytest.raises(ValueError, match="twin-4b/pacs/seed-0 has no settings.json.*choose another --results_dir"):
+        with pytest.raises(
+            ValueError, match="twin-4b/pacs in .*records.jsonl has no settings, .*choose another --results_dir"
+        ):
             run_cell(cell, 0, Options((0,), results_dir=tmp_path, work_dir=tmp_path / "work"))
 
     def test_the_same_seed_gives_the_same_run(self, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ Training and evaluation are stand-ins that write what the real ones write.
 import json
 import os
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from pacs_trl.plan.check import check_recipe
 from pacs_trl.report.paper import TABLE_1_BENCHMARKS
 from pacs_trl.reproduce import command as reproduce
 from pacs_trl.reproduce.command import Options, full_commands, main, read_table
+from pacs_trl.reproduce.records import Records
 
 
 def printed(capsys) -> list[str]:
@@ -206,16 +208,16 @@ class TestRecords:
         arguments = ["table_3", "figure_3", "figure_5", "--cells", "qwen3-8b/pacs", "--seeds", "4", *self.where]
         main([*arguments, "--run"])
         text = capsys.readouterr().out
-        record = Path("results/qwen3-8b/pacs/seed-4")
-        training = json.loads((record / "training.json").read_text())
+        (run,) = Records(Path("results")).runs("qwen3-8b/pacs", "PACS")
+        assert run.seed == 4
+        training = run.training
         # 320 rollout steps of four updates, saved every 20
         assert [checkpoint["step"] for checkpoint in training["checkpoints"]] == list(range(80, 1281, 80))
         assert training["checkpoints"][0]["eval_aime_2024/pass@1"] == 0.75
         assert training["log_history"][0] == {"step": 1, "reward": 0.5, "entropy": 1.0}
         assert len(training["log_history"]) == 10
         # only problem 0 has two correct completions
-        diversity = json.loads((record / "diversity.json").read_text())
-        assert {name: list(problems) for name, problems in diversity.items()} == {
+        assert {name: list(problems) for name, problems in run.diversity.items()} == {
             "aime_2024": ["0"],
             "aime_2025": ["0"],
         }
@@ -241,31 +243,37 @@ class TestRecords:
 
     def test_a_report_collects_what_lies_there(self, stand_ins, capsys):
         main(["table_3", "figure_3", "--cells", "qwen3-8b/pacs", "--seeds", "4", *self.where, "--run"])
-        record = Path("results/qwen3-8b/pacs/seed-4")
-        files = {name: (record / name).read_text() for name in ("results.json", "training.json", "diversity.json")}
-        for name in files:
-            (record / name).unlink()
+        path = Path("results/records.jsonl")
+        content = path.read_text()
+        path.unlink()
         main(["table_3", "figure_3", *self.where, "--report_only"])
-        assert {name: (record / name).read_text() for name in files} == files
+        assert path.read_text() == content
+        for name in ("trainer_state.json", "grades", "v2"):  # what is gone stays as it was recorded
+            (found,) = [*Path("work").rglob(name), *Path("results").rglob(f"v2/{name}"), *Path("results").rglob(name)][
+                :1
+            ]
+            shutil.rmtree(found) if found.is_dir() else found.unlink()
+            main(["table_3", "figure_3", *self.where, "--report_only"])
+            assert path.read_text() == content
 
     def test_diversity_is_measured_where_a_table_shows_it(self, stand_ins):
         main(["table_2", "--cells", "PACS", "--seeds", "4", *self.where, "--run"])
-        assert not Path("results/qwen3-8b/pacs/seed-4/diversity.json").exists()
+        assert [run.diversity for run in Records(Path("results")).runs("qwen3-8b/pacs", "PACS")] == [{}]
         assert len(stand_ins) == 2  # and checkpoints where a figure shows them
 
     def test_the_two_evaluations_of_version_1_are_one_record(self, stand_ins):
         main(["v1_table_1", "--cells", "PACS", "--seeds", "0", *self.where, "--run"])
-        results = json.loads(Path("results/qwen2.5-3b/pacs/seed-0/results.json").read_text())
-        assert sorted(results["benchmarks"]) == ["aime_2024", "aime_2025", "amc_23", "math_500"]
+        (run,) = Records(Path("results")).runs("qwen2.5-3b/pacs", "PACS")
+        assert sorted(run.results["benchmarks"]) == ["aime_2024", "aime_2025", "amc_23", "math_500"]
         rows = json.loads(Path("results/v1_table_1.json").read_text())
         assert rows["math_500"][9]["k=1"].startswith("75.0 ") and "beyond_aime" not in rows
 
     def test_an_unfinished_evaluation_is_no_record(self, stand_ins, capsys):
         main(["v1_table_1", "--cells", "PACS", "--seeds", "0", *self.where, "--run"])
-        Path("results/qwen2.5-3b/pacs/seed-0/results.json").unlink()
+        Path("results/records.jsonl").unlink()
         Path("results/qwen2.5-3b/pacs/seed-0/v1/results.json").unlink()
         capsys.readouterr()
         main(["v1_table_1", "--cells", "PACS", "--seeds", "0", *self.where])
         (line,) = printed(capsys)
         assert "recipes/evaluation/v1.yaml" in line
-        assert not Path("results/qwen2.5-3b/pacs/seed-0/results.json").exists()
+        assert not Path("results/records.jsonl").exists()

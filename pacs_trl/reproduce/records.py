@@ -1,0 +1,249 @@
+"""The finished runs of a results directory in one file, `records.jsonl`, from which every table and figure is made.
+
+Samples, grades and whole logs stay in the work directory; kept are counts of correct completions, diversities, and what a figure
+draws of a training log. A line is one of three things, and lines can be taken out:
+
+    {"measured": DIGEST, "protocol": ..., "benchmarks": {NAME: {"ids": ..., "n": ..., "k": ...}}}     how runs were evaluated
+    {"cell": "twin-4b/pacs", "settings": {...}}                                   what all runs of a cell were made with
+    {"cell": "twin-4b/pacs", "seed": 0, "measured": DIGEST, "correct": {NAME: [93, 128, ...]}, ...}            one run
+
+`correct` has one count for each of `ids`, null where the gold answer could not be read. Diversities stand by
+problem, with six decimals, and curves by step.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..evaluation.results import pass_at_k_table
+from ..evaluation.store import differences, digest
+from ..report.inputs import require
+
+
+FILE_NAME = "records.jsonl"
+
+# Of a training log, what the figures draw.
+CURVES = ("reward", "entropy", "completions/mean_length")
+
+# How an evaluation was made: with what has to be the same in one table, and for whoever wants to know.
+_CIRCUMSTANCES = ("protocol", "n", "k", "prompt_digest", "engine", "versions", "hardware", "commit")
+
+_MEASURED = {"measured": str, "protocol": dict, "n": int, "k": [int], "benchmarks": dict}
+_BENCHMARK = {"title": str, "source": dict, "ids": [str], "n": int, "k": [int]}
+_RUN = {"cell": str, "seed": int, "measured": str, "correct": dict, "diversity": dict}
+_TRAINED = {"curves": dict, "checkpoints": list}
+
+
+class Run(NamedTuple):
+    """
+    What one finished run left.
+
+    Args:
+        seed (`int`): Of its warm start and its training.
+        results (`dict`): As in a results file, as far as tables need it.
+        diversity (`dict`): benchmark -> problem -> diversity of its correct completions, where there are at least two.
+        training (`dict`, *optional*): `log_history` and `checkpoints`, `{"step", "eval_BENCHMARK/pass@1"}` each; None for a
+            model before training.
+    """
+
+    seed: int
+    results: dict[str, Any]
+    diversity: dict[str, dict[str, float]]
+    training: dict[str, Any] | None
+
+
+class Records:
+    """
+    The records of a results directory, empty where there is no file.
+
+    Args:
+        results_dir (`Path`): Has the file, or will have it.
+
+    Raises:
+        `ValueError`: naming file and line, if it is damaged.
+    """
+
+    def __init__(self, results_dir: Path):
+        self.path = results_dir / FILE_NAME
+        self._measured: dict[str, dict[str, Any]] = {}
+        self._settings: dict[str, dict[str, Any]] = {}
+        self._runs: dict[tuple[str, int], dict[str, Any]] = {}
+        for number, text in enumerate(self.path.read_bytes().splitlines() if self.path.is_file() else (), start=1):
+            self._read(text, f"{self.path}, line {number},")
+        for line in self._runs.values():
+            self._check_counts(line)
+
+    def seeds(self, cell: str) -> list[int]:
+        """Those with which a cell, by the name of its run, is finished."""
+        return sorted(seed for name, seed in self._runs if name == cell)
+
+    def settings(self, cell: str) -> dict[str, Any] | None:
+        """What the runs of a cell were made with; None if it is not written down."""
+        return self._settings.get(cell)
+
+    def runs(self, cell: str, label: str) -> list[Run]:
+        """The finished runs of a cell in the order of their seeds; their results carry the label."""
+        return [self._run(self._runs[cell, seed], label) for seed in self.seeds(cell)]
+
+    def add(self, cell: str, run: Run, settings: dict[str, Any] | None = None) -> None:
+        """Take a run in, in place of one with the same seed; [`record`] writes the file."""
+        facts = _facts(run.results)
+        self._measured[digest(facts)] = {"measured": digest(facts), **facts}
+        if settings is not None:
+            self._settings[cell] = settings
+        line = {"cell": cell, "seed": run.seed, "measured": digest(facts)}
+        line["correct"] = {name: _counts(entry["problems"]) for name, entry in run.results["benchmarks"].items()}
+        line["diversity"] = {
+            name: {problem: round(value, 6) + 0.0 for problem, value in scores.items()}  # -0.0 + 0.0 is 0.0
+            for name, scores in run.diversity.items()
+        }
+        if run.training is not None:
+            line["curves"] = {key: _curve(run.training["log_history"], key) for key in CURVES}
+            line["checkpoints"] = run.training["checkpoints"]
+        self._runs[cell, run.seed] = line
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """The content of the file, without what belongs to no run."""
+        used = {line["measured"] for line in self._runs.values()}
+        yield from (self._measured[key] for key in sorted(used))
+        for cell in sorted({cell for cell, _ in self._runs}):
+            if cell in self._settings:
+                yield {"cell": cell, "settings": self._settings[cell]}
+            yield from (self._runs[cell, seed] for seed in self.seeds(cell))
+
+    def _read(self, text: bytes, where: str) -> None:
+        try:
+            line = json.loads(text)
+        except ValueError as error:  # JSON or UTF-8
+            raise ValueError(f"{where} is damaged: it is not JSON ({error}).") from error
+        require(line, {}, where)
+        if "seed" in line:
+            require(line, _RUN | _TRAINED if _TRAINED.keys() & line.keys() else _RUN, where)
+            key = line["cell"], line["seed"]
+            if key in self._runs:
+                raise ValueError(f"{where} is the second run of {key[0]} with seed {key[1]}. Take one of them out.")
+            self._runs[key] = line
+        elif "settings" in line:
+            require(line, {"cell": str, "settings": dict}, where)
+            self._settings[line["cell"]] = line["settings"]
+        else:
+            require(line, _MEASURED, where)
+            for name, about in line["benchmarks"].items():
+                require(about, _BENCHMARK, where, field=f"benchmarks.{name}")
+                if max(about["k"]) > about["n"]:
+                    raise ValueError(
+                        f"{where} is damaged: {name} has k = {max(about['k'])} of {about['n']} completions."
+                    )
+            self._measured[line["measured"]] = line
+
+    def _check_counts(self, line: dict[str, Any]) -> None:
+        where = f"{self.path}: the run of {line['cell']} with seed {line['seed']}"
+        if line["measured"] not in self._measured:
+            raise ValueError(f"{where} was measured as {line['measured']}, and there is no line of that name.")
+        benchmarks = self._measured[line["measured"]]["benchmarks"]
+        require(line["correct"], dict.fromkeys(benchmarks, list), where, field="correct")
+        for name, counts in line["correct"].items():
+            require(benchmarks, {name: dict}, where, field="benchmarks")
+            about = benchmarks[name]
+            possible = all(c is None or (type(c) is int and 0 <= c <= about["n"]) for c in counts)
+            if not possible or len(counts) != len(about["ids"]) or not any(c is not None for c in counts):
+                raise ValueError(
+                    f"{where} is damaged: correct.{name} must have {len(about['ids'])} counts from 0 to {about['n']}, not all "
+                    "of them null."
+                )
+
+    def _run(self, line: dict[str, Any], label: str) -> Run:
+        facts = self._measured[line["measured"]]
+        benchmarks = {}
+        for name, counts in line["correct"].items():
+            about = facts["benchmarks"][name]
+            n, graded = about["n"], [count for count in counts if count is not None]
+            problems = [
+                {"id": problem, "n": n, "c": count or 0, "ungraded": n if count is None else 0}
+                for problem, count in zip(about["ids"], counts, strict=True)
+            ]
+            benchmarks[name] = {
+                "title": about["title"],
+                "source": about["source"],
+                "problems": problems,
+                "pass_at_k": pass_at_k_table([n] * len(graded), graded, about["k"]),
+            }
+        training = None
+        if "curves" in line:
+            training = {"log_history": _log_history(line["curves"]), "checkpoints": line["checkpoints"]}
+        return Run(line["seed"], facts | {"method": label, "benchmarks": benchmarks}, line["diversity"], training)
+
+
+def record(results_dir: Path, cell: str, run: Run, settings: dict[str, Any] | None = None) -> None:
+    """
+    Take a finished run into the records of a results directory.
+
+    Other processes may do so at the same time: one after the other reads what is there, adds its run and replaces the file.
+
+    Args:
+        results_dir (`Path`): Is made if it does not exist.
+        cell (`str`): Name of the cell.
+        run ([`Run`]): Replaces one with the same seed.
+        settings (`dict`, *optional*): What all runs of the cell are made with.
+
+    Raises:
+        `ValueError`: if a run of the cell was recorded with other settings.
+    """
+    results_dir.mkdir(parents=True, exist_ok=True)
+    with _alone(results_dir):
+        records = Records(results_dir)
+        others = records.settings(cell) if records.seeds(cell) else None
+        if others is not None and settings is not None and (lines := differences(others, settings)):
+            raise ValueError(
+                f"{records.path} has runs of {cell} with other settings ({'; '.join(lines)}), and one table cannot hold both. "
+                "Choose another --results_dir."
+            )
+        records.add(cell, run, settings)
+        text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in records.lines())
+        temporary = results_dir / f".{FILE_NAME}.{os.getpid()}"
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, records.path)
+
+
+@contextmanager
+def _alone(results_dir: Path) -> Iterator[None]:
+    """Wait for the lock of the records. It is a file of its own, because theirs is replaced."""
+    with (results_dir / f".{FILE_NAME}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _facts(results: dict[str, Any]) -> dict[str, Any]:
+    facts = {key: results[key] for key in _CIRCUMSTANCES if key in results}
+    facts["benchmarks"] = {}
+    for name, entry in results["benchmarks"].items():
+        (n,) = {problem["n"] for problem in entry["problems"]}  # an evaluation draws as many for each
+        facts["benchmarks"][name] = {
+            "title": entry["title"],
+            "source": entry["source"],
+            "ids": [problem["id"] for problem in entry["problems"]],
+            "n": n,
+            "k": sorted(map(int, entry["pass_at_k"])),
+        }
+    return facts
+
+
+def _counts(problems: Sequence[dict[str, Any]]) -> list[int | None]:
+    return [None if problem["ungraded"] else problem["c"] for problem in problems]
+
+
+def _curve(log_history: Sequence[dict[str, Any]], key: str) -> dict[str, float]:
+    """By step. One that only updated has no reward, one without a forward pass no entropy."""
+    return {str(log["step"]): log[key] for log in log_history if log.get(key) is not None}
+
+
+def _log_history(curves: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
+    logs: dict[int, dict[str, Any]] = {}
+    for key, points in curves.items():
+        for step, value in points.items():
+            logs.setdefault(int(step), {"step": int(step)})[key] = value
+    return [logs[step] for step in sorted(logs)]

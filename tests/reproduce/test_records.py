@@ -1,0 +1,131 @@
+"""Records: what goes in comes out, two processes lose nothing of each other's, and a damaged file is named."""
+
+import json
+import multiprocessing
+
+import numpy as np
+import pytest
+from finished_runs import results_of
+
+from pacs_trl.reproduce.records import Records, Run, record
+
+
+COUNTS = {"terms": [3, 0, 4], "math": [1, 1, 2]}
+
+
+def a_run(seed: int = 0, **changes) -> Run:
+    logs = [
+        {"step": 1, "reward": 0.5, "entropy": 1 / 3, "lr": 0.1},
+        {"step": 2, "entropy": None},
+        {"step": 3, "reward": 1.0},
+    ]
+    training = {"log_history": logs, "checkpoints": [{"step": 2, "eval_terms/pass@1": 0.5}]}
+    return Run(seed, results_of(COUNTS), {"terms": {"0": 0.12345678, "2": -1e-16}}, training)._replace(**changes)
+
+
+def test_a_run_comes_back_as_far_as_tables_need_it(tmp_path):
+    given = a_run(seed=3)
+    record(tmp_path, "m/pacs", given, {"training": {"beta": 1.0}})
+    record(tmp_path, "m/base", a_run(training=None))
+    (found,) = Records(tmp_path).runs("m/pacs", "PACS")
+    assert found.seed == 3 and found.results["method"] == "PACS"
+    for key in ("n", "k", "protocol"):
+        assert found.results[key] == given.results[key]
+    for name, entry in found.results["benchmarks"].items():
+        original = given.results["benchmarks"][name]
+        kept = ("id", "n", "c", "ungraded")
+        assert entry["problems"] == [{key: problem[key] for key in kept} for problem in original["problems"]]
+        assert {key: entry[key] for key in ("title", "source", "pass_at_k")} == {
+            key: original[key] for key in ("title", "source", "pass_at_k")
+        }
+    assert found.diversity == {"terms": {"0": 0.123457, "2": 0.0}}
+    assert str(found.diversity["terms"]["2"]) == "0.0"
+    assert found.training == {
+        "log_history": [{"step": 1, "reward": 0.5, "entropy": 1 / 3}, {"step": 3, "reward": 1.0}],
+        "checkpoints": [{"step": 2, "eval_terms/pass@1": 0.5}],
+    }
+    assert Records(tmp_path).runs("m/base", "Base")[0].training is None
+    assert Records(tmp_path).settings("m/pacs") == {"training": {"beta": 1.0}}
+    assert Records(tmp_path).settings("m/base") is None
+
+
+def test_a_problem_that_was_not_graded_is_left_out_of_pass_at_k(tmp_path):
+    results = results_of(COUNTS)
+    results["benchmarks"]["terms"]["problems"][1] |= {"ungraded": 1}
+    record(tmp_path, "m/pacs", a_run(results=results))
+    (found,) = Records(tmp_path).runs("m/pacs", "PACS")
+    terms = found.results["benchmarks"]["terms"]
+    assert [problem["ungraded"] for problem in terms["problems"]] == [0, 4, 0]
+    assert terms["pass_at_k"]["1"]["value"] == pytest.approx(np.mean([3 / 4, 4 / 4]))
+
+
+def test_a_run_is_a_line_and_what_belongs_to_none_goes(tmp_path):
+    for seed in (1, 0, 1):
+        record(tmp_path, "m/pacs", a_run(seed), {"training": None})
+    record(tmp_path, "m/grpo", a_run(results=results_of(COUNTS, n=8)), {"training": None})
+    lines = (tmp_path / "records.jsonl").read_text().splitlines(keepends=True)
+    kinds = [sorted(json.loads(line))[-1] if "seed" not in line else json.loads(line)["seed"] for line in lines]
+    assert kinds == ["protocol", "protocol", "settings", 0, "settings", 0, 1]
+    assert Records(tmp_path).seeds("m/pacs") == [0, 1] and Records(tmp_path).seeds("m/ppo") == []
+    (tmp_path / "records.jsonl").write_text("".join(line for line in lines if '"m/grpo"' not in line))
+    record(tmp_path, "m/pacs", a_run(0), {"training": None})
+    left = (tmp_path / "records.jsonl").read_text().splitlines(keepends=True)
+    assert left == [line for line in lines if '"m/grpo"' not in line and '"n":8' not in line]
+
+
+def test_runs_of_one_cell_have_one_kind_of_settings(tmp_path):
+    record(tmp_path, "m/pacs", a_run(0), {"training": {"beta": 1.0}})
+    before = (tmp_path / "records.jsonl").read_text()
+    with pytest.raises(ValueError, match="has runs of m/pacs with other settings .training.beta: 1.0 != 2.0"):
+        record(tmp_path, "m/pacs", a_run(1), {"training": {"beta": 2.0}})
+    assert (tmp_path / "records.jsonl").read_text() == before
+
+
+def _record_many(directory, cell):
+    for seed in range(8):
+        record(directory, cell, a_run(seed), {"training": None})
+
+
+def test_two_processes_lose_nothing_of_each_others(tmp_path):
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_record_many, args=(tmp_path, f"m/{name}")) for name in "ab"]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [Records(tmp_path).seeds(f"m/{name}") for name in "ab"] == [list(range(8))] * 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".records.jsonl.lock", "records.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda line: "<<<<<<< HEAD", "records.jsonl, line 3, is damaged: it is not JSON"),
+        (lambda line: line[: len(line) // 2], "records.jsonl, line 3, is damaged: it is not JSON"),
+        (lambda line: "[]", "records.jsonl, line 3, is damaged"),
+        (lambda line: line + "\n" + line, "line 4, is the second run of m/pacs with seed 0"),
+        (lambda line: line.replace('"correct"', '"wrong"'), "line 3, is damaged: it has no `correct`"),
+        (lambda line: line.replace('"curves"', '"curve"'), "line 3, is damaged: .*`curves`"),
+        (
+            lambda line: line.replace("[3,0,4]", "[3,0]"),
+            "m/pacs with seed 0 is damaged: correct.terms must have 3 counts",
+        ),
+        (lambda line: line.replace("[3,0,4]", "[3,0,5]"), "correct.terms must have 3 counts from 0 to 4"),
+        (lambda line: line.replace("[3,0,4]", "[3,0,-1]"), "correct.terms must have 3 counts from 0 to 4"),
+        (lambda line: line.replace("[3,0,4]", "[null,null,null]"), "not all of them null"),
+        (lambda line: line.replace('"math":[1', '"maths":[1'), "it has no `correct.math`"),
+        (
+            lambda line: line.replace('"measured":"', '"measured":"x'),
+            "was measured as x.*there is no line of that name",
+        ),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, change, message):
+    record(tmp_path, "m/pacs", a_run(), {"training": None})
+    path = tmp_path / "records.jsonl"
+    measured, settings, run = path.read_text().splitlines()
+    damaged = change(run)
+    assert damaged != run
+    path.write_text("\n".join([measured, settings, damaged]) + "\n")
+    with pytest.raises(ValueError, match=message):
+        Records(tmp_path)
