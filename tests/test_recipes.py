@@ -18,6 +18,8 @@ from accelerate.commands.config.config_args import load_config_from_file
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.plan.check import check_recipe, judge
 from pacs_trl.plan.launch import read_launch
+from pacs_trl.reproduce.command import read_table, table_names
+from pacs_trl.reproduce.full import LAUNCH
 
 
 REPOSITORY = Path(__file__).parents[1]
@@ -111,16 +113,34 @@ ABLATIONS = {
     },
     **{f"beta_{beta}": PACS | {"pacs_beta": float(beta)} for beta in ("0.1", "0.5", "2", "10")},
 }
-CELLS = {
+CELLS = {  # name of the run -> its settings
     **{f"{model}/{method}": METHODS[method] for model in MODELS for method in ("pacs", "grpo", "ppo")},
     **{f"{model}/pacs_no_weight": METHODS["pacs_no_weight"] for model in ("qwen2.5-7b", "qwen3-4b", "qwen3-8b")},
     **{f"{model}/pacs_beta_2": METHODS["pacs_beta_2"] for model in ("qwen2.5-3b", "qwen2.5-7b")},
-    **{f"ablations/qwen3-4b/{name}": settings for name, settings in ABLATIONS.items()},
+    **{f"qwen3-4b/{name}": settings for name, settings in ABLATIONS.items()},
     "qwen3-4b/pacs_snapshot": PACS
     | {"reference": "snapshot", "reference_reset_steps": 80, "reset_optimizer_on_reference_reset": True},
     "qwen3-4b/pacs_one_node": PACS,
     "qwen3-8b/pacs_server": PACS,
 }
+# Which recipe makes them, and what is added to its launch line: the tables say it, and recipes/README.md where none does.
+MADE_BY = {
+    cell.run: (cell.recipe, cell.words)
+    for name in table_names("full")
+    for cell in read_table(name, "full").cells
+    if cell.trained
+}
+IN_README = {
+    "qwen3-4b/pacs_snapshot": (
+        "qwen3-4b/pacs",
+        "--reference snapshot --reference_reset_steps 80 --reset_optimizer_on_reference_reset true",
+    ),
+    "qwen2.5-3b/pacs_beta_2": ("qwen2.5-7b/pacs", "--model_name_or_path Qwen/Qwen2.5-3B --pacs_beta 2.0"),
+    "qwen2.5-7b/pacs_beta_2": ("qwen2.5-7b/pacs", "--pacs_beta 2.0"),
+}
+COMPLETE = ("qwen3-4b/pacs_one_node", "qwen3-8b/pacs_server")
+MADE_BY |= {run: (recipe, added.split()) for run, (recipe, added) in IN_README.items()}
+MADE_BY |= {recipe: (recipe, []) for recipe in COMPLETE}
 PRACTICAL = {"qwen3-0.6b/pacs": 1e-6, "qwen3-1.7b/pacs_lora": 1e-5}  # learning rates
 
 
@@ -176,20 +196,39 @@ def test_miniature_recipe_is_read_and_free_of_conflicts(name):
 
 @pytest.mark.parametrize("name", CELLS)
 def test_cell_has_the_settings_of_the_paper(name):
-    path = RECIPES / f"{name}.yaml"
-    version, hub_id, rollout_steps = MODELS[name.split("/")[-2]]
-    recipe, step, _ = check_recipe(str(path), [], launch_of(path).num_processes)
+    made_by, added = MADE_BY[name]
+    path = RECIPES / f"{made_by}.yaml"
+    version, hub_id, rollout_steps = MODELS[name.split("/")[0]]
+    launch = launch_of(path)
+    recipe, step, conflicts = check_recipe(str(path), added, launch.num_processes)
+    assert conflicts == [] and judge(recipe, step, launch) == ([], [])
     expected = PAPER | VERSIONS[version] | CELLS[name] | {"model_name_or_path": hub_id}
     actual = values_of(recipe)
     assert {key: actual[key] for key in expected} == expected
     assert step.rows_per_generation == 1024 * 8
     assert step.rows_per_update == 256 * 8
     assert recipe.training.max_steps == rollout_steps * 4
-    assert hub_id in path.read_text().splitlines()[0]
+    assert ("--model_name_or_path" in added) or hub_id in path.read_text().splitlines()[0]
 
 
 def test_there_is_a_recipe_for_each_cell_and_no_other():
-    assert set(TRAINING) == set(CELLS) | set(PRACTICAL)
+    assert set(MADE_BY) == set(CELLS)
+    assert set(TRAINING) == {recipe for recipe, _ in MADE_BY.values()} | set(PRACTICAL)
+
+
+def test_readme_has_the_settings_of_cells_that_no_table_has():
+    readme = (RECIPES / "README.md").read_text()
+    for recipe, added in IN_README.values():
+        assert f"`{recipe}` with `{added}`" in readme
+
+
+def test_cells_of_tables_are_launched_as_their_recipes_are():
+    for name in table_names("full"):
+        for cell in (cell for cell in read_table(name, "full").cells if cell.trained):
+            path = RECIPES / f"{cell.recipe}.yaml"
+            assert f"#   {LAUNCH} --config recipes/{cell.recipe}.yaml" in path.read_text().splitlines()
+            processes = check_recipe(str(path), cell.words, 64)[0].run.expected_processes
+            assert processes == launch_of(path).num_processes == 64
 
 
 @pytest.mark.parametrize("name", PRACTICAL)
@@ -204,12 +243,12 @@ def test_practical_recipe_keeps_the_objective(name):
 
 def test_only_the_scripts_of_the_7b_model_are_called_the_authors():
     """v2 publishes neither clip ranges, GAE, the clipping of values nor how losses add up."""
-    for model, method in itertools.product(MODELS, ("grpo", "ppo")):
+    for model, method in itertools.product(("qwen2.5-7b", "qwen3-4b"), ("grpo", "ppo")):
         header = (RECIPES / model / f"{method}.yaml").read_text().partition("\n\nmethod:")[0]
         assert ("as the authors ran theirs" in header) == (model == "qwen2.5-7b"), (model, method)
         assert ("The paper does not publish clip ranges" in header) == (MODELS[model][0] == "v2")
-    header = (RECIPES / "qwen2.5-3b" / "pacs_beta_2.yaml").read_text().partition("\n\nmethod:")[0]
-    assert "for the 7B model only" in header
+    readme = (RECIPES / "README.md").read_text()
+    assert "for the 7B model only" in readme
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
@@ -233,7 +272,7 @@ def test_clipping_a_mean_over_8_rows_at_an_eighth_is_clipping_their_sum_at_1(opt
 
 
 def test_the_grpo_score_against_the_rollout_policy_is_refused():
-    path = RECIPES / "ablations" / "qwen3-4b" / "score_dr_grpo.yaml"
+    path = RECIPES / "qwen3-4b" / "pacs.yaml"
     recipe, _, conflicts = check_recipe(str(path), ["--score_estimator", "grpo"], 64)
     assert recipe is None and len(conflicts) == 1
     assert "score_estimator='grpo' cannot be used with reference='rollout'" in conflicts[0]
@@ -326,12 +365,10 @@ def test_open_models_of_table_1(stem):
 def test_readme_names_every_recipe_and_nothing_else():
     readme = (RECIPES / "README.md").read_text()
     named = set()
-    for text in re.findall(r"`((?:qwen|ablations|evaluation/table1)[^`]*/[^`]*)`", readme):
+    for text in re.findall(r"`((?:recipes/)?(?:qwen|evaluation/table1)[^` ]*/[^` ]*)`", readme):
         named |= set(expand(text.removeprefix("recipes/").removesuffix(".yaml")))
     named = {name for name in named if "*" not in name and not name.startswith("evaluation/")}
-    assert named <= set(TRAINING)
-    betas = {f"ablations/qwen3-4b/beta_{beta}" for beta in ("0.1", "0.5", "2", "10")}
-    assert set(TRAINING) - betas <= named
+    assert named == set(TRAINING)
 
 
 def expand(text: str) -> list[str]:

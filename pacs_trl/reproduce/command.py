@@ -1,10 +1,9 @@
 """`pacs-trl reproduce TABLE`: the runs behind a table of the paper, cell by cell, and what came out beside what was published.
 
-A table is a file in `recipes/miniature/tables/`: which cells it has and which recipe makes each of them, at miniature and at
-full scale. A cell is a recipe and a seed; it is trained, evaluated and written to the results directory, and is finished
-once its results.json is there. The miniature runs here, in this process (`cells.py`); full-size training is launched
-by `accelerate`, and without `--run` only its commands are printed (`full.py`). Tables and figures are those of
-`report/reproduction.py`.
+A table is a file in `recipes/miniature/tables/`: which cells it has, and which recipe with which settings makes each of them, at
+miniature and at full scale. A cell is trained and evaluated with each seed, and finished once it stands in the records of the
+results directory (`records.py`). The miniature runs here, in this process (`cells.py`); full-size training is launched by
+`accelerate`, and without `--run` only its commands are printed (`full.py`). Tables and figures are those of `tables.py`.
 """
 
 import argparse
@@ -44,17 +43,22 @@ def read_table(name: str, scale: str) -> Table:
         raise ValueError(f"There is no table {name!r}; choose from {', '.join(files)}, or 'all'.")
     content = contents[files[name]]
     evaluations = content.pop("evaluation", ["evaluation/v2"])
-    cells = []
-    for label, entry in content.pop("cells").items():
-        if scale in entry:
-            recipe = entry[scale]  # a recipe under evaluation/ is its own evaluation
-            own = [recipe] if recipe.startswith("evaluation/") else evaluations
-            cells.append(Cell(label, recipe, entry.get("trained", True), own))
+    entries = content.pop("cells").items()
+    cells = [_cell(label, entry, scale, evaluations) for label, entry in entries if scale in entry]
     if not cells:
         raise ValueError(f"{name} exists at full scale only: its cells have no miniature twins. Add `--scale full`.")
     labels = {cell.label for cell in cells}
     compare = [pair for pair in content.pop("compare", ()) if labels.issuperset(pair)]
     return Table(name=files[name], cells=cells, compare=compare, **content)
+
+
+def _cell(label: str, entry: dict[str, Any], scale: str, evaluations: Sequence[str]) -> Cell:
+    """The cell of a row at a scale: the name of a recipe, or `{run: NAME, recipe: NAME, set: SETTINGS}`."""
+    made = {"recipe": entry[scale]} if isinstance(entry[scale], str) else entry[scale]
+    if made["recipe"].startswith("evaluation/"):  # is its own evaluation
+        evaluations = [made["recipe"]]
+    trained = entry.get("trained", True)
+    return Cell(label, made["recipe"], trained, evaluations, made.get("set", {}), made.get("run"))
 
 
 def table_names(scale: str | None = None) -> list[str]:
@@ -105,8 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cells = _chosen(tables, arguments.cells)
     for seed in () if arguments.report_only else options.seeds:
         for cell in cells:
-            base = "" if cell.trained or cell.recipe in cell.evaluations else " before training"
-            print(f"seed {seed}: {cell.recipe}{base}", flush=True)
+            print(f"seed {seed}: {cell.run}", flush=True)
             if not full:
                 run_cell(cell, seed, options)
                 continue
@@ -125,10 +128,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="pacs-trl reproduce", description="Run or resume the runs behind a table.")
     parser.add_argument("tables", nargs="+", metavar="TABLE", help=f"{', '.join(table_names())}, or all")
     parser.add_argument("--scale", choices=SCALES, default="miniature")
-    parser.add_argument("--cells", help="names of cells or recipes, separated by commas (default: every cell)")
+    parser.add_argument("--cells", help="labels or names of cells, separated by commas (default: every cell)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="one run of every cell for each")
     parser.add_argument("--max_steps", type=int, help="miniature: optimizer steps, instead of the recipe's")
-    parser.add_argument("--warm_start_steps", type=int, help="miniature: longest warm start, to try things out")
+    parser.add_argument("--warm_start_steps", type=int, help="miniature: length of the warm start, to try things out")
     parser.add_argument("--num_samples", type=int, help="miniature: completions per problem")
     parser.add_argument("--max_problems", type=int, help="miniature: problems per benchmark")
     parser.add_argument("--results_dir", type=Path, help="default: docs/results/SCALE")

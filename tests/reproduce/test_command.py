@@ -14,7 +14,7 @@ import yaml
 from finished_runs import record
 
 from pacs_trl.evaluation.arguments import EvaluationArguments
-from pacs_trl.recipe import read_recipe
+from pacs_trl.recipe import read_recipe, read_settings
 from pacs_trl.report import paper, plots
 from pacs_trl.reproduce import cells as reproduce_cells
 from pacs_trl.reproduce import command as reproduce
@@ -45,6 +45,10 @@ OBJECTIVE = (
         "value_clip_range",
     ),
 )
+
+
+def settings_of(cell: Cell) -> dict:
+    return yaml.safe_load((RECIPES / f"{cell.recipe}.yaml").read_text()) | cell.settings
 
 
 class TestRecipes:
@@ -99,9 +103,11 @@ class TestRecipes:
         made_by = {}
         for scale in ("miniature", "full"):
             for cell in (cell for name in table_names(scale) for cell in read_table(name, scale).cells):
-                made_by.setdefault(cell.run, set()).add((cell.recipe, cell.trained, *cell.evaluations))
+                made_by.setdefault(cell.run, set()).add((cell.recipe, cell.trained, *cell.evaluations, *cell.words))
         assert {run: makers for run, makers in made_by.items() if len(makers) > 1} == {}
         assert "evaluation/table1/limo" in made_by and "twin-4b/base" in made_by
+        makers = [maker for (maker,) in made_by.values()]
+        assert len(set(makers)) == len(makers)  # nothing is run under two names
 
     @pytest.mark.parametrize(
         ("name", "row"), [("table_2", "Qwen3-8B"), ("table_6", "Qwen3-4B"), ("figure_6", "Qwen3-8B")]
@@ -121,16 +127,24 @@ class TestRecipes:
 
     @pytest.mark.parametrize("name", table_names("miniature"))
     def test_a_twin_has_the_objective_of_its_full_size_recipe(self, name):
-        full = {cell.label: cell.recipe for cell in read_table(name, "full").cells}
+        full = {cell.label: cell for cell in read_table(name, "full").cells}
         for cell in read_table(name, "miniature").cells:
-            settings = [
-                yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text()) for recipe in (cell.recipe, full[cell.label])
-            ]
-            if not full[cell.label].startswith("evaluation/"):
+            settings = [settings_of(twin) for twin in (cell, full[cell.label])]
+            if not full[cell.label].recipe.startswith("evaluation/"):
                 assert {k: settings[0].get(k) for k in OBJECTIVE} == {k: settings[1].get(k) for k in OBJECTIVE}, cell
                 # The baselines of the miniature clip at 1.0; the authors' micro-batch, which decides the bound, has no twin.
                 full_norm = 1.0 if settings[1]["max_grad_norm"] == 0.125 else settings[1]["max_grad_norm"]
                 assert settings[0]["max_grad_norm"] == full_norm, cell
+
+    def test_settings_that_differ_reach_the_run_as_those_of_a_file_do(self):
+        cells = [c for scale in ("miniature", "full") for n in table_names(scale) for c in read_table(n, scale).cells]
+        read = {}
+        for cell in (cell for cell in cells if cell.settings):
+            recipe = read_settings(["--config", str(RECIPES / f"{cell.recipe}.yaml"), *cell.words])
+            assert recipe == settings_of(cell), cell
+            assert cell.name == cell.run and not set(cell.settings) & {"seed", "output_dir"}
+            read[cell.run] = recipe
+        assert read["twin-4b/beta_0.1"]["pacs_beta"] == 0.1 and read["qwen3-8b/ppo"]["max_steps"] == 1280
 
     @pytest.mark.parametrize("path", sorted((RECIPES / "miniature").glob("twin-*/*.yaml")), ids=lambda p: p.stem)
     def test_the_batch_is_four_updates_per_generation(self, path):

@@ -55,6 +55,19 @@ class TestLines:
         assert f"--config recipes/qwen3-4b/pacs.yaml --seed 7 --output_dir {model} " in training
         assert f"--config recipes/evaluation/v2.yaml --model {model} --method PACS " in evaluation
 
+    def test_have_the_settings_that_differ_from_the_recipe(self, tmp_path, capsys):
+        where = ["--results_dir", str(tmp_path), "--seeds", "7", "--scale", "full"]
+        main(["figure_4", "--cells", "0.1", *where])
+        training, evaluation = printed(capsys)
+        assert " --config recipes/qwen3-4b/pacs.yaml --pacs_beta 0.1 --seed 7 " in training
+        assert " --output_dir outputs/tables/full/qwen3-4b/beta_0.1/seed-7 " in training
+        assert " --model outputs/tables/full/qwen3-4b/beta_0.1/seed-7 --method 0.1 " in evaluation
+        main(["v1_table_1", "--cells", "Base", *where])
+        assert all(" --model Qwen/Qwen2.5-3B --method Base --seed 7 " in line for line in printed(capsys))
+        main(["figure_3", "--cells", "PPO", *where])
+        steps = [line.partition("/checkpoint-")[2].split()[0] for line in printed(capsys) if "/checkpoint-" in line]
+        assert steps == [str(step) for step in range(80, 1281, 80)]
+
     def test_run_in_a_shell(self, shell, monkeypatch, capsys):
         where = ["--results_dir", "r", "--work_dir", "my runs"]
         main(["table_6", "--scale", "full", "--cells", "PACS", "--seeds", "7", *where])
