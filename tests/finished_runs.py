@@ -34,3 +34,16 @@ def record(results_dir: Path, cell: Cell, seed: int, counts: Mapping[str, Sequen
     checkpoints = [{"step": 2, **{f"eval_{name}/pass@1": 0.5 for name in counts}}]
     training = {"log_history": logs, "checkpoints": checkpoints} if cell.trained else None
     records.record(results_dir, cell.run, records.Run(seed, results_of(counts, **settings), diversity, training))
+
+
+def rows_of(page: Path):
+    """The table of a page as mappings from its header, or, where it has headings, its tables by the first word of these."""
+    lines: dict[str, list[list[str]]] = {}
+    heading = ""
+    for line in page.read_text().splitlines():
+        if line.startswith("## "):
+            heading = line.split()[1]
+        elif line.startswith("|"):
+            lines.setdefault(heading, []).append([cell.strip() for cell in line[1:-1].split("|")])
+    tables = {h: [dict(zip(header, row, strict=True)) for row in rows] for h, (header, _, *rows) in lines.items()}
+    return tables[""] if tables.keys() == {""} else tables

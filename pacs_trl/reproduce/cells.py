@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ..report.inputs import read_log_history
 from ..settings import read_mapping
-from .records import Records, Run, record
+from .records import Records, Run, record, require_same_settings
 from .runs import start_of, train_once
 from .tables import Cell
 
@@ -65,10 +65,12 @@ def run_cell(cell: Cell, seed: int, options: Options) -> None:
         arguments += ["--max_steps", str(options.max_steps)]
     recipe = read_recipe(arguments)
     settings = cell_settings(cell, recipe.settings, options)
-    if _is_recorded(cell, seed, settings, options.results_dir):
+    records = Records(options.results_dir)
+    records.require_same_settings(cell.run, settings)
+    if seed in records.seeds(cell.run):
         return
     work = cell.directory(options.work_dir, seed)
-    _begin(work, settings | {"seed": seed}, cell)
+    _begin(work, settings | {"seed": seed})
     given = options.warm_start_steps
     short = {} if given is None else {"max_steps": given, "target_accuracy": None}
     model = start = start_of(recipe, seed, **short)
@@ -147,45 +149,13 @@ def diversities(evaluation_dir: Path, benchmarks: Iterable[str], embed: Callable
     return {name: problem_diversities(correct_responses(evaluation_dir, name), embed) for name in benchmarks}
 
 
-def _is_recorded(cell: Cell, seed: int, settings: dict[str, Any], results_dir: Path) -> bool:
-    """Whether there is nothing to do. The records of a cell have to be made with its present settings, whatever their seeds."""
-    records = Records(results_dir)
-    if records.seeds(cell.run):
-        remedy = "Take its lines out of that file to run the cell again, or choose another --results_dir."
-        _require_same_settings(records.settings(cell.run), settings, f"{cell.run} in {records.path}", cell, remedy)
-    return seed in records.seeds(cell.run)
-
-
-def _begin(work: Path, settings: dict[str, Any], cell: Cell) -> None:
+def _begin(work: Path, settings: dict[str, Any]) -> None:
     """Say in a work directory what it is for before anything else lies there, or check that it was begun for the same."""
     path = work / "settings.json"
     if work.is_dir() and any(work.iterdir()):
         found = json.loads(path.read_text()) if path.is_file() else None
         remedy = "Remove that directory to run the cell again, or choose another --work_dir."
-        _require_same_settings(found, settings, str(work), cell, remedy)
+        require_same_settings(found, settings, str(work), remedy)
         return
     work.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(settings, indent=1) + "\n")
-
-
-def _require_same_settings(
-    found: dict[str, Any] | None, wanted: dict[str, Any], where: str, cell: Cell, remedy: str
-) -> None:
-    if found is None:
-        raise ValueError(
-            f"{where} has no settings, so that nothing says whether it was made with those that {cell.recipe} has now, and "
-            f"one table cannot hold others. {remedy}"
-        )
-    made_with, now = _flat(found), _flat(wanted)
-    changed = sorted(k for k in made_with.keys() | now.keys() if made_with.get(k) != now.get(k))
-    if changed:
-        raise ValueError(
-            f"{where} was made with other settings than {cell.recipe} has now ({', '.join(changed)} differ), and one table "
-            f"cannot hold both. {remedy}"
-        )
-
-
-def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    """`training` and `evaluation` with their keys, the rest as it is: `training.max_steps`, `warm_start_steps`."""
-    parts = {name: part if isinstance(part, dict) else {"": part} for name, part in settings.items()}
-    return {f"{name}.{key}".rstrip("."): value for name, part in parts.items() for key, value in part.items()}

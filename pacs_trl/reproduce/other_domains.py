@@ -27,7 +27,7 @@ FILE_NAME = "other_domains.json"
 BENCHMARKS = {"livecodebench": "LiveCodeBench", "gpqa": "GPQA"}
 
 
-def measured_elsewhere(results_dir: Path, methods: Sequence[str]) -> tuple[str, list[dict[str, str]]]:
+def measured_elsewhere(results_dir: Path, methods: Sequence[str]) -> str:
     """
     The table of figure 6: mean and standard deviation over the seeds of each method, beside the published scores.
 
@@ -36,7 +36,7 @@ def measured_elsewhere(results_dir: Path, methods: Sequence[str]) -> tuple[str, 
         methods (sequence of `str`): The rows.
 
     Returns:
-        Markdown, and the same as numbers.
+        `str`: Markdown.
 
     Raises:
         `ValueError`: if the file does not have the form above.
@@ -48,22 +48,22 @@ def measured_elsewhere(results_dir: Path, methods: Sequence[str]) -> tuple[str, 
         row = [method]
         for name in BENCHMARKS:
             values = [scores[name] for scores in measured.scores.get(method, {}).values() if name in scores]
-            row += [_text(values), str(len(values)), f"{paper.OUT_OF_DOMAIN[method][name]:.2f}"]
+            row += [mean_and_spread(values, 2), str(len(values)), f"{paper.OUT_OF_DOMAIN[method][name]:.2f}"]
         rows.append(row)
     said = f"Measured with {measured.toolkit}." if measured.scores else "Nothing is measured yet."
     note = (
         f"{said} Our scores are those of {results_dir / FILE_NAME}, whose form is in recipes/README.md; the published ones "
         f"are from {paper.OUT_OF_DOMAIN_SOURCE}, whose figure has 38.04 for GRPO on LiveCodeBench.\n"
     )
-    numbers = [dict(zip(header, row, strict=True)) for row in rows]
-    return f"{tables.to_markdown(header, rows)}\n{note}", numbers
+    return f"{tables.to_markdown(header, rows)}\n{note}"
 
 
-def _text(values: Sequence[float]) -> str:
+def mean_and_spread(values: Sequence[float], digits: int) -> str:
+    """`MEAN ± STANDARD DEVIATION`, as far as there is one."""
     if not values:
         return "-"
-    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.2f}{spread}"
+    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{spread}"
 
 
 class OtherDomains(NamedTuple):

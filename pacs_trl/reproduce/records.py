@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..evaluation.results import pass_at_k_table
-from ..evaluation.store import differences, digest
+from ..evaluation.store import digest
 from ..report.inputs import require
 
 
@@ -84,6 +84,12 @@ class Records:
     def settings(self, cell: str) -> dict[str, Any] | None:
         """What the runs of a cell were made with; None if it is not written down."""
         return self._settings.get(cell)
+
+    def require_same_settings(self, cell: str, settings: dict[str, Any]) -> None:
+        """Refuse settings other than those of the runs that are there, whatever their seeds."""
+        if self.seeds(cell):
+            remedy = "Take its lines out of that file to run the cell again, or choose another --results_dir."
+            require_same_settings(self.settings(cell), settings, f"{cell} in {self.path}", remedy)
 
     def runs(self, cell: str, label: str) -> list[Run]:
         """The finished runs of a cell in the order of their seeds; their results carry the label."""
@@ -196,17 +202,40 @@ def record(results_dir: Path, cell: str, run: Run, settings: dict[str, Any] | No
     results_dir.mkdir(parents=True, exist_ok=True)
     with _alone(results_dir):
         records = Records(results_dir)
-        others = records.settings(cell) if records.seeds(cell) else None
-        if others is not None and settings is not None and (lines := differences(others, settings)):
-            raise ValueError(
-                f"{records.path} has runs of {cell} with other settings ({'; '.join(lines)}), and one table cannot hold both. "
-                "Choose another --results_dir."
-            )
+        if settings is not None:
+            records.require_same_settings(cell, settings)
         records.add(cell, run, settings)
         text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in records.lines())
         temporary = results_dir / f".{FILE_NAME}.{os.getpid()}"
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, records.path)
+
+
+def require_same_settings(found: dict[str, Any] | None, wanted: dict[str, Any], where: str, remedy: str) -> None:
+    """
+    Refuse to go on with what was begun with other settings.
+
+    Raises:
+        `ValueError`: naming what differs.
+    """
+    if found is None:
+        raise ValueError(
+            f"{where} has no settings, so that nothing says whether it was made with those that its recipe has now, and one "
+            f"table cannot hold others. {remedy}"
+        )
+    made_with, now = _flat(found), _flat(wanted)
+    changed = sorted(k for k in made_with.keys() | now.keys() if made_with.get(k) != now.get(k))
+    if changed:
+        raise ValueError(
+            f"{where} was made with other settings than its recipe has now ({', '.join(changed)} differ), and one table "
+            f"cannot hold both. {remedy}"
+        )
+
+
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    """`training` and `evaluation` with their keys, the rest as it is: `training.max_steps`, `warm_start_steps`."""
+    parts = {name: part if isinstance(part, dict) else {"": part} for name, part in settings.items()}
+    return {f"{name}.{key}".rstrip("."): value for name, part in parts.items() for key, value in part.items()}
 
 
 @contextmanager

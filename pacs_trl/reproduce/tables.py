@@ -16,7 +16,7 @@ import numpy as np
 from ..evaluation.pass_at_k import bootstrap_interval, pass_interval
 from ..evaluation.results import require_same_protocol
 from ..report import paper, tables
-from .other_domains import measured_elsewhere
+from .other_domains import mean_and_spread, measured_elsewhere
 from .records import Records, Run
 
 
@@ -89,11 +89,11 @@ class Table(NamedTuple):
 
 def write_tables(selected: Sequence[Table], results_dir: Path, *, twins: bool) -> str:
     """
-    Each table as Markdown, as numbers and, where it has one, as a figure: `NAME.md`, `.json`, `.png` and `.svg`.
+    Each table as Markdown and, where it has one, its figure: `NAME.md`, `.png` and `.svg`.
 
     Args:
         selected (sequence of [`Table`]): In this order.
-        results_dir (`Path`): Has the finished runs and gets the files.
+        results_dir (`Path`): Has the records and gets the files.
         twins (`bool`): Whether benchmarks and models are the miniature ones.
 
     Returns:
@@ -105,13 +105,12 @@ def write_tables(selected: Sequence[Table], results_dir: Path, *, twins: bool) -
     for table in selected:
         runs = {cell.label: records.runs(cell.run, cell.label) for cell in table.cells}
         _require_one_protocol(table, runs, results_dir)
-        body, numbers = _SECTIONS[table.shows](table, runs, results_dir / table.name, twins)
+        body = _SECTIONS[table.shows](table, runs, results_dir / table.name, twins)
         note = "Miniature twins of the models and benchmarks that are named.\n\n" if twins else ""
         if twins or table.shows != "other_domain":  # measured elsewhere, and with other seeds
             note += f"Seeds: {', '.join(f'{cell.label} {len(runs[cell.label])}' for cell in table.cells)}.\n\n"
         text = f"# {table.title}\n\n{note}{body}"
         (results_dir / f"{table.name}.md").write_text(text)
-        (results_dir / f"{table.name}.json").write_text(json.dumps(numbers, indent=1) + "\n")
         sections.append(text)
     return "\n".join(sections)
 
@@ -145,7 +144,7 @@ def _seed_cell(runs: Sequence[Run], benchmarks: Sequence[str], k: int) -> tables
     by_benchmark = [np.stack([_pass_values(run, name, k) for run in runs]) for name in benchmarks]  # (runs, problems)
     cell = tables.percent(pass_interval(*(values.mean(axis=0) for values in by_benchmark)))
     by_run = 100 * np.mean([values.mean(axis=1) for values in by_benchmark], axis=0)
-    return cell._replace(spread=statistics.stdev(by_run.tolist()) if len(runs) > 1 else None)
+    return cell._replace(spread=_spread(by_run))
 
 
 def _pass_values(run: Run, benchmark: str, k: int) -> np.ndarray:
@@ -188,8 +187,8 @@ def _rows(label: str, ours: Sequence[tables.Measured | None], published: Sequenc
     return rows
 
 
-def _as_numbers(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[dict[str, str]]:
-    return [dict(zip(header, row, strict=True)) for row in rows]
+def _header(names: dict[str, str], twins: bool) -> list[str]:
+    return ["", *(f"{name} ({paper_name})" if twins else paper_name for paper_name, name in names.items())]
 
 
 def _ks(runs: Runs) -> list[int]:
@@ -209,9 +208,9 @@ def _published(table: Table, paper_name: str) -> dict[str, dict[int, float]]:
     return {label: values for block in blocks for label, values in block.values.items()}
 
 
-def _pass_at_k(table: Table, runs: Runs, path: Path, twins: bool) -> tuple[str, Any]:
+def _pass_at_k(table: Table, runs: Runs, path: Path, twins: bool) -> str:
     names = _names(twins, table.published)
-    parts, numbers, every_ks = [], {}, []
+    parts, every_ks = [], []
     for paper_name, name in names.items():
         published = _published(table, paper_name)
         ks = _benchmark_ks(runs, name, published)
@@ -223,19 +222,17 @@ def _pass_at_k(table: Table, runs: Runs, path: Path, twins: bool) -> tuple[str, 
             rows += _rows(label, ours, [published.get(label, {}).get(k) for k in ks])
         title = f"{name} in place of {paper_name}" if twins else paper_name
         parts.append(f"## {title}\n\n{tables.to_markdown(header, rows)}")
-        numbers[name] = _as_numbers(header, rows)
     if table.compare:
         header, rows = _comparisons(table, runs, set.intersection(*every_ks), names)
         title = f"Mean over the {'five' if len(names) == 5 else 'four'} benchmarks"
         parts.append(f"## {title}\n\n{tables.to_markdown(header, rows)}")
-        numbers["comparisons"] = _as_numbers(header, rows)
     results = [run.results for group in runs.values() for run in group]
     if results:
         from ..report import plots
 
         plots.pass_at_k_figure(results, {name: name for name in names.values()}, path)
         parts.append(f"![pass@k]({path.name}.png)\n")
-    return "\n".join(parts), numbers
+    return "\n".join(parts)
 
 
 def _comparisons(table: Table, runs: Runs, ks: set[int], names: dict[str, str]) -> tuple[list[str], list[list[str]]]:
@@ -270,14 +267,11 @@ def _pairs(runs: Runs, first: str, second: str) -> list[tuple[Run, Run]]:
     return [(a, b) for a in runs[first] for b in runs[second] if a.seed == b.seed]
 
 
-def _difference(
-    pairs: Sequence[tuple[Run, Run]], benchmarks: Sequence[str], k: int
-) -> tuple[tables.Measured, np.ndarray]:
+def _difference(pairs: Sequence[tuple[Run, Run]], benchmarks: Sequence[str], k: int) -> tuple[tables.Measured, np.ndarray]:
     """The first minus the second, percent, over some benchmarks and over the seeds; and that of every seed."""
     by_seed = np.stack([_values(a, benchmarks, k) - _values(b, benchmarks, k) for a, b in pairs])
     means = by_seed.mean(axis=1)
-    spread = statistics.stdev(means.tolist()) if len(means) > 1 else None
-    return tables.Measured(*bootstrap_interval(by_seed.mean(axis=0)), spread), means
+    return tables.Measured(*bootstrap_interval(by_seed.mean(axis=0)), _spread(means)), means
 
 
 def _direction(cell: tables.Measured, by_seed: np.ndarray, published: float | None) -> str:
@@ -290,10 +284,10 @@ def _direction(cell: tables.Measured, by_seed: np.ndarray, published: float | No
     return f"{verdict}, one seed" if len(by_seed) == 1 else verdict
 
 
-def _pass_at_1(table: Table, runs: Runs, path: Path, twins: bool) -> tuple[str, Any]:
+def _pass_at_1(table: Table, runs: Runs, path: Path, twins: bool) -> str:
     names = _names(twins)
     columns = [[name] for name in names.values()] + [list(names.values())]
-    header = ["", *(f"{n} ({p})" if twins else p for p, n in names.items()), "average"]
+    header = [*_header(names, twins), "average"]
     rows = []
     for label, group in runs.items():
         published = paper.TABLE_1.get(label, {})
@@ -306,14 +300,13 @@ def _pass_at_1(table: Table, runs: Runs, path: Path, twins: bool) -> tuple[str, 
     for label, cited in () if twins else paper.TABLE_1_CITED.items():
         shown = ["-" if name not in cited else f"{cited[name]:.2f}" for name in (*names, "average")]
         rows.append([f"{label}, cited by the paper", *shown])
-    return tables.to_markdown(header, rows), _as_numbers(header, rows)
+    return tables.to_markdown(header, rows)
 
 
-def _diversity(table: Table, runs: Runs, path: Path, twins: bool) -> tuple[str, Any]:
+def _diversity(table: Table, runs: Runs, path: Path, twins: bool) -> str:
     """Over the problems with two correct completions in every run of the table, the same problems for every cell."""
     names = _names(twins)
     everything = [run for group in runs.values() for run in group]
-    header = ["", *(f"{n} ({p})" if twins else p for p, n in names.items())]
     common = {
         name: sorted(set.intersection(*(set(run.diversity.get(name, {})) for run in everything)) if everything else ())
         for name in names.values()
@@ -325,18 +318,22 @@ def _diversity(table: Table, runs: Runs, path: Path, twins: bool) -> tuple[str, 
         published = paper.TABLE_3_DIVERSITY.get((model, method), {})
         rows += _rows(label, ours, [published.get(name) for name in names], digits=4)
     rows.append(["problems", *(str(len(common[name])) for name in names.values())])
-    return tables.to_markdown(header, rows), _as_numbers(header, rows)
+    return tables.to_markdown(_header(names, twins), rows)
 
 
 def _diversity_cell(runs: Sequence[Run], name: str, problems: Sequence[str]) -> tables.Measured | None:
     if not runs or not problems:
         return None
     by_run = np.array([[run.diversity[name][problem] for problem in problems] for run in runs])
-    interval = bootstrap_interval(by_run.mean(axis=0))
-    return tables.Measured(*interval, statistics.stdev(by_run.mean(axis=1).tolist()) if len(runs) > 1 else None)
+    return tables.Measured(*bootstrap_interval(by_run.mean(axis=0)), _spread(by_run.mean(axis=1)))
 
 
-def _curves(table: Table, runs: Runs, path: Path, twins: bool) -> tuple[str, Any]:
+def _spread(by_run: np.ndarray) -> float | None:
+    """Standard deviation over runs, if there are several."""
+    return statistics.stdev(by_run.tolist()) if len(by_run) > 1 else None
+
+
+def _curves(table: Table, runs: Runs, path: Path, twins: bool) -> str:
     """pass@1 over optimizer steps, mean over the benchmarks: checkpoints on the way, then the finished model."""
     names = list(_names(twins).values())
     histories: dict[str, list[list[dict[str, float]]]] = {}
@@ -349,36 +346,35 @@ def _curves(table: Table, runs: Runs, path: Path, twins: bool) -> tuple[str, Any
                 curve = [{"step": step, "eval_average/pass@1": statistics.mean(values)} for step, *values in measured]
                 histories.setdefault(label, []).append(curve)
     if not histories:
-        return "No run of this figure is finished.\n", {}
+        return "No run of this figure is finished.\n"
     from ..report import plots
 
     plots.evaluation_figure(histories, path)
-    return f"![pass@1 during training]({path.name}.png)\n", histories
+    return f"![pass@1 during training]({path.name}.png)\n"
 
 
-def _ablation(table: Table, runs: Runs, path: Path, twins: bool) -> tuple[str, Any]:
+def _ablation(table: Table, runs: Runs, path: Path, twins: bool) -> str:
     """pass@k over the five benchmarks against the setting whose values are the labels."""
     ks, names = _ks(runs), list(_names(twins).values())
-    header = [table.name, *(f"k={k}" for k in ks)]
     rows = [[label, *(_text(_seed_cell(group, names, k)) for k in ks)] for label, group in runs.items()]
     finished = {float(label): [run.results for run in group] for label, group in runs.items() if group}
-    text = tables.to_markdown(["", *header[1:]], rows)
+    text = tables.to_markdown(["", *(f"k={k}" for k in ks)], rows)
     if finished:
         from ..report import plots
 
         plots.ablation_figure(finished, {name: name for name in names}, "beta", path)
         text += f"\n![pass@k against beta]({path.name}.png)\n"
-    return text, _as_numbers(header, rows)
+    return text
 
 
-def _training(table: Table, runs: Runs, path: Path, twins: bool) -> tuple[str, Any]:
+def _training(table: Table, runs: Runs, path: Path, twins: bool) -> str:
     """The training logs, and the entropy at the start and at the end."""
     histories = {
         label: [run.training["log_history"] for run in group if run.training] for label, group in runs.items()
     }
     histories = {label: logs for label, logs in histories.items() if logs}
     if not histories:
-        return "No run of this figure is finished.\n", {}
+        return "No run of this figure is finished.\n"
     from ..report import plots
 
     plots.training_figure(histories, path)
@@ -389,8 +385,8 @@ def _training(table: Table, runs: Runs, path: Path, twins: bool) -> tuple[str, A
         entropies = [[log["entropy"] for log in run if log.get("entropy") is not None] for run in logs]
         ends = [_ends(values) for values in entropies if values]
         columns = ([first for first, _ in ends], [last for _, last in ends], [last / first for first, last in ends])
-        rows.append([label, *(_mean_and_spread(values) for values in columns)])
-    return f"{tables.to_markdown(header, rows)}\n![training]({path.name}.png)\n", _as_numbers(header, rows)
+        rows.append([label, *(mean_and_spread(values, 3) for values in columns)])
+    return f"{tables.to_markdown(header, rows)}\n![training]({path.name}.png)\n"
 
 
 def _ends(values: Sequence[float]) -> tuple[float, float]:
@@ -399,14 +395,7 @@ def _ends(values: Sequence[float]) -> tuple[float, float]:
     return statistics.mean(values[:tenth]), statistics.mean(values[-tenth:])
 
 
-def _mean_and_spread(values: Sequence[float]) -> str:
-    if not values:
-        return "-"
-    spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.3f}{spread}"
-
-
-def _other_domain(table: Table, runs: Runs, path: Path, twins: bool) -> tuple[str, Any]:
+def _other_domain(table: Table, runs: Runs, path: Path, twins: bool) -> str:
     if not twins:
         return measured_elsewhere(path.parent, list(runs))
     ks = _ks(runs)
@@ -416,10 +405,10 @@ def _other_domain(table: Table, runs: Runs, path: Path, twins: bool) -> tuple[st
         published = paper.OUT_OF_DOMAIN.get(label, {})
         ours = [_text(_seed_cell(group, [OTHER_DOMAIN_TWIN], k)) for k in ks]
         rows.append([label, *ours, *(f"{published[n]:.2f}" for n in ("livecodebench", "gpqa") if n in published)])
-    return tables.to_markdown(header, rows), _as_numbers(header, rows)
+    return tables.to_markdown(header, rows)
 
 
-_SECTIONS: dict[str, Callable[[Table, Runs, Path, bool], tuple[str, Any]]] = {
+_SECTIONS: dict[str, Callable[[Table, Runs, Path, bool], str]] = {
     "pass_at_k": _pass_at_k,
     "pass_at_1": _pass_at_1,
     "diversity": _diversity,

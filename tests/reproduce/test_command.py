@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from finished_runs import record
+from finished_runs import record, rows_of
 
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.recipe import read_recipe, read_settings
@@ -93,10 +93,8 @@ class TestRecipes:
             monkeypatch.setattr(plots, figure, lambda *args: None)
         shutil.copy(RESULTS / "records.jsonl", tmp_path)
         assert main(["all", "--report_only", "--results_dir", str(tmp_path)]) == 0
-        made = {path.name: path.read_text() for path in tmp_path.glob("*_*.*") if path.suffix != ".jsonl"}
-        assert sorted(made) == sorted(
-            f"{name}.{suffix}" for name in table_names("miniature") for suffix in ("json", "md")
-        )
+        made = {path.name: path.read_text() for path in tmp_path.glob("*.md")}
+        assert sorted(made) == sorted(f"{name}.md" for name in table_names("miniature"))
         assert {name: (RESULTS / name).read_text() for name in made} == made
 
     def test_a_run_is_one_recipe_in_all_tables_of_both_scales(self):
@@ -176,7 +174,7 @@ class TestRecipes:
 
 
 def numbers(results_dir: Path, name: str):
-    return json.loads((results_dir / f"{name}.json").read_text())
+    return rows_of(results_dir / f"{name}.md")
 
 
 class TestReport:
@@ -217,7 +215,7 @@ class TestReport:
         record(tmp_path, self.good, 2, {name: [0, 0] for name in TWINS.values()})  # no partner: left out
         pairs = [("PACS", "GRPO"), ("GRPO", "PACS")]
         write_tables([self.table("pass_at_k", published="Qwen3-4B", compare=pairs)], tmp_path, twins=True)
-        first, second = (r for r in numbers(tmp_path, "t")["comparisons"] if r["k"] == "1")
+        first, second = (r for r in numbers(tmp_path, "t")["Mean"] if r["k"] == "1")
         # by seed 50 - 25 and 75 - 25; published: mean over the benchmarks of PACS - GRPO at k = 1
         published = np.mean([0.89, 3.50, 2.26, 5.45, 2.77])
         assert first["ours"].startswith("37.5 ± 17.7 [") and first["seeds above 0"] == "2 of 2"
@@ -230,14 +228,14 @@ class TestReport:
             record(tmp_path, self.good, seed, {name: [a, a] for name in TWINS.values()})
             record(tmp_path, self.bad, seed, {name: [b, b] for name in TWINS.values()})
         write_tables([self.table("pass_at_k", published="Qwen3-4B", compare=[("PACS", "GRPO")])], tmp_path, twins=True)
-        row = numbers(tmp_path, "t")["comparisons"][0]
+        row = numbers(tmp_path, "t")["Mean"][0]
         assert row["seeds above 0"] == "1 of 2" and row["same direction"] == "not resolved"
 
     def test_one_seed_is_called_one_seed(self, tmp_path):
         record(tmp_path, self.good, 5, {name: [4, 4] for name in TWINS.values()})
         record(tmp_path, self.bad, 5, {name: [1, 2] for name in TWINS.values()})
         write_tables([self.table("pass_at_k", published="Qwen3-4B", compare=[("PACS", "GRPO")])], tmp_path, twins=True)
-        row = numbers(tmp_path, "t")["comparisons"][0]
+        row = numbers(tmp_path, "t")["Mean"][0]
         assert row["seeds above 0"] == "1 of 1" and row["same direction"] == "yes, one seed"
 
     def test_a_cell_without_runs_is_a_dash(self, tmp_path):
@@ -248,7 +246,7 @@ class TestReport:
         rows = {row[""]: row["k=1"] for row in numbers(tmp_path, "t")["miniature/terms_3"]}
         assert rows["GRPO"] == "-" and rows["GRPO, published lies"] == "-"
         assert "±" not in rows["PACS"]
-        assert numbers(tmp_path, "t")["comparisons"][0]["ours"] == "-"
+        assert numbers(tmp_path, "t")["Mean"][0]["ours"] == "-"
 
     def test_without_any_run_the_published_numbers_stand_alone(self, tmp_path):
         write_tables([self.table("pass_at_k", published="Qwen3-4B", compare=[("PACS", "GRPO")])], tmp_path, twins=True)
@@ -258,7 +256,7 @@ class TestReport:
             zip(ours, ["PACS, published", *"94.80 97.87 98.47 98.93 99.30 99.49".split()], strict=True)
         )
         assert set(lies.values()) == {"PACS, published lies", "-"}
-        assert [row["k"] for row in numbers(tmp_path, "t")["comparisons"]] == ["1", "8", "64"]
+        assert [row["k"] for row in numbers(tmp_path, "t")["Mean"]] == ["1", "8", "64"]
 
     def test_the_average_is_over_benchmarks_whatever_their_sizes(self, tmp_path):
         # pass@1: 100 % on the three problems of MATH 500, 25 % on the one of each of the other four; the average is
@@ -298,7 +296,9 @@ class TestReport:
         with pytest.raises(ValueError, match="different protocols.*\n.*instruction: 'i' != 'j'"):
             write_tables([self.table("pass_at_1", own_prompts=True)], tmp_path, twins=True)
 
-    def test_diversity_entropy_and_curves(self, tmp_path):
+    def test_diversity_entropy_and_curves(self, tmp_path, monkeypatch):
+        drawn = {}
+        monkeypatch.setattr(plots, "evaluation_figure", lambda histories, path: drawn.update(histories))
         self.fill(tmp_path)
         tables = [self.table(shows)._replace(name=shows) for shows in ("diversity", "training", "curves", "pass_at_1")]
         write_tables(tables, tmp_path, twins=True)
@@ -308,7 +308,7 @@ class TestReport:
         row = numbers(tmp_path, "training")[0]
         assert row["first tenth of the steps"] == "0.925 ± 0.035" and row["last tenth"] == "0.250 ± 0.354"
         assert numbers(tmp_path, "pass_at_1")[0]["average"].startswith("62.5 ± 17.7")
-        assert numbers(tmp_path, "curves")["PACS"] == [[{"step": 2, "eval_average/pass@1": 0.5}]] * 2
+        assert drawn["PACS"] == [[{"step": 2, "eval_average/pass@1": 0.5}]] * 2
 
 
 class TestMiniatureRuns:

@@ -11,12 +11,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from finished_runs import results_of
+from finished_runs import results_of, rows_of
 from trl import TrlParser
 
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.store import SampleStore
 from pacs_trl.plan.check import check_recipe
+from pacs_trl.report import plots
 from pacs_trl.report.paper import TABLE_1_BENCHMARKS
 from pacs_trl.reproduce import command as reproduce
 from pacs_trl.reproduce.command import Options, full_commands, main, read_table
@@ -181,7 +182,7 @@ class TestOtherDomains:
         assert "| PACS | 45.00 ± 1.41 | 2 | 45.96 | 52.50 | 1 | 52.46 |" in text
         assert "| Base | - | 0 | 31.06 | - | 0 | 48.04 |" in text
         assert "Measured with a toolkit, version 1." in text and "results/other_domains.json" in text
-        assert json.loads(Path("results/figure_6.json").read_text())[3]["LiveCodeBench"] == "45.00 ± 1.41"
+        assert rows_of(Path("results/figure_6.md"))[3]["LiveCodeBench"] == "45.00 ± 1.41"
         assert Path("results/figure_6.md").read_text() in text
 
     @pytest.mark.parametrize(
@@ -237,7 +238,7 @@ class TestRecords:
         assert "Seeds: Qwen3-4B GRPO 0, Qwen3-4B PACS 0, Qwen3-8B GRPO 0, Qwen3-8B PACS 1." in text
         for figure in ("figure_3", "figure_5"):
             assert Path("results", f"{figure}.png").is_file()
-        assert json.loads(Path("results/table_3.json").read_text())[-2]["aime_2024"] != "-"
+        assert rows_of(Path("results/table_3.md"))[-2]["aime_2024"] != "-"
         # one training, one evaluation, one evaluation with eight samples for each checkpoint
         smaller = [line for line in stand_ins if "--n 8 --k 1 " in line]
         assert len(stand_ins) == 18 and len(smaller) == 16
@@ -246,12 +247,13 @@ class TestRecords:
         main(arguments)
         assert printed(capsys) == []
 
-    def test_runs_without_measured_checkpoints_are_left_out_of_figure_3(self, stand_ins):
+    def test_runs_without_measured_checkpoints_are_left_out_of_figure_3(self, stand_ins, monkeypatch):
         main(["table_2", "--cells", "PACS,GRPO", "--seeds", "4", "5", *self.where, "--run"])
         main(["figure_3", *self.where, "--report_only"])
         assert not Path("results/figure_3.png").exists()
+        curves = {}
+        monkeypatch.setattr(plots, "evaluation_figure", lambda histories, path: curves.update(histories))
         main(["figure_3", "--cells", "PACS", "--seeds", "4", *self.where, "--run"])
-        curves = json.loads(Path("results/figure_3.json").read_text())
         assert {label: [len(curve) for curve in group] for label, group in curves.items()} == {"PACS": [16]}
 
     def test_a_report_collects_what_lies_there(self, stand_ins, capsys):
@@ -261,11 +263,9 @@ class TestRecords:
         path.unlink()
         main(["table_3", "figure_3", *self.where, "--report_only"])
         assert path.read_text() == content
-        for name in ("trainer_state.json", "grades", "v2"):  # what is gone stays as it was recorded
-            (found,) = [*Path("work").rglob(name), *Path("results").rglob(f"v2/{name}"), *Path("results").rglob(name)][
-                :1
-            ]
-            shutil.rmtree(found) if found.is_dir() else found.unlink()
+        results = "results/qwen3-8b/pacs/seed-4/v2"
+        for gone in ("work/qwen3-8b/pacs/seed-4", f"{results}/grades", results):  # it stays as it was recorded
+            shutil.rmtree(gone)
             main(["table_3", "figure_3", *self.where, "--report_only"])
             assert path.read_text() == content
 
@@ -278,7 +278,7 @@ class TestRecords:
         main(["v1_table_1", "--cells", "PACS", "--seeds", "0", *self.where, "--run"])
         (run,) = Records(Path("results")).runs("qwen2.5-3b/pacs", "PACS")
         assert sorted(run.results["benchmarks"]) == ["aime_2024", "aime_2025", "amc_23", "math_500"]
-        rows = json.loads(Path("results/v1_table_1.json").read_text())
+        rows = rows_of(Path("results/v1_table_1.md"))
         assert rows["math_500"][9]["k=1"].startswith("75.0 ") and "beyond_aime" not in rows
 
     def test_an_unfinished_evaluation_is_no_record(self, stand_ins, capsys):
