@@ -14,13 +14,13 @@ the full scale and is written by hand:
 Methods are the rows of the figure, scores are percent, and a benchmark that was not measured is left out.
 """
 
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..report import paper, tables
+from ..report.inputs import read_json
 
 
 FILE_NAME = "other_domains.json"
@@ -87,10 +87,7 @@ def read_other_domains(results_dir: Path, methods: Sequence[str]) -> OtherDomain
     path = results_dir / FILE_NAME
     if not path.is_file():
         return OtherDomains("", {})
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not JSON: {error}. {_FORM}") from error
+    content = read_json(path, object)
     if not isinstance(content, dict) or content.keys() != {"toolkit", "scores"}:
         raise ValueError(f'{path} must hold "toolkit" and "scores" and nothing else. {_FORM}')
     toolkit, scores = content["toolkit"], content["scores"]

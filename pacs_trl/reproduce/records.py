@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..evaluation.results import pass_at_k_table
-from ..evaluation.store import digest
+from ..evaluation.store import differences, digest
 from ..report.inputs import require
 
 
@@ -140,10 +140,6 @@ class Records:
             require(line, _MEASURED, where)
             for name, about in line["benchmarks"].items():
                 require(about, _BENCHMARK, where, field=f"benchmarks.{name}")
-                if max(about["k"]) > about["n"]:
-                    raise ValueError(
-                        f"{where} is damaged: {name} has k = {max(about['k'])} of {about['n']} completions."
-                    )
             self._measured[line["measured"]] = line
 
     def _check_counts(self, line: dict[str, Any]) -> None:
@@ -152,32 +148,28 @@ class Records:
             raise ValueError(f"{where} was measured as {line['measured']}, and there is no line of that name.")
         benchmarks = self._measured[line["measured"]]["benchmarks"]
         require(line["correct"], dict.fromkeys(benchmarks, list), where, field="correct")
-        for name, counts in line["correct"].items():
-            require(benchmarks, {name: dict}, where, field="benchmarks")
-            about = benchmarks[name]
-            possible = all(c is None or (type(c) is int and 0 <= c <= about["n"]) for c in counts)
-            if not possible or len(counts) != len(about["ids"]) or not any(c is not None for c in counts):
+        for name, about in benchmarks.items():
+            counts = line["correct"][name]
+            graded = [count for count in counts if count is not None]
+            whole = len(counts) == len(about["ids"]) and all(type(c) is int and 0 <= c <= about["n"] for c in graded)
+            if not whole or not graded or max(about["k"]) > about["n"]:
                 raise ValueError(
-                    f"{where} is damaged: correct.{name} must have {len(about['ids'])} counts from 0 to {about['n']}, not all "
-                    "of them null."
+                    f"{where} is damaged: correct.{name} must have {len(about['ids'])} counts from 0 to n = {about['n']}, not "
+                    f"all of them null, and n be at least k = {max(about['k'])}."
                 )
 
     def _run(self, line: dict[str, Any], label: str) -> Run:
         facts = self._measured[line["measured"]]
         benchmarks = {}
-        for name, counts in line["correct"].items():
-            about = facts["benchmarks"][name]
-            n, graded = about["n"], [count for count in counts if count is not None]
+        for name, about in facts["benchmarks"].items():
+            counts, n = line["correct"][name], about["n"]
+            graded = [count for count in counts if count is not None]
             problems = [
                 {"id": problem, "n": n, "c": count or 0, "ungraded": n if count is None else 0}
                 for problem, count in zip(about["ids"], counts, strict=True)
             ]
-            benchmarks[name] = {
-                "title": about["title"],
-                "source": about["source"],
-                "problems": problems,
-                "pass_at_k": pass_at_k_table([n] * len(graded), graded, about["k"]),
-            }
+            shares = pass_at_k_table([n] * len(graded), graded, about["k"])
+            benchmarks[name] = about | {"problems": problems, "pass_at_k": shares}
         training = None
         if "curves" in line:
             training = {"log_history": _log_history(line["curves"]), "checkpoints": line["checkpoints"]}
@@ -223,19 +215,11 @@ def require_same_settings(found: dict[str, Any] | None, wanted: dict[str, Any], 
             f"{where} has no settings, so that nothing says whether it was made with those that its recipe has now, and one "
             f"table cannot hold others. {remedy}"
         )
-    made_with, now = _flat(found), _flat(wanted)
-    changed = sorted(k for k in made_with.keys() | now.keys() if made_with.get(k) != now.get(k))
-    if changed:
+    if lines := differences(found, wanted):
         raise ValueError(
-            f"{where} was made with other settings than its recipe has now ({', '.join(changed)} differ), and one table "
-            f"cannot hold both. {remedy}"
+            f"{where} was made with other settings than its recipe has now ({'; '.join(lines)}), and one table cannot hold "
+            f"both. {remedy}"
         )
-
-
-def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    """`training` and `evaluation` with their keys, the rest as it is: `training.max_steps`, `warm_start_steps`."""
-    parts = {name: part if isinstance(part, dict) else {"": part} for name, part in settings.items()}
-    return {f"{name}.{key}".rstrip("."): value for name, part in parts.items() for key, value in part.items()}
 
 
 @contextmanager

@@ -350,9 +350,7 @@ class TestMiniatureRuns:
             ("--num_samples", "base", "evaluation.n"),
             ("--max_problems", "base", "evaluation.max_problems"),
         ):
-            expected = (
-                f"twin-4b/{cell} in results/records.jsonl was made with other settings than .* \\({changed} differ"
-            )
+            expected = f"twin-4b/{cell} in results/records.jsonl was made with other .* \\({changed}: 2 != 3\\)"
             for seed in "01":  # also of a seed that is not there: one table cannot hold both
                 with pytest.raises(ValueError, match=expected):
                     main([*arguments, "--cells", f"twin-4b/{cell}", option, "3", "--seeds", seed])
@@ -401,7 +399,7 @@ class TestMiniatureRuns:
             with pytest.raises(RuntimeError, match="killed"):
                 run_cell(cell, 0, options)
         with pytest.raises(
-            ValueError, match=r"work/twin-4b/pacs/seed-0 was made with other settings .*\(training.max_steps"
+            ValueError, match=r"work/twin-4b/pacs/seed-0 was made with other settings .*\(training.max_steps: 2 != 3\)"
         ):
             run_cell(cell, 0, options._replace(max_steps=3))
         Path("work/twin-4b/pacs/seed-0/settings.json").unlink()

@@ -76,7 +76,9 @@ def test_a_run_is_a_line_and_what_belongs_to_none_goes(tmp_path):
 def test_runs_of_one_cell_have_one_kind_of_settings(tmp_path):
     record(tmp_path, "m/pacs", a_run(0), {"training": {"beta": 1.0}})
     before = (tmp_path / "records.jsonl").read_text()
-    with pytest.raises(ValueError, match="m/pacs in .*records.jsonl was made with other settings .*training.beta differ"):
+    with pytest.raises(
+        ValueError, match="m/pacs in .*records.jsonl was made with other settings .*training.beta: 1.0 != 2.0"
+    ):
         record(tmp_path, "m/pacs", a_run(1), {"training": {"beta": 2.0}})
     assert (tmp_path / "records.jsonl").read_text() == before
 
@@ -110,8 +112,8 @@ def test_two_processes_lose_nothing_of_each_others(tmp_path):
             lambda line: line.replace("[3,0,4]", "[3,0]"),
             "m/pacs with seed 0 is damaged: correct.terms must have 3 counts",
         ),
-        (lambda line: line.replace("[3,0,4]", "[3,0,5]"), "correct.terms must have 3 counts from 0 to 4"),
-        (lambda line: line.replace("[3,0,4]", "[3,0,-1]"), "correct.terms must have 3 counts from 0 to 4"),
+        (lambda line: line.replace("[3,0,4]", "[3,0,5]"), "correct.terms must have 3 counts from 0 to n = 4"),
+        (lambda line: line.replace("[3,0,4]", "[3,0,-1]"), "correct.terms must have 3 counts from 0 to n = 4"),
         (lambda line: line.replace("[3,0,4]", "[null,null,null]"), "not all of them null"),
         (lambda line: line.replace('"math":[1', '"maths":[1'), "it has no `correct.math`"),
         (
