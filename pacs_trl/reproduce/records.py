@@ -99,7 +99,7 @@ class Records:
         """Take a run in, in place of one with the same seed; [`record`] writes the file."""
         facts = _facts(run.results)
         self._measured[digest(facts)] = {"measured": digest(facts), **facts}
-        if settings is not None:
+        if settings is not None and not self.seeds(cell):
             self._settings[cell] = settings
         line = {"cell": cell, "seed": run.seed, "measured": digest(facts)}
         line["correct"] = {name: _counts(entry["problems"]) for name, entry in run.results["benchmarks"].items()}

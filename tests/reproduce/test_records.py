@@ -74,12 +74,14 @@ def test_a_run_is_a_line_and_what_belongs_to_none_goes(tmp_path):
 
 
 def test_runs_of_one_cell_have_one_kind_of_settings(tmp_path):
-    record(tmp_path, "m/pacs", a_run(0), {"training": {"beta": 1.0}})
+    record(tmp_path, "m/pacs", a_run(0), {"training": {"alpha": 0.5, "beta": 1.0}})
     before = (tmp_path / "records.jsonl").read_text()
+    record(tmp_path, "m/pacs", a_run(0), {"training": {"beta": 1.0, "alpha": 0.5}})
+    assert (tmp_path / "records.jsonl").read_text() == before
     with pytest.raises(
         ValueError, match="m/pacs in .*records.jsonl was made with other settings .*training.beta: 1.0 != 2.0"
     ):
-        record(tmp_path, "m/pacs", a_run(1), {"training": {"beta": 2.0}})
+        record(tmp_path, "m/pacs", a_run(1), {"training": {"alpha": 0.5, "beta": 2.0}})
     assert (tmp_path / "records.jsonl").read_text() == before
 
 
