@@ -120,7 +120,7 @@ Runs = dict[str, list[Run]]
 
 def _require_one_protocol(table: Table, runs: Runs, results_dir: Path) -> None:
     """Different models may differ in their chat format, which is theirs, and in nothing else; not in the question."""
-    results = [run.results for group in runs.values() for run in group]
+    results = _all_results(runs)
     if table.own_prompts:
         results = [r | {"protocol": r["protocol"] | {"prompt": _question(r["protocol"])}} for r in results]
     require_same_protocol(results, [f"{result['method']} in {results_dir}" for result in results])
@@ -191,14 +191,18 @@ def _header(names: dict[str, str], twins: bool) -> list[str]:
     return ["", *(f"{name} ({paper_name})" if twins else paper_name for paper_name, name in names.items())]
 
 
+def _all_results(runs: Runs) -> list[dict[str, Any]]:
+    return [run.results for group in runs.values() for run in group]
+
+
 def _ks(runs: Runs) -> list[int]:
-    results = [run.results for group in runs.values() for run in group]
+    results = _all_results(runs)
     return tables.common_ks(results) if results else []
 
 
 def _benchmark_ks(runs: Runs, name: str, published: dict[str, dict[int, float]]) -> list[int]:
     """Values of k that every run has on a benchmark; without a run, those of the paper."""
-    measured = [set(run.results["benchmarks"][name]["pass_at_k"]) for group in runs.values() for run in group]
+    measured = [set(results["benchmarks"][name]["pass_at_k"]) for results in _all_results(runs)]
     return sorted(map(int, set.intersection(*measured) if measured else {k for v in published.values() for k in v}))
 
 
@@ -226,8 +230,7 @@ def _pass_at_k(table: Table, runs: Runs, path: Path, twins: bool) -> str:
         header, rows = _comparisons(table, runs, set.intersection(*every_ks), names)
         title = f"Mean over the {'five' if len(names) == 5 else 'four'} benchmarks"
         parts.append(f"## {title}\n\n{tables.to_markdown(header, rows)}")
-    results = [run.results for group in runs.values() for run in group]
-    if results:
+    if results := _all_results(runs):
         from ..report import plots
 
         plots.pass_at_k_figure(results, {name: name for name in names.values()}, path)
@@ -336,21 +339,22 @@ def _spread(by_run: np.ndarray) -> float | None:
 def _curves(table: Table, runs: Runs, path: Path, twins: bool) -> str:
     """pass@1 over optimizer steps, mean over the benchmarks: checkpoints on the way, then the finished model."""
     names = list(_names(twins).values())
-    histories: dict[str, list[list[dict[str, float]]]] = {}
+    histories = {}
     for label, group in runs.items():
-        for run in group:
-            if run.training is not None and run.training["checkpoints"]:
-                measured = [
-                    [c["step"], *(c[f"eval_{name}/pass@1"] for name in names)] for c in run.training["checkpoints"]
-                ]
-                curve = [{"step": step, "eval_average/pass@1": statistics.mean(values)} for step, *values in measured]
-                histories.setdefault(label, []).append(curve)
+        measured = [run.training["checkpoints"] for run in group if run.training and run.training["checkpoints"]]
+        if measured:
+            histories[label] = [[_average(checkpoint, names) for checkpoint in run] for run in measured]
     if not histories:
         return "No run of this figure is finished.\n"
     from ..report import plots
 
     plots.evaluation_figure(histories, path)
     return f"![pass@1 during training]({path.name}.png)\n"
+
+
+def _average(checkpoint: dict[str, float], names: Sequence[str]) -> dict[str, float]:
+    mean = statistics.mean(checkpoint[f"eval_{name}/pass@1"] for name in names)
+    return {"step": checkpoint["step"], "eval_average/pass@1": mean}
 
 
 def _ablation(table: Table, runs: Runs, path: Path, twins: bool) -> str:
@@ -369,10 +373,8 @@ def _ablation(table: Table, runs: Runs, path: Path, twins: bool) -> str:
 
 def _training(table: Table, runs: Runs, path: Path, twins: bool) -> str:
     """The training logs, and the entropy at the start and at the end."""
-    histories = {
-        label: [run.training["log_history"] for run in group if run.training] for label, group in runs.items()
-    }
-    histories = {label: logs for label, logs in histories.items() if logs}
+    logs_of = {label: [run.training["log_history"] for run in group if run.training] for label, group in runs.items()}
+    histories = {label: logs for label, logs in logs_of.items() if logs}
     if not histories:
         return "No run of this figure is finished.\n"
     from ..report import plots
