@@ -270,7 +270,9 @@ def _pairs(runs: Runs, first: str, second: str) -> list[tuple[Run, Run]]:
     return [(a, b) for a in runs[first] for b in runs[second] if a.seed == b.seed]
 
 
-def _difference(pairs: Sequence[tuple[Run, Run]], benchmarks: Sequence[str], k: int) -> tuple[tables.Measured, np.ndarray]:
+def _difference(
+    pairs: Sequence[tuple[Run, Run]], benchmarks: Sequence[str], k: int
+) -> tuple[tables.Measured, np.ndarray]:
     """The first minus the second, percent, over some benchmarks and over the seeds; and that of every seed."""
     by_seed = np.stack([_values(a, benchmarks, k) - _values(b, benchmarks, k) for a, b in pairs])
     means = by_seed.mean(axis=1)

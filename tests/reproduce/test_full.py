@@ -128,7 +128,9 @@ def run_stand_in(line: str) -> None:
     output.mkdir(parents=True)
     if words[0] == "accelerate":
         logs = [{"step": step, "reward": 0.5, "entropy": 1.0, "lr": 1e-6} for step in range(1, 11)]
-        (output / "trainer_state.json").write_text(json.dumps({"log_history": [*logs, {"step": 10, "train_runtime": 5.0}]}))
+        (output / "trainer_state.json").write_text(
+            json.dumps({"log_history": [*logs, {"step": 10, "train_runtime": 5.0}]})
+        )
         return
     names = {
         "recipes/evaluation/v1.yaml": ("amc_23", "aime_2024", "aime_2025"),
