@@ -1,16 +1,15 @@
 """Settings of PACS, every rule between them, and what is refused because the objective would ignore it."""
 
 import os
-from dataclasses import MISSING, dataclass, field, fields
-from functools import partial
-from typing import Literal, get_args
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from trl import GRPOConfig
 
 from .objective import ClassWeighting, Proxy, ScoreEstimator
 from .redaction import PublishedArguments
-from .settings import refuse_illegal_values, with_help
-from .update.sampling_correction import CorrectionMode
+from .rollouts.step_sizes import Step, step_errors
+from .settings import ignored_settings, illegal_values, with_help
 
 
 # Settings of GRPOConfig that shape GRPO's own loss. PACS has no ratio, no clipping and no advantage to apply them to.
@@ -39,80 +38,6 @@ _SHAPES_ONLY_GRPO = {
     "vespo_lambda_neg": "it belongs to the VESPO loss",
     "router_aux_loss_coef": "PACS does not add the router's auxiliary loss; 0.0 trains a mixture of experts without it",
 }
-
-
-def batch_arithmetic_errors(
-    *,
-    per_device_train_batch_size: int,
-    num_processes: int,
-    gradient_accumulation_steps: int,
-    steps_per_generation: int,
-    num_generations: int,
-    num_iterations: int = 1,
-) -> list[str]:
-    """
-    What is wrong with the sizes of a run, in words that name the values and the nearest legal ones.
-
-    A generation batch has `per_device_train_batch_size * num_processes * steps_per_generation` completions and an
-    optimizer step learns from `per_device_train_batch_size * num_processes * gradient_accumulation_steps` of them.
-    Both must hold whole groups of `num_generations`, and an optimizer step may not straddle two generation batches
-    unless it consumes both whole.
-
-    Returns:
-        `list[str]`: one message per broken rule; empty if the sizes are legal.
-    """
-    slot = per_device_train_batch_size * num_processes
-    if num_generations < 2:
-        return [
-            f"num_generations must be at least 2, got {num_generations}: the score of a completion compares it with "
-            "the other completions of its prompt. The paper uses 8."
-        ]
-    errors = []
-    for name, steps in (
-        ("steps_per_generation", steps_per_generation),
-        ("gradient_accumulation_steps", gradient_accumulation_steps),
-    ):
-        size = slot * steps
-        if size % num_generations == 0:
-            continue
-        what = "generation batch" if name == "steps_per_generation" else "batch of an optimizer step"
-        unit = next(n for n in range(1, num_generations + 1) if slot * n % num_generations == 0)
-        legal_steps = _around(steps, unit)
-        divisors = [n for n in range(2, size + 1) if size % n == 0]
-        nearest = sorted(sorted(divisors, key=lambda n: abs(n - num_generations))[:2])
-        other_way = f", or num_generations={_either(nearest)}" if nearest else ""
-        errors.append(
-            f"The {what} must hold whole groups of num_generations={num_generations} completions, but it has "
-            f"per_device_train_batch_size={per_device_train_batch_size} x {num_processes} processes x "
-            f"{name}={steps} = {size}. Nearest legal values: {name}={_either(legal_steps)}{other_way}."
-        )
-        break  # the second rule follows from the first when the steps are equal; one remedy at a time
-    whole_updates = steps_per_generation % gradient_accumulation_steps == 0
-    whole_generations = gradient_accumulation_steps % steps_per_generation == 0
-    if not whole_updates and not whole_generations:
-        legal = _around(steps_per_generation, gradient_accumulation_steps)
-        errors.append(
-            f"steps_per_generation={steps_per_generation} must be a multiple of gradient_accumulation_steps="
-            f"{gradient_accumulation_steps}, so that every optimizer step learns from one generation batch. Nearest "
-            f"legal values: steps_per_generation={_either(legal)}."
-        )
-    elif not whole_updates and num_iterations > 1:
-        errors.append(
-            f"num_iterations={num_iterations} repeats a generation batch, but with gradient_accumulation_steps="
-            f"{gradient_accumulation_steps} > steps_per_generation={steps_per_generation} the repetitions would fall "
-            f"into one optimizer step. Set steps_per_generation={gradient_accumulation_steps} or num_iterations=1."
-        )
-    return errors
-
-
-def _around(value: int, unit: int) -> list[int]:
-    """The multiples of `unit` next to `value`, at least one `unit`."""
-    below = value // unit * unit
-    return [n for n in (below, below + unit) if n > 0]
-
-
-def _either(values: list[int]) -> str:
-    return " or ".join(str(v) for v in values)
 
 
 @with_help
@@ -210,143 +135,118 @@ class PACSConfig(PublishedArguments, GRPOConfig):
     vllm_importance_sampling_correction: bool = False
 
     def __post_init__(self):
-        errors = []
-        for check in (
-            self._refuse_ignored_settings,
-            self._check_objective,
-            self._check_reference,
-            self._check_micro_batches,
-            partial(refuse_illegal_values, self),
-        ):
-            try:
-                check()
-            except ValueError as error:
-                errors.append(str(error))
-        if errors:
+        num_processes = int(os.environ.get("WORLD_SIZE", 1))
+        batch = step_errors(self, num_processes)
+        step = None if batch else Step.of(self, num_processes)
+        if errors := [*illegal_values(self), *self.errors(self, step), *batch]:
             raise ValueError(" ".join(errors))
-        if self.generation_batch_size is None or self.steps_per_generation is None:
-            self._check_batch_arithmetic(int(os.environ.get("WORLD_SIZE", 1)))
         super().__post_init__()
-        self._check_later_updates()
 
-    def _refuse_ignored_settings(self):
-        defaults = {f.name: f.default for f in fields(self) if f.default is not MISSING}
-        for name, reason in _SHAPES_ONLY_GRPO.items():
-            value = getattr(self, name)
-            if value != defaults[name] and (name, value) != ("router_aux_loss_coef", 0.0):
-                raise ValueError(
-                    f"PACSConfig does not take {name}={value!r}: {reason}, so the value would be ignored. Remove the key "
-                    f"(its default is {defaults[name]!r}), or train with `method: grpo`."
-                )
+    @classmethod
+    def errors(cls, given: Any, step: Step | None) -> list[str]:
+        """
+        What is wrong between settings.
 
-    def _check_choice(self, name: str, choices: tuple[str, ...]):
-        if getattr(self, name) not in choices:
-            raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}.")
+        Args:
+            given (`Any`):
+                A configuration, or its values before it is made; legal each on its own.
+            step ([`Step`], *optional*):
+                What its batch sizes come to, if they are legal.
 
-    def _check_objective(self):
-        self._check_choice("score_estimator", get_args(ScoreEstimator))
-        self._check_choice("class_weighting", get_args(ClassWeighting))
-        self._check_choice("proxy", get_args(Proxy))
-        self._check_choice("vllm_importance_sampling_mode", get_args(CorrectionMode))
-        if not self.pacs_beta > 0:
-            raise ValueError(
-                f"pacs_beta must be above 0, got {self.pacs_beta}: it scales the implicit reward, and at 0 nothing is "
-                "learned. The paper uses 1.0. (The weight of the KL term is the other setting, `beta`.)"
-            )
-        if self.actor_term_coef < 0:
-            raise ValueError(
-                f"actor_term_coef must not be negative, got {self.actor_term_coef}: 0 leaves the actor term of eq. 5 "
-                "out, as the authors' code does; 1.0 is its weight in the paper."
-            )
+        Returns:
+            `list[str]`: a sentence for each.
+        """
+        ignored = dict(_SHAPES_ONLY_GRPO)
+        if given.router_aux_loss_coef == 0.0:  # which leaves it out, as PACS does
+            del ignored["router_aux_loss_coef"]
+        return [
+            *ignored_settings(cls, given, ignored),
+            *_objective_errors(given),
+            *_reference_errors(given),
+            *_later_update_errors(given, step),
+            *_micro_batch_errors(given),
+        ]
 
-    def _check_reference(self):
-        self._check_choice("reference", ("rollout", "snapshot"))
-        undefined = self.score_estimator == "grpo" and self.reference == "rollout" and self.proxy == "log_ratio"
-        if undefined and self.first_update_score is None:
-            raise ValueError(
-                "score_estimator='grpo' cannot be used with reference='rollout': it divides by the standard deviation "
-                "of the group's implicit rewards, and on the first update after a rollout these are all exactly 0 "
-                "(policy and reference are the same), so the score would be numerical noise. Use "
-                "reference='snapshot', or score_estimator='rloo' or 'dr_grpo', or say that this update takes another "
-                "score: first_update_score='dr_grpo'."
-            )
-        if self.first_update_score is not None:
-            self._check_choice("first_update_score", ("dr_grpo",))
-            if not undefined:
-                raise ValueError(
-                    f"first_update_score={self.first_update_score!r} would be ignored: it is for score_estimator='grpo' "
-                    "with reference='rollout' and proxy='log_ratio', whose score is undefined on the first update after "
-                    f"a rollout; here score_estimator={self.score_estimator!r}, reference={self.reference!r} and "
-                    f"proxy={self.proxy!r}. Remove the key."
-                )
-        if self.reference == "snapshot" and self.proxy == "mean_logp":
-            raise ValueError(
-                "reference='snapshot' would be ignored with proxy='mean_logp', which has no reference. Use "
-                "proxy='log_ratio', or remove `reference`."
-            )
-        if self.reference == "rollout":
-            for name in ("reference_reset_steps", "reset_optimizer_on_reference_reset", "reference_offload"):
-                if getattr(self, name):
-                    raise ValueError(
-                        f"{name}={getattr(self, name)!r} would be ignored with reference='rollout', which renews "
-                        "itself with every generation. Set reference='snapshot', or remove the key."
-                    )
-        if self.reference_reset_steps is not None and self.reference_reset_steps < 1:
-            raise ValueError(
-                f"reference_reset_steps must be at least 1, got {self.reference_reset_steps}. Leave it out to keep "
-                "the initial snapshot."
-            )
-        if self.reset_optimizer_on_reference_reset and self.reference_reset_steps is None:
-            raise ValueError(
-                "reset_optimizer_on_reference_reset=True would never happen, because reference_reset_steps is not "
-                "set. Set it to the number of optimizer steps between resets."
-            )
 
-    def _check_later_updates(self):
-        if self.first_update_score is None:
-            return
-        if self.steps_per_generation * self.num_iterations <= self.gradient_accumulation_steps:
-            raise ValueError(
-                f"first_update_score={self.first_update_score!r} needs a second update on a rollout, but with "
-                f"steps_per_generation={self.steps_per_generation}, gradient_accumulation_steps="
-                f"{self.gradient_accumulation_steps} and num_iterations={self.num_iterations} every update is the first, "
-                "so the score of 'grpo' would never be used. Raise steps_per_generation (the paper has four updates "
-                "per rollout), or set score_estimator='dr_grpo' and remove the key."
-            )
-
-    def _check_micro_batches(self):
-        self._check_choice("padding_free", ("auto", "always", "never"))
-        self._check_choice("group_layout", ("auto", "whole", "split"))
-        if self.max_tokens_per_micro_batch is not None and (
-            self.max_tokens_per_micro_batch <= (self.max_completion_length or 0)
-        ):
-            raise ValueError(
-                f"max_tokens_per_micro_batch={self.max_tokens_per_micro_batch} cannot hold one sequence: completions "
-                f"may have max_completion_length={self.max_completion_length} tokens, and the prompt comes on top. "
-                "Raise it to the longest prompt plus max_completion_length, or lower max_completion_length."
-            )
-        if self.max_non_finite_steps < 1:
-            raise ValueError(f"max_non_finite_steps must be at least 1, got {self.max_non_finite_steps}.")
-
-    def _check_batch_arithmetic(self, num_processes: int):
-        slot = self.per_device_train_batch_size * num_processes
-        if self.generation_batch_size is not None:
-            if self.generation_batch_size % slot != 0:
-                raise ValueError(
-                    f"generation_batch_size={self.generation_batch_size} must be a multiple of "
-                    f"per_device_train_batch_size={self.per_device_train_batch_size} x {num_processes} processes = "
-                    f"{slot}. Nearest legal values: {_either(_around(self.generation_batch_size, slot))}."
-                )
-            steps_per_generation = self.generation_batch_size // slot
-        else:
-            steps_per_generation = self.steps_per_generation or self.gradient_accumulation_steps
-        errors = batch_arithmetic_errors(
-            per_device_train_batch_size=self.per_device_train_batch_size,
-            num_processes=num_processes,
-            gradient_accumulation_steps=self.gradient_accumulation_steps,
-            steps_per_generation=steps_per_generation,
-            num_generations=self.num_generations,
-            num_iterations=self.num_iterations,
+def _objective_errors(given: Any) -> list[str]:
+    errors = []
+    if not given.pacs_beta > 0:
+        errors.append(
+            f"pacs_beta must be above 0, got {given.pacs_beta}: it scales the implicit reward, and at 0 nothing is "
+            "learned. The paper uses 1.0. (The weight of the KL term is the other setting, `beta`.)"
         )
-        if errors:
-            raise ValueError(" ".join(errors))
+    if given.actor_term_coef < 0:
+        errors.append(
+            f"actor_term_coef must not be negative, got {given.actor_term_coef}: 0 leaves the actor term of eq. 5 "
+            "out, as the authors' code does; 1.0 is its weight in the paper."
+        )
+    return errors
+
+
+def _reference_errors(given: Any) -> list[str]:
+    errors = []
+    undefined = given.score_estimator == "grpo" and given.reference == "rollout" and given.proxy == "log_ratio"
+    if undefined and given.first_update_score is None:
+        errors.append(
+            "score_estimator='grpo' cannot be used with reference='rollout': it divides by the standard deviation "
+            "of the group's implicit rewards, and on the first update after a rollout these are all exactly 0 "
+            "(policy and reference are the same), so the score would be numerical noise. Use "
+            "reference='snapshot', or score_estimator='rloo' or 'dr_grpo', or say that this update takes another "
+            "score: first_update_score='dr_grpo'."
+        )
+    if given.first_update_score is not None and not undefined:
+        errors.append(
+            f"first_update_score={given.first_update_score!r} would be ignored: it is for score_estimator='grpo' "
+            "with reference='rollout' and proxy='log_ratio', whose score is undefined on the first update after "
+            f"a rollout; here score_estimator={given.score_estimator!r}, reference={given.reference!r} and "
+            f"proxy={given.proxy!r}. Remove the key."
+        )
+    if given.reference == "snapshot" and given.proxy == "mean_logp":
+        errors.append(
+            "reference='snapshot' would be ignored with proxy='mean_logp', which has no reference. Use "
+            "proxy='log_ratio', or remove `reference`."
+        )
+    of_snapshots = ("reference_reset_steps", "reset_optimizer_on_reference_reset", "reference_offload")
+    ignored = [name for name in of_snapshots if getattr(given, name)] if given.reference == "rollout" else []
+    errors += [
+        f"{name}={getattr(given, name)!r} would be ignored with reference='rollout', which renews itself with every "
+        "generation. Set reference='snapshot', or remove the key."
+        for name in ignored
+    ]
+    if given.reference_reset_steps is not None and given.reference_reset_steps < 1:
+        errors.append(
+            f"reference_reset_steps must be at least 1, got {given.reference_reset_steps}. Leave it out to keep the "
+            "initial snapshot."
+        )
+    if not ignored and given.reset_optimizer_on_reference_reset and given.reference_reset_steps is None:
+        errors.append(
+            "reset_optimizer_on_reference_reset=True would never happen, because reference_reset_steps is not "
+            "set. Set it to the number of optimizer steps between resets."
+        )
+    return errors
+
+
+def _later_update_errors(given: Any, step: Step | None) -> list[str]:
+    if given.first_update_score is None or step is None or step.updates_per_generation > 1:
+        return []
+    return [
+        f"first_update_score={given.first_update_score!r} needs a second update on a rollout, but with "
+        f"steps_per_generation={step.steps_per_generation}, gradient_accumulation_steps="
+        f"{step.gradient_accumulation_steps} and num_iterations={step.num_iterations} every update is the first, "
+        "so the score of 'grpo' would never be used. Raise steps_per_generation (the paper has four updates "
+        "per rollout), or set score_estimator='dr_grpo' and remove the key."
+    ]
+
+
+def _micro_batch_errors(given: Any) -> list[str]:
+    errors = []
+    room, longest = given.max_tokens_per_micro_batch, given.max_completion_length
+    if room is not None and room <= (longest or 0):
+        errors.append(
+            f"max_tokens_per_micro_batch={room} cannot hold one sequence: completions may have max_completion_length="
+            f"{longest} tokens, and the prompt comes on top. Raise it to the longest prompt plus max_completion_length, "
+            "or lower max_completion_length."
+        )
+    if given.max_non_finite_steps < 1:
+        errors.append(f"max_non_finite_steps must be at least 1, got {given.max_non_finite_steps}.")
+    return errors

@@ -1,24 +1,28 @@
 """A recipe: one YAML file, plus command-line overrides, that describes one training run.
 
-`method` decides which trainer runs and which settings exist; everything else is read by TRL's `TrlParser` into the
-dataclasses of that trainer. Reading a recipe loads no model, no data and no GPU.
+`method` decides which trainer runs and which settings exist: the fields of that trainer's configuration and of the other
+dataclasses below. [`Recipe.from_settings`] reads them into values and a list of errors, which `train` raises and `plan` prints;
+only `train` goes on to make the configuration. Reading a recipe loads no model, no data and no GPU.
 """
 
+import copy
 import difflib
 import os
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
-from transformers.trainer_utils import HubStrategy
 from trl import GRPOConfig, ModelConfig, TrlParser
 
 from .baselines.ppo_config import PPOConfig
 from .data import DataArguments
 from .pacs_config import PACSConfig
 from .redaction import PublishedArguments
-from .settings import from_words, illegal_settings, read_mapping, settings_of
+from .rollouts.step_sizes import Step, step_errors
+from .rollouts.trainer_settings import trainer_errors
+from .settings import from_words, read_mapping, settings_of, typed_settings
 from .verification import VerificationArguments
 
 
@@ -26,8 +30,22 @@ from .verification import VerificationArguments
 class GRPOArguments(PublishedArguments, GRPOConfig):
     """TRL's configuration, of which trackers get what others may see."""
 
+    @classmethod
+    def errors(cls, given: Any, step: Step | None) -> list[str]:
+        """What is wrong between settings besides what TRL says."""
+        return []
+
 
 METHODS = {"pacs": PACSConfig, "grpo": GRPOArguments, "ppo": PPOConfig}
+
+# Keys without which there is nothing to train: what they name, and how.
+_NEEDED = {
+    "dataset_name": ("data", "a named set, a data file or a Hub id"),
+    "model_name_or_path": ("model", "a path or a Hub id"),
+}
+
+# Without these the sizes of a step are not known.
+_SIZES = {field.name for field in fields(Step)} | {"generation_batch_size"}
 
 
 @dataclass
@@ -62,56 +80,134 @@ class RunArguments:
 
 
 class Recipe(NamedTuple):
-    """A recipe as dataclasses. `training` configures the method's trainer; `settings` are the keys that were given, with
-    their final values: written to a file, they repeat the run."""
+    """
+    A recipe as values.
+
+    Attributes:
+        run, data, model, verification:
+            Dataclasses; plain values of the same names where one has refused them.
+        training:
+            Values of the fields of the method's configuration; that configuration itself once [`Recipe.built`] has made it.
+        settings (`dict`):
+            The keys that were given, with their final values: written to a file, they repeat the run.
+        step ([`Step`], *optional*):
+            What the batch sizes come to on the processes of the run; `None` if they are illegal or those are not known.
+    """
 
     run: RunArguments
     data: DataArguments
     model: ModelConfig
-    training: GRPOConfig
+    training: Any
     verification: VerificationArguments
     settings: dict
+    step: Step | None
+
+    @classmethod
+    def from_settings(cls, settings: dict, world_size: int | None) -> tuple["Recipe | None", list[str]]:
+        """
+        What the keys of a recipe come to, and everything that is wrong with them. Asks nothing of this machine.
+
+        Args:
+            settings (`dict`):
+                Keys and values as YAML reads them.
+            world_size (`int`, *optional*):
+                Number of processes of the run; `None` if it is not known, so that batch sizes cannot be judged.
+
+        Returns:
+            [`Recipe`], in which defaults stand for values that are illegal (`None` if there is no such method), and a
+            message for each mistake.
+        """
+        method = settings.get("method", "pacs")
+        if not isinstance(method, str) or method not in METHODS:
+            return None, [f"`method` must be one of {', '.join(METHODS)}; got {method!r}."]
+        known = settings_of(*_parts(method))
+        given, illegal = typed_settings(settings, known)
+        errors = [
+            *_unknown_keys(settings, method, known.keys() | {"env"}),
+            *illegal.values(),
+            *_missing_keys(settings),
+        ]
+        values = {name: setting.default for name, setting in known.items()} | given
+        if values["bf16"] is None:  # TRL's default
+            values["bf16"] = not values["fp16"]
+        if "hub_strategy" not in given:
+            values["hub_strategy"] = "end"
+        *parts, training = (_made(part, values, errors) for part in _parts(method))
+        run, data, model, verification = parts
+        step = None
+        if world_size is not None and not illegal.keys() & _SIZES:
+            wrong_sizes = step_errors(training, world_size)
+            step = None if wrong_sizes else Step.of(training, world_size)
+            errors += wrong_sizes
+        errors += METHODS[method].errors(training, step)
+        errors += trainer_errors(training, world_size)
+        errors += _relation_errors(run, training)
+        # a recipe is published, a token never
+        kept = {"method": method} | {key: value for key, value in given.items() if key != "hub_token"}
+        return cls(run, data, model, training, verification, dict(sorted(kept.items())), step), errors
+
+    def built(self) -> "Recipe":
+        """
+        The same with the configuration that the trainer takes; it asks this machine for its devices.
+
+        Raises:
+            `ValueError`: if this machine cannot do what is asked for.
+        """
+        config = METHODS[self.run.method]
+        try:
+            training = config(**copy.deepcopy(vars(self.training)))
+        except (TypeError, OSError, ImportError) as error:  # how libraries refuse files and missing packages
+            raise ValueError(
+                f"The settings of {config.__name__} are refused: {type(error).__name__}: {error}"
+            ) from error
+        final = {}
+        for key, value in self.settings.items():
+            parts = (self.run, self.data, self.model, training, self.verification)
+            last = next(getattr(part, key) for part in parts if hasattr(part, key))
+            # TRL makes a text of one LoRA target, which a recipe could not spell
+            final[key] = value if isinstance(value, list) else last.value if isinstance(last, Enum) else last
+        return self._replace(training=training, settings=final)
 
 
-class _Parser(TrlParser):
-    """Says in one sentence what argparse says after the usage of all settings."""
-
-    def error(self, message: str):
-        if not message.startswith("argument --"):
-            raise ValueError(f"The settings cannot be read: {message}.")
-        names, _, reason = message.removeprefix("argument --").partition(": ")
-        raise ValueError(f"`{names.split('/')[0]}` is refused: {reason}.")
+def _made(part: type, values: dict, errors: list[str]) -> Any:
+    """A part of a recipe. Training configurations are made where the run is, see [`Recipe.built`]."""
+    own = {f.name: values[f.name] for f in fields(part) if f.init}
+    if part in METHODS.values() or None in (own.get(name, "") for name in _NEEDED if part is DataArguments):
+        return SimpleNamespace(**own)
+    try:
+        return part(**own)
+    except ValueError as error:
+        errors.append(str(error))
+        return SimpleNamespace(**own)
 
 
 def read_recipe(argv: Sequence[str]) -> Recipe:
     """
-    Read `--config RECIPE.yaml [--key value ...]`.
+    Read `--config RECIPE.yaml [--key value ...]` for a run on this machine.
 
     Args:
         argv (`Sequence[str]`):
             Command-line arguments; keys given there win over the file. `--help` prints all keys and exits.
 
     Returns:
-        [`Recipe`].
+        [`Recipe`], with its training configuration built.
 
     Raises:
-        `ValueError`: on a file that does not exist or is not a mapping, an unknown method or key (with the nearest known
-            one), values of the wrong type or out of range, and whatever the dataclasses refuse.
+        `ValueError`: with everything that is wrong: a file that does not exist or is not a mapping, an unknown method or key
+            (with the nearest known one), values of the wrong type or out of range, and contradictions.
     """
     if "-h" in argv or "--help" in argv:
         words = _words([word for word in argv if word not in ("-h", "--help")])
-        _Parser(_parts(_method(words)), prog="pacs-trl train").parse_args(["--help"])
-    settings = read_settings(argv)
-    errors = setting_errors(settings)
-    if not errors:
-        os.environ.update({key: str(value) for key, value in (settings.get("env") or {}).items()})
-        recipe, errors = build_recipe(settings)
-    if errors:
-        raise ValueError(" ".join(errors.values()))
-    return recipe
+        TrlParser(_parts(_method(words)), prog="pacs-trl train").parse_args(["--help"])
+    settings = read_arguments(argv)
+    recipe, errors = Recipe.from_settings(settings, int(os.environ.get("WORLD_SIZE", 1)))
+    if errors or recipe is None:
+        raise ValueError(" ".join(errors))
+    os.environ.update({key: str(value) for key, value in (settings.get("env") or {}).items()})
+    return recipe.built()
 
 
-def read_settings(argv: Sequence[str]) -> dict:
+def read_arguments(argv: Sequence[str]) -> dict:
     """
     The keys of `--config RECIPE.yaml [--key value ...]`; those of the command line win.
 
@@ -154,105 +250,52 @@ def _method(words: dict[str, list[str]], settings: dict | None = None) -> str:
     return method if isinstance(method, str) and method in METHODS else "pacs"
 
 
-def build_recipe(settings: dict) -> tuple[Recipe | None, dict[str, str]]:
-    """
-    Make the dataclasses of a recipe.
-
-    Args:
-        settings (`dict`):
-            Legal each on its own, see [`setting_errors`].
-
-    Returns:
-        [`Recipe`] and no messages, or `None` and what is wrong, by what it is wrong with.
-    """
-    method = settings.get("method", "pacs")
-    errors = {
-        name: f"The recipe names no {what}: `{name}` is missing. Set it to {remedy}."
-        for name, what, remedy in (
-            ("dataset_name", "data", "a named set, a data file or a Hub id"),
-            ("model_name_or_path", "model", "a path or a Hub id"),
-        )
-        if settings.get(name) is None
-    }
-    if errors:
-        return None, errors
-    given = {key: value for key, value in settings.items() if key != "env"}
-    parser = _Parser(_parts(method))
-    parser.set_defaults_with_config(**given)
-    parts = []
-    try:
-        values = vars(parser.parse_args([]))
-    except ValueError as error:
-        return None, {"settings": str(error)}
-    for part in _parts(method):
-        try:
-            parts.append(part(**{f.name: values[f.name] for f in fields(part) if f.init}))
-        except ValueError as error:
-            errors[part.__name__] = str(error)
-        except (
-            TypeError,
-            OSError,
-            ImportError,
-        ) as error:  # how libraries refuse unknown keys, files, missing packages
-            errors[part.__name__] = f"The settings of {part.__name__} are refused: {type(error).__name__}: {error}"
-    if errors:
-        return None, errors
-    final = {}
-    for key in sorted(given.keys() - {"hub_token"} | {"method"}):  # a recipe is published, a token never
-        value = next(getattr(part, key) for part in parts if hasattr(part, key))
-        final[key] = value.value if isinstance(value, Enum) else value
-    recipe = Recipe(*parts, final)
-    if "hub_strategy" not in settings:
-        recipe.training.hub_strategy = HubStrategy.END
-    errors = relation_errors(recipe)
-    return (None, errors) if errors else (recipe, errors)
-
-
 def _parts(method: str) -> tuple[type, ...]:
-    return (RunArguments, DataArguments, ModelConfig, METHODS[method], VerificationArguments)
+    """The dataclasses of a recipe, the training configuration last."""
+    return (RunArguments, DataArguments, ModelConfig, VerificationArguments, METHODS[method])
 
 
-def setting_errors(settings: dict) -> dict[str, str]:
-    """What is wrong with settings, each on its own: its name, its type, its range. One message per key."""
-    method = settings.get("method", "pacs")
-    if not isinstance(method, str) or method not in METHODS:
-        return {"method": f"`method` must be one of {', '.join(METHODS)}; got {method!r}."}
-    known = settings_of(*_parts(method))
-    messages = {
-        key: _explain_unknown(key, method, known.keys() | {"env"})
-        for key in sorted(settings.keys() - known.keys() - {"env"})
-    }
+def _missing_keys(settings: dict) -> list[str]:
+    return [
+        f"The recipe names no {what}: `{name}` is missing. Set it to {remedy}."
+        for name, (what, remedy) in _NEEDED.items()
+        if settings.get(name) is None
+    ]
+
+
+def _unknown_keys(settings: dict, method: str, known: Set[str]) -> list[str]:
+    messages = []
+    for key in sorted(settings.keys() - known):
+        nearest = difflib.get_close_matches(key, known, n=1)
+        owners = [name for name, config in METHODS.items() if key in settings_of(config)]
+        if owners:
+            message = f"`{key}` is a setting of method {' and '.join(owners)}, not of {method}; remove it or change `method`."
+        else:
+            message = f"`{key}` is not a setting of method {method}."
+            message += f" Did you mean `{nearest[0]}`?" if nearest else ""
+        messages.append(message)
     if not isinstance(settings.get("env") or {}, dict):
-        messages["env"] = f"env must be a mapping of environment variables, got {settings['env']!r}."
-    return messages | illegal_settings(settings, known)
+        messages.append(f"env must be a mapping of environment variables, got {settings['env']!r}.")
+    return messages
 
 
-def relation_errors(recipe: Recipe) -> dict[str, str]:
-    """What is wrong between settings."""
-    errors = {}
-    if recipe.training.push_to_hub and recipe.training.hub_strategy != HubStrategy.END:
-        errors["hub_strategy"] = (
-            f"hub_strategy={recipe.training.hub_strategy.value!r} must be 'end': before the end of training transformers would "
-            "upload the whole folder, with the token in training_args.bin, logs and completions. Remove the key."
+def _relation_errors(run: RunArguments, training: Any) -> list[str]:
+    """What is wrong between settings of different owners."""
+    errors = []
+    if training.push_to_hub and training.hub_strategy != "end":
+        errors.append(
+            f"hub_strategy={training.hub_strategy!r} must be 'end': before the end of training transformers would upload the "
+            "whole folder, with the token in training_args.bin, logs and completions. Remove the key."
         )
-    functions, weights = recipe.run.reward_funcs, recipe.training.reward_weights
-    if weights is None:
-        return errors
-    message = None
-    if len(weights) != len(functions):
-        message = f"have one weight for each of the {len(functions)} reward functions ({', '.join(functions)})."
-    elif recipe.run.method == "pacs" and (abs(sum(weights) - 1) > 1e-6 or min(weights) < 0):
-        message = (
-            f"not be negative and must sum to 1, not {sum(weights):g}: the weighted sum of the rewards is the label of "
-            "PACS, from 0 (wrong) to 1 (right)."
+    functions, weights = run.reward_funcs, training.reward_weights
+    if weights is not None and len(weights) != len(functions):
+        errors.append(
+            f"reward_weights={weights} must have one weight for each of the {len(functions)} reward functions "
+            f"({', '.join(functions)})."
         )
-    return errors | ({"reward_weights": f"reward_weights={weights} must {message}"} if message else {})
-
-
-def _explain_unknown(key: str, method: str, known: Set[str]) -> str:
-    owners = [m for m, config in METHODS.items() if key in {f.name for f in fields(config)}]
-    if owners:
-        return f"`{key}` is a setting of method {' and '.join(owners)}, not of {method}; remove it or change `method`."
-    nearest = difflib.get_close_matches(key, known, n=1)
-    hint = f" Did you mean `{nearest[0]}`?" if nearest else ""
-    return f"`{key}` is not a setting of method {method}.{hint}"
+    elif weights is not None and run.method == "pacs" and (abs(sum(weights) - 1) > 1e-6 or min(weights) < 0):
+        errors.append(
+            f"reward_weights={weights} must not be negative and must sum to 1, not {sum(weights):g}: the weighted sum of the "
+            "rewards is the label of PACS, from 0 (wrong) to 1 (right)."
+        )
+    return errors

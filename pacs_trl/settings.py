@@ -1,13 +1,17 @@
-"""Which values of a setting make sense, each on its own: types by the dataclasses, ranges by the table below.
+"""Which values of a setting make sense: types by the dataclasses, ranges by the table below, and what a method
+ignores.
 
-The configurations ask for the ranges when they are made; `recipe.py` asks for both before it makes any, so that `train` stops
-and `plan` goes on with all that is wrong with a recipe. Rules between settings are the configurations' business.
+Pure functions of values: the configurations ask when they are made, and `recipe.py` asks before it makes any, so that `train`
+stops and `plan` goes on with all that is wrong with a recipe, also on a machine that could not train it. Rules between
+settings stand with the configurations, those of transformers and TRL in `rollouts/trainer_settings.py`.
 """
 
+import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
+from enum import Enum
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -182,8 +186,11 @@ CHOICES = {
 }
 
 # Texts that may be true or false as well.
-_BOOLEANS = ("yes", "true", "t", "y", "1", "no", "false", "f", "n", "0")  # as transformers' parser reads texts
+_YES, _NO = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")  # as transformers' parser reads texts
 _ALSO_BOOLEAN = {"fsdp", "scale_rewards", "resume_from_checkpoint", "include_num_input_tokens_seen", "report_to"}
+
+# Mappings that may be the name of a JSON file instead.
+_MAY_BE_A_FILE = {"accelerator_config", "fsdp_config", "deepspeed"}
 
 
 class Setting(NamedTuple):
@@ -192,10 +199,7 @@ class Setting(NamedTuple):
     annotation: Any
     default: Any
     choices: tuple
-
-    @property
-    def kinds(self) -> set[str]:
-        return _kinds(self.annotation)
+    kinds: set[str]
 
 
 @cache
@@ -206,36 +210,61 @@ def settings_of(*parts: type) -> dict[str, Setting]:
         annotations = get_type_hints(part)
         for field in fields(part):
             annotation = annotations[field.name]
-            choices = field.metadata.get("choices") or CHOICES.get(field.name) or ()
-            if get_origin(annotation) is Literal:
-                choices = get_args(annotation)
-            default = None if field.default is MISSING else field.default
-            found[field.name] = Setting(annotation, default, tuple(choices))
+            choices = field.metadata.get("choices") or CHOICES.get(field.name) or _enumerated(annotation)
+            default = field.default if field.default is not MISSING else None
+            if field.default_factory is not MISSING:
+                default = field.default_factory()
+            found[field.name] = Setting(annotation, default, tuple(choices), _kinds(annotation))
     return found
+
+
+def _enumerated(annotation: Any) -> Sequence[str]:
+    """The words that an annotation spells out, as literals or as an enumeration."""
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    enums = [kind for kind in get_args(annotation) if isinstance(kind, type) and issubclass(kind, Enum)]
+    return [member.value for enum in enums for member in enum]
+
+
+def illegal_values(config: object) -> list[str]:
+    """What is wrong with the numbers and words of a configuration object by the tables, a sentence for each."""
+    found = settings_of(type(config)).items()
+    return [text for name, setting in found if (text := illegal_value(name, getattr(config, name), setting))]
+
+
+def ignored_settings(config_class: type, given: Any, reasons: Mapping[str, str]) -> list[str]:
+    """A sentence for each setting that a method would ignore, and that is not at its default; `reasons` says why."""
+    known = settings_of(config_class)
+    return [
+        f"{config_class.__name__} does not take {name}={getattr(given, name)!r}: {reason}, so the value would be ignored. "
+        f"Remove the key (its default is {known[name].default!r}), or train with `method: grpo`."
+        for name, reason in reasons.items()
+        if getattr(given, name) != known[name].default
+    ]
 
 
 def refuse_illegal_values(config: object) -> None:
     """
-    Check the numbers and words of a configuration object against the table.
+    Check the numbers and words of a configuration object against the tables.
 
     Raises:
         `ValueError`: with one sentence per illegal value.
     """
-    given = {name: (getattr(config, name), setting) for name, setting in settings_of(type(config)).items()}
-    messages = [illegal_value(name, *pair) for name, pair in given.items() if pair[0] is not None]
-    if any(messages):
-        raise ValueError(" ".join(filter(None, messages)))
+    if messages := illegal_values(config):
+        raise ValueError(" ".join(messages))
 
 
 def illegal_value(name: str, value: Any, setting: Setting) -> str | None:
-    """What is wrong with the value of a setting by the table, `None` if nothing is; text that spells a number is one."""
+    """What is wrong with the value of a setting by the tables, `None` if nothing is; text that spells a number is one."""
+    if value is None and "NoneType" in setting.kinds:
+        return None
     number = _number(value) if setting.kinds & {"int", "float"} else None
     if name in RANGES and number is not None and number not in RANGES[name]:
         nearest = RANGES[name].nearest(number) if math.isfinite(number) else None
         return _out_of_range(name, value, setting, nearest)
     if isinstance(number, float) and not math.isfinite(number):
         return f"{name} must be finite, got {value!r}.{_default(setting)}"
-    if setting.choices and isinstance(value, str) and value not in setting.choices:
+    if setting.choices and value not in setting.choices:
         return f"{name} must be one of {', '.join(map(str, setting.choices))}; got {value!r}."
     return None
 
@@ -245,44 +274,44 @@ def _out_of_range(name: str, value: Any, setting: Setting, nearest: float | None
     return f"{name} must be {RANGES[name]}, got {value!r}: {RANGES[name].why}.{remedy}"
 
 
-def illegal_settings(settings: Mapping[str, Any], known: Mapping[str, Setting]) -> dict[str, str]:
+def typed_settings(given: Mapping[str, Any], known: Mapping[str, Setting]) -> tuple[dict[str, Any], dict[str, str]]:
     """
-    What is wrong with settings as a recipe or a command line gives them.
+    Settings as a recipe or a command line gives them, as values of their types.
 
     Args:
-        settings (`Mapping[str, Any]`):
-            Settings as YAML reads them.
+        given (`Mapping[str, Any]`):
+            Settings as YAML reads them; those that are not known are passed over.
         known (`Mapping[str, Setting]`):
-            Those that there are, see [`settings_of`]. Other settings are passed over.
+            Those that there are, see [`settings_of`].
 
     Returns:
-        `dict[str, str]`: one message per illegal setting.
+        The legal ones, where text that spells a number, a boolean or a mapping is one; and one message per illegal one.
     """
-    messages = {}
-    for name, value in settings.items():
+    values, messages = {}, {}
+    for name, value in given.items():
         if name not in known:
             continue
-        message = _wrong_type(name, value, known[name])
-        if message is None and value is not None:
-            message = illegal_value(name, value, known[name])
-        if message is not None:
+        if message := _wrong_type(name, value, known[name]) or illegal_value(name, value, known[name]):
             messages[name] = message
-    return messages
+        else:
+            values[name] = _converted(value, known[name])
+    return values, messages
 
 
 def _wrong_type(name: str, value: Any, setting: Setting) -> str | None:
     """YAML makes lists, texts and numbers of what is written, and the dataclasses keep them as they are."""
     kinds = setting.kinds
+    must = f"{name} must be {_words(kinds)}, got"
     if value is None:
         if name == "num_generations":  # its type allows None, and nothing else does
             return _out_of_range(name, value, setting)
         needed = "NoneType" not in kinds and setting.default is not None
         return f"{name} must have a value, got null. Remove it for its default." if needed else None
     if isinstance(value, dict):
-        return None if "dict" in kinds else f"{name} must be {_words(kinds)}, got a mapping: {value!r}."
+        return None if "dict" in kinds else f"{must} a mapping: {value!r}."
     if isinstance(value, list):
         if "list" not in kinds:
-            return f"{name} must be {_words(kinds)}, got a list: {value!r}."
+            return f"{must} a list: {value!r}."
         numbers = "list[float]" in str(setting.annotation)
         fits = all(_is_finite(v) if numbers else isinstance(v, str) for v in value)
         return None if fits else f"{name} must be a list of {'finite numbers' if numbers else 'texts'}, got {value!r}."
@@ -292,20 +321,46 @@ def _wrong_type(name: str, value: Any, setting: Setting) -> str | None:
         if "bool" in kinds or name in _ALSO_BOOLEAN:
             return None
         read = "an unquoted yes or on as true" if value else "an unquoted no or off as false"
-        hint = f" YAML reads {read}: quote it." if "str" in kinds else ""
-        return f"{name} must be {_words(kinds)}, got {value!r}.{hint}"
+        return f"{must} {value!r}.{f' YAML reads {read}: quote it.' if 'str' in kinds else ''}"
     if isinstance(value, int | float):
         if "float" in kinds or "int" in kinds and (isinstance(value, int) or name in RANGES):
             return None  # a number that is not whole is said with its range
-        hint = f" Quote it: {str(value)!r}." if "str" in kinds else ""
-        return f"{name} must be {_words(kinds)}, got {value!r}.{hint}"
-    if kinds <= {"bool", "NoneType"} and str(value).lower() not in _BOOLEANS:
-        return f"{name} must be true or false, got {value!r}."
-    if kinds <= {"int", "float", "NoneType"} and _number(value) is None:
-        if name in RANGES and RANGES[name].whole:
-            return _out_of_range(name, value, setting)
-        return f"`{name}` is refused: invalid {'float' if 'float' in kinds else 'int'} value: {value!r}."
+        return f"{must} {value!r}.{f' Quote it: {str(value)!r}.' if 'str' in kinds else ''}"
+    if not isinstance(value, str):  # a date
+        return f"{must} {value!r}. Quote it."
+    if not kinds & {"str", "bool", "int", "float", "dict"}:
+        return f"{must} {value!r}."
+    return _wrong_text(name, value, setting)
+
+
+def _wrong_text(name: str, text: str, setting: Setting) -> str | None:
+    kinds = setting.kinds
+    if kinds <= {"bool", "NoneType"} and text.lower() not in _YES + _NO:
+        return f"{name} must be true or false, got {text!r}."
+    if kinds <= {"int", "float", "NoneType"}:
+        number, kind = _number(text), "float" if "float" in kinds else "int"
+        if number is None and name in RANGES and RANGES[name].whole:
+            return _out_of_range(name, text, setting)
+        if number is None or kind == "int" and isinstance(number, float) and name not in RANGES:
+            return f"`{name}` is refused: invalid {kind} value: {text!r}."
+    if "dict" in kinds and name not in _MAY_BE_A_FILE and _mapping(text) is None:
+        return f"{name} must be a mapping, got {text!r}, which is no JSON of one."
     return None
+
+
+def _converted(value: Any, setting: Setting) -> Any:
+    """Text as what it spells where the type is no text; everything else as it is."""
+    kinds = setting.kinds - {"NoneType"}
+    if isinstance(value, list) and "list[float]" in str(setting.annotation):
+        return [_number(v) for v in value]
+    if not isinstance(value, str):
+        return value
+    if kinds == {"bool"}:
+        return value.lower() in _YES
+    if kinds <= {"int", "float"}:
+        return _number(value)
+    mapping = _mapping(value) if "dict" in kinds else None
+    return value if mapping is None else mapping
 
 
 def from_words(words: list[str], setting: Setting) -> Any:
@@ -353,6 +408,15 @@ def _from_yaml(word: str) -> Any:
         return word
 
 
+def _mapping(text: str) -> dict | None:
+    """The mapping that a text spells in JSON, if it does."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def _kinds(annotation: Any) -> set[str]:
     """Names of the types that an annotation allows; an enumeration is written as text, as its union says."""
     if get_origin(annotation) is Literal:
@@ -365,7 +429,14 @@ def _kinds(annotation: Any) -> set[str]:
 
 
 def _words(kinds: set[str]) -> str:
-    words = {"str": "text", "int": "a whole number", "float": "a number", "bool": "true or false", "list": "a list"}
+    words = {
+        "str": "text",
+        "int": "a whole number",
+        "float": "a number",
+        "bool": "true or false",
+        "list": "a list",
+        "dict": "a mapping",
+    }
     return " or ".join(word for kind, word in words.items() if kind in kinds) or "left out, as no recipe can spell it"
 
 

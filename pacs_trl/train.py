@@ -27,6 +27,7 @@ from .rollouts.float32_exchange import keep_float32
 from .rollouts.lora import check_lora_targets
 from .rollouts.preemption import EXIT_CODE, check_no_jit_checkpoint, stop_on_signal
 from .rollouts.resume import check_complete, last_checkpoint
+from .rollouts.step_sizes import Step
 from .rollouts.vllm_checks import check_vllm
 from .verification import configure_verification
 
@@ -88,7 +89,9 @@ def main(argv: Sequence[str] | None = None):
         keep_float32(trainer.accelerator)  # GRPO's too; ours have done so already
         # TRL drafts a card with every checkpoint, over whatever README.md says; ours is written at the end and keeps it.
         trainer.create_model_card = lambda **kwargs: None
-        trainer.accelerator.print(describe_step(training, trainer.accelerator.num_processes, len(train_dataset)))
+        trainer.accelerator.print(
+            describe_step(Step.of(training, trainer.accelerator.num_processes), len(train_dataset))
+        )
         trainer.train(resume_from_checkpoint=checkpoint)
         if stopping.stopped:
             _leave(trainer)
@@ -279,15 +282,12 @@ def _is_finished(training: GRPOConfig, method: str, checkpoint: str | None) -> b
     return False
 
 
-def describe_step(training, num_processes: int, num_prompts: int) -> str:
+def describe_step(step: Step, num_prompts: int) -> str:
     """What a generation and an optimizer step consist of, in one line, since four settings multiply into it."""
-    slot = training.per_device_train_batch_size * num_processes
-    per_step = slot * training.gradient_accumulation_steps // training.num_generations
-    updates = max(1, training.steps_per_generation // training.gradient_accumulation_steps) * training.num_iterations
     return (
-        f"Generation: {training.generation_batch_size // training.num_generations} of {num_prompts} prompts x "
-        f"{training.num_generations} completions. Optimizer step: {per_step} prompts x {training.num_generations}. "
-        f"Optimizer steps per generation: {updates}. Processes: {num_processes}."
+        f"Generation: {step.prompts_per_generation:.0f} of {num_prompts} prompts x {step.num_generations} completions. "
+        f"Optimizer step: {step.prompts_per_update:g} prompts x {step.num_generations}. Optimizer steps per generation: "
+        f"{step.updates_per_generation}. Processes: {step.num_processes}."
     )
 
 

@@ -138,10 +138,11 @@ def check_module(monkeypatch, name: str, arguments: list[str], num_processes: in
             own.add_argument(flag)
         known, overrides = own.parse_known_args(arguments)
         if name == "pacs_trl.plan.check":
-            num_processes = read_launch(
-                known.accelerate_config, known.num_processes and int(known.num_processes)
-            ).num_processes
-        recipe, _, conflicts = check_recipe(known.config, overrides, num_processes)
+            given = known.num_processes and int(known.num_processes)
+            launch, errors = read_launch(known.accelerate_config, given)
+            assert not errors, errors
+            num_processes = launch.num_processes
+        recipe, conflicts = check_recipe(known.config, overrides, num_processes)
         assert recipe is not None and not conflicts, conflicts
     elif name == "pacs_trl.evaluation.evaluate":
         from trl import TrlParser

@@ -102,6 +102,9 @@ REPEATED = {
     (Trainer, "training_step"): ("30049257", "PACSTrainer.training_step"),
     (GRPOTrainer, "_compute_loss"): ("6b861df6", "PPOTrainer._loss_denominator (what the sums are divided by)"),
     (GRPOTrainer, "_generate"): ("c4318367", "RolloutTrainer._grade_early (when a completion is its decoded text)"),
+    (GRPOConfig, "__post_init__"): ("11373fdb", "trainer_settings.trainer_errors"),
+    (TrainingArguments, "_validate_args"): ("48ce6df0", "trainer_settings.trainer_errors"),
+    (TrainingArguments, "__post_init__"): ("6ef85c8d", "trainer_settings.trainer_errors"),
 }
 
 

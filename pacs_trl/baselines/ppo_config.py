@@ -1,11 +1,13 @@
 """Settings of the PPO baseline, and what is refused because PPO would ignore it."""
 
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
+from typing import Any
 
 from trl import GRPOConfig
 
 from ..redaction import PublishedArguments
-from ..settings import refuse_illegal_values, with_help
+from ..rollouts.step_sizes import Step
+from ..settings import ignored_settings, illegal_values, with_help
 
 
 # Settings of GRPOConfig that make GRPO's advantage or belong to losses without PPO's clipping.
@@ -86,44 +88,50 @@ class PPOConfig(PublishedArguments, GRPOConfig):
     vllm_importance_sampling_correction: bool = False
 
     def __post_init__(self):
-        defaults = {f.name: f.default for f in fields(self) if f.default is not MISSING}
-        for name, reason in _SHAPES_ONLY_GRPO.items():
-            value = getattr(self, name)
-            if value != defaults[name]:
-                raise ValueError(
-                    f"PPOConfig does not take {name}={value!r}: {reason}, so the value would be ignored. Remove the key "
-                    f"(its default is {defaults[name]!r}), or train with `method: grpo`."
-                )
-        if self.loss_type not in ("dr_grpo", "dapo"):
-            raise ValueError(
-                f"loss_type of PPO must be 'dr_grpo' (sum over tokens / max_completion_length, the authors' code) or "
-                f"'dapo' (mean over tokens, the paper's formula); got {self.loss_type!r}."
-            )
-        for name in ("gamma", "gae_lambda"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}. The authors use 1.0.")
-        if not self.critic_learning_rate > 0:
-            raise ValueError(
-                f"critic_learning_rate must be above 0, got {self.critic_learning_rate}: without learning, the critic's "
-                "values are noise. The authors use 1e-5."
-            )
-        if self.critic_warmup_steps < 0:
-            raise ValueError(f"critic_warmup_steps must not be negative, got {self.critic_warmup_steps}.")
-        if self.value_clip_range is not None and not self.value_clip_range > 0:
-            raise ValueError(
-                f"value_clip_range must be above 0, got {self.value_clip_range}. The authors use 0.5; None turns "
-                "clipping off."
-            )
-        highest_ratio = 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
-        if self.delta is not None and self.delta <= highest_ratio:
-            raise ValueError(
-                f"delta={self.delta} must be above 1 + epsilon_high = {highest_ratio}: it bounds the ratio of negative "
-                "advantages and may not undercut the clipping of positive ones. The authors use 3.0; None turns it off."
-            )
-        if self.fp16:
-            raise ValueError(
-                "fp16=True is not supported by PPO: policy and critic would share one loss scale. Set bf16=True or train "
-                "in float32."
-            )
-        refuse_illegal_values(self)
+        if errors := [*illegal_values(self), *self.errors(self, None)]:
+            raise ValueError(" ".join(errors))
         super().__post_init__()
+
+    @classmethod
+    def errors(cls, given: Any, step: Step | None) -> list[str]:
+        """What is wrong between settings, see [`~pacs_config.PACSConfig.errors`]."""
+        highest_ratio = 1 + (given.epsilon if given.epsilon_high is None else given.epsilon_high)
+        rules = [
+            (
+                given.loss_type not in ("dr_grpo", "dapo"),
+                "loss_type of PPO must be 'dr_grpo' (sum over tokens / max_completion_length, the authors' code) or "
+                f"'dapo' (mean over tokens, the paper's formula); got {given.loss_type!r}.",
+            ),
+            *(
+                (
+                    not 0 <= getattr(given, name) <= 1,
+                    f"{name} must lie in [0, 1], got {getattr(given, name)}. The authors use 1.0.",
+                )
+                for name in ("gamma", "gae_lambda")
+            ),
+            (
+                not given.critic_learning_rate > 0,
+                f"critic_learning_rate must be above 0, got {given.critic_learning_rate}: without learning, the critic's "
+                "values are noise. The authors use 1e-5.",
+            ),
+            (
+                given.critic_warmup_steps < 0,
+                f"critic_warmup_steps must not be negative, got {given.critic_warmup_steps}.",
+            ),
+            (
+                given.value_clip_range is not None and not given.value_clip_range > 0,
+                f"value_clip_range must be above 0, got {given.value_clip_range}. The authors use 0.5; None turns "
+                "clipping off.",
+            ),
+            (
+                given.delta is not None and given.delta <= highest_ratio,
+                f"delta={given.delta} must be above 1 + epsilon_high = {highest_ratio}: it bounds the ratio of negative "
+                "advantages and may not undercut the clipping of positive ones. The authors use 3.0; None turns it off.",
+            ),
+            (
+                bool(given.fp16),
+                "fp16=True is not supported by PPO: policy and critic would share one loss scale. Set bf16=True or train "
+                "in float32.",
+            ),
+        ]
+        return [*ignored_settings(cls, given, _SHAPES_ONLY_GRPO), *(message for broken, message in rules if broken)]

@@ -6,6 +6,7 @@ functions of numbers; nothing is loaded. Mixture-of-experts models are left out.
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,17 +31,10 @@ H200 = Gpu()
 @dataclass(frozen=True)
 class ModelShape:
     """
-    A dense decoder with grouped-query attention and a gated MLP (Llama, Qwen2, Qwen3).
+    A dense decoder with grouped-query attention and a gated MLP (Llama, Qwen2, Qwen3), with the numbers of its `config.json`.
 
-    Args:
-        num_layers, hidden, intermediate, num_heads, num_kv_heads, head_dim, vocabulary (`int`):
-            As in the model's `config.json`.
-        tied (`bool`):
-            Whether input embedding and output head are one matrix.
-        qkv_bias (`bool`):
-            Whether query, key and value projections have a bias (Qwen2).
-        qk_norm (`bool`):
-            Whether queries and keys are normalized per head (Qwen3).
+    `tied`: input embedding and output head are one matrix. `qkv_bias`: query, key and value projections have a bias (Qwen2).
+    `qk_norm`: queries and keys are normalized per head (Qwen3).
     """
 
     num_layers: int
@@ -95,14 +89,8 @@ class ModelShape:
         projections), queries and keys before and after their norm, what attention reads and returns, and four times the
         inside of the MLP. A norm of bfloat16 numbers computes in float32 and keeps that copy as well.
 
-        Args:
-            tokens (`int`):
-                Tokens of the micro-batch.
-            checkpointing (`bool`):
-                Whether activations are computed again in the backward pass.
-            precision (`str`):
-                `"bfloat16"`: weights in bfloat16, also those that FSDP2 and DeepSpeed gather; `"autocast"`: float32 weights
-                and stream, bfloat16 products, whose inputs are cast once for each projection; or `"float32"`.
+        `precision` is `"bfloat16"` (weights in bfloat16, also those that FSDP2 and DeepSpeed gather), `"autocast"` (float32
+        weights and stream, bfloat16 products, whose inputs are cast once for each projection) or `"float32"`.
         """
         # bytes per number: of the stream between layers, around norms of the stream, of q/k norms, of matrix products
         stream, norms, head_norms, products = {
@@ -119,9 +107,10 @@ class ModelShape:
         if self.qk_norm:
             inside_layer += head_norms * (self.attention_width + keys)
         last_norm = norms / 2 * self.hidden
-        if not checkpointing:
-            return tokens * (self.num_layers * inside_layer + last_norm)
-        return tokens * (stream * self.hidden * self.num_layers + inside_layer + last_norm)
+        layers = self.num_layers * inside_layer
+        if checkpointing:
+            layers = self.num_layers * stream * self.hidden + inside_layer
+        return tokens * (layers + last_norm)
 
 
 # layers, hidden, intermediate, heads, key-value heads, head size, vocabulary
@@ -135,28 +124,19 @@ KNOWN_MODELS = {
 }
 
 
-def model_shape(name: str) -> ModelShape | None:
-    """
-    Shape of a model by its Hub id, or from the `config.json` of a local directory.
-
-    Returns:
-        [`ModelShape`], or `None` if the model is not in `KNOWN_MODELS` and not a local dense decoder.
-    """
-    if name in KNOWN_MODELS:
-        return KNOWN_MODELS[name]
+def model_shape(name: str | None) -> ModelShape | None:
+    """Shape of a known model, or from the `config.json` of a local directory; `None` if that is no dense decoder."""
+    if name is None or name in KNOWN_MODELS:
+        return KNOWN_MODELS.get(name or "")
     file = Path(name).expanduser() / "config.json"
-    if not file.is_file():
-        return None
-    config = json.loads(file.read_text())
+    config = json.loads(file.read_text()) if file.is_file() else {}
     if config.get("model_type") not in ("qwen2", "qwen3", "llama"):
         return None
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
     return ModelShape(
-        num_layers=config["num_hidden_layers"],
-        hidden=config["hidden_size"],
-        intermediate=config["intermediate_size"],
-        num_heads=config["num_attention_heads"],
-        num_kv_heads=config.get("num_key_value_heads", config["num_attention_heads"]),
-        head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        *(config["num_hidden_layers"], hidden, config["intermediate_size"], heads),
+        num_kv_heads=config.get("num_key_value_heads", heads),
+        head_dim=config.get("head_dim") or hidden // heads,
         vocabulary=config["vocab_size"],
         tied=config.get("tie_word_embeddings", False),
         qkv_bias=config["model_type"] == "qwen2",
@@ -164,38 +144,33 @@ def model_shape(name: str) -> ModelShape | None:
     )
 
 
-def lora_parameters(shape: ModelShape, rank: int, targets: list[str]) -> int:
-    """Parameters of LoRA adapters of one rank on the named projections of every layer."""
-    widths = {
-        "q_proj": shape.hidden + shape.attention_width,
-        "k_proj": shape.hidden + shape.num_kv_heads * shape.head_dim,
-        "v_proj": shape.hidden + shape.num_kv_heads * shape.head_dim,
-        "o_proj": shape.attention_width + shape.hidden,
-        "gate_proj": shape.hidden + shape.intermediate,
-        "up_proj": shape.hidden + shape.intermediate,
-        "down_proj": shape.intermediate + shape.hidden,
-    }
-    names = widths if targets == ["all-linear"] else targets
-    return shape.num_layers * rank * sum(widths.get(name, 0) for name in names)
+def lora_parameters(shape: ModelShape, rank: int, targets: str | list[str] | None) -> int:
+    """Of adapters on projections of every layer, named as for peft: by a list of names, or by one text, which is
+    `"all-linear"` (here also `None`), a name, or a regular expression for the full name of a module."""
+    hidden, attention, mlp = shape.hidden, shape.attention_width, shape.hidden + shape.intermediate
+    keys = hidden + shape.num_kv_heads * shape.head_dim
+    widths = {f"mlp.{name}_proj": mlp for name in ("gate", "up", "down")}
+    widths |= {f"self_attn.{name}_proj": hidden + attention for name in ("q", "o")}
+    widths |= {f"self_attn.{name}_proj": keys for name in ("k", "v")}
+    if targets in (None, "all-linear", ["all-linear"]):
+        return shape.num_layers * rank * sum(widths.values())
+    modules = {f"model.layers.{i}.{name}": width for i in range(shape.num_layers) for name, width in widths.items()}
+    if not isinstance(targets, str) or targets.isidentifier():
+        names = [targets] if isinstance(targets, str) else targets or []
+        targets = rf".*\.({'|'.join(map(re.escape, names))})"
+    try:
+        return rank * sum(width for name, width in modules.items() if re.fullmatch(targets, name))
+    except re.error:  # said as a conflict
+        return 0
 
 
 def training_state_bytes(trained: float, frozen: float, *, frozen_bytes: int, sharding: str, processes: int) -> float:
     """
-    Weights, gradients and Adam moments on one GPU.
+    Bytes of weights, gradients and Adam moments on one GPU, for so many trained and frozen parameters.
 
     A trained weight takes 16 bytes: float32 weight, gradient and two moments. Sharded (`"full"`: FSDP, ZeRO-3) each GPU
     holds `1 / processes` of it. ZeRO-2 (`"gradients"`) keeps a bfloat16 copy of all weights and shards the rest.
-    Unsharded training adds the bfloat16 copy that autocast keeps.
-
-    Args:
-        trained, frozen (`float`):
-            Number of parameters.
-        frozen_bytes (`int`):
-            Bytes per frozen parameter.
-        sharding (`str`):
-            `"none"`, `"gradients"` or `"full"`.
-        processes (`int`):
-            Processes that share the state.
+    Unsharded training (`"none"`) adds the bfloat16 copy that autocast keeps.
     """
     if sharding == "full":
         return (16 * trained + frozen_bytes * frozen) / processes
@@ -208,20 +183,11 @@ def checkpoint_bytes(
     trained: float, frozen: float = 0, *, weight_bytes: int = 4, snapshot: bool = False, row_tokens: float = 0
 ) -> float:
     """
-    A checkpoint on disk, without what is small (tokenizer, states of schedules and generators).
+    Bytes of a checkpoint on disk, without what is small (tokenizer, states of schedules and generators).
 
     Weights, two moments of Adam in the same precision, another copy of what is trained for a snapshot reference, and the
-    rows of an unfinished generation batch: tokens, mask and two log-probabilities take 13 bytes.
-
-    Args:
-        trained, frozen (`float`):
-            Number of parameters that are written; the frozen ones of LoRA are not.
-        weight_bytes (`int`):
-            Bytes per weight.
-        snapshot (`bool`):
-            Whether there is a snapshot reference.
-        row_tokens (`float`):
-            Tokens of the completions that have been drawn and not learned from.
+    tokens of completions that have been drawn and not learned from (`row_tokens`): token, mask and two log-probabilities
+    take 13 bytes. Frozen weights count if they are written; those of LoRA are not.
     """
     return weight_bytes * (trained * (3 + snapshot) + frozen) + 13 * row_tokens
 
@@ -238,35 +204,19 @@ def training_forward_equivalents(
     kl: bool = False,
 ) -> float:
     """
-    Cost of learning from a generation batch, in forward passes over it with a model of the policy's size.
+    Cost of learning from a generation batch, in forward passes over it with a model of the policy's size, for `updates`
+    optimizer steps over all `iterations`.
 
     An iteration takes 3 (forward, and twice that backward), 4 with gradient checkpointing. On top come passes without
     gradient:
 
-    - GRPO and PPO score the batch once if the policy has moved on before its last update, or for `correction`; once more
-      under the KL reference. PPO lets the critic do what the policy does, and judge the batch once.
-    - PACS scores the rows of all updates but the first under the rollout policy, once, if that is the reference or for
-      `correction`; the rows of every update under a snapshot; and the rows of every update under the KL reference. With
-      `split`, a pass finds the proxies of each update first, unless they are known to be 0: on the first update after a
-      rollout, if the rollout policy is the reference.
-
-    Args:
-        method (`str`):
-            `"pacs"`, `"grpo"` or `"ppo"`.
-        checkpointing (`bool`):
-            Whether activations are computed again in the backward pass.
-        updates (`int`):
-            Optimizer steps per generation batch, over all iterations.
-        iterations (`int`, *optional*, defaults to 1):
-            How often each row is learnt from.
-        reference (`str`, *optional*, defaults to `"rollout"`):
-            `"rollout"`, `"snapshot"`, or `"none"` for a proxy without reference. Of PACS only.
-        split (`bool`, *optional*, defaults to `True`):
-            Whether groups are divided over micro-batches. Of PACS only.
-        correction (`bool`, *optional*, defaults to `False`):
-            Whether the mismatch between the engine and the trainer is corrected for.
-        kl (`bool`, *optional*, defaults to `False`):
-            Whether there is a KL term.
+    - GRPO and PPO score the batch once if the policy has moved on before its last update, or to correct for the mismatch
+      of engine and trainer (`correction`); once more under the KL reference. PPO lets the critic do what the policy does,
+      and judge the batch once.
+    - PACS scores the rows of all updates but the first under the rollout policy, once, for the `reference` `"rollout"` or
+      for `correction`; the rows of every update under a `"snapshot"` (`"none"`: a proxy without reference) and under the KL
+      reference. If groups are `split` over micro-batches, a pass finds the proxies of each update first, unless they are
+      known to be 0: on the first update after a rollout, if the rollout policy is the reference.
     """
     gradient = iterations * (4 if checkpointing else 3)
     if method != "pacs":
@@ -285,11 +235,8 @@ def training_forward_equivalents(
 
 
 def mean_square_length(mean: float, longest: float) -> float:
-    """
-    Mean of squared completion lengths, for lengths that fall off exponentially and are cut off at `longest`.
-
-    It is 1.7 times the square of a mean of 35 % of the longest, and the square itself if all are cut off.
-    """
+    """Mean of squared completion lengths, for lengths that fall off exponentially and are cut off at `longest`: 1.7 times the
+    square of a mean of 35 % of the longest, and the square itself if all are cut off."""
     if mean >= longest:
         return float(longest) ** 2
     low, high = 0.0, 1e6 * longest  # the exponential's own mean, of which cutting off takes some
@@ -301,26 +248,19 @@ def mean_square_length(mean: float, longest: float) -> float:
 
 
 def decoding_seconds(
-    shape: ModelShape,
-    rows: float,
-    prompt_length: float,
-    mean_length: float,
-    longest: int,
-    *,
-    kv_cache_bytes: float,
-    gpu: Gpu = H200,
+    shape: ModelShape, rows: float, prompt: float, mean: float, longest: int, *, kv_cache_bytes: float, gpu: Gpu = H200
 ) -> float:
     """
     Time of generating `rows` completions on one GPU, bound by memory bandwidth.
 
     Each decoding step reads the bfloat16 weights once and the keys and values of all sequences so far. A completion of
     length l reads its prompt l times and itself l / 2 times, so squared lengths count: `waves * longest * weight bytes +
-    rows * (prompt_length * mean length + mean squared length / 2) * KV bytes per token`, over the bandwidth reached. There
-    are as many waves as the cache needs to hold all sequences.
+    rows * (prompt * mean length + mean squared length / 2) * KV bytes per token`, over the bandwidth reached. There are as
+    many waves as the cache needs to hold all sequences.
     """
-    cache_needed = rows * (prompt_length + mean_length) * shape.kv_bytes_per_token
+    cache_needed = rows * (prompt + mean) * shape.kv_bytes_per_token
     waves = max(1.0, cache_needed / max(kv_cache_bytes, 1.0))
     weight_reads = waves * longest * 2 * shape.parameters
-    attended = prompt_length * mean_length + mean_square_length(mean_length, longest) / 2
+    attended = prompt * mean + mean_square_length(mean, longest) / 2
     cache_reads = rows * attended * shape.kv_bytes_per_token
     return (weight_reads + cache_reads) / (gpu.bandwidth * gpu.decoding_share)

@@ -5,6 +5,7 @@ What accelerate would refuse is refused here, because `pacs-trl plan` is run whe
 
 import difflib
 import json
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -20,35 +21,20 @@ _ZERO_SHARDING = {0: "none", 1: "gradients", 2: "gradients", 3: "full"}
 # What accelerate takes besides the fields of its class, and what it refuses next to a DeepSpeed file.
 _OLD_ACCELERATE_KEYS = {"fp16", "dynamo_backend"}
 _SAID_BY_DEEPSPEED_FILE = {
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "zero_stage",
-    "offload_optimizer_device",
-    "offload_param_device",
-    "offload_param_nvme_path",
-    "offload_optimizer_nvme_path",
-    "zero3_save_16bit_model",
+    *("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "zero3_save_16bit_model"),
+    *("offload_optimizer_device", "offload_param_device", "offload_param_nvme_path", "offload_optimizer_nvme_path"),
 }
+
+# It copies every key of a section over the option of that name, and says nothing where there is none.
+_IGNORED = "accelerate ignores keys of {} that it does not know, and would shard by its defaults."
 
 
 @dataclass(frozen=True)
 class Launch:
     """
-    How a run is started.
-
-    Attributes:
-        num_processes (`int`):
-            Number of GPUs.
-        sharding (`str`):
-            How processes share the training state: `"none"`, `"gradients"` or `"full"`.
-        description (`str`):
-            The same in words.
-        kind (`str`):
-            `distributed_type` of the accelerate file.
-        fsdp_version (`int`, *optional*):
-            1 or 2 where `kind` is `"FSDP"`.
-        mixed_precision (`str`):
-            That of the accelerate file, which counts where the recipe asks for neither `bf16` nor `fp16`.
+    How a run is started: on how many GPUs, how they share the training state (`"none"`, `"gradients"` or `"full"`), the same
+    in words; `distributed_type` of the accelerate file, its FSDP version (1 or 2), and its mixed precision, which counts
+    where the recipe asks for neither `bf16` nor `fp16`.
     """
 
     num_processes: int
@@ -59,134 +45,114 @@ class Launch:
     mixed_precision: str = "no"
 
 
-def read_launch(accelerate_config: str | None, num_processes: int | None) -> Launch:
+def read_launch(accelerate_config: str | None, num_processes: int | None) -> tuple[Launch | None, list[str]]:
     """
-    The launch that an accelerate file describes; without one, a single process or plain data parallelism.
-
-    Raises:
-        `ValueError`: if the file does not exist, accelerate would refuse it, or it describes something this package is
-            not run with.
+    The launch that an accelerate file describes, or without one a single process or plain data parallelism; on
+    `num_processes` where the command line says so. `None` with what accelerate would refuse or ignore, or what this package
+    is not run with.
     """
     if num_processes is not None and num_processes < 1:
-        raise ValueError(f"--num-processes must be at least 1, got {num_processes}.")
+        return None, [f"--num-processes must be at least 1, got {num_processes}."]
+    if accelerate_config is None and (num_processes or 1) == 1:
+        return Launch(1, "none", "one process"), []
     if accelerate_config is None:
-        count = num_processes or 1
-        kind = "NO" if count == 1 else "MULTI_GPU"
-        return Launch(count, "none", "one process" if count == 1 else f"{count} processes, DDP", kind)
-    path = accelerate_config
-    config = read_mapping(path, "accelerate file")
-    _refuse_lists(config, path)
-    known = {field.name for field in fields(ClusterConfig)} | _OLD_ACCELERATE_KEYS
-    if unknown := sorted(config.keys() - known):
-        raise ValueError(
-            f"{path}: accelerate refuses keys it does not know. {' '.join(_hint(k, known) for k in unknown)}"
-        )
-    kind = config.get("distributed_type")
-    if kind != "DEEPSPEED" and kind not in _SHARDING:
-        quoted = " (YAML reads an unquoted NO as false: write 'NO')" if kind is False else ""
-        raise ValueError(
-            f"{path}: distributed_type {kind!r} is not planned for{quoted}; choose one of "
-            f"{', '.join([*_SHARDING, 'DEEPSPEED'])}."
-        )
-    count = num_processes or config.get("num_processes", 1 if kind == "NO" else None)
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(
-            f"{path}: num_processes must be at least 1, got {count!r}. Set it there or with --num-processes."
-        )
-    if kind == "NO" and count > 1:
-        raise ValueError(
-            f"{path} starts one process (distributed_type NO), but num_processes is {count}. Use ddp.yaml or "
-            "fsdp2.yaml, or set --num-processes 1."
-        )
-    processes = f"{count} process{'es' * (count > 1)}"
-    precision = _mixed_precision(config, path)
-    if kind == "DEEPSPEED":
-        stage, of_file = _zero_stage(config, path)
-        name = f"{processes}, DeepSpeed ZeRO-{stage} ({path})"
-        return Launch(count, _ZERO_SHARDING[stage], name, kind, mixed_precision=of_file or precision)
-    version = _fsdp_version(config, path) if kind == "FSDP" else None
-    return Launch(count, _SHARDING[kind], f"{processes}, {kind} ({path})", kind, version, precision)
+        return Launch(num_processes, "none", f"{num_processes} processes, DDP", "MULTI_GPU"), []
+    try:
+        config = read_mapping(accelerate_config, "accelerate file")
+    except ValueError as error:
+        return None, [str(error)]
+    launch, errors = None, _malformed(config)
+    if not errors:
+        launch, errors = _launch(config, num_processes, accelerate_config)
+    return (None if errors else launch), [f"{accelerate_config}: {error}" for error in errors]
 
 
-def _hint(key: str, known: set[str]) -> str:
-    nearest = difflib.get_close_matches(key, known, n=1)
-    return f"Rename `{key}` to `{nearest[0]}`, or remove it." if nearest else f"Remove `{key}`."
-
-
-def _refuse_lists(config: dict, path: str) -> None:
-    """Values are single words and numbers; only sections are mappings, of such values again."""
+def _malformed(config: dict) -> list[str]:
+    """Values are single words and numbers; only sections are mappings, of such values again. Keys are accelerate's."""
+    values = {}
     for key, value in config.items():
         section = isinstance(value, dict) and (key.endswith("_config") or key == "dynamo_config")
-        for name, inner in value.items() if section else ((key, value),):
-            if isinstance(inner, list | dict):
-                where = f"{key}.{name}" if section else key
-                raise ValueError(f"{path}: {where} must be one word or number, got {inner!r}.")
+        values |= {f"{key}.{name}": inner for name, inner in value.items()} if section else {key: value}
+    lists = {name: value for name, value in values.items() if isinstance(value, list | dict)}
+    errors = [f"{name} must be one word or number, got {value!r}." for name, value in lists.items()]
+    known = {field.name for field in fields(ClusterConfig)} | _OLD_ACCELERATE_KEYS
+    return errors + _unknown(config, known, "accelerate refuses keys it does not know.")
 
 
-def _refuse_ignored(section: dict, name: str, path: str) -> None:
-    """accelerate copies every key of a section over the option of that name, and says nothing where there is none."""
-    known = {action.dest for action in launch_command_parser()._actions}
-    options = section.keys()
-    if name == "fsdp_config":
-        known = {option for option in known if option.startswith("fsdp_")}
-        options = {key if key.startswith("fsdp") else f"fsdp_{key}" for key in options}
-    if unknown := sorted(options - known):
-        raise ValueError(
-            f"{path}: accelerate ignores keys of {name} that it does not know, and would shard by its defaults. "
-            + " ".join(_hint(key, known) for key in unknown)
+def _unknown(keys: Iterable[str], known: Set[str], consequence: str) -> list[str]:
+    hints = []
+    for key in sorted(set(keys) - known):
+        nearest = difflib.get_close_matches(key, known, n=1)
+        hints.append(f"Rename `{key}` to `{nearest[0]}`, or remove it." if nearest else f"Remove `{key}`.")
+    return [f"{consequence} {' '.join(hints)}"] if hints else []
+
+
+def _launch(config: dict, num_processes: int | None, path: str) -> tuple[Launch, list[str]]:
+    kind, errors = config.get("distributed_type"), []
+    if kind not in (*_SHARDING, "DEEPSPEED"):
+        quoted = " (YAML reads an unquoted NO as false: write 'NO')" if kind is False else ""
+        kinds = ", ".join([*_SHARDING, "DEEPSPEED"])
+        errors.append(f"distributed_type {kind!r} is not planned for{quoted}; choose one of {kinds}.")
+    count = num_processes or config.get("num_processes", 1 if kind == "NO" else None)
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        errors.append(f"num_processes must be at least 1, got {count!r}. Set it there or with --num-processes.")
+    elif kind == "NO" and count > 1:
+        errors.append(
+            f"distributed_type NO starts one process, but num_processes is {count}. Use ddp.yaml or fsdp2.yaml, or set "
+            "--num-processes 1."
         )
-
-
-def _fsdp_version(config: dict, path: str) -> int:
-    section = _section(config, "fsdp_config")
-    _refuse_ignored(section, "fsdp_config", path)
-    version = section.get("fsdp_version", section.get("version", 1))
-    if str(version) not in ("1", "2"):
-        raise ValueError(f"{path}: fsdp_version must be 1 or 2, got {version!r}.")
-    return int(version)
-
-
-def _mixed_precision(config: dict, path: str) -> str:
     precision = config.get("mixed_precision")
     if precision is None:
-        return "fp16" if config.get("fp16") else "no"
+        precision = "fp16" if config.get("fp16") else "no"
     if str(precision).lower() not in ("no", "fp16", "bf16", "fp8"):
         quoted = " (YAML reads an unquoted no as false: write 'no')" if precision is False else ""
-        raise ValueError(f"{path}: mixed_precision must be 'no', fp16, bf16 or fp8, got {precision!r}{quoted}.")
-    return str(precision).lower()
+        errors.append(f"mixed_precision must be 'no', fp16, bf16 or fp8, got {precision!r}{quoted}.")
+    sharding, version, words = _SHARDING.get(kind, "none"), None, kind
+    options = {action.dest for action in launch_command_parser()._actions}
+    if kind == "FSDP":
+        section, options = _section(config, "fsdp_config"), {name for name in options if name.startswith("fsdp_")}
+        section = {key if key.startswith("fsdp") else f"fsdp_{key}": value for key, value in section.items()}
+        errors += _unknown(section, options, _IGNORED.format("fsdp_config"))
+        version = {"1": 1, "2": 2}.get(str(section.get("fsdp_version", 1)))
+        if version is None:
+            errors.append(f"fsdp_version must be 1 or 2, got {section['fsdp_version']!r}.")
+    if kind == "DEEPSPEED":
+        section = _section(config, "deepspeed_config")
+        errors += _unknown(section, options, _IGNORED.format("deepspeed_config"))
+        stage, of_file, wrong = _zero_stage(section, config.get("mixed_precision"))
+        errors += wrong
+        precision, sharding, words = of_file or precision, _ZERO_SHARDING.get(stage, ""), f"DeepSpeed ZeRO-{stage}"
+    description = f"{count} process{'es' * (count != 1)}, {words} ({path})"
+    return Launch(count, sharding, description, kind, version, str(precision).lower()), errors
 
 
-def _zero_stage(config: dict, path: str) -> tuple[int, str | None]:
-    """The ZeRO stage, and the mixed precision of a DeepSpeed file where there is one that says it."""
-    deepspeed = _section(config, "deepspeed_config")
-    _refuse_ignored(deepspeed, "deepspeed_config", path)
-    file, precision = deepspeed.get("deepspeed_config_file"), None
-    stage = deepspeed.get("zero_stage", 2)  # accelerate's default
+def _zero_stage(section: dict, mixed_precision: object) -> tuple[int | None, str | None, list[str]]:
+    """The ZeRO stage, the mixed precision of a DeepSpeed file where there is one that says it, and what is wrong."""
+    file, errors = section.get("deepspeed_config_file"), []
+    name = "zero_stage" if file is None else "stage of zero_optimization"
+    content = {"zero_optimization": {"stage": section.get("zero_stage", 2)}}  # accelerate's default
     if file is not None:
-        twice = sorted(_SAID_BY_DEEPSPEED_FILE & deepspeed.keys())
-        twice += ["mixed_precision"] if config.get("mixed_precision") is not None else []
-        if twice:
-            raise ValueError(
-                f"{path}: accelerate refuses {', '.join(twice)} next to deepspeed_config_file. Say it in {file} only."
+        twice = sorted(_SAID_BY_DEEPSPEED_FILE & section.keys())
+        if twice := twice + ["mixed_precision"] * (mixed_precision is not None):
+            errors.append(
+                f"accelerate refuses {', '.join(twice)} next to deepspeed_config_file. Say it in {file} only."
             )
         if not Path(str(file)).is_file():
-            raise ValueError(
-                f"{path}: deepspeed_config_file {file!r} does not exist (seen from {Path.cwd()}), so the ZeRO stage is "
-                "not known. Correct the path, or set zero_stage in its place."
+            errors.append(
+                f"deepspeed_config_file {file!r} does not exist (seen from {Path.cwd()}), so the ZeRO stage is not known. "
+                "Correct the path, or set zero_stage in its place."
             )
+            return None, None, errors
         try:
             content = json.loads(Path(file).read_text())
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}: deepspeed_config_file {file!r} is not JSON: {error}.") from error
-        stage = _section(content, "zero_optimization").get("stage")
-        path = file
-        for name in ("bf16", "fp16"):
-            if _section(content, name).get("enabled") is True:
-                precision = name
+        except ValueError as error:
+            return None, None, [*errors, f"deepspeed_config_file {file!r} is not JSON: {error}."]
+    stage = _section(content, "zero_optimization").get("stage")
     if not isinstance(stage, int) or stage not in _ZERO_SHARDING:
-        key = "zero_stage" if file is None else "stage of zero_optimization"
-        raise ValueError(f"{path}: the {key} must be 0, 1, 2 or 3, got {stage!r}.")
-    return stage, precision
+        errors.append(f"the {name} must be 0, 1, 2 or 3, got {stage!r}{'' if file is None else f' in {file}'}.")
+        stage = None
+    precisions = [name for name in ("bf16", "fp16") if _section(content, name).get("enabled") is True]
+    return stage, precisions[-1] if precisions else None, errors
 
 
 def _section(content: object, name: str) -> dict:

@@ -93,7 +93,7 @@ class TestLines:
         for words in map(shlex.split, printed(capsys)):
             if words[0] == "accelerate":
                 start = words.index("--config")
-                recipe, _, conflicts = check_recipe(words[start + 1], words[start + 2 :], 64)
+                recipe, conflicts = check_recipe(words[start + 1], words[start + 2 :], 64)
                 assert conflicts == [] and recipe.training.seed == 7
                 assert recipe.training.output_dir == option(words, "--output_dir")
             else:

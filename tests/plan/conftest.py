@@ -1,0 +1,45 @@
+"""The command on one recipe with changes."""
+
+import socket
+
+import pytest
+import yaml
+
+from pacs_trl.plan.check import main
+
+
+RECIPE = {
+    "method": "pacs",
+    "model_name_or_path": "Qwen/Qwen3-4B",
+    "dtype": "float32",
+    "dataset_name": "deepscaler",
+    "num_generations": 8,
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 4,
+    "steps_per_generation": 16,
+    "max_completion_length": 1000,
+    "learning_rate": 1e-6,
+    "max_steps": 480,
+    "save_steps": 80,
+    "bf16": True,
+}
+FSDP2 = ("--accelerate-config", "recipes/accelerate_configs/fsdp2_8x8.yaml")
+
+
+@pytest.fixture
+def plan(tmp_path, capsys, monkeypatch, request):
+    """Run the command on `RECIPE` with changes (`None` removes a key), without network; return status and output."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("plan must not use the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.chdir(request.config.rootpath)
+
+    def run(*arguments: str, **changes) -> tuple[int, str]:
+        file = tmp_path / "recipe.yaml"
+        file.write_text(yaml.safe_dump({k: v for k, v in (RECIPE | changes).items() if v is not None}))
+        status = main(["--config", str(file), *arguments])
+        return status, capsys.readouterr().out
+
+    return run

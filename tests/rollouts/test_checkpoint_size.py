@@ -1,0 +1,56 @@
+"""A checkpoint takes the bytes that `pacs-trl plan` counts."""
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig
+from replay import Replay, build_trainer, tiny_model
+
+from pacs_trl.plan.cost import checkpoint_bytes
+from pacs_trl.rollouts.resume import rows_to_save
+from pacs_trl.rollouts.rows import Rollout
+
+
+@pytest.mark.parametrize(
+    ("settings", "lora"),
+    [({}, False), ({"reference": "snapshot"}, False), ({"steps_per_generation": 8}, False), ({}, True)],
+    ids=["boundary", "snapshot", "inside a generation", "LoRA"],
+)
+def test_checkpoint_on_disk(tmp_path, settings, lora):
+    """A checkpoint that is really written, of a model large enough for its weights to outweigh names and states."""
+    arguments = {"num_generations": 4, "max_steps": 1, "save_strategy": "steps", "save_steps": 1} | settings
+    trainer = build_trainer(
+        tmp_path,
+        model=tiny_model(hidden_size=256, intermediate_size=768),
+        replay=Replay(),
+        more={"peft_config": LoraConfig(r=64, target_modules="all-linear") if lora else None},
+        optim="adamw_torch",
+        **arguments,
+    )
+    trainer.train()
+    trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    rows = sum(len(row.completion_ids) for step in trainer._steps for row in step.rollouts)
+    rows = rows if "steps_per_generation" in settings else 0
+    (checkpoint,) = tmp_path.glob("checkpoint-*")
+    small = ("tokenizer", "pacs_state")  # of the miniature tokenizer, and of 64 rows of a few tokens
+    written = sum(f.stat().st_size for f in checkpoint.iterdir() if not f.name.startswith(small))
+    planned = checkpoint_bytes(trained, snapshot="reference" in settings, row_tokens=rows)
+    assert written == pytest.approx(planned, rel=0.1)
+
+
+def test_rows_on_disk(tmp_path):
+    """13 bytes a token, for completions long enough to outweigh the headers of their tensors."""
+    rng = np.random.default_rng(0)
+    rows = [
+        Rollout(
+            prompt_ids=np.zeros(100, np.int32),
+            completion_ids=rng.integers(0, 1000, 4000).astype(np.int32),
+            loss_mask=np.ones(4000, bool),
+            label=1.0,
+            ref_logps=rng.random(4000).astype(np.float32),
+            sampling_logps=rng.random(4000).astype(np.float32),
+        )
+        for _ in range(8)
+    ]
+    torch.save(rows_to_save([rows], 0, 1), tmp_path / "rows.pt")
+    assert (tmp_path / "rows.pt").stat().st_size == pytest.approx(checkpoint_bytes(0, row_tokens=8 * 4000), rel=0.1)

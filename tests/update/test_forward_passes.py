@@ -1,0 +1,59 @@
+"""The trainer makes the forward passes that `pacs-trl plan` counts."""
+
+import pytest
+import torch
+from peft import LoraConfig
+from replay import Replay, build_trainer
+
+from pacs_trl.plan.cost import training_forward_equivalents
+
+
+WHOLE, SPLIT, SNAPSHOT = {"group_layout": "whole"}, {"group_layout": "split"}, {"reference": "snapshot"}
+CASES = {
+    "rollout, whole": WHOLE,
+    "rollout, split": SPLIT,
+    "rollout, whole, two iterations": WHOLE | {"num_iterations": 2},
+    "rollout, split, two iterations": SPLIT | {"num_iterations": 2},
+    "snapshot, whole": WHOLE | SNAPSHOT,
+    "snapshot, split": SPLIT | SNAPSHOT,
+    "snapshot, split, two iterations": SPLIT | SNAPSHOT | {"num_iterations": 2},
+    "snapshot, corrected": WHOLE | SNAPSHOT | {"vllm_importance_sampling_correction": True},
+    "no reference, split": SPLIT | {"proxy": "mean_logp"},
+    "KL term": WHOLE | {"beta": 0.1},
+    "KL term, two iterations": WHOLE | {"beta": 0.1, "num_iterations": 2},
+}
+
+
+@pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
+def test_forward_passes_are_those_of_the_trainer(tmp_path, settings):
+    """One generation of 16 rows, of which each optimizer step learns from 8. A row with gradient costs 3, others 1."""
+    iterations = settings.get("num_iterations", 1)
+    lora = {"peft_config": LoraConfig(r=2, target_modules="all-linear")}  # the KL term needs no second model
+    sizes = {"steps_per_generation": 2, "max_steps": 2 * iterations}
+    trainer = build_trainer(tmp_path, replay=Replay(uniform_groups=0), more=lora, **sizes, **settings)
+    cost = 0
+
+    def counted(score, price):
+        def spy(model, batch):
+            nonlocal cost
+            cost += price() * len(batch.input_ids)
+            return score(model, batch)
+
+        return spy
+
+    update = trainer._update
+    update.score = counted(update.score, lambda: 3 if torch.is_grad_enabled() else 1)
+    if update.score_kl_reference is not None:
+        update.score_kl_reference = counted(update.score_kl_reference, lambda: 1)
+    trainer.train()
+    planned = training_forward_equivalents(
+        "pacs",
+        checkpointing=False,
+        updates=2 * iterations,
+        iterations=iterations,
+        reference="none" if settings.get("proxy") else settings.get("reference", "rollout"),
+        split=settings["group_layout"] == "split",
+        correction="vllm_importance_sampling_correction" in settings,
+        kl="beta" in settings,
+    )
+    assert cost == 16 * planned
