@@ -21,9 +21,9 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from pacs_trl.rollouts.rows import Rollout, collate, row_lengths
+from pacs_trl.rollouts.rows import Rollout, row_lengths
 from pacs_trl.update.microbatching import plan_micro_batches
-from pacs_trl.update.packing import packed_attention, packed_logps_and_entropies, packing_backend
+from pacs_trl.update.scorer import Scorer
 
 
 NUM_ROWS, MAX_LENGTH, PROMPT_LENGTH, ROWS_PER_FORWARD = 32, 512, 24, 8
@@ -79,26 +79,18 @@ def score(
 ):
     """Log-probabilities of every row, computed in the given micro-batches."""
     found = [torch.empty(0)] * len(rollouts)
+    scorer = Scorer(
+        model,
+        torch.device(device),
+        padding_free="always" if packed else "never",
+        autocast=lambda: torch.autocast(device, dtype=torch.bfloat16, enabled=autocast),
+    )
     for rows in micro_batches:
-        batch = collate([rollouts[i] for i in rows], 0, torch.device(device))
-        width = batch.loss_mask.size(1)
-        with torch.autocast(device, dtype=torch.bfloat16, enabled=autocast):
-            if packed:
-                backend = packing_backend(model)
-                assert backend is not None
-                with packed_attention(model.config, backend):
-                    logps, _ = packed_logps_and_entropies(
-                        model, batch.input_ids, batch.attention_mask, width, backend=backend
-                    )
-            else:
-                labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
-                labels[:, :-width] = -100
-                outputs = model(
-                    batch.input_ids, attention_mask=batch.attention_mask, labels=labels, fused_lm_head=True
-                )
-                logps = outputs.log_probs[:, -width:]
-        for i, row in zip(rows, logps.float().cpu(), strict=True):
-            found[i] = row[: len(rollouts[i].completion_ids)]
+        prompts, completions = (
+            [getattr(rollouts[i], name) for i in rows] for name in ("prompt_ids", "completion_ids")
+        )
+        for i, logps in zip(rows, scorer.score(model, prompts, completions).logps, strict=True):
+            found[i] = logps.cpu()
     return found
 
 

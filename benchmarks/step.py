@@ -18,16 +18,19 @@ import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
+import torch.nn.functional as F
 from datasets import Dataset
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from pacs_trl import PACSConfig, PACSTrainer
 from pacs_trl.miniature.tokenizer import build_tokenizer
-from pacs_trl.rollouts.rows import collate
+from pacs_trl.rollouts.rows import row_lengths
 from pacs_trl.update.policy_update import PolicyUpdate
+from pacs_trl.update.scorer import Scorer
 
 
 @dataclass
@@ -197,12 +200,36 @@ class KeptTensor:
             self.kept.total -= self.num_bytes
 
 
+class Untrimmed(Scorer):
+    """Pads every micro-batch to the longest prompt and completion of its optimizer step."""
+
+    def __init__(self, base: Scorer):
+        vars(self).update(vars(base))
+        self.longest = (0, 0)
+
+    def _padded(self, model, prompts, completions):
+        width = max(map(len, prompts))
+        left, right = self.longest[0] - width, self.longest[1] - max(map(len, completions))
+
+        def forward(**inputs):
+            fills = {"input_ids": self.pad_token_id, "attention_mask": 0, "labels": -100}
+            length = inputs["input_ids"].shape[1]
+            inputs |= {name: F.pad(inputs[name], (left, right), value=fill) for name, fill in fills.items()}
+            outputs = model(**inputs)
+            trimmed = slice(left, left + length - 1)
+            return SimpleNamespace(log_probs=outputs.log_probs[:, trimmed], entropy=outputs.entropy[:, trimmed])
+
+        return super()._padded(forward, prompts, completions)
+
+
 class AblatedUpdate(PolicyUpdate):
     """PolicyUpdate with its savings switched off one by one; everything off is the arithmetic of TRL's own loop."""
 
     def __init__(self, base: PolicyUpdate, *, trim=False, sort=False, drop=False, skip_reference_pass=False):
         vars(self).update(vars(base))
         self.padded = True
+        if not trim:
+            self.scorer = Untrimmed(self.scorer)
         self.trim, self.sort, self.drop, self.skip_reference_pass = trim, sort, drop, skip_reference_pass
 
     def plan(self, rollouts):
@@ -219,15 +246,9 @@ class AblatedUpdate(PolicyUpdate):
     def _plan_rows(self, step, rows):
         return self._in_order(step, rows if self.drop else range(len(step.rollouts)))
 
-    def _collate(self, step, rows):
-        rollouts = [step.rollouts[i] for i in rows]
-        if self.trim:
-            return collate(rollouts, self.pad_token_id, self.accelerator.device)
-        # one padding for all micro-batches of the step: collate them together and take the rows
-        whole = collate(step.rollouts, self.pad_token_id, self.accelerator.device)
-        return type(whole)(**{name: value[rows] for name, value in vars(whole).items()})
-
     def run(self, model, step, *, proxies_are_zero):
+        if not self.trim:
+            self.scorer.longest = tuple(map(max, row_lengths(step.rollouts)))
         if not self.skip_reference_pass:
             self.score_reference(model, step)
         return super().run(model, step, proxies_are_zero=proxies_are_zero)

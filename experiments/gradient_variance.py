@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pacs_trl.data.tasks import problems
 from pacs_trl.evaluation.requests import SamplingSettings
 from pacs_trl.evaluation.sampling import sample_completions
-from pacs_trl.evaluation.scoring import token_scores
 from pacs_trl.miniature.warm_start import warm_start
 from pacs_trl.objective import group_scores, proxy_coefficients
+from pacs_trl.update.scorer import sequence_logps
 
 
 NUM_GENERATIONS = 8
@@ -42,12 +42,14 @@ VARIANTS = {
 
 
 class Batch(NamedTuple):
-    """Groups of completions, `B = P * G` rows of prompt and completion, padded on the left and on the right."""
+    """Groups of completions: tokens of the prompt and of the completion of `B = P * G` rows, and their labels."""
 
-    input_ids: torch.Tensor  # (B, S)
-    attention_mask: torch.Tensor  # (B, S)
-    completion_mask: torch.Tensor  # (B, S), 1 on the tokens the policy wrote
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]]
     labels: torch.Tensor  # (B,)
+
+    def rows(self, some: slice) -> tuple[list[list[int]], list[list[int]]]:
+        return self.prompt_ids[some], self.completion_ids[some]
 
 
 def noise_share(gradients: torch.Tensor) -> float:
@@ -81,42 +83,22 @@ def sample_batch(model, tokenizer, num_prompts: int, seed: int) -> Batch:
     drawn = sample_completions(
         model, tokenizer, prompts, n=NUM_GENERATIONS, settings=settings, seed=seed, batch_size=512
     )
-    sequences, labels = [], []
+    heads, tails, labels = [], [], []
     for prompt, row, completions in zip(prompts, rows, drawn, strict=True):
         head = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
         for completion in completions:
             tail = tokenizer(completion.text, add_special_tokens=False)["input_ids"]
             tail += [tokenizer.eos_token_id] if completion.finish_reason == "stop" else []
-            sequences.append((head, tail))
+            heads.append(head)
+            tails.append(tail)
             labels.append(float(completion.text.endswith(rf"\boxed{{{row['answer']}}}")))
-    longest = max(len(head) + len(tail) for head, tail in sequences)
-    pad = tokenizer.pad_token_id
-    parts = [
-        (head + tail + [pad] * (longest - len(head) - len(tail)), len(head), len(head) + len(tail))
-        for head, tail in sequences
-    ]
-    position = torch.arange(longest)
-    starts, ends = (torch.tensor([part[i] for part in parts])[:, None] for i in (1, 2))
-    return Batch(
-        torch.tensor([part[0] for part in parts]),
-        (position < ends).long(),
-        ((position >= starts) & (position < ends)).long(),
-        torch.tensor(labels),
-    )
-
-
-def sequence_logps(model, batch: Batch, rows: slice) -> torch.Tensor:
-    """Log-probability of each completion, `(rows,)`."""
-    logps, _ = token_scores(
-        model, batch.input_ids[rows], batch.attention_mask[rows], batch.completion_mask[rows].bool()
-    )
-    return logps.sum(dim=-1)
+    return Batch(heads, tails, torch.tensor(labels))
 
 
 @torch.no_grad()
 def all_logps(model, batch: Batch) -> torch.Tensor:
-    size = 128
-    return torch.cat([sequence_logps(model, batch, slice(i, i + size)) for i in range(0, len(batch.labels), size)])
+    """Log-probability of each completion, float32 `(B,)`."""
+    return sequence_logps(model, *batch.rows(slice(None)), batch_size=128).float()
 
 
 def group_gradients(model, batch: Batch, proxies: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -132,7 +114,7 @@ def group_gradients(model, batch: Batch, proxies: torch.Tensor) -> dict[str, tor
         labels = batch.labels[rows]
         if labels.min() == labels.max():
             continue
-        logps = sequence_logps(model, batch, rows)
+        logps = sequence_logps(model, *batch.rows(rows))
         for label, (score, factor) in VARIANTS.items():
             coefficients = factor * proxy_coefficients(
                 factor * proxies[rows], labels, num_generations=NUM_GENERATIONS, score_estimator=score
@@ -184,7 +166,7 @@ def run(num_prompts: int, ages: Sequence[int], learning_rate: float, seed: int) 
         proxies = all_logps(model, batch) - all_logps(reference, batch)
         coefficients = proxy_coefficients(proxies, batch.labels, num_generations=NUM_GENERATIONS)
         optimizer.zero_grad()
-        (coefficients * sequence_logps(model, batch, slice(None))).sum().backward()
+        (coefficients * sequence_logps(model, *batch.rows(slice(None)))).sum().backward()
         optimizer.step()
     return rows
 

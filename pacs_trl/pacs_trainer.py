@@ -17,17 +17,16 @@ from pathlib import Path
 import torch
 from accelerate.utils import DistributedType, gather_object
 from accelerate.utils.memory import clear_device_cache
-from peft import PeftModel
 from trl.trainer.utils import get_config_model_id, use_adapter
 
 from .pacs_config import PACSConfig
 from .rollouts.resume import merge_rows, rows_to_save
 from .rollouts.rollout_trainer import RolloutTrainer
-from .rollouts.rows import MicroBatch, Rollout, labels_from_rewards, unpad_rollouts
+from .rollouts.rows import Rollout, labels_from_rewards, unpad_rollouts
 from .rollouts.timing import time_parts
-from .update.packing import packed_attention, packed_logps_and_entropies, packing_backend
 from .update.policy_update import PolicyUpdate, StepRollouts
 from .update.reference import SnapshotReference, is_sharded
+from .update.scorer import Scorer, Scores
 
 
 class PACSTrainer(RolloutTrainer):
@@ -97,17 +96,15 @@ class PACSTrainer(RolloutTrainer):
         self._check_before_loading(model, args, kwargs)
         super().__init__(model, reward_funcs, args=args, **kwargs)
         self._check_support()
-        base_model = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
-        self._policy_config = base_model.config
-        self._packing = self._choose_packing(base_model)
+        self.scorer = self._create_scorer(self.model)
+        if self.ref_model is not None:
+            self._ref_scorer = self._create_scorer(self.accelerator.unwrap_model(self.ref_model))
         self._update, self._evaluation = (
             PolicyUpdate(
                 args,
                 self.accelerator,
-                self._score,
+                self.scorer,
                 num_generations=num_generations,
-                pad_token_id=self._tokenizer.pad_token_id,
-                padded=self._packing is None,
                 score_kl_reference=self._score_kl_reference if self.beta != 0.0 else None,
             )
             for num_generations in (self.num_generations, self.num_generations_eval)
@@ -153,16 +150,14 @@ class PACSTrainer(RolloutTrainer):
                 "per_device_train_batch_size."
             )
 
-    def _choose_packing(self, base_model) -> str | None:
-        prompt_learning = isinstance(self.model, PeftModel) and self.model.active_peft_config.is_prompt_learning
-        backend = None if prompt_learning else packing_backend(base_model)
-        if self.args.padding_free == "always" and backend is None:
-            raise ValueError(
-                "padding_free='always' needs a model with plain causal attention in all layers, loaded with "
-                f"attn_implementation 'sdpa', 'flash_attention_2' or 'flash_attention_3'; this one is a "
-                f"{type(base_model).__name__} with {base_model.config._attn_implementation!r}. Use padding_free='auto'."
-            )
-        return None if self.args.padding_free == "never" else backend
+    def _create_scorer(self, model) -> Scorer:
+        return Scorer(
+            model,
+            self.accelerator.device,
+            pad_token_id=self._tokenizer.pad_token_id,
+            padding_free=self.args.padding_free,
+            autocast=self.accelerator.autocast,
+        )
 
     # Rollouts -----------------------------------------------------------------------------------------------------
 
@@ -216,13 +211,7 @@ class PACSTrainer(RolloutTrainer):
 
     def _generate_and_score_completions(self, inputs):
         self._check_equal_on_all_processes("rows of a generation batch", len(inputs))
-        # The parent would score the policy, and for the KL term its reference, in micro-batches of its own. The PACS
-        # update scores them when and where it needs them.
-        self._defer_scoring = True
-        try:
-            output = super()._generate_and_score_completions(inputs)
-        finally:
-            self._defer_scoring = False
+        output = super()._generate_and_score_completions(inputs)
         first = self.accelerator.process_index * len(inputs)
         output["labels"] = self._labels[first : first + len(inputs)]
         return output
@@ -291,7 +280,7 @@ class PACSTrainer(RolloutTrainer):
             step = self._steps[update % len(self._steps)]
             first_update = update % (len(self._steps) * self.num_iterations) == 0
         step.on_policy = first_update
-        with packed_attention(self._policy_config, self._packing):
+        with self.scorer.attention():
             if self.args.reference == "snapshot":
                 self._score_snapshot(model, step)
             loss, metrics = self._update.run(
@@ -315,65 +304,17 @@ class PACSTrainer(RolloutTrainer):
         with self._snapshot.in_place_of_policy():
             self._update.score_reference(model, step)
 
-    def _score(self, model, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        logps, entropies, _ = self._get_per_token_logps_and_entropies(
-            model,
-            micro_batch.input_ids,
-            micro_batch.attention_mask,
-            micro_batch.loss_mask.size(1),
-            compute_entropy=True,
-        )
-        return logps, entropies
-
-    def _score_kl_reference(self, model, micro_batch: MicroBatch) -> torch.Tensor:
-        tokens = (micro_batch.input_ids, micro_batch.attention_mask, micro_batch.loss_mask.size(1))
+    def _score_kl_reference(self, model, prompt_ids, completion_ids) -> Scores:
         if self.ref_model is not None:
-            return self._get_per_token_logps_and_entropies(self.ref_model, *tokens)[0]
+            return self._ref_scorer.score(self.ref_model, prompt_ids, completion_ids)
         unwrapped = self.accelerator.unwrap_model(self.model)
         with use_adapter(unwrapped, adapter_name="ref" if "ref" in unwrapped.peft_config else None):
-            return self._get_per_token_logps_and_entropies(model, *tokens)[0]
+            return self.scorer.score(model, prompt_ids, completion_ids)
 
-    def _get_per_token_logps_and_entropies(
-        self,
-        model,
-        input_ids,
-        attention_mask,
-        logits_to_keep,
-        batch_size=None,
-        compute_entropy=False,
-        compute_aux_loss=False,
-        **kwargs,
-    ):
-        if self._defer_scoring:
-            return None, None, None
-        if self._packing is None:
-            return super()._get_per_token_logps_and_entropies(
-                model,
-                input_ids,
-                attention_mask,
-                logits_to_keep,
-                batch_size,
-                compute_entropy,
-                compute_aux_loss,
-                **kwargs,
-            )
-        config = self.ref_model.config if model is self.ref_model else self._policy_config
-        rows = batch_size or input_ids.size(0)
-        scored = []
-        for start in range(0, input_ids.size(0), rows):
-            with self.accelerator.autocast(), packed_attention(config, self._packing):
-                scored.append(
-                    packed_logps_and_entropies(
-                        model,
-                        input_ids[start : start + rows],
-                        attention_mask[start : start + rows],
-                        logits_to_keep,
-                        backend=self._packing,
-                        compute_entropy=compute_entropy,
-                    )
-                )
-        logps, entropies = zip(*scored, strict=True)
-        return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        """The parent asks for the policy and the KL reference when it has generated. The update scores them, when and where
+        it needs them."""
+        return None, None, None
 
     def _compute_loss(self, model, inputs):
         """Loss of a batch in evaluation: the same formula, without gradient."""
@@ -428,7 +369,6 @@ class PACSTrainer(RolloutTrainer):
     def _reset_run(self) -> None:
         super()._reset_run()
         self._labels: torch.Tensor | None = None
-        self._defer_scoring = False
         self._pending: list[Rollout] = []  # rows of generation batches that fill one optimizer step together
         self._steps: list[StepRollouts] = []  # the optimizer steps of the current generation batch
         self._snapshot: SnapshotReference | None = None

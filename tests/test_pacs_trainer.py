@@ -77,13 +77,13 @@ def test_first_update_needs_no_forward_pass_for_its_proxies(tmp_path, logprobs, 
     says, else it takes a pass without gradient."""
     trainer = build_trainer(tmp_path, replay=Replay(uniform_groups=1, logprobs=logprobs), learning_rate=0.5)
     rows = {True: [], False: []}
-    score = trainer._update.score
+    score = trainer.scorer.score
 
-    def spy(model, batch):
-        rows[torch.is_grad_enabled()].append(len(batch.input_ids))
-        return score(model, batch)
+    def spy(model, prompt_ids, completion_ids):
+        rows[torch.is_grad_enabled()].append(len(prompt_ids))
+        return score(model, prompt_ids, completion_ids)
 
-    trainer._update.score = spy
+    trainer.scorer.score = spy
     trainer.train()
     assert rows[True] == [4, 4]  # of 8 rows per step, 4 are in the group of one class
     assert rows[False] == without_gradient
@@ -94,14 +94,14 @@ def test_first_update_needs_no_forward_pass_for_its_proxies(tmp_path, logprobs, 
 def test_mixed_precision_keeps_weights_and_scores_in_float32(tmp_path):
     trainer = build_trainer(tmp_path, replay=Replay(), bf16=True)
     dtypes = []
-    score = trainer._update.score
+    score = trainer.scorer.score
 
-    def spy(model, batch):
-        logps, entropies = score(model, batch)
-        dtypes.append(logps.dtype)
-        return logps, entropies
+    def spy(*rows):
+        scores = score(*rows)
+        dtypes.extend(logps.dtype for logps in scores.logps)
+        return scores
 
-    trainer._update.score = spy
+    trainer.scorer.score = spy
     trainer.train()
     assert set(dtypes) == {torch.float32}
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
@@ -394,7 +394,7 @@ def test_mixture_of_experts(tmp_path):
         build_trainer(tmp_path, model=tiny_experts())
     settings = {"steps_per_generation": 2, "router_aux_loss_coef": 0.0, "learning_rate": 0.01}
     trainer = build_trainer(tmp_path, model=tiny_experts(), **settings)
-    assert trainer._packing == "sdpa"
+    assert trainer.scorer.packing == "sdpa"
     before = trainable_weights(trainer.model)
     trainer.train()
     moved = {

@@ -17,11 +17,11 @@ import torch
 
 from ..data import build_prompt
 from ..objective import ScoreEstimator, group_scores
+from ..update.scorer import sequence_logps
 from .benchmarks import load_benchmark
 from .engines import TransformersEngine
 from .requests import render_prompt
 from .results import read_results
-from .scoring import completion_scores
 from .shards import merge_shards
 from .store import read_graded
 
@@ -29,22 +29,7 @@ from .store import read_graded
 LABELS = {"1": 1.0, "0": 0.0, "-": float("nan")}  # as `pacs-trl evaluate` writes grades
 
 
-def sequence_logps(model, rows: Sequence[tuple[list[int], list[int]]], *, batch_size: int = 64) -> torch.Tensor:
-    """
-    Log-probability of each completion given its prompt, in nats: the sum over its tokens.
-
-    Args:
-        model: Causal language model of transformers.
-        rows (sequence of pairs of `list[int]`): Tokens of the prompt (at least one) and of the completion.
-        batch_size (`int`): Rows per forward pass.
-
-    Returns:
-        float64 `torch.Tensor` of shape `(len(rows),)`; 0 for an empty completion.
-    """
-    sums = [logps.sum() for logps, _ in completion_scores(model, rows, batch_size=batch_size)]
-    return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.float64)
-
-
+@torch.no_grad()
 def critic_records(
     evaluation: Path,
     policy: str,
@@ -86,7 +71,7 @@ def critic_records(
         )
     grades, samples = read_graded(evaluation, name)
     engine = TransformersEngine.load(policy)
-    tokenizer, rows, labels = engine.tokenizer, [], []
+    tokenizer, prompts, completions, labels = engine.tokenizer, [], [], []
     for problem in loaded.problems:
         prompt = build_prompt(
             problem.problem, instruction=prompt_facts["instruction"], system_prompt=prompt_facts["system_prompt"]
@@ -96,11 +81,13 @@ def critic_records(
         for sample, grade in enumerate(grades[problem.id]):
             record = samples[problem.id, sample]
             end = [tokenizer.eos_token_id] if record["finish_reason"] == "stop" else []
-            rows.append((prompt_ids, tokenizer(record["completion"], add_special_tokens=False)["input_ids"] + end))
+            prompts.append(prompt_ids)
+            completions.append(tokenizer(record["completion"], add_special_tokens=False)["input_ids"] + end)
             labels.append(LABELS[grade])
-    proxies = pacs_beta * sequence_logps(engine.model, rows, batch_size=batch_size)
+    rows = {"prompt_ids": prompts, "completion_ids": completions, "batch_size": batch_size}
+    proxies = pacs_beta * sequence_logps(engine.model, **rows).cpu()
     engine.close()  # one model in memory at a time
-    proxies -= pacs_beta * sequence_logps(TransformersEngine.load(reference).model, rows, batch_size=batch_size)
+    proxies -= pacs_beta * sequence_logps(TransformersEngine.load(reference).model, **rows).cpu()
     scores = group_scores(proxies, torch.tensor(labels), num_generations=results["n"], score_estimator=score_estimator)
     places = [(problem.id, sample) for problem in loaded.problems for sample in range(results["n"])]
     return [

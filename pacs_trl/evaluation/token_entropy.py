@@ -5,9 +5,12 @@ Engines that sample do not give full distributions, so entropy is measured after
 
 from collections.abc import Sequence
 
-from .scoring import completion_scores
+import torch
+
+from ..update.scorer import score_rows
 
 
+@torch.no_grad()
 def completion_entropies(
     model, tokenizer, texts: Sequence[str], completions: Sequence[str], *, batch_size: int = 8
 ) -> list[float]:
@@ -26,5 +29,5 @@ def completion_entropies(
     prompt_ids, completion_ids = (
         [tokenizer(text, add_special_tokens=False)["input_ids"] for text in column] for column in (texts, completions)
     )
-    rows = list(zip(prompt_ids, completion_ids, strict=True))
-    return [entropies.mean().item() for _, entropies in completion_scores(model, rows, batch_size=batch_size)]
+    scores = score_rows(model, prompt_ids, completion_ids, batch_size=batch_size)
+    return [entropies.double().mean().item() for _, entropies in scores]

@@ -4,6 +4,7 @@ TRL returns a generation batch as tensors padded to its longest completion. Here
 [`Rollout`] without padding, so that rows can be dropped, reordered, moved to another process, and saved.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -144,23 +145,14 @@ def row_lengths(rollouts: list[Rollout]) -> RowLengths:
     return RowLengths([len(r.prompt_ids) for r in rollouts], [len(r.completion_ids) for r in rollouts])
 
 
-def _padded(rows: list[np.ndarray], fill, dtype: torch.dtype, side: str = "right") -> torch.Tensor:
-    width = max(len(row) for row in rows)
-    out = torch.full((len(rows), width), fill, dtype=dtype)
-    for i, row in enumerate(rows):
-        start = width - len(row) if side == "left" else 0
-        out[i, start : start + len(row)] = torch.from_numpy(np.ascontiguousarray(row)).to(dtype)
-    return out
-
-
 @dataclass
 class MicroBatch:
     """
-    Rows padded to a rectangle: prompts on the left to the longest of these prompts, completions on the right.
+    What is known of the completion tokens of some rows, padded on the right to the longest of these completions.
 
     Attributes:
-        input_ids, attention_mask (int64 `torch.Tensor` of shape `(B, P + T)`):
-            Prompts and completions.
+        rollouts (list of `B` [`Rollout`]):
+            The rows.
         loss_mask (bool `torch.Tensor` of shape `(B, T)`):
             Tokens that count.
         ref_logps, token_weights (float32 `torch.Tensor` of shape `(B, T)`):
@@ -169,33 +161,28 @@ class MicroBatch:
             See [`Rollout`]; NaN where a row has none.
     """
 
-    input_ids: torch.Tensor
-    attention_mask: torch.Tensor
+    rollouts: list[Rollout]
     loss_mask: torch.Tensor
     ref_logps: torch.Tensor
     token_weights: torch.Tensor
     sampling_logps: torch.Tensor
 
 
-def collate(rollouts: list[Rollout], pad_token_id: int, device: torch.device) -> MicroBatch:
-    """Pad rows to their own longest prompt and completion and move them to `device`."""
-    prompts, completions = [r.prompt_ids for r in rollouts], [r.completion_ids for r in rollouts]
-    zeros, ones = ([make(len(c), dtype=np.float32) for c in completions] for make in (np.zeros, np.ones))
-    ref_logps = [z if r.ref_logps is None else r.ref_logps for r, z in zip(rollouts, zeros, strict=True)]
-    weights = [o if r.token_weights is None else r.token_weights for r, o in zip(rollouts, ones, strict=True)]
-    sampling = [
-        o * np.nan if r.sampling_logps is None else r.sampling_logps for r, o in zip(rollouts, ones, strict=True)
-    ]
-    input_ids = [_padded(prompts, pad_token_id, torch.long, "left"), _padded(completions, pad_token_id, torch.long)]
-    attention_mask = [
-        _padded([np.ones(len(p)) for p in prompts], 0, torch.long, "left"),
-        _padded([np.ones(len(c)) for c in completions], 0, torch.long),
-    ]
+def collate(rollouts: list[Rollout], device: torch.device) -> MicroBatch:
+    """Pad rows to their own longest completion and move them to `device`."""
+
+    def padded(name: str, missing: float, dtype: torch.dtype) -> torch.Tensor:
+        rows = [getattr(row, name) for row in rollouts]
+        out = torch.full((len(rows), max(len(row.completion_ids) for row in rollouts)), missing, dtype=dtype)
+        for i, values in enumerate(rows):
+            if values is not None:
+                out[i, : len(values)] = torch.from_numpy(values)
+        return out.to(device)
+
     return MicroBatch(
-        input_ids=torch.cat(input_ids, dim=1).to(device),
-        attention_mask=torch.cat(attention_mask, dim=1).to(device),
-        loss_mask=_padded([r.loss_mask for r in rollouts], False, torch.bool).to(device),
-        ref_logps=_padded(ref_logps, 0.0, torch.float32).to(device),
-        token_weights=_padded(weights, 1.0, torch.float32).to(device),
-        sampling_logps=_padded(sampling, float("nan"), torch.float32).to(device),
+        rollouts,
+        loss_mask=padded("loss_mask", False, torch.bool),
+        ref_logps=padded("ref_logps", 0.0, torch.float32),
+        token_weights=padded("token_weights", 1.0, torch.float32),
+        sampling_logps=padded("sampling_logps", math.nan, torch.float32),
     )

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from torch.nn.utils.rnn import pad_sequence
 
 from ..objective import (
     actor_coefficients,
@@ -39,6 +40,7 @@ from ..rollouts.rows import FILLER, MicroBatch, Rollout, collate, row_lengths
 from .metrics import critic_metrics
 from .microbatching import Plan, plan_micro_batches, plan_tokens
 from .sampling_correction import correction_weights, merge_statistics, mismatch_metrics, mismatch_statistics
+from .scorer import Scorer, Scores
 
 
 @dataclass
@@ -129,35 +131,28 @@ class PolicyUpdate:
             Settings of the objective and of the micro-batches.
         accelerator ([`~accelerate.Accelerator`]):
             Runs the backward pass and reduces over processes.
-        score (`Callable`):
-            `score(model, micro_batch) -> (logps, entropies)`, both `(B, T)`, differentiable in `logps`.
+        scorer ([`Scorer`]):
+            Of the policy.
         num_generations (`int`):
             `G`; differs between training and evaluation.
-        pad_token_id (`int`):
-            Fills the padding of micro-batches.
-        padded (`bool`):
-            Whether `score` computes padding; decides how micro-batches are composed.
         score_kl_reference (`Callable`, *optional*):
-            `score_kl_reference(model, micro_batch) -> logps` of the policy that the KL term (`args.beta`) refers to.
+            [`Scorer.score`] under the policy that the KL term (`args.beta`) refers to.
     """
 
     def __init__(
         self,
         args: PACSConfig,
         accelerator: Accelerator,
-        score: Callable[[torch.nn.Module, MicroBatch], tuple[torch.Tensor, torch.Tensor]],
+        scorer: Scorer,
         *,
         num_generations: int,
-        pad_token_id: int,
-        padded: bool,
-        score_kl_reference: Callable[[torch.nn.Module, MicroBatch], torch.Tensor] | None = None,
+        score_kl_reference: Callable[..., Scores] | None = None,
     ):
         self.args = args
         self.accelerator = accelerator
-        self.score = score
+        self.scorer = scorer
         self.num_generations = num_generations
-        self.pad_token_id = pad_token_id
-        self.padded = padded
+        self.padded = scorer.packing is None
         self.score_kl_reference = score_kl_reference
         self.objective = {
             "num_generations": num_generations,
@@ -181,7 +176,11 @@ class PolicyUpdate:
 
     def _collate(self, step: StepRollouts, rows: list[int]) -> MicroBatch:
         rollouts = [step.rollouts[i] for i in rows] or [FILLER]
-        return collate(rollouts, self.pad_token_id, self.accelerator.device)
+        return collate(rollouts, self.accelerator.device)
+
+    def _score(self, score: Callable[..., Scores], model, micro_batch: MicroBatch) -> Scores:
+        rows = micro_batch.rollouts
+        return score(model, [row.prompt_ids for row in rows], [row.completion_ids for row in rows])
 
     def _own_micro_batches(self, plan: Plan) -> list[list[int]]:
         # Without any row there is still one forward and backward pass, of a filler: gradients must exist and be zero.
@@ -191,9 +190,10 @@ class PolicyUpdate:
     def score_reference(self, model, step: StepRollouts) -> None:
         """Fill in `ref_logps` of the rows this process learns from, with the weights `model` has now."""
         for rows in self._own_micro_batches(step.plan):
-            logps, _ = self.score(model, self._collate(step, rows))
-            for i, row_logps in zip(rows, logps.float().cpu().numpy(), strict=False):
-                step.rollouts[i].ref_logps = row_logps[: len(step.rollouts[i].completion_ids)].copy()
+            logps = self._score(self.scorer.score, model, self._collate(step, rows)).logps
+            on_cpu = torch.cat(logps).cpu().split(list(map(len, logps)))  # one transfer
+            for i, row_logps in zip(rows, on_cpu, strict=False):
+                step.rollouts[i].ref_logps = row_logps.numpy().copy()
 
     def keep_correction(self, step: StepRollouts) -> None:
         """Fix the token weights for later updates, while `ref_logps` are those of the policy that generated."""
@@ -210,7 +210,7 @@ class PolicyUpdate:
         found = _RowValues(len(step.rollouts), self.accelerator)
         for rows in self._own_micro_batches(step.plan):
             micro_batch = self._collate(step, rows)
-            logps, entropies = self.score(model, micro_batch)
+            logps, entropies = self._score(self.scorer.score, model, micro_batch).padded()
             found.add(rows, self._proxies(logps, micro_batch), entropies, micro_batch.loss_mask)
         return found.reduce()
 
@@ -284,7 +284,7 @@ class PolicyUpdate:
         for k, rows in enumerate(micro_batches):
             with self._synchronize_gradients(model, last=k == len(micro_batches) - 1):
                 micro_batch = self._collate(step, rows)
-                logps, entropies = self.score(model, micro_batch)
+                logps, entropies = self._score(self.scorer.score, model, micro_batch).padded()
                 row_proxies = self._proxies(logps, micro_batch)
                 if not rows:
                     row_factors = torch.zeros(1)
@@ -334,7 +334,7 @@ class PolicyUpdate:
             found = _RowValues(len(step.rollouts), self.accelerator)
             for rows in self._own_micro_batches(self._plan_rows(step, left_out)):
                 micro_batch = self._collate(step, rows)
-                logps, entropies = self.score(model, micro_batch)
+                logps, entropies = self._score(self.scorer.score, model, micro_batch).padded()
                 found.add(rows, logps[:, 0], entropies, micro_batch.loss_mask)
             return found.reduce()[1].entropy
         return 0.0
@@ -393,7 +393,7 @@ class PolicyUpdate:
         if self.args.beta == 0 or self.score_kl_reference is None:
             return logps.new_zeros(())
         with torch.no_grad():
-            log_ratio = self.score_kl_reference(model, micro_batch)
+            log_ratio = pad_sequence(self._score(self.score_kl_reference, model, micro_batch).logps, batch_first=True)
         log_ratio = log_ratio - logps
         return (torch.exp(log_ratio) - log_ratio - 1).masked_fill(~micro_batch.loss_mask, 0.0).sum()
 

@@ -270,16 +270,18 @@ def exchanged_in_bf16(rank, directory):
     """PACS by itself, and the baselines from a recipe, under bf16: what crosses FSDP2's borders in which precision."""
     logps = []
 
-    class Watched(PACSTrainer):
-        def _score(self, model, micro_batch):
-            scored = super()._score(model, micro_batch)
-            logps.append(scored[0])
-            return scored
-
     recorder = Recorder()
-    more = {"callbacks": [recorder]}
     settings = {**EIGHTH, **FSDP_SETTINGS, "bf16": True}
-    build_trainer(directory, replay=Replay(), trainer_class=Watched, more=more, **settings).train()
+    trainer = build_trainer(directory, replay=Replay(), more={"callbacks": [recorder]}, **settings)
+    score = trainer.scorer.score
+
+    def watched(*rows):
+        scores = score(*rows)
+        logps.extend(scores.logps)
+        return scores
+
+    trainer.scorer.score = watched
+    trainer.train()
     if rank == 0:
         tiny_model().save_pretrained(directory / "model")
         TOKENIZER.save_pretrained(directory / "model")

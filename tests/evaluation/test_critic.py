@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pacs_trl.evaluation.arguments import EvaluationArguments
-from pacs_trl.evaluation.critic import critic_records, main, sequence_logps
+from pacs_trl.evaluation.critic import critic_records, main
 from pacs_trl.evaluation.evaluate import evaluate
 
 
@@ -26,17 +26,6 @@ def policy(checkpoint, boxing_model, tmp_path_factory):
 def logp_alone(model, prompt, completion):
     logps = model.double()(torch.tensor([prompt + completion])).logits[0].log_softmax(-1)
     return sum(logps[len(prompt) - 1 + t, token].item() for t, token in enumerate(completion))
-
-
-def test_sums_over_the_completion_only(boxing_model):
-    model, _ = boxing_model
-    rows = [([5, 6], [7, 8, 9]), ([5, 6, 7, 8], [9]), ([3], [])]
-    found = sequence_logps(model, rows, batch_size=2)
-    reference = AutoModelForCausalLM.from_config(model.config)
-    reference.load_state_dict(model.state_dict())
-    expected = [logp_alone(reference, *row) for row in rows]
-    assert found.tolist() == pytest.approx(expected, abs=1e-4) and found[2] == 0
-    assert sequence_logps(model, []).shape == (0,)
 
 
 def test_scores_of_an_evaluation(arguments, checkpoint, policy, sums, verifier, tmp_path, capsys):

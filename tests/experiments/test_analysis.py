@@ -14,10 +14,10 @@ from experiments.gradient_variance import (
     group_gradients,
     largest_share,
     noise_share,
-    sequence_logps,
 )
 from pacs_trl.miniature.model import build_model
 from pacs_trl.update.reference import SnapshotReference
+from pacs_trl.update.scorer import sequence_logps
 
 
 def test_noise_share_of_two_gradients_by_hand():
@@ -52,24 +52,23 @@ def test_references_are_settings_of_the_recipe():
 def groups(tokenizer):
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, 200, (24, 12), generator=generator)
-    attention_mask = torch.ones_like(ids)
-    attention_mask[3, 10:] = 0
-    completion_mask = attention_mask.clone()
-    completion_mask[:, :5] = 0
+    prompts, completions = ids[:, :5].tolist(), ids[:, 5:].tolist()
+    completions[3] = completions[3][:5]
     labels = (torch.rand(24, generator=generator) < 0.5).float()
     labels[8:16] = 0.0  # a group of one class
-    return build_model(tokenizer, "tiny").eval(), Batch(ids, attention_mask, completion_mask, labels)
+    return build_model(tokenizer, "tiny").eval(), Batch(prompts, completions, labels)
 
 
 def test_sequence_logps_against_a_loop(groups):
     model, batch = groups
     with torch.no_grad():
-        logps = sequence_logps(model, batch, slice(2, 4))
+        logps = sequence_logps(model, *batch.rows(slice(2, 4)))
         for row, length in ((2, 12), (3, 10)):
-            total = 0.0
+            ids, total = batch.prompt_ids[row] + batch.completion_ids[row], 0.0
+            assert len(ids) == length
             for t in range(5, length):
-                logits = model(input_ids=batch.input_ids[row : row + 1, :t]).logits[0, -1]
-                total += logits.double().log_softmax(-1)[batch.input_ids[row, t]].item()
+                logits = model(input_ids=torch.tensor([ids[:t]])).logits[0, -1]
+                total += logits.double().log_softmax(-1)[ids[t]].item()
             assert logps[row - 2].item() == pytest.approx(total, rel=1e-5)
 
 

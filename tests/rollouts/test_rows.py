@@ -16,6 +16,7 @@ from pacs_trl.rollouts.rows import (
     to_state,
     unpad_rollouts,
 )
+from pacs_trl.update.scorer import rectangle
 
 
 def scored_batch(**more):
@@ -53,8 +54,8 @@ def test_completion_that_was_cut_off_and_masked_loses_its_label():
 def test_log_probabilities_of_the_engine():
     rows = unpad_rollouts(scored_batch(sampling_per_token_logps=torch.tensor([[-0.5, -2.0, 9.0], [-3.0, 9.0, 9.0]])))
     assert [row.sampling_logps.tolist() for row in rows] == [[-0.5, -2.0], [-3.0]]
-    assert collate(rows, 0, torch.device("cpu")).sampling_logps[0].tolist() == [-0.5, -2.0]
-    (without,) = collate(unpad_rollouts(scored_batch())[:1], 0, torch.device("cpu")).sampling_logps.tolist()
+    assert collate(rows, torch.device("cpu")).sampling_logps[0].tolist() == [-0.5, -2.0]
+    (without,) = collate(unpad_rollouts(scored_batch())[:1], torch.device("cpu")).sampling_logps.tolist()
     assert all(map(math.isnan, without))
 
 
@@ -71,28 +72,32 @@ def row(prompt, completion, **more):
 def test_micro_batch_is_trimmed_to_its_own_rows():
     first = row([5], [20, 21], ref_logps=np.array([-1.0, -2.0], dtype=np.float32))
     second = row([6, 7, 8], [30], token_weights=np.array([0.5], dtype=np.float32))
-    batch = collate([first, second], pad_token_id=9, device=torch.device("cpu"))
-    assert batch.input_ids.tolist() == [[9, 9, 5, 20, 21], [6, 7, 8, 30, 9]]
-    assert batch.attention_mask.tolist() == [[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]]
+    batch = collate([first, second], torch.device("cpu"))
+    assert batch.rollouts == [first, second]
     assert batch.loss_mask.tolist() == [[True, True], [True, False]]
     assert batch.ref_logps.tolist() == [[-1.0, -2.0], [0.0, 0.0]]
     assert batch.token_weights.tolist() == [[1.0, 1.0], [0.5, 1.0]]
-    assert batch.input_ids.dtype == batch.attention_mask.dtype == torch.long
     assert batch.loss_mask.dtype == torch.bool and batch.ref_logps.dtype == torch.float32
 
 
 def test_collating_undoes_unpadding():
     batch = scored_batch(tool_mask=torch.tensor([[1, 0, 1], [1, 1, 1]]))
-    micro_batch = collate(unpad_rollouts(batch), pad_token_id=0, device=torch.device("cpu"))
+    micro_batch = collate(unpad_rollouts(batch), torch.device("cpu"))
     width = micro_batch.loss_mask.shape[1]
-    assert torch.equal(micro_batch.input_ids[:, -width:], batch["completion_ids"][:, :width])
-    assert torch.equal(micro_batch.input_ids[:, :-width], batch["prompt_ids"])
+    rows = micro_batch.rollouts
+    input_ids, _ = rectangle([row.prompt_ids for row in rows], [row.completion_ids for row in rows], pad_token_id=0)
+    assert torch.equal(input_ids[:, -width:], batch["completion_ids"][:, :width])
+    assert torch.equal(input_ids[:, :-width], batch["prompt_ids"])
     assert torch.equal(micro_batch.loss_mask, (batch["completion_mask"] * batch["tool_mask"])[:, :width].bool())
 
 
 def test_filler_is_a_forward_pass_that_counts_for_nothing():
-    batch = collate([FILLER], pad_token_id=0, device=torch.device("cpu"))
-    assert batch.input_ids.shape == (1, 2) and not batch.loss_mask.any() and math.isnan(FILLER.label)
+    batch = collate([FILLER], torch.device("cpu"))
+    assert (
+        rectangle([FILLER.prompt_ids], [FILLER.completion_ids], 0)[0].shape == (1, 2)
+        and not batch.loss_mask.any()
+        and math.isnan(FILLER.label)
+    )
 
 
 def test_state_survives_saving(tmp_path):

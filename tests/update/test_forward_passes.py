@@ -31,20 +31,15 @@ def test_forward_passes_are_those_of_the_trainer(tmp_path, settings):
     lora = {"peft_config": LoraConfig(r=2, target_modules="all-linear")}  # the KL term needs no second model
     sizes = {"steps_per_generation": 2, "max_steps": 2 * iterations}
     trainer = build_trainer(tmp_path, replay=Replay(uniform_groups=0), more=lora, **sizes, **settings)
-    cost = 0
+    # also of the reference of the KL term, which is the model without its adapter
+    cost, score = 0, trainer.scorer.score
 
-    def counted(score, price):
-        def spy(model, batch):
-            nonlocal cost
-            cost += price() * len(batch.input_ids)
-            return score(model, batch)
+    def counted(model, prompt_ids, completion_ids):
+        nonlocal cost
+        cost += (3 if torch.is_grad_enabled() else 1) * len(prompt_ids)
+        return score(model, prompt_ids, completion_ids)
 
-        return spy
-
-    update = trainer._update
-    update.score = counted(update.score, lambda: 3 if torch.is_grad_enabled() else 1)
-    if update.score_kl_reference is not None:
-        update.score_kl_reference = counted(update.score_kl_reference, lambda: 1)
+    trainer.scorer.score = counted
     trainer.train()
     planned = training_forward_equivalents(
         "pacs",

@@ -32,15 +32,11 @@ class WeightedTokens(PACSTrainer):
         output = super()._generate_and_score_completions(inputs)
         generation = self._step // (self.args.steps_per_generation * self.num_iterations)
         rows = self.rollout_replay.rows(generation, len(inputs))
+        logps = torch.zeros_like(output["completion_ids"], dtype=torch.float32)
         with torch.no_grad():
-            logps, _, _ = self._get_per_token_logps_and_entropies(
-                self.model,
-                torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1),
-                torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1),
-                output["completion_ids"].size(1),
-            )
+            scores = self.scorer.score(self.model, [r.prompt_ids for r in rows], [r.completion_ids for r in rows])
         for i, row in enumerate(rows):
-            logps[i, : len(row.token_weights)] -= torch.tensor(row.token_weights).log()
+            logps[i, : len(row.token_weights)] = scores.logps[i] - torch.tensor(row.token_weights).log()
         output["sampling_per_token_logps"] = logps
         return output
 

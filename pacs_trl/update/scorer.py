@@ -1,0 +1,214 @@
+"""Forward passes over rows: the only place where prompts and completions go in and log-probabilities come out.
+
+Rows of a micro-batch are packed into one long row without padding where the model allows it (see `packing.py`), else padded
+to a rectangle. Either way the fused head computes log-probabilities in tiles and keeps one number per token: the logits of 64
+rows of 8,192 tokens over 151,936 words would take 319 GB in float32.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from peft import PeftModel
+from torch.nn.utils.rnn import pad_sequence
+from trl.trainer.utils import add_fused_lm_head
+
+from .packing import packed_attention, packing_backend
+
+
+class Scores(NamedTuple):
+    """Of the completion tokens of each row, one float32 tensor of shape `(C,)` in nats; no entropies if the head gives none."""
+
+    logps: list[torch.Tensor]
+    entropies: list[torch.Tensor]
+
+    def padded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same as two tensors of shape `(B, T)`, 0 behind the end of a row."""
+        return pad_sequence(self.logps, batch_first=True), pad_sequence(self.entropies, batch_first=True)
+
+    @classmethod
+    def of(cls, outputs, split: Callable[[torch.Tensor], list[torch.Tensor]]) -> "Scores":
+        return cls(split(outputs.log_probs), [] if outputs.entropy is None else split(outputs.entropy))
+
+
+class Scorer:
+    """
+    Scores completions under a model with TRL's fused head, which TRL's trainers put on theirs ([`fused_head`] on others).
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            The model before it is wrapped for distributed training.
+        device (`torch.device`):
+            Where the passes run.
+        pad_token_id (`int`, *optional*, defaults to `0`):
+            Fills the padding of a rectangle.
+        padding_free (`str`, *optional*, defaults to `"auto"`):
+            `"auto"` packs rows where the model allows it, `"always"` insists on it, `"never"` pads. `packing` says what
+            came of it.
+        autocast (`Callable`, *optional*):
+            Makes the context of a forward pass.
+
+    Raises:
+        `ValueError`: if `padding_free="always"` and the rows of this model cannot be packed.
+    """
+
+    def __init__(
+        self,
+        model,
+        device: torch.device,
+        *,
+        pad_token_id: int = 0,
+        padding_free: str = "auto",
+        autocast: Callable[[], AbstractContextManager] = nullcontext,
+    ):
+        prompt_learning = isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
+        base = model.get_base_model() if isinstance(model, PeftModel) else model
+        self.config = base.config
+        self.packing = packing_backend(base) if padding_free != "never" and not prompt_learning else None
+        self.device = device
+        self.pad_token_id = pad_token_id
+        self.autocast = autocast
+        if padding_free == "always" and self.packing is None:
+            raise ValueError(
+                "padding_free='always' needs a model with plain causal attention in all layers, loaded with "
+                f"attn_implementation 'sdpa', 'flash_attention_2' or 'flash_attention_3'; this one is a "
+                f"{type(base).__name__} with {self.config._attn_implementation!r}. Use padding_free='auto'."
+            )
+
+    def attention(self) -> AbstractContextManager:
+        """Goes around a forward pass and its backward pass: gradient checkpointing runs the forward again there."""
+        return packed_attention(self.config, self.packing)
+
+    def score(self, model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]) -> Scores:
+        """
+        Log-probabilities of given completions, and the entropies of the distributions they were drawn from.
+
+        Args:
+            model:
+                The model, wrapped or not.
+            prompt_ids, completion_ids (sequences of `B` sequences of `int`):
+                Tokens of each row without padding: at least one of the prompt, of the completion possibly none.
+
+        Returns:
+            [`Scores`], differentiable in the log-probabilities where gradients are enabled.
+        """
+        rows = [
+            np.asarray(ids, dtype=np.int64) for pair in zip(prompt_ids, completion_ids, strict=True) for ids in pair
+        ]
+        with self.autocast(), self.attention():
+            return (self._padded if self.packing is None else self._packed)(model, rows[::2], rows[1::2])
+
+    def _packed(self, model, prompts: list[np.ndarray], completions: list[np.ndarray]) -> Scores:
+        parts = [part for row in zip(prompts, completions, strict=True) for part in row]
+        lengths = [len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True)]
+        ids = np.concatenate(parts)
+        labels = np.concatenate([part if i % 2 else np.full_like(part, -100) for i, part in enumerate(parts)])
+        starts = np.cumsum([0, *lengths])
+        labels[starts[:-1]] = -100  # the first token of a row is not predicted by the last token of the row before it
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        if self.packing == "flash":
+            boundaries = torch.tensor(starts, dtype=torch.int32, device=self.device)
+            attention = {
+                "cu_seq_lens_q": boundaries,
+                "cu_seq_lens_k": boundaries,
+                "max_length_q": max(lengths),
+                "max_length_k": max(lengths),
+            }
+        else:
+            attention = {"packed_lengths": lengths}
+        ids, positions, labels = (torch.from_numpy(x)[None].to(self.device) for x in (ids, positions, labels))
+        outputs = model(
+            input_ids=ids,
+            attention_mask=None,
+            position_ids=positions,
+            labels=labels,
+            fused_lm_head=True,
+            **attention,
+        )
+
+        def unpack(values: torch.Tensor) -> list[torch.Tensor]:  # (1, N - 1): the value for token j stands at j - 1
+            return list(F.pad(values[0], (1, 0)).split([len(part) for part in parts])[1::2])
+
+        return Scores.of(outputs, unpack)
+
+    def _padded(self, model, prompts: list[np.ndarray], completions: list[np.ndarray]) -> Scores:
+        ids, mask = (x.to(self.device) for x in rectangle(prompts, completions, self.pad_token_id))
+        width = max(map(len, prompts))
+        labels = ids.masked_fill(mask == 0, -100)
+        labels[:, :width] = -100
+        outputs = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
+
+        def unpad(values: torch.Tensor) -> list[torch.Tensor]:  # (B, P + T - 1): the value for token j stands at j - 1
+            return [row[: len(tokens)] for row, tokens in zip(values[:, width - 1 :], completions, strict=True)]
+
+        return Scores.of(outputs, unpad)
+
+
+def rectangle(
+    prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], pad_token_id: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Ids and attention mask of rows, int64 of shape `(B, P + T)`: prompts end and completions begin in the same column, each
+    padded to the longest of these rows.
+    """
+    width, length = max(map(len, prompts)), max(map(len, completions))
+    ids = torch.full((len(prompts), width + length), pad_token_id)
+    mask = torch.zeros_like(ids)
+    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        row = slice(width - len(prompt), width + len(completion))
+        ids[i, row] = torch.from_numpy(np.concatenate([prompt, completion]))
+        mask[i, row] = 1
+    return ids, mask
+
+
+@contextmanager
+def fused_head(model, temperature: float = 1.0) -> Iterator[None]:
+    """Inside the context a [`Scorer`] can score `model`, which no trainer of TRL has prepared; afterwards it is as before."""
+    patched = model.__dict__.get("forward")  # by a trainer, say
+    add_fused_lm_head(model, temperature, outputs=("log_probs", "entropy"))
+    try:
+        yield
+    finally:
+        del model.forward
+        if patched is not None:
+            model.forward = patched
+
+
+def score_rows(
+    model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]], *, batch_size: int = 64
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """
+    Log-probabilities and entropies of completions under a model that nobody trains here, at temperature 1.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Causal language model; unchanged afterwards.
+        prompt_ids, completion_ids (sequences of sequences of `int`):
+            See [`Scorer.score`].
+        batch_size (`int`, *optional*, defaults to `64`):
+            Rows per forward pass.
+
+    Yields:
+        Of each row, two float32 `torch.Tensor` of shape `(C,)` in nats.
+    """
+    scorer = Scorer(model, model.device)
+    for start in range(0, len(prompt_ids), batch_size):
+        some = slice(start, start + batch_size)
+        with fused_head(model):
+            scores = scorer.score(model, prompt_ids[some], completion_ids[some])
+        yield from zip(*scores, strict=True)
+
+
+def sequence_logps(
+    model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]], *, batch_size: int = 64
+) -> torch.Tensor:
+    """
+    Log-probability of each completion given its prompt, in nats: the sum over its tokens, 0 for an empty completion.
+
+    Arguments as of [`score_rows`]. Returns a float64 `torch.Tensor` of shape `(B,)`, differentiable where gradients are enabled.
+    """
+    sums = [logps.double().sum() for logps, _ in score_rows(model, prompt_ids, completion_ids, batch_size=batch_size)]
+    return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.float64)

@@ -1,0 +1,358 @@
+"""Rows that share a forward pass, packed or padded, give the log-probabilities, entropies and gradients of rows that stand
+alone; which models are packed; what models are left like; and that no tensor of the size of the logits is ever made."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from replay import TOKENIZER, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
+from trl.trainer.utils import add_fused_lm_head
+
+from experiments.gradient_variance import Batch, group_gradients
+from pacs_trl.evaluation.token_entropy import completion_entropies
+from pacs_trl.update.packing import PACKED_SDPA, packed_attention, packing_backend
+from pacs_trl.update.scorer import Scorer, fused_head, rectangle, score_rows, sequence_logps
+
+
+# float32 noise of sums in another order
+TIGHT = {"rtol": 1e-5, "atol": 2e-6}
+
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
+COMPLETIONS = [[20, 21], [30, 31, 32, 33], [40]]
+
+
+def alone(model, prompt, completion):
+    """Log-probabilities and entropies of one row's completion from plain logits."""
+    logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].float()
+    logps = logits.log_softmax(dim=-1)
+    return logps.gather(1, torch.tensor(completion)[:, None])[:, 0], -(logps.exp() * logps).sum(dim=-1)
+
+
+CPU = torch.device("cpu")
+
+
+def packed(model, prompts=PROMPTS, completions=COMPLETIONS):
+    scorer = Scorer(model, CPU)
+    assert scorer.packing == "sdpa"
+    return scorer.score(model, prompts, completions)
+
+
+def with_fused_head(model):
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    return model
+
+
+@pytest.mark.parametrize("padding_free", ["always", "never"])
+def test_rows_equal_rows_alone(padding_free):
+    model = with_fused_head(tiny_model())
+    with torch.no_grad():
+        scores = Scorer(model, CPU, padding_free=padding_free).score(model, PROMPTS, COMPLETIONS)
+        for logps, entropies, prompt, completion in zip(*scores, PROMPTS, COMPLETIONS, strict=True):
+            expected_logps, expected_entropies = alone(model, prompt, completion)
+            torch.testing.assert_close(logps, expected_logps, **TIGHT)
+            torch.testing.assert_close(entropies, expected_entropies, **TIGHT)
+            assert logps.dtype == entropies.dtype == torch.float32
+    for rows, padded in zip(scores, scores.padded(), strict=True):
+        assert padded.shape == (3, 4) and padded.dtype == torch.float32
+        for i, row in enumerate(rows):
+            assert torch.equal(padded[i, : len(row)], row) and (padded[i, len(row) :] == 0).all()
+
+
+@pytest.mark.parametrize("padding_free", ["always", "never"])
+def test_completions_without_tokens(padding_free):
+    model = with_fused_head(tiny_model())
+    scorer = Scorer(model, CPU, padding_free=padding_free)
+    logps, entropies = scorer.score(model, PROMPTS, [[], [30], []])
+    assert [len(row) for row in logps] == [len(row) for row in entropies] == [0, 1, 0]
+    torch.testing.assert_close(logps[1], alone(model, PROMPTS[1], [30])[0], **TIGHT)
+    assert scorer.score(model, [[5]], [[]]).logps[0].shape == (0,)
+
+
+def test_a_row_does_not_see_the_others():
+    model = with_fused_head(tiny_model())
+    with torch.no_grad():
+        first, _ = packed(model)
+        other, _ = packed(model, [PROMPTS[0], [99], [98] * 5], [COMPLETIONS[0], [97] * 4, [96]])
+    assert torch.equal(first[0], other[0])
+
+
+@pytest.mark.parametrize("padding_free", ["always", "never"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradient_equals_that_of_rows_alone(checkpointing, padding_free):
+    model = with_fused_head(tiny_model())
+    factors = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    scorer = Scorer(model, CPU, padding_free=padding_free)
+    with scorer.attention():
+        logps, _ = scorer.score(model, PROMPTS, COMPLETIONS).padded()
+        (logps * factors).sum().backward()  # inside: checkpointing runs the forward again
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    for i, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
+        (alone(model, prompt, completion)[0] * factors[i, : len(completion)]).sum().backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_attention_dropout_is_that_of_padded_rows():
+    """One row, so that the same random numbers fall on the same weights; without dropout another result."""
+    model = with_fused_head(tiny_model(attention_dropout=0.5)).train()
+    row = PROMPTS[2:], COMPLETIONS[1:2]
+    with torch.no_grad():
+        torch.manual_seed(0)
+        found, _ = packed(model, *row)
+        torch.manual_seed(0)
+        expected, _ = alone(model, PROMPTS[2], COMPLETIONS[1])
+        without, _ = packed(model.eval(), *row)
+    torch.testing.assert_close(found[0], expected, **TIGHT)
+    assert (found[0] - without[0]).abs().max() > 0.01
+
+
+def test_entropies_only_where_the_head_gives_them():
+    model = tiny_model()
+    add_fused_lm_head(model)  # as TRL does to the reference of the KL term
+    assert packed(model).entropies == []
+
+
+def test_attention_is_restored():
+    config = tiny_model().config
+    with pytest.raises(KeyError), packed_attention(config, "sdpa"):
+        assert config._attn_implementation == PACKED_SDPA
+        with packed_attention(config, "sdpa"):
+            pass
+        assert config._attn_implementation == PACKED_SDPA
+        raise KeyError
+    assert config._attn_implementation == "sdpa"
+    with packed_attention(config, "flash"):
+        assert config._attn_implementation == "sdpa"
+
+
+SMALL = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GPT = {"vocab_size": 128, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def build(name, **settings):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**(SMALL | settings))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim > 1:
+                p.normal_(0, 0.2)
+    return model
+
+
+PACKABLE = {
+    "Llama": {},
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 8},
+    "Qwen3Moe": {**EXPERTS, "head_dim": 8},
+    "Gemma": {"head_dim": 8},
+    "Phi3": {},
+    "Olmo2": {},
+    "SmolLM3": {},
+    "Granite": {},
+    "Cohere": {},
+    "GPTNeoX": {},
+    "GPT2": GPT,
+    "OPT": {"ffn_dim": 64, "word_embed_proj_dim": 32},
+}
+
+
+@pytest.mark.parametrize(("name", "settings"), PACKABLE.items(), ids=PACKABLE)
+def test_architectures_that_pack(name, settings):
+    model = with_fused_head(build(name, **settings))
+    with torch.no_grad():
+        for logps, prompt, completion in zip(packed(model).logps, PROMPTS, COMPLETIONS, strict=True):
+            ids = torch.tensor([prompt + completion])
+            expected = model(ids, labels=ids, fused_lm_head=True).log_probs[0, -len(completion) :]
+            torch.testing.assert_close(logps, expected, rtol=1e-4, atol=1e-4)
+
+
+WINDOW = {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True, "sliding_window": 4}
+PADDED = {
+    "sliding windows": ("Mistral", {"sliding_window": 4}),
+    "some layers with windows": ("Qwen3", {"head_dim": 8, **WINDOW}),
+    "soft-capped attention": ("Gemma2", {"head_dim": 8, "layer_types": ["full_attention"] * 2}),
+    "convolutions": ("Lfm2", {"layer_types": ["conv", "full_attention"]}),
+    "masks made by the layers": ("Doge", {}),
+}
+
+
+@pytest.mark.parametrize(("name", "settings"), PADDED.values(), ids=PADDED)
+def test_architectures_that_are_padded(name, settings):
+    assert packing_backend(build(name, **settings)) is None
+
+
+def test_backend_follows_the_attention_implementation():
+    model = tiny_model()
+    for implementation, backend in {
+        "sdpa": "sdpa",
+        "eager": None,
+        "flex_attention": None,
+        "flash_attention_2": "flash",
+        "flash_attention_3": "flash",
+    }.items():
+        model.config._attn_implementation = implementation
+        assert packing_backend(model) == backend
+
+
+def test_flash_kernels_get_row_boundaries_and_lengths():
+    """Without them, every layer would ask the device where the rows end."""
+    seen = {}
+
+    class Model:
+        def __call__(self, **kwargs):
+            seen.update(kwargs)
+            number = kwargs["input_ids"].shape[1] - 1
+            return type("Output", (), {"log_probs": torch.arange(number).float()[None], "entropy": None})()
+
+    model = tiny_model()
+    model.config._attn_implementation = "flash_attention_2"
+    logps, _ = Scorer(model, CPU).score(Model(), PROMPTS, COMPLETIONS)
+    assert seen["cu_seq_lens_q"].tolist() == seen["cu_seq_lens_k"].tolist() == [0, 5, 10, 16]
+    assert seen["cu_seq_lens_q"].dtype == torch.int32 and seen["max_length_q"] == seen["max_length_k"] == 6
+    assert seen["attention_mask"] is None
+    assert seen["position_ids"].tolist() == [[0, 1, 2, 3, 4] * 2 + [0, 1, 2, 3, 4, 5]]
+    # rows are 5 6 7|20 21, 8|30..33, 9..13|40; only completions are labels, never the first token of a row
+    assert seen["labels"].tolist() == [[-100] * 3 + [20, 21] + [-100] + [30, 31, 32, 33] + [-100] * 5 + [40]]
+    # the value for token j stands at j - 1: tokens 3, 4 of row one, 6..9 of row two, 15 of row three
+    assert [row.tolist() for row in logps] == [[2, 3], [5, 6, 7, 8], [14]]
+
+
+@pytest.mark.parametrize("padding_free", ["always", "never"])
+def test_tokenizer_pads_with_a_token_that_rows_may_contain(padding_free):
+    """Padding is found by the mask, never by the token."""
+    model = with_fused_head(tiny_model())
+    completions = [[TOKENIZER.pad_token_id, 21], *COMPLETIONS[1:]]
+    scorer = Scorer(model, CPU, pad_token_id=TOKENIZER.pad_token_id, padding_free=padding_free)
+    with torch.no_grad():
+        logps, _ = scorer.score(model, PROMPTS, completions)
+        torch.testing.assert_close(logps[0], alone(model, PROMPTS[0], completions[0])[0], **TIGHT)
+
+
+def test_rectangle_is_trimmed_to_its_own_rows():
+    rows = [[np.array(ids) for ids in part] for part in ([[5], [6, 7, 8]], [[20, 21], [30]])]
+    ids, mask = rectangle(*rows, pad_token_id=9)
+    assert ids.tolist() == [[9, 9, 5, 20, 21], [6, 7, 8, 30, 9]]
+    assert mask.tolist() == [[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]]
+    assert ids.dtype == mask.dtype == torch.long
+
+
+# Models of others, and the size of what is computed ---------------------------------------------------------------------
+
+NUM_ROWS, NUM_TOKENS, NUM_WORDS = 8, 40, 3_000
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation gives, views included, forward and backward."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.elements = max(self.elements, *sizes, 0)
+        return result
+
+
+@pytest.fixture
+def wide_model(monkeypatch):
+    """A model with more words than anything else, and tiles of the fused head in proportion."""
+    monkeypatch.setattr("trl.kernels.chunked_logprob.TOKEN_CHUNK_SIZE", 32)
+    monkeypatch.setattr("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", 512)
+    config = transformers.Qwen3Config(
+        vocab_size=NUM_WORDS,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=8,
+    )
+    return transformers.Qwen3ForCausalLM(config).eval()
+
+
+def numbers(text, add_special_tokens):
+    return {"input_ids": [int(word) for word in text.split()]}
+
+
+ROWS = torch.randint(0, NUM_WORDS, (NUM_ROWS, NUM_TOKENS), generator=torch.Generator().manual_seed(0)).tolist()
+TEXTS = [" ".join(map(str, row)) for row in ROWS]
+HEADS, TAILS = [row[:1] for row in ROWS], [row[1:] for row in ROWS]
+
+
+def gradients(model):
+    labels = torch.tensor([1.0, 0.0] * (NUM_ROWS // 2))
+    return group_gradients(model, Batch(HEADS, TAILS, labels), torch.zeros(NUM_ROWS))
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        torch.no_grad()(lambda model: sequence_logps(model, HEADS, TAILS)),
+        lambda model: completion_entropies(model, numbers, ["1 2"] * NUM_ROWS, TEXTS, batch_size=NUM_ROWS),
+        gradients,
+    ],
+    ids=["critic", "token entropy", "gradient variance"],
+)
+def test_no_tensor_has_the_size_of_the_logits(wide_model, score):
+    logits = NUM_ROWS * (NUM_TOKENS - 1) * NUM_WORDS
+    with LargestTensor() as largest, torch.no_grad():
+        wide_model(torch.tensor(ROWS))
+    assert largest.elements >= logits  # the counter sees them
+    with LargestTensor() as largest:
+        score(wide_model)
+    # the weights of the head are the largest tensor of all but for the concatenated gradients of all weights
+    assert 0 < largest.elements < 0.1 * logits
+
+
+def test_the_model_is_left_as_it_was():
+    model = tiny_model().eval()
+    input_ids = torch.tensor([[5, 6, 7]])
+    logits = model(input_ids).logits
+    expected = logits[0, :-1].double().log_softmax(-1)
+    for _ in range(2):
+        (logps, entropies), *_ = score_rows(model, [[5]], [[6, 7]])
+        torch.testing.assert_close(logps.double(), expected[[0, 1], [6, 7]], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(entropies.double(), -(expected.exp() * expected).sum(-1), rtol=1e-5, atol=1e-5)
+    assert "forward" not in vars(model) and torch.equal(model(input_ids).logits, logits)
+
+    model.forward = patched = model.forward  # as a trainer has patched it
+    with pytest.raises(KeyError), fused_head(model):
+        assert vars(model)["forward"] is not patched
+        raise KeyError
+    assert vars(model)["forward"] is patched
+
+
+def test_temperature_of_the_head():
+    model = tiny_model().eval()
+    expected = (model(torch.tensor([[5, 6, 7]])).logits[0, :-1] / 0.5).log_softmax(-1)[[0, 1], [6, 7]]
+    with fused_head(model, temperature=0.5):
+        torch.testing.assert_close(Scorer(model, CPU).score(model, [[5]], [[6, 7]]).logps[0], expected, **TIGHT)
+
+
+def test_sums_over_the_completion_only():
+    model = tiny_model().eval()
+    rows = [([5, 6], [7, 8, 9]), ([5, 6, 7, 8], [9]), ([3], [])]
+    found = sequence_logps(model, *zip(*rows, strict=True), batch_size=2)
+    expected = [alone(model.double(), *row)[0].sum().item() for row in rows]
+    assert found.tolist() == pytest.approx(expected, abs=1e-4) and found[2] == 0 and found.dtype == torch.float64
+    assert sequence_logps(model, [], []).shape == (0,)
