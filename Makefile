@@ -23,7 +23,8 @@ portability-avx2: MACHINE := ATEN_CPU_CAPABILITY=avx2
 portability-sse41: MACHINE := ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE
 portability-threads-1: MACHINE := OMP_NUM_THREADS=1
 portability-threads-2: MACHINE := OMP_NUM_THREADS=2
-NUMERIC := test_analysis test_metrics test_objective test_scorer test_policy_update test_reference test_sampling_correction \
+NUMERIC := experiments/test_analysis test_objective update/test_groups update/test_metrics update/test_policy_update \
+	update/test_reference update/test_sampling_correction update/test_scorer \
 	baselines/test_gae baselines/test_ppo_trainer evaluation/test_critic evaluation/test_diversity evaluation/test_pass_at_k \
 	evaluation/test_sampling evaluation/test_support miniature/test_model
 

@@ -105,7 +105,11 @@ class Composition:
 
 def planned(rollouts: list[Rollout], rows_per_forward: int, *, padded: bool) -> list[list[int]]:
     plan = plan_micro_batches(
-        row_lengths(rollouts), range(len(rollouts)), num_processes=1, max_rows=rows_per_forward, padded=padded
+        row_lengths(rollouts),
+        [[i] for i in range(len(rollouts))],
+        num_processes=1,
+        max_rows=rows_per_forward,
+        padded=padded,
     )
     assert plan is not None
     return plan[0]

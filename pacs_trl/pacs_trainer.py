@@ -24,6 +24,7 @@ from .rollouts.resume import merge_rows, rows_to_save
 from .rollouts.rollout_trainer import RolloutTrainer
 from .rollouts.rows import Rollout, labels_from_rewards, unpad_rollouts
 from .rollouts.timing import time_parts
+from .update.groups import split_into_steps
 from .update.policy_update import PolicyUpdate, StepRollouts
 from .update.reference import SnapshotReference, is_sharded
 from .update.scorer import Scorer, Scores
@@ -99,16 +100,8 @@ class PACSTrainer(RolloutTrainer):
         self.scorer = self._create_scorer(self.model)
         if self.ref_model is not None:
             self._ref_scorer = self._create_scorer(self.accelerator.unwrap_model(self.ref_model))
-        self._update, self._evaluation = (
-            PolicyUpdate(
-                args,
-                self.accelerator,
-                self.scorer,
-                num_generations=num_generations,
-                score_kl_reference=self._score_kl_reference if self.beta != 0.0 else None,
-            )
-            for num_generations in (self.num_generations, self.num_generations_eval)
-        )
+        score_kl_reference = self._score_kl_reference if self.beta != 0.0 else None
+        self._update = PolicyUpdate(args, self.accelerator, self.scorer, score_kl_reference)
         if self.rollout_func is not None:
             self.rollout_func = self._complete_rollouts(self.rollout_func)
         self.vllm_importance_sampling_correction = False  # the parent's, which costs a forward pass of its own
@@ -212,8 +205,12 @@ class PACSTrainer(RolloutTrainer):
     def _generate_and_score_completions(self, inputs):
         self._check_equal_on_all_processes("rows of a generation batch", len(inputs))
         output = super()._generate_and_score_completions(inputs)
-        first = self.accelerator.process_index * len(inputs)
-        output["labels"] = self._labels[first : first + len(inputs)]
+        rows = self.accelerator.process_index * len(inputs) + torch.arange(len(inputs))  # of the generation batch
+        output["labels"] = self._labels[rows.to(self._labels.device)]
+        # several generation batches may fill one optimizer step together
+        before = self._step * self.accelerator.num_processes * len(inputs)
+        num_generations = self.num_generations if self.model.training else self.num_generations_eval
+        output["groups"] = (before + rows) // num_generations
         return output
 
     def _prepare_inputs(self, generation_batch):
@@ -226,8 +223,7 @@ class PACSTrainer(RolloutTrainer):
             if num_steps <= 1 and self.num_iterations == 1:
                 self._pending += rollouts
             else:
-                size = len(rollouts) // num_steps
-                self._steps = [self._update.plan(rollouts[k * size : (k + 1) * size]) for k in range(num_steps)]
+                self._steps = [self._update.plan(rows) for rows in split_into_steps(rollouts, num_steps)]
                 self._score_rollout_reference()
         return generation_batch
 
@@ -323,11 +319,11 @@ class PACSTrainer(RolloutTrainer):
         rollouts = self._gather_rollouts(unpad_rollouts(inputs))
         if self.num_generations_eval < 2:
             return torch.tensor(0.0, device=self.args.device)  # a score needs a second completion of the prompt
-        step = self._evaluation.plan(rollouts)
+        step = self._update.plan(rollouts)
         if self._snapshot is not None:
             with self._snapshot.in_place_of_policy():
-                self._evaluation.score_reference(model, step)
-        loss, metrics = self._evaluation.evaluate(model, step, proxies_are_zero=self._policy_is_reference())
+                self._update.score_reference(model, step)
+        loss, metrics = self._update.evaluate(model, step, proxies_are_zero=self._policy_is_reference())
         for name, value in metrics.items():
             self._metrics["eval"][name].append(value)
         return torch.tensor(loss, device=self.args.device)

@@ -27,6 +27,8 @@ class Rollout:
             `True` for tokens the policy wrote; `False` for tool results and environment feedback.
         label (`float`):
             Verifier outcome in [0, 1]; NaN if there is no verdict or the completion was cut off and is masked.
+        group (`int`):
+            The prompt: the same number for all its completions, another one for every other prompt of an optimizer step.
         token_weights (`np.ndarray` of float32, shape `(C,)`, *optional*):
             Factor on the gradient of each token in later updates (correction for the mismatch between vLLM and the
             trainer, see `sampling_correction.py`); only on the process that learns from the row.
@@ -40,6 +42,7 @@ class Rollout:
     completion_ids: np.ndarray
     loss_mask: np.ndarray
     label: float
+    group: int = 0
     token_weights: np.ndarray | None = None
     ref_logps: np.ndarray | None = None
     sampling_logps: np.ndarray | None = None
@@ -114,7 +117,7 @@ def unpad_rollouts(batch: dict[str, torch.Tensor]) -> list[Rollout]:
 
     Args:
         batch (`dict[str, torch.Tensor]`):
-            What `_generate_and_score_completions` returns, plus `"labels"` of shape `(B,)`. A completion whose mask is
+            What `_generate_and_score_completions` returns, plus `"labels"` and `"groups"` of shape `(B,)`. A completion whose mask is
             all zero was cut off and is masked by `mask_truncated_completions`: it loses its label.
 
     Returns:
@@ -123,7 +126,7 @@ def unpad_rollouts(batch: dict[str, torch.Tensor]) -> list[Rollout]:
     prompt_ids, prompt_mask = batch["prompt_ids"].cpu().numpy(), batch["prompt_mask"].cpu().numpy().astype(bool)
     completion_ids, completion_mask = batch["completion_ids"].cpu().numpy(), batch["completion_mask"].cpu().numpy() > 0
     tool_mask = batch["tool_mask"].cpu().numpy() > 0 if "tool_mask" in batch else np.ones_like(completion_mask)
-    labels = batch["labels"].tolist()
+    labels, groups = batch["labels"].tolist(), batch["groups"].tolist()
     sampling_logps = None
     if "sampling_per_token_logps" in batch:
         sampling_logps = batch["sampling_per_token_logps"].float().cpu().numpy()
@@ -135,6 +138,7 @@ def unpad_rollouts(batch: dict[str, torch.Tensor]) -> list[Rollout]:
                 completion_ids=completion_ids[i][mask].astype(np.int32),
                 loss_mask=tool_mask[i][mask],
                 label=labels[i] if mask.any() else float("nan"),
+                group=groups[i],
                 sampling_logps=None if sampling_logps is None else sampling_logps[i][mask],
             )
         )

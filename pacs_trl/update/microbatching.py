@@ -55,13 +55,12 @@ def plan_tokens(plan: Plan, lengths: RowLengths, *, padded: bool) -> int:
 
 def plan_micro_batches(
     lengths: RowLengths,
-    rows: Sequence[int],
+    units: Sequence[Sequence[int]],
     *,
     num_processes: int,
     max_rows: int,
     max_tokens: int | None = None,
     padded: bool = False,
-    group_size: int = 1,
 ) -> Plan | None:
     """
     Distribute rows over processes and micro-batches.
@@ -73,9 +72,8 @@ def plan_micro_batches(
     Args:
         lengths (`RowLengths`):
             Lengths of all rows.
-        rows (`Sequence[int]`):
-            Indices of the rows to place, each in exactly one micro-batch. With `group_size` above 1, consecutive runs
-            of `group_size` indices are kept together.
+        units (sequence of sequences of `int`):
+            Indices of the rows to place, each in exactly one micro-batch; the rows of a unit share one.
         num_processes (`int`):
             Number of processes.
         max_rows (`int`):
@@ -84,19 +82,16 @@ def plan_micro_batches(
             Most tokens in a micro-batch, padding included.
         padded (`bool`, *optional*, defaults to `False`):
             Whether rows are padded to a rectangle or packed.
-        group_size (`int`, *optional*, defaults to `1`):
-            Rows that must share a micro-batch.
 
     Returns:
-        `list[list[list[int]]]`: the plan, or `None` if some group does not fit into a micro-batch.
+        `list[list[list[int]]]`: the plan, or `None` if some unit does not fit into a micro-batch.
     """
-    units = [list(rows[i : i + group_size]) for i in range(0, len(rows), group_size)]
     if max_tokens is not None:
-        max_rows = max(len(rows), 1)
+        max_rows = max(sum(map(len, units)), 1)
     sizes = [micro_batch_tokens(unit, lengths, padded=padded) for unit in units]
     if any(len(unit) > max_rows or (max_tokens is not None and n > max_tokens) for unit, n in zip(units, sizes)):
         return None
-    units = [unit for _, unit in sorted(zip(sizes, units), key=lambda pair: -pair[0])]
+    units = [list(unit) for _, unit in sorted(zip(sizes, units), key=lambda pair: -pair[0])]
     if padded:
         micro_batches = _neighbours_in_length(units, lengths, max_rows, max_tokens)
     else:
@@ -135,21 +130,25 @@ def _evenly_filled(
     units: list[list[int]], sizes: list[int], num_processes: int, max_rows: int, max_tokens: int | None
 ) -> list[list[int]]:
     """Give each unit, longest first, to the emptiest micro-batch; take the smallest number of them that works."""
-    num_rows, num_tokens = sum(map(len, units)), sum(sizes)
+    num_rows, num_tokens, smallest = sum(map(len, units)), sum(sizes), min(map(len, units), default=1)
     fewest = -(-num_rows // max_rows) if max_tokens is None else -(-num_tokens // max_tokens)
     num_micro_batches = -(-fewest // num_processes) * num_processes
     while True:
         micro_batches: list[list[int]] = [[] for _ in range(num_micro_batches)]
         emptiest_first = [(0, i) for i in range(num_micro_batches)]
         for unit, size in zip(units, sizes, strict=True):
-            # A micro-batch without a free row is full for good, since all units have the same number of rows.
-            while emptiest_first and len(micro_batches[emptiest_first[0][1]]) + len(unit) > max_rows:
-                heapq.heappop(emptiest_first)
+            too_small = []  # for this unit, and perhaps not for the next
+            while emptiest_first and max_rows - len(micro_batches[emptiest_first[0][1]]) < len(unit):
+                tokens, i = heapq.heappop(emptiest_first)
+                if max_rows - len(micro_batches[i]) >= smallest:
+                    too_small.append((tokens, i))
             if not emptiest_first or (max_tokens is not None and emptiest_first[0][0] + size > max_tokens):
                 break
             tokens, i = emptiest_first[0]
             micro_batches[i] += unit
             heapq.heapreplace(emptiest_first, (tokens + size, i))
+            for entry in too_small:
+                heapq.heappush(emptiest_first, entry)
         else:
             return micro_batches
         num_micro_batches += num_processes

@@ -32,11 +32,11 @@ from ..objective import (
     group_scores,
     loss_from_proxies,
     proxy_coefficients,
-    scorable_rows,
     sequence_proxies,
 )
 from ..pacs_config import PACSConfig
 from ..rollouts.rows import FILLER, MicroBatch, Rollout, collate, row_lengths
+from .groups import Groups
 from .metrics import critic_metrics
 from .microbatching import Plan, plan_micro_batches, plan_tokens
 from .sampling_correction import correction_weights, merge_statistics, mismatch_metrics, mismatch_statistics
@@ -50,9 +50,9 @@ class StepRollouts:
 
     Attributes:
         rollouts (`list[Rollout]`):
-            Whole groups, the completions of a prompt adjacent.
-        labels (float32 `torch.Tensor` of shape `(B,)`):
-            NaN for rows without a verdict.
+            Whole groups.
+        groups ([`Groups`]):
+            Their labels and groups.
         plan (`Plan`):
             Micro-batches of every forward pass over all rows. Reference and policy are scored in the same ones: with
             equal weights they then give equal bits, also in half precision.
@@ -64,15 +64,13 @@ class StepRollouts:
     """
 
     rollouts: list[Rollout]
-    labels: torch.Tensor
+    groups: Groups
     plan: Plan
     whole_groups: bool
     on_policy: bool = False
 
 
-def plan_step(
-    rollouts: list[Rollout], args: PACSConfig, *, num_generations: int, num_processes: int, padded: bool
-) -> StepRollouts:
+def plan_step(rollouts: list[Rollout], args: PACSConfig, *, num_processes: int, padded: bool) -> StepRollouts:
     """
     Decide the composition of the forward passes over all rows of an optimizer step, from their lengths.
 
@@ -80,9 +78,8 @@ def plan_step(
         `ValueError`: if a row is longer than `max_tokens_per_micro_batch`, or if `group_layout="whole"` and a group does
             not fit into a micro-batch.
     """
-    group_size = num_generations
-    labels = torch.tensor([r.label for r in rollouts], dtype=torch.float32)
-    takes_part = scorable_rows(labels, group_size)
+    groups = Groups(torch.tensor([row.label for row in rollouts]), [row.group for row in rollouts])
+    takes_part = groups.scorable
     if args.beta != 0:  # the KL term is a mean over all tokens, whatever the verdict
         takes_part = torch.tensor([len(r.completion_ids) > 0 for r in rollouts])
     lengths = row_lengths(rollouts)
@@ -92,7 +89,7 @@ def plan_step(
         "max_tokens": args.max_tokens_per_micro_batch,
         "padded": padded,
     }
-    split = plan_micro_batches(lengths, takes_part.nonzero()[:, 0].tolist(), **limits)
+    split = plan_micro_batches(lengths, takes_part.nonzero().tolist(), **limits)
     if split is None:
         longest = max(p + c for p, c in zip(lengths.prompts, lengths.completions, strict=True))
         raise ValueError(
@@ -100,8 +97,7 @@ def plan_step(
             f"generation batch, which has {longest} tokens (prompt and completion). Raise it to at least {longest}, or "
             "leave out longer prompts (in a recipe: max_prompt_length) and lower max_completion_length."
         )
-    groups = takes_part.view(-1, group_size).any(dim=1).repeat_interleave(group_size).nonzero()[:, 0].tolist()
-    whole = plan_micro_batches(lengths, groups, group_size=group_size, **limits)
+    whole = plan_micro_batches(lengths, [rows for rows in groups.members if takes_part[rows].any()], **limits)
     if args.group_layout == "whole" and whole is None:
         bound = (
             f"max_tokens_per_micro_batch={args.max_tokens_per_micro_batch}"
@@ -109,7 +105,7 @@ def plan_step(
             else f"per_device_train_batch_size={args.per_device_train_batch_size}"
         )
         raise ValueError(
-            f"group_layout='whole' needs a group of num_generations={group_size} completions to fit into one "
+            f"group_layout='whole' needs a group of num_generations={groups.size} completions to fit into one "
             f"micro-batch, but {bound} is too small. Raise it, or use group_layout='auto' or 'split'."
         )
     # In forward passes: a backward pass costs two, recomputing activations one more.
@@ -119,7 +115,7 @@ def plan_step(
         <= (with_gradient + 1) * plan_tokens(split, lengths, padded=padded)
     )
     whole_groups = args.group_layout == "whole" or (args.group_layout == "auto" and cheaper_whole)
-    return StepRollouts(rollouts, labels, whole if whole_groups else split, whole_groups)
+    return StepRollouts(rollouts, groups, whole if whole_groups else split, whole_groups)
 
 
 class PolicyUpdate:
@@ -133,8 +129,6 @@ class PolicyUpdate:
             Runs the backward pass and reduces over processes.
         scorer ([`Scorer`]):
             Of the policy.
-        num_generations (`int`):
-            `G`; differs between training and evaluation.
         score_kl_reference (`Callable`, *optional*):
             [`Scorer.score`] under the policy that the KL term (`args.beta`) refers to.
     """
@@ -144,18 +138,14 @@ class PolicyUpdate:
         args: PACSConfig,
         accelerator: Accelerator,
         scorer: Scorer,
-        *,
-        num_generations: int,
         score_kl_reference: Callable[..., Scores] | None = None,
     ):
         self.args = args
         self.accelerator = accelerator
         self.scorer = scorer
-        self.num_generations = num_generations
         self.padded = scorer.packing is None
         self.score_kl_reference = score_kl_reference
         self.objective = {
-            "num_generations": num_generations,
             "score_estimator": args.score_estimator,
             "class_weighting": args.class_weighting,
         }
@@ -169,7 +159,6 @@ class PolicyUpdate:
         return plan_step(
             rollouts,
             self.args,
-            num_generations=self.num_generations,
             num_processes=self.accelerator.num_processes,
             padded=self.padded,
         )
@@ -223,26 +212,18 @@ class PolicyUpdate:
             proxy=self.args.proxy,
         )
 
-    def _token_factors(self, step: StepRollouts, rows: list[int], proxies: torch.Tensor, num_rows: int):
+    def _token_factors(self, step: StepRollouts, rows: list[int], proxies: torch.Tensor):
         """d(loss) / d(logp of any counted token) of `rows`, which are whole groups with proxies `(len(rows),)`."""
-        labels = step.labels[rows]
-        share = scorable_rows(labels, self.num_generations).sum().item() / max(num_rows, 1)
+        groups = step.groups.take(rows)
+        share = groups.scorable.sum().item() / max(int(step.groups.scorable.sum()), 1)
         slope = torch.full_like(proxies, self.args.pacs_beta)
         if self.args.proxy == "mean_logp":
             slope /= torch.tensor([max(int(step.rollouts[i].loss_mask.sum()), 1) for i in rows])
-        factors = slope * proxy_coefficients(proxies, labels, **self.objective)
+        factors = slope * groups.apply(proxy_coefficients, proxies, **self.objective)
         if self.args.actor_term_coef:
-            scores = group_scores(
-                proxies,
-                labels,
-                num_generations=self.num_generations,
-                score_estimator=self.args.score_estimator,
-            )
-            factors = factors + self.args.actor_term_coef * actor_coefficients(
-                scores,
-                labels,
-                num_generations=self.num_generations,
-                class_weighting=self.args.class_weighting,
+            scores = groups.apply(group_scores, proxies, score_estimator=self.args.score_estimator)
+            factors = factors + self.args.actor_term_coef * groups.apply(
+                actor_coefficients, scores, class_weighting=self.args.class_weighting
             )
         return factors * share
 
@@ -262,7 +243,6 @@ class PolicyUpdate:
             The loss of the optimizer step (mean over its scorable rows, KL term included), the same on all processes,
             and its metrics.
         """
-        num_rows = int(scorable_rows(step.labels, self.num_generations).sum())
         all_rows = list(range(len(step.rollouts)))
         proxies, factors, before = None, None, None
         if proxies_are_zero:
@@ -271,7 +251,7 @@ class PolicyUpdate:
             proxies, before = self.find_proxies(model, step)
         plan = step.plan
         if proxies is not None:
-            factors = self._token_factors(step, all_rows, proxies, num_rows)
+            factors = self._token_factors(step, all_rows, proxies)
             plan = self._plan_rows_that_count(step, factors, scored=not proxies_are_zero)
 
         # Before the backward passes, between which FSDP keeps what it has gathered. A pass for the proxies went over more rows.
@@ -291,7 +271,7 @@ class PolicyUpdate:
                 elif factors is not None:
                     row_factors = factors[rows]
                 else:
-                    row_factors = self._token_factors(step, rows, row_proxies.cpu(), num_rows)
+                    row_factors = self._token_factors(step, rows, row_proxies.cpu())
                 weights = micro_batch.token_weights
                 if compares:
                     compared = (logps.detach(), micro_batch.sampling_logps, micro_batch.loss_mask)
@@ -348,19 +328,13 @@ class PolicyUpdate:
 
     def _summarize(self, step, proxies, entropy: float, sums: "_Sums") -> tuple[float, dict[str, float]]:
         """The loss without the KL term, and the metrics that every step has; `entropy` is summed over all counted tokens."""
-        loss, scores = loss_from_proxies(proxies, step.labels, **self.objective)
+        loss, scores = step.groups.apply(loss_from_proxies, proxies, **self.objective)
         num_tokens = sum(int(row.loss_mask.sum()) for row in step.rollouts)
         metrics = {
             "entropy": entropy / num_tokens if num_tokens else math.nan,
             "pacs/forwarded_fraction": sums.num_rows / max(len(step.rollouts), 1),
         }
-        metrics |= critic_metrics(
-            proxies,
-            scores,
-            step.labels,
-            num_generations=self.num_generations,
-            class_weighting=self.args.class_weighting,
-        )
+        metrics |= critic_metrics(proxies, scores, step.groups, class_weighting=self.args.class_weighting)
         return loss.item(), metrics
 
     def _plan_rows_that_count(self, step: StepRollouts, factors: torch.Tensor, *, scored: bool) -> Plan:
@@ -379,7 +353,7 @@ class PolicyUpdate:
             max_tokens = max(max_tokens, *(lengths.prompts[i] + lengths.completions[i] for i in rows))
         plan = plan_micro_batches(
             lengths,
-            rows,
+            [[row] for row in rows],
             num_processes=self.accelerator.num_processes,
             max_rows=self.args.per_device_train_batch_size,
             max_tokens=max_tokens,

@@ -26,6 +26,7 @@ def scored_batch(**more):
         "completion_ids": torch.tensor([[20, 21, 0], [30, 0, 0]]),
         "completion_mask": torch.tensor([[1, 1, 0], [1, 0, 0]]),
         "labels": torch.tensor([1.0, float("nan")]),
+        "groups": torch.tensor([7, 8]),
         **more,
     }
 
@@ -35,6 +36,7 @@ def test_padding_is_removed_on_both_sides():
     assert (first.prompt_ids.tolist(), first.completion_ids.tolist()) == ([5], [20, 21])
     assert (second.prompt_ids.tolist(), second.completion_ids.tolist()) == ([6, 7, 8], [30])
     assert first.label == 1.0 and math.isnan(second.label)
+    assert (first.group, second.group) == (7, 8)
     assert first.loss_mask.tolist() == [True, True] and first.loss_mask.dtype == bool
     assert first.prompt_ids.dtype == first.completion_ids.dtype == np.int32
     assert first.token_weights is None and first.ref_logps is None
@@ -101,7 +103,7 @@ def test_filler_is_a_forward_pass_that_counts_for_nothing():
 
 
 def test_state_survives_saving(tmp_path):
-    original = row([1, 2], [3], token_weights=np.array([0.25], dtype=np.float32))
+    original = row([1, 2], [3], group=5, token_weights=np.array([0.25], dtype=np.float32))
     torch.save(to_state(original), tmp_path / "row.pt")
     again = from_state(torch.load(tmp_path / "row.pt", weights_only=True))
     for name, value in vars(original).items():

@@ -8,11 +8,16 @@ import torch
 from replay import Recorder, Replay, build_trainer, in_graph_step, rows_of_update, tiny_model
 
 from pacs_trl.objective import group_scores
+from pacs_trl.update.groups import Groups
 from pacs_trl.update.metrics import critic_metrics
 from pacs_trl.update.sampling_correction import mismatch_metrics
 
 
 NAN = float("nan")
+
+
+def groups_of(labels, size):
+    return Groups(labels, [row // size for row in range(len(labels))])
 
 
 def test_by_hand():
@@ -22,7 +27,7 @@ def test_by_hand():
     scores = group_scores(proxies, labels, num_generations=3)
     # leave-one-out: 0.9 - (-0.15), 0.3 - 0.15, -0.6 - 0.6; group 2 has two rows: 2 - (-2), -2 - 2
     torch.testing.assert_close(scores, torch.tensor([1.05, 0.15, -1.2, 4.0, -4.0, 0.0]))
-    found = critic_metrics(proxies, scores, labels, num_generations=3)
+    found = critic_metrics(proxies, scores, groups_of(labels, 3))
 
     def sigmoid(x):
         return 1 / (1 + math.exp(-x))
@@ -49,14 +54,14 @@ def test_soft_labels_are_rated_against_the_targets_of_their_weighting():
     # group mean 0.1: balanced targets are y = R / 0.1 / (R / 0.1 + (1 - R) / 0.9) = 0.321, 0.529, 0.609
     labels, proxies = torch.tensor([0.05, 0.111, 0.139]), torch.tensor([-0.4, 0.1, 0.3])
     scores = group_scores(proxies, labels, num_generations=3)
-    found = critic_metrics(proxies, scores, labels, num_generations=3)
+    found = critic_metrics(proxies, scores, groups_of(labels, 3))
     odds = labels / (1 - labels) * 9
     residuals = torch.sigmoid(scores) - odds / (1 + odds)
     assert found["pacs/critic_accuracy"] == 1.0  # the score is above 0 exactly where the label is above the mean
     assert found["pacs/residual_abs_mean"] == pytest.approx(residuals.abs().mean().item(), abs=1e-6)
     assert found["pacs/critic_brier"] == pytest.approx(residuals.square().mean().item(), abs=1e-6)
     assert found["pacs/label_mean"] == pytest.approx(0.1)
-    plain = critic_metrics(proxies, scores, labels, num_generations=3, class_weighting="none")
+    plain = critic_metrics(proxies, scores, groups_of(labels, 3), class_weighting="none")
     assert plain["pacs/critic_accuracy"] == pytest.approx(1 / 3)  # no label is above 0.5
 
 
@@ -64,26 +69,26 @@ def test_saturated_scores_are_counted_on_both_sides():
     labels = torch.tensor([1.0, 0.0, 1.0, 0.0])
     proxies = torch.tensor([6.0, 0.5, -6.0, 2.0])  # scores: 5.5, -5.5, -8, 8
     scores = group_scores(proxies, labels, num_generations=2)
-    assert critic_metrics(proxies, scores, labels, num_generations=2)["pacs/saturated_score_fraction"] == 1.0
-    halved = critic_metrics(proxies / 1.5, scores / 1.5, labels, num_generations=2)
+    assert critic_metrics(proxies, scores, groups_of(labels, 2))["pacs/saturated_score_fraction"] == 1.0
+    halved = critic_metrics(proxies / 1.5, scores / 1.5, groups_of(labels, 2))
     assert halved["pacs/saturated_score_fraction"] == 0.5
 
 
 def test_critic_is_not_rated_before_it_has_an_opinion():
     labels = torch.tensor([1.0, 0.0])
-    found = critic_metrics(torch.zeros(2), torch.zeros(2), labels, num_generations=2)
+    found = critic_metrics(torch.zeros(2), torch.zeros(2), groups_of(labels, 2))
     assert math.isnan(found["pacs/critic_accuracy"]) and math.isnan(found["pacs/critic_brier"])
     assert found["pacs/residual_abs_mean"] == 0.5
 
 
 def test_critic_is_not_rated_on_uniform_groups():
     labels, proxies = torch.tensor([1.0, 1.0]), torch.tensor([0.5, -0.5])
-    found = critic_metrics(proxies, group_scores(proxies, labels, num_generations=2), labels, num_generations=2)
+    found = critic_metrics(proxies, group_scores(proxies, labels, num_generations=2), groups_of(labels, 2))
     assert math.isnan(found["pacs/critic_accuracy"]) and found["pacs/uniform_group_fraction"] == 1.0
 
 
 def test_nothing_scorable():
-    found = critic_metrics(torch.ones(2), torch.zeros(2), torch.tensor([NAN, 1.0]), num_generations=2)
+    found = critic_metrics(torch.ones(2), torch.zeros(2), groups_of(torch.tensor([NAN, 1.0]), 2))
     assert found.pop("pacs/unscorable_fraction") == 1.0
     assert all(math.isnan(value) for value in found.values()), found
 
@@ -109,7 +114,7 @@ def test_logged_metrics_equal_their_recomputation(tmp_path, group_layout):
         )
         labels = torch.tensor([NAN if row.label is None else row.label for row in rows])
         scores = group_scores(step.proxies, labels, num_generations=4)
-        expected = critic_metrics(step.proxies, scores, labels, num_generations=4)
+        expected = critic_metrics(step.proxies, scores, groups_of(labels, 4))
         for name, value in expected.items():
             if math.isnan(value):
                 assert logged[update][name] is None, name

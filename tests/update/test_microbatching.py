@@ -13,6 +13,11 @@ def lognormal_lengths(num_rows, seed=0):
     return RowLengths([generator.randint(5, 40) for _ in range(num_rows)], completions)
 
 
+def units(rows, size=1):
+    rows = list(rows)
+    return [rows[i : i + size] for i in range(0, len(rows), size)]
+
+
 def rows_of(plan):
     return sorted(row for batches in plan for batch in batches for row in batch)
 
@@ -28,14 +33,14 @@ def test_tokens_by_hand():
 
 def test_padded_plan_by_hand():
     lengths = RowLengths([1] * 4, [9, 1, 8, 2])
-    plan = plan_micro_batches(lengths, range(4), num_processes=1, max_rows=2, padded=True)
+    plan = plan_micro_batches(lengths, units(range(4)), num_processes=1, max_rows=2, padded=True)
     assert plan == [[[0, 2], [3, 1]]]  # long with long, short with short: 2*10 + 2*3 tokens instead of 2*10 + 2*9
     assert plan_tokens(plan, lengths, padded=True) == 26
 
 
 def test_packed_plan_by_hand():
     lengths = RowLengths([0] * 4, [9, 1, 8, 2])
-    plan = plan_micro_batches(lengths, range(4), num_processes=2, max_rows=2)
+    plan = plan_micro_batches(lengths, units(range(4)), num_processes=2, max_rows=2)
     assert [sorted(batch) for (batch,) in plan] == [[0, 1], [2, 3]]  # 10 tokens on each process
 
 
@@ -47,9 +52,7 @@ def test_packed_plan_by_hand():
 def test_every_row_once_within_bounds_and_in_lockstep(padded, num_processes, limit, group_size, num_rows):
     lengths = lognormal_lengths(64)
     chosen = random.Random(1).sample(range(64), num_rows)
-    plan = plan_micro_batches(
-        lengths, chosen, num_processes=num_processes, padded=padded, group_size=group_size, **limit
-    )
+    plan = plan_micro_batches(lengths, units(chosen, group_size), num_processes=num_processes, padded=padded, **limit)
     assert rows_of(plan) == sorted(chosen)
     assert len(plan) == num_processes and len({len(batches) for batches in plan}) == 1
     for batch in (batch for batches in plan for batch in batches):
@@ -62,21 +65,52 @@ def test_every_row_once_within_bounds_and_in_lockstep(padded, num_processes, lim
         assert len({home[row] for row in chosen[i : i + group_size]}) == 1
 
 
+@pytest.mark.parametrize("num_processes", [1, 2, 3])
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("limit", [dict(max_rows=9), dict(max_rows=1, max_tokens=4000)])
+def test_units_of_different_sizes(padded, num_processes, limit):
+    lengths, generator = lognormal_lengths(64), random.Random(2)
+    groups, rest = [], list(range(64))
+    while rest:
+        size = generator.randint(1, 9)
+        groups.append(rest[:size])
+        rest = rest[size:]
+    if "max_tokens" in limit:  # a rectangle of the largest group may need more
+        limit["max_tokens"] = max(micro_batch_tokens(group, lengths, padded=padded) for group in groups)
+    plan = plan_micro_batches(lengths, groups, num_processes=num_processes, padded=padded, **limit)
+    assert rows_of(plan) == list(range(64)) and len({len(batches) for batches in plan}) == 1
+    batches = [batch for batches in plan for batch in batches]
+    for batch in batches:
+        if "max_tokens" in limit:
+            assert micro_batch_tokens(batch, lengths, padded=padded) <= limit["max_tokens"]
+        else:
+            assert len(batch) <= 9
+    home = {row: i for i, batch in enumerate(batches) for row in batch}
+    assert all(len({home[row] for row in group}) == 1 for group in groups)
+
+
+def test_a_small_unit_finds_the_place_that_a_large_one_left():
+    """Three rows and then one, of two micro-batches with four places each: 3 + 1 and 3 + 1, no third micro-batch."""
+    lengths = RowLengths([0] * 8, [9, 9, 9, 8, 8, 8, 1, 1])
+    plan = plan_micro_batches(lengths, [[0, 1, 2], [3, 4, 5], [6], [7]], num_processes=1, max_rows=4)
+    assert sorted(sorted(batch) for batch in plan[0]) == [[0, 1, 2, 7], [3, 4, 5, 6]]
+
+
 def test_plans_do_not_depend_on_anything_but_their_input():
     lengths = lognormal_lengths(64)
-    plans = [plan_micro_batches(lengths, range(64), num_processes=2, max_rows=8) for _ in range(2)]
+    plans = [plan_micro_batches(lengths, units(range(64)), num_processes=2, max_rows=8) for _ in range(2)]
     assert plans[0] == plans[1]
 
 
 @pytest.mark.parametrize("limit", [dict(max_rows=3), dict(max_rows=8, max_tokens=100)])
 def test_groups_that_do_not_fit_give_no_plan(limit):
     lengths = RowLengths([10] * 8, [40] * 8)
-    assert plan_micro_batches(lengths, range(8), num_processes=1, group_size=4, **limit) is None
+    assert plan_micro_batches(lengths, units(range(8), 4), num_processes=1, **limit) is None
 
 
 def test_packed_micro_batches_are_balanced():
     lengths = lognormal_lengths(256)
-    plan = plan_micro_batches(lengths, range(256), num_processes=8, max_rows=8)
+    plan = plan_micro_batches(lengths, units(range(256)), num_processes=8, max_rows=8)
     tokens = [micro_batch_tokens(batch, lengths, padded=False) for batches in plan for batch in batches]
     assert max(tokens) / (sum(tokens) / len(tokens)) < 1.05
     totals = [sum(micro_batch_tokens(b, lengths, padded=False) for b in batches) for batches in plan]
@@ -85,7 +119,7 @@ def test_packed_micro_batches_are_balanced():
 
 def test_sorting_removes_most_padding():
     lengths = lognormal_lengths(256)
-    plan = plan_micro_batches(lengths, range(256), num_processes=1, max_rows=8, padded=True)
+    plan = plan_micro_batches(lengths, units(range(256)), num_processes=1, max_rows=8, padded=True)
     unsorted = [[list(range(i, i + 8)) for i in range(0, 256, 8)]]
     real = micro_batch_tokens(range(256), lengths, padded=False)
     assert plan_tokens(plan, lengths, padded=True) < 1.15 * real
@@ -94,5 +128,5 @@ def test_sorting_removes_most_padding():
 
 def test_large_plan_is_quick_enough_to_run_every_step():
     lengths = lognormal_lengths(8192)
-    plan = plan_micro_batches(lengths, range(8192), num_processes=64, max_rows=1, max_tokens=16384)
+    plan = plan_micro_batches(lengths, units(range(8192)), num_processes=64, max_rows=1, max_tokens=16384)
     assert rows_of(plan) == list(range(8192))
