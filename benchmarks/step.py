@@ -250,7 +250,7 @@ class AblatedUpdate(PolicyUpdate):
         if not self.trim:
             self.scorer.longest = tuple(map(max, row_lengths(step.rollouts)))
         if not self.skip_reference_pass:
-            self.score_reference(model, step)
+            self.score(model, step, "ref_logps")
         return super().run(model, step, proxies_are_zero=proxies_are_zero)
 
 

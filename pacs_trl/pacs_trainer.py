@@ -235,14 +235,11 @@ class PACSTrainer(RolloutTrainer):
 
     def _score_rollout_reference(self) -> None:
         """Log-probabilities under the policy that generated, for the updates in which it will have moved on."""
-        needed = self.args.reference == "rollout" and self.args.proxy == "log_ratio"
-        if not needed and not self.args.vllm_importance_sampling_correction:
-            return
+        is_reference = self.args.reference == "rollout" and self.args.proxy == "log_ratio"
+        names = ["ref_logps"] * is_reference + ["old_logps"] * bool(self._update.token_weights)
         later = self._steps if self.num_iterations > 1 else self._steps[1:]
-        for step in later:
-            self._update.score_reference(self.model_wrapped, step)
-            if self.args.vllm_importance_sampling_correction:
-                self._update.keep_correction(step)
+        for step in later if names else ():
+            self._update.score(self.model_wrapped, step, *names)
 
     # Optimizer step -----------------------------------------------------------------------------------------------
 
@@ -298,7 +295,7 @@ class PACSTrainer(RolloutTrainer):
             if self.args.reset_optimizer_on_reference_reset:
                 self.optimizer.state.clear()
         with self._snapshot.in_place_of_policy():
-            self._update.score_reference(model, step)
+            self._update.score(model, step, "ref_logps")
 
     def _score_kl_reference(self, model, prompt_ids, completion_ids) -> Scores:
         if self.ref_model is not None:
@@ -322,7 +319,7 @@ class PACSTrainer(RolloutTrainer):
         step = self._update.plan(rollouts)
         if self._snapshot is not None:
             with self._snapshot.in_place_of_policy():
-                self._update.score_reference(model, step)
+                self._update.score(model, step, "ref_logps")
         loss, metrics = self._update.evaluate(model, step, proxies_are_zero=self._policy_is_reference())
         for name, value in metrics.items():
             self._metrics["eval"][name].append(value)

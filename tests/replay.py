@@ -6,7 +6,7 @@ every optimizer step. `in_graph_step` computes what they should be: one forward 
 `pacs_loss` over all rows, and autograd.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 from pacs_trl import PACSConfig, PACSTrainer
 from pacs_trl.data.tasks import problems
 from pacs_trl.miniature.tokenizer import build_tokenizer
-from pacs_trl.objective import pacs_loss
+from pacs_trl.objective import PACSLoss, pacs_loss
 
 
 TOKENIZER = build_tokenizer()
@@ -255,11 +255,12 @@ def in_graph_step(
     tools: bool = False,
     token_weights: bool = False,
     kl_weights: dict[str, torch.Tensor] | None = None,
+    sizes: Sequence[int] | None = None,
 ) -> Step:
     """
     Loss and gradients of one optimizer step, by autograd through the loss of all rows at once. `model` is float64.
 
-    `kl_weights` are the weights that the KL term refers to.
+    `kl_weights` are the weights that the KL term refers to, `sizes` those of the groups, if they differ.
     """
 
     def counts(row: Row) -> bool:
@@ -288,18 +289,24 @@ def in_graph_step(
     if token_weights:  # a factor on the gradient that leaves the value alone
         factors = _stacked([torch.tensor(r.token_weights, dtype=torch.float64) for r in rows])
         weighted = logps.detach() + factors * (logps - logps.detach())
-    result = pacs_loss(
-        weighted,
-        ref_logps,
-        mask,
-        labels,
-        num_generations=args.num_generations,
-        pacs_beta=args.pacs_beta,
-        score_estimator=args.score_estimator,
-        class_weighting=args.class_weighting,
-        proxy=args.proxy,
-    )
-    objective = result.loss + args.actor_term_coef * _actor_term(weighted * mask, result.scores.detach(), labels, args)
+    if sizes is None:
+        sizes = [args.num_generations] * (len(rows) // args.num_generations)
+        result = pacs_loss(
+            weighted,
+            ref_logps,
+            mask,
+            labels,
+            num_generations=args.num_generations,
+            pacs_beta=args.pacs_beta,
+            score_estimator=args.score_estimator,
+            class_weighting=args.class_weighting,
+            proxy=args.proxy,
+        )
+    else:
+        assert (args.score_estimator, args.class_weighting, args.proxy) == ("rloo", "balanced", "log_ratio")
+        result = _ragged_loss(args.pacs_beta * ((weighted - ref_logps) * mask).sum(dim=1), labels, sizes)
+    actor_term = _actor_term(weighted * mask, result.scores.detach(), labels, args, sizes)
+    objective = result.loss + args.actor_term_coef * actor_term
     loss = result.loss
     if kl_weights is not None:
         log_ratio = kl_logps - logps
@@ -312,14 +319,33 @@ def in_graph_step(
     return Step(loss.item(), gradients, result.proxies.detach())
 
 
-def _actor_term(logps, scores, labels, args: PACSConfig) -> torch.Tensor:
+def _judged(labels, sizes: Sequence[int]) -> list[list[int]]:
+    """Rows with a verdict of each group that has two of them."""
+    bounds = np.cumsum([0, *sizes]).tolist()
+    groups = [[i for i in range(*pair) if not labels[i].isnan()] for pair in zip(bounds, bounds[1:])]
+    return [group for group in groups if len(group) > 1]
+
+
+def _ragged_loss(proxies, labels, sizes: Sequence[int]) -> PACSLoss:
+    """Eq. 8 with the score of eq. 6 as loops over groups of different sizes."""
+    total, scores, groups = torch.zeros((), dtype=torch.float64), torch.zeros_like(proxies), _judged(labels, sizes)
+    for group in groups:
+        num_positive = sum(labels[i] for i in group)
+        for i in group:
+            score = proxies[i] - sum(proxies[j] for j in group if j != i) / (len(group) - 1)
+            up, down = labels[i], 1 - labels[i]
+            if 0 < num_positive < len(group):
+                up, down = up * len(group) / 2 / num_positive, down * len(group) / 2 / (len(group) - num_positive)
+            total = total - up * torch.sigmoid(score).log() - down * torch.sigmoid(-score).log()
+            scores[i] = score.detach()
+    return PACSLoss(total / max(sum(map(len, groups)), 1), scores, proxies)
+
+
+def _actor_term(logps, scores, labels, args: PACSConfig, sizes: Sequence[int]) -> torch.Tensor:
     """Eq. 5's actor term as a loop: each log-likelihood of a label, minus the mean over the other rows of its group,
     times the log-probability of the completion; summed, divided by the number of rows that count, and negated."""
     total, num_rows = torch.zeros((), dtype=torch.float64), 0
-    for start in range(0, len(labels), args.num_generations):
-        group = [i for i in range(start, start + args.num_generations) if not torch.isnan(labels[i])]
-        if len(group) < 2:
-            continue
+    for group in _judged(labels, sizes):
         positive = sum(labels[i] for i in group)
         negative = len(group) - positive
         ell = {}
@@ -338,6 +364,19 @@ def _actor_term(logps, scores, labels, args: PACSConfig) -> torch.Tensor:
             others = sum(ell[j] for j in group if j != i) / (len(group) - 1)
             total = total - (ell[i] - others) * logps[i].sum()
     return total / max(num_rows, 1)
+
+
+SIZES = [1, 9, 2, 4, 7, 3, 5, 1]  # of the groups of two optimizer steps with 16 rows each
+
+
+class RaggedGroups(PACSTrainer):
+    """The 32 rows of a generation as groups of other sizes than the engine was asked for."""
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        group_of_row = torch.repeat_interleave(torch.arange(len(SIZES)), torch.tensor(SIZES))
+        output["groups"] = group_of_row[self.accelerator.process_index * len(inputs) :][: len(inputs)]
+        return output
 
 
 def rows_of_update(replay: Replay, args: PACSConfig, update: int, num_processes: int = 1) -> tuple[int, list[Row]]:

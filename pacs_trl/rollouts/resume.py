@@ -102,7 +102,7 @@ def rows_to_save(steps: Sequence[Sequence[Rollout]], process: int, num_processes
 
     Args:
         steps (sequence of sequences of [`Rollout`]):
-            Rows of each optimizer step, the same on every process except for `ref_logps`.
+            Rows of each optimizer step, the same on every process except for `ref_logps` and `old_logps`.
         process (`int`), num_processes (`int`):
             This process and the number of processes.
 
@@ -113,7 +113,7 @@ def rows_to_save(steps: Sequence[Sequence[Rollout]], process: int, num_processes
         (k, i): to_state(row)
         for k, rows in enumerate(steps)
         for i, row in enumerate(rows)
-        if row.ref_logps is not None or i % num_processes == process
+        if row.ref_logps is not None or row.old_logps is not None or i % num_processes == process
     }
 
 
@@ -122,7 +122,7 @@ def merge_rows(parts: Sequence[dict[tuple[int, int], dict]]) -> list[list[Rollou
     rows: dict[tuple[int, int], dict] = {}
     for part in parts:
         for place, row in part.items():
-            if place not in rows or row["ref_logps"] is not None:
+            if place not in rows or row["ref_logps"] is not None or row["old_logps"] is not None:
                 rows[place] = row
     steps: list[list[Rollout]] = [[] for _ in range(1 + max((k for k, _ in rows), default=-1))]
     for k, i in sorted(rows):

@@ -29,9 +29,9 @@ class Rollout:
             Verifier outcome in [0, 1]; NaN if there is no verdict or the completion was cut off and is masked.
         group (`int`):
             The prompt: the same number for all its completions, another one for every other prompt of an optimizer step.
-        token_weights (`np.ndarray` of float32, shape `(C,)`, *optional*):
-            Factor on the gradient of each token in later updates (correction for the mismatch between vLLM and the
-            trainer, see `sampling_correction.py`); only on the process that learns from the row.
+        old_logps (`np.ndarray` of float32, shape `(C,)`, *optional*):
+            Log-probabilities under the policy that generated, for later updates whose token weights need them; only on the
+            process that learns from the row.
         ref_logps (`np.ndarray` of float32, shape `(C,)`, *optional*):
             Log-probabilities under the reference policy, once known; only on the process that learns from the row.
         sampling_logps (`np.ndarray` of float32, shape `(C,)`, *optional*):
@@ -43,7 +43,7 @@ class Rollout:
     loss_mask: np.ndarray
     label: float
     group: int = 0
-    token_weights: np.ndarray | None = None
+    old_logps: np.ndarray | None = None
     ref_logps: np.ndarray | None = None
     sampling_logps: np.ndarray | None = None
 
@@ -159,8 +159,8 @@ class MicroBatch:
             The rows.
         loss_mask (bool `torch.Tensor` of shape `(B, T)`):
             Tokens that count.
-        ref_logps, token_weights (float32 `torch.Tensor` of shape `(B, T)`):
-            See [`Rollout`]; 0 and 1 where a row has none.
+        ref_logps, old_logps (float32 `torch.Tensor` of shape `(B, T)`):
+            See [`Rollout`]; 0 where a row has none.
         sampling_logps (float32 `torch.Tensor` of shape `(B, T)`):
             See [`Rollout`]; NaN where a row has none.
     """
@@ -168,7 +168,7 @@ class MicroBatch:
     rollouts: list[Rollout]
     loss_mask: torch.Tensor
     ref_logps: torch.Tensor
-    token_weights: torch.Tensor
+    old_logps: torch.Tensor
     sampling_logps: torch.Tensor
 
 
@@ -187,6 +187,6 @@ def collate(rollouts: list[Rollout], device: torch.device) -> MicroBatch:
         rollouts,
         loss_mask=padded("loss_mask", False, torch.bool),
         ref_logps=padded("ref_logps", 0.0, torch.float32),
-        token_weights=padded("token_weights", 1.0, torch.float32),
+        old_logps=padded("old_logps", 0.0, torch.float32),
         sampling_logps=padded("sampling_logps", math.nan, torch.float32),
     )

@@ -39,8 +39,9 @@ from ..rollouts.rows import FILLER, MicroBatch, Rollout, collate, row_lengths
 from .groups import Groups
 from .metrics import critic_metrics
 from .microbatching import Plan, plan_micro_batches, plan_tokens
-from .sampling_correction import correction_weights, merge_statistics, mismatch_metrics, mismatch_statistics
+from .sampling_correction import merge_statistics, mismatch_correction, mismatch_metrics, mismatch_statistics
 from .scorer import Scorer, Scores
+from .token_weights import TokenValues, TokenWeights
 
 
 @dataclass
@@ -60,7 +61,7 @@ class StepRollouts:
             Whether the micro-batches of `plan` hold whole groups.
         on_policy (`bool`):
             Whether the weights are still those that generated the rows. The forward pass itself then tells how far the
-            engine is from the trainer; later updates use the `token_weights` of [`PolicyUpdate.keep_correction`].
+            engine is from the trainer, and token weights take it for that of the policy that generated.
     """
 
     rollouts: list[Rollout]
@@ -154,6 +155,8 @@ class PolicyUpdate:
             "clip_min": args.vllm_importance_sampling_clip_min,
             "clip_max": args.vllm_importance_sampling_clip_max,
         }
+        corrects = args.vllm_importance_sampling_correction
+        self.token_weights: list[TokenWeights] = [mismatch_correction(**self.correction)] if corrects else []
 
     def plan(self, rollouts: list[Rollout]) -> StepRollouts:
         return plan_step(
@@ -176,22 +179,14 @@ class PolicyUpdate:
         return plan[self.accelerator.process_index] or [[]]
 
     @torch.no_grad()
-    def score_reference(self, model, step: StepRollouts) -> None:
-        """Fill in `ref_logps` of the rows this process learns from, with the weights `model` has now."""
+    def score(self, model, step: StepRollouts, *names: str) -> None:
+        """Fill in `ref_logps` or `old_logps` of the rows this process learns from, with the weights `model` has now."""
         for rows in self._own_micro_batches(step.plan):
             logps = self._score(self.scorer.score, model, self._collate(step, rows)).logps
             on_cpu = torch.cat(logps).cpu().split(list(map(len, logps)))  # one transfer
             for i, row_logps in zip(rows, on_cpu, strict=False):
-                step.rollouts[i].ref_logps = row_logps.numpy().copy()
-
-    def keep_correction(self, step: StepRollouts) -> None:
-        """Fix the token weights for later updates, while `ref_logps` are those of the policy that generated."""
-        for rows in self._own_micro_batches(step.plan):
-            for row in (step.rollouts[i] for i in rows):
-                if row.sampling_logps is not None:
-                    values = (row.ref_logps, row.sampling_logps, row.loss_mask)
-                    tensors = [torch.from_numpy(v)[None] for v in values]
-                    row.token_weights = correction_weights(*tensors, **self.correction)[0].numpy()
+                for name in names:
+                    setattr(step.rollouts[i], name, row_logps.numpy().copy())
 
     @torch.no_grad()
     def find_proxies(self, model, step: StepRollouts) -> tuple[torch.Tensor, "_Sums"]:
@@ -272,14 +267,24 @@ class PolicyUpdate:
                     row_factors = factors[rows]
                 else:
                     row_factors = self._token_factors(step, rows, row_proxies.cpu())
-                weights = micro_batch.token_weights
+                row_factors = row_factors.to(logps.device)
                 if compares:
-                    compared = (logps.detach(), micro_batch.sampling_logps, micro_batch.loss_mask)
+                    compared = (logps, micro_batch.sampling_logps, micro_batch.loss_mask)
                     mismatch.append(mismatch_statistics(*compared, **self.correction))
-                    if self.args.vllm_importance_sampling_correction:
-                        weights = correction_weights(*compared, **self.correction)
-                weighted = (logps * weights).masked_fill(~micro_batch.loss_mask, 0.0)
-                loss = (row_factors.to(logps.device) * weighted.sum(dim=1)).sum()
+                old_logps = logps if step.on_policy else micro_batch.old_logps
+                tokens = TokenValues(
+                    logps.detach(),
+                    old_logps.detach(),
+                    micro_batch.sampling_logps,
+                    entropies.detach(),
+                    row_factors,
+                    micro_batch.loss_mask,
+                )
+                weighted = logps
+                for weights in self.token_weights:
+                    weighted = weighted * weights(tokens)
+                weighted = weighted.masked_fill(~micro_batch.loss_mask, 0.0)
+                loss = (row_factors * weighted.sum(dim=1)).sum()
                 kl = self._kl(model, logps, micro_batch)
                 loss = loss + self.args.beta * kl / max(num_tokens, 1)
                 self._backward(loss * self.accelerator.num_processes)
@@ -342,8 +347,8 @@ class PolicyUpdate:
         planned = {i for batches in step.plan for rows in batches for i in rows}
         # With a KL term every row has a gradient; otherwise rows with coefficient 0 have none.
         counting = [i for i in sorted(planned) if self.args.beta != 0 or factors[i] != 0]
-        # Token weights that were computed earlier lie on the process that `step.plan` gave the row to.
-        rows_may_move = step.on_policy or not self.args.vllm_importance_sampling_correction
+        # Log-probabilities under the policy that generated lie on the process that `step.plan` gave the row to.
+        rows_may_move = step.on_policy or not self.token_weights
         keeps = not rows_may_move or (scored and len(counting) == len(planned))
         return step.plan if keeps else self._plan_rows(step, counting)
 

@@ -21,6 +21,8 @@ from typing import Literal
 
 import torch
 
+from .token_weights import TokenValues, TokenWeights
+
 
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
@@ -70,6 +72,18 @@ def correction_weights(
     if mode.endswith("_truncate"):
         return ratios.clamp(low, high).float()
     return ratios.masked_fill((ratios < low) | (ratios > high), 0.0).float()
+
+
+def mismatch_correction(
+    mode: CorrectionMode, clip_min: float | None = None, clip_max: float | None = None
+) -> TokenWeights:
+    """[`correction_weights`] as one of the token weights of an update."""
+
+    def weights(tokens: TokenValues) -> torch.Tensor:
+        bounds = {"clip_min": clip_min, "clip_max": clip_max}
+        return correction_weights(tokens.old_logps, tokens.sampling_logps, tokens.mask, mode=mode, **bounds)
+
+    return weights
 
 
 def mismatch_statistics(

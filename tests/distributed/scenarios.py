@@ -21,6 +21,7 @@ from accelerate.utils import DistributedType
 from peft import LoraConfig
 from replay import (
     TOKENIZER,
+    RaggedGroups,
     Recorder,
     Replay,
     addition_dataset,
@@ -73,10 +74,15 @@ REPLAYED: dict[str, tuple[dict, dict]] = {  # settings, settings of the replay
 }
 
 
-def record(directory, settings, replay_settings, *, more=None, model=None):
+def record(directory, settings, replay_settings, *, more=None, model=None, trainer_class=PACSTrainer):
     replay, recorder = Replay(**replay_settings), Recorder()
     trainer = build_trainer(
-        directory, model=model, replay=replay, more={"callbacks": [recorder], **(more or {})}, **settings
+        directory,
+        model=model,
+        replay=replay,
+        trainer_class=trainer_class,
+        more={"callbacks": [recorder], **(more or {})},
+        **settings,
     )
     trainer.train()
     return {
@@ -92,6 +98,21 @@ def record(directory, settings, replay_settings, *, more=None, model=None):
 def lora(rank, directory):
     torch.manual_seed(0)
     return record(directory, QUARTER, {}, more={"peft_config": LORA})
+
+
+# 32 rows per generation, as groups of 1 to 9.
+RAGGED = {
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "steps_per_generation": 2,
+    "max_tokens_per_micro_batch": 190,
+    "max_steps": 4,
+}
+
+
+def ragged(rank, directory, group_layout):
+    settings = RAGGED | {"group_layout": group_layout}
+    return record(directory, settings, {"unverifiable": 0.2}, trainer_class=RaggedGroups)
 
 
 def zero_proxies(rank, directory):
@@ -184,6 +205,8 @@ DDP = {
         for name, (settings, replay) in REPLAYED.items()
     },
     "lora": lora,
+    "ragged, whole": lambda rank, directory: ragged(rank, directory, "whole"),
+    "ragged, split": lambda rank, directory: ragged(rank, directory, "split"),
     "zero proxies": zero_proxies,
     "not finite": not_finite,
     "too few tokens": too_few_tokens,

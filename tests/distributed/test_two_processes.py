@@ -12,7 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 from peft import get_peft_model
-from replay import RELATIVE, TOKENIZER, Replay, config, in_graph_step, relative_error, rows_of_update, tiny_model
+from replay import (
+    RELATIVE,
+    SIZES,
+    TOKENIZER,
+    Replay,
+    config,
+    in_graph_step,
+    relative_error,
+    rows_of_update,
+    tiny_model,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -20,7 +30,7 @@ from pacs_trl.evaluation.shards import merge_shards
 
 
 sys.path.insert(0, str(Path(__file__).parent))
-from scenarios import FSDP2, LORA, QUARTER, REPLAYED, ZERO3
+from scenarios import FSDP2, LORA, QUARTER, RAGGED, REPLAYED, ZERO3
 
 
 pytestmark = pytest.mark.distributed
@@ -61,7 +71,7 @@ def both(output: Path, name: str) -> list:
     return [torch.load(output / f"{name}.{rank}.pt", weights_only=False) for rank in range(2)]
 
 
-def check(tmp_path, results, settings, replay_settings, model=tiny_model):
+def check(tmp_path, results, settings, replay_settings, model=tiny_model, ragged=False):
     replay = Replay(**replay_settings)
     # sizes are checked for one process: four times the rows stand for two processes
     args = config(tmp_path, **{**settings, "per_device_train_batch_size": 2 * settings["per_device_train_batch_size"]})
@@ -73,7 +83,8 @@ def check(tmp_path, results, settings, replay_settings, model=tiny_model):
         reference = first["generations"][generation]
         if args.reference == "snapshot":
             reference = first["weights"][update // 2 * 2]
-        expected = in_graph_step(model().double(), first["weights"][update], reference, rows, args, tools=replay.tools)
+        more = {"tools": replay.tools, "sizes": (SIZES[:4], SIZES[4:])[update % 2] if ragged else None}
+        expected = in_graph_step(model().double(), first["weights"][update], reference, rows, args, **more)
         norm = sum(g.square().sum() for g in expected.gradients.values()).sqrt().item()
         assert first["logs"][update]["grad_norm"] == pytest.approx(norm, rel=RELATIVE)
         if args.max_grad_norm and norm > args.max_grad_norm:
@@ -101,6 +112,11 @@ def test_ddp_equals_one_process(tmp_path, ddp, name):
 
 def test_lora(tmp_path, ddp):
     check(tmp_path, both(ddp, "lora"), QUARTER, {}, model=lambda: get_peft_model(tiny_model(), LORA))
+
+
+@pytest.mark.parametrize("group_layout", ["whole", "split"])
+def test_groups_of_different_sizes(tmp_path, ddp, group_layout):
+    check(tmp_path, both(ddp, f"ragged, {group_layout}"), RAGGED, {"unverifiable": 0.2}, ragged=True)
 
 
 def test_proxies_are_exactly_zero_while_the_policy_has_not_moved(ddp):

@@ -39,7 +39,7 @@ def test_padding_is_removed_on_both_sides():
     assert (first.group, second.group) == (7, 8)
     assert first.loss_mask.tolist() == [True, True] and first.loss_mask.dtype == bool
     assert first.prompt_ids.dtype == first.completion_ids.dtype == np.int32
-    assert first.token_weights is None and first.ref_logps is None
+    assert first.old_logps is None and first.ref_logps is None
     assert row_lengths([first, second]) == ([1, 3], [2, 1])
 
 
@@ -73,12 +73,12 @@ def row(prompt, completion, **more):
 
 def test_micro_batch_is_trimmed_to_its_own_rows():
     first = row([5], [20, 21], ref_logps=np.array([-1.0, -2.0], dtype=np.float32))
-    second = row([6, 7, 8], [30], token_weights=np.array([0.5], dtype=np.float32))
+    second = row([6, 7, 8], [30], old_logps=np.array([-0.5], dtype=np.float32))
     batch = collate([first, second], torch.device("cpu"))
     assert batch.rollouts == [first, second]
     assert batch.loss_mask.tolist() == [[True, True], [True, False]]
     assert batch.ref_logps.tolist() == [[-1.0, -2.0], [0.0, 0.0]]
-    assert batch.token_weights.tolist() == [[1.0, 1.0], [0.5, 1.0]]
+    assert batch.old_logps.tolist() == [[0.0, 0.0], [-0.5, 0.0]]
     assert batch.loss_mask.dtype == torch.bool and batch.ref_logps.dtype == torch.float32
 
 
@@ -103,7 +103,7 @@ def test_filler_is_a_forward_pass_that_counts_for_nothing():
 
 
 def test_state_survives_saving(tmp_path):
-    original = row([1, 2], [3], group=5, token_weights=np.array([0.25], dtype=np.float32))
+    original = row([1, 2], [3], group=5, old_logps=np.array([-0.25], dtype=np.float32))
     torch.save(to_state(original), tmp_path / "row.pt")
     again = from_state(torch.load(tmp_path / "row.pt", weights_only=True))
     for name, value in vars(original).items():

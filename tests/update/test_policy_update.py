@@ -12,7 +12,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from replay import (
     RELATIVE,
+    SIZES,
     TOKENIZER,
+    RaggedGroups,
     Recorder,
     Replay,
     build_trainer,
@@ -20,9 +22,11 @@ from replay import (
     relative_error,
     rows_of_update,
     tiny_model,
+    trainable_weights,
 )
 
 from pacs_trl import PACSTrainer
+from pacs_trl.update.scorer import sequence_logps
 
 
 class WeightedTokens(PACSTrainer):
@@ -79,6 +83,7 @@ def train_and_compare(
             tools=replay.tools,
             token_weights=trainer_class is WeightedTokens,
             kl_weights=start if trainer.args.beta else None,
+            sizes=(SIZES[:4], SIZES[4:])[update % 2] if trainer_class is RaggedGroups else None,
         )
         assert losses[update] == pytest.approx(expected.loss, rel=RELATIVE), f"loss of update {update}"
         error = relative_error(recorder.gradients[update], expected.gradients)
@@ -162,6 +167,47 @@ def test_gradient_with_kl_term(tmp_path, saved_model, unverifiable, group_layout
     train_and_compare(tmp_path, Replay(unverifiable=unverifiable), model=saved_model, **settings)
 
 
+RAGGED = {
+    "per_device_train_batch_size": 16,
+    "steps_per_generation": 2,
+    "max_steps": 4,
+    "max_tokens_per_micro_batch": 190,  # the group of nine has 188 tokens in the second generation, in a rectangle
+    "actor_term_coef": 0.5,
+}
+
+
+@pytest.mark.parametrize("padding_free", ["auto", "never"])
+@pytest.mark.parametrize("group_layout", ["whole", "split"])
+def test_gradient_of_groups_of_different_sizes(tmp_path, group_layout, padding_free):
+    settings = RAGGED | {"group_layout": group_layout, "padding_free": padding_free}
+    trainer, _ = train_and_compare(tmp_path, Replay(unverifiable=0.2), trainer_class=RaggedGroups, **settings)
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    for update in range(4):
+        _, rows = rows_of_update(Replay(unverifiable=0.2), trainer.args, update)
+        labels = [row.label for row in rows]
+        sizes, scorable = (SIZES[:4], SIZES[4:])[update % 2], []
+        for start, size in zip([0, *torch.tensor(sizes).cumsum(0).tolist()], sizes):
+            judged = [label for label in labels[start : start + size] if label is not None]
+            scorable += judged if len(judged) > 1 else []
+        assert 0 < len(scorable) < 16  # empty cells of the grid are no rows
+        assert logged[update]["pacs/unscorable_fraction"] == pytest.approx(1 - len(scorable) / 16)
+        assert logged[update]["pacs/label_mean"] == pytest.approx(sum(scorable) / len(scorable))
+
+
+def test_groups_of_different_sizes_with_kl_term(tmp_path, saved_model):
+    settings = RAGGED | {"beta": 0.1, "group_layout": "split"}
+    train_and_compare(tmp_path, Replay(unverifiable=0.4), model=saved_model, trainer_class=RaggedGroups, **settings)
+
+
+def test_groups_of_different_sizes_after_a_resume(tmp_path):
+    settings = RAGGED | {"save_strategy": "steps", "save_steps": 1}
+    first, again = (build_trainer(tmp_path, replay=Replay(), trainer_class=RaggedGroups, **settings) for _ in range(2))
+    first.train()
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    expected, found = (trainable_weights(trainer.model) for trainer in (first, again))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 @pytest.mark.parametrize("class_weighting", ["balanced", "none", "only_positive", "only_negative"])
 @pytest.mark.parametrize("score_estimator", ["rloo", "dr_grpo", "grpo", "none"])
 def test_gradient_of_every_estimator_and_weighting(tmp_path, score_estimator, class_weighting):
@@ -233,6 +279,36 @@ def test_token_weights_scale_the_gradient_only(tmp_path, settings):
     trainer, _ = train_and_compare(tmp_path, Replay(), trainer_class=WeightedTokens, **settings)
     largest = [entry.get("sampling/importance_sampling_ratio/max") for entry in trainer.state.log_history[:4]]
     assert 1.0 < largest[0] <= 2.0 + 1e-4 and largest[1] is None, largest
+
+
+@pytest.mark.parametrize("reference", ["rollout", "snapshot"])
+def test_token_weights_are_multiplied_and_see_the_policy_that_generated(tmp_path, reference):
+    """One that always says 2 doubles the gradient of the correction. Old log-probabilities are never those of the snapshot."""
+    settings = CORRECTION | {"vllm_importance_sampling_mode": "token_truncate"} | TWO_UPDATES
+    settings |= {"reference": reference, "group_layout": "whole", "max_steps": 4}
+    replays, recorders, seen = [Replay(uniform_groups=0) for _ in range(2)], [Recorder(), Recorder()], []
+
+    def double(tokens):
+        assert not any(values.requires_grad for values in tokens)
+        assert tokens.coefficients.shape == tokens.logps.shape[:1] and tokens.entropies.shape == tokens.mask.shape
+        seen.append((trainer.state.global_step, tokens.old_logps[tokens.mask].sum().item()))
+        return torch.full_like(tokens.logps, 2.0)
+
+    for replay, recorder, more in zip(replays, recorders, ([], [double]), strict=True):
+        arguments = {"replay": replay, "trainer_class": WeightedTokens, "more": {"callbacks": [recorder]}}
+        trainer = build_trainer(tmp_path, **arguments, **settings)
+        trainer.rollout_replay = replay
+        trainer._update.token_weights += more
+        trainer.train()
+    once, twice = (recorder.gradients[0] for recorder in recorders)
+    assert relative_error(twice, {name: 2 * gradient for name, gradient in once.items()}) < RELATIVE
+    model = tiny_model()
+    for update in range(4):
+        generation, rows = rows_of_update(replays[1], trainer.args, update)
+        model.load_state_dict(replays[1].weights[generation], strict=False)
+        with torch.no_grad():
+            expected = sequence_logps(model, [row.prompt_ids for row in rows], [row.completion_ids for row in rows])
+        assert sum(old for step, old in seen if step == update) == pytest.approx(expected.sum().item(), rel=1e-5)
 
 
 def test_mismatch_is_logged_also_without_correction(tmp_path):
