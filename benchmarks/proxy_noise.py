@@ -21,9 +21,10 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from pacs_trl.rollouts.rows import Rollout, row_lengths
-from pacs_trl.update.microbatching import plan_micro_batches
+from pacs_trl.rollouts.rows import Rollout
+from pacs_trl.update.microbatching import schedule_micro_batches
 from pacs_trl.update.scorer import Scorer
+from pacs_trl.update.step import row_lengths
 
 
 NUM_ROWS, MAX_LENGTH, PROMPT_LENGTH, ROWS_PER_FORWARD = 32, 512, 24, 8
@@ -103,16 +104,16 @@ class Composition:
     packed: bool
 
 
-def planned(rollouts: list[Rollout], rows_per_forward: int, *, padded: bool) -> list[list[int]]:
-    plan = plan_micro_batches(
+def scheduled(rollouts: list[Rollout], rows_per_forward: int, *, padded: bool) -> list[list[int]]:
+    schedule = schedule_micro_batches(
         row_lengths(rollouts),
         [[i] for i in range(len(rollouts))],
         num_processes=1,
         max_rows=rows_per_forward,
         padded=padded,
     )
-    assert plan is not None
-    return plan[0]
+    assert schedule is not None
+    return schedule[0]
 
 
 def in_order(rollouts: list[Rollout]) -> list[list[int]]:
@@ -120,9 +121,9 @@ def in_order(rollouts: list[Rollout]) -> list[list[int]]:
 
 
 COMPOSITIONS = [
-    Composition("same: packed", lambda r: planned(r, ROWS_PER_FORWARD, padded=False), True),
-    Composition("packed, half as many rows", lambda r: planned(r, ROWS_PER_FORWARD // 2, padded=False), True),
-    Composition("padded, sorted by length", lambda r: planned(r, ROWS_PER_FORWARD, padded=True), False),
+    Composition("same: packed", lambda r: scheduled(r, ROWS_PER_FORWARD, padded=False), True),
+    Composition("packed, half as many rows", lambda r: scheduled(r, ROWS_PER_FORWARD // 2, padded=False), True),
+    Composition("padded, sorted by length", lambda r: scheduled(r, ROWS_PER_FORWARD, padded=True), False),
     Composition("padded, in order of generation", in_order, False),
     Composition("padded, all rows at once", lambda r: [list(range(len(r)))], False),
     Composition("every row alone", lambda r: [[i] for i in range(len(r))], False),

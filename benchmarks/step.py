@@ -28,9 +28,9 @@ from trl import GRPOConfig, GRPOTrainer
 
 from pacs_trl import PACSConfig, PACSTrainer
 from pacs_trl.miniature.tokenizer import build_tokenizer
-from pacs_trl.rollouts.rows import row_lengths
 from pacs_trl.update.policy_update import PolicyUpdate
 from pacs_trl.update.scorer import Scorer
+from pacs_trl.update.step import row_lengths
 
 
 @dataclass
@@ -227,30 +227,30 @@ class AblatedUpdate(PolicyUpdate):
 
     def __init__(self, base: PolicyUpdate, *, trim=False, sort=False, drop=False, skip_reference_pass=False):
         vars(self).update(vars(base))
-        self.padded = True
+        self.limits = self.limits._replace(padded=True)
         if not trim:
             self.scorer = Untrimmed(self.scorer)
         self.trim, self.sort, self.drop, self.skip_reference_pass = trim, sort, drop, skip_reference_pass
 
-    def plan(self, rollouts):
-        step = super().plan(rollouts)
-        step.plan, step.whole_groups = self._in_order(step, range(len(rollouts))), False
+    def schedule(self, rollouts):
+        step = super().schedule(rollouts)
+        step.schedule, step.whole_groups = self._in_order(step, range(len(rollouts))), False
         return step
 
     def _in_order(self, step, rows):
-        rows, size = list(rows), self.args.per_device_train_batch_size
+        rows, size = list(rows), self.limits.max_rows
         if self.sort:
             rows.sort(key=lambda i: -len(step.rollouts[i].completion_ids))
         return [[rows[i : i + size] for i in range(0, len(rows), size)]]
 
-    def _plan_rows(self, step, rows):
+    def _schedule_rows(self, step, rows):
         return self._in_order(step, rows if self.drop else range(len(step.rollouts)))
 
     def run(self, model, step, *, proxies_are_zero):
         if not self.trim:
             self.scorer.longest = tuple(map(max, row_lengths(step.rollouts)))
         if not self.skip_reference_pass:
-            self.score(model, step, "ref_logps")
+            self.fill_in(model, step, "ref_logps")
         return super().run(model, step, proxies_are_zero=proxies_are_zero)
 
 

@@ -48,7 +48,9 @@ class KeepSpread(PACSTrainer):
 
     def _run_update(self, model):
         loss = super()._run_update(model)
-        self.args.pacs_beta = next_beta(self.args.pacs_beta, self._metrics["train"]["pacs/score_std"][-1])
+        objective = self._update.objective
+        pacs_beta = next_beta(objective.pacs_beta, self._metrics["train"]["pacs/score_std"][-1])
+        self._update.objective = objective._replace(pacs_beta=pacs_beta)
         return loss
 
 

@@ -25,6 +25,7 @@ from pacs_trl.evaluation.requests import SamplingSettings
 from pacs_trl.evaluation.sampling import sample_completions
 from pacs_trl.miniature.warm_start import warm_start
 from pacs_trl.objective import group_scores, proxy_coefficients
+from pacs_trl.update.groups import Groups
 from pacs_trl.update.scorer import sequence_logps
 
 
@@ -109,11 +110,10 @@ def group_gradients(model, batch: Batch, proxies: torch.Tensor) -> dict[str, tor
     """
     parameters = list(model.parameters())
     gradients: dict[str, list[torch.Tensor]] = {label: [] for label in VARIANTS}
-    for start in range(0, len(batch.labels), NUM_GENERATIONS):
-        rows = slice(start, start + NUM_GENERATIONS)
+    groups = Groups(batch.labels, [row // NUM_GENERATIONS for row in range(len(batch.labels))])
+    for group in groups.mixed.nonzero()[:, 0].tolist():
+        rows = slice(group * NUM_GENERATIONS, (group + 1) * NUM_GENERATIONS)
         labels = batch.labels[rows]
-        if labels.min() == labels.max():
-            continue
         logps = sequence_logps(model, *batch.rows(rows))
         for label, (score, factor) in VARIANTS.items():
             coefficients = factor * proxy_coefficients(

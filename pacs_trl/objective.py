@@ -219,10 +219,10 @@ def class_weights(
     if class_weighting == "balanced":
         count = scorable.sum(dim=1, keepdim=True)
         num_positive, num_negative = positive.sum(dim=1, keepdim=True), negative.sum(dim=1, keepdim=True)
-        mixed = (num_positive > 0) & (num_negative > 0)
+        both = (num_positive > 0) & (num_negative > 0)
         tiny = torch.finfo(positive.dtype).tiny
-        positive = torch.where(mixed, positive * count / (2 * num_positive.clamp(min=tiny)), positive)
-        negative = torch.where(mixed, negative * count / (2 * num_negative.clamp(min=tiny)), negative)
+        positive = torch.where(both, positive * count / (2 * num_positive.clamp(min=tiny)), positive)
+        negative = torch.where(both, negative * count / (2 * num_negative.clamp(min=tiny)), negative)
     elif class_weighting == "only_positive":
         negative = torch.zeros_like(negative)
     elif class_weighting == "only_negative":

@@ -25,9 +25,11 @@ from .rollouts.rollout_trainer import RolloutTrainer
 from .rollouts.rows import Rollout, labels_from_rewards, unpad_rollouts
 from .rollouts.timing import time_parts
 from .update.groups import split_into_steps
-from .update.policy_update import PolicyUpdate, StepRollouts
+from .update.policy_update import Objective, PolicyUpdate
 from .update.reference import SnapshotReference, is_sharded
+from .update.sampling_correction import Mismatch, mismatch_correction
 from .update.scorer import Scorer, Scores
+from .update.step import Limits, StepRollouts
 
 
 class PACSTrainer(RolloutTrainer):
@@ -100,8 +102,7 @@ class PACSTrainer(RolloutTrainer):
         self.scorer = self._create_scorer(self.model)
         if self.ref_model is not None:
             self._ref_scorer = self._create_scorer(self.accelerator.unwrap_model(self.ref_model))
-        score_kl_reference = self._score_kl_reference if self.beta != 0.0 else None
-        self._update = PolicyUpdate(args, self.accelerator, self.scorer, score_kl_reference)
+        self._update = self._create_update()
         if self.rollout_func is not None:
             self.rollout_func = self._complete_rollouts(self.rollout_func)
         self.vllm_importance_sampling_correction = False  # the parent's, which costs a forward pass of its own
@@ -150,6 +151,40 @@ class PACSTrainer(RolloutTrainer):
             pad_token_id=self._tokenizer.pad_token_id,
             padding_free=self.args.padding_free,
             autocast=self.accelerator.autocast,
+        )
+
+    def _create_update(self) -> PolicyUpdate:
+        args = self.args
+        mismatch = Mismatch(
+            args.vllm_importance_sampling_mode,
+            args.vllm_importance_sampling_clip_min,
+            args.vllm_importance_sampling_clip_max,
+        )
+        untruncated = args.top_p == 1.0 and not args.top_k and not args.min_p and args.repetition_penalty == 1.0
+        return PolicyUpdate(
+            self.scorer,
+            self.accelerator,
+            objective=Objective(
+                args.pacs_beta,
+                args.proxy,
+                args.score_estimator,
+                args.class_weighting,
+                args.actor_term_coef,
+                kl_coef=args.beta,
+            ),
+            limits=Limits(
+                self.accelerator.num_processes,
+                args.per_device_train_batch_size,
+                args.max_tokens_per_micro_batch,
+                padded=self.scorer.packing is None,
+                group_layout=args.group_layout,
+                backward_cost=3 if args.gradient_checkpointing else 2,  # a backward pass costs two forward passes
+            ),
+            mismatch=mismatch,
+            token_weights=[mismatch_correction(mismatch)] if args.vllm_importance_sampling_correction else [],
+            # The temperature, which the loss has too, may stand between the policy and the sampler, and nothing else.
+            samples_policy=untruncated and not args.generation_kwargs,
+            score_kl_reference=self._score_kl_reference if args.beta != 0 else None,
         )
 
     # Rollouts -----------------------------------------------------------------------------------------------------
@@ -223,7 +258,7 @@ class PACSTrainer(RolloutTrainer):
             if num_steps <= 1 and self.num_iterations == 1:
                 self._pending += rollouts
             else:
-                self._steps = [self._update.plan(rows) for rows in split_into_steps(rollouts, num_steps)]
+                self._steps = [self._update.schedule(rows) for rows in split_into_steps(rollouts, num_steps)]
                 self._score_rollout_reference()
         return generation_batch
 
@@ -239,7 +274,7 @@ class PACSTrainer(RolloutTrainer):
         names = ["ref_logps"] * is_reference + ["old_logps"] * bool(self._update.token_weights)
         later = self._steps if self.num_iterations > 1 else self._steps[1:]
         for step in later if names else ():
-            self._update.score(self.model_wrapped, step, *names)
+            self._update.fill_in(self.model_wrapped, step, *names)
 
     # Optimizer step -----------------------------------------------------------------------------------------------
 
@@ -266,19 +301,16 @@ class PACSTrainer(RolloutTrainer):
 
     def _run_update(self, model) -> float:
         if self._pending:
-            step, first_update = self._update.plan(self._pending), True
+            step, first_update = self._update.schedule(self._pending), True
             self._pending = []
         else:
             update = self._step // self.args.gradient_accumulation_steps
             step = self._steps[update % len(self._steps)]
             first_update = update % (len(self._steps) * self.num_iterations) == 0
         step.on_policy = first_update
-        with self.scorer.attention():
-            if self.args.reference == "snapshot":
-                self._score_snapshot(model, step)
-            loss, metrics = self._update.run(
-                model, step, proxies_are_zero=first_update and self._policy_is_reference()
-            )
+        if self.args.reference == "snapshot":
+            self._score_snapshot(model, step)
+        loss, metrics = self._update.run(model, step, proxies_are_zero=first_update and self._policy_is_reference())
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
         return loss
@@ -295,7 +327,7 @@ class PACSTrainer(RolloutTrainer):
             if self.args.reset_optimizer_on_reference_reset:
                 self.optimizer.state.clear()
         with self._snapshot.in_place_of_policy():
-            self._update.score(model, step, "ref_logps")
+            self._update.fill_in(model, step, "ref_logps")
 
     def _score_kl_reference(self, model, prompt_ids, completion_ids) -> Scores:
         if self.ref_model is not None:
@@ -316,10 +348,10 @@ class PACSTrainer(RolloutTrainer):
         rollouts = self._gather_rollouts(unpad_rollouts(inputs))
         if self.num_generations_eval < 2:
             return torch.tensor(0.0, device=self.args.device)  # a score needs a second completion of the prompt
-        step = self._update.plan(rollouts)
+        step = self._update.schedule(rollouts)
         if self._snapshot is not None:
             with self._snapshot.in_place_of_policy():
-                self._update.score(model, step, "ref_logps")
+                self._update.fill_in(model, step, "ref_logps")
         loss, metrics = self._update.evaluate(model, step, proxies_are_zero=self._policy_is_reference())
         for name, value in metrics.items():
             self._metrics["eval"][name].append(value)
@@ -385,7 +417,7 @@ class PACSTrainer(RolloutTrainer):
         self._non_finite_in_a_row, self._non_finite_total = state["non_finite"]
         files = checkpoint.glob(f"{self._state_name}_*.pt")
         parts = [torch.load(file, map_location="cpu", weights_only=True)["rollouts"] for file in files]
-        self._steps = [self._update.plan(rollouts) for rollouts in merge_rows(parts)]
+        self._steps = [self._update.schedule(rollouts) for rollouts in merge_rows(parts)]
         if self.args.reference == "snapshot":
             process = self.accelerator.process_index if is_sharded(self.model_wrapped) else 0
             copies = torch.load(checkpoint / f"pacs_reference_{process}.pt", map_location="cpu", weights_only=True)

@@ -4,15 +4,12 @@ TRL returns a generation batch as tensors padded to its longest completion. Here
 [`Rollout`] without padding, so that rows can be dropped, reordered, moved to another process, and saved.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-
-from ..update.microbatching import RowLengths
 
 
 @dataclass
@@ -46,15 +43,6 @@ class Rollout:
     old_logps: np.ndarray | None = None
     ref_logps: np.ndarray | None = None
     sampling_logps: np.ndarray | None = None
-
-
-# Stands in where a process has no row left for a forward pass that the others run: two tokens, weight zero.
-FILLER = Rollout(
-    prompt_ids=np.zeros(1, dtype=np.int32),
-    completion_ids=np.zeros(1, dtype=np.int32),
-    loss_mask=np.zeros(1, dtype=bool),
-    label=float("nan"),
-)
 
 
 def to_state(rollout: Rollout) -> dict:
@@ -143,50 +131,3 @@ def unpad_rollouts(batch: dict[str, torch.Tensor]) -> list[Rollout]:
             )
         )
     return rollouts
-
-
-def row_lengths(rollouts: list[Rollout]) -> RowLengths:
-    return RowLengths([len(r.prompt_ids) for r in rollouts], [len(r.completion_ids) for r in rollouts])
-
-
-@dataclass
-class MicroBatch:
-    """
-    What is known of the completion tokens of some rows, padded on the right to the longest of these completions.
-
-    Attributes:
-        rollouts (list of `B` [`Rollout`]):
-            The rows.
-        loss_mask (bool `torch.Tensor` of shape `(B, T)`):
-            Tokens that count.
-        ref_logps, old_logps (float32 `torch.Tensor` of shape `(B, T)`):
-            See [`Rollout`]; 0 where a row has none.
-        sampling_logps (float32 `torch.Tensor` of shape `(B, T)`):
-            See [`Rollout`]; NaN where a row has none.
-    """
-
-    rollouts: list[Rollout]
-    loss_mask: torch.Tensor
-    ref_logps: torch.Tensor
-    old_logps: torch.Tensor
-    sampling_logps: torch.Tensor
-
-
-def collate(rollouts: list[Rollout], device: torch.device) -> MicroBatch:
-    """Pad rows to their own longest completion and move them to `device`."""
-
-    def padded(name: str, missing: float, dtype: torch.dtype) -> torch.Tensor:
-        rows = [getattr(row, name) for row in rollouts]
-        out = torch.full((len(rows), max(len(row.completion_ids) for row in rollouts)), missing, dtype=dtype)
-        for i, values in enumerate(rows):
-            if values is not None:
-                out[i, : len(values)] = torch.from_numpy(values)
-        return out.to(device)
-
-    return MicroBatch(
-        rollouts,
-        loss_mask=padded("loss_mask", False, torch.bool),
-        ref_logps=padded("ref_logps", 0.0, torch.float32),
-        old_logps=padded("old_logps", 0.0, torch.float32),
-        sampling_logps=padded("sampling_logps", math.nan, torch.float32),
-    )

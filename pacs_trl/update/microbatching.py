@@ -1,9 +1,9 @@
 """Which sequences go into which micro-batch, on which process: pure functions on lengths.
 
 The gradient of an optimizer step is a sum over sequences (see `objective.proxy_coefficients`), so its micro-batches may
-have any composition. A plan is a list with one entry per process, each a list of micro-batches, each a list of row
+have any composition. A schedule is a list with one entry per process, each a list of micro-batches, each a list of row
 indices. Every process gets the same number of micro-batches, because each forward may be a collective operation
-(FSDP, ZeRO-3); an empty micro-batch stands for a forward of a row whose weight is zero. Plans depend on nothing but the
+(FSDP, ZeRO-3); an empty micro-batch stands for a forward of a row whose weight is zero. Schedules depend on nothing but the
 lengths, so all processes compute the same one without talking to each other.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-Plan = list[list[list[int]]]
+Schedule = list[list[list[int]]]
 
 
 class RowLengths(NamedTuple):
@@ -45,15 +45,15 @@ def micro_batch_tokens(rows: Sequence[int], lengths: RowLengths, *, padded: bool
     return sum(lengths.prompts[i] + lengths.completions[i] for i in rows)
 
 
-def plan_tokens(plan: Plan, lengths: RowLengths, *, padded: bool) -> int:
+def schedule_tokens(schedule: Schedule, lengths: RowLengths, *, padded: bool) -> int:
     """Tokens on the critical path: processes run in lockstep, so each micro-batch costs as much as its largest one."""
     return sum(
         max(micro_batch_tokens(rows, lengths, padded=padded) for rows in concurrent)
-        for concurrent in zip(*plan, strict=True)
+        for concurrent in zip(*schedule, strict=True)
     )
 
 
-def plan_micro_batches(
+def schedule_micro_batches(
     lengths: RowLengths,
     units: Sequence[Sequence[int]],
     *,
@@ -61,7 +61,7 @@ def plan_micro_batches(
     max_rows: int,
     max_tokens: int | None = None,
     padded: bool = False,
-) -> Plan | None:
+) -> Schedule | None:
     """
     Distribute rows over processes and micro-batches.
 
@@ -84,28 +84,29 @@ def plan_micro_batches(
             Whether rows are padded to a rectangle or packed.
 
     Returns:
-        `list[list[list[int]]]`: the plan, or `None` if some unit does not fit into a micro-batch.
+        `list[list[list[int]]]`: the schedule, or `None` if some unit does not fit into a micro-batch.
     """
     if max_tokens is not None:
         max_rows = max(sum(map(len, units)), 1)
     sizes = [micro_batch_tokens(unit, lengths, padded=padded) for unit in units]
     if any(len(unit) > max_rows or (max_tokens is not None and n > max_tokens) for unit, n in zip(units, sizes)):
         return None
-    units = [list(unit) for _, unit in sorted(zip(sizes, units), key=lambda pair: -pair[0])]
+    longest_first = [list(unit) for _, unit in sorted(zip(sizes, units), key=lambda pair: -pair[0])]
     if padded:
-        micro_batches = _neighbours_in_length(units, lengths, max_rows, max_tokens)
+        micro_batches = _neighbours_in_length(longest_first, lengths, max_rows, max_tokens)
     else:
-        micro_batches = _evenly_filled(units, sorted(sizes, reverse=True), num_processes, max_rows, max_tokens)
+        sizes.sort(reverse=True)
+        micro_batches = _evenly_filled(longest_first, sizes, num_processes, max_rows, max_tokens)
 
     micro_batches.sort(key=lambda batch: -micro_batch_tokens(batch, lengths, padded=padded))
     micro_batches += [[] for _ in range(-len(micro_batches) % num_processes)]
-    plan: Plan = [[] for _ in range(num_processes)]
+    schedule: Schedule = [[] for _ in range(num_processes)]
     for start in range(0, len(micro_batches), num_processes):
         concurrent = micro_batches[start : start + num_processes]
         # Alternating directions evens out the totals: the process that got the largest now gets the smallest.
         for process, batch in enumerate(concurrent if start // num_processes % 2 == 0 else reversed(concurrent)):
-            plan[process].append(batch)
-    return plan
+            schedule[process].append(batch)
+    return schedule
 
 
 def _neighbours_in_length(

@@ -17,8 +17,7 @@ divided by the number of accumulation steps.
 
 import contextlib
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -28,95 +27,62 @@ from accelerate.utils import DistributedType
 from torch.nn.utils.rnn import pad_sequence
 
 from ..objective import (
+    ClassWeighting,
+    Proxy,
+    ScoreEstimator,
     actor_coefficients,
     group_scores,
     loss_from_proxies,
     proxy_coefficients,
     sequence_proxies,
 )
-from ..pacs_config import PACSConfig
-from ..rollouts.rows import FILLER, MicroBatch, Rollout, collate, row_lengths
+from ..rollouts.rows import Rollout
 from .groups import Groups
 from .metrics import critic_metrics
-from .microbatching import Plan, plan_micro_batches, plan_tokens
-from .sampling_correction import merge_statistics, mismatch_correction, mismatch_metrics, mismatch_statistics
+from .microbatching import Schedule
+from .sampling_correction import Mismatch, merge_statistics, mismatch_metrics, mismatch_statistics
 from .scorer import Scorer, Scores
+from .step import FILLER, Limits, MicroBatch, StepRollouts, collate, schedule_rows, schedule_step
 from .token_weights import TokenValues, TokenWeights
 
 
-@dataclass
-class StepRollouts:
-    """
-    All rows of one optimizer step, the same on every process, and how they are scored.
+class Objective(NamedTuple):
+    """The numbers of the objective: those of `objective.py`, the weight of the actor term, and that of the KL term (`beta`)."""
 
-    Attributes:
-        rollouts (`list[Rollout]`):
-            Whole groups.
-        groups ([`Groups`]):
-            Their labels and groups.
-        plan (`Plan`):
-            Micro-batches of every forward pass over all rows. Reference and policy are scored in the same ones: with
-            equal weights they then give equal bits, also in half precision.
-        whole_groups (`bool`):
-            Whether the micro-batches of `plan` hold whole groups.
-        on_policy (`bool`):
-            Whether the weights are still those that generated the rows. The forward pass itself then tells how far the
-            engine is from the trainer, and token weights take it for that of the policy that generated.
-    """
+    pacs_beta: float = 1.0
+    proxy: Proxy = "log_ratio"
+    score_estimator: ScoreEstimator = "rloo"
+    class_weighting: ClassWeighting = "balanced"
+    actor_term_coef: float = 0.0
+    kl_coef: float = 0.0
 
-    rollouts: list[Rollout]
-    groups: Groups
-    plan: Plan
-    whole_groups: bool
-    on_policy: bool = False
+    def loss(self, groups: Groups, proxies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss without the KL term, and scores."""
+        kinds = {"score_estimator": self.score_estimator, "class_weighting": self.class_weighting}
+        return groups.apply(loss_from_proxies, proxies, **kinds)
 
+    def coefficients(self, groups: Groups, proxies: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
+        """
+        Derivatives of the loss with respect to the log-probability of any counted token of each row, float32 `(B,)`.
 
-def plan_step(rollouts: list[Rollout], args: PACSConfig, *, num_processes: int, padded: bool) -> StepRollouts:
-    """
-    Decide the composition of the forward passes over all rows of an optimizer step, from their lengths.
-
-    Raises:
-        `ValueError`: if a row is longer than `max_tokens_per_micro_batch`, or if `group_layout="whole"` and a group does
-            not fit into a micro-batch.
-    """
-    groups = Groups(torch.tensor([row.label for row in rollouts]), [row.group for row in rollouts])
-    takes_part = groups.scorable
-    if args.beta != 0:  # the KL term is a mean over all tokens, whatever the verdict
-        takes_part = torch.tensor([len(r.completion_ids) > 0 for r in rollouts])
-    lengths = row_lengths(rollouts)
-    limits = {
-        "num_processes": num_processes,
-        "max_rows": args.per_device_train_batch_size,
-        "max_tokens": args.max_tokens_per_micro_batch,
-        "padded": padded,
-    }
-    split = plan_micro_batches(lengths, takes_part.nonzero().tolist(), **limits)
-    if split is None:
-        longest = max(p + c for p, c in zip(lengths.prompts, lengths.completions, strict=True))
-        raise ValueError(
-            f"max_tokens_per_micro_batch={args.max_tokens_per_micro_batch} cannot hold the longest sequence of this "
-            f"generation batch, which has {longest} tokens (prompt and completion). Raise it to at least {longest}, or "
-            "leave out longer prompts (in a recipe: max_prompt_length) and lower max_completion_length."
-        )
-    whole = plan_micro_batches(lengths, [rows for rows in groups.members if takes_part[rows].any()], **limits)
-    if args.group_layout == "whole" and whole is None:
-        bound = (
-            f"max_tokens_per_micro_batch={args.max_tokens_per_micro_batch}"
-            if args.max_tokens_per_micro_batch
-            else f"per_device_train_batch_size={args.per_device_train_batch_size}"
-        )
-        raise ValueError(
-            f"group_layout='whole' needs a group of num_generations={groups.size} completions to fit into one "
-            f"micro-batch, but {bound} is too small. Raise it, or use group_layout='auto' or 'split'."
-        )
-    # In forward passes: a backward pass costs two, recomputing activations one more.
-    with_gradient = 4 if args.gradient_checkpointing else 3
-    cheaper_whole = whole is not None and (
-        with_gradient * plan_tokens(whole, lengths, padded=padded)
-        <= (with_gradient + 1) * plan_tokens(split, lengths, padded=padded)
-    )
-    whole_groups = args.group_layout == "whole" or (args.group_layout == "auto" and cheaper_whole)
-    return StepRollouts(rollouts, groups, whole if whole_groups else split, whole_groups)
+        Args:
+            groups ([`Groups`]):
+                The rows.
+            proxies (`torch.Tensor` of shape `(B,)`):
+                Their proxies.
+            num_tokens (`torch.Tensor` of shape `(B,)`):
+                Their counted tokens.
+        """
+        slope = torch.full_like(proxies, self.pacs_beta)
+        if self.proxy == "mean_logp":
+            slope /= num_tokens.clamp(min=1)
+        kinds = {"score_estimator": self.score_estimator, "class_weighting": self.class_weighting}
+        found = slope * groups.apply(proxy_coefficients, proxies, **kinds)
+        if self.actor_term_coef:
+            scores = groups.apply(group_scores, proxies, score_estimator=self.score_estimator)
+            actor = groups.apply(actor_coefficients, scores, class_weighting=self.class_weighting)
+            found = found + self.actor_term_coef * actor
+        return found
 
 
 class PolicyUpdate:
@@ -124,103 +90,99 @@ class PolicyUpdate:
     Computes and back-propagates the loss of one optimizer step.
 
     Args:
-        args ([`PACSConfig`]):
-            Settings of the objective and of the micro-batches.
-        accelerator ([`~accelerate.Accelerator`]):
-            Runs the backward pass and reduces over processes.
         scorer ([`Scorer`]):
             Of the policy.
+        accelerator ([`~accelerate.Accelerator`]):
+            Runs the backward pass and reduces over processes.
+        objective ([`Objective`]):
+            What is learnt.
+        limits ([`Limits`]):
+            What micro-batches may be like.
+        mismatch ([`Mismatch`]):
+            How the engine's probabilities are compared with the trainer's.
+        token_weights (`list[TokenWeights]`, *optional*):
+            Factors on the gradient of each token.
+        samples_policy (`bool`, *optional*, defaults to `True`):
+            Whether completions are drawn from the distribution that is scored, not a truncated one.
         score_kl_reference (`Callable`, *optional*):
-            [`Scorer.score`] under the policy that the KL term (`args.beta`) refers to.
+            [`Scorer.score`] under the policy that the KL term refers to.
     """
 
     def __init__(
         self,
-        args: PACSConfig,
-        accelerator: Accelerator,
         scorer: Scorer,
+        accelerator: Accelerator,
+        *,
+        objective: Objective,
+        limits: Limits,
+        mismatch: Mismatch,
+        token_weights: list[TokenWeights] | None = None,
+        samples_policy: bool = True,
         score_kl_reference: Callable[..., Scores] | None = None,
     ):
-        self.args = args
-        self.accelerator = accelerator
         self.scorer = scorer
-        self.padded = scorer.packing is None
+        self.accelerator = accelerator
+        self.objective = objective
+        self.limits = limits
+        self.mismatch = mismatch
+        self.token_weights = token_weights or []
+        self.samples_policy = samples_policy
         self.score_kl_reference = score_kl_reference
-        self.objective = {
-            "score_estimator": args.score_estimator,
-            "class_weighting": args.class_weighting,
-        }
-        self.correction = {
-            "mode": args.vllm_importance_sampling_mode,
-            "clip_min": args.vllm_importance_sampling_clip_min,
-            "clip_max": args.vllm_importance_sampling_clip_max,
-        }
-        corrects = args.vllm_importance_sampling_correction
-        self.token_weights: list[TokenWeights] = [mismatch_correction(**self.correction)] if corrects else []
 
-    def plan(self, rollouts: list[Rollout]) -> StepRollouts:
-        return plan_step(
-            rollouts,
-            self.args,
-            num_processes=self.accelerator.num_processes,
-            padded=self.padded,
-        )
+    # Forward passes -----------------------------------------------------------------------------------------------
 
-    def _collate(self, step: StepRollouts, rows: list[int]) -> MicroBatch:
-        rollouts = [step.rollouts[i] for i in rows] or [FILLER]
-        return collate(rollouts, self.accelerator.device)
+    def schedule(self, rollouts: list[Rollout]) -> StepRollouts:
+        every_row = self.objective.kl_coef != 0  # the KL term is a mean over all tokens, whatever the verdict
+        return schedule_step(rollouts, self.limits, every_row=every_row)
 
-    def _score(self, score: Callable[..., Scores], model, micro_batch: MicroBatch) -> Scores:
-        rows = micro_batch.rollouts
-        return score(model, [row.prompt_ids for row in rows], [row.completion_ids for row in rows])
-
-    def _own_micro_batches(self, plan: Plan) -> list[list[int]]:
+    def _own(self, step: StepRollouts, schedule: Schedule) -> Iterator[tuple[list[int], MicroBatch]]:
+        """This process's micro-batches: rows and what is known of them."""
         # Without any row there is still one forward and backward pass, of a filler: gradients must exist and be zero.
-        return plan[self.accelerator.process_index] or [[]]
+        for rows in schedule[self.accelerator.process_index] or [[]]:
+            yield rows, collate([step.rollouts[i] for i in rows] or [FILLER], self.accelerator.device)
+
+    def _score(self, score: Callable[..., Scores], model, batch: MicroBatch) -> Scores:
+        return score(model, [row.prompt_ids for row in batch.rollouts], [row.completion_ids for row in batch.rollouts])
+
+    def _proxies(self, logps: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        compared = logps.detach(), batch.ref_logps, batch.loss_mask
+        return sequence_proxies(*compared, pacs_beta=self.objective.pacs_beta, proxy=self.objective.proxy)
 
     @torch.no_grad()
-    def score(self, model, step: StepRollouts, *names: str) -> None:
+    def fill_in(self, model, step: StepRollouts, *names: str) -> None:
         """Fill in `ref_logps` or `old_logps` of the rows this process learns from, with the weights `model` has now."""
-        for rows in self._own_micro_batches(step.plan):
-            logps = self._score(self.scorer.score, model, self._collate(step, rows)).logps
+        for rows, batch in self._own(step, step.schedule):
+            logps = self._score(self.scorer.score, model, batch).logps
             on_cpu = torch.cat(logps).cpu().split(list(map(len, logps)))  # one transfer
             for i, row_logps in zip(rows, on_cpu, strict=False):
                 for name in names:
                     setattr(step.rollouts[i], name, row_logps.numpy().copy())
 
     @torch.no_grad()
-    def find_proxies(self, model, step: StepRollouts) -> tuple[torch.Tensor, "_Sums"]:
-        """Proxies of all rows by a forward pass without gradient, `(B,)` on the CPU, and sums over their tokens."""
-        found = _RowValues(len(step.rollouts), self.accelerator)
-        for rows in self._own_micro_batches(step.plan):
-            micro_batch = self._collate(step, rows)
-            logps, entropies = self._score(self.scorer.score, model, micro_batch).padded()
-            found.add(rows, self._proxies(logps, micro_batch), entropies, micro_batch.loss_mask)
+    def _forward(self, model, step: StepRollouts, schedule: Schedule) -> "Forwarded":
+        found = _Collector(len(step.rollouts), self.accelerator)
+        for rows, batch in self._own(step, schedule):
+            logps, entropies = self._score(self.scorer.score, model, batch).padded()
+            found.add(rows, self._proxies(logps, batch), entropies, batch.loss_mask)
         return found.reduce()
 
-    def _proxies(self, logps: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
-        return sequence_proxies(
-            logps.detach(),
-            micro_batch.ref_logps,
-            micro_batch.loss_mask,
-            pacs_beta=self.args.pacs_beta,
-            proxy=self.args.proxy,
-        )
+    def _left_out_entropy(self, model, step: StepRollouts, schedule: Schedule) -> float:
+        """
+        Sum of the entropies at the counted tokens of the rows that `schedule` leaves out, the same on all processes.
 
-    def _token_factors(self, step: StepRollouts, rows: list[int], proxies: torch.Tensor):
-        """d(loss) / d(logp of any counted token) of `rows`, which are whole groups with proxies `(len(rows),)`."""
-        groups = step.groups.take(rows)
-        share = groups.scorable.sum().item() / max(int(step.groups.scorable.sum()), 1)
-        slope = torch.full_like(proxies, self.args.pacs_beta)
-        if self.args.proxy == "mean_logp":
-            slope /= torch.tensor([max(int(step.rollouts[i].loss_mask.sum()), 1) for i in rows])
-        factors = slope * groups.apply(proxy_coefficients, proxies, **self.objective)
-        if self.args.actor_term_coef:
-            scores = groups.apply(group_scores, proxies, score_estimator=self.args.score_estimator)
-            factors = factors + self.args.actor_term_coef * groups.apply(
-                actor_coefficients, scores, class_weighting=self.args.class_weighting
-            )
-        return factors * share
+        On the first update after a rollout it is `-log p` of their sampled tokens where the engine has reported it, whose
+        expectation is the entropy of the distribution it sampled from; else it takes one more forward pass.
+        """
+        forwarded = {i for batches in schedule for rows in batches for i in rows}
+        left_out = [i for i, row in enumerate(step.rollouts) if i not in forwarded and row.loss_mask.any()]
+        if left_out and step.on_policy and self.samples_policy:
+            rows = [step.rollouts[i] for i in left_out]
+            sampled = [row.sampling_logps[row.loss_mask] for row in rows if row.sampling_logps is not None]
+            if len(sampled) == len(rows) and all(np.isfinite(logps).all() for logps in sampled):
+                return -float(np.concatenate(sampled).sum(dtype=np.float64))
+        return self._forward(model, step, self._schedule_rows(step, left_out)).entropy if left_out else 0.0
+
+    # One optimizer step -------------------------------------------------------------------------------------------
 
     def run(self, model, step: StepRollouts, *, proxies_are_zero: bool) -> tuple[float, dict[str, float]]:
         """
@@ -238,143 +200,113 @@ class PolicyUpdate:
             The loss of the optimizer step (mean over its scorable rows, KL term included), the same on all processes,
             and its metrics.
         """
-        all_rows = list(range(len(step.rollouts)))
-        proxies, factors, before = None, None, None
-        if proxies_are_zero:
-            proxies = torch.zeros(len(all_rows))
-        elif not step.whole_groups:
-            proxies, before = self.find_proxies(model, step)
-        plan = step.plan
-        if proxies is not None:
-            factors = self._token_factors(step, all_rows, proxies)
-            plan = self._plan_rows_that_count(step, factors, scored=not proxies_are_zero)
-
-        # Before the backward passes, between which FSDP keeps what it has gathered. A pass for the proxies went over more rows.
-        left_out = self._left_out_entropy(model, step, plan if before is None else step.plan)
-        compares = step.on_policy and any(row.sampling_logps is not None for row in step.rollouts)
-        mismatch: list[torch.Tensor] = []
-        found = _RowValues(len(all_rows), self.accelerator)
-        num_tokens = sum(int(r.loss_mask.sum()) for r in step.rollouts)
-        micro_batches = self._own_micro_batches(plan)
-        for k, rows in enumerate(micro_batches):
-            with self._synchronize_gradients(model, last=k == len(micro_batches) - 1):
-                micro_batch = self._collate(step, rows)
-                logps, entropies = self._score(self.scorer.score, model, micro_batch).padded()
-                row_proxies = self._proxies(logps, micro_batch)
-                if not rows:
-                    row_factors = torch.zeros(1)
-                elif factors is not None:
-                    row_factors = factors[rows]
-                else:
-                    row_factors = self._token_factors(step, rows, row_proxies.cpu())
-                row_factors = row_factors.to(logps.device)
-                if compares:
-                    compared = (logps, micro_batch.sampling_logps, micro_batch.loss_mask)
-                    mismatch.append(mismatch_statistics(*compared, **self.correction))
-                old_logps = logps if step.on_policy else micro_batch.old_logps
-                tokens = TokenValues(
-                    logps.detach(),
-                    old_logps.detach(),
-                    micro_batch.sampling_logps,
-                    entropies.detach(),
-                    row_factors,
-                    micro_batch.loss_mask,
-                )
-                weighted = logps
-                for weights in self.token_weights:
-                    weighted = weighted * weights(tokens)
-                weighted = weighted.masked_fill(~micro_batch.loss_mask, 0.0)
-                loss = (row_factors * weighted.sum(dim=1)).sum()
-                kl = self._kl(model, logps, micro_batch)
-                loss = loss + self.args.beta * kl / max(num_tokens, 1)
-                self._backward(loss * self.accelerator.num_processes)
-                found.add(rows, row_proxies, entropies, micro_batch.loss_mask, kl)
-        forwarded_proxies, sums = found.reduce()
-        proxies = forwarded_proxies if proxies is None else proxies
-        loss, metrics = self._summarize(step, proxies, left_out + (sums if before is None else before).entropy, sums)
-        if compares:
+        with self.scorer.attention():
+            before = None
+            if not proxies_are_zero and not step.whole_groups:
+                before = self._forward(model, step, step.schedule)
+            proxies = torch.zeros(len(step.rollouts)) if proxies_are_zero else before and before.proxies
+            schedule, coefficients = step.schedule, None
+            if proxies is not None:
+                coefficients = self._coefficients(step, list(range(len(step.rollouts))), proxies)
+                schedule = self._schedule_rows_that_count(step, coefficients, scored=before is not None)
+            # Before the backward passes, between which FSDP keeps what it has gathered. A pass for the proxies went over
+            # more rows.
+            left_out = self._left_out_entropy(model, step, schedule if before is None else step.schedule)
+            found, mismatch = self._back_propagate(model, step, schedule, coefficients)
+        proxies = found.proxies if proxies is None else proxies
+        loss, metrics = self._summarize(step, proxies, left_out + (before or found).entropy, found.num_rows)
+        if mismatch:
             parts = self.accelerator.gather(merge_statistics(torch.stack(mismatch))[None])
             metrics |= mismatch_metrics(merge_statistics(parts))
-        if self.args.beta != 0:
-            metrics["kl"] = sums.kl / max(num_tokens, 1)
-            loss += self.args.beta * metrics["kl"]
+        if self.objective.kl_coef != 0:
+            metrics["kl"] = found.kl / max(step.num_tokens, 1)
+            loss += self.objective.kl_coef * metrics["kl"]
         return loss, metrics
-
-    @torch.no_grad()
-    def _left_out_entropy(self, model, step: StepRollouts, plan: Plan) -> float:
-        """
-        Sum of the entropies at the counted tokens of the rows that `plan` leaves out, the same on all processes.
-
-        On the first update after a rollout it is `-log p` of their sampled tokens where the engine has reported it, whose
-        expectation is the entropy of the distribution it sampled from; else it takes one more forward pass.
-        """
-        forwarded = {i for batches in plan for rows in batches for i in rows}
-        left_out = [i for i, row in enumerate(step.rollouts) if i not in forwarded and row.loss_mask.any()]
-        if left_out and step.on_policy and _draws_from_whole_distribution(self.args):
-            rows = [step.rollouts[i] for i in left_out]
-            sampled = [row.sampling_logps[row.loss_mask] for row in rows if row.sampling_logps is not None]
-            if len(sampled) == len(rows) and all(np.isfinite(logps).all() for logps in sampled):
-                return -float(np.concatenate(sampled).sum(dtype=np.float64))
-        if left_out:
-            found = _RowValues(len(step.rollouts), self.accelerator)
-            for rows in self._own_micro_batches(self._plan_rows(step, left_out)):
-                micro_batch = self._collate(step, rows)
-                logps, entropies = self._score(self.scorer.score, model, micro_batch).padded()
-                found.add(rows, logps[:, 0], entropies, micro_batch.loss_mask)
-            return found.reduce()[1].entropy
-        return 0.0
 
     def evaluate(self, model, step: StepRollouts, *, proxies_are_zero: bool) -> tuple[float, dict[str, float]]:
         """Loss and metrics as in [`run`], without gradient and without the KL term."""
-        proxies, sums = self.find_proxies(model, step)
-        proxies = torch.zeros_like(proxies) if proxies_are_zero else proxies
-        entropy = sums.entropy + self._left_out_entropy(model, step, step.plan)
-        return self._summarize(step, proxies, entropy, sums)
+        found = self._forward(model, step, step.schedule)
+        proxies = torch.zeros_like(found.proxies) if proxies_are_zero else found.proxies
+        entropy = found.entropy + self._left_out_entropy(model, step, step.schedule)
+        return self._summarize(step, proxies, entropy, found.num_rows)
 
-    def _summarize(self, step, proxies, entropy: float, sums: "_Sums") -> tuple[float, dict[str, float]]:
-        """The loss without the KL term, and the metrics that every step has; `entropy` is summed over all counted tokens."""
-        loss, scores = step.groups.apply(loss_from_proxies, proxies, **self.objective)
-        num_tokens = sum(int(row.loss_mask.sum()) for row in step.rollouts)
-        metrics = {
-            "entropy": entropy / num_tokens if num_tokens else math.nan,
-            "pacs/forwarded_fraction": sums.num_rows / max(len(step.rollouts), 1),
-        }
-        metrics |= critic_metrics(proxies, scores, step.groups, class_weighting=self.args.class_weighting)
-        return loss.item(), metrics
+    def _coefficients(self, step: StepRollouts, rows: list[int], proxies: torch.Tensor) -> torch.Tensor:
+        """Of `rows`, which are whole groups with proxies `(len(rows),)`, in the mean over the whole step."""
+        groups = step.groups.take(rows)
+        share = groups.scorable.sum().item() / max(int(step.groups.scorable.sum()), 1)
+        num_tokens = torch.tensor([int(step.rollouts[i].loss_mask.sum()) for i in rows])
+        return self.objective.coefficients(groups, proxies, num_tokens) * share
 
-    def _plan_rows_that_count(self, step: StepRollouts, factors: torch.Tensor, *, scored: bool) -> Plan:
-        """Micro-batches of the rows that have a gradient; `scored` is whether those of `step.plan` were forwarded before."""
-        planned = {i for batches in step.plan for rows in batches for i in rows}
+    def _schedule_rows_that_count(self, step: StepRollouts, coefficients: torch.Tensor, *, scored: bool) -> Schedule:
+        """Micro-batches of the rows with a gradient; `scored` is whether those of `step.schedule` were forwarded before."""
+        scheduled = {i for batches in step.schedule for rows in batches for i in rows}
         # With a KL term every row has a gradient; otherwise rows with coefficient 0 have none.
-        counting = [i for i in sorted(planned) if self.args.beta != 0 or factors[i] != 0]
-        # Log-probabilities under the policy that generated lie on the process that `step.plan` gave the row to.
+        counting = [i for i in sorted(scheduled) if self.objective.kl_coef != 0 or coefficients[i] != 0]
+        # Log-probabilities under the policy that generated lie on the process that `step.schedule` gave the row to.
         rows_may_move = step.on_policy or not self.token_weights
-        keeps = not rows_may_move or (scored and len(counting) == len(planned))
-        return step.plan if keeps else self._plan_rows(step, counting)
+        keeps = not rows_may_move or (scored and len(counting) == len(scheduled))
+        return step.schedule if keeps else self._schedule_rows(step, counting)
 
-    def _plan_rows(self, step: StepRollouts, rows: list[int]) -> Plan:
-        lengths, max_tokens = row_lengths(step.rollouts), self.args.max_tokens_per_micro_batch
-        if max_tokens is not None:  # a row that nothing is learnt from may be longer; it is only forwarded
-            max_tokens = max(max_tokens, *(lengths.prompts[i] + lengths.completions[i] for i in rows))
-        plan = plan_micro_batches(
-            lengths,
-            [[row] for row in rows],
-            num_processes=self.accelerator.num_processes,
-            max_rows=self.args.per_device_train_batch_size,
-            max_tokens=max_tokens,
-            padded=self.padded,
-        )
-        assert plan is not None  # every single row fits
-        return plan
+    def _schedule_rows(self, step: StepRollouts, rows: list[int]) -> Schedule:
+        return schedule_rows(step.rollouts, rows, self.limits)
 
-    def _kl(self, model, logps: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
+    def _back_propagate(
+        self, model, step: StepRollouts, schedule: Schedule, coefficients: torch.Tensor | None
+    ) -> tuple["Forwarded", list[torch.Tensor]]:
+        """Back-propagate `sum_i c_i * sum_t w_it * log pi(o_it)` and the KL term; without `coefficients`, micro-batches hold
+        whole groups. Returns what the forward passes found, and the statistics of the mismatch of each."""
+        found, mismatch = _Collector(len(step.rollouts), self.accelerator), []
+        compares = step.on_policy and any(row.sampling_logps is not None for row in step.rollouts)
+        num_tokens, last = max(step.num_tokens, 1), max(len(schedule[self.accelerator.process_index]) - 1, 0)
+        for k, (rows, batch) in enumerate(self._own(step, schedule)):
+            with self._synchronize_gradients(model, last=k == last):
+                logps, entropies = self._score(self.scorer.score, model, batch).padded()
+                proxies = self._proxies(logps, batch)
+                if not rows:
+                    of_rows = torch.zeros(1)
+                elif coefficients is not None:
+                    of_rows = coefficients[rows]
+                else:
+                    of_rows = self._coefficients(step, rows, proxies.cpu())
+                of_rows = of_rows.to(logps.device)
+                if compares:
+                    compared = logps, batch.sampling_logps, batch.loss_mask
+                    mismatch.append(mismatch_statistics(*compared, **self.mismatch._asdict()))
+                weighted = self._weighted(step, batch, logps, entropies, of_rows)
+                loss = (of_rows * weighted.masked_fill(~batch.loss_mask, 0.0).sum(dim=1)).sum()
+                kl = self._kl(model, logps, batch)
+                loss = loss + self.objective.kl_coef * kl / num_tokens
+                self._backward(loss * self.accelerator.num_processes)
+                found.add(rows, proxies, entropies, batch.loss_mask, kl)
+        return found.reduce(), mismatch
+
+    def _weighted(self, step, batch: MicroBatch, logps, entropies, coefficients) -> torch.Tensor:
+        """Log-probabilities times token weights, `(B, T)`."""
+        old_logps = logps if step.on_policy else batch.old_logps
+        values = logps, old_logps, batch.sampling_logps, entropies, coefficients, batch.loss_mask
+        tokens = TokenValues(*(value.detach() for value in values))
+        for weights in self.token_weights:
+            logps = logps * weights(tokens)
+        return logps
+
+    def _kl(self, model, logps: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Sum over tokens of the k3 estimator of KL(policy || KL reference)."""
-        if self.args.beta == 0 or self.score_kl_reference is None:
+        if self.objective.kl_coef == 0 or self.score_kl_reference is None:
             return logps.new_zeros(())
         with torch.no_grad():
-            log_ratio = pad_sequence(self._score(self.score_kl_reference, model, micro_batch).logps, batch_first=True)
-        log_ratio = log_ratio - logps
-        return (torch.exp(log_ratio) - log_ratio - 1).masked_fill(~micro_batch.loss_mask, 0.0).sum()
+            reference = pad_sequence(self._score(self.score_kl_reference, model, batch).logps, batch_first=True)
+        log_ratio = reference - logps
+        return (torch.exp(log_ratio) - log_ratio - 1).masked_fill(~batch.loss_mask, 0.0).sum()
+
+    def _summarize(self, step: StepRollouts, proxies, entropy: float, num_forwarded: float):
+        """The loss without the KL term, and the metrics that every step has; `entropy` is summed over all counted tokens."""
+        loss, scores = self.objective.loss(step.groups, proxies)
+        metrics = {
+            "entropy": entropy / step.num_tokens if step.num_tokens else math.nan,
+            "pacs/forwarded_fraction": num_forwarded / max(len(step.rollouts), 1),
+        }
+        weighting = self.objective.class_weighting
+        return loss.item(), metrics | critic_metrics(proxies, scores, step.groups, class_weighting=weighting)
 
     @contextlib.contextmanager
     def _synchronize_gradients(self, model, *, last: bool):
@@ -389,13 +321,25 @@ class PolicyUpdate:
         self.accelerator.backward(loss, **({"scale_wrt_gas": False} if deepspeed else {}))
 
 
-class _RowValues:
-    """Collects values of rows and tokens over micro-batches; one reduction over processes at the end."""
+class Forwarded(NamedTuple):
+    """
+    What forward passes over some rows of a step have found, on all processes together: the proxies of these rows, `(B,)` on the
+    CPU and 0 elsewhere, the sum of the entropies of their counted tokens, their number, and the sum of the KL estimator.
+    """
+
+    proxies: torch.Tensor
+    entropy: float
+    num_rows: float
+    kl: float
+
+
+class _Collector:
+    """Collects what forward passes find; one reduction over processes at the end."""
 
     def __init__(self, num_rows: int, accelerator: Accelerator):
         self.accelerator = accelerator
         self.proxies = torch.zeros(num_rows, device=accelerator.device)
-        self.sums = torch.zeros(3, device=accelerator.device)  # see `_Sums`
+        self.sums = torch.zeros(3, device=accelerator.device)  # see `Forwarded`
 
     def add(self, rows: list[int], proxies, entropies, loss_mask, kl=0.0) -> None:
         if not rows:
@@ -406,20 +350,6 @@ class _RowValues:
         count = torch.tensor(float(len(rows)), device=entropy.device)
         self.sums += torch.stack([entropy, count, kl.to(entropy.dtype)])
 
-    def reduce(self) -> tuple[torch.Tensor, "_Sums"]:
+    def reduce(self) -> Forwarded:
         values = self.accelerator.reduce(torch.cat([self.proxies, self.sums]), reduction="sum").cpu()
-        return values[:-3], _Sums(*values[-3:].tolist())
-
-
-class _Sums(NamedTuple):
-    """Over the rows that were forwarded: entropies of their counted tokens, the rows themselves, the KL estimator."""
-
-    entropy: float
-    num_rows: float
-    kl: float
-
-
-def _draws_from_whole_distribution(args: PACSConfig) -> bool:
-    """Whether nothing but the temperature, which the loss has too, stands between the policy and the sampler."""
-    untruncated = args.top_p == 1.0 and not args.top_k and not args.min_p and args.repetition_penalty == 1.0
-    return untruncated and not args.generation_kwargs
+        return Forwarded(values[:-3], *values[-3:].tolist())

@@ -17,7 +17,7 @@ Letters for shapes: `B` completions, `T` completion tokens.
 """
 
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -25,6 +25,15 @@ from .token_weights import TokenValues, TokenWeights
 
 
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+
+
+class Mismatch(NamedTuple):
+    """How the mismatch of engine and trainer is measured, and may be corrected: arguments of [`correction_weights`]."""
+
+    mode: CorrectionMode
+    clip_min: float | None = None
+    clip_max: float | None = None
+
 
 # Columns of the statistics below, and how two of them become one.
 _COLUMNS = ("tokens", "sum_abs", "max_abs", "ratios", "sum_ratio", "sum_square", "outside", "min_ratio", "max_ratio")
@@ -74,14 +83,11 @@ def correction_weights(
     return ratios.masked_fill((ratios < low) | (ratios > high), 0.0).float()
 
 
-def mismatch_correction(
-    mode: CorrectionMode, clip_min: float | None = None, clip_max: float | None = None
-) -> TokenWeights:
+def mismatch_correction(mismatch: Mismatch) -> TokenWeights:
     """[`correction_weights`] as one of the token weights of an update."""
 
     def weights(tokens: TokenValues) -> torch.Tensor:
-        bounds = {"clip_min": clip_min, "clip_max": clip_max}
-        return correction_weights(tokens.old_logps, tokens.sampling_logps, tokens.mask, mode=mode, **bounds)
+        return correction_weights(tokens.old_logps, tokens.sampling_logps, tokens.mask, **mismatch._asdict())
 
     return weights
 

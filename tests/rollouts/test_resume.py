@@ -216,8 +216,8 @@ def test_rows_of_an_interrupted_step_are_not_learned_from(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     learned = []
-    plan = trainer._update.plan
-    trainer._update.plan = lambda rollouts: learned.append(len(rollouts)) or plan(rollouts)
+    schedule = trainer._update.schedule
+    trainer._update.schedule = lambda rollouts: learned.append(len(rollouts)) or schedule(rollouts)
     trainer.train()
     assert learned == [16]
 

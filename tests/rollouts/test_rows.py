@@ -7,16 +7,14 @@ import pytest
 import torch
 
 from pacs_trl.rollouts.rows import (
-    FILLER,
     Rollout,
-    collate,
     from_state,
     labels_from_rewards,
-    row_lengths,
     to_state,
     unpad_rollouts,
 )
 from pacs_trl.update.scorer import rectangle
+from pacs_trl.update.step import FILLER, collate, row_lengths
 
 
 def scored_batch(**more):

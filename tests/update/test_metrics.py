@@ -175,10 +175,10 @@ def test_entropy_of_rows_left_out_is_that_which_the_engine_sampled(tmp_path, set
     found = []
     run = trainer._update._left_out_entropy
 
-    def remember(model, step, plan):
-        forwarded = {i for batches in plan for rows in batches for i in rows}
+    def remember(model, step, schedule):
+        forwarded = {i for batches in schedule for rows in batches for i in rows}
         left_out = [row for i, row in enumerate(step.rollouts) if i not in forwarded]
-        found.append((run(model, step, plan), sum(int(row.loss_mask.sum()) for row in left_out)))
+        found.append((run(model, step, schedule), sum(int(row.loss_mask.sum()) for row in left_out)))
         return found[-1][0]
 
     trainer._update._left_out_entropy = remember

@@ -1,10 +1,10 @@
-"""Plans: every row once, within bounds, equal counts, little padding, balanced."""
+"""Schedules: every row once, within bounds, equal counts, little padding, balanced."""
 
 import random
 
 import pytest
 
-from pacs_trl.update.microbatching import RowLengths, micro_batch_tokens, plan_micro_batches, plan_tokens
+from pacs_trl.update.microbatching import RowLengths, micro_batch_tokens, schedule_micro_batches, schedule_tokens
 
 
 def lognormal_lengths(num_rows, seed=0):
@@ -18,8 +18,8 @@ def units(rows, size=1):
     return [rows[i : i + size] for i in range(0, len(rows), size)]
 
 
-def rows_of(plan):
-    return sorted(row for batches in plan for batch in batches for row in batch)
+def rows_of(schedule):
+    return sorted(row for batches in schedule for batch in batches for row in batch)
 
 
 def test_tokens_by_hand():
@@ -28,20 +28,20 @@ def test_tokens_by_hand():
     assert micro_batch_tokens([0, 1], lengths, padded=False) == 2 + 5 + 3 + 1
     assert micro_batch_tokens([], lengths, padded=True) == 0
     # two processes in lockstep: max(7, 4) + max(0, 4)
-    assert plan_tokens([[[0], []], [[1], [1]]], lengths, padded=False) == 7 + 4
+    assert schedule_tokens([[[0], []], [[1], [1]]], lengths, padded=False) == 7 + 4
 
 
-def test_padded_plan_by_hand():
+def test_padded_schedule_by_hand():
     lengths = RowLengths([1] * 4, [9, 1, 8, 2])
-    plan = plan_micro_batches(lengths, units(range(4)), num_processes=1, max_rows=2, padded=True)
-    assert plan == [[[0, 2], [3, 1]]]  # long with long, short with short: 2*10 + 2*3 tokens instead of 2*10 + 2*9
-    assert plan_tokens(plan, lengths, padded=True) == 26
+    schedule = schedule_micro_batches(lengths, units(range(4)), num_processes=1, max_rows=2, padded=True)
+    assert schedule == [[[0, 2], [3, 1]]]  # long with long, short with short: 2*10 + 2*3 tokens instead of 2*10 + 2*9
+    assert schedule_tokens(schedule, lengths, padded=True) == 26
 
 
-def test_packed_plan_by_hand():
+def test_packed_schedule_by_hand():
     lengths = RowLengths([0] * 4, [9, 1, 8, 2])
-    plan = plan_micro_batches(lengths, units(range(4)), num_processes=2, max_rows=2)
-    assert [sorted(batch) for (batch,) in plan] == [[0, 1], [2, 3]]  # 10 tokens on each process
+    schedule = schedule_micro_batches(lengths, units(range(4)), num_processes=2, max_rows=2)
+    assert [sorted(batch) for (batch,) in schedule] == [[0, 1], [2, 3]]  # 10 tokens on each process
 
 
 @pytest.mark.parametrize("padded", [True, False])
@@ -52,15 +52,17 @@ def test_packed_plan_by_hand():
 def test_every_row_once_within_bounds_and_in_lockstep(padded, num_processes, limit, group_size, num_rows):
     lengths = lognormal_lengths(64)
     chosen = random.Random(1).sample(range(64), num_rows)
-    plan = plan_micro_batches(lengths, units(chosen, group_size), num_processes=num_processes, padded=padded, **limit)
-    assert rows_of(plan) == sorted(chosen)
-    assert len(plan) == num_processes and len({len(batches) for batches in plan}) == 1
-    for batch in (batch for batches in plan for batch in batches):
+    schedule = schedule_micro_batches(
+        lengths, units(chosen, group_size), num_processes=num_processes, padded=padded, **limit
+    )
+    assert rows_of(schedule) == sorted(chosen)
+    assert len(schedule) == num_processes and len({len(batches) for batches in schedule}) == 1
+    for batch in (batch for batches in schedule for batch in batches):
         if "max_tokens" in limit:
             assert micro_batch_tokens(batch, lengths, padded=padded) <= limit["max_tokens"]
         else:
             assert len(batch) <= limit["max_rows"]
-    home = {row: id(batch) for batches in plan for batch in batches for row in batch}
+    home = {row: id(batch) for batches in schedule for batch in batches for row in batch}
     for i in range(0, num_rows, group_size):
         assert len({home[row] for row in chosen[i : i + group_size]}) == 1
 
@@ -77,9 +79,9 @@ def test_units_of_different_sizes(padded, num_processes, limit):
         rest = rest[size:]
     if "max_tokens" in limit:  # a rectangle of the largest group may need more
         limit["max_tokens"] = max(micro_batch_tokens(group, lengths, padded=padded) for group in groups)
-    plan = plan_micro_batches(lengths, groups, num_processes=num_processes, padded=padded, **limit)
-    assert rows_of(plan) == list(range(64)) and len({len(batches) for batches in plan}) == 1
-    batches = [batch for batches in plan for batch in batches]
+    schedule = schedule_micro_batches(lengths, groups, num_processes=num_processes, padded=padded, **limit)
+    assert rows_of(schedule) == list(range(64)) and len({len(batches) for batches in schedule}) == 1
+    batches = [batch for batches in schedule for batch in batches]
     for batch in batches:
         if "max_tokens" in limit:
             assert micro_batch_tokens(batch, lengths, padded=padded) <= limit["max_tokens"]
@@ -92,41 +94,41 @@ def test_units_of_different_sizes(padded, num_processes, limit):
 def test_a_small_unit_finds_the_place_that_a_large_one_left():
     """Three rows and then one, of two micro-batches with four places each: 3 + 1 and 3 + 1, no third micro-batch."""
     lengths = RowLengths([0] * 8, [9, 9, 9, 8, 8, 8, 1, 1])
-    plan = plan_micro_batches(lengths, [[0, 1, 2], [3, 4, 5], [6], [7]], num_processes=1, max_rows=4)
-    assert sorted(sorted(batch) for batch in plan[0]) == [[0, 1, 2, 7], [3, 4, 5, 6]]
+    schedule = schedule_micro_batches(lengths, [[0, 1, 2], [3, 4, 5], [6], [7]], num_processes=1, max_rows=4)
+    assert sorted(sorted(batch) for batch in schedule[0]) == [[0, 1, 2, 7], [3, 4, 5, 6]]
 
 
-def test_plans_do_not_depend_on_anything_but_their_input():
+def test_schedules_do_not_depend_on_anything_but_their_input():
     lengths = lognormal_lengths(64)
-    plans = [plan_micro_batches(lengths, units(range(64)), num_processes=2, max_rows=8) for _ in range(2)]
-    assert plans[0] == plans[1]
+    schedules = [schedule_micro_batches(lengths, units(range(64)), num_processes=2, max_rows=8) for _ in range(2)]
+    assert schedules[0] == schedules[1]
 
 
 @pytest.mark.parametrize("limit", [dict(max_rows=3), dict(max_rows=8, max_tokens=100)])
-def test_groups_that_do_not_fit_give_no_plan(limit):
+def test_groups_that_do_not_fit_give_no_schedule(limit):
     lengths = RowLengths([10] * 8, [40] * 8)
-    assert plan_micro_batches(lengths, units(range(8), 4), num_processes=1, **limit) is None
+    assert schedule_micro_batches(lengths, units(range(8), 4), num_processes=1, **limit) is None
 
 
 def test_packed_micro_batches_are_balanced():
     lengths = lognormal_lengths(256)
-    plan = plan_micro_batches(lengths, units(range(256)), num_processes=8, max_rows=8)
-    tokens = [micro_batch_tokens(batch, lengths, padded=False) for batches in plan for batch in batches]
+    schedule = schedule_micro_batches(lengths, units(range(256)), num_processes=8, max_rows=8)
+    tokens = [micro_batch_tokens(batch, lengths, padded=False) for batches in schedule for batch in batches]
     assert max(tokens) / (sum(tokens) / len(tokens)) < 1.05
-    totals = [sum(micro_batch_tokens(b, lengths, padded=False) for b in batches) for batches in plan]
+    totals = [sum(micro_batch_tokens(b, lengths, padded=False) for b in batches) for batches in schedule]
     assert max(totals) / min(totals) < 1.01
 
 
 def test_sorting_removes_most_padding():
     lengths = lognormal_lengths(256)
-    plan = plan_micro_batches(lengths, units(range(256)), num_processes=1, max_rows=8, padded=True)
+    schedule = schedule_micro_batches(lengths, units(range(256)), num_processes=1, max_rows=8, padded=True)
     unsorted = [[list(range(i, i + 8)) for i in range(0, 256, 8)]]
     real = micro_batch_tokens(range(256), lengths, padded=False)
-    assert plan_tokens(plan, lengths, padded=True) < 1.15 * real
-    assert plan_tokens(unsorted, lengths, padded=True) > 1.7 * real
+    assert schedule_tokens(schedule, lengths, padded=True) < 1.15 * real
+    assert schedule_tokens(unsorted, lengths, padded=True) > 1.7 * real
 
 
-def test_large_plan_is_quick_enough_to_run_every_step():
+def test_large_schedule_is_quick_enough_to_run_every_step():
     lengths = lognormal_lengths(8192)
-    plan = plan_micro_batches(lengths, units(range(8192)), num_processes=64, max_rows=1, max_tokens=16384)
-    assert rows_of(plan) == list(range(8192))
+    schedule = schedule_micro_batches(lengths, units(range(8192)), num_processes=64, max_rows=1, max_tokens=16384)
+    assert rows_of(schedule) == list(range(8192))

@@ -167,6 +167,13 @@ def test_gradient_with_kl_term(tmp_path, saved_model, unverifiable, group_layout
     train_and_compare(tmp_path, Replay(unverifiable=unverifiable), model=saved_model, **settings)
 
 
+def test_no_row_counts(tmp_path):
+    """Every group of the first update has one class, so that all coefficients are 0 and all micro-batches are empty."""
+    settings = {"max_tokens_per_micro_batch": 30, "max_steps": 1}
+    _, (step,) = train_and_compare(tmp_path, Replay(uniform_groups=2), **settings)
+    assert step.loss > 0
+
+
 RAGGED = {
     "per_device_train_batch_size": 16,
     "steps_per_generation": 2,

@@ -1,0 +1,177 @@
+"""The rows of one optimizer step, and which of them go through the model together."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ..rollouts.rows import Rollout
+from .groups import Groups
+from .microbatching import RowLengths, Schedule, schedule_micro_batches, schedule_tokens
+
+
+# Stands in where a process has no row left for a forward pass that the others run: two tokens, weight zero.
+FILLER = Rollout(
+    prompt_ids=np.zeros(1, dtype=np.int32),
+    completion_ids=np.zeros(1, dtype=np.int32),
+    loss_mask=np.zeros(1, dtype=bool),
+    label=float("nan"),
+)
+
+
+@dataclass
+class StepRollouts:
+    """
+    All rows of one optimizer step, the same on every process, and how they are scored.
+
+    Attributes:
+        rollouts (`list[Rollout]`):
+            Whole groups.
+        groups ([`Groups`]):
+            Their labels and groups.
+        schedule (`Schedule`):
+            Micro-batches of every forward pass over all rows. Reference and policy are scored in the same ones: with
+            equal weights they then give equal bits, also in half precision.
+        whole_groups (`bool`):
+            Whether the micro-batches of `schedule` hold whole groups.
+        on_policy (`bool`):
+            Whether the weights are still those that generated the rows. The forward pass itself then tells how far the
+            engine is from the trainer, and token weights take it for that of the policy that generated.
+    """
+
+    rollouts: list[Rollout]
+    groups: Groups
+    schedule: Schedule
+    whole_groups: bool
+    on_policy: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that count."""
+        return sum(int(row.loss_mask.sum()) for row in self.rollouts)
+
+
+class Limits(NamedTuple):
+    """
+    What micro-batches may be like: settings of [`PACSConfig`] by other names, the number of processes, and whether rows are
+    padded. `backward_cost` is that of a backward pass in forward passes.
+    """
+
+    num_processes: int
+    max_rows: int
+    max_tokens: int | None = None
+    padded: bool = False
+    group_layout: str = "auto"
+    backward_cost: int = 2
+
+    @property
+    def of_schedule(self) -> dict:
+        return {name: getattr(self, name) for name in ("num_processes", "max_rows", "max_tokens", "padded")}
+
+
+def schedule_step(rollouts: list[Rollout], limits: Limits, *, every_row: bool) -> StepRollouts:
+    """
+    Decide the composition of the forward passes over all rows of an optimizer step, from their lengths.
+
+    Args:
+        rollouts (`list[Rollout]`):
+            Whole groups.
+        limits ([`Limits`]):
+            What micro-batches may be like.
+        every_row (`bool`):
+            Whether rows that are not scorable count too, as they do for the KL term.
+
+    Raises:
+        `ValueError`: if a row is longer than `max_tokens`, or if `group_layout` is `"whole"` and a group does not fit into a
+            micro-batch.
+    """
+    groups = Groups(torch.tensor([row.label for row in rollouts]), [row.group for row in rollouts])
+    takes_part = groups.scorable
+    if every_row:
+        takes_part = torch.tensor([len(row.completion_ids) > 0 for row in rollouts])
+    lengths, layout = row_lengths(rollouts), limits.group_layout
+    split = schedule_micro_batches(lengths, takes_part.nonzero().tolist(), **limits.of_schedule)
+    if split is None:
+        longest = max(p + c for p, c in zip(lengths.prompts, lengths.completions, strict=True))
+        raise ValueError(
+            f"max_tokens_per_micro_batch={limits.max_tokens} cannot hold the longest sequence of this "
+            f"generation batch, which has {longest} tokens (prompt and completion). Raise it to at least {longest}, or "
+            "leave out longer prompts (in a recipe: max_prompt_length) and lower max_completion_length."
+        )
+    units = [rows for rows in groups.members if takes_part[rows].any()]
+    whole = schedule_micro_batches(lengths, units, **limits.of_schedule)
+    if layout == "whole" and whole is None:
+        bound = f"per_device_train_batch_size={limits.max_rows}"
+        if limits.max_tokens:
+            bound = f"max_tokens_per_micro_batch={limits.max_tokens}"
+        raise ValueError(
+            f"group_layout='whole' needs a group of num_generations={groups.size} completions to fit into one "
+            f"micro-batch, but {bound} is too small. Raise it, or use group_layout='auto' or 'split'."
+        )
+    if layout == "auto" and whole is not None:
+        # In forward passes: the pass for the proxies comes on top where groups are split.
+        whole_tokens, split_tokens = (schedule_tokens(s, lengths, padded=limits.padded) for s in (whole, split))
+        cost = 1 + limits.backward_cost
+        layout = "whole" if cost * whole_tokens <= (cost + 1) * split_tokens else "split"
+    if layout == "whole" and whole is not None:
+        return StepRollouts(rollouts, groups, whole, whole_groups=True)
+    return StepRollouts(rollouts, groups, split, whole_groups=False)
+
+
+def schedule_rows(rollouts: list[Rollout], rows: list[int], limits: Limits) -> Schedule:
+    """Micro-batches of some rows of an optimizer step. One that nothing is learnt from may be longer than `max_tokens`."""
+    lengths, bounds = row_lengths(rollouts), limits.of_schedule
+    if limits.max_tokens is not None:
+        bounds["max_tokens"] = max([limits.max_tokens, *(lengths.prompts[i] + lengths.completions[i] for i in rows)])
+    schedule = schedule_micro_batches(lengths, [[row] for row in rows], **bounds)
+    assert schedule is not None  # every single row fits
+    return schedule
+
+
+def row_lengths(rollouts: list[Rollout]) -> RowLengths:
+    return RowLengths([len(r.prompt_ids) for r in rollouts], [len(r.completion_ids) for r in rollouts])
+
+
+@dataclass
+class MicroBatch:
+    """
+    What is known of the completion tokens of some rows, padded on the right to the longest of these completions.
+
+    Attributes:
+        rollouts (list of `B` [`Rollout`]):
+            The rows.
+        loss_mask (bool `torch.Tensor` of shape `(B, T)`):
+            Tokens that count.
+        ref_logps, old_logps (float32 `torch.Tensor` of shape `(B, T)`):
+            See [`Rollout`]; 0 where a row has none.
+        sampling_logps (float32 `torch.Tensor` of shape `(B, T)`):
+            See [`Rollout`]; NaN where a row has none.
+    """
+
+    rollouts: list[Rollout]
+    loss_mask: torch.Tensor
+    ref_logps: torch.Tensor
+    old_logps: torch.Tensor
+    sampling_logps: torch.Tensor
+
+
+def collate(rollouts: list[Rollout], device: torch.device) -> MicroBatch:
+    """Pad rows to their own longest completion and move them to `device`."""
+
+    def padded(name: str, missing: float, dtype: torch.dtype) -> torch.Tensor:
+        rows = [getattr(row, name) for row in rollouts]
+        out = torch.full((len(rows), max(len(row.completion_ids) for row in rollouts)), missing, dtype=dtype)
+        for i, values in enumerate(rows):
+            if values is not None:
+                out[i, : len(values)] = torch.from_numpy(values)
+        return out.to(device)
+
+    return MicroBatch(
+        rollouts,
+        loss_mask=padded("loss_mask", False, torch.bool),
+        ref_logps=padded("ref_logps", 0.0, torch.float32),
+        old_logps=padded("old_logps", 0.0, torch.float32),
+        sampling_logps=padded("sampling_logps", math.nan, torch.float32),
+    )
