@@ -128,7 +128,7 @@ def test_variants(tmp_path, variant):
 
 KILLED = """\
 import os, signal, sys
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {paths!r}
 from replay import *
 from test_resume import FOUR_UPDATES
 
@@ -149,7 +149,8 @@ def test_killed_process(tmp_path):
     weights, _, _ = trained(tmp_path / "straight")
 
     def run(resume):
-        script = KILLED.format(tests=str(Path(__file__).parents[1]), output=str(tmp_path / "killed"), resume=resume)
+        paths = [str(folder) for folder in Path(__file__).parents[:2]]
+        script = KILLED.format(paths=paths, output=str(tmp_path / "killed"), resume=resume)
         env = os.environ | {"OMP_NUM_THREADS": "1"}
         return subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=300)
 
