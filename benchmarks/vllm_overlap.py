@@ -28,7 +28,7 @@ from pacs_trl.verification import VerificationArguments, configure_verification
 
 
 def one_engine() -> None:
-    """Start vLLM once, for the CPU, and let every trainer use it without what the one before has put in its place."""
+    """Start vLLM once, for the CPU, and let every trainer use it."""
     import torch
     from vllm import LLM
     from vllm.model_executor.layers import utils
@@ -40,10 +40,8 @@ def one_engine() -> None:
 
     def engine(**kwargs):
         if not started:
-            llm = LLM(**kwargs, enforce_eager=True, dtype="float32")
-            started.extend((llm, llm.generate, llm.llm_engine.step))
-        llm, llm.generate, llm.llm_engine.step = started[0], started[1], started[2]
-        return llm
+            started.append(LLM(**kwargs, enforce_eager=True, dtype="float32"))
+        return started[0]
 
     vllm_generation.LLM = engine
 
@@ -79,7 +77,7 @@ def train(start: Path, directory: Path, overlap: bool) -> tuple[dict[str, float]
         processing_class=AutoTokenizer.from_pretrained(start),
     )
     if not overlap:
-        trainer._early_grading = None
+        trainer.vllm_generation.llm._early_grading = trainer._early_grading = None
     with redirect_stdout(io.StringIO()) as printed:
         trainer.train()
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]

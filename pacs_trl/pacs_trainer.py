@@ -17,13 +17,12 @@ from pathlib import Path
 import torch
 from accelerate.utils import DistributedType, gather_object
 from accelerate.utils.memory import clear_device_cache
-from trl.trainer.utils import get_config_model_id, use_adapter
+from trl.trainer.utils import use_adapter
 
 from .pacs_config import PACSConfig
 from .rollouts.resume import merge_rows, rows_to_save
 from .rollouts.rollout_trainer import RolloutTrainer
 from .rollouts.rows import Rollout, labels_from_rewards, unpad_rollouts
-from .rollouts.timing import time_parts
 from .update.groups import split_into_steps
 from .update.policy_update import Objective, PolicyUpdate
 from .update.reference import SnapshotReference, is_sharded
@@ -77,6 +76,7 @@ class PACSTrainer(RolloutTrainer):
     )
     _tag_names = ["trl", "pacs"]
     _name = "PACS"
+    _config_class = PACSConfig
     _paper = {
         "title": "Implicit Actor Critic Coupling via a Supervised Learning Framework for RLVR",
         "id": "2509.02522",
@@ -91,22 +91,13 @@ class PACSTrainer(RolloutTrainer):
     }
 
     def __init__(self, model, reward_funcs=None, args: PACSConfig | None = None, **kwargs):
-        if args is None:
-            model_name = model if isinstance(model, str) else get_config_model_id(model.config)
-            args = PACSConfig(f"{model_name.split('/')[-1]}-PACS")
-        if not isinstance(args, PACSConfig):
-            raise TypeError(f"`args` must be a PACSConfig, got {type(args).__name__}.")
-        self._check_before_loading(model, args, kwargs)
         super().__init__(model, reward_funcs, args=args, **kwargs)
         self._check_support()
         self.scorer = self._create_scorer(self.model)
         if self.ref_model is not None:
             self._ref_scorer = self._create_scorer(self.accelerator.unwrap_model(self.ref_model))
         self._update = self._create_update()
-        if self.rollout_func is not None:
-            self.rollout_func = self._complete_rollouts(self.rollout_func)
         self.vllm_importance_sampling_correction = False  # the parent's, which costs a forward pass of its own
-        time_parts(self)
 
     def _check_support(self) -> None:
         if self._is_vlm:
@@ -189,48 +180,9 @@ class PACSTrainer(RolloutTrainer):
 
     # Rollouts -----------------------------------------------------------------------------------------------------
 
-    def _check_equal_on_all_processes(self, what: str, number: int) -> None:
-        numbers = gather_object([number])
-        if len(set(numbers)) > 1:
-            raise ValueError(
-                f"Processes disagree on the number of {what}: {numbers}. Groups would be torn apart, or a process would "
-                "wait forever. All processes must load the same data with the same seed."
-            )
-
-    def _end_empty_completions(self, completion_ids, logprobs, env_mask=None) -> None:
-        """An engine that strips the end-of-sequence token returns nothing for a completion that ends at once."""
-        empty = [i for i, ids in enumerate(completion_ids) if len(ids) == 0]
-        for i in empty:
-            completion_ids[i] = [self._tokenizer.eos_token_id]
-            if logprobs is not None:
-                logprobs[i] = [None]
-            if env_mask is not None:
-                env_mask[i] = [1]
-        mode = "train" if self.model.training else "eval"
-        self._metrics[mode]["completions/empty_ratio"].append(len(empty) / max(len(completion_ids), 1))
-
-    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        self._end_empty_completions(completion_ids, logprobs)
-        return completion_ids, logprobs
-
     def _rewind_step(self) -> None:
         super()._rewind_step()
         self._pending = []
-
-    def _complete_rollouts(self, rollout_func):
-        def complete(prompts, trainer):
-            output = rollout_func(prompts, trainer)
-            completion_ids = output.get("completion_ids", [])  # the parent names missing keys
-            if "completion_ids" in output and len(completion_ids) != len(prompts):
-                raise ValueError(
-                    f"rollout_func returned {len(completion_ids)} completions for {len(prompts)} prompts. Each prompt "
-                    "stands in the batch once per generation already; return exactly one completion for each."
-                )
-            self._end_empty_completions(completion_ids, output.get("logprobs"), output.get("env_mask"))
-            return output
-
-        return complete
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
@@ -238,7 +190,6 @@ class PACSTrainer(RolloutTrainer):
         return rewards_per_func
 
     def _generate_and_score_completions(self, inputs):
-        self._check_equal_on_all_processes("rows of a generation batch", len(inputs))
         output = super()._generate_and_score_completions(inputs)
         rows = self.accelerator.process_index * len(inputs) + torch.arange(len(inputs))  # of the generation batch
         output["labels"] = self._labels[rows.to(self._labels.device)]
@@ -273,8 +224,9 @@ class PACSTrainer(RolloutTrainer):
         is_reference = self.args.reference == "rollout" and self.args.proxy == "log_ratio"
         names = ["ref_logps"] * is_reference + ["old_logps"] * bool(self._update.token_weights)
         later = self._steps if self.num_iterations > 1 else self._steps[1:]
-        for step in later if names else ():
-            self._update.fill_in(self.model_wrapped, step, *names)
+        with self.timer.part("log_probs"):
+            for step in later if names else ():
+                self._update.fill_in(self.model_wrapped, step, *names)
 
     # Optimizer step -----------------------------------------------------------------------------------------------
 
@@ -291,7 +243,8 @@ class PACSTrainer(RolloutTrainer):
         self._prepare_inputs(inputs)
         loss = 0.0
         if self.accelerator.sync_gradients:  # the last slot of the optimizer step
-            loss = self._run_update(model)
+            with self.timer.part("update"):
+                loss = self._run_update(model)
         self._step += 1
         self._current_train_step_time += time.perf_counter() - started
         if self.accelerator.sync_gradients:
@@ -309,7 +262,8 @@ class PACSTrainer(RolloutTrainer):
             first_update = update % (len(self._steps) * self.num_iterations) == 0
         step.on_policy = first_update
         if self.args.reference == "snapshot":
-            self._score_snapshot(model, step)
+            with self.timer.part("log_probs"):
+                self._score_snapshot(model, step)
         loss, metrics = self._update.run(model, step, proxies_are_zero=first_update and self._policy_is_reference())
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)

@@ -39,6 +39,12 @@ def play_installed(patch: Callable) -> None:
     patch(vllm_client, "HTTPAdapter", lambda **kwargs: HTTPAdapter(max_retries=0))
 
 
+def draw_tokens(prompt_ids: list[int], seed: int, index: int, max_tokens: int) -> list[int]:
+    """A completion, which depends on nothing else."""
+    rng = random.Random(f"{prompt_ids}/{seed}/{index}")
+    return [*(rng.randrange(256) for _ in range(rng.randrange(1, max_tokens))), TOKENIZER.eos_token_id]
+
+
 def server_settings(url: str) -> dict:
     """Settings of a run with the server at `url`."""
     return {
@@ -55,7 +61,7 @@ class LoopbackVLLM(Loopback):
     Start with `with LoopbackVLLM("model") as server`; `server.url` is its address.
 
     - `fail_generation` is the number of the generation (from 0) that is answered with status 500; `dead` lets /health fail.
-    - `calls` lists the paths of all calls in order, `seeds` those of the generations.
+    - `calls` lists the paths of all calls in order, `seeds` and `requests` what the generations asked for.
     - `models`, `info` and `answers` are what the three questions before a run get.
     """
 
@@ -70,6 +76,7 @@ class LoopbackVLLM(Loopback):
         self.answers: dict[str, int] = {}  # path -> status, instead of an answer
         self.calls: list[str] = []
         self.seeds: list[int] = []
+        self.requests: list[dict] = []
         self.fail_generation: int | None = None
         self.dead = False
         self.num_updates = 0
@@ -94,15 +101,14 @@ class LoopbackVLLM(Loopback):
     def _complete(self, body: dict) -> tuple[int, dict]:
         number = len(self.seeds)
         self.seeds.append(body["seed"])
+        self.requests.append(body)
         if number == self.fail_generation:
             self.dead = True
             return 500, {"error": "the engine is dead"}
         choices = []
         for i, prompt in enumerate(body["prompt"]):
             for j in range(body["n"]):
-                rng = random.Random(f"{prompt}/{body['seed']}/{i * body['n'] + j}")
-                ids = [rng.randrange(256) for _ in range(rng.randrange(1, body["max_tokens"]))]
-                ids = [*ids, TOKENIZER.eos_token_id]
+                ids = draw_tokens(prompt, body["seed"], i * body["n"] + j, body["max_tokens"])
                 tokens = [f"token_id:{token}" for token in ids]
                 logprobs = [-5.5] * len(ids)
                 choices.append(

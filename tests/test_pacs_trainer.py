@@ -536,7 +536,7 @@ def test_model_instance_and_default_settings(saved_model, tmp_path, monkeypatch)
         use_cpu: bool = True
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pacs_trl.pacs_trainer.PACSConfig", OnCPU)
+    monkeypatch.setattr(PACSTrainer, "_config_class", OnCPU)
     model = AutoModelForCausalLM.from_pretrained(saved_model)
     trainer = PACSTrainer(model, digit_reward, train_dataset=addition_dataset(64))
     assert trainer.args.output_dir == "model-PACS" and trainer.args.num_generations == 8

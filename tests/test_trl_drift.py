@@ -1,6 +1,6 @@
 """PACSTrainer overrides private methods of TRL and transformers. This file says what it relies on.
 
-When it fails after an upgrade, read the named method, adapt `pacs_trainer.py` or `rollout_trainer.py` where needed, then
+When it fails after an upgrade, read the named method, adapt `pacs_trainer.py` or what is in `rollouts/` where needed, then
 change the expectation here.
 """
 
@@ -15,10 +15,12 @@ import transformers
 import trl
 from transformers import Trainer, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer
+from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import RepeatSampler
 
 from pacs_trl import PACSConfig, PACSTrainer, PPOTrainer
 from pacs_trl.pacs_config import _SHAPES_ONLY_GRPO
+from pacs_trl.rollouts.resumable_trainer import ResumableTrainer
 from pacs_trl.rollouts.rollout_trainer import RolloutTrainer
 
 
@@ -29,6 +31,7 @@ SIGNATURES = {
     "_generate_and_score_completions": (
         "(self, inputs: list[dict[str, torch.Tensor | typing.Any]]) -> dict[str, torch.Tensor | typing.Any]"
     ),
+    "_generate": "(self, prompts: list)",
     "_generate_single_turn": ("(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False)"),
     "_get_grad_norm": "(self, model, grad_norm=None)",
     "_get_per_token_logps_and_entropies": (
@@ -68,7 +71,7 @@ SIGNATURES = {
 
 
 def overridden() -> list[str]:
-    own = {**vars(RolloutTrainer), **vars(PACSTrainer), **vars(PPOTrainer)}
+    own = {**vars(ResumableTrainer), **vars(RolloutTrainer), **vars(PACSTrainer), **vars(PPOTrainer)}
     return [name for name, value in own.items() if inspect.isfunction(value) and hasattr(GRPOTrainer, name)]
 
 
@@ -101,7 +104,14 @@ REPEATED = {
     (GRPOTrainer, "_prepare_inputs"): ("b6f38f7a", "PACSTrainer._prepare_inputs"),
     (Trainer, "training_step"): ("30049257", "PACSTrainer.training_step"),
     (GRPOTrainer, "_compute_loss"): ("6b861df6", "PPOTrainer._loss_denominator (what the sums are divided by)"),
-    (GRPOTrainer, "_generate"): ("c4318367", "RolloutTrainer._grade_early (when a completion is its decoded text)"),
+    (GRPOTrainer, "_generate"): (
+        "c4318367",
+        "RolloutTrainer._choose_early_grading (when a completion is its decoded text)",
+    ),
+    (VLLMGeneration, "generate"): (
+        "f902129a",
+        "Engine.generate (what the other processes wait for), SeededLLM.generate",
+    ),
     (GRPOConfig, "__post_init__"): ("11373fdb", "trainer_settings.trainer_errors"),
     (TrainingArguments, "_validate_args"): ("48ce6df0", "trainer_settings.trainer_errors"),
     (TrainingArguments, "__post_init__"): ("6ef85c8d", "trainer_settings.trainer_errors"),

@@ -5,26 +5,22 @@ advantage only: here each token has its own, from a critic with a value head. Wh
 
 - `_generate_and_score_completions` lets the critic judge the rollouts and replaces the advantages.
 - `_compute_loss` lets the critic learn from a micro-batch before the policy does.
-- A checkpoint holds the critic, its optimizer, and the buffered rollouts.
+- A checkpoint holds the critic and its optimizer.
 
-The critic is a model of its own, next to the policy and with its own optimizer, each prepared by accelerate on its own.
-One module around both would need one optimizer with two learning rates, and everything that reads `trainer.model`
-(generation, vLLM, PEFT, saving) would have to look inside it. DeepSpeed, which wants one engine, is refused.
+The critic is a model of its own, next to the policy (`second_model.py`).
 """
 
-import contextlib
-import math
 import textwrap
-from pathlib import Path
 
 import torch
-from transformers import AutoModelForTokenClassification, PreTrainedModel, get_scheduler, set_seed
+from transformers import AutoModelForTokenClassification, PreTrainedModel, set_seed
 from trl.trainer.utils import create_model_from_path, disable_dropout_in_model, get_config_model_id
 
 from ..rollouts.rollout_trainer import RolloutTrainer
 from ..rollouts.rows import weighted_rewards
 from .gae import clipped_value_losses, explained_variance, generalized_advantages, masked_mean_and_variance, whiten
 from .ppo_config import PPOConfig
+from .second_model import SecondModel
 
 
 def load_critic(policy: str | PreTrainedModel, args: PPOConfig) -> PreTrainedModel:
@@ -109,6 +105,7 @@ class PPOTrainer(RolloutTrainer):
     )
     _tag_names = ["trl", "ppo"]
     _name = "PPO"
+    _config_class = PPOConfig
     _paper = {
         "title": "Proximal Policy Optimization Algorithms",
         "id": "1707.06347",
@@ -123,18 +120,6 @@ class PPOTrainer(RolloutTrainer):
     }
 
     def __init__(self, model, reward_funcs=None, args: PPOConfig | None = None, **kwargs):
-        if args is None:
-            model_name = model if isinstance(model, str) else get_config_model_id(model.config)
-            args = PPOConfig(f"{model_name.split('/')[-1]}-PPO")
-        if not isinstance(args, PPOConfig):
-            raise TypeError(f"`args` must be a PPOConfig, got {type(args).__name__}.")
-        if args.deepspeed_plugin is not None:
-            raise ValueError(
-                "PPOTrainer does not support DeepSpeed, which trains one model per process. Use DDP or FSDP2 "
-                "(recipes/accelerate_configs)."
-            )
-        self._check_before_loading(model, args, kwargs)
-        critic = load_critic(model, args)  # before the parent, which seeds again: rollouts are those of GRPO
         super().__init__(model, reward_funcs, args=args, **kwargs)
         if self.is_fsdp_enabled and not self.accelerator.is_fsdp2:
             raise ValueError(
@@ -144,28 +129,21 @@ class PPOTrainer(RolloutTrainer):
             raise ValueError(
                 f"PPOTrainer supports text models only, got {type(self.model).__name__}: the critic sees no images."
             )
-        self.critic, self.critic_optimizer = self.accelerator.prepare(critic, self._create_critic_optimizer(critic))
+        rate = self.args.critic_learning_rate
+        self._second_model = SecondModel(self, self.critic, learning_rate=rate, directory="critic")
+        self.critic = self._second_model.model
 
-    def _create_critic_optimizer(self, critic: PreTrainedModel) -> torch.optim.Optimizer:
-        decayed = set(self.get_decay_parameter_names(critic))
-        groups = [
-            {
-                "params": [p for name, p in critic.named_parameters() if (name in decayed) == decay],
-                "weight_decay": self.args.weight_decay if decay else 0.0,
-            }
-            for decay in (True, False)
-        ]
-        optimizer_class, kwargs = self.get_optimizer_cls_and_kwargs(self.args, critic)
-        return optimizer_class(groups, **{**kwargs, "lr": self.args.critic_learning_rate})
+    def _prepare_loading(self, model, args, arguments):
+        if args.deepspeed_plugin is not None:
+            raise ValueError(
+                "PPOTrainer does not support DeepSpeed, which trains one model per process. Use DDP or FSDP2 "
+                "(recipes/accelerate_configs)."
+            )
+        super()._prepare_loading(model, args, arguments)
+        self.critic = load_critic(model, args)  # before the policy, which seeds again: rollouts are those of GRPO
 
     def create_scheduler(self, num_training_steps, optimizer=None):
-        self.critic_scheduler = get_scheduler(
-            self.args.lr_scheduler_type,
-            optimizer=self.critic_optimizer,
-            num_warmup_steps=self.args.get_warmup_steps(num_training_steps),
-            num_training_steps=num_training_steps,
-            scheduler_specific_kwargs=self.args.lr_scheduler_kwargs,
-        )
+        self._second_model.create_scheduler(num_training_steps)
         return super().create_scheduler(num_training_steps, optimizer)
 
     # Rollouts -----------------------------------------------------------------------------------------------------
@@ -201,7 +179,8 @@ class PPOTrainer(RolloutTrainer):
         size = self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
         names = ("prompt_ids", "completion_ids", "prompt_mask", "completion_mask")
         chunks = zip(*(batch[name].split(size) for name in names), strict=True)
-        values = [self._values(dict(zip(names, chunk, strict=True))) for chunk in chunks]
+        with self.timer.part("log_probs"):
+            values = [self._values(dict(zip(names, chunk, strict=True))) for chunk in chunks]
         self.critic.train()
         return torch.cat(values)
 
@@ -249,8 +228,7 @@ class PPOTrainer(RolloutTrainer):
 
     def _learn_values(self, inputs: dict) -> None:
         mask = self._value_mask(inputs)
-        last_slot = self.accelerator.sync_gradients
-        with contextlib.nullcontext() if last_slot else self.accelerator.no_sync(self.critic):
+        with self._second_model.accumulating():
             losses, clipped = clipped_value_losses(
                 self._values(inputs), inputs["values"], inputs["returns"], self.args.value_clip_range
             )
@@ -259,8 +237,8 @@ class PPOTrainer(RolloutTrainer):
         self._step_sums[0] += losses.detach().sum()
         self._step_sums[1] += (clipped & mask).sum()
         self._step_sums[3] += mask.sum()
-        if last_slot:
-            self._step_critic()
+        if self.accelerator.sync_gradients:
+            self._metrics["train"]["ppo/critic_grad_norm"].append(self._second_model.step())
 
     def _loss_denominator(self, inputs: dict) -> torch.Tensor | float:
         """What the parent divides the policy's summed token losses by; processes are averaged afterwards."""
@@ -269,14 +247,6 @@ class PPOTrainer(RolloutTrainer):
             return len(inputs["completion_ids"]) * self.max_completion_length * accumulation_steps
         share_of_generation = accumulation_steps / self.args.steps_per_generation
         return inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes * share_of_generation
-
-    def _step_critic(self) -> None:
-        max_norm = self.args.max_grad_norm if self.args.max_grad_norm else math.inf
-        grad_norm = self.accelerator.clip_grad_norm_(self.critic.parameters(), max_norm)
-        self.critic_optimizer.step()
-        self.critic_scheduler.step()
-        self.critic_optimizer.zero_grad()
-        self._metrics["train"]["ppo/critic_grad_norm"].append(float(grad_norm))
 
     def _log_step(self) -> None:
         value_loss, clipped, kl, tokens = self._sum(self._step_sums).tolist()
@@ -300,44 +270,11 @@ class PPOTrainer(RolloutTrainer):
         # over the tokens of an optimizer step: value losses, clipped values, approximate KL, number of tokens
         self._step_sums = torch.zeros(4, device=self.accelerator.device)
 
-    @contextlib.contextmanager
-    def _critic_in_place_of_policy(self):
-        """Lets `Trainer` save and load the critic the way it does the policy, sharded or not."""
-        policy = self.model, self.model_wrapped, self.optimizer, self.lr_scheduler
-        self.model = self.accelerator.unwrap_model(self.critic)
-        self.model_wrapped, self.optimizer, self.lr_scheduler = (
-            self.critic,
-            self.critic_optimizer,
-            self.critic_scheduler,
-        )
-        try:
-            yield
-        finally:
-            self.model, self.model_wrapped, self.optimizer, self.lr_scheduler = policy
-
     def _save_optimizer_and_scheduler(self, output_dir):
         super()._save_optimizer_and_scheduler(output_dir)
-        directory = str(Path(output_dir) / "critic")
-        with self._critic_in_place_of_policy():
-            self.save_model(directory, _internal_call=True)
-            super()._save_optimizer_and_scheduler(directory)
+        self._second_model.save(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
-        directory = Path(checkpoint) / "critic"
-        if not directory.is_dir():
-            raise ValueError(
-                f"{checkpoint} holds no critic: it was not written by PPOTrainer, or with save_only_model=True, and cannot "
-                "be continued. Start a new run from its weights with model_name_or_path instead."
-            )
-        with self._critic_in_place_of_policy():
-            self._load_from_checkpoint(str(directory), self.model)
-            super()._load_optimizer_and_scheduler(str(directory))
-
-    def _own_state(self) -> dict:
-        return {"rollouts": None if self._at_generation_boundary() else self._buffered_inputs}
-
-    def _load_own_state(self, checkpoint: Path, state: dict) -> None:
-        self._buffered_inputs = self._prepare_input(state["rollouts"])
+        if checkpoint is not None:
+            self._second_model.load(checkpoint)

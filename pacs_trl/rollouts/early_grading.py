@@ -1,45 +1,41 @@
 """Grading that overlaps with generation: completions that vLLM has finished are graded while it draws the others.
 
 Their grades wait in the cache of the shared verifier, where `math_reward` finds them, so labels, their order and their
-metrics are those of a run without it. The engine must hand out completions one by one: a colocated one does, a server
-answers for the whole batch at once.
+metrics are those of a run without it. The engine must hand out completions one by one: a colocated one does (`engine.py`), a
+server answers for the whole batch at once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any
-
-from trl.generation.vllm_generation import VLLMGeneration
 
 from ..verification import shared_verifier
 
 
 class EarlyGrading:
     """
-    Grades what a colocated engine has finished, in a thread of its own; the work itself is done by the verifier's processes.
+    Grades what an engine has finished, in a thread of its own; the work itself is done by the verifier's processes.
 
     Completions that wait while a batch is being graded form the next batch, so that all workers have something to do.
 
     Args:
-        engine ([`~trl.generation.vllm_generation.VLLMGeneration`]):
-            The `step` of its `llm.llm_engine` is replaced.
         decode (`Callable`):
             Texts of a list of completions, given as token ids; the same that the reward function will see.
     """
 
-    def __init__(self, engine: VLLMGeneration, decode: Callable[[list[Sequence[int]]], list[str]]):
+    def __init__(self, decode: Callable[[list[Sequence[int]]], list[str]]):
         self._decode = decode
         self._solutions: dict[tuple[int, ...], Any] = {}
         self._finished: SimpleQueue[tuple[Sequence[int], Any]] = SimpleQueue()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="early_grading")
         self._tasks: list[Future[None]] = []
-        self._step = engine.llm.llm_engine.step
-        engine.llm.llm_engine.step = self._step_and_pass_on
 
-    def expect(self, prompt_ids: Sequence[Sequence[int]], solutions: Sequence[Any]) -> None:
+    @contextmanager
+    def expecting(self, prompt_ids: Sequence[Sequence[int]], solutions: Sequence[Any]) -> Iterator[None]:
         """
-        Name the rows that are about to be generated; whatever else the engine draws is left alone.
+        Inside the context these rows are generated; whatever else the engine draws is left alone.
 
         Args:
             prompt_ids (`Sequence`): Token ids of each prompt.
@@ -47,24 +43,29 @@ class EarlyGrading:
         """
         rows = zip(prompt_ids, solutions, strict=True)
         self._solutions = {tuple(ids): solution for ids, solution in rows if solution is not None}
+        try:
+            yield
+        finally:
+            self._solutions = {}
+
+    @property
+    def expects_rows(self) -> bool:
+        return bool(self._solutions)
+
+    def add(self, finished: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
+        """Prompt and completion of what has been finished since the last call, as token ids."""
+        found = ((self._solutions.get(tuple(prompt_ids)), completion_ids) for prompt_ids, completion_ids in finished)
+        expected = [(completion_ids, solution) for solution, completion_ids in found if solution is not None]
+        for row in expected:
+            self._finished.put(row)
+        if expected:
+            self._tasks.append(self._thread.submit(self._grade_waiting))
 
     def wait(self) -> None:
         """Return when everything finished so far is graded. Raises what grading has raised."""
-        self._solutions = {}
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.result()
-
-    def _step_and_pass_on(self, *args, **kwargs) -> list:
-        outputs = self._step(*args, **kwargs)
-        finished = [output for output in outputs if output.finished and self._solutions]
-        for output in finished:
-            solution = self._solutions.get(tuple(output.prompt_token_ids))
-            if solution is not None:
-                self._finished.put((output.outputs[0].token_ids, solution))
-        if finished:
-            self._tasks.append(self._thread.submit(self._grade_waiting))
-        return outputs
 
     def _grade_waiting(self) -> None:
         # The only consumer: what is counted here can be taken.

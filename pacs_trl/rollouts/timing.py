@@ -9,7 +9,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
 
 from transformers import TrainerCallback
 
@@ -19,7 +18,7 @@ PARTS = {
     "generation": "completions drawn by vLLM or transformers",
     "weight_sync": "weights sent to vLLM",
     "verification": "reward functions",
-    "log_probs": "reference log-probabilities for later updates",
+    "log_probs": "log-probabilities and values for later updates",
     "update": "forward and backward passes",
     "optimizer": "optimizer",
     "other": "everything else in the step",
@@ -58,7 +57,7 @@ class StepTimer:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Charge what runs inside to `name`, a key of `PARTS`."""
+        """Charge what runs inside to `name`, a key of `PARTS`; `"other"` stops the clock of the part around it."""
         self._charge()
         self._open.append(name)
         try:
@@ -66,16 +65,6 @@ class StepTimer:
         finally:
             self._charge()
             self._open.pop()
-
-    def timed(self, name: str, function: Callable) -> Callable:
-        """`function`, charged to `name` wherever it is called."""
-
-        @wraps(function)
-        def call(*args, **kwargs):
-            with self.part(name):
-                return function(*args, **kwargs)
-
-        return call
 
     def begin_step(self) -> None:
         self._step.clear()
@@ -146,32 +135,3 @@ class TimingCallback(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         if self.timer.num_steps:
             self.show(self.timer.table())
-
-
-def time_parts(trainer) -> None:
-    """
-    Make a [`PACSTrainer`] record and print where the time of its steps goes.
-
-    Args:
-        trainer ([`PACSTrainer`]): Its methods that are a part of a step are replaced by timed ones.
-    """
-    timer = StepTimer()
-    methods = {
-        "_generate": "generation",
-        "_calculate_rewards": "verification",
-        "_score_rollout_reference": "log_probs",
-        "_score_snapshot": "log_probs",
-        "_run_update": "update",
-    }
-    for name, part in methods.items():
-        setattr(trainer, name, timer.timed(part, getattr(trainer, name)))
-    if trainer.use_vllm:
-        engine = trainer.vllm_generation
-        engine.sync_weights = timer.timed("weight_sync", engine.sync_weights)
-    trainer.add_callback(
-        TimingCallback(
-            timer,
-            record=lambda name, seconds: trainer._metrics["train"][name].append(seconds),
-            show=trainer.accelerator.print,
-        )
-    )

@@ -27,7 +27,7 @@ def test_both_processes_stop_and_save(tmp_path):
     assert result.returncode == 0, result.stderr[-3000:]
     of_main, of_other = ((tmp_path / f"stopped.{rank}").read_text() for rank in range(2))
     assert "stopped answering after optimizer step 2" in of_main and "the engine is dead" in of_main
-    assert "stopped answering after optimizer step 2" in of_other
+    assert "stopped answering after optimizer step 2" in of_other and "GET /health has status 503" in of_other
     states = [torch.load(tmp_path / "run" / "checkpoint-2" / f"pacs_state_{rank}.pt") for rank in range(2)]
     assert states[0]["num_requests"] == states[1]["num_requests"] == 2 * 4 and states[0]["step"] == 2
 

@@ -1,7 +1,6 @@
 """Grading of finished completions during generation, with an engine made of lists."""
 
 import threading
-from types import SimpleNamespace
 
 import pytest
 
@@ -11,16 +10,6 @@ from pacs_trl.verification import Outcome, Verifier
 
 
 TEXTS = {1: r"\boxed{12}", 2: r"\boxed{13}", 3: r"\boxed{7}"}
-
-
-def output(prompt_ids, token, finished=True):
-    drawn = [SimpleNamespace(token_ids=(token,))]
-    return SimpleNamespace(prompt_token_ids=prompt_ids, outputs=drawn, finished=finished)
-
-
-def engine_with(*steps):
-    remaining = iter(steps)
-    return SimpleNamespace(llm=SimpleNamespace(llm_engine=SimpleNamespace(step=lambda: next(remaining))))
 
 
 def decode(completions):
@@ -35,11 +24,10 @@ def verifier(monkeypatch):
 
 
 def test_finished_completions_are_known_when_they_are_asked_for(verifier):
-    steps = [output([5], 1), output([5], 1, finished=False)], [], [output([5], 2), output([6], 3)]
-    engine = engine_with(*steps)
-    early = EarlyGrading(engine, decode)
-    early.expect([[5], [5], [6]], ["12", "12", "7"])
-    assert [engine.llm.llm_engine.step() for _ in steps] == list(steps)
+    early = EarlyGrading(decode)
+    with early.expecting([[5], [5], [6]], ["12", "12", "7"]):
+        for finished in ([([5], (1,))], [], [([5], (2,)), ([6], (3,))]):
+            early.add(finished)
     early.wait()
     assert not verifier.counts  # nothing is counted before the reward function asks
     grades = verifier.grade_detailed([TEXTS[1], TEXTS[2], TEXTS[3]], ["12", "12", "7"])
@@ -51,15 +39,18 @@ def test_finished_completions_are_known_when_they_are_asked_for(verifier):
 def test_only_the_rows_of_the_batch_are_graded(verifier, monkeypatch):
     graded = []
     monkeypatch.setattr(verifier, "grade_early", lambda texts, solutions: graded.extend(zip(texts, solutions)))
-    engine = engine_with([output([5], 1)], [output([6], 2), output([7], 3), output([9], 1)], [output([6], 3)])
-    early = EarlyGrading(engine, decode)
-    engine.llm.llm_engine.step()  # before anything is expected
-    early.expect([[6], [7]], ["13", None])  # no gold answer: the reward function says what that means
-    engine.llm.llm_engine.step()
+    early = EarlyGrading(decode)
+    early.add([([5], (1,))])  # before anything is expected
+    assert not early.expects_rows
+    with early.expecting([[6], [7]], ["13", None]):  # no gold answer: the reward function says what that means
+        assert early.expects_rows
+        early.add([([6], (2,)), ([7], (3,)), ([9], (1,))])
+    assert not early.expects_rows
+    early.add([([6], (3,))])  # what is drawn after the batch
     early.wait()
-    engine.llm.llm_engine.step()  # what is drawn after the batch
-    early.wait()
-    assert graded == [(TEXTS[2], "13")]
+    with pytest.raises(KeyError), early.expecting([[6]], ["13"]):
+        raise KeyError
+    assert not early.expects_rows and graded == [(TEXTS[2], "13")]
 
 
 def test_what_waits_is_graded_together(verifier, monkeypatch):
@@ -72,13 +63,12 @@ def test_what_waits_is_graded_together(verifier, monkeypatch):
         assert rest_is_there.wait(30)
 
     monkeypatch.setattr(verifier, "grade_early", grade_early)
-    engine = engine_with([output([5], 1)], [output([5], 2)], [output([5], 3)])
-    early = EarlyGrading(engine, decode)
-    early.expect([[5]], ["12"])
-    engine.llm.llm_engine.step()
-    assert first_began.wait(30)
-    engine.llm.llm_engine.step()
-    engine.llm.llm_engine.step()
+    early = EarlyGrading(decode)
+    with early.expecting([[5]], ["12"]):
+        early.add([([5], (1,))])
+        assert first_began.wait(30)
+        early.add([([5], (2,))])
+        early.add([([5], (3,))])
     rest_is_there.set()
     early.wait()
     assert batches == [[TEXTS[1]], [TEXTS[2], TEXTS[3]]]
@@ -89,10 +79,9 @@ def test_a_failure_reaches_the_trainer(verifier, monkeypatch):
         raise RuntimeError("The verification processes broke down twice")
 
     monkeypatch.setattr(verifier, "grade_early", break_down)
-    engine = engine_with([output([5], 1)])
-    early = EarlyGrading(engine, decode)
-    early.expect([[5]], ["12"])
-    engine.llm.llm_engine.step()
+    early = EarlyGrading(decode)
+    with early.expecting([[5]], ["12"]):
+        early.add([([5], (1,))])
     with pytest.raises(RuntimeError, match="broke down twice"):
         early.wait()
     early.wait()  # said once

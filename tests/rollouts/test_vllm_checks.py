@@ -1,9 +1,7 @@
 """What is refused before a run with vLLM starts, and what happens when its server dies: a server on this machine plays vLLM."""
 
-import itertools
 import socket
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +21,6 @@ from transformers import AutoModelForCausalLM
 from pacs_trl import PACSTrainer, PPOConfig, PPOTrainer, train
 from pacs_trl.rollouts import vllm_checks
 from pacs_trl.rollouts.vllm_checks import check_port, check_version, check_vllm, serve_command
-from pacs_trl.rollouts.vllm_requests import seed_requests
 
 
 @pytest.mark.parametrize("version", ["0.22.0", "0.31.0", "0.31.2+cpu", "0.27.1rc1", "dev"])
@@ -275,33 +272,6 @@ def test_settings_are_not_written_to(tmp_path, installed, server, model):
     trainer = trainer_with(server, model, tmp_path, max_steps=1, generation_kwargs={"stop": ["x"]})
     trainer.train()
     assert trainer.args.generation_kwargs == {"stop": ["x"]}
-
-
-def test_every_legal_call_of_a_colocated_engine_gets_seeds():
-    def params(tokens=1):
-        return SimpleNamespace(max_tokens=tokens, clone=lambda: params(tokens))
-
-    calls = []
-    llm = SimpleNamespace(
-        generate=lambda prompts, sampling_params: calls.append(
-            [(prompt, p.seed, p.max_tokens) for prompt, p in zip(prompts, sampling_params, strict=True)]
-        ),
-        get_default_sampling_params=params,
-    )
-    counter = itertools.count()
-    seed_requests(SimpleNamespace(llm=llm), lambda n: [next(counter) for _ in range(n)])
-    llm.generate(["a", "b"], params(5))
-    llm.generate(["a", "b"], [params(6), params(7)])
-    llm.generate("text", sampling_params=params(8))
-    llm.generate([5, 6, 7])
-    llm.generate([{"prompt_token_ids": [1]}])
-    assert calls == [
-        [("a", 0, 5), ("b", 1, 5)],
-        [("a", 2, 6), ("b", 3, 7)],
-        [("text", 4, 8)],
-        [([5, 6, 7], 5, 1)],
-        [({"prompt_token_ids": [1]}, 6, 1)],
-    ]
 
 
 def test_server_that_dies_before_the_first_step(tmp_path, installed, server, model):

@@ -32,9 +32,9 @@ def greedy_by_engine(trainer):
     """Tokens and their log-probabilities, past the seeds that the trainer adds."""
     from vllm import SamplingParams
 
-    llm = trainer.vllm_generation.llm
     params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=0, ignore_eos=True)
-    outputs = type(llm).generate(llm, [{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
+    llm = trainer.vllm_generation.llm.llm
+    outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
     drawn = [output.outputs[0] for output in outputs]
     logps = [[next(iter(token.values())).logprob for token in output.logprobs] for output in drawn]
     return [list(output.token_ids) for output in drawn], torch.tensor(logps)
@@ -144,7 +144,7 @@ def test_verification_is_over_when_generation_is(tmp_path, checkpoint, colocated
             monkeypatch.setattr(module, "shared_verifier", lambda verifier=verifier: verifier)
         trainer = trainer_on(checkpoint, tmp_path / str(early), colocated, reward=rewards.math_reward, max_steps=3)
         if not early:
-            trainer._early_grading = None
+            trainer.vllm_generation.llm._early_grading = trainer._early_grading = None
         asked.clear()
         trainer.train()
         verifier.close()

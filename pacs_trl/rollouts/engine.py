@@ -1,0 +1,181 @@
+"""TRL's vLLM engine with what a run needs to be repeated and to end in order.
+
+- Every request has a seed. TRL seeds a colocated engine once, and its random state is not part of a checkpoint; with a seed
+  per request a resumed run asks for what the first would have asked for.
+- When a server stops answering, all processes learn of it, by the same exception. TRL's is raised on the main process while
+  the others wait for its completions for ever.
+- Completions that a colocated engine has finished are graded while it draws the others.
+- The time that weights take to reach vLLM is measured.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from accelerate.utils import broadcast_object_list
+from trl.generation.vllm_generation import VLLMGeneration
+
+from .early_grading import EarlyGrading
+from .timing import StepTimer
+
+
+logger = logging.getLogger(__name__)
+
+
+class ServerFailure(RuntimeError):
+    """
+    A vLLM server that does not answer, or not as it should; raised on all processes alike.
+
+    Args:
+        state (`str`): What is known of the server, as the end of a sentence that begins with it.
+        cause (`str`): What it answered, or the exception.
+    """
+
+    def __init__(self, state: str, cause: str):
+        super().__init__(f"The vLLM server {state} ({cause}).")
+        self.state, self.cause = state, cause
+
+
+class SeededLLM:
+    """
+    vLLM's `LLM`, whose `generate` gives a seed to each request that has none. All else is its own.
+
+    Args:
+        llm (`vllm.LLM`):
+            The engine.
+        next_seeds (`Callable`):
+            `next_seeds(n)` returns the seeds of the next `n` requests.
+        early_grading ([`EarlyGrading`], *optional*):
+            Gets each completion of the rows that it expects as soon as it is finished.
+    """
+
+    def __init__(self, llm, next_seeds: Callable[[int], list[int]], early_grading: EarlyGrading | None = None):
+        self.llm = llm
+        self._next_seeds = next_seeds
+        self._early_grading = early_grading
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.llm, name)
+
+    def generate(self, prompts, sampling_params=None, **kwargs) -> list:
+        """That of vLLM, with the same arguments."""
+        single = isinstance(prompts, str | dict) or isinstance(prompts[0], int)  # text, mapping or token ids
+        prompts = [prompts] if single else prompts
+        if sampling_params is None:
+            sampling_params = self.llm.get_default_sampling_params()
+        given = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params] * len(prompts)
+        params = [each.clone() for each in given]
+        seedless = [each for each in params if each.seed is None]
+        for request, seed in zip(seedless, self._next_seeds(len(seedless)), strict=True):
+            request.seed = seed
+        if self._early_grading is None or not self._early_grading.expects_rows:
+            return self.llm.generate(prompts, sampling_params=params, **kwargs)
+        return self._generate_and_pass_on(prompts, params)
+
+    def _generate_and_pass_on(self, prompts: Sequence, params: Sequence) -> list:
+        """vLLM's own `generate` returns when all are finished; here each one is passed on when it is."""
+        engine = self.llm.llm_engine
+        places: dict[str, int] = {}  # of the requests that are not finished
+        outputs: list = [None] * len(prompts)
+        try:
+            for place, (prompt, request) in enumerate(zip(prompts, params, strict=True)):
+                request.output_kind = type(request.output_kind).FINAL_ONLY
+                request_id = str(next(self.llm.request_counter))
+                engine.add_request(request_id, prompt, request)
+                places[request_id] = place
+            while engine.has_unfinished_requests():
+                finished = [each for each in engine.step() if each.finished and each.request_id in places]
+                for output in finished:
+                    outputs[places.pop(output.request_id)] = output
+                self._early_grading.add(
+                    (each.prompt_token_ids, drawn.token_ids) for each in finished for drawn in each.outputs
+                )
+        except BaseException:
+            engine.abort_request(list(places))  # or the next call would draw them
+            raise
+        return outputs
+
+
+class Engine(VLLMGeneration):
+    """
+    Takes the place of the engine that TRL has built, and is it otherwise.
+
+    Args:
+        generation ([`~trl.generation.vllm_generation.VLLMGeneration`]):
+            The one that TRL has built.
+        next_seeds (`Callable`):
+            `next_seeds(n)` returns the seeds of the next `n` requests of this process. Asked for requests without a seed in
+            `generation_kwargs`.
+        timer ([`StepTimer`]):
+            Gets the time of weight synchronization.
+        early_grading ([`EarlyGrading`], *optional*):
+            Colocated: gets finished completions. A server answers for all rows at once.
+    """
+
+    def __init__(
+        self,
+        generation: VLLMGeneration,
+        *,
+        next_seeds: Callable[[int], list[int]],
+        timer: StepTimer,
+        early_grading: EarlyGrading | None = None,
+    ):
+        vars(self).update(vars(generation))
+        self._next_seeds = next_seeds
+        self._timer = timer
+        if self.mode == "colocate":
+            self.llm = SeededLLM(self.llm, next_seeds, early_grading)
+
+    def sync_weights(self) -> None:
+        """
+        Raises:
+            [`ServerFailure`]: if a server does not answer. One that dies later, while weights are being sent, can leave NCCL
+                waiting for its peer.
+        """
+        with self._timer.part("weight_sync"):
+            if self.mode == "server":
+                health = self._ask_health()
+                if health is not None:
+                    raise ServerFailure("stopped answering", health)
+            super().sync_weights()
+
+    def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
+        """
+        That of TRL, with the same arguments.
+
+        Raises:
+            [`ServerFailure`]: if a server has given fewer completions than it was asked for.
+        """
+        if self.mode == "colocate":
+            return super().generate(prompts, images, num_generations, profiler)
+        given, cause = self.generation_kwargs, None
+        if "seed" not in given:  # one for the call: vLLM adds the index of the completion to it
+            self.generation_kwargs = {**given, "seed": self._next_seeds(len(prompts))[0]}
+        try:
+            drawn = super().generate(prompts, images, num_generations, profiler)
+        except Exception as error:  # TRL's client raises bare exceptions for refused requests
+            if not self.accelerator.is_main_process:
+                raise
+            logger.exception("The vLLM server failed to generate.")
+            cause = f"{type(error).__name__}: {error}"
+            drawn = ([], [], [], [])
+            broadcast_object_list([drawn], from_process=0)  # what the others wait for in TRL's `generate`
+        finally:
+            self.generation_kwargs = given
+        if len(drawn[1]) < len(prompts):
+            health = self._ask_health()
+            state = "is healthy, but did not generate" if health is None else "stopped answering"
+            raise ServerFailure(state, cause or health or "it gave no completions")
+        return drawn
+
+    def _ask_health(self) -> str | None:
+        """What is wrong with the server, asked by the main process and known to all. Retries as TRL's client does."""
+        found: list[str | None] = [None]
+        if self.accelerator.is_main_process:
+            try:
+                status = self.vllm_client.session.get(f"{self.vllm_client.base_url}/health").status_code
+                found = [None if status == 200 else f"GET /health has status {status}"]
+            except OSError as error:  # of which requests' exceptions are subclasses
+                found = [f"{type(error).__name__}: {error}"]
+        broadcast_object_list(found, from_process=0)
+        return found[0]

@@ -1,0 +1,190 @@
+"""The engine that takes the place of TRL's, with one that draws by prompt and seed alone."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fake_llm import FakeLLM, OutputKind, SamplingParams, play_colocated
+from replay import addition_dataset, build_trainer, digit_reward, tiny_model, trainable_weights
+from transformers import AutoModelForCausalLM
+
+from pacs_trl.rewards import math_reward
+from pacs_trl.rollouts.early_grading import EarlyGrading
+from pacs_trl.rollouts.engine import SeededLLM
+from pacs_trl.rollouts.resume import request_seed
+
+
+class Counting:
+    """Seeds 0, 1, 2, ..."""
+
+    def __init__(self):
+        self.counter = itertools.count()
+
+    def __call__(self, n):
+        return list(itertools.islice(self.counter, n))
+
+
+def test_every_legal_call_of_a_colocated_engine_gets_seeds():
+    def params(tokens=1, seed=None):
+        return SimpleNamespace(max_tokens=tokens, seed=seed, clone=lambda: params(tokens, seed))
+
+    calls = []
+    llm = SeededLLM(
+        SimpleNamespace(
+            generate=lambda prompts, sampling_params: calls.append(
+                [(prompt, p.seed, p.max_tokens) for prompt, p in zip(prompts, sampling_params, strict=True)]
+            ),
+            get_default_sampling_params=params,
+        ),
+        Counting(),
+    )
+    llm.generate(["a", "b"], params(5))
+    llm.generate(["a", "b"], [params(6), params(7)])
+    llm.generate("text", sampling_params=params(8))
+    llm.generate([5, 6, 7])
+    llm.generate([{"prompt_token_ids": [1]}])
+    assert calls == [
+        [("a", 0, 5), ("b", 1, 5)],
+        [("a", 2, 6), ("b", 3, 7)],
+        [("text", 4, 8)],
+        [([5, 6, 7], 5, 1)],
+        [({"prompt_token_ids": [1]}, 6, 1)],
+    ]
+    # a request that has a seed keeps it, and takes none of the others
+    llm.generate(["a", "b", "c"], (params(5, seed=99), params(5), params(5, seed=0)))
+    assert calls[-1] == [("a", 99, 5), ("b", 7, 5), ("c", 0, 5)]
+
+
+def prompts(*ids):
+    return [{"prompt_token_ids": list(each)} for each in ids]
+
+
+@pytest.fixture
+def graded(monkeypatch):
+    """Early grading, and the batches of completions that it has passed on."""
+    early = EarlyGrading(decode=lambda completions: completions)
+    batches = []
+    monkeypatch.setattr(early, "add", lambda finished: batches.append(list(finished)))
+    return early, batches
+
+
+def test_what_is_expected_is_passed_on_one_by_one_and_returned_in_order(graded):
+    early, batches = graded
+    llm, own = SeededLLM(FakeLLM(), Counting(), early), SeededLLM(FakeLLM(), Counting())
+    asked = prompts([5], [6], [7, 8])
+    with early.expecting([[5], [6], [7, 8]], ["1", "2", "3"]):
+        outputs = llm.generate(asked, SamplingParams(), use_tqdm=False)
+    expected = own.generate(asked, SamplingParams(), use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in expected]
+    assert [o.prompt_token_ids for o in outputs] == [[5], [6], [7, 8]]
+    # as they finish: the last request first, one per step
+    tokens = [o.outputs[0].token_ids for o in outputs]
+    assert batches == [[([7, 8], tokens[2])], [([6], tokens[1])], [([5], tokens[0])]]
+    assert all(params.output_kind is OutputKind.FINAL_ONLY for _, params in llm.llm.requests)
+    # nobody waits for anything: vLLM's own way
+    llm.generate(asked, SamplingParams(), use_tqdm=False)
+    assert (llm.own_calls, len(batches)) == (1, 3)
+
+
+def test_nothing_is_left_in_the_engine_after_an_error(graded, monkeypatch):
+    early, _ = graded
+    llm = SeededLLM(FakeLLM(), Counting(), early)
+    with early.expecting([[5]], ["1"]):
+        with pytest.raises(ValueError, match="too long"):
+            llm.generate(prompts([5], [1] * 101), SamplingParams())
+        step = llm.llm_engine.step
+
+        def interrupted():
+            step()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(llm.llm_engine, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(prompts([5], [6], [7]), SamplingParams())
+        monkeypatch.setattr(llm.llm_engine, "step", step)
+        assert len(llm.generate(prompts([5]), SamplingParams())) == 1
+    assert not llm.llm_engine.waiting
+
+
+def trainer_of(output_dir, model_path, settings, **more):
+    arguments = {"train_dataset": addition_dataset(64), **more.pop("arguments", {})}
+    reward = more.pop("reward", digit_reward)
+    training = {"learning_rate": 3e-3, "optim": "adamw_torch", "steps_per_generation": 2, "max_steps": 4}
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    return build_trainer(output_dir, model=model, reward=reward, more=arguments, **(training | settings | more))
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    tiny_model().save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def colocated(monkeypatch):
+    return play_colocated(monkeypatch)
+
+
+def seeds_of(trainer):
+    return [params.seed for _, params in trainer.vllm_generation.llm.requests]
+
+
+def test_a_resumed_run_asks_for_what_the_first_would_have_asked_for(tmp_path, model_path, colocated):
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    straight = trainer_of(tmp_path / "straight", model_path, colocated, **saving)
+    straight.train()
+    expected = [request_seed("42/0", i) for i in range(32)]
+    assert seeds_of(straight) == expected
+    for step, drawn in ((1, 16), (2, 16), (3, 32)):
+        resumed = trainer_of(tmp_path / "resumed", model_path, colocated)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / f"checkpoint-{step}"))
+        assert seeds_of(resumed) == expected[drawn:]
+        weights = trainable_weights(resumed.model)
+        assert all(torch.equal(weight, weights[name]) for name, weight in trainable_weights(straight.model).items())
+    assert all(entry["time/weight_sync"] > 0 for entry in straight.state.log_history[:4:2])
+
+
+def test_a_rollout_function_gets_seeds_too(tmp_path, model_path, colocated):
+    def rollout(given, trainer):
+        ids = [trainer._tokenizer(prompt[0]["content"])["input_ids"] for prompt in given]
+        drawn = trainer.vllm_generation.llm.generate(prompts(*ids), SamplingParams(max_tokens=8), use_tqdm=False)
+        return {"prompt_ids": ids, "completion_ids": [o.outputs[0].token_ids for o in drawn], "logprobs": None}
+
+    trainer = trainer_of(tmp_path, model_path, colocated, arguments={"rollout_func": rollout})
+    trainer.train()
+    assert seeds_of(trainer) == [request_seed("42/0", i) for i in range(32)]
+
+
+def test_early_grading_changes_nothing_but_when(tmp_path, model_path, colocated):
+    runs = []
+    for early in (True, False):
+        trainer = trainer_of(tmp_path / str(early), model_path, colocated, reward=[math_reward, digit_reward])
+        assert trainer._early_grading is not None
+        if not early:
+            trainer.vllm_generation.llm._early_grading = trainer._early_grading = None
+        trainer.train()
+        runs.append(
+            [[entry[name] for name in ("loss", "reward", "num_tokens")] for entry in trainer.state.log_history[:4:2]]
+        )
+        assert trainer.vllm_generation.llm.own_calls == (0 if early else 2)
+    assert runs[0] == runs[1]
+
+
+def test_an_evaluation_takes_no_seeds_from_training(tmp_path, model_path, colocated):
+    trainer = trainer_of(tmp_path, model_path, colocated, num_generations_eval=2, per_device_eval_batch_size=2)
+    for _ in range(2):
+        trainer.evaluate(addition_dataset(2))
+    of_evaluation = seeds_of(trainer)
+    assert len(set(of_evaluation)) == 8 and trainer._num_requests == 0
+    trainer.train()
+    of_training = seeds_of(trainer)[8:]
+    assert of_training == [request_seed("42/0", i) for i in range(32)] and not set(of_training) & set(of_evaluation)
+
+
+def test_one_seed_for_all_rows_is_refused(tmp_path, model_path, colocated):
+    with pytest.raises(
+        ValueError, match="'seed': 3.* would draw the same completion for every row.*PACSTrainer derives"
+    ):
+        trainer_of(tmp_path, model_path, colocated, generation_kwargs={"seed": 3})
