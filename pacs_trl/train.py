@@ -23,7 +23,6 @@ from .hub.push import kept_readme, push_trained, record_training, write_card
 from .hub.tracking import tracked_run
 from .recipe import Recipe, read_recipe
 from .redaction import without_secrets
-from .rollouts.float32_exchange import keep_float32
 from .rollouts.lora import check_lora_targets
 from .rollouts.preemption import EXIT_CODE, check_no_jit_checkpoint, stop_on_signal
 from .rollouts.resume import check_complete, last_checkpoint
@@ -53,7 +52,7 @@ def main(argv: Sequence[str] | None = None):
     training = recipe.training
     check_no_jit_checkpoint(training)
     checkpoint = _checkpoint_to_resume(training.output_dir, training.resume_from_checkpoint)
-    if _is_finished(training, recipe.run.method, checkpoint):
+    if _is_finished(training, checkpoint):
         PartialState().print(
             f"The run in {training.output_dir} is finished, and its model is written: nothing to do. Raise max_steps or "
             "num_train_epochs to train longer."
@@ -86,7 +85,6 @@ def main(argv: Sequence[str] | None = None):
             peft_config=peft_config,
             callbacks=[tracking, stopping],
         )
-        keep_float32(trainer.accelerator)  # GRPO's too; ours have done so already
         # TRL drafts a card with every checkpoint, over whatever README.md says; ours is written at the end and keeps it.
         trainer.create_model_card = lambda **kwargs: None
         trainer.accelerator.print(
@@ -127,7 +125,7 @@ def _write_records(trainer, settings: dict) -> None:
 
 def _trainer_class(method: str) -> type:
     if method == "grpo":
-        from trl import GRPOTrainer
+        from .baselines.grpo_trainer import GRPOTrainer
 
         return GRPOTrainer
     if method == "ppo":
@@ -249,13 +247,8 @@ def _means_last(resume: str | bool | None) -> bool:
     return str(resume).lower() in ("true", "last")
 
 
-def _is_finished(training: GRPOConfig, method: str, checkpoint: str | None) -> bool:
-    """
-    Whether the run to resume has taken all its steps and written its model.
-
-    Raises:
-        `ValueError`: if it has taken all its steps, its model is not written, and TRL's own trainer would write another.
-    """
+def _is_finished(training: GRPOConfig, checkpoint: str | None) -> bool:
+    """Whether the run to resume has taken all its steps and written its model."""
     if not _asked_to_resume(training.resume_from_checkpoint):
         return False
 
@@ -272,14 +265,7 @@ def _is_finished(training: GRPOConfig, method: str, checkpoint: str | None) -> b
         return (state.epoch or 0.0) >= training.num_train_epochs
 
     # `record_training` writes that of `output_dir` after the model. An earlier checkpoint may be named to go back to it.
-    if at_the_end(training.output_dir) and (_means_last(training.resume_from_checkpoint) or at_the_end(checkpoint)):
-        return True
-    if method == "grpo" and at_the_end(checkpoint):
-        raise ValueError(
-            f"{checkpoint} is the end of its run, but the model was not written to {training.output_dir}, and TRL's "
-            "trainer would take one more optimizer step to do that. Take the weights in the checkpoint, or raise max_steps."
-        )
-    return False
+    return at_the_end(training.output_dir) and (_means_last(training.resume_from_checkpoint) or at_the_end(checkpoint))
 
 
 def describe_step(step: Step, num_prompts: int) -> str:

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 from huggingface_hub import ModelCard
-from trl import GRPOTrainer
 
 from pacs_trl import PACSTrainer, train
+from pacs_trl.baselines.grpo_trainer import GRPOTrainer
 from pacs_trl.data import PROMPT_INSTRUCTION
 from pacs_trl.miniature.model import build_model
 from pacs_trl.miniature.tokenizer import build_tokenizer

@@ -19,6 +19,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import RepeatSampler
 
 from pacs_trl import PACSConfig, PACSTrainer, PPOTrainer
+from pacs_trl.baselines.grpo_trainer import GRPOTrainer as BaselineGRPOTrainer
 from pacs_trl.pacs_config import _SHAPES_ONLY_GRPO
 from pacs_trl.rollouts.resumable_trainer import ResumableTrainer
 from pacs_trl.rollouts.rollout_trainer import RolloutTrainer
@@ -202,6 +203,10 @@ KEPT = set(
     use_transformers_paged vllm_importance_sampling_cap
     """.split()
 )
+
+
+def test_checkpoints_of_grpo_name_what_its_loss_reads():
+    assert set(BaselineGRPOTrainer._own_shared_settings) == set(_SHAPES_ONLY_GRPO) | {"world_size"}
 
 
 def test_every_setting_of_grpo_is_kept_or_refused():

@@ -1,0 +1,40 @@
+"""GRPO: the loss of TRL's GRPOTrainer as it is, on rollouts that are drawn as those of PACS and PPO are.
+
+It learns what TRL's own trainer learns, bit for bit in the first epoch (later ones are shuffled by seed and epoch). What it adds
+is said in `rollout_trainer.py` and `resumable_trainer.py`: seeds per request, early grading, the checks before the start, an
+orderly end, and checkpoints to continue from in the middle of a generation batch.
+"""
+
+from ..rollouts.rollout_trainer import RolloutTrainer
+
+
+class GRPOTrainer(RolloutTrainer):
+    """[`~trl.GRPOTrainer`], with the same arguments, whose rollouts can be drawn again."""
+
+    # those that only GRPO's loss reads, and how the rows of a generation batch are spread
+    _own_shared_settings = (
+        "loss_type",
+        "epsilon",
+        "epsilon_high",
+        "delta",
+        "importance_sampling_level",
+        "scale_rewards",
+        "multi_objective_aggregation",
+        "top_entropy_quantile",
+        "off_policy_mask_threshold",
+        "use_bias_correction_kl",
+        "entropy_coef",
+        "use_adaptive_entropy",
+        "entropy_coef_min",
+        "entropy_coef_max",
+        "entropy_coef_delta",
+        "entropy_target",
+        "sapo_temperature_neg",
+        "sapo_temperature_pos",
+        "vespo_k_pos",
+        "vespo_lambda_pos",
+        "vespo_k_neg",
+        "vespo_lambda_neg",
+        "router_aux_loss_coef",
+        "world_size",
+    )
