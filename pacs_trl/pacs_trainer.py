@@ -2,7 +2,7 @@
 
 Generation, tools, vLLM, rewards, collation and logging are the parent's. What differs:
 
-- `_calculate_rewards` and `_generate_and_score_completions` keep the rewards, which are the labels of PACS.
+- `_labels_of` makes rewards the labels of PACS.
 - `_prepare_inputs` keeps a generation batch as whole groups of ragged rows, divided into optimizer steps.
 - `training_step` runs the parent's schedule, but does the work of an optimizer step at once, at its last slot: see
   `policy_update.py`.
@@ -27,7 +27,7 @@ from .update.groups import split_into_steps
 from .update.policy_update import Objective, PolicyUpdate
 from .update.reference import SnapshotReference, is_sharded
 from .update.sampling_correction import Mismatch, mismatch_correction
-from .update.scorer import Scorer, Scores
+from .update.scorer import Scores
 from .update.step import Limits, StepRollouts
 
 
@@ -93,7 +93,6 @@ class PACSTrainer(RolloutTrainer):
     def __init__(self, model, reward_funcs=None, args: PACSConfig | None = None, **kwargs):
         super().__init__(model, reward_funcs, args=args, **kwargs)
         self._check_support()
-        self.scorer = self._create_scorer(self.model)
         if self.ref_model is not None:
             self._ref_scorer = self._create_scorer(self.accelerator.unwrap_model(self.ref_model))
         self._update = self._create_update()
@@ -121,28 +120,10 @@ class PACSTrainer(RolloutTrainer):
                 "reset_optimizer_on_reference_reset=True is not supported with DeepSpeed, which keeps the optimizer's "
                 "state in buffers of its own. Use DDP or FSDP2, or set it to False."
             )
-        try:
-            num_prompts = len(self.train_dataset)
-        except TypeError:  # iterable data sets have no length
-            return
-        self._check_equal_on_all_processes("prompts in the training set", num_prompts)
-        needed = self.args.generation_batch_size // self.num_generations
-        if num_prompts < needed:
-            raise ValueError(
-                f"The training set has {num_prompts} prompts, but a generation batch needs {needed} different ones "
-                f"(generation_batch_size={self.args.generation_batch_size} / num_generations={self.num_generations}). "
-                "Use more prompts, or lower steps_per_generation, gradient_accumulation_steps or "
-                "per_device_train_batch_size."
-            )
 
-    def _create_scorer(self, model) -> Scorer:
-        return Scorer(
-            model,
-            self.accelerator.device,
-            pad_token_id=self._tokenizer.pad_token_id,
-            padding_free=self.args.padding_free,
-            autocast=self.accelerator.autocast,
-        )
+    @property
+    def _padding_free(self) -> str:
+        return self.args.padding_free
 
     def _create_update(self) -> PolicyUpdate:
         args = self.args
@@ -184,27 +165,18 @@ class PACSTrainer(RolloutTrainer):
         super()._rewind_step()
         self._pending = []
 
-    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        self._labels = labels_from_rewards(rewards_per_func, self.reward_weights, self.reward_func_names)
-        return rewards_per_func
+    def _labels_of(self, rewards_per_func):
+        return labels_from_rewards(rewards_per_func, self.reward_weights, self.reward_func_names)
 
-    def _generate_and_score_completions(self, inputs):
-        output = super()._generate_and_score_completions(inputs)
-        rows = self.accelerator.process_index * len(inputs) + torch.arange(len(inputs))  # of the generation batch
-        output["labels"] = self._labels[rows.to(self._labels.device)]
-        # several generation batches may fill one optimizer step together
-        before = self._step * self.accelerator.num_processes * len(inputs)
-        num_generations = self.num_generations if self.model.training else self.num_generations_eval
-        output["groups"] = (before + rows) // num_generations
-        return output
+    def _draw_generation(self, generation_batch) -> list[Rollout]:
+        """This process's rows for the optimizer steps until the next generation."""
+        return unpad_rollouts(self._generate_and_score_completions(generation_batch))
 
     def _prepare_inputs(self, generation_batch):
         if not self.model.training:
             return self._generate_and_score_completions(generation_batch)
         if self._at_generation_boundary():
-            scored = self._generate_and_score_completions(generation_batch)
-            rollouts = self._gather_rollouts(unpad_rollouts(scored))
+            rollouts = gather_object(self._draw_generation(generation_batch))
             num_steps = self.args.steps_per_generation // self.args.gradient_accumulation_steps
             if num_steps <= 1 and self.num_iterations == 1:
                 self._pending += rollouts
@@ -212,12 +184,6 @@ class PACSTrainer(RolloutTrainer):
                 self._steps = [self._update.schedule(rows) for rows in split_into_steps(rollouts, num_steps)]
                 self._score_rollout_reference()
         return generation_batch
-
-    def _gather_rollouts(self, rollouts: list[Rollout]) -> list[Rollout]:
-        """All processes' rows, in the order in which the completions of a prompt are adjacent."""
-        if self.accelerator.num_processes == 1:
-            return rollouts
-        return gather_object(rollouts)
 
     def _score_rollout_reference(self) -> None:
         """Log-probabilities under the policy that generated, for the updates in which it will have moved on."""
@@ -299,7 +265,7 @@ class PACSTrainer(RolloutTrainer):
         """Loss of a batch in evaluation: the same formula, without gradient."""
         if self.model.training:
             raise RuntimeError("PACSTrainer trains through `training_step`; `compute_loss` is for evaluation only.")
-        rollouts = self._gather_rollouts(unpad_rollouts(inputs))
+        rollouts = gather_object(unpad_rollouts(inputs))
         if self.num_generations_eval < 2:
             return torch.tensor(0.0, device=self.args.device)  # a score needs a second completion of the prompt
         step = self._update.schedule(rollouts)
@@ -347,7 +313,6 @@ class PACSTrainer(RolloutTrainer):
 
     def _reset_run(self) -> None:
         super()._reset_run()
-        self._labels: torch.Tensor | None = None
         self._pending: list[Rollout] = []  # rows of generation batches that fill one optimizer step together
         self._steps: list[StepRollouts] = []  # the optimizer steps of the current generation batch
         self._snapshot: SnapshotReference | None = None

@@ -17,7 +17,6 @@ from transformers import AutoModelForTokenClassification, PreTrainedModel, set_s
 from trl.trainer.utils import create_model_from_path, disable_dropout_in_model, get_config_model_id
 
 from ..rollouts.rollout_trainer import RolloutTrainer
-from ..rollouts.rows import weighted_rewards
 from .gae import clipped_value_losses, explained_variance, generalized_advantages, masked_mean_and_variance, whiten
 from .ppo_config import PPOConfig
 from .second_model import SecondModel
@@ -148,15 +147,9 @@ class PPOTrainer(RolloutTrainer):
 
     # Rollouts -----------------------------------------------------------------------------------------------------
 
-    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        self._rewards = weighted_rewards(rewards_per_func, self.reward_weights)
-        return rewards_per_func
-
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
-        first = self.accelerator.process_index * len(inputs)
-        rewards = self._rewards[first : first + len(inputs)]
+        rewards = output["labels"]
         output["has_verdict"] = ~rewards.isnan()
         mask = self._value_mask(output)
         values = self._judge(output)
@@ -265,7 +258,6 @@ class PPOTrainer(RolloutTrainer):
 
     def _reset_run(self) -> None:
         super()._reset_run()
-        self._rewards: torch.Tensor | None = None
         self._last_logps: torch.Tensor | None = None
         # over the tokens of an optimizer step: value losses, clipped values, approximate KL, number of tokens
         self._step_sums = torch.zeros(4, device=self.accelerator.device)

@@ -3,12 +3,17 @@
 - Every request to vLLM has a seed, so a resumed run draws what the first would have drawn ([`Engine`]).
 - When a vLLM server dies, all processes save the state after the last optimizer step together and stop.
 - Completions that a colocated engine has finished are graded while it draws the others.
+- More completions of some prompts can be drawn within a generation (`draw`), and rewards may ask for the policy's
+  log-probabilities (`score`).
 - What would fail after minutes is looked for before the model is loaded.
 - FSDP2 exchanges gradients in float32.
 - Every step says where its time went.
 """
 
 import contextlib
+import inspect
+from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,9 +23,10 @@ from peft import LoraConfig, PeftConfig
 from torch import nn
 from transformers import PreTrainedModel
 from trl import GRPOConfig
-from trl.trainer.utils import get_config_model_id
+from trl.trainer.utils import get_config_model_id, is_async_callable
 
 from ..rewards import math_reward
+from ..update.scorer import Scorer
 from .early_grading import EarlyGrading
 from .engine import Engine, ServerFailure
 from .float32_exchange import keep_float32
@@ -28,6 +34,7 @@ from .lora import check_lora_targets
 from .preemption import check_no_jit_checkpoint
 from .resumable_trainer import ResumableTrainer
 from .resume import request_seed
+from .rows import Rollout, unpad_rollouts, weighted_rewards
 from .timing import StepTimer, TimingCallback
 from .trainer_checks import check_columns, check_dataset, check_evaluation_batch, with_checked_result
 from .vllm_checks import check_vllm, serve_command, server_url
@@ -37,6 +44,7 @@ class RolloutTrainer(ResumableTrainer):
     """[`~trl.GRPOTrainer`] whose rollouts can be drawn again."""
 
     _config_class = GRPOConfig
+    _padding_free = "auto"  # see `Scorer`
 
     def __init__(self, model, reward_funcs=None, args=None, **kwargs):
         if args is None:
@@ -46,10 +54,12 @@ class RolloutTrainer(ResumableTrainer):
             raise TypeError(f"`args` must be a {self._config_class.__name__}, got {type(args).__name__}.")
         self._prepare_loading(model, args, kwargs)
         super().__init__(model, reward_funcs, args=args, **kwargs)
+        self._check_number_of_prompts()
         self.timer = StepTimer()
         self.add_callback(TimingCallback(self.timer, self._record_seconds, self.accelerator.print))
         self._early_grading = self._choose_early_grading()
         self._solutions: list = []  # of the rows that are being generated
+        self._num_groups = 0  # drawn so far
         if self.use_vllm:
             self.vllm_generation = Engine(
                 self.vllm_generation,
@@ -59,8 +69,12 @@ class RolloutTrainer(ResumableTrainer):
             )
         if self.rollout_func is not None:
             self.rollout_func = self._complete_rollouts(self.rollout_func)
+        if not self._is_vlm:
+            self.scorer = self._create_scorer(self.model)
         self.reward_funcs = [
-            function if isinstance(function, nn.Module) else with_checked_result(function, name)
+            function
+            if isinstance(function, nn.Module)
+            else with_checked_result(self._with_score(function, name), name)
             for function, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
         ]
 
@@ -103,6 +117,15 @@ class RolloutTrainer(ResumableTrainer):
         super().create_accelerator_and_postprocess()
         keep_float32(self.accelerator)
 
+    def _create_scorer(self, model) -> Scorer:
+        return Scorer(
+            model,
+            self.accelerator.device,
+            pad_token_id=self._tokenizer.pad_token_id,
+            padding_free=self._padding_free,
+            autocast=self.accelerator.autocast,
+        )
+
     def _record_seconds(self, name: str, seconds: float) -> None:
         self._metrics["train"][name].append(seconds)
 
@@ -112,6 +135,21 @@ class RolloutTrainer(ResumableTrainer):
             raise ValueError(
                 f"Processes disagree on the number of {what}: {numbers}. Groups would be torn apart, or a process would "
                 "wait forever. All processes must load the same data with the same seed."
+            )
+
+    def _check_number_of_prompts(self) -> None:
+        try:
+            num_prompts = len(self.train_dataset)
+        except TypeError:  # iterable data sets have no length
+            return
+        self._check_equal_on_all_processes("prompts in the training set", num_prompts)
+        needed = self.args.generation_batch_size // self.num_generations
+        if num_prompts < needed:
+            raise ValueError(
+                f"The training set has {num_prompts} prompts, but a generation batch needs {needed} different ones "
+                f"(generation_batch_size={self.args.generation_batch_size} / num_generations={self.num_generations}). "
+                "Use more prompts, or lower steps_per_generation, gradient_accumulation_steps or "
+                "per_device_train_batch_size."
             )
 
     def get_eval_dataloader(self, eval_dataset=None):
@@ -149,7 +187,44 @@ class RolloutTrainer(ResumableTrainer):
         check_columns("The data set", inputs[0])
         self._solutions = [row.get("solution") for row in inputs]
         with self.timer.part("other"):
-            return super()._generate_and_score_completions(inputs)
+            batch = super()._generate_and_score_completions(inputs)
+        rows = self.accelerator.process_index * len(inputs) + torch.arange(len(inputs))  # among those of all processes
+        num_generations = self.num_generations if self.model.training else self.num_generations_eval
+        batch["labels"] = self._labels[rows.to(self._labels.device)]
+        batch["groups"] = self._num_groups + rows // num_generations
+        self._num_groups += len(self._labels) // num_generations
+        return batch
+
+    def draw(
+        self, inputs: Sequence[dict[str, Any]], num_generations: int, groups: Sequence[int] | None = None
+    ) -> list[Rollout]:
+        """
+        Draw completions of some prompts with the current policy, and have them judged.
+
+        Within a generation it may be called again, for some of the prompts and with another number of completions. Requests go
+        on with the next seeds, and a run that is resumed draws the same.
+
+        Args:
+            inputs (sequence of `dict`):
+                Rows of the data set, equally many on every process.
+            num_generations (`int`):
+                Completions of each.
+            groups (sequence of `int`, *optional*):
+                [`Rollout.group`] of each input's completions, if they join others of the same prompt. By default each input is
+                a new group.
+
+        Returns:
+            `list[Rollout]`: the rows of this process, the completions of a prompt adjacent.
+        """
+        outside = self.num_generations, self.num_generations_eval
+        self.num_generations = self.num_generations_eval = num_generations
+        try:
+            batch = self._generate_and_score_completions([dict(row) for row in inputs for _ in range(num_generations)])
+        finally:
+            self.num_generations, self.num_generations_eval = outside
+        if groups is not None:
+            batch["groups"] = torch.tensor(groups).repeat_interleave(num_generations)
+        return unpad_rollouts(batch)
 
     def _generate(self, prompts):
         try:
@@ -215,7 +290,55 @@ class RolloutTrainer(ResumableTrainer):
         with self.timer.part("verification"):
             if self._early_grading is not None:
                 self._early_grading.wait()
-            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+            rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self._labels = self._labels_of(rewards_per_func)
+        return rewards_per_func
+
+    def _labels_of(self, rewards_per_func: torch.Tensor) -> torch.Tensor:
+        """Of the rows of all processes, what is learnt from."""
+        return weighted_rewards(rewards_per_func, self.reward_weights)
+
+    def _with_score(self, function: Callable, name: str) -> Callable:
+        """A reward function with a parameter `score` gets [`RolloutTrainer.score`], as it gets the columns of the data set."""
+        if "score" not in inspect.signature(function).parameters:
+            return function
+        if is_async_callable(function):
+            raise ValueError(
+                f"The reward function {name!r} is asynchronous and asks for `score`, whose forward passes all processes make "
+                "together, in one order. Write it as a plain function."
+            )
+
+        @wraps(function)
+        def call(*args, **kwargs):
+            return function(*args, **({"score": self.score} | kwargs))
+
+        return call
+
+    @torch.no_grad()
+    def score(
+        self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]
+    ) -> list[torch.Tensor]:
+        """
+        Log-probabilities of any completions under the current policy, for rewards that depend on it.
+
+        All processes must call it equally often; each with any number of rows, also with none. There is no gradient.
+
+        Args:
+            prompt_ids, completion_ids (sequences of `B` sequences of `int`):
+                Tokens of each row; at least one of the prompt.
+
+        Returns:
+            `list[torch.Tensor]`: of each row, float32 of shape `(C,)` on the CPU, in nats, at the `temperature` of training.
+        """
+        size = self.args.per_device_train_batch_size
+        passes = max(gather_object([-(-len(prompt_ids) // size)]))
+        logps: list[torch.Tensor] = []
+        for start in range(0, passes * size, size):
+            prompts, completions = prompt_ids[start : start + size], completion_ids[start : start + size]
+            if len(prompts) == 0:  # the others have more rows
+                prompts, completions = [[0]], [[0]]
+            logps += [values.cpu() for values in self.scorer.score(self.model_wrapped, prompts, completions).logps]
+        return logps[: len(prompt_ids)]
 
     # Learn --------------------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from replay import (
     Replay,
     addition_dataset,
     build_trainer,
+    digit_reward,
     tiny_model,
     trainable_weights,
 )
@@ -199,6 +200,27 @@ def resumed_snapshot(rank, directory):
     return resumed(rank, directory, reference="snapshot", reference_reset_steps=3)
 
 
+def drawn_again(rank, directory, **how):
+    """Each process draws eight more of one of its prompts, and its rewards ask for another number of log-probabilities."""
+    drawn, logps = [], []
+
+    class DrawsAgain(PACSTrainer):
+        def _draw_generation(self, generation_batch):
+            first = super()._draw_generation(generation_batch)
+            drawn.append(first + self.draw(generation_batch[:1], 8, [first[0].group]))
+            return drawn[-1]
+
+    def reward(completions, score, **kwargs):
+        rows = [[7, i] for i in range(9 * rank)]  # three passes of four rows on one process, none on the other
+        logps.append(score([[1, 2, 3]] * len(rows), rows))
+        return digit_reward(completions)
+
+    trainer = build_trainer(directory, reward=reward, trainer_class=DrawsAgain, **HALF, **how)
+    trainer.train()
+    groups = [[row.group for row in rows] for rows in drawn]
+    return {"groups": groups, "logps": logps[0], "final": trainable_weights(trainer.model)}
+
+
 DDP = {
     **{
         name: lambda rank, directory, settings=settings, replay=replay: record(directory, settings, replay)
@@ -215,6 +237,7 @@ DDP = {
     "label out of range": label_out_of_range,
     "resumed": resumed,
     "resumed snapshot": resumed_snapshot,
+    "drawn again": drawn_again,
 }
 
 
@@ -281,7 +304,8 @@ SHARDED = (
     "clipped",
 )
 FSDP2 = {name: sharded(name, FSDP_SETTINGS) for name in SHARDED} | {
-    "resumed snapshot": lambda rank, directory: resumed(rank, directory, reference="snapshot", **FSDP_SETTINGS)
+    "resumed snapshot": lambda rank, directory: resumed(rank, directory, reference="snapshot", **FSDP_SETTINGS),
+    "drawn again": lambda rank, directory: drawn_again(rank, directory, **FSDP_SETTINGS),
 }
 
 

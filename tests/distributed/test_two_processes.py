@@ -154,6 +154,16 @@ def test_resumed_run_ends_with_the_same_bits(ddp, name):
     assert first["again"] == second["again"] == {1: True, 3: True, 4: True, 5: True}
 
 
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_second_draw_and_rewards_that_need_the_policy(request, kind):
+    first, second = both(request.getfixturevalue(kind), "drawn again")
+    assert first["groups"] == [[0] * 4 + [1] * 4 + [0] * 8] and second["groups"] == [[2] * 4 + [3] * 4 + [2] * 8]
+    ids = torch.tensor([[1, 2, 3, 7, i] for i in range(9)])
+    expected = tiny_model()(ids).logits[:, 2:-1].log_softmax(dim=-1).gather(2, ids[:, 3:, None])[:, :, 0]
+    torch.testing.assert_close(torch.stack(second["logps"]), expected, rtol=1e-4, atol=1e-5)
+    assert first["logps"] == [] and all(torch.equal(first["final"][n], second["final"][n]) for n in first["final"])
+
+
 @pytest.mark.parametrize("name", [name for name in FSDP2 if name in REPLAYED])
 def test_fsdp2_equals_one_process(tmp_path, fsdp2, name):
     settings, replay_settings = REPLAYED[name]

@@ -1,0 +1,189 @@
+"""Drawing again inside one generation, for some of its prompts and with another number; rewards that need the policy."""
+
+import pytest
+import torch
+from fake_llm import play_colocated
+from loopback_vllm import LoopbackVLLM, play_installed, server_settings
+from replay import TOKENIZER, addition_dataset, build_trainer, config, digit_reward, tiny_model, trainable_weights
+from transformers import AutoModelForCausalLM
+from trl import GRPOConfig
+
+from pacs_trl import PACSTrainer, PPOConfig, PPOTrainer
+from pacs_trl.baselines.grpo_trainer import GRPOTrainer
+from pacs_trl.rollouts.resume import request_seed
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    tiny_model().save_pretrained(path)
+    return str(path)
+
+
+class DrawsAgain(PACSTrainer):
+    """Four prompts get four completions each, then two of them eight more."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.drawn = []
+
+    def _draw_generation(self, generation_batch):
+        first = super()._draw_generation(generation_batch)
+        again = slice(1, None, 2)
+        prompts, groups = generation_batch[::4][again], [row.group for row in first[::4]][again]
+        self.drawn.append(first + self.draw(prompts, 8, groups))
+        assert self.num_generations == 4
+        return self.drawn[-1]
+
+
+@pytest.fixture(params=["colocate", "server", "transformers"])
+def engine(request, model_path, monkeypatch):
+    """Settings of a run, and what its engine has been asked for: number of completions, prompt and seed of each request."""
+    if request.param == "transformers":
+        yield {}, None
+    elif request.param == "colocate":
+        settings = play_colocated(monkeypatch)
+        yield settings, lambda trainer: [(1, ids, p.seed) for ids, p in trainer.vllm_generation.llm.requests]
+    else:
+        play_installed(monkeypatch.setattr)
+        with LoopbackVLLM(model_path) as server:
+
+            def requests(trainer):
+                asked, server.requests = server.requests, []
+                return [(body["n"], ids, body["seed"]) for body in asked for ids in body["prompt"]]
+
+            yield server_settings(server.url), requests
+
+
+def trained(output_dir, model_path, settings, resume=None):
+    trainer = build_trainer(
+        output_dir,
+        trainer_class=DrawsAgain,
+        model=AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32),
+        more={"train_dataset": addition_dataset(64)},
+        **settings,
+        **{"learning_rate": 3e-3, "optim": "adamw_torch", "steps_per_generation": 2, "max_steps": 4},
+        **{"save_strategy": "steps", "save_steps": 1},
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def check_rows(rows):
+    """Groups of 4 and 12; the prompts differ; every row has the label of its completion."""
+    groups = {}
+    for row in rows:
+        groups.setdefault(row.group, []).append(row)
+        text = TOKENIZER.decode(row.completion_ids, skip_special_tokens=True)
+        assert [row.label] == digit_reward([[{"content": text}]])
+    assert sorted(map(len, groups.values())) == [4, 4, 12, 12] and len(rows) == 32
+    prompts = [{tuple(row.prompt_ids) for row in group} for group in groups.values()]
+    assert all(len(prompt) == 1 for prompt in prompts) and len(set.union(*prompts)) == 4
+
+
+def test_a_second_draw_of_some_prompts(tmp_path, model_path, engine):
+    settings, requests = engine
+    straight = trained(tmp_path / "straight", model_path, settings)
+    assert len(straight.drawn) == 2
+    for rows in straight.drawn:
+        check_rows(rows)
+    assert not {row.group for row in straight.drawn[0]} & {row.group for row in straight.drawn[1]}
+    asked = requests(straight) if requests else []
+    seeds = [request_seed("42/0", i) for i in range(64)]
+    if settings.get("vllm_mode") == "colocate":  # one request per completion
+        assert [seed for _, _, seed in asked] == seeds
+        assert [ids for _, ids, _ in asked[16:32]] == [asked[i][1] for i in (4, 12) for _ in range(8)]
+    elif requests:  # one call per draw, which the server answers with n completions of each prompt
+        assert [(n, seed) for n, _, seed in asked] == [
+            (n, seeds[first])
+            for first, n, size in ((0, 4, 4), (16, 8, 2), (32, 4, 4), (48, 8, 2))
+            for _ in range(size)
+        ]
+    for step in (1, 2, 3):
+        resumed = trained(
+            tmp_path / "resumed", model_path, settings, str(tmp_path / "straight" / f"checkpoint-{step}")
+        )
+        weights = trainable_weights(resumed.model)
+        assert all(torch.equal(weight, weights[name]) for name, weight in trainable_weights(straight.model).items())
+        if requests:
+            assert requests(resumed) == [each for each in asked if seeds.index(each[2]) >= (64 if step == 3 else 32)]
+    history = [entry for entry in straight.state.log_history if "loss" in entry]
+    assert history[1]["pacs/proxy_abs_mean"] > 0 and history[0]["time/generation"] > 0 == history[1]["time/generation"]
+
+
+METHODS = {
+    "pacs": (PACSTrainer, config),
+    "grpo": (GRPOTrainer, GRPOConfig),
+    "ppo": (PPOTrainer, PPOConfig),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_reward_may_ask_for_the_policys_log_probabilities(tmp_path, model_path, method):
+    seen = []
+
+    def likely(prompts, completion_ids, score, **kwargs):
+        """More rows than one pass holds, of different lengths, one of them without any token."""
+        ids = [TOKENIZER(prompt[0]["content"])["input_ids"] for prompt in prompts]
+        rows = [[*completion_ids[0], 7], [], *completion_ids]
+        logps = score([ids[0], ids[0], *ids], rows)
+        seen.append((ids, rows, logps, trainable_weights(trainer.model)))
+        return [float(each.mean().exp()) for each in logps[2:]]
+
+    trainer_class, config_class = METHODS[method]
+    settings = {name: getattr(config(tmp_path), name) for name in ("per_device_train_batch_size", "num_generations")}
+    trainer = trainer_class(
+        model_path,
+        [likely, digit_reward],
+        args=config_class(
+            str(tmp_path),
+            use_cpu=True,
+            bf16=False,
+            max_completion_length=8,
+            max_steps=2,
+            temperature=0.7,
+            learning_rate=0.01,
+            reward_weights=[0.5, 0.5],
+            report_to="none",
+            save_strategy="no",
+            **settings,
+        ),
+        train_dataset=addition_dataset(),
+        processing_class=TOKENIZER,
+    )
+    trainer.train()
+    assert len(seen) == 2 and trainer.state.global_step == 2
+    for ids, rows, logps, weights in seen:
+        model = tiny_model()
+        model.load_state_dict(weights, strict=False)
+        assert [len(each) for each in logps] == [len(row) for row in rows] and not any(
+            each.requires_grad for each in logps
+        )
+        for prompt, row, found in zip([ids[0], ids[0], *ids], rows, logps):
+            logits = model(torch.tensor([[*prompt, *row]])).logits[0, len(prompt) - 1 : -1] / 0.7
+            expected = logits.log_softmax(dim=-1).gather(1, torch.tensor(row, dtype=torch.long)[:, None])[:, 0]
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(seen[0][2][0], seen[1][2][0])
+
+
+def test_a_column_called_score_is_still_a_column(tmp_path, model_path):
+    seen = []
+
+    def stored(completions, score, **kwargs):
+        seen.append(score)
+        return score
+
+    data = addition_dataset().map(lambda row, i: {"score": (i % 2) / 2}, with_indices=True)
+    trainer = build_trainer(tmp_path, reward=stored, more={"train_dataset": data}, max_steps=1)
+    trainer.train()
+    assert set(seen[0]) <= {0.0, 0.5}
+
+
+def test_an_asynchronous_reward_cannot_have_the_score(tmp_path):
+    async def likely(completions, score, **kwargs):
+        return [0.0 for _ in completions]
+
+    with pytest.raises(
+        ValueError, match="'likely' is asynchronous and asks for `score`.*Write it as a plain function"
+    ):
+        build_trainer(tmp_path, reward=likely)
