@@ -55,7 +55,7 @@ class RunArguments:
 
     Args:
         method (`str`, *optional*, defaults to `"pacs"`):
-            `"pacs"`, or a baseline on the same data and rewards: `"grpo"` (TRL's own trainer) or
+            `"pacs"`, or a baseline on the same data and rewards: `"grpo"` (TRL's loss) or
             `"ppo"`.
         reward_funcs (`list[str]`, *optional*, defaults to `["math_reward"]`):
             Names from `pacs_trl.rewards`, or `package.module.function` of your own, importable from the working

@@ -167,11 +167,10 @@ def _batch_findings(recipe: Recipe, problems: int | None) -> tuple[list[str], li
     if training.save_strategy == "steps" and training.save_steps % updates:
         below = training.save_steps // updates * updates
         nearest = " or ".join(f"{n:g}" for n in (below, below + updates) if n)
-        boundary = f"save_steps={training.save_steps} is not a multiple of the {updates} updates per generation (nearest: {nearest})"
-        if recipe.run.method == "grpo":
-            conflicts.append(f"{boundary}: GRPO forgets the rollouts of a generation that a checkpoint interrupts.")
-        else:
-            notes.append(f"{boundary}; checkpoints then hold rollouts too, and resuming stays exact.")
+        notes.append(
+            f"save_steps={training.save_steps} is not a multiple of the {updates} updates per generation (nearest: {nearest}); "
+            "checkpoints then hold rollouts too, and resuming stays exact."
+        )
     if problems is not None and problems < step.prompts_per_generation:
         conflicts.append(
             f"A generation needs {step.prompts_per_generation:.0f} different prompts, but {problems} problems are trained on "

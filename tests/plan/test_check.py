@@ -86,7 +86,12 @@ SAID = {
     "bfloat16": ((), BF16, 1, "dtype=bfloat16 with learning_rate=1e-06", "Set dtype: float32"),
     "bfloat16, copied": (FSDP2, BF16, 0, "make float32 copies"),
     "bfloat16, LoRA": ((), BF16 | {"use_peft": True}, 0),
-    "interrupted GRPO": ((), ODD | GRPO, 1, "nearest: 28 or 32"),
+    "interrupted GRPO": (
+        FSDP2,
+        ODD | GRPO,
+        0,
+        "nearest: 28 or 32); checkpoints then hold rollouts too, and resuming stays exact",
+    ),
     "interrupted PACS": (FSDP2, ODD, 0, "resuming stays exact"),
     "interrupted PPO": (FSDP2, ODD | PPO, 0, "resuming stays exact"),
     "no saving": ((), ODD | GRPO | {"save_strategy": "no"}, 0),
