@@ -213,7 +213,7 @@ def check_command(monkeypatch, words: list[str]) -> None:
             launch = launch_command_parser().parse_args(rest)
             assert launch.config_file is None or Path(launch.config_file).is_file(), launch.config_file
             assert launch.module and importlib.util.find_spec(launch.training_script)
-            processes = read_launch(launch.config_file, launch.num_processes).num_processes
+            processes = read_launch(launch.config_file, launch.num_processes)[0].num_processes
             check_module(monkeypatch, launch.training_script, launch.training_script_args, processes)
         case ["python", "-m", name, *rest] if name.startswith("pacs_trl."):
             if rest:
