@@ -21,8 +21,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from pacs_trl.rollouts.rows import Rollout
 from pacs_trl.update.microbatching import schedule_micro_batches
+from pacs_trl.update.rows import Rollout
 from pacs_trl.update.scorer import Scorer
 from pacs_trl.update.step import row_lengths
 

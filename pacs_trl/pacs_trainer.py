@@ -9,7 +9,6 @@ Generation, tools, vLLM, rewards, collation and logging are the parent's. What d
 - A checkpoint also holds the rows that wait for later optimizer steps, and the snapshot reference.
 """
 
-import math
 import textwrap
 import time
 from pathlib import Path
@@ -22,10 +21,11 @@ from trl.trainer.utils import use_adapter
 from .pacs_config import PACSConfig
 from .rollouts.resume import merge_rows, rows_to_save
 from .rollouts.rollout_trainer import RolloutTrainer
-from .rollouts.rows import Rollout, labels_from_rewards, unpad_rollouts
 from .update.groups import split_into_steps
+from .update.non_finite import NonFiniteSteps
 from .update.policy_update import Objective, PolicyUpdate
 from .update.reference import SnapshotReference, is_sharded
+from .update.rows import Rollout, labels_from_rewards, unpad_rollouts
 from .update.sampling_correction import Mismatch, mismatch_correction
 from .update.scorer import Scores
 from .update.step import Limits, StepRollouts
@@ -64,15 +64,8 @@ class PACSTrainer(RolloutTrainer):
     """
 
     _own_shared_settings = (
-        "pacs_beta",
-        "score_estimator",
-        "first_update_score",
-        "class_weighting",
-        "proxy",
-        "actor_term_coef",
-        "reference",
-        "reference_reset_steps",
-        "reset_optimizer_on_reference_reset",
+        *("pacs_beta", "score_estimator", "first_update_score", "class_weighting", "proxy", "actor_term_coef"),
+        *("reference", "reference_reset_steps", "reset_optimizer_on_reference_reset"),
     )
     _tag_names = ["trl", "pacs"]
     _name = "PACS"
@@ -283,31 +276,14 @@ class PACSTrainer(RolloutTrainer):
 
     def _get_grad_norm(self, model, grad_norm=None):
         grad_norm = super()._get_grad_norm(model, grad_norm)
-        if math.isfinite(float(grad_norm)):
-            self._non_finite_in_a_row = 0
-        else:
-            self._skip_step(model, float(grad_norm))
-        self._metrics["train"]["pacs/non_finite_steps"].append(self._non_finite_total)
-        return grad_norm
-
-    def _skip_step(self, model, grad_norm: float) -> None:
-        """The norm is that of the reduced gradient, so all processes see the same value and skip alike."""
-        self._non_finite_in_a_row += 1
-        self._non_finite_total += 1
-        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
-            raise RuntimeError(
-                f"The gradient norm of step {self.state.global_step + 1} is {grad_norm}. DeepSpeed has already applied "
-                "it; start a new run from the weights of the last checkpoint (model_name_or_path) with a lower learning rate."
-            )
-        if self._non_finite_in_a_row >= self.args.max_non_finite_steps:
-            raise RuntimeError(
-                f"The gradient norm was not finite in {self._non_finite_in_a_row} optimizer steps in a row (now "
-                f"{grad_norm} at step {self.state.global_step + 1}; max_non_finite_steps="
-                f"{self.args.max_non_finite_steps}). The weights are those before the first of them. Look at "
-                "`pacs/proxy_abs_mean`: lower the learning rate, or set max_grad_norm."
-            )
-        if self.accelerator.scaler is None:  # fp16 training: the scaler finds and skips such steps itself
+        deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+        leaves_out = self._non_finite.leaves_out(float(grad_norm), self.state.global_step + 1, is_applied=deepspeed)
+        if (
+            leaves_out and self.accelerator.scaler is None
+        ):  # fp16 training: the scaler finds and skips such steps itself
             model.zero_grad(set_to_none=True)  # optimizers leave parameters without a gradient alone
+        self._metrics["train"]["pacs/non_finite_steps"].append(self._non_finite.total)
+        return grad_norm
 
     # Checkpoints --------------------------------------------------------------------------------------------------
 
@@ -316,8 +292,7 @@ class PACSTrainer(RolloutTrainer):
         self._pending: list[Rollout] = []  # rows of generation batches that fill one optimizer step together
         self._steps: list[StepRollouts] = []  # the optimizer steps of the current generation batch
         self._snapshot: SnapshotReference | None = None
-        self._non_finite_in_a_row = 0
-        self._non_finite_total = 0
+        self._non_finite = NonFiniteSteps(self.args.max_non_finite_steps)
 
     def _save_run(self, directory: Path) -> None:
         super()._save_run(directory)
@@ -328,12 +303,12 @@ class PACSTrainer(RolloutTrainer):
     def _own_state(self) -> dict:
         waiting = [] if self._at_generation_boundary() else [step.rollouts for step in self._steps]
         return {
-            "non_finite": [self._non_finite_in_a_row, self._non_finite_total],
+            "non_finite": [self._non_finite.in_a_row, self._non_finite.total],
             "rollouts": rows_to_save(waiting, self.accelerator.process_index, self.accelerator.num_processes),
         }
 
     def _load_own_state(self, checkpoint: Path, state: dict) -> None:
-        self._non_finite_in_a_row, self._non_finite_total = state["non_finite"]
+        self._non_finite.in_a_row, self._non_finite.total = state["non_finite"]
         files = checkpoint.glob(f"{self._state_name}_*.pt")
         parts = [torch.load(file, map_location="cpu", weights_only=True)["rollouts"] for file in files]
         self._steps = [self._update.schedule(rollouts) for rollouts in merge_rows(parts)]

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch.utils.data import Sampler
 from trl.trainer.utils import RepeatSampler
 
-from .rows import Rollout, from_state, to_state
+from ..update.rows import Rollout, from_state, to_state
 
 
 logger = logging.getLogger(__name__)

@@ -26,6 +26,7 @@ from trl import GRPOConfig
 from trl.trainer.utils import get_config_model_id, is_async_callable
 
 from ..rewards import math_reward
+from ..update.rows import Rollout, unpad_rollouts, weighted_rewards
 from ..update.scorer import Scorer
 from .early_grading import EarlyGrading
 from .engine import Engine, ServerFailure
@@ -34,7 +35,6 @@ from .lora import check_lora_targets
 from .preemption import check_no_jit_checkpoint
 from .resumable_trainer import ResumableTrainer
 from .resume import request_seed
-from .rows import Rollout, unpad_rollouts, weighted_rewards
 from .timing import StepTimer, TimingCallback
 from .trainer_checks import check_columns, check_dataset, check_evaluation_batch, with_checked_result
 from .vllm_checks import check_vllm, serve_command, server_url

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..objective import scorable_rows
-from ..rollouts.rows import Rollout
+from .rows import Rollout
 
 
 class Groups:

@@ -36,10 +36,10 @@ from ..objective import (
     proxy_coefficients,
     sequence_proxies,
 )
-from ..rollouts.rows import Rollout
 from .groups import Groups
 from .metrics import critic_metrics
 from .microbatching import Schedule
+from .rows import Rollout
 from .sampling_correction import Mismatch, merge_statistics, mismatch_metrics, mismatch_statistics
 from .scorer import Scorer, Scores
 from .step import FILLER, Limits, MicroBatch, StepRollouts, collate, schedule_rows, schedule_step

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..rollouts.rows import Rollout
 from .groups import Groups
 from .microbatching import RowLengths, Schedule, schedule_micro_batches, schedule_tokens
+from .rows import Rollout
 
 
 # Stands in where a process has no row left for a forward pass that the others run: two tokens, weight zero.

@@ -190,7 +190,7 @@ def test_a_second_run_starts_from_nothing_but_the_weights(tmp_path):
     settings = {"optim": "sgd", "weight_decay": 0.0, "reference": "snapshot", "max_steps": 2, "save_strategy": "no"}
     used = trainer_of(tmp_path, **settings)
     used.train()
-    used._non_finite_in_a_row = 2
+    used._non_finite.in_a_row = 2
     weights = {name: weight.clone() for name, weight in used.model.state_dict().items()}
     fresh = trainer_of(tmp_path, **settings)
     fresh.model.load_state_dict(weights)

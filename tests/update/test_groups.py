@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pacs_trl.objective import actor_coefficients, class_weights, group_scores, loss_from_proxies, proxy_coefficients
-from pacs_trl.rollouts.rows import Rollout
 from pacs_trl.update.groups import Groups, split_into_steps
+from pacs_trl.update.rows import Rollout
 
 
 NAN = math.nan

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pacs_trl.rollouts.rows import (
+from pacs_trl.update.rows import (
     Rollout,
     from_state,
     labels_from_rewards,
