@@ -22,6 +22,7 @@ from replay import (
     trainable_weights,
 )
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
+from trl import GRPOTrainer
 
 from pacs_trl import PACSConfig, PACSTrainer
 
@@ -474,14 +475,13 @@ def test_empty_completions_of_a_rollout_function(tmp_path, padding_free, mask_tr
 def test_empty_completions_of_an_engine(tmp_path, monkeypatch):
     """An engine that strips the end-of-sequence token: TRL indexes the last token of every completion."""
     trainer = build_trainer(tmp_path, max_steps=1)
-    parent = type(trainer).__mro__[1]
-    generate = parent._generate_single_turn
+    generate = GRPOTrainer._generate_single_turn
 
     def stripped(self, *args, **kwargs):
         completion_ids, logprobs = generate(self, *args, **kwargs)
         return [[] if i == 3 else ids for i, ids in enumerate(completion_ids)], logprobs
 
-    monkeypatch.setattr(parent, "_generate_single_turn", stripped)
+    monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", stripped)
     trainer.train()
     assert logged(trainer, "completions/empty_ratio") == [1 / 8]
     assert all(p.isfinite().all() for p in trainer.model.parameters())

@@ -14,7 +14,7 @@ import yaml
 from finished_runs import record, rows_of
 
 from pacs_trl.evaluation.arguments import EvaluationArguments
-from pacs_trl.recipe import read_recipe, read_settings
+from pacs_trl.recipe import read_arguments, read_recipe
 from pacs_trl.report import paper, plots
 from pacs_trl.reproduce import cells as reproduce_cells
 from pacs_trl.reproduce import command as reproduce
@@ -138,7 +138,7 @@ class TestRecipes:
         cells = [c for scale in ("miniature", "full") for n in table_names(scale) for c in read_table(n, scale).cells]
         read = {}
         for cell in (cell for cell in cells if cell.settings):
-            recipe = read_settings(["--config", str(RECIPES / f"{cell.recipe}.yaml"), *cell.words])
+            recipe = read_arguments(["--config", str(RECIPES / f"{cell.recipe}.yaml"), *cell.words])
             assert recipe == settings_of(cell), cell
             assert cell.name == cell.run and not set(cell.settings) & {"seed", "output_dir"}
             read[cell.run] = recipe
