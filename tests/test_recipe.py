@@ -61,6 +61,7 @@ WRONG = [
     ({"reward_weights": [0.5]}, "must not be negative and must sum to 1, not 0.5"),
     ({"reward_weights": ["a"]}, "reward_weights must be a list of finite numbers"),
     ({"reward_funcs": []}, "reward_funcs is empty"),
+    ({"reward_funcs": "math_reward"}, "reward_funcs must be a list, got 'math_reward'. Write [math_reward]."),
     ({"verification_cpu_seconds": 9, "lora_r": 0}, "lora_r must be a whole number", "`cpu_seconds` must be"),
     ({"verification_cpu_seconds": 9}, "`cpu_seconds` must be positive and at most `timeout_seconds`"),
     ({"verification_protocol": "mine"}, "verification_protocol must be one of authors, trl"),

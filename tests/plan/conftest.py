@@ -9,21 +9,11 @@ from pacs_trl.plan.check import main
 
 
 RECIPE = {
-    "method": "pacs",
-    "model_name_or_path": "Qwen/Qwen3-4B",
-    "dtype": "float32",
-    "dataset_name": "deepscaler",
-    "num_generations": 8,
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 4,
-    "steps_per_generation": 16,
-    "max_completion_length": 1000,
-    "learning_rate": 1e-6,
-    "max_steps": 480,
-    "save_steps": 80,
-    "bf16": True,
-}
-FSDP2 = ("--accelerate-config", "recipes/accelerate_configs/fsdp2_8x8.yaml")
+    "method": "pacs", "model_name_or_path": "Qwen/Qwen3-4B", "dataset_name": "deepscaler",
+    "dtype": "float32", "bf16": True, "learning_rate": 1e-6, "max_completion_length": 1000,
+    "num_generations": 8, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 4,
+    "steps_per_generation": 16, "max_steps": 480, "save_steps": 80,
+}  # fmt: skip
 
 
 @pytest.fixture

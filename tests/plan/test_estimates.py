@@ -6,9 +6,14 @@ from pacs_trl.plan.cost import GIB, model_shape
 
 
 PARAMETERS = model_shape("Qwen/Qwen3-4B").parameters
-WIDE = {"gradient_accumulation_steps": 32}  # 16 of which make a generation
+GRPO, PPO, LORA = {"method": "grpo"}, {"method": "ppo"}, {"use_peft": True}
+KL, TWICE = {"beta": 0.1}, {"num_iterations": 2}
+SPLIT, SNAPSHOT, OFFLOADED = {"group_layout": "split"}, {"reference": "snapshot"}, {"reference_offload": True}
 FEW = {"max_train_samples": 2048, "eval_split_size": 1000}  # the held-out problems are set apart first
-SPLIT, SNAPSHOT, KL, LORA = {"group_layout": "split"}, {"reference": "snapshot"}, {"beta": 0.1}, {"use_peft": True}
+WIDE, ALIGNED = {"gradient_accumulation_steps": 32}, {"gradient_accumulation_steps": 16}  # 16 make a generation
+KEPT = ALIGNED | {"gradient_checkpointing": False}
+HALVES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "steps_per_generation": 32}
+CORRECTED = {"use_vllm": True, "vllm_enable_sleep_mode": True, "vllm_gpu_memory_utilization": 0.3}
 
 
 @pytest.fixture
@@ -46,43 +51,39 @@ def test_run(planned, word, settings, expected):
 
 
 def test_an_update_over_two_generations_takes_as_long_as_two(planned):
-    wide, single = (planned("all", **sizes) for sizes in (WIDE, {"max_steps": 960, "gradient_accumulation_steps": 16}))
+    wide, single = (planned("all", **sizes) for sizes in (WIDE, ALIGNED | {"max_steps": 960}))
     assert float(wide.split()[0]) == float(single.split()[0]) > 0
 
 
-PASSES = [
-    ({}, 4 + 3 / 4),  # reference of three updates of four
-    (SPLIT, 4 + 3 / 4 + 3 / 4),
-    ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "steps_per_generation": 32}, 5.5),
-    (SNAPSHOT, 4 + 1),
-    (SNAPSHOT | SPLIT, 4 + 1 + 1),
-    ({"max_tokens_per_micro_batch": 9000}, 5.5),  # 8 x (1024 + 1000) tokens may not fit
-    ({"max_tokens_per_micro_batch": 16192}, 4.75),
-    (KL, 4.75 + 1),
-    ({"num_iterations": 2}, 2 * 4 + 1),
-    ({"method": "grpo"}, 4 + 1),
-    ({"method": "grpo"} | KL, 4 + 1 + 1),
-    ({"method": "grpo", "gradient_accumulation_steps": 16}, 4),
-    ({"method": "ppo"} | KL, 2 * 4 + 1 + 1 + 1),
-]
+def cases(table: dict[float, list[dict]]) -> list[tuple[float, dict]]:
+    return [(number, settings) for number, several in table.items() for settings in several]
 
 
-@pytest.mark.parametrize(("settings", "passes"), PASSES)
-def test_forward_passes(planned, settings, passes):
-    line = planned("learning", **settings)
-    assert float(line.split(": ")[1].split()[0]) == pytest.approx(passes)
+PASSES = {
+    3: [KEPT | SPLIT, GRPO | KEPT],
+    4: [GRPO | ALIGNED, GRPO | KEPT | KL, GRPO | KEPT | CORRECTED],
+    4 + 3 / 4: [{}, {"max_tokens_per_micro_batch": 16192}],  # reference of three updates of four
+    4 + 3 / 4 + 1: [KL],
+    4 + 3 / 4 + 3 / 4: [SPLIT, HALVES, {"max_tokens_per_micro_batch": 9000}],  # 8 x (1024 + 1000) tokens may not fit
+    4 + 1: [SNAPSHOT, GRPO],
+    4 + 1 + 1: [SNAPSHOT | SPLIT, GRPO | KL],
+    2 * 4 + 1: [TWICE],
+    2 * 4 + 1 + 1: [GRPO | KL | TWICE, PPO],  # rollouts are scored once, whatever is learnt from them
+    2 * 4 + 1 + 1 + 1: [PPO | KL],
+    2 * (2 * 4) + 1 + 1 + 1: [PPO | KL | TWICE],
+}
 
 
-BYTES_PER_WEIGHT = [
-    *(({"method": method}, 16 * (1 + (method == "ppo"))) for method in ("pacs", "grpo", "ppo")),
-    *(({"method": method} | KL, 16 * (1 + (method == "ppo")) + 4) for method in ("pacs", "grpo", "ppo")),
-    (SNAPSHOT, 20),
-    (SNAPSHOT | {"reference_offload": True}, 16),
-]
+@pytest.mark.parametrize(("passes", "settings"), cases(PASSES))
+def test_forward_passes(planned, passes, settings):
+    assert float(planned("learning", **settings).split(": ")[1].split()[0]) == pytest.approx(passes)
 
 
-@pytest.mark.parametrize(("settings", "size"), BYTES_PER_WEIGHT)
-def test_training_state(planned, settings, size):
+BYTES_PER_WEIGHT = {16: [{}, GRPO, SNAPSHOT | OFFLOADED], 20: [KL, GRPO | KL, SNAPSHOT], 32: [PPO], 36: [PPO | KL]}
+
+
+@pytest.mark.parametrize(("size", "settings"), cases(BYTES_PER_WEIGHT))
+def test_training_state(planned, size, settings):
     """16 bytes per trained weight, 4 for a copy; 1 / 64 of them on each process."""
     line = planned("training state", **settings)
     assert float(line.split()[0]) == pytest.approx(size * PARAMETERS / 64 / GIB, abs=0.05)
@@ -91,7 +92,6 @@ def test_training_state(planned, settings, size):
 
 def test_with_lora_the_kl_reference_is_the_policy_without_adapter(planned):
     assert planned("training state", **LORA | KL) == planned("training state", **LORA)
-    one = [
-        planned("training state", **LORA | {"lora_r": 512, "lora_target_modules": [n]}) for n in ("q_proj", "o_proj")
-    ]
-    assert one[0] == one[1] != planned("training state", **LORA | {"lora_r": 1})
+    targets = [{"lora_r": 512, "lora_target_modules": [name]} for name in ("q_proj", "o_proj")]
+    query, output, narrow = (planned("training state", **LORA | changes) for changes in (*targets, {"lora_r": 1}))
+    assert query == output != narrow
