@@ -23,11 +23,7 @@ BENCHMARKS = {
     ),
     "amc_23": ProblemSet("zwhe99/amc23", title="AMC 23", split="test", problem_column="question", id_column="id"),
     "aime_2024": ProblemSet(
-        "Maxwell-Jia/AIME_2024",
-        title="AIME 2024",
-        problem_column="Problem",
-        solution_column="Answer",
-        id_column="ID",
+        "Maxwell-Jia/AIME_2024", title="AIME 2024", problem_column="Problem", solution_column="Answer", id_column="ID"
     ),
     "aime_2025": ProblemSet("yentinglin/aime_2025", title="AIME 2025", id_column="id"),
     "beyond_aime": ProblemSet("ByteDance-Seed/BeyondAIME", title="BeyondAIME", split="test"),

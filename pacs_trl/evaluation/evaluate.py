@@ -240,10 +240,7 @@ def _write_grades(
 
 
 def _add_token_entropy(
-    args: EvaluationArguments,
-    model: dict[str, Any],
-    benchmarks: Sequence[LoadedBenchmark],
-    entries: dict[str, Any],
+    args: EvaluationArguments, model: dict[str, Any], benchmarks: Sequence[LoadedBenchmark], entries: dict[str, Any]
 ) -> None:
     """Teacher-forced entropy of the first samples of each problem, averaged over completions."""
     from .token_entropy import completion_entropies

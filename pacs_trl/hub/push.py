@@ -27,14 +27,7 @@ from ..redaction import published
 from ..report.inputs import read_described, read_log_history, read_training_facts
 from ..settings import read_mapping
 from .files import LOG_FILE, README_FILE, RESULTS_FILE, WEIGHTS, files_of_a_model, published_contents
-from .model_card import (
-    RECIPE_FILE,
-    TRAINING_FACTS_FILE,
-    TRAINING_FIGURE,
-    CardInputs,
-    build_card,
-    hub_evaluations,
-)
+from .model_card import RECIPE_FILE, TRAINING_FACTS_FILE, TRAINING_FIGURE, CardInputs, build_card, hub_evaluations
 from .readme import NOTHING, HandWritten, hand_written, the_one_to_keep, with_our_part
 
 
@@ -77,14 +70,13 @@ def prepare(
             README of the directory or of the repository would be lost.
     """
     kept = _check(model_dir, repo_id, results, recipe, repository_readme)
-    written = []
     if results is not None:
         content = json.dumps(published(read_described(results)), indent=1) + "\n"
         (model_dir / RESULTS_FILE).write_text(content, encoding="utf-8")
     if recipe is not None and _recipe_file(recipe).resolve() != (model_dir / RECIPE_FILE).resolve():
         settings = published(read_mapping(_recipe_file(recipe), "recipe"))
         (model_dir / RECIPE_FILE).write_text(yaml.safe_dump(settings, allow_unicode=True), encoding="utf-8")
-    written += [model_dir / name for name in (RESULTS_FILE, RECIPE_FILE) if (model_dir / name).is_file()]
+    written = [model_dir / name for name in (RESULTS_FILE, RECIPE_FILE) if (model_dir / name).is_file()]
     has_figure = _draw_training(model_dir)
     if has_figure:
         written.append(model_dir / TRAINING_FIGURE)
@@ -298,12 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         result = push(
-            args.model,
-            args.repo,
-            private=args.private,
-            results=args.results,
-            recipe=args.recipe,
-            dry_run=args.dry_run,
+            args.model, args.repo, private=args.private, results=args.results, recipe=args.recipe, dry_run=args.dry_run
         )
     except (ValueError, OSError, RuntimeError, HfHubHTTPError, httpx.TransportError) as error:
         print(f"pacs-trl push: {error}", file=sys.stderr)
@@ -325,8 +312,6 @@ def _check(
         raise ValueError(f"The repository is named USER/NAME, got {repo_id!r}.")
     check_checkpoint(model_dir)
     check_results(model_dir, results)
-    if results is not None:
-        read_described(results)
     if recipe is not None:
         read_mapping(_recipe_file(recipe), "recipe")
     card_inputs(model_dir)

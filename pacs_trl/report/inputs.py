@@ -40,13 +40,7 @@ _CIRCUMSTANCES = {
     "versions": dict,
     "commit": (str, NoneType),
 }
-_TRAINING = {
-    "created": str,
-    "num_processes": int,
-    "hardware": _HARDWARE,
-    "commit": (str, NoneType),
-    "versions": dict,
-}
+_TRAINING = {"created": str, "num_processes": int, "hardware": _HARDWARE, "commit": (str, NoneType), "versions": dict}
 
 
 def require(value: Any, shape: Any, where: str, *, field: str = "") -> None:

@@ -82,8 +82,7 @@ def pass_at_k_figure(
             panel.set_xscale("log", base=2)
             ticks = sorted({k for row in rows for k in row.cells})
             panel.set_xticks(ticks, [str(k) for k in ticks])
-            panel.set_title(title)
-            panel.set_xlabel("k")
+            panel.set(title=title, xlabel="k")
             panel.yaxis.set_major_formatter(PercentFormatter(decimals=0))
         _label_rows(panels, "pass@k")
         _legend_below(figure, panels)
@@ -113,9 +112,7 @@ def training_figure(histories: Mapping[str, Sequence[Sequence[dict[str, float]]]
         for panel, (key, label) in zip(panels, present, strict=False):
             for i, (method, runs) in enumerate(histories.items()):
                 _draw_runs(panel, [_series(run, key) for run in runs], method, _look(i, marker=False))
-            panel.set_ylabel(label)
-            panel.set_xlabel("optimizer step")
-            panel.set_ylim(bottom=min(0.0, panel.get_ylim()[0]))
+            panel.set(xlabel="optimizer step", ylabel=label, ylim=(min(0.0, panel.get_ylim()[0]), None))
         figure.align_ylabels()
         _legend_below(figure, panels)
         return _save(figure, path)
@@ -139,8 +136,7 @@ def evaluation_figure(histories: Mapping[str, Sequence[Sequence[dict[str, float]
                 series = [[(step, 100 * value) for step, value in _series(run, key)] for run in runs]
                 _draw_runs(panel, series, method, _look(i))
             benchmark, k = key.removeprefix("eval_").rsplit("/", 1)
-            panel.set_title(f"{benchmark}, {k}")
-            panel.set_xlabel("optimizer step")
+            panel.set(title=f"{benchmark}, {k}", xlabel="optimizer step")
             panel.yaxis.set_major_formatter(PercentFormatter(decimals=0))
         _legend_below(figure, panels)
         return _save(figure, path)
@@ -160,17 +156,13 @@ def ablation_figure(
             for i, k in enumerate(ks):
                 cells = [rows[v][k] for v in values]
                 errors = [[c.value - c.lower for c in cells], [c.upper - c.value for c in cells]]
-                shifted = [
-                    v * 1.03 ** (i - (len(ks) - 1) / 2) for v in values
-                ]  # so that bars do not cover one another
-                panel.errorbar(
-                    shifted, [c.value for c in cells], yerr=errors, label=f"k={k}", elinewidth=0.7, **_look(i)
-                )
+                shift = 1.03 ** (i - (len(ks) - 1) / 2)  # so that bars do not cover one another
+                points = [v * shift for v in values], [c.value for c in cells]
+                panel.errorbar(*points, yerr=errors, label=f"k={k}", elinewidth=0.7, **_look(i))
             panel.set_xscale("log")
             panel.set_xticks(values, [f"{v:g}" for v in values])
             panel.minorticks_off()
-            panel.set_title(title)
-            panel.set_xlabel(name)
+            panel.set(title=title, xlabel=name)
             panel.yaxis.set_major_formatter(PercentFormatter(decimals=0))
         _label_rows(panels, "pass@k")
         _legend_below(figure, panels)
@@ -192,19 +184,15 @@ def diversity_figure(diversity: Mapping[str, Any], path: Path) -> list[Path]:
         for i, (model, points) in enumerate(zip(diversity["models"], clouds, strict=True)):
             look = _look(i)
             label = f"{model['method']}: diversity {model['mean']:.4f}"
-            axes.scatter(
-                *points.T, s=6, color=look["color"], marker=look["marker"], alpha=0.5, linewidths=0, label=label
-            )
-            if len(points) > 2:
-                density = gaussian_density(points, grid)
+            color, marker = look["color"], look["marker"]
+            axes.scatter(*points.T, s=6, color=color, marker=marker, alpha=0.5, linewidths=0, label=label)
+            density = gaussian_density(points, grid) if len(points) > 2 else np.zeros(1)
+            if density.max() > density.min():
                 levels = density.max() * np.array([0.15, 0.4, 0.7])
-                if density.max() > density.min():
-                    axes.contour(
-                        x, y, density, levels=levels, colors=look["color"], linewidths=0.8, linestyles=DASHES[i]
-                    )
+                axes.contour(x, y, density, levels=levels, colors=color, linewidths=0.8, linestyles=DASHES[i])
         shares = diversity["explained"]
-        axes.set_xlabel(f"first component ({100 * shares[0]:.0f} % of variance)")
-        axes.set_ylabel(f"second component ({100 * shares[1]:.0f} %)")
+        axes.set(xlabel=f"first component ({100 * shares[0]:.0f} % of variance)")
+        axes.set(ylabel=f"second component ({100 * shares[1]:.0f} %)")
         figure.legend(loc="outside upper center", markerscale=2)  # one line each: names can be long
         return _save(figure, path)
 
@@ -220,22 +208,13 @@ def reliability_figure(
         axes.plot([0, 1], [0, 1], color="#888888", linewidth=0.8, linestyle="--", label="calibrated")
         kept = bins["count"] > 0
         error = 1.96 * np.sqrt(bins["label"] * (1 - bins["label"]) / np.maximum(bins["count"], 1))
-        axes.errorbar(
-            bins["probability"][kept],
-            bins["label"][kept],
-            yerr=error[kept],
-            label="critic",
-            elinewidth=0.8,
-            **_look(0),
-        )
-        axes.set_ylabel("share of correct completions")
-        axes.set_xlim(0, 1)
-        axes.set_ylim(-0.02, 1.02)
+        points = bins["probability"][kept], bins["label"][kept]
+        axes.errorbar(*points, yerr=error[kept], label="critic", elinewidth=0.8, **_look(0))
+        axes.set(ylabel="share of correct completions", xlim=(0, 1), ylim=(-0.02, 1.02))
         axes.legend(loc="upper left", title=f"calibration error {bins['calibration_error']:.3f}", title_fontsize=7)
         edges = np.linspace(0, 1, num_bins + 1)
         counts.bar(edges[:-1], bins["count"], width=np.diff(edges), align="edge", color=COLORS[0], alpha=0.5)
-        counts.set_xlabel(r"$\sigma(\psi)$")
-        counts.set_ylabel("completions")
+        counts.set(xlabel=r"$\sigma(\psi)$", ylabel="completions")
         counts.yaxis.set_major_locator(MaxNLocator(3, integer=True))
         return _save(figure, path)
 

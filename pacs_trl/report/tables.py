@@ -76,18 +76,10 @@ def pass_at_k_rows(
     if baseline is not None and baseline not in runs:
         raise ValueError(f"The baseline {baseline!r} has no results on {benchmark}; there are {', '.join(runs)}.")
     ks = common_ks([run for group in runs.values() for run in group])
-    rows = []
-    for method, group in runs.items():
-        rows.append(
-            Row(
-                method,
-                "ours",
-                "",
-                _sample_counts(group, benchmark),
-                len(group),
-                _cells(group, benchmark, ks),
-            )
-        )
+    rows = [
+        Row(method, "ours", "", _sample_counts(group, benchmark), len(group), _cells(group, benchmark, ks))
+        for method, group in runs.items()
+    ]
     ours = {row.method: row for row in rows}
     differences = []
     for table in published:
@@ -204,46 +196,24 @@ def settings_rows(results: Sequence[dict[str, Any]]) -> list[list[str]]:
     lines = []
     for result in results:
         for entry in result["benchmarks"].values():
+            engine, verifier = result["engine"]["name"], result["protocol"]["verifier"]
             lines.append(
                 [
-                    result["method"],
-                    entry["title"],
-                    str(result["n"]),
-                    f"{entry['mean_tokens']:.0f}",
-                    f"{100 * entry['truncated_share']:.1f} %",
-                    f"{entry['answer_entropy']:.3f}",
+                    *(result["method"], entry["title"], str(result["n"]), f"{entry['mean_tokens']:.0f}"),
+                    *(f"{100 * entry['truncated_share']:.1f} %", f"{entry['answer_entropy']:.3f}"),
                     "" if entry.get("token_entropy") is None else f"{entry['token_entropy']:.3f}",
-                    f"{result['engine']['name']} {result['versions'].get(result['engine']['name'], '')}".strip(),
-                    f"{result['protocol']['verifier']['name']} {result['protocol']['verifier']['version']}",
-                    (result["commit"] or "")[:9],
+                    f"{engine} {result['versions'].get(engine, '')}".strip(),
+                    *(f"{verifier['name']} {verifier['version']}", (result["commit"] or "")[:9]),
                 ]
             )
     return lines
 
 
 SETTINGS_HEADER = [
-    "method",
-    "benchmark",
-    "n",
-    "tokens",
-    "truncated",
-    "answer entropy",
-    "token entropy",
-    "engine",
-    "verifier",
+    *("method", "benchmark", "n", "tokens", "truncated", "answer entropy", "token entropy", "engine", "verifier"),
     "commit",
 ]
-SUPPORT_HEADER = [
-    "support",
-    "preserved",
-    "expanded",
-    "shrunk",
-    "out",
-    "retention",
-    "discovery",
-    "score",
-    "net change",
-]
+SUPPORT_HEADER = ["support", "preserved", "expanded", "shrunk", "out", "retention", "discovery", "score", "net change"]
 
 
 def table_cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
@@ -271,22 +241,10 @@ def one_line(text: str) -> str:
 
 def to_latex(header: Sequence[str], lines: Sequence[Sequence[str]], caption: str) -> str:
     """A booktabs table."""
-    body = "\n".join("  " + " & ".join(map(_latex_escape, cells)) + r" \\" for cells in lines)
-    return "\n".join(
-        [
-            r"\begin{table}[t]",
-            rf"\caption{{{_latex_escape(caption)}}}",
-            rf"\begin{{tabular}}{{l{'r' * (len(header) - 1)}}}",
-            r"  \toprule",
-            "  " + " & ".join(map(_latex_escape, header)) + r" \\",
-            r"  \midrule",
-            body,
-            r"  \bottomrule",
-            r"\end{tabular}",
-            r"\end{table}",
-            "",
-        ]
-    )
+    rows = ["  " + " & ".join(map(_latex_escape, cells)) + r" \\" for cells in [header, *lines]]
+    head = [r"\begin{table}[t]", rf"\caption{{{_latex_escape(caption)}}}"]
+    head += [rf"\begin{{tabular}}{{l{'r' * (len(header) - 1)}}}", r"  \toprule", rows[0], r"  \midrule"]
+    return "\n".join([*head, "\n".join(rows[1:]), r"  \bottomrule", r"\end{tabular}", r"\end{table}", ""])
 
 
 def to_csv(rows_by_benchmark: Mapping[str, Sequence[Row]]) -> str:

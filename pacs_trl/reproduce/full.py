@@ -14,14 +14,7 @@ from typing import Any
 from ..evaluation.results import read_results, require_same_protocol
 from ..report import paper, tables
 from ..settings import read_mapping
-from .cells import (
-    CHECKPOINT_SAMPLES,
-    RECIPES,
-    Options,
-    diversities,
-    measured_checkpoint,
-    read_training,
-)
+from .cells import CHECKPOINT_SAMPLES, RECIPES, Options, diversities, measured_checkpoint, read_training
 from .records import Records, Run, record
 from .tables import Cell
 
