@@ -113,6 +113,12 @@ def default_num_workers() -> int:
     return min(16, max(1, processors // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
+# Of a verifier, what its processes are told.
+_POOL_SETTINGS = ("num_workers", "timeout_seconds", "cpu_seconds", "memory_limit_mb", "protocol")
+_verifiers: "weakref.WeakSet[Verifier]" = weakref.WeakSet()
+
+
+@dataclass(eq=False)
 class Verifier:
     """
     Grades completions in parallel, within limits, in order.
@@ -143,29 +149,38 @@ class Verifier:
     _MAX_MESSAGE_ITEMS = 2048
     _MAX_MESSAGE_CHARACTERS = 1 << 25
 
-    def __init__(
-        self,
-        num_workers: int | None = None,
-        timeout_seconds: float = 5.0,
-        cpu_seconds: float = 0.4,
-        memory_limit_mb: int = 1024,
-        max_characters: int = MAX_CHARACTERS,
-        protocol: str = "authors",
-        cache_size: int = 65_536,
-    ):
-        self.num_workers = default_num_workers() if num_workers is None else num_workers
-        _check_limits(self.num_workers, timeout_seconds, cpu_seconds, memory_limit_mb, protocol)
-        self.timeout_seconds = timeout_seconds
-        self.cpu_seconds = cpu_seconds
-        self.memory_limit_mb = memory_limit_mb
-        self.max_characters = max_characters
-        self.protocol = protocol
-        self.cache_size = cache_size
+    num_workers: int | None = None
+    timeout_seconds: float = 5.0
+    cpu_seconds: float = 0.4
+    memory_limit_mb: int = 1024
+    max_characters: int = MAX_CHARACTERS
+    protocol: str = "authors"
+    cache_size: int = 65_536
+
+    def __post_init__(self):
+        if self.num_workers is None:
+            self.num_workers = default_num_workers()
+        self._check_limits()
         self.counts: Counter[Outcome] = Counter()
         self._cache: OrderedDict[bytes, Outcome] = OrderedDict()
         self._lock = threading.Lock()
         self._pool: PoolProcess | None = None
         _verifiers.add(self)
+
+    def _check_limits(self) -> None:
+        if self.num_workers < 1:
+            raise ValueError(f"`num_workers` must be at least 1, got {self.num_workers}.")
+        if not 0.0 < self.cpu_seconds <= self.timeout_seconds:
+            raise ValueError(
+                f"`cpu_seconds` must be positive and at most `timeout_seconds`, got {self.cpu_seconds} and "
+                f"{self.timeout_seconds}: an item cannot use more processor time than passes, so a larger limit would never act."
+            )
+        if self.memory_limit_mb < 256:
+            raise ValueError(
+                f"`memory_limit_mb` must be at least 256, got {self.memory_limit_mb}: sympy itself takes about 100."
+            )
+        if self.protocol not in ("authors", "trl"):
+            raise ValueError(f"`protocol` must be 'authors' or 'trl', got {self.protocol!r}.")
 
     def __enter__(self) -> "Verifier":
         self.start()
@@ -274,37 +289,13 @@ class Verifier:
 
     def _started_pool(self) -> PoolProcess:
         if self._pool is None:
-            self._pool = PoolProcess(
-                num_workers=self.num_workers,
-                timeout_seconds=self.timeout_seconds,
-                cpu_seconds=self.cpu_seconds,
-                memory_limit_mb=self.memory_limit_mb,
-                protocol=self.protocol,
-            )
+            self._pool = PoolProcess(**{name: getattr(self, name) for name in _POOL_SETTINGS})
         return self._pool
 
     def _drop_pool(self) -> None:
         if self._pool is not None:
             self._pool.end()
             self._pool = None
-
-
-def _check_limits(
-    num_workers: int, timeout_seconds: float, cpu_seconds: float, memory_limit_mb: int, protocol: str
-) -> None:
-    if num_workers < 1:
-        raise ValueError(f"`num_workers` must be at least 1, got {num_workers}.")
-    if not 0.0 < cpu_seconds <= timeout_seconds:
-        raise ValueError(
-            f"`cpu_seconds` must be positive and at most `timeout_seconds`, got {cpu_seconds} and {timeout_seconds}: "
-            "an item cannot use more processor time than passes, so a larger limit would never act."
-        )
-    if memory_limit_mb < 256:
-        raise ValueError(
-            f"`memory_limit_mb` must be at least 256, got {memory_limit_mb}: sympy itself takes about 100."
-        )
-    if protocol not in ("authors", "trl"):
-        raise ValueError(f"`protocol` must be 'authors' or 'trl', got {protocol!r}.")
 
 
 def _key(text: str, alternatives: tuple[str, ...]) -> bytes:
@@ -356,26 +347,11 @@ class VerificationArguments:
                 "`verification_max_failure_share` is a share and must lie in [0, 1], got "
                 f"{self.verification_max_failure_share}."
             )
-        _check_limits(
-            1 if self.verification_num_workers is None else self.verification_num_workers,
-            self.verification_timeout_seconds,
-            self.verification_cpu_seconds,
-            self.verification_memory_limit_mb,
-            self.verification_protocol,
-        )
+        self.build()  # its own checks
 
     def build(self) -> Verifier:
         """A verifier with these settings, not yet started."""
-        return Verifier(
-            num_workers=self.verification_num_workers,
-            timeout_seconds=self.verification_timeout_seconds,
-            cpu_seconds=self.verification_cpu_seconds,
-            memory_limit_mb=self.verification_memory_limit_mb,
-            protocol=self.verification_protocol,
-        )
-
-
-_verifiers: "weakref.WeakSet[Verifier]" = weakref.WeakSet()
+        return Verifier(**{name: getattr(self, f"verification_{name}") for name in _POOL_SETTINGS})
 
 
 def _forget_what_the_parent_was_doing() -> None:
