@@ -166,10 +166,7 @@ def load_training_data(
     entry = _entry(args)
     path = args.dataset_name if Path(args.dataset_name).suffix in FILE_FORMATS else args.dataset_path
     dataset = _prepare(load_rows(args.dataset_name, entry, path), entry, args)
-    if args.max_prompt_length is not None:
-        dataset = _limit_prompt_length(
-            dataset, args.max_prompt_length, args, tokenizer, dict(chat_template_kwargs or {})
-        )
+    dataset = _limit_prompt_length(dataset, args, tokenizer, chat_template_kwargs or {})
     dataset = dataset.shuffle(seed=args.dataset_seed)
     if len(dataset) <= args.eval_split_size:
         raise ValueError(
@@ -224,12 +221,8 @@ def _prepare(rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments)
             )
             solutions.append(gold)
     if len(usable) < len(rows):
-        logger.warning(
-            "Dropped %d of %d rows of %s that have no problem or no gold answer.",
-            len(rows) - len(usable),
-            len(rows),
-            args.dataset_name,
-        )
+        dropped = f"Dropped {len(rows) - len(usable)} of {len(rows)} rows of {args.dataset_name}"
+        logger.warning(f"{dropped} that have no problem or no gold answer.")
     if not usable:
         raise ValueError(
             f"None of the {len(rows)} rows of {args.dataset_name!r} has both a problem ({entry.problem_column!r}) and a "
@@ -248,9 +241,12 @@ def _prepare(rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments)
 
 
 def _limit_prompt_length(
-    dataset: Dataset, limit: int, args: DataArguments, tokenizer: Any, chat_template_kwargs: dict[str, Any]
+    dataset: Dataset, args: DataArguments, tokenizer: Any, chat_template_kwargs: Mapping[str, Any]
 ) -> Dataset:
-    """Drop and count the prompts over `limit` tokens, or stop because of them, as configured."""
+    """Drop and count the prompts over `max_prompt_length` tokens, or stop because of them, as configured."""
+    limit = args.max_prompt_length
+    if limit is None:
+        return dataset
     lengths = [
         len(ids)
         for start in range(0, len(dataset), 1000)
@@ -272,11 +268,7 @@ def _limit_prompt_length(
             "`overlong_prompts: filter` to drop them."
         )
     logger.warning(
-        "Dropped %d of %d prompts of %s that are longer than max_prompt_length %d tokens (longest: %d).",
-        len(overlong),
-        len(dataset),
-        args.dataset_name,
-        limit,
-        max(lengths),
+        f"Dropped {len(overlong)} of {len(dataset)} prompts of {args.dataset_name} that are longer than max_prompt_length "
+        f"{limit} tokens (longest: {max(lengths)})."
     )
     return dataset.select([i for i, length in enumerate(lengths) if length <= limit])
