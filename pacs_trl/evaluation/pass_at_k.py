@@ -110,14 +110,12 @@ def pass_interval(*benchmarks, confidence: float = 0.95) -> Interval:
         squares = ((values - centre) ** 2).sum(axis=0) + 0.5 * (centre**2 + (1 - centre) ** 2)
         means.append(values.mean(axis=0))
         centres.append(centre)
-        variances.append(
-            squares / num_problems**2
-        )  # of the mean: squares / P is the variance of one of the P + 1 values
+        # of the mean: squares / P is the variance of one of the P + 1 values
+        variances.append(squares / num_problems**2)
     mean, centre = np.mean(means, axis=0), np.mean(centres, axis=0)
     variance = np.sum(variances, axis=0) / len(benchmarks) ** 2
-    half_z2 = (
-        NormalDist().inv_cdf((1 + confidence) / 2) ** 2 / 2 * variance / (centre * (1 - centre))
-    )  # z^2 / (2 n_eff)
+    # z^2 / (2 n_eff)
+    half_z2 = NormalDist().inv_cdf((1 + confidence) / 2) ** 2 / 2 * variance / (centre * (1 - centre))
     shrunk = (mean + half_z2) / (1 + 2 * half_z2)
     width = np.sqrt(half_z2 * (2 * mean * (1 - mean) + half_z2)) / (1 + 2 * half_z2)
     # rounding must not put an end on the wrong side of the mean

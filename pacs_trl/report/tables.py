@@ -89,7 +89,7 @@ def pass_at_k_rows(
                 differences.append(_published_difference(ours[method], values, table.source))
     for method in runs:
         if baseline is not None and method != baseline:
-            differences.append(_paired_difference(method, runs[method], baseline, runs[baseline], benchmark, ks))
+            differences.append(_paired_difference(runs, method, baseline, benchmark, ks))
     return rows + differences
 
 
@@ -154,15 +154,9 @@ def _published_difference(ours: Row, published: dict[int, float], source: str) -
 
 
 def _paired_difference(
-    method: str,
-    group: Sequence[dict[str, Any]],
-    baseline: str,
-    baseline_group: Sequence[dict[str, Any]],
-    benchmark: str,
-    ks: Sequence[int],
+    runs: Mapping[str, Sequence[dict[str, Any]]], method: str, baseline: str, benchmark: str, ks: Sequence[int]
 ) -> Row:
-    ids, values = problem_values(group, benchmark, ks)
-    base_ids, base_values = problem_values(baseline_group, benchmark, ks)
+    (ids, values), (base_ids, base_values) = (problem_values(runs[name], benchmark, ks) for name in (method, baseline))
     position = {problem: i for i, problem in enumerate(base_ids)}
     shared = [i for i, problem in enumerate(ids) if problem in position]
     if not shared:
