@@ -1,8 +1,16 @@
-"""The command line: `pacs-trl COMMAND ...`. Each command is the `main` of the module that does the work."""
+"""The command line: `pacs-trl COMMAND ...`. Each command is the `main` of the module that does the work.
+
+Help and mistakes that need no library are answered before one is imported. Exit codes: see `command_line.py`.
+"""
 
 import os
 import sys
+from collections.abc import Sequence
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+
+from . import __version__
+from .command_line import did_you_mean
 
 
 COMMANDS = {
@@ -26,24 +34,60 @@ COMMANDS = {
 
 
 def main() -> int:
-    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
+    """Run the command that the process was started with; returns its exit code."""
+    name, *argv = sys.argv[1:] or ["--help"]
+    if name in ("-h", "--help", "help"):
         print("usage: pacs-trl COMMAND ...\n")
-        for name, (_, help_line) in COMMANDS.items():
-            print(f"  {name:10} {help_line}")
+        for command, (_, help_line) in COMMANDS.items():
+            print(f"  {command:10} {help_line}")
+        print("\n`pacs-trl COMMAND --help` says more; `pacs-trl --version` names the versions of what is installed.")
         return 0
-    name = sys.argv[1]
+    if name in ("-V", "--version"):
+        print(f"pacs-trl {__version__} ({', '.join(map(_installed, ('trl', 'transformers', 'torch', 'vllm')))})")
+        return 0
     if name not in COMMANDS:
-        print(f"pacs-trl: unknown command {name!r}; choose from {', '.join(COMMANDS)}.", file=sys.stderr)
+        print(
+            f"pacs-trl: there is no command {name!r}.{did_you_mean(name, COMMANDS)} Choose from {', '.join(COMMANDS)}.",
+            file=sys.stderr,
+        )
         return 2
+    return run(name, argv)
+
+
+def run(name: str, argv: Sequence[str]) -> int:
+    """Run a command; returns its exit code."""
     try:
-        status = import_module(COMMANDS[name][0]).main(sys.argv[2:])
+        _refuse_early(name, argv)
+        status = import_module(COMMANDS[name][0]).main(argv)
     except ValueError as error:
         print(f"pacs-trl {name}: {error}", file=sys.stderr)
-        return 1
+        return 2
+    except KeyboardInterrupt:
+        print(f"pacs-trl {name}: stopped by Ctrl-C.", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # whoever reads (`| head`) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it flushes
         return 1
     return status if isinstance(status, int) else 0
+
+
+def _refuse_early(name: str, argv: Sequence[str]) -> None:
+    """Help and mistakes of the commands whose modules take seconds to import."""
+    if name == "train":
+        from .settings_table import check_train
+
+        check_train(argv)
+    elif name == "plan":
+        from .plan.arguments import read_plan_arguments
+
+        read_plan_arguments(argv)
+
+
+def _installed(package: str) -> str:
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return f"no {package}"
 
 
 if __name__ == "__main__":

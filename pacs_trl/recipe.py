@@ -6,23 +6,24 @@ only `train` goes on to make the configuration. Reading a recipe loads no model,
 """
 
 import copy
-import difflib
 import os
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from trl import GRPOConfig, ModelConfig, TrlParser
+from trl import GRPOConfig, ModelConfig
 
 from .baselines.ppo_config import PPOConfig
+from .command_line import asks_for_help, read_settings
 from .data import DataArguments
 from .pacs_config import PACSConfig
 from .redaction import PublishedArguments
 from .rollouts.step_sizes import Step, step_errors
 from .rollouts.trainer_settings import trainer_errors
-from .settings import from_words, read_mapping, settings_of, typed_settings
+from .settings import settings_of
+from .settings_table import NEEDED, check_train, values_and_errors
 from .verification import VerificationArguments
 
 
@@ -37,12 +38,6 @@ class GRPOArguments(PublishedArguments, GRPOConfig):
 
 
 METHODS = {"pacs": PACSConfig, "grpo": GRPOArguments, "ppo": PPOConfig}
-
-# Keys without which there is nothing to train: what they name, and how.
-_NEEDED = {
-    "dataset_name": ("data", "a named set, a data file or a Hub id"),
-    "model_name_or_path": ("model", "a path or a Hub id"),
-}
 
 # Without these the sizes of a step are not known.
 _SIZES = {field.name for field in fields(Step)} | {"generation_batch_size"}
@@ -117,17 +112,12 @@ class Recipe(NamedTuple):
             [`Recipe`], in which defaults stand for values that are illegal (`None` if there is no such method), and a
             message for each mistake.
         """
+        known = {name: settings_of(*_parts(name)) for name in METHODS}
+        given, illegal, errors = values_and_errors(settings, known)
         method = settings.get("method", "pacs")
         if not isinstance(method, str) or method not in METHODS:
-            return None, [f"`method` must be one of {', '.join(METHODS)}; got {method!r}."]
-        known = settings_of(*_parts(method))
-        given, illegal = typed_settings(settings, known)
-        errors = [
-            *_unknown_keys(settings, method, known.keys() | {"env"}),
-            *illegal.values(),
-            *_missing_keys(settings),
-        ]
-        values = {name: setting.default for name, setting in known.items()} | given
+            return None, errors
+        values = {name: setting.default for name, setting in known[method].items()} | given
         if values["bf16"] is None:  # TRL's default
             values["bf16"] = not values["fp16"]
         if "hub_strategy" not in given:
@@ -135,7 +125,7 @@ class Recipe(NamedTuple):
         *parts, training = (_made(part, values, errors) for part in _parts(method))
         run, data, model, verification = parts
         step = None
-        if world_size is not None and not illegal.keys() & _SIZES:
+        if world_size is not None and not illegal & _SIZES:
             wrong_sizes = step_errors(training, world_size)
             step = None if wrong_sizes else Step.of(training, world_size)
             errors += wrong_sizes
@@ -172,7 +162,7 @@ class Recipe(NamedTuple):
 def _made(part: type, values: dict, errors: list[str]) -> Any:
     """A part of a recipe. Training configurations are made where the run is, see [`Recipe.built`]."""
     own = {f.name: values[f.name] for f in fields(part) if f.init}
-    if part in METHODS.values() or None in (own.get(name, "") for name in _NEEDED if part is DataArguments):
+    if part in METHODS.values() or None in (own.get(name, "") for name in NEEDED if part is DataArguments):
         return SimpleNamespace(**own)
     try:
         return part(**own)
@@ -196,9 +186,8 @@ def read_recipe(argv: Sequence[str]) -> Recipe:
         `ValueError`: with everything that is wrong: a file that does not exist or is not a mapping, an unknown method or key
             (with the nearest known one), values of the wrong type or out of range, and contradictions.
     """
-    if "-h" in argv or "--help" in argv:
-        words = _words([word for word in argv if word not in ("-h", "--help")])
-        TrlParser(_parts(_method(words)), prog="pacs-trl train").parse_args(["--help"])
+    if asks_for_help(argv):
+        check_train(argv)
     settings = read_arguments(argv)
     recipe, errors = Recipe.from_settings(settings, int(os.environ.get("WORLD_SIZE", 1)))
     if errors or recipe is None:
@@ -214,69 +203,12 @@ def read_arguments(argv: Sequence[str]) -> dict:
     Raises:
         `ValueError`: if the file does not exist or is no mapping, or a word of the command line belongs to no key.
     """
-    words = _words(argv)
-    path = words.pop("config", None)
-    if path == []:
-        raise ValueError("--config must name a recipe.")
-    settings = {} if path is None else read_mapping(path[0], "recipe")
-    known = settings_of(*_parts(_method(words, settings)))
-    for key, values in words.items():
-        if key not in known and key.removeprefix("no_") in known:  # booleans that default to True have both
-            settings[key.removeprefix("no_")] = False
-        else:
-            settings[key] = from_words(values, known[key]) if key in known else values
-    return settings
-
-
-def _words(argv: Sequence[str]) -> dict[str, list[str]]:
-    """`--key value ...` and `--key=value` as keys with their words."""
-    words: dict[str, list[str]] = {}
-    key = None
-    for word in argv:
-        if word.startswith("--"):
-            key, *value = word[2:].split("=", 1)
-            key = key.replace("-", "_")
-            words[key] = value
-        elif key is None:
-            raise ValueError(f"Cannot make sense of {word!r}: settings are given as --key value.")
-        else:
-            words[key].append(word)
-    return words
-
-
-def _method(words: dict[str, list[str]], settings: dict | None = None) -> str:
-    """The method, PACS also where there is none of that name."""
-    method = words["method"][0] if words.get("method") else (settings or {}).get("method")
-    return method if isinstance(method, str) and method in METHODS else "pacs"
+    return read_settings(argv, lambda method: settings_of(*_parts(method if method in METHODS else "pacs")))
 
 
 def _parts(method: str) -> tuple[type, ...]:
     """The dataclasses of a recipe, the training configuration last."""
     return (RunArguments, DataArguments, ModelConfig, VerificationArguments, METHODS[method])
-
-
-def _missing_keys(settings: dict) -> list[str]:
-    return [
-        f"The recipe names no {what}: `{name}` is missing. Set it to {remedy}."
-        for name, (what, remedy) in _NEEDED.items()
-        if settings.get(name) is None
-    ]
-
-
-def _unknown_keys(settings: dict, method: str, known: Set[str]) -> list[str]:
-    messages = []
-    for key in sorted(settings.keys() - known):
-        nearest = difflib.get_close_matches(key, known, n=1)
-        owners = [name for name, config in METHODS.items() if key in settings_of(config)]
-        if owners:
-            message = f"`{key}` is a setting of method {' and '.join(owners)}, not of {method}; remove it or change `method`."
-        else:
-            message = f"`{key}` is not a setting of method {method}."
-            message += f" Did you mean `{nearest[0]}`?" if nearest else ""
-        messages.append(message)
-    if not isinstance(settings.get("env") or {}, dict):
-        messages.append(f"env must be a mapping of environment variables, got {settings['env']!r}.")
-    return messages
 
 
 def _relation_errors(run: RunArguments, training: Any) -> list[str]:

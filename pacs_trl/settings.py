@@ -196,10 +196,11 @@ _MAY_BE_A_FILE = {"accelerator_config", "fsdp_config", "deepspeed"}
 class Setting(NamedTuple):
     """A field of a dataclass. (`Field.type` will not do: transformers' parser writes into it.)"""
 
-    annotation: Any
     default: Any
     choices: tuple
     kinds: set[str]
+    items: str  # of a list: their kind
+    range: Range | None
 
 
 @cache
@@ -214,7 +215,9 @@ def settings_of(*parts: type) -> dict[str, Setting]:
             default = field.default if field.default is not MISSING else None
             if field.default_factory is not MISSING:
                 default = field.default_factory()
-            found[field.name] = Setting(annotation, default, tuple(choices), _kinds(annotation))
+            found[field.name] = Setting(
+                default, tuple(choices), _kinds(annotation), _items(annotation), RANGES.get(field.name)
+            )
     return found
 
 
@@ -259,8 +262,8 @@ def illegal_value(name: str, value: Any, setting: Setting) -> str | None:
     if value is None and "NoneType" in setting.kinds:
         return None
     number = _number(value) if setting.kinds & {"int", "float"} else None
-    if name in RANGES and number is not None and number not in RANGES[name]:
-        nearest = RANGES[name].nearest(number) if math.isfinite(number) else None
+    if setting.range is not None and number is not None and number not in setting.range:
+        nearest = setting.range.nearest(number) if math.isfinite(number) else None
         return _out_of_range(name, value, setting, nearest)
     if isinstance(number, float) and not math.isfinite(number):
         return f"{name} must be finite, got {value!r}.{_default(setting)}"
@@ -271,7 +274,7 @@ def illegal_value(name: str, value: Any, setting: Setting) -> str | None:
 
 def _out_of_range(name: str, value: Any, setting: Setting, nearest: float | None = None) -> str:
     remedy = _default(setting) if nearest is None else f" Nearest legal value: {nearest:g}."
-    return f"{name} must be {RANGES[name]}, got {value!r}: {RANGES[name].why}.{remedy}"
+    return f"{name} must be {setting.range}, got {value!r}: {setting.range.why}.{remedy}"
 
 
 def typed_settings(given: Mapping[str, Any], known: Mapping[str, Setting]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -312,7 +315,7 @@ def _wrong_type(name: str, value: Any, setting: Setting) -> str | None:
     if isinstance(value, list):
         if "list" not in kinds:
             return f"{must} a list: {value!r}."
-        numbers = "list[float]" in str(setting.annotation)
+        numbers = setting.items == "float"
         fits = all(_is_finite(v) if numbers else isinstance(v, str) for v in value)
         return None if fits else f"{name} must be a list of {'finite numbers' if numbers else 'texts'}, got {value!r}."
     if kinds <= {"list", "NoneType"}:
@@ -323,7 +326,7 @@ def _wrong_type(name: str, value: Any, setting: Setting) -> str | None:
         read = "an unquoted yes or on as true" if value else "an unquoted no or off as false"
         return f"{must} {value!r}.{f' YAML reads {read}: quote it.' if 'str' in kinds else ''}"
     if isinstance(value, int | float):
-        if "float" in kinds or "int" in kinds and (isinstance(value, int) or name in RANGES):
+        if "float" in kinds or "int" in kinds and (isinstance(value, int) or setting.range is not None):
             return None  # a number that is not whole is said with its range
         return f"{must} {value!r}.{f' Quote it: {str(value)!r}.' if 'str' in kinds else ''}"
     if not isinstance(value, str):  # a date
@@ -339,9 +342,9 @@ def _wrong_text(name: str, text: str, setting: Setting) -> str | None:
         return f"{name} must be true or false, got {text!r}."
     if kinds <= {"int", "float", "NoneType"}:
         number, kind = _number(text), "float" if "float" in kinds else "int"
-        if number is None and name in RANGES and RANGES[name].whole:
+        if number is None and setting.range is not None and setting.range.whole:
             return _out_of_range(name, text, setting)
-        if number is None or kind == "int" and isinstance(number, float) and name not in RANGES:
+        if number is None or kind == "int" and isinstance(number, float) and setting.range is None:
             return f"`{name}` is refused: invalid {kind} value: {text!r}."
     if "dict" in kinds and name not in _MAY_BE_A_FILE and _mapping(text) is None:
         return f"{name} must be a mapping, got {text!r}, which is no JSON of one."
@@ -351,7 +354,7 @@ def _wrong_text(name: str, text: str, setting: Setting) -> str | None:
 def _converted(value: Any, setting: Setting) -> Any:
     """Text as what it spells where the type is no text; everything else as it is."""
     kinds = setting.kinds - {"NoneType"}
-    if isinstance(value, list) and "list[float]" in str(setting.annotation):
+    if isinstance(value, list) and setting.items == "float":
         return [_number(v) for v in value]
     if not isinstance(value, str):
         return value
@@ -367,7 +370,7 @@ def from_words(words: list[str], setting: Setting) -> Any:
     """The value that the words behind a key of a command line spell; without any it is true, as for a flag."""
     kinds = setting.kinds
     is_text = "str" in kinds and not kinds & {"dict", "int", "float", "bool"}
-    values = words if is_text or "list[str]" in str(setting.annotation) else list(map(_from_yaml, words))
+    values = words if is_text or setting.items == "str" else list(map(_from_yaml, words))
     if kinds <= {"list", "NoneType"}:  # one word is a list of one
         return values
     return True if not values else values[0] if len(values) == 1 else values
@@ -382,11 +385,15 @@ def read_mapping(path: str | Path, what: str) -> dict[str, Any]:
         what (`str`): What it is, for the errors: "recipe", "accelerate file".
 
     Raises:
-        `ValueError`: if there is no such file, or it holds something else.
+        `ValueError`: if there is no such file, it cannot be read, or it holds something else.
     """
     if not Path(path).is_file():
         raise ValueError(f"The {what} {str(path)!r} does not exist (seen from {Path.cwd()}).")
-    return parse_mapping(Path(path).read_text(encoding="utf-8"), f"{what} {str(path)!r}")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"The {what} {str(path)!r} cannot be read as text: {error}.") from error
+    return parse_mapping(text, f"{what} {str(path)!r}")
 
 
 def parse_mapping(text: str, where: str) -> dict[str, Any]:
@@ -426,6 +433,10 @@ def _kinds(annotation: Any) -> set[str]:
     if get_args(annotation):
         return set().union(*map(_kinds, get_args(annotation)))
     return {annotation.__name__}
+
+
+def _items(annotation: Any) -> str:
+    return next((kind for kind in ("float", "str") if f"list[{kind}]" in str(annotation)), "")
 
 
 def _words(kinds: set[str]) -> str:

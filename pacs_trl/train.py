@@ -278,4 +278,6 @@ def describe_step(step: Step, num_prompts: int) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    from .cli import run
+
+    sys.exit(run("train", sys.argv[1:]))

@@ -80,7 +80,7 @@ def test_every_command_works_elsewhere(installed, tmp_path):
     lines = result.stdout.splitlines()
     assert f"from {installed / 'pacs_trl' / 'cli.py'}" in lines
     statuses = {line.split()[1]: line.split()[2] for line in lines if line.startswith("status ")}
-    assert statuses == dict.fromkeys((c.split()[0] for c in COMMANDS), "0") | {"reproduce": "1"}, result.stderr
+    assert statuses == dict.fromkeys((c.split()[0] for c in COMMANDS), "0") | {"reproduce": "2"}, result.stderr
     said = [line for line in result.stderr.splitlines() if line.startswith("pacs-trl ")]
     assert len(said) == 1 and said[0].startswith("pacs-trl reproduce: ")
     assert "Clone the repository and install that: `pip install --editable .`" in said[0]

@@ -10,13 +10,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from datasets import Dataset
 from pyarrow import ArrowException
 
 from ..settings import refuse_illegal_values, with_help
 from .sets import FILE_FORMATS, GSM8K, MINIATURE, ProblemSet, gold_answer, load_rows
+
+
+if TYPE_CHECKING:  # slow to import, and the arguments below are asked for their help
+    from datasets import Dataset
 
 
 logger = logging.getLogger(__name__)
@@ -143,7 +146,7 @@ def build_prompt(
 
 def load_training_data(
     args: DataArguments, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None
-) -> tuple[Dataset, Dataset | None]:
+) -> "tuple[Dataset, Dataset | None]":
     """
     Load, prepare, filter, shuffle and split the training problems.
 
@@ -195,8 +198,10 @@ def _entry(args: DataArguments) -> ProblemSet:
     return replace(entry, **{key: value for key, value in given.items() if value is not None})
 
 
-def _prepare(rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments) -> Dataset:
+def _prepare(rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments) -> "Dataset":
     """Add `prompt` and `solution`; drop and count rows without a problem or a gold."""
+    from datasets import Dataset
+
     names = list(dict.fromkeys(name for row in rows for name in row))
     for key in ("problem_column", "solution_column"):
         if getattr(entry, key) not in names:
@@ -241,8 +246,8 @@ def _prepare(rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments)
 
 
 def _limit_prompt_length(
-    dataset: Dataset, args: DataArguments, tokenizer: Any, chat_template_kwargs: Mapping[str, Any]
-) -> Dataset:
+    dataset: "Dataset", args: DataArguments, tokenizer: Any, chat_template_kwargs: Mapping[str, Any]
+) -> "Dataset":
     """Drop and count the prompts over `max_prompt_length` tokens, or stop because of them, as configured."""
     limit = args.max_prompt_length
     if limit is None:

@@ -1,11 +1,16 @@
 """The arguments of `pacs-trl evaluate`, checked before anything is loaded."""
 
 import json
-from dataclasses import dataclass
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from ..command_line import Parser, asks_for_help, did_you_mean, read_settings
 from ..data import PROMPT_INSTRUCTION, build_prompt
-from ..settings import with_help
+from ..settings import settings_of, typed_settings, with_help
+from ..settings_table import add_settings, described
+from ..verification import VerificationArguments
 from .requests import SamplingSettings
 
 
@@ -50,10 +55,10 @@ class EvaluationArguments:
     """
 
     model: str
-    benchmarks: str
+    benchmarks: str | list[str]
     output_dir: str
     n: int = 128
-    k: str = "1,4,8,16,32,64"
+    k: str | int | list[float] = "1,4,8,16,32,64"
     method: str | None = None
     revision: str | None = None
     temperature: float = 0.6
@@ -63,8 +68,8 @@ class EvaluationArguments:
     seed: int = 0
     prompt_instruction: str = PROMPT_INSTRUCTION
     system_prompt: str | None = None
-    chat_template_kwargs: str | None = None
-    engine: str = "vllm"
+    chat_template_kwargs: str | dict | None = None
+    engine: str = field(default="vllm", metadata={"choices": ENGINES})
     batch_size: int = 64
     dtype: str = "auto"
     tensor_parallel_size: int = 1
@@ -129,3 +134,49 @@ class EvaluationArguments:
     @property
     def sampling(self) -> SamplingSettings:
         return SamplingSettings(self.temperature, self.top_p, self.top_k, self.max_new_tokens)
+
+
+def read_evaluation(argv: Sequence[str]) -> tuple[EvaluationArguments, VerificationArguments]:
+    """
+    Read `--config RECIPE.yaml [--key value ...]`.
+
+    Raises:
+        `SystemExit`: with code 0, after the help.
+        `ValueError`: with everything that is wrong with keys and values.
+    """
+    parts = (EvaluationArguments, VerificationArguments)
+    if asks_for_help(argv):
+        _parser(parts).parse_args(["--help"])
+    both = settings_of(*parts)
+    # temperature and others have other ranges here than in training; they are checked above
+    own = {name: both[name]._replace(range=None) for name in settings_of(EvaluationArguments)}
+    known = both | own
+    settings = read_settings(argv, lambda method: known)
+    given, illegal = typed_settings(settings, known)
+    errors = [
+        f"`{key}` is not an argument of evaluate.{did_you_mean(key, known.keys() | {'config'})}"
+        for key in sorted(settings.keys() - known.keys() - {"env"})
+    ]
+    errors += illegal.values()
+    needed = [name for name, entry in described(EvaluationArguments).items() if entry["required"]]
+    errors += [f"`{name}` is missing; `--help` says what it is." for name in needed if settings.get(name) is None]
+    if errors:
+        raise ValueError(" ".join(errors))
+    os.environ.update({key: str(value) for key, value in (settings.get("env") or {}).items()})
+    evaluation, verification = (
+        part(**{f.name: given[f.name] for f in fields(part) if f.name in given}) for part in parts
+    )
+    return evaluation, verification
+
+
+def _parser(parts: Sequence[type]) -> Parser:
+    parser = Parser(
+        "evaluate",
+        "Sample, grade and count: pass@k of a model on benchmarks. The command line wins over the file. The same command "
+        "again draws only what is missing.",
+        usage="pacs-trl evaluate [--config RECIPE.yaml] --model MODEL --benchmarks NAMES --output_dir DIR [--key value ...]",
+    )
+    parser.add_argument("--config", metavar="RECIPE.yaml", help="file of keys and values, see recipes/evaluation")
+    for title, part in zip(("evaluation", "verification"), parts, strict=True):
+        add_settings(parser.add_argument_group(title), described(part))
+    return parser

@@ -15,6 +15,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from ..command_line import Parser
 from ..data.sets import read_rows
 from ..rewards import completion_text
 from ..verification import MAX_CHARACTERS, Outcome, VerificationArguments, gold_texts, last_boxed
@@ -25,17 +26,15 @@ PROTOCOLS = ("authors", "trl", "text")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `pacs-trl audit`; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="pacs-trl audit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("audit", __doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--completions", required=True, help=".jsonl, .json or .parquet file with one row per completion or group"
     )
-    parser.add_argument("--completion-column", default="completion", help="text, messages, or a list of completions")
-    parser.add_argument("--solution-column", default="solution", help="gold answer")
+    parser.add_argument("--completion_column", default="completion", help="text, messages, or a list of completions")
+    parser.add_argument("--solution_column", default="solution", help="gold answer")
     parser.add_argument("--benchmark", help="take the gold answers of this benchmark, by the row's `problem` id")
     parser.add_argument("--protocols", nargs="+", choices=PROTOCOLS, default=list(PROTOCOLS))
-    parser.add_argument("--num-workers", type=int, help="grading processes (default: one per processor)")
+    parser.add_argument("--num_workers", type=int, help="grading processes (default: one per processor)")
     parser.add_argument("--examples", type=int, default=5, help="disagreements to print for each pair of protocols")
     args = parser.parse_args(argv)
 
@@ -57,7 +56,7 @@ def read_completions(args: argparse.Namespace) -> tuple[list[str | None], list[A
     rows = [row for row in rows if args.completion_column in row]  # a sample file begins with a line of settings
     if not rows:
         raise ValueError(
-            f"`--completion-column` {args.completion_column!r} is not a column of {args.completions}. Columns found: "
+            f"`--completion_column` {args.completion_column!r} is not a column of {args.completions}. Columns found: "
             f"{', '.join(columns)}."
         )
     gold_of = _gold_lookup(args, columns)
@@ -79,7 +78,7 @@ def _gold_lookup(args: argparse.Namespace, columns: list[str]):
         return lambda row: solutions.get(row.get("problem"))
     if args.solution_column not in columns:
         raise ValueError(
-            f"`--solution-column` {args.solution_column!r} is not a column of {args.completions}. Columns found: "
+            f"`--solution_column` {args.solution_column!r} is not a column of {args.completions}. Columns found: "
             f"{', '.join(columns)}. Name the column of gold answers, or the `--benchmark` that has them."
         )
     return lambda row: row.get(args.solution_column)

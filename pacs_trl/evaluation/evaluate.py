@@ -17,9 +17,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ..verification import Outcome, VerificationArguments, Verifier
+from ..verification import Outcome, Verifier
 from . import provenance
-from .arguments import EvaluationArguments
+from .arguments import EvaluationArguments, read_evaluation
 from .benchmarks import LoadedBenchmark, load_benchmark
 from .clock import EngineClock
 from .engines import TransformersEngine, engine_facts, identify_model, start_engine
@@ -151,14 +151,8 @@ def protocol(args: EvaluationArguments, verifier: Verifier) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; prints the table of pass@k and where the results are."""
-    from trl import TrlParser
-
     try:
-        args, verification = TrlParser([EvaluationArguments, VerificationArguments]).parse_args_and_config(argv)
-    except (ValueError, OSError) as error:
-        print(f"pacs-trl evaluate: {error}", file=sys.stderr)
-        return 2
-    try:
+        args, verification = read_evaluation(sys.argv[1:] if argv is None else argv)
         with verification.build() as verifier:
             results = evaluate(args, verifier, max_failure_share=verification.verification_max_failure_share)
     except (ValueError, FileNotFoundError) as error:

@@ -6,7 +6,6 @@ so an interrupted push is resumed by running the command again, and errors that 
 just finished leaves its log and circumstances beside the weights (`record_training`) and pushes in the same way (`push_trained`).
 """
 
-import argparse
 import json
 import logging
 import sys
@@ -22,6 +21,7 @@ from huggingface_hub import CommitOperationAdd, HfApi, get_session
 from huggingface_hub.errors import HfHubHTTPError, RemoteEntryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
+from ..command_line import Parser
 from ..evaluation.provenance import checkpoint_digest, training_facts
 from ..redaction import published
 from ..report.inputs import read_described, read_log_history, read_training_facts
@@ -280,10 +280,10 @@ def check_results(model_dir: Path, results: Path | None = None) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="pacs-trl push", description="Upload a checkpoint with card and results.")
+    parser = Parser("push", "Upload a checkpoint with card and results.")
     parser.add_argument("--model", type=Path, required=True, help="checkpoint directory")
     parser.add_argument("--repo", required=True, help="USER/NAME")
-    parser.add_argument("--private", action="store_true")
+    parser.add_argument("--private", action="store_true", help="make a private repository")
     parser.add_argument("--results", type=Path, default=None, help="results.json or its directory")
     parser.add_argument("--recipe", type=Path, default=None, help="recipe of the training run")
     parser.add_argument("--dry_run", action="store_true", help="only list what would be uploaded")

@@ -4,7 +4,6 @@ Nothing is downloaded, no weights are loaded; modules of reward functions are im
 would stop the run or make it another one than written; notes are worth knowing. Whether the data exist is left to the run.
 """
 
-import argparse
 import re
 from collections.abc import Sequence
 from fractions import Fraction
@@ -14,6 +13,7 @@ from trl import ModelConfig
 from ..data.tasks import TASKS
 from ..recipe import Recipe, read_arguments
 from ..train import check_model_directory, reward_function
+from .arguments import read_plan_arguments
 from .estimates import Estimate
 from .launch import Launch, read_launch
 
@@ -25,17 +25,11 @@ _SMALLEST_BF16_LEARNING_RATE = 2**-9 * 0.02
 
 def main(argv: Sequence[str]) -> int:
     """Print the plan of a recipe; `argv` is what the command line gives. Returns 0, or 1 if there is a conflict."""
-    parser = argparse.ArgumentParser(prog="pacs-trl plan", description="What a recipe will do. Needs no GPU.")
-    parser.add_argument("--config", required=True, help="Recipe; any of its keys may follow as --key value.")
-    parser.add_argument("--accelerate-config", help="The file that `accelerate launch --config_file` gets.")
-    parser.add_argument("--num-processes", type=int, help="Number of GPUs; by default that of the accelerate file.")
-    parser.add_argument("--mean-length", type=int, help="Expected tokens per completion; by default 35 %% of most.")
-    own, overrides = parser.parse_known_args(argv)
-
+    own = read_plan_arguments(argv)
     launch, conflicts = read_launch(own.accelerate_config, own.num_processes)
     recipe, notes = None, []
     try:
-        recipe, errors = check_recipe(own.config, overrides, launch.num_processes if launch else None)
+        recipe, errors = check_recipe(own.config, own.overrides, launch.num_processes if launch else None)
         conflicts += errors
     except ValueError as error:
         conflicts.append(str(error))

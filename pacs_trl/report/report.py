@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..command_line import Parser
 from ..evaluation.results import require_same_protocol
 from . import paper, tables
 from .inputs import read_described, read_diversity, read_log_history
@@ -73,7 +74,7 @@ def build_report(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="pacs-trl report", description="Tables and figures from results files.")
+    parser = Parser("report", "Tables and figures from results files.")
     parser.add_argument("results", nargs="*", type=Path, help="results.json files or the directories that hold them")
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--published", default=None, help="base model of the paper, for example Qwen3-8B")

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..command_line import Parser
 from ..settings import read_mapping
 from .cells import RECIPES, Options, run_cell
 from .full import collect, full_commands, run_line
@@ -124,8 +125,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="pacs-trl reproduce", description="Run or resume the runs behind a table.")
+def _parser() -> Parser:
+    parser = Parser("reproduce", "Run or resume the runs behind a table.")
     parser.add_argument("tables", nargs="+", metavar="TABLE", help=f"{', '.join(table_names())}, or all")
     parser.add_argument("--scale", choices=SCALES, default="miniature")
     parser.add_argument("--cells", help="labels or names of cells, separated by commas (default: every cell)")

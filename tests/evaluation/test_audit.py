@@ -116,7 +116,7 @@ def test_sample_file_takes_its_golds_from_the_benchmark(tmp_path, capsys):
 def test_errors(tmp_path, path):
     with pytest.raises(ValueError, match="Columns found: completion, solution"):
         main(["--completions", path, "--solution-column", "gold"])
-    with pytest.raises(ValueError, match="`--completion-column` 'text'"):
+    with pytest.raises(ValueError, match="`--completion_column` 'text'"):
         main(["--completions", path, "--completion-column", "text"])
     with pytest.raises(ValueError, match="does not exist"):
         main(["--completions", str(tmp_path / "nowhere.jsonl")])

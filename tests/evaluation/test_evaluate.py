@@ -166,7 +166,7 @@ def test_a_recipe_and_an_override(arguments, tmp_path, capsys):
         ({"max_problems": 0}, "no problems"),
         ({"max_problems": -1}, "max_problems must be at least 1, got -1"),
         ({"token_entropy_samples": -1}, "token_entropy_samples counts samples"),
-        ({"gpu_memory_utilization": "nan"}, "in (0, 1], got nan"),
+        ({"gpu_memory_utilization": "nan"}, "gpu_memory_utilization must be finite, got 'nan'"),
         ({"max_model_len": 0}, "max_model_len must be at least 1"),
     ],
 )

@@ -4,9 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-from trl import TrlParser
 
-from pacs_trl.evaluation.arguments import EvaluationArguments
+from pacs_trl.evaluation.arguments import read_evaluation
 from pacs_trl.evaluation.benchmarks import BENCHMARKS
 from pacs_trl.report.paper import TABLES
 
@@ -17,8 +16,7 @@ NUM_PROBLEMS = {"math_500": 500, "amc_23": 40, "aime_2024": 30, "aime_2025": 30,
 
 def load(name):
     argv = ["--config", str(RECIPES / f"{name}.yaml"), "--model", "m", "--output_dir", "o"]
-    (arguments,) = TrlParser((EvaluationArguments,)).parse_args_and_config(argv)
-    return arguments
+    return read_evaluation(argv)[0]
 
 
 def test_all_recipes_are_tested():

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 from finished_runs import results_of, rows_of
-from trl import TrlParser
 
-from pacs_trl.evaluation.arguments import EvaluationArguments
+from pacs_trl.evaluation.arguments import read_evaluation
 from pacs_trl.evaluation.store import SampleStore
 from pacs_trl.plan.check import check_recipe
 from pacs_trl.report import plots
@@ -97,7 +96,7 @@ class TestLines:
                 assert conflicts == [] and recipe.training.seed == 7
                 assert recipe.training.output_dir == option(words, "--output_dir")
             else:
-                (read,) = TrlParser([EvaluationArguments]).parse_args_and_config(words[2:])
+                read, _ = read_evaluation(words[2:])
                 assert read.output_dir == option(words, "--output_dir")
                 if "--n" in words:
                     assert (read.n, read.ks, read.max_new_tokens) == (8, [1], 8192)

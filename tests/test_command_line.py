@@ -1,0 +1,136 @@
+"""The front door: help, versions, exit codes and suggestions of all commands, and the table that answers without a library."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from pacs_trl import cli, settings_table
+from pacs_trl.command_line import Parser, read_settings, with_underscores
+from pacs_trl.recipe import METHODS, _parts
+from pacs_trl.settings import settings_of
+
+
+RECIPE = "recipes/miniature/pacs.yaml"
+
+
+def called(monkeypatch, capsys, *argv: str) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["pacs-trl", *argv])
+    try:
+        status = cli.main()
+    except SystemExit as exit:
+        status = exit.code
+    return status, *capsys.readouterr()
+
+
+def test_the_table_is_that_of_the_installed_libraries():
+    """Red? `python -m pacs_trl.settings_table` makes it anew."""
+    assert json.loads(settings_table.FILE.read_text(encoding="utf-8")) == json.loads(json.dumps(settings_table.made()))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_table_says_what_the_dataclasses_say(method):
+    """Every setting is there and none more, with its type, choices and default; and all of it in the help."""
+    fields = settings_of(*_parts(method))
+    assert settings_table.settings_of_method(method) == fields and set(settings_table.METHODS) == METHODS.keys()
+    groups = settings_table.groups_of(method)
+    assert sum(map(len, groups.values())) == len(fields)
+    text = settings_table.train_parser(method).format_help()
+    assert [name for name in fields if f"--{name} " not in text] == []
+    assert all(title in text for group, title in settings_table.TITLES.items() if group in groups)
+
+
+def test_the_dataclasses_are_asked_where_other_libraries_are_installed(monkeypatch):
+    monkeypatch.setattr(settings_table, "version", lambda name: "0.0")
+    monkeypatch.setattr(settings_table, "made", lambda: {"groups": "new"})
+    assert settings_table.table.__wrapped__() == {"groups": "new"}
+
+
+def test_help_and_mistakes_need_no_library():
+    """Nor does `--version`; nothing that takes seconds to import is in the process."""
+    calls = [
+        (["--help"], 0),
+        (["--version"], 0),
+        (["trian"], 2),
+        *(([name, "--help"], 0) for name in cli.COMMANDS),
+        (["train", "--method", "ppo", "-h"], 0),
+        (["train", "--config", RECIPE, "--lerning-rate", "1", "--temperature", "0"], 2),
+        (["train", "--config", "nowhere.yaml"], 2),
+        (["plan", "--config", RECIPE, "--acelerate-config", "x"], 2),
+    ]
+    script = f"""
+import sys
+from pacs_trl import cli
+for argv, expected in {calls}:
+    sys.argv = ["pacs-trl", *argv]
+    try:
+        status = cli.main()
+    except SystemExit as exit:
+        status = exit.code
+    loaded = [name for name in ("torch", "transformers", "trl", "datasets", "accelerate") if name in sys.modules]
+    assert (status, loaded) == (expected, []), (argv, status, loaded)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_help_names_the_command_and_what_it_takes(monkeypatch, capsys, name):
+    texts = {called(monkeypatch, capsys, name, flag) for flag in ("--help", "-h")}
+    ((status, text, errors),) = texts
+    assert status == 0 and text.startswith(f"usage: pacs-trl {name} ") and not errors
+    assert ("--config" in text) == (name in ("train", "plan", "evaluate"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["trian"], "there is no command 'trian'. Did you mean `train`? Choose from plan, train"),
+        (["plan", "--config", RECIPE, "--acelerate-config", "a"], "Did you mean `accelerate_config`?"),
+        (["plan", "--config", RECIPE, "--lerning_rate", "1"], "Did you mean `learning_rate`?"),
+        (["train", "--confg", RECIPE], "Did you mean `config`?"),
+        (
+            ["train", "--config", RECIPE, "--method", "pasc"],
+            "one of pacs, grpo, ppo; got 'pasc'. Did you mean `pacs`?",
+        ),
+        (["train", "lr=1"], "Cannot make sense of 'lr=1'"),
+        (["train", "--config"], "--config must name a file"),
+        (["evaluate", "--config", "tests/loopback.py"], "not YAML"),
+        (["evaluate", "--config", "tests"], "does not exist"),
+        (["evaluate", "--modle", "m"], "Did you mean `model`? `model` is missing"),
+        (["report", "results", "--ouput-dir", "x"], "Did you mean `--output_dir`?"),
+        (["audit", "--completion", "x.jsonl"], "Did you mean `--completions`?"),
+        (["push", "--model", "m", "--repository", "a/b"], "there is no option `--repository`"),
+        (["reproduce", "table_77"], "There is no table 'table_77'"),
+        (["reproduce", "table_2", "--scale", "ful"], "invalid choice: 'ful'"),
+    ],
+)
+def test_a_mistake_is_said_in_words_and_ends_with_2(monkeypatch, capsys, argv, words):
+    status, _, errors = called(monkeypatch, capsys, *argv)
+    assert status == 2 and words in errors and "pacs-trl" in errors, errors
+
+
+def test_ctrl_c_is_one_line(monkeypatch, capsys):
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "import_module", lambda name: SimpleNamespace(main=interrupted))
+    assert called(monkeypatch, capsys, "report") == (130, "", "pacs-trl report: stopped by Ctrl-C.\n")
+
+
+def test_version_and_module(monkeypatch, capsys):
+    status, text, _ = called(monkeypatch, capsys, "--version")
+    assert status == 0 and text.startswith("pacs-trl 0.1.0 (trl 1.")
+    done = subprocess.run([sys.executable, "-m", "pacs_trl", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == text
+
+
+def test_hyphens_and_underscores_are_the_same():
+    assert with_underscores(["--a-b=c-d", "e-f", "--", "-1"]) == ["--a_b=c-d", "e-f", "--", "-1"]
+    parser = Parser("name", "What it does.")
+    parser.add_argument("--output_dir")
+    assert parser.parse_args(["--output-dir", "a-b"]) == parser.parse_args(["--output_dir", "a-b"])
+    known = settings_table.settings_of_method
+    assert read_settings(["--max-steps", "3"], known) == read_settings(["--max_steps=3"], known) == {"max_steps": 3}
