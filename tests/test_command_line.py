@@ -112,6 +112,42 @@ def test_a_mistake_is_said_in_words_and_ends_with_2(monkeypatch, capsys, argv, w
     assert status == 2 and words in errors and "pacs-trl" in errors, errors
 
 
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (
+            ["report", "docs/results/miniature", "--output_dir", "DIR"],
+            "draws figures with matplotlib, which is not inst",
+        ),
+        (["reproduce", "table_2", "--work_dir", "DIR", "--results_dir", "DIR"], "`pip install 'matplotlib>=3.10'`"),
+        (
+            [
+                "evaluate",
+                "--model",
+                "tests/data",
+                "--benchmarks",
+                "miniature/addition",
+                "--output_dir",
+                "DIR",
+                "--n",
+                "64",
+            ],
+            "engine='vllm', but vLLM is not installed in this environment. TRL 1.16 works with vLLM 0.22 to 0.31. Install "
+            "one with `pip install 'vllm>=0.22,<0.32' 'transformers<5.18'` (CUDA) or `make env-vllm` (CPU), or sample with "
+            "transformers: `--engine transformers`.",
+        ),
+    ],
+)
+def test_what_is_not_installed_is_said_before_any_run(monkeypatch, capsys, tmp_path, argv, words):
+    monkeypatch.setattr("pacs_trl.optional.find_spec", lambda name: None)
+    monkeypatch.setattr("pacs_trl.evaluation.evaluate.identify_model", lambda args: {"name": "m", "digest": "d"})
+    monkeypatch.setattr("pacs_trl.reproduce.command.run_cell", lambda *cell: pytest.fail("a run was started"))
+    status, _, errors = called(
+        monkeypatch, capsys, *(str(tmp_path / "out") if word == "DIR" else word for word in argv)
+    )
+    assert status == 2 and words in errors
+
+
 def test_ctrl_c_is_one_line(monkeypatch, capsys):
     def interrupted(argv):
         raise KeyboardInterrupt

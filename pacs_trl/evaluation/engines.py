@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..optional import require_vllm_for_evaluation
 from ..redaction import without_secrets
 from . import provenance
 from .arguments import EvaluationArguments
@@ -287,11 +288,13 @@ def start_engine(args: EvaluationArguments) -> Any:
     The engine that the arguments ask for, ready to `generate` and to be closed.
 
     Raises:
-        `ValueError`: if the machine has too few GPUs for the copies, or a server does not offer the model.
+        `ValueError`: if vLLM is not installed, the machine has too few GPUs for the copies, or a server does not offer the model.
     """
     template = args.template_kwargs
     if args.engine == "server":
         return ServerEngine(args.base_url, args.model, concurrency=args.concurrency, chat_template_kwargs=template)
+    if args.engine == "vllm":
+        require_vllm_for_evaluation()
     common: dict[str, Any] = {"revision": args.revision, "dtype": args.dtype, "chat_template_kwargs": template}
     if args.engine == "vllm":
         make = partial(

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..command_line import Parser
 from ..evaluation.results import require_same_protocol
+from ..optional import require_matplotlib
 from . import paper, tables
 from .inputs import read_described, read_diversity, read_log_history
 
@@ -88,6 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--reliability", type=Path, default=None, help="JSONL with `score` and `label` per completion")
     args = parser.parse_args(argv)
     try:
+        require_matplotlib("A report")
         files = _build_all(args)
     except (ValueError, OSError) as error:
         print(f"pacs-trl report: {error}", file=sys.stderr)

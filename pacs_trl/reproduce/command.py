@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..command_line import Parser
+from ..optional import require_matplotlib
 from ..settings import read_mapping
 from .cells import RECIPES, Options, run_cell
 from .full import collect, full_commands, run_line
@@ -92,6 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
     arguments = _parser().parse_args(argv)
     _refuse_ignored(arguments)
+    require_matplotlib("pacs-trl reproduce")
     full = arguments.scale == "full"
     names = table_names(arguments.scale) if arguments.tables == ["all"] else arguments.tables
     tables = list({table.name: table for table in (read_table(name, arguments.scale) for name in names)}.values())

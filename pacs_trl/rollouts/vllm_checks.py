@@ -16,11 +16,10 @@ import httpx
 import torch
 from trl import GRPOConfig
 
+from ..optional import INSTALL_VLLM, SUPPORTED_VLLM, VLLM_OF_TRL
+
 
 logger = logging.getLogger(__name__)
-
-# The minor versions that TRL 1.16 drives: first and last.
-SUPPORTED_VLLM = ((0, 22), (0, 31))
 
 _SECONDS_BETWEEN_TRIES = 2.0
 
@@ -49,22 +48,17 @@ def check_version(version: str | None) -> None:
     Raises:
         `ValueError`: if there is no vLLM or TRL cannot drive this one.
     """
-    first, last = (".".join(map(str, v)) for v in SUPPORTED_VLLM)
-    supported = f"TRL 1.16 works with vLLM {first} to {last}"
-    remedy = (
-        f"Install one with `pip install 'vllm>={first},<0.{SUPPORTED_VLLM[1][1] + 1}' 'transformers<5.18'` (CUDA) or "
-        "`make env-vllm` (CPU), or set use_vllm=False to generate with transformers."
-    )
+    remedy = f"{INSTALL_VLLM}, or set use_vllm=False to generate with transformers."
     if version is None:
-        raise ValueError(f"use_vllm=True, but vLLM is not installed in this environment. {supported}. {remedy}")
+        raise ValueError(f"use_vllm=True, but vLLM is not installed in this environment. {VLLM_OF_TRL}. {remedy}")
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers is None:
         logger.warning(
-            "vLLM has version %s, a build of its own: %s, other versions are not tested.", version, supported
+            "vLLM has version %s, a build of its own: %s, other versions are not tested.", version, VLLM_OF_TRL
         )
     elif not SUPPORTED_VLLM[0] <= tuple(map(int, numbers.groups())) <= SUPPORTED_VLLM[1]:
         raise ValueError(
-            f"vLLM {version} is installed, but {supported}; others differ in how they take weights. {remedy}"
+            f"vLLM {version} is installed, but {VLLM_OF_TRL}; others differ in how they take weights. {remedy}"
         )
 
 
