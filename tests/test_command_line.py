@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -154,6 +155,18 @@ def test_ctrl_c_is_one_line(monkeypatch, capsys):
 
     monkeypatch.setattr(cli, "import_module", lambda name: SimpleNamespace(main=interrupted))
     assert called(monkeypatch, capsys, "report") == (130, "", "pacs-trl report: stopped by Ctrl-C.\n")
+
+
+def test_ctrl_c_reaches_no_process_of_ours_that_would_print_a_traceback(monkeypatch, capsys, tmp_path):
+    def interrupted(command, process_group=None, **options):
+        assert process_group == 0  # not that of the terminal
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pacs_trl.miniature.warm_start.subprocess.run", interrupted)
+    recipe = str(Path(RECIPE).resolve())
+    monkeypatch.chdir(tmp_path)  # warm starts are kept in the working directory
+    status, _, errors = called(monkeypatch, capsys, "train", "--config", recipe, "--output_dir", "run")
+    assert (status, errors) == (130, "pacs-trl train: stopped by Ctrl-C.\n")
 
 
 def test_version_and_module(monkeypatch, capsys):

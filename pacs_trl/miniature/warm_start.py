@@ -157,7 +157,8 @@ def warm_start(task: str, *, cache_dir: str | Path = CACHE_DIR, **settings) -> P
             f"{partial}/model",
         ]
         # Standard output gets the trainer's metrics; its progress bar goes to standard error, which stays visible.
-        subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
+        # In a group of its own: Ctrl-C reaches this process alone, which ends that one without its traceback.
+        subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, process_group=0)
         try:
             os.rename(f"{partial}/model", directory)
         except OSError:
