@@ -96,3 +96,9 @@ def read_settings(argv: Sequence[str], known_to: Callable[[str | None], Mapping[
         else:
             settings[key] = from_words(values, known[key]) if key in known else values
     return settings
+
+
+def environment_errors(settings: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the key `env`, environment variables that a file may set."""
+    env = settings.get("env") or {}
+    return [] if isinstance(env, dict) else [f"env must be a mapping of environment variables, got {env!r}."]

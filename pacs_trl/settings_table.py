@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from .command_line import Parser, asks_for_help, did_you_mean, read_settings, words_by_key
+from .command_line import Parser, asks_for_help, did_you_mean, environment_errors, read_settings, words_by_key
 from .settings import RANGES, Setting, settings_of, typed_settings
 
 
@@ -138,9 +138,7 @@ def _unknown_keys(settings: Mapping[str, Any], method: str, known: Mapping[str, 
                 f"`{key}` is not a setting of method {method}.{did_you_mean(key, known[method].keys() | {'config'})}"
             )
         messages.append(message)
-    if not isinstance(settings.get("env") or {}, dict):
-        messages.append(f"env must be a mapping of environment variables, got {settings['env']!r}.")
-    return messages
+    return messages + environment_errors(settings)
 
 
 def check_train(argv: Sequence[str]) -> None:

@@ -100,6 +100,7 @@ def test_help_names_the_command_and_what_it_takes(monkeypatch, capsys, name):
         (["train", "--config"], "--config must name a file"),
         (["evaluate", "--config", "tests/loopback.py"], "not YAML"),
         (["evaluate", "--config", "tests"], "does not exist"),
+        (["evaluate", "--env", "5"], "env must be a mapping of environment variables"),
         (["evaluate", "--modle", "m"], "Did you mean `model`? `model` is missing"),
         (["report", "results", "--ouput-dir", "x"], "Did you mean `--output_dir`?"),
         (["audit", "--completion", "x.jsonl"], "Did you mean `--completions`?"),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ..command_line import Parser, asks_for_help, did_you_mean, read_settings
+from ..command_line import Parser, asks_for_help, did_you_mean, environment_errors, read_settings
 from ..data import PROMPT_INSTRUCTION, build_prompt
 from ..settings import settings_of, typed_settings, with_help
 from ..settings_table import add_settings, described
@@ -157,7 +157,7 @@ def read_evaluation(argv: Sequence[str]) -> tuple[EvaluationArguments, Verificat
         f"`{key}` is not an argument of evaluate.{did_you_mean(key, known.keys() | {'config'})}"
         for key in sorted(settings.keys() - known.keys() - {"env"})
     ]
-    errors += illegal.values()
+    errors += [*environment_errors(settings), *illegal.values()]
     needed = [name for name, entry in described(EvaluationArguments).items() if entry["required"]]
     errors += [f"`{name}` is missing; `--help` says what it is." for name in needed if settings.get(name) is None]
     if errors:
