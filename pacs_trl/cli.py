@@ -1,6 +1,6 @@
 """The command line: `pacs-trl COMMAND ...`. Each command is the `main` of the module that does the work.
 
-Help and mistakes that need no library are answered before one is imported. Exit codes: see `command_line.py`.
+Help and mistakes that need no library are answered before one is imported. Exit codes: see `settings/command_line.py`.
 """
 
 import os
@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 from . import __version__
-from .command_line import did_you_mean
+from .settings.command_line import did_you_mean
 
 
 COMMANDS = {
@@ -74,7 +74,7 @@ def run(name: str, argv: Sequence[str]) -> int:
 def _refuse_early(name: str, argv: Sequence[str]) -> None:
     """Help and mistakes of the commands whose modules take seconds to import."""
     if name == "train":
-        from .settings_table import check_train
+        from .settings.table import check_train
 
         check_train(argv)
     elif name == "plan":

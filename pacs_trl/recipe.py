@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 from trl import GRPOConfig, ModelConfig
 
 from .baselines.ppo_config import PPOConfig
-from .command_line import asks_for_help, read_settings
 from .data import DataArguments
 from .pacs_config import PACSConfig
 from .redaction import PublishedArguments
 from .rollouts.step_sizes import Step, step_errors
 from .rollouts.trainer_settings import trainer_errors
 from .settings import settings_of
-from .settings_table import NEEDED, check_train, values_and_errors
+from .settings.command_line import asks_for_help, read_settings
+from .settings.table import NEEDED, check_train, values_and_errors
 from .verification import VerificationArguments
 
 

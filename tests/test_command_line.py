@@ -8,10 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from pacs_trl import cli, settings_table
-from pacs_trl.command_line import Parser, read_settings, with_underscores
+from pacs_trl import cli
 from pacs_trl.recipe import METHODS, _parts
 from pacs_trl.settings import settings_of
+from pacs_trl.settings import table as settings_table
+from pacs_trl.settings.command_line import Parser, read_settings, with_underscores
 
 
 RECIPE = "recipes/miniature/pacs.yaml"
@@ -27,7 +28,7 @@ def called(monkeypatch, capsys, *argv: str) -> tuple[int, str, str]:
 
 
 def test_the_table_is_that_of_the_installed_libraries():
-    """Red? `python -m pacs_trl.settings_table` makes it anew."""
+    """Red? `python -m pacs_trl.settings.table` makes it anew."""
     assert json.loads(settings_table.FILE.read_text(encoding="utf-8")) == json.loads(json.dumps(settings_table.made()))
 
 

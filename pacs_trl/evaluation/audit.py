@@ -15,9 +15,9 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from ..command_line import Parser
 from ..data.sets import read_rows
 from ..rewards import completion_text
+from ..settings.command_line import Parser
 from ..verification import MAX_CHARACTERS, Outcome, VerificationArguments, gold_texts, last_boxed
 
 

@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..optional import require_vllm_for_evaluation
 from ..redaction import without_secrets
+from ..settings.optional import require_vllm_for_evaluation
 from . import provenance
 from .arguments import EvaluationArguments
 from .replicas import ReplicatedEngine

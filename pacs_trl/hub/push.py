@@ -21,11 +21,11 @@ from huggingface_hub import CommitOperationAdd, HfApi, get_session
 from huggingface_hub.errors import HfHubHTTPError, RemoteEntryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
-from ..command_line import Parser
 from ..evaluation.provenance import checkpoint_digest, training_facts
 from ..redaction import published
 from ..report.inputs import read_described, read_log_history, read_training_facts
 from ..settings import read_mapping
+from ..settings.command_line import Parser
 from .files import LOG_FILE, README_FILE, RESULTS_FILE, WEIGHTS, files_of_a_model, published_contents
 from .model_card import RECIPE_FILE, TRAINING_FACTS_FILE, TRAINING_FIGURE, CardInputs, build_card, hub_evaluations
 from .readme import NOTHING, HandWritten, hand_written, the_one_to_keep, with_our_part

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..command_line import Parser, did_you_mean, words_by_key
-from ..settings_table import settings_of_method
+from ..settings.command_line import Parser, did_you_mean, words_by_key
+from ..settings.table import settings_of_method
 
 
 class PlanArguments(NamedTuple):

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..command_line import Parser
 from ..evaluation.results import require_same_protocol
-from ..optional import require_matplotlib
+from ..settings.command_line import Parser
+from ..settings.optional import require_matplotlib
 from . import paper, tables
 from .inputs import read_described, read_diversity, read_log_history
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..command_line import Parser
-from ..optional import require_matplotlib
 from ..settings import read_mapping
+from ..settings.command_line import Parser
+from ..settings.optional import require_matplotlib
 from .cells import RECIPES, Options, run_cell
 from .full import collect, full_commands, run_line
 from .other_domains import read_other_domains

@@ -16,7 +16,7 @@ import httpx
 import torch
 from trl import GRPOConfig
 
-from ..optional import INSTALL_VLLM, SUPPORTED_VLLM, VLLM_OF_TRL
+from ..settings.optional import INSTALL_VLLM, SUPPORTED_VLLM, VLLM_OF_TRL
 
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """Every setting of `pacs-trl train`, as a table: the help of a command and most of a user's mistakes need no library.
 
-`settings_table.json` is made from the dataclasses by `python -m pacs_trl.settings_table`. It is read where the versions of TRL
+`table.json` is made from the dataclasses by `python -m pacs_trl.settings.table`. It is read where the versions of TRL
 and transformers are those that it was made with; elsewhere the dataclasses are asked, which takes seconds.
 """
 
@@ -13,8 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from . import RANGES, Setting, settings_of, typed_settings
 from .command_line import Parser, asks_for_help, did_you_mean, environment_errors, read_settings, words_by_key
-from .settings import RANGES, Setting, settings_of, typed_settings
 
 
 FILE = Path(__file__).with_suffix(".json")
@@ -33,11 +33,11 @@ def made() -> dict[str, Any]:
     from transformers import TrainingArguments
     from trl import GRPOConfig, ModelConfig
 
-    from .baselines.ppo_config import PPOConfig
-    from .data import DataArguments
-    from .pacs_config import PACSConfig
-    from .recipe import RunArguments
-    from .verification import VerificationArguments
+    from ..baselines.ppo_config import PPOConfig
+    from ..data import DataArguments
+    from ..pacs_config import PACSConfig
+    from ..recipe import RunArguments
+    from ..verification import VerificationArguments
 
     of_transformers = [f.name for f in fields(TrainingArguments)]
     groups: dict[str, tuple[type, Sequence[str] | None]] = {

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from .settings import Setting, from_words, read_mapping
+from . import Setting, from_words, read_mapping
 
 
 class Parser(argparse.ArgumentParser):
