@@ -111,7 +111,7 @@ def sentence_embedder(name: str, *, batch_size: int = 16) -> Embedder:
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError as error:
-        raise ValueError("Embeddings need sentence-transformers: pip install 'pacs_trl[diversity]'.") from error
+        raise ValueError("Embeddings need sentence-transformers: pip install 'sentence-transformers>=5'.") from error
     model = SentenceTransformer(name)
     return lambda texts: model.encode(list(texts), batch_size=batch_size, convert_to_numpy=True)
 

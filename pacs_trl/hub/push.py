@@ -363,7 +363,7 @@ def _draw_training(model_dir: Path) -> bool:
         from ..report import plots
     except ImportError:
         print(
-            "Training curves are left out of the card: pip install 'pacs_trl[report]' to draw them.", file=sys.stderr
+            "Training curves are left out of the card: pip install 'matplotlib>=3.10' to draw them.", file=sys.stderr
         )
         return False
     png, svg = plots.training_figure({"training": [history]}, model_dir / Path(TRAINING_FIGURE).stem)

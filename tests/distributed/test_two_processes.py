@@ -63,7 +63,7 @@ def fsdp2(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def zero3(tmp_path_factory):
-    pytest.importorskip("deepspeed", reason="optional: pip install 'pacs_trl[deepspeed]'")
+    pytest.importorskip("deepspeed", reason="optional: make env EXTRAS=dev,report,tracking,deepspeed")
     return launch(tmp_path_factory.mktemp("zero3"), "zero3")
 
 
