@@ -190,7 +190,7 @@ def test_command(monkeypatch, page, command):
     for part in re.split(r"\s+(?:&&|\|)\s+", command):
         if not part.startswith(EXTERNAL):
             words = [word for word in shlex.split(part) if word != "..."]
-            if not {"CONFIG", "RECIPE", "FILE", "X"} & set(words):
+            if not {"CONFIG", "RECIPE", "FILE", "X", "--help"} & set(words):
                 check_command(monkeypatch, ["1" if word.startswith("$") else word for word in words])
     for path in re.findall(r"(?<![\w/.-])(?:recipes|tests|benchmarks|notebooks|docs)/[\w./-]+", command):
         assert Path(path).exists() or "*" in command, f"{path} does not exist"

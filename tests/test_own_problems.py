@@ -72,5 +72,5 @@ def test_a_file_that_does_not_fit(tmp_path, monkeypatch, capsys, rows, message):
     arguments = ["--config", str(ROOT / "recipes/miniature/pacs.yaml"), "--dataset_name", str(path)]
     arguments += ["--model_name_or_path", str(tmp_path / "model"), "--output_dir", str(tmp_path / "out")]
     monkeypatch.setattr("sys.argv", ["pacs-trl", "train", *arguments])
-    assert cli.main() == 1
+    assert cli.main() == 2
     assert re.search(message, capsys.readouterr().err)

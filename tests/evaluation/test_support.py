@@ -73,6 +73,8 @@ def test_answer_entropy():
     # Shares 1/2, 1/4, 1/4; a missing answer is an answer.
     assert answer_entropy(["7", "7", "8", None]) == pytest.approx(1.5 * math.log(2))
     assert answer_entropy(list(range(32))) == pytest.approx(math.log(32))
+    answers = ["7", "8", *["9"] * 5]  # whose sum has another last digit in another order
+    assert len({answer_entropy(order) for order in (answers, answers[::-1], answers[1:] + answers[:1])}) == 1
     with pytest.raises(ValueError, match="at least one"):
         answer_entropy([])
 
