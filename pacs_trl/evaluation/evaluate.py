@@ -249,6 +249,7 @@ def _add_token_entropy(
         }
         with _open_store(args, model, benchmark) as store:
             kept = [r for r in store.records() if r["sample"] < args.token_entropy_samples and r["completion"]]
+        kept.sort(key=lambda r: (r["problem"], r["sample"]))  # the store has them in the order of their arrival
         entropies = completion_entropies(
             engine.model, engine.tokenizer, [texts[r["problem"]] for r in kept], [r["completion"] for r in kept]
         )
