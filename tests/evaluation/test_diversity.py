@@ -112,5 +112,5 @@ def test_the_command_line(arguments, verifier, tmp_path, capsys):
 
 def test_sentence_transformers_is_named_when_missing(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "sentence_transformers", None)
-    with pytest.raises(ValueError, match=r"pip install 'pacs_trl\[diversity\]'"):
+    with pytest.raises(ValueError, match="pip install 'sentence-transformers>=5'"):
         sentence_embedder("any")
