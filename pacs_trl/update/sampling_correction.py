@@ -143,19 +143,21 @@ def mismatch_metrics(statistics: torch.Tensor) -> dict[str, float]:
     Metrics with the prefix `sampling/`, from statistics of shape `(9,)`; NaN if there was no token.
 
     The effective sample size is `(sum rho)^2 / (n * sum rho^2)`, in (0, 1]: the share of completions (or tokens) that
-    would tell as much if engine and trainer agreed.
+    would tell as much if engine and trainer agreed; 0 where all ratios are too small for a
+    number, NaN where their squares are too large for one.
     """
     value = dict(zip(_COLUMNS, statistics.tolist(), strict=True))
     tokens, ratios = value["tokens"], value["ratios"]
     known = ratios > 0
+    # Ratios of whole completions may all be too small for a number, or their squares too large.
+    total, square = value["sum_ratio"], value["sum_square"]
+    effective = total / square * (total / ratios) if 0 < square < math.inf else 0.0 if square == 0 else math.nan
     return {
         "sampling/sampling_logp_difference/mean": value["sum_abs"] / tokens if tokens else math.nan,
         "sampling/sampling_logp_difference/max": value["max_abs"] if tokens else math.nan,
         "sampling/importance_sampling_ratio/min": value["min_ratio"] if known else math.nan,
         "sampling/importance_sampling_ratio/mean": value["sum_ratio"] / ratios if known else math.nan,
         "sampling/importance_sampling_ratio/max": value["max_ratio"] if known else math.nan,
-        "sampling/effective_sample_size": value["sum_ratio"] ** 2 / (ratios * value["sum_square"])
-        if known
-        else math.nan,
+        "sampling/effective_sample_size": effective if known else math.nan,
         "sampling/outside_fraction": value["outside"] / ratios if known else math.nan,
     }

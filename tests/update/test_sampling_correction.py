@@ -134,3 +134,15 @@ def test_nothing_to_compare():
     nothing = torch.full((2, 3), math.nan)
     metrics = mismatch_metrics(mismatch_statistics(torch.zeros(2, 3), nothing, torch.ones(2, 3), mode="token_mask"))
     assert all(math.isnan(value) for value in metrics.values())
+
+
+@pytest.mark.parametrize(
+    ("gap", "size", "outside"), [(-5.0, 0.0, 0.0), (1.5, 1.0, 1.0), (2.5, math.nan, 1.0), (5.0, math.nan, 1.0)]
+)
+def test_ratios_beyond_the_numbers(gap, size, outside):
+    """Of 200 tokens: in float64 e^-1000 is 0, e^300 and its square are numbers, e^500 is one and its square is none, e^1000 is none."""
+    sampling_logps, mask = torch.full((2, 200), -1.0), torch.ones(2, 200, dtype=torch.bool)
+    compared = sampling_logps.double() + gap, sampling_logps, mask
+    metrics = mismatch_metrics(mismatch_statistics(*compared, mode="sequence_mask", clip_max=3.0))
+    assert metrics["sampling/effective_sample_size"] == pytest.approx(size, nan_ok=True)
+    assert metrics["sampling/outside_fraction"] == outside
