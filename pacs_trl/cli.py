@@ -3,14 +3,15 @@
 Help and mistakes that need no library are answered before one is imported. Exit codes: see `settings/command_line.py`.
 """
 
-import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from . import __version__
-from .settings.command_line import did_you_mean
+from .settings.command_line import did_you_mean, exit_code
 
 
 COMMANDS = {
@@ -51,30 +52,19 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    return run(name, argv)
+    return exit_code(name, partial(run, name), argv)
 
 
-def run(name: str, argv: Sequence[str]) -> int:
-    """Run a command; returns its exit code."""
-    try:
-        _refuse_early(name, argv)
-        status = import_module(COMMANDS[name][0]).main(argv)
-    except ValueError as error:
-        print(f"pacs-trl {name}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"pacs-trl {name}: stopped by Ctrl-C.", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # whoever reads (`| head`) has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it flushes
-        return 1
-    return status if isinstance(status, int) else 0
+def run(name: str, argv: Sequence[str]) -> Any:
+    """Run a command."""
+    _refuse_early(name, argv)
+    return import_module(COMMANDS[name][0]).main(argv)
 
 
 def _refuse_early(name: str, argv: Sequence[str]) -> None:
     """Help and mistakes of the commands whose modules take seconds to import."""
     if name == "train":
-        from .settings.table import check_train
+        from .train_settings import check_train
 
         check_train(argv)
     elif name == "plan":

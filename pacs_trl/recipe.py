@@ -22,8 +22,8 @@ from .redaction import PublishedArguments
 from .rollouts.step_sizes import Step, step_errors
 from .rollouts.trainer_settings import trainer_errors
 from .settings import settings_of
-from .settings.command_line import asks_for_help, read_settings
-from .settings.table import NEEDED, check_train, values_and_errors
+from .settings.command_line import read_settings
+from .settings.keys import NEEDED, values_and_errors
 from .verification import VerificationArguments
 
 
@@ -177,7 +177,7 @@ def read_recipe(argv: Sequence[str]) -> Recipe:
 
     Args:
         argv (`Sequence[str]`):
-            Command-line arguments; keys given there win over the file. `--help` prints all keys and exits.
+            Command-line arguments; keys given there win over the file.
 
     Returns:
         [`Recipe`], with its training configuration built.
@@ -186,8 +186,6 @@ def read_recipe(argv: Sequence[str]) -> Recipe:
         `ValueError`: with everything that is wrong: a file that does not exist or is not a mapping, an unknown method or key
             (with the nearest known one), values of the wrong type or out of range, and contradictions.
     """
-    if asks_for_help(argv):
-        check_train(argv)
     settings = read_arguments(argv)
     recipe, errors = Recipe.from_settings(settings, int(os.environ.get("WORLD_SIZE", 1)))
     if errors or recipe is None:

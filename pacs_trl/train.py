@@ -28,6 +28,8 @@ from .rollouts.preemption import EXIT_CODE, check_no_jit_checkpoint, stop_on_sig
 from .rollouts.resume import check_complete, last_checkpoint
 from .rollouts.step_sizes import Step
 from .rollouts.vllm_checks import check_vllm
+from .settings.command_line import asks_for_help, exit_code
+from .train_settings import check_train
 from .verification import configure_verification
 
 
@@ -48,7 +50,10 @@ def main(argv: Sequence[str] | None = None):
     Raises:
         `SystemExit`: with code 143, when SIGTERM has stopped training after saving a checkpoint.
     """
-    recipe = read_recipe(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    if asks_for_help(argv):
+        check_train(argv)
+    recipe = read_recipe(argv)
     training = recipe.training
     check_no_jit_checkpoint(training)
     checkpoint = _checkpoint_to_resume(training.output_dir, training.resume_from_checkpoint)
@@ -278,6 +283,4 @@ def describe_step(step: Step, num_prompts: int) -> str:
 
 
 if __name__ == "__main__":
-    from .cli import run
-
-    sys.exit(run("train", sys.argv[1:]))
+    sys.exit(exit_code("train", main, sys.argv[1:]))

@@ -8,11 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from pacs_trl import cli
+from pacs_trl import cli, train_settings
 from pacs_trl.recipe import METHODS, _parts
-from pacs_trl.settings import settings_of
-from pacs_trl.settings import table as settings_table
-from pacs_trl.settings.command_line import Parser, read_settings, with_underscores
+from pacs_trl.settings import read_mapping, settings_of
+from pacs_trl.settings.command_line import Parser, exit_code, read_settings, with_underscores
 
 
 RECIPE = "recipes/miniature/pacs.yaml"
@@ -28,26 +27,26 @@ def called(monkeypatch, capsys, *argv: str) -> tuple[int, str, str]:
 
 
 def test_the_table_is_that_of_the_installed_libraries():
-    """Red? `python -m pacs_trl.settings.table` makes it anew."""
-    assert json.loads(settings_table.FILE.read_text(encoding="utf-8")) == json.loads(json.dumps(settings_table.made()))
+    """Red? `python -m pacs_trl.train_settings` makes it anew."""
+    assert json.loads(train_settings.FILE.read_text(encoding="utf-8")) == json.loads(json.dumps(train_settings.made()))
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_table_says_what_the_dataclasses_say(method):
     """Every setting is there and none more, with its type, choices and default; and all of it in the help."""
     fields = settings_of(*_parts(method))
-    assert settings_table.settings_of_method(method) == fields and set(settings_table.METHODS) == METHODS.keys()
-    groups = settings_table.groups_of(method)
+    assert train_settings.settings_of_method(method) == fields and set(train_settings.METHODS) == METHODS.keys()
+    groups = train_settings.groups_of(method)
     assert sum(map(len, groups.values())) == len(fields)
-    text = settings_table.train_parser(method).format_help()
+    text = train_settings.train_parser(method).format_help()
     assert [name for name in fields if f"--{name} " not in text] == []
-    assert all(title in text for group, title in settings_table.TITLES.items() if group in groups)
+    assert all(title in text for group, title in train_settings.TITLES.items() if group in groups)
 
 
 def test_the_dataclasses_are_asked_where_other_libraries_are_installed(monkeypatch):
-    monkeypatch.setattr(settings_table, "version", lambda name: "0.0")
-    monkeypatch.setattr(settings_table, "made", lambda: {"groups": "new"})
-    assert settings_table.table.__wrapped__() == {"groups": "new"}
+    monkeypatch.setattr(train_settings, "version", lambda name: "0.0")
+    monkeypatch.setattr(train_settings, "made", lambda: {"groups": "new"})
+    assert train_settings.table.__wrapped__() == {"groups": "new"}
 
 
 def test_help_and_mistakes_need_no_library():
@@ -64,7 +63,7 @@ def test_help_and_mistakes_need_no_library():
     ]
     script = f"""
 import sys
-from pacs_trl import cli
+from pacs_trl import cli, train_settings
 for argv, expected in {calls}:
     sys.argv = ["pacs-trl", *argv]
     try:
@@ -183,5 +182,25 @@ def test_hyphens_and_underscores_are_the_same():
     parser = Parser("name", "What it does.")
     parser.add_argument("--output_dir")
     assert parser.parse_args(["--output-dir", "a-b"]) == parser.parse_args(["--output_dir", "a-b"])
-    known = settings_table.settings_of_method
+    known = train_settings.settings_of_method
     assert read_settings(["--max-steps", "3"], known) == read_settings(["--max_steps=3"], known) == {"max_steps": 3}
+
+
+def _inner_training_loop(learn):  # as Trainer's is called
+    learn()
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        (lambda argv: float("4 2"), 2),  # a library refuses a setting
+        (lambda argv: _inner_training_loop(lambda: float("4 2")), 1),  # a reward function breaks
+        (
+            lambda argv: _inner_training_loop(lambda: read_mapping("nowhere.yaml", "recipe")),
+            2,
+        ),  # what we say of a row, say
+    ],
+)
+def test_what_breaks_in_the_middle_of_a_run_is_shown_whole(capsys, command, code):
+    assert exit_code("train", command, []) == code
+    assert ("Traceback" in capsys.readouterr().err) == (code == 1)

@@ -9,7 +9,7 @@ from typing import Any
 from ..data import PROMPT_INSTRUCTION, build_prompt
 from ..settings import settings_of, typed_settings, with_help
 from ..settings.command_line import Parser, asks_for_help, did_you_mean, environment_errors, read_settings
-from ..settings.table import add_settings, described
+from ..settings.keys import add_settings, described
 from ..verification import VerificationArguments
 from .requests import SamplingSettings
 

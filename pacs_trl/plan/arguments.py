@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..settings.command_line import Parser, did_you_mean, words_by_key
-from ..settings.table import settings_of_method
+from ..train_settings import METHODS, settings_of_method
 
 
 class PlanArguments(NamedTuple):
@@ -34,7 +34,7 @@ def read_plan_arguments(argv: Sequence[str]) -> PlanArguments:
     parser.add_argument("--mean_length", type=int, help="expected tokens per completion; by default 35 %% of most")
     own, overrides = parser.parse_known_args(argv)
     words = words_by_key(overrides)
-    known = {key for method in ("pacs", "grpo", "ppo") for key in settings_of_method(method)}
+    known = {key for method in METHODS for key in settings_of_method(method)}
     for key in words:
         if key.removeprefix("no_") not in known:
             near = did_you_mean(key, known | vars(own).keys())

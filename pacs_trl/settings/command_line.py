@@ -7,11 +7,39 @@ Ctrl-C; 143 after SIGTERM.
 
 import argparse
 import difflib
+import os
 import sys
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from . import Setting, from_words, read_mapping
+
+
+def exit_code(name: str, main: Callable[[Sequence[str]], Any], argv: Sequence[str]) -> int:
+    """Run a command; what ends it in words is printed, and its exit code returned."""
+    try:
+        status = main(argv)
+    except ValueError as error:
+        if _is_of_a_run(error):
+            traceback.print_exception(error)
+            return 1
+        print(f"pacs-trl {name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"pacs-trl {name}: stopped by Ctrl-C.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # whoever reads (`| head`) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it flushes
+        return 1
+    return status if isinstance(status, int) else 0
+
+
+def _is_of_a_run(error: ValueError) -> bool:
+    """Whether training had begun and code of others raised it, a reward function's or a library's: then it is no advice."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    begun = any(frame.f_code.co_name == "_inner_training_loop" for frame in frames)
+    return begun and not frames[-1].f_globals.get("__name__", "").startswith("pacs_trl.")
 
 
 class Parser(argparse.ArgumentParser):
