@@ -1,11 +1,13 @@
 """Figures from results files, training logs and the diversity file, as PNG and SVG at column width.
 
 Colours are those of Okabe and Ito, distinct for every common form of colour blindness; each line also has its own marker
-and dash. Each function takes plain data, draws one figure and saves it; nothing is shown and no global state is changed.
+and dash. A method has the same in every figure (`looks`). Each function takes plain data, draws one figure and saves it; nothing is
+shown and no global state is changed.
 """
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,24 @@ from .tables import methods, pass_at_k_rows
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("-", "--", "-.", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), ":")
+
+# What every figure gives to these methods, whichever others it shows: colour, marker, dash.
+START = ("#777777", "P", (0, (1, 1)))
+METHODS = {
+    "PACS": ("#0072B2", "o", "-"),
+    "GRPO": ("#D55E00", "s", "--"),
+    "PPO": ("#009E73", "^", "-."),
+    "PACS without weights": ("#56B4E9", "D", (0, (5, 1))),
+    **dict.fromkeys(("Base", "warm start", "start", "before"), START),
+}
+# For other names, in the order in which a figure has them.
+OTHERS = (
+    ("#CC79A7", "v", (0, (3, 1, 1, 1))),
+    ("#E69F00", "X", (0, (5, 1, 1, 1))),
+    ("#000000", "*", ":"),
+    ("#8C6D31", "<", (0, (2, 1))),
+    ("#7570B3", ">", (0, (7, 2))),
+)
 
 # Inches. One panel fills a column of a two-column page, two or more fill the page.
 COLUMN_WIDTH, PAGE_WIDTH, PANEL_HEIGHT = 3.4, 7.0, 2.3
@@ -64,17 +84,17 @@ def pass_at_k_figure(
     we have too are open markers; the rest of them are in the tables."""
     with matplotlib.rc_context(STYLE):
         figure, panels = _panels(len(benchmarks))
-        order = list(methods(results))
+        look_of = looks(methods(results))
         for panel, (name, title) in zip(panels, benchmarks.items(), strict=False):
             rows = pass_at_k_rows(results, name, published=(published or {}).get(name, ()))
-            rows = [row for row in rows if row.kind != "difference" and row.method in order]
+            rows = [row for row in rows if row.kind != "difference" and row.method in look_of]
             for row in rows:
-                look = _look(order.index(row.method))
+                look = look_of[row.method]
                 ks = sorted(row.cells)
                 values = [row.cells[k].value for k in ks]
                 if row.kind == "published":
-                    look |= {"markerfacecolor": "white", "linewidth": 0.7, "alpha": 0.8}
-                    panel.plot(ks, values, label=f"{row.method} (published)", **look)
+                    hollow = look | {"markerfacecolor": "white", "linewidth": 0.7, "alpha": 0.8}
+                    panel.plot(ks, values, label=f"{row.method} (published)", **hollow)
                     continue
                 panel.plot(ks, values, label=row.method, **look)
                 lower, upper = ([row.cells[k][i] for k in ks] for i in (1, 2))
@@ -110,8 +130,9 @@ def training_figure(histories: Mapping[str, Sequence[Sequence[dict[str, float]]]
     with matplotlib.rc_context(STYLE):
         figure, panels = _panels(len(present), columns=2)
         for panel, (key, label) in zip(panels, present, strict=False):
-            for i, (method, runs) in enumerate(histories.items()):
-                _draw_runs(panel, [_series(run, key) for run in runs], method, _look(i, marker=False))
+            for method, look in looks(histories).items():
+                series = [_series(run, key) for run in histories[method]]
+                _draw_runs(panel, series, method, look | {"marker": ""})
             panel.set(xlabel="optimizer step", ylabel=label, ylim=(min(0.0, panel.get_ylim()[0]), None))
         figure.align_ylabels()
         _legend_below(figure, panels)
@@ -132,9 +153,9 @@ def evaluation_figure(histories: Mapping[str, Sequence[Sequence[dict[str, float]
     with matplotlib.rc_context(STYLE):
         figure, panels = _panels(len(ordered), columns=min(3, len(ordered)))
         for panel, key in zip(panels, ordered, strict=False):
-            for i, (method, runs) in enumerate(histories.items()):
-                series = [[(step, 100 * value) for step, value in _series(run, key)] for run in runs]
-                _draw_runs(panel, series, method, _look(i))
+            for method, look in looks(histories).items():
+                series = [[(step, 100 * value) for step, value in _series(run, key)] for run in histories[method]]
+                _draw_runs(panel, series, method, look)
             benchmark, k = key.removeprefix("eval_").rsplit("/", 1)
             panel.set(title=f"{benchmark}, {k}", xlabel="optimizer step")
             panel.yaxis.set_major_formatter(PercentFormatter(decimals=0))
@@ -181,15 +202,16 @@ def diversity_figure(diversity: Mapping[str, Any], path: Path) -> list[Path]:
             np.linspace(everything[:, i].min() - margin[i], everything[:, i].max() + margin[i], 80) for i in (0, 1)
         )
         grid = np.stack(np.meshgrid(x, y), axis=-1)  # (80, 80, 2)
-        for i, (model, points) in enumerate(zip(diversity["models"], clouds, strict=True)):
-            look = _look(i)
+        look_of = looks(model["method"] for model in diversity["models"])
+        for model, points in zip(diversity["models"], clouds, strict=True):
+            look = look_of[model["method"]]
             label = f"{model['method']}: diversity {model['mean']:.4f}"
             color, marker = look["color"], look["marker"]
             axes.scatter(*points.T, s=6, color=color, marker=marker, alpha=0.5, linewidths=0, label=label)
             density = gaussian_density(points, grid) if len(points) > 2 else np.zeros(1)
             if density.max() > density.min():
                 levels = density.max() * np.array([0.15, 0.4, 0.7])
-                axes.contour(x, y, density, levels=levels, colors=color, linewidths=0.8, linestyles=DASHES[i])
+                axes.contour(x, y, density, levels=levels, colors=color, linewidths=0.8, linestyles=look["linestyle"])
         shares = diversity["explained"]
         axes.set(xlabel=f"first component ({100 * shares[0]:.0f} % of variance)")
         axes.set(ylabel=f"second component ({100 * shares[1]:.0f} %)")
@@ -258,9 +280,17 @@ def gaussian_density(points: np.ndarray, grid: np.ndarray) -> np.ndarray:
     return density
 
 
-def _look(index: int, *, marker: bool = True) -> dict[str, Any]:
-    style = {"color": COLORS[index % len(COLORS)], "linestyle": DASHES[index % len(DASHES)]}
-    return style | {"marker": MARKERS[index % len(MARKERS)]} if marker else style
+def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """`color`, `marker` and `linestyle` of each line of a figure: those of `METHODS` by name, and of `OTHERS` in order."""
+    others = itertools.cycle(OTHERS)
+    chosen = {name: METHODS.get(name) or next(others) for name in names}
+    return {name: dict(zip(("color", "marker", "linestyle"), look, strict=True)) for name, look in chosen.items()}
+
+
+def _look(index: int) -> dict[str, Any]:
+    """Of lines that are no methods."""
+    index %= len(COLORS)
+    return {"color": COLORS[index], "marker": MARKERS[index], "linestyle": DASHES[index]}
 
 
 def _panels(count: int, columns: int | None = None) -> tuple[Figure, list[Axes]]:

@@ -274,6 +274,13 @@ def test_gaussian_density_against_a_loop():
     np.testing.assert_allclose(plots.gaussian_density(points, where), expected, rtol=1e-12)
 
 
+def test_a_method_looks_the_same_whichever_others_a_figure_has():
+    alone, together = plots.looks(["PACS"]), plots.looks(["mine", "GRPO", "other", "warm start", "PACS"])
+    assert together["PACS"] == alone["PACS"]
+    assert len({str(look) for look in together.values()}) == 5
+    assert plots.looks(["Base"])["Base"] == together["warm start"]
+
+
 def test_nothing_to_draw(tmp_path):
     with pytest.raises(ValueError, match="none of reward, entropy"):
         plots.training_figure({"PACS": [[{"step": 1, "loss": 0.7}]]}, tmp_path / "t")
