@@ -7,7 +7,7 @@ a weighted sum of several functions (`reward_weights`) whose weights sum to 1. `
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .verification import Grade, Outcome, last_boxed, max_failure_share, shared_verifier
+from .verification import Outcome, last_boxed, shared_arguments, shared_code_verifier, shared_verifier
 
 
 def completion_text(completion: Any) -> str | None:
@@ -54,13 +54,70 @@ def math_reward(
         )
     texts = [completion_text(completion) for completion in completions]
     grades = shared_verifier().grade_detailed(texts, solution)
+    outcomes = [grade.outcome for grade in grades]
     if log_metric is not None:
-        for name, share in outcome_shares(grades).items():
+        for name, share in outcome_shares(outcomes).items():
             log_metric(name, share)
     if log_extra is not None:
         log_extra("solution", [str(gold) for gold in solution])
         log_extra("verification", [grade.outcome.name.lower() for grade in grades])
-    _recent.add(grades, texts, solution, max_failure_share())
+    _recent.add(outcomes, texts, solution)
+    return [grade.outcome.label for grade in grades]
+
+
+def code_reward(
+    completions: list,
+    solution: list | None = None,
+    *,
+    log_metric: Callable[[str, float], None] | None = None,
+    log_extra: Callable[[str, list], None] | None = None,
+    **kwargs: Any,
+) -> list[float | None]:
+    """
+    1.0 for a completion whose program passes every test, 0.0 otherwise, `None` when the tests cannot be read.
+
+    Runs the last Python block of the completion with the shared verifier of programs, confined as `code_isolation` asks, with
+    the limits that [`~verification.VerificationArguments`] set. With `code_label: share` the label of a program is the share of
+    the tests that it passes.
+
+    Args:
+        completions (`list`): Completions, plain (`str`) or conversational (lists of messages).
+        solution (`list`): Tests, one per completion: mappings or JSON texts in the form of `verification/cases.py`.
+        log_metric (`Callable`, *optional*): Passed by TRL; receives the share of each outcome as `verification/<name>`, and the
+            mean share of tests passed.
+        log_extra (`Callable`, *optional*): Passed by TRL; receives outcome and error for the table of completions.
+        **kwargs: Further columns that TRL passes; unused.
+
+    Returns:
+        `list[float | None]`: One label per completion.
+
+    Raises:
+        ValueError: When there is no `solution` column, or programs cannot be confined as `code_isolation` asks.
+        VerificationFailure: When the tests of too many of the recent completions cannot be read.
+    """
+    if solution is None:
+        raise ValueError(
+            "`code_reward` reads tests from a column named `solution`, which the dataset does not have. Columns it was given: "
+            f"{', '.join(sorted(kwargs)) or 'none'}. Name the column of tests with `solution_column`."
+        )
+    texts = [completion_text(completion) for completion in completions]
+    grades = shared_code_verifier().grade_detailed(texts, solution)
+    outcomes = [grade.outcome for grade in grades]
+    if log_metric is not None and grades:
+        shares = outcome_shares(outcomes)
+        shares["verification/error"] = outcomes.count(Outcome.ERROR) / len(outcomes)
+        shares["verification/tests_passed"] = sum(grade.share for grade in grades) / len(grades)
+        for name, share in shares.items():
+            log_metric(name, share)
+    if log_extra is not None:
+        log_extra("verification", [grade.outcome.name.lower() for grade in grades])
+        log_extra("error", [grade.error for grade in grades])
+    # What a program does is its own fault; only unreadable tests are the data's.
+    _recent_programs.add(
+        [Outcome.WRONG if o is not Outcome.GOLD_UNPARSEABLE else o for o in outcomes], texts, solution
+    )
+    if shared_arguments().code_label == "share":
+        return [None if grade.outcome.label is None else grade.share for grade in grades]
     return [grade.outcome.label for grade in grades]
 
 
@@ -77,13 +134,12 @@ def format_reward(completions: list, **kwargs: Any) -> list[float]:
     return [float(bool(last_boxed(completion_text(completion) or ""))) for completion in completions]
 
 
-def outcome_shares(grades: Sequence[Grade]) -> dict[str, float]:
-    """Share of each outcome, every one of them present, as `verification/<outcome>`; empty for no grades."""
-    outcomes = [grade.outcome for grade in grades]
+def outcome_shares(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Share of each outcome that an answer may have, all of them present, as `verification/<outcome>`; empty for none."""
     return {
         f"verification/{outcome.name.lower()}": outcomes.count(outcome) / len(outcomes)
         for outcome in Outcome
-        if grades
+        if outcomes and outcome is not Outcome.ERROR
     }
 
 
@@ -105,10 +161,9 @@ class _RecentFailures:
     def __init__(self):
         self.window: list[tuple[Outcome, str | None, Any]] = []
 
-    def add(
-        self, grades: Sequence[Grade], texts: Sequence[str | None], golds: Sequence[Any], max_share: float
-    ) -> None:
-        new = [(grade.outcome, text, gold) for grade, text, gold in zip(grades, texts, golds, strict=True)]
+    def add(self, outcomes: Sequence[Outcome], texts: Sequence[str | None], golds: Sequence[Any]) -> None:
+        max_share = shared_arguments().verification_max_failure_share
+        new = list(zip(outcomes, texts, golds, strict=True))
         self.window = (self.window + new)[-max(self.WINDOW, len(new)) :]
         failures = [entry for entry in self.window if entry[0].is_failure]
         if len(self.window) < self.FEWEST or len(failures) <= max_share * len(self.window):
@@ -125,4 +180,4 @@ class _RecentFailures:
         )
 
 
-_recent = _RecentFailures()
+_recent, _recent_programs = _RecentFailures(), _RecentFailures()

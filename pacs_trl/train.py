@@ -30,7 +30,7 @@ from .rollouts.step_sizes import Step
 from .rollouts.vllm_checks import check_vllm
 from .settings.command_line import asks_for_help, exit_code
 from .train_settings import check_train
-from .verification import configure_verification
+from .verification import configure_verification, shared_code_verifier
 
 
 logger = logging.getLogger(__name__)
@@ -67,6 +67,8 @@ def main(argv: Sequence[str] | None = None):
     peft_config = _checked_model(recipe)
     configure_verification(recipe.verification)
     reward_funcs = [reward_function(name) for name in recipe.run.reward_funcs]
+    if rewards.code_reward in reward_funcs:  # refused now, not in the first step
+        PartialState().print(f"Programs run with {shared_code_verifier().start().text}.")
     tokenizer = AutoTokenizer.from_pretrained(
         recipe.model.model_name_or_path,
         revision=recipe.model.model_revision,

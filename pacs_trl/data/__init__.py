@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pyarrow import ArrowException
 
 from ..settings import refuse_illegal_values, with_help
-from .sets import FILE_FORMATS, GSM8K, MINIATURE, ProblemSet, gold_answer, load_rows
+from .sets import CODE_INSTRUCTION, FILE_FORMATS, GSM8K, MINIATURE, ProblemSet, gold_answer, load_rows
 
 
 if TYPE_CHECKING:  # slow to import, and the arguments below are asked for their help
@@ -49,6 +49,22 @@ TRAINING_SETS = {
         problem_column="prompt",
         solution_column="solution",
     ),
+    # Programming problems with inputs and outputs; the reference solutions of this form of the set pass their tests. The other
+    # one is larger, has function calls, too, and is not tested. Neither is pinned: their commits are not known to us.
+    "verifiable_coding": ProblemSet(
+        "open-r1/verifiable-coding-problems-python_decontaminated-tested-shuffled",
+        problem_column="problem_statement",
+        solution_column="verification_info",
+        answer_in="tests",
+        instruction=CODE_INSTRUCTION,
+    ),
+    "prime_coding": ProblemSet(
+        "PrimeIntellect/verifiable-coding-problems",
+        problem_column="prompt",
+        solution_column="verification_info",
+        answer_in="tests",
+        instruction=CODE_INSTRUCTION,
+    ),
 }
 
 # DAPO-Math-17k wraps each problem into its own instruction, which contradicts the \boxed{} one.
@@ -68,7 +84,8 @@ class DataArguments:
 
     Args:
         dataset_name (`str`):
-            A named set (`deepscaler`, `gsm8k`, `math`, `dapo_math_17k`), `miniature/<task>`, a path to a `.jsonl`,
+            A named set (`deepscaler`, `gsm8k`, `math`, `dapo_math_17k`; programs: `verifiable_coding`, `prime_coding`),
+            `miniature/<task>`, a path to a `.jsonl`,
             `.json` or `.parquet` file, or a dataset id on the Hub.
         dataset_path (`str`, *optional*):
             Local file in the column layout of the named set, read instead of the Hub.
@@ -77,7 +94,8 @@ class DataArguments:
         dataset_revision (`str`, *optional*): Commit, tag or branch on the Hub; a named set brings its own.
         problem_column (`str`, *optional*): Column with the problem text; `problem` unless the named set says otherwise.
         solution_column (`str`, *optional*): Column with the gold answer; `answer` unless the named set says otherwise.
-        prompt_instruction (`str`): Sentence put behind the problem, after one space. Empty: the problem alone.
+        prompt_instruction (`str`): Sentence put behind the problem, after one space. Empty: the problem alone. Sets of
+            programming problems bring another default.
         system_prompt (`str`, *optional*): Content of a system turn put before the problem.
         max_prompt_length (`int`, *optional*): Longest prompt in tokens, chat template included.
         overlong_prompts (`str`): What happens to longer prompts: `"filter"` drops and counts them, `"error"` stops.
@@ -142,6 +160,11 @@ def build_prompt(
     content = f"{problem.strip()} {instruction}" if instruction else problem.strip()
     user = {"role": "user", "content": content}
     return [user] if system_prompt is None else [{"role": "system", "content": system_prompt}, user]
+
+
+def instruction_for(entry: Any, given: str) -> str:
+    """The sentence behind the problems of a set: the one that is given, or, where none is, the one that the set brings."""
+    return entry.instruction if entry.instruction is not None and given == PROMPT_INSTRUCTION else given
 
 
 def load_training_data(
@@ -209,6 +232,7 @@ def _prepare(rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments)
                 f"`{key}` {getattr(entry, key)!r} is not a column of {args.dataset_path or args.dataset_name!r}. Columns "
                 f"found: {', '.join(names)}. Set `{key}` to one of them."
             )
+    instruction = instruction_for(entry, args.prompt_instruction)
     usable, prompts, solutions = [], [], []
     for index, row in enumerate(rows):
         problem = row.get(entry.problem_column)
@@ -217,13 +241,14 @@ def _prepare(rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments)
                 f"`problem_column` {entry.problem_column!r} must hold text, but row {index} holds a "
                 f"{type(problem).__name__}. Name a column with the bare problem: the prompt is built from it."
             )
-        gold = gold_answer(row.get(entry.solution_column), entry.answer_in)
+        try:
+            gold = gold_answer(row.get(entry.solution_column), entry.answer_in)
+        except ValueError as error:
+            raise ValueError(f"Row {index} of {args.dataset_path or args.dataset_name!r}: {error}") from error
         if problem and problem.strip() and gold is not None:
             usable.append(row)
             problem = _DAPO_WRAPPER.sub(r"\g<problem>", problem)
-            prompts.append(
-                build_prompt(problem, instruction=args.prompt_instruction, system_prompt=args.system_prompt)
-            )
+            prompts.append(build_prompt(problem, instruction=instruction, system_prompt=args.system_prompt))
             solutions.append(gold)
     if len(usable) < len(rows):
         dropped = f"Dropped {len(rows) - len(usable)} of {len(rows)} rows of {args.dataset_name}"

@@ -5,11 +5,13 @@ One description, one loader and one reader of files. What is asked of a row diff
 """
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from ..verification import gold_texts, last_boxed
+from ..verification.cases import json_of_tests
 from .tasks import problems
 
 
@@ -31,7 +33,11 @@ class ProblemSet:
         problem_column, solution_column (`str`): Columns of the problem text and of the gold answer.
         id_column (`str`, *optional*): Column that names a row in samples and grades; without it a row is named by its position.
         answer_in (`str`): How the gold is read out of `solution_column`: `"column"` (the whole value), `"last_box"` (the
-            content of the last `\\boxed{}`) or `"after_hashes"` (the text after `####`, without thousands separators).
+            content of the last `\\boxed{}`), `"after_hashes"` (the text after `####`, without thousands separators) or `"tests"`
+            (tests of a program, see `verification/cases.py`). A cell with a mapping holds tests in any case.
+        instruction (`str`, *optional*): Sentence behind the problem where the usual one does not fit.
+        files (`tuple[str, ...]`): Files of the repository that are read, JSON lines, for one that names no splits.
+        rows_of (`Callable`, *optional*): Turns the rows as they are stored into rows with these columns.
         title (`str`): Name in tables.
         version (`int`): Version of a benchmark's entry: raised whenever its rows or the way an answer is read change.
     """
@@ -43,10 +49,18 @@ class ProblemSet:
     problem_column: str = "problem"
     solution_column: str = "answer"
     id_column: str | None = None
-    answer_in: Literal["column", "last_box", "after_hashes"] = "column"
+    answer_in: Literal["column", "last_box", "after_hashes", "tests"] = "column"
+    instruction: str | None = None
+    files: tuple[str, ...] = ()
+    rows_of: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None
     title: str = ""
     version: int = 1
 
+
+# The sentence behind a programming problem.
+CODE_INSTRUCTION = (
+    "\n\nPlease reason step by step, and write the whole program in Python, in one block that begins with ```python."
+)
 
 # Trained on by its train split, a benchmark by its test split.
 GSM8K = ProblemSet(
@@ -74,6 +88,9 @@ def load_rows(name: str, entry: ProblemSet, path: str | Path | None = None) -> l
     from datasets import load_dataset
 
     try:
+        if entry.files:
+            files = [f"hf://datasets/{entry.hub_id}@{entry.revision or 'main'}/{file}" for file in entry.files]
+            return load_dataset("json", data_files=files, split="train").to_list()
         return load_dataset(entry.hub_id, entry.config, split=entry.split, revision=entry.revision).to_list()
     except OSError as error:  # no connection, no such dataset, no rights
         raise ValueError(
@@ -139,12 +156,17 @@ def gold_answer(value: Any, answer_in: str = "column") -> str | list[str] | None
     The gold answer held by one cell of a set.
 
     Args:
-        value (`Any`): Text, number, or a list of alternatives; see [`~verification.gold_texts`].
+        value (`Any`): Text, number, or a list of alternatives; see [`~verification.gold_texts`]. Or tests of a program.
         answer_in (`str`): See [`ProblemSet`].
 
     Returns:
         `str`, `list[str]` or `None`: The answer, alternatives when there are several, `None` when there is none.
+
+    Raises:
+        `ValueError`: for tests of programs in another language than Python.
     """
+    if answer_in == "tests" or isinstance(value, Mapping):
+        return json_of_tests(value)
     texts = list(gold_texts(value))
     if answer_in == "last_box":
         texts = [content for text in texts if (content := last_boxed(text))]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ..data import PROMPT_INSTRUCTION, build_prompt
+from ..data import PROMPT_INSTRUCTION, build_prompt, instruction_for
 from ..settings import settings_of, typed_settings, with_help
 from ..settings.command_line import Parser, asks_for_help, did_you_mean, environment_errors, read_settings
 from ..settings.keys import add_settings, described
@@ -37,7 +37,8 @@ class EvaluationArguments:
         top_k (`int`): Number of tokens kept; 0 keeps every token.
         max_new_tokens (`int`): Completions are cut at this many tokens.
         seed (`int`): Seed of all samples.
-        prompt_instruction (`str`): Sentence behind the problem; empty for the problem alone.
+        prompt_instruction (`str`): Sentence behind the problem; empty for the problem alone. LiveCodeBench and GPQA bring another
+            default.
         system_prompt (`str`, *optional*): Content of a system turn.
         chat_template_kwargs (`str` or mapping, *optional*): JSON passed to the chat template.
         engine (`str`): `"transformers"`, `"vllm"` or `"server"`.
@@ -128,8 +129,10 @@ class EvaluationArguments:
         given = self.chat_template_kwargs
         return json.loads(given) if isinstance(given, str) else given
 
-    def prompt_of(self, problem: str) -> list[dict[str, str]]:
-        return build_prompt(problem, instruction=self.prompt_instruction, system_prompt=self.system_prompt)
+    def prompt_of(self, problem: str, benchmark: Any = None) -> list[dict[str, str]]:
+        """The prompt of a problem, with the sentence of its benchmark if that brings one and none is given."""
+        instruction = instruction_for(benchmark, self.prompt_instruction) if benchmark else self.prompt_instruction
+        return build_prompt(problem, instruction=instruction, system_prompt=self.system_prompt)
 
     @property
     def sampling(self) -> SamplingSettings:

@@ -1,16 +1,18 @@
 """The benchmarks of the paper as data: adding one is adding one entry to `BENCHMARKS`.
 
 An entry says where the rows are and which columns hold the problem and the answer; it holds no prompt and no grader,
-because those are the ones of training (`pacs_trl.data.build_prompt`, `pacs_trl.verification.Verifier`). Raise `version`
+because those are the ones of training (`pacs_trl.data.build_prompt`, and `Verifier` or `CodeVerifier` of `pacs_trl.verification`). Raise `version`
 whenever the rows or the way an answer is read change: results of different versions are never put in one table.
 """
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ..data.sets import FILE_FORMATS, GSM8K, MINIATURE, ProblemSet, gold_answer, load_rows
+from ..data.sets import CODE_INSTRUCTION, FILE_FORMATS, GSM8K, MINIATURE, ProblemSet, gold_answer, load_rows
+from .forms import GPQA_INSTRUCTION, gpqa_rows, livecodebench_rows
 
 
 BENCHMARKS = {
@@ -28,6 +30,26 @@ BENCHMARKS = {
     "aime_2025": ProblemSet("yentinglin/aime_2025", title="AIME 2025", id_column="id"),
     "beyond_aime": ProblemSet("ByteDance-Seed/BeyondAIME", title="BeyondAIME", split="test"),
     "gsm8k": replace(GSM8K, split="test"),
+    # The other domains of the paper's figure 6. Of LiveCodeBench the files that the window is in.
+    "livecodebench": ProblemSet(
+        "livecodebench/code_generation_lite",
+        title="LiveCodeBench",
+        files=("test3.jsonl", "test4.jsonl", "test5.jsonl"),
+        revision="0687ab61843a90a0cc864a2b67db729861cd0ae5",
+        id_column="id",
+        answer_in="tests",
+        instruction=CODE_INSTRUCTION,
+        rows_of=livecodebench_rows,
+    ),
+    "gpqa_diamond": ProblemSet(
+        "Idavidrein/gpqa",
+        title="GPQA diamond",
+        config="gpqa_diamond",
+        revision="633f5ee89ab8ad4522a9f850766b73f62147ffdd",
+        id_column="id",
+        instruction=GPQA_INSTRUCTION,
+        rows_of=gpqa_rows,
+    ),
 }
 
 
@@ -42,12 +64,15 @@ class Problem:
 
 @dataclass(frozen=True)
 class LoadedBenchmark:
-    """Problems with the facts that results need: `source` is plain data (id, revision, split, version, digest)."""
+    """Problems with the facts that results need: `source` is plain data (id, revision, split, version, digest); `instruction` is the
+    sentence that the benchmark brings, if it does; of `is_code`, the answers are tests of programs."""
 
     name: str
     title: str
     problems: list[Problem]
     source: dict = field(default_factory=dict)
+    instruction: str | None = None
+    is_code: bool = False
 
 
 def load_benchmark(spec: str, *, max_problems: int | None = None) -> LoadedBenchmark:
@@ -91,10 +116,13 @@ def load_benchmark(spec: str, *, max_problems: int | None = None) -> LoadedBench
             "local file with name=PATH, or give the path of a file of your own with the columns `problem` and `answer`."
         )
     rows = load_rows(name, entry, path or None)
+    if entry.rows_of is not None:
+        rows = entry.rows_of(rows)
+    is_code = entry.answer_in == "tests" or isinstance(rows[0].get(entry.solution_column), Mapping)
     problems = [_problem(name, entry, i, row) for i, row in enumerate(rows)][:max_problems]
     _check_problems(spec, problems)
     source |= {"version": entry.version, "num_problems": len(problems), "digest": problems_digest(problems)}
-    return LoadedBenchmark(name, entry.title, problems, source)
+    return LoadedBenchmark(name, entry.title, problems, source, entry.instruction, is_code)
 
 
 def problems_digest(problems: list[Problem]) -> str:

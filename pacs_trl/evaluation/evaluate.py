@@ -11,13 +11,15 @@ import logging
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ..data import instruction_for
 from ..verification import Outcome, Verifier
+from ..verification.code import CodeVerifier
 from . import provenance
 from .arguments import EvaluationArguments, read_evaluation
 from .benchmarks import LoadedBenchmark, load_benchmark
@@ -36,7 +38,12 @@ NO_ACCESS = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG", "ERO
 
 
 def evaluate(
-    args: EvaluationArguments, verifier: Verifier, *, max_failure_share: float = 0.5, progress: bool = True
+    args: EvaluationArguments,
+    verifier: Verifier,
+    code_verifier: CodeVerifier | None = None,
+    *,
+    max_failure_share: float = 0.5,
+    progress: bool = True,
 ) -> dict[str, Any]:
     """
     Sample, grade and count; writes and returns the results.
@@ -44,6 +51,7 @@ def evaluate(
     Args:
         args ([`EvaluationArguments`]): What to evaluate and how to sample.
         verifier ([`~pacs_trl.verification.Verifier`]): Grades; the one of training, for comparable numbers.
+        code_verifier ([`~pacs_trl.verification.code.CodeVerifier`], *optional*): Runs the programs of benchmarks of code.
         max_failure_share (`float`): Refuse a benchmark of which more than this share could not be verified.
         progress (`bool`): Whether to show a progress bar.
 
@@ -53,6 +61,9 @@ def evaluate(
     """
     clock = EngineClock()
     benchmarks = load_benchmarks(args)
+    code_verifier = code_verifier or CodeVerifier()
+    if any(benchmark.is_code for benchmark in benchmarks):
+        code_verifier.start()  # refused now, not after sampling
     model = identify_model(args)
     output_dir = Path(args.output_dir)
     entries: dict[str, Any] = {}
@@ -68,7 +79,8 @@ def evaluate(
                 engine = start_engine(args)
             stack.callback(engine.close)
         for benchmark, store, missing in zip(benchmarks, stores, requests, strict=True):
-            with BackgroundGrader(verifier, {p.id: p.solution for p in benchmark.problems}) as grader:
+            grading = code_verifier if benchmark.is_code else verifier
+            with BackgroundGrader(grading, {p.id: p.solution for p in benchmark.problems}) as grader:
                 for record in store.records():
                     if record["sample"] < args.n:
                         grader.add(record)
@@ -82,6 +94,8 @@ def evaluate(
                 graded = grader.finish()
             _check_failures(benchmark, grader.outcomes, max_failure_share)
             entries[benchmark.name] = benchmark_entry(benchmark, graded.values(), grader.outcomes, args.ks)
+            if benchmark.is_code:
+                entries[benchmark.name]["programs"] = code_verifier.facts()
             _write_grades(output_dir, benchmark, graded, args.n)
     if args.token_entropy_samples:
         _add_token_entropy(args, model, benchmarks, entries)
@@ -121,7 +135,7 @@ def missing_requests(
     """What is left to draw, in whole groups of the engine: a group with a hole in it is drawn again as it was before."""
     requests = []
     for problem in benchmark.problems:
-        prompt = args.prompt_of(problem.problem)
+        prompt = args.prompt_of(problem.problem, benchmark)
         for sample in range(args.n):
             seed = sample_seed(args.seed, f"{benchmark.name}/{problem.id}", sample)
             requests.append(Request(problem.id, sample, seed, prompt))
@@ -153,8 +167,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line; prints the table of pass@k and where the results are."""
     try:
         args, verification = read_evaluation(sys.argv[1:] if argv is None else argv)
-        with verification.build() as verifier:
-            results = evaluate(args, verifier, max_failure_share=verification.verification_max_failure_share)
+        with verification.build() as verifier, closing(verification.build_code()) as code_verifier:
+            share = verification.verification_max_failure_share
+            results = evaluate(args, verifier, code_verifier, max_failure_share=share)
     except (ValueError, FileNotFoundError) as error:
         print(f"pacs-trl evaluate: {error}", file=sys.stderr)
         return 2
@@ -178,7 +193,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_failures(benchmark: LoadedBenchmark, outcomes: Mapping[str, int], max_share: float) -> None:
-    failures = {o.name.lower(): outcomes[o.name.lower()] for o in Outcome if o.is_failure and outcomes[o.name.lower()]}
+    kinds = CodeVerifier.FAILURES if benchmark.is_code else [outcome for outcome in Outcome if outcome.is_failure]
+    failures = {o.name.lower(): outcomes[o.name.lower()] for o in kinds if outcomes[o.name.lower()]}
     if sum(failures.values()) > max_share * sum(outcomes.values()):
         raise ValueError(
             f"{benchmark.title}: of {sum(outcomes.values())} completions these could not be verified: {failures}, which is "
@@ -192,7 +208,7 @@ def _open_store(args: EvaluationArguments, model: dict[str, Any], benchmark: Loa
         # A checkpoint is its content: a copy under another name goes on, other weights under the same name do not.
         "model": {key: value for key, value in model.items() if key != "name"} if "digest" in model else model,
         "benchmark": {"name": benchmark.name, **{key: benchmark.source[key] for key in ("version", "digest")}},
-        "prompt": _prompt_facts(args),
+        "prompt": _prompt_facts(args) | {"instruction": instruction_for(benchmark, args.prompt_instruction)},
         "sampling": asdict(args.sampling),
         "seed": args.seed,
         # The batch is part of what decides the text of the transformers engine; see engines.py.
@@ -244,7 +260,9 @@ def _add_token_entropy(
     )
     for benchmark in benchmarks:
         texts = {
-            problem.id: render_prompt(engine.tokenizer, args.prompt_of(problem.problem), args.template_kwargs)
+            problem.id: render_prompt(
+                engine.tokenizer, args.prompt_of(problem.problem, benchmark), args.template_kwargs
+            )
             for problem in benchmark.problems
         }
         with _open_store(args, model, benchmark) as store:

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from ..verification import Verifier, last_boxed
+from ..verification.code import CodeVerifier
 from .results import GradedSample
 
 
@@ -25,11 +26,12 @@ class BackgroundGrader:
     `outcomes` counts what became of the completions (correct, wrong, no_answer, timeout, ...).
 
     Args:
-        verifier ([`~pacs_trl.verification.Verifier`]): Grades; shared with nobody else while it does.
+        verifier ([`~pacs_trl.verification.Verifier`] or [`~pacs_trl.verification.code.CodeVerifier`]): Grades; shared with nobody
+            else while it does.
         solutions (`dict`): Gold answer of each problem id.
     """
 
-    def __init__(self, verifier: Verifier, solutions: dict[str, Any]):
+    def __init__(self, verifier: Verifier | CodeVerifier, solutions: dict[str, Any]):
         self._verifier, self._solutions = verifier, solutions
         self.outcomes: Counter[str] = Counter()
         self._pool = ThreadPoolExecutor(max_workers=1)

@@ -139,6 +139,9 @@ RANGES = {
     "verification_timeout_seconds": Range("it is the wall-clock limit per completion", above=0),
     "verification_cpu_seconds": Range("it is the processor time limit per completion", above=0),
     "verification_memory_limit_mb": Range("sympy itself takes about 100", least=256, whole=True),
+    "code_timeout_seconds": Range("it is the wall-clock limit of a program per test", above=0),
+    "code_cpu_seconds": Range("it is the processor time limit of a program per test", above=0),
+    "code_memory_limit_mb": Range("Python itself takes about 60", least=128, whole=True),
     "verification_max_failure_share": Range("it is a share of the recent completions", least=0, most=1),
 }
 
@@ -147,6 +150,8 @@ CHOICES = {
     "vllm_mode": ("colocate", "server"),
     "vllm_model_impl": ("vllm", "transformers", "auto"),
     "verification_protocol": ("authors", "trl"),
+    "code_isolation": ("landlock+seccomp", "seccomp", "landlock", "rlimits"),
+    "code_label": ("all", "share"),
     "overlong_prompts": ("filter", "error"),
     "importance_sampling_level": ("token", "sequence"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),

@@ -16,9 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .client import PoolProcess
+
+
+if TYPE_CHECKING:
+    from .code import CodeVerifier
 
 
 class Outcome(IntEnum):
@@ -36,6 +40,7 @@ class Outcome(IntEnum):
     TIMEOUT = 4  # over the processor-time or wall-clock limit
     KILLED = 5  # the worker ended otherwise: out of memory, crashed, or killed from outside
     TOO_LONG = 6  # completion over the length limit, not graded
+    ERROR = 7  # of programs only: it ended with an exception
 
     @property
     def label(self) -> float | None:
@@ -115,7 +120,7 @@ def default_num_workers() -> int:
 
 # Of a verifier, what its processes are told.
 _POOL_SETTINGS = ("num_workers", "timeout_seconds", "cpu_seconds", "memory_limit_mb", "protocol")
-_verifiers: "weakref.WeakSet[Verifier]" = weakref.WeakSet()
+_verifiers: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 @dataclass(eq=False)
@@ -325,6 +330,9 @@ class VerificationArguments:
     Args:
         verification_max_failure_share (`float`): Training stops when more than this share of the recent completions
             failed to be verified for reasons other than being wrong. 1.0 never stops.
+        code_isolation, code_cpu_seconds, code_timeout_seconds, code_memory_limit_mb, code_sandbox_url:
+            See [`~verification.code.CodeVerifier`].
+        code_label (`str`): `"all"`: 1 for a program that passes every test, else 0; `"share"`: the share of tests that it passes.
     """
 
     verification_protocol: str = field(
@@ -340,6 +348,20 @@ class VerificationArguments:
         default=0.5,
         metadata={"help": "Stop when more than this share fails for reasons other than being wrong; 1.0: never."},
     )
+    code_isolation: str = field(
+        default="landlock+seccomp",
+        metadata={"help": "Least confinement of programs: 'landlock+seccomp', 'seccomp', 'landlock' or 'rlimits'."},
+    )
+    code_cpu_seconds: float = field(default=2.0, metadata={"help": "Processor time limit of a program per test."})
+    code_timeout_seconds: float = field(default=6.0, metadata={"help": "Wall-clock limit of a program per test."})
+    code_memory_limit_mb: int = field(default=512, metadata={"help": "Address space of a program, in MiB."})
+    code_label: str = field(
+        default="all",
+        metadata={"help": "Label of a program: 'all' (1 if it passes every test) or 'share' (of the tests)."},
+    )
+    code_sandbox_url: str | None = field(
+        default=None, metadata={"help": "SandboxFusion server that runs programs instead of this machine."}
+    )
 
     def __post_init__(self):
         if not 0.0 <= self.verification_max_failure_share <= 1.0:
@@ -347,11 +369,24 @@ class VerificationArguments:
                 "`verification_max_failure_share` is a share and must lie in [0, 1], got "
                 f"{self.verification_max_failure_share}."
             )
-        self.build()  # its own checks
+        if self.code_label not in ("all", "share"):
+            raise ValueError(f"`code_label` must be 'all' or 'share', got {self.code_label!r}.")
+        self.build(), self.build_code()  # their own checks
 
     def build(self) -> Verifier:
         """A verifier with these settings, not yet started."""
         return Verifier(**{name: getattr(self, f"verification_{name}") for name in _POOL_SETTINGS})
+
+    def build_code(self) -> "CodeVerifier":
+        """A verifier of programs with these settings, not yet started."""
+        from .code import CodeVerifier
+
+        names = ("isolation", "cpu_seconds", "timeout_seconds", "memory_limit_mb", "sandbox_url")
+        return CodeVerifier(
+            num_workers=self.verification_num_workers,
+            stop_early=self.code_label == "all",
+            **{name: getattr(self, f"code_{name}") for name in names},
+        )
 
 
 def _forget_what_the_parent_was_doing() -> None:
@@ -365,18 +400,20 @@ def _forget_what_the_parent_was_doing() -> None:
 os.register_at_fork(after_in_child=_forget_what_the_parent_was_doing)
 
 _shared_lock = threading.RLock()
-_shared_arguments = VerificationArguments()
+_shared_arguments: VerificationArguments | None = None
 _shared_verifier: Verifier | None = None
+_shared_code_verifier: "CodeVerifier | None" = None
 
 
 def configure_verification(arguments: VerificationArguments) -> Verifier:
-    """Make the shared verifier of this process anew and start it in the background; the previous one is closed."""
-    global _shared_arguments, _shared_verifier
+    """Make the shared verifier of this process anew and start it in the background; the previous ones are closed."""
+    global _shared_arguments, _shared_verifier, _shared_code_verifier
     verifier = arguments.build()
     with _shared_lock:
-        if _shared_verifier is not None:
-            _shared_verifier.close()
-        _shared_arguments, _shared_verifier = arguments, verifier
+        for previous in (_shared_verifier, _shared_code_verifier):
+            if previous is not None:
+                previous.close()
+        _shared_arguments, _shared_verifier, _shared_code_verifier = arguments, verifier, None
     verifier.start()
     return verifier
 
@@ -384,9 +421,17 @@ def configure_verification(arguments: VerificationArguments) -> Verifier:
 def shared_verifier() -> Verifier:
     """The one verifier of this process: training labels and evaluation scores come from the same grader."""
     with _shared_lock:
-        return _shared_verifier or configure_verification(_shared_arguments)
+        return _shared_verifier or configure_verification(shared_arguments())
 
 
-def max_failure_share() -> float:
-    """See [`VerificationArguments`]."""
-    return _shared_arguments.verification_max_failure_share
+def shared_code_verifier() -> "CodeVerifier":
+    """The one verifier of programs of this process, started with its first use."""
+    global _shared_code_verifier
+    with _shared_lock:
+        _shared_code_verifier = _shared_code_verifier or shared_arguments().build_code()
+        return _shared_code_verifier
+
+
+def shared_arguments() -> VerificationArguments:
+    """What the shared verifiers were configured with."""
+    return _shared_arguments or VerificationArguments()

@@ -22,7 +22,7 @@ from pacs_trl.verification import (
     default_num_workers,
     gold_texts,
     last_boxed,
-    max_failure_share,
+    shared_arguments,
     shared_verifier,
 )
 
@@ -209,6 +209,7 @@ class TestBadInput:
             Outcome.TIMEOUT: 0.0,
             Outcome.KILLED: 0.0,
             Outcome.TOO_LONG: 0.0,
+            Outcome.ERROR: 0.0,
         }
 
     def test_lengths_must_agree(self, verifier):
@@ -306,7 +307,11 @@ class TestCallers:
     def test_shared_verifier_is_one_and_can_be_configured(self):
         configure_verification(VerificationArguments(verification_protocol="trl", verification_max_failure_share=0.25))
         first = shared_verifier()
-        assert first is shared_verifier() and first.protocol == "trl" and max_failure_share() == 0.25
+        assert (
+            first is shared_verifier()
+            and first.protocol == "trl"
+            and shared_arguments().verification_max_failure_share == 0.25
+        )
         configure_verification(VerificationArguments())
         assert shared_verifier() is not first and shared_verifier().protocol == "authors"
         with pytest.raises(ValueError, match="must lie in"):

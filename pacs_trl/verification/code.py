@@ -1,0 +1,533 @@
+"""Programs against tests: what a completion's code does is its label, and what it may do is next to nothing.
+
+The trainer holds the tests. A program gets the input of one case at a time, in a process of its own that a worker forks and
+confines (`sandbox.py`), and what it wrote is compared here; no expected output ever enters a process that runs or forks programs.
+How far the confinement holds is measured at the start by a program that tries to break it. Languages other than Python,
+packages outside the standard library, and problems with several right outputs are left out.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import queue
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import urllib.error
+import urllib.request
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from . import MAX_CHARACTERS, Outcome, _verifiers, default_num_workers
+from .cases import ProblemTests, is_expected, last_program, read_tests, runnable
+from .confinement import LAYERS
+
+
+logger = logging.getLogger(__name__)
+
+# What may be asked for, the strictest first.
+ISOLATION = ("landlock+seccomp", "seccomp", "landlock", "rlimits")
+
+
+class Execution(NamedTuple):
+    """
+    One run of a program.
+
+    Args:
+        outcome ([`Outcome`], *optional*): `None` for one that ended by itself without an error; else `ERROR`, `TIMEOUT` or `KILLED`.
+        output, messages (`str`): What it wrote, and the end of what it complained.
+        seconds (`float`): On the clock.
+    """
+
+    outcome: Outcome | None
+    output: str
+    messages: str
+    seconds: float
+
+    @property
+    def error(self) -> str:
+        """The class of the error, or what else ended the program; empty if nothing did."""
+        if self.outcome is None:
+            return ""
+        last = (self.messages.strip().splitlines() or [""])[-1].partition(":")[0]
+        is_class = self.outcome is Outcome.ERROR and last.replace(".", "").isidentifier()
+        return last[:80] if is_class else self.outcome.name.lower()
+
+
+class CodeGrade(NamedTuple):
+    """Outcome of one completion, the seconds it took, the share of the tests that it passed, and why not all of them."""
+
+    outcome: Outcome
+    seconds: float
+    share: float
+    error: str = ""
+
+
+class Level(NamedTuple):
+    """How far programs are confined: the layers that hold, in words for people, and what is known of those that do not."""
+
+    layers: tuple[str, ...]
+    text: str
+    reasons: str = ""
+
+
+@dataclass(eq=False)
+class CodeVerifier:
+    """
+    Runs programs against tests, in parallel, confined, within limits, in order.
+
+    Any thread may call any method; batches of different threads queue. A process forked from one that holds a verifier gets
+    workers of its own.
+
+    Args:
+        num_workers (`int`, *optional*): Programs that run at a time. Defaults to the processors of this rank, at most 16.
+        cpu_seconds (`float`): Processor time of a program on one case. The limit that normally decides.
+        timeout_seconds (`float`): Time on the clock of a program on one case.
+        memory_limit_mb (`int`): Address space of a program, in MiB.
+        output_limit_mb (`int`): Largest output, and largest file, in MiB.
+        isolation (`str`): The least confinement that will do: `"landlock+seccomp"`, `"seccomp"`, `"landlock"` or `"rlimits"`. What
+            the kernel has is used in any case; less than this is refused.
+        stop_early (`bool`): Whether the first case that fails is the last one that is run. Without it, `share` is that of all cases.
+        sandbox_url (`str`, *optional*): A SandboxFusion server that runs the programs instead.
+        cache_size (`int`): Number of grades that are kept.
+
+    Example:
+
+    ```python
+    tests = {"type": "function", "name": "add", "cases": [{"input": [1, 2], "output": 3}]}
+    with CodeVerifier(num_workers=2) as verifier:
+        verifier.grade(["```python\\ndef add(a, b):\\n    return a + b\\n```", "no idea"], [tests, tests])  # [1.0, 0.0]
+    ```
+    """
+
+    # A timeout or a kill is the program's fault, unlike with answers in mathematics.
+    FAILURES = frozenset({Outcome.GOLD_UNPARSEABLE})
+    _layers = LAYERS
+
+    num_workers: int | None = None
+    cpu_seconds: float = 2.0
+    timeout_seconds: float = 6.0
+    memory_limit_mb: int = 512
+    output_limit_mb: int = 8
+    isolation: str = "landlock+seccomp"
+    stop_early: bool = True
+    sandbox_url: str | None = None
+    cache_size: int = 65_536
+
+    def __post_init__(self):
+        if self.num_workers is None:
+            self.num_workers = default_num_workers()
+        if self.num_workers < 1:
+            raise ValueError(f"`num_workers` must be at least 1, got {self.num_workers}.")
+        if not 0.0 < self.cpu_seconds <= self.timeout_seconds:
+            raise ValueError(
+                f"`cpu_seconds` must be positive and at most `timeout_seconds`, got {self.cpu_seconds} and "
+                f"{self.timeout_seconds}: a program cannot use more processor time than passes, so a larger limit would never act."
+            )
+        if self.memory_limit_mb < 128:
+            raise ValueError(
+                f"`memory_limit_mb` must be at least 128, got {self.memory_limit_mb}: Python itself takes 60."
+            )
+        if self.output_limit_mb < 1:
+            raise ValueError(f"`output_limit_mb` must be at least 1, got {self.output_limit_mb}.")
+        if self.isolation not in ISOLATION:
+            raise ValueError(f"`isolation` must be one of {', '.join(ISOLATION)}, got {self.isolation!r}.")
+        self.counts: Counter[Outcome] = Counter()
+        self.level: Level | None = None
+        self._cache: OrderedDict[bytes, CodeGrade] = OrderedDict()
+        self._tests: OrderedDict[str, ProblemTests | ValueError] = OrderedDict()
+        self._lock = threading.Lock()
+        self._workers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._owner: int | None = None
+        self._stopping = False
+        _verifiers.add(self)
+
+    def __enter__(self) -> "CodeVerifier":
+        self.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def start(self) -> Level:
+        """
+        Start the workers and measure how far they confine a program.
+
+        Raises:
+            ValueError: When that is less than `isolation`.
+            RuntimeError: When nothing can be run at all.
+        """
+        with self._lock:
+            return self._start()
+
+    def close(self) -> None:
+        """End the workers. A later call starts new ones; counts and cache are kept."""
+        with self._lock:
+            if self._owner == os.getpid():
+                self._end_workers()
+
+    def grade(self, completions: Sequence[Any], tests: Sequence[Any]) -> list[float | None]:
+        """
+        Labels of completions.
+
+        Args:
+            completions (`Sequence`): Texts with a program in a block of code. Anything else counts as no answer.
+            tests (`Sequence`): Mappings or JSON texts, one per completion; see `cases.py`.
+
+        Returns:
+            `list[float | None]`: 1.0 for a program that passes every test, else 0.0; `None` when the tests cannot be read.
+
+        Raises:
+            ValueError: When the two lengths differ, or programs cannot be confined as `isolation` asks.
+            RuntimeError: When programs cannot be run at all.
+        """
+        return [grade.outcome.label for grade in self.grade_detailed(completions, tests)]
+
+    def grade_detailed(self, completions: Sequence[Any], tests: Sequence[Any]) -> list[CodeGrade]:
+        """As [`grade`], with everything that is known of each completion. Counts the outcomes in `counts`."""
+        if len(completions) != len(tests):
+            raise ValueError(
+                f"Every completion needs its tests, but there are {len(completions)} completions and {len(tests)} tests."
+            )
+        with self._lock:
+            grades = self._grade(completions, tests)
+            self.counts.update(grade.outcome for grade in grades)
+        return grades
+
+    def run(self, programs: Sequence[str], inputs: Sequence[str]) -> list[Execution]:
+        """Run programs, each on one input, without judging them."""
+        with self._lock:
+            self._start()
+            return self._in_parallel(
+                self._run, [(program, text, False) for program, text in zip(programs, inputs, strict=True)]
+            )
+
+    def facts(self) -> dict[str, Any]:
+        """What results have to say of how programs were run."""
+        names = ("cpu_seconds", "timeout_seconds", "memory_limit_mb", "output_limit_mb")
+        level = self.level.text if self.level else None
+        return {"confinement": level, **{name: getattr(self, name) for name in names}}
+
+    def _grade(self, completions: Sequence[Any], tests: Sequence[Any]) -> list[CodeGrade]:
+        grades: dict[int, CodeGrade] = {}
+        places: OrderedDict[bytes, list[int]] = OrderedDict()  # what is to be run, and where it occurs
+        jobs = []
+        for index, (completion, value) in enumerate(zip(completions, tests, strict=True)):
+            key_of_tests, read = self._read(value)
+            program = last_program(completion) if _is_readable(completion) else None
+            if isinstance(read, ValueError):
+                grades[index] = CodeGrade(Outcome.GOLD_UNPARSEABLE, 0.0, 0.0, str(read))
+            elif program is None:
+                too_long = isinstance(completion, str) and len(completion) > MAX_CHARACTERS
+                grades[index] = CodeGrade(Outcome.TOO_LONG if too_long else Outcome.NO_ANSWER, 0.0, 0.0)
+            else:
+                key = blake2b(f"{key_of_tests}\n{program}".encode("utf-8", "surrogatepass"), digest_size=16).digest()
+                if key in self._cache:
+                    self._cache.move_to_end(key)
+                    grades[index] = self._cache[key]._replace(seconds=0.0)
+                elif key not in places:
+                    jobs.append((program, read))
+                    places[key] = [index]
+                else:
+                    places[key].append(index)
+        if jobs:
+            self._start()
+        for key, grade in zip(places, self._in_parallel(self._grade_one, jobs), strict=True):
+            grades.update(dict.fromkeys(places[key], grade))
+            if grade.outcome is not Outcome.KILLED:  # perhaps not the program's fault
+                _remember(self._cache, key, grade, self.cache_size)
+        return [grades[index] for index in range(len(completions))]
+
+    def _read(self, value: Any) -> tuple[str, ProblemTests | ValueError]:
+        """Tests, read once for each problem, and a name for them."""
+        text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
+        key = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+        if key not in self._tests:
+            try:
+                read: ProblemTests | ValueError = read_tests(value)
+            except ValueError as error:
+                read = error
+            _remember(self._tests, key, read, 1024)
+        return key, self._tests[key]
+
+    def _grade_one(self, program: str, tests: ProblemTests) -> CodeGrade:
+        source = runnable(tests, program)
+        passed, seconds = 0, 0.0
+        outcome, error = Outcome.CORRECT, ""
+        for text, expected in tests.cases:
+            execution = self._run(source, text, tests.writable)
+            seconds += execution.seconds
+            found, why = _judged(tests, expected, execution)
+            passed += found is Outcome.CORRECT
+            if found is not Outcome.CORRECT and outcome is Outcome.CORRECT:
+                outcome, error = found, why
+                if self.stop_early:
+                    break
+        return CodeGrade(outcome, seconds, passed / len(tests.cases), error)
+
+    def _run(self, program: str, text: str, writable: bool) -> Execution:
+        if self._stopping:
+            raise KeyboardInterrupt
+        worker = self._workers.get()
+        try:
+            for is_last_attempt in (False, True):
+                try:
+                    return worker.run(program, text, writable)
+                except OSError as error:  # it was killed, or is silent for longer than its limits allow
+                    worker.end()
+                    worker = self._new_worker()
+                    if is_last_attempt:
+                        raise RuntimeError(
+                            f"Two workers broke down on the same program ({error}). See stderr."
+                        ) from error
+        finally:
+            self._workers.put(worker)
+        raise AssertionError("unreachable")
+
+    def _in_parallel(self, function: Callable, jobs: list[tuple]) -> list[Any]:
+        self._stopping = False
+        with ThreadPoolExecutor(self.num_workers) as pool:
+            try:
+                return list(pool.map(lambda job: function(*job), jobs))
+            except BaseException:  # an interrupt, say: what runs ends with its case
+                self._stopping = True
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def _end_workers(self) -> None:
+        while not self._workers.empty():
+            self._workers.get().end()
+        self._owner = None
+
+    def _new_worker(self) -> "_Worker | _Server":
+        if self.sandbox_url:
+            return _Server(self.sandbox_url, self.cpu_seconds, self.timeout_seconds, self.memory_limit_mb)
+        limits = ("cpu_seconds", "timeout_seconds", "memory_limit_mb", "output_limit_mb")
+        return _Worker(self._layers, {name: getattr(self, name) for name in limits})
+
+    def _start(self) -> Level:
+        if self._owner == os.getpid() and self.level is not None:
+            return self.level
+        self._workers = queue.SimpleQueue()  # those of a parent process are not ours
+        self._owner = os.getpid()
+        for _ in range(self.num_workers or 1):
+            self._workers.put(self._new_worker())
+        worker = self._workers.get()
+        self._workers.put(worker)
+        try:
+            level = worker.measure()
+        except BaseException as error:
+            self._end_workers()
+            if isinstance(error, OSError):
+                raise RuntimeError(f"No worker could be started ({error}). Its own message is on stderr.") from error
+            raise
+        wanted = set() if self.sandbox_url or self.isolation == "rlimits" else set(self.isolation.split("+"))
+        if missing := wanted - set(level.layers):
+            self._end_workers()
+            raise ValueError(
+                f"Programs that a model writes would run here with {level.text}, but `code_isolation` asks for "
+                f"{self.isolation}; {' and '.join(sorted(missing))} does not hold: {level.reasons}. Such programs could read and "
+                "write what you can (docs/code.md says what succeeds at each level). Use a kernel from 5.13 on with Landlock "
+                "switched on, and a container whose own profile allows both; or name a SandboxFusion server (`code_sandbox_url`); "
+                f"or, on a machine that has nothing to lose, set `code_isolation` to {_within(level.layers)}."
+            )
+        if self.level != level:
+            logger.info("Programs run with %s.", level.text)
+        self.level = level
+        return level
+
+
+def _is_readable(completion: Any) -> bool:
+    return isinstance(completion, str) and len(completion) <= MAX_CHARACTERS
+
+
+def _remember(cache: OrderedDict, key: Any, value: Any, size: int) -> None:
+    cache[key] = value
+    if len(cache) > size:
+        cache.popitem(last=False)
+
+
+def _within(layers: Sequence[str]) -> str:
+    return next(name for name in ISOLATION if name == "rlimits" or set(name.split("+")) <= set(layers))
+
+
+def _judged(tests: ProblemTests, expected: Any, execution: Execution) -> tuple[Outcome, str]:
+    if execution.outcome is not None:
+        return execution.outcome, execution.error
+    try:
+        return (Outcome.CORRECT, "") if is_expected(tests, expected, execution.output) else (Outcome.WRONG, "")
+    except ValueError:
+        return Outcome.ERROR, "no value"
+
+
+# --- Workers ---
+
+# Tries to break out in the ways that tell the layers apart, and says what it could do.
+_PROBE = """
+import json, os, socket, sys
+def can(action, *arguments):
+    try:
+        action(*arguments)
+        return True
+    except (OSError, MemoryError):
+        return False
+def fork():
+    if os.fork() == 0:
+        os._exit(0)
+def write():
+    with open("probe", "w") as file:
+        file.write("x")
+limit = int(sys.stdin.read())
+print(json.dumps({
+    "landlock": not can(os.listdir, "..") and not can(open, "/proc/self/environ") and not can(write),
+    "seccomp": not can(socket.socket) and not can(fork) and not can(os.kill, os.getppid(), 0),
+    "rlimits": not can(bytearray, limit),
+}))
+"""
+
+
+class _Worker:
+    """A running `sandbox.py` and the connection to it."""
+
+    def __init__(self, layers: Sequence[str], limits: dict[str, Any]):
+        self.limits = limits
+        self.connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.connection.settimeout(60.0)
+        folder = tempfile.mkdtemp(prefix="pacs_trl_code_")
+        package_root = str(Path(__file__).resolve().parents[2])
+        start = f"import sys; sys.path.append({package_root!r}); from pacs_trl.verification.sandbox import main; sys.path.pop(); main()"
+        settings = {"connection": theirs.fileno(), "parent_pid": os.getpid(), "folder": folder, "layers": list(layers)}
+        # As `python -I -S`, but for one variable: the order of sets, hence an output, is the same in every run.
+        process = subprocess.Popen(
+            [sys.executable, "-s", "-P", "-S", "-X", "utf8", "-c", start, json.dumps(settings | limits)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env={"PYTHONHASHSEED": "0"},
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,  # Ctrl-C in the terminal is for the trainer
+        )
+        theirs.close()
+        self.pid, self.folder = process.pid, folder
+        # Runs when the worker is forgotten or the interpreter ends, unless it has been called before.
+        self.end = weakref.finalize(self, _end_worker, process, self.connection, folder, os.getpid())
+        self.report: dict[str, Any] | None = None
+
+    def run(self, program: str, text: str, writable: bool) -> Execution:
+        self._wait_until_ready()
+        contents = [content.encode("utf-8", "surrogateescape") for content in (program, text)] + [b"", b""]
+        files = [os.memfd_create("program", os.MFD_CLOEXEC) for _ in contents]
+        try:
+            for file, content in zip(files, contents, strict=True):
+                with open(file, "wb", closefd=False) as stream:
+                    stream.write(content)
+                os.lseek(file, 0, os.SEEK_SET)
+            for file in files[2:]:
+                fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
+            socket.send_fds(self.connection, [json.dumps({"writable": writable}).encode()], files)
+            self.connection.settimeout(self.limits["timeout_seconds"] + 60.0)  # should it stall, the trainer must not
+            answer = self.connection.recv(1 << 16)
+            if not answer:
+                raise ConnectionResetError("the worker ended without an answer")
+            report = json.loads(answer)
+            output = os.pread(files[2], self.limits["output_limit_mb"] << 20, 0)
+            messages = os.pread(files[3], 4000, max(0, os.fstat(files[3]).st_size - 4000))
+        finally:
+            for file in files:
+                os.close(file)
+        if report["refusal"]:
+            raise RuntimeError(f"A program could not be confined, and was not run: {report['refusal']}.")
+        return Execution(
+            _outcome(report["code"], report["limit"]),
+            output.decode("utf-8", "replace"),
+            messages.decode("utf-8", "replace") or (report["limit"] or ""),
+            report["seconds"],
+        )
+
+    def measure(self) -> Level:
+        """Which layers hold, by a program that tries what each of them forbids."""
+        execution = self.run(_PROBE, str(self.limits["memory_limit_mb"] << 20), False)
+        try:
+            holds = json.loads(execution.output)
+        except ValueError:
+            raise RuntimeError(
+                f"No program can be run here ({execution.error}): {execution.messages or 'it ended without a word'}."
+            ) from None
+        if not holds["rlimits"]:
+            raise RuntimeError("The limits of this system do not hold: a program could take more memory than it may.")
+        report = self.report or {}
+        layers = tuple(layer for layer in LAYERS if holds[layer])
+        names = {"landlock": f"landlock {report['landlock']}", "seccomp": "seccomp"}
+        text = " + ".join([*(names[layer] for layer in layers), "rlimits"]) if layers else "rlimits only"
+        return Level(layers, text, "; ".join(f"{layer}: {report[layer]}" for layer in LAYERS if not holds[layer]))
+
+    def _wait_until_ready(self) -> None:
+        if self.report is None:
+            answer = self.connection.recv(1 << 16)
+            if not answer:
+                raise ConnectionResetError("the worker could not start")
+            self.report = json.loads(answer)
+
+
+def _outcome(code: int, limit: str | None) -> Outcome | None:
+    if limit is not None:
+        return Outcome.TIMEOUT if limit == "timeout" else Outcome.KILLED
+    return None if code == 0 else Outcome.KILLED if code < 0 else Outcome.ERROR
+
+
+def _end_worker(process: subprocess.Popen, connection: socket.socket, folder: str, owner: int) -> None:
+    connection.close()
+    if os.getpid() != owner:  # a forked copy: the process is somebody else's
+        return
+    try:
+        process.wait(timeout=5.0)  # it ends when the connection closes
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Server:
+    """Programs run by a SandboxFusion server (bytedance/SandboxFusion), which answers for their confinement."""
+
+    def __init__(self, url: str, cpu_seconds: float, timeout_seconds: float, memory_limit_mb: int):
+        self.url, self.timeout_seconds, self.memory_limit_mb = url.rstrip("/"), timeout_seconds, memory_limit_mb
+
+    def run(self, program: str, text: str, writable: bool) -> Execution:
+        request = {
+            "code": program,
+            "stdin": text,
+            "language": "python",
+            "run_timeout": self.timeout_seconds,
+            "memory_limit_MB": self.memory_limit_mb,
+        }
+        body, headers = json.dumps(request).encode(), {"Content-Type": "application/json"}
+        try:
+            with urllib.request.urlopen(
+                urllib.request.Request(f"{self.url}/run_code", body, headers), timeout=self.timeout_seconds + 60.0
+            ) as answer:
+                result = json.load(answer)["run_result"]
+        except (urllib.error.URLError, ValueError, KeyError) as error:
+            raise ConnectionError(f"{self.url} does not run programs: {error}") from error
+        outcome = {"Finished": None, "TimeLimitExceeded": Outcome.TIMEOUT}.get(result["status"], Outcome.KILLED)
+        if outcome is None and result.get("return_code"):
+            outcome = Outcome.ERROR
+        return Execution(
+            outcome, result.get("stdout") or "", result.get("stderr") or "", result.get("execution_time") or 0.0
+        )
+
+    def measure(self) -> Level:
+        self.run("print(1)", "", False)
+        return Level((), f"SandboxFusion at {self.url}")
+
+    def end(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,249 @@
+"""What a process gives up before it runs the program of a model: three layers, each of which holds without the others.
+
+`seccomp`: a list of the system calls that an interpreter needs to compute; all others fail. `landlock`: which files may be opened, as
+far as the kernel's version of it goes also TCP, signals and abstract sockets. Limits: processor time, memory, sizes, open files,
+capabilities. None needs root, a library or an installed package; the kernel keeps all of them for good, for the process and
+whatever it starts. Nothing here knows of programs or tests: `sandbox.py` says who gives up what, and when.
+"""
+
+import ctypes
+import os
+import resource
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+LAYERS = ("landlock", "seccomp")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+# --- seccomp: a filter over the number and the arguments of a system call, in the kernel's classic BPF ---
+
+KILL, ALLOW, NOT_PERMITTED, NOT_IMPLEMENTED = 0x8000_0000, 0x7FFF_0000, 0x0005_0001, 0x0005_0026  # EPERM, ENOSYS
+LOAD, EQUAL, AT_LEAST, AND, RETURN = 0x20, 0x15, 0x35, 0x54, 0x06
+NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # offsets in the kernel's `struct seccomp_data`
+X32 = 0x4000_0000  # a bit in the number of a call of the x32 convention
+
+AUDIT_NAMES = {"x86_64": 0xC000_003E, "aarch64": 0xC000_00B7}
+# Allowed with any arguments: name, number on x86_64, on aarch64 (asm-generic); "-" where there is none.
+_ALLOWED = """
+read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68, lseek 8 62, close 3 57, close_range 436 436,
+fstat 5 80, newfstatat 262 79, stat 4 -, lstat 6 -, statx 332 291, access 21 -, faccessat 269 48, faccessat2 439 439,
+readlink 89 -, readlinkat 267 78, getdents64 217 61, getcwd 79 17, chdir 80 49, umask 95 166, ftruncate 77 46,
+mmap 9 222, munmap 11 215, mprotect 10 226, mremap 25 216, madvise 28 233, brk 12 214, futex 202 98, rseq 334 293,
+set_robust_list 273 99, get_robust_list 274 100, set_tid_address 218 96, sched_yield 24 124, sched_getaffinity 204 123,
+clock_gettime 228 113, clock_getres 229 114, clock_nanosleep 230 115, nanosleep 35 101, gettimeofday 96 169, time 201 -,
+getpid 39 172, gettid 186 178, getppid 110 173, getuid 102 174, geteuid 107 175, getgid 104 176, getegid 108 177, getpgrp 111 -,
+getpgid 121 155, getsid 124 156, getrandom 318 278, sysinfo 99 179, uname 63 160, getrusage 98 165, times 100 153,
+getrlimit 97 163, rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139, rt_sigtimedwait 128 137, sigaltstack 131 132,
+restart_syscall 219 128, pause 34 -, alarm 37 -, setitimer 38 103, getitimer 36 102, exit 60 93, exit_group 231 94,
+dup 32 23, dup2 33 -, dup3 292 24, pipe 22 -, pipe2 293 59, poll 7 -, ppoll 271 73, select 23 -, pselect6 270 72
+"""
+# With a folder to write to, also these.
+_ALLOWED_IN_FOLDER = """
+mkdir 83 -, mkdirat 258 34, unlink 87 -, unlinkat 263 35, rmdir 84 -, rename 82 -, renameat 264 38, renameat2 316 276
+"""
+# Looked at by their arguments.
+_OTHERS = """
+open 2 -, openat 257 56, clone 56 220, clone3 435 435, fcntl 72 25, ioctl 16 29, kill 62 129, tgkill 234 131, prlimit64 302 261
+"""
+
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+_THREAD = 0x100 | 0x800 | 0x1_0000  # CLONE_VM, CLONE_SIGHAND, CLONE_THREAD
+_NO_THREAD = 0xFE02_E080  # namespaces, CLONE_PTRACE, CLONE_VFORK, CLONE_PARENT, CLONE_IO
+_FCNTL = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    1030,
+)  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC: no owner of signals, no leases
+_IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
+_INT, _LONG = 0xFFFF_FFFF, 0xFFFF_FFFF_FFFF_FFFF
+
+
+class Rule(NamedTuple):
+    """What becomes of a system call if, for each (argument, mask, value), the masked argument equals the value."""
+
+    number: int
+    action: int = ALLOW
+    conditions: tuple[tuple[int, int, int], ...] = ()
+
+
+def assemble(rules: Sequence[Rule], machine: str) -> list[tuple[int, int, int, int]]:
+    """
+    The filter: the first rule that fits decides; a call that none fits is refused, and one of another architecture kills.
+
+    Args:
+        rules (sequence of [`Rule`]): In the order in which they are tried.
+        machine (`str`): Key of `AUDIT_NAMES`.
+
+    Returns:
+        `list[tuple[int, int, int, int]]`: Instructions (code, jump if true, jump if false, constant).
+    """
+    program = [
+        (LOAD, 0, 0, ARCHITECTURE),
+        (EQUAL, 1, 0, AUDIT_NAMES[machine]),
+        (RETURN, 0, 0, KILL),
+        (LOAD, 0, 0, NUMBER),
+        (AT_LEAST, 0, 1, X32),
+        (RETURN, 0, 0, KILL),
+    ]
+    for rule in rules:
+        block = [(LOAD, NUMBER), (EQUAL, rule.number)]
+        for argument, mask, value in rule.conditions:
+            for half, shift in ((0, 0), (4, 32)):  # instructions have 32 bits, arguments 64
+                if part := mask >> shift & _INT:
+                    block += [(LOAD, ARGUMENTS + 8 * argument + half), (AND, part), (EQUAL, value >> shift & part)]
+        # An inequality jumps behind the block.
+        program += [
+            (code, 0, len(block) - place if code == EQUAL else 0, constant)
+            for place, (code, constant) in enumerate(block)
+        ]
+        program.append((RETURN, 0, 0, rule.action))
+    return [*program, (RETURN, 0, 0, NOT_PERMITTED)]
+
+
+def rules_for(machine: str, pid: int, *, may_open_for_writing: bool, has_folder: bool) -> list[Rule]:
+    """
+    What an interpreter needs to compute, and nothing else.
+
+    Args:
+        machine (`str`): Key of `AUDIT_NAMES`.
+        pid (`int`): The process, which may send signals to itself alone.
+        may_open_for_writing (`bool`): Whether something else (Landlock) decides which files are written.
+        has_folder (`bool`): Whether there is a folder in which files come and go.
+    """
+    column = list(AUDIT_NAMES).index(machine)
+
+    def numbers(table: str) -> dict[str, int]:
+        entries = (entry.split() for entry in table.split(","))
+        return {name: int(number[column]) for name, *number in entries if number[column] != "-"}
+
+    rules = [Rule(number) for number in numbers(_ALLOWED).values()]
+    rules += [Rule(number) for number in numbers(_ALLOWED_IN_FOLDER).values() if has_folder]
+    special = numbers(_OTHERS)
+    for name, flags in (("open", 1), ("openat", 2)):
+        if name in special:
+            rules.append(Rule(special[name], ALLOW, () if may_open_for_writing else ((flags, _WRITING, 0),)))
+    rules.append(Rule(special["clone"], ALLOW, ((0, _THREAD | _NO_THREAD, _THREAD),)))
+    rules.append(Rule(special["clone3"], NOT_IMPLEMENTED))  # its flags are in memory; the C library then calls clone
+    rules += [Rule(special["fcntl"], ALLOW, ((1, _INT, command),)) for command in _FCNTL]
+    rules += [Rule(special["ioctl"], ALLOW, ((1, _INT, request),)) for request in _IOCTL]
+    rules += [Rule(special[name], ALLOW, ((0, _INT, pid),)) for name in ("kill", "tgkill")]
+    rules += [Rule(special["prlimit64"], ALLOW, ((0, _INT, who), (2, _LONG, 0))) for who in (0, pid)]  # read, not set
+    return rules
+
+
+def install_filter(program: Sequence[tuple[int, int, int, int]]) -> None:
+    """Put this process under a filter, for good."""
+    code = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+    buffer = ctypes.create_string_buffer(code, len(code))
+    described = _Program(len(program), ctypes.addressof(buffer))  # kept, as its address is all that the call holds
+    prctl(22, 2, ctypes.addressof(described))  # PR_SET_SECCOMP, filter mode
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p))
+
+
+def prctl(option: int, *arguments: int) -> None:
+    """The system call of that name."""
+    values = [ctypes.c_ulong(value) for value in (*arguments, 0, 0, 0, 0)[:4]]
+    _check(_libc.prctl(ctypes.c_int(option), *values), f"prctl {option}")
+
+
+def _check(result: int, what: str) -> int:
+    if result < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{what}: {os.strerror(error)}")
+    return result
+
+
+# --- Landlock: what this process may open, by the files and folders below which it lies ---
+
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # of every architecture
+_WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE = 1 << 1, 1 << 2, 1 << 3, 1 << 14
+_IN_FOLDER = 0b10_0001_1011_0000  # remove, make and move folders and files; no links, pipes, sockets, devices
+# Number of the rights that versions 1, 2, ... of Landlock know; an unknown one would be an error, a left out one no rule.
+_NUM_RIGHTS = (13, 14, 15, 15, 16)
+
+
+def landlock_version() -> int:
+    """Version of the kernel's Landlock. Raises `OSError` where it has none, or has it switched off."""
+    return _check(_libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint(1)), "Landlock")
+
+
+def landlock_ruleset(readable: Sequence[str], folder: str | None = None) -> int:
+    """
+    A descriptor of rules that allow to read `readable`, to use /dev/null, and to write in `folder`.
+
+    Everything else of what this kernel can refuse is refused: other files, TCP (version 4), device controls (5), signals and
+    abstract sockets that lead out (6).
+    """
+    version = landlock_version()
+    rights = (1 << _NUM_RIGHTS[min(version, len(_NUM_RIGHTS)) - 1]) - 1
+    attributes = struct.pack("=QQQ", rights, 0b11, 0b11)[: 8 if version < 4 else 16 if version < 6 else 24]
+    ruleset = _check(_libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0), "Landlock")
+    for path, wanted in (
+        *((path, _READ_FILE | _READ_DIR) for path in readable),
+        ("/dev/null", _READ_FILE | _WRITE_FILE | _TRUNCATE),
+        *([(folder, _READ_FILE | _READ_DIR | _WRITE_FILE | _TRUNCATE | _IN_FOLDER)] if folder else []),
+    ):
+        try:
+            place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
+        if not os.path.isdir(path):
+            wanted &= _READ_FILE | _WRITE_FILE | _TRUNCATE
+        rule = struct.pack("=Qi", wanted & rights, place)
+        _check(_libc.syscall(_ADD_RULE, ruleset, 1, rule, 0), f"Landlock, {path}")
+        os.close(place)
+    return ruleset
+
+
+def restrict_files(ruleset: int) -> None:
+    """Put this process under rules of [`landlock_ruleset`], for good."""
+    _check(_libc.syscall(_RESTRICT_SELF, ruleset, 0), "Landlock")
+    os.close(ruleset)
+
+
+def readable_places() -> list[str]:
+    """The standard library without installed packages, the folders of the shared libraries at hand, and random bytes."""
+    library = os.path.dirname(os.__file__)
+    places = [entry.path for entry in os.scandir(library) if entry.name not in ("site-packages", "dist-packages")]
+    with open("/proc/self/maps") as maps:
+        mapped = {line.split(maxsplit=5)[5].strip() for line in maps if ".so" in line}
+    folders = {os.path.dirname(path) for path in mapped if not path.startswith(library) and "-packages" not in path}
+    return [*places, *sorted(folders), "/dev/urandom", "/dev/random", "/etc/ld.so.cache"]
+
+
+# --- Limits ---
+
+MAX_OPEN_FILES = 64
+
+
+def drop_capabilities() -> None:
+    """Whatever root may do beyond the rights of its user id."""
+    header, none = struct.pack("=Ii", 0x2008_0522, 0), bytes(24)
+    _check(_libc.capset(header, none), "capset")
+
+
+def set_limits(cpu_seconds: float, memory_limit_mb: int, output_limit_mb: int, *, bound_processes: bool) -> None:
+    """The kernel's limits of this process; of its user's processes only where no filter forbids to make some."""
+    limits = {
+        resource.RLIMIT_CPU: -int(-cpu_seconds // 1),  # whole seconds; the watching process is more exact
+        resource.RLIMIT_AS: memory_limit_mb << 20,
+        resource.RLIMIT_FSIZE: output_limit_mb << 20,
+        resource.RLIMIT_NOFILE: MAX_OPEN_FILES,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_STACK: 64 << 20,
+    }
+    if bound_processes:
+        limits[resource.RLIMIT_NPROC] = 512  # counts all threads of the user, and does not bind root
+    for limit, value in limits.items():
+        most = resource.getrlimit(limit)[1]
+        value = value if most == resource.RLIM_INFINITY else min(value, most)
+        resource.setrlimit(limit, (value, value))

@@ -1,0 +1,288 @@
+"""One program of a model at a time, in a process that can compute and do next to nothing else.
+
+This file is a program of its own: `code.py` starts it as a fresh interpreter, one for each worker, with the standard library and no
+other package, no environment and no argument of the run. It imports what programs import, and then forks a process for each
+program that it is sent: as open files (program, input, output, messages), which it never reads, so that no process inherits
+another one's program or output, and no expected output is anywhere near. The new process gives up what it could do harm
+with, layer by layer, before it reads its program; this one watches its clocks, and ends it with everything that it left behind.
+
+Layers: `rlimits` (always, with capabilities and the environment dropped, a session and a folder of its own), `landlock` (files,
+TCP, signals and abstract sockets, as far as the kernel's version of it goes) and `seccomp` (a list of the system calls that an
+interpreter needs; all others fail). Which of them hold is measured by `code.py`, not believed.
+"""
+
+import atexit
+import builtins
+import gc
+import json
+import linecache
+import os
+import resource
+import select
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from types import ModuleType
+from typing import Any, NoReturn
+
+from . import confinement
+
+
+# Imported once, for all programs.
+PRELOADED = """
+abc array bisect calendar cmath collections contextlib copy csv dataclasses datetime decimal enum fractions functools heapq io
+itertools json math numbers operator pprint queue random re statistics string textwrap timeit types typing unicodedata
+"""
+
+
+class Worker:
+    """
+    Runs the programs that come over a connection, one after the other.
+
+    Args:
+        connection (`socket.socket`): Receives a request with four open files, and sends a report.
+        settings (`dict`): `parent_pid`, `folder` (in which each program gets one of its own), `layers`, and the limits
+            `cpu_seconds`, `timeout_seconds`, `memory_limit_mb` and `output_limit_mb`.
+    """
+
+    def __init__(self, connection: socket.socket, settings: dict[str, Any]):
+        self.connection, self.settings = connection, settings
+        self.layers = settings["layers"]
+        self.machine = os.uname().machine
+        self.readable = confinement.readable_places()
+        self.ruleset: int | None = None
+        report: dict[str, Any] = {"landlock": "switched off", "seccomp": "switched off"}
+        if "landlock" in self.layers:
+            try:
+                report["landlock"] = confinement.landlock_version()
+                self.ruleset = confinement.landlock_ruleset(self.readable)
+            except OSError as error:
+                report["landlock"] = str(error)
+        if "seccomp" in self.layers:
+            report["seccomp"] = self._try_filter()
+        self.has_seccomp = report["seccomp"] == "available"
+        # Whoever a program leaves behind becomes a child of this process, which ends it.
+        confinement.prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+        confinement.prctl(4, 0)  # PR_SET_DUMPABLE: memory and descriptors of this process are for nobody
+        connection.sendall(json.dumps(report).encode())
+
+    def serve(self) -> None:
+        """Until the connection closes or the parent is gone."""
+        poll = select.poll()
+        poll.register(self.connection, select.POLLIN)
+        while os.getppid() == self.settings["parent_pid"]:
+            if not poll.poll(1000):
+                continue
+            request, files, _, _ = socket.recv_fds(self.connection, 4096, 4)
+            if len(files) < 4:
+                return
+            report = self._run(files, json.loads(request))
+            for file in files:
+                os.close(file)
+            self.connection.sendall(json.dumps(report).encode())
+
+    def _run(self, files: list[int], request: dict[str, Any]) -> dict[str, Any]:
+        folder = os.path.join(self.settings["folder"], "work")
+        os.mkdir(folder, 0o700)
+        confined, confine = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(confined)
+            self._become_program(files, folder, request["writable"], confine)
+        os.close(confine)
+        with os.fdopen(confined, "rb") as pipe:
+            refusal = pipe.read()  # closed by the program once it is confined, or filled with the reason why it is not
+        started = time.monotonic()
+        try:
+            limit = self._wait(pid, started, folder if request["writable"] else None)
+        finally:  # also when the parent has gone
+            end_group(pid)
+            _, status, usage = os.wait4(pid, 0)
+            end_children()
+            shutil.rmtree(folder, ignore_errors=True)
+        code, cpu = os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
+        if code in (-signal.SIGKILL, -signal.SIGXCPU) and cpu >= self.settings["cpu_seconds"]:
+            limit = limit or "timeout"  # the kernel was quicker
+        return {"refusal": refusal.decode(), "code": code, "limit": limit, "seconds": time.monotonic() - started}
+
+    def _wait(self, pid: int, started: float, folder: str | None) -> str | None:
+        """Wait for the end of a process. The limit that it has reached, if it is one."""
+        ended, clock = os.pidfd_open(pid), (~pid << 3) | 2  # the kernel's name for the processor time of a process
+        try:
+            poll = select.poll()
+            for file in (ended, self.connection.fileno()):
+                poll.register(file, select.POLLIN)
+            while True:
+                left = self.settings["timeout_seconds"] - (time.monotonic() - started)
+                left = min(left, self.settings["cpu_seconds"] - time.clock_gettime(clock))
+                if left <= 0:
+                    return "timeout"
+                if folder and bytes_in(folder) > self.settings["output_limit_mb"] << 20:
+                    return "disk"
+                ready = [file for file, _ in poll.poll(1 + 1000 * min(left, 0.02 if folder else left))]
+                if ended in ready:
+                    return None
+                if ready:  # the parent sends nothing while it waits: it has hung up
+                    sys.exit(0)
+        finally:
+            os.close(ended)
+
+    def _try_filter(self) -> str:
+        """Whether a process can be put under the filter: "available", or why not."""
+        if self.machine not in confinement.AUDIT_NAMES:
+            return f"there is no table of system calls for {self.machine}, only for {' and '.join(confinement.AUDIT_NAMES)}"
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self._install_filter(has_folder=False)
+                os._exit(0)
+            except OSError as error:
+                os._exit(error.errno or 255)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        return "available" if code == 0 else f"the kernel refuses the filter ({os.strerror(abs(code))})"
+
+    def _install_filter(self, *, has_folder: bool) -> None:
+        confinement.prctl(38, 1)  # PR_SET_NO_NEW_PRIVS
+        writing = has_folder or self.ruleset is not None
+        rules = confinement.rules_for(self.machine, os.getpid(), may_open_for_writing=writing, has_folder=has_folder)
+        confinement.install_filter(confinement.assemble(rules, self.machine))
+
+    def _become_program(self, files: list[int], folder: str, writable: bool, confine: int) -> NoReturn:
+        try:
+            self._confine(files, folder, writable, confine)
+            with open(files[0], "rb") as file:
+                source = file.read()
+            os.close(confine)
+        except BaseException as error:
+            os.write(confine, f"{type(error).__name__}: {error}".encode())
+            os._exit(1)
+        run_program(source)
+
+    def _confine(self, files: list[int], folder: str, writable: bool, confine: int) -> None:
+        """Give up, in the new process, what a program does not need. The order matters: each step needs what later ones take."""
+        os.setsid()
+        confinement.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the worker
+        confinement.prctl(4, 1)  # its own /proc/self is its own
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.chdir(folder)
+        os.environ.clear()
+        ruleset = self.ruleset
+        if ruleset is not None and writable:
+            ruleset = confinement.landlock_ruleset(self.readable, folder)
+        program, *streams = files
+        for target, file in enumerate(streams):  # input, output, messages
+            os.dup2(file, target)
+        first = 3
+        for file in sorted({program, confine} | ({ruleset} if ruleset is not None else set())):
+            os.closerange(first, file)
+            first = file + 1
+        os.closerange(first, confinement.MAX_OPEN_FILES)
+        confinement.set_limits(
+            *(self.settings[name] for name in ("cpu_seconds", "memory_limit_mb", "output_limit_mb")),
+            bound_processes=not self.has_seccomp,
+        )
+        confinement.prctl(38, 1)  # PR_SET_NO_NEW_PRIVS
+        if ruleset is not None:
+            confinement.restrict_files(ruleset)
+        confinement.drop_capabilities()
+        if self.has_seccomp:
+            self._install_filter(has_folder=writable)
+
+
+def end_group(pid: int) -> None:
+    """Kill a process and those that it has started and that did not leave its session."""
+    for kill, whom in ((os.killpg, pid), (os.kill, pid)):
+        try:
+            kill(whom, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def end_children() -> None:
+    """Kill whoever is left, and whoever is left by those, until this process has no child."""
+    while True:
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                with open(f"/proc/{name}/stat") as file:
+                    if int(file.read().rpartition(")")[2].split()[1]) == os.getpid():
+                        os.kill(int(name), signal.SIGKILL)
+            except (FileNotFoundError, ProcessLookupError):
+                pass
+        time.sleep(0.001)
+
+
+def bytes_in(folder: str) -> int:
+    """Space that files take in a folder, and in those in it; an empty file counts as a block."""
+    total = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += max(4096, 512 * os.lstat(os.path.join(path, name)).st_blocks)
+            except FileNotFoundError:
+                pass
+        total += 4096
+    return total
+
+
+def run_program(source: bytes) -> NoReturn:
+    """Run a program as `python solution.py` would, in this process, and end it."""
+    module = ModuleType("__main__")
+    sys.modules["__main__"], sys.argv = module, ["solution.py"]
+    code = 1
+    try:
+        try:
+            lines = source.decode(errors="replace").splitlines(keepends=True)
+            linecache.cache["solution.py"] = (len(source), None, lines, "solution.py")  # for tracebacks
+            exec(compile(source, "solution.py", "exec", dont_inherit=True), module.__dict__)
+            code = 0
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
+            if code == 1 and not isinstance(stop.code, int):
+                print(stop.code, file=sys.stderr)
+        except BaseException as error:
+            traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
+        others = [True]
+        while others:  # as at the end of any interpreter: what still runs is waited for
+            others = [t for t in threading.enumerate() if not t.daemon and t is not threading.current_thread()]
+            for thread in others:
+                thread.join()
+        atexit._run_exitfuncs()
+        try:
+            sys.stdout.flush()
+        except (OSError, ValueError) as error:  # too much of it, or closed by the program
+            code = code or (1 if isinstance(error, OSError) else 0)
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.stderr.flush()
+    finally:
+        os._exit(code & 0xFF)
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a scheduler sends it to all; the worker ends after its parent
+    resource.setrlimit(resource.RLIMIT_NOFILE, (confinement.MAX_OPEN_FILES, confinement.MAX_OPEN_FILES))
+    builtins.exit = builtins.quit = sys.exit  # which `site` would define
+    for name in PRELOADED.split():
+        __import__(name)
+    gc.collect()
+    gc.freeze()  # the collector would touch, hence copy, the pages that programs share
+    connection = socket.socket(fileno=settings.pop("connection"))
+    try:
+        Worker(connection, settings).serve()
+    except ConnectionError:
+        pass  # the parent has gone
+    finally:
+        shutil.rmtree(settings["folder"], ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

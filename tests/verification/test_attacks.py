@@ -1,0 +1,180 @@
+"""The attacks of `attacks.py` with every layer, with one, and with none: who gets out, and that nobody is rewarded."""
+
+import os
+import re
+import socket
+import subprocess
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from attacks import ATTACKS, FUNCTIONS
+
+from pacs_trl.verification import Outcome
+from pacs_trl.verification.code import CodeVerifier
+
+
+EXPECTED = "EXPECTED-" + os.urandom(8).hex()
+LIMITS = {"cpu_seconds": 0.5, "timeout_seconds": 1.0, "memory_limit_mb": 256, "output_limit_mb": 4}
+
+
+def block(source):
+    return f"```python\n{source}\n```"
+
+
+class Recording(CodeVerifier):
+    """Keeps what the programs wrote."""
+
+    def _run(self, program, text, writable):
+        execution = super()._run(program, text, writable)
+        self.executions[program.partition("\n")[0]] = execution
+        return execution
+
+
+def started(layers):
+    verifier = Recording(num_workers=2, isolation="rlimits", **LIMITS)
+    verifier._layers, verifier.executions = layers, {}
+    return verifier
+
+
+class Surroundings:
+    """What the programs may reach for: files, servers, and a process."""
+
+    def __init__(self, stack, folder):
+        self.folder = folder
+        self.servers = {kind: stack.enter_context(socket.socket(*kinds)) for kind, kinds in SERVERS.items()}
+        self.unix, self.abstract = os.path.relpath(folder / "unix"), f"pacs-{os.getpid()}-{os.urandom(4).hex()}"
+        addresses = {
+            "tcp": ("127.0.0.1", 0),
+            "udp": ("127.0.0.1", 0),
+            "unix": self.unix,
+            "abstract": f"\0{self.abstract}",
+        }
+        for kind, server in self.servers.items():
+            server.bind(addresses[kind])
+            server.setblocking(False)
+            if kind != "udp":
+                server.listen(100)
+        self.victim = subprocess.Popen(["sleep", "100"])
+        stack.callback(self.victim.wait)
+        stack.callback(self.victim.kill)
+        maps = Path(f"/proc/{self.victim.pid}/maps").read_text().splitlines()
+        self.address = next(int(line.partition("-")[0], 16) for line in maps if " rw-p " in line)
+
+    def program(self, number, attack):
+        """The attack in a folder of its own. Its first line tells programs apart."""
+        folder = self.folder / str(number)
+        folder.mkdir()
+        (folder / "secret").write_text("x = 1\n")
+        known = {
+            "name": f"pacs-{os.getpid()}-{number}",
+            "folder": str(folder),
+            **{name: str(folder / name) for name in ("secret", "target", "late")},
+            "tcp": self.servers["tcp"].getsockname()[1],
+            "udp": self.servers["udp"].getsockname()[1],
+            "unix": str((self.folder / "unix").resolve()),
+            "abstract": self.abstract,
+            "victim": self.victim.pid,
+            "address": self.address,
+            "trainer": os.getpid(),
+            "variable": "PACS_PRIVATE_VARIABLE",
+        }
+        return f"T = {known!r}\n{attack.source}"
+
+    def was_reached(self):
+        """Servers that somebody has spoken to."""
+        reached = []
+        for kind, server in self.servers.items():
+            try:
+                server.recv(1) if kind == "udp" else server.accept()[0].close()
+                reached.append(kind)
+            except BlockingIOError:
+                pass
+        return reached
+
+    def changed(self):
+        """Folders in which something is not as it was."""
+        whole = {path.name for path in self.folder.iterdir() if path.is_dir()}
+        for name in sorted(whole):
+            secret = self.folder / name / "secret"
+            is_as_it_was = (
+                secret.is_file() and secret.read_text() == "x = 1\n" and secret.stat().st_mode & 0o777 == 0o644
+            )
+            if is_as_it_was and [path.name for path in (self.folder / name).iterdir()] == ["secret"]:
+                whole.remove(name)
+        return whole
+
+
+SERVERS = {
+    "tcp": (socket.AF_INET, socket.SOCK_STREAM),
+    "udp": (socket.AF_INET, socket.SOCK_DGRAM),
+    "unix": (socket.AF_UNIX, socket.SOCK_STREAM),
+    "abstract": (socket.AF_UNIX, socket.SOCK_STREAM),
+}
+
+
+def is_stopped(attack, level):
+    """Whether one of the layers that hold stops an attack."""
+    holding = {"limits", *level.layers} | ({"root"} if os.geteuid() == 0 else set())
+    if "landlock" in level.layers:
+        version = int(re.search(r"landlock (\d+)", level.text)[1])
+        holding |= {f"landlock {earlier}" for earlier in range(1, version + 1)}
+    return bool(holding & set(attack.stopped_by))
+
+
+def children(pid):
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def test_there_are_enough_attacks():
+    assert len(ATTACKS) >= 80 and len({attack.name for attack in ATTACKS}) == len(ATTACKS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [("landlock", "seccomp"), ("seccomp",), ("landlock",), ()], ids=str)
+def test_attacks(layers, tmp_path, monkeypatch):
+    monkeypatch.setenv("PACS_PRIVATE_VARIABLE", "private")
+    with ExitStack() as stack:
+        around = Surroundings(stack, tmp_path)
+        programs = [around.program(number, attack) for number, attack in enumerate(ATTACKS)]
+        tests = {"type": "stdin_stdout", "cases": [{"input": "nothing", "output": EXPECTED}]}
+        verifier = stack.enter_context(started(layers))
+        if set(verifier.level.layers) != set(layers):
+            pytest.skip(f"this machine has {verifier.level.text}")
+        # What an earlier program and its right output leave behind is there to be found.
+        assert (
+            verifier.grade([block(f"print({EXPECTED!r}) # earlier-{os.urandom(8).hex()}")] * 2, [tests] * 2)
+            == [1.0] * 2
+        )
+        grades = verifier.grade_detailed([block(program) for program in programs], [tests] * len(programs))
+        workers = [verifier._workers.get() for _ in range(2)]
+        assert not any(children(worker.pid) for worker in workers)
+        for worker in workers:
+            assert os.listdir(worker.folder) == []
+            verifier._workers.put(worker)
+        functions = {"type": "function", "name": "answer", "cases": [{"input": [], "output": EXPECTED}]}
+        labels = verifier.grade([block(program) for program in FUNCTIONS.values()], [functions] * len(FUNCTIONS))
+
+        got_out = {
+            attack.name
+            for attack, program in zip(ATTACKS, programs)
+            if "BREACH" in verifier.executions[program.partition("\n")[0]].output
+        }
+        print(
+            f"\n{verifier.level.text}: {len(got_out)} of {len(ATTACKS)} attacks succeed:", *sorted(got_out), sep="\n  "
+        )
+        rewarded = [a.name for a, grade in zip(ATTACKS, grades) if grade.outcome.label != 0.0]
+        assert not rewarded and labels == [0.0] * len(FUNCTIONS)
+        slow = {attack.name: grade.seconds for attack, grade in zip(ATTACKS, grades) if grade.seconds > 2.0}
+        assert not slow
+        assert not [a.name for a in ATTACKS if a.name in got_out and is_stopped(a, verifier.level)]
+        assert not [path for path in tmp_path.glob("*/late")]
+        if layers == ("landlock", "seccomp"):
+            assert not got_out and not around.was_reached() and not around.changed()
+            assert around.victim.poll() is None
+        if not layers:  # the attacks are what they claim to be
+            could = {attack.name for attack in ATTACKS if not is_stopped(attack, verifier.level)}
+            assert len(got_out) > 0.8 * len(could), sorted(could - got_out)
+        outcomes = {attack.name: grade.outcome for attack, grade in zip(ATTACKS, grades)}
+        for name in ("infinite loop", "sleep", "stop oneself", "signals ignored", "patched worker"):
+            assert outcomes[name] is Outcome.TIMEOUT, name

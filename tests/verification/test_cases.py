@@ -1,0 +1,161 @@
+"""Reading tests, finding the program in a completion, comparing outputs: pure functions."""
+
+import json
+
+import pytest
+
+from pacs_trl.verification.cases import ProblemTests, is_expected, json_of_tests, last_program, read_tests
+
+
+def expected_of(compare, expected, output, function=None):
+    return is_expected(ProblemTests(function, (("", expected),), compare), expected, output)
+
+
+class TestComparison:
+    @pytest.mark.parametrize(
+        ("compare", "expected", "output", "right"),
+        [
+            ("tokens", "1 2\n3\n", "1 2 3", True),
+            ("tokens", "1 2 3", "1 2", False),  # a correct prefix
+            ("tokens", "1 2", "1 2 3", False),
+            ("tokens", "0.5", "0.50", False),
+            ("tokens", "", "\n \n", True),
+            ("tokens", "", "0", False),
+            ("tokens", "YES", "yes", False),
+            ("floats", "0.5", "0.50", True),
+            ("floats", "0.333333", "0.33333333333", True),
+            ("floats", "0.333333", "0.3334", False),
+            ("floats", "1e-9", "0", True),
+            ("floats", "1e9", "1000000500", True),  # relatively
+            ("floats", "3", "3.0", False),  # a whole number is written as such
+            ("floats", "3.0", "3", True),
+            ("floats", "1000000000000000000.5", "x", False),
+            ("floats", "nan", "nan", True),  # equal as text
+            ("floats", "1.0", "nan", False),
+            ("floats", "inf.", "inf", False),
+            ("floats", "2.5", "2.5" + "0" * 200, False),
+            ("lines", "1 2\n3", "1 2 \n 3\n\n", True),
+            ("lines", "1 2\n3", "1 2 3", False),
+            ("lines", "3", "3.0", True),
+            ("lines", "50000000000000000", "50000000000000001", False),
+            ("lines", "a 1", "a 1.0", False),
+            ("lines", "", "", True),
+        ],
+    )
+    def test_texts(self, compare, expected, output, right):
+        assert expected_of(compare, expected, output) is right
+
+    @pytest.mark.parametrize(
+        ("compare", "expected", "output", "right"),
+        [
+            ("floats", 3, "debug 7\n\n3\n", True),  # what it printed before does not count
+            ("floats", 3, "3\n4\n", False),
+            ("floats", 0.1, "0.10000000001", True),
+            ("tokens", 0.1, "0.10000000001", False),
+            ("floats", [1, [2.0]], "[1, [2]]", True),
+            ("floats", [1, 2], "[1, 2, 3]", False),
+            ("floats", {"a": 1.5}, '{"a": 1.5000000001}', True),
+            ("floats", {"a": 1}, '{"a": 1, "b": 2}', False),
+            ("floats", "1", "1", False),  # a number is no text
+            ("floats", None, "null", True),
+            ("floats", True, "false", False),
+            ("floats", 1.0, "NaN", False),
+            ("floats", 1.0, '"x"', False),
+        ],
+    )
+    def test_values(self, compare, expected, output, right):
+        assert expected_of(compare, expected, output, "f") is right
+
+    @pytest.mark.parametrize("output", ["", "nothing", "[" * 50_000])
+    def test_no_value(self, output):
+        with pytest.raises(ValueError):
+            expected_of("floats", 1, output, "f")
+
+    def test_an_endless_output_is_not_read(self):
+        assert not expected_of("tokens", "x", "x" + " " * 100_000)
+
+
+class TestLastProgram:
+    @pytest.mark.parametrize(
+        ("completion", "program"),
+        [
+            ("```python\nprint(1)\n```", "print(1)"),
+            ("```\nprint(1)\n```", "print(1)"),
+            ("```py\nprint(1)\n``` and so on", None),  # not closed
+            ("```py\nprint(1)\n```\nand so on", "print(1)"),
+            ("a\n```python\n1\n```\nb\n```Python3\n2\n```", "2"),
+            ("```python\n1\n```\n```cpp\nint main;\n```", "1"),
+            ("```cpp\nint main;\n```", None),
+            ("```python\n1\n```\n```python\n2", "1"),  # the second was cut
+            ("```python\n1\n```python\n2\n```", "2"),
+            ("1. First:\n   ```python\n   if 1:\n       print(1)\n   ```", "if 1:\n    print(1)"),
+            ("```python\n   \n```", None),
+            ("```python\n```", None),
+            ("print(1)", None),
+            ("", None),
+            ("```python\ns = '```'\n```", "s = '```'"),
+            ("```python\r\nprint(1)\r\n```", "print(1)\r"),
+        ],
+    )
+    def test_blocks(self, completion, program):
+        assert last_program(completion) == program
+
+    def test_time_is_linear(self):
+        assert last_program("```python\n" * 20_000) is None
+        assert last_program("`" * 200_000) is None
+
+
+STDIN = {"type": "stdin_stdout", "cases": [{"input": "1", "output": "2"}]}
+
+
+class TestReading:
+    def test_json_is_as_good_as_a_mapping(self):
+        assert read_tests(json.dumps(STDIN)) == read_tests(STDIN) == ProblemTests(None, (("1", "2"),))
+
+    def test_function(self):
+        tests = read_tests({"type": "function", "name": "f", "cases": [{"input": [1, "a"], "output": (1, 2)}]})
+        assert tests == ProblemTests("f", (('[1, "a"]', [1, 2]),))
+
+    @pytest.mark.parametrize(
+        ("value", "message"),
+        [
+            (None, "must be a mapping"),
+            ("{", "must be JSON"),
+            ("[" * 100_000, "must be JSON"),
+            ([], "must be a mapping"),
+            ({}, "`type` of tests must be"),
+            (STDIN | {"type": "unit"}, "'stdin_stdout' or 'function', got 'unit'"),
+            (STDIN | {"cases": []}, "at least one case"),
+            (STDIN | {"cases": [{"input": "1"}]}, "Case 0 of the tests must have `input` and `output`"),
+            (STDIN | {"cases": [{"input": 1, "output": "2"}]}, "must be text"),
+            (STDIN | {"compare": "near"}, "one of floats, tokens, lines, got 'near'"),
+            (STDIN | {"language": "cpp"}, "Only Python programs are run, but these tests are for 'cpp'"),
+            ({"type": "function", "cases": STDIN["cases"]}, "`name` of tests"),
+            ({"type": "function", "name": "f; import os", "cases": STDIN["cases"]}, "`name` of tests"),
+            ({"type": "function", "name": "f", "cases": [{"input": 1, "output": 2}]}, "the list of arguments"),
+        ],
+    )
+    def test_malformed(self, value, message):
+        with pytest.raises(ValueError, match=message):
+            read_tests(value)
+
+    def test_columns_of_data_sets(self):
+        info = {"language": "python", "test_cases": [{"type": "stdin_stdout", "input": "1", "output": "2"}]}
+        assert json.loads(json_of_tests(info)) == json.loads(json_of_tests(json.dumps(info))) == STDIN
+        calls = [{"type": "function_call", "fn_name": "f", "input": "[1, 2]", "output": "[3]"}]
+        read = json.loads(json_of_tests({"language": "python", "test_cases": calls}))
+        assert read == {"type": "function", "name": "f", "cases": [{"input": [1, 2], "output": 3}]}
+        assert json.loads(json_of_tests(STDIN)) == STDIN
+        for broken in (
+            None,
+            "",
+            "x",
+            3,
+            {},
+            {"test_cases": []},
+            {"test_cases": [{}]},
+            {"test_cases": calls + info["test_cases"]},
+        ):
+            assert json_of_tests(broken) is None
+        with pytest.raises(ValueError, match="for 'cpp'"):
+            json_of_tests(info | {"language": "cpp"})

@@ -1,0 +1,330 @@
+"""`CodeVerifier`: outcomes of programs, limits, levels of confinement, and what it leaves behind (nothing)."""
+
+import json
+import os
+import signal
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from pacs_trl.verification import Outcome, VerificationArguments, code
+from pacs_trl.verification.code import CodeVerifier, Level
+
+
+SUM = {"type": "stdin_stdout", "cases": [{"input": "1 2\n", "output": "3\n"}, {"input": "5 6\n", "output": "11\n"}]}
+ADD = {"type": "function", "name": "add", "cases": [{"input": [1, 2], "output": 3}, {"input": [5, 6], "output": 11}]}
+READ = "a, b = map(int, input().split())\n"
+
+
+def block(source):
+    return f"Here it is:\n```python\n{source}\n```\nDone."
+
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def is_running(pid):
+    return Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.fixture(scope="module")
+def verifier():
+    with CodeVerifier(
+        num_workers=2, cpu_seconds=0.4, timeout_seconds=2.0, isolation="rlimits", memory_limit_mb=256
+    ) as v:
+        yield v
+
+
+def outcomes_of(verifier, programs, tests):
+    return [grade.outcome for grade in verifier.grade_detailed([block(p) for p in programs], [tests] * len(programs))]
+
+
+class TestOutcomes:
+    @pytest.mark.parametrize(
+        ("program", "outcome", "share", "error"),
+        [
+            (READ + "print(a + b)", Outcome.CORRECT, 1.0, ""),
+            ("print(4)", Outcome.WRONG, 0.0, ""),
+            ("while True: pass", Outcome.TIMEOUT, 0.0, "timeout"),
+            ("raise ValueError('x')", Outcome.ERROR, 0.0, "ValueError"),
+            ("print(", Outcome.ERROR, 0.0, "SyntaxError"),
+            ("print(4); exit(2)", Outcome.ERROR, 0.0, "error"),
+            ("import numpy", Outcome.ERROR, 0.0, "ModuleNotFoundError"),
+            ("x = 'x' * 10**9", Outcome.ERROR, 0.0, "MemoryError"),
+            ("import os; os.abort()", Outcome.KILLED, 0.0, "killed"),
+        ],
+    )
+    def test_programs(self, verifier, program, outcome, share, error):
+        (grade,) = verifier.grade_detailed([block(program)], [SUM])
+        assert (grade.outcome, grade.error) == (outcome, error)
+        assert grade.share == share and (grade.outcome.label == 1.0) == (outcome is Outcome.CORRECT)
+
+    @pytest.mark.parametrize(
+        "program",
+        [
+            "import sys\na, b = map(int, sys.stdin.read().split())\nprint(a + b)",
+            "import sys\nprint(sum(map(int, sys.stdin.readline().split())))",
+            "import sys\nfor line in sys.stdin:\n    print(sum(map(int, line.split())))",
+            "import sys\nprint(sum(map(int, sys.stdin.buffer.read().split())))",
+            "print(sum(map(int, open(0).read().split())))",
+            "print(sum(map(int, open('/dev/stdin').read().split())))",
+            "import os\nprint(sum(map(int, os.read(0, 100).split())))",
+            "import fileinput\nfor line in fileinput.input():\n    print(sum(map(int, line.split())))",
+            "import io, os\ninput = io.BytesIO(os.read(0, os.fstat(0).st_size)).readline\nprint(sum(map(int, input().split())))",
+            f"def main():\n    {READ}    print(a + b)\nif __name__ == '__main__':\n    main()",
+            f"import threading\ndef f():\n    {READ}    print(a + b)\nthreading.Thread(target=f).start()",
+            f"import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(1 << 26)\ndef f(n):\n    return f(n - 1) if n else 0\n"
+            f"def g():\n    {READ}    print(a + b + f(20000))\nt = threading.Thread(target=g)\nt.start()\nt.join()",
+            f"{READ}import sys\nsys.stdout.write(str(a + b))\nsys.exit()",
+            f"{READ}print(a + b)\nquit()",
+            f"{READ}import atexit\natexit.register(print, a + b)",
+            f"{READ}import os\nos.write(1, str(a + b).encode())",
+            f"{READ}print(a + b, file=open(1, 'w'))",
+            f"{READ}print(a + b, file=open('/dev/stdout', 'w'))",
+            f"{READ}import os, sys\nsys.stderr = open(os.devnull, 'w')\nprint('x', file=sys.stderr)\nprint(a + b)",
+            f"{READ}from functools import lru_cache\n@lru_cache(None)\ndef f(n):\n    return f(n - 1) if n else 0\n"
+            "import sys\nsys.setrecursionlimit(10**5)\nprint(a + b + f(5000))",
+            f"{READ}print(a + b)\nassert __name__ == '__main__' and __import__('sys').argv[1:] == []",
+            f"{READ}from __future__ import annotations\nprint(a + b)".replace(READ, "").replace(
+                "print(a", READ + "print(a"
+            ),
+        ],
+    )
+    def test_input_in_odd_ways(self, verifier, program):
+        (grade,) = verifier.grade_detailed([block(program)], [SUM])
+        assert grade.outcome is Outcome.CORRECT, grade
+
+    @pytest.mark.parametrize(
+        ("program", "outcome"),
+        [
+            ("def add(a, b):\n    return a + b", Outcome.CORRECT),
+            ("class Solution:\n    def add(self, a, b):\n        return a + b", Outcome.CORRECT),
+            ("add = lambda *a: print('noise') or sum(a)", Outcome.CORRECT),
+            ("def add(a, b):\n    return a + b\nif __name__ == '__main__':\n    print(input())", Outcome.CORRECT),
+            ("def add(a, b):\n    return 3", Outcome.WRONG),
+            ("def plus(a, b):\n    return a + b", Outcome.ERROR),
+            ("def add(a):\n    return a", Outcome.ERROR),
+            ("def add(a, b):\n    return {a}", Outcome.ERROR),
+        ],
+    )
+    def test_functions(self, verifier, program, outcome):
+        assert outcomes_of(verifier, [program], ADD) == [outcome]
+
+    def test_what_is_no_program(self, verifier):
+        completions = ["", "no idea", None, 3, "```cpp\nint main() {}\n```", "```python\nprint(3)", "x" * 300_000]
+        outcomes = [grade.outcome for grade in verifier.grade_detailed(completions, [SUM] * 7)]
+        assert outcomes == [Outcome.NO_ANSWER] * 6 + [Outcome.TOO_LONG]
+
+    def test_tests_that_cannot_be_read_are_no_verdict(self, verifier):
+        assert verifier.grade([block("print(3)")] * 3, [None, "{", SUM | {"language": "cpp"}]) == [None] * 3
+        grade = verifier.grade_detailed([block("print(3)")], [SUM | {"language": "cpp"}])[0]
+        assert "Only Python programs are run" in grade.error
+
+    def test_lengths_must_agree(self, verifier):
+        with pytest.raises(ValueError, match="2 completions and 1 tests"):
+            verifier.grade(["", ""], [SUM])
+
+    def test_share_of_tests(self):
+        with CodeVerifier(num_workers=1, isolation="rlimits", stop_early=False) as verifier:
+            grades = verifier.grade_detailed(
+                [block("print(11)"), block(READ + "print(a + b)")], [SUM, json.dumps(SUM)]
+            )
+        assert [(grade.outcome, grade.share) for grade in grades] == [(Outcome.WRONG, 0.5), (Outcome.CORRECT, 1.0)]
+
+    def test_order_of_sets_is_the_same_in_every_process(self, verifier):
+        program = "print(*{'a', 'b', 'c', 'd', 'e', 'f'})"
+        assert len({execution.output for execution in verifier.run([program] * 6, [""] * 6)}) == 1
+        with CodeVerifier(num_workers=1, isolation="rlimits") as other:
+            assert other.run([program], [""])[0].output == verifier.run([program], [""])[0].output
+
+    def test_a_folder_to_write_to(self, verifier):
+        program = (
+            "import os\nopen('x', 'w').write('3')\nos.mkdir('d')\nos.rename('x', 'd/x')\nprint(open('d/x').read())"
+        )
+        outcomes = outcomes_of(
+            verifier, [program], {"type": "stdin_stdout", "cases": [{"input": "", "output": "3"}], "writable": True}
+        )
+        assert outcomes == [Outcome.CORRECT]
+        many = "for i in range(10**6):\n    open(str(i), 'wb').write(bytes(1 << 16))"
+        (grade,) = verifier.grade_detailed([block(many)], [SUM | {"writable": True}])
+        assert grade.outcome in (Outcome.KILLED, Outcome.TIMEOUT)
+        if verifier.level.layers == ("landlock", "seccomp"):
+            assert (
+                outcomes_of(verifier, ["open('../x', 'w')", "open('/tmp/x', 'w')"], SUM | {"writable": True})
+                == [Outcome.ERROR] * 2
+            )
+
+
+class TestRemembering:
+    def test_equal_programs_run_once(self, verifier, monkeypatch):
+        runs = []
+        monkeypatch.setattr(
+            CodeVerifier, "_grade_one", lambda self, *job: runs.append(job) or code.CodeGrade(Outcome.WRONG, 0.1, 0.0)
+        )
+        fresh = block("print('a program of this test')")
+        assert verifier.grade([fresh, fresh], [SUM, dict(reversed(SUM.items()))]) == [0.0, 0.0]
+        assert verifier.grade([fresh], [SUM]) == [0.0]
+        assert len(runs) == 1
+        verifier.grade([fresh], [ADD])
+        assert len(runs) == 2
+
+    def test_a_kill_is_not_remembered(self, verifier, monkeypatch):
+        runs = []
+        monkeypatch.setattr(
+            CodeVerifier, "_grade_one", lambda self, *job: runs.append(job) or code.CodeGrade(Outcome.KILLED, 0.1, 0.0)
+        )
+        for _ in range(2):
+            verifier.grade([block("print('another program of this test')")], [SUM])
+        assert len(runs) == 2
+
+
+class TestLevels:
+    def test_the_level_is_measured_and_told(self, verifier):
+        assert verifier.level.text.endswith("rlimits") or verifier.level.text == "rlimits only"
+        assert verifier.facts()["confinement"] == verifier.level.text
+
+    @pytest.mark.parametrize(
+        ("layers", "missing"), [((), "landlock and seccomp"), (("seccomp",), "landlock"), (("landlock",), "seccomp")]
+    )
+    def test_less_than_asked_for_is_refused(self, layers, missing):
+        verifier = CodeVerifier(num_workers=2)
+        verifier._layers = layers
+        with pytest.raises(
+            ValueError,
+            match=f"asks for landlock.seccomp; {missing} does not hold: .*switched off.*set `code_isolation`",
+        ):
+            verifier.grade([block("print(3)")], [SUM])
+        assert verifier._workers.empty()
+
+    def test_a_layer_that_does_not_hold_is_not_believed(self, monkeypatch):
+        """The probe decides, not what the worker says that it has installed."""
+        monkeypatch.setattr(code, "_PROBE", code._PROBE.replace("not can(socket.socket)", "False"))
+        with pytest.raises(ValueError, match="seccomp does not hold|landlock and seccomp"):
+            CodeVerifier(num_workers=1).start()
+
+    def test_no_program_runs_where_it_cannot_be_confined(self, verifier):
+        with CodeVerifier(num_workers=1, isolation="rlimits", memory_limit_mb=128) as small:
+            worker = small._workers.get()
+            worker.limits["timeout_seconds"] = 2.0
+            small._workers.put(worker)
+            assert small.grade([block(READ + "print(a + b)")], [SUM]) == [1.0]
+
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"num_workers": 0}, "`num_workers` must be at least 1"),
+            ({"cpu_seconds": 7.0}, "at most `timeout_seconds`"),
+            ({"cpu_seconds": 0.0}, "must be positive"),
+            ({"memory_limit_mb": 64}, "at least 128"),
+            ({"output_limit_mb": 0}, "at least 1"),
+            ({"isolation": "docker"}, "must be one of landlock.seccomp, seccomp"),
+        ],
+    )
+    def test_settings(self, settings, message):
+        with pytest.raises(ValueError, match=message):
+            CodeVerifier(**settings)
+
+    def test_arguments(self):
+        built = VerificationArguments(
+            code_label="share", code_cpu_seconds=1.0, verification_num_workers=3
+        ).build_code()
+        assert (built.stop_early, built.cpu_seconds, built.num_workers) == (False, 1.0, 3)
+        with pytest.raises(ValueError, match="`code_label` must be 'all' or 'share'"):
+            VerificationArguments(code_label="some")
+
+
+class TestProcesses:
+    def test_nothing_is_left_behind(self, verifier, tmp_path):
+        verifier.grade([block("print(3)")], [SUM])
+        before, folders = descriptors(), sorted(os.listdir(os.environ["TMPDIR"]))
+        for number in range(200):
+            verifier.grade([block(f"print({number})"), block(f"raise SystemExit({number})")], [SUM, SUM])
+        workers = [verifier._workers.get() for _ in range(2)]
+        for worker in workers:
+            assert not Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text()
+            assert len(os.listdir(f"/proc/{worker.pid}/fd")) < 10 and not os.listdir(worker.folder)
+            verifier._workers.put(worker)
+        assert descriptors() == before and sorted(os.listdir(os.environ["TMPDIR"])) == folders
+
+    def test_closing_ends_everything(self):
+        with CodeVerifier(num_workers=2, isolation="rlimits") as verifier:
+            workers = [verifier._workers.get() for _ in range(2)]
+            for worker in workers:
+                verifier._workers.put(worker)
+        assert not any(is_running(worker.pid) or os.path.exists(worker.folder) for worker in workers)
+        assert verifier.grade([block(READ + "print(a + b)")], [SUM]) == [1.0]  # starts anew
+        verifier.close()
+
+    def test_a_killed_worker_is_replaced(self):
+        with CodeVerifier(num_workers=1, isolation="rlimits") as verifier:
+            worker = verifier._workers.get()
+            verifier._workers.put(worker)
+            os.kill(worker.pid, signal.SIGKILL)
+            assert verifier.grade([block(READ + f"print(a + b) # {i}") for i in range(2)], [SUM] * 2) == [1.0] * 2
+
+    def test_workers_that_cannot_start(self, monkeypatch):
+        monkeypatch.setattr(sys, "executable", "/bin/false")
+        with pytest.raises(RuntimeError, match="No worker could be started"):
+            CodeVerifier(num_workers=2).start()
+
+    def test_the_signal_that_a_scheduler_sends_to_all_disturbs_nothing(self, verifier):
+        workers = [verifier._workers.get() for _ in range(2)]
+        for worker in workers:
+            verifier._workers.put(worker)
+            os.kill(worker.pid, signal.SIGTERM)
+        assert verifier.grade([block(READ + "print(a + b) # after the signal")], [SUM]) == [1.0]
+        assert all(is_running(worker.pid) for worker in workers)
+
+    def test_a_forked_process_has_workers_of_its_own(self, verifier):
+        pid = os.fork()
+        if pid == 0:
+            right = verifier.grade([block(READ + "print(a + b) # in a fork")], [SUM]) == [1.0]
+            verifier.close()
+            os._exit(0 if right else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert verifier.grade([block(READ + "print(a + b) # after a fork")], [SUM]) == [1.0]
+
+
+class Fusion(BaseHTTPRequestHandler):
+    """A SandboxFusion server that knows three programs."""
+
+    def do_POST(self):
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert self.path == "/run_code" and request["language"] == "python"
+        kind = request["code"].partition("#")[2].strip()
+        result = {
+            "sum": {
+                "status": "Finished",
+                "return_code": 0,
+                "stdout": str(sum(map(int, request["stdin"].split() or [0]))),
+            },
+            "slow": {"status": "TimeLimitExceeded", "return_code": None},
+            "broken": {"status": "Finished", "return_code": 1, "stderr": "Traceback\nKeyError: 1\n"},
+        }.get(kind, {"status": "Finished", "return_code": 0, "stdout": "1"})
+        body = json.dumps({"status": "Success", "run_result": result}).encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments):
+        pass
+
+
+def test_sandbox_fusion():
+    server = HTTPServer(("127.0.0.1", 0), Fusion)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        with CodeVerifier(num_workers=1, sandbox_url=f"http://127.0.0.1:{server.server_port}/") as verifier:
+            assert verifier.level == Level((), f"SandboxFusion at http://127.0.0.1:{server.server_port}")
+            grades = verifier.grade_detailed([block("# sum"), block("# slow"), block("# broken")], [SUM] * 3)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert [grade.outcome for grade in grades] == [Outcome.CORRECT, Outcome.TIMEOUT, Outcome.ERROR]
+    assert grades[2].error == "KeyError"
+    with pytest.raises(RuntimeError, match="No worker could be started .*does not run programs"):
+        CodeVerifier(num_workers=1, sandbox_url="http://127.0.0.1:9").grade([block("print(3)")], [SUM])
