@@ -216,8 +216,13 @@ def readable_places() -> list[str]:
     places = [entry.path for entry in os.scandir(library) if entry.name not in ("site-packages", "dist-packages")]
     with open("/proc/self/maps") as maps:
         mapped = {line.split(maxsplit=5)[5].strip() for line in maps if ".so" in line}
-    folders = {os.path.dirname(path) for path in mapped if not path.startswith(library) and "-packages" not in path}
-    return [*places, *sorted(folders), "/dev/urandom", "/dev/random", "/etc/ld.so.cache"]
+    # Others of its neighbors may be needed, too, but not where the standard library and its packages are below.
+    libraries = {
+        path if library.startswith(os.path.dirname(path) + "/") else os.path.dirname(path)
+        for path in mapped
+        if not path.startswith(library) and "-packages" not in path
+    }
+    return [*places, *sorted(libraries), "/dev/urandom", "/dev/random", "/etc/ld.so.cache"]
 
 
 # --- Limits ---

@@ -112,7 +112,7 @@ _SHORT = [
     ("run a shell", SECCOMP, "breach(os.system('true') == 0)"),
     ("start a process", SECCOMP, "import subprocess; breach(subprocess.run(['/bin/true']).returncode == 0)"),
     ("spawn a process", SECCOMP, "breach(os.posix_spawn('/bin/true', ['true'], {}) > 0)"),
-    ("become another program", SECCOMP, "breach(libc.execl(b'/bin/echo', b'echo', b'BREACH', None))"),
+    ("become another program", SECCOMP, "libc.execl(b'/bin/echo', b'echo', b'BREACH', None)"),
     ("become a program in memory", SECCOMP, "f = os.memfd_create('x'); os.execve(f, ['x'], {}) if f else 0"),
     ("fork by a system call", SECCOMP, "pid = call(57); os._exit(0) if pid == 0 else breach(pid > 0)"),
     ("clone a process", SECCOMP, "pid = call(56, 17, 0, 0, 0, 0); os._exit(0) if pid == 0 else breach(pid > 0)"),
@@ -408,8 +408,8 @@ print(Equal("x"))
         """
 frame = sys._getframe()
 while frame:
-    for name, value in frame.f_locals.items():
-        if hasattr(value, "settings"):
+    for value in list(frame.f_locals.values()):
+        if isinstance(getattr(value, "settings", None), dict):
             value.settings.update(cpu_seconds=1e9, timeout_seconds=1e9)
     frame = frame.f_back
 while True:

@@ -165,8 +165,9 @@ def test_attacks(layers, tmp_path, monkeypatch):
         )
         rewarded = [a.name for a, grade in zip(ATTACKS, grades) if grade.outcome.label != 0.0]
         assert not rewarded and labels == [0.0] * len(FUNCTIONS)
-        slow = {attack.name: grade.seconds for attack, grade in zip(ATTACKS, grades) if grade.seconds > 2.0}
-        assert not slow
+        # Their limit is 1 second, theirs to stay are 20; how far apart the two lie depends on how busy the machine is.
+        print("longest:", max(grade.seconds for grade in grades))
+        assert not {attack.name: grade.seconds for attack, grade in zip(ATTACKS, grades) if grade.seconds > 15.0}
         assert not [a.name for a in ATTACKS if a.name in got_out and is_stopped(a, verifier.level)]
         assert not [path for path in tmp_path.glob("*/late")]
         if layers == ("landlock", "seccomp"):
