@@ -6,6 +6,7 @@ A score is a claim about a grader as much as about a model. This command takes s
 `log_completions` writes, the sample files of `pacs-trl evaluate` together with `--benchmark`, or any JSON lines or Parquet
 file), grades each completion with the authors' protocol, with TRL's `accuracy_reward` and by comparing the text of the last
 box, and prints the verdicts side by side. Golds so small that a grader takes 0.0 for them are named. It changes nothing.
+With --programs it runs the reference solutions of a set of programming problems instead (`audit_programs.py`).
 """
 
 import argparse
@@ -19,6 +20,7 @@ from ..data.sets import read_rows
 from ..rewards import completion_text
 from ..settings.command_line import Parser
 from ..verification import MAX_CHARACTERS, Outcome, VerificationArguments, gold_texts, last_boxed
+from .audit_programs import audit_programs
 
 
 PROTOCOLS = ("authors", "trl", "text")
@@ -27,8 +29,10 @@ PROTOCOLS = ("authors", "trl", "text")
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `pacs-trl audit`; returns the exit status."""
     parser = Parser("audit", __doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--completions", required=True, help=".jsonl, .json or .parquet file with one row per completion or group"
+    subject = parser.add_mutually_exclusive_group(required=True)
+    subject.add_argument("--completions", help=".jsonl, .json or .parquet file with one row per completion or group")
+    subject.add_argument(
+        "--programs", help="set of programming problems (name, NAME=FILE or FILE): run its reference solutions"
     )
     parser.add_argument("--completion_column", default="completion", help="text, messages, or a list of completions")
     parser.add_argument("--solution_column", default="solution", help="gold answer")
@@ -36,7 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--protocols", nargs="+", choices=PROTOCOLS, default=list(PROTOCOLS))
     parser.add_argument("--num_workers", type=int, help="grading processes (default: one per processor)")
     parser.add_argument("--examples", type=int, default=5, help="disagreements to print for each pair of protocols")
+    parser.add_argument("--reference_column", default="gold_standard_solution", help="of --programs: the solutions")
+    parser.add_argument("--max_problems", type=int, help="of --programs: only the first so many")
     args = parser.parse_args(argv)
+    if args.programs:
+        return audit_programs(args)
 
     texts, golds = read_completions(args)
     graded = {protocol: grade_with_zeros(texts, golds, protocol, args.num_workers) for protocol in args.protocols}

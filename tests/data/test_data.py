@@ -15,7 +15,9 @@ from pacs_trl.data import (
     gold_answer,
     load_training_data,
 )
+from pacs_trl.data.sets import CODE_INSTRUCTION
 from pacs_trl.evaluation.benchmarks import load_benchmark
+from pacs_trl.verification.cases import read_tests
 
 
 DATA = Path(__file__).parent
@@ -126,9 +128,11 @@ class TestNamedSets:
 
         def load_dataset(hub_id, config, *, split, revision):
             asked[hub_id] = (config, split, revision)
-            return Dataset.from_list([{row.problem_column: "1+1", row.solution_column: "so #### \\boxed{2}"}])
+            return Dataset.from_list([{row.problem_column: "1+1", row.solution_column: cell}])
 
         row = TRAINING_SETS[name]
+        tests = {"language": "python", "test_cases": [{"type": "stdin_stdout", "input": "1", "output": "2"}]}
+        cell = tests if row.answer_in == "tests" else "so #### \\boxed{2}"
         monkeypatch.setattr("datasets.load_dataset", load_dataset)
         assert len(load(name)[0]) == 1
         assert asked == {row.hub_id: (row.config, "train", row.revision)}
@@ -136,7 +140,30 @@ class TestNamedSets:
         assert asked == {row.hub_id: ("other", "test", "main")}
 
     def test_every_revision_is_a_commit(self):
-        assert all(len(training_set.revision) == 40 for training_set in TRAINING_SETS.values())
+        """Where it is known: those of the sets of programs are not."""
+        unknown = {"verifiable_coding", "prime_coding"}
+        assert {name for name, training_set in TRAINING_SETS.items() if training_set.revision is None} == unknown
+        assert all(len(TRAINING_SETS[name].revision) == 40 for name in TRAINING_SETS.keys() - unknown)
+
+    def test_programs_and_their_tests(self, caplog):
+        path = str(DATA / "verifiable_coding.jsonl")
+        train, _ = load("verifiable_coding", dataset_path=path)
+        assert sorted(train["problem_id"]) == ["half", "slow", "sum", "wrong_test"]
+        assert "Dropped 1 of 5 rows" in caplog.text
+        row = next(row for row in train if row["problem_id"] == "sum")
+        assert read_tests(row["solution"]).cases == (("1 2\n", "3\n"), ("10 -4\n", "6\n"))
+        assert row["prompt"][0]["content"].endswith(f"their sum. {CODE_INSTRUCTION}")
+        own, _ = load("verifiable_coding", dataset_path=path, prompt_instruction="Write Python.")
+        assert own[0]["prompt"][0]["content"].endswith(" Write Python.")
+
+    def test_tests_of_ones_own_and_of_other_languages(self, tmp_path):
+        tests = {"type": "function", "name": "f", "cases": [{"input": [1], "output": 2}]}
+        file = write_jsonl(tmp_path / "own.jsonl", [{"problem": "Add 1.", "tests": tests}] * 2)
+        train, _ = load(file, solution_column="tests")
+        assert read_tests(train["solution"][0]) == read_tests(tests)
+        file = write_jsonl(tmp_path / "own.jsonl", [{"problem": "?", "tests": {**tests, "language": "cpp"}}])
+        with pytest.raises(ValueError, match="Row 0 of .*Only Python programs are run, but these tests are for 'cpp'"):
+            load(file, solution_column="tests")
 
 
 class TestMiniature:

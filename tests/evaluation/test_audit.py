@@ -1,6 +1,7 @@
 """`pacs-trl audit`: files it reads, counts it prints, disagreements it finds."""
 
 import json
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from pacs_trl.evaluation.audit import main
 
 
+DATA = Path(__file__).parents[1] / "data"
 ROWS = [
     {"completion": r"so \boxed{\frac{1}{2}}", "solution": "0.5"},  # equal for a grader that can calculate
     {"completion": "The final answer is 42", "solution": "42"},  # no box: TRL and the text comparison find nothing
@@ -123,3 +125,34 @@ def test_errors(tmp_path, path):
     with pytest.raises(ValueError, match=".jsonl, .json or .parquet"):
         (tmp_path / "completions.csv").write_text("completion,solution\n")
         main(["--completions", str(tmp_path / "completions.csv")])
+
+
+class TestPrograms:
+    """`--programs`: the reference solutions of a set against its tests."""
+
+    def test_those_that_fail_are_listed(self, capsys):
+        assert main(["--programs", f"verifiable_coding={DATA / 'verifiable_coding.jsonl'}", "--num_workers", "2"]) == 0
+        printed = capsys.readouterr().out
+        assert printed.startswith("5 problems of verifiable_coding=") and "seccomp" in printed
+        listed = [line.strip() for line in printed.splitlines() if line.startswith("  row ")]
+        assert listed[0] == "row 2 (wrong_test): wrong: passes 50% of the tests up to the first that fails"
+        assert listed[1].startswith("row 3 (no_tests): gold_unparseable: tests missing or malformed: ")
+        assert listed[2:] == ["row 4 (slow): timeout: timeout"]
+
+    def test_a_file_of_ones_own(self, tmp_path, capsys):
+        tests = {"type": "function", "name": "f", "cases": [{"input": [1], "output": 2}]}
+        rows = [
+            {"answer": tests, "code": "def f(x): return x + 1"},
+            {"answer": {**tests, "language": "cpp"}, "code": "int f;"},
+        ]
+        file = tmp_path / "own.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        main(["--programs", str(file), "--reference_column", "code", "--num_workers", "1"])
+        assert (
+            "row 1 (1): gold_unparseable: Only Python programs are run, but these tests are for 'cpp'"
+            in capsys.readouterr().out
+        )
+        with pytest.raises(ValueError, match="no column 'gold_standard_solution'. Columns found: answer, code"):
+            main(["--programs", str(file)])
+        with pytest.raises(ValueError, match="is no set of programs: name one of verifiable_coding, prime_coding"):
+            main(["--programs", "codes"])

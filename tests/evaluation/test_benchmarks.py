@@ -1,12 +1,18 @@
 """Benchmarks: real rows read through the shipped entries, and every way a file can be wrong."""
 
+import base64
 import json
+import pickle
+import zlib
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from pacs_trl.evaluation.benchmarks import BENCHMARKS, load_benchmark
+from pacs_trl.verification import Verifier
+from pacs_trl.verification.cases import read_tests
+from pacs_trl.verification.code import CodeVerifier
 
 
 DATA = Path(__file__).parents[1] / "data"
@@ -33,6 +39,84 @@ def test_real_rows(name, file, size, first_answer):
     assert len(benchmark.problems) == size == benchmark.source["num_problems"]
     assert benchmark.problems[0].solution == first_answer
     assert benchmark.source["file"] == file
+
+
+def test_livecodebench(monkeypatch):
+    benchmark = load_benchmark(f"livecodebench={DATA / 'livecodebench.jsonl'}")
+    assert [problem.id for problem in benchmark.problems] == ["difference", "pair_sum", "mean"]  # those of the window
+    assert benchmark.is_code and "```python" in benchmark.instruction
+    stdin, function, _ = (read_tests(problem.solution) for problem in benchmark.problems)
+    assert stdin.cases == (("5 3\n", "2\n"), ("3 5\n", "-2\n"), ("0 0\n", "0\n")) and stdin.compare == "lines"
+    assert function.function == "pairSum" and function.cases[0] == ("[[1, 2, 3], 5]", True)
+    assert "def pairSum(self, numbers: List[int]" in benchmark.problems[1].problem
+    right = [
+        "a, b = map(int, input().split())\nprint(a - b)",
+        "class Solution:\n    def pairSum(self, n: List[int], t: int) -> bool:\n"
+        "        return any(a + b == t for a, b in combinations(n, 2))",
+        "input()\nprint(mean(map(Fraction, input().split())))\n".replace("Fraction", "int"),
+    ]
+    with CodeVerifier(num_workers=1, isolation="rlimits") as verifier:
+        solutions = [problem.solution for problem in benchmark.problems]
+        assert verifier.grade([f"```python\n{program}\n```" for program in right], solutions) == [1.0] * 3
+        assert verifier.grade(["```python\nprint(2)\n```"] * 3, solutions) == [0.0] * 3
+
+
+def test_a_pickle_is_unpacked_in_the_sandbox(tmp_path):
+    """It may run any program, and this one writes a file where it can."""
+
+    class Evil:
+        def __reduce__(self):
+            return (eval, (f"[open({str(tmp_path / 'escaped')!r}, 'w').write('x'), '[]'][1]",))
+
+    row = json.loads((DATA / "livecodebench.jsonl").read_text().splitlines()[1])
+    row["private_test_cases"] = base64.b64encode(zlib.compress(pickle.dumps(Evil()))).decode()
+    with pytest.raises(ValueError, match="cannot be unpacked: .*(PermissionError|Operation not permitted)"):
+        load_benchmark(f"livecodebench={write(tmp_path / 'evil.jsonl', [row])}")
+    assert not (tmp_path / "escaped").exists()
+
+
+def test_gpqa():
+    benchmark = load_benchmark(f"gpqa_diamond={DATA / 'gpqa_diamond.jsonl'}")
+    assert benchmark == load_benchmark(f"gpqa_diamond={DATA / 'gpqa_diamond.jsonl'}") and not benchmark.is_code
+    for problem, right in zip(benchmark.problems, ("neutron", "23", "argon"), strict=True):
+        options = dict(line.split(") ") for line in problem.problem.splitlines()[-4:])
+        assert list(options) == list("ABCD") and options[problem.solution] == right
+    assert len({problem.solution for problem in benchmark.problems}) > 1  # the right one is not always at one place
+
+
+@pytest.mark.parametrize(
+    ("answer", "label"),
+    [
+        (r"\boxed{B}", 1.0),
+        (r"so the answer is \boxed{\text{B}}.", 1.0),
+        (r"\boxed{\mathrm{B}}", 1.0),
+        (r"\boxed{(B)}", 1.0),
+        (r"\boxed{C}", 0.0),
+        (r"first \boxed{B}, then \boxed{C}", 0.0),
+        ("no idea", 0.0),
+    ],
+)
+def test_letters_are_read_by_math_verify(answer, label, small_verifier):
+    assert small_verifier.grade([answer], ["B"]) == [label]
+
+
+@pytest.fixture(scope="module")
+def small_verifier():
+    with Verifier(num_workers=1, cpu_seconds=2.0) as verifier:
+        yield verifier
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "message"),
+    [
+        ("livecodebench", [{"question_id": "a"}], "no column 'contest_date'"),
+        ("livecodebench", [{"contest_date": "2020-01-01", "private_test_cases": "[]"}], "None of the 1 rows"),
+        ("gpqa_diamond", [{"Question": "?"}], "Row 0 of GPQA has no column 'Correct Answer'"),
+    ],
+)
+def test_rows_of_another_form(name, rows, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        load_benchmark(f"{name}={write(tmp_path / 'rows.jsonl', rows)}")
 
 
 def test_miniature_task():

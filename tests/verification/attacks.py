@@ -130,7 +130,7 @@ _SHORT = [
     ("signal the worker", SCOPE, "os.kill(os.getppid(), 0); breach()"),
     ("signal the trainer", SCOPE, "os.kill(T['trainer'], signal.SIGCONT); breach()"),
     ("signal a process of the user", SCOPE, "os.kill(T['victim'], signal.SIGCONT); breach()"),
-    ("signal everybody", SCOPE, "os.kill(-1, 0); breach()"),
+    ("signal the trainer's group", SCOPE, "os.killpg(os.getpgid(T['trainer']), 0); breach()"),
     ("signal by tgkill", SCOPE, "breach(call(234, T['victim'], T['victim'], 0) == 0)"),
     ("signal by tkill", SCOPE, "breach(call(200, T['victim'], 0) == 0)"),
     ("queue a signal", SCOPE, "breach(call(129, T['victim'], 0, struct.pack('iii', 0, 0, -1) + bytes(116)) == 0)"),
