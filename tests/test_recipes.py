@@ -140,7 +140,7 @@ IN_README = {
 COMPLETE = ("qwen3-4b/pacs_one_node", "qwen3-8b/pacs_server")
 MADE_BY |= {run: (recipe, added.split()) for run, (recipe, added) in IN_README.items()}
 MADE_BY |= {recipe: (recipe, []) for recipe in COMPLETE}
-PRACTICAL = {"qwen3-0.6b/pacs": 1e-6, "qwen3-1.7b/pacs_lora": 1e-5}  # learning rates
+PRACTICAL = {"qwen3-0.6b/pacs": 1e-6, "qwen3-1.7b/pacs_lora": 1e-5, "qwen3-4b/code": 1e-6}  # learning rates
 
 
 def launch_of(path: Path):
@@ -327,7 +327,7 @@ PROTOCOLS = {
     "v2": (FIVE, 128, [1, 4, 8, 16, 32, 64], 0.6, 0.95, 8192),
     **{f"table1/{stem}": (FIVE, 128, [1, 4, 8, 16, 32, 64], 0.6, 0.95, 8192) for stem in TABLE_1},
 }
-OTHER_EVALUATIONS = {"miniature"}
+OTHER_EVALUATIONS = {"miniature", "other_domains"}
 EVALUATIONS = sorted(
     str(path.relative_to(RECIPES / "evaluation").with_suffix("")) for path in (RECIPES / "evaluation").rglob("*.yaml")
 )

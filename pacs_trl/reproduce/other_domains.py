@@ -1,4 +1,4 @@
-"""Scores of figure 6 that another toolkit has measured: LiveCodeBench and GPQA, read from `other_domains.json`.
+"""Scores of figure 6, LiveCodeBench and GPQA: by this package's own benchmarks, and by another toolkit, from `other_domains.json`.
 
 The paper measured them with the toolkit of GLM-4.5, which is not part of this package. The file lies in the results directory of
 the full scale and is written by hand:
@@ -19,12 +19,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..evaluation.results import read_results
 from ..report import paper, tables
 from ..report.inputs import read_json
 
 
 FILE_NAME = "other_domains.json"
 BENCHMARKS = {"livecodebench": "LiveCodeBench", "gpqa": "GPQA"}
+OWN_NAMES = {"livecodebench": "livecodebench", "gpqa": "gpqa_diamond"}  # of this package's benchmarks
 
 
 def measured_elsewhere(results_dir: Path, methods: Sequence[str]) -> str:
@@ -41,14 +43,17 @@ def measured_elsewhere(results_dir: Path, methods: Sequence[str]) -> str:
     Raises:
         `ValueError`: if the file does not have the form above.
     """
-    measured = read_other_domains(results_dir, methods)
-    header = ["", *(f"{title}{part}" for title in BENCHMARKS.values() for part in ("", ", seeds", ", published"))]
+    measured, own = read_other_domains(results_dir, methods), measured_here(results_dir, methods)
+    parts = ("", ", seeds", *([", by this package"] if any(own.values()) else []), ", published")
+    header = ["", *(f"{title}{part}" for title in BENCHMARKS.values() for part in parts)]
     rows = []
     for method in methods:
         row = [method]
         for name in BENCHMARKS:
             values = [scores[name] for scores in measured.scores.get(method, {}).values() if name in scores]
-            row += [mean_and_spread(values, 2), str(len(values)), f"{paper.OUT_OF_DOMAIN[method][name]:.2f}"]
+            row += [mean_and_spread(values, 2), str(len(values))]
+            row += [mean_and_spread(own[method].get(name, []), 2)] if any(own.values()) else []
+            row.append(f"{paper.OUT_OF_DOMAIN[method][name]:.2f}")
         rows.append(row)
     said = f"Measured with {measured.toolkit}." if measured.scores else "Nothing is measured yet."
     note = (
@@ -56,6 +61,21 @@ def measured_elsewhere(results_dir: Path, methods: Sequence[str]) -> str:
         f"are from {paper.OUT_OF_DOMAIN_SOURCE}, whose figure has 38.04 for GRPO on LiveCodeBench.\n"
     )
     return f"{tables.to_markdown(header, rows)}\n{note}"
+
+
+def measured_here(results_dir: Path, methods: Sequence[str]) -> dict[str, dict[str, list[float]]]:
+    """
+    pass@1 in percent by method and benchmark, one for each seed, of `RESULTS_DIR/other_domains/METHOD/seed-*/results.json`, which
+    `pacs-trl evaluate --config recipes/evaluation/other_domains.yaml` writes.
+    """
+    found: dict[str, dict[str, list[float]]] = {method: {} for method in methods}
+    for method in methods:
+        for path in sorted((results_dir / "other_domains" / method).glob("seed-*/results.json")):
+            benchmarks = read_results(path)["benchmarks"]
+            for name, own_name in OWN_NAMES.items():
+                if own_name in benchmarks:
+                    found[method].setdefault(name, []).append(100 * benchmarks[own_name]["pass_at_k"]["1"]["value"])
+    return found
 
 
 def mean_and_spread(values: Sequence[float], digits: int) -> str:
