@@ -2,16 +2,18 @@ r"""Arithmetic problems with one right answer each: the data of the miniature wo
 
 Three small tasks of rising difficulty; sums of three to seven terms, digits and tens, whose sizes are benchmarks of rising
 difficulty: the answer is one of some hundreds of numbers, so that guessing does not find it; and sums with parentheses, a
-notation that nothing else has, the other domain. A problem is a short text, its answer is an integer, and it comes with worked
+notation that nothing else has, the other domain. And programs, whose answers are tests (`pacs_trl/verification/cases.py`) and whose
+completions run in the sandbox. A problem is a short text, its answer is an integer (or tests), and it comes with worked
 solutions that the supervised warm start may show. The solutions of one problem differ in the order of their steps, so a trained
-policy has something to be diverse about; each ends in `\boxed{answer}`, so that the ordinary mathematical verifier grades it. A
-task whose answers are not unique (countdown) would need a verifier of its own and is left out.
+policy has something to be diverse about; each ends in `\boxed{answer}`, so that the ordinary mathematical verifier grades it, or
+is a block of Python. A task whose answers are not unique (countdown) would need a verifier of its own and is left out.
 
 The whole problem space of a task (of sums: a fixed sample of it) is enumerated and cut in two by a hash of the
 problem's canonical form, in which commuted operands are equal: `12+34` and `34+12` are never on different sides.
 """
 
 import hashlib
+import json
 import random
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -30,7 +32,7 @@ class WorkedProblem(NamedTuple):
 
     text: str
     canonical: str
-    answer: int
+    answer: int | str
     solutions: tuple[str, ...]
 
 
@@ -147,6 +149,36 @@ def _arithmetic() -> Iterator[WorkedProblem]:
     yield from {problem.text: problem for problem in additions + shorter}.values()  # `10+20` is both
 
 
+PROGRAM_INPUTS = (2, 7, -4)
+PROGRAM_FORMS = ("{a}*int(input())+{b}", "{b}+{a}*int(input())", "int(input())*{a}+{b}")
+
+
+def _programs() -> Iterator[WorkedProblem]:
+    """`0:7,1:10`: two values of a line; the program reads a number and prints the value there, which tests ask for elsewhere."""
+    for a, b in product(range(2, 40), range(40)):
+        cases = [{"input": f"{x}\n", "output": f"{a * x + b}\n"} for x in PROGRAM_INPUTS]
+        text = f"0:{b},1:{a + b}"
+        yield WorkedProblem(
+            text=text,
+            canonical=text,
+            answer=json.dumps({"type": "stdin_stdout", "cases": cases, "compare": "tokens"}),
+            solutions=tuple(f"```python\nprint({form.format(a=a, b=b)})\n```" for form in PROGRAM_FORMS),
+        )
+
+
+def looks_right(row: dict[str, str], completion: str) -> bool:
+    """
+    Whether a completion ends in the answer of a problem, or is one of the programs that solve it, as text.
+
+    Answers are integers without leading zeros: comparing text is what a verifier would do, only quicker. A program may be right in
+    another form, which this does not see.
+    """
+    if not row["answer"].startswith("{"):
+        return completion.endswith(rf"\boxed{{{row['answer']}}}")
+    b, total = (int(value.partition(":")[2]) for value in row["problem"].split(","))
+    return any(completion.strip() == f"```python\nprint({f.format(a=total - b, b=b)})\n```" for f in PROGRAM_FORMS)
+
+
 TASKS: dict[str, Callable[[], Iterator[WorkedProblem]]] = {
     "addition": _addition,
     "expression": _expression,
@@ -155,6 +187,7 @@ TASKS: dict[str, Callable[[], Iterator[WorkedProblem]]] = {
     "terms": _sums,
     "grouped": _grouped,
     "arithmetic": _arithmetic,
+    "programs": _programs,
 }
 
 
@@ -207,7 +240,7 @@ def problems(task: str, split: Split, num_problems: int | None = None, seed: int
             Seed of the choice and of the order.
 
     Returns:
-        `list[dict[str, str]]`: rows with `"problem"`, the text, and `"answer"`, an integer as text.
+        `list[dict[str, str]]`: rows with `"problem"`, the text, and `"answer"`, an integer or tests as text.
 
     Raises:
         `ValueError`: if the task or the split is unknown, or the split has fewer problems.
@@ -230,7 +263,7 @@ def demonstrations(task: str, num_problems: int | None = None, seed: int = 0) ->
 
     Returns:
         `list[dict[str, str]]`: rows with `"problem"`, `"answer"` and `"solution"`, the worked text that ends in
-        `\boxed{answer}`.
+        `\boxed{answer}`, or the program.
 
     Raises:
         `ValueError`: as for [`problems`].

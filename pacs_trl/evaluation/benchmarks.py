@@ -7,11 +7,11 @@ whenever the rows or the way an answer is read change: results of different vers
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..data.sets import CODE_INSTRUCTION, FILE_FORMATS, GSM8K, MINIATURE, ProblemSet, gold_answer, load_rows
+from ..verification.cases import json_of_tests
 from .forms import GPQA_INSTRUCTION, gpqa_rows, livecodebench_rows
 
 
@@ -118,9 +118,9 @@ def load_benchmark(spec: str, *, max_problems: int | None = None) -> LoadedBench
     rows = load_rows(name, entry, path or None)
     if entry.rows_of is not None:
         rows = entry.rows_of(rows)
-    is_code = entry.answer_in == "tests" or isinstance(rows[0].get(entry.solution_column), Mapping)
     problems = [_problem(name, entry, i, row) for i, row in enumerate(rows)][:max_problems]
     _check_problems(spec, problems)
+    is_code = json_of_tests(problems[0].solution) is not None
     source |= {"version": entry.version, "num_problems": len(problems), "digest": problems_digest(problems)}
     return LoadedBenchmark(name, entry.title, problems, source, entry.instruction, is_code)
 

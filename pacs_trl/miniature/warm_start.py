@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from ..data import tasks
-from ..data.tasks import demonstrations, problems
+from ..data.tasks import demonstrations, looks_right, problems
 from ..evaluation.requests import SamplingSettings
 from ..evaluation.sampling import sample_completions
 from . import model as models
@@ -313,9 +313,8 @@ def measure(
         seed=seed,
         batch_size=512,
     )
-    # The answers are integers without leading zeros: comparing text is what a verifier would do, only quicker.
     right = [
-        completion.text.endswith(rf"\boxed{{{row['answer']}}}")
+        looks_right(row, completion.text)
         for row, completions in zip(rows, drawn, strict=True)
         for completion in completions
     ]

@@ -6,62 +6,28 @@ How far the confinement holds is measured at the start by a program that tries t
 packages outside the standard library, and problems with several right outputs are left out.
 """
 
-import fcntl
 import json
 import logging
 import os
 import queue
-import shutil
-import socket
-import subprocess
-import sys
-import tempfile
 import threading
-import urllib.error
-import urllib.request
-import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import MAX_CHARACTERS, Outcome, _verifiers, default_num_workers
 from .cases import ProblemTests, is_expected, last_program, read_tests, runnable
 from .confinement import LAYERS
+from .execution import Execution, Level, LocalWorker, SandboxFusion
 
 
 logger = logging.getLogger(__name__)
 
 # What may be asked for, the strictest first.
 ISOLATION = ("landlock+seccomp", "seccomp", "landlock", "rlimits")
-
-
-class Execution(NamedTuple):
-    """
-    One run of a program.
-
-    Args:
-        outcome ([`Outcome`], *optional*): `None` for one that ended by itself without an error; else `ERROR`, `TIMEOUT` or `KILLED`.
-        output, messages (`str`): What it wrote, and the end of what it complained.
-        seconds (`float`): On the clock.
-    """
-
-    outcome: Outcome | None
-    output: str
-    messages: str
-    seconds: float
-
-    @property
-    def error(self) -> str:
-        """The class of the error, or what else ended the program; empty if nothing did."""
-        if self.outcome is None:
-            return ""
-        last = (self.messages.strip().splitlines() or [""])[-1].partition(":")[0]
-        is_class = self.outcome is Outcome.ERROR and last.replace(".", "").isidentifier()
-        return last[:80] if is_class else self.outcome.name.lower()
 
 
 class CodeGrade(NamedTuple):
@@ -71,14 +37,6 @@ class CodeGrade(NamedTuple):
     seconds: float
     share: float
     error: str = ""
-
-
-class Level(NamedTuple):
-    """How far programs are confined: the layers that hold, in words for people, and what is known of those that do not."""
-
-    layers: tuple[str, ...]
-    text: str
-    reasons: str = ""
 
 
 @dataclass(eq=False)
@@ -257,7 +215,7 @@ class CodeVerifier:
                 read: ProblemTests | ValueError = read_tests(value)
             except ValueError as error:
                 read = error
-            _remember(self._tests, key, read, 1024)
+            _remember(self._tests, key, read, 256)
         return key, self._tests[key]
 
     def _grade_one(self, program: str, tests: ProblemTests) -> CodeGrade:
@@ -309,11 +267,11 @@ class CodeVerifier:
             self._workers.get().end()
         self._owner = None
 
-    def _new_worker(self) -> "_Worker | _Server":
+    def _new_worker(self) -> LocalWorker | SandboxFusion:
         if self.sandbox_url:
-            return _Server(self.sandbox_url, self.cpu_seconds, self.timeout_seconds, self.memory_limit_mb)
+            return SandboxFusion(self.sandbox_url, self.cpu_seconds, self.timeout_seconds, self.memory_limit_mb)
         limits = ("cpu_seconds", "timeout_seconds", "memory_limit_mb", "output_limit_mb")
-        return _Worker(self._layers, {name: getattr(self, name) for name in limits})
+        return LocalWorker(self._layers, {name: getattr(self, name) for name in limits})
 
     def _start(self) -> Level:
         if self._owner == os.getpid() and self.level is not None:
@@ -368,166 +326,3 @@ def _judged(tests: ProblemTests, expected: Any, execution: Execution) -> tuple[O
         return (Outcome.CORRECT, "") if is_expected(tests, expected, execution.output) else (Outcome.WRONG, "")
     except ValueError:
         return Outcome.ERROR, "no value"
-
-
-# --- Workers ---
-
-# Tries to break out in the ways that tell the layers apart, and says what it could do.
-_PROBE = """
-import json, os, socket, sys
-def can(action, *arguments):
-    try:
-        action(*arguments)
-        return True
-    except (OSError, MemoryError):
-        return False
-def fork():
-    if os.fork() == 0:
-        os._exit(0)
-def write():
-    with open("probe", "w") as file:
-        file.write("x")
-limit = int(sys.stdin.read())
-print(json.dumps({
-    "landlock": not can(os.listdir, "..") and not can(open, "/proc/self/environ") and not can(write),
-    "seccomp": not can(socket.socket) and not can(fork) and not can(os.kill, os.getppid(), 0),
-    "rlimits": not can(bytearray, limit),
-}))
-"""
-
-
-class _Worker:
-    """A running `sandbox.py` and the connection to it."""
-
-    def __init__(self, layers: Sequence[str], limits: dict[str, Any]):
-        self.limits = limits
-        self.connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.connection.settimeout(60.0)
-        folder = tempfile.mkdtemp(prefix="pacs_trl_code_")
-        package_root = str(Path(__file__).resolve().parents[2])
-        start = f"import sys; sys.path.append({package_root!r}); from pacs_trl.verification.sandbox import main; sys.path.pop(); main()"
-        settings = {"connection": theirs.fileno(), "parent_pid": os.getpid(), "folder": folder, "layers": list(layers)}
-        # As `python -I -S`, but for one variable: the order of sets, hence an output, is the same in every run.
-        process = subprocess.Popen(
-            [sys.executable, "-s", "-P", "-S", "-X", "utf8", "-c", start, json.dumps(settings | limits)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            env={"PYTHONHASHSEED": "0"},
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,  # Ctrl-C in the terminal is for the trainer
-        )
-        theirs.close()
-        self.pid, self.folder = process.pid, folder
-        # Runs when the worker is forgotten or the interpreter ends, unless it has been called before.
-        self.end = weakref.finalize(self, _end_worker, process, self.connection, folder, os.getpid())
-        self.report: dict[str, Any] | None = None
-
-    def run(self, program: str, text: str, writable: bool) -> Execution:
-        self._wait_until_ready()
-        contents = [content.encode("utf-8", "surrogateescape") for content in (program, text)] + [b"", b""]
-        files = [os.memfd_create("program", os.MFD_CLOEXEC) for _ in contents]
-        try:
-            for file, content in zip(files, contents, strict=True):
-                with open(file, "wb", closefd=False) as stream:
-                    stream.write(content)
-                os.lseek(file, 0, os.SEEK_SET)
-            for file in files[2:]:
-                fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
-            socket.send_fds(self.connection, [json.dumps({"writable": writable}).encode()], files)
-            self.connection.settimeout(self.limits["timeout_seconds"] + 60.0)  # should it stall, the trainer must not
-            answer = self.connection.recv(1 << 16)
-            if not answer:
-                raise ConnectionResetError("the worker ended without an answer")
-            report = json.loads(answer)
-            output = os.pread(files[2], self.limits["output_limit_mb"] << 20, 0)
-            messages = os.pread(files[3], 4000, max(0, os.fstat(files[3]).st_size - 4000))
-        finally:
-            for file in files:
-                os.close(file)
-        if report["refusal"]:
-            raise RuntimeError(f"A program could not be confined, and was not run: {report['refusal']}.")
-        return Execution(
-            _outcome(report["code"], report["limit"]),
-            output.decode("utf-8", "replace"),
-            messages.decode("utf-8", "replace") or (report["limit"] or ""),
-            report["seconds"],
-        )
-
-    def measure(self) -> Level:
-        """Which layers hold, by a program that tries what each of them forbids."""
-        execution = self.run(_PROBE, str(self.limits["memory_limit_mb"] << 20), False)
-        try:
-            holds = json.loads(execution.output)
-        except ValueError:
-            raise RuntimeError(
-                f"No program can be run here ({execution.error}): {execution.messages or 'it ended without a word'}."
-            ) from None
-        if not holds["rlimits"]:
-            raise RuntimeError("The limits of this system do not hold: a program could take more memory than it may.")
-        report = self.report or {}
-        layers = tuple(layer for layer in LAYERS if holds[layer])
-        names = {"landlock": f"landlock {report['landlock']}", "seccomp": "seccomp"}
-        text = " + ".join([*(names[layer] for layer in layers), "rlimits"]) if layers else "rlimits only"
-        return Level(layers, text, "; ".join(f"{layer}: {report[layer]}" for layer in LAYERS if not holds[layer]))
-
-    def _wait_until_ready(self) -> None:
-        if self.report is None:
-            answer = self.connection.recv(1 << 16)
-            if not answer:
-                raise ConnectionResetError("the worker could not start")
-            self.report = json.loads(answer)
-
-
-def _outcome(code: int, limit: str | None) -> Outcome | None:
-    if limit is not None:
-        return Outcome.TIMEOUT if limit == "timeout" else Outcome.KILLED
-    return None if code == 0 else Outcome.KILLED if code < 0 else Outcome.ERROR
-
-
-def _end_worker(process: subprocess.Popen, connection: socket.socket, folder: str, owner: int) -> None:
-    connection.close()
-    if os.getpid() != owner:  # a forked copy: the process is somebody else's
-        return
-    try:
-        process.wait(timeout=5.0)  # it ends when the connection closes
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-class _Server:
-    """Programs run by a SandboxFusion server (bytedance/SandboxFusion), which answers for their confinement."""
-
-    def __init__(self, url: str, cpu_seconds: float, timeout_seconds: float, memory_limit_mb: int):
-        self.url, self.timeout_seconds, self.memory_limit_mb = url.rstrip("/"), timeout_seconds, memory_limit_mb
-
-    def run(self, program: str, text: str, writable: bool) -> Execution:
-        request = {
-            "code": program,
-            "stdin": text,
-            "language": "python",
-            "run_timeout": self.timeout_seconds,
-            "memory_limit_MB": self.memory_limit_mb,
-        }
-        body, headers = json.dumps(request).encode(), {"Content-Type": "application/json"}
-        try:
-            with urllib.request.urlopen(
-                urllib.request.Request(f"{self.url}/run_code", body, headers), timeout=self.timeout_seconds + 60.0
-            ) as answer:
-                result = json.load(answer)["run_result"]
-        except (urllib.error.URLError, ValueError, KeyError) as error:
-            raise ConnectionError(f"{self.url} does not run programs: {error}") from error
-        outcome = {"Finished": None, "TimeLimitExceeded": Outcome.TIMEOUT}.get(result["status"], Outcome.KILLED)
-        if outcome is None and result.get("return_code"):
-            outcome = Outcome.ERROR
-        return Execution(
-            outcome, result.get("stdout") or "", result.get("stderr") or "", result.get("execution_time") or 0.0
-        )
-
-    def measure(self) -> Level:
-        self.run("print(1)", "", False)
-        return Level((), f"SandboxFusion at {self.url}")
-
-    def end(self) -> None:
-        """Nothing is held."""

@@ -4,9 +4,10 @@ from collections import Counter
 import pytest
 from math_verify import parse, verify
 
-from pacs_trl.data.tasks import NUM_ADDITIONS, SUM_SIZES, TASKS, demonstrations, problems
+from pacs_trl.data.tasks import NUM_ADDITIONS, SUM_SIZES, TASKS, demonstrations, looks_right, problems
 from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.miniature.warm_start import MAX_COMPLETION_LENGTH
+from pacs_trl.verification.code import CodeVerifier
 
 
 def solve(problem: str) -> int:
@@ -37,7 +38,10 @@ def commuted(problem: str) -> set[str]:
     return forms
 
 
-@pytest.mark.parametrize("task", TASKS)
+ARITHMETIC = [task for task in TASKS if task != "programs"]
+
+
+@pytest.mark.parametrize("task", ARITHMETIC)
 class TestTasks:
     def test_answers_are_right(self, task):
         for row in problems(task, "test")[:1000]:
@@ -109,7 +113,7 @@ def test_the_taught_mixture_is_shorter_sums_and_some_additions():
 def test_nothing_that_is_taught_or_trained_has_parentheses():
     """The other domain of the tables; without its parentheses a held-out problem of it is held out of the others too."""
     assert all("(" in row["problem"] for row in problems("grouped", "test"))
-    for task in set(TASKS) - {"grouped"}:
+    for task in set(ARITHMETIC) - {"grouped"}:
         assert not any("(" in row["problem"] for row in problems(task, "train"))
 
 
@@ -125,3 +129,25 @@ def test_bad_arguments_name_the_rule():
         problems("addition", "dev")
     with pytest.raises(ValueError, match="between 1 and 1579, the size of the test split of 'addition', but is 9999"):
         problems("addition", "test", 9999)
+
+
+class TestPrograms:
+    def test_every_worked_program_passes_the_tests_of_its_problem(self):
+        rows = demonstrations("programs", 40, seed=0)
+        wrong = [row["solution"].replace("int(input())", "1").replace("print(", "print(0+") for row in rows]
+        with CodeVerifier(num_workers=2, isolation="rlimits") as verifier:
+            assert verifier.grade([row["solution"] for row in rows], [row["answer"] for row in rows]) == [1.0] * 40
+            assert verifier.grade(wrong, [row["answer"] for row in rows]) == [0.0] * 40
+
+    def test_split_and_lengths(self):
+        train, test = problems("programs", "train"), problems("programs", "test")
+        assert not {row["problem"] for row in train} & {row["problem"] for row in test}
+        assert 0.17 < len(test) / (len(train) + len(test)) < 0.23
+        tokenizer = build_tokenizer()
+        assert max(len(tokenizer(row["solution"])["input_ids"]) for row in demonstrations("programs")) < 48
+
+    def test_what_looks_right(self):
+        for row in demonstrations("programs", 100):
+            assert looks_right(row, row["solution"]) and not looks_right(row, row["solution"].replace("*", "+"))
+        assert looks_right({"problem": "1+1", "answer": "2"}, r"so \boxed{2}")
+        assert not looks_right({"problem": "1+1", "answer": "2"}, r"so \boxed{12}")

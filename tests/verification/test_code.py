@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from pacs_trl.verification import Outcome, VerificationArguments, code
-from pacs_trl.verification.code import CodeVerifier, Level
+from pacs_trl.verification import Outcome, VerificationArguments, code, execution
+from pacs_trl.verification.code import CodeVerifier
+from pacs_trl.verification.execution import Level
 
 
 SUM = {"type": "stdin_stdout", "cases": [{"input": "1 2\n", "output": "3\n"}, {"input": "5 6\n", "output": "11\n"}]}
@@ -55,6 +56,8 @@ class TestOutcomes:
             ("print(4); exit(2)", Outcome.ERROR, 0.0, "error"),
             ("import numpy", Outcome.ERROR, 0.0, "ModuleNotFoundError"),
             ("x = 'x' * 10**9", Outcome.ERROR, 0.0, "MemoryError"),
+            ("print('\ud800')", Outcome.ERROR, 0.0, "SyntaxError"),  # half a character
+            ("print('\0')", Outcome.ERROR, 0.0, "SyntaxError"),
             ("import os; os.abort()", Outcome.KILLED, 0.0, "killed"),
         ],
     )
@@ -202,7 +205,7 @@ class TestLevels:
 
     def test_a_layer_that_does_not_hold_is_not_believed(self, monkeypatch):
         """The probe decides, not what the worker says that it has installed."""
-        monkeypatch.setattr(code, "_PROBE", code._PROBE.replace("not can(socket.socket)", "False"))
+        monkeypatch.setattr(execution, "_PROBE", execution._PROBE.replace("not can(socket.socket)", "False"))
         with pytest.raises(ValueError, match="seccomp does not hold|landlock and seccomp"):
             CodeVerifier(num_workers=1).start()
 
