@@ -96,9 +96,8 @@ def _unpack(texts: list[str]):
             part = texts[start : start + 8]
             for execution in verifier.run([_UNPACK] * len(part), part):
                 if execution.outcome is not None:
-                    raise ValueError(
-                        f"Private tests of LiveCodeBench cannot be unpacked: {execution.messages[-200:].strip()}."
-                    )
+                    why = (execution.messages.strip().splitlines() or [execution.error])[-1]
+                    raise ValueError(f"Private tests of LiveCodeBench cannot be unpacked: {why}.")
                 yield execution.output
 
 

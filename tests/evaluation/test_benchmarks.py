@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 
 from pacs_trl.evaluation.benchmarks import BENCHMARKS, load_benchmark
+from pacs_trl.evaluation.forms import gpqa_rows
 from pacs_trl.verification import Verifier
 from pacs_trl.verification.cases import read_tests
 from pacs_trl.verification.code import CodeVerifier
@@ -81,7 +82,9 @@ def test_gpqa():
     for problem, right in zip(benchmark.problems, ("neutron", "23", "argon"), strict=True):
         options = dict(line.split(") ") for line in problem.problem.splitlines()[-4:])
         assert list(options) == list("ABCD") and options[problem.solution] == right
-    assert len({problem.solution for problem in benchmark.problems}) > 1  # the right one is not always at one place
+    row = json.loads((DATA / "gpqa_diamond.jsonl").read_text().splitlines()[0])
+    many = gpqa_rows([row | {"Question": f"{number}?"} for number in range(400)])
+    assert all(80 < sum(question["answer"] == letter for question in many) < 120 for letter in "ABCD")
 
 
 @pytest.mark.parametrize(
