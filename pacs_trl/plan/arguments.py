@@ -1,24 +1,17 @@
 """The options of `pacs-trl plan`, without any library."""
 
+from argparse import Namespace
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from ..settings.command_line import Parser, did_you_mean, words_by_key
 from ..train_settings import METHODS, settings_of_method
+from .cost import GPUS
 
 
-class PlanArguments(NamedTuple):
-    """The recipe's file, keys that win over it as words of a command line, and what is said of the launch."""
-
-    config: str
-    overrides: list[str]
-    accelerate_config: str | None
-    num_processes: int | None
-    mean_length: int | None
-
-
-def read_plan_arguments(argv: Sequence[str]) -> PlanArguments:
+def read_plan_arguments(argv: Sequence[str]) -> Namespace:
     """
+    The options, and as `overrides` the words of the keys that win over the recipe's.
+
     Raises:
         `SystemExit`: with code 0 after the help, with 2 if an option has a wrong value.
         `ValueError`: if an option is neither plan's nor a setting of any method.
@@ -32,6 +25,7 @@ def read_plan_arguments(argv: Sequence[str]) -> PlanArguments:
     parser.add_argument("--accelerate_config", help="the file that `accelerate launch --config_file` gets")
     parser.add_argument("--num_processes", type=int, help="number of GPUs; by default that of the accelerate file")
     parser.add_argument("--mean_length", type=int, help="expected tokens per completion; by default 35 %% of most")
+    parser.add_argument("--gpu", choices=GPUS, default="h200", help="what memory and hours are of (default: h200)")
     own, overrides = parser.parse_known_args(argv)
     words = words_by_key(overrides)
     known = {key for method in METHODS for key in settings_of_method(method)}
@@ -39,4 +33,5 @@ def read_plan_arguments(argv: Sequence[str]) -> PlanArguments:
         if key.removeprefix("no_") not in known:
             near = did_you_mean(key, known | vars(own).keys())
             raise ValueError(f"`{key}` is neither an option of plan nor a setting of a recipe.{near}")
-    return PlanArguments(overrides=overrides, **vars(own))
+    own.overrides = overrides
+    return own

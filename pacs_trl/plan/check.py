@@ -6,7 +6,6 @@ would stop the run or make it another one than written; notes are worth knowing.
 
 import re
 from collections.abc import Sequence
-from fractions import Fraction
 
 from trl import ModelConfig
 
@@ -14,6 +13,7 @@ from ..data.tasks import TASKS
 from ..recipe import Recipe, read_arguments
 from ..train import check_model_directory, reward_function
 from .arguments import read_plan_arguments
+from .cost import GPUS, H200, Gpu
 from .estimates import Estimate
 from .launch import Launch, read_launch
 
@@ -36,19 +36,18 @@ def main(argv: Sequence[str]) -> int:
     if recipe is not None and launch is not None:
         print(f"{own.config}: {recipe.run.method}, {recipe.model.model_name_or_path}, {recipe.data.dataset_name}")
         print(f"Launched as {launch.description}.")
-        more_conflicts, notes = judge(recipe, launch)
+        gpu = GPUS[own.gpu]
+        more_conflicts, notes = judge(recipe, launch, gpu)
         conflicts += more_conflicts
         notes += batch_notes(own.config, recipe)
         longest = recipe.training.max_completion_length
         if recipe.step is not None and longest is not None:
             mean_length = max(1, round(0.35 * longest)) if own.mean_length is None else own.mean_length
             if 1 <= mean_length <= longest:
-                print("\n".join(Estimate(recipe, launch).lines(mean_length)))
+                print("\n".join(Estimate(recipe, launch, gpu).lines(mean_length)))
             else:
-                conflicts.append(
-                    f"--mean-length must lie between 1 and max_completion_length={longest}, got {mean_length}: "
-                    f"completions do. Nearest legal value: {min(max(1, mean_length), longest)}."
-                )
+                bounds = f"between 1 and max_completion_length={longest}"
+                conflicts.append(f"--mean-length must lie {bounds}, got {mean_length}: completions do.")
     for title, messages in (("Notes", notes), ("Conflicts", conflicts)):
         if messages:
             print(f"\n{title}\n" + "\n".join(f"  - {message}" for message in messages))
@@ -110,23 +109,16 @@ def batch_notes(path: str, recipe: Recipe) -> list[str]:
     sizes = {"A generation": "prompts_per_generation", "An optimizer step": "prompts_per_update"}
     pairs = [(what, getattr(now, name), getattr(then, name)) for what, name in sizes.items()]
     return [
-        f"{what} has {_share(size / meant)} the recipe's batch: {size:,g} prompts instead of {meant:,g}. The recipe is written "
-        f"for {expected} processes, this launch has {now.num_processes}; gradient_accumulation_steps and "
-        "steps_per_generation make up for it."
+        f"{what} has {size:,g} prompts instead of {meant:,g}. The recipe is written for {expected} processes, this launch has "
+        f"{now.num_processes}; gradient_accumulation_steps and steps_per_generation make up for it."
         for what, size, meant in pairs
         if size != meant
     ]
 
 
-def _share(ratio: float) -> str:
-    share = Fraction(ratio).limit_denominator(10_000)
-    names = {2: "twice", 1 / 2: "half of", 1 / 4: "one quarter of", 1 / 8: "one eighth of"}
-    return names.get(share, f"{share} {'times' if share > 1 else 'of'}")
-
-
-def judge(recipe: Recipe, launch: Launch) -> tuple[list[str], list[str]]:
+def judge(recipe: Recipe, launch: Launch, gpu: Gpu = H200) -> tuple[list[str], list[str]]:
     """Conflicts and notes about settings that are legal each on its own: with each other, and with the launch."""
-    estimate, ppo = Estimate(recipe, launch), recipe.run.method == "ppo"
+    estimate, ppo = Estimate(recipe, launch, gpu), recipe.run.method == "ppo"
     conflicts, notes = _batch_findings(recipe, estimate.num_problems)
     dtype, learning_rate = estimate.dtype, recipe.training.learning_rate
     if dtype != "float32" and not recipe.model.use_peft and learning_rate < _SMALLEST_BF16_LEARNING_RATE:

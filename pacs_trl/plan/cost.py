@@ -9,32 +9,40 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 
 GIB = 2**30
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """Data sheet of a GPU, and the shares of it that training and generation reach in practice."""
+class Gpu(NamedTuple):
+    """Data sheet of a GPU: bytes, dense bfloat16 FLOP/s and bytes/s; and the shares that training and generation reach."""
 
-    memory_bytes: float = 141e9
-    flops: float = 989e12  # bfloat16, dense
-    bandwidth: float = 4.8e12  # bytes per second
+    name: str
+    memory_bytes: float
+    flops: float
+    bandwidth: float
     training_share: float = 0.35  # of `flops`
     decoding_share: float = 0.6  # of `bandwidth`
 
 
-H200 = Gpu()
+# NVIDIA's data sheets (docs/hardware.md), of the SXM modules where there are several. A GB is taken as 1e9 bytes; of a peak that is
+# given with sparsity, half.
+GPUS = {
+    "h200": Gpu("H200", 141e9, 989e12, 4.8e12),
+    "h100-80": Gpu("H100", 80e9, 989e12, 3.35e12),
+    "a100-80": Gpu("A100", 80e9, 312e12, 2.039e12),
+    "l40s": Gpu("L40S", 48e9, 362e12, 0.864e12),
+    "rtx4090": Gpu("RTX 4090", 24e9, 165e12, 1.008e12),
+}
+H200 = GPUS["h200"]
 
 
 @dataclass(frozen=True)
 class ModelShape:
     """
     A dense decoder with grouped-query attention and a gated MLP (Llama, Qwen2, Qwen3), with the numbers of its `config.json`.
-
-    `tied`: input embedding and output head are one matrix. `qkv_bias`: query, key and value projections have a bias (Qwen2).
-    `qk_norm`: queries and keys are normalized per head (Qwen3).
+    `tied`: input embedding and output head are one matrix. `qkv_bias` is Qwen2's, `qk_norm` (per head) Qwen3's.
     """
 
     num_layers: int
@@ -53,14 +61,10 @@ class ModelShape:
         return self.num_heads * self.head_dim
 
     @property
-    def qkv_width(self) -> int:
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-
-    @property
     def layer_parameters(self) -> int:
-        matrices = self.hidden * (self.qkv_width + self.attention_width) + 3 * self.hidden * self.intermediate
-        norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
-        return matrices + norms + (self.qkv_width if self.qkv_bias else 0)
+        qkv = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        matrices = self.hidden * (qkv + self.attention_width) + 3 * self.hidden * self.intermediate
+        return matrices + 2 * self.hidden + 2 * self.head_dim * self.qk_norm + qkv * self.qkv_bias
 
     @property
     def parameters(self) -> int:
@@ -83,13 +87,10 @@ class ModelShape:
     def activation_bytes(self, tokens: int, *, checkpointing: bool, precision: str = "bfloat16") -> float:
         """
         What a micro-batch keeps for its backward pass: with gradient checkpointing the input of each layer, and everything
-        inside one; without it, everything inside all of them; and the last norm.
-
-        Of a layer that is the two norms (input, its normalized copy, and the result as the input of three and of two
-        projections), queries and keys before and after their norm, what attention reads and returns, and four times the
-        inside of the MLP. A norm of bfloat16 numbers computes in float32 and keeps that copy as well.
-
-        `precision` is `"bfloat16"` (weights in bfloat16, also those that FSDP2 and DeepSpeed gather), `"autocast"` (float32
+        inside one; without it, everything inside all of them; and the last norm. Of a layer that is the two norms (input,
+        its normalized copy, and the result as the input of three and of two projections), queries and keys before and after
+        their norm, what attention reads and returns, and four times the inside of the MLP. A norm of bfloat16 numbers
+        computes in float32 and keeps that copy as well. `precision` is `"bfloat16"` (weights in bfloat16, also those that FSDP2 and DeepSpeed gather), `"autocast"` (float32
         weights and stream, bfloat16 products, whose inputs are cast once for each projection) or `"float32"`.
         """
         # bytes per number: of the stream between layers, around norms of the stream, of q/k norms, of matrix products
@@ -104,13 +105,11 @@ class ModelShape:
             + products * (2 * self.attention_width + 2 * keys + 4 * self.intermediate)  # q, k, v, attended; MLP
             + 4 * self.num_heads  # the normalizer of attention
         )
-        if self.qk_norm:
-            inside_layer += head_norms * (self.attention_width + keys)
-        last_norm = norms / 2 * self.hidden
+        inside_layer += head_norms * (self.attention_width + keys) * self.qk_norm
         layers = self.num_layers * inside_layer
         if checkpointing:
             layers = self.num_layers * stream * self.hidden + inside_layer
-        return tokens * (layers + last_norm)
+        return tokens * (layers + norms / 2 * self.hidden)  # and the last norm
 
 
 # layers, hidden, intermediate, heads, key-value heads, head size, vocabulary
@@ -148,10 +147,9 @@ def lora_parameters(shape: ModelShape, rank: int, targets: str | list[str] | Non
     """Of adapters on projections of every layer, named as for peft: by a list of names, or by one text, which is
     `"all-linear"` (here also `None`), a name, or a regular expression for the full name of a module."""
     hidden, attention, mlp = shape.hidden, shape.attention_width, shape.hidden + shape.intermediate
-    keys = hidden + shape.num_kv_heads * shape.head_dim
+    keys, query = hidden + shape.num_kv_heads * shape.head_dim, hidden + attention
     widths = {f"mlp.{name}_proj": mlp for name in ("gate", "up", "down")}
-    widths |= {f"self_attn.{name}_proj": hidden + attention for name in ("q", "o")}
-    widths |= {f"self_attn.{name}_proj": keys for name in ("k", "v")}
+    widths |= {f"self_attn.{name}_proj": width for name, width in zip("qokv", (query, query, keys, keys), strict=True)}
     if targets in (None, "all-linear", ["all-linear"]):
         return shape.num_layers * rank * sum(widths.values())
     modules = {f"model.layers.{i}.{name}": width for i in range(shape.num_layers) for name, width in widths.items()}
@@ -166,11 +164,10 @@ def lora_parameters(shape: ModelShape, rank: int, targets: str | list[str] | Non
 
 def training_state_bytes(trained: float, frozen: float, *, frozen_bytes: int, sharding: str, processes: int) -> float:
     """
-    Bytes of weights, gradients and Adam moments on one GPU, for so many trained and frozen parameters.
-
-    A trained weight takes 16 bytes: float32 weight, gradient and two moments. Sharded (`"full"`: FSDP, ZeRO-3) each GPU
-    holds `1 / processes` of it. ZeRO-2 (`"gradients"`) keeps a bfloat16 copy of all weights and shards the rest.
-    Unsharded training (`"none"`) adds the bfloat16 copy that autocast keeps.
+    Bytes of weights, gradients and Adam moments on one GPU, for so many trained and frozen parameters. A trained weight takes 16
+    bytes: float32 weight, gradient and two moments. Sharded (`"full"`: FSDP, ZeRO-3) each GPU holds `1 / processes` of it.
+    ZeRO-2 (`"gradients"`) keeps a bfloat16 copy of all weights and shards the rest. Unsharded training (`"none"`) adds the
+    bfloat16 copy that autocast keeps.
     """
     if sharding == "full":
         return (16 * trained + frozen_bytes * frozen) / processes
@@ -179,17 +176,13 @@ def training_state_bytes(trained: float, frozen: float, *, frozen_bytes: int, sh
     return 18 * trained + frozen_bytes * frozen
 
 
-def checkpoint_bytes(
-    trained: float, frozen: float = 0, *, weight_bytes: int = 4, snapshot: bool = False, row_tokens: float = 0
-) -> float:
+def checkpoint_bytes(trained: float, *, weight_bytes: int = 4, snapshot: bool = False, row_tokens: float = 0) -> float:
     """
-    Bytes of a checkpoint on disk, without what is small (tokenizer, states of schedules and generators).
-
-    Weights, two moments of Adam in the same precision, another copy of what is trained for a snapshot reference, and the
-    tokens of completions that have been drawn and not learned from (`row_tokens`): token, mask and two log-probabilities
-    take 13 bytes. Frozen weights count if they are written; those of LoRA are not.
+    Bytes of a checkpoint on disk, without what is small: weights, two moments of Adam in the same precision, another copy of what
+    is trained for a snapshot reference, and the tokens of completions that have been drawn and not learned from (`row_tokens`):
+    token, mask and two log-probabilities take 13 bytes. The frozen weights beside an adapter are not written.
     """
-    return weight_bytes * (trained * (3 + snapshot) + frozen) + 13 * row_tokens
+    return weight_bytes * trained * (3 + snapshot) + 13 * row_tokens
 
 
 def training_forward_equivalents(
@@ -207,8 +200,7 @@ def training_forward_equivalents(
     Cost of learning from a generation batch, in forward passes over it with a model of the policy's size, for `updates`
     optimizer steps over all `iterations`.
 
-    An iteration takes 3 (forward, and twice that backward), 4 with gradient checkpointing. On top come passes without
-    gradient:
+    An iteration takes 3 (forward, and twice that backward), 4 with gradient checkpointing. Passes without gradient:
 
     - GRPO and PPO score the batch once if the policy has moved on before its last update, or to correct for the mismatch
       of engine and trainer (`correction`); once more under the KL reference. PPO lets the critic do what the policy does,
@@ -248,15 +240,12 @@ def mean_square_length(mean: float, longest: float) -> float:
 
 
 def decoding_seconds(
-    shape: ModelShape, rows: float, prompt: float, mean: float, longest: int, *, kv_cache_bytes: float, gpu: Gpu = H200
+    shape: ModelShape, rows: float, prompt: float, mean: float, longest: int, *, kv_cache_bytes: float, gpu: Gpu
 ) -> float:
     """
-    Time of generating `rows` completions on one GPU, bound by memory bandwidth.
-
-    Each decoding step reads the bfloat16 weights once and the keys and values of all sequences so far. A completion of
-    length l reads its prompt l times and itself l / 2 times, so squared lengths count: `waves * longest * weight bytes +
-    rows * (prompt * mean length + mean squared length / 2) * KV bytes per token`, over the bandwidth reached. There are as
-    many waves as the cache needs to hold all sequences.
+    Time of generating `rows` completions on one GPU, bound by memory bandwidth. Each decoding step reads the bfloat16 weights once
+    and the keys and values of all sequences so far. A completion of length l reads its prompt l times and itself l / 2 times, so
+    squared lengths count. There are as many waves as the cache needs to hold all sequences.
     """
     cache_needed = rows * (prompt + mean) * shape.kv_bytes_per_token
     waves = max(1.0, cache_needed / max(kv_cache_bytes, 1.0))

@@ -4,12 +4,9 @@ import math
 
 from ..recipe import Recipe
 from . import cost
-from .cost import GIB, H200
+from .cost import GIB, H200, Gpu
 from .launch import Launch
 
-
-# The rest of a GPU's memory goes to fragments, kernels and communication.
-_USABLE = 0.95 * H200.memory_bytes
 
 _SHARED = "accelerate_configs/fsdp2.yaml, which shares the training state over the processes"
 
@@ -19,17 +16,17 @@ _SET_SIZES = {"deepscaler": 40_315, "gsm8k": 7_473, "math": 7_500}
 
 class Estimate:
     """
-    What is known of a run beforehand.
-
-    `dtype` is that of the loaded weights, `precision` that of activations (see [`~cost.ModelShape.activation_bytes`]). FSDP and
+    What is known of a run beforehand. `dtype` is that of the loaded weights, `precision` that of activations (see [`~cost.ModelShape.activation_bytes`]). FSDP and
     DeepSpeed train float32 copies of half-precision weights, but only under mixed precision, for which the recipe wins over
     the accelerate file. `num_problems` is counted before overlong prompts are left out, and `None` where the set is not a
     named one. Sizes are bytes on one GPU; there are none where the `shape` of the model is not known.
     """
 
-    def __init__(self, recipe: Recipe, launch: Launch):
+    def __init__(self, recipe: Recipe, launch: Launch, gpu: Gpu = H200):
         training, data = recipe.training, recipe.data
-        self.recipe, self.launch, self.training, self.step = recipe, launch, training, recipe.step
+        self.recipe, self.launch, self.training, self.step, self.gpu = recipe, launch, training, recipe.step, gpu
+        self.usable = 0.95 * gpu.memory_bytes  # the rest goes to fragments, kernels and communication
+        self.of_pacs = recipe.run.method == "pacs"
         mixed = training.bf16 or training.fp16 or launch.mixed_precision != "no"
         self.dtype = (training.model_init_kwargs or {}).get("dtype", recipe.model.dtype) or "float32"
         self.has_float32_copies = launch.kind in ("FSDP", "DEEPSPEED") and mixed
@@ -46,12 +43,11 @@ class Estimate:
 
     def _measure(self) -> None:
         training, launch, shape, model = self.training, self.launch, self.shape, self.recipe.model
-        of_pacs = self.recipe.run.method == "pacs"
         self.trained = shape.parameters
         if model.use_peft:
             self.trained = cost.lora_parameters(shape, model.lora_r, model.lora_target_modules)
         self.critic = shape.parameters if self.recipe.run.method == "ppo" else 0
-        self.has_snapshot = of_pacs and training.reference == "snapshot"
+        self.has_snapshot = self.of_pacs and training.reference == "snapshot"
         self.has_kl_model = training.beta != 0 and not model.use_peft  # with LoRA it is the policy without its adapter
 
         frozen, weight_bytes = shape.parameters if model.use_peft else 0, 4 if self.dtype == "float32" else 2
@@ -62,7 +58,7 @@ class Estimate:
         self.state += copies / (launch.num_processes if launch.sharding == "full" else 1)
         self.state += cost.training_state_bytes(self.critic, 0, frozen_bytes=0, **sharing)
 
-        self.tokens = of_pacs and training.max_tokens_per_micro_batch
+        self.tokens = self.of_pacs and training.max_tokens_per_micro_batch
         self.tokens = self.tokens or training.per_device_train_batch_size * self.longest
         checkpointing = training.gradient_checkpointing
         self.activations = shape.activation_bytes(self.tokens, checkpointing=checkpointing, precision=self.precision)
@@ -72,7 +68,7 @@ class Estimate:
         if launch.kind == "FSDP" and training.gradient_accumulation_steps > 1:  # reduced with the last micro-batch
             self.collected = 4.0 * (self.trained + self.critic)
         if training.use_vllm and training.vllm_mode == "colocate":
-            self.engine = training.vllm_gpu_memory_utilization * H200.memory_bytes
+            self.engine = training.vllm_gpu_memory_utilization * self.gpu.memory_bytes
         self.asleep = self.engine > 0 and training.vllm_enable_sleep_mode
         self.update = self.state + self.activations + self.gathered + self.collected
         self.beside_engine = self.state if self.asleep else self.update  # at the fullest moment at which it is awake
@@ -89,29 +85,29 @@ class Estimate:
         return math.ceil(self.training.num_train_epochs * per_epoch)
 
     def memory_conflict(self) -> str | None:
-        """Why updates do not fit into an H200, whatever the engine, with what helps; `None` if they do."""
-        if self.shape is None or self.update <= _USABLE:
+        """Why updates do not fit into a GPU, whatever the engine, with what helps; `None` if they do."""
+        if self.shape is None or self.update <= self.usable:
             return None
         full, batch = self.launch.sharding == "full", self.training.per_device_train_batch_size
         remedies = [
             (not full, f"launch with {_SHARED}"),
-            (full and self.state > 0.5 * _USABLE, "launch on more GPUs"),
+            (full and self.state > 0.5 * self.usable, "launch on more GPUs"),
             (not self.training.gradient_checkpointing, "set gradient_checkpointing: true"),
-            (self.activations > 0.2 * _USABLE, f"lower per_device_train_batch_size={batch}"),
+            (self.activations > 0.2 * self.usable, f"lower per_device_train_batch_size={batch}"),
             (not self.recipe.model.use_peft, "train an adapter (use_peft: true)"),
         ]
         return (
             f"An update needs {self.update / GIB:.0f} GiB on each GPU (training state {self.state / GIB:.0f}, activations "
-            f"{self.activations / GIB:.0f}), and an H200 has {H200.memory_bytes / GIB:.0f}. To make it fit: "
+            f"{self.activations / GIB:.0f}), and an {self.gpu.name} has {self.gpu.memory_bytes / GIB:.0f}. To make it fit: "
             f"{'; or '.join(words for helps, words in remedies if helps)}."
         )
 
     def engine_conflict(self) -> str | None:
         """Why a colocated vLLM does not fit beside training, with what would; `None` if it does."""
-        if self.shape is None or self.engine == 0 or self.beside_engine + self.engine <= _USABLE:
+        if self.shape is None or self.engine == 0 or self.beside_engine + self.engine <= self.usable:
             return None
-        training, total = self.training, H200.memory_bytes
-        share = int(20 * (_USABLE - self.beside_engine) / total) / 20  # rounded down to a twentieth
+        training, total = self.training, self.gpu.memory_bytes
+        share = int(20 * (self.usable - self.beside_engine) / total) / 20  # rounded down to a twentieth
         weights = 2 * self.shape.parameters / training.vllm_tensor_parallel_size / total
         remedies = [
             (share > weights, f"vllm_gpu_memory_utilization={share:g} or less"),
@@ -121,7 +117,7 @@ class Estimate:
         helping = [words for helps, words in remedies if helps] or ["vllm_mode: server"]
         return (
             f"vllm_gpu_memory_utilization={training.vllm_gpu_memory_utilization:g} takes {self.engine / GIB:.0f} GiB of an "
-            f"H200's {total / GIB:.0f}, and training needs {self.beside_engine / GIB:.0f} GiB beside it. Set "
+            f"{self.gpu.name}'s {total / GIB:.0f}, and training needs {self.beside_engine / GIB:.0f} GiB beside it. Set "
             f"{', or '.join(helping)}."
         )
 
@@ -175,14 +171,14 @@ class Estimate:
         state += ", over all processes" if self.launch.sharding == "full" else ""
         kept = ", layer inputs and one whole layer" if self.training.gradient_checkpointing else ""
         engine = f"vllm_gpu_memory_utilization={self.training.vllm_gpu_memory_utilization}"
-        fits = "fits" if self.peak < _USABLE else "DOES NOT FIT"
+        fits = "fits" if self.peak < self.usable else "DOES NOT FIT"
         rows = [
             ("training state", self.state, state),
             ("activations", self.activations, f"micro-batch of {self.tokens} tokens, {self.precision}{kept}"),
             ("gathered weights", self.gathered, "two layers and the output head"),
             ("collected gradient", self.collected, "of all weights, until the last micro-batch"),
             ("vLLM", self.engine, engine + ", freed during updates" * self.asleep),
-            ("peak", self.peak, f"of {H200.memory_bytes / GIB:.0f} GiB on an H200: {fits}"),
+            ("peak", self.peak, f"of {self.gpu.memory_bytes / GIB:.0f} GiB on an {self.gpu.name}: {fits}"),
         ]
         return [
             "",
@@ -209,15 +205,9 @@ class Estimate:
         return ["", "Disk", f"  checkpoint         {size / GIB:6.1f} GiB   {', '.join(parts)}{total}"]
 
     def _forward_passes(self) -> float:
-        training, step, only_pacs = self.training, self.step, {}
-        if self.recipe.run.method == "pacs":
-            most = training.max_tokens_per_micro_batch
-            room = training.per_device_train_batch_size if most is None else most // self.longest
-            whole = training.group_layout == "auto" and room >= step.num_generations
-            only_pacs = {
-                "reference": training.reference if training.proxy == "log_ratio" else "none",
-                "split": not whole and training.group_layout != "whole",
-            }
+        training, step = self.training, self.step
+        layout = training.group_layout if self.of_pacs else "whole"
+        does_not_fit = self.tokens // self.longest < step.num_generations  # a group into a micro-batch
         return cost.training_forward_equivalents(
             self.recipe.run.method,
             checkpointing=training.gradient_checkpointing,
@@ -225,40 +215,41 @@ class Estimate:
             iterations=training.num_iterations,
             correction=training.use_vllm and training.vllm_importance_sampling_correction,
             kl=training.beta != 0,
-            **only_pacs,
+            reference=training.reference if self.of_pacs and training.proxy == "log_ratio" else "none",
+            split=layout == "split" or layout == "auto" and does_not_fit,
         )
 
     def _time(self, optimizer_steps: int, mean_length: int) -> list[str]:
-        training, shape, gpus = self.training, self.shape, self.launch.num_processes
+        training, shape, gpus, gpu = self.training, self.shape, self.launch.num_processes, self.gpu
         longest = training.max_completion_length
         rows, rollouts = self.step.rows_per_generation, self.step.rollouts(optimizer_steps)
         prompt = min(self.recipe.data.max_prompt_length or 256, 256)
         # TRL's trainers pad every row to the longest of the generation, and among so many one reaches the limit.
         computed, attended, padding = prompt + longest, prompt + longest, ", padding included"
-        if self.recipe.run.method == "pacs":
+        if self.of_pacs:
             computed, padding = prompt + mean_length, ""
-            attended = (
-                prompt**2 + 2 * prompt * mean_length + cost.mean_square_length(mean_length, longest)
-            ) / computed
+            squares = prompt**2 + 2 * prompt * mean_length + cost.mean_square_length(mean_length, longest)
+            attended = squares / computed
         passes = self._forward_passes()
         flops = passes * shape.forward_flops(rows * computed, attended)
-        learning = flops / (gpus * H200.flops * H200.training_share)
+        learning = flops / (gpus * gpu.flops * gpu.training_share)
         generating, generation = 0.0, "not counted: it depends on the server"
         if not (training.use_vllm and training.vllm_mode == "server"):
             share = training.vllm_gpu_memory_utilization if training.use_vllm else 0.5
-            cache = max(share * H200.memory_bytes - 2 * shape.parameters, 0.05 * H200.memory_bytes)
-            generating = cost.decoding_seconds(shape, rows / gpus, prompt, mean_length, longest, kv_cache_bytes=cache)
+            cache = max(share * gpu.memory_bytes - 2 * shape.parameters, 0.05 * gpu.memory_bytes)
+            lengths = {"prompt": prompt, "mean": mean_length, "longest": longest}
+            generating = cost.decoding_seconds(shape, rows / gpus, **lengths, kv_cache_bytes=cache, gpu=gpu)
             generation = (
                 f"{generating:.0f} s: weights read once per token of the longest completion, keys and values of all "
-                f"completions, at {H200.decoding_share:.0%} of {H200.bandwidth / 1e12:.1f} TB/s"
+                f"completions, at {gpu.decoding_share:.0%} of {gpu.bandwidth / 1e12:.3g} TB/s"
                 f"{'' if training.use_vllm else ' (vLLM; without it many times slower)'}"
             )
         hours = rollouts * (learning + generating) / 3600
         return [
             "",
-            f"Time on H200 (estimate; grading, weight transfer and saving not counted; prompts of {prompt} tokens)",
+            f"Time on {gpu.name} (estimate; grading, weight transfer and saving not counted; prompts of {prompt} tokens)",
             f"  learning           {flops:.1e} FLOP per rollout step: {passes:g} forward passes of 2 x parameters x tokens "
-            f"plus attention{padding}; {learning:.0f} s at {H200.training_share:.0%} of {H200.flops / 1e12:.0f} TFLOP/s",
+            f"plus attention{padding}; {learning:.0f} s at {gpu.training_share:.0%} of {gpu.flops / 1e12:.0f} TFLOP/s",
             f"  generation         {generation}",
             f"  all                {hours:.1f} hours on {gpus} GPU{'s' * (gpus > 1)}, {hours * gpus:.0f} GPU hours, "
             f"{rollouts * flops:.1e} FLOP for learning",

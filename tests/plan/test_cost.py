@@ -65,7 +65,7 @@ def test_training_state_by_hand():
 
 
 def test_decoding_by_hand():
-    gpu = cost.Gpu(bandwidth=1e12, decoding_share=0.5)
+    gpu = cost.H200._replace(bandwidth=1e12, decoding_share=0.5)
     weights = 2 * SMALL.parameters * 100
     cache = 8 * (10 * 100 + 100**2 / 2) * (2 * 3 * 2 * 16 * 2)  # all as long as can be
     needed = 8 * 110 * SMALL.kv_bytes_per_token

@@ -1,0 +1,103 @@
+"""README's first picture, PACS, GRPO and PPO side by side: `python -m experiments.methods`, seconds, runs nothing.
+
+Made of the records of the miniature tables (three seeds, whose warm start all methods share). The records keep no times, so reward
+stands over completions drawn, of which all methods draw the same number in a step. Bands and bars are the range over seeds; a
+difference is taken seed by seed, because most of the spread is that of the warm starts.
+"""
+
+import argparse
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from pacs_trl.report.plots import PAGE_WIDTH, PANEL_HEIGHT, STYLE, looks
+from pacs_trl.reproduce.records import Records, Run
+
+
+ROOT = Path(__file__).parents[1]
+MODELS = {"twin-4b": "0.1M parameters", "twin-8b": "1M parameters"}
+CELLS = {"warm start": "base", "PPO": "ppo", "GRPO": "grpo", "PACS": "pacs"}
+WINDOW = 8  # rollouts in a running mean
+
+
+def reward(run: Run) -> np.ndarray:
+    """The running mean of a run's reward, one number per rollout."""
+    logged = [log["reward"] for log in run.training["log_history"] if "reward" in log]
+    return np.convolve(logged, np.ones(WINDOW) / WINDOW, mode="valid")
+
+
+def pass_at(run: Run, ks: list[int]) -> np.ndarray:
+    """Percent, mean over the five benchmarks that stand in place of the paper's."""
+    benchmarks = [about for name, about in run.results["benchmarks"].items() if "/terms_" in name]
+    return 100 * np.array([np.mean([about["pass_at_k"][str(k)]["value"] for about in benchmarks]) for k in ks])
+
+
+def draw_reward(panel: Axes, runs: dict[str, list[Run]], look: dict[str, dict]) -> None:
+    for method, of_seeds in runs.items():
+        curves = np.array([reward(run) for run in of_seeds])
+        rollouts = np.arange(WINDOW, WINDOW + curves.shape[1])
+        panel.plot(rollouts, curves.mean(axis=0), label=method, **look[method] | {"marker": ""})
+        panel.fill_between(rollouts, curves.min(axis=0), curves.max(axis=0), color=look[method]["color"], alpha=0.1, lw=0)
+    panel.set(xlabel="rollout step", ylabel="reward", ylim=(0, 0.35))
+
+
+def draw_pass_at_k(panel: Axes, runs: dict[str, list[Run]], look: dict[str, dict], ks: list[int]) -> None:
+    for i, (method, of_seeds) in enumerate(runs.items()):
+        values = np.array([pass_at(run, ks) for run in of_seeds])
+        ends = np.abs(np.array([values.min(axis=0), values.max(axis=0)]) - values.mean(axis=0))
+        shifted = np.array(ks) * 1.06 ** (i - 1.5)  # so that bars do not cover one another
+        panel.errorbar(shifted, values.mean(axis=0), ends, label=method, elinewidth=0.7, **look[method])
+    panel.set(xlabel="k", ylabel="pass@k (%)", ylim=(0, 100))
+
+
+def draw_differences(panel: Axes, runs: dict[str, list[Run]], look: dict[str, dict], ks: list[int]) -> None:
+    """To GRPO, points by seed."""
+    base = {run.seed: pass_at(run, ks) for run in runs["GRPO"]}
+    panel.axhline(0, **look["GRPO"] | {"marker": ""})
+    for i, method in enumerate(("PPO", "PACS")):
+        values = np.array([pass_at(run, ks) - base[run.seed] for run in runs[method]])
+        shifted = np.array(ks) * 1.08 ** (i - 0.5)
+        panel.plot(shifted, values.mean(axis=0), **look[method] | {"marker": ""})
+        for by_seed in values:
+            panel.plot(shifted, by_seed, **look[method] | {"linestyle": "", "markersize": 2.5})
+    panel.set(xlabel="k", ylabel="points", ylim=(-8, 8))
+
+
+def draw(records: Records, path: Path) -> None:
+    """A row for each model: reward, pass@k, and differences by seed."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(PAGE_WIDTH, 2 * PANEL_HEIGHT), layout="constrained")
+        grid = figure.subplots(len(MODELS), 3)
+        for panels, (model, title) in zip(grid, MODELS.items(), strict=True):
+            runs = {method: records.runs(f"{model}/{cell}", method) for method, cell in CELLS.items()}
+            look, trained = looks(runs), {method: group for method, group in runs.items() if method != "warm start"}
+            ks = next(iter(runs["PACS"][0].results["benchmarks"].values()))["k"]
+            draw_reward(panels[0], trained, look)
+            draw_pass_at_k(panels[1], runs, look, ks)
+            draw_differences(panels[2], trained, look, ks)
+            panels[0].set_title(f"{title}: reward")
+            panels[1].set_title(f"{title}: held out")
+            panels[2].set_title(f"{title}: minus GRPO")
+            for panel in panels[1:]:
+                panel.set_xscale("log", base=2)
+                panel.set_xticks(ks, [str(k) for k in ks])
+        figure.legend(*grid[0, 1].get_legend_handles_labels(), loc="outside lower center", ncols=len(CELLS))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=200)
+
+
+def main() -> None:
+    """Command line: writes the picture."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.methods", description=__doc__)
+    parser.add_argument("--results_dir", type=Path, default=ROOT / "docs/results/miniature", help="has records.jsonl")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs/images/methods.png")
+    arguments = parser.parse_args()
+    draw(Records(arguments.results_dir), arguments.output)
+    print(f"Wrote {arguments.output}.")
+
+
+if __name__ == "__main__":
+    main()
