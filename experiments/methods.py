@@ -1,7 +1,7 @@
 """README's first picture, PACS, GRPO and PPO side by side: `python -m experiments.methods`, seconds, runs nothing.
 
 Made of the records of the miniature tables (three seeds, whose warm start all methods share). The records keep no times, so reward
-stands over completions drawn, of which all methods draw the same number in a step. Bands and bars are the range over seeds; a
+stands over rollout steps, in each of which all methods draw the same number of completions. Bands and bars are the range over seeds; a
 difference is taken seed by seed, because most of the spread is that of the warm starts.
 """
 
@@ -18,6 +18,7 @@ from pacs_trl.reproduce.records import Records, Run
 
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs/results/miniature"
 MODELS = {"twin-4b": "0.1M parameters", "twin-8b": "1M parameters"}
 CELLS = {"warm start": "base", "PPO": "ppo", "GRPO": "grpo", "PACS": "pacs"}
 WINDOW = 8  # rollouts in a running mean
@@ -40,7 +41,9 @@ def draw_reward(panel: Axes, runs: dict[str, list[Run]], look: dict[str, dict]) 
         curves = np.array([reward(run) for run in of_seeds])
         rollouts = np.arange(WINDOW, WINDOW + curves.shape[1])
         panel.plot(rollouts, curves.mean(axis=0), label=method, **look[method] | {"marker": ""})
-        panel.fill_between(rollouts, curves.min(axis=0), curves.max(axis=0), color=look[method]["color"], alpha=0.1, lw=0)
+        panel.fill_between(
+            rollouts, curves.min(axis=0), curves.max(axis=0), color=look[method]["color"], alpha=0.1, lw=0
+        )
     panel.set(xlabel="rollout step", ylabel="reward", ylim=(0, 0.35))
 
 
@@ -92,7 +95,7 @@ def draw(records: Records, path: Path) -> None:
 def main() -> None:
     """Command line: writes the picture."""
     parser = argparse.ArgumentParser(prog="python -m experiments.methods", description=__doc__)
-    parser.add_argument("--results_dir", type=Path, default=ROOT / "docs/results/miniature", help="has records.jsonl")
+    parser.add_argument("--results_dir", type=Path, default=RESULTS, help="has records.jsonl")
     parser.add_argument("--output", type=Path, default=ROOT / "docs/images/methods.png")
     arguments = parser.parse_args()
     draw(Records(arguments.results_dir), arguments.output)

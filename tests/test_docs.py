@@ -8,24 +8,27 @@ the tests named in `RUN_ELSEWHERE`, or need what `NEEDS` says.
 import argparse
 import configparser
 import contextlib
+import glob
 import importlib
 import importlib.util
 import json
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+from pacs_trl import cli
 from pacs_trl.cli import COMMANDS
+from pacs_trl.plan.arguments import read_plan_arguments
 from pacs_trl.plan.check import check_recipe
 from pacs_trl.plan.launch import read_launch
 
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("recipes/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("recipes/*.md")])
 PAGES += sorted(ROOT.glob("notebooks/*.ipynb"))
 BEGINNINGS = (
     "make ",
@@ -40,6 +43,7 @@ BEGINNINGS = (
 # What belongs to other projects or to the shell; its arguments are theirs.
 EXTERNAL = (
     *("lm_eval", "git", "cd", "docker", "vllm", "curl", "pre-commit", "wandb", "tensorboard", "trackio", "export"),
+    *("pip install jupyterlab", "jupyter"),
     *(
         "python -m lcb_runner",
         "python -m venv",
@@ -131,19 +135,12 @@ def parse_only(monkeypatch, main, arguments):
 
 def check_module(monkeypatch, name: str, arguments: list[str], num_processes: int = 1) -> None:
     if name in ("pacs_trl.train", "pacs_trl.plan.check"):
-        own = argparse.ArgumentParser()
-        own.add_argument("--config", required=True)
-        for flag in (
-            ("--accelerate-config", "--num-processes", "--mean-length") if name == "pacs_trl.plan.check" else ()
-        ):
-            own.add_argument(flag)
-        known, overrides = own.parse_known_args(arguments)
+        own = read_plan_arguments(arguments)
         if name == "pacs_trl.plan.check":
-            given = known.num_processes and int(known.num_processes)
-            launch, errors = read_launch(known.accelerate_config, given)
+            launch, errors = read_launch(own.accelerate_config, own.num_processes)
             assert not errors, errors
             num_processes = launch.num_processes
-        recipe, conflicts = check_recipe(known.config, overrides, num_processes)
+        recipe, conflicts = check_recipe(own.config, own.overrides, num_processes)
         assert recipe is not None and not conflicts, conflicts
     elif name == "pacs_trl.evaluation.evaluate":
         from pacs_trl.evaluation.arguments import read_evaluation
@@ -250,14 +247,79 @@ RUN_HERE = {
 }
 
 
+def run(monkeypatch, capsys, command: str) -> str:
+    """What a command prints that succeeds, run in this process."""
+    words = [path for word in shlex.split(command) for path in sorted(glob.glob(word, root_dir=ROOT)) or [word]]
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", words)
+    status, printed = cli.main(), capsys.readouterr()
+    assert status == 0, printed
+    return printed.out
+
+
 @pytest.mark.parametrize("command", sorted(RUN_HERE))
-def test_command_runs(command, tmp_path):
-    command = re.sub(r"--output_dir \S+", f"--output_dir {tmp_path}", command)
-    launcher = f"{shlex.quote(sys.executable)} -m pacs_trl.cli"
-    result = subprocess.run(
-        command.replace("pacs-trl", launcher, 1), shell=True, cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+def test_command_runs(monkeypatch, capsys, command, tmp_path):
+    run(monkeypatch, capsys, re.sub(r"--output_dir \S+", f"--output_dir {tmp_path}", command))
+
+
+def table_under(page: str, heading: str) -> list[list[str]]:
+    """Cells of the rows of the first table behind a heading."""
+    rows = re.search(r"(\n\|.*)+", (ROOT / page).read_text().split(f"\n## {heading}\n")[1])[0].strip().splitlines()
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[2:]]
+
+
+HARDWARE = table_under("docs/hardware.md", "What fits where")
+COSTS = table_under("docs/hardware.md", "Three methods")
+
+
+@pytest.mark.parametrize("row", HARDWARE + COSTS, ids=lambda row: row[-1])
+def test_numbers_of_plan(monkeypatch, capsys, row):
+    """Peak memory, hours and GPU hours of a row are what its command prints."""
+    *_, peak, hours, gpu_hours, command = row
+    printed = run(monkeypatch, capsys, command.strip("`"))
+    assert re.search(r"peak +(\S+) GiB", printed)[1] == peak
+    assert re.search(r"all +(\S+) hours .* (\S+) GPU hours", printed).groups() == (hours, gpu_hours.replace(",", ""))
+    assert "fits" in printed
+
+
+def test_readme_has_the_numbers_of_the_hardware_page():
+    longer = {tuple(row[:-2]) for row in HARDWARE}
+    assert all(tuple(row) in longer for row in table_under("README.md", "Hardware"))
+    for method, _, hours, gpu_hours, _ in COSTS:
+        assert f"{method} {hours} hours, {gpu_hours} GPU hours" in (ROOT / "README.md").read_text()
+
+
+def test_readme_is_read_in_minutes():
+    """About 1,200 words, code and tables included, as `wc -w` counts."""
+    assert len((ROOT / "README.md").read_text().split()) <= 1350
+
+
+def test_each_page_stands_in_the_index():
+    index = (ROOT / "docs/README.md").read_text()
+    assert not [page.name for page in ROOT.glob("docs/*.md") if page.name != "README.md" and page.name not in index]
+
+
+def test_nothing_is_installed_from_an_index_that_does_not_have_it():
+    files = [
+        path
+        for pattern in ("*.md", "docs/**/*.md", "recipes/**/*", "notebooks/*", "pacs_trl/**/*.py")
+        for path in ROOT.glob(pattern)
+    ]
+    texts = {path: path.read_text() for path in files if path.is_file()}
+    assert not [path for path, text in texts.items() if re.search(r"pip install [\"']*pacs[_-]trl", text)]
+
+
+def test_citation_is_that_of_the_package():
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version": "1.2.0", "title": config["metadata"]["name"]}.items() <= citation.items()
+    assert all(citation[key] == config["metadata"][key] for key in ("version", "license"))
+    assert f"## {citation['version']}" in (ROOT / "CHANGELOG.md").read_text()
+    paper = citation["preferred-citation"]
+    assert paper["title"] in (ROOT / "README.md").read_text()
+    authors = [f"{author['given-names']} {author['family-names']}" for author in paper["authors"]]
+    assert " and ".join(authors) in (ROOT / "README.md").read_text()
 
 
 def test_named_files_exist():

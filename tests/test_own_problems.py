@@ -1,4 +1,4 @@
-"""A user's own file of 50 problems through the three commands of README: train, evaluate, report."""
+"""A user's own file of 50 problems through the three commands of docs/your_own_problems.md: train, evaluate, report."""
 
 import json
 import random
@@ -14,7 +14,7 @@ from pacs_trl.miniature.tokenizer import build_tokenizer
 
 
 ROOT = Path(__file__).parents[1]
-# What keeps README's commands short here: a model that is there already, and fewer steps and samples.
+# What keeps the commands short here: a model that is there already, and fewer steps and samples.
 SHORTER = {
     "train": ["--max_steps", "2", "--max_completion_length", "8", "--disable_tqdm", "true"],
     "evaluate": ["--n", "4", "--k", "1,2,4", "--max_new_tokens", "8"],
@@ -23,8 +23,8 @@ SHORTER = {
 
 
 def commands() -> list[list[str]]:
-    section = (ROOT / "README.md").read_text().split("## Your own problems")[1].split("\n## ")[0]
-    block = re.search(r"```bash\n(.*?)```", section, flags=re.DOTALL)[1]
+    page = (ROOT / "docs/your_own_problems.md").read_text()
+    block = re.search(r"```bash\n(.*?)```", page, flags=re.DOTALL)[1]
     return [shlex.split(line) for line in block.splitlines()]
 
 

@@ -1,11 +1,13 @@
 """The pure parts of the two analyses."""
 
+from statistics import mean
+
 import pytest
 import torch
 from replay import build_trainer
 from tolerances import rounding_atol
 
-from experiments import adaptive_rules
+from experiments import adaptive_rules, methods
 from experiments.adaptive_rules import next_beta, renewal_is_due
 from experiments.beta_and_reference import references, running_mean
 from experiments.gradient_variance import (
@@ -16,6 +18,7 @@ from experiments.gradient_variance import (
     noise_share,
 )
 from pacs_trl.miniature.model import build_model
+from pacs_trl.reproduce.records import Records
 from pacs_trl.update.reference import SnapshotReference
 from pacs_trl.update.scorer import sequence_logps
 
@@ -111,3 +114,13 @@ def test_rules_act(tmp_path, monkeypatch, arm):
     # the first update of a rollout says nothing about the spread; the three after it halve beta each, the last one unseen
     assert betas == ([1.0, 1.0, 0.5, 0.25] if spread else [10.0] * 4)
     assert len(renewed) == (0 if spread else 4)
+
+
+def test_the_picture_of_the_methods(tmp_path, monkeypatch):
+    """As many seeds of each method as the records have, and differences of runs with the same warm start."""
+    monkeypatch.setattr("sys.argv", ["methods", "--output", str(tmp_path / "methods.png")])
+    methods.main()
+    assert (tmp_path / "methods.png").read_bytes().startswith(b"\x89PNG")
+    (run,) = [run for run in Records(methods.RESULTS).runs("twin-8b/pacs", "PACS") if run.seed == 0]
+    by_hand = mean(run.results["benchmarks"][f"miniature/terms_{n}"]["pass_at_k"]["8"]["value"] for n in range(3, 8))
+    assert methods.pass_at(run, [1, 8])[1] == pytest.approx(100 * by_hand)
