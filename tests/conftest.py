@@ -64,6 +64,19 @@ def tokenizer():
     return TOKENIZER
 
 
+@pytest.fixture(scope="session")
+def confined():
+    """For tests of what runs programs at the level that is asked for by default."""
+    from pacs_trl.verification.code import CodeVerifier
+
+    verifier = CodeVerifier(num_workers=1)
+    try:
+        verifier.start()
+    except ValueError as error:
+        pytest.skip(str(error))
+    verifier.close()
+
+
 @pytest.fixture
 def launch_file(tmp_path):
     """Write an accelerate file of these lines; its path."""

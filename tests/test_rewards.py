@@ -1,9 +1,11 @@
 """Reward functions with TRL's signature: forms of completions, metrics, and the stop on an untrustworthy batch."""
 
+import json
+
 import pytest
 
 from pacs_trl import rewards
-from pacs_trl.rewards import VerificationFailure, format_reward, math_reward
+from pacs_trl.rewards import VerificationFailure, code_reward, format_reward, math_reward
 from pacs_trl.verification import MAX_CHARACTERS, VerificationArguments, configure_verification, shared_verifier
 
 
@@ -20,6 +22,7 @@ def small_shared_verifier():
 @pytest.fixture(autouse=True)
 def fresh_window(monkeypatch):
     monkeypatch.setattr(rewards, "_recent", rewards._RecentFailures())
+    monkeypatch.setattr(rewards, "_recent_programs", rewards._RecentFailures())
 
 
 def conversational(text):
@@ -125,6 +128,60 @@ class TestUntrustworthyBatch:
             assert math_reward([r"\boxed{1}"] * 70, solution=[None] * 70) == [None] * 70
         finally:
             configure_verification(VerificationArguments(verification_num_workers=1, verification_cpu_seconds=0.3))
+
+
+SQUARE = {"type": "stdin_stdout", "cases": [{"input": "2", "output": "4"}, {"input": "3", "output": "9"}]}
+
+
+def program(source):
+    return f"```python\n{source}\n```"
+
+
+class TestCodeReward:
+    @pytest.fixture(autouse=True)
+    def any_level(self):
+        configure_verification(VerificationArguments(verification_num_workers=1, code_isolation="rlimits"))
+        yield
+        configure_verification(VerificationArguments(verification_num_workers=1, verification_cpu_seconds=0.3))
+
+    def test_labels_metrics_and_columns(self):
+        metrics, columns = {}, {}
+        completions = [
+            program("print(int(input()) ** 2)"),
+            conversational(program("print(4)")),
+            program("print(x)"),
+            "none",
+            program("print(4)"),
+        ]
+        labels = code_reward(
+            completions,
+            solution=[SQUARE, json.dumps(SQUARE), SQUARE, SQUARE, "{"],
+            log_metric=metrics.__setitem__,
+            log_extra=columns.__setitem__,
+        )
+        assert labels == [1.0, 0.0, 0.0, 0.0, None]
+        shares = {"correct", "wrong", "error", "no_answer", "gold_unparseable"}
+        assert {name for name, share in metrics.items() if share == 0.2} == {f"verification/{name}" for name in shares}
+        assert metrics["verification/tests_passed"] == pytest.approx(0.3)
+        assert columns["verification"] == ["correct", "wrong", "error", "no_answer", "gold_unparseable"]
+        assert columns["error"][2] == "NameError"
+
+    def test_share_of_tests(self):
+        configure_verification(
+            VerificationArguments(verification_num_workers=1, code_isolation="rlimits", code_label="share")
+        )
+        assert code_reward([program("print(9)"), "none", program("print(1)")], solution=[SQUARE, SQUARE, None]) == [
+            0.5,
+            0.0,
+            None,
+        ]
+
+    def test_a_missing_column_and_unreadable_tests(self):
+        with pytest.raises(ValueError, match="Columns it was given: tests. Name the column of tests with"):
+            code_reward(["1"], tests=["t"])
+        assert code_reward([program("while True: pass")] * 100, solution=["{"] * 40 + [None] * 10 + [SQUARE] * 50)
+        with pytest.raises(VerificationFailure, match="of the last 150 completions could not be verified"):
+            code_reward([program("print(1)")] * 150, solution=["{"] * 150)
 
 
 class TestFormatReward:

@@ -63,6 +63,13 @@ def test_two_steps_on_real_problems(tmp_path, model_path, name):
     assert "2509.02522" in card and "pacs" in card
 
 
+def test_two_steps_on_programs(tmp_path, model_path, capsys, confined):
+    trainer = run(tmp_path, model_path, "--prompt_instruction", "", recipe="code.yaml")
+    assert "Programs run with landlock" in capsys.readouterr().out
+    logs = [entry for entry in trainer.state.log_history if "rewards/code_reward/mean" in entry]
+    assert [entry["verification/no_answer"] for entry in logs] == [1.0, 1.0]  # an untrained model writes no block
+
+
 @pytest.mark.parametrize("method", ["pacs", "grpo"])
 def test_text_by_hand_in_the_readme_is_kept(tmp_path, model_path, method, monkeypatch):
     """Also by the checkpoints on the way, for which TRL drafts a card; and a local model is no Hub id."""

@@ -130,7 +130,7 @@ def test_errors(tmp_path, path):
 class TestPrograms:
     """`--programs`: the reference solutions of a set against its tests."""
 
-    def test_those_that_fail_are_listed(self, capsys):
+    def test_those_that_fail_are_listed(self, capsys, confined):
         assert main(["--programs", f"verifiable_coding={DATA / 'verifiable_coding.jsonl'}", "--num_workers", "2"]) == 0
         printed = capsys.readouterr().out
         assert printed.startswith("5 problems of verifiable_coding=") and "seccomp" in printed
@@ -139,7 +139,7 @@ class TestPrograms:
         assert listed[1].startswith("row 3 (no_tests): gold_unparseable: tests missing or malformed: ")
         assert listed[2:] == ["row 4 (slow): timeout: timeout"]
 
-    def test_a_file_of_ones_own(self, tmp_path, capsys):
+    def test_a_file_of_ones_own(self, tmp_path, capsys, confined):
         tests = {"type": "function", "name": "f", "cases": [{"input": [1], "output": 2}]}
         rows = [
             {"answer": tests, "code": "def f(x): return x + 1"},

@@ -42,7 +42,7 @@ def test_real_rows(name, file, size, first_answer):
     assert benchmark.source["file"] == file
 
 
-def test_livecodebench(monkeypatch):
+def test_livecodebench(confined):
     benchmark = load_benchmark(f"livecodebench={DATA / 'livecodebench.jsonl'}")
     assert [problem.id for problem in benchmark.problems] == ["difference", "pair_sum", "mean"]  # those of the window
     assert benchmark.is_code and "```python" in benchmark.instruction
@@ -62,7 +62,7 @@ def test_livecodebench(monkeypatch):
         assert verifier.grade(["```python\nprint(2)\n```"] * 3, solutions) == [0.0] * 3
 
 
-def test_a_pickle_is_unpacked_in_the_sandbox(tmp_path):
+def test_a_pickle_is_unpacked_in_the_sandbox(tmp_path, confined):
     """It may run any program, and this one writes a file where it can."""
 
     class Evil:

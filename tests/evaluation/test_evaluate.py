@@ -14,8 +14,10 @@ from pacs_trl.evaluation import pass_at_k
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.engines import TransformersEngine, devices_of_copies, identify_model
 from pacs_trl.evaluation.evaluate import evaluate, load_benchmarks, main, missing_requests
+from pacs_trl.evaluation.requests import Completion
 from pacs_trl.evaluation.results import read_results
 from pacs_trl.verification import Verifier
+from pacs_trl.verification.code import CodeVerifier
 
 
 @pytest.fixture
@@ -58,6 +60,30 @@ def test_results_agree_with_the_samples(run, arguments, sums):
     assert 0 < entry["token_entropy"] < 2 and entry["answer_entropy"] > 1
     assert results["method"] == "guesser" and results["protocol"]["sampling"]["temperature"] == 1.0
     assert results == read_results(arguments["output_dir"])
+
+
+def test_programs_run_in_the_sandbox(arguments, verifier, monkeypatch):
+    """Every second sample is the program that solves its problem; the level stands in the results."""
+
+    class Programmer:
+        def generate(self, requests, settings):
+            for request in requests:
+                first, second = (int(v.partition(":")[2]) for v in request.prompt[-1]["content"].split(","))
+                source = f"print(int(input())*{second - first}+{first + request.sample % 2})"
+                yield request, Completion(f"```python\n{source}\n```", 9, "stop")
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr("pacs_trl.evaluation.evaluate.start_engine", lambda args: Programmer())
+    changes = {"benchmarks": "miniature/programs", "prompt_instruction": "", "max_problems": 3, "n": 4, "k": "1,2"}
+    args = EvaluationArguments(**{**arguments, **changes})
+    with CodeVerifier(num_workers=1, isolation="rlimits") as programs:
+        results = evaluate(args, verifier, programs, progress=False)
+    entry = results["benchmarks"]["miniature/programs"]
+    assert [problem["c"] for problem in entry["problems"]] == [2, 2, 2]
+    assert entry["verification"] == {"correct": 6, "wrong": 6}
+    assert entry["programs"]["confinement"] == programs.level.text and entry["programs"]["cpu_seconds"] == 2.0
 
 
 def test_running_again_draws_nothing(run, arguments, monkeypatch):

@@ -14,6 +14,7 @@ import pytest
 from finished_runs import results_of, rows_of
 
 from pacs_trl.evaluation.arguments import read_evaluation
+from pacs_trl.evaluation.results import RESULTS_SCHEMA
 from pacs_trl.evaluation.store import SampleStore
 from pacs_trl.plan.check import check_recipe
 from pacs_trl.report import plots
@@ -185,6 +186,18 @@ class TestOtherDomains:
         assert "Measured with a toolkit, version 1." in text and "results/other_domains.json" in text
         assert rows_of(Path("results/figure_6.md"))[3]["LiveCodeBench"] == "45.00 ± 1.41"
         assert Path("results/figure_6.md").read_text() in text
+
+    def test_scores_of_our_own_have_a_column(self, tmp_path, monkeypatch, capsys):
+        monkeypatch.chdir(tmp_path)
+        for seed, score in ((0, 0.40), (1, 0.44)):
+            path = tmp_path / "results" / "other_domains" / "PACS" / f"seed-{seed}" / "results.json"
+            path.parent.mkdir(parents=True)
+            benchmarks = {"livecodebench": {"pass_at_k": {"1": {"value": score}}}}
+            path.write_text(json.dumps({"schema_version": RESULTS_SCHEMA, "benchmarks": benchmarks}))
+        main(self.where)
+        text = capsys.readouterr().out
+        assert "LiveCodeBench, by this package | LiveCodeBench, published" in text
+        assert "| PACS | - | 0 | 42.00 ± 2.83 | 45.96 | - | 0 | - | 52.46 |" in text
 
     @pytest.mark.parametrize(
         ("content", "message"),
