@@ -19,6 +19,7 @@ from pacs_trl.plan.check import check_recipe, judge
 from pacs_trl.plan.launch import read_launch
 from pacs_trl.reproduce.command import read_table, table_names
 from pacs_trl.reproduce.full import LAUNCH
+from pacs_trl.verification import VerificationArguments
 
 
 REPOSITORY = Path(__file__).parents[1]
@@ -336,6 +337,7 @@ EVALUATIONS = sorted(
 def evaluation(name: str) -> EvaluationArguments:
     """The recipe as `pacs-trl evaluate` reads it, with a model and a directory where the command line has to name them."""
     settings = yaml.safe_load((RECIPES / "evaluation" / f"{name}.yaml").read_text())
+    VerificationArguments(**{key: settings.pop(key) for key in list(settings) if key.startswith("code_")})
     return EvaluationArguments(**{"model": "MODEL", "output_dir": "DIR"} | settings)
 
 

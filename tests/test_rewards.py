@@ -180,7 +180,7 @@ class TestCodeReward:
         with pytest.raises(ValueError, match="Columns it was given: tests. Name the column of tests with"):
             code_reward(["1"], tests=["t"])
         assert code_reward([program("while True: pass")] * 100, solution=["{"] * 40 + [None] * 10 + [SQUARE] * 50)
-        with pytest.raises(VerificationFailure, match="of the last 150 completions could not be verified"):
+        with pytest.raises(VerificationFailure, match="200 of the last 250 completions could not be verified"):
             code_reward([program("print(1)")] * 150, solution=["{"] * 150)
 
 
