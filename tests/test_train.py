@@ -12,6 +12,7 @@ from pacs_trl.data import PROMPT_INSTRUCTION
 from pacs_trl.miniature.model import build_model
 from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.recipe import read_recipe
+from pacs_trl.verification import shared_code_verifier
 
 
 DATA = Path(__file__).parent / "data"
@@ -65,6 +66,7 @@ def test_two_steps_on_real_problems(tmp_path, model_path, name):
 
 def test_two_steps_on_programs(tmp_path, model_path, capsys, confined):
     trainer = run(tmp_path, model_path, "--prompt_instruction", "", recipe="code.yaml")
+    shared_code_verifier().close()
     assert "Programs run with landlock" in capsys.readouterr().out
     logs = [entry for entry in trainer.state.log_history if "rewards/code_reward/mean" in entry]
     assert [entry["verification/no_answer"] for entry in logs] == [1.0, 1.0]  # an untrained model writes no block
