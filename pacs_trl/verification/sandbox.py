@@ -103,7 +103,7 @@ class Worker:
             end_group(pid)
             _, status, usage = os.wait4(pid, 0)
             end_children()
-            shutil.rmtree(folder, ignore_errors=True)
+            remove(folder)
         code, cpu = os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
         if code in (-signal.SIGKILL, -signal.SIGXCPU) and cpu >= self.settings["cpu_seconds"]:
             limit = limit or "timeout"  # the kernel was quicker
@@ -140,8 +140,8 @@ class Worker:
             try:
                 self._install_filter(has_folder=False)
                 os._exit(0)
-            except OSError as error:
-                os._exit(error.errno or 255)
+            except BaseException as error:  # nothing may go on from here as if it were the worker
+                os._exit(getattr(error, "errno", None) or 255)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         return "available" if code == 0 else f"the kernel refuses the filter ({os.strerror(abs(code))})"
 
@@ -218,6 +218,15 @@ def end_children() -> None:
             except (FileNotFoundError, ProcessLookupError):
                 pass
         time.sleep(0.001)
+
+
+def remove(folder: str) -> None:
+    """Remove a folder, also where a program has made some in it that nobody may enter."""
+    for path, names, _ in os.walk(folder):
+        for name in names:
+            if not os.path.islink(os.path.join(path, name)):
+                os.chmod(os.path.join(path, name), 0o700)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def bytes_in(folder: str) -> int:
