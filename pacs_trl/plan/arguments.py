@@ -25,7 +25,7 @@ def read_plan_arguments(argv: Sequence[str]) -> Namespace:
     parser.add_argument("--accelerate_config", help="the file that `accelerate launch --config_file` gets")
     parser.add_argument("--num_processes", type=int, help="number of GPUs; by default that of the accelerate file")
     parser.add_argument("--mean_length", type=int, help="expected tokens per completion; by default 35 %% of most")
-    parser.add_argument("--gpu", choices=GPUS, default="h200", help="what memory and hours are of (default: h200)")
+    parser.add_argument("--gpu", type=str.lower, choices=GPUS, default="h200", help="the card; by default h200")
     own, overrides = parser.parse_known_args(argv)
     words = words_by_key(overrides)
     known = {key for method in METHODS for key in settings_of_method(method)}

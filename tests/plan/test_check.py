@@ -44,7 +44,7 @@ SAID = {
     # 80e9 bytes are 74.5 GiB, 24e9 are 22.4; half as fast as in its data sheet with sparsity
     "H100": ((*FSDP2, "--gpu", "h100-80"), BIG, 0, "of 75 GiB on an H100: fits", "Time on H100", "35% of 989 TFLOP/s"),
     "A100": ((*FSDP2, "--gpu", "a100-80"), FITTING, 0, "35% of 312 TFLOP/s", "at 60% of 2.04 TB/s"),
-    "RTX 4090": (("--gpu=rtx4090",), {}, 1, "of 22 GiB on an RTX 4090: DOES NOT FIT", "and an RTX 4090 has 22."),
+    "RTX 4090": (("--gpu=RTX4090",), {}, 1, "of 22 GiB on an RTX 4090: DOES NOT FIT", "and an RTX 4090 has 22."),
     "vLLM, small card": (("--gpu", "l40s"), LARGE | SMALL, 1, "an L40S's 45, and training needs 10", "0.864 TB/s"),
     "snapshot": (FSDP2, SNAPSHOT, 0, "checkpoint           59.9 GiB", "reference snapshot; 2 of them: 120 GiB"),
     "unknown model": ((), UNKNOWN, 0, "not estimated, because the shape of 'someone/something' is not known"),
