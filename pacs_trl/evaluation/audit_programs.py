@@ -29,6 +29,10 @@ def audit_programs(args: argparse.Namespace) -> int:
             f"`--programs` {args.programs!r} is no set of programs: name one of "
             f"{', '.join(name for name, entry in TRAINING_SETS.items() if entry.answer_in == 'tests')}, NAME=FILE or FILE."
         )
+    if args.max_problems is not None and args.max_problems < 1:
+        raise ValueError(
+            f"`--max_problems` must be at least 1, got {args.max_problems}. Leave it out for all problems."
+        )
     entry = TRAINING_SETS.get(name) or replace(ProblemSet(""), answer_in="tests")
     rows = load_rows(name, entry, path or None)[: args.max_problems]
     columns = sorted({column for row in rows for column in row})

@@ -156,3 +156,5 @@ class TestPrograms:
             main(["--programs", str(file)])
         with pytest.raises(ValueError, match="is no set of programs: name one of verifiable_coding, prime_coding"):
             main(["--programs", "codes"])
+        with pytest.raises(ValueError, match="`--max_problems` must be at least 1, got 0"):
+            main(["--programs", str(file), "--max_problems", "0"])
