@@ -188,6 +188,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for k, v in entry["pass_at_k"].items()
         )
         print(f"{entry['title']}: {line}")
+        if "programs" in entry:
+            print(f"  programs ran with {entry['programs']['confinement']}")
     print(f"results: {Path(args.output_dir) / 'results.json'}")
     return 0
 

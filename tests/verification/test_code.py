@@ -3,8 +3,10 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -29,7 +31,10 @@ def descriptors():
 
 
 def is_running(pid):
-    return Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 @pytest.fixture(scope="module")
@@ -290,6 +295,52 @@ class TestProcesses:
             os._exit(0 if right else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         assert verifier.grade([block(READ + "print(a + b) # after a fork")], [SUM]) == [1.0]
+
+    def test_an_interrupt_leaves_a_verifier_that_works(self, verifier):
+        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            verifier.grade([block(f"import time; time.sleep(9) # {i}") for i in range(20)], [SUM] * 20)
+        timer.join()
+        assert verifier.grade([block(READ + "print(a + b) # after an interrupt")], [SUM]) == [1.0]
+
+    def test_two_threads_at_once(self, verifier):
+        labels = {}
+
+        def work(number):
+            programs = [block(READ + f"print(a + b + {i % 2}) # {number}") for i in range(6)]
+            labels[number] = verifier.grade(programs, [SUM] * 6)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert labels == {0: [1.0, 0.0] * 3, 1: [1.0, 0.0] * 3}
+
+    def test_workers_and_programs_end_with_their_parent(self):
+        start = """
+import time
+from pacs_trl.verification.code import CodeVerifier
+verifier = CodeVerifier(num_workers=2, isolation="rlimits", cpu_seconds=60.0, timeout_seconds=60.0)
+verifier.start()
+workers = [verifier._workers.get() for _ in range(2)]
+for worker in workers:
+    verifier._workers.put(worker)
+print(*(worker.pid for worker in workers), *(worker.folder for worker in workers), flush=True)
+verifier.run(["import time; time.sleep(60)", "while True: pass"], ["", ""])
+"""
+        with subprocess.Popen([sys.executable, "-c", start], stdout=subprocess.PIPE, text=True) as process:
+            *pids, first, second = process.stdout.readline().split()
+            pids = [int(pid) for pid in pids]
+            while not all(children := [Path(f"/proc/{pid}/task/{pid}/children").read_text().split() for pid in pids]):
+                time.sleep(0.02)
+            process.kill()
+        everybody = pids + [int(child) for group in children for child in group]
+        deadline = time.monotonic() + 20
+        while any(map(is_running, everybody)) or os.path.exists(first) or os.path.exists(second):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
 
 
 class Fusion(BaseHTTPRequestHandler):
