@@ -12,9 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from pacs_trl.verification import Outcome, VerificationArguments, code, execution
+from pacs_trl.verification import (
+    Outcome,
+    VerificationArguments,
+    code,
+    execution,
+)
 from pacs_trl.verification.code import CodeVerifier
 from pacs_trl.verification.execution import Level
+from pacs_trl.verification.tool import MAX_REPLY, run_python
 
 
 SUM = {"type": "stdin_stdout", "cases": [{"input": "1 2\n", "output": "3\n"}, {"input": "5 6\n", "output": "11\n"}]}
@@ -382,3 +388,27 @@ def test_sandbox_fusion():
     assert grades[2].error == "KeyError"
     with pytest.raises(RuntimeError, match="No worker could be started .*does not run programs"):
         CodeVerifier(num_workers=1, sandbox_url="http://127.0.0.1:9").grade([block("print(3)")], [SUM])
+
+
+class TestTool:
+    @pytest.fixture(autouse=True)
+    def shared(self, verifier, monkeypatch):
+        monkeypatch.setattr("pacs_trl.verification._shared_code_verifier", verifier)
+
+    def test_what_the_model_is_told(self):
+        assert run_python("print(sum(map(int, input().split())))", "1 2") == "3\n"
+        assert len(run_python("print('x' * 10**6)")) == MAX_REPLY
+        with pytest.raises(RuntimeError, match=r"(?s)^ZeroDivisionError: .*1 / 0.*division by zero$"):
+            run_python("print('before')\n1 / 0")
+        with pytest.raises(RuntimeError, match="^timeout: timeout$"):
+            run_python("while True: pass")
+
+    def test_trl_can_describe_it(self):
+        from transformers.utils import get_json_schema  # slow, and for this test alone
+
+        schema = get_json_schema(run_python)["function"]
+        assert schema["name"] == "run_python" and schema["description"].startswith("Run a Python program")
+        assert schema["parameters"]["required"] == ["code"] and set(schema["parameters"]["properties"]) == {
+            "code",
+            "input",
+        }
