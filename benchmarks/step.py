@@ -18,7 +18,6 @@ import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -207,19 +206,21 @@ class Untrimmed(Scorer):
         vars(self).update(vars(base))
         self.longest = (0, 0)
 
-    def _padded(self, model, prompts, completions):
-        width = max(map(len, prompts))
-        left, right = self.longest[0] - width, self.longest[1] - max(map(len, completions))
+    def _padded(self, prompts, completions):
+        inputs, labels, of_completions = super()._padded(prompts, completions)
+        left = self.longest[0] - max(map(len, prompts))
+        right = self.longest[1] - max(map(len, completions))
 
-        def forward(**inputs):
-            fills = {"input_ids": self.pad_token_id, "attention_mask": 0, "labels": -100}
-            length = inputs["input_ids"].shape[1]
-            inputs |= {name: F.pad(inputs[name], (left, right), value=fill) for name, fill in fills.items()}
-            outputs = model(**inputs)
-            trimmed = slice(left, left + length - 1)
-            return SimpleNamespace(log_probs=outputs.log_probs[:, trimmed], entropy=outputs.entropy[:, trimmed])
+        def wider(values, fill):
+            return F.pad(values, (left, right), value=fill)
 
-        return super()._padded(forward, prompts, completions)
+        ids, mask = wider(inputs["input_ids"], self.pad_token_id), wider(inputs["attention_mask"], 0)
+        narrower = slice(left, left + labels.shape[1] - 1)
+        return (
+            {"input_ids": ids, "attention_mask": mask},
+            wider(labels, -100),
+            lambda values: of_completions(values[:, narrower]),
+        )
 
 
 class AblatedUpdate(PolicyUpdate):
@@ -297,7 +298,7 @@ def aligned(size: Size, device: str, repeats: int) -> list[dict]:
         **{f"PACS, uniform fraction {f}": make(PACSTrainer, f) for f in (0.0, 0.25, 0.5, 0.75)},
     }
     authors = runners["PACS, authors' scheme (whole groups, padded, reference pass)"].trainer
-    authors._update = AblatedUpdate(authors._update)
+    authors.update = AblatedUpdate(authors.update)
     return compare("One update per generation", runners, repeats, "TRL GRPO, best")
 
 
@@ -315,7 +316,7 @@ def ablation(size: Size, device: str, repeats: int) -> list[dict]:
     for name, options in switches.items():
         runners[name] = Runner(PACSTrainer, size, rollouts, labels, device, padding_free="never")
         trainer = runners[name].trainer
-        trainer._update = AblatedUpdate(trainer._update, **options)
+        trainer.update = AblatedUpdate(trainer.update, **options)
     runners["packing, dropping, no reference pass (PACSTrainer)"] = Runner(PACSTrainer, size, rollouts, labels, device)
     return compare("Each saving alone (uniform fraction 0.5)", runners, repeats, "none of them")
 

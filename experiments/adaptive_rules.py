@@ -48,9 +48,9 @@ class KeepSpread(PACSTrainer):
 
     def _run_update(self, model):
         loss = super()._run_update(model)
-        objective = self._update.objective
+        objective = self.update.objective
         pacs_beta = next_beta(objective.pacs_beta, self._metrics["train"]["pacs/score_std"][-1])
-        self._update.objective = objective._replace(pacs_beta=pacs_beta)
+        self.update.objective = objective._replace(pacs_beta=pacs_beta)
         return loss
 
 

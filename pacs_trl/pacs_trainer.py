@@ -86,9 +86,7 @@ class PACSTrainer(RolloutTrainer):
     def __init__(self, model, reward_funcs=None, args: PACSConfig | None = None, **kwargs):
         super().__init__(model, reward_funcs, args=args, **kwargs)
         self._check_support()
-        if self.ref_model is not None:
-            self._ref_scorer = self._create_scorer(self.accelerator.unwrap_model(self.ref_model))
-        self._update = self._create_update()
+        self.update = self._create_update()
         self.vllm_importance_sampling_correction = False  # the parent's, which costs a forward pass of its own
 
     def _check_support(self) -> None:
@@ -174,18 +172,18 @@ class PACSTrainer(RolloutTrainer):
             if num_steps <= 1 and self.num_iterations == 1:
                 self._pending += rollouts
             else:
-                self._steps = [self._update.schedule(rows) for rows in split_into_steps(rollouts, num_steps)]
+                self._steps = [self.update.schedule(rows) for rows in split_into_steps(rollouts, num_steps)]
                 self._score_rollout_reference()
         return generation_batch
 
     def _score_rollout_reference(self) -> None:
         """Log-probabilities under the policy that generated, for the updates in which it will have moved on."""
         is_reference = self.args.reference == "rollout" and self.args.proxy == "log_ratio"
-        names = ["ref_logps"] * is_reference + ["old_logps"] * bool(self._update.token_weights)
+        names = ["ref_logps"] * is_reference + ["old_logps"] * bool(self.update.token_weights)
         later = self._steps if self.num_iterations > 1 else self._steps[1:]
         with self.timer.part("log_probs"):
             for step in later if names else ():
-                self._update.fill_in(self.model_wrapped, step, *names)
+                self.update.fill_in(self.model_wrapped, step, *names)
 
     # Optimizer step -----------------------------------------------------------------------------------------------
 
@@ -213,7 +211,7 @@ class PACSTrainer(RolloutTrainer):
 
     def _run_update(self, model) -> float:
         if self._pending:
-            step, first_update = self._update.schedule(self._pending), True
+            step, first_update = self.update.schedule(self._pending), True
             self._pending = []
         else:
             update = self._step // self.args.gradient_accumulation_steps
@@ -223,7 +221,7 @@ class PACSTrainer(RolloutTrainer):
         if self.args.reference == "snapshot":
             with self.timer.part("log_probs"):
                 self._score_snapshot(model, step)
-        loss, metrics = self._update.run(model, step, proxies_are_zero=first_update and self._policy_is_reference())
+        loss, metrics = self.update.run(model, step, proxies_are_zero=first_update and self._policy_is_reference())
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
         return loss
@@ -240,11 +238,11 @@ class PACSTrainer(RolloutTrainer):
             if self.args.reset_optimizer_on_reference_reset:
                 self.optimizer.state.clear()
         with self._snapshot.in_place_of_policy():
-            self._update.fill_in(model, step, "ref_logps")
+            self.update.fill_in(model, step, "ref_logps")
 
     def _score_kl_reference(self, model, prompt_ids, completion_ids) -> Scores:
         if self.ref_model is not None:
-            return self._ref_scorer.score(self.ref_model, prompt_ids, completion_ids)
+            return self.ref_scorer.score(self.ref_model, prompt_ids, completion_ids)
         unwrapped = self.accelerator.unwrap_model(self.model)
         with use_adapter(unwrapped, adapter_name="ref" if "ref" in unwrapped.peft_config else None):
             return self.scorer.score(model, prompt_ids, completion_ids)
@@ -261,11 +259,11 @@ class PACSTrainer(RolloutTrainer):
         rollouts = gather_object(unpad_rollouts(inputs))
         if self.num_generations_eval < 2:
             return torch.tensor(0.0, device=self.args.device)  # a score needs a second completion of the prompt
-        step = self._update.schedule(rollouts)
+        step = self.update.schedule(rollouts)
         if self._snapshot is not None:
             with self._snapshot.in_place_of_policy():
-                self._update.fill_in(model, step, "ref_logps")
-        loss, metrics = self._update.evaluate(model, step, proxies_are_zero=self._policy_is_reference())
+                self.update.fill_in(model, step, "ref_logps")
+        loss, metrics = self.update.evaluate(model, step, proxies_are_zero=self._policy_is_reference())
         for name, value in metrics.items():
             self._metrics["eval"][name].append(value)
         return torch.tensor(loss, device=self.args.device)
@@ -311,7 +309,7 @@ class PACSTrainer(RolloutTrainer):
         self._non_finite.in_a_row, self._non_finite.total = state["non_finite"]
         files = checkpoint.glob(f"{self._state_name}_*.pt")
         parts = [torch.load(file, map_location="cpu", weights_only=True)["rollouts"] for file in files]
-        self._steps = [self._update.schedule(rollouts) for rollouts in merge_rows(parts)]
+        self._steps = [self.update.schedule(rollouts) for rollouts in merge_rows(parts)]
         if self.args.reference == "snapshot":
             process = self.accelerator.process_index if is_sharded(self.model_wrapped) else 0
             copies = torch.load(checkpoint / f"pacs_reference_{process}.pt", map_location="cpu", weights_only=True)

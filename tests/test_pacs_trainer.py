@@ -181,14 +181,15 @@ class Poison(TrainerCallback):
         self.steps, self.value = steps, value
 
     def attach(self, trainer):
-        backward = trainer._update._backward
+        parameter = next(p for p in trainer.model.parameters() if p.requires_grad)
 
-        def poisoned(loss):
-            backward(loss)
+        def poisoned(gradient):
             if trainer.state.global_step in self.steps:
-                next(p for p in trainer.model.parameters() if p.grad is not None).grad.view(-1)[0] = self.value
+                gradient = gradient.clone()
+                gradient.view(-1)[0] = self.value
+            return gradient
 
-        trainer._update._backward = poisoned
+        parameter.register_hook(poisoned)
 
 
 class Watch(TrainerCallback):

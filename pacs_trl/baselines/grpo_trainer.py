@@ -5,6 +5,10 @@ is said in `rollout_trainer.py` and `resumable_trainer.py`: seeds per request, e
 orderly end, and checkpoints to continue from in the middle of a generation batch.
 """
 
+import contextlib
+
+import torch
+
 from ..rollouts.rollout_trainer import RolloutTrainer
 
 
@@ -38,3 +42,7 @@ class GRPOTrainer(RolloutTrainer):
         "router_aux_loss_coef",
         "world_size",
     )
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        with contextlib.nullcontext() if torch.is_grad_enabled() else self.timer.part("log_probs"):
+            return super()._get_per_token_logps_and_entropies(*args, **kwargs)

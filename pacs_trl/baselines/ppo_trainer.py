@@ -5,18 +5,23 @@ advantage only: here each token has its own, from a critic with a value head. Wh
 
 - `_generate_and_score_completions` lets the critic judge the rollouts and replaces the advantages.
 - `_compute_loss` lets the critic learn from a micro-batch before the policy does.
+- All forward passes are those of a [`Scorer`], over rows without padding.
 - A checkpoint holds the critic and its optimizer.
 
 The critic is a model of its own, next to the policy (`second_model.py`).
 """
 
+import contextlib
 import textwrap
 
 import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForTokenClassification, PreTrainedModel, set_seed
 from trl.trainer.utils import create_model_from_path, disable_dropout_in_model, get_config_model_id
 
 from ..rollouts.rollout_trainer import RolloutTrainer
+from ..update.rows import without_padding
 from .gae import clipped_value_losses, explained_variance, generalized_advantages, masked_mean_and_variance, whiten
 from .ppo_config import PPOConfig
 from .second_model import SecondModel
@@ -128,6 +133,7 @@ class PPOTrainer(RolloutTrainer):
             raise ValueError(
                 f"PPOTrainer supports text models only, got {type(self.model).__name__}: the critic sees no images."
             )
+        self._critic_scorer = self._create_scorer(self.critic)
         rate = self.args.critic_learning_rate
         self._second_model = SecondModel(self, self.critic, learning_rate=rate, directory="critic")
         self.critic = self._second_model.model
@@ -179,12 +185,10 @@ class PPOTrainer(RolloutTrainer):
 
     def _values(self, batch: dict) -> torch.Tensor:
         """`(B, T)`: the value of a token is read where the token is predicted, one position before its own."""
-        logits = self.critic(
-            input_ids=torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
-            attention_mask=torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
-            use_cache=False,
-        ).logits
-        return logits[:, -batch["completion_ids"].size(1) - 1 : -1, 0].float()
+        prompts = without_padding(batch["prompt_ids"], batch["prompt_mask"])
+        completions = without_padding(batch["completion_ids"], batch["completion_mask"])
+        values = self._critic_scorer.values(self.critic, prompts, completions)
+        return _padded(values, batch["completion_ids"].size(1))
 
     def _value_mask(self, batch: dict) -> torch.Tensor:
         mask = batch["completion_mask"] * batch.get("tool_mask", 1)
@@ -203,9 +207,14 @@ class PPOTrainer(RolloutTrainer):
 
     # Optimizer step -----------------------------------------------------------------------------------------------
 
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        with contextlib.ExitStack() as self._until_backward:
+            return super().training_step(model, inputs, num_items_in_batch)
+
     def _compute_loss(self, model, inputs):
         if not self.model.training:
             return super()._compute_loss(model, inputs)
+        self._until_backward.enter_context(self.scorer.attention())
         self._learn_values(inputs)  # first, so that its activations are gone when the policy needs the memory
         loss = super()._compute_loss(model, inputs)
         log_ratio = self._last_logps - inputs.get("old_per_token_logps", self._last_logps)
@@ -214,14 +223,40 @@ class PPOTrainer(RolloutTrainer):
             self._log_step()
         return loss
 
-    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        scored = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        self._last_logps = scored[0].detach()
-        return scored
+    def _get_per_token_logps_and_entropies(
+        self,
+        model,
+        input_ids,
+        attention_mask,
+        logits_to_keep,
+        batch_size=None,
+        compute_entropy=False,
+        compute_aux_loss=False,
+        **kwargs,
+    ):
+        """As the parent's, but over rows without padding."""
+        scorer = self.ref_scorer if model is self.ref_model else self.scorer
+        width = input_ids.size(1) - logits_to_keep
+        prompts = without_padding(input_ids[:, :width], attention_mask[:, :width])
+        completions = without_padding(input_ids[:, width:], attention_mask[:, width:])
+        size, router = batch_size or len(prompts), {"output_router_logits": True} if compute_aux_loss else {}
+        with contextlib.nullcontext() if torch.is_grad_enabled() else self.timer.part("log_probs"):
+            passes = [
+                scorer.forward(model, prompts[i : i + size], completions[i : i + size], fused_lm_head=True, **router)
+                for i in range(0, len(prompts), size)
+            ]
+
+        def of_rows(name: str) -> torch.Tensor:
+            return _padded([row for outputs, of in passes for row in of(outputs[name])], logits_to_keep)
+
+        logps = of_rows("log_probs")
+        self._last_logps = logps.detach()
+        aux_loss = torch.stack([outputs.aux_loss for outputs, _ in passes]).mean() if compute_aux_loss else None
+        return logps, of_rows("entropy") if compute_entropy else None, aux_loss
 
     def _learn_values(self, inputs: dict) -> None:
         mask = self._value_mask(inputs)
-        with self._second_model.accumulating():
+        with self._second_model.accumulating(), self._critic_scorer.attention():
             losses, clipped = clipped_value_losses(
                 self._values(inputs), inputs["values"], inputs["returns"], self.args.value_clip_range
             )
@@ -270,3 +305,9 @@ class PPOTrainer(RolloutTrainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self._second_model.load(checkpoint)
+
+
+def _padded(rows: list[torch.Tensor], length: int) -> torch.Tensor:
+    """`(B, length)`, 0 behind the end of a row."""
+    values = pad_sequence(rows, batch_first=True)
+    return F.pad(values, (0, length - values.size(1)))

@@ -224,9 +224,9 @@ class Estimate:
         longest = training.max_completion_length
         rows, rollouts = self.step.rows_per_generation, self.step.rollouts(optimizer_steps)
         prompt = min(self.recipe.data.max_prompt_length or 256, 256)
-        # TRL's trainers pad every row to the longest of the generation, and among so many one reaches the limit.
+        # GRPO is TRL's, which pads every row to the longest of the generation, and among so many one reaches the limit.
         computed, attended, padding = prompt + longest, prompt + longest, ", padding included"
-        if self.of_pacs:
+        if self.recipe.run.method != "grpo":
             computed, padding = prompt + mean_length, ""
             squares = prompt**2 + 2 * prompt * mean_length + cost.mean_square_length(mean_length, longest)
             attended = squares / computed

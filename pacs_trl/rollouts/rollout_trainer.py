@@ -71,6 +71,8 @@ class RolloutTrainer(ResumableTrainer):
             self.rollout_func = self._complete_rollouts(self.rollout_func)
         if not self._is_vlm:
             self.scorer = self._create_scorer(self.model)
+            if self.ref_model is not None:  # of the KL term
+                self.ref_scorer = self._create_scorer(self.accelerator.unwrap_model(self.ref_model))
         self.reward_funcs = [
             function
             if isinstance(function, nn.Module)
@@ -345,7 +347,3 @@ class RolloutTrainer(ResumableTrainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
         with self.timer.part("update"):
             return super().training_step(model, inputs, num_items_in_batch)
-
-    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        with contextlib.nullcontext() if torch.is_grad_enabled() else self.timer.part("log_probs"):
-            return super()._get_per_token_logps_and_entropies(*args, **kwargs)

@@ -166,7 +166,7 @@ class PolicyUpdate:
             found.add(rows, self._proxies(logps, batch), entropies, batch.loss_mask)
         return found.reduce()
 
-    def _left_out_entropy(self, model, step: StepRollouts, schedule: Schedule) -> float:
+    def left_out_entropy(self, model, step: StepRollouts, schedule: Schedule) -> float:
         """
         Sum of the entropies at the counted tokens of the rows that `schedule` leaves out, the same on all processes.
 
@@ -211,7 +211,7 @@ class PolicyUpdate:
                 schedule = self._schedule_rows_that_count(step, coefficients, scored=before is not None)
             # Before the backward passes, between which FSDP keeps what it has gathered. A pass for the proxies went over
             # more rows.
-            left_out = self._left_out_entropy(model, step, schedule if before is None else step.schedule)
+            left_out = self.left_out_entropy(model, step, schedule if before is None else step.schedule)
             found, mismatch = self._back_propagate(model, step, schedule, coefficients)
         proxies = found.proxies if proxies is None else proxies
         loss, metrics = self._summarize(step, proxies, left_out + (before or found).entropy, found.num_rows)
@@ -227,7 +227,7 @@ class PolicyUpdate:
         """Loss and metrics as in [`run`], without gradient and without the KL term."""
         found = self._forward(model, step, step.schedule)
         proxies = torch.zeros_like(found.proxies) if proxies_are_zero else found.proxies
-        entropy = found.entropy + self._left_out_entropy(model, step, step.schedule)
+        entropy = found.entropy + self.left_out_entropy(model, step, step.schedule)
         return self._summarize(step, proxies, entropy, found.num_rows)
 
     def _coefficients(self, step: StepRollouts, rows: list[int], proxies: torch.Tensor) -> torch.Tensor:

@@ -111,23 +111,28 @@ def unpad_rollouts(batch: dict[str, torch.Tensor]) -> list[Rollout]:
     Returns:
         `list[Rollout]` of length `B`.
     """
-    prompt_ids, prompt_mask = batch["prompt_ids"].cpu().numpy(), batch["prompt_mask"].cpu().numpy().astype(bool)
-    completion_ids, completion_mask = batch["completion_ids"].cpu().numpy(), batch["completion_mask"].cpu().numpy() > 0
-    tool_mask = batch["tool_mask"].cpu().numpy() > 0 if "tool_mask" in batch else np.ones_like(completion_mask)
+    prompts = without_padding(batch["prompt_ids"], batch["prompt_mask"])
+    completions = without_padding(batch["completion_ids"], batch["completion_mask"])
+    tool_mask = batch["tool_mask"] if "tool_mask" in batch else batch["completion_mask"]
+    masks = without_padding(tool_mask > 0, batch["completion_mask"])
     labels, groups = batch["labels"].tolist(), batch["groups"].tolist()
-    sampling_logps = None
+    sampling_logps: Sequence[np.ndarray | None] = [None] * len(prompts)
     if "sampling_per_token_logps" in batch:
-        sampling_logps = batch["sampling_per_token_logps"].float().cpu().numpy()
-    rollouts = []
-    for i, mask in enumerate(completion_mask):
-        rollouts.append(
-            Rollout(
-                prompt_ids=prompt_ids[i][prompt_mask[i]].astype(np.int32),
-                completion_ids=completion_ids[i][mask].astype(np.int32),
-                loss_mask=tool_mask[i][mask],
-                label=labels[i] if mask.any() else float("nan"),
-                group=groups[i],
-                sampling_logps=None if sampling_logps is None else sampling_logps[i][mask],
-            )
+        sampling_logps = without_padding(batch["sampling_per_token_logps"].float(), batch["completion_mask"])
+    return [
+        Rollout(
+            prompt_ids=prompts[i].astype(np.int32),
+            completion_ids=completions[i].astype(np.int32),
+            loss_mask=masks[i],
+            label=labels[i] if len(completions[i]) else float("nan"),
+            group=groups[i],
+            sampling_logps=sampling_logps[i],
         )
-    return rollouts
+        for i in range(len(prompts))
+    ]
+
+
+def without_padding(values: torch.Tensor, mask: torch.Tensor) -> list[np.ndarray]:
+    """Of each row, the values where the mask is not 0; both have shape `(B, N)`."""
+    on_cpu, kept = values.cpu().numpy(), mask.cpu().numpy() > 0
+    return [row[where] for row, where in zip(on_cpu, kept, strict=True)]

@@ -7,7 +7,7 @@ rows of 8,192 tokens over 151,936 words would take 319 GB in float32.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,9 +29,9 @@ class Scores(NamedTuple):
         """The same as two tensors of shape `(B, T)`, 0 behind the end of a row."""
         return pad_sequence(self.logps, batch_first=True), pad_sequence(self.entropies, batch_first=True)
 
-    @classmethod
-    def of(cls, outputs, split: Callable[[torch.Tensor], list[torch.Tensor]]) -> "Scores":
-        return cls(split(outputs.log_probs), [] if outputs.entropy is None else split(outputs.entropy))
+
+# Takes, of values `(B, N)` for the tokens after the first of each row that a model was given, those of completion tokens.
+OfCompletions = Callable[[torch.Tensor], list[torch.Tensor]]
 
 
 class Scorer:
@@ -95,13 +95,49 @@ class Scorer:
         Returns:
             [`Scores`], differentiable in the log-probabilities where gradients are enabled.
         """
+        outputs, of_completions = self.forward(model, prompt_ids, completion_ids, fused_lm_head=True)
+        entropies = [] if outputs.entropy is None else of_completions(outputs.entropy)
+        return Scores(of_completions(outputs.log_probs), entropies)
+
+    def values(
+        self, model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]
+    ) -> list[torch.Tensor]:
+        """
+        What a model with one output per token says before each completion token, one position before its own: float32 `(C,)`
+        for each row. Arguments as of [`Scorer.score`].
+        """
+        outputs, of_completions = self.forward(model, prompt_ids, completion_ids, use_cache=False)
+        return of_completions(outputs.logits[:, :-1, 0].float())
+
+    def forward(
+        self, model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]], **inputs
+    ) -> tuple[Any, OfCompletions]:
+        """
+        A forward pass over rows.
+
+        Args:
+            model, prompt_ids, completion_ids:
+                See [`Scorer.score`].
+            inputs:
+                What else the model is given; `fused_lm_head=True` gives it the completion tokens as labels.
+
+        Returns:
+            What the model returns, and what takes values of completion tokens out of it.
+        """
         rows = [
             np.asarray(ids, dtype=np.int64) for pair in zip(prompt_ids, completion_ids, strict=True) for ids in pair
         ]
+        lay_out = self._padded if self.packing is None else self._packed
+        laid_out, labels, of_completions = lay_out(rows[::2], rows[1::2])
+        if "fused_lm_head" in inputs:
+            inputs["labels"] = labels.to(self.device)
+        inputs |= {k: v.to(self.device) if torch.is_tensor(v) else v for k, v in laid_out.items()}
         with self.autocast(), self.attention():
-            return (self._padded if self.packing is None else self._packed)(model, rows[::2], rows[1::2])
+            return model(**inputs), of_completions
 
-    def _packed(self, model, prompts: list[np.ndarray], completions: list[np.ndarray]) -> Scores:
+    def _packed(
+        self, prompts: list[np.ndarray], completions: list[np.ndarray]
+    ) -> tuple[dict, torch.Tensor, OfCompletions]:
         parts = [part for row in zip(prompts, completions, strict=True) for part in row]
         lengths = [len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True)]
         ids = np.concatenate(parts)
@@ -109,42 +145,32 @@ class Scorer:
         starts = np.cumsum([0, *lengths])
         labels[starts[:-1]] = -100  # the first token of a row is not predicted by the last token of the row before it
         positions = np.concatenate([np.arange(length) for length in lengths])
+        ids, positions, labels = (torch.from_numpy(x)[None] for x in (ids, positions, labels))
+        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": None, "position_ids": positions}
         if self.packing == "flash":
-            boundaries = torch.tensor(starts, dtype=torch.int32, device=self.device)
-            attention = {
-                "cu_seq_lens_q": boundaries,
-                "cu_seq_lens_k": boundaries,
-                "max_length_q": max(lengths),
-                "max_length_k": max(lengths),
-            }
+            boundaries, longest = torch.tensor(starts, dtype=torch.int32), max(lengths)
+            inputs |= {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries}
+            inputs |= {"max_length_q": longest, "max_length_k": longest}
         else:
-            attention = {"packed_lengths": lengths}
-        ids, positions, labels = (torch.from_numpy(x)[None].to(self.device) for x in (ids, positions, labels))
-        outputs = model(
-            input_ids=ids,
-            attention_mask=None,
-            position_ids=positions,
-            labels=labels,
-            fused_lm_head=True,
-            **attention,
-        )
+            inputs["packed_lengths"] = lengths
 
         def unpack(values: torch.Tensor) -> list[torch.Tensor]:  # (1, N - 1): the value for token j stands at j - 1
             return list(F.pad(values[0], (1, 0)).split([len(part) for part in parts])[1::2])
 
-        return Scores.of(outputs, unpack)
+        return inputs, labels, unpack
 
-    def _padded(self, model, prompts: list[np.ndarray], completions: list[np.ndarray]) -> Scores:
-        ids, mask = (x.to(self.device) for x in rectangle(prompts, completions, self.pad_token_id))
+    def _padded(
+        self, prompts: list[np.ndarray], completions: list[np.ndarray]
+    ) -> tuple[dict, torch.Tensor, OfCompletions]:
+        ids, mask = rectangle(prompts, completions, self.pad_token_id)
         width = max(map(len, prompts))
         labels = ids.masked_fill(mask == 0, -100)
         labels[:, :width] = -100
-        outputs = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
 
         def unpad(values: torch.Tensor) -> list[torch.Tensor]:  # (B, P + T - 1): the value for token j stands at j - 1
             return [row[: len(tokens)] for row, tokens in zip(values[:, width - 1 :], completions, strict=True)]
 
-        return Scores.of(outputs, unpad)
+        return {"input_ids": ids, "attention_mask": mask}, labels, unpad
 
 
 def rectangle(

@@ -10,6 +10,7 @@ import shutil
 
 import pytest
 import torch
+import trl
 import yaml
 from peft import LoraConfig
 from replay import (
@@ -25,7 +26,7 @@ from replay import (
     trainable_weights,
 )
 from tolerances import rounding_atol
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from pacs_trl import PPOConfig, PPOTrainer
 from pacs_trl.rollouts.resume import last_checkpoint
@@ -149,8 +150,10 @@ def assert_close_gradients(actual: dict, expected: dict, relative: float = 1e-4)
         # ratios far from 1, so that both sides of the clip and the dual clip act
         ({"learning_rate": 40.0, "critic_learning_rate": 2.0, "delta": 1.3, "epsilon": 0.1}, Replay(soft=True)),
         ({"whiten_advantages": False, "delta": None, "value_clip_range": None, "gae_lambda": 0.5}, Replay(seed=1)),
+        ({"model_init_kwargs": {"attn_implementation": "eager"}}, Replay()),
+        ({"gradient_checkpointing": True}, Replay()),
     ],
-    ids=["defaults", "tools-dapo-gae", "clipped", "plain"],
+    ids=["defaults", "tools-dapo-gae", "clipped", "plain", "padded", "checkpointing"],
 )
 def test_two_updates_equal_the_long_way(tmp_path, model_path, settings, replay):
     recorder = CriticRecorder()
@@ -193,6 +196,41 @@ def test_two_updates_equal_the_long_way(tmp_path, model_path, settings, replay):
         assert logs[1]["ppo/value_clip_fraction"] > 0
         ratios = torch.cat([(new[0] - before[0]).exp() for new, before in zip(scored, old)])
         assert ratios.max() > args.delta
+
+
+def test_no_padding_goes_through_policy_critic_and_kl_reference(tmp_path, model_path):
+    replay = Replay()
+    trainer = build(tmp_path, model_path, replay=replay, num_iterations=2, beta=0.1)
+    tokens = {"model": [], "critic": [], "ref_model": []}
+    for name, shapes in tokens.items():
+        getattr(trainer, name).register_forward_pre_hook(
+            lambda _, args, inputs, shapes=shapes: shapes.append(tuple(inputs["input_ids"].shape)), with_kwargs=True
+        )
+    trainer.train()
+    generation = sum(len(row.prompt_ids) + len(row.completion_ids) for row in replay.rows(0, 16))
+    # two micro-batches each: of all, the reference, then two updates
+    for name, passes in {"model": 3, "critic": 3, "ref_model": 1}.items():
+        assert {rows for rows, _ in tokens[name]} == {1} and len(tokens[name]) == 2 * passes
+        assert sum(length for _, length in tokens[name]) == passes * generation
+
+
+def test_passes_give_what_those_of_trl_give(tmp_path):
+    """Also the router's loss of a mixture of experts."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": len(TOKENIZER), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = Qwen3MoeConfig(num_attention_heads=2, num_key_value_heads=1, head_dim=16, **sizes, **experts)
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "model")
+    trainer = build(tmp_path, str(tmp_path / "model"))
+    mask = torch.tensor([[0, 1, 1, 1, 1, 0], [1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1]])
+    ids = torch.arange(18).view(3, 6).masked_fill(mask == 0, TOKENIZER.pad_token_id)
+    for batch_size in (None, 2):
+        given = (trainer.model, ids, mask, 3)
+        how = {"batch_size": batch_size, "compute_entropy": True, "compute_aux_loss": True}
+        found = trainer._get_per_token_logps_and_entropies(*given, **how)
+        expected = trl.GRPOTrainer._get_per_token_logps_and_entropies(trainer, *given, **how)
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_gradients_of_policy_and_critic_are_clipped_each_on_its_own(tmp_path, model_path):

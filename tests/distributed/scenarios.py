@@ -122,18 +122,17 @@ def zero_proxies(rank, directory):
 
 
 def not_finite(rank, directory):
-    """The loss of one process is NaN in the second step."""
-    trainer = build_trainer(directory, replay=Replay(), max_steps=3, **HALF)
-    backward, weights = trainer._update._backward, []
+    """A gradient of one process is NaN in the second step."""
+    recorder = Recorder()
+    trainer = build_trainer(directory, replay=Replay(), max_steps=3, more={"callbacks": [recorder]}, **HALF)
 
-    def poisoned(loss):
-        weights.append(trainable_weights(trainer.model))
-        backward(loss * float("nan") if rank == 1 and trainer.state.global_step == 1 else loss)
+    def poisoned(gradient):
+        return gradient * float("nan") if rank == 1 and trainer.state.global_step == 1 else gradient
 
-    trainer._update._backward = poisoned
+    trainer.model.get_parameter("model.norm.weight").register_hook(poisoned)
     trainer.train()
     return {
-        "weights": weights,
+        "weights": recorder.weights,
         "count": [e["pacs/non_finite_steps"] for e in trainer.state.log_history if "loss" in e],
     }
 

@@ -108,8 +108,8 @@ def test_rules_act(tmp_path, monkeypatch, arm):
     given = dict(zip([name.removeprefix("--") for name in settings[::2]], settings[1::2], strict=True))
     given["pacs_beta"] = float(given.get("pacs_beta", 1.0))
     trainer = build_trainer(tmp_path, trainer_class=trainer_class, steps_per_generation=4, max_steps=4, **given)
-    update = trainer._update.run
-    trainer._update.run = lambda *a, **k: betas.append(trainer._update.objective.pacs_beta) or update(*a, **k)
+    update = trainer.update.run
+    trainer.update.run = lambda *a, **k: betas.append(trainer.update.objective.pacs_beta) or update(*a, **k)
     trainer.train()
     # the first update of a rollout says nothing about the spread; the three after it halve beta each, the last one unseen
     assert betas == ([1.0, 1.0, 0.5, 0.25] if spread else [10.0] * 4)

@@ -173,7 +173,7 @@ def test_entropy_of_rows_left_out_is_that_which_the_engine_sampled(tmp_path, set
         tmp_path, replay=Replay(uniform_groups=1, tools=True, logprobs=reported), num_iterations=2, **settings
     )
     found = []
-    run = trainer._update._left_out_entropy
+    run = trainer.update.left_out_entropy
 
     def remember(model, step, schedule):
         forwarded = {i for batches in schedule for rows in batches for i in rows}
@@ -181,7 +181,7 @@ def test_entropy_of_rows_left_out_is_that_which_the_engine_sampled(tmp_path, set
         found.append((run(model, step, schedule), sum(int(row.loss_mask.sum()) for row in left_out)))
         return found[-1][0]
 
-    trainer._update._left_out_entropy = remember
+    trainer.update.left_out_entropy = remember
     trainer.train()
     entropy, num_tokens = found[update]
     assert bool(num_tokens) is (update == 0)
