@@ -82,9 +82,9 @@ RUN_ELSEWHERE = {
     "pacs-trl report": "tests/report/test_report.py, tests/evaluation/test_whole_path.py",
     "pacs-trl reproduce": "tests/reproduce/test_command.py",
     "python -m experiments": "tests/experiments/test_analysis.py",
-    "python -m pacs_trl.evaluation.diversity": "tests/evaluation/test_diversity.py",
+    "python -m experiments.diversity": "tests/evaluation/test_diversity.py",
     "python -m pacs_trl.train_settings": "tests/test_command_line.py",
-    "python -m pacs_trl.evaluation.critic": "tests/evaluation/test_critic.py",
+    "python -m experiments.critic": "tests/evaluation/test_critic.py",
     "python -m experiments.quickstart": "tests/experiments/test_quickstart.py",
 }
 

@@ -1,31 +1,24 @@
-"""Diversity of correct responses (appendix E of the paper) and the two-dimensional view of figure 5b.
+"""Diversity of correct responses (appendix E of the paper).
 
 The score of a problem is one minus the mean cosine similarity over all pairs of its correct responses; the score of a
 model is the mean over problems. The paper does not say what a problem with fewer than two correct responses counts: here it
-is left out, and the number of problems that remain is part of the result. Two models are compared on the problems that
-remain for both, otherwise the better model would be judged on harder problems.
+is left out. Two models are compared on the problems that remain for both, otherwise the better model would be judged on harder
+problems.
 
-Embeddings come from a sentence-transformers model; the command line writes one JSON file that the report draws from.
+Embeddings come from a sentence-transformers model; `experiments/diversity.py` compares two models.
 """
 
-import argparse
-import json
-import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
-from .pass_at_k import Interval, bootstrap_interval, paired_bootstrap
-from .results import read_results, require_same_protocol
 from .store import read_graded
 
 
 # The paper says "Qwen3-0.6B embedding model"; this is the one published under that description.
 DEFAULT_EMBEDDER = "Qwen/Qwen3-Embedding-0.6B"
-HASHING_EMBEDDER = "hashing"
 
 Embedder = Callable[[Sequence[str]], np.ndarray]
 
@@ -64,34 +57,6 @@ def problem_diversities(responses: Mapping[str, Sequence[str]], embed: Embedder)
     return {p: mean_pairwise_distance(part) for p, part in zip(kept, np.split(embeddings, ends), strict=True)}
 
 
-class Projection(NamedTuple):
-    """Centred principal components: `points` (N, 2) and the share of the variance along each, in [0, 1]."""
-
-    points: np.ndarray
-    explained: np.ndarray
-
-
-def principal_components(embeddings: np.ndarray) -> Projection:
-    """
-    Project centred embeddings on their first two principal components.
-
-    The sign of a component is arbitrary; the entry of largest magnitude is made positive, so that figures are repeatable.
-
-    Raises:
-        `ValueError`: if there are fewer than three embeddings.
-    """
-    embeddings = np.asarray(embeddings, dtype=np.float64)
-    if len(embeddings) < 3:
-        raise ValueError(f"A plane needs at least three points, got {len(embeddings)}.")
-    _, singular, directions = np.linalg.svd(embeddings - embeddings.mean(axis=0), full_matrices=False)
-    directions = directions[:2]
-    largest = np.abs(directions).argmax(axis=1)
-    directions = directions * np.sign(directions[np.arange(len(directions)), largest])[:, None]
-    variance = singular**2
-    centred = embeddings - embeddings.mean(axis=0)
-    return Projection(centred @ directions.T, variance[:2] / max(variance.sum(), np.finfo(np.float64).tiny))
-
-
 def hashing_embedder(texts: Sequence[str], *, dimension: int = 512) -> np.ndarray:
     """Bags of character trigrams hashed into `dimension` bins: needs no model; for tests and for a first look."""
     embeddings = np.zeros((len(texts), dimension))
@@ -123,88 +88,3 @@ def correct_responses(results_dir: Path, benchmark: str, *, limit: int | None = 
         problem: [records[problem, i]["completion"] for i, outcome in enumerate(outcomes) if outcome == "1"][:limit]
         for problem, outcomes in grades.items()
     }
-
-
-def compare(
-    responses: Sequence[Mapping[str, Sequence[str]]], embed: Embedder
-) -> tuple[list[dict[str, float]], list[Interval], Interval | None]:
-    """
-    Diversity of one or two models.
-
-    Returns:
-        Per model: diversities by problem and the mean with its interval, over the problems that remain for every model;
-        and, for two models, the interval of the difference (second minus first).
-
-    Raises:
-        `ValueError`: if no problem has two correct responses from every model.
-    """
-    diversities = [problem_diversities(model, embed) for model in responses]
-    common = [problem for problem in diversities[0] if all(problem in other for other in diversities)]
-    if not common:
-        raise ValueError("No problem has at least two correct responses from every model; draw more samples.")
-    values = [np.array([model[problem] for problem in common]) for model in diversities]
-    difference = paired_bootstrap(values[0], values[1]) if len(values) == 2 else None
-    kept = [{problem: model[problem] for problem in common} for model in diversities]
-    return kept, [bootstrap_interval(v) for v in values], difference
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line: one or two result directories in, one JSON file for the report out."""
-    parser = argparse.ArgumentParser(
-        prog="python -m pacs_trl.evaluation.diversity", description=__doc__.split("\n")[0]
-    )
-    parser.add_argument("results", nargs="+", type=Path, help="one or two output directories of `pacs-trl evaluate`")
-    parser.add_argument("--benchmark", required=True)
-    parser.add_argument("--embedder", default=DEFAULT_EMBEDDER, help="Hub id, directory, or 'hashing'")
-    parser.add_argument("--max_responses", type=int, default=None, help="correct responses per problem")
-    parser.add_argument("--problem", default=None, help="problem of the scatter (default: all problems together)")
-    parser.add_argument("--output", type=Path, required=True)
-    args = parser.parse_args(argv)
-    try:
-        report = _diversity_file(args)
-    except (ValueError, OSError) as error:
-        print(f"diversity: {error}", file=sys.stderr)
-        return 2
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    for model in report["models"]:
-        print(f"{model['method']}: {model['mean']:.4f} [{model['lower']:.4f}, {model['upper']:.4f}]")
-    print(f"over {report['num_problems']} problems with two correct responses each; written to {args.output}")
-    return 0
-
-
-def _diversity_file(args: argparse.Namespace) -> dict:
-    if len(args.results) > 2:
-        raise ValueError(f"Diversity compares at most two models, got {len(args.results)} directories.")
-    results = [read_results(directory) for directory in args.results]
-    require_same_protocol(results, [str(directory) for directory in args.results])
-    for directory, result in zip(args.results, results, strict=True):
-        if args.benchmark not in result["benchmarks"]:
-            raise ValueError(f"{directory} has no benchmark {args.benchmark!r}, only {list(result['benchmarks'])}.")
-    embed = hashing_embedder if args.embedder == HASHING_EMBEDDER else sentence_embedder(args.embedder)
-    responses = [correct_responses(directory, args.benchmark, limit=args.max_responses) for directory in args.results]
-    diversities, intervals, difference = compare(responses, embed)
-    if args.problem is not None and args.problem not in diversities[0]:
-        raise ValueError(
-            f"Problem {args.problem!r} cannot be drawn: it is not in {args.benchmark}, or a model has fewer than two correct "
-            f"responses to it. Those that can: {', '.join(list(diversities[0])[:20])}."
-        )
-    shown = [args.problem] if args.problem is not None else list(diversities[0])
-    texts = [[text for problem in shown for text in model.get(problem, [])] for model in responses]
-    projection = principal_components(embed([text for model in texts for text in model]))
-    parts = np.split(projection.points, np.cumsum([len(model) for model in texts])[:-1])
-    return {
-        "benchmark": args.benchmark,
-        "embedder": args.embedder,
-        "num_problems": len(diversities[0]),
-        "explained": projection.explained.tolist(),
-        "models": [
-            {"method": result["method"], **interval._asdict(), "problems": by_problem, "points": points.tolist()}
-            for result, interval, by_problem, points in zip(results, intervals, diversities, parts, strict=True)
-        ],
-        "difference": difference._asdict() if difference else None,
-    }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -138,7 +138,7 @@ def read_training_facts(path: Path) -> dict[str, Any]:
 
 
 def read_diversity(path: Path) -> dict[str, Any]:
-    """A file of `pacs_trl.evaluation.diversity`, as far as its figure needs it."""
+    """A file of `experiments/diversity.py`, as far as its figure needs it."""
     diversity = read_json(path, {"models": [{"method": str, "mean": NUMBER, "points": list}], "explained": [NUMBER]})
     for i, model in enumerate(diversity["models"]):
         for j, point in enumerate(model["points"]):

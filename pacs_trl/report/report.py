@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--ablation", nargs="+", default=[], metavar="VALUE=RESULTS", help="results per value of a setting"
     )
     parser.add_argument("--ablation_name", default="beta", help="name of that setting on the axis")
-    parser.add_argument("--diversity", type=Path, default=None, help="file of pacs_trl.evaluation.diversity")
+    parser.add_argument("--diversity", type=Path, default=None, help="file of experiments/diversity.py")
     parser.add_argument("--reliability", type=Path, default=None, help="JSONL with `score` and `label` per completion")
     args = parser.parse_args(argv)
     try:

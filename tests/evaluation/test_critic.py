@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from experiments.critic import critic_records, main
 from pacs_trl.evaluation.arguments import EvaluationArguments
-from pacs_trl.evaluation.critic import critic_records, main
 from pacs_trl.evaluation.evaluate import evaluate
 
 

@@ -7,14 +7,12 @@ import pytest
 import torch
 from tolerances import rounding_atol
 
+from experiments.diversity import compare, main, principal_components
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.diversity import (
-    compare,
     correct_responses,
     hashing_embedder,
-    main,
     mean_pairwise_distance,
-    principal_components,
     problem_diversities,
     sentence_embedder,
 )

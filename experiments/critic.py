@@ -15,15 +15,15 @@ from pathlib import Path
 
 import torch
 
-from ..data import build_prompt
-from ..objective import ScoreEstimator, group_scores
-from ..update.scorer import sequence_logps
-from .benchmarks import load_benchmark
-from .engines import TransformersEngine
-from .requests import render_prompt
-from .results import read_results
-from .shards import merge_shards
-from .store import read_graded
+from pacs_trl.data import build_prompt
+from pacs_trl.evaluation.benchmarks import load_benchmark
+from pacs_trl.evaluation.engines import TransformersEngine
+from pacs_trl.evaluation.requests import render_prompt
+from pacs_trl.evaluation.results import read_results
+from pacs_trl.evaluation.shards import merge_shards
+from pacs_trl.evaluation.store import read_graded
+from pacs_trl.objective import ScoreEstimator, group_scores
+from pacs_trl.update.scorer import sequence_logps
 
 
 LABELS = {"1": 1.0, "0": 0.0, "-": float("nan")}  # as `pacs-trl evaluate` writes grades
@@ -98,7 +98,7 @@ def critic_records(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line: an evaluation and two checkpoints in, one JSON line per completion out."""
-    parser = argparse.ArgumentParser(prog="python -m pacs_trl.evaluation.critic", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m experiments.critic", description=__doc__.split("\n")[0])
     parser.add_argument("evaluation", type=Path, help="output directory of `pacs-trl evaluate`, best of the reference")
     parser.add_argument("--benchmark", required=True)
     parser.add_argument("--policy", required=True, help="trained checkpoint")
