@@ -57,7 +57,7 @@ REFUSED = {
     "unknown packing": ({"padding_free": "yes"}, "padding_free must be one of .*'yes'"),
     "beta 0": ({"pacs_beta": 0.0}, "pacs_beta must be above 0, got 0.0"),
     "NaN beta": ({"pacs_beta": float("nan")}, "pacs_beta must be above 0, got nan"),
-    "negative actor term": ({"actor_term_coef": -1.0}, "actor_term_coef must not be negative, got -1.0"),
+    "negative actor term": ({"actor_term_coef": -1.0}, "actor_term_coef must be at least 0, got -1.0"),
     "infinite beta": ({"pacs_beta": float("inf")}, "pacs_beta must be above 0, got inf"),
     "NaN actor term": ({"actor_term_coef": float("nan")}, "actor_term_coef must be at least 0, got nan"),
     "temperature 0": ({"temperature": 0.0}, "temperature must be above 0, got 0.0: logits are divided by it"),
@@ -102,7 +102,7 @@ REFUSED = {
     "offload without snapshot": ({"reference_offload": True}, "reference_offload=True would be ignored"),
     "reset every 0 steps": (
         {"reference": "snapshot", "reference_reset_steps": 0},
-        "reference_reset_steps must be at least 1, got 0",
+        "reference_reset_steps must be a whole number of at least 1, got 0",
     ),
     "optimizer reset without resets": (
         {"reference": "snapshot", "reset_optimizer_on_reference_reset": True},
@@ -112,7 +112,10 @@ REFUSED = {
         {"max_tokens_per_micro_batch": 512, "max_completion_length": 512},
         "max_tokens_per_micro_batch=512 cannot hold one sequence.*max_completion_length=512",
     ),
-    "no step may be skipped": ({"max_non_finite_steps": 0}, "max_non_finite_steps must be at least 1, got 0"),
+    "no step may be skipped": (
+        {"max_non_finite_steps": 0},
+        "max_non_finite_steps must be a whole number of at least 1, got 0",
+    ),
     "one generation": ({"num_generations": 1}, "num_generations must be a whole number of at least 2, got 1"),
 }
 

@@ -93,16 +93,20 @@ RANGES = {
     "max_tool_calling_iterations": _count("rounds of tool calls"),
     # objectives
     "beta": Range("it is the weight of the KL term; 0 leaves it out", least=0),
-    "pacs_beta": Range("it scales the implicit reward, and at 0 nothing is learned", above=0),
-    "actor_term_coef": Range("it is the weight of the actor term of eq. 5; 0 leaves it out", least=0),
+    "pacs_beta": Range(
+        "it scales the implicit reward, and at 0 nothing is learned; `beta` is the weight of the KL term", above=0
+    ),
+    "actor_term_coef": Range(
+        "it is the weight of the actor term of eq. 5; 0 leaves it out, as the authors do", least=0
+    ),
     "reference_reset_steps": _count("optimizer steps between renewals of the snapshot"),
     "max_non_finite_steps": _count("skipped steps in a row after which training stops"),
     "epsilon": Range("it bounds how far a ratio may fall below 1", above=0),
     "epsilon_high": Range("it bounds how far a ratio may rise above 1", above=0),
     "delta": Range("it bounds ratios of probabilities", above=0),
-    "gamma": Range("it is the discount per token", least=0, most=1),
-    "gae_lambda": Range("it is the lambda of generalized advantage estimation", least=0, most=1),
-    "value_clip_range": Range("it bounds how far a value may move", above=0),
+    "gamma": Range("it is the discount per token, in [0, 1]; the authors use 1.0", least=0, most=1),
+    "gae_lambda": Range("it is the lambda of advantage estimation, in [0, 1]; the authors use 1.0", least=0, most=1),
+    "value_clip_range": Range("it bounds how far a value may move; None turns clipping off", above=0),
     "critic_learning_rate": Range("without learning, the critic's values are noise", above=0),
     "critic_warmup_steps": _count("optimizer steps in which only the critic learns", least=0),
     "ref_model_mixup_alpha": Range("it is the share of the policy in the KL reference", least=0, most=1),
