@@ -18,20 +18,15 @@ from .rows import Rollout
 class Groups:
     """
     Args:
-        labels (`torch.Tensor` of shape `(B,)`):
-            Labels in [0, 1], NaN for rows without a verdict.
-        group_of_row (sequence of `B` `int`):
-            The group of each row; equal numbers are one group.
+        labels (`torch.Tensor` of shape `(B,)`): Labels in [0, 1], NaN for rows without a verdict.
+        group_of_row (sequence of `B` `int`): The group of each row; equal numbers are one group.
 
     Attributes:
-        members (list of `P` `list[int]`):
-            Rows of each group, groups and rows in the order of the rows.
-        size (`int`):
-            `G`: rows of the largest group, at least 2.
-        scorable (bool `torch.Tensor` of shape `(B,)`):
-            See [`objective.scorable_rows`].
-        judged, mixed (bool `torch.Tensor` of shape `(P,)`):
-            Groups with scorable rows, and those of them whose labels differ. The others are *uniform*.
+        members (list of `P` `list[int]`): Rows of each group, groups and rows in the order of the rows.
+        size (`int`): `G`: rows of the largest group, at least 2.
+        scorable (bool `torch.Tensor` of shape `(B,)`): See [`objective.scorable_rows`].
+        judged, mixed (bool `torch.Tensor` of shape `(P,)`): Groups with scorable rows, and those of them whose labels
+            differ. The others are *uniform*.
     """
 
     def __init__(self, labels: torch.Tensor, group_of_row: Sequence[int]):
@@ -70,18 +65,9 @@ class Groups:
         return Groups(self.labels[rows], (self._cells[rows] // self.size).tolist())
 
     def apply(self, function: Callable, *values: torch.Tensor, **kinds):
-        """
-        A function of `objective.py` on these rows: `function(*values, labels, num_generations=..., **kinds)`.
-
-        Args:
-            function (`Callable`):
-                For example [`objective.group_scores`].
-            values (`torch.Tensor` of shape `(B,)`):
-                What it takes before the labels, one number per row.
-
-        Returns:
-            What it returns, with `(B,)` for `(P * G,)`.
-        """
+        """A function of `objective.py` on these rows: `function(*values, labels, num_generations=..., **kinds)`, for
+        example [`objective.group_scores`], where each of `values` has shape `(B,)`. What it returns has `(B,)` for `(P
+        * G,)`."""
         results = function(*map(self._to_grid, values), self._grid_labels, num_generations=self.size, **kinds)
         if isinstance(results, tuple):
             return tuple(result if result.dim() == 0 else self._of_rows(result) for result in results)

@@ -24,15 +24,12 @@ def critic_metrics(
     class_weighting: ClassWeighting = "balanced",
 ) -> dict[str, float]:
     """
-    Metrics of one optimizer step.
+    Metrics of one optimizer step, over all processes.
 
     Args:
-        proxies (`torch.Tensor` of shape `(B,)`), scores (`torch.Tensor` of shape `(B,)`):
-            See `objective.pacs_loss`; all rows of the optimizer step, over all processes.
-        groups ([`Groups`]):
-            Labels and groups of these rows.
-        class_weighting (`str`, *optional*, defaults to `"balanced"`):
-            See `objective.class_weights`; decides the targets that the critic is rated against.
+        proxies, scores (`torch.Tensor` of shape `(B,)`): See [`objective.pacs_loss`].
+        groups ([`Groups`]): Labels and groups of these rows.
+        class_weighting (`str`): See [`objective.class_weights`]; decides the targets that the critic is rated against.
 
     Returns:
         `dict[str, float]`: names with the prefix `pacs/`. NaN where a metric has no value in this step: everything if

@@ -23,21 +23,9 @@ class RowLengths(NamedTuple):
 
 
 def micro_batch_tokens(rows: Sequence[int], lengths: RowLengths, *, padded: bool) -> int:
-    """
-    Tokens that a forward over `rows` processes.
-
-    Args:
-        rows (`Sequence[int]`):
-            Row indices, possibly none.
-        lengths (`RowLengths`):
-            Lengths of all rows.
-        padded (`bool`):
-            If `True`, the rows form a rectangle, prompts padded on the left and completions on the right, each to the
-            longest of these rows. If `False`, they are packed and only real tokens count.
-
-    Returns:
-        `int`: number of tokens, padding included.
-    """
+    """Tokens that a forward over `rows`, possibly none, processes: if `padded`, the rows form a rectangle, prompts
+    padded on the left and completions on the right, each to the longest of these rows; else they are packed and only
+    real tokens count."""
     if not rows:
         return 0
     if padded:
@@ -65,23 +53,18 @@ def schedule_micro_batches(
     """
     Distribute rows over processes and micro-batches.
 
-    Padded micro-batches hold rows of similar length, so that little of each rectangle is padding. Packed ones hold rows
-    of all lengths, so that all are equally large. Micro-batches that run at the same time on different processes get
-    similar sizes, and every process gets a similar total.
+    Padded micro-batches hold rows of similar length, so that little of each rectangle is padding. Packed ones hold
+    rows of all lengths, so that all are equally large. Micro-batches that run at the same time on different processes
+    get similar sizes, and every process gets a similar total.
 
     Args:
-        lengths (`RowLengths`):
-            Lengths of all rows.
-        units (sequence of sequences of `int`):
-            Indices of the rows to place, each in exactly one micro-batch; the rows of a unit share one.
-        num_processes (`int`):
-            Number of processes.
-        max_rows (`int`):
-            Most rows in a micro-batch. Not used if `max_tokens` is given.
-        max_tokens (`int`, *optional*):
-            Most tokens in a micro-batch, padding included.
-        padded (`bool`, *optional*, defaults to `False`):
-            Whether rows are padded to a rectangle or packed.
+        lengths (`RowLengths`): Lengths of all rows.
+        units (sequence of sequences of `int`): The rows to place, each in exactly one micro-batch; the rows of a unit
+            share one.
+        num_processes (`int`): Number of processes.
+        max_rows (`int`): Most rows in a micro-batch. Not used if `max_tokens` is given.
+        max_tokens (`int`, *optional*): Most tokens in a micro-batch, padding included.
+        padded (`bool`): Whether rows are padded to a rectangle or packed.
 
     Returns:
         `list[list[list[int]]]`: the schedule, or `None` if some unit does not fit into a micro-batch.

@@ -4,15 +4,8 @@ import math
 
 
 class NonFiniteSteps:
-    """
-    Args:
-        limit (`int`):
-            Steps in a row after which training stops.
-
-    Attributes:
-        in_a_row, total (`int`):
-            How many there were, up to the last step and in the whole run.
-    """
+    """`limit`: steps in a row after which training stops. `in_a_row`, `total`: how many there were, up to the last
+    step and in the whole run."""
 
     def __init__(self, limit: int):
         self.limit = limit
@@ -20,15 +13,8 @@ class NonFiniteSteps:
 
     def leaves_out(self, grad_norm: float, step: int, *, is_applied: bool = False) -> bool:
         """
-        Whether a step is to be left out, by the norm of its reduced gradient, which is the same on all processes.
-
-        Args:
-            grad_norm (`float`):
-                Norm before clipping.
-            step (`int`):
-                Number of the optimizer step, for the error.
-            is_applied (`bool`, *optional*, defaults to `False`):
-                Whether the gradient is in the weights already.
+        Whether a step is to be left out, by the norm of its reduced gradient before clipping, the same on all
+        processes. `step` is its number, for the error; `is_applied` says that the gradient is in the weights already.
 
         Raises:
             `RuntimeError`: if it cannot be left out, or is the last of `limit` in a row.

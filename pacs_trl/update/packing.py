@@ -46,17 +46,9 @@ AttentionInterface.register(PACKED_SDPA, _packed_sdpa)
 
 
 def packing_backend(model: PreTrainedModel) -> str | None:
-    """
-    How rows of this model can be packed.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            The unwrapped model (not a PEFT, DDP or FSDP wrapper).
-
-    Returns:
-        `"flash"` for models loaded with FlashAttention, `"sdpa"` for models whose attention is plain causal attention
-        run by SDPA, `None` if the rows have to be padded.
-    """
+    """How rows of a model, unwrapped (no PEFT, DDP or FSDP), can be packed: `"flash"` for models loaded with
+    FlashAttention, `"sdpa"` for models whose attention is plain causal attention run by SDPA, `None` if the rows have
+    to be padded."""
     config = model.config
     layer_types = getattr(config, "layer_types", None)
     full_attention = (

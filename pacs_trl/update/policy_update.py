@@ -62,17 +62,8 @@ class Objective(NamedTuple):
         return groups.apply(loss_from_proxies, proxies, **kinds)
 
     def coefficients(self, groups: Groups, proxies: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
-        """
-        Derivatives of the loss with respect to the log-probability of any counted token of each row, float32 `(B,)`.
-
-        Args:
-            groups ([`Groups`]):
-                The rows.
-            proxies (`torch.Tensor` of shape `(B,)`):
-                Their proxies.
-            num_tokens (`torch.Tensor` of shape `(B,)`):
-                Their counted tokens.
-        """
+        """Derivatives of the loss with respect to the log-probability of any counted token of each row, float32
+        `(B,)`, from the proxies of the rows and the numbers of their counted tokens, both `(B,)`."""
         slope = torch.full_like(proxies, self.pacs_beta)
         if self.proxy == "mean_logp":
             slope /= num_tokens.clamp(min=1)
@@ -90,22 +81,15 @@ class PolicyUpdate:
     Computes and back-propagates the loss of one optimizer step.
 
     Args:
-        scorer ([`Scorer`]):
-            Of the policy.
-        accelerator ([`~accelerate.Accelerator`]):
-            Runs the backward pass and reduces over processes.
-        objective ([`Objective`]):
-            What is learnt.
-        limits ([`Limits`]):
-            What micro-batches may be like.
-        mismatch ([`Mismatch`]):
-            How the engine's probabilities are compared with the trainer's.
-        token_weights (`list[TokenWeights]`, *optional*):
-            Factors on the gradient of each token.
-        samples_policy (`bool`, *optional*, defaults to `True`):
-            Whether completions are drawn from the distribution that is scored, not a truncated one.
-        score_kl_reference (`Callable`, *optional*):
-            [`Scorer.score`] under the policy that the KL term refers to.
+        scorer ([`Scorer`]): Of the policy.
+        accelerator ([`~accelerate.Accelerator`]): Runs the backward pass and reduces over processes.
+        objective ([`Objective`]): What is learnt.
+        limits ([`Limits`]): What micro-batches may be like.
+        mismatch ([`Mismatch`]): How the engine's probabilities are compared with the trainer's.
+        token_weights (`list[TokenWeights]`, *optional*): Factors on the gradient of each token.
+        samples_policy (`bool`): Whether completions are drawn from the distribution that is scored, not a truncated
+            one.
+        score_kl_reference (`Callable`, *optional*): [`Scorer.score`] under the policy that the KL term refers to.
     """
 
     def __init__(
@@ -189,16 +173,14 @@ class PolicyUpdate:
         Back-propagate the loss of an optimizer step.
 
         Args:
-            model:
-                The wrapped model, in training mode.
-            step (`StepRollouts`):
-                Rows with `ref_logps` filled in, unless `proxies_are_zero` or the proxy has no reference.
-            proxies_are_zero (`bool`):
-                Whether policy and reference are the same, so that no forward pass is needed to know the proxies.
+            model: The wrapped model, in training mode.
+            step ([`StepRollouts`]): With `ref_logps` filled in, unless `proxies_are_zero` or the proxy has no
+            reference.
+            proxies_are_zero (`bool`): Whether policy and reference are the same, so that no forward pass is needed to
+                know the proxies.
 
         Returns:
-            The loss of the optimizer step (mean over its scorable rows, KL term included), the same on all processes,
-            and its metrics.
+            Loss (mean over scorable rows, KL term included), the same on all processes, and metrics.
         """
         with self.scorer.attention():
             before = None

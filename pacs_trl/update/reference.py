@@ -44,11 +44,9 @@ class SnapshotReference:
     A copy of a model's trained parameters that can take their place for a while.
 
     Args:
-        model (`torch.nn.Module`):
-            The model, wrapped for distributed training if it is going to be.
-        offload (`bool`, *optional*, defaults to `False`):
-            Keep the copy in CPU memory. At most one parameter is then held twice on the device, and only while it is
-            exchanged.
+        model (`torch.nn.Module`): The model, wrapped for distributed training if it is going to be.
+        offload (`bool`): Keep the copy in CPU memory. At most one parameter is then held twice on the device, and only
+            while it is exchanged.
     """
 
     def __init__(self, model: torch.nn.Module, offload: bool = False):

@@ -18,21 +18,18 @@ class Rollout:
     One completion with its prompt.
 
     Attributes:
-        prompt_ids (`np.ndarray` of int32, shape `(P,)`), completion_ids (`np.ndarray` of int32, shape `(C,)`):
-            Token ids without padding.
-        loss_mask (`np.ndarray` of bool, shape `(C,)`):
-            `True` for tokens the policy wrote; `False` for tool results and environment feedback.
-        label (`float`):
-            Verifier outcome in [0, 1]; NaN if there is no verdict or the completion was cut off and is masked.
-        group (`int`):
-            The prompt: the same number for all its completions, another one for every other prompt of an optimizer step.
-        old_logps (`np.ndarray` of float32, shape `(C,)`, *optional*):
-            Log-probabilities under the policy that generated, for later updates whose token weights need them; only on the
-            process that learns from the row.
-        ref_logps (`np.ndarray` of float32, shape `(C,)`, *optional*):
-            Log-probabilities under the reference policy, once known; only on the process that learns from the row.
-        sampling_logps (`np.ndarray` of float32, shape `(C,)`, *optional*):
-            Log-probabilities as the engine that generated reported them; NaN where it did not.
+        prompt_ids (int32, shape `(P,)`), completion_ids (int32, shape `(C,)`): Token ids without padding.
+        loss_mask (bool, shape `(C,)`): `True` for tokens the policy wrote; `False` for tool results and environment
+            feedback.
+        label (`float`): Verifier outcome in [0, 1]; NaN if there is no verdict or the completion was cut off and is
+            masked.
+        group (`int`): The prompt: the same number for all its completions, another one for every other prompt of an
+            optimizer step.
+        old_logps, ref_logps (float32, shape `(C,)`, *optional*): Log-probabilities under the policy that generated,
+        for later updates whose token weights need them, and under the reference, once known; only on the process that
+        learns from the row.
+        sampling_logps (float32, shape `(C,)`, *optional*): As the engine that generated reported them; NaN where it
+        did not.
     """
 
     prompt_ids: np.ndarray
@@ -67,18 +64,8 @@ def weighted_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> t
 
 def labels_from_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
     """
-    The labels of PACS: the weighted sum of the reward functions.
-
-    Args:
-        rewards_per_func (`torch.Tensor` of shape `(B, F)`):
-            Rewards of `F` functions; NaN for "no verdict".
-        weights (`torch.Tensor` of shape `(F,)`):
-            Weight of each function.
-        names (`Sequence[str]`):
-            Names of the functions.
-
-    Returns:
-        `torch.Tensor` of shape `(B,)` in [0, 1]; NaN where no function has a verdict.
+    The labels of PACS, see [`weighted_rewards`]: `(B,)` in [0, 1], NaN where no function has a verdict. `names` are
+    those of the functions.
 
     Raises:
         `ValueError`: if a label would lie outside of [0, 1].
@@ -100,17 +87,8 @@ def labels_from_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor, n
 
 
 def unpad_rollouts(batch: dict[str, torch.Tensor]) -> list[Rollout]:
-    """
-    Rows of a scored generation batch.
-
-    Args:
-        batch (`dict[str, torch.Tensor]`):
-            What `_generate_and_score_completions` returns, plus `"labels"` and `"groups"` of shape `(B,)`. A completion whose mask is
-            all zero was cut off and is masked by `mask_truncated_completions`: it loses its label.
-
-    Returns:
-        `list[Rollout]` of length `B`.
-    """
+    """Rows of what `_generate_and_score_completions` returns, plus `"labels"` and `"groups"` of shape `(B,)`. A
+    completion whose mask is all zero was cut off and is masked by `mask_truncated_completions`: it loses its label."""
     prompts = without_padding(batch["prompt_ids"], batch["prompt_mask"])
     completions = without_padding(batch["completion_ids"], batch["completion_mask"])
     tool_mask = batch["tool_mask"] if "tool_mask" in batch else batch["completion_mask"]

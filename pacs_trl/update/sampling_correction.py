@@ -57,18 +57,14 @@ def correction_weights(
     """
     Factors `w_it` on the gradient of each token.
 
-    `"token_truncate"`: `min(max(rho, clip_min), clip_max)`. `"token_mask"`: `rho` inside `[clip_min, clip_max]`, 0 outside.
-    `"sequence_*"`: the same with the ratio of the whole completion. `None` is no bound.
+    `"token_truncate"`: `min(max(rho, clip_min), clip_max)`. `"token_mask"`: `rho` inside `[clip_min, clip_max]`, 0
+    outside. `"sequence_*"`: the same with the ratio of the whole completion. `None` is no bound.
 
     Args:
-        logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probabilities of the completion tokens by the trainer, at the weights that generated.
-        sampling_logps (`torch.Tensor` of shape `(B, T)`):
-            The same by the engine; NaN where it reported none.
-        mask (`torch.Tensor` of shape `(B, T)`):
-            1 (True) for tokens that count.
-        mode (`str`), clip_min (`float`, *optional*), clip_max (`float`, *optional*):
-            TRL's `vllm_importance_sampling_mode`, `..._clip_min` and `..._clip_max`.
+        logps, sampling_logps (`torch.Tensor` of shape `(B, T)`): Log-probabilities of the completion tokens by the
+            trainer, at the weights that generated, and by the engine; NaN where it reported none.
+        mask (`torch.Tensor` of shape `(B, T)`): 1 (True) for tokens that count.
+        mode, clip_min, clip_max: TRL's `vllm_importance_sampling_mode`, `..._clip_min` and `..._clip_max`.
 
     Returns:
         float32 `torch.Tensor` of shape `(B, T)` without gradient. Tokens outside the mask have no meaning.

@@ -36,20 +36,17 @@ OfCompletions = Callable[[torch.Tensor], list[torch.Tensor]]
 
 class Scorer:
     """
-    Scores completions under a model with TRL's fused head, which TRL's trainers put on theirs ([`fused_head`] on others).
+    Scores completions under a model with TRL's fused head, which TRL's trainers put on theirs ([`fused_head`] on
+    others).
 
     Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The model before it is wrapped for distributed training.
-        device (`torch.device`):
-            Where the passes run.
-        pad_token_id (`int`, *optional*, defaults to `0`):
-            Fills the padding of a rectangle.
-        padding_free (`str`, *optional*, defaults to `"auto"`):
-            `"auto"` packs rows where the model allows it, `"always"` insists on it, `"never"` pads. `packing` says what
-            came of it.
-        autocast (`Callable`, *optional*):
-            Makes the context of a forward pass.
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): The model before it is wrapped for
+        distributed training.
+        device (`torch.device`): Where the passes run.
+        pad_token_id (`int`): Fills the padding of a rectangle.
+        padding_free (`str`): `"auto"` packs rows where the model allows it, `"always"` insists on it, `"never"` pads.
+            `packing` says what came of it.
+        autocast (`Callable`, *optional*): Makes the context of a forward pass.
 
     Raises:
         `ValueError`: if `padding_free="always"` and the rows of this model cannot be packed.
@@ -87,10 +84,9 @@ class Scorer:
         Log-probabilities of given completions, and the entropies of the distributions they were drawn from.
 
         Args:
-            model:
-                The model, wrapped or not.
-            prompt_ids, completion_ids (sequences of `B` sequences of `int`):
-                Tokens of each row without padding: at least one of the prompt, of the completion possibly none.
+            model: The model, wrapped or not.
+            prompt_ids, completion_ids (sequences of `B` sequences of `int`): Tokens of each row without padding: at
+                least one of the prompt, of the completion possibly none.
 
         Returns:
             [`Scores`], differentiable in the log-probabilities where gradients are enabled.
@@ -112,18 +108,9 @@ class Scorer:
     def forward(
         self, model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]], **inputs
     ) -> tuple[Any, OfCompletions]:
-        """
-        A forward pass over rows.
-
-        Args:
-            model, prompt_ids, completion_ids:
-                See [`Scorer.score`].
-            inputs:
-                What else the model is given; `fused_lm_head=True` gives it the completion tokens as labels.
-
-        Returns:
-            What the model returns, and what takes values of completion tokens out of it.
-        """
+        """A forward pass over rows, see [`Scorer.score`]: what the model returns, and what takes values of completion
+        tokens out of it. `inputs` is what else the model is given; `fused_lm_head=True` gives it the completion tokens
+        as labels."""
         rows = [
             np.asarray(ids, dtype=np.int64) for pair in zip(prompt_ids, completion_ids, strict=True) for ids in pair
         ]
@@ -206,20 +193,9 @@ def fused_head(model, temperature: float = 1.0) -> Iterator[None]:
 def score_rows(
     model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]], *, batch_size: int = 64
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """
-    Log-probabilities and entropies of completions under a model that nobody trains here, at temperature 1.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Causal language model; unchanged afterwards.
-        prompt_ids, completion_ids (sequences of sequences of `int`):
-            See [`Scorer.score`].
-        batch_size (`int`, *optional*, defaults to `64`):
-            Rows per forward pass.
-
-    Yields:
-        Of each row, two float32 `torch.Tensor` of shape `(C,)` in nats.
-    """
+    """Log-probabilities and entropies of completions under a model that nobody trains here, at temperature 1, and that
+    is as before afterwards: of each row, two float32 `torch.Tensor` of shape `(C,)` in nats. Rows as in
+    [`Scorer.score`], `batch_size` of them per forward pass."""
     scorer = Scorer(model, model.device)
     for start in range(0, len(prompt_ids), batch_size):
         some = slice(start, start + batch_size)

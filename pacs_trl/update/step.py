@@ -27,18 +27,13 @@ class StepRollouts:
     All rows of one optimizer step, the same on every process, and how they are scored.
 
     Attributes:
-        rollouts (`list[Rollout]`):
-            Whole groups.
-        groups ([`Groups`]):
-            Their labels and groups.
-        schedule (`Schedule`):
-            Micro-batches of every forward pass over all rows. Reference and policy are scored in the same ones: with
-            equal weights they then give equal bits, also in half precision.
-        whole_groups (`bool`):
-            Whether the micro-batches of `schedule` hold whole groups.
-        on_policy (`bool`):
-            Whether the weights are still those that generated the rows. The forward pass itself then tells how far the
-            engine is from the trainer, and token weights take it for that of the policy that generated.
+        rollouts (`list[Rollout]`), groups ([`Groups`]): Whole groups; their labels.
+        schedule (`Schedule`): Micro-batches of every forward pass over all rows. Reference and policy are scored in
+            the same ones: with equal weights they then give equal bits, also in half precision.
+        whole_groups (`bool`): Whether the micro-batches of `schedule` hold whole groups.
+        on_policy (`bool`): Whether the weights are still those that generated the rows. The forward pass itself then
+            tells how far the engine is from the trainer, and token weights take it for that of the policy that
+            generated.
     """
 
     rollouts: list[Rollout]
@@ -73,19 +68,12 @@ class Limits(NamedTuple):
 
 def schedule_step(rollouts: list[Rollout], limits: Limits, *, every_row: bool) -> StepRollouts:
     """
-    Decide the composition of the forward passes over all rows of an optimizer step, from their lengths.
-
-    Args:
-        rollouts (`list[Rollout]`):
-            Whole groups.
-        limits ([`Limits`]):
-            What micro-batches may be like.
-        every_row (`bool`):
-            Whether rows that are not scorable count too, as they do for the KL term.
+    Decide the composition of the forward passes over the rows of an optimizer step, whole groups, from their lengths.
+    `every_row` is whether rows that are not scorable count too, as they do for the KL term.
 
     Raises:
-        `ValueError`: if a row is longer than `max_tokens`, or if `group_layout` is `"whole"` and a group does not fit into a
-            micro-batch.
+        `ValueError`: if a row is longer than `max_tokens`, or if `group_layout` is `"whole"` and a group does not fit
+        into a micro-batch.
     """
     groups = Groups(torch.tensor([row.label for row in rollouts]), [row.group for row in rollouts])
     takes_part = groups.scorable
@@ -136,19 +124,9 @@ def row_lengths(rollouts: list[Rollout]) -> RowLengths:
 
 @dataclass
 class MicroBatch:
-    """
-    What is known of the completion tokens of some rows, padded on the right to the longest of these completions.
-
-    Attributes:
-        rollouts (list of `B` [`Rollout`]):
-            The rows.
-        loss_mask (bool `torch.Tensor` of shape `(B, T)`):
-            Tokens that count.
-        ref_logps, old_logps (float32 `torch.Tensor` of shape `(B, T)`):
-            See [`Rollout`]; 0 where a row has none.
-        sampling_logps (float32 `torch.Tensor` of shape `(B, T)`):
-            See [`Rollout`]; NaN where a row has none.
-    """
+    """What is known of the completion tokens of `B` rows, `(B, T)`, padded on the right to the longest of these
+    completions: `loss_mask` (bool, tokens that count), `ref_logps` and `old_logps` (float32, 0 where a row has none)
+    and `sampling_logps` (float32, NaN where a row has none), see [`Rollout`]."""
 
     rollouts: list[Rollout]
     loss_mask: torch.Tensor

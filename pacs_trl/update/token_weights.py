@@ -14,19 +14,15 @@ import torch
 
 class TokenValues(NamedTuple):
     """
-    What a token weight may depend on; everything is detached.
+    What a token weight may depend on; everything is detached, float32 and `(B, T)` unless said.
 
     Attributes:
-        logps, entropies (float32 `torch.Tensor` of shape `(B, T)`):
-            Of the policy as it is now.
-        old_logps (float32 `torch.Tensor` of shape `(B, T)`):
-            Under the policy that generated, by the trainer: never a snapshot.
-        sampling_logps (float32 `torch.Tensor` of shape `(B, T)`):
-            The same by the engine; NaN where it reported none.
-        coefficients (float32 `torch.Tensor` of shape `(B,)`):
-            Derivatives of the loss with respect to the log-probability of any counted token of the completion.
-        mask (bool `torch.Tensor` of shape `(B, T)`):
-            Tokens that count; elsewhere the others have no meaning.
+        logps, entropies: Of the policy as it is now.
+        old_logps: Under the policy that generated, by the trainer: never a snapshot.
+        sampling_logps: The same by the engine; NaN where it reported none.
+        coefficients (shape `(B,)`): Derivatives of the loss with respect to the log-probability of any counted token
+            of the completion.
+        mask (bool): Tokens that count; elsewhere the others have no meaning.
     """
 
     logps: torch.Tensor
