@@ -22,16 +22,11 @@ def generalized_advantages(
     write are skipped: the successor of a token is the next token of its own.
 
     Args:
-        rewards (`torch.Tensor` of shape `(B,)`):
-            Reward of each completion.
-        values (`torch.Tensor` of shape `(B, T)`):
-            `V_t`, the critic's estimate before token `t` is written.
-        mask (bool `torch.Tensor` of shape `(B, T)`):
-            Tokens that count.
-        gamma (`float`):
-            Discount per token, in [0, 1].
-        gae_lambda (`float`):
-            In [0, 1]; 1 gives `A_t = R - V_t` at `gamma=1`.
+        rewards (`torch.Tensor` of shape `(B,)`): Reward of each completion.
+        values (`torch.Tensor` of shape `(B, T)`): `V_t`, the critic's estimate before token `t` is written.
+        mask (bool `torch.Tensor` of shape `(B, T)`): Tokens that count.
+        gamma (`float`): Discount per token, in [0, 1].
+        gae_lambda (`float`): In [0, 1]; 1 gives `A_t = R - V_t` at `gamma=1`.
 
     Returns:
         Advantages and returns (`A_t + V_t`, the critic's targets), both `(B, T)` and 0 where `mask` is `False`.
@@ -62,20 +57,8 @@ def masked_mean_and_variance(
 
 
 def whiten(x: torch.Tensor, mask: torch.Tensor, reduce: Reduce = lambda total: total) -> torch.Tensor:
-    """
-    Shift and scale to mean 0 and variance 1 over the tokens of the whole batch.
-
-    Args:
-        x (`torch.Tensor` of shape `(B, T)`):
-            Advantages.
-        mask (bool `torch.Tensor` of shape `(B, T)`):
-            Tokens that count.
-        reduce (`Callable`, *optional*):
-            Sums a tensor over processes.
-
-    Returns:
-        `torch.Tensor` of shape `(B, T)`: 0 where `mask` is `False`.
-    """
+    """Shift and scale advantages `x` of shape `(B, T)` to mean 0 and variance 1 over the tokens of the whole batch,
+    over all processes that `reduce` sums; 0 where `mask` is `False`."""
     mean, variance = masked_mean_and_variance(x, mask, reduce)
     return ((x - mean) * torch.rsqrt(variance + 1e-8)).masked_fill(~mask, 0.0)
 
@@ -94,18 +77,13 @@ def clipped_value_losses(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip_range: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Squared error of the critic per token, clipped: moving away from the values at rollout time by more than `clip_range`
-    does not lower the loss. Without a factor 1/2, as the authors ran it.
+    Squared error of the critic per token, clipped: moving away from the values at rollout time by more than
+    `clip_range` (`None`: no clipping) does not lower the loss. Without a factor 1/2, as the authors ran it.
 
     Args:
-        values (`torch.Tensor` of shape `(B, T)`):
-            Values under the critic that learns.
-        old_values (`torch.Tensor` of shape `(B, T)`):
-            Values at rollout time.
-        returns (`torch.Tensor` of shape `(B, T)`):
-            Targets.
-        clip_range (`float`, *optional*):
-            `None`: no clipping.
+        values, old_values (`torch.Tensor` of shape `(B, T)`): Values under the critic that learns, and at rollout
+            time.
+        returns (`torch.Tensor` of shape `(B, T)`): Targets.
 
     Returns:
         Losses, `(B, T)`, and where the clipped error is the larger one, bool `(B, T)`: these tokens have no gradient.

@@ -29,17 +29,9 @@ from .second_model import SecondModel
 
 def load_critic(policy: str | PreTrainedModel, args: PPOConfig) -> PreTrainedModel:
     """
-    The critic: `critic_model_name_or_path`, or the policy's weights under a new value head.
-
-    Args:
-        policy (`str` or [`~transformers.PreTrainedModel`]):
-            The policy or its path.
-        args ([`PPOConfig`]):
-            `model_init_kwargs` apply to the critic too, except the dtype, which is float32, and the revision, if the critic
-            has a path of its own.
-
-    Returns:
-        [`~transformers.PreTrainedModel`] with one output per token.
+    The critic of a policy or of its path, one output per token: `critic_model_name_or_path`, or the policy's weights
+    under a new value head. `model_init_kwargs` apply to it too, except the dtype, which is float32, and the revision,
+    if it has a path of its own.
 
     Raises:
         `ValueError`: if the policy was built in memory and no path for the critic is given.
@@ -71,27 +63,15 @@ class PPOTrainer(RolloutTrainer):
     """
     Trainer for Proximal Policy Optimization with a token-level critic, the PPO baseline of the PACS paper.
 
-    The rollouts are those of [`~trl.GRPOTrainer`]: `num_generations` completions per prompt, whose rewards PPO uses one by
-    one. Takes the arguments of [`~trl.GRPOTrainer`].
-
-    Logged besides the metrics of [`~trl.GRPOTrainer`] (`loss` is the policy's, `clip_ratio/region_mean` its clipped share):
-
-    - `ppo/value_loss`: mean over tokens of the clipped squared error.
-    - `ppo/value_clip_fraction`: share of tokens whose value has moved too far to be moved further.
-    - `ppo/critic_grad_norm`: norm of the critic's gradient before clipping.
-    - `ppo/approx_kl`: mean over tokens of `ratio - 1 - log ratio`, an estimate of KL(rollout policy || policy).
-    - `ppo/explained_variance`: share of the variance of returns that the critic foresaw, per generation batch.
-    - `ppo/value_mean`, `ppo/return_mean`: means over the tokens of the generation batch.
+    The rollouts are those of [`~trl.GRPOTrainer`]: `num_generations` completions per prompt, whose rewards PPO uses
+    one by one. Logs the metrics of [`~trl.GRPOTrainer`] and `ppo/*`, see docs/metrics.md.
 
     Args:
-        model (`str` or [`~transformers.PreTrainedModel`]):
-            Model id, path, or instance.
-        reward_funcs (`RewardFunc` or `list[RewardFunc]`):
-            As in [`~trl.GRPOTrainer`]. A completion for which all of them return `None` is left out.
-        args ([`PPOConfig`], *optional*):
-            Configuration of this trainer. If `None`, a default configuration is used.
-        kwargs:
-            All other arguments of [`~trl.GRPOTrainer`].
+        model (`str` or [`~transformers.PreTrainedModel`]): Model id, path, or instance.
+        reward_funcs (`RewardFunc` or `list[RewardFunc]`): As in [`~trl.GRPOTrainer`]. A completion for which all of
+            them return `None` is left out.
+        args ([`PPOConfig`], *optional*): Configuration of this trainer. If `None`, a default configuration is used.
+        kwargs: All other arguments of [`~trl.GRPOTrainer`].
     """
 
     _own_shared_settings = (

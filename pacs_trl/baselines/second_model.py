@@ -20,14 +20,10 @@ class SecondModel:
     Optimizer and scheduler are of the policy's kinds, and the gradient is clipped to the same norm, on its own.
 
     Args:
-        trainer ([`~trl.GRPOTrainer`]):
-            The policy's.
-        model ([`~transformers.PreTrainedModel`]):
-            What learns. `self.model` is the prepared one.
-        learning_rate (`float`):
-            Of this model.
-        directory (`str`):
-            Where its files lie in a checkpoint.
+        trainer ([`~trl.GRPOTrainer`]): The policy's.
+        model ([`~transformers.PreTrainedModel`]): What learns. `self.model` is the prepared one.
+        learning_rate (`float`): Of this model.
+        directory (`str`): Where its files lie in a checkpoint.
     """
 
     def __init__(self, trainer: GRPOTrainer, model: PreTrainedModel, *, learning_rate: float, directory: str):
@@ -69,12 +65,7 @@ class SecondModel:
             yield
 
     def step(self) -> float:
-        """
-        Learn from the gradients since the last step.
-
-        Returns:
-            `float`: their norm before clipping.
-        """
+        """Learn from the gradients since the last step, and return their norm before clipping."""
         trainer = self.trainer
         max_norm = trainer.args.max_grad_norm if trainer.args.max_grad_norm else math.inf
         grad_norm = trainer.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
