@@ -80,19 +80,14 @@ def load_benchmark(spec: str, *, max_problems: int | None = None) -> LoadedBench
     Load a benchmark by name.
 
     Args:
-        spec (`str`):
-            A name from `BENCHMARKS`; `name=PATH` to read the same columns from a local `.jsonl`, `.json` or `.parquet`
-            file; such a PATH alone (or with a name of your own) for a file with the columns `problem` and `answer`; or
-            `miniature/<task>` for the test split of a task of the miniature world.
-        max_problems (`int`, *optional*):
-            Keep the first so many problems.
-
-    Returns:
-        [`LoadedBenchmark`].
+        spec (`str`): A name from `BENCHMARKS`; `name=PATH` to read the same columns from a local `.jsonl`, `.json` or
+            `.parquet` file; such a PATH alone (or with a name of your own) for a file with the columns `problem` and
+            `answer`; or `miniature/<task>` for the test split of a task of the miniature world.
+        max_problems (`int`, *optional*): Keep the first so many problems.
 
     Raises:
-        `ValueError`: for an unknown name, a missing file or column, a row that is no mapping, an empty benchmark, an empty
-        problem or answer, two rows with one id, or a `max_problems` below 1.
+        `ValueError`: for an unknown name, a missing file or column, a row that is no mapping, an empty benchmark, an
+        empty problem or answer, two rows with one id, or a `max_problems` below 1.
     """
     if max_problems is not None and max_problems < 1:
         raise ValueError(

@@ -25,13 +25,8 @@ Embedder = Callable[[Sequence[str]], np.ndarray]
 
 def mean_pairwise_distance(embeddings: np.ndarray) -> float:
     """
-    `1 - mean over pairs m < n of cos(v_m, v_n)`, the diversity of one problem.
-
-    Args:
-        embeddings (float array of shape `(K, D)`): Embeddings of the correct responses, K >= 2, none of them zero.
-
-    Returns:
-        `float` in [0, 2]; 0 if all point the same way.
+    `1 - mean over pairs m < n of cos(v_m, v_n)`, the diversity of one problem, in [0, 2]: of the embeddings `(K, D)`
+    of its correct responses, K >= 2; 0 if all point the same way.
 
     Raises:
         `ValueError`: if there are fewer than two embeddings, or one has length 0.

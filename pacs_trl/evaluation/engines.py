@@ -29,14 +29,8 @@ from .shards import merge_shards
 
 
 class TransformersEngine:
-    """
-    Batched `generate` of a model that is already loaded; the engine of CPU runs.
-
-    Args:
-        model, tokenizer: A causal language model of transformers and its tokenizer.
-        batch_size (`int`): Rows per call; also the group of requests that is always drawn together.
-        chat_template_kwargs (`dict`, *optional*): Passed to the chat template.
-    """
+    """Batched `generate` of a causal language model that is already loaded; the engine of CPU runs. `batch_size` rows
+    per call are also the group of requests that is always drawn together."""
 
     def __init__(self, model, tokenizer, *, batch_size: int = 64, chat_template_kwargs: dict | None = None):
         self.model, self.tokenizer = model, tokenizer
@@ -72,20 +66,8 @@ class TransformersEngine:
 
 
 class VLLMEngine:
-    """
-    vLLM in this process: continuous batching, prefix caching (the n samples of a problem share its prompt), tensor
-    parallelism over `tensor_parallel_size` GPUs.
-
-    Args:
-        model (`str`): Checkpoint directory or Hub id.
-        revision (`str`, *optional*): Hub revision.
-        dtype (`str`): Weight dtype, "auto" for that of the checkpoint.
-        tensor_parallel_size (`int`): GPUs that share one copy of the model.
-        gpu_memory_utilization (`float`): Share of GPU memory that vLLM may take; the paper's runs use 0.9.
-        max_model_len (`int`, *optional*): Longest prompt plus completion.
-        enforce_eager (`bool`): Start without compilation: seconds instead of minutes, but slower sampling.
-        chat_template_kwargs (`dict`, *optional*): Passed to the chat template.
-    """
+    """vLLM in this process: continuous batching, prefix caching (the n samples of a problem share its prompt), tensor
+    parallelism. Arguments as of [`EvaluationArguments`]."""
 
     group_size = 1
 
@@ -151,20 +133,17 @@ class ServerEngine:
     """
     An OpenAI-compatible server, for example `vllm serve MODEL`; conversations go to `/chat/completions`.
 
-    The server applies its own chat template. Start it without a reasoning parser, or the verifier does not see the thoughts.
-    A request that fails for a reason that can pass (connection, time-out, status 408, 429 or 5xx) is repeated with
-    exponential waiting; `num_retries` counts the repetitions.
+    The server applies its own chat template. Start it without a reasoning parser, or the verifier does not see the
+    thoughts. A request that fails for a reason that can pass (connection, time-out, status 408, 429 or 5xx) is
+    repeated up to `max_attempts` times, with waiting that doubles from `first_wait_seconds` on; `num_retries` counts
+    the repetitions. The API key is read from the environment variable `OPENAI_API_KEY`, if set.
 
     Args:
         base_url (`str`): For example `http://localhost:8000/v1`.
         model (`str`): Name under which the server offers the model.
         concurrency (`int`): Requests in flight.
         timeout_seconds (`float`): Limit of one request; long completions take minutes.
-        max_attempts (`int`): Attempts per request.
-        first_wait_seconds (`float`): Wait before the second attempt; doubled after each.
         chat_template_kwargs (`dict`, *optional*): Sent along (an extension that vLLM understands).
-
-    The API key is read from the environment variable `OPENAI_API_KEY`, if set.
 
     Raises:
         `ValueError`: if the server does not answer or does not offer the model.

@@ -20,16 +20,9 @@ MAX_WAITING = 32
 
 
 class BackgroundGrader:
-    """
-    Grades stored records with a `Verifier`, in order, in the background.
-
-    `outcomes` counts what became of the completions (correct, wrong, no_answer, timeout, ...).
-
-    Args:
-        verifier ([`~pacs_trl.verification.Verifier`] or [`~pacs_trl.verification.code.CodeVerifier`]): Grades; shared with nobody
-            else while it does.
-        solutions (`dict`): Gold answer of each problem id.
-    """
+    """Grades stored records in order, in the background, with a verifier that nobody else uses meanwhile.
+    `solutions` holds the gold answer of each problem id; `outcomes` counts what became of the completions (correct,
+    wrong, no_answer, timeout, ...)."""
 
     def __init__(self, verifier: Verifier | CodeVerifier, solutions: dict[str, Any]):
         self._verifier, self._solutions = verifier, solutions

@@ -27,16 +27,13 @@ def pass_at_k(n, c, k):
     no binomial is ever formed, so nothing overflows, and the relative error stays near 1e-13 for n up to 10,000.
 
     Args:
-        n (`int` or array of `int`):
-            Samples per problem, at least 1. May differ between problems.
-        c (`int` or array of `int`):
-            Correct samples per problem, `0 <= c <= n`. Broadcast against `n` to shape `S`.
-        k (`int` or sequence of `int`):
-            Number of draws, `1 <= k <= min(n)`.
+        n (`int` or array of `int`): Samples per problem, at least 1. May differ between problems.
+        c (`int` or array of `int`): Correct samples per problem, `0 <= c <= n`. Broadcast against `n` to shape `S`.
+        k (`int` or sequence of `int`): Number of draws, `1 <= k <= min(n)`.
 
     Returns:
-        `float` if all three are scalars, else a float64 array of shape `S` (scalar `k`) or `S + (K,)`. The value of one
-        benchmark is the mean over its problems.
+        `float` if all three are scalars, else a float64 array of shape `S` (scalar `k`) or `S + (K,)`. The value of
+        one benchmark is the mean over its problems.
 
     Raises:
         `ValueError`: if a count is not an integer or lies outside the ranges above.
@@ -77,19 +74,20 @@ def _all_counts(n: int, k: int) -> np.ndarray:
 
 def pass_interval(*benchmarks, confidence: float = 0.95) -> Interval:
     """
-    Mean of pass@k over the problems of a benchmark with a Wilson interval; of several, the mean in which each weighs the same.
+    Mean of pass@k over the problems of a benchmark with a Wilson interval; of several, the mean in which each weighs
+    the same.
 
-    Wilson's interval (1927) for a proportion of `n_eff = p (1 - p) / Var(mean)` problems that are solved always or never. The
-    spread that Var comes from is measured with one more problem in each benchmark, half of it solved and half not. Without it
-    few or hard problems get an interval that is far too short, or none, as long as the rare one that is solved has not
-    turned up; a percentile bootstrap has the same fault. Where all values are equal to 0 or 1 this is Wilson's interval for
-    nearly as many problems as there are; with some hundred problems it is as short as the bootstrap's.
+    Wilson's interval (1927) for a proportion of `n_eff = p (1 - p) / Var(mean)` problems that are solved always or
+    never. The spread that Var comes from is measured with one more problem in each benchmark, half of it solved and
+    half not. Without it few or hard problems get an interval that is far too short, or none, as long as the rare one
+    that is solved has not turned up; a percentile bootstrap has the same fault. Where all values are equal to 0 or 1
+    this is Wilson's interval for nearly as many problems as there are; with some hundred problems it is as short as
+    the bootstrap's.
 
     Args:
-        benchmarks (arrays of shape `(P,)` or `(P, K)`):
-            pass@k in [0, 1] of each problem (and k), benchmark by benchmark.
-        confidence (`float`):
-            Coverage of the interval, in (0, 1).
+        benchmarks (arrays of shape `(P,)` or `(P, K)`): pass@k in [0, 1] of each problem (and k), benchmark by
+            benchmark.
+        confidence (`float`): Coverage of the interval, in (0, 1).
 
     Returns:
         [`Interval`] of floats, or of arrays of shape `(K,)`.
@@ -125,22 +123,20 @@ def pass_interval(*benchmarks, confidence: float = 0.95) -> Interval:
 
 def bootstrap_interval(values, *, confidence: float = 0.95, num_resamples: int = 2000, seed: int = 0) -> Interval:
     """
-    Mean over problems with a percentile bootstrap interval over problems, for what is no share: differences, distances.
+    Mean over problems with a percentile bootstrap interval over problems, for what is no share: differences,
+    distances.
 
-    Its coverage falls short of `confidence` with few problems, see docs/evaluation.md; for pass@k there is [`pass_interval`].
+    Its coverage falls short of `confidence` with few problems, see docs/evaluation.md; for pass@k there is
+    [`pass_interval`].
 
     Args:
-        values (array of shape `(P,)` or `(P, K)`):
-            One value per problem (and per k).
-        confidence (`float`):
-            Coverage of the interval, in (0, 1).
-        num_resamples (`int`):
-            Bootstrap resamples.
-        seed (`int`):
-            Seed of the resampling; the same seed draws the same problems for every column.
+        values (array of shape `(P,)` or `(P, K)`): One value per problem (and per k).
+        confidence (`float`): Coverage of the interval, in (0, 1).
+        num_resamples (`int`), seed (`int`): Of the resampling; the same seed draws the same problems for every column.
 
     Returns:
-        [`Interval`] of floats, or of arrays of shape `(K,)`. With one problem the interval has no width: it says nothing.
+        [`Interval`] of floats, or of arrays of shape `(K,)`. With one problem the interval has no width: it says
+        nothing.
 
     Raises:
         `ValueError`: if there is no problem or `confidence` is outside (0, 1).

@@ -30,8 +30,8 @@ _BLOCK = 1 << 20
 
 def model_identity(model: str, revision: str | None = None) -> dict[str, Any]:
     """
-    Name and identity of a model: `digest` of configuration and weights of a checkpoint directory and `text_digest` of its
-    tokenizer, chat template and generation settings, or `revision` (a commit) of a Hub id.
+    Name of a model with, for a checkpoint directory, `digest` of configuration and weights and `text_digest` of
+    tokenizer, chat template and generation settings, or, for a Hub id, `revision` (a commit).
 
     Raises:
         `ValueError`: if there is neither such a directory nor such a Hub id.

@@ -21,8 +21,7 @@ class ReplicatedEngine:
     Several copies of an engine that work through one list of requests.
 
     Args:
-        make_engine (callable without arguments): Builds one engine inside its process; must be picklable, for example
-            `functools.partial(VLLMEngine, "Qwen/Qwen3-8B")`.
+        make_engine (callable without arguments): Builds one engine inside its process; must be picklable.
         visible_devices (list of `str`): One entry per copy: the value of `CUDA_VISIBLE_DEVICES` it sees ("" on a CPU).
         group_size (`int`): Group size of the engine.
 

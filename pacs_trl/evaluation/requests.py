@@ -14,13 +14,7 @@ Prompt = list[dict] | str
 @dataclass(frozen=True)
 class SamplingSettings:
     """
-    How tokens are drawn.
-
-    Args:
-        temperature (`float`): Divides the logits; 0 is greedy decoding.
-        top_p (`float`): Nucleus mass in (0, 1]; 1 keeps every token.
-        top_k (`int`): Number of tokens kept; 0 keeps every token.
-        max_new_tokens (`int`): Completions are cut at this many tokens.
+    How tokens are drawn, see [`EvaluationArguments`].
 
     Raises:
         `ValueError`: if a value lies outside its range.

@@ -35,15 +35,11 @@ class GradedSample(NamedTuple):
 
 def summarize(problem_ids: Sequence[str], samples: Iterable[GradedSample], ks: Sequence[int]) -> dict[str, Any]:
     """
-    Counts per problem and pass@k over problems of one benchmark.
+    Counts per problem and pass@k over problems of one benchmark, whose order is that of `problem_ids`; samples in any
+    order.
 
     A problem with a completion that could not be graded is listed under `unscorable` and left out of pass@k; the share
     of truncated completions is over all of them.
-
-    Args:
-        problem_ids (sequence of `str`): All problems, in the order of the benchmark.
-        samples (iterable of [`GradedSample`]): In any order.
-        ks (sequence of `int`): Values of k.
 
     Raises:
         `ValueError`: if a problem has no sample, or if no problem could be scored.

@@ -1,10 +1,10 @@
-"""The in-process sampler: transformers `generate` with one stream of random numbers per completion.
+"""The in-process sampler, for CPUs and tests: transformers `generate` with one stream of random numbers per
+completion.
 
-The in-process sampler is for CPUs and tests; a GPU run uses the vLLM or the server
-engine of `engines.py`. Random numbers never come from a global generator: each completion
-owns a stream of uniforms that depends on its seed alone, and a token is the inverse of the cumulative distribution at
-the next uniform. A completion therefore does not depend on which other rows share its batch, up to the rounding of the
-forward pass; with the same batches it is bit-for-bit the same.
+Random numbers never come from a global generator: each completion owns a stream of uniforms that depends on its seed
+alone, and a token is the inverse of the cumulative distribution at the next uniform. A completion therefore does not
+depend on which other rows share its batch, up to the rounding of the forward pass; with the same batches it is
+bit-for-bit the same.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,21 +30,17 @@ def sample_completions(
     chat_template_kwargs: dict | None = None,
 ) -> list[list[Completion]]:
     """
-    `n` completions for each prompt from a model that is already loaded.
+    `n` completions for each prompt from a causal language model that is already loaded, `list[list[Completion]]` in
+    the order of `prompts`.
 
     Args:
-        model: A causal language model of transformers. Its training mode is restored; no global random state is read
-            or changed.
-        tokenizer: Its tokenizer.
+        model, tokenizer: Of transformers. The training mode is restored; no global random state is read or changed.
         prompts (sequence of conversations or strings): Strings are continued as they are.
         n (`int`): Completions per prompt.
         settings ([`SamplingSettings`], *optional*): How tokens are drawn.
         seed (`int`): Completion `j` of prompt `i` depends on `(seed, i, j)`.
         batch_size (`int`): Rows per call of `generate`.
         chat_template_kwargs (`dict`, *optional*): Passed to the chat template, for example `enable_thinking`.
-
-    Returns:
-        `list[list[Completion]]`: `n` completions per prompt, in the order of `prompts`.
     """
     rows = [(i, j) for i in range(len(prompts)) for j in range(n)]
     texts = [render_prompt(tokenizer, prompt, chat_template_kwargs) for prompt in prompts]

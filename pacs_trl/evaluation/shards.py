@@ -14,13 +14,11 @@ _SHARDS = "pytorch_model_fsdp_0"
 
 def merge_shards(model: str) -> None:
     """
-    Write the file of weights that `from_pretrained` and vLLM read beside the shards of a checkpoint, whole or not at all.
+    Write the file of weights that `from_pretrained` and vLLM read beside the shards of a checkpoint, whole or not at
+    all.
 
-    A directory without shards and a Hub id are left alone, and so is one whose file of weights is not older than its shards.
-    Needs the memory and the space on disk of the whole model once more.
-
-    Args:
-        model (`str`): Checkpoint directory or Hub id.
+    A directory without shards and a Hub id are left alone, and so is one whose file of weights is not older than its
+    shards. Needs the memory and the space on disk of the whole model once more.
 
     Raises:
         `ValueError`: if the shards are not complete, the configuration is missing, or the directory cannot be written.

@@ -42,11 +42,8 @@ class Support(NamedTuple):
 
 def support(base_correct, tuned_correct, num_samples: int) -> Support:
     """
-    Compare two models on the same problems, problem by problem.
-
-    Args:
-        base_correct, tuned_correct (int arrays of shape `(P,)`): Correct samples per problem, in the same order.
-        num_samples (`int`): Samples per problem, the same for both models.
+    Compare two models problem by problem: their correct samples per problem, int `(P,)` in the same order, of
+    `num_samples` each.
 
     Raises:
         `ValueError`: if the shapes differ, there is no problem, or a count exceeds `num_samples`.
@@ -78,13 +75,8 @@ def support(base_correct, tuned_correct, num_samples: int) -> Support:
 
 def answer_entropy(answers: Sequence[Hashable]) -> float:
     """
-    Entropy in nats of the final answers of one problem, `-sum_j f_j/N ln(f_j/N)`.
-
-    Args:
-        answers (sequence): One final answer per sample; a missing one (`None`) counts as an answer of its own.
-
-    Returns:
-        `float` in [0, ln N].
+    Entropy in nats of the final answers of one problem, `-sum_j f_j/N ln(f_j/N)`, in [0, ln N]; a missing one (`None`)
+    counts as an answer of its own.
 
     Raises:
         `ValueError`: if there are no answers.

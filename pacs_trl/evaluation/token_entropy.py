@@ -14,18 +14,9 @@ from ..update.scorer import score_rows
 def completion_entropies(
     model, tokenizer, texts: Sequence[str], completions: Sequence[str], *, batch_size: int = 8
 ) -> list[float]:
-    """
-    Mean token entropy of each completion: the mean over the positions whose next token belongs to the completion.
-
-    Args:
-        model, tokenizer: The causal language model that wrote the completions, and its tokenizer.
-        texts (sequence of `str`): Rendered prompts.
-        completions (sequence of `str`): One completion per prompt; an empty one has entropy nan.
-        batch_size (`int`): Rows per forward pass.
-
-    Returns:
-        `list[float]`: nats, one per completion. The mean over sequences is the paper's token entropy.
-    """
+    """Mean token entropy of each completion of a rendered prompt, in nats, under the causal language model that wrote
+    it: the mean over the positions whose next token belongs to the completion; nan for an empty one. The mean over
+    sequences is the paper's token entropy."""
     prompt_ids, completion_ids = (
         [tokenizer(text, add_special_tokens=False)["input_ids"] for text in column] for column in (texts, completions)
     )
