@@ -62,15 +62,9 @@ class Grade(NamedTuple):
 
 
 def gold_texts(gold: Any) -> tuple[str, ...]:
-    """
-    The alternative gold answers in one cell of a `solution` column, as texts.
-
-    Args:
-        gold (`Any`): Text, number, or a list of these (alternatives, any of which is right). 27.0 becomes "27".
-
-    Returns:
-        `tuple[str, ...]`: Without the missing ones (`None`, NaN, blank); empty when there is no gold at all.
-    """
+    """The alternative gold answers in one cell of a `solution` column, as texts: of a text, a number, or a list of
+    these (any of which is right), without the missing ones (`None`, NaN, blank); empty when there is no gold at all.
+    27.0 becomes "27"."""
     if isinstance(gold, list | tuple):
         return tuple(text for item in gold for text in gold_texts(item))
     if gold is None or gold != gold:  # NaN, which is how tables spell a missing number, differs from itself
@@ -206,14 +200,8 @@ class Verifier:
 
     def grade(self, completions: Sequence[Any], solutions: Sequence[Any]) -> list[float | None]:
         """
-        Labels of completions.
-
-        Args:
-            completions (`Sequence`): Texts. Anything else counts as no answer.
-            solutions (`Sequence`): Gold answers, one per completion; see [`gold_texts`].
-
-        Returns:
-            `list[float | None]`: 1.0 for right, 0.0 for wrong, `None` when the gold is missing or unparseable.
+        Labels of completions: 1.0 for right, 0.0 for wrong, `None` when the gold is missing or unparseable. What is no
+        text counts as no answer; for the solutions, one per completion, see [`gold_texts`].
 
         Raises:
             ValueError: When the two lengths differ.

@@ -20,12 +20,8 @@ _HEADER = struct.Struct("!Q")  # length of the pickle that follows
 
 
 class PoolProcess:
-    """
-    A running `pacs_trl.verification.pool` and the connection to it.
-
-    Args:
-        **settings: Passed to the pool: `num_workers`, `timeout_seconds`, `cpu_seconds`, `memory_limit_mb`, `protocol`.
-    """
+    """A running `pacs_trl.verification.pool` and the connection to it. It is passed `num_workers`, `timeout_seconds`,
+    `cpu_seconds`, `memory_limit_mb` and `protocol`."""
 
     def __init__(self, **settings: Any):
         self.owner = os.getpid()
@@ -49,10 +45,7 @@ class PoolProcess:
 
     def ask(self, items: list) -> list[tuple[int, float]]:
         """
-        Outcome and seconds of each item, in order.
-
-        Args:
-            items (`list[tuple[str, tuple[str, ...]]]`): Completion and alternative gold answers.
+        Outcome and seconds of each item (completion, alternative gold answers), in order.
 
         Raises:
             OSError: When the pool has ended, or stays silent for longer than its limits allow.
@@ -84,13 +77,8 @@ def send(connection: socket.socket, message: Any) -> None:
 
 
 def receive(connection: socket.socket, on_timeout: Callable[[], None] | None = None) -> Any:
-    """
-    The next message of the peer, or `None` when it has closed the connection.
-
-    Args:
-        connection (`socket.socket`): Its timeout applies to every wait for more data.
-        on_timeout (`Callable`, *optional*): Called instead of raising `TimeoutError`; then the wait goes on.
-    """
+    """The next message of the peer, or `None` when it has closed the connection. The connection's timeout applies to
+    every wait for more data; then `on_timeout`, if given, is called, and the wait goes on."""
     header = _read_exactly(connection, _HEADER.size, on_timeout)
     body = header and _read_exactly(connection, _HEADER.unpack(header)[0], on_timeout)
     return pickle.loads(body) if body else None

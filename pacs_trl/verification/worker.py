@@ -72,17 +72,8 @@ def _parsed_golds(golds: tuple[str, ...], protocol: str) -> list[tuple]:
 
 
 def grade_one(text: str, golds: tuple[str, ...], protocol: str) -> Outcome:
-    """
-    Grade one completion.
-
-    Args:
-        text (`str`): The completion.
-        golds (`tuple[str, ...]`): Alternative gold answers; any of them is right.
-        protocol (`str`): Key of `PROTOCOLS`.
-
-    Returns:
-        [`Outcome`]: `CORRECT`, `WRONG`, `NO_ANSWER` or `GOLD_UNPARSEABLE`.
-    """
+    """Grade one completion against alternative gold answers, any of which is right, by a key of `PROTOCOLS`:
+    `CORRECT`, `WRONG`, `NO_ANSWER` or `GOLD_UNPARSEABLE`."""
     parsed_golds = _parsed_golds(golds, protocol)
     if not parsed_golds:
         return Outcome.GOLD_UNPARSEABLE
@@ -121,14 +112,11 @@ _ROUNDED_DOWN = 1.0 - 1e-9  # rounding must not lift a lower bound
 
 def is_out_of_scale(gold: Sequence, answer: Sequence) -> bool:
     """
-    Whether the gold is an ordinary number and the answer provably too large to equal it.
+    Whether the parsed gold, an expression and the text it came from or the text alone, is an ordinary number and the
+    answer, likewise, provably too large to equal it.
 
     Power towers and factorials are the common runaway answer. Telling one from a number needs a lower bound on its
     logarithm, not its digits; math-verify computes the digits until a time limit stops it, with the same verdict.
-
-    Args:
-        gold (`Sequence`): Parsed gold: an expression and the text it came from, or the text alone.
-        answer (`Sequence`): Parsed answer, likewise.
     """
     expected = [item for item in gold if not isinstance(item, str)]
     found = [item for item in answer if not isinstance(item, str)]
@@ -141,15 +129,8 @@ def is_out_of_scale(gold: Sequence, answer: Sequence) -> bool:
 
 
 def log2_lower_bound(expression: Any) -> float | None:
-    """
-    Lower bound on log2 of a sum, product, power or factorial of positive integers, without evaluating it.
-
-    Args:
-        expression (`sympy.Basic`): Any expression.
-
-    Returns:
-        `float` or `None`: The bound, at least 0; `None` for any other form of expression.
-    """
+    """Lower bound on log2, at least 0, of a sum, product, power or factorial of positive integers, without evaluating
+    it; `None` for any other form of expression."""
     if isinstance(expression, Integer):
         return math.log2(expression) * _ROUNDED_DOWN if expression > 0 else None
     if not isinstance(expression, Add | Mul | Pow | factorial):
