@@ -99,12 +99,8 @@ def ignored_settings(config_class: type, given: Any, reasons: Mapping[str, str])
 
 
 def refuse_illegal_values(config: object) -> None:
-    """
-    Check the numbers and words of a configuration object against the tables.
-
-    Raises:
-        `ValueError`: with one sentence per illegal value.
-    """
+    """Raises:
+    `ValueError`: with one sentence per number or word of a configuration object that is illegal by the tables."""
     if messages := illegal_values(config):
         raise ValueError(" ".join(messages))
 
@@ -130,18 +126,8 @@ def _out_of_range(name: str, value: Any, setting: Setting, nearest: float | None
 
 
 def typed_settings(given: Mapping[str, Any], known: Mapping[str, Setting]) -> tuple[dict[str, Any], dict[str, str]]:
-    """
-    Settings as a recipe or a command line gives them, as values of their types.
-
-    Args:
-        given (`Mapping[str, Any]`):
-            Settings as YAML reads them; those that are not known are passed over.
-        known (`Mapping[str, Setting]`):
-            Those that there are, see [`settings_of`].
-
-    Returns:
-        The legal ones, where text that spells a number, a boolean or a mapping is one; and one message per illegal one.
-    """
+    """Those of the settings, as YAML reads them, that are known and legal, where text that spells a number, a boolean
+    or a mapping is one; and one message per illegal one. For `known` see [`settings_of`]."""
     values, messages = {}, {}
     for name, value in given.items():
         if name not in known:
@@ -230,11 +216,8 @@ def from_words(words: list[str], setting: Setting) -> Any:
 
 def read_mapping(path: str | Path, what: str) -> dict[str, Any]:
     """
-    Content of a YAML file that must be a mapping; keys are texts.
-
-    Args:
-        path (`str` or `Path`): The file.
-        what (`str`): What it is, for the errors: "recipe", "accelerate file".
+    Content of a YAML file that must be a mapping; keys are texts. `what` says what it is in errors: "recipe",
+    "accelerate file".
 
     Raises:
         `ValueError`: if there is no such file, it cannot be read, or it holds something else.

@@ -102,11 +102,8 @@ def words_by_key(argv: Sequence[str]) -> dict[str, list[str]]:
 
 def read_settings(argv: Sequence[str], known_to: Callable[[str | None], Mapping[str, Setting]]) -> dict[str, Any]:
     """
-    The keys of `--config FILE.yaml [--key value ...]`; those of the command line win.
-
-    Args:
-        argv (`Sequence[str]`): Words of the command line.
-        known_to (`Callable`): The settings that there are, by the value of the key `method` (`None` without one).
+    The keys of `--config FILE.yaml [--key value ...]`; those of the command line win. `known_to` gives the settings
+    that there are, by the value of the key `method` (`None` without one).
 
     Raises:
         `ValueError`: if the file does not exist or is no mapping, or a word of the command line belongs to no key.

@@ -20,16 +20,8 @@ NEEDED = {
 def values_and_errors(
     settings: Mapping[str, Any], known: Mapping[str, Mapping[str, Setting]]
 ) -> tuple[dict[str, Any], set[str], list[str]]:
-    """
-    What can be said of the keys of a recipe one by one.
-
-    Args:
-        settings (`Mapping[str, Any]`): Keys and values as YAML reads them.
-        known (`Mapping[str, Mapping[str, Setting]]`): The settings of each method.
-
-    Returns:
-        The legal values, the keys of illegal ones, and a message for each mistake; only that if there is no such method.
-    """
+    """What can be said of the keys of a recipe one by one, `known` being the settings of each method: the legal
+    values, the keys of illegal ones, and a message for each mistake; only that if there is no such method."""
     method = settings.get("method", "pacs")
     if not isinstance(method, str) or method not in known:
         near = did_you_mean(method, known) if isinstance(method, str) else ""
