@@ -146,17 +146,8 @@ class DataArguments:
 def build_prompt(
     problem: str, *, instruction: str = PROMPT_INSTRUCTION, system_prompt: str | None = None
 ) -> list[dict[str, str]]:
-    """
-    The conversational prompt of one problem: problem, one space, instruction (arXiv 2509.02522, appendix C.1).
-
-    Args:
-        problem (`str`): Problem text; surrounding white space is removed.
-        instruction (`str`): Sentence behind the problem. Empty: the problem alone.
-        system_prompt (`str`, *optional*): Content of a leading system turn.
-
-    Returns:
-        `list[dict[str, str]]`: Messages with keys `role` and `content`.
-    """
+    """The messages of one problem: problem without surrounding white space, one space, instruction (arXiv 2509.02522,
+    appendix C.1); behind a system turn, if there is one. Without an instruction (empty) the problem alone."""
     content = f"{problem.strip()} {instruction}" if instruction else problem.strip()
     user = {"role": "user", "content": content}
     return [user] if system_prompt is None else [{"role": "system", "content": system_prompt}, user]
@@ -171,23 +162,19 @@ def load_training_data(
     args: DataArguments, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> "tuple[Dataset, Dataset | None]":
     """
-    Load, prepare, filter, shuffle and split the training problems.
+    Load, prepare, filter, shuffle and split the training problems. `tokenizer` measures prompt lengths; its chat
+    template is applied, with `chat_template_kwargs`.
 
-    Rows without a problem or without a gold answer are dropped and counted in a warning. A `prompt` or `solution` column
-    of the source is replaced; every other column is kept.
-
-    Args:
-        args ([`DataArguments`]): What to load and how.
-        tokenizer (`PreTrainedTokenizerBase`): Measures prompt lengths; its chat template is applied.
-        chat_template_kwargs (`Mapping[str, Any]`, *optional*): Passed to the chat template (`enable_thinking`, ...).
+    Rows without a problem or without a gold answer are dropped and counted in a warning. A `prompt` or `solution`
+    column of the source is replaced; every other column is kept.
 
     Returns:
-        `tuple[Dataset, Dataset | None]`: Training and evaluation rows with columns `prompt` (messages) and `solution`
-        (text; lists of text when a row has several alternatives). The second is `None` for `eval_split_size` 0.
+        Training and evaluation rows with columns `prompt` (messages) and `solution` (text; lists of text when a row
+        has several alternatives). The second is `None` for `eval_split_size` 0.
 
     Raises:
         ValueError: On an unknown name, file or column, an overlong prompt (`overlong_prompts: error`), or when too few
-            rows are left.
+        rows are left.
     """
     entry = _entry(args)
     path = args.dataset_name if Path(args.dataset_name).suffix in FILE_FORMATS else args.dataset_path

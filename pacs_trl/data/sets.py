@@ -153,14 +153,9 @@ def _from_json(content: bytes, where: str) -> Any:
 
 def gold_answer(value: Any, answer_in: str = "column") -> str | list[str] | None:
     """
-    The gold answer held by one cell of a set.
-
-    Args:
-        value (`Any`): Text, number, or a list of alternatives; see [`~verification.gold_texts`]. Or tests of a program.
-        answer_in (`str`): See [`ProblemSet`].
-
-    Returns:
-        `str`, `list[str]` or `None`: The answer, alternatives when there are several, `None` when there is none.
+    The gold answer held by one cell of a set (text, number, or a list of alternatives, see [`~verification.gold_texts`];
+    or tests of a program): alternatives when there are several, `None` when there is none. For `answer_in` see
+    [`ProblemSet`].
 
     Raises:
         `ValueError`: for tests of programs in another language than Python.

@@ -227,20 +227,14 @@ def _sample(task: str, split: Split, num_problems: int | None, rng: random.Rando
 
 def problems(task: str, split: Split, num_problems: int | None = None, seed: int = 0) -> list[dict[str, str]]:
     """
-    Draw problems of a task without replacement.
+    Draw problems of a task without replacement, in random order: rows with `"problem"`, the text, and `"answer"`, an
+    integer or tests as text.
 
     Args:
-        task (`str`):
-            Key of `TASKS`.
-        split (`str`):
-            `"train"` or `"test"`; no problem is in both, not even with its operands commuted.
-        num_problems (`int`, *optional*):
-            How many; the whole split in random order if left out.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the choice and of the order.
-
-    Returns:
-        `list[dict[str, str]]`: rows with `"problem"`, the text, and `"answer"`, an integer or tests as text.
+        task (`str`): Key of `TASKS`.
+        split (`str`): `"train"` or `"test"`; no problem is in both, not even with its operands commuted.
+        num_problems (`int`, *optional*): How many; the whole split if left out.
+        seed (`int`): Seed of the choice and of the order.
 
     Raises:
         `ValueError`: if the task or the split is unknown, or the split has fewer problems.
@@ -250,24 +244,8 @@ def problems(task: str, split: Split, num_problems: int | None = None, seed: int
 
 
 def demonstrations(task: str, num_problems: int | None = None, seed: int = 0) -> list[dict[str, str]]:
-    r"""
-    Draw training problems with one worked solution each, chosen at random among the equally good ones.
-
-    Args:
-        task (`str`):
-            Key of `TASKS`.
-        num_problems (`int`, *optional*):
-            How many; the whole train split if left out.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the problems, their order and the choice of solutions.
-
-    Returns:
-        `list[dict[str, str]]`: rows with `"problem"`, `"answer"` and `"solution"`, the worked text that ends in
-        `\boxed{answer}`, or the program.
-
-    Raises:
-        `ValueError`: as for [`problems`].
-    """
+    r"""As [`problems`] of the train split, with a `"solution"` each: the worked text that ends in `\boxed{answer}`,
+    chosen at random among the equally good ones, or the program."""
     rng = random.Random(seed)
     drawn = _sample(task, "train", num_problems, rng)
     return [
