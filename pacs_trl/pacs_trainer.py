@@ -33,8 +33,8 @@ from .update.step import Limits, StepRollouts
 
 class PACSTrainer(RolloutTrainer):
     """
-    Trainer for PACS (imPlicit Actor Critic coupling via a Supervised learning framework), introduced in [Implicit Actor
-    Critic Coupling via a Supervised Learning Framework for RLVR](https://huggingface.co/papers/2509.02522).
+    Trainer for PACS (imPlicit Actor Critic coupling via a Supervised learning framework), introduced in [Implicit
+    Actor Critic Coupling via a Supervised Learning Framework for RLVR](https://huggingface.co/papers/2509.02522).
 
     The verifier's outcome is the label, a score made of the policy's own log-probabilities is the logit, and binary
     cross-entropy is the loss. Takes the arguments of [`~trl.GRPOTrainer`]; rewards must lie in [0, 1].
@@ -52,15 +52,11 @@ class PACSTrainer(RolloutTrainer):
     ```
 
     Args:
-        model (`str` or [`~transformers.PreTrainedModel`]):
-            Model id, path, or instance.
-        reward_funcs (`RewardFunc` or `list[RewardFunc]`):
-            As in [`~trl.GRPOTrainer`]. The weighted sum over reward functions is the label and must lie in [0, 1];
-            `None` means that there is no verdict.
-        args ([`PACSConfig`], *optional*):
-            Configuration of this trainer. If `None`, a default configuration is used.
-        kwargs:
-            All other arguments of [`~trl.GRPOTrainer`].
+        model (`str` or [`~transformers.PreTrainedModel`]): Model id, path, or instance.
+        reward_funcs (`RewardFunc` or `list[RewardFunc]`): As in [`~trl.GRPOTrainer`]. The weighted sum over reward
+            functions is the label and must lie in [0, 1]; `None` means that there is no verdict.
+        args ([`PACSConfig`], *optional*): Configuration of this trainer. If `None`, a default configuration is used.
+        kwargs: All other arguments of [`~trl.GRPOTrainer`].
     """
 
     _own_shared_settings = (
