@@ -9,14 +9,12 @@ from trl import GRPOConfig
 from .objective import ClassWeighting, Proxy, ScoreEstimator
 from .redaction import PublishedArguments
 from .rollouts.step_sizes import Step, step_errors
-from .settings import ignored_settings, illegal_values, with_help
+from .settings import OF_OTHER_LOSSES, ignored_settings, illegal_values, with_help
 
 
 # Settings of GRPOConfig that shape GRPO's own loss. PACS has no ratio, no clipping and no advantage to apply them to.
-_SHAPES_ONLY_GRPO = {
-    "delta": "PACS does not clip probability ratios",
-    "epsilon": "PACS does not clip probability ratios",
-    "epsilon_high": "PACS does not clip probability ratios",
+SHAPES_ONLY_GRPO = {
+    **dict.fromkeys(("delta", "epsilon", "epsilon_high"), "PACS does not clip probability ratios"),
     "importance_sampling_level": "PACS has no probability ratio",
     "loss_type": "the loss is binary cross-entropy on the score",
     "scale_rewards": "rewards are labels and are not normalized",
@@ -24,18 +22,12 @@ _SHAPES_ONLY_GRPO = {
     "top_entropy_quantile": "the proxy sums over all tokens of a completion",
     "off_policy_mask_threshold": "PACS does not mask off-policy sequences",
     "use_bias_correction_kl": "PACS has no probability ratio to correct the KL term with",
-    "entropy_coef": "PACS has no entropy bonus",
-    "use_adaptive_entropy": "PACS has no entropy bonus",
-    "entropy_coef_min": "PACS has no entropy bonus",
-    "entropy_coef_max": "PACS has no entropy bonus",
-    "entropy_coef_delta": "PACS has no entropy bonus",
-    "entropy_target": "PACS has no entropy bonus",
-    "sapo_temperature_neg": "it belongs to the SAPO loss",
-    "sapo_temperature_pos": "it belongs to the SAPO loss",
-    "vespo_k_pos": "it belongs to the VESPO loss",
-    "vespo_lambda_pos": "it belongs to the VESPO loss",
-    "vespo_k_neg": "it belongs to the VESPO loss",
-    "vespo_lambda_neg": "it belongs to the VESPO loss",
+    **dict.fromkeys(
+        ("entropy_coef", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")
+        + ("use_adaptive_entropy",),
+        "PACS has no entropy bonus",
+    ),
+    **OF_OTHER_LOSSES,
     "router_aux_loss_coef": "PACS does not add the router's auxiliary loss; 0.0 trains a mixture of experts without it",
 }
 
@@ -156,7 +148,7 @@ class PACSConfig(PublishedArguments, GRPOConfig):
         Returns:
             `list[str]`: a sentence for each.
         """
-        ignored = dict(_SHAPES_ONLY_GRPO)
+        ignored = dict(SHAPES_ONLY_GRPO)
         if given.router_aux_loss_coef == 0.0:  # which leaves it out, as PACS does
             del ignored["router_aux_loss_coef"]
         return [

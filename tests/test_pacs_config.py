@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields
 import pytest
 
 from pacs_trl import PACSConfig
-from pacs_trl.pacs_config import _SHAPES_ONLY_GRPO
+from pacs_trl.pacs_config import SHAPES_ONLY_GRPO
 from pacs_trl.rollouts.step_sizes import Step
 
 
@@ -38,7 +38,7 @@ OFF_DEFAULT = {
 }
 
 
-@pytest.mark.parametrize("name", _SHAPES_ONLY_GRPO)
+@pytest.mark.parametrize("name", SHAPES_ONLY_GRPO)
 def test_settings_of_grpos_loss_are_refused(name):
     default = next(f.default for f in fields(PACSConfig) if f.name == name)
     assert default is not MISSING

@@ -20,7 +20,7 @@ from trl.trainer.utils import RepeatSampler
 
 from pacs_trl import PACSConfig, PACSTrainer, PPOTrainer
 from pacs_trl.baselines.grpo_trainer import GRPOTrainer as BaselineGRPOTrainer
-from pacs_trl.pacs_config import _SHAPES_ONLY_GRPO
+from pacs_trl.pacs_config import SHAPES_ONLY_GRPO
 from pacs_trl.rollouts.resumable_trainer import ResumableTrainer
 from pacs_trl.rollouts.rollout_trainer import RolloutTrainer
 
@@ -206,13 +206,13 @@ KEPT = set(
 
 
 def test_checkpoints_of_grpo_name_what_its_loss_reads():
-    assert set(BaselineGRPOTrainer._own_shared_settings) == set(_SHAPES_ONLY_GRPO) | {"world_size"}
+    assert set(BaselineGRPOTrainer._own_shared_settings) == set(SHAPES_ONLY_GRPO) | {"world_size"}
 
 
 def test_every_setting_of_grpo_is_kept_or_refused():
     of_trainer = {f.name for f in fields(TrainingArguments)}
     found = {f.name for f in fields(GRPOConfig)} - of_trainer
-    refused = set(_SHAPES_ONLY_GRPO)
+    refused = set(SHAPES_ONLY_GRPO)
     assert not KEPT & refused
     assert found == KEPT | refused, (
         f"new: {sorted(found - KEPT - refused)}, gone: {sorted((KEPT | refused) - found)}. A new setting is either kept or, "

@@ -9,6 +9,7 @@ import contextlib
 
 import torch
 
+from ..pacs_config import SHAPES_ONLY_GRPO
 from ..rollouts.rollout_trainer import RolloutTrainer
 
 
@@ -16,32 +17,7 @@ class GRPOTrainer(RolloutTrainer):
     """[`~trl.GRPOTrainer`], with the same arguments, whose rollouts can be drawn again."""
 
     # those that only GRPO's loss reads, and how the rows of a generation batch are spread
-    _own_shared_settings = (
-        "loss_type",
-        "epsilon",
-        "epsilon_high",
-        "delta",
-        "importance_sampling_level",
-        "scale_rewards",
-        "multi_objective_aggregation",
-        "top_entropy_quantile",
-        "off_policy_mask_threshold",
-        "use_bias_correction_kl",
-        "entropy_coef",
-        "use_adaptive_entropy",
-        "entropy_coef_min",
-        "entropy_coef_max",
-        "entropy_coef_delta",
-        "entropy_target",
-        "sapo_temperature_neg",
-        "sapo_temperature_pos",
-        "vespo_k_pos",
-        "vespo_lambda_pos",
-        "vespo_k_neg",
-        "vespo_lambda_neg",
-        "router_aux_loss_coef",
-        "world_size",
-    )
+    _own_shared_settings = (*SHAPES_ONLY_GRPO, "world_size")
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
         with contextlib.nullcontext() if torch.is_grad_enabled() else self.timer.part("log_probs"):

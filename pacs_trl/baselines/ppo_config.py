@@ -7,7 +7,7 @@ from trl import GRPOConfig
 
 from ..redaction import PublishedArguments
 from ..rollouts.step_sizes import Step
-from ..settings import ignored_settings, illegal_values, with_help
+from ..settings import OF_OTHER_LOSSES, ignored_settings, illegal_values, with_help
 
 
 # Settings of GRPOConfig that make GRPO's advantage or belong to losses without PPO's clipping.
@@ -16,12 +16,7 @@ _SHAPES_ONLY_GRPO = {
     "multi_objective_aggregation": "the reward of PPO is the weighted sum of the reward functions",
     "importance_sampling_level": "PPO clips the ratio of each token",
     "off_policy_mask_threshold": "it needs one advantage per completion",
-    "sapo_temperature_neg": "it belongs to the SAPO loss",
-    "sapo_temperature_pos": "it belongs to the SAPO loss",
-    "vespo_k_pos": "it belongs to the VESPO loss",
-    "vespo_lambda_pos": "it belongs to the VESPO loss",
-    "vespo_k_neg": "it belongs to the VESPO loss",
-    "vespo_lambda_neg": "it belongs to the VESPO loss",
+    **OF_OTHER_LOSSES,
 }
 
 

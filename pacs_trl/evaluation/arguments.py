@@ -124,6 +124,11 @@ class EvaluationArguments:
         return sorted({int(k) for k in self.k.split(",")})
 
     @property
+    def group_size(self) -> int:
+        """Requests that are always drawn together, because the text of each depends on it."""
+        return self.batch_size if self.engine == "transformers" else 1
+
+    @property
     def template_kwargs(self) -> dict[str, Any] | None:
         """`chat_template_kwargs` as a mapping: JSON text from the command line, a mapping from a recipe."""
         given = self.chat_template_kwargs

@@ -3,7 +3,7 @@
 An engine takes requests and yields (request, completion) pairs in any order, as soon as they are finished, so that the
 caller can store each one. What a seed guarantees differs:
 
-- transformers: a batch is a fixed set of requests (`group_size` neighbours) and every row has its own random stream, so
+- transformers: a batch is a fixed set of requests (`batch_size` neighbours) and every row has its own random stream, so
   an interrupted and resumed run gives the same text as an uninterrupted one, bit for bit, on the same machine.
 - vLLM: every request carries its seed, but which requests share a forward pass depends on timing. Rounding can change a
   token, so a resumed run draws equally valid samples that are not always the same text. Stored samples never change.
@@ -34,7 +34,7 @@ class TransformersEngine:
 
     def __init__(self, model, tokenizer, *, batch_size: int = 64, chat_template_kwargs: dict | None = None):
         self.model, self.tokenizer = model, tokenizer
-        self.group_size = batch_size
+        self.batch_size = batch_size
         self.chat_template_kwargs = chat_template_kwargs
 
     @classmethod
@@ -55,8 +55,8 @@ class TransformersEngine:
     ) -> Iterator[tuple[Request, Completion]]:
         from .sampling import generate_batch
 
-        for start in range(0, len(requests), self.group_size):
-            batch = requests[start : start + self.group_size]
+        for start in range(0, len(requests), self.batch_size):
+            batch = requests[start : start + self.batch_size]
             texts = [render_prompt(self.tokenizer, r.prompt, self.chat_template_kwargs) for r in batch]
             completions = generate_batch(self.model, self.tokenizer, texts, [r.seed for r in batch], settings)
             yield from zip(batch, completions, strict=True)
@@ -67,34 +67,12 @@ class TransformersEngine:
 
 class VLLMEngine:
     """vLLM in this process: continuous batching, prefix caching (the n samples of a problem share its prompt), tensor
-    parallelism. Arguments as of [`EvaluationArguments`]."""
+    parallelism. `settings` are those of `vllm.LLM`."""
 
-    group_size = 1
-
-    def __init__(
-        self,
-        model: str,
-        *,
-        revision: str | None = None,
-        dtype: str = "auto",
-        tensor_parallel_size: int = 1,
-        gpu_memory_utilization: float = 0.9,
-        max_model_len: int | None = None,
-        enforce_eager: bool = False,
-        chat_template_kwargs: dict | None = None,
-    ):
+    def __init__(self, model: str, *, chat_template_kwargs: dict | None = None, **settings: Any):
         from vllm import LLM
 
-        self.llm = LLM(
-            model=model,
-            revision=revision,
-            dtype=dtype,
-            tensor_parallel_size=tensor_parallel_size,
-            gpu_memory_utilization=gpu_memory_utilization,
-            max_model_len=max_model_len,
-            enforce_eager=enforce_eager,
-            enable_prefix_caching=True,
-        )
+        self.llm = LLM(model=model, enable_prefix_caching=True, **settings)
         self.chat_template_kwargs = chat_template_kwargs
 
     def generate(
@@ -148,8 +126,6 @@ class ServerEngine:
     Raises:
         `ValueError`: if the server does not answer or does not offer the model.
     """
-
-    group_size = 1
 
     def __init__(
         self,
@@ -289,9 +265,7 @@ def start_engine(args: EvaluationArguments) -> Any:
         make = partial(TransformersEngine.load, args.model, batch_size=args.batch_size, **common)
     if args.data_parallel_size == 1:
         return make()
-    return ReplicatedEngine(
-        make, devices_of_copies(args), group_size=args.batch_size if args.engine == "transformers" else 1
-    )
+    return ReplicatedEngine(make, devices_of_copies(args), args.group_size)
 
 
 def devices_of_copies(args: EvaluationArguments) -> list[str]:

@@ -139,7 +139,7 @@ def missing_requests(
         for sample in range(args.n):
             seed = sample_seed(args.seed, f"{benchmark.name}/{problem.id}", sample)
             requests.append(Request(problem.id, sample, seed, prompt))
-    size = args.batch_size if args.engine == "transformers" else 1
+    size = args.group_size
     groups = [requests[start : start + size] for start in range(0, len(requests), size)]
     return [r for group in groups if any((r.problem_id, r.sample) not in stored for r in group) for r in group]
 

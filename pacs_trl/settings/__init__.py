@@ -37,6 +37,14 @@ def with_help(arguments: type) -> type:
     return arguments
 
 
+# Of GRPOConfig, what neither PACS nor PPO reads, and why.
+OF_OTHER_LOSSES = {
+    **dict.fromkeys(("sapo_temperature_neg", "sapo_temperature_pos"), "it belongs to the SAPO loss"),
+    **dict.fromkeys(
+        ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), "it belongs to the VESPO loss"
+    ),
+}
+
 # Texts that may be true or false as well.
 _YES, _NO = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")  # as transformers' parser reads texts
 _ALSO_BOOLEAN = {"fsdp", "scale_rewards", "resume_from_checkpoint", "include_num_input_tokens_seen", "report_to"}
