@@ -18,6 +18,7 @@ divided by the number of accumulation steps.
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -76,6 +77,7 @@ class Objective(NamedTuple):
         return found
 
 
+@dataclass(eq=False)
 class PolicyUpdate:
     """
     Computes and back-propagates the loss of one optimizer step.
@@ -83,35 +85,21 @@ class PolicyUpdate:
     Args:
         scorer ([`Scorer`]): Of the policy.
         accelerator ([`~accelerate.Accelerator`]): Runs the backward pass and reduces over processes.
-        objective ([`Objective`]): What is learnt.
-        limits ([`Limits`]): What micro-batches may be like.
+        objective ([`Objective`]), limits ([`Limits`]): What is learnt, and what micro-batches may be like.
         mismatch ([`Mismatch`]): How the engine's probabilities are compared with the trainer's.
-        token_weights (`list[TokenWeights]`, *optional*): Factors on the gradient of each token.
-        samples_policy (`bool`): Whether completions are drawn from the distribution that is scored, not a truncated
-            one.
+        token_weights (`list[TokenWeights]`): Factors on the gradient of each token.
+        samples_policy (`bool`): Whether completions are drawn from the distribution that is scored, not a truncated one.
         score_kl_reference (`Callable`, *optional*): [`Scorer.score`] under the policy that the KL term refers to.
     """
 
-    def __init__(
-        self,
-        scorer: Scorer,
-        accelerator: Accelerator,
-        *,
-        objective: Objective,
-        limits: Limits,
-        mismatch: Mismatch,
-        token_weights: list[TokenWeights] | None = None,
-        samples_policy: bool = True,
-        score_kl_reference: Callable[..., Scores] | None = None,
-    ):
-        self.scorer = scorer
-        self.accelerator = accelerator
-        self.objective = objective
-        self.limits = limits
-        self.mismatch = mismatch
-        self.token_weights = token_weights or []
-        self.samples_policy = samples_policy
-        self.score_kl_reference = score_kl_reference
+    scorer: Scorer
+    accelerator: Accelerator
+    objective: Objective
+    limits: Limits
+    mismatch: Mismatch
+    token_weights: list[TokenWeights] = field(default_factory=list)
+    samples_policy: bool = True
+    score_kl_reference: Callable[..., Scores] | None = None
 
     # Forward passes -----------------------------------------------------------------------------------------------
 

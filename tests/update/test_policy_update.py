@@ -305,7 +305,7 @@ def test_token_weights_are_multiplied_and_see_the_policy_that_generated(tmp_path
         arguments = {"replay": replay, "trainer_class": WeightedTokens, "more": {"callbacks": [recorder]}}
         trainer = build_trainer(tmp_path, **arguments, **settings)
         trainer.rollout_replay = replay
-        trainer._update.token_weights += more
+        trainer.update.token_weights += more
         trainer.train()
     once, twice = (recorder.gradients[0] for recorder in recorders)
     assert relative_error(twice, {name: 2 * gradient for name, gradient in once.items()}) < RELATIVE
