@@ -174,7 +174,7 @@ def load_training_data(
 
     Raises:
         ValueError: On an unknown name, file or column, an overlong prompt (`overlong_prompts: error`), or when too few
-        rows are left.
+            rows are left.
     """
     entry = _entry(args)
     path = args.dataset_name if Path(args.dataset_name).suffix in FILE_FORMATS else args.dataset_path

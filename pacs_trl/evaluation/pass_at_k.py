@@ -145,7 +145,12 @@ def bootstrap_interval(values, *, confidence: float = 0.95, num_resamples: int =
     if values.shape[0] == 0:
         raise ValueError("A bootstrap over problems needs at least one problem, got none.")
     _check_confidence(confidence)
-    means = _resampled_means(values, num_resamples, seed)
+    num_problems = values.shape[0]
+    draws = np.random.default_rng(seed).integers(0, num_problems, size=(num_resamples, num_problems))
+    # as multiplicities, so that memory is num_resamples * P and one matrix product does the rest
+    flat = draws + num_problems * np.arange(num_resamples)[:, None]
+    multiplicities = np.bincount(flat.ravel(), minlength=num_resamples * num_problems)
+    means = multiplicities.reshape(num_resamples, num_problems) @ values / num_problems
     lower, upper = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2], axis=0)
     mean = values.mean(axis=0)
     return Interval(float(mean), float(lower), float(upper)) if values.ndim == 1 else Interval(mean, lower, upper)
@@ -175,18 +180,6 @@ def paired_bootstrap(
 def _check_confidence(confidence: float) -> None:
     if not 0.0 < confidence < 1.0:
         raise ValueError(f"confidence is a probability strictly between 0 and 1, got {confidence}.")
-
-
-def _resampled_means(values: np.ndarray, num_resamples: int, seed: int) -> np.ndarray:
-    """Means of `num_resamples` draws of P problems with replacement, shape `(num_resamples,) + values.shape[1:]`.
-
-    Draws are turned into multiplicities, so that memory is `num_resamples * P` and one matrix product does the rest.
-    """
-    num_problems = values.shape[0]
-    draws = np.random.default_rng(seed).integers(0, num_problems, size=(num_resamples, num_problems))
-    flat = draws + num_problems * np.arange(num_resamples)[:, None]
-    multiplicities = np.bincount(flat.ravel(), minlength=num_resamples * num_problems)
-    return multiplicities.reshape(num_resamples, num_problems) @ values / num_problems
 
 
 def _as_counts(name: str, counts) -> np.ndarray:

@@ -163,7 +163,7 @@ class PolicyUpdate:
         Args:
             model: The wrapped model, in training mode.
             step ([`StepRollouts`]): With `ref_logps` filled in, unless `proxies_are_zero` or the proxy has no
-            reference.
+                reference.
             proxies_are_zero (`bool`): Whether policy and reference are the same, so that no forward pass is needed to
                 know the proxies.
 

@@ -26,10 +26,10 @@ class Rollout:
         group (`int`): The prompt: the same number for all its completions, another one for every other prompt of an
             optimizer step.
         old_logps, ref_logps (float32, shape `(C,)`, *optional*): Log-probabilities under the policy that generated,
-        for later updates whose token weights need them, and under the reference, once known; only on the process that
-        learns from the row.
+            for later updates whose token weights need them, and under the reference, once known; only on the process
+            that learns from the row.
         sampling_logps (float32, shape `(C,)`, *optional*): As the engine that generated reported them; NaN where it
-        did not.
+            did not.
     """
 
     prompt_ids: np.ndarray

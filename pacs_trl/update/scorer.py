@@ -36,12 +36,12 @@ OfCompletions = Callable[[torch.Tensor], list[torch.Tensor]]
 
 class Scorer:
     """
-    Scores completions under a model with TRL's fused head, which TRL's trainers put on theirs ([`fused_head`] on
-    others).
+    Makes forward passes. Completions are scored with TRL's fused head, which TRL's trainers put on their models
+    ([`fused_head`] on others).
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): The model before it is wrapped for
-        distributed training.
+            distributed training.
         device (`torch.device`): Where the passes run.
         pad_token_id (`int`): Fills the padding of a rectangle.
         padding_free (`str`): `"auto"` packs rows where the model allows it, `"always"` insists on it, `"never"` pads.
@@ -98,10 +98,8 @@ class Scorer:
     def values(
         self, model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
-        """
-        What a model with one output per token says before each completion token, one position before its own: float32 `(C,)`
-        for each row. Arguments as of [`Scorer.score`].
-        """
+        """What a model with one output per token says one position before each completion token, of each row float32
+        `(C,)`. Arguments as of [`Scorer.score`]."""
         outputs, of_completions = self.forward(model, prompt_ids, completion_ids, use_cache=False)
         return of_completions(outputs.logits[:, :-1, 0].float())
 
