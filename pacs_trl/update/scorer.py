@@ -152,8 +152,9 @@ class Scorer:
         labels = ids.masked_fill(mask == 0, -100)
         labels[:, :width] = -100
 
-        def unpad(values: torch.Tensor) -> list[torch.Tensor]:  # (B, P + T - 1): the value for token j stands at j - 1
-            return [row[: len(tokens)] for row, tokens in zip(values[:, width - 1 :], completions, strict=True)]
+        def unpad(values: torch.Tensor) -> list[torch.Tensor]:  # (B, P + T - 1), after those of PEFT's virtual tokens
+            start = values.shape[1] - max(map(len, completions))  # the value for token j stands at j - 1
+            return [row[: len(tokens)] for row, tokens in zip(values[:, start:], completions, strict=True)]
 
         return {"input_ids": ids, "attention_mask": mask}, labels, unpad
 

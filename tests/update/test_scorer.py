@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from peft import PromptTuningConfig, get_peft_model
 from replay import TOKENIZER, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -69,6 +70,20 @@ def test_completions_without_tokens(padding_free):
     assert [len(row) for row in logps] == [len(row) for row in entropies] == [0, 1, 0]
     torch.testing.assert_close(logps[1], alone(model, PROMPTS[1], [30])[0], **TIGHT)
     assert scorer.score(model, [[5]], [[]]).logps[0].shape == (0,)
+
+
+def test_virtual_tokens_before_the_prompt():
+    """Of prompt tuning: the model gives more values than it is given tokens."""
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = get_peft_model(with_fused_head(tiny_model()), config).eval()
+    scorer = Scorer(model, CPU)
+    assert scorer.packing is None
+    with torch.no_grad():
+        logps, _ = scorer.score(model, PROMPTS, COMPLETIONS)
+        for found, prompt, completion in zip(logps, PROMPTS, COMPLETIONS, strict=True):
+            logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, -len(completion) - 1 : -1]
+            expected = logits.log_softmax(dim=-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+            torch.testing.assert_close(found, expected, **TIGHT)
 
 
 def test_a_row_does_not_see_the_others():
