@@ -28,8 +28,9 @@ from safetensors.torch import load_file
 BEFORE = "43a6491"
 ROOT = Path(__file__).resolve().parents[1]
 SCENARIOS = Path(__file__).with_name("equality_scenarios.py")
-# Where a pass over padded rows may become one over packed rows, which sums in another order: one PPO update, and evaluation's
-# token entropy (its samples, grades and counts are files, which must be equal). All else must be equal to the bit.
+# Where passes over padded rows have become passes over packed rows, which sum in another order: one PPO update (of policy and
+# critic), and evaluation's token entropy (its samples, grades and counts are files, which must be equal). All else must be
+# equal to the bit.
 TOLERANT = ("ppo", "evaluate")
 TOLERANCE = 1e-5
 
