@@ -73,14 +73,15 @@ def test_completions_without_tokens(padding_free):
 
 
 def test_virtual_tokens_before_the_prompt():
-    """Of prompt tuning: the model gives more values than it is given tokens."""
+    """Of prompt tuning: the model gives more values than it is given tokens. (Padding would lie between them and the prompt.)"""
+    prompts = [[5, 6, 7], [8, 9, 10], [11, 12, 13]]
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model = get_peft_model(with_fused_head(tiny_model()), config).eval()
     scorer = Scorer(model, CPU)
     assert scorer.packing is None
     with torch.no_grad():
-        logps, _ = scorer.score(model, PROMPTS, COMPLETIONS)
-        for found, prompt, completion in zip(logps, PROMPTS, COMPLETIONS, strict=True):
+        logps, _ = scorer.score(model, prompts, COMPLETIONS)
+        for found, prompt, completion in zip(logps, prompts, COMPLETIONS, strict=True):
             logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, -len(completion) - 1 : -1]
             expected = logits.log_softmax(dim=-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
             torch.testing.assert_close(found, expected, **TIGHT)
