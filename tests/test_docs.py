@@ -189,9 +189,8 @@ def test_command(monkeypatch, page, command):
             words = [word for word in shlex.split(part) if word != "..."]
             if not {"CONFIG", "RECIPE", "FILE", "X", "--help"} & set(words):
                 check_command(monkeypatch, ["1" if word.startswith("$") else word for word in words])
-    for path in re.findall(
-        r"(?<![\w/.-])(?:recipes|tests|benchmarks|notebooks|docs)/[\w./-]+", re.sub(r"--output_dir \S+", "", command)
-    ):
+    read = re.sub(r"--output_dir \S+", "", command)
+    for path in re.findall(r"(?<![\w/.-])(?:recipes|tests|benchmarks|notebooks|docs)/[\w./-]+", read):
         assert Path(path).exists() or "*" in command, f"{path} does not exist"
 
 
@@ -324,13 +323,19 @@ def test_citation_is_that_of_the_package():
     assert " and ".join(authors) in (ROOT / "README.md").read_text()
 
 
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", text_of(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_named_files_exist():
-    """Links between the pages, and tests named above."""
+    """Links between the pages and to their headings, and tests named above."""
     missing = []
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text_of(page)):
-            if not (page.parent / target).exists():
-                missing.append(f"{page.name}: {target}")
+        for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", text_of(page)):
+            file = page.parent / target if target else page
+            if not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors(file)):
+                missing.append(f"{page.name}: {target}#{anchor}")
     assert not missing
     for tests in RUN_ELSEWHERE.values():
         assert all((ROOT / test).is_file() for test in tests.split(", ")), tests
