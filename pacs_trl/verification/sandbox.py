@@ -259,10 +259,8 @@ def run_program(source: bytes) -> NoReturn:
                 print(stop.code, file=sys.stderr)
         except BaseException as error:
             traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
-        others = [True]
-        while others:  # as at the end of any interpreter: what still runs is waited for
-            others = [t for t in threading.enumerate() if not t.daemon and t is not threading.current_thread()]
-            for thread in others:
+        while others := [t for t in threading.enumerate() if not t.daemon and t is not threading.current_thread()]:
+            for thread in others:  # as at the end of any interpreter: what still runs is waited for
                 thread.join()
         atexit._run_exitfuncs()
         try:
@@ -279,7 +277,7 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a scheduler sends it to all; the worker ends after its parent
     resource.setrlimit(resource.RLIMIT_NOFILE, (confinement.MAX_OPEN_FILES, confinement.MAX_OPEN_FILES))
-    builtins.exit = builtins.quit = sys.exit  # which `site` would define
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # which `site` would define
     for name in PRELOADED.split():
         __import__(name)
     gc.collect()
