@@ -138,6 +138,7 @@ class PACSTrainer(RolloutTrainer):
                 padded=self.scorer.packing is None,
                 group_layout=args.group_layout,
                 backward_cost=3 if args.gradient_checkpointing else 2,  # a backward pass costs two forward passes
+                pair_cost=1 / (6 * self.scorer.config.get_text_config().hidden_size),
             ),
             mismatch=mismatch,
             token_weights=[mismatch_correction(mismatch)] if args.vllm_importance_sampling_correction else [],

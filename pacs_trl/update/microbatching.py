@@ -8,7 +8,7 @@ lengths, so all processes compute the same one without talking to each other.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 
@@ -16,27 +16,66 @@ Schedule = list[list[list[int]]]
 
 
 class RowLengths(NamedTuple):
-    """Number of prompt tokens and completion tokens of each row, in the order of the rows."""
+    """
+    Number of prompt tokens and completion tokens of each row, in the order of the rows, and what is shared.
+
+    Attributes:
+        prompts, completions (`Sequence[int]`):
+            Numbers of tokens.
+        texts (`Sequence[int]`, *optional*):
+            The same number for rows with the same prompt, which is computed once in a packed micro-batch; by default all differ.
+        pair_cost (`float`, *optional*, defaults to `0.0`):
+            What it costs that one token attends to one other, in tokens. In a layer of width `h`, a token costs about `12 h^2`
+            multiplications outside attention and `2 h` for every token that it sees: `1 / (6 h)`.
+    """
 
     prompts: Sequence[int]
     completions: Sequence[int]
+    texts: Sequence[int] = ()
+    pair_cost: float = 0.0
+
+    def by_text(self, rows: Sequence[int]) -> list[list[int]]:
+        """`rows` by their prompts."""
+        if not self.texts:
+            return [[i] for i in rows]
+        found: dict[int, list[int]] = {}
+        for i in rows:
+            found.setdefault(self.texts[i], []).append(i)
+        return list(found.values())
 
 
 def micro_batch_tokens(rows: Sequence[int], lengths: RowLengths, *, padded: bool) -> int:
-    """Tokens that a forward over `rows`, possibly none, processes: if `padded`, the rows form a rectangle, prompts
-    padded on the left and completions on the right, each to the longest of these rows; else they are packed and only
-    real tokens count."""
+    """Tokens that a forward over `rows`, possibly none, processes. If `padded`, the rows form a rectangle, prompts
+    padded on the left and completions on the right, each to the longest of these rows; else they are packed: only real
+    tokens count, and of a prompt that rows share all but the last one count once."""
     if not rows:
         return 0
     if padded:
         return len(rows) * (max(lengths.prompts[i] for i in rows) + max(lengths.completions[i] for i in rows))
-    return sum(lengths.prompts[i] + lengths.completions[i] for i in rows)
+    tokens = sum(lengths.prompts[i] + lengths.completions[i] for i in rows)
+    if lengths.texts:
+        tokens -= sum((len(same) - 1) * (lengths.prompts[same[0]] - 1) for same in lengths.by_text(rows))
+    return tokens
 
 
-def schedule_tokens(schedule: Schedule, lengths: RowLengths, *, padded: bool) -> int:
-    """Tokens on the critical path: processes run in lockstep, so each micro-batch costs as much as its largest one."""
+def micro_batch_cost(rows: Sequence[int], lengths: RowLengths, *, padded: bool) -> float:
+    """What a forward over `rows` costs, in tokens: [`micro_batch_tokens`] and their attention. Arguments as there."""
+    tokens = micro_batch_tokens(rows, lengths, padded=padded)
+    if not lengths.pair_cost or not rows:
+        return tokens
+    if padded:
+        return tokens + lengths.pair_cost * tokens * tokens / len(rows) / 2
+    pairs = 0.0
+    for same in lengths.by_text(rows):
+        prompt = lengths.prompts[same[0]]
+        pairs += prompt * prompt / 2 + sum(n * (prompt + n / 2) for n in (lengths.completions[i] for i in same))
+    return tokens + lengths.pair_cost * pairs
+
+
+def schedule_cost(schedule: Schedule, lengths: RowLengths, *, padded: bool) -> float:
+    """Cost on the critical path: processes run in lockstep, so each micro-batch costs as much as its most expensive one."""
     return sum(
-        max(micro_batch_tokens(rows, lengths, padded=padded) for rows in concurrent)
+        max(micro_batch_cost(rows, lengths, padded=padded) for rows in concurrent)
         for concurrent in zip(*schedule, strict=True)
     )
 
@@ -54,8 +93,9 @@ def schedule_micro_batches(
     Distribute rows over processes and micro-batches.
 
     Padded micro-batches hold rows of similar length, so that little of each rectangle is padding. Packed ones hold
-    rows of all lengths, so that all are equally large. Micro-batches that run at the same time on different processes
-    get similar sizes, and every process gets a similar total.
+    rows of all lengths, so that all are equally large; rows with the same prompt stay together where computing it once
+    saves more than the better balance of scattered rows. Micro-batches that run at the same time on different
+    processes get similar sizes, and every process gets a similar total.
 
     Args:
         lengths (`RowLengths`): Lengths of all rows.
@@ -63,7 +103,7 @@ def schedule_micro_batches(
             share one.
         num_processes (`int`): Number of processes.
         max_rows (`int`): Most rows in a micro-batch. Not used if `max_tokens` is given.
-        max_tokens (`int`, *optional*): Most tokens in a micro-batch, padding included.
+        max_tokens (`int`, *optional*): Most tokens in a micro-batch, as [`micro_batch_tokens`] counts them.
         padded (`bool`): Whether rows are padded to a rectangle or packed.
 
     Returns:
@@ -71,17 +111,49 @@ def schedule_micro_batches(
     """
     if max_tokens is not None:
         max_rows = max(sum(map(len, units)), 1)
-    sizes = [micro_batch_tokens(unit, lengths, padded=padded) for unit in units]
-    if any(len(unit) > max_rows or (max_tokens is not None and n > max_tokens) for unit, n in zip(units, sizes)):
-        return None
-    longest_first = [list(unit) for _, unit in sorted(zip(sizes, units), key=lambda pair: -pair[0])]
-    if padded:
-        micro_batches = _neighbours_in_length(longest_first, lengths, max_rows, max_tokens)
-    else:
-        sizes.sort(reverse=True)
-        micro_batches = _evenly_filled(longest_first, sizes, num_processes, max_rows, max_tokens)
 
-    micro_batches.sort(key=lambda batch: -micro_batch_tokens(batch, lengths, padded=padded))
+    def schedule(units: Sequence[Sequence[int]]) -> Schedule | None:
+        sizes = [micro_batch_tokens(unit, lengths, padded=padded) for unit in units]
+        if any(len(unit) > max_rows or (max_tokens is not None and n > max_tokens) for unit, n in zip(units, sizes)):
+            return None
+        costs = [micro_batch_cost(unit, lengths, padded=padded) for unit in units]
+        order = sorted(range(len(units)), key=lambda i: -costs[i])
+        if padded:
+            micro_batches = _neighbours_in_length([list(units[i]) for i in order], lengths, max_rows, max_tokens)
+        else:
+            placed = [(list(units[i]), sizes[i], costs[i]) for i in order]
+            micro_batches = _evenly_filled(placed, num_processes, max_rows, max_tokens)
+        return _over_processes(micro_batches, lengths, num_processes, padded=padded)
+
+    schedules = [schedule(units)]
+    if not padded and lengths.texts:
+        schedules += [schedule(parts) for parts in _parts_of_texts(units, lengths, max_rows)]
+    possible = [found for found in schedules if found is not None]
+    return min(possible, key=lambda found: schedule_cost(found, lengths, padded=padded), default=None)
+
+
+def _parts_of_texts(units: Sequence[Sequence[int]], lengths: RowLengths, max_rows: int) -> Iterator[list[list[int]]]:
+    """Single rows joined with those of the same prompt: all of them, then in 2, 4, ... parts of about equal length."""
+    if any(len(unit) != 1 for unit in units):
+        return
+    texts = lengths.by_text([i for (i,) in units])
+    num_parts = 1
+    while num_parts < max(map(len, texts), default=1):
+        parts = []
+        for rows in texts:
+            longest_first = sorted(rows, key=lambda i: -lengths.completions[i])
+            n = max(min(num_parts, len(rows)), -(-len(rows) // max_rows))
+            ends = [*range(n), *reversed(range(n))]  # forth and back, as teams are picked
+            dealt = [[row for k, row in enumerate(longest_first) if ends[k % len(ends)] == part] for part in range(n)]
+            parts += dealt
+        yield parts
+        num_parts *= 2
+
+
+def _over_processes(
+    micro_batches: list[list[int]], lengths: RowLengths, num_processes: int, *, padded: bool
+) -> Schedule:
+    micro_batches.sort(key=lambda batch: -micro_batch_cost(batch, lengths, padded=padded))
     micro_batches += [[] for _ in range(-len(micro_batches) % num_processes)]
     schedule: Schedule = [[] for _ in range(num_processes)]
     for start in range(0, len(micro_batches), num_processes):
@@ -111,28 +183,39 @@ def _neighbours_in_length(
 
 
 def _evenly_filled(
-    units: list[list[int]], sizes: list[int], num_processes: int, max_rows: int, max_tokens: int | None
+    units: list[tuple[list[int], int, float]], num_processes: int, max_rows: int, max_tokens: int | None
 ) -> list[list[int]]:
-    """Give each unit, longest first, to the emptiest micro-batch; take the smallest number of them that works."""
-    num_rows, num_tokens, smallest = sum(map(len, units)), sum(sizes), min(map(len, units), default=1)
+    """
+    Give each unit, the most expensive first, to the cheapest micro-batch with room; take the smallest number of them that works.
+
+    A unit comes with its tokens and its cost. Rows of one prompt that meet here by chance hold less than the sum of their tokens.
+    """
+    num_rows, num_tokens = sum(len(rows) for rows, _, _ in units), sum(tokens for _, tokens, _ in units)
+    smallest = min((len(rows) for rows, _, _ in units), default=1)
     fewest = -(-num_rows // max_rows) if max_tokens is None else -(-num_tokens // max_tokens)
     num_micro_batches = -(-fewest // num_processes) * num_processes
     while True:
         micro_batches: list[list[int]] = [[] for _ in range(num_micro_batches)]
-        emptiest_first = [(0, i) for i in range(num_micro_batches)]
-        for unit, size in zip(units, sizes, strict=True):
-            too_small = []  # for this unit, and perhaps not for the next
-            while emptiest_first and max_rows - len(micro_batches[emptiest_first[0][1]]) < len(unit):
-                tokens, i = heapq.heappop(emptiest_first)
+        tokens_of = [0] * num_micro_batches
+        cheapest_first = [(0.0, i) for i in range(num_micro_batches)]
+        for rows, tokens, cost in units:
+            full = []  # for this unit, and perhaps not for the next
+            while cheapest_first:
+                _, i = cheapest_first[0]
+                fits = max_tokens is None or tokens_of[i] + tokens <= max_tokens
+                if fits and len(micro_batches[i]) + len(rows) <= max_rows:
+                    break
+                entry = heapq.heappop(cheapest_first)
                 if max_rows - len(micro_batches[i]) >= smallest:
-                    too_small.append((tokens, i))
-            if not emptiest_first or (max_tokens is not None and emptiest_first[0][0] + size > max_tokens):
+                    full.append(entry)
+            if not cheapest_first:
                 break
-            tokens, i = emptiest_first[0]
-            micro_batches[i] += unit
-            heapq.heapreplace(emptiest_first, (tokens + size, i))
-            for entry in too_small:
-                heapq.heappush(emptiest_first, entry)
+            so_far, i = cheapest_first[0]
+            micro_batches[i] += rows
+            tokens_of[i] += tokens
+            heapq.heapreplace(cheapest_first, (so_far + cost, i))
+            for entry in full:
+                heapq.heappush(cheapest_first, entry)
         else:
             return micro_batches
         num_micro_batches += num_processes

@@ -16,7 +16,7 @@ from peft import PeftModel
 from torch.nn.utils.rnn import pad_sequence
 from trl.trainer.utils import add_fused_lm_head
 
-from .packing import packed_attention, packing_backend
+from .packing import PackedRows, packed_attention, packing_backend
 
 
 class Scores(NamedTuple):
@@ -123,24 +123,13 @@ class Scorer:
     def _packed(
         self, prompts: list[np.ndarray], completions: list[np.ndarray]
     ) -> tuple[dict, torch.Tensor, OfCompletions]:
-        parts = [part for row in zip(prompts, completions, strict=True) for part in row]
-        lengths = [len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True)]
-        ids = np.concatenate(parts)
-        labels = np.concatenate([part if i % 2 else np.full_like(part, -100) for i, part in enumerate(parts)])
-        starts = np.cumsum([0, *lengths])
-        labels[starts[:-1]] = -100  # the first token of a row is not predicted by the last token of the row before it
-        positions = np.concatenate([np.arange(length) for length in lengths])
-        ids, positions, labels = (torch.from_numpy(x)[None] for x in (ids, positions, labels))
-        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": None, "position_ids": positions}
-        if self.packing == "flash":
-            boundaries, longest = torch.tensor(starts, dtype=torch.int32), max(lengths)
-            inputs |= {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries}
-            inputs |= {"max_length_q": longest, "max_length_k": longest}
-        else:
-            inputs["packed_lengths"] = lengths
+        rows = PackedRows(prompts, completions)
+        ids, positions, labels = (torch.from_numpy(x)[None] for x in (rows.ids, rows.positions, rows.labels))
+        inputs = {"input_ids": ids, "attention_mask": None, "position_ids": positions}
+        inputs |= rows.flash_inputs() if self.packing == "flash" else {"packed": rows}
 
         def unpack(values: torch.Tensor) -> list[torch.Tensor]:  # (1, N - 1): the value for token j stands at j - 1
-            return list(F.pad(values[0], (1, 0)).split([len(part) for part in parts])[1::2])
+            return rows.of_completions(F.pad(values[0], (1, 0)))
 
         return inputs, labels, unpack
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from .groups import Groups
-from .microbatching import RowLengths, Schedule, schedule_micro_batches, schedule_tokens
+from .microbatching import RowLengths, Schedule, schedule_cost, schedule_micro_batches
 from .rows import Rollout
 
 
@@ -51,7 +51,7 @@ class StepRollouts:
 class Limits(NamedTuple):
     """
     What micro-batches may be like: settings of [`PACSConfig`] by other names, the number of processes, and whether rows are
-    padded. `backward_cost` is that of a backward pass in forward passes.
+    padded. `backward_cost` is that of a backward pass in forward passes, `pair_cost` that of [`RowLengths`].
     """
 
     num_processes: int
@@ -60,6 +60,7 @@ class Limits(NamedTuple):
     padded: bool = False
     group_layout: str = "auto"
     backward_cost: int = 2
+    pair_cost: float = 0.0
 
     @property
     def of_schedule(self) -> dict:
@@ -79,7 +80,7 @@ def schedule_step(rollouts: list[Rollout], limits: Limits, *, every_row: bool) -
     takes_part = groups.scorable
     if every_row:
         takes_part = torch.tensor([len(row.completion_ids) > 0 for row in rollouts])
-    lengths, layout = row_lengths(rollouts), limits.group_layout
+    lengths, layout = row_lengths(rollouts, limits.pair_cost), limits.group_layout
     split = schedule_micro_batches(lengths, takes_part.nonzero().tolist(), **limits.of_schedule)
     if split is None:
         longest = max(p + c for p, c in zip(lengths.prompts, lengths.completions, strict=True))
@@ -100,9 +101,9 @@ def schedule_step(rollouts: list[Rollout], limits: Limits, *, every_row: bool) -
         )
     if layout == "auto" and whole is not None:
         # In forward passes: the pass for the proxies comes on top where groups are split.
-        whole_tokens, split_tokens = (schedule_tokens(s, lengths, padded=limits.padded) for s in (whole, split))
+        whole_cost, split_cost = (schedule_cost(s, lengths, padded=limits.padded) for s in (whole, split))
         cost = 1 + limits.backward_cost
-        layout = "whole" if cost * whole_tokens <= (cost + 1) * split_tokens else "split"
+        layout = "whole" if cost * whole_cost <= (cost + 1) * split_cost else "split"
     if layout == "whole" and whole is not None:
         return StepRollouts(rollouts, groups, whole, whole_groups=True)
     return StepRollouts(rollouts, groups, split, whole_groups=False)
@@ -110,7 +111,7 @@ def schedule_step(rollouts: list[Rollout], limits: Limits, *, every_row: bool) -
 
 def schedule_rows(rollouts: list[Rollout], rows: list[int], limits: Limits) -> Schedule:
     """Micro-batches of some rows of an optimizer step. One that nothing is learnt from may be longer than `max_tokens`."""
-    lengths, bounds = row_lengths(rollouts), limits.of_schedule
+    lengths, bounds = row_lengths(rollouts, limits.pair_cost), limits.of_schedule
     if limits.max_tokens is not None:
         bounds["max_tokens"] = max([limits.max_tokens, *(lengths.prompts[i] + lengths.completions[i] for i in rows)])
     schedule = schedule_micro_batches(lengths, [[row] for row in rows], **bounds)
@@ -118,8 +119,12 @@ def schedule_rows(rollouts: list[Rollout], rows: list[int], limits: Limits) -> S
     return schedule
 
 
-def row_lengths(rollouts: list[Rollout]) -> RowLengths:
-    return RowLengths([len(r.prompt_ids) for r in rollouts], [len(r.completion_ids) for r in rollouts])
+def row_lengths(rollouts: list[Rollout], pair_cost: float = 0.0) -> RowLengths:
+    """What schedules are made of; equal prompts are found by their tokens."""
+    texts: dict[bytes, int] = {}
+    same = [texts.setdefault(row.prompt_ids.tobytes(), len(texts)) for row in rollouts]
+    lengths = [len(r.prompt_ids) for r in rollouts], [len(r.completion_ids) for r in rollouts]
+    return RowLengths(*lengths, same, pair_cost)
 
 
 @dataclass

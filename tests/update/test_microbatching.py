@@ -4,13 +4,24 @@ import random
 
 import pytest
 
-from pacs_trl.update.microbatching import RowLengths, micro_batch_tokens, schedule_micro_batches, schedule_tokens
+from pacs_trl.update.microbatching import (
+    RowLengths,
+    micro_batch_cost,
+    micro_batch_tokens,
+    schedule_cost,
+    schedule_micro_batches,
+)
 
 
-def lognormal_lengths(num_rows, seed=0):
+def lognormal_lengths(num_rows, seed=0, num_generations=0):
+    """With `num_generations`, so many rows at a time have one prompt."""
     generator = random.Random(seed)
     completions = [min(768, max(1, round(generator.lognormvariate(5.3, 0.6)))) for _ in range(num_rows)]
-    return RowLengths([generator.randint(5, 40) for _ in range(num_rows)], completions)
+    prompts = [generator.randint(5, 40) for _ in range(num_rows)]
+    if not num_generations:
+        return RowLengths(prompts, completions)
+    texts = [i // num_generations for i in range(num_rows)]
+    return RowLengths([prompts[text] for text in texts], completions, texts, pair_cost=1e-3)
 
 
 def units(rows, size=1):
@@ -27,15 +38,30 @@ def test_tokens_by_hand():
     assert micro_batch_tokens([0, 1], lengths, padded=True) == 2 * (3 + 5)
     assert micro_batch_tokens([0, 1], lengths, padded=False) == 2 + 5 + 3 + 1
     assert micro_batch_tokens([], lengths, padded=True) == 0
+    # the first two of a prompt of 10 tokens: 9 + (1 + 5) + (1 + 2), and 10 + 4 for another prompt
+    shared = RowLengths(prompts=[10] * 3, completions=[5, 2, 4], texts=[0, 0, 1])
+    assert micro_batch_tokens([0, 1], shared, padded=False) == 18
+    assert micro_batch_tokens([0, 1, 2], shared, padded=False) == 32
+    assert micro_batch_tokens([0, 1], shared, padded=True) == 2 * (10 + 5)
     # two processes in lockstep: max(7, 4) + max(0, 4)
-    assert schedule_tokens([[[0], []], [[1], [1]]], lengths, padded=False) == 7 + 4
+    assert schedule_cost([[[0], []], [[1], [1]]], lengths, padded=False) == 7 + 4
+
+
+def test_cost_by_hand():
+    """A tenth of a token for each of the tokens that a token sees, itself counted half."""
+    lengths = RowLengths([10] * 3, [4, 2, 4], texts=[0, 0, 1], pair_cost=0.1)
+    # 9 + 5 + 3 tokens; pairs: 10 * 10 / 2, 4 * (10 + 2) and 2 * (10 + 1)
+    assert micro_batch_cost([0, 1], lengths, padded=False) == pytest.approx(17 + 0.1 * (50 + 48 + 22))
+    assert micro_batch_cost([0, 2], lengths, padded=False) == pytest.approx(28 + 0.1 * 2 * (50 + 48))
+    assert micro_batch_cost([0, 1], lengths, padded=True) == pytest.approx(28 + 0.1 * 2 * 14 * 14 / 2)
+    assert micro_batch_cost([], lengths, padded=False) == 0
 
 
 def test_padded_schedule_by_hand():
     lengths = RowLengths([1] * 4, [9, 1, 8, 2])
     schedule = schedule_micro_batches(lengths, units(range(4)), num_processes=1, max_rows=2, padded=True)
     assert schedule == [[[0, 2], [3, 1]]]  # long with long, short with short: 2*10 + 2*3 tokens instead of 2*10 + 2*9
-    assert schedule_tokens(schedule, lengths, padded=True) == 26
+    assert schedule_cost(schedule, lengths, padded=True) == 26
 
 
 def test_packed_schedule_by_hand():
@@ -44,13 +70,47 @@ def test_packed_schedule_by_hand():
     assert [sorted(batch) for (batch,) in schedule] == [[0, 1], [2, 3]]  # 10 tokens on each process
 
 
+def test_long_rows_are_dear():
+    """Where pairs count, 24 + 24 * 24 / 2 is more than two of 12 + 12 * 12 / 2 and three of 8 + 8 * 8 / 2: 312 and 288."""
+    completions = [24, 12, 12, 8, 8, 8]
+    even = schedule_micro_batches(RowLengths([0] * 6, completions), units(range(6)), num_processes=2, max_rows=6)
+    dear = schedule_micro_batches(
+        RowLengths([0] * 6, completions, pair_cost=1.0), units(range(6)), num_processes=2, max_rows=6
+    )
+    assert [sum(completions[i] for i in batch) for (batch,) in even] == [36, 36]
+    assert sorted(len(batch) for (batch,) in dear) == [1, 5]
+
+
+def test_rows_of_one_prompt_stay_together_where_that_is_cheaper():
+    """Two prompts of 100 tokens with four rows each, on two processes: 99 + 4 + 100 tokens, or 198 + 4 + 100 if scattered."""
+    completions = [40, 10, 20, 30] * 2
+    long = schedule_micro_batches(
+        RowLengths([100] * 8, completions, [0] * 4 + [1] * 4), units(range(8)), num_processes=2, max_rows=4
+    )
+    assert sorted(sorted(batch) for (batch,) in long) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    # One prompt of 2 tokens whose rows are four times as long: the balance is worth more than a token or two.
+    completions = [40] * 4 + [10] * 4
+    short = schedule_micro_batches(
+        RowLengths([2] * 8, completions, [0] * 4 + [1] * 4), units(range(8)), num_processes=2, max_rows=4
+    )
+    assert [sum(completions[i] for i in batch) for (batch,) in short] == [100, 100]
+    # In halves, dealt forth and back: 40 + 10 and 30 + 20 of each prompt
+    halves = schedule_micro_batches(
+        RowLengths([100] * 4, [40, 30, 20, 10], [0] * 4), units(range(4)), num_processes=2, max_rows=4
+    )
+    assert sorted(sorted(batch) for (batch,) in halves) == [[0, 3], [1, 2]]
+
+
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 8])
 @pytest.mark.parametrize("limit", [dict(max_rows=4), dict(max_rows=1, max_tokens=2000)])
 @pytest.mark.parametrize("group_size", [1, 2])
 @pytest.mark.parametrize("num_rows", [0, 2, 38, 64])
-def test_every_row_once_within_bounds_and_in_lockstep(padded, num_processes, limit, group_size, num_rows):
-    lengths = lognormal_lengths(64)
+@pytest.mark.parametrize("num_generations", [0, 8])
+def test_every_row_once_within_bounds_and_in_lockstep(
+    padded, num_processes, limit, group_size, num_rows, num_generations
+):
+    lengths = lognormal_lengths(64, num_generations=num_generations)
     chosen = random.Random(1).sample(range(64), num_rows)
     schedule = schedule_micro_batches(
         lengths, units(chosen, group_size), num_processes=num_processes, padded=padded, **limit
@@ -124,11 +184,11 @@ def test_sorting_removes_most_padding():
     schedule = schedule_micro_batches(lengths, units(range(256)), num_processes=1, max_rows=8, padded=True)
     unsorted = [[list(range(i, i + 8)) for i in range(0, 256, 8)]]
     real = micro_batch_tokens(range(256), lengths, padded=False)
-    assert schedule_tokens(schedule, lengths, padded=True) < 1.15 * real
-    assert schedule_tokens(unsorted, lengths, padded=True) > 1.7 * real
+    assert schedule_cost(schedule, lengths, padded=True) < 1.15 * real
+    assert schedule_cost(unsorted, lengths, padded=True) > 1.7 * real
 
 
 def test_large_schedule_is_quick_enough_to_run_every_step():
-    lengths = lognormal_lengths(8192)
+    lengths = lognormal_lengths(8192, num_generations=16)
     schedule = schedule_micro_batches(lengths, units(range(8192)), num_processes=64, max_rows=1, max_tokens=16384)
     assert rows_of(schedule) == list(range(8192))

@@ -38,7 +38,7 @@ def test_padding_is_removed_on_both_sides():
     assert first.loss_mask.tolist() == [True, True] and first.loss_mask.dtype == bool
     assert first.prompt_ids.dtype == first.completion_ids.dtype == np.int32
     assert first.old_logps is None and first.ref_logps is None
-    assert row_lengths([first, second]) == ([1, 3], [2, 1])
+    assert row_lengths([first, second, first], 0.5) == ([1, 3, 1], [2, 1, 2], [0, 1, 0], 0.5)
 
 
 def test_tool_results_stay_in_the_row_but_not_in_the_loss():

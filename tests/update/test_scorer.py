@@ -4,6 +4,7 @@ alone; which models are packed; what models are left like; and that no tensor of
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from peft import PromptTuningConfig, get_peft_model
 from replay import TOKENIZER, tiny_model
@@ -14,7 +15,8 @@ from trl.trainer.utils import add_fused_lm_head
 
 from experiments.gradient_variance import Batch, group_gradients
 from pacs_trl.evaluation.token_entropy import completion_entropies
-from pacs_trl.update.packing import PACKED_SDPA, packed_attention, packing_backend
+from pacs_trl.update import packing
+from pacs_trl.update.packing import PACKED, PackedRows, packed_attention, packing_backend
 from pacs_trl.update.scorer import Scorer, fused_head, rectangle, score_rows, sequence_logps
 
 
@@ -23,6 +25,11 @@ TIGHT = {"rtol": 1e-5, "atol": 2e-6}
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
 COMPLETIONS = [[20, 21], [30, 31, 32, 33], [40]]
+# Three rows of one prompt, two of a prompt that is one token, one alone, in an order that packing changes.
+SHARED = (
+    [[5, 6, 7], [8], [5, 6, 7], [9, 10, 11, 12, 13], [8], [5, 6, 7]],
+    [[20, 21], [30, 31, 32, 33], [22], [40], [], [23, 24, 25]],
+)
 
 
 def alone(model, prompt, completion):
@@ -46,18 +53,19 @@ def with_fused_head(model):
     return model
 
 
+@pytest.mark.parametrize("rows", [(PROMPTS, COMPLETIONS), SHARED], ids=["all differ", "shared"])
 @pytest.mark.parametrize("padding_free", ["always", "never"])
-def test_rows_equal_rows_alone(padding_free):
+def test_rows_equal_rows_alone(padding_free, rows):
     model = with_fused_head(tiny_model())
     with torch.no_grad():
-        scores = Scorer(model, CPU, padding_free=padding_free).score(model, PROMPTS, COMPLETIONS)
-        for logps, entropies, prompt, completion in zip(*scores, PROMPTS, COMPLETIONS, strict=True):
+        scores = Scorer(model, CPU, padding_free=padding_free).score(model, *rows)
+        for logps, entropies, prompt, completion in zip(*scores, *rows, strict=True):
             expected_logps, expected_entropies = alone(model, prompt, completion)
             torch.testing.assert_close(logps, expected_logps, **TIGHT)
             torch.testing.assert_close(entropies, expected_entropies, **TIGHT)
             assert logps.dtype == entropies.dtype == torch.float32
     for rows, padded in zip(scores, scores.padded(), strict=True):
-        assert padded.shape == (3, 4) and padded.dtype == torch.float32
+        assert padded.shape == (len(rows), 4) and padded.dtype == torch.float32
         for i, row in enumerate(rows):
             assert torch.equal(padded[i, : len(row)], row) and (padded[i, len(row) :] == 0).all()
 
@@ -95,24 +103,127 @@ def test_a_row_does_not_see_the_others():
     assert torch.equal(first[0], other[0])
 
 
+@pytest.mark.parametrize("rows", [(PROMPTS, COMPLETIONS), SHARED], ids=["all differ", "shared"])
 @pytest.mark.parametrize("padding_free", ["always", "never"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_gradient_equals_that_of_rows_alone(checkpointing, padding_free):
+def test_gradient_equals_that_of_rows_alone(checkpointing, padding_free, rows):
     model = with_fused_head(tiny_model())
-    factors = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    factors = torch.randn(len(rows[0]), 4, generator=torch.Generator().manual_seed(0))
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
     scorer = Scorer(model, CPU, padding_free=padding_free)
     with scorer.attention():
-        logps, _ = scorer.score(model, PROMPTS, COMPLETIONS).padded()
+        logps, _ = scorer.score(model, *rows).padded()
         (logps * factors).sum().backward()  # inside: checkpointing runs the forward again
     found = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    for i, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
+    for i, (prompt, completion) in enumerate(zip(*rows, strict=True)):
         (alone(model, prompt, completion)[0] * factors[i, : len(completion)]).sum().backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+# Prompts that rows share ----------------------------------------------------------------------------------------------
+
+
+def test_packed_row_by_hand():
+    prompts, completions = ([np.array(ids, dtype=np.int64) for ids in part] for part in SHARED)
+    rows = PackedRows(prompts, completions)
+    assert rows.ids.tolist() == [5, 6] + [7, 20, 21] + [7, 22] + [7, 23, 24, 25] + [8, 30, 31, 32, 33] + [8] + [
+        9,
+        10,
+        11,
+        12,
+        13,
+        40,
+    ]
+    assert rows.positions.tolist() == [0, 1] + [2, 3, 4] + [2, 3] + [2, 3, 4, 5] + [0, 1, 2, 3, 4] + [0] + [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
+    assert rows.pieces[:3] == [(0, 2, 0, 0), (2, 3, 0, 2), (5, 2, 0, 2)] and rows.lengths == [2, 3, 2, 4, 5, 1, 6]
+    assert [rows.ids[where].tolist() for where in rows.completions] == SHARED[1]
+    assert (rows.labels != -100).sum() == 11
+    # the branch 7, 22 sees 5, 6, 7 and then 5, 6, 7, 22
+    assert rows.mask(rows.pieces[2], CPU).tolist() == [[True, True, True, False], [True] * 4]
+
+
+def test_a_shared_prompt_is_computed_once():
+    """All rows of one prompt of 60 tokens: 59 + 4 * (1 + 3) tokens instead of 4 * 63."""
+    seen = []
+    model = with_fused_head(tiny_model())
+    hook = model.model.layers[0].register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append((*args, *kwargs.values())[0].shape[1]), with_kwargs=True
+    )
+    packed(model, [list(range(20, 80))] * 4, [[20, 21, 22]] * 4)
+    hook.remove()
+    assert seen == [59 + 4 * 4]
+
+
+def attention_inputs(prefix, *branches):
+    """Random queries, keys and values of 4 heads on 2, packed rows of one prompt of `prefix + 1` tokens."""
+    prompt = np.arange(prefix + 1)
+    rows = PackedRows([prompt] * len(branches), [np.arange(n - 1) for n in branches])
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, heads, len(rows.ids), 8) for heads in (4, 2, 2)]
+    return rows, [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def test_other_devices_attend_alike(monkeypatch):
+    """A mask on the CPU; elsewhere the prompt's queries once more."""
+    rows, inputs = attention_inputs(5, 1, 4, 7)
+    found = []
+    for masked in (True, False):
+        monkeypatch.setattr(packing, "takes_masks", lambda device, masked=masked: masked)
+        out, _ = packing._packed_sdpa(None, *inputs, None, packed=rows)
+        found.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def varlen_attention(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    cu_seq_lens_q,
+    cu_seq_lens_k,
+    max_length_q,
+    max_length_k,
+    scaling=None,
+    **kwargs,
+):
+    """What FlashAttention's variable-length kernel computes: causal, aligned at the last query and the last key."""
+    assert module.config._attn_implementation == "flash_attention_2"  # the kernels are looked up by it
+    out = []
+    for q0, q1, k0, k1 in zip(
+        cu_seq_lens_q[:-1], cu_seq_lens_q[1:], cu_seq_lens_k[:-1], cu_seq_lens_k[1:], strict=True
+    ):
+        assert q1 - q0 <= max_length_q and k1 - k0 <= max_length_k
+        mask = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool).tril(k1 - k0 - (q1 - q0))
+        parts = query[:, :, q0:q1], key[:, :, k0:k1], value[:, :, k0:k1]
+        out.append(F.scaled_dot_product_attention(*parts, attn_mask=mask, scale=scaling, enable_gqa=True))
+    return torch.cat(out, dim=2).transpose(1, 2), None
+
+
+@pytest.mark.parametrize("rows", [(PROMPTS, COMPLETIONS), SHARED], ids=["all differ", "shared"])
+def test_flash_kernels_see_prompt_and_branch(monkeypatch, rows):
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "flash_attention_2", varlen_attention)
+    model = with_fused_head(tiny_model())
+    with torch.no_grad():
+        expected = Scorer(model, CPU).score(model, *rows)
+        model.config._attn_implementation = "flash_attention_2"
+        scorer = Scorer(model, CPU)
+        assert scorer.packing == "flash"
+        found = scorer.score(model, *rows)
+    for part, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(torch.cat(part), torch.cat(other), **TIGHT)
 
 
 def test_attention_dropout_is_that_of_padded_rows():
@@ -138,13 +249,13 @@ def test_entropies_only_where_the_head_gives_them():
 def test_attention_is_restored():
     config = tiny_model().config
     with pytest.raises(KeyError), packed_attention(config, "sdpa"):
-        assert config._attn_implementation == PACKED_SDPA
+        assert config._attn_implementation == f"{PACKED}sdpa"
         with packed_attention(config, "sdpa"):
             pass
-        assert config._attn_implementation == PACKED_SDPA
+        assert config._attn_implementation == f"{PACKED}sdpa"
         raise KeyError
     assert config._attn_implementation == "sdpa"
-    with packed_attention(config, "flash"):
+    with packed_attention(config, None):
         assert config._attn_implementation == "sdpa"
 
 
