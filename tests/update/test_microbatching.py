@@ -77,7 +77,7 @@ def test_long_rows_are_dear():
     dear = schedule_micro_batches(
         RowLengths([0] * 6, completions, pair_cost=1.0), units(range(6)), num_processes=2, max_rows=6
     )
-    assert [sum(completions[i] for i in batch) for (batch,) in even] == [36, 36]
+    assert sorted(sum(completions[i] for i in batch) for (batch,) in even) == [32, 40]
     assert sorted(len(batch) for (batch,) in dear) == [1, 5]
 
 
