@@ -165,6 +165,30 @@ def test_a_shared_prompt_is_computed_once():
     assert seen == [59 + 4 * 4]
 
 
+def test_sharing_changes_the_last_digits_only():
+    """Four completions of a prompt of 40 tokens, packed with and without sharing and padded: 2e-6 of the norm."""
+    generator = torch.Generator().manual_seed(0)
+    ids = lambda n: torch.randint(5, 60, (n,), generator=generator).tolist()  # noqa: E731
+    prompt, completions = ids(40), [ids(n) for n in (3, 17, 30, 9)]
+    model, found = with_fused_head(tiny_model()), []
+    for rows, padding_free in (
+        ([[0, 1, 2, 3]], "always"),
+        ([[0], [1], [2], [3]], "always"),
+        ([[0, 1, 2, 3]], "never"),
+    ):
+        model.zero_grad()
+        scorer = Scorer(model, CPU, padding_free=padding_free)
+        with scorer.attention():
+            scores = [scorer.score(model, [prompt] * len(some), [completions[i] for i in some]) for some in rows]
+            logps, entropies = (torch.cat([x for part in parts for x in part]) for parts in zip(*scores, strict=True))
+            (logps * torch.linspace(-1, 1, len(logps))).sum().backward()
+        gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
+        found.append((logps.detach(), entropies.detach(), gradients))
+    for other in found[1:]:
+        for one, two in zip(found[0], other, strict=True):
+            assert (one - two).norm() <= 2e-6 * two.norm()
+
+
 def attention_inputs(prefix, *branches):
     """Random queries, keys and values of 4 heads on 2, packed rows of one prompt of `prefix + 1` tokens."""
     prompt = np.arange(prefix + 1)
