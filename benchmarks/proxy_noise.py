@@ -27,7 +27,7 @@ from pacs_trl.update.scorer import Scorer
 from pacs_trl.update.step import row_lengths
 
 
-NUM_ROWS, MAX_LENGTH, PROMPT_LENGTH, ROWS_PER_FORWARD = 32, 512, 24, 8
+NUM_ROWS, NUM_GENERATIONS, MAX_LENGTH, PROMPT_LENGTH, ROWS_PER_FORWARD = 32, 8, 512, 24, 8
 
 
 def build_model(device: str) -> Qwen3ForCausalLM:
@@ -57,7 +57,9 @@ def sample_rollouts(model: Qwen3ForCausalLM, device: str) -> list[Rollout]:
     lengths = [min(MAX_LENGTH, max(8, round(rng.lognormvariate(5.0, 0.6)))) for _ in range(NUM_ROWS - 1)] + [
         MAX_LENGTH
     ]
-    prompts = torch.randint(1, 512, (NUM_ROWS, PROMPT_LENGTH), generator=torch.Generator().manual_seed(0)).to(device)
+    shape = NUM_ROWS // NUM_GENERATIONS, PROMPT_LENGTH
+    prompts = torch.randint(1, 512, shape, generator=torch.Generator().manual_seed(0)).to(device)
+    prompts = prompts.repeat_interleave(NUM_GENERATIONS, dim=0)
     ids = model.generate(
         prompts,
         attention_mask=torch.ones_like(prompts),
@@ -121,7 +123,7 @@ def in_order(rollouts: list[Rollout]) -> list[list[int]]:
 
 
 COMPOSITIONS = [
-    Composition("same: packed", lambda r: scheduled(r, ROWS_PER_FORWARD, padded=False), True),
+    Composition("in the same micro-batches", lambda r: scheduled(r, ROWS_PER_FORWARD, padded=False), True),
     Composition("packed, half as many rows", lambda r: scheduled(r, ROWS_PER_FORWARD // 2, padded=False), True),
     Composition("padded, sorted by length", lambda r: scheduled(r, ROWS_PER_FORWARD, padded=True), False),
     Composition("padded, in order of generation", in_order, False),

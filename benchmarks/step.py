@@ -16,7 +16,8 @@ import platform
 import random
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -66,9 +67,13 @@ PROMPT_TOKENS = (16, 48)
 
 
 def recorded_rollouts(
-    size: Size, num_groups: int, seed: int = 0, num_generations: int = NUM_GENERATIONS
+    size: Size,
+    num_groups: int,
+    seed: int = 0,
+    num_generations: int = NUM_GENERATIONS,
+    prompt_tokens: tuple[int, int] = PROMPT_TOKENS,
 ) -> list[dict]:
-    """Random tokens with log-normal completion lengths, scaled so that mean / max is 0.35."""
+    """Random tokens with log-normal completion lengths, scaled so that mean / max is 0.35, behind prompts of so many tokens."""
     generator = random.Random(seed)
     raw = [generator.lognormvariate(0.0, 0.55) for _ in range(num_groups * num_generations)]
     target = 0.35 * size.completion_max
@@ -79,7 +84,7 @@ def recorded_rollouts(
     rows = []
     for i, length in enumerate(lengths):
         if i % num_generations == 0:
-            prompt = generator.choices(vocabulary, k=generator.randint(*PROMPT_TOKENS))
+            prompt = generator.choices(vocabulary, k=generator.randint(*prompt_tokens))
         rows.append({"prompt_ids": prompt, "completion_ids": generator.choices(vocabulary, k=length)})
     return rows
 
@@ -336,6 +341,22 @@ def four_updates(size: Size, device: str, repeats: int) -> list[dict]:
     return compare("Four updates per generation", runners, repeats, "TRL GRPO, best")
 
 
+def prompt_lengths(size: Size, device: str, repeats: int, tokens: list[int], group_sizes: list[int]) -> list[dict]:
+    """Three prompts of one length, none or one of them uniform; completions around 0.3 times 448 tokens on a CPU."""
+    size, rows = replace(size, completion_max=size.completion_max * 7 // 9, rows_per_forward=16), []
+    for num_prompt_tokens in tokens:
+        for num_generations in group_sizes:
+            rollouts = recorded_rollouts(size, 3, 0, num_generations, (num_prompt_tokens, num_prompt_tokens))
+            make = partial(Runner, size=size, rollouts=rollouts, device=device, num_generations=num_generations)
+            runners = {"TRL GRPO, best": make(GRPOTrainer, labels=labels_of(3, 0.0, num_generations))}
+            for uniform in (0, 1):
+                name = f"PACS, {uniform} of 3 groups uniform"
+                runners[name] = make(PACSTrainer, labels=labels_of(3, uniform / 3, num_generations))
+            title = f"Prompts of {num_prompt_tokens} tokens, {num_generations} completions each"
+            rows += compare(title, runners, repeats, "TRL GRPO, best")
+    return rows
+
+
 def group_memory(size: Size, device: str) -> list[dict]:
     print("\n### Peak memory against the number of completions per prompt (micro-batch fixed)\n")
     print("| num_generations | peak memory (MB) |\n|---|---|")
@@ -377,7 +398,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(SIZES), default="cpu")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--parts", nargs="+", default=["aligned", "ablation", "updates", "memory"])
+    parser.add_argument("--parts", nargs="+", default=["aligned", "prompts", "ablation", "updates", "memory"])
+    parser.add_argument("--prompt_tokens", type=int, nargs="+", default=[120, 480], help="of the part `prompts`")
+    parser.add_argument("--num_generations", type=int, nargs="+", default=[16], help="of the part `prompts`")
     parser.add_argument("--output", type=Path, help="write the raw numbers to this JSON file")
     args = parser.parse_args()
     size, device = SIZES[args.size], "cuda" if args.size == "gpu" else "cpu"
@@ -386,6 +409,9 @@ def main() -> None:
     rows = []
     if "aligned" in args.parts:
         rows += aligned(size, device, args.repeats)
+    if "prompts" in args.parts:  # TRL's steps are long here
+        repeats = min(args.repeats, 3)
+        rows += prompt_lengths(size, device, repeats, args.prompt_tokens, args.num_generations)
     if "ablation" in args.parts:
         rows += ablation(size, device, args.repeats)
     if "updates" in args.parts:
