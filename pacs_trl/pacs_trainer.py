@@ -3,7 +3,8 @@
 Generation, tools, vLLM, rewards, collation and logging are the parent's. What differs:
 
 - `_labels_of` makes rewards the labels of PACS.
-- `_prepare_inputs` keeps a generation batch as whole groups of ragged rows, divided into optimizer steps.
+- `_prepare_inputs` keeps a generation batch as whole groups of ragged rows, divided into optimizer steps. Some of its prompts may
+  be drawn again before: see `rollouts/redraw.py`.
 - `training_step` runs the parent's schedule, but does the work of an optimizer step at once, at its last slot: see
   `policy_update.py`.
 - A checkpoint also holds the rows that wait for later optimizer steps, and the snapshot reference.
@@ -11,6 +12,7 @@ Generation, tools, vLLM, rewards, collation and logging are the parent's. What d
 
 import textwrap
 import time
+from collections import defaultdict, deque
 from pathlib import Path
 
 import torch
@@ -19,8 +21,13 @@ from accelerate.utils.memory import clear_device_cache
 from trl.trainer.utils import use_adapter
 
 from .pacs_config import PACSConfig
+from .rollouts.adaptive import extend_hard_groups
+from .rollouts.guidance import HintFunction, check_guidance, guide_failed_groups
+from .rollouts.redraw import Redraw
+from .rollouts.refill import refill_uniform_groups
 from .rollouts.resume import merge_rows, rows_to_save
 from .rollouts.rollout_trainer import RolloutTrainer
+from .rollouts.step_sizes import Step
 from .update.groups import split_into_steps
 from .update.non_finite import NonFiniteSteps
 from .update.policy_update import Objective, PolicyUpdate
@@ -56,12 +63,17 @@ class PACSTrainer(RolloutTrainer):
         reward_funcs (`RewardFunc` or `list[RewardFunc]`): As in [`~trl.GRPOTrainer`]. The weighted sum over reward
             functions is the label and must lie in [0, 1]; `None` means that there is no verdict.
         args ([`PACSConfig`], *optional*): Configuration of this trainer. If `None`, a default configuration is used.
+        hint (`Callable`, *optional*): With `guidance="hint"`: `hint(row, failed_completions)` returns the hint for a row of
+            the data set, all of whose completions (texts) are wrong, or `None`. By default it stands in the column `hint`. The
+            main process asks.
         kwargs: All other arguments of [`~trl.GRPOTrainer`].
     """
 
     _own_shared_settings = (
         *("pacs_beta", "score_estimator", "first_update_score", "class_weighting", "proxy", "actor_term_coef"),
         *("reference", "reference_reset_steps", "reset_optimizer_on_reference_reset"),
+        *("adaptive_rollouts", "max_generations", "adaptive_rollouts_budget", "guidance", "max_guided_fraction"),
+        *("guided_weight", "refill_uniform_groups", "max_refill_rounds"),
     )
     _tag_names = ["trl", "pacs"]
     _name = "PACS"
@@ -79,11 +91,34 @@ class PACSTrainer(RolloutTrainer):
             }"""),
     }
 
-    def __init__(self, model, reward_funcs=None, args: PACSConfig | None = None, **kwargs):
+    def __init__(
+        self,
+        model,
+        reward_funcs=None,
+        args: PACSConfig | None = None,
+        *,
+        hint: HintFunction | None = None,
+        **kwargs,
+    ):
+        self._hint = hint
         super().__init__(model, reward_funcs, args=args, **kwargs)
         self._check_support()
+        if self.args.draws_again:
+            self.draw_name = "first"
+            self._widen_tables()
         self.update = self._create_update()
         self.vllm_importance_sampling_correction = False  # the parent's, which costs a forward pass of its own
+
+    def _prepare_loading(self, model, args, arguments) -> None:
+        super()._prepare_loading(model, args, arguments)
+        tools, environments = arguments.get("tools"), arguments.get("environment_factory")
+        dataset = arguments.get("train_dataset")
+        check_guidance(args.guidance, self._hint, dataset, tools=tools, environments=environments)
+        if args.refill_uniform_groups and not hasattr(dataset, "__len__"):
+            raise ValueError(
+                "refill_uniform_groups=True draws prompts from the whole training set, which must know its length; a "
+                f"{type(dataset).__name__} does not. Load it into memory (streaming=False), or remove the key."
+            )
 
     def _check_support(self) -> None:
         if self._is_vlm:
@@ -130,6 +165,7 @@ class PACSTrainer(RolloutTrainer):
                 args.class_weighting,
                 args.actor_term_coef,
                 kl_coef=args.beta,
+                guided_weight=args.guided_weight,
             ),
             limits=Limits(
                 self.accelerator.num_processes,
@@ -158,20 +194,51 @@ class PACSTrainer(RolloutTrainer):
 
     def _draw_generation(self, generation_batch) -> list[Rollout]:
         """This process's rows for the optimizer steps until the next generation."""
+        if self.args.draws_again:  # else the last table would fill up this one
+            for kept in self._logs.values():
+                kept.clear()
         return unpad_rollouts(self._generate_and_score_completions(generation_batch))
 
     def _prepare_inputs(self, generation_batch):
         if not self.model.training:
             return self._generate_and_score_completions(generation_batch)
         if self._at_generation_boundary():
-            rollouts = gather_object(self._draw_generation(generation_batch))
             num_steps = self.args.steps_per_generation // self.args.gradient_accumulation_steps
+            rollouts = self._draw_generation(generation_batch)
+            if self.args.draws_again:
+                rollouts = self._draw_again(generation_batch, rollouts, max(num_steps, 1))
+            else:
+                rollouts = gather_object(rollouts)
             if num_steps <= 1 and self.num_iterations == 1:
                 self._pending += rollouts
             else:
                 self._steps = [self.update.schedule(rows) for rows in split_into_steps(rollouts, num_steps)]
                 self._score_rollout_reference()
         return generation_batch
+
+    def _draw_again(self, generation_batch, rollouts: list[Rollout], num_steps: int) -> list[Rollout]:
+        """The rows of all processes, after guided attempts, more completions of hard prompts and other prompts."""
+        again, args = Redraw(self, generation_batch, rollouts), self.args
+        if args.guidance is not None:
+            guide_failed_groups(again, args.guidance, self._hint, args.max_guided_fraction, num_steps)
+        if args.adaptive_rollouts is not None:
+            extend_hard_groups(
+                again,
+                schedule=args.adaptive_rollouts,
+                max_generations=args.max_generations,
+                budget=args.adaptive_rollouts_budget,
+            )
+        if args.refill_uniform_groups:
+            refill_uniform_groups(again, args.max_refill_rounds)
+        return again.rollouts
+
+    def _widen_tables(self) -> None:
+        """Tables of completions, which TRL bounds by a generation, have room for all draws of one."""
+        step = Step.of(self.args, self.accelerator.num_processes)
+        most = step.rows_per_generation + self.args.most_additional(step)
+        for name, kept in self._logs.items():
+            wide: deque | defaultdict = deque(maxlen=most)
+            self._logs[name] = wide if isinstance(kept, deque) else defaultdict(lambda: deque(maxlen=most))
 
     def _score_rollout_reference(self) -> None:
         """Log-probabilities under the policy that generated, for the updates in which it will have moved on."""

@@ -55,6 +55,8 @@ class RunArguments:
         reward_funcs (`list[str]`, *optional*, defaults to `["math_reward"]`):
             Names from `pacs_trl.rewards`, or `package.module.function` of your own, importable from the working
             directory. With several, `reward_weights` says how they add up.
+        hint_function (`str`, *optional*):
+            With `guidance: hint`: `package.module.function` that gives the hints, instead of the column `hint`.
         expected_processes (`int`, *optional*):
             Number of processes that the batch sizes are written for. Another number makes another batch, which `pacs-trl
             plan` says in words.
@@ -64,6 +66,9 @@ class RunArguments:
     reward_funcs: list[str] = field(
         default_factory=lambda: ["math_reward"],
         metadata={"help": "Names from pacs_trl.rewards, or package.module.function of your own."},
+    )
+    hint_function: str | None = field(
+        default=None, metadata={"help": "package.module.function that gives hints, for guidance: hint."}
     )
     expected_processes: int | None = field(
         default=None, metadata={"help": "Number of processes that the batch sizes are written for."}
@@ -212,6 +217,11 @@ def _parts(method: str) -> tuple[type, ...]:
 def _relation_errors(run: RunArguments, training: Any) -> list[str]:
     """What is wrong between settings of different owners."""
     errors = []
+    if run.hint_function is not None and (run.method != "pacs" or training.guidance != "hint"):
+        errors.append(
+            f"hint_function={run.hint_function!r} would be ignored without guidance: hint, a setting of method pacs. Set it, or "
+            "remove the key."
+        )
     if training.push_to_hub and training.hub_strategy != "end":
         errors.append(
             f"hub_strategy={training.hub_strategy!r} must be 'end': before the end of training transformers would upload the "

@@ -69,6 +69,9 @@ def main(argv: Sequence[str] | None = None):
     reward_funcs = [reward_function(name) for name in recipe.run.reward_funcs]
     if rewards.code_reward in reward_funcs:  # refused now, not in the first step
         PartialState().print(f"Programs run with {shared_code_verifier().start().text}.")
+    more = {}
+    if recipe.run.hint_function is not None:
+        more["hint"] = function_of_user(recipe.run.hint_function, "hint_function")
     tokenizer = AutoTokenizer.from_pretrained(
         recipe.model.model_name_or_path,
         revision=recipe.model.model_revision,
@@ -91,6 +94,7 @@ def main(argv: Sequence[str] | None = None):
             quantization_config=get_quantization_config(recipe.model),
             peft_config=peft_config,
             callbacks=[tracking, stopping],
+            **more,
         )
         # TRL drafts a card with every checkpoint, over whatever README.md says; ours is written at the end and keeps it.
         trainer.create_model_card = lambda **kwargs: None
@@ -208,7 +212,19 @@ def reward_function(name: str) -> Callable:
             f"There is no reward function {name!r} in pacs_trl.rewards, which has {', '.join(own)}. Write functions of "
             "your own as package.module.function."
         )
-    module_name, function_name = name.rsplit(".", 1)
+    return function_of_user(name, "reward_funcs")
+
+
+def function_of_user(name: str, key: str) -> Callable:
+    """
+    A function by its dotted path, also from the working directory.
+
+    Raises:
+        `ValueError`: if there is none; `key` is the setting that names it.
+    """
+    module_name, _, function_name = name.rpartition(".")
+    if not module_name:
+        raise ValueError(f"{key}: {name!r} names no function. Write it as package.module.function.")
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     try:
@@ -221,7 +237,7 @@ def reward_function(name: str) -> Callable:
             f"of the run, which is {Path.cwd()}."
         ) from error
     if not callable(getattr(module, function_name, None)):
-        raise ValueError(f"The module {module_name!r} has no function {function_name!r} (reward_funcs: {name}).")
+        raise ValueError(f"The module {module_name!r} has no function {function_name!r} ({key}: {name}).")
     return getattr(module, function_name)
 
 

@@ -141,6 +141,7 @@ IN_README = {
 COMPLETE = ("qwen3-4b/pacs_one_node", "qwen3-8b/pacs_server")
 MADE_BY |= {run: (recipe, added.split()) for run, (recipe, added) in IN_README.items()}
 MADE_BY |= {recipe: (recipe, []) for recipe in COMPLETE}
+DARS = "qwen2.5-math-7b/dars_b"
 PRACTICAL = {"qwen3-0.6b/pacs": 1e-6, "qwen3-1.7b/pacs_lora": 1e-5, "qwen3-4b/code": 1e-6}  # learning rates
 
 
@@ -174,7 +175,7 @@ def test_recipe_is_read_and_free_of_conflicts(name):
     conflicts, notes = judge(recipe, launch)
     assert conflicts == [] and notes == []
     assert recipe.run.expected_processes == launch.num_processes
-    assert step.updates_per_generation == 4
+    assert step.updates_per_generation == (2 if name == DARS else 4)
     assert recipe.training.save_steps % step.updates_per_generation == 0
     assert recipe.training.output_dir == f"outputs/{name}"
     longest = recipe.data.max_prompt_length + recipe.training.max_completion_length
@@ -193,7 +194,9 @@ def test_miniature_recipe_is_read_and_free_of_conflicts(name):
     assert conflicts == []
     step = recipe.step
     assert judge(recipe, launch) == ([], [])
-    assert step.updates_per_generation == (4 if "twin" in name else 1)
+    assert step.updates_per_generation == {"miniature/dars": 4, "miniature/dars_b": 2}.get(
+        name, 4 if "twin" in name else 1
+    )
     assert recipe.training.output_dir == f"outputs/{name}"
     assert f"--config recipes/{name}.yaml" in path.read_text()
 
@@ -217,7 +220,7 @@ def test_cell_has_the_settings_of_the_paper(name):
 
 def test_there_is_a_recipe_for_each_cell_and_no_other():
     assert set(MADE_BY) == set(CELLS)
-    assert set(TRAINING) == {recipe for recipe, _ in MADE_BY.values()} | set(PRACTICAL)
+    assert set(TRAINING) == {recipe for recipe, _ in MADE_BY.values()} | set(PRACTICAL) | {DARS}
 
 
 def test_readme_has_the_settings_of_cells_that_no_table_has():
@@ -233,6 +236,52 @@ def test_cells_of_tables_are_launched_as_their_recipes_are():
             assert f"#   {LAUNCH} --config recipes/{cell.recipe}.yaml" in path.read_text().splitlines()
             processes = check_recipe(str(path), cell.words, 64)[0].run.expected_processes
             assert processes == launch_of(path).num_processes == 64
+
+
+@pytest.mark.parametrize(
+    ("added", "schedule", "most"),
+    [
+        ([], "hardness_weighted", 64),
+        (["--adaptive_rollouts", "equal_treatment", "--max_generations", "32"], "equal_treatment", 32),
+    ],
+)
+@pytest.mark.parametrize("model", ["Qwen/Qwen2.5-Math-7B", "Qwen/Qwen2.5-Math-1.5B"])
+def test_dars_has_the_rollouts_of_its_authors(added, schedule, most, model):
+    """experiments/DARS-{1.5B,7B}-{HW,ET}-Breadth.sh, but for the loss."""
+    path = RECIPES / f"{DARS}.yaml"
+    launch = launch_of(path)
+    recipe, conflicts = check_recipe(str(path), [*added, "--model_name_or_path", model], launch.num_processes)
+    assert conflicts == [] and judge(recipe, launch) == ([], [])
+    expected = PACS | {
+        "adaptive_rollouts": schedule,
+        "max_generations": most,
+        "adaptive_rollouts_budget": None,
+        "num_generations": 8,
+        "num_iterations": 2,
+        "max_prompt_length": 1024,
+        "max_completion_length": 3072,
+        "max_tokens_per_micro_batch": 24576,
+        "temperature": 1.0,
+        "learning_rate": 5e-6,
+        "beta": 0.0,
+    }
+    actual = values_of(recipe)
+    assert {key: actual[key] for key in expected} == expected
+    assert recipe.step.prompts_per_generation == recipe.step.prompts_per_update == 3072
+    assert recipe.training.max_steps == 86 * 2 and recipe.training.save_steps == 14 * 2
+    words = path.read_text().replace("\n#", "")
+    assert "--adaptive_rollouts equal_treatment --max_generations 32" in words and "Qwen/Qwen2.5-Math-1.5B" in words
+
+
+def test_dars_without_breadth_is_a_line_of_the_header():
+    path = RECIPES / f"{DARS}.yaml"
+    line = next(line for line in path.read_text().splitlines() if "--gradient_accumulation_steps" in line)
+    words = shlex.split(line.partition("epochs: ")[2].removesuffix("."))
+    recipe, conflicts = check_recipe(str(path), words, 8)
+    assert conflicts == [] and judge(recipe, launch_of(path)) == ([], [])
+    step = recipe.step
+    assert (step.prompts_per_generation, step.prompts_per_update, step.updates_per_generation) == (128, 64, 4)
+    assert recipe.training.learning_rate == 1e-6 and recipe.training.max_steps == 12 * 4
 
 
 @pytest.mark.parametrize("name", PRACTICAL)

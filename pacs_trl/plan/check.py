@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from trl import ModelConfig
 
 from ..data.tasks import TASKS
-from ..recipe import Recipe, read_arguments
-from ..train import check_model_directory, reward_function
+from ..recipe import Recipe, RunArguments, read_arguments
+from ..train import check_model_directory, function_of_user, reward_function
 from .arguments import read_plan_arguments
 from .cost import GPUS, H200, Gpu
 from .estimates import Estimate
@@ -62,7 +62,7 @@ def check_recipe(path: str, overrides: Sequence[str], num_processes: int | None)
     """
     recipe, errors = Recipe.from_settings(read_arguments(["--config", path, *overrides]), num_processes)
     if recipe is not None:
-        errors += _model_conflicts(recipe.model) + _reward_conflicts(recipe.run.reward_funcs)
+        errors += _model_conflicts(recipe.model) + _function_conflicts(recipe.run)
     return recipe, errors
 
 
@@ -84,16 +84,18 @@ def _model_conflicts(model: ModelConfig) -> list[str]:
     return conflicts
 
 
-def _reward_conflicts(names: list[str]) -> list[str]:
+def _function_conflicts(run: RunArguments) -> list[str]:
     conflicts = []
-    for name in names:
+    named = [("reward_funcs", name) for name in run.reward_funcs]
+    for key, name in [*named, ("hint_function", run.hint_function)]:
         try:
-            reward_function(name)
+            if name is not None:
+                reward_function(name) if key == "reward_funcs" else function_of_user(name, key)
         except ValueError as error:
-            conflicts.append(f"reward_funcs: {error}")
+            conflicts.append(f"{key}: {error}")
         except Exception as error:  # the module is the user's, and its import can raise anything
             conflicts.append(
-                f"reward_funcs: the module of {name!r} cannot be imported here ({type(error).__name__}: {error}). It must "
+                f"{key}: the module of {name!r} cannot be imported here ({type(error).__name__}: {error}). It must "
                 "be importable from the working directory of the run."
             )
     return conflicts

@@ -119,6 +119,8 @@ KNOWN_MODELS = {
     "Qwen/Qwen3-4B": ModelShape(36, 2560, 9728, 32, 8, 128, 151936, tied=True, qk_norm=True),
     "Qwen/Qwen3-8B": ModelShape(36, 4096, 12288, 32, 8, 128, 151936, tied=False, qk_norm=True),
     "Qwen/Qwen2.5-3B": ModelShape(36, 2048, 11008, 16, 2, 128, 151936, tied=True, qkv_bias=True),
+    "Qwen/Qwen2.5-Math-1.5B": ModelShape(28, 1536, 8960, 12, 2, 128, 151936, tied=True, qkv_bias=True),
+    "Qwen/Qwen2.5-Math-7B": ModelShape(28, 3584, 18944, 28, 4, 128, 152064, tied=False, qkv_bias=True),
     "Qwen/Qwen2.5-7B": ModelShape(28, 3584, 18944, 28, 4, 128, 152064, tied=False, qkv_bias=True),
 }
 

@@ -3,6 +3,7 @@
 import math
 
 from ..recipe import Recipe
+from ..rollouts.draw_settings import Additional, additional, draw_errors
 from . import cost
 from .cost import GIB, H200, Gpu
 from .launch import Launch
@@ -37,6 +38,9 @@ class Estimate:
         size = size and max(0, size - data.eval_split_size)
         self.num_problems = size and min(size, data.max_train_samples or size)
         self.longest = (data.max_prompt_length or 1024) + (training.max_completion_length or 0)
+        self.additional: dict[str, Additional] = {}  # in a generation, beside its first completions
+        if recipe.run.method == "pacs" and recipe.step is not None and not draw_errors(training, recipe.step):
+            self.additional = additional(training, recipe.step)
         self.shape = cost.model_shape(recipe.model.model_name_or_path)
         if self.shape is not None:
             self._measure()
@@ -151,18 +155,33 @@ class Estimate:
         if optimizer_steps is None:
             why = "max_steps is not set and the number of prompts is not known"
             return ["", "Run", f"  optimizer steps    unknown: {why}"]
-        rollouts, size = self.step.rollouts(optimizer_steps), self.num_problems
-        completions = rollouts * self.step.rows_per_generation
-        most = completions * self.training.max_completion_length
+        rollouts, size, rows = self.step.rollouts(optimizer_steps), self.num_problems, self.step.rows_per_generation
+        completions = rollouts * rows + round(rollouts * sum(each.expected for each in self.additional.values()))
+        most = rollouts * (rows + sum(each.most for each in self.additional.values()))
+        most *= self.training.max_completion_length
         epochs = rollouts * self.step.prompts_per_generation / size if size else 0
         return [
             "",
             "Run",
             f"  optimizer steps    {optimizer_steps}",
             f"  rollout steps      {rollouts}{f' ({epochs:.1f} epochs of {size} problems)' if size else ''}",
+            *self._drawn_again(),
             f"  completions        {completions:,}",
             f"  tokens generated   {completions * mean_length / 1e6:,.1f} million at a mean of {mean_length} per "
             f"completion, at most {most / 1e6:,.1f} million",
+        ]
+
+    def _drawn_again(self) -> list[str]:
+        """What later draws of a generation add; GPU memory does not grow, because micro-batches are bounded."""
+        if not self.additional:
+            return []
+        kinds = ", ".join(
+            f"{name} {each.expected:,.0f} (at most {each.most:,})" for name, each in self.additional.items()
+        )
+        most = self.step.rows_per_generation + sum(each.most for each in self.additional.values())
+        return [
+            f"  drawn again        per generation {kinds}, expected if success rates lie evenly between 0 and 1; rows of a "
+            f"generation take up to {13 * most * self.longest / GIB:.2f} GiB of main memory, and no more of a GPU's"
         ]
 
     def _memory(self) -> list[str]:
@@ -192,7 +211,8 @@ class Estimate:
             return []
         is_float32 = self.dtype == "float32" or self.has_float32_copies or self.recipe.model.use_peft
         interrupted = training.save_steps % step.updates_per_generation != 0
-        row_tokens = step.rows_per_generation * mean_length if interrupted else 0
+        kept = step.rows_per_generation + sum(each.expected for each in self.additional.values())
+        row_tokens = kept * mean_length if interrupted else 0
         parts_of = {"weight_bytes": 4 if is_float32 else 2, "snapshot": self.has_snapshot, "row_tokens": row_tokens}
         size = cost.checkpoint_bytes(self.trained, **parts_of) + cost.checkpoint_bytes(self.critic)
         parts = ["weights", "two Adam moments"] + ["reference snapshot"] * self.has_snapshot
@@ -222,7 +242,10 @@ class Estimate:
     def _time(self, optimizer_steps: int, mean_length: int) -> list[str]:
         training, shape, gpus, gpu = self.training, self.shape, self.launch.num_processes, self.gpu
         longest = training.max_completion_length
-        rows, rollouts = self.step.rows_per_generation, self.step.rollouts(optimizer_steps)
+        draws = [self.step.rows_per_generation, *(each.expected for each in self.additional.values())]
+        rollouts, rows = self.step.rollouts(optimizer_steps), draws[0]
+        if "adaptive" in self.additional:  # the others take the places of rows
+            rows += self.additional["adaptive"].expected
         prompt = min(self.recipe.data.max_prompt_length or 256, 256)
         # GRPO is TRL's, which pads every row to the longest of the generation, and among so many one reaches the limit.
         computed, attended, padding = prompt + longest, prompt + longest, ", padding included"
@@ -237,8 +260,8 @@ class Estimate:
         if not (training.use_vllm and training.vllm_mode == "server"):
             share = training.vllm_gpu_memory_utilization if training.use_vllm else 0.5
             cache = max(share * gpu.memory_bytes - 2 * shape.parameters, 0.05 * gpu.memory_bytes)
-            lengths = {"prompt": prompt, "mean": mean_length, "longest": longest}
-            generating = cost.decoding_seconds(shape, rows / gpus, **lengths, kv_cache_bytes=cache, gpu=gpu)
+            how = {"prompt": prompt, "mean": mean_length, "longest": longest, "kv_cache_bytes": cache, "gpu": gpu}
+            generating = sum(cost.decoding_seconds(shape, rows / gpus, **how) for rows in draws)
             generation = (
                 f"{generating:.0f} s: weights read once per token of the longest completion, keys and values of all "
                 f"completions, at {gpu.decoding_share:.0%} of {gpu.bandwidth / 1e12:.3g} TB/s"

@@ -5,11 +5,13 @@
 - When a server stops answering, all processes learn of it, by the same exception. TRL's is raised on the main process while
   the others wait for its completions for ever.
 - Completions that a colocated engine has finished are graded while it draws the others.
+- A prompt that stands in a draw several times is asked of a server once, for so many completions.
 - The time that weights take to reach vLLM is measured.
 """
 
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
@@ -96,6 +98,45 @@ class SeededLLM:
         return outputs
 
 
+class CountingClient:
+    """
+    TRL's client of a vLLM server, for draws with another number of completions of each prompt. All else is its own.
+
+    Such a draw has each prompt as often as it is wanted, one completion each. The server gives the same answer to equal prompts of
+    a request with a seed, so they are counted, and each number is a request of its own; they run at the same time.
+    """
+
+    def __init__(self, client):
+        self.client = client
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.client, name)
+
+    def generate(self, prompts, features=None, n: int = 1, **kwargs) -> dict:
+        """That of TRL, with the same arguments."""
+        places: dict[tuple[int, ...], list[int]] = {}
+        for place, ids in enumerate(prompts):
+            places.setdefault(tuple(ids), []).append(place)
+        if n > 1 or features is not None or len(places) == len(prompts):
+            return self.client.generate(prompts=prompts, features=features, n=n, **kwargs)
+        by_number: dict[int, list[list[int]]] = {}
+        for own in places.values():
+            by_number.setdefault(len(own), []).append(own)
+
+        def ask(number: int) -> dict:
+            asked = [prompts[own[0]] for own in by_number[number]]
+            return self.client.generate(prompts=asked, features=None, n=number, **kwargs)
+
+        with ThreadPoolExecutor(max_workers=len(by_number)) as executor:
+            answers = list(executor.map(ask, by_number))
+        order = [place for several in by_number.values() for own in several for place in own]
+        merged = {"prompt_ids": list(prompts)}
+        for name in ("completion_ids", "logprobs", "logprob_token_ids"):
+            rows = [row for answer in answers for row in answer[name]]
+            merged[name] = [row for _, row in sorted(zip(order, rows, strict=True), key=lambda pair: pair[0])]
+        return merged
+
+
 class Engine(VLLMGeneration):
     """
     Takes the place of the engine that TRL has built, and is it otherwise.
@@ -125,6 +166,8 @@ class Engine(VLLMGeneration):
         self._timer = timer
         if self.mode == "colocate":
             self.llm = SeededLLM(self.llm, next_seeds, early_grading)
+        elif self.accelerator.is_main_process:
+            self.vllm_client = CountingClient(self.vllm_client)
 
     def sync_weights(self) -> None:
         """

@@ -60,6 +60,7 @@ class ResumableTrainer(GRPOTrainer):
         for kept in (*self._metrics.values(), *self._logs.values(), self._pending_metrics, self._pending_extra_logs):
             kept.clear()
         self._num_requests = 0  # sent to vLLM by this process while training
+        self.num_refilled = 0  # see `refill.py`
         self._evaluation_requests = (0, 0)  # the optimizer step of the last evaluation, and its requests so far
         self._step_begin: dict | None = None
         self._saved_step: int | None = None  # of the last complete checkpoint in `output_dir`
@@ -134,6 +135,7 @@ class ResumableTrainer(GRPOTrainer):
             "settings": self._shared_settings(),
             "step": self._step,
             "num_requests": self._num_requests,
+            "num_refilled": self.num_refilled,
             "metrics": dict(self._metrics["train"]),
             **self._own_state(),
         }
@@ -151,9 +153,13 @@ class ResumableTrainer(GRPOTrainer):
                 "model_name_or_path instead."
             )
         state = torch.load(file, map_location="cpu", weights_only=True)
-        check_same_settings(str(checkpoint), state["settings"], self._shared_settings())
+        current = self._shared_settings()
+        # A setting that did not exist then had its default.
+        defaults = {name: value for name, value in vars(type(self.args)).items() if name in current}
+        check_same_settings(str(checkpoint), defaults | state["settings"], current)
         self._step = state["step"]
         self._num_requests = state["num_requests"]
+        self.num_refilled = state.get("num_refilled", 0)  # of older ones none
         self._metrics["train"].update(state["metrics"])
         self._load_own_state(checkpoint, state)
         if checkpoint.resolve().parent == Path(self.args.output_dir).resolve():
@@ -177,7 +183,7 @@ class ResumableTrainer(GRPOTrainer):
 
 
 # What moves on inside an optimizer step, besides metrics and the number of tokens.
-_COUNTERS = ("_step", "_num_requests", "_buffered_inputs")
+_COUNTERS = ("_step", "_num_requests", "num_refilled", "_buffered_inputs")
 
 
 class _StepBegin(TrainerCallback):

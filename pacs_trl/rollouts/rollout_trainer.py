@@ -45,6 +45,7 @@ class RolloutTrainer(ResumableTrainer):
 
     _config_class = GRPOConfig
     _padding_free = "auto"  # see `Scorer`
+    draw_name: str | None = None  # what completions tables call the rows of a draw, where there are several kinds
 
     def __init__(self, model, reward_funcs=None, args=None, **kwargs):
         if args is None:
@@ -57,6 +58,7 @@ class RolloutTrainer(ResumableTrainer):
         self._check_number_of_prompts()
         self.timer = StepTimer()
         self.add_callback(TimingCallback(self.timer, self._record_seconds, self.accelerator.print))
+        self.grades_answers = math_reward in self.reward_funcs
         self._early_grading = self._choose_early_grading()
         self._solutions: list = []  # of the rows that are being generated
         self._num_groups = 0  # drawn so far
@@ -178,7 +180,7 @@ class RolloutTrainer(ResumableTrainer):
 
     def _choose_early_grading(self) -> EarlyGrading | None:
         """Where completions come one by one, and `math_reward` grades the text that their tokens spell."""
-        if not self.use_vllm or self.vllm_mode != "colocate" or self.tools or math_reward not in self.reward_funcs:
+        if not self.use_vllm or self.vllm_mode != "colocate" or self.tools or not self.grades_answers:
             return None
         if any(getattr(self._tokenizer, name, None) is not None for name in ("response_template", "response_schema")):
             return None
@@ -188,6 +190,8 @@ class RolloutTrainer(ResumableTrainer):
         self._check_equal_on_all_processes("rows of a generation batch", len(inputs))
         check_columns("The data set", inputs[0])
         self._solutions = [row.get("solution") for row in inputs]
+        if self.draw_name is not None:
+            self._log_completion_extra("draw", [self.draw_name] * len(inputs))
         with self.timer.part("other"):
             batch = super()._generate_and_score_completions(inputs)
         rows = self.accelerator.process_index * len(inputs) + torch.arange(len(inputs))  # among those of all processes

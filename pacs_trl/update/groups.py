@@ -76,7 +76,7 @@ class Groups:
 
 def split_into_steps(rollouts: Sequence[Rollout], num_steps: int) -> list[list[Rollout]]:
     """Rows of each optimizer step of a generation batch: whole groups in their order, about equally many."""
-    groups = list(dict.fromkeys(row.group for row in rollouts))
+    groups = sorted({row.group for row in rollouts})
     step_of = {group: i * num_steps // len(groups) for i, group in enumerate(groups)}
     steps: list[list[Rollout]] = [[] for _ in range(num_steps)]
     for row in rollouts:

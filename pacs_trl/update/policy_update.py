@@ -48,7 +48,8 @@ from .token_weights import TokenValues, TokenWeights
 
 
 class Objective(NamedTuple):
-    """The numbers of the objective: those of `objective.py`, the weight of the actor term, and that of the KL term (`beta`)."""
+    """The numbers of the objective: those of `objective.py`, and the weights of the actor term, of the KL term (`beta`) and of the
+    coefficients of guided rows."""
 
     pacs_beta: float = 1.0
     proxy: Proxy = "log_ratio"
@@ -56,6 +57,7 @@ class Objective(NamedTuple):
     class_weighting: ClassWeighting = "balanced"
     actor_term_coef: float = 0.0
     kl_coef: float = 0.0
+    guided_weight: float = 1.0
 
     def loss(self, groups: Groups, proxies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss without the KL term, and scores."""
@@ -205,7 +207,9 @@ class PolicyUpdate:
         groups = step.groups.take(rows)
         share = groups.scorable.sum().item() / max(int(step.groups.scorable.sum()), 1)
         num_tokens = torch.tensor([int(step.rollouts[i].loss_mask.sum()) for i in rows])
-        return self.objective.coefficients(groups, proxies, num_tokens) * share
+        guided = torch.tensor([step.rollouts[i].guided for i in rows])
+        coefficients = self.objective.coefficients(groups, proxies, num_tokens) * share
+        return coefficients.where(~guided, coefficients * self.objective.guided_weight)
 
     def _schedule_rows_that_count(self, step: StepRollouts, coefficients: torch.Tensor, *, scored: bool) -> Schedule:
         """Micro-batches of the rows with a gradient; `scored` is whether those of `step.schedule` were forwarded before."""

@@ -30,6 +30,7 @@ class Rollout:
             that learns from the row.
         sampling_logps (float32, shape `(C,)`, *optional*): As the engine that generated reported them; NaN where it
             did not.
+        guided (`bool`): Whether the completion was drawn with help that `prompt_ids` does not have.
     """
 
     prompt_ids: np.ndarray
@@ -40,6 +41,7 @@ class Rollout:
     old_logps: np.ndarray | None = None
     ref_logps: np.ndarray | None = None
     sampling_logps: np.ndarray | None = None
+    guided: bool = False
 
 
 def to_state(rollout: Rollout) -> dict:

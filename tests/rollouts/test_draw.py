@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from fake_llm import play_colocated
-from loopback_vllm import LoopbackVLLM, play_installed, server_settings
 from replay import TOKENIZER, addition_dataset, build_trainer, config, digit_reward, tiny_model, trainable_weights
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
@@ -11,13 +9,6 @@ from trl import GRPOConfig
 from pacs_trl import PACSTrainer, PPOConfig, PPOTrainer
 from pacs_trl.baselines.grpo_trainer import GRPOTrainer
 from pacs_trl.rollouts.resume import request_seed
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    tiny_model().save_pretrained(path)
-    return str(path)
 
 
 class DrawsAgain(PACSTrainer):
@@ -34,25 +25,6 @@ class DrawsAgain(PACSTrainer):
         self.drawn.append(first + self.draw(prompts, 8, groups))
         assert self.num_generations == 4
         return self.drawn[-1]
-
-
-@pytest.fixture(params=["colocate", "server", "transformers"])
-def engine(request, model_path, monkeypatch):
-    """Settings of a run, and what its engine has been asked for: number of completions, prompt and seed of each request."""
-    if request.param == "transformers":
-        yield {}, None
-    elif request.param == "colocate":
-        settings = play_colocated(monkeypatch)
-        yield settings, lambda trainer: [(1, ids, p.seed) for ids, p in trainer.vllm_generation.llm.requests]
-    else:
-        play_installed(monkeypatch.setattr)
-        with LoopbackVLLM(model_path) as server:
-
-            def requests(trainer):
-                asked, server.requests = server.requests, []
-                return [(body["n"], ids, body["seed"]) for body in asked for ids in body["prompt"]]
-
-            yield server_settings(server.url), requests
 
 
 def trained(output_dir, model_path, settings, resume=None):

@@ -1,0 +1,229 @@
+"""Guided attempts: where all completions of a prompt are wrong, some are drawn again with help, as Agent-RLVR does.
+
+Help is a hint in the prompt, or a second turn with a failed attempt and what the verifier says of it ([arXiv
+2506.11425](https://huggingface.co/papers/2506.11425)). Only right answers are kept: they take the places of wrong ones, and are learnt
+from as answers to the plain prompt. A failed guided attempt is dropped, since as a negative of another prompt it would only be
+pushed down. No engine has drawn these rows from the plain prompt, so they have no `sampling_logps`.
+"""
+
+import logging
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+from accelerate.utils import broadcast_object_list, gather_object
+from datasets import Dataset
+from trl.data_utils import is_conversational
+
+from ..update.groups import split_into_steps
+from ..update.rows import Rollout
+from ..verification import Outcome, gold_texts, shared_verifier
+from .redraw import RIGHT, Redraw, judged_labels
+from .schedules import in_turns
+
+
+logger = logging.getLogger(__name__)
+
+Guidance = Literal["hint", "feedback"]
+HintFunction = Callable[[dict, list[str]], str | None]
+
+HINT = "\n\nHint: {hint}"
+WRONG = "Your final answer is wrong. Find the mistake and solve the problem again."
+# What the verifier says of an attempt; never the gold answer.
+FEEDBACK = {
+    Outcome.NO_ANSWER: "No final answer was found in your solution. Solve the problem again and state the final answer.",
+    Outcome.TIMEOUT: "Your final answer could not be checked. Solve the problem again and simplify the final answer.",
+    Outcome.TOO_LONG: "Your solution is too long to be read. Solve the problem again, in fewer words.",
+}
+
+
+def check_guidance(
+    guidance: Guidance | None, hint: HintFunction | None, dataset: Any, *, tools: Any = None, environments: Any = None
+) -> None:
+    """
+    Whether the data have what `guidance` needs; warns of hints that contain the gold answer.
+
+    Args:
+        guidance (`str`, *optional*):
+            Setting of that name.
+        hint (`Callable`, *optional*):
+            Argument `hint` of [`PACSTrainer`].
+        dataset:
+            The training set.
+        tools, environments:
+            Arguments `tools` and `environment_factory` of [`PACSTrainer`].
+
+    Raises:
+        `ValueError`: if there are no hints, or a second turn cannot be made.
+    """
+    if hint is not None and guidance != "hint":
+        raise ValueError(
+            f"The function that gives hints would never be asked with guidance={guidance!r}. Set guidance='hint', or leave the "
+            "function out."
+        )
+    if guidance == "feedback" and tools:
+        raise ValueError(
+            "guidance='feedback' puts a failed attempt into the prompt as one message, and attempts with tools have several. Use "
+            "guidance='hint'."
+        )
+    if guidance is not None and environments is not None:
+        raise ValueError(
+            f"guidance={guidance!r} writes into the prompt, and with an environment_factory the environment does. Leave one out."
+        )
+    columns = getattr(dataset, "column_names", None)
+    if guidance == "hint" and hint is None and columns is not None and "hint" not in columns:
+        raise ValueError(
+            f"guidance='hint' needs a column `hint`, and the training set has {', '.join(columns)}. Add the column (empty where "
+            "there is no hint), give PACSTrainer a function `hint(row, failed_completions)` (in a recipe: hint_function), or set "
+            "guidance='feedback'."
+        )
+    if not isinstance(dataset, Dataset) or guidance is None:
+        return
+    if guidance == "feedback" and not is_conversational(dataset[0]):
+        raise ValueError(
+            "guidance='feedback' answers a failed attempt in a second turn, and the prompts are texts, which have no turns. Make "
+            "them lists of messages (`pacs_trl.data.build_prompt`), or use guidance='hint'."
+        )
+    if hint is None and guidance == "hint":
+        hints = dataset.select_columns([name for name in ("hint", "solution") if name in dataset.column_names])
+        for row in hints:
+            check_hint(row["hint"])
+        told = sum(contains_answer(row["hint"], row.get("solution")) for row in hints)
+        if told:
+            logger.warning(
+                "%d of %d hints contain the gold answer word for word. An answer that is copied from its hint teaches to write "
+                "the answer without the way to it. Take the answers out of the hints.",
+                told,
+                len(dataset),
+            )
+
+
+def check_hint(hint: Any) -> None:
+    """
+    Raises:
+        `ValueError`: if a hint is neither text nor `None`.
+    """
+    if hint is not None and not isinstance(hint, str):
+        raise ValueError(f"A hint must be text, or None where there is none, got {hint!r:.100}.")
+
+
+def contains_answer(hint: str | None, solution: Any) -> bool:
+    """Whether a gold answer stands in a hint, not as part of a longer word or number."""
+    return bool(hint) and any(
+        re.search(rf"(?<![\w.]){re.escape(text)}(?!\w|\.\d)", hint) for text in gold_texts(solution)
+    )
+
+
+def guide_failed_groups(
+    again: Redraw, guidance: Guidance, hint: HintFunction | None, max_fraction: float, num_steps: int
+) -> None:
+    """
+    Draw guided attempts for groups without a right answer, and put those that are right in place of wrong ones.
+
+    Args:
+        again ([`Redraw`]):
+            The generation.
+        guidance (`str`), hint (`Callable`, *optional*):
+            See [`check_guidance`].
+        max_fraction (`float`):
+            Most attempts of an optimizer step, as a share of its rows. Of a group at most half is attempted.
+        num_steps (`int`):
+            Optimizer steps that share the generation.
+    """
+    trainer = again.trainer
+    # A function of the user's may ask another model, so one process asks for all.
+    found: list[Any] = [None]
+    if trainer.accelerator.is_main_process:
+        found = [_Helper(again, guidance, hint).attempts(max_fraction, num_steps)]
+    broadcast_object_list(found, from_process=0)
+    prompts, counts = found[0]
+    slots = [(group, again.inputs[group] | {"prompt": prompt}) for group, prompt in prompts]
+    solved = [_under_plain_prompt(again, row) for row in again.draw(slots, "guidance") if row.label > RIGHT]
+    for row in solved:
+        rows = again.groups[row.group]
+        rows[max(i for i, other in enumerate(rows) if not other.guided)] = row
+    again.log({"guidance/attempted": len(slots), "guidance/solved": len(solved), **counts})
+    if solved:
+        again.log({"guidance/logp": _mean_logp(again, solved)})
+
+
+def _under_plain_prompt(again: Redraw, row: Rollout) -> Rollout:
+    unknown = None if row.sampling_logps is None else np.full_like(row.sampling_logps, np.nan)
+    plain = again.groups[row.group][0].prompt_ids
+    return replace(row, prompt_ids=plain, sampling_logps=unknown, guided=True)
+
+
+def _mean_logp(again: Redraw, rows: Sequence[Rollout]) -> float:
+    """Per token, under the current policy and the plain prompt."""
+    own = rows[again.process :: again.num_processes]
+    logps = again.trainer.score([row.prompt_ids.tolist() for row in own], [row.completion_ids.tolist() for row in own])
+    sums = gather_object([(float(values.sum()), len(values)) for values in logps])
+    return sum(total for total, _ in sums) / max(sum(number for _, number in sums), 1)
+
+
+class _Helper:
+    """Makes the prompts of guided attempts, on the main process."""
+
+    def __init__(self, again: Redraw, guidance: Guidance, hint: HintFunction | None):
+        self.again, self.guidance, self.hint = again, guidance, hint
+        trainer = again.trainer
+        self.room = trainer.model.config.to_dict().get("max_position_embeddings")
+        if trainer.use_vllm and trainer.args.vllm_max_model_length is not None:
+            self.room = trainer.args.vllm_max_model_length
+        self.too_long = self.told = 0
+
+    def attempts(self, max_fraction: float, num_steps: int) -> tuple[list[tuple[int, Any]], dict[str, int]]:
+        """Pairs of group and prompt, and what is counted."""
+        found = []
+        for rows in split_into_steps(self.again.rollouts, num_steps):
+            failed = [group for group in dict.fromkeys(row.group for row in rows) if self._has_failed(group)]
+            prompts = {group: prompts for group in failed if (prompts := self._prompts(group))}
+            shares = in_turns([len(each) for each in prompts.values()], int(max_fraction * len(rows)))
+            for (group, own), number in zip(prompts.items(), shares, strict=True):
+                found += [(group, prompt) for prompt in own[:number]]
+        return found, {"guidance/too_long": self.too_long, "guidance/answer_in_hint": self.told}
+
+    def _has_failed(self, group: int) -> bool:
+        labels = judged_labels(self.again.groups[group])
+        return bool(labels) and max(labels) <= RIGHT
+
+    def _prompts(self, group: int) -> list[Any]:
+        """For half of a group's places; none without help, or where the prompt would leave no room for an answer."""
+        rows, row_of_data = self.again.groups[group], self.again.inputs[group]
+        texts = self.again.trainer.processing_class.batch_decode(
+            [row.completion_ids for row in rows], skip_special_tokens=True
+        )
+        if self.guidance == "feedback":
+            found = [self._second_turn(row_of_data, text) for text in texts[: len(rows) // 2]]
+        else:
+            hint = row_of_data.get("hint") if self.hint is None else self.hint(row_of_data, texts)
+            if not hint:
+                return []
+            check_hint(hint)
+            self.told += contains_answer(hint, row_of_data.get("solution"))
+            found = [_with_hint(row_of_data["prompt"], hint)] * (len(rows) // 2)
+        fitting = [prompt for prompt in found if self._fits(prompt)]
+        self.too_long += len(fitting) < len(found)
+        return fitting
+
+    def _second_turn(self, row_of_data: dict, attempt: str) -> list[dict]:
+        message = WRONG
+        if self.again.trainer.grades_answers:
+            outcome = shared_verifier().grade_detailed([attempt], [row_of_data.get("solution")])[0].outcome
+            message = FEEDBACK.get(outcome, WRONG)
+        turn = [{"role": "assistant", "content": attempt}, {"role": "user", "content": message}]
+        return [*row_of_data["prompt"], *turn]
+
+    def _fits(self, prompt: Any) -> bool:
+        trainer = self.again.trainer
+        length = len(trainer._tokenize_prompts([prompt])[0][0]) + trainer.max_completion_length
+        return self.room is None or length <= self.room
+
+
+def _with_hint(prompt: Any, hint: str) -> Any:
+    text = HINT.format(hint=hint)
+    if isinstance(prompt, str):
+        return prompt + text
+    return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + text}]

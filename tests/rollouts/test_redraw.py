@@ -1,0 +1,382 @@
+"""Guided attempts, more completions of hard prompts, and other prompts in place of uniform groups: what is drawn, learnt and kept."""
+
+import hashlib
+import os
+import random
+import signal
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from peft import LoraConfig
+from replay import TOKENIZER, addition_dataset, build_trainer, trainable_weights
+from transformers import AutoModelForCausalLM
+
+from pacs_trl import PACSTrainer
+from pacs_trl.rewards import math_reward
+from pacs_trl.rollouts.guidance import WRONG, contains_answer
+from pacs_trl.rollouts.schedules import additional_completions
+
+
+def share(*values) -> float:
+    """A number in [0, 1) that depends on everything given."""
+    return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:6]) / 2**48
+
+
+def reward(prompts, completion_ids, solution, **kwargs) -> list[float | None]:
+    """Half of the problems are nearly never solved, but for a hint or a second try; the others always, often or half of the time."""
+    rates = {0: 0.05, 1: 0.05, 2: 1.0, 3: 0.5}
+    helped = ["Hint" in str(prompt) or len(prompt) > 1 for prompt in prompts]
+    chances = [0.7 if help else rates[int(answer) % 4] for help, answer in zip(helped, solution)]
+    return [float(share(list(ids)) < chance) for ids, chance in zip(completion_ids, chances)]
+
+
+ADAPTIVE = {"adaptive_rollouts": "equal_treatment", "max_generations": 16}
+WEIGHTED = {"adaptive_rollouts": "hardness_weighted", "max_generations": 16, "adaptive_rollouts_budget": 13}
+HINTS = {"guidance": "hint", "max_guided_fraction": 0.25}
+FEEDBACK = {"guidance": "feedback", "max_guided_fraction": 0.5, "guided_weight": 0.5}
+REFILL = {"refill_uniform_groups": True, "max_refill_rounds": 2}
+TWICE = {"num_iterations": 2, "steps_per_generation": 1, "group_layout": "split"}
+LORA = {"peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)}
+RUNS = {  # engine, settings, what else the trainer gets
+    "adaptive": ("colocate", ADAPTIVE | TWICE, {}),
+    "adaptive with a budget": ("server", WEIGHTED | {"reference": "snapshot"}, {}),
+    "hints": ("server", HINTS | {"vllm_importance_sampling_correction": True}, {}),
+    "feedback": ("transformers", FEEDBACK | TWICE, LORA),
+    "refill": ("colocate", REFILL, {}),
+    "all": ("transformers", WEIGHTED | HINTS | REFILL, {}),
+    "all, several generations in a step": (
+        "colocate",
+        WEIGHTED | HINTS | REFILL | {"steps_per_generation": 1, "gradient_accumulation_steps": 2},
+        {},
+    ),
+}
+
+
+class Watched(PACSTrainer):
+    """Keeps each generation as it was first drawn, and as it is learnt from."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.generations = []
+
+    def _draw_again(self, generation_batch, rollouts, num_steps):
+        rows = super()._draw_again(generation_batch, rollouts, num_steps)
+        self.generations.append((by_group(rollouts), by_group(rows)))
+        return rows
+
+
+def by_group(rows) -> dict:
+    groups = {}
+    for row in rows:
+        groups.setdefault(row.group, []).append(row)
+    return groups
+
+
+def dataset(num_prompts=64):
+    return addition_dataset(num_prompts).map(lambda row: {"hint": f"Think of {int(row['solution']) % 7} apples."})
+
+
+def built(output_dir, model_path, settings, more=None, **overrides):
+    defaults = {
+        "learning_rate": 3e-3,
+        "optim": "adamw_torch",
+        "steps_per_generation": 2,
+        "max_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 1,
+    }
+    return build_trainer(
+        output_dir,
+        trainer_class=overrides.pop("trainer_class", Watched),
+        reward=overrides.pop("reward", reward),
+        model=AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32),
+        more={"train_dataset": dataset()} | (more or {}),
+        **(defaults | settings | overrides),
+    )
+
+
+def history(trainer, name):
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+@pytest.mark.parametrize(("engine", "settings", "more"), RUNS.values(), ids=RUNS, indirect=["engine"])
+def test_a_run_and_its_continuation(tmp_path, model_path, engine, settings, more):
+    """A run that goes on from any step, also inside a generation, ends with the same bits."""
+    settings = engine[0] | settings | {"max_steps": 3}
+    straight = built(tmp_path / "straight", model_path, settings, more)
+    straight.train()
+    sizes = [len(rows) for _, groups in straight.generations for rows in groups.values()]
+    assert (max(sizes) > 4) == ("adaptive_rollouts" in settings)
+    rewards = [np.mean([row.label for rows in first.values() for row in rows]) for first, _ in straight.generations]
+    if "gradient_accumulation_steps" not in settings:  # of the first draw alone
+        assert history(straight, "reward") == pytest.approx(rewards)
+    for step in (1, 2):
+        resumed = built(tmp_path / "resumed", model_path, settings, more)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / f"checkpoint-{step}"))
+        weights = trainable_weights(resumed.model)
+        assert all(torch.equal(weight, weights[name]) for name, weight in trainable_weights(straight.model).items())
+        for name in ("loss", "grad_norm", "num_tokens", "adaptive/additional", "guidance/solved", "refill/epochs"):
+            assert history(resumed, name) == history(straight, name), name
+
+
+def test_the_schedule_decides_from_the_first_draw(tmp_path, model_path):
+    trainer = built(tmp_path, model_path, ADAPTIVE, max_steps=8, save_strategy="no")
+    trainer.train()
+    extended = 0
+    for first, groups in trainer.generations:
+        assert list(groups) == sorted(groups)
+        for group, rows in groups.items():
+            right = sum(row.label for row in first[group])
+            more = additional_completions(right, 4, schedule="equal_treatment", max_generations=16)
+            assert len(rows) == 4 + more and rows[:4] == first[group]
+            assert len({tuple(row.prompt_ids) for row in rows}) == 1
+            assert len({tuple(row.completion_ids) for row in rows}) > 1
+            extended += more
+    assert extended == sum(history(trainer, "adaptive/additional")) == sum(history(trainer, "adaptive/wanted"))
+    hopeless = [max(row.label for row in rows) == 0 for first, _ in trainer.generations for rows in first.values()]
+    assert sum(history(trainer, "adaptive/hopeless_groups")) == sum(hopeless) > 0
+    assert sum(history(trainer, "adaptive/rescued_groups")) > 0
+    assert 0 < np.mean(history(trainer, "adaptive/reward")) < np.mean(history(trainer, "reward"))
+
+
+def test_a_budget_bounds_a_generation(tmp_path, model_path):
+    trainer = built(tmp_path, model_path, WEIGHTED, max_steps=8, save_strategy="no")
+    trainer.train()
+    for first, groups in trainer.generations:
+        assert sum(map(len, groups.values())) - sum(map(len, first.values())) <= 13
+    assert max(history(trainer, "adaptive/additional")) == 13 < max(history(trainer, "adaptive/wanted"))
+
+
+def test_prompts_without_verdicts_get_no_more(tmp_path, model_path):
+    def unsure(completion_ids, **kwargs):
+        return [None for _ in completion_ids]
+
+    trainer = built(tmp_path, model_path, ADAPTIVE | HINTS, reward=unsure, max_steps=1, save_strategy="no")
+    trainer.train()
+    assert history(trainer, "adaptive/wanted") == history(trainer, "guidance/attempted") == [0]
+    ((first, groups),) = trainer.generations
+    assert first.keys() == groups.keys() and all(len(rows) == 4 for rows in groups.values())
+
+
+@pytest.mark.parametrize("engine", ["colocate"], indirect=True)
+def test_guided_answers_are_learnt_under_the_plain_prompt(tmp_path, model_path, engine):
+    trainer = built(tmp_path, model_path, engine[0] | HINTS, max_steps=6, save_strategy="no", log_completions=True)
+    scored = []
+    score = trainer.score
+
+    def watched(prompt_ids, completion_ids):
+        scored.append((prompt_ids, completion_ids, trainable_weights(trainer.model)))
+        return score(prompt_ids, completion_ids)
+
+    trainer.score = watched
+    trainer.train()
+    guided = 0
+    for first, groups in trainer.generations:
+        attempts = 0
+        for group, rows in groups.items():
+            kept = [row for row in rows if not row.guided]
+            new = [row for row in rows if row.guided]
+            assert len(rows) == 4 and kept == first[group][: len(kept)] and len(new) <= 2
+            assert all(row.label == 1.0 and np.isnan(row.sampling_logps).all() for row in new)
+            assert len({tuple(row.prompt_ids) for row in rows}) == 1  # without the hint
+            assert not new or max(row.label for row in first[group]) == 0
+            attempts += 2 * (max(row.label for row in first[group]) == 0)
+            guided += len(new)
+    assert guided == sum(history(trainer, "guidance/solved")) > 0
+    assert max(history(trainer, "guidance/attempted")) <= 0.25 * 16
+    # half of a group without a right answer: 2 of 4; at most a quarter of the 8 rows of an optimizer step
+    requests = [TOKENIZER.decode(ids) for ids, _ in trainer.vllm_generation.llm.requests]
+    asked = [text for text in requests if "Hint: Think of " in text]
+    assert len(asked) == sum(history(trainer, "guidance/attempted"))
+    # their log-probability is that of the plain prompt
+    prompts, completions, weights = scored[0]
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    model.load_state_dict(weights, strict=False)
+    logps = []
+    for prompt, completion in zip(prompts, completions):
+        logits = model(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
+        logps += logits.log_softmax(dim=-1).gather(1, torch.tensor(completion)[:, None])[:, 0].tolist()
+    assert history(trainer, "guidance/logp")[0] == pytest.approx(np.mean(logps), rel=1e-4)
+    table = pd.concat([pd.read_parquet(file) for file in sorted((tmp_path / "completions").glob("*.parquet"))])
+    marked = table[table["draw"] == "guidance"]
+    assert len(marked) == len(asked) and all("Hint" in str(prompt) for prompt in marked["prompt"])
+    assert set(table["draw"]) == {"first", "guidance"}
+
+
+def test_the_weight_of_guided_answers(tmp_path, model_path):
+    """Half the weight is half the coefficient, on guided rows alone."""
+    trainer = built(tmp_path, model_path, HINTS, max_steps=2, save_strategy="no")
+    trainer.train()
+    step = next(step for step in trainer._steps if any(row.guided for row in step.rollouts))
+    rows, proxies = list(range(len(step.rollouts))), torch.zeros(len(step.rollouts))
+    plain = trainer._update._coefficients(step, rows, proxies)
+    trainer._update.objective = trainer._update.objective._replace(guided_weight=0.5)
+    halved = trainer._update._coefficients(step, rows, proxies)
+    for row, before, after in zip(step.rollouts, plain.tolist(), halved.tolist()):
+        assert after == before * (0.5 if row.guided else 1.0) and (before < 0 or not row.guided)
+
+
+@pytest.mark.parametrize("engine", ["colocate"], indirect=True)
+def test_feedback_is_a_second_turn(tmp_path, model_path, engine):
+    trainer = built(tmp_path, model_path, engine[0] | FEEDBACK, reward=math_reward, max_steps=2, save_strategy="no")
+    trainer.train()
+    first, _ = trainer.generations[0]
+    asked = [TOKENIZER.decode(ids) for ids, _ in trainer.vllm_generation.llm.requests[16:]]
+    assert len(asked) == history(trainer, "guidance/attempted")[0] == 8
+    for text, rows in zip(asked[::2], first.values()):
+        attempt = TOKENIZER.decode(rows[0].completion_ids, skip_special_tokens=True)
+        prompt = TOKENIZER.decode(rows[0].prompt_ids)
+        assert text.startswith(prompt + attempt) and text.endswith("<|im_start|>assistant\n")
+        assert "No final answer was found" in text or WRONG in text
+    assert sum(history(trainer, "guidance/solved")) == 0
+
+
+def test_a_function_gives_hints(tmp_path, model_path, caplog):
+    seen = []
+
+    def hint(row, failed):
+        seen.append((row, failed))
+        return [None, "Carry the one.", f"It is {row['solution']}.", "x" * 600][len(seen) % 4]
+
+    trainer = built(tmp_path, model_path, HINTS, {"hint": hint, "train_dataset": addition_dataset(64)}, max_steps=8)
+    trainer.train()
+    assert all(set(row) == {"prompt", "solution"} and len(failed) == 4 for row, failed in seen)
+    logged = {name: sum(history(trainer, f"guidance/{name}")) for name in ("attempted", "too_long", "answer_in_hint")}
+    assert logged["attempted"] > 0
+    assert logged["too_long"] == len(seen) // 4 + (len(seen) % 4 == 3)
+    assert logged["answer_in_hint"] == len(seen) // 4 + (len(seen) % 4 >= 2)
+    with pytest.raises(ValueError, match="A hint must be text, or None where there is none, got 7"):
+        built(tmp_path, model_path, HINTS, {"hint": lambda row, failed: 7}, save_strategy="no").train()
+
+
+def test_other_prompts_take_the_places_of_uniform_groups(tmp_path, model_path):
+    trainer = built(tmp_path, model_path, REFILL, max_steps=8, save_strategy="no")
+    trainer.train()
+    replaced = 0
+    for first, groups in trainer.generations:
+        assert first.keys() == groups.keys()
+        for group, rows in groups.items():
+            mixed = len({row.label for row in first[group]}) == 2
+            assert (rows[0] is first[group][0]) == mixed and len(rows) == 4
+            replaced += not mixed
+        prompts = [tuple(rows[0].prompt_ids) for rows in groups.values()]
+        assert len(set(prompts)) == 4
+    left = [len({row.label for row in rows}) == 1 for _, groups in trainer.generations for rows in groups.values()]
+    assert sum(left) < replaced
+    assert sum(history(trainer, "refill/prompts")) >= replaced
+    assert set(history(trainer, "refill/rounds")) <= {0, 1, 2}
+    # four generations of 4 prompts and those that were drawn in place of others, of 64
+    assert history(trainer, "refill/epochs")[-1] == pytest.approx((16 + trainer.num_refilled) / 64)
+    assert trainer.num_refilled >= sum(history(trainer, "refill/prompts"))
+
+
+def test_refill_of_a_small_data_set(tmp_path, model_path):
+    """Where a whole epoch has no other prompt, one of the generation is drawn again."""
+    trainer = built(tmp_path, model_path, REFILL, {"train_dataset": dataset(4)}, max_steps=2, save_strategy="no")
+    trainer.train()
+    assert history(trainer, "refill/prompts")[0] > 0
+
+
+REFUSED = {
+    "no hints": (
+        {"train_dataset": addition_dataset(8)},
+        HINTS,
+        "needs a column `hint`, and the training set has prompt, solution",
+    ),
+    "a function without guidance": ({"hint": print}, {}, "would never be asked with guidance=None"),
+    "a function with feedback": ({"hint": print}, FEEDBACK, "would never be asked with guidance='feedback'"),
+    "feedback with tools": ({"tools": [print]}, FEEDBACK, "attempts with tools have several"),
+    "guidance in an environment": (
+        {"environment_factory": object},
+        HINTS,
+        "with an environment_factory the environment does",
+    ),
+    "numbers as hints": (
+        {"train_dataset": addition_dataset(8).map(lambda row: {"hint": 3})},
+        HINTS,
+        "A hint must be text, or None where there is none, got 3",
+    ),
+    "feedback on texts": (
+        {"train_dataset": addition_dataset(8).map(lambda row: {"prompt": row["solution"]}, remove_columns="prompt")},
+        FEEDBACK,
+        "the prompts are texts, which have no turns",
+    ),
+    "refill of a stream": (
+        {"train_dataset": addition_dataset(8).to_iterable_dataset()},
+        REFILL,
+        "which must know its length; a IterableDataset does not",
+    ),
+}
+
+
+@pytest.mark.parametrize(("more", "settings", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused_before_the_model_is_loaded(tmp_path, more, settings, message):
+    with pytest.raises(ValueError, match=message):
+        build_trainer(tmp_path, model="no/model", more={"train_dataset": dataset(8)} | more, **settings)
+
+
+def test_answers_in_hints_are_counted(tmp_path, model_path, caplog):
+    data = addition_dataset(8).map(
+        lambda row, i: {"hint": f"Say {row['solution']}." if i < 3 else None}, with_indices=True
+    )
+    built(tmp_path, model_path, HINTS, {"train_dataset": data})
+    assert "3 of 8 hints contain the gold answer word for word" in caplog.text
+    assert (
+        contains_answer("It is 12.", "12") and contains_answer("x=12", ["7", "12"]) and contains_answer("1/2!", "1/2")
+    )
+    assert not any(contains_answer(hint, "12") for hint in ("add 312", "12.5 of it", "4.12", "", None))
+
+
+class Killed(Watched):
+    """kill -9 in a later draw of its generation, at one of its forward passes."""
+
+    generation, forward_pass = 0, 0
+
+    def _draw_again(self, generation_batch, rollouts, num_steps):
+        if len(self.generations) == self.generation:
+            forward, passes = self.model.forward, iter(range(1000))
+
+            def counted(*args, **kwargs):
+                if next(passes) == self.forward_pass:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return forward(*args, **kwargs)
+
+            self.model.forward = counted
+        return super()._draw_again(generation_batch, rollouts, num_steps)
+
+
+def run_with_kills(directory, model_path, num_kills, seed) -> list[int]:
+    """Train in processes that are killed in later draws; what the killed ones returned. The last one saves the model."""
+    rng, codes = random.Random(seed), []
+    settings = WEIGHTED | HINTS | REFILL | {"max_steps": 6}
+    for attempt in range(num_kills + 1):
+        where = rng.randrange(2), rng.randrange(24)
+        child = os.fork()
+        if child == 0:
+            try:
+                trainer = built(
+                    directory, model_path, settings, trainer_class=Watched if attempt == num_kills else Killed
+                )
+                trainer.generation, trainer.forward_pass = where
+                last = any(directory.glob("checkpoint-*/trainer_state.json")) or None
+                trainer.train(resume_from_checkpoint=last)
+                trainer.save_model()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    return codes
+
+
+def test_kills_in_later_draws(tmp_path, model_path):
+    codes = run_with_kills(tmp_path / "killed", model_path, 3, seed=1)
+    assert codes[-1] == 0 and -signal.SIGKILL in codes
+    straight = built(
+        tmp_path / "straight", model_path, WEIGHTED | HINTS | REFILL | {"max_steps": 6}, save_strategy="no"
+    )
+    straight.train()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "killed", dtype=torch.float32)
+    weights = trainable_weights(again)
+    assert all(torch.equal(weight, weights[name]) for name, weight in trainable_weights(straight.model).items())
