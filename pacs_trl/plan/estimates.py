@@ -39,7 +39,7 @@ class Estimate:
         self.num_problems = size and min(size, data.max_train_samples or size)
         self.longest = (data.max_prompt_length or 1024) + (training.max_completion_length or 0)
         self.additional: dict[str, Additional] = {}  # in a generation, beside its first completions
-        if recipe.run.method == "pacs" and recipe.step is not None and not draw_errors(training, recipe.step):
+        if self.of_pacs and recipe.step is not None and not draw_errors(training, recipe.step):
             self.additional = additional(training, recipe.step)
         self.shape = cost.model_shape(recipe.model.model_name_or_path)
         if self.shape is not None:

@@ -133,12 +133,18 @@ def guide_failed_groups(
             Optimizer steps that share the generation.
     """
     trainer = again.trainer
-    # A function of the user's may ask another model, so one process asks for all.
-    found: list[Any] = [None]
+    # A function of the user's may ask another model, so one process asks for all, and tells all if it cannot.
+    found: list[Any] = [([], {}), None]
     if trainer.accelerator.is_main_process:
-        found = [_Helper(again, guidance, hint).attempts(max_fraction, num_steps)]
+        try:
+            found[0] = _Helper(again, guidance, hint).attempts(max_fraction, num_steps)
+        except Exception as error:
+            found[1] = f"No hints could be had: {type(error).__name__}: {error}"
+            logger.exception(found[1])
     broadcast_object_list(found, from_process=0)
-    prompts, counts = found[0]
+    (prompts, counts), failure = found
+    if failure is not None:
+        raise ValueError(failure)
     slots = [(group, again.inputs[group] | {"prompt": prompt}) for group, prompt in prompts]
     solved = [_under_plain_prompt(again, row) for row in again.draw(slots, "guidance") if row.label > RIGHT]
     for row in solved:

@@ -176,27 +176,54 @@ def label_out_of_range(rank, directory):
     return message_of(build_trainer(directory, reward=reward, **HALF).train)
 
 
-def resumed(rank, directory, lora=False, **settings):
+def resumed(rank, directory, lora=False, more=None, reward=None, steps=(1, 3, 4, 5), **settings):
     """Completions are sampled; a run continued after each of some steps ends with the same bits as one without stop."""
     shared = {**EIGHTH, **ADAM, "steps_per_generation": 16, "save_strategy": "steps", "save_steps": 1, "max_steps": 6}
 
     def run(name, resume=None):
-        more = {"train_dataset": addition_dataset(8), "peft_config": LORA if lora else None}  # an epoch has 4 steps
-        trainer = build_trainer(directory / name, more=more, **(shared | settings))
+        data = {"train_dataset": addition_dataset(8), "peft_config": LORA if lora else None}  # an epoch has 4 steps
+        trainer = build_trainer(directory / name, reward=reward, more=data | (more or {}), **(shared | settings))
         trainer.train(resume_from_checkpoint=resume)
         trainer.save_model(trainer.args.output_dir, _internal_call=True)
-        return trainable_weights(trainer.model), [e["loss"] for e in trainer.state.log_history if "loss" in e]
+        history = [e for e in trainer.state.log_history if "loss" in e]
+        return trainable_weights(trainer.model), [e["loss"] for e in history], history
 
-    straight, losses = run("straight")
+    straight, losses, history = run("straight")
     again = {}
-    for step in (1, 3, 4, 5):
-        weights, losses_again = run("again", str(directory / "straight" / f"checkpoint-{step}"))
+    for step in steps:
+        weights, losses_again, _ = run("again", str(directory / "straight" / f"checkpoint-{step}"))
         again[step] = losses == losses_again and all(torch.equal(straight[n], weights[n]) for n in straight)
-    return {"final": straight, "again": again}
+    return {"final": straight, "again": again, "history": history}
 
 
 def resumed_snapshot(rank, directory):
     return resumed(rank, directory, reference="snapshot", reference_reset_steps=3)
+
+
+def drawn_where_needed(rank, directory):
+    """The prompts of one process are nearly never solved without a hint; both draw for them."""
+    drawn, draw = [], PACSTrainer.draw
+
+    def watched(self, inputs, num_generations, groups):
+        rows = draw(self, inputs, num_generations, groups)
+        drawn.append((self.state.global_step, [row.group for row in rows]))
+        return rows
+
+    def reward(prompts, completion_ids, place, **kwargs):
+        hard = [i % 4 >= 2 and "Hint" not in str(prompt) for i, prompt in zip(place, prompts)]
+        return [float(sum(ids) % (19 if is_hard else 2) == 0) for ids, is_hard in zip(completion_ids, hard)]
+
+    # 4 prompts in a generation, the last two of the second process
+    data = addition_dataset(8).map(lambda row, i: {"place": i, "hint": "Count."}, with_indices=True)
+    settings = {"adaptive_rollouts": "hardness_weighted", "max_generations": 16, "adaptive_rollouts_budget": 22}
+    settings |= {"guidance": "hint", "refill_uniform_groups": True, "max_refill_rounds": 1, "shuffle_dataset": False}
+    settings |= HALF | {"max_steps": 4}
+    PACSTrainer.draw = watched
+    try:
+        found = resumed(rank, directory, more={"train_dataset": data}, reward=reward, steps=(1, 2), **settings)
+    finally:
+        PACSTrainer.draw = draw
+    return found | {"drawn": drawn}
 
 
 def drawn_again(rank, directory, **how):
@@ -237,6 +264,7 @@ DDP = {
     "resumed": resumed,
     "resumed snapshot": resumed_snapshot,
     "drawn again": drawn_again,
+    "drawn where needed": drawn_where_needed,
 }
 
 

@@ -164,6 +164,21 @@ def test_a_second_draw_and_rewards_that_need_the_policy(request, kind):
     assert first["logps"] == [] and all(torch.equal(first["final"][n], second["final"][n]) for n in first["final"])
 
 
+def test_hard_prompts_of_one_process_are_drawn_by_both(ddp):
+    first, second = both(ddp, "drawn where needed")
+    assert first["again"] == second["again"] == {1: True, 2: True}
+    assert all(torch.equal(first["final"][n], second["final"][n]) for n in first["final"])
+    assert [e["loss"] for e in first["history"]] == [e["loss"] for e in second["history"]]
+    assert [len(rows) for _, rows in first["drawn"]] == [len(rows) for _, rows in second["drawn"]]
+    # the first two later draws are guidance and schedule, for groups 2 and 3, whose prompts the second process has
+    for (step, one), (_, other) in list(zip(first["drawn"], second["drawn"]))[:2]:
+        assert step == 0 and set(one) | set(other) >= {2, 3}
+        assert len(set(one) & set(other) & {2, 3}) >= 1
+    additional = [e["adaptive/additional"] for e in first["history"] if "adaptive/additional" in e]
+    assert len(additional) == 2 and 0 < max(additional) <= 22
+    assert sum(e.get("guidance/attempted", 0) for e in first["history"]) > 0
+
+
 @pytest.mark.parametrize("name", [name for name in FSDP2 if name in REPLAYED])
 def test_fsdp2_equals_one_process(tmp_path, fsdp2, name):
     settings, replay_settings = REPLAYED[name]

@@ -4,6 +4,7 @@ import hashlib
 import os
 import random
 import signal
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -112,6 +113,9 @@ def test_a_run_and_its_continuation(tmp_path, model_path, engine, settings, more
     rewards = [np.mean([row.label for rows in first.values() for row in rows]) for first, _ in straight.generations]
     if "gradient_accumulation_steps" not in settings:  # of the first draw alone
         assert history(straight, "reward") == pytest.approx(rewards)
+    glossary = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    own = {name for name in straight.state.log_history[0] if name.startswith(("adaptive/", "guidance/", "refill/"))}
+    assert own and all(f"`{name}`" in glossary for name in own), own
     for step in (1, 2):
         resumed = built(tmp_path / "resumed", model_path, settings, more)
         resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / f"checkpoint-{step}"))
@@ -247,7 +251,9 @@ def test_a_function_gives_hints(tmp_path, model_path, caplog):
     assert logged["attempted"] > 0
     assert logged["too_long"] == len(seen) // 4 + (len(seen) % 4 == 3)
     assert logged["answer_in_hint"] == len(seen) // 4 + (len(seen) % 4 >= 2)
-    with pytest.raises(ValueError, match="A hint must be text, or None where there is none, got 7"):
+    with pytest.raises(
+        ValueError, match="No hints could be had: ValueError: A hint must be text, or None where there is none, got 7"
+    ):
         built(tmp_path, model_path, HINTS, {"hint": lambda row, failed: 7}, save_strategy="no").train()
 
 

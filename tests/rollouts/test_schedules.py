@@ -74,3 +74,40 @@ def test_mean_over_prompts():
     assert mean_over_rates(8, wanted, [0.0, 1.0]) == 12
     # uniformly distributed rates make every count equally frequent
     assert mean_over_rates(8, wanted, [(i + 0.5) / 2000 for i in range(2000)]) == pytest.approx(39 / 9, rel=1e-5)
+
+
+def outcomes(rate: float, schedule: dict | None) -> dict[str, float]:
+    """Of a prompt with a success rate, exactly: expected completions, share of mixed groups, mean label and weight of its group."""
+    found = dict.fromkeys(("completions", "mixed", "label", "weight"), 0.0)
+    for first in range(9):
+        more = additional_completions(first, 8, **schedule) if schedule else 0
+        for second in range(more + 1):
+            right, size = first + second, 8 + more
+            ways = math.comb(8, first) * math.comb(more, second)
+            chance = ways * rate**right * (1 - rate) ** (size - right)
+            is_mixed = 0 < right < size
+            found["completions"] += chance * size
+            found["mixed"] += chance * is_mixed
+            found["label"] += chance * right / size
+            found["weight"] += chance * is_mixed * size**2 / (2 * (size - 1))  # balanced class weights, proxies 0
+    return found
+
+
+def test_the_table_of_the_docs():
+    """Group sizes that depend on the first outcomes: what they cost, what they find, and their bias."""
+    text = (Path(__file__).parents[2] / "docs" / "adaptive_rollouts.md").read_text()
+    for denominator in (64, 16, 8, 4):
+        rate = 1 / denominator
+        for name, schedule in (("none", None), ("equal_treatment", EQUAL), ("hardness_weighted", WEIGHTED)):
+            found = outcomes(rate, schedule)
+            same = round(found["completions"])
+            fixed = 1 - (1 - rate) ** same - rate**same
+            cells = [f"1/{denominator}", name, f"{found['completions']:.1f}", f"{found['mixed']:.0%}", f"{fixed:.0%}"]
+            cells += [f"{found['label'] / rate:.2f}", f"{found['weight']:.1f}"]
+            assert f"| {' | '.join(cells).replace('%', ' %')} |" in text, cells
+    evenly = [outcomes((i + 0.5) / 500, schedule) for schedule in (None, EQUAL) for i in range(500)]
+    plain, equal = evenly[:500], evenly[500:]
+    ratio = sum(each["completions"] for each in equal) / sum(each["completions"] for each in plain)
+    mixed = [sum(each["mixed"] for each in half) / 500 for half in (plain, equal)]
+    assert (f"{ratio:.2f}", [f"{share:.2f}" for share in mixed]) == ("1.54", ["0.78", "0.86"])
+    assert "draws 54 % more" in text and "86 % instead of 78 %" in " ".join(text.split())

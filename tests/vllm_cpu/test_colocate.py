@@ -156,3 +156,35 @@ def test_verification_is_over_when_generation_is(tmp_path, checkpoint, colocated
         del entry["time/verification"]
     assert runs[0] == runs[1]
     assert "verification/wrong" in runs[0][0]
+
+
+def test_hard_prompts_are_drawn_again(tmp_path, checkpoint, colocated):
+    """Guidance, schedule and refill with a real engine: other seeds for every completion, and the same run from every step."""
+
+    def rarely(completion_ids, prompts, **kwargs):
+        chances = [2 if "Hint" in str(prompt) else 5 for prompt in prompts]
+        return [float(sum(ids) % chance == 0) for ids, chance in zip(completion_ids, chances)]
+
+    data = addition_dataset(64).map(lambda row: {"hint": "Count."})
+    settings = colocated | {"steps_per_generation": 2, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    settings |= {"adaptive_rollouts": "hardness_weighted", "max_generations": 12, "adaptive_rollouts_budget": 20}
+    settings |= {"guidance": "hint", "refill_uniform_groups": True}
+    runs = []
+    for step in (0, 1, 2):
+        trainer = trainer_on(
+            checkpoint, tmp_path / str(step), settings, reward=rarely, arguments={"train_dataset": data}
+        )
+        trainer.train(resume_from_checkpoint=str(tmp_path / "0" / f"checkpoint-{step}") if step else None)
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        runs.append((trainable_weights(trainer.model), losses, trainer.state.log_history))
+        groups = {}
+        for row in (row for update in trainer._steps for row in update.rollouts):
+            groups.setdefault(row.group, []).append(row)
+        assert all(len({tuple(row.completion_ids) for row in rows}) > len(rows) // 2 for rows in groups.values())
+        guided = [row for rows in groups.values() for row in rows if row.guided]
+        assert all(torch.tensor(row.sampling_logps).isnan().all() for row in guided)
+    weights, losses, history = runs[0]
+    for again, losses_again, _ in runs[1:]:
+        assert losses_again == losses and all(torch.equal(weights[name], again[name]) for name in weights)
+    for name in ("adaptive/additional", "guidance/attempted", "refill/prompts"):
+        assert sum(entry.get(name, 0) for entry in history) > 0, name
