@@ -81,7 +81,7 @@ def check_guidance(
         )
     if not isinstance(dataset, Dataset) or guidance is None:
         return
-    if guidance == "feedback" and not is_conversational(dataset[0]):
+    if guidance == "feedback" and len(dataset) and not is_conversational(dataset[0]):
         raise ValueError(
             "guidance='feedback' answers a failed attempt in a second turn, and the prompts are texts, which have no turns. Make "
             "them lists of messages (`pacs_trl.data.build_prompt`), or use guidance='hint'."
@@ -209,7 +209,7 @@ class _Helper:
                 return []
             check_hint(hint)
             self.told += contains_answer(hint, row_of_data.get("solution"))
-            found = [_with_hint(row_of_data["prompt"], hint)] * (len(rows) // 2)
+            found = [with_hint(row_of_data["prompt"], hint)] * (len(rows) // 2)
         fitting = [prompt for prompt in found if self._fits(prompt)]
         self.too_long += len(fitting) < len(found)
         return fitting
@@ -224,11 +224,12 @@ class _Helper:
 
     def _fits(self, prompt: Any) -> bool:
         trainer = self.again.trainer
-        length = len(trainer._tokenize_prompts([prompt])[0][0]) + trainer.max_completion_length
+        length = len(trainer._tokenize_prompts([prompt])[0][0]) + (trainer.max_completion_length or 0)
         return self.room is None or length <= self.room
 
 
-def _with_hint(prompt: Any, hint: str) -> Any:
+def with_hint(prompt: Any, hint: str) -> Any:
+    """A prompt, text or messages, with a hint behind its last words."""
     text = HINT.format(hint=hint)
     if isinstance(prompt, str):
         return prompt + text

@@ -1,0 +1,187 @@
+"""Do guided attempts teach what is never solved alone? `python -m experiments.guided --seeds 0 1 2`
+
+The task is built for it. A warm start learns sums of three terms, and sums of six with all steps but the last two as a hint, never
+those of six alone. Then PACS trains on both without hints, with guided attempts and with a lower weight on them, from the same warm
+start and with as many generations. What decides is the share of sums of six that is solved without a hint.
+
+`--measure` trains nothing more: it compares right guided answers with right answers that the policy gives alone, by their
+log-probability under the plain prompt and by the norm of their gradient. Restartable: what a run has written is not made again.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from statistics import mean, quantiles
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import SFTConfig, SFTTrainer
+
+from pacs_trl.data import build_prompt
+from pacs_trl.data.tasks import demonstrations
+from pacs_trl.evaluation.arguments import EvaluationArguments
+from pacs_trl.evaluation.evaluate import evaluate
+from pacs_trl.evaluation.requests import SamplingSettings
+from pacs_trl.evaluation.sampling import sample_completions
+from pacs_trl.miniature.model import build_model
+from pacs_trl.miniature.tokenizer import build_tokenizer
+from pacs_trl.reproduce.runs import train_once
+from pacs_trl.rollouts.guidance import with_hint
+from pacs_trl.verification import shared_verifier
+
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "miniature" / "twin-4b" / "pacs.yaml"
+EASY, HARD = "terms_3", "terms_6"
+STEPS_LEFT = 2  # of the worked solution, that a hint leaves
+SIZE, NUM_TAUGHT, WARM_START_STEPS, BATCH = "tiny", 2000, 600, 64
+NUM_TRAINED = 512  # problems of each task
+ARMS = {
+    "plain": [],
+    "guided": ["--guidance", "hint"],
+    "guided, weight 0.25": ["--guidance", "hint", "--guided_weight", "0.25"],
+}
+SAVED = ["--save_strategy", "steps", "--save_steps", "40", "--save_total_limit", "1", "--max_steps", "240"]
+
+
+def with_hints(task: str, number: int, seed: int) -> list[dict[str, str | None]]:
+    """Training problems with a worked solution; those of the hard task with all but the last steps of it as a hint."""
+    rows = demonstrations(task, number, seed=seed)
+    steps = [row["solution"].split(",")[:-STEPS_LEFT] for row in rows]
+    return [row | {"hint": ",".join(own) if task == HARD else None} for row, own in zip(rows, steps, strict=True)]
+
+
+def asked(row: dict, *, helped: bool) -> list[dict[str, str]]:
+    prompt = build_prompt(row["problem"], instruction="")
+    return with_hint(prompt, row["hint"]) if helped and row["hint"] else prompt
+
+
+def warm_start(directory: Path, seed: int, max_steps: int) -> Path:
+    """A model that solves hard problems with their hints only."""
+    if (directory / "config.json").is_file():
+        return directory
+    rows = [*with_hints(EASY, NUM_TAUGHT, seed), *with_hints(HARD, NUM_TAUGHT, seed)]
+    taught = [
+        {"prompt": asked(row, helped=True), "completion": [{"role": "assistant", "content": row["solution"]}]}
+        for row in rows
+    ]
+    tokenizer = build_tokenizer()
+    trainer = SFTTrainer(
+        model=build_model(tokenizer, SIZE, seed),
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_list(taught).shuffle(seed=seed),
+        args=SFTConfig(
+            output_dir=str(directory),
+            per_device_train_batch_size=BATCH,
+            learning_rate=2e-3,
+            lr_scheduler_type="constant_with_warmup",
+            warmup_steps=20,
+            adam_beta2=0.98,
+            max_steps=max_steps,
+            max_length=None,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            dataloader_pin_memory=False,
+            save_strategy="no",
+            report_to="none",
+            seed=seed,
+        ),
+    )
+    trainer.train()
+    trainer.save_model()
+    return directory
+
+
+def solved(model: Path, output_dir: Path, num_samples: int) -> dict[str, dict[str, float]]:
+    """pass@1 and pass@`num_samples` of both tasks, without hints."""
+    arguments = EvaluationArguments(
+        model=str(model),
+        benchmarks=f"miniature/{EASY},miniature/{HARD}",
+        output_dir=str(output_dir),
+        n=num_samples,
+        k=f"1,{num_samples}",
+        prompt_instruction="",
+        temperature=1.0,
+        top_p=1.0,
+        max_new_tokens=72,
+        max_problems=40,
+        batch_size=512,
+    )
+    results = evaluate(arguments, shared_verifier(), progress=False)["benchmarks"]
+    return {
+        name: {k: 100 * share["value"] for k, share in entry["pass_at_k"].items()} for name, entry in results.items()
+    }
+
+
+def measure(start: Path, number: int) -> dict[str, dict[str, float]]:
+    """Right answers of the hard task with hints and of the easy one without: what they are under the plain prompt."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(start), AutoTokenizer.from_pretrained(start)
+    sampling = SamplingSettings(temperature=1.0, top_p=1.0, max_new_tokens=72)
+    found = {}
+    for name, task in (("alone", EASY), ("guided", HARD)):
+        rows = with_hints(task, number, seed=1)
+        prompts = [asked(row, helped=True) for row in rows]
+        drawn = sample_completions(model, tokenizer, prompts, n=4, settings=sampling, seed=0, batch_size=512)
+        right = [
+            (row, each.text)
+            for row, completions in zip(rows, drawn, strict=True)
+            for each in completions
+            if each.text.endswith(rf"\boxed{{{row['answer']}}}")
+        ]
+        values = [_under_plain_prompt(model, tokenizer, row, text) for row, text in right[:number]]
+        found[name] = {"right of all": len(right) / (4 * number)}
+        if len(values) > 1:
+            logps, norms = zip(*values, strict=True)
+            quarters = quantiles(norms, n=4)
+            found[name] |= {"logp per token": mean(logps), "gradient norm": mean(norms)}
+            found[name] |= {"lower quartile": quarters[0], "upper quartile": quarters[2]}
+    return found
+
+
+def _under_plain_prompt(model, tokenizer, row: dict, text: str) -> tuple[float, float]:
+    """Mean log-probability of the tokens of an answer, and the norm of the gradient of their sum."""
+    kinds = {"add_generation_prompt": True, "return_dict": False}
+    prompt = tokenizer.apply_chat_template(asked(row, helped=False), **kinds)
+    completion = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+    logps = logits.log_softmax(dim=-1).gather(1, torch.tensor(completion)[:, None])
+    model.zero_grad()
+    logps.sum().backward()
+    norm = torch.stack([p.grad.square().sum() for p in model.parameters() if p.grad is not None]).sum().sqrt()
+    return logps.mean().item(), norm.item()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), metavar="ARM")
+    parser.add_argument(
+        "--measure", action="store_true", help="compare guided answers with others, and train nothing more"
+    )
+    parser.add_argument("--warm_start_steps", type=int, default=WARM_START_STEPS)
+    parser.add_argument("--max_steps", type=int, help="optimizer steps of every arm, to try things out")
+    parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--output_dir", type=Path, default=Path("outputs/guided"))
+    args = parser.parse_args()
+    for seed in args.seeds:
+        work = args.output_dir / f"seed-{seed}"
+        start = warm_start(work / "start", seed, args.warm_start_steps)
+        if args.measure:
+            print(f"seed {seed}", json.dumps(measure(start, args.samples)), flush=True)
+            continue
+        print(f"seed {seed}, warm start:", json.dumps(solved(start, work / "before", args.samples)), flush=True)
+        rows = [*with_hints(EASY, NUM_TRAINED, seed), *with_hints(HARD, NUM_TRAINED, seed)]
+        kept = [{name: row[name] for name in ("problem", "answer", "hint")} for row in rows]
+        (work / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+        for arm in args.arms:
+            model = work / arm.replace(", ", "_").replace(" ", "_")
+            words = ["--config", str(RECIPE), "--dataset_name", str(work / "train.jsonl"), *SAVED, *ARMS[arm]]
+            words += [] if args.max_steps is None else ["--max_steps", str(args.max_steps)]
+            train_once([*words, "--seed", str(seed)], start, model)
+            after = solved(model, model.with_name(f"{model.name}-after"), args.samples)
+            print(f"seed {seed}, {arm}:", json.dumps(after), flush=True)
+
+
+if __name__ == "__main__":
+    main()
