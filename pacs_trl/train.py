@@ -69,9 +69,8 @@ def main(argv: Sequence[str] | None = None):
     reward_funcs = [reward_function(name) for name in recipe.run.reward_funcs]
     if rewards.code_reward in reward_funcs:  # refused now, not in the first step
         PartialState().print(f"Programs run with {shared_code_verifier().start().text}.")
-    more = {}
-    if recipe.run.hint_function is not None:
-        more["hint"] = function_of_user(recipe.run.hint_function, "hint_function")
+    hint = recipe.run.hint_function
+    hinting = {} if hint is None else {"hint": function_of_user(hint, "hint_function")}
     tokenizer = AutoTokenizer.from_pretrained(
         recipe.model.model_name_or_path,
         revision=recipe.model.model_revision,
@@ -94,7 +93,7 @@ def main(argv: Sequence[str] | None = None):
             quantization_config=get_quantization_config(recipe.model),
             peft_config=peft_config,
             callbacks=[tracking, stopping],
-            **more,
+            **hinting,
         )
         # TRL drafts a card with every checkpoint, over whatever README.md says; ours is written at the end and keeps it.
         trainer.create_model_card = lambda **kwargs: None
