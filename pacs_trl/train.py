@@ -66,11 +66,9 @@ def main(argv: Sequence[str] | None = None):
     kept_readme(Path(training.output_dir))  # refused now, not after training
     peft_config = _checked_model(recipe)
     configure_verification(recipe.verification)
-    reward_funcs = [reward_function(name) for name in recipe.run.reward_funcs]
+    reward_funcs, hint = [reward_function(name) for name in recipe.run.reward_funcs], _hint(recipe.run.hint_function)
     if rewards.code_reward in reward_funcs:  # refused now, not in the first step
         PartialState().print(f"Programs run with {shared_code_verifier().start().text}.")
-    hint = recipe.run.hint_function
-    hinting = {} if hint is None else {"hint": function_of_user(hint, "hint_function")}
     tokenizer = AutoTokenizer.from_pretrained(
         recipe.model.model_name_or_path,
         revision=recipe.model.model_revision,
@@ -93,7 +91,7 @@ def main(argv: Sequence[str] | None = None):
             quantization_config=get_quantization_config(recipe.model),
             peft_config=peft_config,
             callbacks=[tracking, stopping],
-            **hinting,
+            **hint,
         )
         # TRL drafts a card with every checkpoint, over whatever README.md says; ours is written at the end and keeps it.
         trainer.create_model_card = lambda **kwargs: None
@@ -212,6 +210,11 @@ def reward_function(name: str) -> Callable:
             "your own as package.module.function."
         )
     return function_of_user(name, "reward_funcs")
+
+
+def _hint(name: str | None) -> dict[str, Callable]:
+    """The argument `hint` of [`PACSTrainer`], if a recipe has one."""
+    return {} if name is None else {"hint": function_of_user(name, "hint_function")}
 
 
 def function_of_user(name: str, key: str) -> Callable:
