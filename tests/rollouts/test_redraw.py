@@ -218,9 +218,9 @@ def test_the_weight_of_guided_answers(tmp_path, model_path):
     trainer.train()
     step = next(step for step in trainer._steps if any(row.guided for row in step.rollouts))
     rows, proxies = list(range(len(step.rollouts))), torch.zeros(len(step.rollouts))
-    plain = trainer._update._coefficients(step, rows, proxies)
-    trainer._update.objective = trainer._update.objective._replace(guided_weight=0.5)
-    halved = trainer._update._coefficients(step, rows, proxies)
+    plain = trainer.update._coefficients(step, rows, proxies)
+    trainer.update.objective = trainer.update.objective._replace(guided_weight=0.5)
+    halved = trainer.update._coefficients(step, rows, proxies)
     for row, before, after in zip(step.rollouts, plain.tolist(), halved.tolist()):
         assert after == before * (0.5 if row.guided else 1.0) and (before < 0 or not row.guided)
 
