@@ -4,7 +4,14 @@ Importing the package is light: neither torch nor trl is loaded until one of the
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
+
+if TYPE_CHECKING:  # the names below, for type checkers and editors
+    from .baselines.ppo_config import PPOConfig
+    from .baselines.ppo_trainer import PPOTrainer
+    from .pacs_config import PACSConfig
+    from .pacs_trainer import PACSTrainer
 
 __version__ = "0.1.0"
 
@@ -15,7 +22,7 @@ _PUBLIC_NAMES = {
     "PPOTrainer": "pacs_trl.baselines.ppo_trainer",
 }
 
-__all__ = ["__version__", *_PUBLIC_NAMES]
+__all__ = ["PACSConfig", "PACSTrainer", "PPOConfig", "PPOTrainer", "__version__"]
 
 
 def __getattr__(name):

@@ -13,11 +13,15 @@ Generation, tools, vLLM, rewards, collation and logging are the parent's. What d
 import textwrap
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from accelerate.utils import DistributedType, gather_object
 from accelerate.utils.memory import clear_device_cache
+from peft import PeftConfig
+from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+from trl.trainer.grpo_trainer import RewardFunc, RolloutFunc
 from trl.trainer.utils import use_adapter
 
 from .pacs_config import PACSConfig
@@ -26,7 +30,7 @@ from .rollouts.guidance import HintFunction, check_guidance, guide_failed_groups
 from .rollouts.redraw import Redraw
 from .rollouts.refill import refill_uniform_groups
 from .rollouts.resume import merge_rows, rows_to_save
-from .rollouts.rollout_trainer import RolloutTrainer
+from .rollouts.rollout_trainer import Environments, EvalData, Model, Optimizers, RolloutTrainer, TrainData
 from .rollouts.step_sizes import Step
 from .update.groups import split_into_steps
 from .update.non_finite import NonFiniteSteps
@@ -38,7 +42,7 @@ from .update.scorer import Scores
 from .update.step import Limits, StepRollouts
 
 
-class PACSTrainer(RolloutTrainer):
+class PACSTrainer(RolloutTrainer[PACSConfig]):
     """
     Trainer for PACS (imPlicit Actor Critic coupling via a Supervised learning framework), introduced in [Implicit
     Actor Critic Coupling via a Supervised Learning Framework for RLVR](https://huggingface.co/papers/2509.02522).
@@ -66,7 +70,8 @@ class PACSTrainer(RolloutTrainer):
         hint (`Callable`, *optional*): With `guidance="hint"`: `hint(row, failed_completions)` returns the hint for a row of
             the data set, all of whose completions (texts) are wrong, or `None`. By default it stands in the column `hint`. The
             main process asks.
-        kwargs: All other arguments of [`~trl.GRPOTrainer`].
+
+    All other arguments are those of [`~trl.GRPOTrainer`].
     """
 
     _own_shared_settings = (
@@ -93,15 +98,42 @@ class PACSTrainer(RolloutTrainer):
 
     def __init__(
         self,
-        model,
-        reward_funcs=None,
+        model: Model,
+        reward_funcs: RewardFunc | list[RewardFunc] | None = None,
         args: PACSConfig | None = None,
+        train_dataset: TrainData | None = None,
+        eval_dataset: EvalData | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: Optimizers = (None, None),
+        quantization_config: BitsAndBytesConfig | None = None,
+        peft_config: PeftConfig | None = None,
+        tools: list[Callable] | None = None,
+        rollout_func: RolloutFunc | None = None,
+        environment_factory: Environments | None = None,
         *,
         hint: HintFunction | None = None,
-        **kwargs,
     ):
         self._hint = hint
-        super().__init__(model, reward_funcs, args=args, **kwargs)
+        super().__init__(
+            model,
+            reward_funcs,
+            args,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            reward_processing_classes,
+            callbacks,
+            optimizers,
+            quantization_config,
+            peft_config,
+            tools,
+            rollout_func,
+            environment_factory,
+        )
+
+    def _prepare_learning(self) -> None:
         self._check_support()
         if self.args.draws_again:
             self.draw_name = "first"

@@ -9,6 +9,7 @@ import hashlib
 import inspect
 import textwrap
 from dataclasses import fields
+from typing import get_type_hints
 
 import pytest
 import transformers
@@ -26,7 +27,7 @@ from pacs_trl.rollouts.rollout_trainer import RolloutTrainer
 
 
 SIGNATURES = {
-    "__init__": None,  # keyword arguments are handed on as they are
+    "__init__": None,  # see test_the_trainers_take_the_arguments_of_trl
     "_calculate_rewards": "(self, inputs, prompts, completions, completion_ids_list)",
     "_compute_loss": "(self, model, inputs)",
     "_generate_and_score_completions": (
@@ -72,7 +73,8 @@ SIGNATURES = {
 
 
 def overridden() -> list[str]:
-    own = {**vars(ResumableTrainer), **vars(RolloutTrainer), **vars(PACSTrainer), **vars(PPOTrainer)}
+    trainers = (ResumableTrainer, RolloutTrainer, PACSTrainer, PPOTrainer)
+    own = {name: value for trainer in trainers for name, value in vars(trainer).items()}
     return [name for name, value in own.items() if inspect.isfunction(value) and hasattr(GRPOTrainer, name)]
 
 
@@ -93,6 +95,20 @@ def test_every_override_is_listed():
 def test_signature(name):
     found = str(inspect.signature(getattr(GRPOTrainer, name)))
     assert found == SIGNATURES[name], f"GRPOTrainer.{name} is now {found}; ours was written for another"
+
+
+@pytest.mark.parametrize("trainer", [PACSTrainer, PPOTrainer, BaselineGRPOTrainer])
+def test_the_trainers_take_the_arguments_of_trl(trainer):
+    """By name, with their types and defaults; of `args` each trainer has its own type, and PACSTrainer takes hints."""
+    theirs, ours = (dict(inspect.signature(t.__init__).parameters) for t in (GRPOTrainer, trainer))
+    names = GRPOTrainer.__init__.__globals__ | trainer.__init__.__globals__  # what forward references mean
+    expected, found = (get_type_hints(t.__init__, names) for t in (GRPOTrainer, trainer))
+    if trainer is PACSTrainer:
+        del ours["hint"], found["hint"]
+    assert [(p.name, p.kind, p.default) for p in ours.values()] == [
+        (p.name, p.kind, p.default) for p in theirs.values()
+    ]
+    assert found | {"args": None} == expected | {"args": None}
 
 
 def tree(function) -> ast.AST:

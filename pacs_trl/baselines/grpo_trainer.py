@@ -8,12 +8,13 @@ orderly end, and checkpoints to continue from in the middle of a generation batc
 import contextlib
 
 import torch
+from trl import GRPOConfig
 
 from ..pacs_config import SHAPES_ONLY_GRPO
 from ..rollouts.rollout_trainer import RolloutTrainer
 
 
-class GRPOTrainer(RolloutTrainer):
+class GRPOTrainer(RolloutTrainer[GRPOConfig]):
     """[`~trl.GRPOTrainer`], with the same arguments, whose rollouts can be drawn again."""
 
     # those that only GRPO's loss reads, and how the rows of a generation batch are spread

@@ -59,7 +59,7 @@ def load_critic(policy: str | PreTrainedModel, args: PPOConfig) -> PreTrainedMod
     return critic.train()
 
 
-class PPOTrainer(RolloutTrainer):
+class PPOTrainer(RolloutTrainer[PPOConfig]):
     """
     Trainer for Proximal Policy Optimization with a token-level critic, the PPO baseline of the PACS paper.
 
@@ -71,7 +71,8 @@ class PPOTrainer(RolloutTrainer):
         reward_funcs (`RewardFunc` or `list[RewardFunc]`): As in [`~trl.GRPOTrainer`]. A completion for which all of
             them return `None` is left out.
         args ([`PPOConfig`], *optional*): Configuration of this trainer. If `None`, a default configuration is used.
-        kwargs: All other arguments of [`~trl.GRPOTrainer`].
+
+    All other arguments are those of [`~trl.GRPOTrainer`].
     """
 
     _own_shared_settings = (
@@ -103,8 +104,7 @@ class PPOTrainer(RolloutTrainer):
             }"""),
     }
 
-    def __init__(self, model, reward_funcs=None, args: PPOConfig | None = None, **kwargs):
-        super().__init__(model, reward_funcs, args=args, **kwargs)
+    def _prepare_learning(self) -> None:
         if self.is_fsdp_enabled and not self.accelerator.is_fsdp2:
             raise ValueError(
                 "PPOTrainer supports FSDP2 only, this is FSDP 1. Set `fsdp_version: 2` in the accelerate file."
@@ -118,13 +118,13 @@ class PPOTrainer(RolloutTrainer):
         self._second_model = SecondModel(self, self.critic, learning_rate=rate, directory="critic")
         self.critic = self._second_model.model
 
-    def _prepare_loading(self, model, args, arguments):
+    def _prepare_loading(self, model, args, peft_config):
         if args.deepspeed_plugin is not None:
             raise ValueError(
                 "PPOTrainer does not support DeepSpeed, which trains one model per process. Use DDP or FSDP2 "
                 "(recipes/accelerate_configs)."
             )
-        super()._prepare_loading(model, args, arguments)
+        super()._prepare_loading(model, args, peft_config)
         self.critic = load_critic(model, args)  # before the policy, which seeds again: rollouts are those of GRPO
 
     def create_scheduler(self, num_training_steps, optimizer=None):

@@ -15,14 +15,22 @@ import inspect
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 from accelerate.utils import gather_object
-from peft import LoraConfig, PeftConfig
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from peft import LoraConfig, PeftConfig, PeftModel
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import (
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    TrainerCallback,
+)
 from trl import GRPOConfig
+from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
 from trl.trainer.utils import get_config_model_id, is_async_callable
 
 from ..rewards import math_reward
@@ -40,21 +48,89 @@ from .trainer_checks import check_columns, check_dataset, check_evaluation_batch
 from .vllm_checks import check_vllm, serve_command, server_url
 
 
-class RolloutTrainer(ResumableTrainer):
-    """[`~trl.GRPOTrainer`] whose rollouts can be drawn again."""
+# What the arguments of GRPOTrainer may be.
+Model = str | PreTrainedModel | PeftModel
+TrainData = Dataset | IterableDataset
+EvalData = Dataset | IterableDataset | DatasetDict | IterableDatasetDict | dict[str, Dataset | IterableDataset]
+Optimizers = tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None]
+Environments = EnvironmentFactory | dict[str, EnvironmentFactory]
 
-    _config_class = GRPOConfig
+Config = TypeVar("Config", bound=GRPOConfig)
+
+
+class RolloutTrainer(ResumableTrainer, Generic[Config]):
+    """[`~trl.GRPOTrainer`] whose rollouts can be drawn again. `Config` is the configuration that a trainer takes."""
+
+    _config_class: type[GRPOConfig] = GRPOConfig
     _padding_free = "auto"  # see `Scorer`
     draw_name: str | None = None  # what completions tables call the rows of a draw, where there are several kinds
 
-    def __init__(self, model, reward_funcs=None, args=None, **kwargs):
+    # All parameters of GRPOTrainer by name, for type checkers and editors; `tests/test_trl_drift.py` compares.
+    def __init__(
+        self,
+        model: Model,
+        reward_funcs: RewardFunc | list[RewardFunc] | None = None,
+        args: Config | None = None,
+        train_dataset: TrainData | None = None,
+        eval_dataset: EvalData | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: Optimizers = (None, None),
+        quantization_config: BitsAndBytesConfig | None = None,
+        peft_config: PeftConfig | None = None,
+        tools: list[Callable] | None = None,
+        rollout_func: RolloutFunc | None = None,
+        environment_factory: Environments | None = None,
+    ):
         if args is None:
             model_name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = self._config_class(f"{model_name.split('/')[-1]}-{self._name}")
         if not isinstance(args, self._config_class):
             raise TypeError(f"`args` must be a {self._config_class.__name__}, got {type(args).__name__}.")
-        self._prepare_loading(model, args, kwargs)
-        super().__init__(model, reward_funcs, args=args, **kwargs)
+        check_dataset("train_dataset", train_dataset)
+        check_dataset("eval_dataset", eval_dataset)
+        self._prepare_loading(model, args, peft_config)
+        super().__init__(
+            model,
+            reward_funcs,
+            args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            reward_processing_classes=reward_processing_classes,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            tools=tools,
+            rollout_func=rollout_func,
+            environment_factory=environment_factory,
+        )
+        self._prepare_drawing()
+        self._prepare_learning()
+
+    def _prepare_loading(self, model: str | PreTrainedModel, args: GRPOConfig, peft_config: PeftConfig | None) -> None:
+        """
+        What comes before the model is loaded.
+
+        Raises:
+            `ValueError`: if the vLLM that `args` asks for cannot work, or the model has not the modules that LoRA is for.
+        """
+        check_no_jit_checkpoint(args)
+        if args.use_vllm:
+            self._check_no_seed(args)
+            check_vllm(args, model if isinstance(model, str) else get_config_model_id(model.config))
+        if isinstance(peft_config, LoraConfig):
+            given = args.model_init_kwargs or {}
+            check_lora_targets(
+                peft_config,
+                model,
+                revision=given.get("revision"),
+                trust_remote_code=given.get("trust_remote_code", args.trust_remote_code),
+            )
+
+    def _prepare_drawing(self) -> None:
         self._check_number_of_prompts()
         self.timer = StepTimer()
         self.add_callback(TimingCallback(self.timer, self._record_seconds, self.accelerator.print))
@@ -82,33 +158,8 @@ class RolloutTrainer(ResumableTrainer):
             for function, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
         ]
 
-    def _prepare_loading(self, model: str | PreTrainedModel, args: GRPOConfig, arguments: dict[str, Any]) -> None:
-        """
-        What comes before the model is loaded.
-
-        Args:
-            arguments (`dict`):
-                All other arguments of the trainer.
-
-        Raises:
-            `ValueError`: if a data set has no prompts, the vLLM that `args` asks for cannot work, or the model has not the
-                modules that LoRA is for.
-        """
-        check_no_jit_checkpoint(args)
-        for name in ("train_dataset", "eval_dataset"):
-            check_dataset(name, arguments.get(name))
-        peft_config: PeftConfig | None = arguments.get("peft_config")
-        if args.use_vllm:
-            self._check_no_seed(args)
-            check_vllm(args, model if isinstance(model, str) else get_config_model_id(model.config))
-        if isinstance(peft_config, LoraConfig):
-            given = args.model_init_kwargs or {}
-            check_lora_targets(
-                peft_config,
-                model,
-                revision=given.get("revision"),
-                trust_remote_code=given.get("trust_remote_code", args.trust_remote_code),
-            )
+    def _prepare_learning(self) -> None:
+        """What a method needs besides the rollouts, once everything is loaded."""
 
     def _check_no_seed(self, args: GRPOConfig) -> None:
         if "seed" in (args.generation_kwargs or {}):
