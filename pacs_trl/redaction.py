@@ -43,7 +43,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 _USER_AT_HOST = re.compile(r"^[^\s/@:]+:(?!//)\S*@(?=[\w\[])")
 
 # Settings that are texts for a model: nothing in them is an assignment or, as a whole, a path.
-_TEXTS = {"prompt_instruction", "instruction", "system_prompt", "chat_template"}
+_TEXTS = {"prompt_instruction", "instruction", "system_prompt", "chat_template", "prompt", "content"}
 _LOCAL = re.compile(r"^(/[^/]+/|~[\w.-]*([/\\]|$)|\.\.?[/\\]|[A-Za-z]:[/\\]|\\\\|file://)")
 _IN_HOME = re.compile(
     r"(?<![\w.])(?:(?:/home|/Users|/root)(?:/[^\s'\",;:/]+)+|~/[^\s'\",;:]+|[A-Za-z]:\\Users(?:\\[^\s'\",;:\\]+)+)/?"
@@ -129,7 +129,7 @@ def _cleaned(value: Any, name: str, clean: Callable[[str, str], str]) -> Any:
         value = str(value)
     if not isinstance(value, str):
         return value
-    if value.lstrip().startswith(("{", "[")):  # JSON, as the command line gives mappings
+    if value.lstrip().startswith(("{", "[")) and name not in _TEXTS:  # JSON, as the command line gives mappings
         try:
             return json.dumps(_cleaned(json.loads(value), name, clean))
         except ValueError:

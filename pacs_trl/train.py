@@ -11,18 +11,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-import yaml
 from accelerate import PartialState
 from transformers import AutoTokenizer, TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig, get_peft_config, get_quantization_config
 
 from . import rewards
-from .data import load_training_data
-from .hub.push import kept_readme, push_trained, record_training, write_card
+from .data import TRAINING_SETS, load_training_data
+from .data.sets import MINIATURE
+from .hub.readme import kept_readme
 from .hub.tracking import tracked_run
 from .recipe import Recipe, read_recipe
-from .redaction import without_secrets
 from .rollouts.lora import check_lora_targets
 from .rollouts.preemption import EXIT_CODE, check_no_jit_checkpoint, stop_on_signal
 from .rollouts.resume import check_complete, last_checkpoint
@@ -93,18 +92,18 @@ def main(argv: Sequence[str] | None = None):
             callbacks=[tracking, stopping],
             **hint,
         )
-        # TRL drafts a card with every checkpoint, over whatever README.md says; ours is written at the end and keeps it.
-        trainer.create_model_card = lambda **kwargs: None
+        trainer.recipe = _from_any_folder(recipe.settings)
         trainer.accelerator.print(
             describe_step(Step.of(training, trainer.accelerator.num_processes), len(train_dataset))
         )
         trainer.train(resume_from_checkpoint=checkpoint)
         if stopping.stopped:
             _leave(trainer)
-        trainer.save_model(training.output_dir, _internal_call=True)  # no push yet: it comes once, with everything
-    _write_records(trainer, recipe.settings)
+        trainer.save_model(_internal_call=True)  # no push yet
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.print(f"Saved model, model card and recipe to {training.output_dir}.")
     if training.push_to_hub:
-        push_trained(trainer)
+        trainer.upload(training.output_dir)
     return trainer
 
 
@@ -117,18 +116,6 @@ def _leave(trainer) -> NoReturn:
         f"{output_dir}/checkpoint-{state.global_step}. Continue with `--resume_from_checkpoint last`. Exit code {EXIT_CODE}."
     )
     raise SystemExit(EXIT_CODE)
-
-
-def _write_records(trainer, settings: dict) -> None:
-    """The resolved recipe, the facts of the run and the model card, beside the model."""
-    output_dir = Path(trainer.args.output_dir)
-    if trainer.accelerator.is_main_process:
-        recipe = yaml.safe_dump(without_secrets(_from_any_folder(settings)), allow_unicode=True)
-        (output_dir / "recipe.yaml").write_text(recipe)
-        record_training(trainer)
-        write_card(output_dir, settings)
-    trainer.accelerator.wait_for_everyone()
-    trainer.accelerator.print(f"Saved model, model card and recipe to {output_dir}.")
 
 
 def _trainer_class(method: str) -> type:
@@ -157,9 +144,17 @@ def _with_model_arguments(recipe: Recipe):
 
 
 def _from_any_folder(settings: dict) -> dict:
-    """Models of this machine by their whole path: `outputs/model` would be a Hub id when read from another folder."""
-    models = {key: settings.get(key) for key in ("model_name_or_path", "critic_model_name_or_path")}
-    return settings | {key: str(Path(name).resolve()) for key, name in models.items() if name and Path(name).is_dir()}
+    """What repeats the run: models and data of this machine by their whole path, since `outputs/model` would be a Hub id when read
+    from another folder, and no checkpoint to resume from."""
+    names = {key: settings.get(key) for key in ("model_name_or_path", "critic_model_name_or_path", "dataset_path")}
+    if settings["dataset_name"] not in TRAINING_SETS:
+        names["dataset_name"] = settings["dataset_name"]
+    local = {
+        key: str(Path(name).resolve())
+        for key, name in names.items()
+        if name and not name.startswith(MINIATURE) and Path(name).exists()
+    }
+    return {key: value for key, value in settings.items() if key != "resume_from_checkpoint"} | local
 
 
 def _checked_model(recipe: Recipe):
@@ -289,7 +284,7 @@ def _is_finished(training: GRPOConfig, checkpoint: str | None) -> bool:
             return state.global_step >= training.max_steps
         return (state.epoch or 0.0) >= training.num_train_epochs
 
-    # `record_training` writes that of `output_dir` after the model. An earlier checkpoint may be named to go back to it.
+    # That of `output_dir` is written after the model. An earlier checkpoint may be named to go back to it.
     return at_the_end(training.output_dir) and (_means_last(training.resume_from_checkpoint) or at_the_end(checkpoint))
 
 

@@ -109,7 +109,7 @@ def _make_handler(hub: LoopbackHub) -> type[BaseHTTPRequestHandler]:
 
         def resolve(self, body):
             _, user, name, _, branch, path = self.path.split("/", 5)
-            content = hub.files[f"{user}/{name}"].get(path)
+            content = hub.files.get(f"{user}/{name}", {}).get(path)
             if content is None:
                 return self.answer(404, {"error": "Entry not found"}, {"X-Error-Code": "EntryNotFound"})
             self.answer_bytes(200, content, "text/plain")

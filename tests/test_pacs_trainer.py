@@ -549,7 +549,7 @@ def test_model_card(saved_model, tmp_path):
         tmp_path / "arithmetic", model=str(saved_model), max_steps=1, save_strategy="steps", save_steps=1
     )
     trainer.train()
-    card = (tmp_path / "arithmetic" / "README.md").read_text()
+    card = (tmp_path / "arithmetic" / "checkpoint-1" / "README.md").read_text()
     tags = card.split("---")[1]
     assert "- pacs\n" in tags and "- trl\n" in tags and "arithmetic" in card
     assert "PACS" in card and "2509.02522" in card and "li2025implicit" in card

@@ -22,6 +22,7 @@ from trl.trainer.utils import RepeatSampler
 from pacs_trl import PACSConfig, PACSTrainer, PPOTrainer
 from pacs_trl.baselines.grpo_trainer import GRPOTrainer as BaselineGRPOTrainer
 from pacs_trl.pacs_config import SHAPES_ONLY_GRPO
+from pacs_trl.rollouts.published_trainer import PublishedTrainer
 from pacs_trl.rollouts.resumable_trainer import ResumableTrainer
 from pacs_trl.rollouts.rollout_trainer import RolloutTrainer
 
@@ -63,6 +64,14 @@ SIGNATURES = {
         "(self, resume_from_checkpoint: str | bool | None = None, trial: 'optuna.Trial | dict[str, Any] | None' = None, "
         "ignore_keys_for_eval: list[str] | None = None) -> transformers.trainer_utils.TrainOutput"
     ),
+    "_push_from_checkpoint": "(self, checkpoint_folder: str) -> None",
+    "create_model_card": (
+        "(self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None)"
+    ),
+    "push_to_hub": (
+        "(self, commit_message: str | None = 'End of training', blocking: bool = True, token: str | None = None, "
+        "revision: str | None = None, **kwargs) -> huggingface_hub.hf_api.CommitInfo"
+    ),
     "_prepare_inputs": (
         "(self, generation_batch: dict[str, torch.Tensor | typing.Any]) -> dict[str, torch.Tensor | typing.Any]"
     ),
@@ -73,7 +82,7 @@ SIGNATURES = {
 
 
 def overridden() -> list[str]:
-    trainers = (ResumableTrainer, RolloutTrainer, PACSTrainer, PPOTrainer)
+    trainers = (ResumableTrainer, PublishedTrainer, RolloutTrainer, PACSTrainer, PPOTrainer)
     own = {name: value for trainer in trainers for name, value in vars(trainer).items()}
     return [name for name, value in own.items() if inspect.isfunction(value) and hasattr(GRPOTrainer, name)]
 

@@ -14,19 +14,21 @@ import torch
 from transformers import PreTrainedModel, get_scheduler
 from trl import GRPOTrainer
 
+from ..rollouts.resumable_trainer import ResumableTrainer
+
 
 class SecondModel:
     """
     Optimizer and scheduler are of the policy's kinds, and the gradient is clipped to the same norm, on its own.
 
     Args:
-        trainer ([`~trl.GRPOTrainer`]): The policy's.
+        trainer ([`ResumableTrainer`]): The policy's.
         model ([`~transformers.PreTrainedModel`]): What learns. `self.model` is the prepared one.
         learning_rate (`float`): Of this model.
         directory (`str`): Where its files lie in a checkpoint.
     """
 
-    def __init__(self, trainer: GRPOTrainer, model: PreTrainedModel, *, learning_rate: float, directory: str):
+    def __init__(self, trainer: ResumableTrainer, model: PreTrainedModel, *, learning_rate: float, directory: str):
         self.trainer = trainer
         self.learning_rate = learning_rate
         self.directory = directory
@@ -90,7 +92,7 @@ class SecondModel:
         """Weights, optimizer and scheduler, into a checkpoint of the trainer; on all processes."""
         directory = str(Path(checkpoint) / self.directory)
         with self._in_place_of_policy():
-            self.trainer.save_model(directory, _internal_call=True)
+            ResumableTrainer.save_model(self.trainer, directory, _internal_call=True)  # it needs no card
             GRPOTrainer._save_optimizer_and_scheduler(self.trainer, directory)
 
     def load(self, checkpoint: str | Path) -> None:

@@ -14,26 +14,19 @@ import yaml
 from ..redaction import published
 from ..report.inputs import read_json
 from ..settings import read_mapping
-from .model_card import EVAL_RESULTS_FOLDER, RECIPE_FILE, TRAINING_FACTS_FILE, TRAINING_FIGURE
 
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model.bin")
-README_FILE, RESULTS_FILE, LOG_FILE = "README.md", "results.json", "trainer_state.json"
+README_FILE, RESULTS_FILE, RECIPE_FILE, LOG_FILE = "README.md", "results.json", "recipe.yaml", "trainer_state.json"
+TRAINING_FACTS_FILE, TRAINING_FIGURE, EVAL_RESULTS_FOLDER = "provenance.json", "training.png", ".eval_results"
 # What belongs to a model, by its name in the top folder. Everything else stays where it is.
 UPLOADED = (
     *WEIGHTS,
     *("*.safetensors.index.json", "pytorch_model.bin.index.json"),
     *("config.json", "generation_config.json", "adapter_config.json", "configuration_*.py", "modeling_*.py"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenization_*.py"),
-    *(
-        "vocab.json",
-        "vocab.txt",
-        "merges.txt",
-        "tokenizer.model",
-        "spiece.model",
-        "sentencepiece.bpe.model",
-        "*.tiktoken",
-    ),
+    *("vocab.json", "vocab.txt", "merges.txt", "*.tiktoken"),
+    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
     *("chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json"),
     *(README_FILE, "LICENSE*", "NOTICE*"),
     *(RECIPE_FILE, RESULTS_FILE, LOG_FILE, TRAINING_FACTS_FILE, TRAINING_FIGURE),
@@ -48,7 +41,7 @@ PATHS_IN_CONFIGS = {
 
 
 def files_of_a_model(model_dir: Path, added: Sequence[str] = ()) -> list[str]:
-    """Paths in the repository after a push, sorted; `added` are those that [`prepare`] would write."""
+    """Paths in the repository after a push, sorted; `added` are those that [`describe`] would write."""
     present = [path.name for path in model_dir.iterdir() if path.is_file()]
     chosen = {name for name in present if any(fnmatch(name, pattern) for pattern in UPLOADED)}
     for folder, pattern in UPLOADED_FOLDERS.items():

@@ -41,6 +41,14 @@ _CIRCUMSTANCES = {
     "commit": (str, NoneType),
 }
 _TRAINING = {"created": str, "num_processes": int, "hardware": _HARDWARE, "commit": (str, NoneType), "versions": dict}
+# What our trainers add to it.
+_OF_TRAINER = {
+    "distributed": str,
+    "paper": dict,
+    "settings": dict,
+    "tags": list,
+    "example": {"prompt": (str, list), "max_new_tokens": (int, NoneType), "chat_template_kwargs": (dict, NoneType)},
+}
 
 
 def require(value: Any, shape: Any, where: str, *, field: str = "") -> None:
@@ -133,8 +141,10 @@ def read_log_history(path: Path) -> list[dict[str, Any]]:
 
 
 def read_training_facts(path: Path) -> dict[str, Any]:
-    """A `provenance.json`: what `pacs_trl.evaluation.provenance.training_facts` gathers."""
-    return read_json(path, _TRAINING)
+    """A `provenance.json`: what `pacs_trl.evaluation.provenance.training_facts` gathers, and what a trainer adds."""
+    facts = read_json(path, _TRAINING)
+    require(facts, {name: shape for name, shape in _OF_TRAINER.items() if name in facts}, str(path))
+    return facts
 
 
 def read_diversity(path: Path) -> dict[str, Any]:

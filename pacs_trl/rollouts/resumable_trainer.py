@@ -102,7 +102,7 @@ class ResumableTrainer(GRPOTrainer):
             # into a checkpoint Trainer writes the shards itself, with the state of the optimizer
             is_checkpoint = _internal_call and Path(output_dir) != Path(self.args.output_dir)
             self._save_beside_shards(output_dir, with_shards=not is_checkpoint)
-        super().save_model(output_dir, _internal_call)
+        super().save_model(output_dir, _internal_call=True)  # who pushes is said in `published_trainer.py`
 
     def _save_beside_shards(self, output_dir: str, with_shards: bool) -> None:
         """Where FSDP saves weights in shards Trainer leaves out configuration and tokenizer, without which they are no model."""

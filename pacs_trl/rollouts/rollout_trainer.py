@@ -41,7 +41,7 @@ from .engine import Engine, ServerFailure
 from .float32_exchange import keep_float32
 from .lora import check_lora_targets
 from .preemption import check_no_jit_checkpoint
-from .resumable_trainer import ResumableTrainer
+from .published_trainer import PublishedTrainer
 from .resume import request_seed
 from .timing import StepTimer, TimingCallback
 from .trainer_checks import check_columns, check_dataset, check_evaluation_batch, with_checked_result
@@ -58,7 +58,7 @@ Environments = EnvironmentFactory | dict[str, EnvironmentFactory]
 Config = TypeVar("Config", bound=GRPOConfig)
 
 
-class RolloutTrainer(ResumableTrainer, Generic[Config]):
+class RolloutTrainer(PublishedTrainer, Generic[Config]):
     """[`~trl.GRPOTrainer`] whose rollouts can be drawn again. `Config` is the configuration that a trainer takes."""
 
     _config_class: type[GRPOConfig] = GRPOConfig

@@ -7,6 +7,7 @@ leaves room for ratios and whitening.
 
 import copy
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -317,6 +318,13 @@ def finished_run(tmp_path_factory, model_path):
     trainer = build(output_dir, model_path, save_strategy="steps", save_steps=1, **ADAM)
     trainer.train()
     return trainer
+
+
+def test_the_card_is_that_of_the_policy(finished_run):
+    checkpoint = Path(finished_run.args.output_dir) / "checkpoint-4"
+    card = (checkpoint / "README.md").read_text()
+    assert "fine-tuned with PPO" in card and "schulman2017proximal" in card and "- arxiv:1707.06347" in card
+    assert not (checkpoint / "critic" / "README.md").exists()
 
 
 @pytest.mark.parametrize("update", [1, 2, 3])

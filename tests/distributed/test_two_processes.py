@@ -198,6 +198,7 @@ def test_fsdp2_checkpoints_of_shards_are_models(fsdp2):
     run = fsdp2 / "runs" / str(list(FSDP2).index("resumed snapshot")) / "straight"
     for directory in (run / "checkpoint-6", run):
         assert (directory / "pytorch_model_fsdp_0").is_dir() and not (directory / "model.safetensors").exists()
+        assert "Trained with 2 processes on" in (directory / "README.md").read_text()
         merge_shards(str(directory))
         model = AutoModelForCausalLM.from_pretrained(directory)
         assert model.config.dtype == torch.float32 and model.config.architectures == ["Qwen3ForCausalLM"]

@@ -32,7 +32,7 @@ def trained(checkpoint, sums, tmp_path_factory):
             "dataset_name": sums,
             "per_device_train_batch_size": 32,
             "max_completion_length": 8,
-            "max_steps": 3,
+            "max_steps": 5,
             "learning_rate": 1e-3,
             "output_dir": directory / method,
         }

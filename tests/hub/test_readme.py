@@ -2,7 +2,7 @@
 
 import pytest
 import yaml
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, ModelCardData
 from results_world import make_results
 from trl.trainer.utils import generate_model_card
 
@@ -43,6 +43,8 @@ def test_our_numbers_replace_ours_and_leave_those_of_others():
     assert [entry["name"] for entry in _head(first)["model-index"]] == ["other", "name"]
     second = with_our_part(hand_written(first, "x"), build_card("name", CardInputs()))
     assert [entry["name"] for entry in _head(second)["model-index"]] == ["other"]
+    renamed = with_our_part(hand_written(first, "x"), build_card("user/new", CardInputs(results=results)))
+    assert [entry["name"] for entry in _head(renamed)["model-index"]] == ["other", "new"]
 
 
 def _head(text):
@@ -57,6 +59,29 @@ def test_the_draft_of_trl_is_replaced_unless_somebody_wrote_into_it():
     assert hand_written(draft, "README.md") == NOTHING
     for changed in (draft + "\n## Mine\n\nText.\n", draft.replace("## Quick start", "## How I use it")):
         assert hand_written(changed, "README.md").before == changed.split("---\n", 2)[2].strip()
+
+
+def test_the_draft_of_peft_is_replaced_unless_somebody_wrote_into_it():
+    draft = ModelCard.from_template(ModelCardData())
+    draft.data.base_model, draft.data.library_name = "/home/me/base", "peft"
+    draft.text += "\n### Framework versions\n\n- PEFT 0.21.0"
+    assert hand_written(draft.content, "README.md") == NOTHING
+    kept = hand_written(draft.content.replace("## Uses", "## Uses\n\nFor sums."), "README.md")
+    assert "For sums." in kept.before and "base_model" not in kept.metadata
+    card = with_our_part(NOTHING, build_card("name", CardInputs(is_adapter=True)))
+    head = "---\nbase_model: /home/me/base\ntags:\n- base_model:adapter:/home/me/base\n"
+    marked = hand_written(card.replace("---\n", head, 1), "README.md")  # what PEFT does to ours
+    assert marked.words == NOTHING.words and "/home" not in str(marked)
+
+
+def test_a_licence_is_ours_until_somebody_writes_another():
+    ours = with_our_part(NOTHING, build_card("name", CardInputs(recipe={"model_name_or_path": "miniature/addition"})))
+    assert _head(ours)["license"] == "apache-2.0" and hand_written(ours, "x").words == NOTHING.words
+    theirs = ours.replace("license: apache-2.0\n", "license: mit\n", 1)
+    for text in (ours, theirs):
+        again = with_our_part(hand_written(text, "x"), card(license="ignored"))
+        assert _head(again)["license"] == ("unknown" if text is ours else "mit")
+        assert with_our_part(hand_written(again, "x"), card()) == again
 
 
 @pytest.mark.parametrize("text", [BEGIN, END, f"{END}{BEGIN}", f"{BEGIN}{END}{BEGIN}{END}", f"{BEGIN}{BEGIN}{END}"])
@@ -89,10 +114,8 @@ def test_a_local_path_is_no_hub_id(path, tmp_path, monkeypatch):
     for given in (path, "outputs/model", "miniature/tiny"):
         text = card(model_name_or_path=given, dataset_name=given)
         assert text.data.base_model is None and text.data.datasets is None
-        assert (
-            given.startswith("miniature")
-            or "/" not in text.text.split("using `pacs_trl`")[0].split("A language model")[1]
-        )
+        said = text.text.partition("# name\n")[2].partition("using `pacs_trl`")[0]
+        assert said.count("`") == 4 and (given.startswith("miniature") or "/" not in said)
 
 
 def test_names_break_neither_tables_nor_fences():
