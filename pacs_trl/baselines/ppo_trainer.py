@@ -118,13 +118,13 @@ class PPOTrainer(RolloutTrainer[PPOConfig]):
         self._second_model = SecondModel(self, self.critic, learning_rate=rate, directory="critic")
         self.critic = self._second_model.model
 
-    def _prepare_loading(self, model, args, peft_config):
+    def _prepare_loading(self, model, args, arguments):
         if args.deepspeed_plugin is not None:
             raise ValueError(
                 "PPOTrainer does not support DeepSpeed, which trains one model per process. Use DDP or FSDP2 "
                 "(recipes/accelerate_configs)."
             )
-        super()._prepare_loading(model, args, peft_config)
+        super()._prepare_loading(model, args, arguments)
         self.critic = load_critic(model, args)  # before the policy, which seeds again: rollouts are those of GRPO
 
     def create_scheduler(self, num_training_steps, optimizer=None):

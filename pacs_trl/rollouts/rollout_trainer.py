@@ -88,36 +88,39 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
             args = self._config_class(f"{model_name.split('/')[-1]}-{self._name}")
         if not isinstance(args, self._config_class):
             raise TypeError(f"`args` must be a {self._config_class.__name__}, got {type(args).__name__}.")
-        check_dataset("train_dataset", train_dataset)
-        check_dataset("eval_dataset", eval_dataset)
-        self._prepare_loading(model, args, peft_config)
-        super().__init__(
-            model,
-            reward_funcs,
-            args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            reward_processing_classes=reward_processing_classes,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            tools=tools,
-            rollout_func=rollout_func,
-            environment_factory=environment_factory,
-        )
+        arguments: dict[str, Any] = {
+            "train_dataset": train_dataset,
+            "eval_dataset": eval_dataset,
+            "processing_class": processing_class,
+            "reward_processing_classes": reward_processing_classes,
+            "callbacks": callbacks,
+            "optimizers": optimizers,
+            "quantization_config": quantization_config,
+            "peft_config": peft_config,
+            "tools": tools,
+            "rollout_func": rollout_func,
+            "environment_factory": environment_factory,
+        }
+        self._prepare_loading(model, args, arguments)
+        super().__init__(model, reward_funcs, args, **arguments)
         self._prepare_drawing()
         self._prepare_learning()
 
-    def _prepare_loading(self, model: str | PreTrainedModel, args: GRPOConfig, peft_config: PeftConfig | None) -> None:
+    def _prepare_loading(self, model: Model, args: GRPOConfig, arguments: dict[str, Any]) -> None:
         """
         What comes before the model is loaded.
 
+        Args:
+            arguments (`dict`): All other arguments of the trainer.
+
         Raises:
-            `ValueError`: if the vLLM that `args` asks for cannot work, or the model has not the modules that LoRA is for.
+            `ValueError`: if a data set has no prompts, the vLLM that `args` asks for cannot work, or the model has not the
+                modules that LoRA is for.
         """
         check_no_jit_checkpoint(args)
+        for name in ("train_dataset", "eval_dataset"):
+            check_dataset(name, arguments[name])
+        peft_config = arguments["peft_config"]
         if args.use_vllm:
             self._check_no_seed(args)
             check_vllm(args, model if isinstance(model, str) else get_config_model_id(model.config))
