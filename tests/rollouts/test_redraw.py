@@ -360,10 +360,10 @@ class Killed(Watched):
         return super()._draw_again(generation_batch, rollouts, num_steps)
 
 
-def run_with_kills(directory, model_path, num_kills, seed) -> list[int]:
+def run_with_kills(directory, model_path, num_kills, seed, max_steps) -> list[int]:
     """Train in processes that are killed in later draws; what the killed ones returned. The last one saves the model."""
     rng, codes = random.Random(seed), []
-    settings = WEIGHTED | HINTS | REFILL | {"max_steps": 6}
+    settings = WEIGHTED | HINTS | REFILL | {"max_steps": max_steps}
     for attempt in range(num_kills + 1):
         where = rng.randrange(2), rng.randrange(24)
         child = os.fork()
@@ -384,7 +384,7 @@ def run_with_kills(directory, model_path, num_kills, seed) -> list[int]:
 
 
 def test_kills_in_later_draws(tmp_path, model_path):
-    codes = run_with_kills(tmp_path / "killed", model_path, 3, seed=1)
+    codes = run_with_kills(tmp_path / "killed", model_path, 3, seed=1, max_steps=6)
     assert codes[-1] == 0 and -signal.SIGKILL in codes
     straight = built(
         tmp_path / "straight", model_path, WEIGHTED | HINTS | REFILL | {"max_steps": 6}, save_strategy="no"
