@@ -1,0 +1,44 @@
+"""Experiments with later draws: their arms are legal runs at the cost that they say, and hints leave the last steps open."""
+
+import pytest
+
+from experiments import draws, guided
+from pacs_trl.plan.check import check_recipe
+from pacs_trl.rollouts.draw_settings import additional
+
+
+@pytest.mark.parametrize("arm", draws.ARMS)
+def test_arms_cost_the_same(arm):
+    cell = draws.cell_of(arm)
+    recipe, conflicts = check_recipe(f"recipes/{cell.recipe}.yaml", cell.words, 1)
+    assert conflicts == []
+    step, more = recipe.step, additional(recipe.training, recipe.step)
+    drawn = step.rows_per_generation + (more["adaptive"].most if "adaptive" in more else 0)
+    generations = step.rollouts(recipe.training.max_steps)
+    assert generations * drawn == (23_040 if "refill" not in arm else 15_360)
+
+
+def test_completions_and_the_way_to_a_target():
+    history = [
+        {"step": 4 * i + 1, "reward": 0.1 * i, "adaptive/additional": 128, "refill/prompts": 1} for i in range(8)
+    ]
+    points = draws.curve([*history, {"step": 40, "train_loss": 1.0}], 256)
+    assert points[0] == (1, 256 + 128 + 8, 0.0) and points[-1][1] == 8 * (256 + 128 + 8)
+    # 0.2, ..., 0.6 is the first five with a mean of 0.4
+    assert draws.reached(points, 0.4) == "25 / 2,744" and draws.reached(points, 0.9) == "not reached"
+
+
+@pytest.mark.parametrize("arm", guided.ARMS)
+def test_guided_arms(arm):
+    words = ["--dataset_name", "train.jsonl", *guided.SAVED, *guided.ARMS[arm]]
+    recipe, conflicts = check_recipe(str(guided.RECIPE), words, 1)
+    assert conflicts == [] and recipe.training.guidance == (None if arm == "plain" else "hint")
+
+
+def test_hints_leave_the_last_steps_open():
+    for row in guided.with_hints(guided.HARD, 20, seed=0):
+        steps = row["solution"].split(",")
+        assert row["hint"].split(",") == steps[:-2] and len(steps) == 5 and r"\boxed" not in row["hint"]
+        helped = guided.asked(row, helped=True)[-1]["content"]
+        assert helped.startswith(guided.asked(row, helped=False)[-1]["content"]) and helped.endswith(row["hint"])
+    assert {row["hint"] for row in guided.with_hints(guided.EASY, 5, seed=0)} == {None}
