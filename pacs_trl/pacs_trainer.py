@@ -4,7 +4,7 @@ Generation, tools, vLLM, rewards, collation and logging are the parent's. What d
 
 - `_labels_of` makes rewards the labels of PACS.
 - `_prepare_inputs` keeps a generation batch as whole groups of ragged rows, divided into optimizer steps. Some of its prompts may
-  be drawn again before: see `rollouts/redraw.py`.
+  be drawn again before: see `rollouts/redrawing_trainer.py`.
 - `training_step` runs the parent's schedule, but does the work of an optimizer step at once, at its last slot: see
   `policy_update.py`.
 - A checkpoint also holds the rows that wait for later optimizer steps, and the snapshot reference.
@@ -12,26 +12,16 @@ Generation, tools, vLLM, rewards, collation and logging are the parent's. What d
 
 import textwrap
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from accelerate.utils import DistributedType, gather_object
 from accelerate.utils.memory import clear_device_cache
-from peft import PeftConfig
-from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
-from trl.trainer.grpo_trainer import RewardFunc, RolloutFunc
 from trl.trainer.utils import use_adapter
 
 from .pacs_config import PACSConfig
-from .rollouts.adaptive import extend_hard_groups
-from .rollouts.guidance import HintFunction, check_guidance, guide_failed_groups
-from .rollouts.redraw import Redraw
-from .rollouts.refill import refill_uniform_groups
+from .rollouts.redrawing_trainer import RedrawingTrainer
 from .rollouts.resume import merge_rows, rows_to_save
-from .rollouts.rollout_trainer import Environments, EvalData, Model, Optimizers, RolloutTrainer, TrainData
-from .rollouts.step_sizes import Step
 from .update.groups import split_into_steps
 from .update.non_finite import NonFiniteSteps
 from .update.policy_update import Objective, PolicyUpdate
@@ -42,7 +32,7 @@ from .update.scorer import Scores
 from .update.step import Limits, StepRollouts
 
 
-class PACSTrainer(RolloutTrainer[PACSConfig]):
+class PACSTrainer(RedrawingTrainer[PACSConfig]):
     """
     Trainer for PACS (imPlicit Actor Critic coupling via a Supervised learning framework), introduced in [Implicit
     Actor Critic Coupling via a Supervised Learning Framework for RLVR](https://huggingface.co/papers/2509.02522).
@@ -77,8 +67,7 @@ class PACSTrainer(RolloutTrainer[PACSConfig]):
     _own_shared_settings = (
         *("pacs_beta", "score_estimator", "first_update_score", "class_weighting", "proxy", "actor_term_coef"),
         *("reference", "reference_reset_steps", "reset_optimizer_on_reference_reset"),
-        *("adaptive_rollouts", "max_generations", "adaptive_rollouts_budget", "guidance", "max_guided_fraction"),
-        *("guided_weight", "refill_uniform_groups", "max_refill_rounds"),
+        *RedrawingTrainer._own_shared_settings,
     )
     _tag_names = ["trl", "pacs"]
     _name = "PACS"
@@ -96,61 +85,10 @@ class PACSTrainer(RolloutTrainer[PACSConfig]):
             }"""),
     }
 
-    def __init__(
-        self,
-        model: Model,
-        reward_funcs: RewardFunc | list[RewardFunc] | None = None,
-        args: PACSConfig | None = None,
-        train_dataset: TrainData | None = None,
-        eval_dataset: EvalData | None = None,
-        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase] | None = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: Optimizers = (None, None),
-        quantization_config: BitsAndBytesConfig | None = None,
-        peft_config: PeftConfig | None = None,
-        tools: list[Callable] | None = None,
-        rollout_func: RolloutFunc | None = None,
-        environment_factory: Environments | None = None,
-        *,
-        hint: HintFunction | None = None,
-    ):
-        self._hint = hint
-        super().__init__(
-            model,
-            reward_funcs,
-            args,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            reward_processing_classes,
-            callbacks,
-            optimizers,
-            quantization_config,
-            peft_config,
-            tools,
-            rollout_func,
-            environment_factory,
-        )
-
     def _prepare_learning(self) -> None:
         self._check_support()
-        if self.args.draws_again:
-            self.draw_name = "first"
-            self._widen_tables()
         self.update = self._create_update()
         self.vllm_importance_sampling_correction = False  # the parent's, which costs a forward pass of its own
-
-    def _prepare_loading(self, model, args, arguments) -> None:
-        super()._prepare_loading(model, args, arguments)
-        tools, environments = arguments.get("tools"), arguments.get("environment_factory")
-        dataset = arguments.get("train_dataset")
-        check_guidance(args.guidance, self._hint, dataset, tools=tools, environments=environments)
-        if args.refill_uniform_groups and not hasattr(dataset, "__len__"):
-            raise ValueError(
-                "refill_uniform_groups=True draws prompts from the whole training set, which must know its length; a "
-                f"{type(dataset).__name__} does not. Load it into memory (streaming=False), or remove the key."
-            )
 
     def _check_support(self) -> None:
         if self._is_vlm:
@@ -224,53 +162,18 @@ class PACSTrainer(RolloutTrainer[PACSConfig]):
     def _labels_of(self, rewards_per_func):
         return labels_from_rewards(rewards_per_func, self.reward_weights, self.reward_func_names)
 
-    def _draw_generation(self, generation_batch) -> list[Rollout]:
-        """This process's rows for the optimizer steps until the next generation."""
-        if self.args.draws_again:  # else the last table would fill up this one
-            for kept in self._logs.values():
-                kept.clear()
-        return unpad_rollouts(self._generate_and_score_completions(generation_batch))
-
     def _prepare_inputs(self, generation_batch):
         if not self.model.training:
             return self._generate_and_score_completions(generation_batch)
         if self._at_generation_boundary():
             num_steps = self.args.steps_per_generation // self.args.gradient_accumulation_steps
-            rollouts = self._draw_generation(generation_batch)
-            if self.args.draws_again:
-                rollouts = self._draw_again(generation_batch, rollouts, max(num_steps, 1))
-            else:
-                rollouts = gather_object(rollouts)
+            rollouts = self._draw_rows(generation_batch, max(num_steps, 1))
             if num_steps <= 1 and self.num_iterations == 1:
                 self._pending += rollouts
             else:
                 self._steps = [self.update.schedule(rows) for rows in split_into_steps(rollouts, num_steps)]
                 self._score_rollout_reference()
         return generation_batch
-
-    def _draw_again(self, generation_batch, rollouts: list[Rollout], num_steps: int) -> list[Rollout]:
-        """The rows of all processes, after guided attempts, more completions of hard prompts and other prompts."""
-        again, args = Redraw(self, generation_batch, rollouts), self.args
-        if args.guidance is not None:
-            guide_failed_groups(again, args.guidance, self._hint, args.max_guided_fraction, num_steps)
-        if args.adaptive_rollouts is not None:
-            extend_hard_groups(
-                again,
-                schedule=args.adaptive_rollouts,
-                max_generations=args.max_generations,
-                budget=args.adaptive_rollouts_budget,
-            )
-        if args.refill_uniform_groups:
-            refill_uniform_groups(again, args.max_refill_rounds)
-        return again.rollouts
-
-    def _widen_tables(self) -> None:
-        """Tables of completions, which TRL bounds by a generation, have room for all draws of one."""
-        step = Step.of(self.args, self.accelerator.num_processes)
-        most = step.rows_per_generation + self.args.most_additional(step)
-        for name, kept in self._logs.items():
-            wide: deque | defaultdict = deque(maxlen=most)
-            self._logs[name] = wide if isinstance(kept, deque) else defaultdict(lambda: deque(maxlen=most))
 
     def _score_rollout_reference(self) -> None:
         """Log-probabilities under the policy that generated, for the updates in which it will have moved on."""

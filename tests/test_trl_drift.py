@@ -23,6 +23,7 @@ from pacs_trl import PACSConfig, PACSTrainer, PPOTrainer
 from pacs_trl.baselines.grpo_trainer import GRPOTrainer as BaselineGRPOTrainer
 from pacs_trl.pacs_config import SHAPES_ONLY_GRPO
 from pacs_trl.rollouts.published_trainer import PublishedTrainer
+from pacs_trl.rollouts.redrawing_trainer import RedrawingTrainer
 from pacs_trl.rollouts.resumable_trainer import ResumableTrainer
 from pacs_trl.rollouts.rollout_trainer import RolloutTrainer
 
@@ -82,7 +83,7 @@ SIGNATURES = {
 
 
 def overridden() -> list[str]:
-    trainers = (ResumableTrainer, PublishedTrainer, RolloutTrainer, PACSTrainer, PPOTrainer)
+    trainers = (ResumableTrainer, PublishedTrainer, RolloutTrainer, RedrawingTrainer, PACSTrainer, PPOTrainer)
     own = {name: value for trainer in trainers for name, value in vars(trainer).items()}
     return [name for name, value in own.items() if inspect.isfunction(value) and hasattr(GRPOTrainer, name)]
 
