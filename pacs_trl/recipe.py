@@ -39,6 +39,12 @@ class GRPOArguments(PublishedArguments, GRPOConfig):
 
 METHODS = {"pacs": PACSConfig, "grpo": GRPOArguments, "ppo": PPOConfig}
 
+# What transformers 5.23 calls what all versions know by the older name.
+SECOND_NAMES = {
+    "activation_checkpointing": "gradient_checkpointing",
+    "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
+}
+
 # Without these the sizes of a step are not known.
 _SIZES = {field.name for field in fields(Step)} | {"generation_batch_size"}
 
@@ -127,6 +133,7 @@ class Recipe(NamedTuple):
             values["bf16"] = not values["fp16"]
         if "hub_strategy" not in given:
             values["hub_strategy"] = "end"
+        errors += _second_name_errors(values, given)
         *parts, training = (_made(part, values, errors) for part in _parts(method))
         run, data, model, verification = parts
         step = None
@@ -174,6 +181,20 @@ def _made(part: type, values: dict, errors: list[str]) -> Any:
     except ValueError as error:
         errors.append(str(error))
         return SimpleNamespace(**own)
+
+
+def _second_name_errors(values: dict, given: dict) -> list[str]:
+    """Give the older of two names the value of the newer one, as transformers does; what is wrong if both were given."""
+    errors = []
+    for new, old in SECOND_NAMES.items():
+        if values.get(new) is not None:
+            if given.get(old, values[new]) != values[new]:
+                errors.append(
+                    f"{new}={values[new]!r} and {old}={given[old]!r} are one setting under two names, of which transformers "
+                    "would take the first. Remove one of them."
+                )
+            values[old] = values[new]
+    return errors
 
 
 def read_recipe(argv: Sequence[str]) -> Recipe:

@@ -1,14 +1,69 @@
 """Promises of the package itself."""
 
+import ast
+import configparser
 import importlib
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 
 import pytest
 
 from pacs_trl.cli import COMMANDS
 from pacs_trl.settings import with_help
+
+
+ROOT = Path(__file__).parents[1]
+SETUP = configparser.ConfigParser()
+SETUP.read(ROOT / "setup.cfg")
+
+
+def required(section: str, option: str) -> dict[str, str]:
+    """Distributions by their names, as setup.cfg spells them, with the versions that it asks for."""
+    lines = SETUP[section][option].split()
+    return dict(re.fullmatch(r"([\w-]+)(?:\[[\w,]+\])?(.*)", line).groups() for line in lines)
+
+
+def numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")]
+
+
+def pinned(file: str) -> dict[str, str]:
+    lines = (ROOT / file).read_text().lower().splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+def test_lower_bounds_are_those_that_were_run():
+    """`make compat`: the oldest set is setup.cfg, the newest lies above it, and both stand in the table of the docs."""
+    bounds = required("options", "install_requires") | required("options.extras_require", "report")
+    oldest, ours, newest = map(pinned, ("constraints-oldest.txt", "constraints.txt", "constraints-newest.txt"))
+    assert oldest.keys() == newest.keys() == bounds.keys()
+    for name, bound in bounds.items():
+        lower = numbers(bound.removeprefix(">=").split(",")[0])
+        assert numbers(oldest[name]) == lower + [0] * (len(numbers(oldest[name])) - len(lower)), name
+        assert numbers(oldest[name]) <= numbers(ours[name]) <= numbers(newest[name])
+    upper = {name for name, bound in bounds.items() if "<" in bound}
+    assert upper == {"trl"}, "private methods of TRL alone are overridden"
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    for name in bounds:
+        assert f"| {name} | {oldest[name]} | {ours[name]} | {newest[name]} |" in page
+
+
+def test_what_is_imported_is_asked_for():
+    """Nothing is used that comes by chance with another package, as httpx did with huggingface_hub before its 2.0."""
+    files = [ast.parse(file.read_text()) for file in (ROOT / "pacs_trl").rglob("*.py")]
+    nodes = [node for file in files for node in ast.walk(file)]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0}
+    asked = {name for line in SETUP["options.extras_require"] for name in required("options.extras_require", line)}
+    asked |= required("options", "install_requires").keys()
+    spelled = {"math-verify": "math_verify", "pyyaml": "yaml", "sentence-transformers": "sentence_transformers"}
+    # of datasets; transformers; transformers; math-verify; torch
+    with_them = {"pyarrow", "safetensors", "tokenizers", "latex2sympy2_extended", "sympy"}
+    outside = {name.split(".")[0] for name in names} - sys.stdlib_module_names
+    assert outside - {spelled.get(name, name) for name in asked} - with_them == set()
 
 
 def test_importing_the_package_is_light():

@@ -1,12 +1,13 @@
 """A recipe as values: everything that is wrong with it at once, whatever the machine, and the run refuses it too."""
 
 import re
+from dataclasses import fields
 
 import pytest
 import yaml
 from transformers import TrainingArguments
 
-from pacs_trl.recipe import METHODS, Recipe, read_recipe
+from pacs_trl.recipe import METHODS, SECOND_NAMES, Recipe, _second_name_errors, read_recipe
 
 
 RECIPE = {
@@ -191,6 +192,23 @@ def test_a_recipe_is_read_for_another_launch_than_this(tmp_path):
     recipe, errors = Recipe.from_settings(settings, 64)
     assert errors == [] and recipe.step.rows_per_generation == 256 and recipe.training.bf16
     assert TrainingArguments(str(tmp_path), use_cpu=True).world_size == 1
+
+
+def test_a_setting_with_two_names_has_one_value():
+    """transformers 5.23 has them; `plan` and the trainers read the older one."""
+    values = {"activation_checkpointing": False, "gradient_checkpointing": True}
+    assert _second_name_errors(values, {"activation_checkpointing": False}) == []
+    assert values == {"activation_checkpointing": False, "gradient_checkpointing": False}
+    values = {"activation_checkpointing": None, "gradient_checkpointing": True}
+    assert _second_name_errors(values, {"gradient_checkpointing": True}) == [] and values["gradient_checkpointing"]
+    both = {"activation_checkpointing": False, "gradient_checkpointing": True}
+    (error,) = _second_name_errors(dict(both), both)
+    assert "activation_checkpointing=False and gradient_checkpointing=True are one setting under two names" in error
+    known = {field.name for field in fields(TrainingArguments)}
+    for new, old in SECOND_NAMES.items():
+        if new in known:  # the table is applied
+            changes = {new: False if old == "gradient_checkpointing" else {"use_reentrant": False}}
+            assert getattr(Recipe.from_settings(RECIPE | changes, 1)[0].training, old) == changes[new]
 
 
 def test_texts_are_values_of_their_types():

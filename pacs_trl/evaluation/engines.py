@@ -138,7 +138,7 @@ class ServerEngine:
         first_wait_seconds: float = 1.0,
         chat_template_kwargs: dict | None = None,
     ):
-        import httpx
+        from huggingface_hub.utils import httpx
 
         self.model, self.concurrency = model, concurrency
         self.max_attempts, self.first_wait_seconds = max_attempts, first_wait_seconds
@@ -194,7 +194,7 @@ class ServerEngine:
         )
 
     def _post(self, body: dict) -> dict:
-        import httpx
+        from huggingface_hub.utils import httpx
 
         for attempt in range(1, self.max_attempts + 1):
             try:

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-import httpx
 from huggingface_hub import CommitOperationAdd, HfApi, get_session
 from huggingface_hub.errors import HfHubHTTPError, RemoteEntryNotFoundError, RevisionNotFoundError
-from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, httpx
 
 from ..settings.command_line import Parser
 from .describe import check_checkpoint, check_described, describe, described_files

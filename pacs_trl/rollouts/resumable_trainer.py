@@ -79,6 +79,12 @@ class ResumableTrainer(GRPOTrainer):
         )
         return num_train_epochs, 0  # after the last epoch; Trainer would take one more step
 
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if Path(resume_from_checkpoint, "ref", ADAPTER_SAFE_WEIGHTS_NAME).is_file():
+            # The adapter that is trained lies beside the one of the KL reference, and transformers 5.17 loads that one alone.
+            self.model.load_adapter(resume_from_checkpoint, "default", is_trainable=True)
+
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         self._reset_run()
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)

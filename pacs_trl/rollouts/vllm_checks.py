@@ -12,8 +12,8 @@ import re
 import socket
 import time
 
-import httpx
 import torch
+from huggingface_hub.utils import httpx
 from trl import GRPOConfig
 
 from ..settings.optional import INSTALL_VLLM, SUPPORTED_VLLM, VLLM_OF_TRL

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig
-from replay import Recorder, addition_dataset, build_trainer, digit_reward, trainable_weights
+from peft import LoraConfig, get_peft_model
+from replay import Recorder, addition_dataset, build_trainer, digit_reward, tiny_model, trainable_weights
 from transformers import AutoModelForCausalLM
 
 from pacs_trl.rollouts.resume import last_checkpoint
@@ -38,10 +38,11 @@ FOUR_UPDATES = {  # of two groups of four, per generation
 HISTORY = ("loss", "grad_norm", "reward", "entropy", "pacs/proxy_abs_mean", "pacs/score_std", "learning_rate")
 
 
-def trained(output_dir, *, resume=None, num_prompts=64, lora=False, **settings):
+def trained(output_dir, *, resume=None, num_prompts=64, lora=False, adapter=False, **settings):
     recorder = Recorder()
     trainer = build_trainer(
         output_dir,
+        model=get_peft_model(tiny_model(), LoraConfig(r=4, target_modules="all-linear")) if adapter else None,
         more={
             "train_dataset": addition_dataset(num_prompts),
             "eval_dataset": addition_dataset(4),
@@ -99,6 +100,7 @@ VARIANTS = {
     "first snapshot kept": {"reference": "snapshot", "offsets": [1, 4, 7]},
     "two iterations": {"num_iterations": 2, "steps_per_generation": 2, "offsets": [1, 2, 3, 4, 5]},
     "LoRA snapshot": {"lora": True, "reference": "snapshot", "reference_reset_steps": 4, "offsets": [3, 4, 6]},
+    "adapter of its own, and KL": {"adapter": True, "beta": 0.1, "max_steps": 5, "offsets": [3, 4]},
     "epochs of one generation": {"num_prompts": 8, "offsets": [3, 4, 5, 8]},
     "epochs that drop prompts": {"num_prompts": 19, "steps_per_generation": 2, "offsets": [1, 3, 4, 5, 8]},
     "groups over micro-batches": {

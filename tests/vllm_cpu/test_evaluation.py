@@ -10,8 +10,8 @@ import subprocess
 import sys
 import time
 
-import httpx
 import pytest
+from huggingface_hub.utils import httpx
 
 from pacs_trl.evaluation.engines import ServerEngine, TransformersEngine, VLLMEngine
 from pacs_trl.evaluation.requests import Request, SamplingSettings
