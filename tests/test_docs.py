@@ -69,6 +69,7 @@ NEEDS = {
     r"^make tables": "hours, or minutes with STEPS, which .ci/run runs",
     r"pacs-trl push": "an account on the Hub",
     r"^make (quickstart|test|portability|notebooks|quality|style|env|clean)|^\.ci/run": "minutes; what .ci/run runs",
+    r"^make compat": "gigabytes of other versions",
     r"^pytest": "minutes",
 }
 

@@ -82,7 +82,7 @@ class ResumableTrainer(GRPOTrainer):
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         if Path(resume_from_checkpoint, "ref", ADAPTER_SAFE_WEIGHTS_NAME).is_file():
-            # The adapter that is trained lies beside the one of the KL reference, and transformers 5.17 loads that one alone.
+            # The trained adapter lies beside that of the KL reference, and transformers before 5.23 loads the latter alone.
             self.model.load_adapter(resume_from_checkpoint, "default", is_trainable=True)
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
