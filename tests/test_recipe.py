@@ -154,7 +154,7 @@ def test_what_the_libraries_refuse_is_known_before(tmp_path, changes, words):
     assert words in error
     settings = {"output_dir": str(tmp_path), "bf16": False, "use_cpu": True} | RECIPE | changes
     settings = {key: value for key, value in settings.items() if key not in ("dataset_name", "model_name_or_path")}
-    with pytest.raises((ValueError, OSError)):
+    with pytest.raises((ValueError, OSError, ImportError)):  # the last one where DeepSpeed is not installed
         METHODS["grpo"](**settings)
 
 
