@@ -12,7 +12,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpx
 import huggingface_hub.constants
 import yaml
 from huggingface_hub import (
@@ -23,7 +22,7 @@ from huggingface_hub import (
     eval_result_entries_to_yaml,
     get_session,
 )
-from huggingface_hub.utils import build_hf_headers
+from huggingface_hub.utils import build_hf_headers, httpx
 
 from ..data import TRAINING_SETS
 from ..data.sets import FILE_FORMATS, MINIATURE
