@@ -159,7 +159,7 @@ def test_verification_is_over_when_generation_is(tmp_path, checkpoint, colocated
 
 
 def test_hard_prompts_are_drawn_again(tmp_path, checkpoint, colocated):
-    """Guidance, schedule and refill with a real engine: other seeds for every completion, and the same run from every step."""
+    """Guidance and schedule with a real engine: other seeds for every completion, and the same run from every step."""
 
     def rarely(completion_ids, prompts, **kwargs):
         chances = [2 if "Hint" in str(prompt) else 5 for prompt in prompts]
@@ -168,7 +168,7 @@ def test_hard_prompts_are_drawn_again(tmp_path, checkpoint, colocated):
     data = addition_dataset(64).map(lambda row: {"hint": "Count."})
     settings = colocated | {"steps_per_generation": 2, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
     settings |= {"adaptive_rollouts": "hardness_weighted", "max_generations": 12, "adaptive_rollouts_budget": 20}
-    settings |= {"guidance": "hint", "refill_uniform_groups": True}
+    settings |= {"guidance": "hint"}
     runs = []
     for step in (0, 1, 2):
         trainer = trainer_on(
@@ -186,5 +186,5 @@ def test_hard_prompts_are_drawn_again(tmp_path, checkpoint, colocated):
     weights, losses, history = runs[0]
     for again, losses_again, _ in runs[1:]:
         assert losses_again == losses and all(torch.equal(weights[name], again[name]) for name in weights)
-    for name in ("adaptive/additional", "guidance/attempted", "refill/prompts"):
+    for name in ("adaptive/additional", "guidance/attempted"):
         assert sum(entry.get(name, 0) for entry in history) > 0, name
