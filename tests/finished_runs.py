@@ -37,12 +37,13 @@ def record(results_dir: Path, cell: Cell, seed: int, counts: Mapping[str, Sequen
 
 
 def rows_of(page: Path):
-    """The table of a page as mappings from its header, or, where it has headings, its tables by the first word of these."""
+    """The table of a page as mappings from its header, or, where it has headings or is folded, its tables by the first word of
+    its heading."""
     lines: dict[str, list[list[str]]] = {}
     heading = ""
     for line in page.read_text().splitlines():
-        if line.startswith("## "):
-            heading = line.split()[1]
+        if line.startswith(("## ", "<details><summary>")):
+            heading = line.removeprefix("## ").removeprefix("<details><summary>").partition("</summary>")[0].split()[0]
         elif line.startswith("|"):
             lines.setdefault(heading, []).append([cell.strip() for cell in line[1:-1].split("|")])
     tables = {h: [dict(zip(header, row, strict=True)) for row in rows] for h, (header, _, *rows) in lines.items()}

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from .paper import PublishedTable
-from .tables import methods, pass_at_k_rows
+from .tables import Measured, common_ks, methods, pass_at_k_cells, pass_at_k_rows
 
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -65,6 +65,10 @@ STYLE = {
     "svg.fonttype": "none",
 }
 
+# What bands, bars and thin lines are.
+INTERVALS = "bands and bars: 95 % intervals over problems"
+RUNS = "thin lines: single runs; thick: their mean, a running mean over a tenth of the points"
+
 # The panels of the training figure: key in the trainer's log, label of the axis.
 TRAINING_PANELS = (
     ("reward", "reward"),
@@ -79,63 +83,116 @@ def pass_at_k_figure(
     benchmarks: Mapping[str, str],
     path: Path,
     published: Mapping[str, Sequence[PublishedTable]] | None = None,
+    differences: Mapping[str, Mapping[int, Sequence[float]]] | None = None,
 ) -> list[Path]:
-    """pass@k against k, one panel per benchmark; bands are 95 % intervals. Published numbers of methods that
-    we have too are open markers; the rest of them are in the tables."""
+    """
+    pass@k against k: the mean over the benchmarks, then a panel for each.
+
+    Args:
+        results: Parsed results files of one protocol.
+        benchmarks: Titles by name.
+        published: Published blocks by benchmark; numbers of methods that we have too are open markers.
+        differences: `"A - B"` -> k -> percent of every seed, drawn in a panel of their own.
+    """
     with matplotlib.rc_context(STYLE):
-        figure, panels = _panels(len(benchmarks))
-        look_of = looks(methods(results))
-        for panel, (name, title) in zip(panels, benchmarks.items(), strict=False):
-            rows = pass_at_k_rows(results, name, published=(published or {}).get(name, ()))
-            rows = [row for row in rows if row.kind != "difference" and row.method in look_of]
-            for row in rows:
-                look = look_of[row.method]
-                ks = sorted(row.cells)
-                values = [row.cells[k].value for k in ks]
-                if row.kind == "published":
-                    hollow = look | {"markerfacecolor": "white", "linewidth": 0.7, "alpha": 0.8}
+        by_method = methods(results)
+        look_of = looks(by_method)
+        whole = len(benchmarks) > 1 and all(benchmarks.keys() <= result["benchmarks"].keys() for result in results)
+        figure, panels = _panels(len(benchmarks) + whole + bool(differences))
+        shown = iter(panels)
+        if whole:
+            panel, ks = next(shown), common_ks(results)
+            for method, runs in by_method.items():
+                draw_pass_at_k(panel, pass_at_k_cells(runs, list(benchmarks), ks), method, look_of[method])
+            percent_against_k(panel, f"mean over {len(benchmarks)} benchmarks")
+        if differences:
+            _draw_differences(next(shown), differences)
+        for panel, (name, title) in zip(shown, benchmarks.items(), strict=True):
+            for row in pass_at_k_rows(results, name, published=(published or {}).get(name, ())):
+                if row.kind == "ours":
+                    draw_pass_at_k(panel, row.cells, row.method, look_of[row.method])
+                elif row.kind == "published" and row.method in look_of:
+                    hollow = look_of[row.method] | {"markerfacecolor": "white", "linewidth": 0.7, "alpha": 0.8}
+                    ks, values = zip(*((k, cell.value) for k, cell in row.cells.items()), strict=True)
                     panel.plot(ks, values, label=f"{row.method} (published)", **hollow)
-                    continue
-                panel.plot(ks, values, label=row.method, **look)
-                lower, upper = ([row.cells[k][i] for k in ks] for i in (1, 2))
-                panel.fill_between(ks, lower, upper, color=look["color"], alpha=0.15, linewidth=0)
-            panel.set_xscale("log", base=2)
-            ticks = sorted({k for row in rows for k in row.cells})
-            panel.set_xticks(ticks, [str(k) for k in ticks])
-            panel.set(title=title, xlabel="k")
-            panel.yaxis.set_major_formatter(PercentFormatter(decimals=0))
+            percent_against_k(panel, title)
         _label_rows(panels, "pass@k")
-        _legend_below(figure, panels)
+        legend_below(figure, panels, INTERVALS)
         return _save(figure, path)
 
 
-def training_figure(histories: Mapping[str, Sequence[Sequence[dict[str, float]]]], path: Path) -> list[Path]:
+def draw_pass_at_k(panel: Axes, cells: Mapping[int, Measured], label: str, look: dict[str, Any]) -> None:
+    """One line of pass@k in percent with its 95 % intervals as a band."""
+    ks = sorted(cells)
+    panel.plot(ks, [cells[k].value for k in ks], label=label, **look)
+    lower, upper = [cells[k].lower for k in ks], [cells[k].upper for k in ks]
+    panel.fill_between(ks, lower, upper, color=look["color"], alpha=0.15, linewidth=0)
+
+
+def percent_against_k(panel: Axes, title: str) -> None:
+    """Axes of a panel of pass@k whose lines are drawn."""
+    panel.set_xscale("log", base=2)
+    ticks = sorted({round(k) for line in panel.get_lines() for k in line.get_xdata()})
+    panel.set_xticks(ticks, [str(k) for k in ticks])
+    panel.set(title=title, xlabel="k")
+    percent_axis(panel)
+
+
+def percent_axis(panel: Axes) -> None:
+    """From 0 to 100 %, as in every panel of pass@k; a marker at the end is not cut."""
+    panel.set_ylim(-2, 102)
+    panel.yaxis.set_major_formatter(PercentFormatter(decimals=0))
+
+
+def _draw_differences(panel: Axes, differences: Mapping[str, Mapping[int, Sequence[float]]]) -> None:
+    """A marker for every seed and a bar at their mean, in the look of what is subtracted."""
+    look_of = looks(name.rsplit(" - ", 1)[1] for name in differences)
+    ks = sorted({k for by_k in differences.values() for k in by_k})
+    panel.axhline(0, color="#888888", linewidth=0.8)
+    for i, (by_k, look) in enumerate(zip(differences.values(), look_of.values(), strict=True)):
+        style = {"color": look["color"], "linestyle": ""}
+        shift = 0.8 * (i + 0.5) / len(differences) - 0.4
+        for k, values in by_k.items():
+            place = ks.index(k) + shift
+            panel.plot([place] * len(values), values, marker=look["marker"], markerfacecolor="white", **style)
+            panel.plot([place], [np.mean(values)], marker="_", markersize=7, markeredgewidth=1.5, **style)
+    panel.set_xticks(range(len(ks)), [str(k) for k in ks])
+    first = {name.rsplit(" - ", 1)[0] for name in differences}
+    panel.set(title=f"{first.pop() if len(first) == 1 else 'first'} minus the other, each seed", xlabel="k")
+    panel.set_ylabel("percentage points")
+
+
+def training_figure(
+    models: Mapping[str, Mapping[str, Sequence[Sequence[dict[str, float]]]]], path: Path
+) -> list[Path]:
     """
-    Reward, entropy, completion length and time per step over optimizer steps.
+    Reward, entropy, completion length and time per step over optimizer steps, a row of panels for each model.
 
     Args:
-        histories: For each method the log histories of its runs (`log_history` of `trainer_state.json`). One run is a line;
-            several are their mean with the range between the lowest and the highest run.
+        models: For each model (`""` if there is only one) and method the log histories of its runs (`log_history` of
+            `trainer_state.json`).
 
     Raises:
         `ValueError`: if no run logged any of the four quantities.
     """
-    present = [
-        (key, label)
-        for key, label in TRAINING_PANELS
-        if any(_series(run, key) for r in histories.values() for run in r)
-    ]
+    everything = [run for histories in models.values() for runs in histories.values() for run in runs]
+    present = [(key, label) for key, label in TRAINING_PANELS if any(series(run, key) for run in everything)]
     if not present:
         raise ValueError(f"The training logs hold none of {', '.join(key for key, _ in TRAINING_PANELS)}.")
     with matplotlib.rc_context(STYLE):
-        figure, panels = _panels(len(present), columns=2)
-        for panel, (key, label) in zip(panels, present, strict=False):
-            for method, look in looks(histories).items():
-                series = [_series(run, key) for run in histories[method]]
-                _draw_runs(panel, series, method, look | {"marker": ""})
-            panel.set(xlabel="optimizer step", ylabel=label, ylim=(min(0.0, panel.get_ylim()[0]), None))
+        columns = len(present) if len(models) > 1 or len(present) == 3 else 2
+        figure, panels = _panels(len(models) * len(present), columns)
+        shown = iter(panels)
+        for model, histories in models.items():
+            for key, label in present:
+                panel = next(shown)
+                for method, look in looks(histories).items():
+                    draw_runs(panel, [series(run, key) for run in histories[method]], method, look)
+                panel.set(
+                    xlabel="optimizer step", ylabel=label, title=model, ylim=(min(0.0, panel.get_ylim()[0]), None)
+                )
         figure.align_ylabels()
-        _legend_below(figure, panels)
+        legend_below(figure, panels, RUNS)
         return _save(figure, path)
 
 
@@ -151,29 +208,32 @@ def evaluation_figure(histories: Mapping[str, Sequence[Sequence[dict[str, float]
         raise ValueError("The training logs hold no eval_<benchmark>/pass@<k>: log them, or evaluate checkpoints.")
     ordered = sorted(keys, key=lambda key: (key.split("/pass@")[0], int(key.rsplit("@", 1)[1])))
     with matplotlib.rc_context(STYLE):
-        figure, panels = _panels(len(ordered), columns=min(3, len(ordered)))
-        for panel, key in zip(panels, ordered, strict=False):
+        figure, panels = _panels(len(ordered))
+        for panel, key in zip(panels, ordered, strict=True):
             for method, look in looks(histories).items():
-                series = [[(step, 100 * value) for step, value in _series(run, key)] for run in histories[method]]
-                _draw_runs(panel, series, method, look)
+                points = [[(step, 100 * value) for step, value in series(run, key)] for run in histories[method]]
+                draw_runs(panel, points, method, look, smooth=False)
             benchmark, k = key.removeprefix("eval_").rsplit("/", 1)
             panel.set(title=f"{benchmark}, {k}", xlabel="optimizer step")
-            panel.yaxis.set_major_formatter(PercentFormatter(decimals=0))
-        _legend_below(figure, panels)
+            percent_axis(panel)
+        legend_below(figure, panels, "thin lines: single runs; thick: their mean")
         return _save(figure, path)
 
 
 def ablation_figure(
     results: Mapping[float, Sequence[dict[str, Any]]], benchmarks: Mapping[str, str], name: str, path: Path
 ) -> list[Path]:
-    """pass@k against a setting such as beta (log scale), one panel per benchmark, one line per k; bars are intervals.
-    Several results of one value are runs with different seeds."""
+    """pass@k against a setting such as beta (log scale), one line per k: the mean over the benchmarks, then a panel for
+    each. Several results of one value are runs with different seeds."""
     with matplotlib.rc_context(STYLE):
-        figure, panels = _panels(len(benchmarks))
+        parts = {title: [benchmark] for benchmark, title in benchmarks.items()}
+        if len(parts) > 1:
+            parts = {f"mean over {len(parts)} benchmarks": list(benchmarks)} | parts
+        figure, panels = _panels(len(parts))
         values = sorted(results)
-        for panel, (benchmark, title) in zip(panels, benchmarks.items(), strict=False):
-            rows = {v: pass_at_k_rows(results[v], benchmark)[0].cells for v in values}
-            ks = sorted(set.intersection(*(set(cells) for cells in rows.values())))
+        ks = common_ks([run for runs in results.values() for run in runs])
+        for panel, (title, averaged) in zip(panels, parts.items(), strict=True):
+            rows = {v: pass_at_k_cells(results[v], averaged, ks) for v in values}
             for i, k in enumerate(ks):
                 cells = [rows[v][k] for v in values]
                 errors = [[c.value - c.lower for c in cells], [c.upper - c.value for c in cells]]
@@ -184,9 +244,9 @@ def ablation_figure(
             panel.set_xticks(values, [f"{v:g}" for v in values])
             panel.minorticks_off()
             panel.set(title=title, xlabel=name)
-            panel.yaxis.set_major_formatter(PercentFormatter(decimals=0))
+            percent_axis(panel)
         _label_rows(panels, "pass@k")
-        _legend_below(figure, panels)
+        legend_below(figure, panels, INTERVALS)
         return _save(figure, path)
 
 
@@ -294,10 +354,10 @@ def _look(index: int) -> dict[str, Any]:
 
 
 def _panels(count: int, columns: int | None = None) -> tuple[Figure, list[Axes]]:
-    columns = min(count, columns or 3)
+    columns = min(count, columns or (3 if count in (3, 5, 6, 9) else 4))
     rows = math.ceil(count / columns)
     width = COLUMN_WIDTH if columns == 1 else PAGE_WIDTH
-    figure = Figure(figsize=(width, PANEL_HEIGHT * rows + 0.35), layout="constrained")
+    figure = Figure(figsize=(width, PANEL_HEIGHT * rows + 0.5), layout="constrained")
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for unused in panels[count:]:
         unused.set_axis_off()
@@ -311,29 +371,46 @@ def _label_rows(panels: Sequence[Axes], label: str) -> None:
             panel.set_ylabel(label)
 
 
-def _series(run: Sequence[dict[str, float]], key: str) -> list[tuple[float, float]]:
+def series(run: Sequence[dict[str, float]], key: str) -> list[tuple[float, float]]:
+    """(step, value) of one quantity of a log history, where it was logged."""
     return [(log["step"], log[key]) for log in run if log.get(key) is not None]
 
 
-def _draw_runs(panel: Axes, runs: Sequence[list[tuple[float, float]]], label: str, look: dict[str, Any]) -> None:
-    runs = [dict(run) for run in runs if run]
-    if not runs:
+def draw_runs(
+    panel: Axes,
+    runs: Sequence[Sequence[tuple[float, float]]],
+    label: str,
+    look: dict[str, Any],
+    *,
+    smooth: bool = True,
+) -> None:
+    """Every run as a thin line, and over them their mean, smoothed."""
+    points = [dict(run) for run in runs if run]
+    if not points:
         return
-    steps = sorted(set.intersection(*(set(run) for run in runs)))
-    values = np.array([[run[step] for step in steps] for run in runs])
-    name = label if len(runs) == 1 else f"{label} ({len(runs)} runs)"
-    panel.plot(steps, values.mean(axis=0), label=name, **look)
-    if len(runs) > 1:
-        panel.fill_between(steps, values.min(axis=0), values.max(axis=0), color=look["color"], alpha=0.15, linewidth=0)
+    for run in points:
+        panel.plot(run.keys(), run.values(), color=look["color"], linewidth=0.4, alpha=0.6)
+    steps = sorted(set.intersection(*(set(run) for run in points)))
+    mean = np.mean([[run[step] for step in steps] for run in points], axis=0)
+    thick = look | {"marker": ""} if smooth else look
+    panel.plot(steps, smoothed(mean) if smooth else mean, label=label, **thick)
 
 
-def _legend_below(figure: Figure, panels: Sequence[Axes]) -> None:
+def smoothed(values: np.ndarray) -> np.ndarray:
+    """Running mean over a tenth of the values around each one, over fewer at the ends."""
+    half = len(values) // 20
+    return np.array([values[max(0, i - half) : i + half + 1].mean() for i in range(len(values))])
+
+
+def legend_below(figure: Figure, panels: Sequence[Axes], note: str) -> None:
+    """The lines of all panels, and what bands and thin lines are."""
     handles: dict[str, Any] = {}
     for panel in panels:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
-    columns = 4 if figure.get_figwidth() > COLUMN_WIDTH else 2
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(columns, len(handles)))
+    columns = min(5 if figure.get_figwidth() > COLUMN_WIDTH else 2, len(handles))
+    looks = {"title": note, "title_fontsize": 7, "ncols": columns}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", **looks)
 
 
 def _save(figure: Figure, path: Path) -> list[Path]:

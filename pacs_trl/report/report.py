@@ -33,7 +33,8 @@ def build_report(
         paths (sequence of `Path`): Results files or the directories that hold them.
         output_dir (`Path`): Where everything is written.
         published (`str`, *optional*): Base model whose published numbers stand beside ours, for example "Qwen3-8B".
-        baseline (`str`, *optional*): Method that the others are compared with.
+        baseline (`str`, *optional*): Method that the others are compared with in every table. The report begins with it, or else
+            with the method of the first file, as what was there before.
         figures (`bool`): Whether to draw the pass@k figure.
 
     Returns:
@@ -47,17 +48,27 @@ def build_report(
         raise ValueError("A report needs at least one results file.")
     require_same_protocol(results, [str(path) for path in paths])
     names = tables.benchmarks(results)
+    by_method = tables.methods(results)
+    before = baseline or next(iter(by_method))
     beside = {name: paper.published(published, name) if published else [] for name in names}
     rows = {name: tables.pass_at_k_rows(results, name, published=beside[name], baseline=baseline) for name in names}
 
     markdown, latex = [], []
+    if changes := tables.before_and_after(results, names, before):
+        changes = tables.to_markdown(tables.BEFORE_AND_AFTER_HEADER, changes)
+        markdown.append(
+            f"# Before and after\n\nBefore is {tables.one_line(before)}; percent, 95 % intervals over problems.\n\n{changes}"
+        )
+    if figures:
+        markdown.append("![pass@k](pass_at_k.png)\n")
     for name, title in names.items():
         header, lines = tables.table_cells(rows[name])
-        markdown.append(f"## {tables.one_line(title)}\n\n{tables.to_markdown(header, lines)}\n{_sources(rows[name])}")
+        parts = [tables.to_markdown(header, lines), _sources(rows[name])]
         latex.append(tables.to_latex(header, lines, f"pass@k on {title}, percent with 95 % intervals over problems"))
-        if baseline is not None and (changes := tables.support_rows(results, name, baseline)):
-            markdown.append(tables.to_markdown(tables.SUPPORT_HEADER, changes))
-            latex.append(tables.to_latex(tables.SUPPORT_HEADER, changes, f"Support on {title}"))
+        if baseline is not None and (support := tables.support_rows(results, name, baseline)):
+            parts.append(tables.to_markdown(tables.SUPPORT_HEADER, support))
+            latex.append(tables.to_latex(tables.SUPPORT_HEADER, support, f"Support on {title}"))
+        markdown.append(tables.details(tables.one_line(title), "\n".join(filter(None, parts))))
     markdown.append(f"## Settings\n\n{tables.to_markdown(tables.SETTINGS_HEADER, tables.settings_rows(results))}")
     markdown.append(_protocol_text(results[0]["protocol"]))
 
@@ -110,7 +121,7 @@ def _build_all(args: argparse.Namespace) -> list[Path]:
         files += build_report(args.results, args.output_dir, published=args.published, baseline=args.baseline)
     if args.training:
         histories = training_histories(args.training)
-        files += plots.training_figure(histories, args.output_dir / "training")
+        files += plots.training_figure({"": histories}, args.output_dir / "training")
         if any("/pass@" in key for runs in histories.values() for run in runs for log in run for key in log):
             files += plots.evaluation_figure(histories, args.output_dir / "evaluation")
     if args.ablation:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..evaluation.pass_at_k import Interval, paired_bootstrap, pass_at_k, pass_interval
+from ..evaluation.pass_at_k import Interval, bootstrap_interval, pass_at_k, pass_interval
 from ..evaluation.support import support
 from .paper import PublishedTable
 
@@ -77,7 +77,7 @@ def pass_at_k_rows(
         raise ValueError(f"The baseline {baseline!r} has no results on {benchmark}; there are {', '.join(runs)}.")
     ks = common_ks([run for group in runs.values() for run in group])
     rows = [
-        Row(method, "ours", "", _sample_counts(group, benchmark), len(group), _cells(group, benchmark, ks))
+        Row(method, "ours", "", _sample_counts(group, benchmark), len(group), pass_at_k_cells(group, [benchmark], ks))
         for method, group in runs.items()
     ]
     ours = {row.method: row for row in rows}
@@ -89,7 +89,8 @@ def pass_at_k_rows(
                 differences.append(_published_difference(ours[method], values, table.source))
     for method in runs:
         if baseline is not None and method != baseline:
-            differences.append(_paired_difference(runs, method, baseline, benchmark, ks))
+            cells = paired_difference(runs[method], runs[baseline], [benchmark], ks)
+            differences.append(Row(f"{method} - {baseline}", "difference", "paired over problems", "", 0, cells))
     return rows + differences
 
 
@@ -136,12 +137,19 @@ def _interval_cells(interval: Interval, ks: Sequence[int]) -> dict[int, Measured
     return {k: percent(Interval(*column)) for k, *column in zip(ks, mean, lower, upper, strict=True)}
 
 
-def _cells(group: Sequence[dict[str, Any]], benchmark: str, ks: Sequence[int]) -> dict[int, Measured]:
-    cells = _interval_cells(pass_interval(problem_values(group, benchmark, ks)[1]), ks)
+def pass_at_k_cells(
+    group: Sequence[dict[str, Any]], benchmarks: Sequence[str], ks: Sequence[int]
+) -> dict[int, Measured]:
+    """pass@k of one method, in which each benchmark weighs the same: mean over its runs, interval over problems, spread over runs."""
+    cells = _interval_cells(pass_interval(*(problem_values(group, name, ks)[1] for name in benchmarks)), ks)
     if len(group) == 1:
         return cells
-    by_run = {k: [100 * run["benchmarks"][benchmark]["pass_at_k"][str(k)]["value"] for run in group] for k in ks}
+    by_run = {k: [100 * statistics.mean(_share(run, name, k) for name in benchmarks) for run in group] for k in ks}
     return {k: cell._replace(spread=statistics.stdev(by_run[k])) for k, cell in cells.items()}
+
+
+def _share(run: dict[str, Any], benchmark: str, k: int) -> float:
+    return run["benchmarks"][benchmark]["pass_at_k"][str(k)]["value"]
 
 
 def _published_difference(ours: Row, published: dict[int, float], source: str) -> Row:
@@ -153,16 +161,51 @@ def _published_difference(ours: Row, published: dict[int, float], source: str) -
     return Row(f"{ours.method}, ours - published", "difference", source, "", 0, cells)
 
 
-def _paired_difference(
-    runs: Mapping[str, Sequence[dict[str, Any]]], method: str, baseline: str, benchmark: str, ks: Sequence[int]
-) -> Row:
-    (ids, values), (base_ids, base_values) = (problem_values(runs[name], benchmark, ks) for name in (method, baseline))
-    position = {problem: i for i, problem in enumerate(base_ids)}
-    shared = [i for i, problem in enumerate(ids) if problem in position]
-    if not shared:
-        raise ValueError(f"{method} and {baseline} share no problem of {benchmark} that was graded for both.")
-    difference = paired_bootstrap(base_values[[position[ids[i]] for i in shared]], values[shared])
-    return Row(f"{method} - {baseline}", "difference", "paired over problems", "", 0, _interval_cells(difference, ks))
+def paired_difference(
+    runs: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]], benchmarks: Sequence[str], ks: Sequence[int]
+) -> dict[int, Measured]:
+    """
+    pass@k of some runs minus that of others, percent, over the problems that both were graded on; a benchmark weighs the same
+    whatever its size, as in the paper's average, in which 30 problems of AIME count as much as the 500 of MATH 500.
+
+    Raises:
+        `ValueError`: if they share no problem of a benchmark.
+    """
+    parts = []
+    for name in benchmarks:
+        (ids, values), (base_ids, base_values) = (problem_values(group, name, ks) for group in (runs, base))
+        position = {problem: i for i, problem in enumerate(base_ids)}
+        shared = [i for i, problem in enumerate(ids) if problem in position]
+        if not shared:
+            names = f"{runs[0]['method']} and {base[0]['method']}"
+            raise ValueError(f"{names} share no problem of {name} that was graded for both.")
+        parts.append(values[shared] - base_values[[position[ids[i]] for i in shared]])
+    total = sum(map(len, parts))
+    weighted = np.concatenate([part * (total / (len(parts) * len(part))) for part in parts])
+    return _interval_cells(bootstrap_interval(weighted), ks)
+
+
+def before_and_after(results: Sequence[dict[str, Any]], names: Mapping[str, str], before: str) -> list[list[str]]:
+    """The smallest and the largest k of one method, of each other one, and the paired difference; first the mean over all
+    benchmarks, if every file has them all."""
+    grouped = methods(results)
+    parts = {title: [name] for name, title in names.items()}
+    if len(parts) > 1 and all(names.keys() <= result["benchmarks"].keys() for result in results):
+        parts = {f"mean of {len(parts)}": list(names)} | parts
+    lines = []
+    for title, averaged in parts.items():
+        runs = {m: [run for run in group if run["benchmarks"].keys() >= set(averaged)] for m, group in grouped.items()}
+        for method, group in runs.items():
+            if method == before or not group or not runs[before]:
+                continue
+            every_k = common_ks([*group, *runs[before]])
+            ks = sorted({every_k[0], every_k[-1]})
+            columns = [pass_at_k_cells(which, averaged, ks) for which in (runs[before], group)]
+            columns.append(paired_difference(group, runs[before], averaged, ks))
+            for k in ks:
+                cells = [cell_text(column[k], i == 2) for i, column in enumerate(columns)]
+                lines.append([title, f"pass@{k}", method, *cells])
+    return lines
 
 
 def support_rows(results: Sequence[dict[str, Any]], benchmark: str, baseline: str) -> list[list[str]]:
@@ -203,6 +246,7 @@ def settings_rows(results: Sequence[dict[str, Any]]) -> list[list[str]]:
     return lines
 
 
+BEFORE_AND_AFTER_HEADER = ["", "", "method", "before", "after", "difference"]
 SETTINGS_HEADER = [
     *("method", "benchmark", "n", "tokens", "truncated", "answer entropy", "token entropy", "engine", "verifier"),
     "commit",
@@ -217,8 +261,13 @@ def table_cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     for row in rows:
         label = f"{row.method} (published)" if row.kind == "published" else row.method
         runs = str(row.runs) if row.runs else ""
-        lines.append([label, row.n, runs, *(_text(row.cells.get(k), row.kind == "difference") for k in ks)])
+        lines.append([label, row.n, runs, *(cell_text(row.cells.get(k), row.kind == "difference") for k in ks)])
     return ["method", "n", "runs", *(f"k={k}" for k in ks)], lines
+
+
+def details(title: str, text: str) -> str:
+    """Markdown that is folded away under its title."""
+    return f"<details><summary>{title}</summary>\n\n{text}\n</details>\n"
 
 
 def to_markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -254,13 +303,15 @@ def to_csv(rows_by_benchmark: Mapping[str, Sequence[Row]]) -> str:
     return out.getvalue()
 
 
-def _text(cell: Measured | None, signed: bool) -> str:
+def cell_text(cell: Measured | None, signed: bool = False, *, digits: int = 2, missing: str = "") -> str:
+    """`MEAN ± SPREAD [LOWER, UPPER]`, as far as they are known."""
     if cell is None:
-        return ""
-    text = f"{cell.value:+.2f}" if signed else f"{cell.value:.2f}"
+        return missing
+    text = f"{cell.value:{'+' if signed else ''}.{digits}f}"
     if cell.spread is not None:
-        text += f" ± {cell.spread:.2f}"
-    return text if cell.lower is None else f"{text} [{cell.lower:.1f}, {cell.upper:.1f}]"
+        text += f" ± {cell.spread:.{digits}f}"
+    ends = min(digits, 1) if digits < 3 else digits
+    return text if cell.lower is None else f"{text} [{cell.lower:.{ends}f}, {cell.upper:.{ends}f}]"
 
 
 _LATEX: dict[str, str | int | None] = {character: "\\" + character for character in "&%$#_{}"}

@@ -3,7 +3,8 @@
 A table is a file in `recipes/miniature/tables/`: which cells it has, and which recipe with which settings makes each of them, at
 miniature and at full scale. A cell is trained and evaluated with each seed, and finished once it stands in the records of the
 results directory (`records.py`). The miniature runs here, in this process (`cells.py`); full-size training is launched by
-`accelerate`, and without `--run` only its commands are printed (`full.py`). Tables and figures are those of `tables.py`.
+`accelerate`, and without `--run` its commands and their cost are printed, nothing else (`full.py`). Tables and figures are those
+of `tables.py`.
 """
 
 import argparse
@@ -17,7 +18,6 @@ from ..settings.command_line import Parser
 from ..settings.optional import require_matplotlib
 from .cells import RECIPES, Options, run_cell
 from .full import collect, full_commands, run_line
-from .other_domains import read_other_domains
 from .tables import Cell, Table, write_tables
 
 
@@ -93,8 +93,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
     arguments = _parser().parse_args(argv)
     _refuse_ignored(arguments)
-    require_matplotlib("pacs-trl reproduce")
     full = arguments.scale == "full"
+    prints = full and not (arguments.run or arguments.report_only)
+    if not prints:
+        require_matplotlib("pacs-trl reproduce")
     names = table_names(arguments.scale) if arguments.tables == ["all"] else arguments.tables
     tables = list({table.name: table for table in (read_table(name, arguments.scale) for name in names)}.values())
     options = Options(
@@ -103,28 +105,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.warm_start_steps,
         arguments.num_samples,
         arguments.max_problems,
-        arguments.results_dir or Path("docs/results") / arguments.scale,
+        arguments.results_dir or Path("outputs/tables/full/results" if full else "docs/results/miniature"),
         arguments.work_dir or Path("outputs/tables") / arguments.scale,
     )
-    for table in tables if full else ():
-        if table.shows == "other_domain":  # before anything is run: a file of another form would be refused at the end
-            read_other_domains(options.results_dir, [cell.label for cell in table.cells])
     cells = _chosen(tables, arguments.cells)
+    lines = []
     for seed in () if arguments.report_only else options.seeds:
         for cell in cells:
-            print(f"seed {seed}: {cell.run}", flush=True)
+            print(f"# seed {seed}: {cell.run}", flush=True)
             if not full:
                 run_cell(cell, seed, options)
                 continue
             for line in full_commands(cell, seed, options, checkpoints=_shown(tables, "curves", cell)):
-                print(f"  {line}", flush=True)
+                print(f"# {_hours(line.gpu_hours)}\n  {line.text}", flush=True)
+                lines.append(line)
                 if arguments.run:
-                    run_line(line)
+                    run_line(line.text)
+    if prints:
+        total, unknown = sum(line.gpu_hours or 0 for line in lines), sum(line.gpu_hours is None for line in lines)
+        without = f", {unknown} of them without an estimate" if unknown else ""
+        print(
+            f"# {len(lines)} commands, {_hours(total)} in all{without}. Nothing was run or written; --run runs them."
+        )
+        return 0
     if full:
         for cell in _chosen(tables, None):
             collect(cell, options, diversity=_shown(tables, "diversity", cell))
     print(write_tables(tables, options.results_dir, twins=not full))
     return 0
+
+
+def _hours(gpu_hours: float | None) -> str:
+    return (
+        "no estimate" if gpu_hours is None else f"about {gpu_hours:,.{0 if gpu_hours >= 10 else 1}f} GPU hours (H200)"
+    )
 
 
 def _parser() -> Parser:
@@ -137,9 +151,11 @@ def _parser() -> Parser:
     parser.add_argument("--warm_start_steps", type=int, help="miniature: length of the warm start, to try things out")
     parser.add_argument("--num_samples", type=int, help="miniature: completions per problem")
     parser.add_argument("--max_problems", type=int, help="miniature: problems per benchmark")
-    parser.add_argument("--results_dir", type=Path, help="default: docs/results/SCALE")
+    parser.add_argument(
+        "--results_dir", type=Path, help="default: docs/results/miniature, outputs/tables/full/results"
+    )
     parser.add_argument("--work_dir", type=Path, help="default: outputs/tables/SCALE")
-    parser.add_argument("--run", action="store_true", help="full scale: run the commands instead of printing them")
+    parser.add_argument("--run", action="store_true", help="full scale: run the commands that are printed")
     parser.add_argument("--report_only", action="store_true", help="run nothing: tables of what is finished")
     return parser
 

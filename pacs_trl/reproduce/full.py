@@ -1,17 +1,19 @@
-"""A full-size cell of a table: the lines that make it, and what is kept of what they leave.
+"""A full-size cell of a table: the lines that make it, what they cost, and what is kept of what they leave.
 
 A line is shell text: how many machines there are and what they are called ($NODE_RANK, $HEAD) is for the shell that runs it. In
 the results directory of a seed every evaluation has a directory of its own (`v2`, `checkpoint-80`), and the record is made of
 those.
 """
 
+import re
 import shlex
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..evaluation.results import read_results, require_same_protocol
+from ..plan import cost
 from ..report import paper, tables
 from ..settings import read_mapping
 from .cells import CHECKPOINT_SAMPLES, RECIPES, Options, diversities, measured_checkpoint, read_training
@@ -20,16 +22,27 @@ from .tables import Cell
 
 
 # On eight nodes of eight GPUs, for which the batches of the recipes are written.
+ACCELERATE = "recipes/accelerate_configs/fsdp2_8x8.yaml"
 LAUNCH = (
-    "accelerate launch --config_file recipes/accelerate_configs/fsdp2_8x8.yaml --machine_rank $NODE_RANK "
-    "--main_process_ip $HEAD -m pacs_trl.train"
+    f"accelerate launch --config_file {ACCELERATE} --machine_rank $NODE_RANK --main_process_ip $HEAD -m pacs_trl.train"
 )
 
 # Embedding every completion of MATH 500 takes hours, and the paper has no number to put beside it.
 DIVERSITY_BENCHMARKS = sorted({name for values in paper.TABLE_3_DIVERSITY.values() for name in values})
 
+# Of the benchmarks, and what `pacs-trl plan` expects of completions: a share of the longest.
+NUM_PROBLEMS = {"math_500": 500, "amc_23": 40, "aime_2024": 30, "aime_2025": 30, "beyond_aime": 100}
+MEAN_LENGTH = 0.35
 
-def full_commands(cell: Cell, seed: int, options: Options, *, checkpoints: bool = False) -> list[str]:
+
+class Line(NamedTuple):
+    """Shell text, and its GPU hours on H200 by estimate; None for a model of which `plan` does not know the shape."""
+
+    text: str
+    gpu_hours: float | None
+
+
+def full_commands(cell: Cell, seed: int, options: Options, *, checkpoints: bool = False) -> list[Line]:
     """
     The shell lines that a full-size cell still needs: training, then evaluations.
 
@@ -40,7 +53,7 @@ def full_commands(cell: Cell, seed: int, options: Options, *, checkpoints: bool 
         checkpoints (`bool`): Whether each checkpoint that the recipe saves is evaluated too, with few samples.
 
     Returns:
-        `list[str]`: none if all evaluations are there.
+        `list[Line]`: none if all evaluations are there.
     """
     results, model = cell.directory(options.results_dir, seed), cell.directory(options.work_dir, seed)
     settings = read_mapping(RECIPES / f"{cell.recipe}.yaml", "recipe") | cell.settings
@@ -50,28 +63,50 @@ def full_commands(cell: Cell, seed: int, options: Options, *, checkpoints: bool 
         asked = ["--model", str(model), "--method", cell.label]
     else:
         asked = ["--model", settings["model_name_or_path"], "--method", cell.label, "--seed", str(seed)]
-    lines = []
+    lines, base = [], settings.get("model") or settings["model_name_or_path"]
     if seed not in Records(options.results_dir).seeds(cell.run):
         for name in cell.evaluations:
-            lines += _evaluation(name, results / Path(name).name, asked)
+            lines += _evaluation(name, results / Path(name).name, asked, base)
     if checkpoints and cell.trained:
         for step in range(settings["save_steps"], settings["max_steps"] + 1, settings["save_steps"]):
             smaller = ["--model", f"{model}/checkpoint-{step}", "--method", cell.label]
             smaller += ["--n", str(CHECKPOINT_SAMPLES), "--k", "1"]
-            lines += _evaluation(cell.evaluations[0], results / f"checkpoint-{step}", smaller)
+            lines += _evaluation(
+                cell.evaluations[0], results / f"checkpoint-{step}", smaller, base, CHECKPOINT_SAMPLES
+            )
     if lines and cell.trained and not (model / "trainer_state.json").is_file():  # written when training is over
         words = ["--config", f"recipes/{cell.recipe}.yaml", *cell.words, "--seed", str(seed)]
         words += ["--output_dir", str(model), "--resume_from_checkpoint", "last"]
-        lines.insert(0, f"{LAUNCH} {shlex.join(words)}")
+        lines.insert(0, Line(f"{LAUNCH} {shlex.join(words)}", _training_hours(cell)))
     return lines
 
 
-def _evaluation(name: str, output_dir: Path, asked: Sequence[str]) -> list[str]:
-    """The line of one evaluation, or none where its results are."""
+def _training_hours(cell: Cell) -> float | None:
+    """What `pacs-trl plan` says of the recipe."""
+    from ..plan.check import check_recipe
+    from ..plan.estimates import Estimate
+    from ..plan.launch import read_launch
+
+    launch, _ = read_launch(str(RECIPES.parent / ACCELERATE), None)
+    recipe, _ = check_recipe(str(RECIPES / f"{cell.recipe}.yaml"), cell.words, launch.num_processes)
+    last = Estimate(recipe, launch).lines(round(MEAN_LENGTH * recipe.training.max_completion_length))[-1]
+    found = re.search(r"([\d.]+) GPU hours", last)
+    return float(found[1]) if found else None
+
+
+def _evaluation(name: str, output_dir: Path, asked: Sequence[str], base: str, n: int | None = None) -> list[Line]:
+    """The line of one evaluation of a model made from `base`, or none where its results are."""
     if (output_dir / "results.json").is_file():
         return []
     words = ["pacs-trl", "evaluate", "--config", f"recipes/{name}.yaml", *asked, "--output_dir", str(output_dir)]
-    return [shlex.join(words)]
+    settings, shape, hours = read_mapping(RECIPES / f"{name}.yaml", "evaluation"), cost.model_shape(base), None
+    if shape is not None:
+        rows = (n or settings["n"]) * sum(NUM_PROBLEMS[benchmark] for benchmark in settings["benchmarks"].split(","))
+        longest = settings["max_new_tokens"]
+        cache = settings["gpu_memory_utilization"] * cost.H200.memory_bytes - 2 * shape.parameters
+        lengths = (256, MEAN_LENGTH * longest, longest)
+        hours = cost.decoding_seconds(shape, rows, *lengths, kv_cache_bytes=cache) / 3600
+    return [Line(shlex.join(words), hours)]
 
 
 def run_line(line: str) -> None:

@@ -1,10 +1,13 @@
 """Tables of finished runs beside the published ones: what `pacs-trl reproduce` prints and writes.
 
-Reads the records of a results directory and nothing else, so that tables can be made again without a model. A cell is the mean over its seeds, with the standard deviation over seeds behind "±" and the
-95 % interval over problems in brackets; "-" where there is none. How many seeds are behind a cell stands in its row.
+Reads the records of a results directory and nothing else, so that tables can be made again without a model. A cell is the mean over
+its seeds, with the standard deviation over seeds behind "±" and the 95 % interval over problems in brackets; "-" where there is none.
+A twin is called a twin, and of the published numbers only those of differences stand beside its own: the models and the problems
+are others.
 """
 
 import json
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,16 +16,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..evaluation.pass_at_k import bootstrap_interval, pass_interval
+from ..evaluation.pass_at_k import bootstrap_interval
 from ..evaluation.results import require_same_protocol
 from ..report import paper, tables
-from .other_domains import mean_and_spread, measured_elsewhere
 from .records import Records, Run
 
 
 # The miniature benchmark that stands in place of each benchmark of the paper, and the one in place of other domains.
 TWINS = {name: f"miniature/terms_{3 + i}" for i, name in enumerate(paper.TABLE_1_BENCHMARKS)}
 OTHER_DOMAIN_TWIN = "miniature/grouped"
+
+# What stands in place of the models that the paper names.
+TWIN_MODELS = {"Qwen3-4B": "twin, 0.1M", "Qwen3-8B": "twin, 1M"}
 
 COMPARED_KS = (1, 8, 64)
 
@@ -106,13 +111,24 @@ def write_tables(selected: Sequence[Table], results_dir: Path, *, twins: bool) -
         runs = {cell.label: records.runs(cell.run, cell.label) for cell in table.cells}
         _require_one_protocol(table, runs, results_dir)
         body = _SECTIONS[table.shows](table, runs, results_dir / table.name, twins)
-        note = "Miniature twins of the models and benchmarks that are named.\n\n" if twins else ""
-        if twins or table.shows != "other_domain":  # measured elsewhere, and with other seeds
-            note += f"Seeds: {', '.join(f'{cell.label} {len(runs[cell.label])}' for cell in table.cells)}.\n\n"
-        text = f"# {table.title}\n\n{note}{body}"
+        title, note = table.title, ""
+        if twins:
+            for model, twin in TWIN_MODELS.items():
+                title = title.replace(model, f"{twin}, in place of {model}")
+        if twins or table.shows != "other_domain":  # measured elsewhere
+            note = f"Seeds: {', '.join(f'{_shown(cell.label, twins)} {len(runs[cell.label])}' for cell in table.cells)}.\n\n"
+        text = f"# {title}\n\n{note}{body}"
         (results_dir / f"{table.name}.md").write_text(text)
         sections.append(text)
     return "\n".join(sections)
+
+
+def _shown(label: str, twins: bool) -> str:
+    """A label as it is printed: at miniature scale with the twin in place of the model."""
+    model, _, method = re.sub(r"^PACS-(\dB)$", r"Qwen3-\1 PACS", label).partition(" ")
+    if not twins or model not in TWIN_MODELS:
+        return label
+    return f"{method} ({TWIN_MODELS[model]})" if method else TWIN_MODELS[model]
 
 
 Runs = dict[str, list[Run]]
@@ -137,36 +153,14 @@ def _names(twins: bool, model: str | None = None) -> dict[str, str]:
     return {paper_name: name for paper_name, name in names.items() if not model or paper.published(model, paper_name)}
 
 
-def _seed_cell(runs: Sequence[Run], benchmarks: Sequence[str], k: int) -> tables.Measured | None:
-    """Mean over seeds and over some benchmarks, percent; None without runs."""
-    if not runs:
-        return None
-    by_benchmark = [np.stack([_pass_values(run, name, k) for run in runs]) for name in benchmarks]  # (runs, problems)
-    cell = tables.percent(pass_interval(*(values.mean(axis=0) for values in by_benchmark)))
-    by_run = 100 * np.mean([values.mean(axis=1) for values in by_benchmark], axis=0)
-    return cell._replace(spread=_spread(by_run))
-
-
-def _pass_values(run: Run, benchmark: str, k: int) -> np.ndarray:
-    """pass@k in [0, 1] of every problem of a benchmark."""
-    return tables.problem_values([run.results], benchmark, [k])[1][:, 0]
-
-
-def _values(run: Run, benchmarks: Sequence[str], k: int) -> np.ndarray:
-    """pass@k in percent of every problem of some benchmarks, weighted so that their mean is the mean over benchmarks: the
-    paper's average, in which 30 problems of AIME count as much as the 500 of MATH 500."""
-    values = [100 * _pass_values(run, name, k) for name in benchmarks]
-    total = sum(map(len, values))
-    return np.concatenate([part * (total / (len(values) * len(part))) for part in values])
+def _cells(runs: Sequence[Run], benchmarks: Sequence[str], ks: Sequence[int]) -> list[tables.Measured | None]:
+    """For each k the mean over seeds and over some benchmarks, percent; None without runs."""
+    found = tables.pass_at_k_cells([run.results for run in runs], benchmarks, ks) if runs else {}
+    return [found.get(k) for k in ks]
 
 
 def _text(cell: tables.Measured | None, digits: int = 1) -> str:
-    if cell is None:
-        return "-"
-    text = f"{cell.value:.{digits}f}"
-    if cell.spread is not None:
-        text += f" ± {cell.spread:.{digits}f}"
-    return text if cell.lower is None else f"{text} [{cell.lower:.{digits}f}, {cell.upper:.{digits}f}]"
+    return tables.cell_text(cell, digits=digits, missing="-")
 
 
 def _verdict(cell: tables.Measured | None, published: float | None) -> str:
@@ -176,14 +170,17 @@ def _verdict(cell: tables.Measured | None, published: float | None) -> str:
     return "inside" if cell.lower <= published <= cell.upper else "outside"
 
 
-def _rows(label: str, ours: Sequence[tables.Measured | None], published: Sequence[float | None], digits: int = 1):
-    """Ours, published, and where the published numbers lie; the last two only if there are any."""
-    rows = [[label, *(_text(cell, digits) for cell in ours)]]
+def _rows(
+    label: str, ours: Sequence[tables.Measured | None], published: Sequence[float | None], twins: bool, digits: int = 1
+) -> list[list[str]]:
+    """Ours, published if there is anything, and at full scale whether that lies inside our interval."""
+    rows = [[_shown(label, twins), *(_text(cell, digits) for cell in ours)]]
     if any(number is not None for number in published):
         shown = ["-" if number is None else f"{number:.{max(digits, 2)}f}" for number in published]
         rows.append([f"{label}, published", *shown])
-        verdicts = [_verdict(cell, number) for cell, number in zip(ours, published, strict=True)]
-        rows.append([f"{label}, published lies", *verdicts])
+        if not twins:
+            verdicts = [_verdict(cell, number) for cell, number in zip(ours, published, strict=True)]
+            rows.append([f"{label}, published lies", *verdicts])
     return rows
 
 
@@ -213,56 +210,63 @@ def _published(table: Table, paper_name: str) -> dict[str, dict[int, float]]:
 
 
 def _pass_at_k(table: Table, runs: Runs, path: Path, twins: bool) -> str:
+    """The mean over the benchmarks, the differences, the figure, and folded away a table for each benchmark."""
     names = _names(twins, table.published)
-    parts, every_ks = [], []
-    for paper_name, name in names.items():
-        published = _published(table, paper_name)
-        ks = _benchmark_ks(runs, name, published)
-        every_ks.append(set(ks))
-        header = ["", *(f"k={k}" for k in ks)]
+    theirs = {name: _published(table, paper_name) for paper_name, name in names.items()}
+    ks_of = {name: _benchmark_ks(runs, name, theirs[name]) for name in names.values()}
+    shared = [k for k in next(iter(ks_of.values())) if all(k in ks for ks in ks_of.values())]
+
+    def table_of(benchmarks: list[str], ks: list[int]) -> str:
         rows = []
         for label, group in runs.items():
-            ours = [_seed_cell(group, [name], k) for k in ks]
-            rows += _rows(label, ours, [published.get(label, {}).get(k) for k in ks])
-        title = f"{name} in place of {paper_name}" if twins else paper_name
-        parts.append(f"## {title}\n\n{tables.to_markdown(header, rows)}")
+            columns = [[theirs[name].get(label, {}).get(k) for name in benchmarks] for k in ks]
+            published = [None if twins or None in values else statistics.mean(values) for values in columns]
+            rows += _rows(label, _cells(group, benchmarks, ks), published, twins)
+        return tables.to_markdown(["", *(f"k={k}" for k in ks)], rows)
+
+    parts = [f"## Mean over the {len(names)} benchmarks\n\n{table_of(list(names.values()), shared)}"]
+    by_seed: dict[str, dict[int, list[float]]] = {}
     if table.compare:
-        header, rows = _comparisons(table, runs, set.intersection(*every_ks), names)
-        title = f"Mean over the {'five' if len(names) == 5 else 'four'} benchmarks"
-        parts.append(f"## {title}\n\n{tables.to_markdown(header, rows)}")
+        rows, by_seed = _comparisons(table, runs, [k for k in COMPARED_KS if k in shared], theirs, twins)
+        header = ["difference", "k", "ours", "seeds above 0", "published", "same direction"]
+        parts.append(f"## Differences of the means\n\n{tables.to_markdown(header, rows)}")
     if results := _all_results(runs):
         from ..report import plots
 
-        plots.pass_at_k_figure(results, {name: name for name in names.values()}, path)
+        titles = tables.benchmarks(results)
+        plots.pass_at_k_figure(results, {name: titles[name] for name in names.values()}, path, None, by_seed)
         parts.append(f"![pass@k]({path.name}.png)\n")
+    for paper_name, name in names.items():
+        title = f"{name} in place of {paper_name}" if twins else paper_name
+        parts.append(tables.details(title, table_of([name], ks_of[name])))
     return "\n".join(parts)
 
 
-def _comparisons(table: Table, runs: Runs, ks: set[int], names: dict[str, str]) -> tuple[list[str], list[list[str]]]:
+def _comparisons(
+    table: Table, runs: Runs, ks: list[int], theirs: dict[str, dict[str, dict[int, float]]], twins: bool
+) -> tuple[list[list[str]], dict[str, dict[int, list[float]]]]:
     """Differences of pairs, over the problems of all benchmarks and the seeds that both have, and whether their sign is the
-    paper's: only said where the interval leaves out 0 and every seed has the same sign."""
-    published = {paper_name: _published(table, paper_name) for paper_name in names}
-    header = ["difference", "k", "ours", "seeds above 0", "published", "same direction"]
-    rows = []
+    paper's: only said where the interval leaves out 0 and every seed has the same sign. Also those of every seed."""
+    rows: list[list[str]] = []
+    by_seed: dict[str, dict[int, list[float]]] = {}
     for first, second in table.compare:
-        pairs = _pairs(runs, first, second)
-        for k in [k for k in COMPARED_KS if k in ks]:
-            theirs = [
+        pairs, name = _pairs(runs, first, second), f"{_shown(first, twins)} - {_shown(second, twins)}"
+        for k in ks:
+            published = [
                 values[first][k] - values[second][k]
-                for values in published.values()
+                for values in theirs.values()
                 if first in values and second in values and k in values[first]
             ]
-            paper_difference = statistics.mean(theirs) if theirs else None
-            shown = "-" if paper_difference is None else f"{paper_difference:+.1f}"
+            mean = statistics.mean(published) if published else None
+            shown = "-" if mean is None else f"{mean:+.1f}"
             if not pairs:
-                rows.append([f"{first} - {second}", str(k), "-", "-", shown, "-"])
+                rows.append([name, str(k), "-", "-", shown, "-"])
                 continue
-            cell, means = _difference(pairs, list(names.values()), k)
-            above = f"{int((means > 0).sum())} of {len(means)}"
-            rows.append(
-                [f"{first} - {second}", str(k), _text(cell), above, shown, _direction(cell, means, paper_difference)]
-            )
-    return header, rows
+            cell, seeds = _difference(pairs, list(theirs), k)
+            by_seed.setdefault(name, {})[k] = seeds
+            above = f"{sum(value > 0 for value in seeds)} of {len(seeds)}"
+            rows.append([name, str(k), _text(cell), above, shown, _direction(cell, seeds, mean)])
+    return rows, by_seed
 
 
 def _pairs(runs: Runs, first: str, second: str) -> list[tuple[Run, Run]]:
@@ -272,15 +276,18 @@ def _pairs(runs: Runs, first: str, second: str) -> list[tuple[Run, Run]]:
 
 def _difference(
     pairs: Sequence[tuple[Run, Run]], benchmarks: Sequence[str], k: int
-) -> tuple[tables.Measured, np.ndarray]:
+) -> tuple[tables.Measured, list[float]]:
     """The first minus the second, percent, over some benchmarks and over the seeds; and that of every seed."""
-    by_seed = np.stack([_values(a, benchmarks, k) - _values(b, benchmarks, k) for a, b in pairs])
-    means = by_seed.mean(axis=1)
-    return tables.Measured(*bootstrap_interval(by_seed.mean(axis=0)), _spread(means)), means
+    first, second = ([run.results for run in group] for group in zip(*pairs, strict=True))
+    by_seed = [
+        a[k].value - b[k].value
+        for a, b in ([tables.pass_at_k_cells([run.results], benchmarks, [k]) for run in pair] for pair in pairs)
+    ]
+    return tables.paired_difference(first, second, benchmarks, [k])[k]._replace(spread=_spread(by_seed)), by_seed
 
 
-def _direction(cell: tables.Measured, by_seed: np.ndarray, published: float | None) -> str:
-    if cell.lower <= 0 <= cell.upper or not (np.all(by_seed > 0) or np.all(by_seed < 0)):
+def _direction(cell: tables.Measured, by_seed: Sequence[float], published: float | None) -> str:
+    if cell.lower <= 0 <= cell.upper or not (min(by_seed) > 0 or max(by_seed) < 0):
         return "not resolved"
     if published is None:
         return "-"
@@ -291,21 +298,23 @@ def _direction(cell: tables.Measured, by_seed: np.ndarray, published: float | No
 
 def _pass_at_1(table: Table, runs: Runs, path: Path, twins: bool) -> str:
     names = _names(twins)
-    columns = [[name] for name in names.values()] + [list(names.values())]
-    header = [*_header(names, twins), "average"]
+    columns = [list(names.values())] + [[name] for name in names.values()]
+    keys = ("average", *names)
     rows = []
     for label, group in runs.items():
-        published = paper.TABLE_1.get(label, {})
-        ours = [_seed_cell(group, column, 1) for column in columns]
-        rows += _rows(label, ours, [published.get(name) for name in (*names, "average")])
+        published = {} if twins else paper.TABLE_1.get(label, {})
+        ours = [_cells(group, column, [1])[0] for column in columns]
+        rows += _rows(label, ours, [published.get(key) for key in keys], twins)
     for first, second in table.compare:
         gains, pairs = paper.TABLE_1_GAINS[first], _pairs(runs, first, second)
         ours = [_difference(pairs, column, 1)[0] if pairs else None for column in columns]
-        rows += _rows(f"{first} - {second}", ours, [gains[name] for name in (*names, "average")])
+        difference = f"{_shown(first, twins)} - {_shown(second, twins)}"
+        rows.append([difference, *map(_text, ours)])
+        rows.append([f"{first} - {second}, published", *(f"{gains[key]:.2f}" for key in keys)])
     for label, cited in () if twins else paper.TABLE_1_CITED.items():
-        shown = ["-" if name not in cited else f"{cited[name]:.2f}" for name in (*names, "average")]
+        shown = ["-" if key not in cited else f"{cited[key]:.2f}" for key in keys]
         rows.append([f"{label}, cited by the paper", *shown])
-    return tables.to_markdown(header, rows)
+    return tables.to_markdown(["", "average", *_header(names, twins)[1:]], rows)
 
 
 def _diversity(table: Table, runs: Runs, path: Path, twins: bool) -> str:
@@ -321,7 +330,7 @@ def _diversity(table: Table, runs: Runs, path: Path, twins: bool) -> str:
         ours = [_diversity_cell(group, name, common[name]) for name in names.values()]
         model, _, method = label.partition(" ")
         published = paper.TABLE_3_DIVERSITY.get((model, method), {})
-        rows += _rows(label, ours, [published.get(name) for name in names], digits=4)
+        rows += _rows(label, ours, [published.get(name) for name in names], twins, digits=4)
     rows.append(["problems", *(str(len(common[name])) for name in names.values())])
     return tables.to_markdown(_header(names, twins), rows)
 
@@ -330,67 +339,94 @@ def _diversity_cell(runs: Sequence[Run], name: str, problems: Sequence[str]) -> 
     if not runs or not problems:
         return None
     by_run = np.array([[run.diversity[name][problem] for problem in problems] for run in runs])
-    return tables.Measured(*bootstrap_interval(by_run.mean(axis=0)), _spread(by_run.mean(axis=1)))
+    return tables.Measured(*bootstrap_interval(by_run.mean(axis=0)), _spread(by_run.mean(axis=1).tolist()))
 
 
-def _spread(by_run: np.ndarray) -> float | None:
+def _spread(by_run: Sequence[float]) -> float | None:
     """Standard deviation over runs, if there are several."""
-    return statistics.stdev(by_run.tolist()) if len(by_run) > 1 else None
+    return statistics.stdev(by_run) if len(by_run) > 1 else None
+
+
+def mean_and_spread(values: Sequence[float], digits: int) -> str:
+    """`MEAN ± STANDARD DEVIATION`, as far as there is one."""
+    return _text(tables.Measured(statistics.mean(values), spread=_spread(values)) if values else None, digits)
 
 
 def _curves(table: Table, runs: Runs, path: Path, twins: bool) -> str:
-    """pass@1 over optimizer steps, mean over the benchmarks: checkpoints on the way, then the finished model."""
+    """pass@1 over optimizer steps, mean over the benchmarks, a panel for each seed; and the last of each run."""
     names = list(_names(twins).values())
-    histories = {}
+    histories: dict[str, list[list[dict[str, float]]]] = {}
+    rows, seeds = [], sorted({run.seed for group in runs.values() for run in group})
     for label, group in runs.items():
-        measured = [run.training["checkpoints"] for run in group if run.training and run.training["checkpoints"]]
-        if measured:
-            histories[label] = [[_average(checkpoint, names) for checkpoint in run] for run in measured]
+        measured = {run.seed: run.training["checkpoints"] for run in group if run.training}
+        curves = {
+            seed: [
+                (point["step"], statistics.mean(point[f"eval_{name}/pass@1"] for name in names)) for point in points
+            ]
+            for seed, points in measured.items()
+            if points
+        }
+        if curves:
+            histories[label] = [
+                [{"step": step, f"eval_seed {seed}/pass@1": value} for step, value in curve]
+                for seed, curve in curves.items()
+            ]
+            last = [f"{100 * curves[seed][-1][1]:.1f}" if seed in curves else "-" for seed in seeds]
+            rows.append([_shown(label, twins), *last])
     if not histories:
         return "No run of this figure is finished.\n"
     from ..report import plots
 
     plots.evaluation_figure(histories, path)
-    return f"![pass@1 during training]({path.name}.png)\n"
-
-
-def _average(checkpoint: dict[str, float], names: Sequence[str]) -> dict[str, float]:
-    mean = statistics.mean(checkpoint[f"eval_{name}/pass@1"] for name in names)
-    return {"step": checkpoint["step"], "eval_average/pass@1": mean}
+    header = ["pass@1 of the last checkpoint, %", *(f"seed {seed}" for seed in seeds)]
+    return f"![pass@1 during training]({path.name}.png)\n\n{tables.to_markdown(header, rows)}"
 
 
 def _ablation(table: Table, runs: Runs, path: Path, twins: bool) -> str:
     """pass@k over the five benchmarks against the setting whose values are the labels."""
     ks, names = _ks(runs), list(_names(twins).values())
-    rows = [[label, *(_text(_seed_cell(group, names, k)) for k in ks)] for label, group in runs.items()]
+    rows = [[label, *map(_text, _cells(group, names, ks))] for label, group in runs.items()]
+    text = tables.to_markdown(["mean over the benchmarks", *(f"k={k}" for k in ks)], rows)
     finished = {float(label): [run.results for run in group] for label, group in runs.items() if group}
-    text = tables.to_markdown(["", *(f"k={k}" for k in ks)], rows)
-    if finished:
-        from ..report import plots
+    if not finished:
+        return text
+    from ..report import plots
 
-        plots.ablation_figure(finished, {name: name for name in names}, "beta", path)
-        text += f"\n![pass@k against beta]({path.name}.png)\n"
-    return text
+    titles = tables.benchmarks(_all_results(runs))
+    plots.ablation_figure(finished, {name: titles[name] for name in names}, "beta", path)
+    return f"![pass@k against beta]({path.name}.png)\n\n{text}"
 
 
 def _training(table: Table, runs: Runs, path: Path, twins: bool) -> str:
     """The training logs, and the entropy at the start and at the end."""
-    logs_of = {label: [run.training["log_history"] for run in group if run.training] for label, group in runs.items()}
-    histories = {label: logs for label, logs in logs_of.items() if logs}
-    if not histories:
+    rows: list[list[str]] = []
+    kept: dict[str, dict[int, float]] = {}
+    models: dict[str, dict[str, list]] = {}
+    for label, group in runs.items():
+        logs = {run.seed: run.training["log_history"] for run in group if run.training}
+        if not logs:
+            continue
+        model, _, method = label.rpartition(" ")
+        models.setdefault(_shown(model, twins), {})[method] = list(logs.values())
+        # A step without a forward pass (no group had anything to learn from) has no entropy.
+        entropies = {
+            seed: [log["entropy"] for log in run if log.get("entropy") is not None] for seed, run in logs.items()
+        }
+        ends = {seed: _ends(values) for seed, values in entropies.items() if values}
+        kept[label] = {seed: last / first for seed, (first, last) in ends.items()}
+        columns = (*zip(*ends.values(), strict=True), list(kept[label].values()))
+        rows.append([_shown(label, twins), *(mean_and_spread(values, 3) for values in columns)])
+    if not models:
         return "No run of this figure is finished.\n"
     from ..report import plots
 
-    plots.training_figure(histories, path)
+    plots.training_figure(models, path)
+    for first, second in table.compare:
+        seeds = sorted(kept.get(first, {}).keys() & kept.get(second, {}).keys())
+        differences = ", ".join(f"{kept[first][seed] - kept[second][seed]:+.3f}" for seed in seeds)
+        rows.append([f"{_shown(first, twins)} - {_shown(second, twins)}, each seed", "", "", differences or "-"])
     header = ["entropy, nats per token", "first tenth of the steps", "last tenth", "share kept"]
-    rows = []
-    for label, logs in histories.items():
-        # A step without a forward pass (no group had anything to learn from) has no entropy.
-        entropies = [[log["entropy"] for log in run if log.get("entropy") is not None] for run in logs]
-        ends = [_ends(values) for values in entropies if values]
-        columns = ([first for first, _ in ends], [last for _, last in ends], [last / first for first, last in ends])
-        rows.append([label, *(mean_and_spread(values, 3) for values in columns)])
-    return f"{tables.to_markdown(header, rows)}\n![training]({path.name}.png)\n"
+    return f"![training]({path.name}.png)\n\n{tables.to_markdown(header, rows)}"
 
 
 def _ends(values: Sequence[float]) -> tuple[float, float]:
@@ -400,16 +436,15 @@ def _ends(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _other_domain(table: Table, runs: Runs, path: Path, twins: bool) -> str:
-    if not twins:
-        return measured_elsewhere(path.parent, list(runs))
-    ks = _ks(runs)
+    """At full scale what the paper has: its two benchmarks are measured by another toolkit."""
+    ks = _ks(runs) if twins else []
     header = ["", *(f"k={k}" for k in ks), "LiveCodeBench, published", "GPQA, published"]
     rows = []
     for label, group in runs.items():
         published = paper.OUT_OF_DOMAIN.get(label, {})
-        ours = [_text(_seed_cell(group, [OTHER_DOMAIN_TWIN], k)) for k in ks]
+        ours = map(_text, _cells(group, [OTHER_DOMAIN_TWIN], ks))
         rows.append([label, *ours, *(f"{published[n]:.2f}" for n in ("livecodebench", "gpqa") if n in published)])
-    return tables.to_markdown(header, rows)
+    return f"{tables.to_markdown(header, rows)}\nPublished: {paper.OUT_OF_DOMAIN_SOURCE}, Qwen3-8B.\n"
 
 
 _SECTIONS: dict[str, Callable[[Table, Runs, Path, bool], str]] = {

@@ -5,43 +5,58 @@ import pytest
 from experiments import quickstart
 from experiments.quickstart import doubled_and_apart, draw, summary
 from pacs_trl.miniature.warm_start import warm_start
-
-
-def run_of(before: tuple[float, float, float], after: tuple[float, float, float]) -> dict:
-    """A run whose pass@k is the same for every k, given as value, lower, upper."""
-    cells = {
-        when: {str(k): dict(zip(("value", "lower", "upper"), values, strict=True)) for k in quickstart.KS}
-        for when, values in (("before", before), ("after", after))
-    }
-    example = {"problem": "1+2", "answer": "3"}
-    example |= {"before": {"completion": "x", "right": False}, "after": {"completion": "y", "right": True}}
-    log = [{"step": 1, "reward": 0.2, "entropy": 0.3}, {"step": 2, "reward": 0.4, "entropy": 0.2}, {"train_loss": 0.7}]
-    return {"seed": 7, "seconds": 61.4, **cells, "examples": [example], "log_history": log}
+from pacs_trl.report.tables import Measured
 
 
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
-        ((0.2, 0.15, 0.25), (0.5, 0.45, 0.55), True),
-        ((0.2, 0.15, 0.25), (0.4, 0.3, 0.5), True),  # exactly doubled
-        ((0.2, 0.15, 0.25), (0.39, 0.3, 0.5), False),  # intervals apart, not doubled
-        ((0.1, 0.0, 0.3), (0.5, 0.3, 0.7), False),  # doubled, intervals touch
-        ((0.5, 0.45, 0.55), (0.2, 0.15, 0.25), False),
+        ((20, 15, 25), (50, 45, 55), True),
+        ((20, 15, 25), (40, 30, 50), True),  # exactly doubled
+        ((20, 15, 25), (39, 30, 50), False),  # intervals apart, not doubled
+        ((10, 0, 30), (50, 30, 70), False),  # doubled, intervals touch
+        ((50, 45, 55), (20, 15, 25), False),
     ],
 )
 def test_doubled_and_apart(before, after, expected):
-    assert doubled_and_apart(run_of(before, after)) is expected
+    assert doubled_and_apart(Measured(*before), Measured(*after)) is expected
 
 
-def test_summary_has_a_row_per_seed_and_shows_completions():
-    lines = summary([run_of((0.123, 0.1, 0.15), (0.5, 0.45, 0.55))]).splitlines()
-    cells = "| 12.3 [10.0, 15.0] | 50.0 [45.0, 55.0]"
-    assert lines[2] == f"| 7 {cells} {cells} | yes | 61 |"
-    assert lines[-1] == "| 7 | `1+2` | `x` wrong | `y` right |"
+def run_of(seed: int) -> dict:
+    """A run in which the warm start is right in 1 of 8 completions of each of 100 problems, PACS in 4 and GRPO in 3."""
+    results = {}
+    for method, right in {"warm start": 1, "PACS": 4, "GRPO": 3}.items():
+        problems = [{"id": str(i), "n": 8, "c": right, "ungraded": 0} for i in range(100)]
+        shares = {str(k): {"value": right / 8} for k in quickstart.KS}
+        entry = {"title": "addition", "problems": problems, "pass_at_k": shares}
+        results[method] = {"method": method, "k": list(quickstart.KS), "benchmarks": {quickstart.BENCHMARK: entry}}
+    log = [{"step": i, "reward": 0.2, "entropy": 0.3, "loss": 0.69} for i in (1, 2)] + [{"step": 2, "train_loss": 0.7}]
+    logs = dict.fromkeys(quickstart.METHODS, log)
+    examples = {"1+2": ["`x` wrong", "`y` right", "`z` wrong"]}
+    return {
+        "seed": seed,
+        "seconds": 61.4,
+        "processor_seconds": 99.6,
+        "results": results,
+        "logs": logs,
+        "examples": examples,
+    }
+
+
+def test_summary_has_each_seed_and_method_and_shows_completions():
+    lines = summary([run_of(7)]).splitlines()
+    assert [line.split("|")[2].strip() for line in lines[2:6]] == ["warm start", "PACS", "GRPO", "PACS - GRPO"]
+    assert lines[3].startswith("| 7 | PACS | 50.0 [") and lines[3].endswith("| yes |")
+    assert lines[4].startswith("| 7 | GRPO | 37.5 [") and lines[4].endswith("| yes |")
+    assert lines[5] == "| 7 | PACS - GRPO | 12.5 [12.5, 12.5] | 0.0 [0.0, 0.0] |  |"
+    assert "| 7 | 61 | 100 |" in lines
+    assert lines[-1] == "| 7 | `1+2` | `x` wrong | `y` right | `z` wrong |"
 
 
 def test_figure_is_written_for_several_seeds(tmp_path):
-    draw([run_of((0.1, 0.0, 0.2), (0.5, 0.4, 0.6))] * 2, tmp_path / "new" / "figure.png")
+    runs = [run_of(0), run_of(1)]
+    logs = {method: [run["logs"][method] for run in runs] for method in quickstart.METHODS}
+    draw([result for run in runs for result in run["results"].values()], logs, tmp_path / "new" / "figure.png")
     assert (tmp_path / "new" / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -54,20 +69,28 @@ def test_whole_run_in_miniature_of_the_miniature(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(quickstart, "NUM_PROBLEMS", 6)
     monkeypatch.setattr(quickstart, "NUM_SAMPLES", 8)
     # What an earlier run left in the directory of the seed is removed.
-    stale = tmp_path / "out" / "seed-5" / "after" / "results.json"
+    stale = tmp_path / "out" / "seed-5" / "after-grpo" / "results.json"
     stale.parent.mkdir(parents=True)
     stale.write_text("stale")
 
-    quickstart.main(["--seeds", "5", "--max_steps", "2", "--output_dir", str(tmp_path / "out")])
+    quickstart.main(["--seeds", "5", "--max_steps", "4", "--output_dir", str(tmp_path / "out")])
 
     out = tmp_path / "out"
-    run = json.loads((out / "summary.json").read_text())[0]
-    assert [log["step"] for log in run["log_history"] if "reward" in log] == [1, 2]
-    assert set(run["before"]) == set(run["after"]) == {"1", "2", "4", "8"}
-    assert len(run["examples"]) == 5
     assert (out / "quickstart.png").is_file()
-    files = {path.name for path in (out / "seed-5" / "pacs").iterdir()}
-    assert {"model.safetensors", "tokenizer.json", "README.md", "recipe.yaml"} <= files
-    results = json.loads((out / "seed-5" / "after" / "results.json").read_text())
-    assert results["benchmarks"]["miniature/addition"]["pass_at_k"] == run["after"]
     assert (out / "summary.md").read_text().strip() in capsys.readouterr().out
+    for method in ("pacs", "grpo"):
+        files = {path.name for path in (out / "seed-5" / method).iterdir()}
+        assert {"model.safetensors", "tokenizer.json", "README.md", "recipe.yaml"} <= files
+        history = json.loads((out / "seed-5" / method / "trainer_state.json").read_text())["log_history"]
+        assert [log["step"] for log in history if "reward" in log] == [1]  # four updates on one rollout
+        assert [log["step"] for log in history if "loss" in log] == [1, 2, 3, 4]
+    results = [
+        json.loads((out / "seed-5" / d / "results.json").read_text()) for d in ("before", "after-pacs", "after-grpo")
+    ]
+    assert [result["method"] for result in results] == ["warm start", "PACS", "GRPO"]
+    assert set(results[1]["benchmarks"]["miniature/addition"]["pass_at_k"]) == {"1", "2", "4", "8"}
+    # both methods start from the same weights and with the same prompts: only the loss differs
+    first = [
+        json.loads((out / "seed-5" / m / "trainer_state.json").read_text())["log_history"][0] for m in ("pacs", "grpo")
+    ]
+    assert first[0]["reward"] == first[1]["reward"]

@@ -196,26 +196,53 @@ class TestReport:
         # seeds: (3/4 + 1/4) / 2 = 50 and (3/4 + 3/4) / 2 = 75; mean 62.5, standard deviation 25 / sqrt 2 = 17.68;
         # problems, averaged over seeds: 75 and 50, so Wilson's interval for 10/3 problems, as in test_pass_at_k.py
         assert rows[0] == {"": "PACS", "k=1": "62.5 ± 17.7 [19.8, 91.9]", "k=2": rows[0]["k=2"]}
-        assert rows[1] == {"": "PACS, published", "k=1": "94.80", "k=2": "-"}
-        assert rows[2] == {"": "PACS, published lies", "k=1": "outside", "k=2": "-"}
+        assert [row[""] for row in rows] == ["PACS", "GRPO"]  # the paper's models and problems are others
+        mean = numbers(tmp_path, "t")["Mean"]
+        # the mean over five such benchmarks, an interval for five times as many problems
+        assert mean[0]["k=1"].startswith("62.5 ± 17.7 [") and len(mean) == 2
         assert "Seeds: PACS 2, GRPO 2." in text
+        # means and figure first, then what is folded away
+        assert text.index("## Mean") < text.index("![pass@k](t.png)") < text.index("<details>")
         assert (tmp_path / "t.png").stat().st_size > 10_000
 
     def test_a_published_number_inside_the_interval(self, tmp_path):
         # Six problems at 37.5 % on average and six at 100 %; BeyondAIME was published as 27.16 for PACS, 24.39 for GRPO
         for cell, counts in ((self.good, [1, 2] * 3), (self.bad, [4] * 6)):
-            record(tmp_path, cell, 0, {name: counts for name in TWINS.values()})
-        write_tables([self.table("pass_at_k", published="Qwen3-4B")], tmp_path, twins=True)
-        verdicts = {row[""]: row["k=1"] for row in numbers(tmp_path, "t")["miniature/terms_7"]}
-        assert verdicts["PACS, published lies"] == "inside"
+            record(tmp_path, cell, 0, {name: counts for name in TWINS})
+        write_tables([self.table("pass_at_k", published="Qwen3-4B")], tmp_path, twins=False)
+        verdicts = {row[""]: row["k=1"] for row in numbers(tmp_path, "t")["beyond_aime"]}
+        assert verdicts["PACS, published"] == "27.16" and verdicts["PACS, published lies"] == "inside"
         assert verdicts["GRPO, published lies"] == "outside"
+        means = {row[""]: row["k=1"] for row in numbers(tmp_path, "t")["Mean"]}
+        assert means["PACS, published"] == "62.63"  # as in table 1
+
+    def test_a_twin_is_called_a_twin(self, tmp_path):
+        cells = [Cell("Qwen3-4B PACS", "miniature/m/pacs"), Cell("PACS-8B", "miniature/n/pacs")]
+        for cell in cells:
+            record(tmp_path, cell, 0, {name: [1, 2] for name in TWINS.values()})
+        tables = [
+            Table(
+                shows,
+                "A table: Qwen3-8B",
+                cells,
+                shows,
+                compare=[("PACS-8B", "Qwen3-4B PACS")] * (shows == "training"),
+            )
+            for shows in ("diversity", "training", "curves")
+        ]
+        text = write_tables(tables, tmp_path, twins=True)
+        assert text.count("# A table: twin, 1M, in place of Qwen3-8B") == 3
+        for table in tables:
+            rows = numbers(tmp_path, table.name)
+            assert [row[next(iter(row))] for row in rows][:1] == ["PACS (twin, 0.1M)"]
+        assert "| PACS (twin, 1M) - PACS (twin, 0.1M), each seed |" in text and "lies" not in text
 
     def test_differences_pair_seeds_and_say_the_direction(self, tmp_path):
         self.fill(tmp_path)
         record(tmp_path, self.good, 2, {name: [0, 0] for name in TWINS.values()})  # no partner: left out
         pairs = [("PACS", "GRPO"), ("GRPO", "PACS")]
         write_tables([self.table("pass_at_k", published="Qwen3-4B", compare=pairs)], tmp_path, twins=True)
-        first, second = (r for r in numbers(tmp_path, "t")["Mean"] if r["k"] == "1")
+        first, second = (r for r in numbers(tmp_path, "t")["Differences"] if r["k"] == "1")
         # by seed 50 - 25 and 75 - 25; published: mean over the benchmarks of PACS - GRPO at k = 1
         published = np.mean([0.89, 3.50, 2.26, 5.45, 2.77])
         assert first["ours"].startswith("37.5 ± 17.7 [") and first["seeds above 0"] == "2 of 2"
@@ -228,14 +255,14 @@ class TestReport:
             record(tmp_path, self.good, seed, {name: [a, a] for name in TWINS.values()})
             record(tmp_path, self.bad, seed, {name: [b, b] for name in TWINS.values()})
         write_tables([self.table("pass_at_k", published="Qwen3-4B", compare=[("PACS", "GRPO")])], tmp_path, twins=True)
-        row = numbers(tmp_path, "t")["Mean"][0]
+        row = numbers(tmp_path, "t")["Differences"][0]
         assert row["seeds above 0"] == "1 of 2" and row["same direction"] == "not resolved"
 
     def test_one_seed_is_called_one_seed(self, tmp_path):
         record(tmp_path, self.good, 5, {name: [4, 4] for name in TWINS.values()})
         record(tmp_path, self.bad, 5, {name: [1, 2] for name in TWINS.values()})
         write_tables([self.table("pass_at_k", published="Qwen3-4B", compare=[("PACS", "GRPO")])], tmp_path, twins=True)
-        row = numbers(tmp_path, "t")["Mean"][0]
+        row = numbers(tmp_path, "t")["Differences"][0]
         assert row["seeds above 0"] == "1 of 1" and row["same direction"] == "yes, one seed"
 
     def test_a_cell_without_runs_is_a_dash(self, tmp_path):
@@ -244,19 +271,20 @@ class TestReport:
         text = write_tables([table], tmp_path, twins=True)
         assert "Seeds: PACS 1, GRPO 0." in text
         rows = {row[""]: row["k=1"] for row in numbers(tmp_path, "t")["miniature/terms_3"]}
-        assert rows["GRPO"] == "-" and rows["GRPO, published lies"] == "-"
-        assert "±" not in rows["PACS"]
-        assert numbers(tmp_path, "t")["Mean"][0]["ours"] == "-"
+        assert rows["GRPO"] == "-" and "±" not in rows["PACS"]
+        assert numbers(tmp_path, "t")["Differences"][0]["ours"] == "-"
 
     def test_without_any_run_the_published_numbers_stand_alone(self, tmp_path):
-        write_tables([self.table("pass_at_k", published="Qwen3-4B", compare=[("PACS", "GRPO")])], tmp_path, twins=True)
-        ours, published, lies = numbers(tmp_path, "t")["miniature/terms_3"][:3]
+        write_tables(
+            [self.table("pass_at_k", published="Qwen3-4B", compare=[("PACS", "GRPO")])], tmp_path, twins=False
+        )
+        ours, published, lies = numbers(tmp_path, "t")["math_500"][:3]
         assert ours == {"": "PACS"} | dict.fromkeys(["k=1", "k=4", "k=8", "k=16", "k=32", "k=64"], "-")
         assert published == dict(
             zip(ours, ["PACS, published", *"94.80 97.87 98.47 98.93 99.30 99.49".split()], strict=True)
         )
         assert set(lies.values()) == {"PACS, published lies", "-"}
-        assert [row["k"] for row in numbers(tmp_path, "t")["Mean"]] == ["1", "8", "64"]
+        assert [row["k"] for row in numbers(tmp_path, "t")["Differences"]] == ["1", "8", "64"]
 
     def test_the_average_is_over_benchmarks_whatever_their_sizes(self, tmp_path):
         # pass@1: 100 % on the three problems of MATH 500, 25 % on the one of each of the other four; the average is
@@ -308,7 +336,7 @@ class TestReport:
         row = numbers(tmp_path, "training")[0]
         assert row["first tenth of the steps"] == "0.925 ± 0.035" and row["last tenth"] == "0.250 ± 0.354"
         assert numbers(tmp_path, "pass_at_1")[0]["average"].startswith("62.5 ± 17.7")
-        assert drawn["PACS"] == [[{"step": 2, "eval_average/pass@1": 0.5}]] * 2
+        assert drawn["PACS"] == [[{"step": 2, f"eval_seed {seed}/pass@1": 0.5}] for seed in (0, 1)]
 
 
 class TestMiniatureRuns:

@@ -14,7 +14,6 @@ import pytest
 from finished_runs import results_of, rows_of
 
 from pacs_trl.evaluation.arguments import read_evaluation
-from pacs_trl.evaluation.results import RESULTS_SCHEMA
 from pacs_trl.evaluation.store import SampleStore
 from pacs_trl.plan.check import check_recipe
 from pacs_trl.report import plots
@@ -55,6 +54,21 @@ class TestLines:
         model = "outputs/tables/full/qwen3-4b/pacs/seed-7"
         assert f"--config recipes/qwen3-4b/pacs.yaml --seed 7 --output_dir {model} " in training
         assert f"--config recipes/evaluation/v2.yaml --model {model} --method PACS " in evaluation
+
+    def test_come_with_their_cost_and_leave_nothing(self, tmp_path, monkeypatch, capsys):
+        monkeypatch.chdir(tmp_path)
+        main(["table_6", "table_1", "--scale", "full", "--cells", "PACS,GRPO,LIMO", "--seeds", "0", "1"])
+        lines = capsys.readouterr().out.splitlines()
+        assert list(tmp_path.iterdir()) == []
+        costs = [lines[i - 1] for i, line in enumerate(lines) if line.startswith("  ")]
+        of_seed = len(costs) // 2
+        assert costs[:of_seed] == costs[of_seed:] and costs.count("# no estimate") == 2  # an unknown model
+        hours = [float(cost.split()[2].replace(",", "")) for cost in costs if "about" in cost]
+        assert len(hours) == 8 and min(hours) > 1 and hours[2] > 1.5 * hours[0] > 100  # PACS trains, GRPO pads
+        last = lines[-1]
+        assert last.startswith("# 10 commands, about ") and "2 of them without an estimate" in last
+        assert "Nothing was run or written" in last
+        assert all(line.startswith(("# ", "  ")) for line in lines)  # the whole can be given to a shell
 
     def test_have_the_settings_that_differ_from_the_recipe(self, tmp_path, capsys):
         where = ["--results_dir", str(tmp_path), "--seeds", "7", "--scale", "full"]
@@ -104,8 +118,10 @@ class TestLines:
 
     def test_open_models_are_evaluated_with_their_own_recipe(self):
         cell = next(cell for cell in read_table("table_1", "full").cells if cell.label == "LIMO")
-        (line,) = full_commands(cell, 0, Options())
-        assert line.startswith("pacs-trl evaluate --config recipes/evaluation/table1/limo.yaml --seed 0 --output_dir ")
+        ((line, hours),) = full_commands(cell, 0, Options())
+        assert hours is None and line.startswith(
+            "pacs-trl evaluate --config recipes/evaluation/table1/limo.yaml --seed 0 --output_dir "
+        )
 
     def test_version_1_is_evaluated_with_its_two_protocols(self, tmp_path, capsys):
         where = ["--results_dir", str(tmp_path)]
@@ -165,72 +181,13 @@ def stand_ins(tmp_path, monkeypatch):
     return lines
 
 
-class TestOtherDomains:
-    where = ("figure_6", "--scale", "full", "--report_only", "--results_dir", "results")
-
-    def write(self, content):
-        Path("results").mkdir(exist_ok=True)
-        Path("results/other_domains.json").write_text(content if isinstance(content, str) else json.dumps(content))
-
-    def test_a_table_beside_the_published_scores(self, tmp_path, monkeypatch, capsys):
-        monkeypatch.chdir(tmp_path)
-        main(self.where)
-        text = capsys.readouterr().out
-        assert "| GRPO | - | 0 | 38.01 | - | 0 | 48.55 |" in text and "Nothing is measured yet." in text
-        entries = [{"seed": 0, "livecodebench": 46, "gpqa": 52.5}, {"seed": 3, "livecodebench": 44.0}]
-        self.write({"toolkit": "a toolkit, version 1", "scores": {"PACS": entries, "Base": []}})
-        main(self.where)
-        text = capsys.readouterr().out
-        assert "| PACS | 45.00 ± 1.41 | 2 | 45.96 | 52.50 | 1 | 52.46 |" in text
-        assert "| Base | - | 0 | 31.06 | - | 0 | 48.04 |" in text
-        assert "Measured with a toolkit, version 1." in text and "results/other_domains.json" in text
-        assert rows_of(Path("results/figure_6.md"))[3]["LiveCodeBench"] == "45.00 ± 1.41"
-        assert Path("results/figure_6.md").read_text() in text
-
-    def test_scores_of_our_own_have_a_column(self, tmp_path, monkeypatch, capsys):
-        monkeypatch.chdir(tmp_path)
-        for seed, score in ((0, 0.40), (1, 0.44)):
-            path = tmp_path / "results" / "other_domains" / "PACS" / f"seed-{seed}" / "results.json"
-            path.parent.mkdir(parents=True)
-            benchmarks = {"livecodebench": {"pass_at_k": {"1": {"value": score}}}}
-            path.write_text(json.dumps({"schema_version": RESULTS_SCHEMA, "benchmarks": benchmarks}))
-        main(self.where)
-        text = capsys.readouterr().out
-        assert "LiveCodeBench, by this package | LiveCodeBench, published" in text
-        assert "| PACS | - | 0 | 42.00 ± 2.83 | 45.96 | - | 0 | - | 52.46 |" in text
-
-    @pytest.mark.parametrize(
-        ("content", "message"),
-        [
-            ("{", "is not JSON"),
-            ("[]", '"toolkit" and "scores" and nothing else'),
-            ({"scores": {}}, '"toolkit" and "scores" and nothing else'),
-            ({"toolkit": " ", "scores": {}}, '"toolkit" must say what measured the scores'),
-            ({"toolkit": "t", "scores": {"PACS": 3}}, "a list of entries, one for each seed"),
-            ({"toolkit": "t", "scores": {"DPO": []}}, "no methods DPO here, but Base, PPO, GRPO, PACS"),
-            ([{"livecodebench": 3}], 'entry 0 of PACS must be an object with a whole number "seed"'),
-            ([{"seed": True, "gpqa": 3}], 'a whole number "seed"'),
-            ([7], 'a whole number "seed"'),
-            ([{"seed": 0}], "must hold scores of livecodebench or gpqa"),
-            ([{"seed": 0, "gpqa_diamond": 3}], "must hold scores of livecodebench or gpqa, got .*gpqa_diamond"),
-            ([{"seed": 0, "gpqa": "52"}], "gpqa must be a number from 0 to 100, got '52'"),
-            ([{"seed": 0, "gpqa": float("nan")}], "gpqa must be a number from 0 to 100, got nan"),
-            ([{"seed": 0, "gpqa": 101}], "gpqa must be a number from 0 to 100, got 101"),
-            ([{"seed": 0, "gpqa": 0.525}], "looks like a share. Scores are percent: write 52.5"),
-            ([{"seed": 0, "gpqa": 50}, {"seed": 0, "livecodebench": 50}], "entry 1 of PACS has seed 0 again"),
-        ],
-    )
-    def test_a_file_of_another_form_is_refused(self, content, message, tmp_path, monkeypatch):
-        monkeypatch.chdir(tmp_path)
-        self.write({"toolkit": "t", "scores": {"PACS": content}} if isinstance(content, list) else content)
-        monkeypatch.setattr(reproduce, "full_commands", None)  # nothing is begun
-        for arguments in (self.where, [word if word != "--report_only" else "--run" for word in self.where]):
-            with pytest.raises(ValueError, match=f"results/other_domains.json.*{message}"):
-                main(arguments)
-
-
 class TestRecords:
     where = ("--scale", "full", "--results_dir", "results", "--work_dir", "work")
+
+    def test_other_domains_stand_as_published(self, tmp_path, monkeypatch, capsys):
+        monkeypatch.chdir(tmp_path)
+        main(["figure_6", *self.where, "--report_only"])
+        assert "| GRPO | 38.01 | 48.55 |" in capsys.readouterr().out
 
     def test_tables_and_figures_of_what_the_lines_left(self, stand_ins, capsys):
         arguments = ["table_3", "figure_3", "figure_5", "--cells", "qwen3-8b/pacs", "--seeds", "4", *self.where]
