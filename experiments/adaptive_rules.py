@@ -117,7 +117,7 @@ def draw(by_arm: dict[str, list[list[float]]], path: Path) -> None:
                 axes.fill_between(range(1, len(middle) + 1), low, high, color=COLORS[i], alpha=0.15, linewidth=0)
             axes.set_title(f"{reference} reference")
             axes.set_xlabel("rollout")
-            axes.legend()
+            axes.legend(title="band: one standard deviation over seeds", title_fontsize=7)
         panels[0].set_ylabel("reward")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=200)

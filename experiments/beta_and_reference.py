@@ -46,7 +46,7 @@ def train_one(arguments: Sequence[str], output_dir: Path) -> list[dict]:
 
 
 def draw(histories: dict[str, dict[str, list[dict]]], path: Path) -> None:
-    """One column per reference, one line per beta; a running mean of the last ten updates."""
+    """One column per reference, one line per beta: thin what was logged, thick a running mean of the last ten updates."""
     from matplotlib.figure import Figure
 
     from pacs_trl.report.plots import COLORS, DASHES, PAGE_WIDTH, PANEL_HEIGHT, STYLE
@@ -59,9 +59,10 @@ def draw(histories: dict[str, dict[str, list[dict]]], path: Path) -> None:
                 axes = grid[row, column]
                 for i, (beta, logs) in enumerate(by_beta.items()):
                     shown = [log for log in logs if log.get(key) is not None]
-                    values = running_mean([log[key] for log in shown], 10)
+                    steps, values = [log["step"] for log in shown], [log[key] for log in shown]
+                    axes.plot(steps, values, color=COLORS[i], linewidth=0.4, alpha=0.4)
                     look = {"color": COLORS[i], "linestyle": DASHES[i]}
-                    axes.plot([log["step"] for log in shown], values, label=f"beta {beta}", **look)
+                    axes.plot(steps, running_mean(values, 10), label=f"beta {beta}", **look)
                 if column == 0:
                     axes.set_ylabel(label)
                 if key == "pacs/score_std":
@@ -69,7 +70,9 @@ def draw(histories: dict[str, dict[str, list[dict]]], path: Path) -> None:
             grid[0, column].set_title(reference)
             grid[-1, column].set_xlabel("optimizer step")
         figure.align_ylabels()
-        figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(BETAS))
+        note = {"title": "thin lines: logged; thick: running mean of the last ten updates", "title_fontsize": 7}
+        handles = grid[0, 0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside lower center", ncols=len(BETAS), **note)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=200)
 

@@ -6,6 +6,9 @@ Everything that computes lives in the package proper; this is only what a notebo
 import importlib.util
 import io
 import os
+import subprocess
+import sys
+import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,6 +49,16 @@ def prepare(*modules: str) -> None:
     datasets.disable_progress_bars()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+
+
+def pacs_trl(*words) -> None:
+    """`pacs-trl WORDS` as in a terminal, with what it prints; an error ends the cell."""
+    command = [sys.executable, "-m", "pacs_trl", *map(str, words)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        for line in process.stdout:
+            print(line, end="")
+    if process.returncode:
+        raise RuntimeError(f"pacs-trl {words[0]} ended with exit code {process.returncode}; its message stands above.")
 
 
 def picture(figure_or_file):
@@ -93,32 +106,37 @@ class LivePlot:
         else:
             self._display.update(shown)
 
-    def figure(self):
-        """The figure as it stands."""
+    def figure(self, x: str = "step"):
+        """The figure as it stands, over steps or `"seconds"`; thin lines are what was logged, thick ones running means."""
         import matplotlib
         from matplotlib.figure import Figure
 
-        from pacs_trl.report.plots import COLORS, PAGE_WIDTH, PANEL_HEIGHT, STYLE
+        from pacs_trl.report import plots
 
-        with matplotlib.rc_context(STYLE):
-            figure = Figure(figsize=(PAGE_WIDTH, PANEL_HEIGHT), layout="constrained")
+        with matplotlib.rc_context(plots.STYLE):
+            figure = Figure(figsize=(plots.PAGE_WIDTH, plots.PANEL_HEIGHT), layout="constrained")
             panels = figure.subplots(1, len(self.keys), squeeze=False)[0]
             for panel, key in zip(panels, self.keys, strict=True):
-                for (name, logs), color in zip(self.runs.items(), COLORS, strict=False):
-                    logged = [log for log in logs if key in log]
-                    panel.plot([log["step"] for log in logged], [log[key] for log in logged], color=color, label=name)
-                panel.set(title=key, xlabel="optimizer step")
+                for name, look in plots.looks(self.runs).items():
+                    logged = [(log[x], log[key]) for log in self.runs[name] if key in log]
+                    plots.draw_runs(panel, [logged], name, look)
+                panel.set(title=key, xlabel="optimizer step" if x == "step" else x)
             panels[0].legend()
             return figure
 
 
 class _Follower(TrainerCallback):
     def __init__(self, plot: LivePlot, name: str):
-        self.plot, self.logs = plot, []
+        self.plot, self.logs, self.began = plot, [], (time.monotonic(), time.process_time())
         plot.runs[name] = self.logs
 
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.began = time.monotonic(), time.process_time()
+
     def on_log(self, args, state, control, logs=None, **kwargs):
-        self.logs.append({**logs, "step": state.global_step})
+        wall, processor = self.began
+        times = {"seconds": time.monotonic() - wall, "processor_seconds": time.process_time() - processor}
+        self.logs.append({**logs, **times, "step": state.global_step})
         if len(self.logs) % self.plot.every == 0:
             self.plot.draw()
 

@@ -1,4 +1,5 @@
-"""The notebooks as they are committed: with outputs, without traces of a machine, and clear about what they need.
+"""The notebooks as they are committed: with outputs (but for the one that wants a GPU), without traces of a machine, and clear
+about what they need.
 
 That they run is the business of `make notebooks`.
 """
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from transformers import TrainerControl, TrainerState
 
-from shared import LivePlot, prepare
+from shared import LivePlot, pacs_trl, prepare
 
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
@@ -28,11 +29,20 @@ def texts(output: dict) -> str:
     return json.dumps([output.get("text", ""), data])
 
 
-def test_there_are_four():
-    assert [path.stem[:2] for path in NOTEBOOKS] == ["01", "02", "03", "04"]
+EXECUTED = [path for path in NOTEBOOKS if path.stem != "05_one_gpu"]
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_there_are_five():
+    assert [path.stem[:2] for path in NOTEBOOKS] == ["01", "02", "03", "04", "05"]
+
+
+def test_what_was_not_run_on_a_gpu_has_no_outputs():
+    (path,) = set(NOTEBOOKS) - set(EXECUTED)
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells_of(path, "code"))
+    assert "has not been run on a GPU" in path.read_text()
+
+
+@pytest.mark.parametrize("path", EXECUTED, ids=lambda path: path.stem)
 def test_executed_in_order_and_clean(path):
     cells = cells_of(path, "code")
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
@@ -71,6 +81,15 @@ def test_live_plot_shares_panels_and_draws_at_the_end(monkeypatch):
         follower.on_train_end(None, state, TrainerControl())
     assert len(drawn) == 4  # after two logs and at the end, for each run
     reward, entropy = drawn[-1].axes
-    assert [line.get_label() for line in reward.lines] == ["A", "B"]
-    assert reward.lines[1].get_xydata().tolist() == [pytest.approx([s, 0.1 * s]) for s in (1, 2, 3)]
-    assert len(entropy.lines[0].get_xdata()) == 0
+    thick = [line for line in reward.lines if not line.get_label().startswith("_")]
+    assert [line.get_label() for line in thick] == ["A", "B"]
+    assert thick[1].get_xydata().tolist() == [pytest.approx([s, 0.1 * s]) for s in (1, 2, 3)]
+    assert len(entropy.lines) == 0
+    seconds = [x for line in live.figure(x="seconds").axes[0].lines for x in line.get_xdata()]
+    assert seconds == sorted(seconds[:3]) * 2 + sorted(seconds[6:9]) * 2
+
+
+def test_a_command_that_fails_ends_the_cell(capsys):
+    with pytest.raises(RuntimeError, match="pacs-trl nonsense ended with exit code 2; its message stands above"):
+        pacs_trl("nonsense")
+    assert "there is no command 'nonsense'" in capsys.readouterr().out

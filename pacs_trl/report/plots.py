@@ -251,31 +251,18 @@ def ablation_figure(
 
 
 def diversity_figure(diversity: Mapping[str, Any], path: Path) -> list[Path]:
-    """Correct responses of one or two models in the plane of their first two principal components, with density contours."""
+    """Correct responses of one or two models in the plane of their first two principal components."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(COLUMN_WIDTH, COLUMN_WIDTH * 0.9), layout="constrained")
         axes = figure.subplots()
-        clouds = [np.array(model["points"], dtype=float).reshape(-1, 2) for model in diversity["models"]]
-        everything = np.concatenate(clouds)
-        margin = 0.1 * (np.ptp(everything, axis=0) + 1e-9)
-        x, y = (
-            np.linspace(everything[:, i].min() - margin[i], everything[:, i].max() + margin[i], 80) for i in (0, 1)
-        )
-        grid = np.stack(np.meshgrid(x, y), axis=-1)  # (80, 80, 2)
         look_of = looks(model["method"] for model in diversity["models"])
-        for model, points in zip(diversity["models"], clouds, strict=True):
-            look = look_of[model["method"]]
-            label = f"{model['method']}: diversity {model['mean']:.4f}"
-            color, marker = look["color"], look["marker"]
-            axes.scatter(*points.T, s=6, color=color, marker=marker, alpha=0.5, linewidths=0, label=label)
-            density = gaussian_density(points, grid) if len(points) > 2 else np.zeros(1)
-            if density.max() > density.min():
-                levels = density.max() * np.array([0.15, 0.4, 0.7])
-                axes.contour(x, y, density, levels=levels, colors=color, linewidths=0.8, linestyles=look["linestyle"])
+        for model in diversity["models"]:
+            style = look_of[model["method"]] | {"linestyle": "", "alpha": 0.6, "markeredgewidth": 0}
+            axes.plot(*zip(*model["points"]), label=f"{model['method']}: diversity {model['mean']:.4f}", **style)
         shares = diversity["explained"]
         axes.set(xlabel=f"first component ({100 * shares[0]:.0f} % of variance)")
         axes.set(ylabel=f"second component ({100 * shares[1]:.0f} %)")
-        figure.legend(loc="outside upper center", markerscale=2)  # one line each: names can be long
+        figure.legend(loc="outside upper center")  # one line each: names can be long
         return _save(figure, path)
 
 
@@ -330,16 +317,6 @@ def reliability_bins(scores: Sequence[float], labels: Sequence[float], *, num_bi
     return {"count": count, "probability": probability, "label": label, "calibration_error": error}
 
 
-def gaussian_density(points: np.ndarray, grid: np.ndarray) -> np.ndarray:
-    """Kernel density of `points` (N, 2) on `grid` (..., 2) with Scott's bandwidth along each axis; unnormalised."""
-    bandwidth = points.std(axis=0, ddof=1) * len(points) ** (-1 / 6)
-    bandwidth = np.where(bandwidth > 0, bandwidth, 1.0)
-    density = np.zeros(grid.shape[:-1])
-    for point in points:
-        density += np.exp(-0.5 * (((grid - point) / bandwidth) ** 2).sum(axis=-1))
-    return density
-
-
 def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """`color`, `marker` and `linestyle` of each line of a figure: those of `METHODS` by name, and of `OTHERS` in order."""
     others = itertools.cycle(OTHERS)
@@ -389,7 +366,7 @@ def draw_runs(
     if not points:
         return
     for run in points:
-        panel.plot(run.keys(), run.values(), color=look["color"], linewidth=0.4, alpha=0.6)
+        panel.plot(run.keys(), run.values(), color=look["color"], linewidth=0.4, alpha=0.4)
     steps = sorted(set.intersection(*(set(run) for run in points)))
     mean = np.mean([[run[step] for step in steps] for run in points], axis=0)
     thick = look | {"marker": ""} if smooth else look

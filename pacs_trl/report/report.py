@@ -1,6 +1,6 @@
 """`pacs-trl report`: results files in, tables and figures out.
 
-Writes `tables.md`, `tables.tex`, `tables.csv` and the figures that the given inputs allow into one directory. Reads JSON
+Writes `tables.md`, `tables.csv` and the figures that the given inputs allow into one directory. Reads JSON
 only: no model, no samples, neither torch nor vllm.
 """
 
@@ -53,7 +53,7 @@ def build_report(
     beside = {name: paper.published(published, name) if published else [] for name in names}
     rows = {name: tables.pass_at_k_rows(results, name, published=beside[name], baseline=baseline) for name in names}
 
-    markdown, latex = [], []
+    markdown = []
     if changes := tables.before_and_after(results, names, before):
         changes = tables.to_markdown(tables.BEFORE_AND_AFTER_HEADER, changes)
         markdown.append(
@@ -64,16 +64,14 @@ def build_report(
     for name, title in names.items():
         header, lines = tables.table_cells(rows[name])
         parts = [tables.to_markdown(header, lines), _sources(rows[name])]
-        latex.append(tables.to_latex(header, lines, f"pass@k on {title}, percent with 95 % intervals over problems"))
         if baseline is not None and (support := tables.support_rows(results, name, baseline)):
             parts.append(tables.to_markdown(tables.SUPPORT_HEADER, support))
-            latex.append(tables.to_latex(tables.SUPPORT_HEADER, support, f"Support on {title}"))
         markdown.append(tables.details(tables.one_line(title), "\n".join(filter(None, parts))))
     markdown.append(f"## Settings\n\n{tables.to_markdown(tables.SETTINGS_HEADER, tables.settings_rows(results))}")
     markdown.append(_protocol_text(results[0]["protocol"]))
 
     output_dir.mkdir(parents=True, exist_ok=True)
-    contents = {"tables.md": "\n".join(markdown), "tables.tex": "\n".join(latex), "tables.csv": tables.to_csv(rows)}
+    contents = {"tables.md": "\n".join(markdown), "tables.csv": tables.to_csv(rows)}
     for name, content in contents.items():
         (output_dir / name).write_text(content, encoding="utf-8")
     files = [output_dir / name for name in contents]

@@ -282,14 +282,6 @@ def one_line(text: str) -> str:
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
-def to_latex(header: Sequence[str], lines: Sequence[Sequence[str]], caption: str) -> str:
-    """A booktabs table."""
-    rows = ["  " + " & ".join(map(_latex_escape, cells)) + r" \\" for cells in [header, *lines]]
-    head = [r"\begin{table}[t]", rf"\caption{{{_latex_escape(caption)}}}"]
-    head += [rf"\begin{{tabular}}{{l{'r' * (len(header) - 1)}}}", r"  \toprule", rows[0], r"  \midrule"]
-    return "\n".join([*head, "\n".join(rows[1:]), r"  \bottomrule", r"\end{tabular}", r"\end{table}", ""])
-
-
 def to_csv(rows_by_benchmark: Mapping[str, Sequence[Row]]) -> str:
     """Every number of every pass@k table, one line each, for other programs."""
     out = io.StringIO()
@@ -312,14 +304,6 @@ def cell_text(cell: Measured | None, signed: bool = False, *, digits: int = 2, m
         text += f" ± {cell.spread:.{digits}f}"
     ends = min(digits, 1) if digits < 3 else digits
     return text if cell.lower is None else f"{text} [{cell.lower:.{ends}f}, {cell.upper:.{ends}f}]"
-
-
-_LATEX: dict[str, str | int | None] = {character: "\\" + character for character in "&%$#_{}"}
-_LATEX |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
-
-
-def _latex_escape(text: str) -> str:
-    return one_line(text).translate(str.maketrans(_LATEX))
 
 
 def _sample_counts(group: Sequence[dict[str, Any]], benchmark: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..evaluation.pass_at_k import bootstrap_interval
-from ..evaluation.results import require_same_protocol
+from ..evaluation.results import read_results, require_same_protocol
 from ..report import paper, tables
 from .records import Records, Run
 
@@ -25,6 +25,7 @@ from .records import Records, Run
 # The miniature benchmark that stands in place of each benchmark of the paper, and the one in place of other domains.
 TWINS = {name: f"miniature/terms_{3 + i}" for i, name in enumerate(paper.TABLE_1_BENCHMARKS)}
 OTHER_DOMAIN_TWIN = "miniature/grouped"
+OTHER_DOMAINS = {"livecodebench": "livecodebench", "gpqa": "gpqa_diamond"}  # as in the paper's figure 6: ours
 
 # What stands in place of the models that the paper names.
 TWIN_MODELS = {"Qwen3-4B": "twin, 0.1M", "Qwen3-8B": "twin, 1M"}
@@ -33,24 +34,14 @@ COMPARED_KS = (1, 8, 64)
 
 
 class Cell(NamedTuple):
-    """
-    One row of a table.
-
-    Args:
-        label (`str`): Its name there.
-        recipe (`str`): What makes it, without `recipes/` and `.yaml`.
-        trained (`bool`): False where the model is meant that the recipe starts from.
-        evaluations (sequence of `str`): At full scale, what measures it.
-        settings (mapping): Where it differs from its recipe.
-        name (`str`, *optional*): Of its run, if that is not the recipe's.
-    """
+    """One row of a table."""
 
     label: str
-    recipe: str
-    trained: bool = True
-    evaluations: Sequence[str] = ("evaluation/v2",)
-    settings: Mapping[str, Any] = MappingProxyType({})
-    name: str | None = None
+    recipe: str  # what makes it, without `recipes/` and `.yaml`
+    trained: bool = True  # False where the model is meant that the recipe starts from
+    evaluations: Sequence[str] = ("evaluation/v2",)  # at full scale, what measures it
+    settings: Mapping[str, Any] = MappingProxyType({})  # where it differs from its recipe
+    name: str | None = None  # of its run, if that is not the recipe's
 
     @property
     def run(self) -> str:
@@ -71,25 +62,15 @@ class Cell(NamedTuple):
 
 
 class Table(NamedTuple):
-    """
-    A table or figure of the paper.
+    """A table or figure of the paper."""
 
-    Args:
-        name, title (`str`): File name and heading.
-        cells (list of [`Cell`]): Its rows.
-        shows (`str`): Key of `_SECTIONS`.
-        published (`str`, *optional*): Base model of the paper's tables of pass@k.
-        compare (list of pairs of `str`): Labels of which the first minus the second is shown.
-        own_prompts (`bool`): Whether the rows are different models, each asked in its own chat format.
-    """
-
-    name: str
+    name: str  # of its files
     title: str
     cells: list[Cell]
-    shows: str
-    published: str | None = None
-    compare: Sequence[tuple[str, str]] = ()
-    own_prompts: bool = False
+    shows: str  # key of `_SECTIONS`
+    published: str | None = None  # base model of the paper's tables of pass@k
+    compare: Sequence[tuple[str, str]] = ()  # labels of which the first minus the second is shown
+    own_prompts: bool = False  # whether the rows are different models, each asked in its own chat format
 
 
 def write_tables(selected: Sequence[Table], results_dir: Path, *, twins: bool) -> str:
@@ -107,28 +88,29 @@ def write_tables(selected: Sequence[Table], results_dir: Path, *, twins: bool) -
     sections = []
     results_dir.mkdir(parents=True, exist_ok=True)
     records = Records(results_dir)
-    for table in selected:
+    for table in map(_twin_of, selected) if twins else selected:
         runs = {cell.label: records.runs(cell.run, cell.label) for cell in table.cells}
         _require_one_protocol(table, runs, results_dir)
         body = _SECTIONS[table.shows](table, runs, results_dir / table.name, twins)
-        title, note = table.title, ""
-        if twins:
-            for model, twin in TWIN_MODELS.items():
-                title = title.replace(model, f"{twin}, in place of {model}")
-        if twins or table.shows != "other_domain":  # measured elsewhere
-            note = f"Seeds: {', '.join(f'{_shown(cell.label, twins)} {len(runs[cell.label])}' for cell in table.cells)}.\n\n"
-        text = f"# {title}\n\n{note}{body}"
+        seeds = f"Seeds: {', '.join(f'{label} {len(group)}' for label, group in runs.items())}.\n\n"
+        measured = twins or table.shows != "other_domain"
+        text = f"# {table.title}\n\n{seeds if measured else ''}{body}"
         (results_dir / f"{table.name}.md").write_text(text)
         sections.append(text)
     return "\n".join(sections)
 
 
-def _shown(label: str, twins: bool) -> str:
-    """A label as it is printed: at miniature scale with the twin in place of the model."""
+def _twin_of(table: Table) -> Table:
+    """A table in which the twins are called twins."""
+    title = re.sub(r"Qwen3-\dB", lambda model: f"{TWIN_MODELS[model[0]]}, in place of {model[0]}", table.title)
+    cells = [cell._replace(label=_twin(cell.label)) for cell in table.cells]
+    return table._replace(title=title, cells=cells, compare=[tuple(map(_twin, pair)) for pair in table.compare])
+
+
+def _twin(label: str) -> str:
+    """`Qwen3-4B` is `twin, 0.1M`; `Qwen3-4B PACS` and `PACS-4B` are `twin, 0.1M: PACS`."""
     model, _, method = re.sub(r"^PACS-(\dB)$", r"Qwen3-\1 PACS", label).partition(" ")
-    if not twins or model not in TWIN_MODELS:
-        return label
-    return f"{method} ({TWIN_MODELS[model]})" if method else TWIN_MODELS[model]
+    return label if model not in TWIN_MODELS else f"{TWIN_MODELS[model]}{': ' if method else ''}{method}"
 
 
 Runs = dict[str, list[Run]]
@@ -163,24 +145,24 @@ def _text(cell: tables.Measured | None, digits: int = 1) -> str:
     return tables.cell_text(cell, digits=digits, missing="-")
 
 
-def _verdict(cell: tables.Measured | None, published: float | None) -> str:
-    """Whether the published number lies in our interval."""
-    if cell is None or published is None:
-        return "-"
-    return "inside" if cell.lower <= published <= cell.upper else "outside"
-
-
 def _rows(
-    label: str, ours: Sequence[tables.Measured | None], published: Sequence[float | None], twins: bool, digits: int = 1
+    label: str,
+    ours: Sequence[tables.Measured | None],
+    published: Sequence[float | None] = (),
+    *,
+    of: str | None = None,
+    digits: int = 1,
 ) -> list[list[str]]:
-    """Ours, published if there is anything, and at full scale whether that lies inside our interval."""
-    rows = [[_shown(label, twins), *(_text(cell, digits) for cell in ours)]]
+    """Ours, and if anything is published that, and whether it lies in our interval; the latter not for a twin `of` something."""
+    rows = [[label, *(_text(cell, digits) for cell in ours)]]
     if any(number is not None for number in published):
         shown = ["-" if number is None else f"{number:.{max(digits, 2)}f}" for number in published]
-        rows.append([f"{label}, published", *shown])
-        if not twins:
-            verdicts = [_verdict(cell, number) for cell, number in zip(ours, published, strict=True)]
-            rows.append([f"{label}, published lies", *verdicts])
+        rows.append([f"{of or label}, published", *shown])
+        lies = [
+            "-" if c is None or number is None else "inside" if c.lower <= number <= c.upper else "outside"
+            for c, number in zip(ours, published, strict=True)
+        ]
+        rows += [[f"{label}, published lies", *lies]] if of is None else []
     return rows
 
 
@@ -190,11 +172,6 @@ def _header(names: dict[str, str], twins: bool) -> list[str]:
 
 def _all_results(runs: Runs) -> list[dict[str, Any]]:
     return [run.results for group in runs.values() for run in group]
-
-
-def _ks(runs: Runs) -> list[int]:
-    results = _all_results(runs)
-    return tables.common_ks(results) if results else []
 
 
 def _benchmark_ks(runs: Runs, name: str, published: dict[str, dict[int, float]]) -> list[int]:
@@ -221,13 +198,13 @@ def _pass_at_k(table: Table, runs: Runs, path: Path, twins: bool) -> str:
         for label, group in runs.items():
             columns = [[theirs[name].get(label, {}).get(k) for name in benchmarks] for k in ks]
             published = [None if twins or None in values else statistics.mean(values) for values in columns]
-            rows += _rows(label, _cells(group, benchmarks, ks), published, twins)
+            rows += _rows(label, _cells(group, benchmarks, ks), published)
         return tables.to_markdown(["", *(f"k={k}" for k in ks)], rows)
 
     parts = [f"## Mean over the {len(names)} benchmarks\n\n{table_of(list(names.values()), shared)}"]
     by_seed: dict[str, dict[int, list[float]]] = {}
     if table.compare:
-        rows, by_seed = _comparisons(table, runs, [k for k in COMPARED_KS if k in shared], theirs, twins)
+        rows, by_seed = _comparisons(table, runs, [k for k in COMPARED_KS if k in shared], theirs)
         header = ["difference", "k", "ours", "seeds above 0", "published", "same direction"]
         parts.append(f"## Differences of the means\n\n{tables.to_markdown(header, rows)}")
     if results := _all_results(runs):
@@ -243,14 +220,14 @@ def _pass_at_k(table: Table, runs: Runs, path: Path, twins: bool) -> str:
 
 
 def _comparisons(
-    table: Table, runs: Runs, ks: list[int], theirs: dict[str, dict[str, dict[int, float]]], twins: bool
+    table: Table, runs: Runs, ks: list[int], theirs: dict[str, dict[str, dict[int, float]]]
 ) -> tuple[list[list[str]], dict[str, dict[int, list[float]]]]:
     """Differences of pairs, over the problems of all benchmarks and the seeds that both have, and whether their sign is the
     paper's: only said where the interval leaves out 0 and every seed has the same sign. Also those of every seed."""
     rows: list[list[str]] = []
     by_seed: dict[str, dict[int, list[float]]] = {}
     for first, second in table.compare:
-        pairs, name = _pairs(runs, first, second), f"{_shown(first, twins)} - {_shown(second, twins)}"
+        pairs, name = _pairs(runs, first, second), f"{first} - {second}"
         for k in ks:
             published = [
                 values[first][k] - values[second][k]
@@ -303,14 +280,15 @@ def _pass_at_1(table: Table, runs: Runs, path: Path, twins: bool) -> str:
     rows = []
     for label, group in runs.items():
         published = {} if twins else paper.TABLE_1.get(label, {})
-        ours = [_cells(group, column, [1])[0] for column in columns]
-        rows += _rows(label, ours, [published.get(key) for key in keys], twins)
+        rows += _rows(
+            label, [_cells(group, column, [1])[0] for column in columns], [published.get(key) for key in keys]
+        )
+    gains_of = {_twin(name) if twins else name: name for name in paper.TABLE_1_GAINS}
     for first, second in table.compare:
-        gains, pairs = paper.TABLE_1_GAINS[first], _pairs(runs, first, second)
+        gains, pairs = paper.TABLE_1_GAINS[gains_of[first]], _pairs(runs, first, second)
         ours = [_difference(pairs, column, 1)[0] if pairs else None for column in columns]
-        difference = f"{_shown(first, twins)} - {_shown(second, twins)}"
-        rows.append([difference, *map(_text, ours)])
-        rows.append([f"{first} - {second}, published", *(f"{gains[key]:.2f}" for key in keys)])
+        of = f"gain of {gains_of[first]}" if twins else None
+        rows += _rows(f"{first} - {second}", ours, [gains[key] for key in keys], of=of)
     for label, cited in () if twins else paper.TABLE_1_CITED.items():
         shown = ["-" if key not in cited else f"{cited[key]:.2f}" for key in keys]
         rows.append([f"{label}, cited by the paper", *shown])
@@ -329,8 +307,8 @@ def _diversity(table: Table, runs: Runs, path: Path, twins: bool) -> str:
     for label, group in runs.items():
         ours = [_diversity_cell(group, name, common[name]) for name in names.values()]
         model, _, method = label.partition(" ")
-        published = paper.TABLE_3_DIVERSITY.get((model, method), {})
-        rows += _rows(label, ours, [published.get(name) for name in names], twins, digits=4)
+        published = paper.TABLE_3_DIVERSITY.get((model, method), {})  # of no twin
+        rows += _rows(label, ours, [published.get(name) for name in names], digits=4)
     rows.append(["problems", *(str(len(common[name])) for name in names.values())])
     return tables.to_markdown(_header(names, twins), rows)
 
@@ -358,21 +336,18 @@ def _curves(table: Table, runs: Runs, path: Path, twins: bool) -> str:
     histories: dict[str, list[list[dict[str, float]]]] = {}
     rows, seeds = [], sorted({run.seed for group in runs.values() for run in group})
     for label, group in runs.items():
-        measured = {run.seed: run.training["checkpoints"] for run in group if run.training}
         curves = {
-            seed: [
-                (point["step"], statistics.mean(point[f"eval_{name}/pass@1"] for name in names)) for point in points
+            run.seed: [
+                {"step": point["step"], f"eval_seed {run.seed}/pass@1": _mean_pass(point, names)}
+                for point in run.training["checkpoints"]
             ]
-            for seed, points in measured.items()
-            if points
+            for run in group
+            if run.training and run.training["checkpoints"]
         }
         if curves:
-            histories[label] = [
-                [{"step": step, f"eval_seed {seed}/pass@1": value} for step, value in curve]
-                for seed, curve in curves.items()
-            ]
-            last = [f"{100 * curves[seed][-1][1]:.1f}" if seed in curves else "-" for seed in seeds]
-            rows.append([_shown(label, twins), *last])
+            histories[label] = list(curves.values())
+            last = {seed: curve[-1][f"eval_seed {seed}/pass@1"] for seed, curve in curves.items()}
+            rows.append([label, *(f"{100 * last[seed]:.1f}" if seed in last else "-" for seed in seeds)])
     if not histories:
         return "No run of this figure is finished.\n"
     from ..report import plots
@@ -382,19 +357,23 @@ def _curves(table: Table, runs: Runs, path: Path, twins: bool) -> str:
     return f"![pass@1 during training]({path.name}.png)\n\n{tables.to_markdown(header, rows)}"
 
 
+def _mean_pass(checkpoint: dict[str, float], names: Sequence[str]) -> float:
+    return statistics.mean(checkpoint[f"eval_{name}/pass@1"] for name in names)
+
+
 def _ablation(table: Table, runs: Runs, path: Path, twins: bool) -> str:
     """pass@k over the five benchmarks against the setting whose values are the labels."""
-    ks, names = _ks(runs), list(_names(twins).values())
-    rows = [[label, *map(_text, _cells(group, names, ks))] for label, group in runs.items()]
-    text = tables.to_markdown(["mean over the benchmarks", *(f"k={k}" for k in ks)], rows)
-    finished = {float(label): [run.results for run in group] for label, group in runs.items() if group}
-    if not finished:
-        return text
+    names, results = list(_names(twins).values()), _all_results(runs)
+    if not results:
+        return "No run of this figure is finished.\n"
     from ..report import plots
 
-    titles = tables.benchmarks(_all_results(runs))
+    ks, titles = tables.common_ks(results), tables.benchmarks(results)
+    finished = {float(label): [run.results for run in group] for label, group in runs.items() if group}
     plots.ablation_figure(finished, {name: titles[name] for name in names}, "beta", path)
-    return f"![pass@k against beta]({path.name}.png)\n\n{text}"
+    rows = [[label, *map(_text, _cells(group, names, ks))] for label, group in runs.items()]
+    header = ["mean over the benchmarks", *(f"k={k}" for k in ks)]
+    return f"![pass@k against beta]({path.name}.png)\n\n{tables.to_markdown(header, rows)}"
 
 
 def _training(table: Table, runs: Runs, path: Path, twins: bool) -> str:
@@ -407,15 +386,11 @@ def _training(table: Table, runs: Runs, path: Path, twins: bool) -> str:
         if not logs:
             continue
         model, _, method = label.rpartition(" ")
-        models.setdefault(_shown(model, twins), {})[method] = list(logs.values())
-        # A step without a forward pass (no group had anything to learn from) has no entropy.
-        entropies = {
-            seed: [log["entropy"] for log in run if log.get("entropy") is not None] for seed, run in logs.items()
-        }
-        ends = {seed: _ends(values) for seed, values in entropies.items() if values}
+        models.setdefault(model.removesuffix(":"), {})[method] = list(logs.values())
+        ends = {seed: found for seed, run in logs.items() if (found := _ends(run))}
         kept[label] = {seed: last / first for seed, (first, last) in ends.items()}
         columns = (*zip(*ends.values(), strict=True), list(kept[label].values()))
-        rows.append([_shown(label, twins), *(mean_and_spread(values, 3) for values in columns)])
+        rows.append([label, *(mean_and_spread(values, 3) for values in columns)])
     if not models:
         return "No run of this figure is finished.\n"
     from ..report import plots
@@ -424,27 +399,37 @@ def _training(table: Table, runs: Runs, path: Path, twins: bool) -> str:
     for first, second in table.compare:
         seeds = sorted(kept.get(first, {}).keys() & kept.get(second, {}).keys())
         differences = ", ".join(f"{kept[first][seed] - kept[second][seed]:+.3f}" for seed in seeds)
-        rows.append([f"{_shown(first, twins)} - {_shown(second, twins)}, each seed", "", "", differences or "-"])
+        rows.append([f"{first} - {second}, each seed", "", "", differences or "-"])
     header = ["entropy, nats per token", "first tenth of the steps", "last tenth", "share kept"]
     return f"![training]({path.name}.png)\n\n{tables.to_markdown(header, rows)}"
 
 
-def _ends(values: Sequence[float]) -> tuple[float, float]:
-    """Mean of the first and of the last tenth."""
+def _ends(log_history: Sequence[dict[str, float]]) -> tuple[float, float] | None:
+    """Mean entropy of the first and of the last tenth. A step without a forward pass (no group had anything to learn from) has none."""
+    values = [log["entropy"] for log in log_history if log.get("entropy") is not None]
     tenth = max(1, len(values) // 10)
-    return statistics.mean(values[:tenth]), statistics.mean(values[-tenth:])
+    return (statistics.mean(values[:tenth]), statistics.mean(values[-tenth:])) if values else None
 
 
 def _other_domain(table: Table, runs: Runs, path: Path, twins: bool) -> str:
-    """At full scale what the paper has: its two benchmarks are measured by another toolkit."""
-    ks = _ks(runs) if twins else []
-    header = ["", *(f"k={k}" for k in ks), "LiveCodeBench, published", "GPQA, published"]
+    """At full scale pass@1 of evaluations that lie in `RESULTS_DIR/other_domains/METHOD/seed-*`, beside the published scores."""
+    results = _all_results(runs)
+    if twins:
+        ks = tables.common_ks(results) if results else []
+        rows = [[label, *map(_text, _cells(group, [OTHER_DOMAIN_TWIN], ks))] for label, group in runs.items()]
+        return tables.to_markdown(["", *(f"k={k}" for k in ks)], rows)
     rows = []
-    for label, group in runs.items():
-        published = paper.OUT_OF_DOMAIN.get(label, {})
-        ours = map(_text, _cells(group, [OTHER_DOMAIN_TWIN], ks))
-        rows.append([label, *ours, *(f"{published[n]:.2f}" for n in ("livecodebench", "gpqa") if n in published)])
-    return f"{tables.to_markdown(header, rows)}\nPublished: {paper.OUT_OF_DOMAIN_SOURCE}, Qwen3-8B.\n"
+    for label in runs:
+        found = sorted((path.parent / "other_domains" / label).glob("seed-*/results.json"))
+        measured, row = [read_results(file)["benchmarks"] for file in found], [label]
+        for name, ours in OTHER_DOMAINS.items():
+            values = [100 * entries[ours]["pass_at_k"]["1"]["value"] for entries in measured if ours in entries]
+            row += [mean_and_spread(values, 2), str(len(values)), f"{paper.OUT_OF_DOMAIN[label][name]:.2f}"]
+        rows.append(row)
+    header = [f"{name}{part}" for name in OTHER_DOMAINS for part in ("", ", seeds", ", published")]
+    return (
+        f"{tables.to_markdown(['', *header], rows)}\nPublished: {paper.OUT_OF_DOMAIN_SOURCE}, with another toolkit.\n"
+    )
 
 
 _SECTIONS: dict[str, Callable[[Table, Runs, Path, bool], str]] = {

@@ -234,8 +234,8 @@ class TestReport:
         assert text.count("# A table: twin, 1M, in place of Qwen3-8B") == 3
         for table in tables:
             rows = numbers(tmp_path, table.name)
-            assert [row[next(iter(row))] for row in rows][:1] == ["PACS (twin, 0.1M)"]
-        assert "| PACS (twin, 1M) - PACS (twin, 0.1M), each seed |" in text and "lies" not in text
+            assert [row[next(iter(row))] for row in rows][:1] == ["twin, 0.1M: PACS"]
+        assert "| twin, 1M: PACS - twin, 0.1M: PACS, each seed |" in text and "lies" not in text
 
     def test_differences_pair_seeds_and_say_the_direction(self, tmp_path):
         self.fill(tmp_path)

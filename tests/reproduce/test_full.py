@@ -14,6 +14,7 @@ import pytest
 from finished_runs import results_of, rows_of
 
 from pacs_trl.evaluation.arguments import read_evaluation
+from pacs_trl.evaluation.results import RESULTS_SCHEMA
 from pacs_trl.evaluation.store import SampleStore
 from pacs_trl.plan.check import check_recipe
 from pacs_trl.report import plots
@@ -184,10 +185,17 @@ def stand_ins(tmp_path, monkeypatch):
 class TestRecords:
     where = ("--scale", "full", "--results_dir", "results", "--work_dir", "work")
 
-    def test_other_domains_stand_as_published(self, tmp_path, monkeypatch, capsys):
+    def test_other_domains_stand_beside_the_published_scores(self, tmp_path, monkeypatch, capsys):
         monkeypatch.chdir(tmp_path)
+        for seed, score in ((0, 0.40), (1, 0.44)):
+            path = tmp_path / "results" / "other_domains" / "PACS" / f"seed-{seed}" / "results.json"
+            path.parent.mkdir(parents=True)
+            benchmarks = {"livecodebench": {"pass_at_k": {"1": {"value": score}}}}
+            path.write_text(json.dumps({"schema_version": RESULTS_SCHEMA, "benchmarks": benchmarks}))
         main(["figure_6", *self.where, "--report_only"])
-        assert "| GRPO | 38.01 | 48.55 |" in capsys.readouterr().out
+        text = capsys.readouterr().out
+        assert "| PACS | 42.00 ± 2.83 | 2 | 45.96 | - | 0 | 52.46 |" in text
+        assert "| GRPO | - | 0 | 38.01 | - | 0 | 48.55 |" in text
 
     def test_tables_and_figures_of_what_the_lines_left(self, stand_ins, capsys):
         arguments = ["table_3", "figure_3", "figure_5", "--cells", "qwen3-8b/pacs", "--seeds", "4", *self.where]
