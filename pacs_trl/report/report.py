@@ -90,10 +90,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--published", default=None, help="base model of the paper, for example Qwen3-8B")
     parser.add_argument("--baseline", default=None, help="method that the others are compared with")
     parser.add_argument("--training", nargs="+", default=[], metavar="METHOD=DIR", help="runs with trainer_state.json")
-    parser.add_argument(
-        "--ablation", nargs="+", default=[], metavar="VALUE=RESULTS", help="results per value of a setting"
-    )
-    parser.add_argument("--ablation_name", default="beta", help="name of that setting on the axis")
     parser.add_argument("--diversity", type=Path, default=None, help="file of experiments/diversity.py")
     parser.add_argument("--reliability", type=Path, default=None, help="JSONL with `score` and `label` per completion")
     args = parser.parse_args(argv)
@@ -108,10 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _build_all(args: argparse.Namespace) -> list[Path]:
-    if not (args.results or args.training or args.ablation or args.diversity or args.reliability):
-        raise ValueError(
-            "Nothing to report: give results files, --training, --ablation, --diversity or --reliability."
-        )
+    if not (args.results or args.training or args.diversity or args.reliability):
+        raise ValueError("Nothing to report: give results files, --training, --diversity or --reliability.")
     from . import plots
 
     files = []
@@ -122,34 +116,11 @@ def _build_all(args: argparse.Namespace) -> list[Path]:
         files += plots.training_figure({"": histories}, args.output_dir / "training")
         if any("/pass@" in key for runs in histories.values() for run in runs for log in run for key in log):
             files += plots.evaluation_figure(histories, args.output_dir / "evaluation")
-    if args.ablation:
-        values = ablation_results(args.ablation)
-        runs = [(f"{args.ablation_name} = {value:g}", run) for value, group in values.items() for run in group]
-        require_same_protocol([run for _, run in runs], [name for name, _ in runs])
-        names = tables.benchmarks([run for _, run in runs])
-        files += plots.ablation_figure(values, names, args.ablation_name, args.output_dir / "ablation")
     if args.diversity:
         files += plots.diversity_figure(read_diversity(args.diversity), args.output_dir / "diversity")
     if args.reliability:
         files += plots.reliability_figure(*scores_and_labels(args.reliability), args.output_dir / "reliability")
     return files
-
-
-def ablation_results(pairs: Sequence[str]) -> dict[float, list[dict[str, Any]]]:
-    """
-    `VALUE=RESULTS` to results by value; a value given several times has several runs.
-
-    Raises:
-        `ValueError`: if a value is not a number or a file cannot be read.
-    """
-    values: dict[float, list[dict[str, Any]]] = {}
-    for text, path in map(_pair, pairs):
-        try:
-            value = float(text)
-        except ValueError:
-            raise ValueError(f"--ablation takes NUMBER=RESULTS, got {text!r} before the equals sign.") from None
-        values.setdefault(value, []).append(read_described(path))
-    return values
 
 
 def scores_and_labels(path: Path) -> tuple[list[float], list[float]]:

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from pacs_trl.report import plots
-from pacs_trl.report.report import ablation_results, build_report, main, scores_and_labels, training_histories
+from pacs_trl.report.report import build_report, main, scores_and_labels, training_histories
 
 
 def test_everything_at_once(results_factory, training_directory, tmp_path, capsys):
     directories = [results_factory("Base", 0.4), results_factory("PACS", 0.5), results_factory("PACS", 0.5, seed=1)]
-    ablation = [f"{value}={results_factory(f'beta{value}', 0.5)}" for value in (0.1, 1, 10)]
     runs = [
         f"PACS={training_directory('a', 0)}",
         f"PACS={training_directory('b', 1)}",
@@ -34,10 +33,10 @@ def test_everything_at_once(results_factory, training_directory, tmp_path, capsy
         "--baseline",
         "Base",
     ]
-    argv += ["--training", *runs, "--ablation", *ablation, "--diversity", str(tmp_path / "diversity.json")]
+    argv += ["--training", *runs, "--diversity", str(tmp_path / "diversity.json")]
     assert main([*argv, "--reliability", str(tmp_path / "critic.jsonl")]) == 0
     written = {path.name for path in (tmp_path / "out").iterdir()}
-    figures = ("pass_at_k", "training", "evaluation", "ablation", "diversity", "reliability")
+    figures = ("pass_at_k", "training", "evaluation", "diversity", "reliability")
     assert written == {
         "tables.md",
         "tables.csv",
@@ -47,6 +46,23 @@ def test_everything_at_once(results_factory, training_directory, tmp_path, capsy
     text = (tmp_path / "out" / "tables.md").read_text()
     assert "## AIME 2024" in text and "PACS - Base" in text and "arXiv 2509.02522v2, Table 2" in text
     assert "PACS over Base, run 2" in text and "temperature 0.6" in text and "012345678" in text
+
+
+def test_begins_with_before_and_after(results_factory, tmp_path):
+    """Before is the baseline, or else the method of the first file; the mean stands above the benchmarks, and tables are folded."""
+    files = [results_factory("mine", 0.4), results_factory("trained", 0.6)]
+    for baseline in (None, "mine", "trained"):
+        build_report(files, tmp_path / "out", baseline=baseline, figures=True)
+        text = (tmp_path / "out" / "tables.md").read_text()
+        assert text.startswith(f"# Before and after\n\nBefore is {baseline or 'mine'};")
+        table = [line.split(" | ") for line in text.split("\n\n")[2].splitlines()[2:]]
+        assert [row[0] for row in table[::2]] == ["| mean of 3", "| AIME 2024", "| AIME 2025", "| MATH 500"]
+        assert [row[1] for row in table[:2]] == ["pass@1", "pass@64"]
+        assert {row[2] for row in table} == ({"trained"} if baseline != "trained" else {"mine"})
+        assert all(("+" in row[5]) == (baseline != "trained") for row in table[::2])
+        assert text.index("![pass@k]") < text.index("<details><summary>AIME 2024</summary>")
+    build_report(files[:1], tmp_path / "one")
+    assert (tmp_path / "one" / "tables.md").read_text().startswith("![pass@k](pass_at_k.png)")
 
 
 def test_v1_tables_come_with_the_mislabel(results_factory, tmp_path):
@@ -74,8 +90,6 @@ def test_mixed_protocols_are_refused(results_factory, tmp_path, capsys):
         (["--training", "PACS"], "Expected NAME=PATH"),
         (["--training", "PACS=nowhere"], "trainer_state.json"),
         (["--diversity", "nowhere.json"], "nowhere.json"),
-        (["--ablation", "x=nowhere"], "takes NUMBER=RESULTS, got 'x'"),
-        (["--ablation", "1=nowhere"], "no results file"),
         (["--reliability", "nowhere.jsonl"], "nowhere.jsonl"),
     ],
 )
@@ -118,10 +132,9 @@ def test_a_missing_field_is_named_with_its_file(results_factory, tmp_path, path,
     file = results_factory("PACS", 0.5) / "results.json"
     file.write_text(json.dumps(without(json.loads(file.read_text()), *path)))
     field = ".".join(map(str, path)).replace("problems.3", "problems[3]")
-    for argv in ([str(file)], ["--ablation", f"1={file}"]):
-        assert main([*argv, "--output_dir", str(tmp_path / "out")]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"pacs-trl report: {file} is damaged: it has no `{field}`")
+    assert main([str(file), "--output_dir", str(tmp_path / "out")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"pacs-trl report: {file} is damaged: it has no `{field}`")
     assert not (tmp_path / "out").exists()
 
 
@@ -192,12 +205,6 @@ def test_names_stay_in_their_cell(results_factory, tmp_path):
         line.replace("\\|", "").count("|") for line in table if line.startswith(("| a ", "| GRPO", "| method | n "))
     } <= {10, 11}
     assert any(line.startswith("| a \\| b c & \\d_e~ | 128 |") for line in table)
-
-
-def test_a_value_of_an_ablation_may_have_several_runs(results_factory):
-    first, second, other = (results_factory(name, 0.5) for name in "abc")
-    values = ablation_results([f"1={first}", f"0.1={other}", f"1.0={second}"])
-    assert {value: [run["method"] for run in runs] for value, runs in values.items()} == {1.0: ["a", "b"], 0.1: ["c"]}
 
 
 def test_critic_records_are_checked_line_by_line(tmp_path):
