@@ -106,7 +106,7 @@ def pass_at_k_figure(
                 draw_pass_at_k(panel, pass_at_k_cells(runs, list(benchmarks), ks), method, look_of[method])
             percent_against_k(panel, f"mean over {len(benchmarks)} benchmarks")
         if differences:
-            _draw_differences(next(shown), differences)
+            _draw_differences(next(shown), differences, look_of)
         for panel, (name, title) in zip(shown, benchmarks.items(), strict=True):
             for row in pass_at_k_rows(results, name, published=(published or {}).get(name, ())):
                 if row.kind == "ours":
@@ -144,12 +144,14 @@ def percent_axis(panel: Axes) -> None:
     panel.yaxis.set_major_formatter(PercentFormatter(decimals=0))
 
 
-def _draw_differences(panel: Axes, differences: Mapping[str, Mapping[int, Sequence[float]]]) -> None:
+def _draw_differences(
+    panel: Axes, differences: Mapping[str, Mapping[int, Sequence[float]]], look_of: Mapping[str, dict[str, Any]]
+) -> None:
     """A marker for every seed and a bar at their mean, in the look of what is subtracted."""
-    look_of = looks(name.rsplit(" - ", 1)[1] for name in differences)
     ks = sorted({k for by_k in differences.values() for k in by_k})
     panel.axhline(0, color="#888888", linewidth=0.8)
-    for i, (by_k, look) in enumerate(zip(differences.values(), look_of.values(), strict=True)):
+    for i, (name, by_k) in enumerate(differences.items()):
+        look = look_of[name.rsplit(" - ", 1)[1]]
         style = {"color": look["color"], "linestyle": ""}
         shift = 0.8 * (i + 0.5) / len(differences) - 0.4
         for k, values in by_k.items():
@@ -158,7 +160,7 @@ def _draw_differences(panel: Axes, differences: Mapping[str, Mapping[int, Sequen
             panel.plot([place], [np.mean(values)], marker="_", markersize=7, markeredgewidth=1.5, **style)
     panel.set_xticks(range(len(ks)), [str(k) for k in ks])
     first = {name.rsplit(" - ", 1)[0] for name in differences}
-    panel.set(title=f"{first.pop() if len(first) == 1 else 'first'} minus the other, each seed", xlabel="k")
+    panel.set(title=f"{first.pop() if len(first) == 1 else 'first'} minus other, by seed", xlabel="k")
     panel.set_ylabel("percentage points")
 
 
@@ -385,7 +387,7 @@ def legend_below(figure: Figure, panels: Sequence[Axes], note: str) -> None:
     for panel in panels:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
-    columns = min(5 if figure.get_figwidth() > COLUMN_WIDTH else 2, len(handles))
+    columns = min(6 if figure.get_figwidth() > COLUMN_WIDTH else 2, len(handles))
     looks = {"title": note, "title_fontsize": 7, "ncols": columns}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", **looks)
 

@@ -92,9 +92,11 @@ def write_tables(selected: Sequence[Table], results_dir: Path, *, twins: bool) -
         runs = {cell.label: records.runs(cell.run, cell.label) for cell in table.cells}
         _require_one_protocol(table, runs, results_dir)
         body = _SECTIONS[table.shows](table, runs, results_dir / table.name, twins)
-        seeds = f"Seeds: {', '.join(f'{label} {len(group)}' for label, group in runs.items())}.\n\n"
-        measured = twins or table.shows != "other_domain"
-        text = f"# {table.title}\n\n{seeds if measured else ''}{body}"
+        counts = {label: len(group) for label, group in runs.items()}
+        seeds = ", ".join(f"{label} {count}" for label, count in counts.items())
+        if len(set(counts.values())) == 1:
+            seeds = f"{min(counts.values())} of each"
+        text = f"# {table.title}\n\nSeeds: {seeds}.\n\n{body}"
         (results_dir / f"{table.name}.md").write_text(text)
         sections.append(text)
     return "\n".join(sections)

@@ -200,7 +200,7 @@ class TestReport:
         mean = numbers(tmp_path, "t")["Mean"]
         # the mean over five such benchmarks, an interval for five times as many problems
         assert mean[0]["k=1"].startswith("62.5 ± 17.7 [") and len(mean) == 2
-        assert "Seeds: PACS 2, GRPO 2." in text
+        assert "Seeds: 2 of each." in text
         # means and figure first, then what is folded away
         assert text.index("## Mean") < text.index("![pass@k](t.png)") < text.index("<details>")
         assert (tmp_path / "t.png").stat().st_size > 10_000
