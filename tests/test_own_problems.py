@@ -51,7 +51,7 @@ def test_train_evaluate_report(tmp_path, monkeypatch, capsys):
     assert len(results["benchmarks"]["test"]["problems"]) == 10
     assert results["benchmarks"]["test"]["verification"].keys() <= {"correct", "wrong", "no_answer"}
     table = (tmp_path / "outputs/mine/report/tables.md").read_text()
-    assert "## test" in table and "k=4" in table
+    assert "<summary>test</summary>" in table and "k=4" in table
     assert (tmp_path / "outputs/mine/report/pass_at_k.png").is_file()
 
 

@@ -105,7 +105,7 @@ def _evaluation(name: str, output_dir: Path, asked: Sequence[str], base: str, n:
         longest = settings["max_new_tokens"]
         cache = settings["gpu_memory_utilization"] * cost.H200.memory_bytes - 2 * shape.parameters
         lengths = (256, MEAN_LENGTH * longest, longest)
-        hours = cost.decoding_seconds(shape, rows, *lengths, kv_cache_bytes=cache) / 3600
+        hours = cost.decoding_seconds(shape, rows, *lengths, kv_cache_bytes=cache, gpu=cost.H200) / 3600
     return [Line(shlex.join(words), hours)]
 
 

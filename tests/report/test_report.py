@@ -44,7 +44,7 @@ def test_everything_at_once(results_factory, training_directory, tmp_path, capsy
     }
     assert set(capsys.readouterr().out.split()) == {str(tmp_path / "out" / name) for name in written}
     text = (tmp_path / "out" / "tables.md").read_text()
-    assert "## AIME 2024" in text and "PACS - Base" in text and "arXiv 2509.02522v2, Table 2" in text
+    assert "<summary>AIME 2024</summary>" in text and "PACS - Base" in text and "arXiv 2509.02522v2, Table 2" in text
     assert "PACS over Base, run 2" in text and "temperature 0.6" in text and "012345678" in text
 
 
@@ -277,6 +277,6 @@ def test_a_method_looks_the_same_whichever_others_a_figure_has():
 
 def test_nothing_to_draw(tmp_path):
     with pytest.raises(ValueError, match="none of reward, entropy"):
-        plots.training_figure({"PACS": [[{"step": 1, "loss": 0.7}]]}, tmp_path / "t")
+        plots.training_figure({"": {"PACS": [[{"step": 1, "loss": 0.7}]]}}, tmp_path / "t")
     with pytest.raises(ValueError, match="no eval_<benchmark>/pass@<k>: log them, or evaluate checkpoints"):
         plots.evaluation_figure({"PACS": [[{"step": 1, "loss": 0.7}]]}, tmp_path / "t")
