@@ -280,7 +280,7 @@ def reliability_figure(
         kept = bins["count"] > 0
         error = 1.96 * np.sqrt(bins["label"] * (1 - bins["label"]) / np.maximum(bins["count"], 1))
         points = bins["probability"][kept], bins["label"][kept]
-        axes.errorbar(*points, yerr=error[kept], label="critic", elinewidth=0.8, **_look(0))
+        axes.errorbar(*points, yerr=error[kept], label="critic, 95 % intervals", elinewidth=0.8, **_look(0))
         axes.set(ylabel="share of correct completions", xlim=(0, 1), ylim=(-0.02, 1.02))
         axes.legend(loc="upper left", title=f"calibration error {bins['calibration_error']:.3f}", title_fontsize=7)
         edges = np.linspace(0, 1, num_bins + 1)

@@ -25,25 +25,15 @@ CHECKPOINT_SAMPLES = 8
 
 
 class Options(NamedTuple):
-    """
-    How much is run, and where it goes.
+    """How much is run, and where it goes."""
 
-    Args:
-        seeds (`tuple[int, ...]`): One run of every cell for each.
-        max_steps (`int`, *optional*): Optimizer steps, instead of the recipe's.
-        warm_start_steps (`int`, *optional*): Length of the supervised warm start, whatever it reaches, to try things out.
-        num_samples, max_problems (`int`, *optional*): Size of the evaluation, instead of the evaluation recipe's.
-        results_dir (`Path`): Records of finished cells; tables and figures are made from them.
-        work_dir (`Path`): Models, logs and samples: all that a run leaves.
-    """
-
-    seeds: tuple[int, ...] = (0, 1, 2)
-    max_steps: int | None = None
-    warm_start_steps: int | None = None
-    num_samples: int | None = None
+    seeds: tuple[int, ...] = (0, 1, 2)  # one run of every cell for each
+    max_steps: int | None = None  # of training, instead of the recipe's
+    warm_start_steps: int | None = None  # length of the warm start, whatever it reaches, to try things out
+    num_samples: int | None = None  # of the evaluation, instead of its recipe's, as max_problems
     max_problems: int | None = None
-    results_dir: Path = Path("docs/results/miniature")
-    work_dir: Path = Path("outputs/tables")
+    results_dir: Path = Path("docs/results/miniature")  # records, tables and figures
+    work_dir: Path = Path("outputs/tables")  # models, logs and samples: all that a run leaves
 
 
 def run_cell(cell: Cell, seed: int, options: Options) -> None:

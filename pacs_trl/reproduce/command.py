@@ -101,10 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tables = list({table.name: table for table in (read_table(name, arguments.scale) for name in names)}.values())
     options = Options(
         tuple(arguments.seeds),
-        arguments.max_steps,
-        arguments.warm_start_steps,
-        arguments.num_samples,
-        arguments.max_problems,
+        *(getattr(arguments, name) for name in SIZES),
         arguments.results_dir or Path("outputs/tables/full/results" if full else "docs/results/miniature"),
         arguments.work_dir or Path("outputs/tables") / arguments.scale,
     )

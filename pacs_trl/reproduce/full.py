@@ -44,16 +44,9 @@ class Line(NamedTuple):
 
 def full_commands(cell: Cell, seed: int, options: Options, *, checkpoints: bool = False) -> list[Line]:
     """
-    The shell lines that a full-size cell still needs: training, then evaluations.
-
-    Args:
-        cell ([`Cell`]): A cell of a table at full scale.
-        seed (`int`): Of training; of the samples where nothing is trained.
-        options ([`Options`]): Where everything goes.
-        checkpoints (`bool`): Whether each checkpoint that the recipe saves is evaluated too, with few samples.
-
-    Returns:
-        `list[Line]`: none if all evaluations are there.
+    The shell lines that a full-size cell still needs, none if all evaluations are there: training, then evaluations, with
+    `checkpoints` also of each that the recipe saves, with few samples. The seed is that of training, or of the samples where nothing is
+    trained.
     """
     results, model = cell.directory(options.results_dir, seed), cell.directory(options.work_dir, seed)
     settings = read_mapping(RECIPES / f"{cell.recipe}.yaml", "recipe") | cell.settings
@@ -126,12 +119,7 @@ def run_line(line: str) -> None:
 
 def collect(cell: Cell, options: Options, *, diversity: bool = False) -> None:
     """
-    Make the record of every seed of a cell from what its lines have left by now.
-
-    Args:
-        cell ([`Cell`]): A cell of a table at full scale.
-        options ([`Options`]): Where everything is.
-        diversity (`bool`): Whether a table shows the diversity of the cell. It is measured once, with a language model.
+    Make the record of every seed of a cell from what its lines have left by now, once with the diversity if a table shows it.
 
     Raises:
         `ValueError`: if two evaluations of one run have different protocols, or the embedder is not installed.

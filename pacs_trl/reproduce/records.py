@@ -39,21 +39,12 @@ _TRAINED = {"curves": dict, "checkpoints": list}
 
 
 class Run(NamedTuple):
-    """
-    What one finished run left.
+    """What one finished run left."""
 
-    Args:
-        seed (`int`): Of its warm start and its training.
-        results (`dict`): As in a results file, as far as tables need it.
-        diversity (`dict`): benchmark -> problem -> diversity of its correct completions, where there are at least two.
-        training (`dict`, *optional*): `log_history` and `checkpoints`, `{"step", "eval_BENCHMARK/pass@1"}` each; None for a
-            model before training.
-    """
-
-    seed: int
-    results: dict[str, Any]
-    diversity: dict[str, dict[str, float]]
-    training: dict[str, Any] | None
+    seed: int  # of its warm start and its training
+    results: dict[str, Any]  # as in a results file, as far as tables need it
+    diversity: dict[str, dict[str, float]]  # benchmark -> problem -> of its correct completions, where there are two
+    training: dict[str, Any] | None  # `log_history` and `checkpoints`; None for a model before training
 
 
 class Records:

@@ -75,15 +75,8 @@ class Table(NamedTuple):
 
 def write_tables(selected: Sequence[Table], results_dir: Path, *, twins: bool) -> str:
     """
-    Each table as Markdown and, where it has one, its figure: `NAME.md`, `.png` and `.svg`.
-
-    Args:
-        selected (sequence of [`Table`]): In this order.
-        results_dir (`Path`): Has the records and gets the files.
-        twins (`bool`): Whether benchmarks and models are the miniature ones.
-
-    Returns:
-        `str`: the text of all tables.
+    Each table as Markdown and, where it has one, its figure: `NAME.md`, `.png` and `.svg` beside the records. Of `twins` if benchmarks
+    and models are the miniature ones. Returns the text of all tables.
     """
     sections = []
     results_dir.mkdir(parents=True, exist_ok=True)
