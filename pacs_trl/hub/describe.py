@@ -153,6 +153,6 @@ def _draw_training(model_dir: Path) -> None:
         return
     from ..report import plots
 
-    png, svg = plots.training_figure({"training": [history]}, model_dir / Path(TRAINING_FIGURE).stem)
+    png, svg = plots.training_figure({"": {"training": [history]}}, model_dir / Path(TRAINING_FIGURE).stem)
     svg.unlink()
     assert png.name == TRAINING_FIGURE
