@@ -7,7 +7,6 @@ whether the critic has learned more than its training problems. Completions are 
 end-of-sequence token if they had one.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -16,13 +15,14 @@ from pathlib import Path
 import torch
 
 from pacs_trl.data import build_prompt
-from pacs_trl.evaluation.benchmarks import load_benchmark
+from pacs_trl.evaluation.benchmarks import load_benchmark, name_and_path
 from pacs_trl.evaluation.engines import TransformersEngine
 from pacs_trl.evaluation.requests import render_prompt
 from pacs_trl.evaluation.results import read_results
 from pacs_trl.evaluation.shards import merge_shards
 from pacs_trl.evaluation.store import read_graded
 from pacs_trl.objective import ScoreEstimator, group_scores
+from pacs_trl.settings.command_line import Parser, exit_code
 from pacs_trl.update.scorer import sequence_logps
 
 
@@ -59,11 +59,12 @@ def critic_records(
     for model in (policy, reference):
         merge_shards(model)
     results = read_results(evaluation)
-    name = load_benchmark(benchmark, max_problems=1).name
+    name, _ = name_and_path(benchmark)
     if name not in results["benchmarks"]:
         raise ValueError(f"{evaluation} has no benchmark {name!r}, only {', '.join(results['benchmarks'])}.")
     source, prompt_facts = results["benchmarks"][name]["source"], results["protocol"]["prompt"]
-    loaded = load_benchmark(benchmark, max_problems=source["num_problems"])
+    columns = {key: source[key] for key in ("problem_column", "solution_column") if key in source}
+    loaded = load_benchmark(benchmark, max_problems=source["num_problems"], columns=columns)
     if loaded.source["digest"] != source["digest"]:
         raise ValueError(
             f"The problems of {name} have changed since {evaluation} was made (digest {source['digest']}, now "
@@ -98,21 +99,15 @@ def critic_records(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line: an evaluation and two checkpoints in, one JSON line per completion out."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.critic", description=__doc__.split("\n")[0])
+    parser = Parser("critic", __doc__.split("\n")[0], prog="python -m experiments.critic")
     parser.add_argument("evaluation", type=Path, help="output directory of `pacs-trl evaluate`, best of the reference")
-    parser.add_argument("--benchmark", required=True)
+    parser.add_argument("--benchmark", required=True, help="as given to `pacs-trl evaluate`")
     parser.add_argument("--policy", required=True, help="trained checkpoint")
     parser.add_argument("--reference", required=True, help="checkpoint that training started from")
-    parser.add_argument("--pacs_beta", type=float, default=1.0)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--pacs_beta", type=float, default=1.0, help="as in training (default: 1)")
+    parser.add_argument("--output", type=Path, required=True, help="file for `pacs-trl report --reliability`")
     args = parser.parse_args(argv)
-    try:
-        records = critic_records(
-            args.evaluation, args.policy, args.reference, args.benchmark, pacs_beta=args.pacs_beta
-        )
-    except (ValueError, OSError) as error:
-        print(f"critic: {error}", file=sys.stderr)
-        return 2
+    records = critic_records(args.evaluation, args.policy, args.reference, args.benchmark, pacs_beta=args.pacs_beta)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     print(f"{len(records)} completions; written to {args.output}")
@@ -120,4 +115,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code("python -m experiments.critic", main, sys.argv[1:]))

@@ -24,6 +24,7 @@ from pacs_trl.evaluation.diversity import (
 )
 from pacs_trl.evaluation.pass_at_k import Interval, bootstrap_interval, paired_bootstrap
 from pacs_trl.evaluation.results import read_results, require_same_protocol
+from pacs_trl.settings.command_line import Parser, exit_code
 
 
 class Projection(NamedTuple):
@@ -79,19 +80,15 @@ def compare(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line: one or two result directories in, one JSON file for the report out."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.diversity", description=__doc__.split("\n")[0])
+    parser = Parser("diversity", __doc__.split("\n")[0], prog="python -m experiments.diversity")
     parser.add_argument("results", nargs="+", type=Path, help="one or two output directories of `pacs-trl evaluate`")
-    parser.add_argument("--benchmark", required=True)
+    parser.add_argument("--benchmark", required=True, help="one that every directory has")
     parser.add_argument("--embedder", default=DEFAULT_EMBEDDER, help="Hub id, directory, or 'hashing'")
     parser.add_argument("--max_responses", type=int, default=None, help="correct responses per problem")
     parser.add_argument("--problem", default=None, help="problem of the scatter (default: all problems together)")
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True, help="file for `pacs-trl report --diversity`")
     args = parser.parse_args(argv)
-    try:
-        report = _diversity_file(args)
-    except (ValueError, OSError) as error:
-        print(f"diversity: {error}", file=sys.stderr)
-        return 2
+    report = _diversity_file(args)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     for model in report["models"]:
@@ -134,4 +131,4 @@ def _diversity_file(args: argparse.Namespace) -> dict:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code("python -m experiments.diversity", main, sys.argv[1:]))

@@ -4,7 +4,21 @@ One warm start, PACS and GRPO from it through the same `pacs_trl.train` and reci
 problems before and after with the evaluation of every other run. Only the order of the steps and the summary are written here.
 """
 
-import argparse
+import sys
+from importlib import import_module
+
+from pacs_trl.settings.command_line import Parser, exit_code
+from pacs_trl.settings.optional import require_matplotlib
+
+
+def _run(argv: list[str]) -> None:
+    require_matplotlib("The quickstart")
+    import_module("experiments.quickstart").main(argv)
+
+
+if __name__ == "__main__":  # before the imports below, which need matplotlib, and for seconds
+    sys.exit(exit_code("python -m experiments.quickstart", _run, sys.argv[1:]))
+
 import resource
 import shutil
 import time
@@ -190,7 +204,7 @@ def draw(results: Sequence[dict[str, Any]], logs: Mapping[str, Sequence[list[dic
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line: runs every seed, prints the summary, and writes it and the figure to `output_dir`."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.quickstart", description=__doc__)
+    parser = Parser("quickstart", __doc__, prog="python -m experiments.quickstart")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run of each method for each")
     parser.add_argument("--max_steps", type=int, help="optimizer steps, instead of the recipes'")
     parser.add_argument(
@@ -206,7 +220,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     logs = {method: [run["logs"][method] for run in runs] for method in METHODS}
     draw(results, logs, arguments.output_dir / "quickstart.png")
     print(f"\n{text}\n\nTables, figure (quickstart.png) and checkpoints are in {arguments.output_dir}.")
-
-
-if __name__ == "__main__":
-    main()

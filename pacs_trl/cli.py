@@ -5,7 +5,6 @@ Help and mistakes that need no library are answered before one is imported. Exit
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -48,17 +47,21 @@ def main() -> int:
         return 0
     if name not in COMMANDS:
         print(
-            f"pacs-trl: there is no command {name!r}.{did_you_mean(name, COMMANDS)} Choose from {', '.join(COMMANDS)}.",
+            f"pacs-trl: there is no command {name!r}.{did_you_mean(name, [*COMMANDS, '--help', '--version'])} Choose from {', '.join(COMMANDS)}.",
             file=sys.stderr,
         )
         return 2
-    return exit_code(name, partial(run, name), argv)
+    return run(name, argv)
 
 
-def run(name: str, argv: Sequence[str]) -> Any:
-    """Run a command."""
-    _refuse_early(name, argv)
-    return import_module(COMMANDS[name][0]).main(argv)
+def run(name: str, argv: Sequence[str]) -> int:
+    """Run a command; returns its exit code."""
+
+    def main(argv: Sequence[str]) -> Any:
+        _refuse_early(name, argv)
+        return import_module(COMMANDS[name][0]).main(argv)
+
+    return exit_code(f"pacs-trl {name}", main, argv)
 
 
 def _refuse_early(name: str, argv: Sequence[str]) -> None:

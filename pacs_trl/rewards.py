@@ -7,6 +7,7 @@ a weighted sum of several functions (`reward_weights`) whose weights sum to 1. `
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .settings.command_line import FailedRun
 from .verification import Outcome, last_boxed, shared_arguments, shared_code_verifier, shared_verifier
 
 
@@ -143,7 +144,7 @@ def outcome_shares(outcomes: Sequence[Outcome]) -> dict[str, float]:
     }
 
 
-class VerificationFailure(RuntimeError):
+class VerificationFailure(FailedRun):
     """The labels are no longer trustworthy: too many completions could not be verified."""
 
 

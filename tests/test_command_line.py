@@ -1,6 +1,8 @@
 """The front door: help, versions, exit codes and suggestions of all commands, and the table that answers without a library."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -12,7 +14,7 @@ import pytest
 from pacs_trl import cli, train_settings
 from pacs_trl.recipe import METHODS, _parts
 from pacs_trl.settings import read_mapping, settings_of
-from pacs_trl.settings.command_line import Parser, exit_code, read_settings, with_underscores
+from pacs_trl.settings.command_line import FailedRun, Parser, exit_code, read_settings, with_underscores
 
 
 RECIPE = "recipes/miniature/pacs.yaml"
@@ -101,11 +103,30 @@ def test_help_names_the_command_and_what_it_takes(monkeypatch, capsys, name):
         (["trian"], "there is no command 'trian'. Did you mean `train`? Choose from plan, train"),
         (["plan", "--config", RECIPE, "--acelerate-config", "a"], "Did you mean `accelerate_config`?"),
         (["plan", "--config", RECIPE, "--lerning_rate", "1"], "Did you mean `learning_rate`?"),
+        (
+            ["train", "--config", RECIPE, "--model", "m"],
+            "Did you mean `model_init_kwargs` or `model_name_or_path` or `model_revision`?",
+        ),
+        (["evaluate", "--model_name_or_path", "m"], "not an argument of evaluate. Did you mean `model`?"),
+        (
+            ["train", "--config", "recipes/evaluation/miniature.yaml"],
+            "recipes/evaluation/miniature.yaml is a recipe of `pacs-trl evaluate` (it has the key `benchmarks`), not of this command.\n",
+        ),
+        (
+            ["evaluate", "--config", RECIPE, "--model", "m"],
+            "is a recipe of `pacs-trl train` (it has the key `dataset_name`), not of this command.\n",
+        ),
+        (
+            ["report", "--reliability", "nowhere.jsonl", "--output_dir", "x"],
+            "No such file or directory: 'nowhere.jsonl'.",
+        ),
+        (["push", "--model", "tests/data", "--repo", "a/b"], "does not look like a saved model"),
         (["train", "--confg", RECIPE], "Did you mean `config`?"),
         (
             ["train", "--config", RECIPE, "--method", "pasc"],
             "one of pacs, grpo, ppo; got 'pasc'. Did you mean `pacs`?",
         ),
+        (["train", "--config", RECIPE, "--epochs", "1"], "Did you mean `num_train_epochs`?"),
         (["train", "lr=1"], "Cannot make sense of 'lr=1'"),
         (["train", "--config"], "--config must name a file"),
         (["evaluate", "--config", "tests/loopback.py"], "not YAML"),
@@ -160,12 +181,41 @@ def test_what_is_not_installed_is_said_before_any_run(monkeypatch, capsys, tmp_p
     assert status == 2 and words in errors
 
 
+def test_the_quickstart_asks_for_matplotlib_first(monkeypatch):
+    from experiments.quickstart import _run
+
+    monkeypatch.setattr("pacs_trl.settings.optional.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="The quickstart draws figures with matplotlib, which is not installed"):
+        _run([])
+
+
 def test_ctrl_c_is_one_line(monkeypatch, capsys):
     def interrupted(argv):
         raise KeyboardInterrupt
 
+    monkeypatch.setattr("pacs_trl.settings.command_line.signal.signal", lambda number, handler: None)
     monkeypatch.setattr(cli, "import_module", lambda name: SimpleNamespace(main=interrupted))
     assert called(monkeypatch, capsys, "report") == (130, "", "pacs-trl report: stopped by Ctrl-C.\n")
+
+
+@pytest.mark.parametrize("program", [["pacs_trl.train"], ["pacs_trl", "train"], ["pacs_trl", "evaluate"]])
+def test_ctrl_c_while_libraries_are_imported(tmp_path, program):
+    """Also in what `accelerate launch -m pacs_trl.train` starts; of several processes the first one says it."""
+    for library in ("accelerate", "numpy"):
+        (tmp_path / f"{library}.py").write_text("raise KeyboardInterrupt")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}
+    recipe = "recipes/evaluation/miniature.yaml" if "evaluate" in program else RECIPE
+    for rank, lines in (("0", 1), ("1", 0)):
+        done = subprocess.run(
+            [sys.executable, "-m", *program, "--config", recipe],
+            capture_output=True,
+            text=True,
+            env=environment | {"RANK": rank},
+        )
+        assert done.returncode == 130 and done.stderr.count("\n") == lines, done.stderr
+        assert (
+            done.stderr == f"pacs-trl {'evaluate' if 'evaluate' in program else 'train'}: stopped by Ctrl-C.\n" * lines
+        )
 
 
 def test_ctrl_c_reaches_no_process_of_ours_that_would_print_a_traceback(monkeypatch, capsys, tmp_path):
@@ -173,6 +223,7 @@ def test_ctrl_c_reaches_no_process_of_ours_that_would_print_a_traceback(monkeypa
         assert process_group == 0  # not that of the terminal
         raise KeyboardInterrupt
 
+    monkeypatch.setattr("pacs_trl.settings.command_line.signal.signal", lambda number, handler: None)
     monkeypatch.setattr("pacs_trl.miniature.warm_start.subprocess.run", interrupted)
     recipe = str(Path(RECIPE).resolve())
     monkeypatch.chdir(tmp_path)  # warm starts are kept in the working directory
@@ -214,3 +265,41 @@ def _inner_training_loop(learn):  # as Trainer's is called
 def test_what_breaks_in_the_middle_of_a_run_is_shown_whole(capsys, command, code):
     assert exit_code("train", command, []) == code
     assert ("Traceback" in capsys.readouterr().err) == (code == 1)
+
+
+def _raising(error):
+    def command(argv):
+        raise error
+
+    return command
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (FailedRun("The upload failed 5 times."), 1, "pacs-trl x: The upload failed 5 times.\n"),
+        (ImportError("A needs B."), 2, "pacs-trl x: A needs B.\n"),
+        (
+            ConnectionError("Cannot reach the Hub: offline mode."),
+            2,
+            "pacs-trl x: Cannot reach the Hub: offline mode.\n",
+        ),
+        (FileExistsError(errno.EEXIST, "File exists", "out"), 2, "pacs-trl x: [Errno 17] File exists: 'out'.\n"),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "out"),
+            2,
+            "refuses: [Errno 13] Permission denied: 'out'. What",
+        ),
+        (OSError(errno.ENOSPC, "No space left"), 2, "Make room or give the rights and run the same command again.\n"),
+    ],
+)
+def test_what_a_machine_or_a_library_refuses_is_one_line(capsys, error, code, words):
+    assert exit_code("pacs-trl x", _raising(error), []) == code
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ECHILD, "No child"), ModuleNotFoundError("No module named 'mine'")])
+def test_what_nobody_expected_is_shown_whole(error):
+    with pytest.raises(type(error)):
+        exit_code("pacs-trl x", _raising(error), [])

@@ -12,6 +12,7 @@ caller can store each one. What a seed guarantees differs:
 
 import gc
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..redaction import without_secrets
+from ..settings.command_line import FailedRun
 from ..settings.optional import require_vllm_for_evaluation
 from . import provenance
 from .arguments import EvaluationArguments
@@ -72,7 +74,8 @@ class VLLMEngine:
     def __init__(self, model: str, *, chat_template_kwargs: dict | None = None, **settings: Any):
         from vllm import LLM
 
-        self.llm = LLM(model=model, enable_prefix_caching=True, **settings)
+        bars = sys.stderr.isatty()
+        self.llm = LLM(model=model, enable_prefix_caching=True, use_tqdm_on_load=bars, **settings)
         self.chat_template_kwargs = chat_template_kwargs
 
     def generate(
@@ -211,7 +214,7 @@ class ServerEngine:
             if attempt < self.max_attempts:
                 self.num_retries += 1
                 time.sleep(self.first_wait_seconds * 2 ** (attempt - 1))
-        raise RuntimeError(f"A request failed {self.max_attempts} times, last with {reason}; stored samples are kept.")
+        raise FailedRun(f"A request failed {self.max_attempts} times, last with {reason}; stored samples are kept.")
 
 
 def identify_model(args: EvaluationArguments) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, cast
 
+from ..settings.command_line import FailedRun
 from .requests import Completion, Request, SamplingSettings
 
 
@@ -56,9 +57,9 @@ class ReplicatedEngine:
                 try:
                     kind, content = pipe.recv()
                 except EOFError:
-                    raise RuntimeError(f"Engine copy {busy[pipe]} died; stored samples are kept.") from None
+                    raise FailedRun(f"Engine copy {busy[pipe]} died; stored samples are kept.") from None
                 if kind == "failed":
-                    raise RuntimeError(f"Engine copy {busy[pipe]} failed; stored samples are kept.\n{content}")
+                    raise FailedRun(f"Engine copy {busy[pipe]} failed; stored samples are kept.\n{content}")
                 if kind == "finished":
                     del busy[pipe]
                 else:

@@ -5,7 +5,6 @@ First what explains the model is written into the checkpoint directory (`describ
 running the command again, and errors that can pass are retried here.
 """
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from huggingface_hub import CommitOperationAdd, HfApi, get_session
 from huggingface_hub.errors import HfHubHTTPError, RemoteEntryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, httpx
 
-from ..settings.command_line import Parser
+from ..settings.command_line import FailedRun, Parser
 from .describe import check_checkpoint, check_described, describe, described_files
 from .files import README_FILE, files_of_a_model, published_contents
 from .readme import hand_written, kept_readme, the_one_to_keep
@@ -63,9 +62,9 @@ def push(
         api ([`~huggingface_hub.HfApi`], *optional*): Client with endpoint and token.
 
     Raises:
-        `ValueError`: if the directory has no model, the repository name is not `USER/NAME`, a file cannot be read, or text by
-            hand in a README would be lost.
-        `RuntimeError`: if every attempt failed for a reason that could have passed.
+        `ValueError`: if the directory has no model, the repository name is not `USER/NAME`, a file cannot be read, text by
+            hand in a README would be lost, or the Hub refuses.
+        [`FailedRun`]: if every attempt failed for a reason that could have passed.
     """
     if repo_id.count("/") != 1 or not all(repo_id.split("/")):
         raise ValueError(f"The repository is named USER/NAME, got {repo_id!r}.")
@@ -82,11 +81,11 @@ def push(
         for attempt in range(1, max_attempts + 1):
             try:
                 return call()
-            except (HfHubHTTPError, httpx.TransportError, RuntimeError) as error:
+            except (HfHubHTTPError, httpx.TransportError, RuntimeError, ConnectionError) as error:
                 if not can_pass(error):
-                    raise
+                    raise ValueError(f"The upload to {repo_id} is refused: {error}") from error
                 if attempt == max_attempts:
-                    raise RuntimeError(
+                    raise FailedRun(
                         f"The upload to {repo_id} failed {max_attempts} times, last with: {error}. What was uploaded is "
                         f"kept: `pacs-trl push --model {model_dir} --repo {repo_id}` resumes."
                     ) from error
@@ -128,13 +127,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--recipe", type=Path, default=None, help="recipe of the training run")
     parser.add_argument("--dry_run", action="store_true", help="only list what would be uploaded")
     args = parser.parse_args(argv)
-    try:
-        result = push(
-            args.model, args.repo, private=args.private, results=args.results, recipe=args.recipe, dry_run=args.dry_run
-        )
-    except (ValueError, OSError, RuntimeError, HfHubHTTPError, httpx.TransportError) as error:
-        print(f"pacs-trl push: {error}", file=sys.stderr)
-        return 2
+    result = push(
+        args.model, args.repo, private=args.private, results=args.results, recipe=args.recipe, dry_run=args.dry_run
+    )
     for name in result.files:
         print(name)
     if args.dry_run:
@@ -153,7 +148,3 @@ def _repository_readme(api: HfApi, repo_id: str, revision: str | None) -> str | 
     except (RemoteEntryNotFoundError, RevisionNotFoundError):
         return None
     return response.content.decode("utf-8")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,7 +6,6 @@ only: no model, no samples, neither torch nor vllm.
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -93,13 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--diversity", type=Path, default=None, help="file of experiments/diversity.py")
     parser.add_argument("--reliability", type=Path, default=None, help="JSONL with `score` and `label` per completion")
     args = parser.parse_args(argv)
-    try:
-        require_matplotlib("A report")
-        files = _build_all(args)
-    except (ValueError, OSError) as error:
-        print(f"pacs-trl report: {error}", file=sys.stderr)
-        return 2
-    print("\n".join(map(str, files)))
+    require_matplotlib("A report")
+    print("\n".join(map(str, _build_all(args))))
     return 0
 
 
@@ -189,7 +183,3 @@ def _protocol_text(protocol: dict[str, Any]) -> str:
         f"{sampling['max_new_tokens']} tokens. Prompt: the problem, then {prompt['instruction']!r}; system turn: "
         f"{prompt['system_prompt']!r}. Verifier: {verifier['name']} {verifier['version']}.\n"
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,14 +8,13 @@ of `tables.py`.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..settings import read_mapping
 from ..settings.command_line import Parser
-from ..settings.optional import require_matplotlib
+from ..settings.optional import check_writable, require_matplotlib
 from .cells import RECIPES, Options, run_cell
 from .full import collect, full_commands, run_line
 from .tables import Cell, Table, write_tables
@@ -105,6 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.results_dir or Path("outputs/tables/full/results" if full else "docs/results/miniature"),
         arguments.work_dir or Path("outputs/tables") / arguments.scale,
     )
+    if not full:
+        check_writable("--results_dir", options.results_dir)
+        check_writable("--work_dir", options.work_dir)
     cells = _chosen(tables, arguments.cells)
     lines = []
     for seed in () if arguments.report_only else options.seeds:
@@ -191,7 +193,3 @@ def _chosen(tables: Sequence[Table], names: str | None) -> list[Cell]:
         known = ", ".join(sorted(set().union(*labels.values())))
         raise ValueError(f"There are no cells {', '.join(sorted(unknown))} here, but {known}.")
     return [cell for cell in by_run.values() if labels[cell.run] & wanted]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,6 +16,7 @@ from ..evaluation.results import read_results, require_same_protocol
 from ..plan import cost
 from ..report import paper, tables
 from ..settings import read_mapping
+from ..settings.command_line import FailedRun
 from .cells import CHECKPOINT_SAMPLES, RECIPES, Options, diversities, measured_checkpoint, read_training
 from .records import Records, Run, record
 from .tables import Cell
@@ -107,11 +108,11 @@ def run_line(line: str) -> None:
     Run one line with bash, where a variable that is not set is an error that names it.
 
     Raises:
-        `ValueError`: if it fails.
+        [`FailedRun`]: if it fails.
     """
     status = subprocess.run(["bash", "-uc", line]).returncode
     if status:
-        raise ValueError(
+        raise FailedRun(
             f"This line ended with status {status}, and what follows needs what it makes; its own message stands above. The "
             f"same `pacs-trl reproduce` goes on from here.\n  {line}"
         )

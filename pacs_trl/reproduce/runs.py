@@ -21,7 +21,7 @@ def train_once(arguments: Sequence[str], start: Path, output_dir: Path) -> list[
     Args:
         arguments (sequence of `str`): Command line of [`~train.main`] without model and output directory.
         start (`Path`): See [`start_of`].
-        output_dir (`Path`): Gets what training writes, and `train.log` with the metrics that it prints.
+        output_dir (`Path`): Gets what training writes, and `train.log` with the lines that it prints.
 
     Returns:
         `list[dict]`: The trainer's `log_history`.
@@ -33,7 +33,7 @@ def train_once(arguments: Sequence[str], start: Path, output_dir: Path) -> list[
     if not state.is_file():  # written when training is over
         output_dir.mkdir(parents=True, exist_ok=True)
         places = ["--model_name_or_path", str(start), "--output_dir", str(output_dir)]
-        # The trainer writes its metrics to standard output, the progress bar to standard error.
+        # The trainer writes its lines to standard output, the progress bar to standard error.
         with (output_dir / "train.log").open("a") as log, redirect_stdout(log):
             train.main([*arguments, *places, "--resume_from_checkpoint", "last"])
     return read_log_history(state)

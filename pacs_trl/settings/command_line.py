@@ -7,7 +7,11 @@ Ctrl-C; 143 after SIGTERM.
 
 import argparse
 import difflib
+import errno
+import logging
 import os
+import signal
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,37 +20,82 @@ from typing import Any
 from . import Setting, from_words, read_mapping
 
 
-def exit_code(name: str, main: Callable[[Sequence[str]], Any], argv: Sequence[str]) -> int:
+# What a machine answers that cannot write or read.
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
+NO_RIGHTS = {errno.EACCES, errno.EPERM}
+WRONG_PATHS = {errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG}
+
+
+class FailedRun(RuntimeError):
+    """What ended a run that was begun, in words for the user."""
+
+
+def exit_code(program: str, main: Callable[[Sequence[str]], Any], argv: Sequence[str]) -> int:
     """Run a command; what ends it in words is printed, and its exit code returned."""
+    _quiet_libraries()
     try:
         status = main(argv)
-    except ValueError as error:
-        if _is_of_a_run(error):
+    except (ValueError, ImportError) as error:  # ImportError: how libraries ask for what they need
+        if isinstance(error, ModuleNotFoundError):
+            raise
+        if _is_of_a_run(error) and not _is_a_missing_package(error):
             traceback.print_exception(error)
             return 1
-        print(f"pacs-trl {name}: {error}", file=sys.stderr)
+        print(f"{program}: {error}", file=sys.stderr)
         return 2
+    except (FailedRun, subprocess.CalledProcessError) as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
-        print(f"pacs-trl {name}: stopped by Ctrl-C.", file=sys.stderr)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would show what is being ended
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{program}: stopped by Ctrl-C.", file=sys.stderr)
         return 130
     except BrokenPipeError:  # whoever reads (`| head`) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it flushes
         return 1
+    except OSError as error:
+        # None: what the Hub says; in a run a path may be one of a reward function's
+        if error.errno not in (NO_ROOM if _has_begun(error) else {None} | NO_ROOM | NO_RIGHTS | WRONG_PATHS):
+            raise
+        remedy = "What has been written is kept. Make room or give the rights and run the same command again."
+        refuses = error.errno in NO_ROOM | NO_RIGHTS
+        what = f"this machine refuses: {error}. {remedy}" if refuses else f"{str(error).rstrip('.')}."
+        print(f"{program}: {what}", file=sys.stderr)
+        return 1 if _has_begun(error) else 2
     return status if isinstance(status, int) else 0
 
 
-def _is_of_a_run(error: ValueError) -> bool:
+def _quiet_libraries() -> None:
+    """Before they are imported: no progress bars into a pipe or a file, and no warnings that are known to be harmless."""
+    if not sys.stderr.isatty():
+        for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(name, "1")
+    if os.environ.get("RANK", "0") != "0":
+        logging.getLogger("pacs_trl.data").setLevel(logging.ERROR)  # all processes read the same data
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in str(record.msg))
+
+
+def _is_of_a_run(error: Exception) -> bool:
     """Whether training had begun and code of others raised it, a reward function's or a library's: then it is no advice."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    begun = any(frame.f_code.co_name == "_inner_training_loop" for frame in frames)
-    return begun and not frames[-1].f_globals.get("__name__", "").startswith("pacs_trl.")
+    *_, (last, _) = traceback.walk_tb(error.__traceback__)
+    return _has_begun(error) and not last.f_globals.get("__name__", "").startswith("pacs_trl.")
+
+
+def _is_a_missing_package(error: Exception) -> bool:
+    *_, (last, _) = traceback.walk_tb(error.__traceback__)
+    return isinstance(error, ImportError) and last.f_globals.get("__name__", "").startswith(("transformers.", "trl."))
+
+
+def _has_begun(error: Exception) -> bool:
+    return any(frame.f_code.co_name == "_inner_training_loop" for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 class Parser(argparse.ArgumentParser):
     """The parser of `pacs-trl NAME`; options are declared with underscores."""
 
     def __init__(self, name: str, description: str, **kwargs: Any):
-        super().__init__(prog=f"pacs-trl {name}", description=description, allow_abbrev=False, **kwargs)
+        super().__init__(**{"prog": f"pacs-trl {name}", "description": description, "allow_abbrev": False, **kwargs})
 
     def parse_args(self, args=None, namespace=None):
         known = [option for option in self._option_string_actions if option.startswith("--")]
@@ -71,9 +120,15 @@ def with_underscores(argv: Sequence[str]) -> list[str]:
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """The question for the nearest of some names, with a space before it; empty if none is near."""
-    nearest = difflib.get_close_matches(name, known, n=1)
-    return f" Did you mean `{nearest[0]}`?" if nearest else ""
+    """The question for the nearest name, or those that begin alike, with a space before it; empty if none is near."""
+    begin = [other for other in known if f"{other}_".startswith(f"{name}_") or f"{name}_".startswith(f"{other}_")]
+    nearest = (
+        difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+        or sorted(begin)[:3]
+        or sorted(other for other in known if f"_{name}_" in f"_{other}_")[:4]
+        or difflib.get_close_matches(name, known, n=1)
+    )
+    return f" Did you mean {' or '.join(f'`{other}`' for other in nearest)}?" if nearest else ""
 
 
 def asks_for_help(argv: Sequence[str]) -> bool:
@@ -94,10 +149,15 @@ def words_by_key(argv: Sequence[str]) -> dict[str, list[str]]:
             key, *value = word[2:].split("=", 1)
             words[key] = value
         elif key is None:
-            raise ValueError(f"Cannot make sense of {word!r}: settings are given as --key value.")
+            near = f" Did you mean `--config {word}`?" if word.endswith((".yaml", ".yml")) else ""
+            raise ValueError(f"Cannot make sense of {word!r}: settings are given as --key value.{near}")
         else:
             words[key].append(word)
     return words
+
+
+# A key that every recipe of a command has, and those of others have not.
+RECIPE_OF = {"train": "dataset_name", "evaluate": "benchmarks"}
 
 
 def read_settings(argv: Sequence[str], known_to: Callable[[str | None], Mapping[str, Setting]]) -> dict[str, Any]:
@@ -115,6 +175,11 @@ def read_settings(argv: Sequence[str], known_to: Callable[[str | None], Mapping[
     settings = {} if path is None else read_mapping(path[0], "recipe")
     method = words["method"][0] if words.get("method") else settings.get("method")
     known = known_to(method if isinstance(method, str) else None)
+    for command, key in RECIPE_OF.items():
+        if path and key in settings and key not in known:
+            raise ValueError(
+                f"{path[0]} is a recipe of `pacs-trl {command}` (it has the key `{key}`), not of this command."
+            )
     for key, values in words.items():
         if key not in known and key.removeprefix("no_") in known:  # booleans that default to True have both
             settings[key.removeprefix("no_")] = False

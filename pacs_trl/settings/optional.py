@@ -1,6 +1,9 @@
-"""Packages that only some commands need: asked for before the work that needs them, and named with the way to install them."""
+"""What a machine may lack, asked for before the work that needs it: packages of some commands, and rights to write."""
 
+import tempfile
+from collections.abc import Sequence
 from importlib.util import find_spec
+from pathlib import Path
 
 
 # The minor versions that TRL 1.16 drives: first and last.
@@ -12,6 +15,54 @@ VLLM_OF_TRL = f"TRL 1.16 works with vLLM {_FIRST} to {_LAST}"
 INSTALL_VLLM = (
     f"Install one with `pip install 'vllm>={_FIRST},<{_NEXT}' 'transformers<5.18'` (CUDA) or `make env-vllm` (CPU)"
 )
+
+
+TRACKERS = (
+    "wandb",
+    "trackio",
+    "tensorboard",
+    "mlflow",
+    "comet_ml",
+    "codecarbon",
+    "clearml",
+    "dagshub",
+    "dvclive",
+    "swanlab",
+)
+
+
+def check_writable(name: str, directory: str | Path) -> None:
+    """
+    Make a directory, and write into it.
+
+    Args:
+        name (`str`): The setting that names it.
+        directory (`str` or `Path`): The directory.
+
+    Raises:
+        `ValueError`: if that is refused.
+    """
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        raise ValueError(
+            f"{name}={str(directory)!r} cannot be written to: {error.strerror}. Choose another directory, or make room or "
+            "give the rights."
+        ) from error
+
+
+def require_trackers(names: Sequence[str]) -> None:
+    """
+    Raises:
+        `ValueError`: if a tracker of `report_to` is not installed.
+    """
+    missing = [name for name in names if name in TRACKERS and find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"report_to names {' and '.join(missing)}, not installed in this environment. Install with `pip install "
+            f"{' '.join(missing)}`, or take the name out of report_to."
+        )
 
 
 def require_matplotlib(what: str) -> None:

@@ -2,6 +2,8 @@
 
 import math
 
+from ..settings.command_line import FailedRun
+
 
 class NonFiniteSteps:
     """`limit`: steps in a row after which training stops. `in_a_row`, `total`: how many there were, up to the last
@@ -25,12 +27,12 @@ class NonFiniteSteps:
         self.in_a_row += 1
         self.total += 1
         if is_applied:
-            raise RuntimeError(
+            raise FailedRun(
                 f"The gradient norm of step {step} is {grad_norm}. DeepSpeed has already applied it; start a new run from "
                 "the weights of the last checkpoint (model_name_or_path) with a lower learning rate."
             )
         if self.in_a_row >= self.limit:
-            raise RuntimeError(
+            raise FailedRun(
                 f"The gradient norm was not finite in {self.in_a_row} optimizer steps in a row (now {grad_norm} at step "
                 f"{step}; max_non_finite_steps={self.limit}). The weights are those before the first of them. Look at "
                 "`pacs/proxy_abs_mean`: lower the learning rate, or set max_grad_norm."

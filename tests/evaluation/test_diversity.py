@@ -1,13 +1,15 @@
 """Diversity against pairs in a loop, the rule for few correct responses, the projection, the command line."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from tolerances import rounding_atol
 
-from experiments.diversity import compare, main, principal_components
+from experiments import diversity
+from experiments.diversity import compare, principal_components
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.diversity import (
     correct_responses,
@@ -17,6 +19,7 @@ from pacs_trl.evaluation.diversity import (
     sentence_embedder,
 )
 from pacs_trl.evaluation.evaluate import evaluate
+from pacs_trl.settings.command_line import exit_code
 
 
 def test_worked_by_hand():
@@ -90,6 +93,7 @@ def test_the_command_line(arguments, verifier, tmp_path, capsys):
     responses = correct_responses(tmp_path / "a", "math_500")
     assert len(responses) == 12 and sum(map(len, responses.values())) > 12
     argv = [str(tmp_path / "a"), str(tmp_path / "b"), "--embedder", "hashing", "--output", str(tmp_path / "d.json")]
+    main = partial(exit_code, "diversity", diversity.main)
     assert main([*argv, "--benchmark", "math_500"]) == 0
     report = json.loads((tmp_path / "d.json").read_text())
     assert [model["method"] for model in report["models"]] == ["A", "B"]

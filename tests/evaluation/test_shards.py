@@ -9,8 +9,9 @@ import torch.distributed.checkpoint as dist_cp
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from transformers import AutoModelForCausalLM
 
+from pacs_trl.cli import run
 from pacs_trl.evaluation.arguments import EvaluationArguments
-from pacs_trl.evaluation.evaluate import evaluate, main
+from pacs_trl.evaluation.evaluate import evaluate
 from pacs_trl.evaluation.shards import merge_shards
 
 
@@ -97,7 +98,7 @@ def test_what_has_no_shards_is_left_alone(checkpoint):
 def test_refusals(arguments, sharded, capsys, missing, message):
     (sharded / missing).unlink()
     arguments |= {"model": str(sharded)}
-    assert main([part for key, value in arguments.items() for part in (f"--{key}", str(value))]) == 2
+    assert run("evaluate", [part for key, value in arguments.items() for part in (f"--{key}", str(value))]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert not (sharded / "model.safetensors").exists() and not list(sharded.glob("tmp*"))

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,14 @@ from huggingface_hub import HfApi, ModelCard, parse_eval_result_entries
 from results_world import make_results
 
 from pacs_trl import PACSConfig, PACSTrainer, train
+from pacs_trl.cli import run
 from pacs_trl.evaluation.provenance import checkpoint_digest, training_facts
 from pacs_trl.hub import push as hub_module
-from pacs_trl.hub.push import main, push
+from pacs_trl.hub.push import push
 from pacs_trl.miniature.model import build_model
+
+
+main = partial(run, "push")
 
 
 REPO = "user/pacs-mini"
@@ -453,6 +458,17 @@ def test_the_command_line(checkpoint, hub, monkeypatch, capsys):
     monkeypatch.setattr("pacs_trl.hub.push.HfApi", lambda: HfApi(endpoint=hub.url, token="hf_x"))
     assert main(["--model", str(checkpoint), "--repo", REPO]) == 0
     assert f"{hub.url}/{REPO}: 7 files, 0 retries" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "words"), [(503, 1, "failed 5 times, last with: "), (403, 2, "is refused: ")]
+)
+def test_an_upload_that_fails_is_no_mistake_of_the_user(checkpoint, hub, monkeypatch, capsys, answer, code, words):
+    monkeypatch.setattr("pacs_trl.hub.push.HfApi", lambda: HfApi(endpoint=hub.url, token="hf_x"))
+    monkeypatch.setattr("pacs_trl.hub.push.time.sleep", lambda seconds: None)
+    hub.fail_next["preupload"] = [answer] * 5
+    assert main(["--model", str(checkpoint), "--repo", REPO]) == code
+    assert f"pacs-trl push: The upload to {REPO} {words}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,17 @@ import json
 import subprocess
 import sys
 import time
+from functools import partial
 
 import numpy as np
 import pytest
 
+from pacs_trl.cli import run
 from pacs_trl.report import plots
-from pacs_trl.report.report import build_report, main, scores_and_labels, training_histories
+from pacs_trl.report.report import build_report, scores_and_labels, training_histories
+
+
+main = partial(run, "report")
 
 
 def test_everything_at_once(results_factory, training_directory, tmp_path, capsys):

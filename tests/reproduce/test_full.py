@@ -22,6 +22,7 @@ from pacs_trl.report.paper import TABLE_1_BENCHMARKS
 from pacs_trl.reproduce import command as reproduce
 from pacs_trl.reproduce.command import Options, full_commands, main, read_table
 from pacs_trl.reproduce.records import Records
+from pacs_trl.settings.command_line import FailedRun
 
 
 def printed(capsys) -> list[str]:
@@ -95,9 +96,7 @@ class TestLines:
         assert option(words, "--output_dir") == "my runs/qwen3-4b/pacs/seed-7"
 
     def test_a_variable_that_is_not_set_stops_the_run(self, shell, capfd):
-        with pytest.raises(
-            ValueError, match="This line ended with status [0-9]+, .*\n  accelerate launch .*NODE_RANK"
-        ):
+        with pytest.raises(FailedRun, match="This line ended with status [0-9]+, .*\n  accelerate launch .*NODE_RANK"):
             main(["table_6", "--scale", "full", "--cells", "PACS", "--seeds", "7", "--results_dir", "r", "--run"])
         assert "NODE_RANK: unbound variable" in capfd.readouterr().err
 
