@@ -15,6 +15,7 @@ import json
 import platform
 import random
 import statistics
+import sys
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -264,9 +265,11 @@ def compare(title: str, runners: dict[str, Runner], repeats: int, baseline: str)
     """`repeats` timed rounds in which every runner makes one step, printed as a table."""
     peaks = {name: runner.peak_memory() for name, runner in runners.items()}  # the steps that warm up
     seconds = {name: [] for name in runners}
-    for _ in range(repeats):
+    for number in range(1, repeats + 1):
         for name, runner in runners.items():
             seconds[name].append(runner.step())
+        of_round = " + ".join(f"{values[-1]:.2f}" for values in seconds.values())
+        print(f"{title}, round {number}/{repeats}: {of_round} s", file=sys.stderr, flush=True)
     print(f"\n### {title}\n")
     print("| variant | s / step (median) | range | real tokens / s | peak memory (MB) | times faster than TRL |")
     print("|---|---|---|---|---|---|")

@@ -12,6 +12,8 @@ The critic is a model of its own, next to the policy (`second_model.py`).
 """
 
 import contextlib
+import logging
+import re
 import textwrap
 
 import torch
@@ -51,12 +53,23 @@ def load_critic(policy: str | PreTrainedModel, args: PPOConfig) -> PreTrainedMod
             "and pass the directory as `model`, or set critic_model_name_or_path."
         )
     set_seed(args.seed)  # of the value head
-    critic = create_model_from_path(path, architecture=AutoModelForTokenClassification, **kwargs)
+    loading = logging.getLogger("transformers.modeling_utils")
+    loading.addFilter(_is_news)
+    try:
+        critic = create_model_from_path(path, architecture=AutoModelForTokenClassification, **kwargs)
+    finally:
+        loading.removeFilter(_is_news)
     if args.disable_dropout:
         disable_dropout_in_model(critic)
     if args.gradient_checkpointing:
         critic.gradient_checkpointing_enable(gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs)
     return critic.train()
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Unlike a report that a critic made of a policy has a new head, as it should."""
+    keys = re.findall(r"^(\S+) +\|", record.getMessage(), flags=re.MULTILINE)
+    return not keys or not all(key.startswith(("Key", "score.", "lm_head.")) for key in keys)
 
 
 class PPOTrainer(RolloutTrainer[PPOConfig]):

@@ -71,7 +71,12 @@ class ResumableTrainer(GRPOTrainer):
         place = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
-        if resume_from_checkpoint is None or self.state.global_step < max_steps:
+        if resume_from_checkpoint is None:
+            return place
+        if self.state.global_step < max_steps:
+            self.accelerator.print(
+                f"Continuing from {resume_from_checkpoint}, after optimizer step {self.state.global_step} of {max_steps}."
+            )
             return place
         self.accelerator.print(
             f"{resume_from_checkpoint} is the end of a finished run (optimizer step {self.state.global_step} of "

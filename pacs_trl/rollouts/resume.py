@@ -224,5 +224,6 @@ def check_complete(checkpoint: str) -> None:
         other = last_checkpoint(Path(checkpoint).parent)
         remedy = f"Resume from {other}" if other else "Start a new run"
         raise ValueError(
-            f"{checkpoint} is not complete: {wrong}. The process was stopped while it was being written. {remedy}."
+            f"{checkpoint} is not complete: {wrong}. It is no checkpoint, or the process was stopped while it was being written. "
+            f"{remedy}."
         )

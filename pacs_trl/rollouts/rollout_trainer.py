@@ -7,7 +7,7 @@
   log-probabilities (`score`).
 - What would fail after minutes is looked for before the model is loaded.
 - FSDP2 exchanges gradients in float32.
-- Every step says where its time went.
+- Every step says in a line what came of it, and where its time went.
 """
 
 import contextlib
@@ -34,8 +34,10 @@ from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
 from trl.trainer.utils import get_config_model_id, is_async_callable
 
 from ..rewards import math_reward
+from ..settings.command_line import FailedRun
 from ..update.rows import Rollout, unpad_rollouts, weighted_rewards
 from ..update.scorer import Scorer
+from .console import shorten_console
 from .early_grading import EarlyGrading
 from .engine import Engine, ServerFailure
 from .float32_exchange import keep_float32
@@ -44,7 +46,13 @@ from .preemption import check_no_jit_checkpoint
 from .published_trainer import PublishedTrainer
 from .resume import request_seed
 from .timing import StepTimer, TimingCallback
-from .trainer_checks import check_columns, check_dataset, check_evaluation_batch, with_checked_result
+from .trainer_checks import (
+    check_columns,
+    check_dataset,
+    check_evaluation_batch,
+    check_number_of_prompts,
+    with_checked_result,
+)
 from .vllm_checks import check_vllm, serve_command, server_url
 
 
@@ -135,6 +143,7 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
 
     def _prepare_drawing(self) -> None:
         self._check_number_of_prompts()
+        shorten_console(self.callback_handler.callbacks)
         self.timer = StepTimer()
         self.add_callback(TimingCallback(self.timer, self._record_seconds, self.accelerator.print))
         self.grades_answers = math_reward in self.reward_funcs
@@ -201,14 +210,7 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
         except TypeError:  # iterable data sets have no length
             return
         self._check_equal_on_all_processes("prompts in the training set", num_prompts)
-        needed = self.args.generation_batch_size // self.num_generations
-        if num_prompts < needed:
-            raise ValueError(
-                f"The training set has {num_prompts} prompts, but a generation batch needs {needed} different ones "
-                f"(generation_batch_size={self.args.generation_batch_size} / num_generations={self.num_generations}). "
-                "Use more prompts, or lower steps_per_generation, gradient_accumulation_steps or "
-                "per_device_train_batch_size."
-            )
+        check_number_of_prompts(num_prompts, self.args)
 
     def get_eval_dataloader(self, eval_dataset=None):
         check_evaluation_batch(self.args.eval_batch_size, self.accelerator.num_processes, self.num_generations_eval)
@@ -338,7 +340,7 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
                 self._save_checkpoint(self.model, trial=None)
                 self.args.save_only_model = save_only_model
             kept = f"The state after it is in {Path(self.args.output_dir) / f'checkpoint-{step}'}"
-        raise RuntimeError(
+        raise FailedRun(
             f"The vLLM server at {server_url(self.args)} {failure.state} after optimizer step {step} ({failure.cause}). "
             f"{kept}. Mend the cause, start the server again if it is down: {serve_command(self.model.name_or_path)} and "
             "continue with `--resume_from_checkpoint last`."

@@ -9,6 +9,7 @@ from functools import wraps
 from typing import Any
 
 from datasets import Dataset, IterableDataset
+from trl import GRPOConfig
 from trl.trainer.utils import is_async_callable
 
 
@@ -42,6 +43,20 @@ def check_columns(name: str, columns: Iterable[str]) -> None:
         raise ValueError(
             f"{name} has no column `prompt`, only {', '.join(columns) or 'none'}. The model is asked what stands there: "
             "text, or a list of messages. Rename the column of problems, or make it with `pacs_trl.data.build_prompt`."
+        )
+
+
+def check_number_of_prompts(num_prompts: int, args: GRPOConfig) -> None:
+    """
+    Raises:
+        `ValueError`: if a generation batch needs more different prompts than the training set has.
+    """
+    needed = args.generation_batch_size // args.num_generations
+    if num_prompts < needed:
+        raise ValueError(
+            f"The training set has {num_prompts} prompts, but a generation batch needs {needed} different ones "
+            f"(generation_batch_size={args.generation_batch_size} / num_generations={args.num_generations}). Use more prompts, "
+            "or lower steps_per_generation, gradient_accumulation_steps or per_device_train_batch_size."
         )
 
 

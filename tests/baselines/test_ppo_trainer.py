@@ -6,6 +6,7 @@ leaves room for ratios and whitening.
 """
 
 import copy
+import logging
 import shutil
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from tolerances import rounding_atol
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from pacs_trl import PPOConfig, PPOTrainer
+from pacs_trl.baselines.ppo_trainer import _is_news
 from pacs_trl.rollouts.resume import last_checkpoint
 from pacs_trl.train import main
 
@@ -444,3 +446,12 @@ def test_a_recipe_trains_both_models_on_the_miniature_world_and_continues(tmp_pa
     assert {"ppo/value_loss", "ppo/value_clip_fraction", "ppo/critic_grad_norm", "ppo/approx_kl"} <= logs[1].keys()
     assert {"ppo/explained_variance", "ppo/value_mean", "ppo/return_mean", "entropy"} <= logs[0].keys()
     assert "ppo" in (tmp_path / "run" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("key", "is_news"), [("score.weight", False), ("lm_head.weight", False), ("model.norm.weight", True)]
+)
+def test_that_the_value_head_is_new_is_no_news(key, is_news):
+    text = f"Model LOAD REPORT from: x\nKey          | Status  |\n-------------+---------+-\nscore.bias   | MISSING |\n{key} | MISSING |\n"
+    assert _is_news(logging.makeLogRecord({"msg": text})) == is_news
+    assert _is_news(logging.makeLogRecord({"msg": "Something else | of which we know nothing"}))

@@ -1,0 +1,80 @@
+"""What a run says on the console: a short line per logged step in place of Trainer's dict of all metrics, which go to the
+trackers and to trainer_state.json.
+
+Left as a user of TRL knows it: `disable_tqdm=True` prints the dict, a notebook shows its table, and `remove_callback(ProgressCallback)`
+ends all of it.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tqdm.auto import tqdm
+from transformers import ProgressCallback, TrainerCallback
+
+
+# In the order of the line: what it calls them, and the metric.
+NUMBERS = {"reward": "reward", "entropy": "entropy", "length": "completions/mean_length"}
+
+
+class ConsoleCallback(ProgressCallback):
+    """A line per logged step and per evaluation, rewards before and after at the end, and a bar where it goes to a terminal."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.current_step = state.global_step
+        if state.is_world_process_zero:
+            self.training_bar = tqdm(
+                total=state.max_steps, initial=state.global_step, dynamic_ncols=True, disable=not _is_terminal()
+            )
+
+    def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
+        if _is_terminal():
+            super().on_prediction_step(args, state, control, eval_dataloader, **kwargs)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if state.is_world_process_zero and (line := step_line(logs or {}, state.global_step, state.max_steps)):
+            tqdm.write(line)
+            sys.stdout.flush()  # who follows a file sees each step
+
+    def on_train_end(self, args, state, control, **kwargs):
+        super().on_train_end(args, state, control, **kwargs)
+        if state.is_world_process_zero and (line := change_of_reward(state.log_history)):
+            print(line, flush=True)
+
+
+def shorten_console(callbacks: list[TrainerCallback]) -> None:
+    """Put a [`ConsoleCallback`] where Trainer has put its own: not in a notebook, and not with `disable_tqdm`."""
+    places = [place for place, callback in enumerate(callbacks) if type(callback) is ProgressCallback]
+    if places:
+        callbacks[places[-1]] = ConsoleCallback()  # the user's own would stand before it
+
+
+def step_line(logs: Mapping[str, Any], step: int, max_steps: int) -> str | None:
+    """`step 12/30  reward 0.37  entropy 0.19  length 21  1.2 s` of what is logged; `None` if that is of no step."""
+    prefix = "eval_" if "eval_reward" in logs else ""
+    if f"{prefix}reward" not in logs:
+        return None
+    parts = [f"{'evaluation at ' if prefix else ''}step {step:{len(str(max_steps))}}/{max_steps}"]
+    for name, metric in NUMBERS.items():
+        value = logs.get(prefix + metric)
+        if value is not None or name == "reward":  # None: no completion had a verdict
+            parts.append(
+                f"{name} {'none' if value is None else f'{value:.0f}' if name == 'length' else f'{value:.2f}'}"
+            )
+    seconds = logs.get("eval_runtime" if prefix else "time/total")
+    return "  ".join([*parts, f"{seconds:.1f} s"] if seconds is not None else parts)
+
+
+def change_of_reward(log_history: Sequence[Mapping[str, Any]]) -> str | None:
+    """Rewards at the begin and at the end of a run, over a tenth of its logged steps each; `None` of fewer than two."""
+    rewards = [log["reward"] for log in log_history if log.get("reward") is not None]
+    count = max(1, len(rewards) // 10)
+    if len(rewards) < 2:
+        return None
+    before, after = (sum(part) / count for part in (rewards[:count], rewards[-count:]))
+    over = "logged step" if count == 1 else f"{count} logged steps"
+    return f"Reward {before:.3f} before, {after:.3f} after (first and last {over} of {len(rewards)})."
+
+
+def _is_terminal() -> bool:
+    return sys.stderr.isatty()

@@ -1,0 +1,66 @@
+"""The line of a step by hand, rewards before and after, and what of Trainer's own output is left alone."""
+
+from types import SimpleNamespace
+
+import pytest
+from transformers import PrinterCallback, ProgressCallback
+from transformers.utils.notebook import NotebookProgressCallback
+
+from pacs_trl.rollouts.console import ConsoleCallback, change_of_reward, shorten_console, step_line
+
+
+STEP = {"reward": 0.371, "entropy": 0.1949, "completions/mean_length": 20.6, "time/total": 1.16, "loss": 0.69}
+
+
+@pytest.mark.parametrize(
+    ("logs", "line"),
+    [
+        (STEP, "step 12/30  reward 0.37  entropy 0.19  length 21  1.2 s"),
+        (STEP | {"reward": None, "entropy": None}, "step 12/30  reward none  length 21  1.2 s"),
+        (
+            {"eval_reward": 0.5, "eval_entropy": 0.25, "eval_completions/mean_length": 9.0, "eval_runtime": 3.0},
+            "evaluation at step 12/30  reward 0.50  entropy 0.25  length 9  3.0 s",
+        ),
+        ({"reward": 1.0}, "step 12/30  reward 1.00"),
+        ({"train_runtime": 60.0, "train_loss": 0.69}, None),
+    ],
+)
+def test_a_line(logs, line):
+    assert step_line(logs, 12, 30) == line
+
+
+def test_steps_stand_below_each_other():
+    assert step_line({"reward": 0.5}, 7, 100) == "step   7/100  reward 0.50"
+
+
+def test_rewards_before_and_after():
+    rewards = [0.1, 0.2, *[0.5] * 16, 0.8, 0.9]
+    history = [{"step": i, "reward": reward} for i, reward in enumerate(rewards)] + [{"train_runtime": 1.0}]
+    assert change_of_reward(history) == "Reward 0.150 before, 0.850 after (first and last 2 logged steps of 20)."
+    assert change_of_reward(history[:2]) == "Reward 0.100 before, 0.200 after (first and last logged step of 2)."
+    assert change_of_reward([*history[:1], {"reward": None}]) is None
+
+
+def test_what_is_left_to_trainer():
+    """Its table in notebooks, its dict with `disable_tqdm`, and a bar that the user has given."""
+    mine, others = ProgressCallback(), [NotebookProgressCallback(), PrinterCallback()]
+    for callbacks in ([mine, ProgressCallback(), *others], [ProgressCallback(), *others], others):
+        shortened = list(callbacks)
+        shorten_console(shortened)
+        replaced = [new for old, new in zip(callbacks, shortened, strict=True) if new is not old]
+        assert [type(callback) for callback in replaced] == [ConsoleCallback] * (len(callbacks) > 2)
+        assert mine not in callbacks or mine in shortened
+
+
+def test_only_the_first_process_speaks(capsys):
+    state = SimpleNamespace(is_world_process_zero=False, global_step=1, max_steps=2, log_history=[{"reward": 1.0}] * 2)
+    console = ConsoleCallback()
+    for _ in range(2):
+        console.on_train_begin(None, state, None)
+        console.on_log(None, state, None, logs=STEP)
+        console.on_train_end(None, state, None)
+        if not state.is_world_process_zero:
+            assert capsys.readouterr() == ("", "")
+        state.is_world_process_zero = True
+    out, errors = capsys.readouterr()
+    assert len(out.splitlines()) == 2 and errors == ""  # no bar where standard error is no terminal
