@@ -143,7 +143,7 @@ class Recipe(NamedTuple):
             errors += wrong_sizes
         errors += METHODS[method].errors(training, step)
         errors += trainer_errors(training, world_size)
-        errors += _relation_errors(run, training)
+        errors += _relation_errors(run, data, training)
         # a recipe is published, a token never
         kept = {"method": method} | {key: value for key, value in given.items() if key != "hub_token"}
         return cls(run, data, model, training, verification, dict(sorted(kept.items())), step), errors
@@ -235,7 +235,7 @@ def _parts(method: str) -> tuple[type, ...]:
     return (RunArguments, DataArguments, ModelConfig, VerificationArguments, METHODS[method])
 
 
-def _relation_errors(run: RunArguments, training: Any) -> list[str]:
+def _relation_errors(run: RunArguments, data: DataArguments, training: Any) -> list[str]:
     """What is wrong between settings of different owners."""
     errors = []
     if run.hint_function is not None and (run.method != "pacs" or training.guidance != "hint"):
@@ -247,6 +247,10 @@ def _relation_errors(run: RunArguments, training: Any) -> list[str]:
         errors.append(
             f"hub_strategy={training.hub_strategy!r} must be 'end': before the end of training transformers would upload the "
             "whole folder, with the token in training_args.bin, logs and completions. Remove the key."
+        )
+    if training.eval_strategy != "no" and not data.eval_split_size:
+        errors.append(
+            f"eval_strategy={str(training.eval_strategy)!r} needs problems that are held out: set eval_split_size to their number."
         )
     functions, weights = run.reward_funcs, training.reward_weights
     if weights is not None and len(weights) != len(functions):

@@ -4,35 +4,43 @@ The same entry point trains a miniature model on two CPU cores and an 8B model o
 baseline. What is trained on what is the recipe's business (`recipe.py`), how is the trainer's.
 """
 
-import importlib
-import logging
 import sys
+
+
+if __name__ == "__main__":  # before the imports below: help, mistakes and Ctrl-C do not wait for them
+    from pacs_trl.cli import run
+
+    sys.exit(run("train", sys.argv[1:]))
+
+import importlib
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from accelerate import PartialState
 from transformers import AutoTokenizer, TrainerState
+from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig, get_peft_config, get_quantization_config
 
 from . import rewards
 from .data import TRAINING_SETS, load_training_data
 from .data.sets import MINIATURE
+from .data.tasks import check_task
 from .hub.readme import kept_readme
 from .hub.tracking import tracked_run
+from .miniature.model import build_model
+from .miniature.tokenizer import build_tokenizer
 from .recipe import Recipe, read_recipe
 from .rollouts.lora import check_lora_targets
 from .rollouts.preemption import EXIT_CODE, check_no_jit_checkpoint, stop_on_signal
 from .rollouts.resume import check_complete, last_checkpoint
 from .rollouts.step_sizes import Step
-from .rollouts.vllm_checks import check_vllm
-from .settings.command_line import asks_for_help, exit_code
-from .train_settings import check_train
+from .rollouts.trainer_checks import check_number_of_prompts
+from .rollouts.vllm_checks import check_version, check_vllm, installed_vllm
+from .settings.optional import check_writable, require_trackers
 from .verification import configure_verification, shared_code_verifier
-
-
-logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None):
@@ -49,10 +57,7 @@ def main(argv: Sequence[str] | None = None):
     Raises:
         `SystemExit`: with code 143, when SIGTERM has stopped training after saving a checkpoint.
     """
-    argv = sys.argv[1:] if argv is None else argv
-    if asks_for_help(argv):
-        check_train(argv)
-    recipe = read_recipe(argv)
+    recipe = read_recipe(sys.argv[1:] if argv is None else argv)
     training = recipe.training
     check_no_jit_checkpoint(training)
     checkpoint = _checkpoint_to_resume(training.output_dir, training.resume_from_checkpoint)
@@ -62,19 +67,19 @@ def main(argv: Sequence[str] | None = None):
             "num_train_epochs to train longer."
         )
         return None
+    check_writable("output_dir", training.output_dir)
+    get_reporting_integration_callbacks(training.report_to)  # refuses names that there are not
+    require_trackers(training.report_to)
     kept_readme(Path(training.output_dir))  # refused now, not after training
-    peft_config = _checked_model(recipe)
     configure_verification(recipe.verification)
     reward_funcs, hint = [reward_function(name) for name in recipe.run.reward_funcs], _hint(recipe.run.hint_function)
     if rewards.code_reward in reward_funcs:  # refused now, not in the first step
         PartialState().print(f"Programs run with {shared_code_verifier().start().text}.")
-    tokenizer = AutoTokenizer.from_pretrained(
-        recipe.model.model_name_or_path,
-        revision=recipe.model.model_revision,
-        trust_remote_code=training.trust_remote_code,
-        padding_side="left",
-    )
+    peft_config, tokenizer = _checked_model(recipe)
     train_dataset, eval_dataset = load_training_data(recipe.data, tokenizer, training.chat_template_kwargs)
+    check_number_of_prompts(len(train_dataset), training)
+    if recipe.model.model_name_or_path.startswith(MINIATURE):
+        tokenizer = _make_warm_start(recipe)
 
     with (
         tracked_run(training, recipe.settings, resuming=checkpoint is not None) as tracking,
@@ -101,7 +106,10 @@ def main(argv: Sequence[str] | None = None):
             _leave(trainer)
         trainer.save_model(_internal_call=True)  # no push yet
     trainer.accelerator.wait_for_everyone()
-    trainer.accelerator.print(f"Saved model, model card and recipe to {training.output_dir}.")
+    trainer.accelerator.print(
+        f"In {training.output_dir}: the model, its card (README.md), recipe.yaml, and trainer_state.json with every metric of "
+        "every logged step."
+    )
     if training.push_to_hub:
         trainer.upload(training.output_dir)
     return trainer
@@ -158,39 +166,57 @@ def _from_any_folder(settings: dict) -> dict:
 
 
 def _checked_model(recipe: Recipe):
-    """The model's place, in the recipe from here on, and its LoRA configuration if it has one; both fit what will run them."""
+    """LoRA configuration (or `None`) and tokenizer of the model, without its weights; both fit what will run them."""
     model, training = recipe.model, recipe.training
-    model.model_name_or_path = _resolve_model(model.model_name_or_path)
-    if training.use_vllm:
-        check_vllm(training, model.model_name_or_path)
-    peft_config = get_peft_config(model)
-    if peft_config is not None:
-        check_lora_targets(
-            peft_config,
-            model.model_name_or_path,
-            revision=model.model_revision,
-            trust_remote_code=training.trust_remote_code,
-        )
-    return peft_config
-
-
-def _resolve_model(name: str) -> str:
-    if name.startswith("miniature/"):
-        from .miniature.warm_start import warm_start
-
-        with PartialState().main_process_first():
-            return str(warm_start(name.removeprefix("miniature/")))
+    name = model.model_name_or_path
     check_model_directory(name)
-    return name
+    is_miniature = name.startswith(MINIATURE)
+    if training.use_vllm and is_miniature:
+        check_version(installed_vllm())  # the trainer asks for the rest, once there is a path
+    elif training.use_vllm:
+        check_vllm(training, name)
+    architecture: Any = name
+    peft_config = get_peft_config(model)
+    where = {"revision": model.model_revision, "trust_remote_code": training.trust_remote_code}
+    try:
+        if is_miniature:
+            task, _, size = name.removeprefix(MINIATURE).partition("/")
+            check_task(task)
+            tokenizer = build_tokenizer()
+            architecture = build_model(tokenizer, size or "small")
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", **where)
+        if peft_config is not None:
+            check_lora_targets(peft_config, architecture, **where)
+    except OSError as error:  # no connection, no such model, no rights, a folder without a model
+        raise ValueError(
+            f"The model {name!r} cannot be loaded: {' '.join(str(error).split())} A model is a directory with config.json and "
+            "tokenizer, a Hub id, or miniature/TASK."
+        ) from error
+    return peft_config, tokenizer
+
+
+def _make_warm_start(recipe: Recipe):
+    """Put the checkpoint of a miniature model in the place of its name; returns its tokenizer."""
+    from .miniature.warm_start import warm_start
+
+    with PartialState().main_process_first():
+        path = str(warm_start(recipe.model.model_name_or_path.removeprefix(MINIATURE)))
+    recipe.model.model_name_or_path = path
+    return AutoTokenizer.from_pretrained(path, padding_side="left")
 
 
 def check_model_directory(name: str) -> None:
     """
     Raises:
-        `ValueError`: if the name of a model is spelled like a path, and there is no such directory.
+        `ValueError`: if the name of a model is spelled like a path, and there is no such directory, or no model in it.
     """
-    if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
+    directory = Path(name).expanduser()
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1 and not name.startswith(MINIATURE)
+    if is_path and not directory.is_dir():
         raise ValueError(f"The model directory {name!r} does not exist (seen from {Path.cwd()}).")
+    if directory.is_dir() and not any((directory / f"{kind}config.json").is_file() for kind in ("", "adapter_")):
+        raise ValueError(f"The directory {name!r} holds no model: it has neither config.json nor adapter_config.json.")
 
 
 def reward_function(name: str) -> Callable:
@@ -226,12 +252,12 @@ def function_of_user(name: str, key: str) -> Callable:
         sys.path.append(str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # of something that the module itself imports
+    except Exception as error:  # the module is the user's, and its import can raise anything
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = "" if place.filename.startswith("<frozen") else f", {place.filename} line {place.lineno}"
         raise ValueError(
-            f"The module of {name!r} cannot be imported here ({error}). It must be importable from the working directory "
-            f"of the run, which is {Path.cwd()}."
+            f"The module of {name!r} cannot be imported here ({type(error).__name__}: {error}{where}). It must be importable from "
+            f"the working directory of the run, which is {Path.cwd()}."
         ) from error
     if not callable(getattr(module, function_name, None)):
         raise ValueError(f"The module {module_name!r} has no function {function_name!r} ({key}: {name}).")
@@ -251,7 +277,7 @@ def _checkpoint_to_resume(output_dir: str, resume: str | bool | None) -> str | N
     if _means_last(resume):
         last = last_checkpoint(output_dir)
         if last is None:
-            logger.warning("There is no checkpoint in %s yet: starting from the beginning.", output_dir)
+            PartialState().print(f"There is no checkpoint in {output_dir} yet: starting from the beginning.")
         return last
     if not Path(resume).is_dir():
         raise ValueError(f"resume_from_checkpoint: the directory {resume!r} does not exist (seen from {Path.cwd()}).")
@@ -295,7 +321,3 @@ def describe_step(step: Step, num_prompts: int) -> str:
         f"Optimizer step: {step.prompts_per_update:g} prompts x {step.num_generations}. Optimizer steps per generation: "
         f"{step.updates_per_generation}. Processes: {step.num_processes}."
     )
-
-
-if __name__ == "__main__":
-    sys.exit(exit_code("train", main, sys.argv[1:]))

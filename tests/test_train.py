@@ -1,5 +1,6 @@
 """train.py: real problems in their Hub column layout, both methods, resume, and refusals before anything expensive."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,6 @@ import yaml
 from huggingface_hub import ModelCard
 
 from pacs_trl import PACSTrainer, train
-from pacs_trl.baselines.grpo_trainer import GRPOTrainer
 from pacs_trl.data import PROMPT_INSTRUCTION
 from pacs_trl.miniature.model import build_model
 from pacs_trl.miniature.tokenizer import build_tokenizer
@@ -38,7 +38,7 @@ def run(output_dir, model_path, *arguments, recipe="pacs.yaml"):
         "--output_dir",
         str(output_dir),
     ]
-    return train.main([*fixed, *small, "--disable_tqdm", "true", "--max_steps", "2", *arguments])
+    return train.main([*fixed, *small, "--max_steps", "2", *arguments])
 
 
 REAL_PROBLEMS = {
@@ -111,9 +111,28 @@ def test_a_folder_is_not_pushed_before_the_end(tmp_path, model_path):
     assert read_recipe(argv).training.hub_strategy == "end"
 
 
-def test_one_key_switches_to_grpo(tmp_path, model_path):
-    assert type(run(tmp_path / "key", model_path, "--method", "grpo")) is GRPOTrainer
-    assert type(run(tmp_path / "recipe", model_path, recipe="grpo.yaml")) is GRPOTrainer
+STEP = r"step 1/2  reward \d\.\d\d  entropy \d\.\d\d  length \d  \d+\.\d s"
+
+
+@pytest.mark.parametrize("method", ["pacs", "grpo", "ppo"])
+def test_one_key_switches_between_methods_and_the_console_is_short(tmp_path, model_path, method, capfd):
+    evaluating = ["--eval_strategy", "steps", "--eval_steps", "2", "--eval_split_size", "8"]
+    assert run(tmp_path, model_path, "--method", method, *evaluating).__class__.__name__ == f"{method.upper()}Trainer"
+    out, errors = capfd.readouterr()
+    lines = out.splitlines()
+    lines = lines[next(i for i, line in enumerate(lines) if line.startswith("Generation: ")) :]
+    assert re.fullmatch(STEP, lines[1]) and lines[2].startswith("step 2/2  reward")
+    assert lines[3].startswith("evaluation at step 2/2  reward ") and lines[4].startswith("Reward 0.")
+    assert lines[5].startswith("Where the time of 2 optimizer steps went") and "{" not in out
+    assert lines[-1].startswith(f"In {tmp_path}: the model, its card (README.md)")
+    assert "/2 [" not in errors  # no bar of the steps
+
+
+@pytest.mark.parametrize("arguments", [["--disable_tqdm", "true"]])
+def test_the_console_of_trl_is_one_key_away(tmp_path, model_path, arguments, capsys):
+    run(tmp_path, model_path, *arguments, "--method", "grpo")
+    out = capsys.readouterr().out
+    assert out.count("{'loss': ") == 2 and "step 1/2" not in out
 
 
 @pytest.mark.parametrize("target", ["q_proj", "all-linear", r".*\.(q|v)_proj"])
@@ -129,13 +148,16 @@ def test_the_two_recipes_differ_in_method_and_output_only():
     assert differing == {"method", "output_dir"}
 
 
-def test_resume_and_refusal_to_start_over(tmp_path, model_path):
+def test_resume_and_refusal_to_start_over(tmp_path, model_path, capsys):
     saving = ["--save_strategy", "steps", "--save_steps", "1"]
     run(tmp_path, model_path, *saving)
     with pytest.raises(ValueError, match="already holds checkpoint-2.*--resume_from_checkpoint last"):
         run(tmp_path, model_path, *saving)
+    capsys.readouterr()
     trainer = run(tmp_path, model_path, *saving, "--resume_from_checkpoint", "last", "--max_steps", "3")
-    assert trainer.state.global_step == 3
+    out = capsys.readouterr().out
+    assert f"Continuing from {tmp_path}/checkpoint-2, after optimizer step 2 of 3.\nstep 3/3" in out
+    assert trainer.state.global_step == 3 and "of 3).\n" in out  # rewards of the whole run, before and after
     with pytest.raises(ValueError, match="does not exist"):
         run(tmp_path, model_path, "--resume_from_checkpoint", str(tmp_path / "checkpoint-9"))
 
@@ -161,11 +183,36 @@ def test_resume_and_refusal_to_start_over(tmp_path, model_path):
         (["--reward_funcs", "nice_reward"], "no reward function 'nice_reward'.*math_reward"),
         (["--reward_funcs", "math.nothing"], "module 'math' has no function 'nothing'"),
         (["--reward_funcs", "nowhere.sure"], "'nowhere.sure' cannot be imported here .*No module named 'nowhere'"),
+        (["--reward_funcs", "torn.sure"], "'torn.sure' cannot be .* No module named 'nowhere', .*torn.py line 1\\)"),
+        (["--report_to", "wandbb"], "wandbb is not supported, only "),
+        (["--eval_strategy", "steps"], "eval_strategy='steps' needs problems that are held out: set eval_split_size"),
+        (
+            ["--dataset_name", "data.csv"],
+            "'data.csv' is no data file that can be read: it must end in .jsonl, .json or",
+        ),
+        (["--model_name_or_path", "outputs/run/checkpoint-5"], "directory 'outputs/run/checkpoint-5' does not exist"),
+        (
+            ["--model_name_or_path", "."],
+            "The directory '.' holds no model: it has neither config.json nor adapter_con",
+        ),
         (["--temperature", "0"], "temperature must be above 0, got 0"),
         (["--lora_r", "0", "--num_train_epochs", "two"], "lora_r must be .*`num_train_epochs` is refused"),
         (["--reward_weights", "0.5", "0.5"], "must have one weight for each of the 1 reward functions"),
         (["--dataset_name", "miniature/nothing"], "no miniature task 'nothing'"),
         (["--dataset_name", str(DATA / "nothing.jsonl")], "does not exist"),
+        (
+            ["--dataset_name", "EMPTY.jsonl"],
+            "data file '.*EMPTY.jsonl' cannot be read as .jsonl: it holds no problems",
+        ),
+        (["--dataset_name", "BROKEN.jsonl"], "line 2 of BROKEN.jsonl is not JSON"),
+        (["--model_name_or_path", "miniature/additoin"], "no miniature task 'additoin'"),
+        (["--model_name_or_path", "miniature/addition/big"], "unknown model size 'big'"),
+        (["--model_name_or_path", "no/such-model"], "The model 'no/such-model' cannot be loaded: .* A model is a dir"),
+        (["--output_dir", "EMPTY.jsonl/run"], "output_dir='.*EMPTY.jsonl/run' cannot be written to: Not a directory"),
+        (
+            ["--report_to", "wandb", "trackio"],
+            "report_to names wandb and trackio, not installed .*`pip install wandb tr",
+        ),
         (["--dataset_name", str(DATA / "math_500.jsonl"), "--problem_column", "question"], "Columns found: "),
         (["--model_name_or_path", "./nothing"], "model directory './nothing' does not exist"),
         (
@@ -177,9 +224,20 @@ def test_resume_and_refusal_to_start_over(tmp_path, model_path):
         (["--use_peft", "--lora_target_modules", "*_proj"], "read as a regular expression.*nothing to repeat"),
     ],
 )
-def test_what_is_wrong_is_said_before_training(tmp_path, model_path, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        run(tmp_path, model_path, *arguments)
+def test_what_is_wrong_is_said_before_training(tmp_path, model_path, arguments, message, monkeypatch):
+    """And before a warm start is made."""
+    (tmp_path / "EMPTY.jsonl").write_text("\n")
+    (tmp_path / "data.csv").write_text("problem,answer\n1+1,2\n")
+    (tmp_path / "torn.py").write_text("import nowhere")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "BROKEN.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n{"problem": 1')
+    monkeypatch.setattr("pacs_trl.settings.optional.find_spec", lambda name: None)
+    monkeypatch.setattr("pacs_trl.miniature.warm_start.warm_start", lambda task: pytest.fail("a warm start was made"))
+    arguments = [str(tmp_path / word) if word.startswith(("EMPTY", "BROKEN")) else word for word in arguments]
+    for model in [model_path] if "--model_name_or_path" in arguments else [model_path, "miniature/addition"]:
+        with pytest.raises(ValueError, match=message):
+            run(tmp_path, model, *arguments)
 
 
 def test_recipe_file_that_is_missing_or_names_too_little(tmp_path):

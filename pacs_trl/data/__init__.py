@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pyarrow import ArrowException
 
 from ..settings import refuse_illegal_values, with_help
-from .sets import CODE_INSTRUCTION, FILE_FORMATS, GSM8K, MINIATURE, ProblemSet, gold_answer, load_rows
+from .sets import CODE_INSTRUCTION, FILE_FORMATS, GSM8K, MINIATURE, ProblemSet, doubts, gold_answer, load_rows
 
 
 if TYPE_CHECKING:  # slow to import, and the arguments below are asked for their help
@@ -245,6 +245,8 @@ def _prepare(rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments)
             f"None of the {len(rows)} rows of {args.dataset_name!r} has both a problem ({entry.problem_column!r}) and a "
             f"gold answer ({entry.solution_column!r})."
         )
+    for doubt in doubts(args.dataset_name, [row[entry.problem_column] for row in usable], solutions):
+        logger.warning(doubt)
     if any(isinstance(solution, list) for solution in solutions):  # a column has one type
         solutions = [solution if isinstance(solution, list) else [solution] for solution in solutions]
     columns = {name: [row.get(name) for row in usable] for name in names}

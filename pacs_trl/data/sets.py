@@ -5,7 +5,7 @@ One description, one loader and one reader of files. What is asked of a row diff
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,11 @@ from .tasks import problems
 
 FILE_FORMATS = (".jsonl", ".json", ".parquet")
 MINIATURE = "miniature/"
+
+
+# Golds that are no answers: words for a missing one, and whole solutions.
+_SAYS_NOTHING = {"nan", "none", "null", "n/a", "na", "?", "-", "unknown", "todo", "tbd"}
+_LONGEST_ANSWER = 300
 
 
 @dataclass(frozen=True)
@@ -81,8 +86,8 @@ def load_rows(name: str, entry: ProblemSet, path: str | Path | None = None) -> l
     Raises:
         `ValueError`: for a file that cannot be read, an unknown task or split of one, or a Hub that cannot be reached.
     """
-    if path is not None:
-        return read_rows(Path(path))
+    if path is not None or Path(name).is_file():  # the second is refused: its ending is another one
+        return read_rows(Path(path or name))
     if name.startswith(MINIATURE):
         return problems(name.removeprefix(MINIATURE), entry.split)
     from datasets import load_dataset
@@ -95,7 +100,8 @@ def load_rows(name: str, entry: ProblemSet, path: str | Path | None = None) -> l
     except OSError as error:  # no connection, no such dataset, no rights
         raise ValueError(
             f"{entry.title or name} ({entry.hub_id}) could not be loaded from the Hub: {error}. Without a connection, download "
-            "its rows elsewhere and name the file: `dataset_path` in training, name=PATH in evaluation."
+            "its rows elsewhere and name the file: in training by `dataset_path` (of a set that has a name here) or "
+            "`dataset_name`, in evaluation by name=PATH."
         ) from error
 
 
@@ -149,6 +155,34 @@ def _from_json(content: bytes, where: str) -> Any:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON: {error}.") from error
+
+
+def doubts(name: str, problems: Sequence[str], golds: Sequence[str | list[str]]) -> list[str]:
+    """What is odd about the problems and golds of a set, a sentence for each kind: a run would take it as it is."""
+    sentences: list[str] = []
+    first: dict[str, int] = {}
+    repeated = [(first[text], i) for i, text in enumerate(map(str.strip, problems)) if first.setdefault(text, i) != i]
+    if repeated:
+        differing = [(i, j) for i, j in repeated if golds[i] != golds[j]]
+        sentences.append(
+            f"{len(repeated)} of {len(problems)} problems of {name} repeat another, {problems[repeated[0][1]]!r:.60}"
+        )
+        if differing:
+            i, j = differing[0]
+            sentences[-1] += (
+                f"; {len(differing)} of them with another answer, {problems[j]!r:.60} with {golds[i]!r:.30} and {golds[j]!r:.30}"
+            )
+    texts = [text for gold in golds for text in ([gold] if isinstance(gold, str) else gold)]
+    empty = [text for text in texts if text.lower() in _SAYS_NOTHING]
+    if empty:
+        sentences.append(f"{len(empty)} gold answers of {name} say that there is none, {empty[0]!r}: leave them empty")
+    long = [text for text in texts if len(text) > _LONGEST_ANSWER and text[0] != "{" and last_boxed(text) is None]
+    if long:
+        sentences.append(
+            f"{len(long)} gold answers of {name} are longer than {_LONGEST_ANSWER} characters, {long[0]!r:.60}: only the final "
+            "answer is compared"
+        )
+    return [f"{sentence}." for sentence in sentences]
 
 
 def gold_answer(value: Any, answer_in: str = "column") -> str | list[str] | None:

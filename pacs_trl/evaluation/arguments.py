@@ -24,9 +24,10 @@ class EvaluationArguments:
     Arguments of `pacs-trl evaluate`; a recipe (`--config`) holds the same keys.
 
     Args:
-        model (`str`): Checkpoint directory, Hub id, or the name under which a server offers the model.
+        model (`str`): Checkpoint directory, Hub id, `miniature/<task>` for its warm start, or the name under which a server
+            offers the model.
         benchmarks (`str`): Names separated by commas; `name=PATH` reads a local file, `miniature/<task>` a generated set, and
-            the path of a `.jsonl`, `.json` or `.parquet` file with the columns `problem` and `answer` is a set of your own.
+            the path of a `.jsonl`, `.json` or `.parquet` file is a set of your own.
         output_dir (`str`): Where samples, grades and results go.
         n (`int`): Samples per problem.
         k (`str`): Values of k separated by commas, each at most `n`.
@@ -51,6 +52,8 @@ class EvaluationArguments:
         enforce_eager (`bool`): vLLM: start without compilation; pays off when little is sampled.
         base_url (`str`): Server: address of the API.
         concurrency (`int`): Server: requests in flight.
+        problem_column (`str`, *optional*): Column of the problem text in files of your own; `problem` if left out.
+        solution_column (`str`, *optional*): Column of the gold answer in files of your own; `answer` if left out.
         max_problems (`int`, *optional*): Only the first so many problems of each benchmark (for trying things out).
         token_entropy_samples (`int`): Measure the token entropy of so many samples per problem; 0: none.
     """
@@ -80,6 +83,8 @@ class EvaluationArguments:
     enforce_eager: bool = False
     base_url: str = "http://localhost:8000/v1"
     concurrency: int = 64
+    problem_column: str | None = None
+    solution_column: str | None = None
     max_problems: int | None = None
     token_entropy_samples: int = 0
 

@@ -7,13 +7,17 @@ whenever the rows or the way an answer is read change: results of different vers
 
 import hashlib
 import json
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ..data.sets import CODE_INSTRUCTION, FILE_FORMATS, GSM8K, MINIATURE, ProblemSet, gold_answer, load_rows
+from ..data.sets import CODE_INSTRUCTION, FILE_FORMATS, GSM8K, MINIATURE, ProblemSet, doubts, gold_answer, load_rows
 from ..verification.cases import json_of_tests
 from .forms import GPQA_INSTRUCTION, gpqa_rows, livecodebench_rows
 
+
+logger = logging.getLogger(__name__)
 
 BENCHMARKS = {
     "math_500": ProblemSet(
@@ -75,15 +79,18 @@ class LoadedBenchmark:
     is_code: bool = False
 
 
-def load_benchmark(spec: str, *, max_problems: int | None = None) -> LoadedBenchmark:
+def load_benchmark(
+    spec: str, *, max_problems: int | None = None, columns: Mapping[str, str] | None = None
+) -> LoadedBenchmark:
     """
     Load a benchmark by name.
 
     Args:
         spec (`str`): A name from `BENCHMARKS`; `name=PATH` to read the same columns from a local `.jsonl`, `.json` or
-            `.parquet` file; such a PATH alone (or with a name of your own) for a file with the columns `problem` and
-            `answer`; or `miniature/<task>` for the test split of a task of the miniature world.
+            `.parquet` file; such a PATH alone (or with a name of your own) for a file of
+            your own; or `miniature/<task>` for the test split of a task of the miniature world.
         max_problems (`int`, *optional*): Keep the first so many problems.
+        columns (`Mapping[str, str]`, *optional*): `problem_column` and `solution_column` of files of your own.
 
     Raises:
         `ValueError`: for an unknown name, a missing file or column, a row that is no mapping, an empty benchmark, an
@@ -94,11 +101,11 @@ def load_benchmark(spec: str, *, max_problems: int | None = None) -> LoadedBench
             f"max_problems must be at least 1, got {max_problems}: with no problems there is nothing to evaluate. Leave it out "
             "for all problems."
         )
-    name, _, path = spec.partition("=")
-    if not path and Path(name).suffix in FILE_FORMATS:
-        name, path = Path(name).stem, name
+    name, path = name_and_path(spec)
     if path:
-        entry, source = BENCHMARKS.get(name) or ProblemSet("", title=name), {"file": Path(path).name}
+        entry, source = BENCHMARKS.get(name), {"file": Path(path).name}
+        if entry is None:
+            entry, source = ProblemSet("", title=name, **(columns or {})), source | dict(columns or {})
     elif name.startswith(MINIATURE):
         entry = ProblemSet("", split="test", title=name.removeprefix(MINIATURE).replace("_", " "))
         source = {"generator": "pacs_trl.miniature", "split": "test"}
@@ -108,16 +115,24 @@ def load_benchmark(spec: str, *, max_problems: int | None = None) -> LoadedBench
     else:
         raise ValueError(
             f"Unknown benchmark {name!r}. Choose from {', '.join(BENCHMARKS)}, miniature/<task>, point one of them at a "
-            "local file with name=PATH, or give the path of a file of your own with the columns `problem` and `answer`."
+            "local file with name=PATH, or give the path of a file of your own (.jsonl, .json or .parquet)."
         )
     rows = load_rows(name, entry, path or None)
     if entry.rows_of is not None:
         rows = entry.rows_of(rows)
     problems = [_problem(name, entry, i, row) for i, row in enumerate(rows)][:max_problems]
     _check_problems(spec, problems)
+    for doubt in doubts(name, [p.problem for p in problems], [p.solution for p in problems]):
+        logger.warning(doubt)
     is_code = json_of_tests(problems[0].solution) is not None
     source |= {"version": entry.version, "num_problems": len(problems), "digest": problems_digest(problems)}
     return LoadedBenchmark(name, entry.title, problems, source, entry.instruction, is_code)
+
+
+def name_and_path(spec: str) -> tuple[str, str]:
+    """The name of a benchmark and the file that it is read from; empty where there is none."""
+    name, _, path = spec.partition("=")
+    return (Path(name).stem, name) if not path and Path(name).suffix in FILE_FORMATS else (name, path)
 
 
 def problems_digest(problems: list[Problem]) -> str:
@@ -131,7 +146,8 @@ def _problem(name: str, entry: ProblemSet, index: int, row: dict) -> Problem:
     missing = [column for column in columns if column not in row]
     if missing:
         raise ValueError(
-            f"Benchmark {name} reads the columns {columns}, but row {index} has no {missing}. Columns found: {list(row)}."
+            f"Benchmark {name} reads the columns {columns}, but row {index} has no {missing}. Columns found: {list(row)}. Of a "
+            "file of your own, name them with problem_column and solution_column."
         )
     answer = gold_answer(row[entry.solution_column], entry.answer_in)
     if answer is None:

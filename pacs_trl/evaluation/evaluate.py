@@ -5,19 +5,20 @@ and pass@k to `OUTPUT_DIR/results.json`. Running the same command again draws on
 the additional samples. Prompts and grading are those of training.
 """
 
-import errno
 import json
 import logging
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from ..data import instruction_for
+from ..data.sets import MINIATURE
+from ..data.tasks import check_task
+from ..settings.optional import require_vllm_for_evaluation
 from ..verification import Outcome, Verifier
 from ..verification.code import CodeVerifier
 from . import provenance
@@ -32,9 +33,6 @@ from .store import SampleStore, digest, evaluation_file
 
 
 logger = logging.getLogger(__name__)
-
-# What a machine answers that cannot write (or read): no room, no rights, a disk that fails.
-NO_ACCESS = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM", "EIO")}
 
 
 def evaluate(
@@ -64,6 +62,7 @@ def evaluate(
     code_verifier = code_verifier or CodeVerifier()
     if any(benchmark.is_code for benchmark in benchmarks):
         code_verifier.start()  # refused now, not after sampling
+    args = _with_warm_start(args)
     model = identify_model(args)
     output_dir = Path(args.output_dir)
     entries: dict[str, Any] = {}
@@ -120,9 +119,28 @@ def evaluate(
     return results
 
 
+def _with_warm_start(args: EvaluationArguments) -> EvaluationArguments:
+    """`miniature/<task>` is the checkpoint that training starts from under this name."""
+    if not args.model.startswith(MINIATURE) or args.engine == "server":
+        return args
+    check_task(args.model.removeprefix(MINIATURE).partition("/")[0])
+    if args.engine == "vllm":
+        require_vllm_for_evaluation()
+    from ..miniature.warm_start import warm_start
+
+    return replace(args, model=str(warm_start(args.model.removeprefix(MINIATURE))), method=args.method or "warm start")
+
+
 def load_benchmarks(args: EvaluationArguments) -> list[LoadedBenchmark]:
     """The benchmarks named by the arguments, each name once."""
-    benchmarks = [load_benchmark(spec.strip(), max_problems=args.max_problems) for spec in args.benchmarks.split(",")]
+    columns = {"problem_column": args.problem_column, "solution_column": args.solution_column}
+    given = {key: column for key, column in columns.items() if column is not None}
+    specs = [spec.strip() for spec in args.benchmarks.split(",")]
+    benchmarks = [load_benchmark(spec, max_problems=args.max_problems, columns=given) for spec in specs]
+    if given and not any(given.keys() <= benchmark.source.keys() for benchmark in benchmarks):
+        raise ValueError(
+            f"{' and '.join(given)} would be ignored: {args.benchmarks} names no file of your own. Leave it out."
+        )
     names = [benchmark.name for benchmark in benchmarks]
     if len(set(names)) < len(names):
         raise ValueError(f"Each benchmark may be named once, got {', '.join(names)}.")
@@ -163,25 +181,12 @@ def protocol(args: EvaluationArguments, verifier: Verifier) -> dict[str, Any]:
     return {"sampling": asdict(args.sampling), "prompt": _prompt_facts(args), "verifier": grader}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Command line; prints the table of pass@k and where the results are."""
-    try:
-        args, verification = read_evaluation(sys.argv[1:] if argv is None else argv)
-        with verification.build() as verifier, closing(verification.build_code()) as code_verifier:
-            share = verification.verification_max_failure_share
-            results = evaluate(args, verifier, code_verifier, max_failure_share=share)
-    except (ValueError, FileNotFoundError) as error:
-        print(f"pacs-trl evaluate: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        if error.errno not in NO_ACCESS:
-            raise
-        print(
-            f"pacs-trl evaluate: this machine refuses: {error}. The samples in {args.output_dir} are kept. Make room or give the "
-            "rights and run the same command again, or choose another output_dir.",
-            file=sys.stderr,
-        )
-        return 2
+    args, verification = read_evaluation(argv)
+    with verification.build() as verifier, closing(verification.build_code()) as code_verifier:
+        share = verification.verification_max_failure_share
+        results = evaluate(args, verifier, code_verifier, max_failure_share=share)
     for entry in results["benchmarks"].values():
         line = "  ".join(
             f"pass@{k} {100 * v['value']:.2f} [{100 * v['lower']:.2f}, {100 * v['upper']:.2f}]"
@@ -278,7 +283,8 @@ def _add_token_entropy(
 
 @contextmanager
 def _progress_bar(title: str, total: int, *, enabled: bool) -> Iterator[Any]:
-    """Yields `advance(num_tokens)`; shows completions, tokens per second and the remaining time."""
+    """Yields `advance(num_tokens)`; shows completions, tokens per second and the remaining time, unless into a pipe or file."""
+    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (
@@ -289,7 +295,9 @@ def _progress_bar(title: str, total: int, *, enabled: bool) -> Iterator[Any]:
         TimeRemainingColumn(),
     )
     started, tokens = time.perf_counter(), 0
-    with Progress(*columns, disable=not enabled) as bar:
+    console = Console()
+    looked_at = console.is_terminal or console.is_jupyter
+    with Progress(*columns, console=console, disable=not (enabled and looked_at)) as bar:
         task = bar.add_task(title, total=total, rate=0.0)
 
         def advance(num_tokens: int) -> None:

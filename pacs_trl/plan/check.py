@@ -1,14 +1,16 @@
 """`pacs-trl plan`: what a recipe will do, and what is wrong with it, before any GPU is touched.
 
 Nothing is downloaded, no weights are loaded; modules of reward functions are imported. Conflicts (exit status 1) are settings that
-would stop the run or make it another one than written; notes are worth knowing. Whether the data exist is left to the run.
+would stop the run or make it another one than written; notes are worth knowing. Whether data of the Hub exist is left to the run.
 """
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from trl import ModelConfig
 
+from ..data.sets import FILE_FORMATS
 from ..data.tasks import TASKS
 from ..recipe import Recipe, RunArguments, read_arguments
 from ..train import check_model_directory, function_of_user, reward_function
@@ -39,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         gpu = GPUS[own.gpu]
         more_conflicts, notes = judge(recipe, launch, gpu)
         conflicts += more_conflicts
-        notes += batch_notes(own.config, recipe)
+        notes += batch_notes(own.config, recipe) + data_notes(recipe.data.dataset_name)
         longest = recipe.training.max_completion_length
         if recipe.step is not None and longest is not None:
             mean_length = max(1, round(0.35 * longest)) if own.mean_length is None else own.mean_length
@@ -93,12 +95,12 @@ def _function_conflicts(run: RunArguments) -> list[str]:
                 reward_function(name) if key == "reward_funcs" else function_of_user(name, key)
         except ValueError as error:
             conflicts.append(f"{key}: {error}")
-        except Exception as error:  # the module is the user's, and its import can raise anything
-            conflicts.append(
-                f"{key}: the module of {name!r} cannot be imported here ({type(error).__name__}: {error}). It must "
-                "be importable from the working directory of the run."
-            )
     return conflicts
+
+
+def data_notes(name: str) -> list[str]:
+    is_missing = Path(name).suffix in FILE_FORMATS and not Path(name).is_file()
+    return [f"The data file {name!r} does not exist here (seen from {Path.cwd()})."] if is_missing else []
 
 
 def batch_notes(path: str, recipe: Recipe) -> list[str]:

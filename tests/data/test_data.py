@@ -347,3 +347,33 @@ def test_training_and_evaluation_read_a_file_alike(tmp_path):
 def test_a_file_may_bear_the_name_of_a_task(tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"problem": "1+1", "answer": "2"}])
     assert load_benchmark(f"miniature/addition={path}").problems == load_benchmark(path).problems
+
+
+ODD = [
+    {"problem": "1+1", "answer": "2"},
+    {"problem": " 1+1 ", "answer": "3"},
+    {"problem": "2+2", "answer": "4"},
+    {"problem": "2+2", "answer": "4"},
+    {"problem": "3+3", "answer": "N/A"},
+    {"problem": "4+4", "answer": "We add. " * 60},
+    {"problem": "5+5", "answer": "We add. " * 60 + r"\boxed{10}"},
+]
+
+
+def test_what_is_odd_is_warned_of_in_training_and_evaluation(tmp_path, caplog):
+    path = write_jsonl(tmp_path / "odd.jsonl", ODD)
+    for read in (lambda: load(path), lambda: load_benchmark(path)):
+        caplog.clear()
+        read()
+        repeated, empty, long = (record.message for record in caplog.records)
+        assert "2 of 7 problems of " in repeated and "repeat another, ' 1+1 '" in repeated
+        assert "; 1 of them with another answer, ' 1+1 ' with '2' and '3'." in repeated
+        assert "1 gold answers" in empty and "say that there is none, 'N/A': leave them empty." in empty
+        assert "1 gold answers" in long and "longer than 300 characters, 'We add." in long
+    caplog.clear()
+    load(
+        write_jsonl(
+            tmp_path / "fine.jsonl", [{"problem": "1+1", "answer": [2, "two"]}, {"problem": "1-1", "answer": 0}]
+        )
+    )
+    assert not caplog.records

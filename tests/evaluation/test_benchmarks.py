@@ -164,8 +164,17 @@ def test_a_file_of_ones_own(tmp_path):
     assert [(p.id, p.problem, p.solution) for p in own.problems] == [("0", "1+1", "2"), ("1", "2+2", "4")]
     named = load_benchmark(f"held_out={path}")
     assert (named.name, named.problems) == ("held_out", own.problems)
-    write(path, [{"question": "1+1", "answer": 2}])
-    with pytest.raises(ValueError, match=r"no \['problem'\]. Columns found: \['question', 'answer'\]"):
+    write(path, [{"question": "1+1", "gold": 2}])
+    columns = {"problem_column": "question", "solution_column": "gold"}
+    other = load_benchmark(str(path), columns=columns)
+    assert [(p.problem, p.solution) for p in other.problems] == [
+        ("1+1", "2")
+    ] and columns.items() <= other.source.items()
+    assert load_benchmark("miniature/addition", max_problems=1, columns=columns).source.keys().isdisjoint(columns)
+    with pytest.raises(
+        ValueError,
+        match=r"no \['problem', 'answer'\]. Columns found: \['question', 'gold'\]. .* name them with problem_column",
+    ):
         load_benchmark(str(path))
 
 

@@ -6,18 +6,23 @@ import json
 import os
 import resource
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from pacs_trl.cli import run as command
 from pacs_trl.evaluation import pass_at_k
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.engines import TransformersEngine, devices_of_copies, identify_model
-from pacs_trl.evaluation.evaluate import evaluate, load_benchmarks, main, missing_requests
+from pacs_trl.evaluation.evaluate import evaluate, load_benchmarks, missing_requests
 from pacs_trl.evaluation.requests import Completion
 from pacs_trl.evaluation.results import read_results
 from pacs_trl.verification import Verifier
 from pacs_trl.verification.code import CodeVerifier
+
+
+main = partial(command, "evaluate")
 
 
 @pytest.fixture
@@ -190,6 +195,11 @@ def test_a_recipe_and_an_override(arguments, tmp_path, capsys):
         ({"benchmarks": "aime_1066"}, "Unknown benchmark"),
         ({"benchmarks": "miniature/addition,miniature/addition"}, "once"),
         ({"max_problems": 0}, "no problems"),
+        (
+            {"problem_column": "question"},
+            "problem_column would be ignored: math_500=",
+        ),
+        ({"model": "miniature/adition"}, "no miniature task 'adition'"),
         ({"max_problems": -1}, "max_problems must be at least 1, got -1"),
         ({"token_entropy_samples": -1}, "token_entropy_samples counts samples"),
         ({"gpu_memory_utilization": "nan"}, "gpu_memory_utilization must be finite, got 'nan'"),
@@ -201,6 +211,23 @@ def test_refused_before_any_work(arguments, monkeypatch, changes, message, capsy
     argv = [f"--{key}={value}" for key, value in {**arguments, **changes}.items()]
     assert main(argv) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_miniature_model_is_its_warm_start(arguments, checkpoint, monkeypatch):
+    made = []
+    monkeypatch.setattr("pacs_trl.miniature.warm_start.warm_start", lambda task: made.append(task) or checkpoint)
+    argv = [f"--{key}={value}" for key, value in {**arguments, "model": "miniature/addition/tiny"}.items()]
+    assert main([*argv, "--max_problems=2", "--verification_num_workers=1"]) == 0
+    results = read_results(arguments["output_dir"])
+    assert (
+        made == ["addition/tiny"] and results["method"] == "warm start" and results["model"]["name"] == checkpoint.name
+    )
+
+
+def test_no_bar_goes_into_a_pipe(arguments, capsys):
+    argv = [f"--{key}={value}" for key, value in arguments.items()]
+    assert main([*argv, "--max_problems=2", "--verification_num_workers=1"]) == 0
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["MATH 500", "results"]
 
 
 def test_a_recipe_that_does_not_exist(capsys):
@@ -257,7 +284,7 @@ def test_a_disk_that_is_full_keeps_what_was_drawn(run, arguments, tmp_path, caps
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "refuses: [Errno 27] File too large" in error and "are kept. Make room" in error
+    assert "refuses: [Errno 27] File too large" in error and "is kept. Make room" in error
     assert 10 < len(store_path(arguments).read_bytes().splitlines()) < 97
     assert run(arguments)["benchmarks"] == undisturbed["benchmarks"]
 

@@ -50,6 +50,7 @@ SAID = {
     "unknown model": ((), UNKNOWN, 0, "not estimated, because the shape of 'someone/something' is not known"),
     # 2 x 40315 // 1024 generations x 4
     "epochs": (SIXTY_FOUR, {"max_steps": None, "num_train_epochs": 2}, 0, "optimizer steps    312"),
+    "no data file": ((), {"dataset_name": "mine.jsonl"}, 0, "The data file 'mine.jsonl' does not exist here (seen from /"),
     "unknown data": ((), {"max_steps": None, "dataset_name": "a/b"}, 0, "unknown: max_steps is not set"),
     "end within a generation": ((), {"max_steps": 481}, 0, "ends in the middle of a generation"),
     "text that is no YAML": (("--system_prompt", "Answer {briefly: "), {}, 0),
