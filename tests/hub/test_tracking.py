@@ -38,6 +38,7 @@ def train_steps(output_dir, model, max_steps, *more):
         "model_name_or_path": model,
         "output_dir": output_dir,
         "per_device_train_batch_size": 8,
+        "num_iterations": 1,  # a rollout with every step
         "num_generations": 4,
         "max_completion_length": 8,
         "max_steps": max_steps,
