@@ -8,7 +8,7 @@ import sys
 
 
 if __name__ == "__main__":  # before the imports below: help, mistakes and Ctrl-C do not wait for them
-    from pacs_trl.cli import run
+    from .cli import run
 
     sys.exit(run("train", sys.argv[1:]))
 

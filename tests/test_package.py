@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pacs_trl.cli import COMMANDS
+from pacs_trl.cli import COMMANDS, run
 from pacs_trl.settings import with_help
 
 
@@ -60,8 +60,8 @@ def test_what_is_imported_is_asked_for():
     asked = {name for line in SETUP["options.extras_require"] for name in required("options.extras_require", line)}
     asked |= required("options", "install_requires").keys()
     spelled = {"math-verify": "math_verify", "pyyaml": "yaml", "sentence-transformers": "sentence_transformers"}
-    # of datasets; transformers; transformers; math-verify; torch
-    with_them = {"pyarrow", "safetensors", "tokenizers", "latex2sympy2_extended", "sympy"}
+    # of datasets; transformers; transformers; transformers; math-verify; torch
+    with_them = {"pyarrow", "safetensors", "tokenizers", "tqdm", "latex2sympy2_extended", "sympy"}
     outside = {name.split(".")[0] for name in names} - sys.stdlib_module_names
     assert outside - {spelled.get(name, name) for name in asked} - with_them == set()
 
@@ -92,10 +92,10 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
 def test_help_of_every_command(command, capsys):
     """argparse fails on a bare percent sign in any of its texts, and only when it prints them."""
     name, *arguments = command.split()
-    module = importlib.import_module(COMMANDS[name][0])
+    importlib.import_module(COMMANDS[name][0])
     capsys.readouterr()  # transformers prints a line of its own on import when WANDB_MODE is set
     with pytest.raises(SystemExit) as exit:
-        module.main([*arguments, "--help"])
+        run(name, [*arguments, "--help"])
     assert exit.value.code == 0
     printed = capsys.readouterr().out
     assert printed.startswith("usage: ") and len(printed) > 300

@@ -373,7 +373,7 @@ def test_what_is_odd_is_warned_of_in_training_and_evaluation(tmp_path, caplog):
     caplog.clear()
     load(
         write_jsonl(
-            tmp_path / "fine.jsonl", [{"problem": "1+1", "answer": [2, "two"]}, {"problem": "1-1", "answer": 0}]
+            tmp_path / "fine.jsonl", [{"problem": "1+1", "answer": ["2", "two"]}, {"problem": "1-1", "answer": ["0"]}]
         )
     )
     assert not caplog.records
