@@ -41,7 +41,7 @@ from pacs_trl.verification import shared_verifier
 
 
 RECIPES = Path(__file__).parents[1] / "recipes" / "miniature"
-METHODS = {"PACS": RECIPES / "pacs.yaml", "GRPO": RECIPES / "grpo.yaml"}
+METHODS = {"PACS": RECIPES / "quickstart_pacs.yaml", "GRPO": RECIPES / "quickstart_grpo.yaml"}
 START = "warm start"
 
 # 250 held-out problems with 16 completions each: the 95 % interval of pass@1 is about 4 percentage points wide.

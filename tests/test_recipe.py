@@ -10,6 +10,7 @@ from transformers import TrainingArguments
 from pacs_trl.recipe import METHODS, SECOND_NAMES, Recipe, _second_name_errors, read_recipe
 
 
+EVALUATES = {"eval_strategy": "steps", "eval_split_size": 8}
 RECIPE = {
     "model_name_or_path": "Qwen/Qwen3-4B",
     "dataset_name": "deepscaler",
@@ -128,17 +129,17 @@ OF_THE_LIBRARIES = [
     ({"pad_to_multiple_of": "x"}, "pad_to_multiple_of must be a whole number, 'auto' or 'none', got 'x'"),
     ({"logging_steps": 2.5}, "logging_steps=2.5 must be a whole number"),
     ({"save_steps": 2.5}, "save_steps=2.5 must be a whole number"),
-    ({"eval_strategy": "steps", "eval_steps": 2.5}, "eval_steps=2.5 must be a whole number"),
+    (EVALUATES | {"eval_steps": 2.5}, "eval_steps=2.5 must be a whole number"),
     ({"load_best_model_at_end": True}, "save_strategy is steps and eval_strategy is no"),
     (
-        {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 30, "save_steps": 80},
+        EVALUATES | {"load_best_model_at_end": True, "eval_steps": 30, "save_steps": 80},
         "save_steps=80 must be a multiple of eval_steps=30",
     ),
     (
-        {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 0.3, "save_steps": 3},
+        EVALUATES | {"load_best_model_at_end": True, "eval_steps": 0.3, "save_steps": 3},
         "save_steps=3 must be a multiple of eval_steps=0.3",
     ),
-    ({"eval_strategy": "steps", "per_device_eval_batch_size": 3}, "must hold whole groups of num_generations_eval=8"),
+    (EVALUATES | {"per_device_eval_batch_size": 3}, "must hold whole groups of num_generations_eval=8"),
     ({"eval_strategy": "sometimes"}, "eval_strategy must be one of no, steps, epoch; got 'sometimes'"),
     ({"optim": "adam_fast"}, "optim must be one of adamw_torch, "),
     ({"debug": "tpu"}, "debug must be some of underflow_overflow, tpu_metrics_debug; got tpu"),
@@ -153,16 +154,23 @@ def test_what_the_libraries_refuse_is_known_before(tmp_path, changes, words):
     (error,) = errors_of(**changes)
     assert words in error
     settings = {"output_dir": str(tmp_path), "bf16": False, "use_cpu": True} | RECIPE | changes
-    settings = {key: value for key, value in settings.items() if key not in ("dataset_name", "model_name_or_path")}
+    settings = {
+        key: value
+        for key, value in settings.items()
+        if key not in ("dataset_name", "model_name_or_path", "eval_split_size")
+    }
     with pytest.raises((ValueError, OSError, ImportError)):  # the last one where DeepSpeed is not installed
         METHODS["grpo"](**settings)
 
 
 def test_their_neighbours_are_legal():
     """The rules of the libraries refuse no more than the libraries do."""
-    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 40, "save_steps": 80}
+    best = EVALUATES | {"load_best_model_at_end": True, "eval_steps": 40, "save_steps": 80}
     assert errors_of(**best, eval_delay=1) == []
-    assert errors_of(eval_strategy="epoch", lr_scheduler_type="reduce_lr_on_plateau", save_steps=0.5) == []
+    assert (
+        errors_of(eval_strategy="epoch", eval_split_size=8, lr_scheduler_type="reduce_lr_on_plateau", save_steps=0.5)
+        == []
+    )
     assert errors_of(debug="underflow_overflow", pad_to_multiple_of="16", logging_steps="2") == []
     assert errors_of(dataloader_prefetch_factor=2, dataloader_num_workers=1, tf32=True) == []
 

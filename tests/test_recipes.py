@@ -195,7 +195,7 @@ def test_miniature_recipe_is_read_and_free_of_conflicts(name):
     step = recipe.step
     assert judge(recipe, launch) == ([], [])
     assert step.updates_per_generation == {"miniature/dars": 4, "miniature/dars_b": 2}.get(
-        name, 4 if "twin" in name else 1
+        name, 4 if "twin" in name or "quickstart" in name else 1
     )
     assert recipe.training.output_dir == f"outputs/{name}"
     assert f"--config recipes/{name}.yaml" in path.read_text()
