@@ -33,6 +33,7 @@ from .hub.tracking import tracked_run
 from .miniature.model import build_model
 from .miniature.tokenizer import build_tokenizer
 from .recipe import Recipe, read_recipe
+from .rollouts.guidance import check_guidance
 from .rollouts.lora import check_lora_targets
 from .rollouts.preemption import EXIT_CODE, check_no_jit_checkpoint, stop_on_signal
 from .rollouts.resume import check_complete, last_checkpoint
@@ -79,6 +80,8 @@ def main(argv: Sequence[str] | None = None):
     train_dataset, eval_dataset = load_training_data(recipe.data, tokenizer, training.chat_template_kwargs)
     check_number_of_prompts(len(train_dataset), training)
     if recipe.model.model_name_or_path.startswith(MINIATURE):
+        if recipe.run.method == "pacs":  # as the trainer does, before the warm start is made
+            check_guidance(training.guidance, hint.get("hint"), train_dataset)
         tokenizer = _make_warm_start(recipe)
 
     with (
