@@ -233,7 +233,8 @@ def drop_capabilities() -> None:
 def set_limits(cpu_seconds: float, memory_limit_mb: int, output_limit_mb: int, *, bound_processes: bool) -> None:
     """The kernel's limits of this process; of its user's processes only where no filter forbids to make some."""
     limits = {
-        resource.RLIMIT_CPU: -int(-cpu_seconds // 1),  # whole seconds; the watching process is more exact
+        # Whole seconds, counted in ticks of the clock. The watching process is exact, and decides.
+        resource.RLIMIT_CPU: 1 - int(-cpu_seconds // 1),
         resource.RLIMIT_AS: memory_limit_mb << 20,
         resource.RLIMIT_FSIZE: output_limit_mb << 20,
         resource.RLIMIT_NOFILE: MAX_OPEN_FILES,

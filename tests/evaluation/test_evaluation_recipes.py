@@ -20,7 +20,7 @@ def load(name):
 
 
 def test_all_recipes_are_tested():
-    assert {path.stem for path in RECIPES.glob("*.yaml")} == {"v1", "v1_math_500", "v2", "miniature"}
+    assert {path.stem for path in RECIPES.glob("*.yaml")} == {"v1", "v1_math_500", "v2", "miniature", "other_domains"}
 
 
 @pytest.mark.parametrize(

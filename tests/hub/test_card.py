@@ -20,6 +20,7 @@ from pacs_trl.evaluation.provenance import checkpoint_digest
 from pacs_trl.hub.model_card import CardInputs, build_card, license_of
 from pacs_trl.hub.push import push
 from pacs_trl.hub.readme import NOTHING, hand_written, with_our_part
+from pacs_trl.miniature import warm_start
 from pacs_trl.miniature.model import build_model
 
 
@@ -72,7 +73,7 @@ def trained(untrained, tmp_path_factory):
     sizes = "--per_device_train_batch_size 8 --num_generations 4 --max_completion_length 8 --max_steps 5 --disable_tqdm true"
     saves = "--save_strategy steps --save_steps 5 --save_total_limit 1"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "_resolve_model", lambda name: str(untrained))
+        patch.setattr(warm_start, "warm_start", lambda task: untrained)
         train.main(["--config", str(RECIPE), "--output_dir", str(directory), *sizes.split(), *saves.split()])
     return directory
 
@@ -113,7 +114,7 @@ def test_the_command_repeats_the_run_from_the_repository(trained, untrained, hub
     program, command, *argv = shlex.split(block((repository / "README.md").read_text(), "bash"))
     assert (program, command) == ("pacs-trl", "train")
     monkeypatch.chdir(repository)
-    monkeypatch.setattr(train, "_resolve_model", lambda name: str(untrained))
+    monkeypatch.setattr(warm_start, "warm_start", lambda task: untrained)
     again = train.main(argv)
     weights = Path(again.args.output_dir) / "model.safetensors"
     assert weights.read_bytes() == (trained / "model.safetensors").read_bytes()
