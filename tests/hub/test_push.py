@@ -461,12 +461,12 @@ def test_the_command_line(checkpoint, hub, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("answer", "code", "words"), [(503, 1, "failed 5 times, last with: "), (403, 2, "is refused: ")]
+    ("answer", "code", "words"), [(500, 1, "failed 5 times, last with: "), (403, 2, "is refused: ")]
 )
 def test_an_upload_that_fails_is_no_mistake_of_the_user(checkpoint, hub, monkeypatch, capsys, answer, code, words):
     monkeypatch.setattr("pacs_trl.hub.push.HfApi", lambda: HfApi(endpoint=hub.url, token="hf_x"))
     monkeypatch.setattr("pacs_trl.hub.push.time.sleep", lambda seconds: None)
-    hub.fail_next["preupload"] = [answer] * 5
+    hub.fail_next["preupload"] = [answer] * 99
     assert main(["--model", str(checkpoint), "--repo", REPO]) == code
     assert f"pacs-trl push: The upload to {REPO} {words}" in capsys.readouterr().err
 
