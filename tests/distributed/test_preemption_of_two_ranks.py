@@ -61,7 +61,7 @@ def test_both_ranks_stop_after_the_same_step(tmp_path):
 
     # torchrun sends the signal on to both ranks, at whatever moment of a step
     stopped = launch(tmp_path, "launcher", 1000)
-    second = re.search(r"after optimizer step (\d+) of 1000", stopped.stdout)
+    second = re.search(r"Stopped by SIGTERM after optimizer step (\d+) of 1000", stopped.stdout)
     assert second, stopped.stderr[-3000:]
     state = json.loads((Path(last_checkpoint(tmp_path / "run")) / "trainer_state.json").read_text())
     assert [log["step"] for log in state["log_history"] if "loss" in log] == list(range(1, int(second[1]) + 1))
