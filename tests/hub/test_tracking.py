@@ -175,7 +175,7 @@ def test_wandb_gets_the_timing_table(runs):
 
 def test_wandb_gets_the_resolved_recipe(runs):
     _, parts, _, recipe = runs
-    resumed = published(recipe) | {"resume_from_checkpoint": "last"}  # which the recipe beside the model does not repeat
+    resumed = published(recipe) | {"resume_from_checkpoint": "last"}  # not in the recipe beside the model
     assert wandb_config(parts[1])["recipe"] == resumed and recipe["model_name_or_path"].endswith("/model")
     first = wandb_config(parts[0])
     assert first["recipe"]["max_steps"] == 2 and first["recipe"]["dataset_name"] == "miniature/addition"
