@@ -63,10 +63,8 @@ def main(argv: Sequence[str] | None = None):
     check_no_jit_checkpoint(training)
     checkpoint = _checkpoint_to_resume(training.output_dir, training.resume_from_checkpoint)
     if _is_finished(training, checkpoint):
-        PartialState().print(
-            f"The run in {training.output_dir} is finished, and its model is written: nothing to do. Raise max_steps or "
-            "num_train_epochs to train longer."
-        )
+        done = f"The run in {training.output_dir} is finished, and its model is written: nothing to do."
+        PartialState().print(f"{done} Raise max_steps or num_train_epochs to train longer.")
         return None
     check_writable("output_dir", training.output_dir)
     get_reporting_integration_callbacks(training.report_to)  # refuses names that there are not

@@ -98,7 +98,16 @@ def evaluate(
             _write_grades(output_dir, benchmark, graded, args.n)
     if args.token_entropy_samples:
         _add_token_entropy(args, model, benchmarks, entries)
-    results = {
+    results = _results(args, model, verifier, entries, clock)
+    write_results(output_dir / "results.json", results)
+    return results
+
+
+def _results(
+    args: EvaluationArguments, model: dict, verifier: Verifier, entries: dict, clock: EngineClock
+) -> dict[str, Any]:
+    """What results.json holds."""
+    return {
         "schema_version": RESULTS_SCHEMA,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "method": args.method or model["name"].split("/")[-1],
@@ -115,8 +124,6 @@ def evaluate(
         "commit": provenance.source_commit(),
         "timing": clock.summary(),
     }
-    write_results(output_dir / "results.json", results)
-    return results
 
 
 def _with_warm_start(args: EvaluationArguments) -> EvaluationArguments:

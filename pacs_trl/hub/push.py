@@ -97,14 +97,9 @@ def push(
     kept = the_one_to_keep(ours, theirs, str(model_dir / README_FILE), repo_id)
     describe(model_dir, repo_id, kept, results=results, recipe=recipe)
     contents = published_contents(model_dir)
-    patiently(
-        lambda: api.create_commit(
-            repo_id,
-            [CommitOperationAdd(path_in_repo=name, path_or_fileobj=content) for name, content in contents.items()],
-            commit_message=commit_message or "Upload model, card, recipe and results",
-            revision=revision,
-        )
-    )
+    operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=data) for name, data in contents.items()]
+    title = commit_message or "Upload model, card, recipe and results"
+    patiently(lambda: api.create_commit(repo_id, operations, commit_message=title, revision=revision))
     return PushResult(str(url), list(contents), num_retries)
 
 
