@@ -9,200 +9,30 @@ optimizer. Generation is replaced by the recorded completions. Tokens per second
 """
 
 import argparse
-import collections
-import copy
 import json
 import platform
-import random
 import statistics
 import sys
-import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from datasets import Dataset
-from transformers import Qwen3Config, Qwen3ForCausalLM
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
-from pacs_trl import PACSConfig, PACSTrainer
-from pacs_trl.miniature.tokenizer import build_tokenizer
+from pacs_trl import PACSTrainer
+from pacs_trl.gpu_check.replay import Runner, Size, labels_of, matmul_rate, recorded_rollouts
+from pacs_trl.plan.cost import KNOWN_MODELS, ModelShape
 from pacs_trl.update.policy_update import PolicyUpdate
 from pacs_trl.update.scorer import Scorer
 from pacs_trl.update.step import row_lengths
 
 
-@dataclass
-class Size:
-    """A benchmark size. `completion_mean / completion_max` is 0.35; an optimizer step has `num_groups * 8` rows."""
-
-    config: dict
-    completion_max: int
-    rows_per_forward: int
-    num_groups: int
-    bf16: bool
-
-
 SIZES = {
-    "cpu": Size(
-        config=dict(hidden_size=256, intermediate_size=768, num_hidden_layers=6, num_attention_heads=4, head_dim=64)
-        | dict(num_key_value_heads=2, vocab_size=512, tie_word_embeddings=True),
-        completion_max=576,
-        rows_per_forward=8,
-        num_groups=4,
-        bf16=False,
-    ),
-    "gpu": Size(  # the published shape of Qwen3-1.7B
-        config=dict(hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16)
-        | dict(head_dim=128, num_key_value_heads=8, vocab_size=151936, tie_word_embeddings=True),
-        completion_max=8192,
-        rows_per_forward=8,
-        num_groups=4,
-        bf16=True,
-    ),
+    "cpu": Size(ModelShape(6, 256, 768, 4, 2, 64, 512, tied=True, qk_norm=True), 576, 8, 4, bf16=False),
+    "gpu": Size(KNOWN_MODELS["Qwen/Qwen3-1.7B"], 8192, 8, 4, bf16=True),
 }
-NUM_GENERATIONS = 8
-PROMPT_TOKENS = (16, 48)
-
-
-def recorded_rollouts(
-    size: Size,
-    num_groups: int,
-    seed: int = 0,
-    num_generations: int = NUM_GENERATIONS,
-    prompt_tokens: tuple[int, int] = PROMPT_TOKENS,
-) -> list[dict]:
-    """Random tokens with log-normal completion lengths, scaled so that mean / max is 0.35, behind prompts of so many tokens."""
-    generator = random.Random(seed)
-    raw = [generator.lognormvariate(0.0, 0.55) for _ in range(num_groups * num_generations)]
-    target = 0.35 * size.completion_max
-    scale = target / statistics.mean(raw)
-    lengths = [min(size.completion_max, max(8, round(scale * x))) for x in raw]
-    lengths[lengths.index(max(lengths))] = size.completion_max
-    vocabulary = range(3, min(size.config["vocab_size"], 255))
-    rows = []
-    for i, length in enumerate(lengths):
-        if i % num_generations == 0:
-            prompt = generator.choices(vocabulary, k=generator.randint(*prompt_tokens))
-        rows.append({"prompt_ids": prompt, "completion_ids": generator.choices(vocabulary, k=length)})
-    return rows
-
-
-def labels_of(num_groups: int, uniform_fraction: float, num_generations: int = NUM_GENERATIONS) -> list[float]:
-    """The first groups are of one class, the others half correct."""
-    num_uniform = round(uniform_fraction * num_groups)
-    mixed = [1.0, 0.0] * (num_generations // 2)
-    return [0.0] * (num_generations * num_uniform) + mixed * (num_groups - num_uniform)
-
-
-class Runner:
-    """A trainer that replays rollouts: `step()` runs one optimizer step and returns its seconds."""
-
-    def __init__(self, trainer_class, size: Size, rollouts: list[dict], labels: list[float], device: str, **settings):
-        torch.manual_seed(0)
-        model = Qwen3ForCausalLM(Qwen3Config(max_position_embeddings=16384, **size.config))
-        config_class = PACSConfig if issubclass(trainer_class, PACSTrainer) else GRPOConfig
-        defaults = dict(
-            per_device_train_batch_size=size.rows_per_forward,
-            num_generations=NUM_GENERATIONS,
-            max_completion_length=size.completion_max,
-            max_grad_norm=0.0,
-            learning_rate=1e-6,
-            bf16=size.bf16,
-            use_cpu=device == "cpu",
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-            gradient_checkpointing=False,
-        )
-        settings = defaults | settings
-        rows_per_slot = settings["per_device_train_batch_size"]
-        self.updates_per_generation = settings.pop("updates_per_generation", 1)
-        slots = len(rollouts) // rows_per_slot
-        settings["gradient_accumulation_steps"] = slots // self.updates_per_generation
-        settings["steps_per_generation"] = slots
-        self.rollouts = rollouts
-        self.batch = [{"prompt": "p", "label": label} for label in labels]
-        self.trainer = trainer_class(
-            model=model,
-            reward_funcs=lambda label, **kwargs: label,
-            args=config_class("outputs/benchmark", **settings),
-            train_dataset=Dataset.from_list([{"prompt": f"p{i}", "label": 0.0} for i in range(len(rollouts))]),
-            processing_class=build_tokenizer(),
-        )
-        self.trainer._generate = self._replay
-        self.trainer.reward_func_names = ["label"]
-        if settings["gradient_checkpointing"]:
-            model.gradient_checkpointing_enable()
-        self.trainer.create_optimizer()
-        self.model, self.optimizer = self.trainer.accelerator.prepare(model, self.trainer.optimizer)
-        self.trainer.model_wrapped, self.trainer.optimizer = self.model, self.optimizer
-        self.trainer.current_gradient_accumulation_steps = settings["gradient_accumulation_steps"]
-        self.device = device
-
-    def _replay(self, prompts):
-        prompt_ids = [r["prompt_ids"] for r in self.rollouts]
-        completion_ids = [r["completion_ids"] for r in self.rollouts]
-        logprobs = [[-1.0] * len(ids) for ids in completion_ids]  # as vLLM reports them, to both trainers
-        return prompt_ids, completion_ids, None, ["c"] * len(prompts), logprobs, {}, None, []
-
-    def step(self) -> float:
-        """Seconds per optimizer step, averaged over the updates of one generation."""
-        self._synchronize()
-        started = time.perf_counter()
-        for _ in range(self.updates_per_generation):
-            slots = self.trainer.current_gradient_accumulation_steps
-            for slot in range(slots):
-                self.trainer.accelerator.gradient_state._set_sync_gradients(slot == slots - 1)
-                self.trainer.training_step(self.model, copy.copy(self.batch), None)
-            self.optimizer.step()
-            self.model.zero_grad()
-        self._synchronize()
-        return (time.perf_counter() - started) / self.updates_per_generation
-
-    def _synchronize(self):
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-
-    def peak_memory(self) -> int:
-        """Bytes: on a GPU the allocator's peak during a step, on a CPU that of the tensors kept for backward passes."""
-        if self.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            self.step()
-            return torch.cuda.max_memory_allocated()
-        kept = KeptTensors()
-        with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda handle: handle.tensor):
-            self.step()
-        return kept.peak
-
-
-class KeptTensors:
-    """Counts the bytes that autograd keeps for backward passes, a shared storage once."""
-
-    def __init__(self):
-        self.users: collections.Counter[int] = collections.Counter()
-        self.total = self.peak = 0
-
-    def pack(self, tensor: torch.Tensor) -> "KeptTensor":
-        return KeptTensor(self, tensor)
-
-
-class KeptTensor:
-    def __init__(self, kept: KeptTensors, tensor: torch.Tensor):
-        self.kept, self.tensor = kept, tensor
-        storage = tensor.untyped_storage()
-        self.address, self.num_bytes = storage.data_ptr(), storage.nbytes()
-        kept.users[self.address] += 1
-        if kept.users[self.address] == 1:
-            kept.total += self.num_bytes
-            kept.peak = max(kept.peak, kept.total)
-
-    def __del__(self):
-        self.kept.users[self.address] -= 1
-        if self.kept.users[self.address] == 0:
-            self.kept.total -= self.num_bytes
 
 
 class Untrimmed(Scorer):
@@ -382,17 +212,7 @@ def group_memory(size: Size, device: str) -> list[dict]:
 def model_flop_utilization(rows: list[dict], size: Size, device: str) -> None:
     """Model FLOPs (6 per parameter and token of a text, attention left out) against the measured rate of a matrix product."""
     n, dtype = (8192, torch.bfloat16) if device == "cuda" else (2048, torch.float32)
-    a, seconds = torch.randn(n, n, device=device, dtype=dtype), []
-    for _ in range(5):
-        started = time.perf_counter()
-        for _ in range(4):
-            a @ a
-        if device == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
-    rate = 4 * 2 * n**3 / min(seconds)
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in Qwen3ForCausalLM(Qwen3Config(**size.config)).parameters())
+    rate, parameters = matmul_rate(device, n, dtype), size.shape.parameters
     print(f"\nMatrix product of {n}^3 in {dtype}: {rate / 1e12:.3g} TFLOP/s. Parameters: {parameters / 1e9:.3g}e9.\n")
     print("| part | variant | model FLOP utilization |\n|---|---|---|")
     for row in rows:

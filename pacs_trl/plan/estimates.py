@@ -239,23 +239,32 @@ class Estimate:
             split=layout == "split" or layout == "auto" and does_not_fit,
         )
 
-    def _time(self, optimizer_steps: int, mean_length: int) -> list[str]:
-        training, shape, gpus, gpu = self.training, self.shape, self.launch.num_processes, self.gpu
-        longest = training.max_completion_length
-        draws = [self.step.rows_per_generation, *(each.expected for each in self.additional.values())]
-        rollouts, rows = self.step.rollouts(optimizer_steps), draws[0]
+    def learning(self, mean_length: int) -> tuple[float, float, float]:
+        """FLOP and seconds of all that is learnt from a generation, and the forward passes that they are reckoned as."""
+        training, shape, gpu, prompt = self.training, self.shape, self.gpu, self._prompt
+        longest, rows = training.max_completion_length, self.step.rows_per_generation
         if "adaptive" in self.additional:  # the others take the places of rows
             rows += self.additional["adaptive"].expected
-        prompt = min(self.recipe.data.max_prompt_length or 256, 256)
         # GRPO is TRL's, which pads every row to the longest of the generation, and among so many one reaches the limit.
-        computed, attended, padding = prompt + longest, prompt + longest, ", padding included"
+        computed = attended = prompt + longest
         if self.recipe.run.method != "grpo":
-            computed, padding = prompt + mean_length, ""
+            computed = prompt + mean_length
             squares = prompt**2 + 2 * prompt * mean_length + cost.mean_square_length(mean_length, longest)
             attended = squares / computed
         passes = self._forward_passes()
         flops = passes * shape.forward_flops(rows * computed, attended)
-        learning = flops / (gpus * gpu.flops * gpu.training_share)
+        return flops, flops / (self.launch.num_processes * gpu.flops * gpu.training_share), passes
+
+    @property
+    def _prompt(self) -> int:
+        return min(self.recipe.data.max_prompt_length or 256, 256)
+
+    def _time(self, optimizer_steps: int, mean_length: int) -> list[str]:
+        training, shape, gpus, gpu = self.training, self.shape, self.launch.num_processes, self.gpu
+        longest, prompt = training.max_completion_length, self._prompt
+        draws = [self.step.rows_per_generation, *(each.expected for each in self.additional.values())]
+        rollouts, padding = self.step.rollouts(optimizer_steps), ", padding included" * (self.recipe.run.method == "grpo")
+        flops, learning, passes = self.learning(mean_length)
         generating, generation = 0.0, "not counted: it depends on the server"
         if not (training.use_vllm and training.vllm_mode == "server"):
             share = training.vllm_gpu_memory_utilization if training.use_vllm else 0.5

@@ -1,0 +1,240 @@
+"""Models with random weights in published shapes, and optimizer steps of real trainers on rollouts that were recorded before: nothing is
+downloaded, nothing generated. The benchmarks of the repository use the same.
+"""
+
+import collections
+import copy
+import random
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from trl import GRPOConfig
+
+from .. import PACSConfig, PACSTrainer
+from ..miniature.tokenizer import build_tokenizer
+from ..plan.cost import KNOWN_MODELS, ModelShape
+
+
+NUM_GENERATIONS = 8
+PROMPT_TOKENS = (16, 48)
+
+# Small enough for seconds, on a GPU and on two CPU cores.
+SMALL_MODELS = {
+    "small": ModelShape(8, 256, 768, 4, 2, 64, 512, tied=True, qk_norm=True),
+    "tiny": ModelShape(2, 64, 128, 2, 1, 32, 512, tied=True, qk_norm=True),
+}
+
+
+def shape_of(model: str) -> ModelShape:
+    """The shape of a published model by its Hub id (without its owner), or of a small one."""
+    return SMALL_MODELS.get(model) or KNOWN_MODELS[f"Qwen/{model}"]
+
+
+def config_of(shape: ModelShape, **more) -> Qwen3Config:
+    """The configuration of a Qwen3 model of a shape."""
+    return Qwen3Config(
+        num_hidden_layers=shape.num_layers,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocabulary,
+        tie_word_embeddings=shape.tied,
+        max_position_embeddings=16384,
+        **more,
+    )
+
+
+def build_model(shape: ModelShape, device: str, *, seed: int = 0, **more) -> Qwen3ForCausalLM:
+    """A float32 model with random weights, made where it is wanted; `more` goes to its configuration."""
+    torch.manual_seed(seed)
+    with torch.device(device):
+        return Qwen3ForCausalLM(config_of(shape, **more))
+
+
+@dataclass
+class Size:
+    """The size of a step. `completion_mean / completion_max` is 0.35; an optimizer step has `num_groups * 8` rows."""
+
+    shape: ModelShape
+    completion_max: int
+    rows_per_forward: int
+    num_groups: int
+    bf16: bool
+
+
+def recorded_rollouts(
+    size: Size,
+    num_groups: int,
+    seed: int = 0,
+    num_generations: int = NUM_GENERATIONS,
+    prompt_tokens: tuple[int, int] = PROMPT_TOKENS,
+) -> list[dict]:
+    """Random tokens with log-normal completion lengths, scaled so that mean / max is 0.35, behind prompts of so many tokens."""
+    generator = random.Random(seed)
+    raw = [generator.lognormvariate(0.0, 0.55) for _ in range(num_groups * num_generations)]
+    target = 0.35 * size.completion_max
+    scale = target / statistics.mean(raw)
+    lengths = [min(size.completion_max, max(8, round(scale * x))) for x in raw]
+    lengths[lengths.index(max(lengths))] = size.completion_max
+    vocabulary = range(3, min(size.shape.vocabulary, 255))
+    rows = []
+    for i, length in enumerate(lengths):
+        if i % num_generations == 0:
+            prompt = generator.choices(vocabulary, k=generator.randint(*prompt_tokens))
+        rows.append({"prompt_ids": prompt, "completion_ids": generator.choices(vocabulary, k=length)})
+    return rows
+
+
+def labels_of(num_groups: int, uniform_fraction: float, num_generations: int = NUM_GENERATIONS) -> list[float]:
+    """The first groups are of one class, the others half correct."""
+    num_uniform = round(uniform_fraction * num_groups)
+    mixed = [1.0, 0.0] * (num_generations // 2)
+    return [0.0] * (num_generations * num_uniform) + mixed * (num_groups - num_uniform)
+
+
+class Runner:
+    """A trainer that replays rollouts: `step()` runs one optimizer step and returns its seconds. `settings` go to its configuration."""
+
+    def __init__(
+        self,
+        trainer_class,
+        size: Size,
+        rollouts: list[dict],
+        labels: list[float],
+        device: str,
+        *,
+        output_dir: str | Path = "outputs/benchmark",
+        attention: str = "sdpa",
+        peft_config=None,
+        **settings,
+    ):
+        model = build_model(size.shape, device, attn_implementation=attention)
+        if peft_config is not None:
+            model.to(torch.bfloat16 if size.bf16 else torch.float32)
+        config_class = PACSConfig if issubclass(trainer_class, PACSTrainer) else GRPOConfig
+        defaults = dict(
+            per_device_train_batch_size=size.rows_per_forward,
+            num_generations=NUM_GENERATIONS,
+            max_completion_length=size.completion_max,
+            max_grad_norm=0.0,
+            learning_rate=1e-6,
+            bf16=size.bf16,
+            use_cpu=device == "cpu",
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            gradient_checkpointing=False,
+        )
+        settings = defaults | settings
+        rows_per_slot = settings["per_device_train_batch_size"]
+        self.updates_per_generation = settings.pop("updates_per_generation", 1)
+        slots = len(rollouts) // rows_per_slot
+        settings["gradient_accumulation_steps"] = slots // self.updates_per_generation
+        settings["steps_per_generation"] = slots
+        self.rollouts = rollouts
+        self.label(labels)
+        self.trainer = trainer_class(
+            model=model,
+            reward_funcs=lambda label, **kwargs: label,
+            args=config_class(str(output_dir), **settings),
+            train_dataset=Dataset.from_list([{"prompt": f"p{i}", "label": 0.0} for i in range(len(rollouts))]),
+            processing_class=build_tokenizer(),
+            peft_config=peft_config,
+        )
+        model = self.trainer.model
+        self.trainer._generate = self._replay
+        self.trainer.reward_func_names = ["label"]
+        if settings["gradient_checkpointing"]:
+            model.gradient_checkpointing_enable()
+        self.trainer.create_optimizer()
+        self.model, self.optimizer = self.trainer.accelerator.prepare(model, self.trainer.optimizer)
+        self.trainer.model_wrapped, self.trainer.optimizer = self.model, self.optimizer
+        self.trainer.current_gradient_accumulation_steps = settings["gradient_accumulation_steps"]
+        self.device = device
+
+    def label(self, labels: list[float]) -> None:
+        """What the next steps learn from the rollouts."""
+        self.batch = [{"prompt": "p", "label": label} for label in labels]
+
+    def _replay(self, prompts):
+        prompt_ids = [r["prompt_ids"] for r in self.rollouts]
+        completion_ids = [r["completion_ids"] for r in self.rollouts]
+        logprobs = [[-1.0] * len(ids) for ids in completion_ids]  # as vLLM reports them, to both trainers
+        return prompt_ids, completion_ids, None, ["c"] * len(prompts), logprobs, {}, None, []
+
+    def step(self) -> float:
+        """Seconds per optimizer step, averaged over the updates of one generation."""
+        self._synchronize()
+        started = time.perf_counter()
+        for _ in range(self.updates_per_generation):
+            slots = self.trainer.current_gradient_accumulation_steps
+            for slot in range(slots):
+                self.trainer.accelerator.gradient_state._set_sync_gradients(slot == slots - 1)
+                self.trainer.training_step(self.model, copy.copy(self.batch), None)
+            self.optimizer.step()
+            self.model.zero_grad()
+        self._synchronize()
+        return (time.perf_counter() - started) / self.updates_per_generation
+
+    def _synchronize(self):
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def peak_memory(self) -> int:
+        """Bytes: on a GPU the allocator's peak during a step, on a CPU that of the tensors kept for backward passes."""
+        if self.device == "cuda":
+            self.step()  # makes the optimizer's moments, behind the backward pass
+            torch.cuda.reset_peak_memory_stats()
+            self.step()
+            return torch.cuda.max_memory_allocated()
+        kept = KeptTensors()
+        with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda handle: handle.tensor):
+            self.step()
+        return kept.peak
+
+
+class KeptTensors:
+    """Counts the bytes that autograd keeps for backward passes, a shared storage once."""
+
+    def __init__(self):
+        self.users: collections.Counter[int] = collections.Counter()
+        self.total = self.peak = 0
+
+    def pack(self, tensor: torch.Tensor) -> "KeptTensor":
+        return KeptTensor(self, tensor)
+
+
+class KeptTensor:
+    def __init__(self, kept: KeptTensors, tensor: torch.Tensor):
+        self.kept, self.tensor = kept, tensor
+        storage = tensor.untyped_storage()
+        self.address, self.num_bytes = storage.data_ptr(), storage.nbytes()
+        kept.users[self.address] += 1
+        if kept.users[self.address] == 1:
+            kept.total += self.num_bytes
+            kept.peak = max(kept.peak, kept.total)
+
+    def __del__(self):
+        self.kept.users[self.address] -= 1
+        if self.kept.users[self.address] == 0:
+            self.kept.total -= self.num_bytes
+
+
+def matmul_rate(device: str, n: int, dtype: torch.dtype) -> float:
+    """FLOP/s of the product of two square matrices of size `n`, the best of a few tries."""
+    a, seconds = torch.randn(n, n, device=device, dtype=dtype), []
+    for _ in range(5):
+        started = time.perf_counter()
+        for _ in range(4):
+            a @ a
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return 4 * 2 * n**3 / min(seconds)
