@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from trl import GRPOConfig
 
-from .objective import ClassWeighting, Proxy, ScoreEstimator
+from .objective import ClassWeighting, LabelNoise, Proxy, ScoreEstimator
 from .redaction import PublishedArguments
 from .rollouts.draw_settings import additional, draw_errors
 from .rollouts.step_sizes import Step, step_errors
@@ -31,6 +31,9 @@ SHAPES_ONLY_GRPO = {
     **OF_OTHER_LOSSES,
     "router_aux_loss_coef": "PACS does not add the router's auxiliary loss; 0.0 trains a mixture of experts without it",
 }
+
+# Keys of `label_noise`.
+NOISE = ("false_positive", "false_negative")
 
 
 @with_help
@@ -66,6 +69,9 @@ class PACSConfig(PublishedArguments, GRPOConfig):
         actor_term_coef (`float`, *optional*, defaults to `0.0`):
             Weight of the actor term of eq. 5. The authors' code has none. 1.0 is the weight in eq. 5, but the term here
             is centered in the group and carries the class weights, and eq. 5 has neither.
+        label_noise (`dict`, *optional*):
+            `{false_positive: a, false_negative: b}`: how often the verifier calls a wrong completion right, and a right one
+            wrong. The label `v` becomes `(v - a) / (1 - a - b)`, whose expectation is the truth; `pacs-trl audit` estimates both.
 
         > Parameters that control the reference policy
 
@@ -139,6 +145,7 @@ class PACSConfig(PublishedArguments, GRPOConfig):
     class_weighting: ClassWeighting = "balanced"
     proxy: Proxy = "log_ratio"
     actor_term_coef: float = 0.0
+    label_noise: dict[str, float] | None = None
     reference: Literal["rollout", "snapshot"] = "rollout"
     reference_reset_steps: int | None = None
     reset_optimizer_on_reference_reset: bool = False
@@ -188,8 +195,14 @@ class PACSConfig(PublishedArguments, GRPOConfig):
             *_reference_errors(given),
             *_later_update_errors(given, step),
             *_micro_batch_errors(given),
+            *_label_noise_errors(given),
             *draw_errors(given, step),
         ]
+
+    @property
+    def noise(self) -> LabelNoise:
+        """`label_noise` as [`objective.class_weights`] takes it."""
+        return tuple(float((self.label_noise or {}).get(name, 0.0)) for name in NOISE)  # type: ignore[return-value]
 
     @property
     def draws_again(self) -> bool:
@@ -260,3 +273,32 @@ def _micro_batch_errors(given: Any) -> list[str]:
         "tokens, and the prompt comes on top. Raise it to the longest prompt plus max_completion_length, or lower "
         "max_completion_length."
     ]
+
+
+def _label_noise_errors(given: Any) -> list[str]:
+    noise, example = given.label_noise, "Write label_noise: {false_positive: 0.02, false_negative: 0.1}."
+    if noise is None:
+        return []
+    rates = [noise.get(name, 0.0) for name in NOISE]
+    if not noise or set(noise) - set(NOISE):
+        return [
+            f"label_noise={noise!r} must have the keys false_positive and false_negative, and no others. {example}"
+        ]
+    if not all(isinstance(r, int | float) and not isinstance(r, bool) and 0 <= r < 1 for r in rates):
+        return [
+            f"label_noise={noise!r} must have rates of at least 0 and below 1: shares of wrong verdicts. {example}"
+        ]
+    if sum(rates) >= 1:
+        return [
+            f"label_noise={noise!r}: the rates sum to {sum(rates):g}, and must sum to less than 1. At 1 a verdict says nothing "
+            "about the truth, and above it the opposite. Mend the verifier."
+        ]
+    errors = []
+    if not any(rates):
+        errors.append(f"label_noise={noise!r} would be ignored: it says that no verdict is wrong. Remove the key.")
+    if given.guidance is not None:
+        errors.append(
+            f"label_noise makes no sense with guidance={given.guidance!r}: guided completions are kept where their verdict is right, "
+            "so wrong verdicts among them do not average out. Remove one of them."
+        )
+    return errors

@@ -66,6 +66,7 @@ class PACSTrainer(RedrawingTrainer[PACSConfig]):
 
     _own_shared_settings = (
         *("pacs_beta", "score_estimator", "first_update_score", "class_weighting", "proxy", "actor_term_coef"),
+        "label_noise",
         *("reference", "reference_reset_steps", "reset_optimizer_on_reference_reset"),
         *RedrawingTrainer._own_shared_settings,
     )
@@ -136,6 +137,7 @@ class PACSTrainer(RedrawingTrainer[PACSConfig]):
                 args.actor_term_coef,
                 kl_coef=args.beta,
                 guided_weight=args.guided_weight,
+                label_noise=args.noise,
             ),
             limits=Limits(
                 self.accelerator.num_processes,

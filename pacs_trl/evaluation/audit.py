@@ -6,6 +6,8 @@ A score is a claim about a grader as much as about a model. This command takes s
 `log_completions` writes, the sample files of `pacs-trl evaluate` together with `--benchmark`, or any JSON lines or Parquet
 file), grades each completion with the authors' protocol, with TRL's `accuracy_reward` and by comparing the text of the last
 box, and prints the verdicts side by side. Golds so small that a grader takes 0.0 for them are named. It changes nothing.
+Where the truth is known, from a column of labels by hand (--true_column) or a protocol that is taken for it (--truth), it says how
+often the others err, as the setting `label_noise` of PACS wants it.
 With --programs it runs the reference solutions of a set of programming problems instead (`audit_programs.py`).
 """
 
@@ -21,6 +23,7 @@ from ..rewards import completion_text
 from ..settings.command_line import Parser
 from ..verification import MAX_CHARACTERS, Outcome, VerificationArguments, gold_texts, last_boxed
 from .audit_programs import audit_programs
+from .pass_at_k import pass_interval
 
 
 PROTOCOLS = ("authors", "trl", "text")
@@ -36,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--completion_column", default="completion", help="text, messages, or a list of completions")
     parser.add_argument("--solution_column", default="solution", help="gold answer")
+    truth = parser.add_mutually_exclusive_group()
+    truth.add_argument("--true_column", help="labels by hand: 1 or true, 0 or false; null where nobody has judged")
+    truth.add_argument("--truth", choices=PROTOCOLS, help="the protocol that is declared true")
     parser.add_argument("--benchmark", help="take the gold answers of this benchmark, by the row's `problem` id")
     parser.add_argument("--protocols", nargs="+", choices=PROTOCOLS, default=list(PROTOCOLS))
     parser.add_argument("--num_workers", type=int, help="grading processes (default: one per processor)")
@@ -46,19 +52,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.programs:
         return audit_programs(args)
 
-    texts, golds = read_completions(args)
-    graded = {protocol: grade_with_zeros(texts, golds, protocol, args.num_workers) for protocol in args.protocols}
+    texts, golds, truths = read_completions(args)
+    protocols = list(dict.fromkeys([*args.protocols, *([args.truth] if args.truth else [])]))
+    graded = {protocol: grade_with_zeros(texts, golds, protocol, args.num_workers) for protocol in protocols}
     verdicts = {protocol: outcomes for protocol, (outcomes, _) in graded.items()}
     print(f"{len(texts)} completions of {args.completions}\n")
     print_outcomes(verdicts)
     print_tiny_golds({protocol: tiny for protocol, (_, tiny) in graded.items() if protocol != "text"})
-    for first, second in combinations(args.protocols, 2):
+    for first, second in combinations(protocols, 2):
         print_disagreements(first, second, verdicts, texts, golds, args.examples)
+    if args.truth:
+        truths = [outcome.label for outcome in verdicts.pop(args.truth)]
+    if args.truth or args.true_column:
+        for protocol, outcomes in verdicts.items():
+            print_noise(protocol, args.truth or args.true_column, [outcome.label for outcome in outcomes], truths)
     return 0
 
 
-def read_completions(args: argparse.Namespace) -> tuple[list[str | None], list[Any]]:
-    """Completion texts and gold answers, groups unrolled."""
+def read_completions(args: argparse.Namespace) -> tuple[list[str | None], list[Any], list[float | None]]:
+    """Completion texts, gold answers and labels by hand, groups unrolled."""
     rows = read_rows(Path(args.completions))
     columns = sorted({column for row in rows for column in row})
     rows = [row for row in rows if args.completion_column in row]  # a sample file begins with a line of settings
@@ -68,14 +80,35 @@ def read_completions(args: argparse.Namespace) -> tuple[list[str | None], list[A
             f"{', '.join(columns)}."
         )
     gold_of = _gold_lookup(args, columns)
-    texts, golds = [], []
+    if args.true_column and args.true_column not in columns:
+        raise ValueError(
+            f"`--true_column` {args.true_column!r} is not a column of {args.completions}. Columns found: {', '.join(columns)}."
+        )
+    texts, golds, truths = [], [], []
     for row in rows:
         value = row[args.completion_column]
         is_group = isinstance(value, list) and not (value and isinstance(value[0], dict))
-        for completion in value if is_group else [value]:
+        completions = value if is_group else [value]
+        by_hand = row.get(args.true_column) if args.true_column else None
+        by_hand = by_hand if isinstance(by_hand, list) else [by_hand] * len(completions)
+        if len(by_hand) != len(completions):
+            raise ValueError(
+                f"`--true_column`: {len(by_hand)} labels stand beside {len(completions)} completions in a row."
+            )
+        for completion, label in zip(completions, by_hand, strict=True):
             texts.append(completion_text(completion))
             golds.append(gold_of(row))
-    return texts, golds
+            truths.append(_label_by_hand(label))
+    return texts, golds, truths
+
+
+def _label_by_hand(value: Any) -> float | None:
+    if value is None or value != value:  # pandas makes NaN of null
+        return None
+    label = {"1": 1.0, "1.0": 1.0, "true": 1.0, "0": 0.0, "0.0": 0.0, "false": 0.0}.get(str(value).lower())
+    if label is None:
+        raise ValueError(f"`--true_column`: a label must be 1 or true, 0 or false, or null, got {value!r}.")
+    return label
 
 
 def _gold_lookup(args: argparse.Namespace, columns: list[str]):
@@ -175,3 +208,25 @@ def print_disagreements(
         print(f"  row {index}: {first} {one.name.lower()}, {second} {other.name.lower()}")
         print(f"    gold       {str(golds[index])[:200]!r}")
         print(f"    completion ...{(texts[index] or '')[-200:]!r}")
+
+
+def print_noise(protocol: str, truth: str, labels: Sequence[float | None], truths: Sequence[float | None]) -> None:
+    """How often a protocol errs, among the completions that it and the truth both judge."""
+    pairs = [(label, true) for label, true in zip(labels, truths, strict=True) if None not in (label, true)]
+    print(f"\n{protocol} against {truth}, {len(pairs)} completions that both judge")
+    rates = {}
+    for name, true, word in (("false_positive", 0.0, "wrong"), ("false_negative", 1.0, "right")):
+        errors = [float(label != true) for label, of_truth in pairs if of_truth == true]
+        if not errors:
+            print(f"  {name} is not known: no completion is {word}")
+            continue
+        found = pass_interval(errors)
+        rates[name] = found.mean
+        print(
+            f"  {name} {found.mean:.4f} (95 % interval {found.lower:.4f} to {found.upper:.4f}): {sum(errors):.0f} of "
+            f"{len(errors)} {word} ones"
+        )
+    if len(rates) == 2 and sum(rates.values()) < 1:
+        print(f"  label_noise: {{{', '.join(f'{name}: {rate:.4g}' for name, rate in rates.items())}}}")
+    elif len(rates) == 2:
+        print("  no label_noise can mend this: the verdicts say nothing about the truth, or the opposite")

@@ -29,6 +29,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..objective import (
     ClassWeighting,
+    LabelNoise,
     Proxy,
     ScoreEstimator,
     actor_coefficients,
@@ -49,7 +50,7 @@ from .token_weights import TokenValues, TokenWeights
 
 class Objective(NamedTuple):
     """The numbers of the objective: those of `objective.py`, and the weights of the actor term, of the KL term (`beta`) and of the
-    coefficients of guided rows."""
+    coefficients of guided rows, and how often verdicts are wrong."""
 
     pacs_beta: float = 1.0
     proxy: Proxy = "log_ratio"
@@ -58,11 +59,15 @@ class Objective(NamedTuple):
     actor_term_coef: float = 0.0
     kl_coef: float = 0.0
     guided_weight: float = 1.0
+    label_noise: LabelNoise = (0.0, 0.0)
+
+    @property
+    def _weights(self) -> dict:
+        return {"class_weighting": self.class_weighting, "label_noise": self.label_noise}
 
     def loss(self, groups: Groups, proxies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss without the KL term, and scores."""
-        kinds = {"score_estimator": self.score_estimator, "class_weighting": self.class_weighting}
-        return groups.apply(loss_from_proxies, proxies, **kinds)
+        return groups.apply(loss_from_proxies, proxies, score_estimator=self.score_estimator, **self._weights)
 
     def coefficients(self, groups: Groups, proxies: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
         """Derivatives of the loss with respect to the log-probability of any counted token of each row, float32
@@ -70,11 +75,11 @@ class Objective(NamedTuple):
         slope = torch.full_like(proxies, self.pacs_beta)
         if self.proxy == "mean_logp":
             slope /= num_tokens.clamp(min=1)
-        kinds = {"score_estimator": self.score_estimator, "class_weighting": self.class_weighting}
-        found = slope * groups.apply(proxy_coefficients, proxies, **kinds)
+        kinds = {"score_estimator": self.score_estimator}
+        found = slope * groups.apply(proxy_coefficients, proxies, **kinds, **self._weights)
         if self.actor_term_coef:
-            scores = groups.apply(group_scores, proxies, score_estimator=self.score_estimator)
-            actor = groups.apply(actor_coefficients, scores, class_weighting=self.class_weighting)
+            scores = groups.apply(group_scores, proxies, **kinds)
+            actor = groups.apply(actor_coefficients, scores, **self._weights)
             found = found + self.actor_term_coef * actor
         return found
 

@@ -158,3 +158,30 @@ class TestPrograms:
             main(["--programs", "codes"])
         with pytest.raises(ValueError, match="`--max_problems` must be at least 1, got 0"):
             main(["--programs", str(file), "--max_problems", "0"])
+
+
+def test_how_often_a_grader_errs(tmp_path, capsys):
+    """By labels from hand, null where nobody has judged, and by another protocol."""
+    truths = [1, "true", False, 0.0, None]  # 7 in a box beside a gold of 7 is called wrong by hand
+    file = tmp_path / "completions.jsonl"
+    file.write_text("".join(json.dumps(row | {"by_hand": t}) + "\n" for row, t in zip(ROWS, truths)))
+    common = ["--completions", str(file), "--num-workers", "1", "--examples", "0"]
+    main([*common, "--protocols", "authors", "text", "--true-column", "by_hand"])
+    output = capsys.readouterr().out
+    assert "authors against by_hand, 4 completions that both judge\n  false_positive 0.5000 (95 % interval" in output
+    assert "1 of 2 wrong ones\n  false_negative 0.0000" in output
+    assert "label_noise: {false_positive: 0.5, false_negative: 0}" in output
+    assert "2 of 2 right ones\n  no label_noise can mend this" in output  # the text comparison misses both
+    main([*common, "--protocols", "authors", "--truth", "text"])
+    output = capsys.readouterr().out
+    assert "authors against text, 5 completions" in output and "2 of 3 wrong ones" in output
+    with pytest.raises(ValueError, match="'hand' is not a column of .* by_hand, completion, solution"):
+        main([*common, "--true-column", "hand"])
+    with pytest.raises(ValueError, match="a label must be 1 or true, 0 or false, or null, got '0.5'"):
+        main(["--completions", _with_label(tmp_path, "0.5"), "--true-column", "by_hand"])
+
+
+def _with_label(tmp_path, label) -> str:
+    file = tmp_path / "one.jsonl"
+    file.write_text(json.dumps(ROWS[0] | {"by_hand": label}))
+    return str(file)
