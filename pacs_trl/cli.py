@@ -22,7 +22,7 @@ COMMANDS = {
         "pacs_trl.train",
         "train from a recipe, on one process (for several: accelerate launch -m pacs_trl.train)",
     ),
-    "evaluate": ("pacs_trl.evaluation.evaluate", "sample, grade and count: pass@k of a model on benchmarks"),
+    "evaluate": ("pacs_trl.evaluate", "sample, grade and count: pass@k of a model on benchmarks"),
     "audit": (
         "pacs_trl.evaluation.audit",
         "grade a file of completions with several protocols and show where they disagree",

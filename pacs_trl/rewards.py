@@ -8,14 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .settings.command_line import FailedRun
-from .verification import Outcome, last_boxed, shared_arguments, shared_code_verifier, shared_verifier
-
-
-def completion_text(completion: Any) -> str | None:
-    """Text of a completion, plain (`str`) or conversational (content of its last message); `None` for anything else."""
-    if isinstance(completion, list) and completion and isinstance(completion[-1], dict):
-        completion = completion[-1].get("content")
-    return completion if isinstance(completion, str) else None
+from .verification import Outcome, completion_text, last_boxed, shared_arguments, shared_code_verifier, shared_verifier
 
 
 def math_reward(

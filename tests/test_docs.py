@@ -143,7 +143,7 @@ def check_module(monkeypatch, name: str, arguments: list[str], num_processes: in
             num_processes = launch.num_processes
         recipe, conflicts = check_recipe(own.config, own.overrides, num_processes)
         assert recipe is not None and not conflicts, conflicts
-    elif name == "pacs_trl.evaluation.evaluate":
+    elif name == "pacs_trl.evaluate":
         from pacs_trl.evaluation.arguments import read_evaluation
 
         try:

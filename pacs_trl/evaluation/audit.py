@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from ..data.sets import read_rows
-from ..rewards import completion_text
 from ..settings.command_line import Parser
-from ..verification import MAX_CHARACTERS, Outcome, VerificationArguments, gold_texts, last_boxed
+from ..verification import MAX_CHARACTERS, Outcome, VerificationArguments, completion_text, gold_texts, last_boxed
 from .audit_programs import audit_programs
 from .pass_at_k import pass_interval
 

@@ -1,4 +1,4 @@
-"""`pacs-trl evaluate`: a checkpoint in, results.json out.
+"""A checkpoint in, results.json out.
 
 Samples go to `OUTPUT_DIR/samples/BENCHMARK.jsonl` as they are drawn, grades to `OUTPUT_DIR/grades/BENCHMARK.json`, counts
 and pass@k to `OUTPUT_DIR/results.json`. Running the same command again draws only what is missing; raising `n` draws only
@@ -9,20 +9,17 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from ..data import instruction_for
-from ..data.sets import MINIATURE
-from ..data.tasks import check_task
-from ..settings.optional import require_vllm_for_evaluation
 from ..verification import Outcome, Verifier
 from ..verification.code import CodeVerifier
 from . import provenance
-from .arguments import EvaluationArguments, read_evaluation
+from .arguments import EvaluationArguments
 from .benchmarks import LoadedBenchmark, load_benchmark
 from .clock import EngineClock
 from .engines import TransformersEngine, engine_facts, identify_model, start_engine
@@ -62,7 +59,6 @@ def evaluate(
     code_verifier = code_verifier or CodeVerifier()
     if any(benchmark.is_code for benchmark in benchmarks):
         code_verifier.start()  # refused now, not after sampling
-    args = _with_warm_start(args)
     model = identify_model(args)
     output_dir = Path(args.output_dir)
     entries: dict[str, Any] = {}
@@ -126,18 +122,6 @@ def _results(
     }
 
 
-def _with_warm_start(args: EvaluationArguments) -> EvaluationArguments:
-    """`miniature/<task>` is the checkpoint that training starts from under this name."""
-    if not args.model.startswith(MINIATURE) or args.engine == "server":
-        return args
-    check_task(args.model.removeprefix(MINIATURE).partition("/")[0])
-    if args.engine == "vllm":
-        require_vllm_for_evaluation()
-    from ..miniature.warm_start import warm_start
-
-    return replace(args, model=str(warm_start(args.model.removeprefix(MINIATURE))), method=args.method or "warm start")
-
-
 def load_benchmarks(args: EvaluationArguments) -> list[LoadedBenchmark]:
     """The benchmarks named by the arguments, each name once."""
     columns = {"problem_column": args.problem_column, "solution_column": args.solution_column}
@@ -186,24 +170,6 @@ def protocol(args: EvaluationArguments, verifier: Verifier) -> dict[str, Any]:
         "cpu_seconds": verifier.cpu_seconds,
     }
     return {"sampling": asdict(args.sampling), "prompt": _prompt_facts(args), "verifier": grader}
-
-
-def main(argv: Sequence[str]) -> int:
-    """Command line; prints the table of pass@k and where the results are."""
-    args, verification = read_evaluation(argv)
-    with verification.build() as verifier, closing(verification.build_code()) as code_verifier:
-        share = verification.verification_max_failure_share
-        results = evaluate(args, verifier, code_verifier, max_failure_share=share)
-    for entry in results["benchmarks"].values():
-        line = "  ".join(
-            f"pass@{k} {100 * v['value']:.2f} [{100 * v['lower']:.2f}, {100 * v['upper']:.2f}]"
-            for k, v in entry["pass_at_k"].items()
-        )
-        print(f"{entry['title']}: {line}")
-        if "programs" in entry:
-            print(f"  programs ran with {entry['programs']['confinement']}")
-    print(f"results: {Path(args.output_dir) / 'results.json'}")
-    return 0
 
 
 def _check_failures(benchmark: LoadedBenchmark, outcomes: Mapping[str, int], max_share: float) -> None:

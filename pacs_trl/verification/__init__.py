@@ -61,6 +61,13 @@ class Grade(NamedTuple):
     seconds: float
 
 
+def completion_text(completion: Any) -> str | None:
+    """Text of a completion, plain (`str`) or conversational (content of its last message); `None` for anything else."""
+    if isinstance(completion, list) and completion and isinstance(completion[-1], dict):
+        completion = completion[-1].get("content")
+    return completion if isinstance(completion, str) else None
+
+
 def gold_texts(gold: Any) -> tuple[str, ...]:
     """The alternative gold answers in one cell of a `solution` column, as texts: of a text, a number, or a list of
     these (any of which is right), without the missing ones (`None`, NaN, blank); empty when there is no gold at all.

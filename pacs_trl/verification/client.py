@@ -6,6 +6,7 @@ Standard library only: the trainer, the pool and its workers all import this.
 import json
 import os
 import pickle
+import shutil
 import socket
 import struct
 import subprocess
@@ -41,7 +42,7 @@ class PoolProcess:
         theirs.close()
         self.pid = process.pid
         # Runs when the verifier is forgotten or the interpreter ends, unless it has been called before.
-        self.end = weakref.finalize(self, _end_process, process, self.connection, self.owner)
+        self.end = weakref.finalize(self, end_process, process, self.connection, self.owner)
 
     def ask(self, items: list) -> list[tuple[int, float]]:
         """
@@ -59,7 +60,8 @@ class PoolProcess:
         return answer
 
 
-def _end_process(process: subprocess.Popen, connection: socket.socket, owner: int) -> None:
+def end_process(process: subprocess.Popen, connection: socket.socket, owner: int, folder: str | None = None) -> None:
+    """End a process that ends when the connection does, and remove the folder it had."""
     connection.close()
     if os.getpid() != owner:  # a forked copy: the process is somebody else's
         return
@@ -68,6 +70,8 @@ def _end_process(process: subprocess.Popen, connection: socket.socket, owner: in
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def send(connection: socket.socket, message: Any) -> None:

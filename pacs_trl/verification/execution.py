@@ -3,7 +3,6 @@
 import fcntl
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import Outcome
+from .client import end_process
 from .confinement import LAYERS
 
 
@@ -99,7 +99,7 @@ class LocalWorker:
         theirs.close()
         self.pid, self.folder = process.pid, folder
         # Runs when the worker is forgotten or the interpreter ends, unless it has been called before.
-        self.end = weakref.finalize(self, _end_worker, process, self.connection, folder, os.getpid())
+        self.end = weakref.finalize(self, end_process, process, self.connection, os.getpid(), folder)
         self.report: dict[str, Any] | None = None
 
     def run(self, program: str, text: str, writable: bool) -> Execution:
@@ -162,18 +162,6 @@ def _outcome(code: int, limit: str | None) -> Outcome | None:
     if limit is not None:
         return Outcome.TIMEOUT if limit == "timeout" else Outcome.KILLED
     return None if code == 0 else Outcome.KILLED if code < 0 else Outcome.ERROR
-
-
-def _end_worker(process: subprocess.Popen, connection: socket.socket, folder: str, owner: int) -> None:
-    connection.close()
-    if os.getpid() != owner:  # a forked copy: the process is somebody else's
-        return
-    try:
-        process.wait(timeout=5.0)  # it ends when the connection closes
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 class SandboxFusion:
