@@ -79,6 +79,7 @@ def build_card(name: str, inputs: CardInputs) -> ModelCard:
     training = published(inputs.training or {})
     given = inputs.recipe or (inputs.training or {}).get("settings", {})
     settings = published(given)
+    settings |= {key: training[key] for key in ("dataset_name",) if key in training}  # as `create_model_card` was told
     title = one_line(name.split("/")[-1])
     start = settings.get("model_name_or_path")
     base_model = start if is_hub_id(start) else None

@@ -76,7 +76,7 @@ class PublishedTrainer(ResumableTrainer):
             model_name (`str`, *optional*):
                 Title, if the model has no repository.
             dataset_name (`str`, *optional*):
-                What the data set is called on the Hub, where the trainer cannot know it.
+                What the data set is called on the Hub, in place of what recipe or data say.
             tags (`str` or `list[str]`, *optional*):
                 Further tags of the model page.
         """
@@ -139,6 +139,8 @@ class PublishedTrainer(ResumableTrainer):
         facts = training_facts(self.accelerator.num_processes) | {"paper": self._paper, "example": self._example}
         facts["distributed"] = self.accelerator.distributed_type.value
         facts["tags"] = sorted({*(self.model.model_tags or ()), *self._said.get("tags", ())})
+        if "dataset_name" in self._said:
+            facts["dataset_name"] = self._said["dataset_name"]
         if self.recipe is None:
             facts["settings"] = without_secrets(self._settings())
         else:
@@ -174,7 +176,7 @@ class PublishedTrainer(ResumableTrainer):
         settings = {
             "method": self._name.lower(),
             "model_name_or_path": str(Path(model).resolve()) if model and Path(model).is_dir() else model or None,
-            "dataset_name": self._said.get("dataset_name") or next((match[1] for match in loaded if match), None),
+            "dataset_name": next((match[1] for match in loaded if match), None),
             "reward_funcs": self.reward_func_names,
         }
         for field in fields(self.args):

@@ -260,6 +260,7 @@ def test_a_trainer_pushes_what_the_command_line_pushes(trainer, hub, monkeypatch
         "Trained with 1 process on",
         "training.png",
         "base_model: Qwen/Qwen3-8B",
+        "- org/named",
         "- sums",
     ):
         assert fact in card
