@@ -43,20 +43,15 @@ class Untrimmed(Scorer):
         self.longest = (0, 0)
 
     def _padded(self, prompts, completions):
-        inputs, labels, of_completions = super()._padded(prompts, completions)
+        inputs, places = super()._padded(prompts, completions)
         left = self.longest[0] - max(map(len, prompts))
         right = self.longest[1] - max(map(len, completions))
-
-        def wider(values, fill):
-            return F.pad(values, (left, right), value=fill)
-
-        ids, mask = wider(inputs["input_ids"], self.pad_token_id), wider(inputs["attention_mask"], 0)
-        narrower = slice(left, left + labels.shape[1] - 1)
-        return (
-            {"input_ids": ids, "attention_mask": mask},
-            wider(labels, -100),
-            lambda values: of_completions(values[:, narrower]),
-        )
+        width = inputs["input_ids"].shape[1]
+        wider = {
+            name: F.pad(inputs[name], (left, right), value=fill)
+            for name, fill in (("input_ids", self.pad_token_id), ("attention_mask", 0))
+        }
+        return wider, places + left + places // width * (left + right)
 
 
 class AblatedUpdate(PolicyUpdate):

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from peft import PeftModel
 from torch.nn.utils.rnn import pad_sequence
 from trl.trainer.utils import add_fused_lm_head
@@ -30,7 +29,7 @@ class Scores(NamedTuple):
         return pad_sequence(self.logps, batch_first=True), pad_sequence(self.entropies, batch_first=True)
 
 
-# Takes, of values `(B, N)` for the tokens after the first of each row that a model was given, those of completion tokens.
+# Splits values of all completion tokens, `(1, M)` in the order of the rows, into those of each row.
 OfCompletions = Callable[[torch.Tensor], list[torch.Tensor]]
 
 
@@ -64,6 +63,7 @@ class Scorer:
         prompt_learning = isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
         base = model.get_base_model() if isinstance(model, PeftModel) else model
         self.config = base.config
+        self.backbone = base.base_model  # all but the head
         self.packing = packing_backend(base) if padding_free != "never" and not prompt_learning else None
         self.device = device
         self.pad_token_id = pad_token_id
@@ -101,51 +101,41 @@ class Scorer:
         """What a model with one output per token says one position before each completion token, of each row float32
         `(C,)`. Arguments as of [`Scorer.score`]."""
         outputs, of_completions = self.forward(model, prompt_ids, completion_ids, use_cache=False)
-        return of_completions(outputs.logits[:, :-1, 0].float())
+        return of_completions(outputs.logits[..., 0].float())
 
     def forward(
         self, model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]], **inputs
     ) -> tuple[Any, OfCompletions]:
-        """A forward pass over rows, see [`Scorer.score`]: what the model returns, and what takes values of completion
-        tokens out of it. `inputs` is what else the model is given; `fused_lm_head=True` gives it the completion tokens
-        as labels."""
-        rows = [
-            np.asarray(ids, dtype=np.int64) for pair in zip(prompt_ids, completion_ids, strict=True) for ids in pair
-        ]
-        lay_out = self._padded if self.packing is None else self._packed
-        laid_out, labels, of_completions = lay_out(rows[::2], rows[1::2])
+        """A forward pass over rows, see [`Scorer.score`]: what the model returns for completion tokens, `(1, M, ...)` in the order
+        of the rows, and what splits it into rows. `inputs` is what else the model is given; `fused_lm_head=True` gives it the
+        completion tokens as labels."""
+        prompts, completions = ([np.asarray(ids, dtype=np.int64) for ids in of] for of in (prompt_ids, completion_ids))
+        laid_out, places = (self._padded if self.packing is None else self._packed)(prompts, completions)
         if "fused_lm_head" in inputs:
-            inputs["labels"] = labels.to(self.device)
+            laid_out["shift_labels"] = torch.from_numpy(np.concatenate(completions))[None]
         inputs |= {k: v.to(self.device) if torch.is_tensor(v) else v for k, v in laid_out.items()}
-        with self.autocast(), self.attention():
-            return model(**inputs), of_completions
+        num_tokens, places = inputs["input_ids"].shape[1], torch.from_numpy(places).to(self.device)
 
-    def _packed(
-        self, prompts: list[np.ndarray], completions: list[np.ndarray]
-    ) -> tuple[dict, torch.Tensor, OfCompletions]:
+        def predictions_only(backbone, given, output):  # before the head, which TRL's lets see every token on a CPU
+            states = output.last_hidden_state[:, -num_tokens:]  # not those of PEFT's virtual tokens
+            output.last_hidden_state = states.flatten(0, 1).index_select(0, places)[None]
+
+        with self.autocast(), self.attention(), self.backbone.register_forward_hook(predictions_only):
+            return model(**inputs), lambda values: list(values[0].split(list(map(len, completions))))
+
+    def _packed(self, prompts: list[np.ndarray], completions: list[np.ndarray]) -> tuple[dict, np.ndarray]:
         rows = PackedRows(prompts, completions)
-        ids, positions, labels = (torch.from_numpy(x)[None] for x in (rows.ids, rows.positions, rows.labels))
-        inputs = {"input_ids": ids, "attention_mask": None, "position_ids": positions}
-        inputs |= rows.flash_inputs() if self.packing == "flash" else {"packed": rows}
+        ids, positions = (torch.from_numpy(x)[None] for x in (rows.ids, rows.positions))
+        inputs = {"input_ids": ids, "attention_mask": None, "position_ids": positions, **rows.kernel_inputs()}
+        return inputs if self.packing == "flash" else inputs | {"packed": rows}, rows.places
 
-        def unpack(values: torch.Tensor) -> list[torch.Tensor]:  # (1, N - 1): the value for token j stands at j - 1
-            return rows.of_completions(F.pad(values[0], (1, 0)))
-
-        return inputs, labels, unpack
-
-    def _padded(
-        self, prompts: list[np.ndarray], completions: list[np.ndarray]
-    ) -> tuple[dict, torch.Tensor, OfCompletions]:
+    def _padded(self, prompts: list[np.ndarray], completions: list[np.ndarray]) -> tuple[dict, np.ndarray]:
+        """Inputs, and where completion tokens are predicted, counted over all rows."""
         ids, mask = rectangle(prompts, completions, self.pad_token_id)
         width = max(map(len, prompts))
-        labels = ids.masked_fill(mask == 0, -100)
-        labels[:, :width] = -100
-
-        def unpad(values: torch.Tensor) -> list[torch.Tensor]:  # (B, P + T - 1), after those of PEFT's virtual tokens
-            start = values.shape[1] - max(map(len, completions))  # the value for token j stands at j - 1
-            return [row[: len(tokens)] for row, tokens in zip(values[:, start:], completions, strict=True)]
-
-        return {"input_ids": ids, "attention_mask": mask}, labels, unpad
+        starts = [row * ids.shape[1] + width - 1 for row in range(len(prompts))]
+        places = [np.arange(i, i + len(c)) for i, c in zip(starts, completions, strict=True)]
+        return {"input_ids": ids, "attention_mask": mask}, np.concatenate(places)
 
 
 def rectangle(

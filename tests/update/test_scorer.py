@@ -1,11 +1,15 @@
 """Rows that share a forward pass, packed or padded, give the log-probabilities, entropies and gradients of rows that stand
 alone; which models are packed; what models are left like; and that no tensor of the size of the logits is ever made."""
 
+import inspect
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+import trl
 from peft import PromptTuningConfig, get_peft_model
 from replay import TOKENIZER, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -146,23 +150,47 @@ def test_packed_row_by_hand():
         4,
         5,
     ]
-    assert rows.pieces[:3] == [(0, 2, 0, 0), (2, 3, 0, 2), (5, 2, 0, 2)] and rows.lengths == [2, 3, 2, 4, 5, 1, 6]
-    assert [rows.ids[where].tolist() for where in rows.completions] == SHARED[1]
-    assert (rows.labels != -100).sum() == 11
-    # the branch 7, 22 sees 5, 6, 7 and then 5, 6, 7, 22
-    assert rows.mask(rows.pieces[2], CPU).tolist() == [[True, True, True, False], [True] * 4]
+    assert rows.texts == [[2, 3, 2, 4], [5], [1], [6]]  # a prompt and its branches; rows of one token share nothing
+    # 20, 21 are predicted at 2 and 3, and so on, in the order of the rows
+    assert rows.places.tolist() == [2, 3] + [11, 12, 13, 14] + [5] + [21] + [] + [7, 8, 9]
+    inputs = rows.kernel_inputs()
+    assert inputs["cu_seq_lens_q"].tolist() == [0, 2, 5, 7, 11, 16, 17, 23]
+    assert inputs["cu_seq_lens_k"].tolist() == [0, 2, 7, 11, 17, 22, 23, 29]
+    assert inputs["key_places"].tolist() == [0, 1] + [0, 1, 2, 3, 4] + [0, 1, 5, 6] + [0, 1, 7, 8, 9, 10] + list(
+        range(11, 23)
+    )
+
+
+@contextmanager
+def tokens_through(module):
+    """The numbers of tokens that go through a module."""
+    seen = []
+
+    def count(module, args, kwargs):
+        seen.append((*args, *kwargs.values())[0].shape[:-1].numel())
+
+    with module.register_forward_pre_hook(count, with_kwargs=True):
+        yield seen
 
 
 def test_a_shared_prompt_is_computed_once():
-    """All rows of one prompt of 60 tokens: 59 + 4 * (1 + 3) tokens instead of 4 * 63."""
-    seen = []
+    """Rows of one prompt of 60 tokens: 59 + 4 * (1 + 3) tokens instead of 4 * 63; in an evaluation too."""
     model = with_fused_head(tiny_model())
-    hook = model.model.layers[0].register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append((*args, *kwargs.values())[0].shape[1]), with_kwargs=True
-    )
-    packed(model, [list(range(20, 80))] * 4, [[20, 21, 22]] * 4)
-    hook.remove()
-    assert seen == [59 + 4 * 4]
+    with tokens_through(model.model.layers[0]) as seen:
+        packed(model, [list(range(20, 80))] * 4, [[20, 21, 22]] * 4)
+        prompt = " ".join(map(str, range(20, 80)))
+        completion_entropies(model, numbers, [prompt] * 4, ["20 21 22"] * 4)
+    assert seen == [59 + 4 * 4] * 2
+
+
+@pytest.mark.parametrize("padding_free", ["always", "never"])
+def test_only_completion_tokens_go_through_the_head(monkeypatch, padding_free):
+    seen, original = [], trl.trainer.utils._ChunkedLogProbFunction.apply
+    spy = lambda hidden, *args: seen.append(hidden.shape[0]) or original(hidden, *args)  # noqa: E731
+    monkeypatch.setattr(trl.trainer.utils._ChunkedLogProbFunction, "apply", spy)
+    model = with_fused_head(tiny_model())
+    Scorer(model, CPU, padding_free=padding_free).score(model, *SHARED)
+    assert seen == [11] and not model.model._forward_hooks
 
 
 def test_sharing_changes_the_last_digits_only():
@@ -189,25 +217,83 @@ def test_sharing_changes_the_last_digits_only():
             assert (one - two).norm() <= 2e-6 * two.norm()
 
 
-def attention_inputs(prefix, *branches):
-    """Random queries, keys and values of 4 heads on 2, packed rows of one prompt of `prefix + 1` tokens."""
-    prompt = np.arange(prefix + 1)
-    rows = PackedRows([prompt] * len(branches), [np.arange(n - 1) for n in branches])
+LENGTHS = [[5, 1, 4, 7], [3], [2, 9, 1]]  # of pieces; the rows that share nothing are alone
+
+
+def attention_inputs(texts, dtype=torch.float64, head=8):
+    """Packed rows of such pieces, and random queries, keys and values of 4 heads on 2."""
+    prompts, completions = [], []
+    for number, (first, *branches) in enumerate(texts):
+        prompts += [np.full(first + bool(branches), number)] * (len(branches) or 1)
+        completions += [np.zeros(n - 1, dtype=int) for n in branches] or [np.zeros(0, dtype=int)]
+    rows = PackedRows(prompts, completions)
+    assert rows.texts == texts
     generator = torch.Generator().manual_seed(0)
-    shapes = [(1, heads, len(rows.ids), 8) for heads in (4, 2, 2)]
-    return rows, [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    shapes = [(1, heads, len(rows.ids), head) for heads in (4, 2, 2)]
+    return rows, [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
 
 
-def test_other_devices_attend_alike(monkeypatch):
-    """A mask on the CPU; elsewhere the prompt's queries once more."""
-    rows, inputs = attention_inputs(5, 1, 4, 7)
-    found = []
-    for masked in (True, False):
-        monkeypatch.setattr(packing, "takes_masks", lambda device, masked=masked: masked)
-        out, _ = packing._packed_sdpa(None, *inputs, None, packed=rows)
-        found.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
-    for one, other in zip(*found, strict=True):
+def attended(rows, inputs, **settings):
+    out, _ = packing._packed_sdpa(None, *inputs, None, packed=rows, **rows.kernel_inputs(), **settings)
+    return out, *torch.autograd.grad(out.square().sum(), inputs)
+
+
+def by_masks(rows, inputs, scaling=None):
+    """The same by one dense mask over all tokens."""
+    text = torch.repeat_interleave(torch.tensor([sum(text) for text in rows.texts]))
+    piece = torch.repeat_interleave(torch.tensor([n for text in rows.texts for n in text]))
+    of_prompt = torch.cat([torch.arange(sum(text)) < (text[0] if len(text) > 1 else 0) for text in rows.texts])
+    position = torch.from_numpy(rows.positions)
+    sees = (text[:, None] == text) & (of_prompt | (piece[:, None] == piece)) & (position <= position[:, None])
+    out = F.scaled_dot_product_attention(*inputs, attn_mask=sees, scale=scaling, enable_gqa=True).transpose(1, 2)
+    return out, *torch.autograd.grad(out.square().sum(), inputs)
+
+
+@pytest.mark.parametrize("scaling", [None, 0.7])
+@pytest.mark.parametrize("kind", ["merged", "queries once more", "variable length"])
+def test_every_kind_of_attention_equals_a_dense_mask(monkeypatch, kind, scaling):
+    """Merging is the CPU's, the queries of the prompt once more for other devices, PyTorch's kernel for CUDA."""
+    rows, inputs = attention_inputs(LENGTHS)
+    merged, original = [], packing.MergedAttention.apply
+    monkeypatch.setattr(packing.MergedAttention, "apply", lambda *args: merged.append(args[5]) or original(*args))
+    if kind == "queries once more":
+        inputs[2] = (
+            torch.cat([inputs[2], inputs[2]], dim=-1).detach().requires_grad_()
+        )  # PyTorch's kernel takes none such
+    if kind == "variable length":
+        monkeypatch.setattr(packing, "takes_varlen", lambda *args: True)
+        monkeypatch.setattr(packing, "varlen_attn", varlen_attn)
+    for one, other in zip(attended(rows, inputs, scaling=scaling), by_masks(rows, inputs, scaling), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    assert merged == ([[1, 4, 7], [9, 1]] if kind == "merged" else [])
+
+
+def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
+    """What `torch.nn.attention.varlen.varlen_attn` computes, by loops; its kernel runs on CUDA only."""
+    assert window_size == (-1, 0) and enable_gqa and cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert (max_q, max_k) == (cu_seq_q.diff().max(), cu_seq_k.diff().max())
+    out = []
+    for q0, q1, k0, k1 in zip(cu_seq_q[:-1], cu_seq_q[1:], cu_seq_k[:-1], cu_seq_k[1:], strict=True):
+        mask = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool).tril(k1 - k0 - (q1 - q0))
+        parts = (x.transpose(0, 1) for x in (query[q0:q1], key[k0:k1], value[k0:k1]))
+        out.append(
+            F.scaled_dot_product_attention(*parts, attn_mask=mask, scale=scale, enable_gqa=True).transpose(0, 1)
+        )
+    return torch.cat(out)
+
+
+def test_the_stand_in_is_called_as_the_kernel_is():
+    parameters = inspect.signature(torch.nn.attention.varlen.varlen_attn).parameters
+    assert set(inspect.signature(varlen_attn).parameters) <= set(parameters)
+    assert not packing.takes_varlen(*attention_inputs(LENGTHS)[1], 0.0)  # on a CPU
+
+
+def test_attention_to_a_long_prompt_takes_memory_for_its_tokens_only():
+    """Behind a prompt of 300 tokens no mask over branch and prompt, (100, 400), nor copies of the prompt's keys are made."""
+    rows, inputs = attention_inputs([[300, 100, 60, 40], [250]], dtype=torch.float32, head=4)
+    with LargestTensor() as largest:
+        attended(rows, inputs)
+    assert largest.elements == inputs[0].numel() == 4 * 750 * 4
 
 
 def varlen_attention(
@@ -372,8 +458,7 @@ def test_flash_kernels_get_row_boundaries_and_lengths():
     class Model:
         def __call__(self, **kwargs):
             seen.update(kwargs)
-            number = kwargs["input_ids"].shape[1] - 1
-            return type("Output", (), {"log_probs": torch.arange(number).float()[None], "entropy": None})()
+            return type("Output", (), {"log_probs": torch.arange(7.0)[None], "entropy": None})()
 
     model = tiny_model()
     model.config._attn_implementation = "flash_attention_2"
@@ -382,10 +467,9 @@ def test_flash_kernels_get_row_boundaries_and_lengths():
     assert seen["cu_seq_lens_q"].dtype == torch.int32 and seen["max_length_q"] == seen["max_length_k"] == 6
     assert seen["attention_mask"] is None
     assert seen["position_ids"].tolist() == [[0, 1, 2, 3, 4] * 2 + [0, 1, 2, 3, 4, 5]]
-    # rows are 5 6 7|20 21, 8|30..33, 9..13|40; only completions are labels, never the first token of a row
-    assert seen["labels"].tolist() == [[-100] * 3 + [20, 21] + [-100] + [30, 31, 32, 33] + [-100] * 5 + [40]]
-    # the value for token j stands at j - 1: tokens 3, 4 of row one, 6..9 of row two, 15 of row three
-    assert [row.tolist() for row in logps] == [[2, 3], [5, 6, 7, 8], [14]]
+    # only completions are labels
+    assert seen["shift_labels"].tolist() == [[20, 21] + [30, 31, 32, 33] + [40]]
+    assert [row.tolist() for row in logps] == [[0, 1], [2, 3, 4, 5], [6]]
 
 
 @pytest.mark.parametrize("padding_free", ["always", "never"])
