@@ -37,7 +37,10 @@ class Estimate:
         size = _SET_SIZES.get(data.dataset_name)
         size = size and max(0, size - data.eval_split_size)
         self.num_problems = size and min(size, data.max_train_samples or size)
-        self.longest = (data.max_prompt_length or 1024) + (training.max_completion_length or 0)
+        self.longest_prompt = data.max_prompt_length or 1024
+        self.longest = self.longest_prompt + (training.max_completion_length or 0)
+        # Packed rows of a group compute its prompt once; those of PPO meet by chance only.
+        self.shares_prompts = self.of_pacs and training.padding_free != "never"
         self.additional: dict[str, Additional] = {}  # in a generation, beside its first completions
         if self.of_pacs and recipe.step is not None and not draw_errors(training, recipe.step):
             self.additional = additional(training, recipe.step)
@@ -63,7 +66,7 @@ class Estimate:
         self.state += cost.training_state_bytes(self.critic, 0, frozen_bytes=0, **sharing)
 
         self.tokens = self.of_pacs and training.max_tokens_per_micro_batch
-        self.tokens = self.tokens or training.per_device_train_batch_size * self.longest
+        self.tokens = self.tokens or self._tokens(training.per_device_train_batch_size)
         checkpointing = training.gradient_checkpointing
         self.activations = shape.activation_bytes(self.tokens, checkpointing=checkpointing, precision=self.precision)
         self.gathered = self.collected = self.engine = 0.0
@@ -77,6 +80,20 @@ class Estimate:
         self.update = self.state + self.activations + self.gathered + self.collected
         self.beside_engine = self.state if self.asleep else self.update  # at the fullest moment at which it is awake
         self.peak = max(self.beside_engine + self.engine, self.update)
+
+    def _tokens(self, rows: int) -> int:
+        """Of a micro-batch of the longest rows, as many of one group as there are."""
+        saved = rows - math.ceil(rows / self.step.num_generations) if self.shares_prompts else 0
+        return rows * self.longest - saved * (self.longest_prompt - 1)
+
+    def _rows_of_a_prompt(self, prompt: int, mean_length: int) -> int:
+        """Rows of a group that a micro-batch holds on average, if they share a prompt of so many tokens."""
+        if not self.shares_prompts:
+            return 1
+        fitting = self.training.per_device_train_batch_size
+        if self.training.max_tokens_per_micro_batch:
+            fitting = (self.tokens - prompt) // mean_length
+        return max(1, min(fitting, self.step.num_generations))
 
     def optimizer_steps(self) -> int | None:
         """`max_steps`, or what the epochs of a named set come to; `None` if its size is not known."""
@@ -227,7 +244,7 @@ class Estimate:
     def _forward_passes(self) -> float:
         training, step = self.training, self.step
         layout = training.group_layout if self.of_pacs else "whole"
-        does_not_fit = self.tokens // self.longest < step.num_generations  # a group into a micro-batch
+        does_not_fit = self.tokens < self._tokens(step.num_generations)  # a group into a micro-batch
         return cost.training_forward_equivalents(
             self.recipe.run.method,
             checkpointing=training.gradient_checkpointing,
@@ -248,8 +265,9 @@ class Estimate:
         # GRPO is TRL's, which pads every row to the longest of the generation, and among so many one reaches the limit.
         computed = attended = prompt + longest
         if self.recipe.run.method != "grpo":
-            computed = prompt + mean_length
-            squares = prompt**2 + 2 * prompt * mean_length + cost.mean_square_length(mean_length, longest)
+            sharing = self._rows_of_a_prompt(prompt, mean_length)
+            computed = (prompt - 1) / sharing + 1 + mean_length
+            squares = prompt**2 / sharing + 2 * prompt * mean_length + cost.mean_square_length(mean_length, longest)
             attended = squares / computed
         passes = self._forward_passes()
         flops = passes * shape.forward_flops(rows * computed, attended)
@@ -263,7 +281,9 @@ class Estimate:
         training, shape, gpus, gpu = self.training, self.shape, self.launch.num_processes, self.gpu
         longest, prompt = training.max_completion_length, self._prompt
         draws = [self.step.rows_per_generation, *(each.expected for each in self.additional.values())]
-        rollouts, padding = self.step.rollouts(optimizer_steps), ", padding included" * (self.recipe.run.method == "grpo")
+        rollouts, sharing = self.step.rollouts(optimizer_steps), self._rows_of_a_prompt(prompt, mean_length)
+        padding = ", padding included" * (self.recipe.run.method == "grpo")
+        padding += f", a prompt once for {sharing} completions" * (sharing > 1)
         flops, learning, passes = self.learning(mean_length)
         generating, generation = 0.0, "not counted: it depends on the server"
         if not (training.use_vllm and training.vllm_mode == "server"):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pacs_trl.plan.cost import GIB, model_shape
+from pacs_trl.plan.cost import GIB, mean_square_length, model_shape
 
 
 PARAMETERS = model_shape("Qwen/Qwen3-4B").parameters
@@ -77,6 +77,30 @@ PASSES = {
 @pytest.mark.parametrize(("passes", "settings"), cases(PASSES))
 def test_forward_passes(planned, passes, settings):
     assert float(planned("learning", **settings).split(": ")[1].split()[0]) == pytest.approx(passes)
+
+
+BOUNDED, PADDED = {"max_tokens_per_micro_batch": 2256}, {"padding_free": "never"}
+SHARED = [
+    # 8 rows of one prompt, of which all but the last token is computed once: 1023 + 8 * 1001 tokens in memory
+    ({}, 8, 9031),
+    (HALVES, 4, 1023 + 4 * 1001),
+    ({"per_device_train_batch_size": 16, "gradient_accumulation_steps": 2, "steps_per_generation": 8}, 8, 2 * 9031),
+    (BOUNDED, 4, 2256),  # (2256 - 256) // 500 completions of mean length
+    (PADDED, 1, 8 * 2024),
+    (PPO, 1, 8 * 2024),  # micro-batches are shuffled
+]
+
+
+@pytest.mark.parametrize(("settings", "sharing", "tokens"), SHARED)
+def test_a_prompt_counts_once_in_a_micro_batch(planned, settings, sharing, tokens):
+    assert f"micro-batch of {tokens} tokens" in planned("activations", **settings)
+    learning = planned("learning", "--mean-length", "500", **settings)
+    computed = 255 / sharing + 1 + 500
+    attended = (256**2 / sharing + 2 * 256 * 500 + mean_square_length(500, 1000)) / computed
+    flops = model_shape("Qwen/Qwen3-4B").forward_flops(8192 * computed, attended)
+    passes = float(learning.split(": ")[1].split()[0])
+    assert learning.startswith(f"{passes * flops:.1e} FLOP")
+    assert (f"a prompt once for {sharing} completions" in learning) == (sharing > 1)
 
 
 BYTES_PER_WEIGHT = {16: [{}, GRPO, SNAPSHOT | OFFLOADED], 20: [KL, GRPO | KL, SNAPSHOT], 32: [PPO], 36: [PPO | KL]}
