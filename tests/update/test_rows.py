@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from pacs_trl.update.packing import PackedRows
 from pacs_trl.update.rows import (
     Rollout,
     from_state,
@@ -124,3 +125,14 @@ def test_labels_outside_of_their_range():
     rewards = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
     with pytest.raises(ValueError, match=r"completion 1 .* has 1.5: right=1 \(weight 1\), format=1 \(weight 0.5\)"):
         labels_from_rewards(rewards, torch.tensor([1.0, 0.5]), ["right", "format"])
+
+
+def test_rows_of_a_prompt_share_it_however_they_were_drawn():
+    """Plain, guided, and of several turns with tool results in between."""
+    ids = lambda *numbers: np.array(numbers, dtype=np.int32)  # noqa: E731
+    drawn = [(ids(5, 6), {}), (ids(5, 6), {"guided": True}), (ids(5, 6), {"group": 1}), (ids(5, 7), {})]
+    masks = [[True, True], [True, True], [True, False], [True, True]]
+    rows = [Rollout(p, ids(8, 9), np.array(m), 1.0, **more) for (p, more), m in zip(drawn, masks, strict=True)]
+    assert row_lengths(rows).texts == [0, 0, 0, 1]
+    packed = PackedRows([r.prompt_ids for r in rows], [r.completion_ids for r in rows])
+    assert packed.texts == [[1, 3, 3, 3], [4]]
