@@ -70,7 +70,8 @@ class LoopbackVLLM(Loopback):
         self.info = {
             "vllm_config": {
                 "weight_transfer_config": {"backend": "nccl"},
-                "model_config": {"logprobs_mode": "processed_logprobs"},
+                "model_config": {"logprobs_mode": "processed_logprobs", "quantization": None},
+                "cache_config": {"cache_dtype": "auto"},
             }
         }
         self.answers: dict[str, int] = {}  # path -> status, instead of an answer

@@ -154,6 +154,7 @@ def check_server(args: GRPOConfig, model: str) -> None:
         config = info.json()["vllm_config"]
         if config["weight_transfer_config"] is None:
             raise ValueError(f"The vLLM server at {url} has no weight-transfer engine. Start it with: {command}")
+        _warn_of_quantization(url, config)
         mode = config["model_config"]["logprobs_mode"]
         if mode != "processed_logprobs":
             logger.warning(
@@ -162,6 +163,19 @@ def check_server(args: GRPOConfig, model: str) -> None:
                 url,
                 mode,
             )
+
+
+def _warn_of_quantization(url: str, config: dict) -> None:
+    weights, cache = config["model_config"]["quantization"], config["cache_config"]["cache_dtype"]
+    is_plain = cache in ("auto", "bfloat16", "float16", "float32")
+    quantized = [f"weights ({weights})"] * bool(weights) + [f"its cache ({cache})"] * (not is_plain)
+    if quantized:
+        logger.warning(
+            "The vLLM server at %s has quantized %s: it draws with other probabilities than the trainer scores. Watch "
+            "`sampling/*`, and correct with vllm_importance_sampling_correction=True where they drift.",
+            url,
+            " and ".join(quantized),
+        )
 
 
 def _wait_for_server(client: httpx.Client, url: str, timeout: float, command: str) -> None:
