@@ -205,6 +205,13 @@ class Verifier:
         with self._lock:
             self._drop_pool()
 
+    def succeed(self, other: "Verifier") -> None:
+        """Close another verifier. Its worker processes stay and are this one's if they were told the same."""
+        with other._lock:
+            if all(getattr(self, name) == getattr(other, name) for name in _POOL_SETTINGS):
+                self._pool, other._pool = other._pool, None
+            other._drop_pool()
+
     def grade(self, completions: Sequence[Any], solutions: Sequence[Any]) -> list[float | None]:
         """
         Labels of completions: 1.0 for right, 0.0 for wrong, `None` when the gold is missing or unparseable. What is no
@@ -405,9 +412,10 @@ def configure_verification(arguments: VerificationArguments) -> Verifier:
     global _shared_arguments, _shared_verifier, _shared_code_verifier
     verifier = arguments.build()
     with _shared_lock:
-        for previous in (_shared_verifier, _shared_code_verifier):
-            if previous is not None:
-                previous.close()
+        if _shared_verifier is not None:
+            verifier.succeed(_shared_verifier)
+        if _shared_code_verifier is not None:
+            _shared_code_verifier.close()
         _shared_arguments, _shared_verifier, _shared_code_verifier = arguments, verifier, None
     verifier.start()
     return verifier

@@ -139,20 +139,17 @@ class TestProtocols:
         (r"\boxed{p - q}", "p - q", 1.0, None),
     ]
 
-    def test_both(self, verifier):
-        completions, golds, authors, trl = map(list, zip(*self.CASES))
-        assert verifier.grade(completions, golds) == authors
-        with Verifier(num_workers=1, protocol="trl", cpu_seconds=10.0, timeout_seconds=60.0) as other:
-            assert other.grade(completions, golds) == trl
-
-    def test_trl_protocol_is_accuracy_reward(self):
+    def test_both_and_that_of_trl_is_accuracy_reward(self, verifier):
         from trl.rewards import accuracy_reward
 
+        cases, case_golds, authors, trl = map(list, zip(*self.CASES))
+        assert verifier.grade(cases, case_golds) == authors
         completions = [row["solution"] for row in MATH[:60]] + [text for text, *_ in self.CASES]
         golds = [f"${row['answer']}$" for row in MATH[:60]] + [gold for _, gold, *_ in self.CASES]
         theirs = accuracy_reward([[{"role": "assistant", "content": text}] for text in completions], golds)
-        with Verifier(num_workers=1, protocol="trl", cpu_seconds=10.0, timeout_seconds=60.0) as verifier:
-            assert verifier.grade(completions, golds) == theirs
+        with Verifier(num_workers=1, protocol="trl", cpu_seconds=10.0, timeout_seconds=60.0) as other:
+            assert other.grade(completions, golds) == theirs
+            assert other.grade(cases, case_golds) == trl
 
 
 class TestBadInput:
@@ -312,8 +309,17 @@ class TestCallers:
             and first.protocol == "trl"
             and shared_arguments().verification_max_failure_share == 0.25
         )
+        pool = first._pool
         configure_verification(VerificationArguments())
         assert shared_verifier() is not first and shared_verifier().protocol == "authors"
+        assert first._pool is None and not pool.end.alive
+        # the processes of a verifier that was told the same are kept; what it knew and counted is not
+        assert shared_verifier().grade([box(1)], [1]) == [1.0]
+        second, pool = shared_verifier(), shared_verifier()._pool
+        configure_verification(VerificationArguments(verification_max_failure_share=0.25))
+        assert shared_verifier()._pool is pool and pool.end.alive and second._pool is None
+        assert not shared_verifier().counts and not shared_verifier()._cache
+        assert shared_verifier().grade([box(1)], [1]) == [1.0]
         with pytest.raises(ValueError, match="must lie in"):
             VerificationArguments(verification_max_failure_share=2.0)
 
