@@ -10,6 +10,7 @@ import platform
 import re
 import subprocess
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,7 @@ def _text_digest(path: Path) -> str:
     return sha.hexdigest()[:16]
 
 
+@cache
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that decide a result; packages that are not installed are left out."""
     found = {"python": platform.python_version()}
@@ -105,6 +107,7 @@ def training_facts(num_processes: int) -> dict[str, Any]:
     }
 
 
+@cache  # what runs is what was read when the process began
 def source_commit() -> str | None:
     """Commit of the source tree this package runs from, with "+changes" if tracked files differ; None when installed."""
     root = Path(__file__).resolve().parents[2]

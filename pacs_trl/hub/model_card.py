@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import huggingface_hub.constants
+import jinja2
 import yaml
 from huggingface_hub import (
     EvalResult,
@@ -97,9 +98,9 @@ def build_card(name: str, inputs: CardInputs) -> ModelCard:
         eval_results=model_index(results) if results else None,
         **license_of(str(given.get("model_name_or_path") or "")),
     )
-    return ModelCard.from_template(
-        data,
-        template_path=str(TEMPLATE),
+    content = _template().render(
+        data.to_dict(),
+        card_data=data.to_yaml(),
         model_name=title,
         origin=_origin(settings, inputs.is_adapter),
         local_base=_code(start) if inputs.is_adapter and start and not base_model else None,
@@ -115,6 +116,13 @@ def build_card(name: str, inputs: CardInputs) -> ModelCard:
         training_figure=TRAINING_FIGURE if inputs.has_training_figure else None,
         **(_result_facts(results) if results else {"tables": None}),
     )
+    return ModelCard(content)
+
+
+@lru_cache
+def _template() -> jinja2.Template:
+    """Compiled once, as `ModelCard.from_template` does for each card: every checkpoint has one."""
+    return jinja2.Template(TEMPLATE.read_text(encoding="utf-8"))
 
 
 # Where it comes from -----------------------------------------------------------------------------------------------
