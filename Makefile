@@ -36,7 +36,7 @@ COMPAT := compat-oldest compat-newest
 compat-oldest: SET := oldest
 compat-newest: SET := newest
 COMPATIBLE := $(NUMERIC) test_pacs_config test_pacs_trainer test_recipe test_trl_drift baselines/test_grpo_trainer \
-	rollouts/test_resume rollouts/test_vllm_checks evaluation/test_engines hub/test_push
+	baselines/test_ppo_runs rollouts/test_resume rollouts/test_vllm_checks evaluation/test_engines hub/test_push
 
 .PHONY: env env-vllm quickstart test portability $(PORTABILITY) compat $(COMPAT) notebooks quality style bench tables clean FORCE
 

@@ -1,6 +1,9 @@
 """Settings of all tests: quiet libraries, no network, one thread; and a tier for each test (see CONTRIBUTING.md)."""
 
+import gc
+import json
 import os
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -38,6 +41,12 @@ def pytest_configure(config):
     os.environ["TRACKIO_DIR"] = str(directory.with_name("trackio"))
 
 
+def pytest_collection_finish():
+    """What has been imported stays, so that nobody looks through it for garbage: accelerate would with each training."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def no_temporary_file_stays():
     """What this package or a test writes to the temporary directory, it removes."""
@@ -62,6 +71,36 @@ def tokenizer():
     from replay import TOKENIZER
 
     return TOKENIZER
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory):
+    """The tiny model on disk, with its tokenizer."""
+    from replay import TOKENIZER, tiny_model
+
+    path = tmp_path_factory.mktemp("saved") / "model"
+    tiny_model().save_pretrained(path)
+    TOKENIZER.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def forked_warm_starts(monkeypatch, tmp_path):
+    """Warm starts are trained in processes that have imported everything. In new ones: miniature/test_warm_start.py."""
+    from processes import start
+
+    from pacs_trl.miniature.warm_start import WarmStartSettings, train_warm_start
+
+    run, output = subprocess.run, tmp_path / "warm_start.log"
+
+    def run_forked(command, **options):
+        if "pacs_trl.miniature.warm_start" not in command:
+            return run(command, **options)
+        process = start(train_warm_start, WarmStartSettings(**json.loads(command[-2])), command[-1], output=output)
+        process.join()
+        assert process.exitcode == 0, output.read_text()[-3000:]
+
+    monkeypatch.setattr(subprocess, "run", run_forked)
 
 
 @pytest.fixture(scope="session")

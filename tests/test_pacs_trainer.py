@@ -1,8 +1,7 @@
 """The trainer as its user meets it: zero proxies, evaluation, skipped steps, refused input, ten-line script, card."""
 
 import math
-import subprocess
-import sys
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig
+from processes import start
 from replay import (
     MAX_COMPLETION_LENGTH,
     TOKENIZER,
@@ -508,28 +508,24 @@ REPLACEMENTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def saved_model(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("saved") / "model"
-    tiny_model().save_pretrained(directory)
-    TOKENIZER.save_pretrained(directory)
-    return directory
+def run_script(script, directory):
+    os.chdir(directory)
+    exec(script, {"__name__": "__main__"})
 
 
-def test_script_of_readme(saved_model):
+def test_script_of_readme(model_path, tmp_path):
     script = README.read_text().split("```python\n")[1].split("```")[0]
     assert len([line for line in script.splitlines() if line]) <= 10
     for old, new in REPLACEMENTS.items():
         assert script.count(old) == 1, f"README's script has no {old}"
         script = script.replace(old, new)
-    result = subprocess.run(
-        [sys.executable, "-c", script], cwd=saved_model.parent, capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert (saved_model.parent / "outputs" / "example" / "model.safetensors").is_file()
+    process = start(run_script, script, Path(model_path).parent, output=tmp_path / "output")
+    process.join(300)
+    assert process.exitcode == 0, (tmp_path / "output").read_text()[-3000:]
+    assert (Path(model_path).parent / "outputs" / "example" / "model.safetensors").is_file()
 
 
-def test_model_instance_and_default_settings(saved_model, tmp_path, monkeypatch):
+def test_model_instance_and_default_settings(model_path, tmp_path, monkeypatch):
     from transformers import AutoModelForCausalLM
 
     @dataclass
@@ -538,15 +534,15 @@ def test_model_instance_and_default_settings(saved_model, tmp_path, monkeypatch)
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(PACSTrainer, "_config_class", OnCPU)
-    model = AutoModelForCausalLM.from_pretrained(saved_model)
+    model = AutoModelForCausalLM.from_pretrained(model_path)
     trainer = PACSTrainer(model, digit_reward, train_dataset=addition_dataset(64))
     assert trainer.args.output_dir == "model-PACS" and trainer.args.num_generations == 8
     assert trainer.processing_class.eos_token == TOKENIZER.eos_token
 
 
-def test_model_card(saved_model, tmp_path):
+def test_model_card(model_path, tmp_path):
     trainer = build_trainer(
-        tmp_path / "arithmetic", model=str(saved_model), max_steps=1, save_strategy="steps", save_steps=1
+        tmp_path / "arithmetic", model=model_path, max_steps=1, save_strategy="steps", save_steps=1
     )
     trainer.train()
     card = (tmp_path / "arithmetic" / "checkpoint-1" / "README.md").read_text()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from replay import TOKENIZER, addition_dataset, digit_reward, tiny_model, trainable_weights
+from replay import TOKENIZER, addition_dataset, digit_reward, trainable_weights
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
 from trl import GRPOTrainer as TRLTrainer
@@ -29,14 +29,6 @@ SETTINGS = {
     "dataloader_pin_memory": False,
     "beta": 0.1,  # the parent's own scoring of the reference, too
 }
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    tiny_model().save_pretrained(path)
-    TOKENIZER.save_pretrained(path)
-    return str(path)
 
 
 def train(trainer_class, output_dir, model_path, *, resume=None, **settings):

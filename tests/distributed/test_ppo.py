@@ -1,20 +1,22 @@
 """PPO on two processes equals PPO on one: weights of policy and critic, with DDP and with FSDP2, and a resumed run.
 
-This file is its own worker: pytest launches it with torchrun. The rollouts are recorded (see replay.py), so that one
-process and two learn from the same rows; with two updates on all rows of each generation, the order in which TRL shuffles
-them does not matter.
+The rollouts are recorded (see replay.py), so that one process and two learn from the same rows; with two updates on all rows
+of each generation, the order in which TRL shuffles them does not matter.
 """
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from processes import on_two
+from replay import TOKENIZER, Replay, addition_dataset, stored_label, tiny_model
+
+from pacs_trl import PPOConfig, PPOTrainer
 
 
-TESTS = Path(__file__).parents[1]
 UPDATES = 4
 
 
@@ -47,9 +49,6 @@ def settings(num_processes: int) -> dict:
 
 def pretend_to_have_accelerators() -> None:
     """accelerate turns FSDP on only for accelerator devices; what it then calls runs on CPU with gloo as well."""
-    from accelerate import PartialState
-    from accelerate.utils import DistributedType
-
     PartialState(cpu=True)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
@@ -64,20 +63,17 @@ def full_weights(model) -> dict[str, torch.Tensor]:
     return weights
 
 
-def train(output_dir: str, num_processes: int, resume: str | None = None):
-    from replay import TOKENIZER, Replay, addition_dataset, stored_label
+class RecordedRollouts(Replay):
+    def __call__(self, prompts, trainer):
+        self.weights = []
+        return super().__call__(prompts, trainer)
 
-    from pacs_trl import PPOConfig, PPOTrainer
 
-    class RecordedRollouts(Replay):
-        def __call__(self, prompts, trainer):
-            self.weights = []
-            return super().__call__(prompts, trainer)
-
+def train(output_dir: Path, num_processes: int, resume: str | None = None):
     trainer = PPOTrainer(
         f"{output_dir}/model",
         stored_label,
-        args=PPOConfig(output_dir, **settings(num_processes)),
+        args=PPOConfig(str(output_dir), **settings(num_processes)),
         train_dataset=addition_dataset(),
         processing_class=TOKENIZER,
         rollout_func=RecordedRollouts(tools=True, unverifiable=0.1),
@@ -87,13 +83,11 @@ def train(output_dir: str, num_processes: int, resume: str | None = None):
     return {"policy": full_weights(trainer.model), "critic": full_weights(trainer.critic), "logs": logs}
 
 
-def worker(output_dir: str, num_processes: int) -> None:
+def worker(output_dir: Path, num_processes: int) -> None:
     """Train, train again from the middle, and let the main process save weights and logs of both."""
-    from replay import tiny_model
-
     is_main = os.environ.get("RANK", "0") == "0"
     if is_main:
-        tiny_model().save_pretrained(f"{output_dir}/model")
+        tiny_model().save_pretrained(output_dir / "model")
     if num_processes > 1:
         torch.distributed.init_process_group("gloo")
         torch.distributed.barrier()
@@ -102,25 +96,7 @@ def worker(output_dir: str, num_processes: int) -> None:
     whole = train(output_dir, num_processes)
     resumed = train(output_dir, num_processes, resume=f"{output_dir}/checkpoint-3")
     if is_main:
-        torch.save({"whole": whole, "resumed": resumed}, f"{output_dir}/result.pt")
-
-
-def launch(output_dir: Path, num_processes: int, **environment: str) -> dict:
-    launcher = [sys.executable]
-    if num_processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--nproc_per_node", str(num_processes)]
-        launcher += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
-    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
-    done = subprocess.run(
-        [*launcher, __file__, str(output_dir), str(num_processes)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return torch.load(output_dir / "result.pt")
+        torch.save({"whole": whole, "resumed": resumed}, output_dir / "result.pt")
 
 
 FSDP2 = {
@@ -135,13 +111,15 @@ MODES = {"ddp": {}, "fsdp2": FSDP2}
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory) -> dict:
-    return launch(tmp_path_factory.mktemp("one"), 1)
+    directory = tmp_path_factory.mktemp("one")
+    worker(directory, 1)
+    return torch.load(directory / "result.pt")
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("mode", MODES)
 def test_two_processes_equal_one_and_resume(tmp_path, one_process, mode):
-    two = launch(tmp_path, 2, **MODES[mode])
+    on_two(worker, tmp_path, 2, outputs=tmp_path, **MODES[mode])
+    two = torch.load(tmp_path / "result.pt")
     for name in ("policy", "critic"):
         assert two["whole"][name].keys() == one_process["whole"][name].keys()
         for key, expected in one_process["whole"][name].items():
@@ -152,7 +130,3 @@ def test_two_processes_equal_one_and_resume(tmp_path, one_process, mode):
         assert mine.keys() == theirs.keys()
         for key in {"loss", *filter(lambda key: key.startswith("ppo/"), theirs)}:
             assert mine[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-6), key
-
-
-if __name__ == "__main__":
-    worker(sys.argv[1], int(sys.argv[2]))

@@ -3,27 +3,49 @@
 import json
 import os
 import re
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
-import pytest
 import yaml
-from replay import TOKENIZER, tiny_model
+from processes import start
+from replay import TOKENIZER, digit_reward, tiny_model
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from pacs_trl.rollouts.resume import last_checkpoint
+from pacs_trl.train import main
 
 
-pytestmark = pytest.mark.distributed
-HERE = Path(__file__).parent
+def reward(completions, trainer_state, **kwargs):
+    """In the middle of a step the signal comes."""
+    rank, target = os.environ["RANK"], os.environ["STOPPING"]
+    if target == "one rank" and rank == "1" and trainer_state.global_step == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+    if target == "launcher" and rank == "0" and trainer_state.global_step == 4:
+        os.kill(os.getppid(), signal.SIGTERM)
+    return digit_reward(completions)
 
 
-def launch(tmp_path, target, max_steps):
-    paths = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "STOPPING": target, "PYTHONPATH": paths}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += ["-m", "pacs_trl.train", "--config", str(tmp_path / "recipe.yaml"), "--max_steps", str(max_steps)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+def launcher(words):
+    """What torchrun does, but for ranks that are forked."""
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        start_method="fork",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    elastic_launch(config, main)(words)
+
+
+def launch(tmp_path, target) -> str:
+    words, output = ["--config", str(tmp_path / "recipe.yaml")], tmp_path / "output"
+    process = start(launcher, words, output=output, STOPPING=target, ACCELERATE_USE_CPU="true")
+    process.join(600)
+    process.kill()
+    return output.read_text()
 
 
 def test_both_ranks_stop_after_the_same_step(tmp_path):
@@ -34,13 +56,14 @@ def test_both_ranks_stop_after_the_same_step(tmp_path):
         "model_name_or_path": str(tmp_path / "start"),
         "output_dir": str(tmp_path / "run"),
         "dataset_name": "miniature/addition",
-        "reward_funcs": ["stopping.reward"],
+        "reward_funcs": ["test_preemption_of_two_ranks.reward"],
         "use_cpu": True,
         "bf16": False,
         "num_generations": 4,
         "per_device_train_batch_size": 4,
         "steps_per_generation": 2,
         "max_completion_length": 8,
+        "max_steps": 1000,
         "lr_scheduler_type": "constant",
         "save_strategy": "no",
         "logging_steps": 1,
@@ -52,16 +75,16 @@ def test_both_ranks_stop_after_the_same_step(tmp_path):
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
 
     # rewards are asked for in the first step of a generation, which has two: the signal comes in the third step
-    stopped = launch(tmp_path, "one rank", 1000)
-    assert "Stopped by SIGTERM after optimizer step 3 of 1000" in stopped.stdout, stopped.stderr[-3000:]
-    assert re.search(r"exitcode *: 143", stopped.stderr), stopped.stderr[-3000:]
+    printed = launch(tmp_path, "one rank")
+    assert "Stopped by SIGTERM after optimizer step 3 of 1000" in printed, printed[-3000:]
+    assert re.search(r"exitcode *: 143", printed), printed[-3000:]
     checkpoint = Path(last_checkpoint(tmp_path / "run"))
     assert checkpoint.name == "checkpoint-3"
     assert sorted(file.name for file in checkpoint.glob("pacs_state_*")) == ["pacs_state_0.pt", "pacs_state_1.pt"]
 
-    # torchrun sends the signal on to both ranks, at whatever moment of a step
-    stopped = launch(tmp_path, "launcher", 1000)
-    second = re.search(r"Stopped by SIGTERM after optimizer step (\d+) of 1000", stopped.stdout)
-    assert second, stopped.stderr[-3000:]
+    # the launcher sends the signal on to both ranks, at whatever moment of a step
+    printed = launch(tmp_path, "launcher")
+    second = re.search(r"Stopped by SIGTERM after optimizer step (\d+) of 1000", printed)
+    assert second, printed[-3000:]
     state = json.loads((Path(last_checkpoint(tmp_path / "run")) / "trainer_state.json").read_text())
     assert [log["step"] for log in state["log_history"] if "loss" in log] == list(range(1, int(second[1]) + 1))

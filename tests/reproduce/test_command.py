@@ -340,7 +340,9 @@ class TestReport:
 
 
 class TestMiniatureRuns:
-    def test_the_short_form_of_all_tables_then_nothing_left_to_do(self, tmp_path, monkeypatch, capsys):
+    def test_the_short_form_of_all_tables_then_nothing_left_to_do(
+        self, tmp_path, monkeypatch, capsys, forked_warm_starts
+    ):
         monkeypatch.chdir(tmp_path)
         where = ["--results_dir", "results", "--work_dir", "work"]
         cells = "twin-4b/base,twin-4b/pacs,twin-4b/grpo,twin-4b/ppo"
@@ -442,7 +444,7 @@ class TestMiniatureRuns:
         ):
             run_cell(cell, 0, Options((0,), results_dir=tmp_path, work_dir=tmp_path / "work"))
 
-    def test_the_same_seed_gives_the_same_run(self, tmp_path, monkeypatch):
+    def test_the_same_seed_gives_the_same_run(self, tmp_path, monkeypatch, forked_warm_starts):
         monkeypatch.chdir(tmp_path)
         cell = Cell("PACS", "miniature/twin-4b/pacs")
         samples = []

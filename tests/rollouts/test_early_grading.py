@@ -18,9 +18,10 @@ def decode(completions):
 
 @pytest.fixture
 def verifier(monkeypatch):
-    with Verifier(num_workers=1) as verifier:
-        monkeypatch.setattr(early_grading, "shared_verifier", lambda: verifier)
-        yield verifier
+    verifier = Verifier(num_workers=1)  # its processes start with the first completion that is graded
+    monkeypatch.setattr(early_grading, "shared_verifier", lambda: verifier)
+    yield verifier
+    verifier.close()
 
 
 def test_finished_completions_are_known_when_they_are_asked_for(verifier):

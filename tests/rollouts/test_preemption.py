@@ -7,21 +7,13 @@ import threading
 
 import pytest
 import torch
-from replay import TOKENIZER, digit_reward, tiny_model
+from replay import digit_reward
 from safetensors.torch import load_file
 
 from pacs_trl import train
 from pacs_trl.rollouts.preemption import stop_on_signal
 from pacs_trl.rollouts.resume import last_checkpoint
 from pacs_trl.rollouts.rollout_trainer import RolloutTrainer
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    tiny_model().save_pretrained(path)
-    TOKENIZER.save_pretrained(path)
-    return str(path)
 
 
 send_at = None  # the optimizer step in which SIGTERM comes, from 0

@@ -9,15 +9,14 @@ import math
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from processes import start
 from replay import Recorder, addition_dataset, build_trainer, digit_reward, tiny_model, trainable_weights
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from pacs_trl.rollouts.resume import last_checkpoint
 
@@ -61,8 +60,9 @@ def check_resuming(tmp_path, offsets, **settings):
     num_steps = settings.get("max_steps", FOUR_UPDATES["max_steps"])
     assert len(history) == num_steps
     for offset in offsets:
+        checkpoint = str(tmp_path / "straight" / f"checkpoint-{offset}")
         again, history_again, recorder_again = trained(
-            tmp_path / "resumed", resume=str(tmp_path / "straight" / f"checkpoint-{offset}"), **settings
+            tmp_path / "resumed", resume=checkpoint, **settings, save_strategy="no"
         )
         assert len(recorder_again.weights) == num_steps - offset
         first = {name: recorder.weights[offset][name] for name in again}
@@ -128,22 +128,17 @@ def test_variants(tmp_path, variant):
     check_resuming(tmp_path, offsets, **variant)
 
 
-KILLED = """\
-import os, signal, sys
-sys.path[:0] = {paths!r}
-from replay import *
-from test_resume import FOUR_UPDATES
-
 class Kill(TrainerCallback):
-    def on_substep_end(self, args, state, control, **kwargs): pass
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        if state.global_step == 6 and not {resume}:
+        if state.global_step == 6:
             os.kill(os.getpid(), signal.SIGKILL)
 
-trainer = build_trainer({output!r}, more={{"train_dataset": addition_dataset(64), "callbacks": [Kill()]}}, **FOUR_UPDATES)
-trainer.train(resume_from_checkpoint={resume})
-trainer.save_model()
-"""
+
+def train_and_save(directory, resume):
+    more = {"train_dataset": addition_dataset(64), "callbacks": [] if resume else [Kill()]}
+    trainer = build_trainer(directory, more=more, **FOUR_UPDATES)
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model()
 
 
 def test_killed_process(tmp_path):
@@ -151,15 +146,13 @@ def test_killed_process(tmp_path):
     weights, _, _ = trained(tmp_path / "straight")
 
     def run(resume):
-        paths = [str(folder) for folder in Path(__file__).parents[:2]]
-        script = KILLED.format(paths=paths, output=str(tmp_path / "killed"), resume=resume)
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
-        return subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=300)
+        process = start(train_and_save, tmp_path / "killed", resume, output=tmp_path / "output")
+        process.join(300)
+        return process.exitcode
 
-    assert run(resume=False).returncode == -signal.SIGKILL
+    assert run(resume=False) == -signal.SIGKILL
     assert (tmp_path / "killed" / "checkpoint-6").is_dir() and not (tmp_path / "killed" / "checkpoint-7").exists()
-    result = run(resume=True)
-    assert result.returncode == 0, result.stderr[-3000:]
+    assert run(resume=True) == 0, (tmp_path / "output").read_text()[-3000:]
     again = trainable_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "killed", dtype=torch.float32))
     assert all(torch.equal(weights[name], again[name]) for name in weights)
 

@@ -11,8 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+from accelerate import Accelerator
+from processes import on_two
 
 from pacs_trl import verification
+from pacs_trl.rewards import math_reward
 from pacs_trl.verification import Outcome, Verifier, shared_verifier
 
 
@@ -150,14 +153,30 @@ class TestLimits:
 
 
 class TestKilledProcesses:
-    def test_worker_at_work(self):
-        with Verifier(num_workers=1, cpu_seconds=30.0, timeout_seconds=30.0) as verifier:
-            (worker,) = workers_of(verifier)
-            batch = InBackground(verifier, [ENDLESS, box(1), box(2)], ["42", 1, 2])
+    def test_at_work(self):
+        def interfere(first, *pids, number=signal.SIGKILL):
+            """Outcomes of a hanging item and two others while processes get a signal."""
+            numbers = range(first, first + 3)
+            batch = InBackground(verifier, [ENDLESS.replace("1", str(first)), *map(box, numbers[1:])], numbers)
             time.sleep(0.2)
-            os.kill(worker, signal.SIGKILL)
-            assert batch.outcomes() == [Outcome.KILLED, Outcome.CORRECT, Outcome.CORRECT]
-            assert len(verifier._cache) == 3  # with the first one of all, without the one that was killed
+            for pid in pids:
+                os.kill(pid, number)
+            return batch.outcomes()
+
+        with Verifier(num_workers=1, cpu_seconds=1.0) as verifier:
+            (worker,) = workers_of(verifier)
+            pool = verifier._pool.pid
+            # what a scheduler sends to all disturbs nothing: the trainer finishes its step, and needs its labels for that
+            assert interfere(10, worker, pool, number=signal.SIGTERM) == [Outcome.TIMEOUT, *[Outcome.CORRECT] * 2]
+            assert verifier._pool.pid == pool
+            known = len(verifier._cache)
+            assert interfere(20, *workers_of(verifier)) == [Outcome.KILLED, *[Outcome.CORRECT] * 2]
+            assert len(verifier._cache) == known + 2  # without the one that was killed
+            # the pool is started again and loses nothing
+            (worker,) = workers_of(verifier)
+            assert interfere(30, pool) == [Outcome.TIMEOUT, *[Outcome.CORRECT] * 2]
+            assert verifier._pool.pid != pool
+            assert wait_for(lambda: not is_running(worker), 5)
 
     def test_idle_worker(self):
         with Verifier(num_workers=2) as verifier:
@@ -166,29 +185,6 @@ class TestKilledProcesses:
                 os.kill(worker, signal.SIGKILL)
             assert wait_for(lambda: not any(map(is_running, workers)), 5)
             assert verifier.grade([box(i) for i in range(50)], range(50)) == [1.0] * 50
-
-    def test_the_signal_that_a_scheduler_sends_to_all_disturbs_nothing(self):
-        """The trainer finishes its step on SIGTERM, and needs its labels for that."""
-        with Verifier(num_workers=1, cpu_seconds=2.0) as verifier:
-            (worker,) = workers_of(verifier)
-            pool = verifier._pool.pid
-            batch = InBackground(verifier, [ENDLESS, box(1)], ["42", 1])
-            time.sleep(0.2)
-            for process in (worker, pool):
-                os.kill(process, signal.SIGTERM)
-            assert batch.outcomes() == [Outcome.TIMEOUT, Outcome.CORRECT]
-            assert verifier._pool.pid == pool and workers_of(verifier) != []
-
-    def test_pool_is_started_again_and_loses_nothing(self):
-        with Verifier(num_workers=1, cpu_seconds=2.0) as verifier:
-            (worker,) = workers_of(verifier)
-            pool = verifier._pool.pid
-            batch = InBackground(verifier, [ENDLESS, box(1)], ["42", 1])
-            time.sleep(0.2)
-            os.kill(pool, signal.SIGKILL)
-            assert batch.outcomes() == [Outcome.TIMEOUT, Outcome.CORRECT]
-            assert verifier._pool.pid != pool
-            assert wait_for(lambda: not is_running(worker), 5)
 
     def test_pool_that_cannot_start(self, monkeypatch):
         monkeypatch.setattr(sys, "executable", "/bin/false")
@@ -311,32 +307,19 @@ class TestForkedParent:
             assert batch.outcomes() == [Outcome.CORRECT, Outcome.WRONG]
 
 
-RANK_PROGRAM = """
-import os
-
-from accelerate import Accelerator
-
-from pacs_trl.rewards import math_reward
-from pacs_trl.verification import shared_verifier
-
-accelerator = Accelerator(cpu=True)
-golds = [str(i + accelerator.process_index) for i in range(60)]
-assert math_reward([r"\\boxed{%d}" % i for i in range(60)], solution=golds) == [1.0 - accelerator.process_index] * 60
-assert shared_verifier().num_workers == max(1, len(os.sched_getaffinity(0)) // 2)
-accelerator.wait_for_everyone()
-with open(f"{os.environ['PIDS']}.{accelerator.process_index}", "w") as file:
-    file.write(str(shared_verifier()._pool.pid))
-"""
+def grade_on_a_rank(directory):
+    accelerator = Accelerator(cpu=True)
+    golds = [str(i + accelerator.process_index) for i in range(60)]
+    expected = [1.0 - accelerator.process_index] * 60
+    assert math_reward([box(i) for i in range(60)], solution=golds) == expected
+    assert shared_verifier().num_workers == max(1, len(os.sched_getaffinity(0)) // 2)
+    accelerator.wait_for_everyone()
+    (directory / f"pid.{accelerator.process_index}").write_text(str(shared_verifier()._pool.pid))
 
 
 @pytest.mark.distributed
 def test_two_ranks_have_a_pool_each(tmp_path):
-    script = tmp_path / "program.py"
-    script.write_text(RANK_PROGRAM.replace("\\\\", "\\"), encoding="utf-8")
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "PIDS": str(tmp_path / "pid"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    completed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert completed.returncode == 0, completed.stderr
+    on_two(grade_on_a_rank, tmp_path, outputs=tmp_path)
     pools = [int((tmp_path / f"pid.{rank}").read_text()) for rank in range(2)]
     assert pools[0] != pools[1]
     assert wait_for(lambda: not any(map(is_running, pools)), 5)
