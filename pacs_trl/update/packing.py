@@ -112,7 +112,7 @@ class MergedAttention(torch.autograd.Function):
     two results are merged by the logarithms of their sums. The kernels' backward passes take the merged result and sum for their own.
 
     Forward and backward take as long as with a mask over prompt and branch where both are short and 0.8 times as long where both are
-    long; with the prompt's queries once more for each branch it is 0.95 to 6 times (16 branches of 130 to 576 tokens behind
+    long; with the prompt's queries once more for each branch it is 0.95 to 6.6 times (16 branches of 130 to 576 tokens behind
     prompts of 32 to 2,000).
     """
 
