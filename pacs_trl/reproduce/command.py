@@ -9,6 +9,7 @@ of `tables.py`.
 
 import argparse
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,11 @@ def read_table(name: str, scale: str) -> Table:
     Raises:
         `ValueError`: if there is no such table, or not at that scale.
     """
-    contents = _contents()
-    files = {shown: file for file, content in contents.items() for shown in (file, *content.pop("also", ()))}
+    contents = _contents(TABLES)
+    files = {shown: file for file, content in contents.items() for shown in (file, *content.get("also", ()))}
     if name not in files:
         raise ValueError(f"There is no table {name!r}; choose from {', '.join(files)}, or 'all'.")
-    content = contents[files[name]]
+    content = {key: value for key, value in contents[files[name]].items() if key != "also"}
     evaluations = content.pop("evaluation", ["evaluation/v2"])
     entries = content.pop("cells").items()
     cells = [_cell(label, entry, scale, evaluations) for label, entry in entries if scale in entry]
@@ -72,20 +73,21 @@ def table_names(scale: str | None = None) -> list[str]:
     """
     return [
         name
-        for name, content in _contents().items()
+        for name, content in _contents(TABLES).items()
         if scale is None or any(scale in entry for entry in content["cells"].values())
     ]
 
 
-def _contents() -> dict[str, dict[str, Any]]:
-    if not TABLES.is_dir():
+@cache
+def _contents(tables: Path) -> dict[str, dict[str, Any]]:
+    if not tables.is_dir():
         raise ValueError(
-            f"The tables are recipes, and there is no {TABLES}: the package was installed without them. Clone the "
+            f"The tables are recipes, and there is no {tables}: the package was installed without them. Clone the "
             "repository and install that: `pip install --editable .`"
         )
-    names = [path.stem for path in TABLES.glob("*.yaml")]
+    names = [path.stem for path in tables.glob("*.yaml")]
     names.sort(key=lambda name: (name.startswith("v1"), "figure" in name, int(name.rsplit("_")[-1])))
-    return {name: read_mapping(TABLES / f"{name}.yaml", "table") for name in names}
+    return {name: read_mapping(tables / f"{name}.yaml", "table") for name in names}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
