@@ -1,18 +1,11 @@
-"""Runs on every process of a torchrun launch: trains each scenario and writes what this process saw.
-
-    ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 scenarios.py OUTPUT_DIR ddp|fsdp2
-    ACCELERATE_USE_DEEPSPEED=true DS_ACCELERATOR=cpu torchrun --nproc_per_node 2 scenarios.py OUTPUT_DIR zero3
+"""Runs on every process of a group: trains each scenario and writes what this process saw.
 
 Each scenario is a function of `(rank, directory)` that returns something `torch.save` can write. `test_two_processes.py`
 compares the results with one process.
 """
 
 import os
-import sys
 from pathlib import Path
-
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 import yaml
@@ -384,7 +377,7 @@ ZERO3 = {
 } | {"resumed snapshot": lambda rank, directory: resumed(rank, directory, reference="snapshot", **zero3_settings(0))}
 
 
-def main(output: Path, kind: str):
+def run_all(output: Path, kind: str):
     if kind == "fsdp2":
         let_accelerate_shard_on_cpu()
     if kind == "zero3":
@@ -396,7 +389,3 @@ def main(output: Path, kind: str):
         result = scenario(rank, directory)
         torch.save(result, output / f"{name}.{rank}.pt")
     torch.distributed.destroy_process_group()  # DeepSpeed's groups would wait for each other at exit
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])

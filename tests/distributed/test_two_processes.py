@@ -4,14 +4,12 @@ One launch runs all scenarios of a kind (see scenarios.py), because starting pro
 test reads what both processes saw and compares it with the long way over all rows (see replay.py).
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from peft import get_peft_model
+from processes import on_two
 from replay import (
     RELATIVE,
     SIZES,
@@ -23,48 +21,38 @@ from replay import (
     rows_of_update,
     tiny_model,
 )
+from scenarios import FSDP2, LORA, QUARTER, RAGGED, REPLAYED, ZERO3, run_all
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pacs_trl.evaluation.shards import merge_shards
 
 
-sys.path.insert(0, str(Path(__file__).parent))
-from scenarios import FSDP2, LORA, QUARTER, RAGGED, REPLAYED, ZERO3
-
-
 pytestmark = pytest.mark.distributed
-
-
-def launch(output: Path, kind: str) -> Path:
-    env = os.environ | {"OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
-    if kind == "zero3":
-        env |= {"ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu"}
-    else:
-        env |= {"ACCELERATE_USE_CPU": "true"}
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    script = str(Path(__file__).with_name("scenarios.py"))
-    result = subprocess.run(
-        [sys.executable, *command, script, str(output), kind], env=env, capture_output=True, text=True, timeout=900
-    )
-    assert result.returncode == 0, result.stdout[-1000:] + result.stderr[-5000:]
-    return output
 
 
 @pytest.fixture(scope="module")
 def ddp(tmp_path_factory):
-    return launch(tmp_path_factory.mktemp("ddp"), "ddp")
+    return launch(tmp_path_factory, "ddp")
 
 
 @pytest.fixture(scope="module")
 def fsdp2(tmp_path_factory):
-    return launch(tmp_path_factory.mktemp("fsdp2"), "fsdp2")
+    return launch(tmp_path_factory, "fsdp2")
 
 
 @pytest.fixture(scope="module")
 def zero3(tmp_path_factory):
     pytest.importorskip("deepspeed", reason="optional: make env EXTRAS=dev,report,tracking,deepspeed")
-    return launch(tmp_path_factory.mktemp("zero3"), "zero3")
+    return launch(
+        tmp_path_factory, "zero3", ACCELERATE_USE_CPU="", ACCELERATE_USE_DEEPSPEED="true", DS_ACCELERATOR="cpu"
+    )
+
+
+def launch(tmp_path_factory, kind: str, **environment: str) -> Path:
+    output = tmp_path_factory.mktemp(kind)
+    on_two(run_all, output, kind, outputs=output, **environment)
+    return output
 
 
 def both(output: Path, name: str) -> list:

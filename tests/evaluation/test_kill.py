@@ -3,7 +3,6 @@
 `PACS_NUM_KILLS=20 pytest tests/evaluation/test_kill.py` runs the full exercise.
 """
 
-import multiprocessing
 import os
 import random
 import time
@@ -11,41 +10,22 @@ from pathlib import Path
 
 import pytest
 from kill_child import evaluate_and_be_killed, evaluate_to_the_end
+from processes import start
 
 from pacs_trl.evaluation.results import read_results
 
 
 pytestmark = pytest.mark.slow
 
-# Not kill_child itself: the fork server does not see the path of the tests.
-PRELOAD = [
-    "pacs_trl.evaluation.evaluate",
-    "pacs_trl.evaluation.sampling",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.qwen3.modeling_qwen3",
-]
 NUM_KILLS = int(os.environ.get("PACS_NUM_KILLS", "3"))
 
 
-@pytest.fixture(scope="module")
-def start():
-    """Starts a function in a process forked from one that has imported everything."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-
-    def start(function, arguments):
-        child = context.Process(target=function, args=(arguments,))
-        child.start()
-        return child
-
-    return start
-
-
-def test_counts_survive_any_kill(start, arguments, tmp_path):
+def test_counts_survive_any_kill(arguments, tmp_path):
+    output = tmp_path / "output"
     arguments = {**arguments, "n": 64, "k": "1,64", "batch_size": 8}
     undisturbed = {**arguments, "output_dir": str(tmp_path / "undisturbed")}
     killed = {**arguments, "output_dir": str(tmp_path / "killed")}
-    start(evaluate_to_the_end, undisturbed).join(timeout=120)
+    start(evaluate_to_the_end, undisturbed, output=output).join(timeout=120)
     expected = read_results(tmp_path / "undisturbed")
     total = sum(p["n"] for p in expected["benchmarks"]["math_500"]["problems"])
 
@@ -54,7 +34,7 @@ def test_counts_survive_any_kill(start, arguments, tmp_path):
     stored: list[int] = []
     for kills_left in range(NUM_KILLS, 0, -1):
         before = count_lines(store)
-        child = start(evaluate_and_be_killed, killed)
+        child = start(evaluate_and_be_killed, killed, output=output)
         # Let some more lines appear, then strike: within a line, within a forward pass, while the file is read back.
         target = before + rng.randint(0, max(1, (total - before) // kills_left))
         deadline = time.monotonic() + 60
@@ -66,7 +46,7 @@ def test_counts_survive_any_kill(start, arguments, tmp_path):
         stored.append(count_lines(store))
     assert len(set(stored)) > 1, "the kills should strike at different moments"
 
-    last = start(evaluate_to_the_end, killed)
+    last = start(evaluate_to_the_end, killed, output=output)
     last.join(timeout=120)
     assert last.exitcode == 0
     survived = read_results(tmp_path / "killed")

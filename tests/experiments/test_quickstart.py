@@ -60,7 +60,7 @@ def test_figure_is_written_for_several_seeds(tmp_path):
     assert (tmp_path / "new" / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_whole_run_in_miniature_of_the_miniature(tmp_path, monkeypatch, capsys):
+def test_whole_run_in_miniature_of_the_miniature(tmp_path, monkeypatch, capsys, forked_warm_starts):
     tiny = {"size": "tiny", "target_accuracy": None, "max_steps": 2, "batch_size": 2}
     monkeypatch.setattr(
         "pacs_trl.miniature.warm_start.warm_start",

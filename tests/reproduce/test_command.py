@@ -47,6 +47,11 @@ OBJECTIVE = (
 )
 
 
+def draw_nothing(monkeypatch):
+    for figure in ("pass_at_k_figure", "training_figure", "evaluation_figure", "ablation_figure"):
+        monkeypatch.setattr(plots, figure, lambda *args: None)
+
+
 def settings_of(cell: Cell) -> dict:
     return yaml.safe_load((RECIPES / f"{cell.recipe}.yaml").read_text()) | cell.settings
 
@@ -89,8 +94,7 @@ class TestRecipes:
             run_cell(cell, seed, Options(results_dir=RESULTS))
 
     def test_the_committed_pages_are_made_of_the_committed_records(self, tmp_path, monkeypatch):
-        for figure in ("pass_at_k_figure", "training_figure", "evaluation_figure", "ablation_figure"):
-            monkeypatch.setattr(plots, figure, lambda *args: None)
+        draw_nothing(monkeypatch)
         shutil.copy(RESULTS / "records.jsonl", tmp_path)
         assert main(["all", "--report_only", "--results_dir", str(tmp_path)]) == 0
         made = {path.name: path.read_text() for path in tmp_path.glob("*.md")}
@@ -205,7 +209,8 @@ class TestReport:
         assert text.index("## Mean") < text.index("![pass@k](t.png)") < text.index("<details>")
         assert (tmp_path / "t.png").stat().st_size > 10_000
 
-    def test_a_published_number_inside_the_interval(self, tmp_path):
+    def test_a_published_number_inside_the_interval(self, tmp_path, monkeypatch):
+        draw_nothing(monkeypatch)
         # Six problems at 37.5 % on average and six at 100 %; BeyondAIME was published as 27.16 for PACS, 24.39 for GRPO
         for cell, counts in ((self.good, [1, 2] * 3), (self.bad, [4] * 6)):
             record(tmp_path, cell, 0, {name: counts for name in TWINS})
@@ -237,7 +242,8 @@ class TestReport:
             assert [row[next(iter(row))] for row in rows][:1] == ["twin, 0.1M: PACS"]
         assert "| twin, 1M: PACS - twin, 0.1M: PACS, each seed |" in text and "lies" not in text
 
-    def test_differences_pair_seeds_and_say_the_direction(self, tmp_path):
+    def test_differences_pair_seeds_and_say_the_direction(self, tmp_path, monkeypatch):
+        draw_nothing(monkeypatch)
         self.fill(tmp_path)
         record(tmp_path, self.good, 2, {name: [0, 0] for name in TWINS.values()})  # no partner: left out
         pairs = [("PACS", "GRPO"), ("GRPO", "PACS")]
@@ -250,7 +256,8 @@ class TestReport:
         assert second["ours"].startswith("-37.5") and second["seeds above 0"] == "0 of 2"
         assert second["same direction"] == "yes"
 
-    def test_seeds_that_disagree_resolve_nothing(self, tmp_path):
+    def test_seeds_that_disagree_resolve_nothing(self, tmp_path, monkeypatch):
+        draw_nothing(monkeypatch)
         for seed, (a, b) in enumerate([(4, 0), (1, 2)]):
             record(tmp_path, self.good, seed, {name: [a, a] for name in TWINS.values()})
             record(tmp_path, self.bad, seed, {name: [b, b] for name in TWINS.values()})
@@ -370,6 +377,7 @@ class TestMiniatureRuns:
         (kept,) = records.runs("twin-4b/base", "Base")
         assert {name: [p["c"] for p in e["problems"]] for name, e in kept.results["benchmarks"].items()} == counts
 
+        draw_nothing(monkeypatch)
         monkeypatch.setattr(reproduce_cells, "_evaluate", None)
         assert main(arguments) == 0
         assert capsys.readouterr().out.partition("# Table 1")[2] == first
@@ -392,6 +400,7 @@ class TestMiniatureRuns:
         Path("results/records.jsonl").write_text("".join(others))
         monkeypatch.undo()
         monkeypatch.chdir(tmp_path)
+        draw_nothing(monkeypatch)
         monkeypatch.setattr("pacs_trl.train.main", None)
         before = Path("work/twin-4b/pacs/seed-0/evaluation/samples/miniature_terms_3.jsonl").read_text()
         assert main(arguments) == 0

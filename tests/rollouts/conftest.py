@@ -3,14 +3,6 @@
 import pytest
 from fake_llm import play_colocated
 from loopback_vllm import LoopbackVLLM, play_installed, server_settings
-from replay import tiny_model
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    tiny_model().save_pretrained(path)
-    return str(path)
 
 
 @pytest.fixture(params=["colocate", "server", "transformers"])

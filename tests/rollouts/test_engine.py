@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_llm import FakeLLM, OutputKind, SamplingParams, play_colocated
-from replay import addition_dataset, build_trainer, digit_reward, tiny_model, trainable_weights
+from replay import addition_dataset, build_trainer, digit_reward, trainable_weights
 from transformers import AutoModelForCausalLM
 
 from pacs_trl.rewards import math_reward
@@ -113,13 +113,6 @@ def trainer_of(output_dir, model_path, settings, **more):
     training = {"learning_rate": 3e-3, "optim": "adamw_torch", "steps_per_generation": 2, "max_steps": 4}
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     return build_trainer(output_dir, model=model, reward=reward, more=arguments, **(training | settings | more))
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    tiny_model().save_pretrained(path)
-    return str(path)
 
 
 @pytest.fixture

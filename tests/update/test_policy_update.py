@@ -156,20 +156,12 @@ def test_gradient_with_truncated_completions_masked(tmp_path, group_layout, padd
     train_and_compare(tmp_path, Replay(truncated=0.4), **settings, **TWO_UPDATES)
 
 
-@pytest.fixture(scope="module")
-def saved_model(tmp_path_factory):
-    """A model directory: TRL loads the reference of the KL term from where the model came from."""
-    directory = tmp_path_factory.mktemp("model")
-    tiny_model().save_pretrained(directory)
-    return str(directory)
-
-
 @pytest.mark.parametrize("group_layout", ["whole", "split"])
 @pytest.mark.parametrize("unverifiable", [0.0, 0.4])
-def test_gradient_with_kl_term(tmp_path, saved_model, unverifiable, group_layout):
+def test_gradient_with_kl_term(tmp_path, model_path, unverifiable, group_layout):
     """The KL term is a mean over all tokens of the step, also over those of rows without a verdict."""
     settings = {**TWO_UPDATES, "beta": 0.1, "group_layout": group_layout}
-    train_and_compare(tmp_path, Replay(unverifiable=unverifiable), model=saved_model, **settings)
+    train_and_compare(tmp_path, Replay(unverifiable=unverifiable), model=model_path, **settings)
 
 
 def test_no_row_counts(tmp_path):
@@ -206,9 +198,9 @@ def test_gradient_of_groups_of_different_sizes(tmp_path, group_layout, padding_f
         assert logged[update]["pacs/label_mean"] == pytest.approx(sum(scorable) / len(scorable))
 
 
-def test_groups_of_different_sizes_with_kl_term(tmp_path, saved_model):
+def test_groups_of_different_sizes_with_kl_term(tmp_path, model_path):
     settings = RAGGED | {"beta": 0.1, "group_layout": "split"}
-    train_and_compare(tmp_path, Replay(unverifiable=0.4), model=saved_model, trainer_class=RaggedGroups, **settings)
+    train_and_compare(tmp_path, Replay(unverifiable=0.4), model=model_path, trainer_class=RaggedGroups, **settings)
 
 
 def test_groups_of_different_sizes_after_a_resume(tmp_path):

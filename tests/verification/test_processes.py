@@ -97,7 +97,7 @@ class TestHostile:
 
     def test_every_attack_is_answered_in_time_and_the_pool_lives_on(self):
         texts, golds = [text_of(row) for row in HOSTILE], [row["gold"] for row in HOSTILE]
-        with Verifier(num_workers=2, cpu_seconds=0.3, timeout_seconds=3.0, cache_size=0) as verifier:
+        with Verifier(num_workers=2, cpu_seconds=0.15, timeout_seconds=3.0, cache_size=0) as verifier:
             verifier.grade([box(i) for i in range(100)], range(100))
             memory = resident_mb()
             grades = verifier.grade_detailed(texts, golds)
@@ -113,7 +113,7 @@ class TestHostile:
 
     def test_neighbours_of_a_hanging_item_are_graded(self):
         completions = [ENDLESS.replace("1", str(i)) if i % 20 == 7 else box(i) for i in range(100)]
-        with Verifier(num_workers=2, cpu_seconds=0.3) as verifier:
+        with Verifier(num_workers=2, cpu_seconds=0.15) as verifier:
             outcomes = [grade.outcome for grade in verifier.grade_detailed(completions, range(100))]
         expected = [Outcome.TIMEOUT if i % 20 == 7 else Outcome.CORRECT for i in range(100)]
         assert outcomes == expected
