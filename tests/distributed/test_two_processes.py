@@ -45,7 +45,7 @@ def fsdp2(tmp_path_factory):
 def zero3(tmp_path_factory):
     pytest.importorskip("deepspeed", reason="optional: make env EXTRAS=dev,report,tracking,deepspeed")
     return launch(
-        tmp_path_factory, "zero3", ACCELERATE_USE_CPU="", ACCELERATE_USE_DEEPSPEED="true", DS_ACCELERATOR="cpu"
+        tmp_path_factory, "zero3", ACCELERATE_USE_CPU="false", ACCELERATE_USE_DEEPSPEED="true", DS_ACCELERATOR="cpu"
     )
 
 
