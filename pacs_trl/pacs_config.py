@@ -11,6 +11,7 @@ from .redaction import PublishedArguments
 from .rollouts.draw_settings import additional, draw_errors
 from .rollouts.step_sizes import Step, step_errors
 from .settings import OF_OTHER_LOSSES, ignored_settings, illegal_values, with_help
+from .update.token_weights import Mapping, Steer
 
 
 # Settings of GRPOConfig that shape GRPO's own loss. PACS has no ratio, no clipping and no advantage to apply them to.
@@ -72,6 +73,16 @@ class PACSConfig(PublishedArguments, GRPOConfig):
         label_noise (`dict`, *optional*):
             `{false_positive: a, false_negative: b}`: how often the verifier calls a wrong completion right, and a right one
             wrong. The label `v` becomes `(v - a) / (1 - a - b)`, whose expectation is the truth; `pacs-trl audit` estimates both.
+
+        token_weighting (`str`, *optional*):
+            `"steer"`: the gradient of a token counts the less the more it changes the entropy, as in STEER. It takes a forward
+            pass before the first update on a rollout too.
+        token_weight_mapping (`str`, *optional*, defaults to `"exponential"`):
+            With `token_weighting`: `"exponential"` (weights from `token_weight_min` to 1) or `"linear"`.
+        token_weight_min (`float`, *optional*, defaults to `0.8`):
+            With `token_weighting`: the smallest weight.
+        token_weight_max (`float`, *optional*, defaults to `1.2`):
+            With `token_weight_mapping="linear"`: the largest weight.
 
         > Parameters that control the reference policy
 
@@ -146,6 +157,10 @@ class PACSConfig(PublishedArguments, GRPOConfig):
     proxy: Proxy = "log_ratio"
     actor_term_coef: float = 0.0
     label_noise: dict[str, float] | None = None
+    token_weighting: str | None = field(default=None, metadata={"choices": ["steer"]})
+    token_weight_mapping: Mapping = "exponential"
+    token_weight_min: float = 0.8
+    token_weight_max: float = 1.2
     reference: Literal["rollout", "snapshot"] = "rollout"
     reference_reset_steps: int | None = None
     reset_optimizer_on_reference_reset: bool = False
@@ -196,6 +211,7 @@ class PACSConfig(PublishedArguments, GRPOConfig):
             *_later_update_errors(given, step),
             *_micro_batch_errors(given),
             *_label_noise_errors(given),
+            *_token_weight_errors(given),
             *draw_errors(given, step),
         ]
 
@@ -203,6 +219,13 @@ class PACSConfig(PublishedArguments, GRPOConfig):
     def noise(self) -> LabelNoise:
         """`label_noise` as [`objective.class_weights`] takes it."""
         return tuple(float((self.label_noise or {}).get(name, 0.0)) for name in NOISE)  # type: ignore[return-value]
+
+    @property
+    def steer(self) -> Steer | None:
+        """What `token_weighting` asks of an update."""
+        if self.token_weighting is None:
+            return None
+        return Steer(self.token_weight_mapping, self.token_weight_min, self.token_weight_max)
 
     @property
     def draws_again(self) -> bool:
@@ -300,5 +323,33 @@ def _label_noise_errors(given: Any) -> list[str]:
         errors.append(
             f"label_noise makes no sense with guidance={given.guidance!r}: guided completions are kept where their verdict is right, "
             "so wrong verdicts among them do not average out. Remove one of them."
+        )
+    return errors
+
+
+def _token_weight_errors(given: Any) -> list[str]:
+    least, most, errors = given.token_weight_min, given.token_weight_max, []
+    if given.token_weighting is None:
+        defaults = {"token_weight_mapping": "exponential", "token_weight_min": 0.8, "token_weight_max": 1.2}
+        return [
+            f"{name}={getattr(given, name)!r} would be ignored without token_weighting. Set token_weighting='steer', or remove the key."
+            for name, default in defaults.items()
+            if getattr(given, name) != default
+        ]
+    if given.token_weight_mapping == "exponential":
+        if most != 1.2:
+            errors.append(
+                f"token_weight_max={most} would be ignored with token_weight_mapping='exponential', whose weights end at 1. Use "
+                "'linear', or remove the key."
+            )
+        if least >= 1:
+            errors.append(
+                f"token_weight_min={least} must be below 1 with token_weight_mapping='exponential': weights lie between it and 1. "
+                "The authors use 0.8."
+            )
+    elif least >= most:
+        errors.append(
+            f"token_weight_min={least} must be below token_weight_max={most}: tokens that change the entropy most get the smaller one. "
+            "The authors use 0.8 and 1.2."
         )
     return errors

@@ -66,7 +66,7 @@ class PACSTrainer(RedrawingTrainer[PACSConfig]):
 
     _own_shared_settings = (
         *("pacs_beta", "score_estimator", "first_update_score", "class_weighting", "proxy", "actor_term_coef"),
-        "label_noise",
+        *("label_noise", "token_weighting", "token_weight_mapping", "token_weight_min", "token_weight_max"),
         *("reference", "reference_reset_steps", "reset_optimizer_on_reference_reset"),
         *RedrawingTrainer._own_shared_settings,
     )
@@ -150,6 +150,7 @@ class PACSTrainer(RedrawingTrainer[PACSConfig]):
             ),
             mismatch=mismatch,
             token_weights=[mismatch_correction(mismatch)] if args.vllm_importance_sampling_correction else [],
+            steer=args.steer,
             # The temperature, which the loss has too, may stand between the policy and the sampler, and nothing else.
             samples_policy=untruncated and not args.generation_kwargs,
             score_kl_reference=self._score_kl_reference if args.beta != 0 else None,
@@ -180,7 +181,9 @@ class PACSTrainer(RedrawingTrainer[PACSConfig]):
     def _score_rollout_reference(self) -> None:
         """Log-probabilities under the policy that generated, for the updates in which it will have moved on."""
         is_reference = self.args.reference == "rollout" and self.args.proxy == "log_ratio"
-        names = ["ref_logps"] * is_reference + ["old_logps"] * bool(self.update.token_weights)
+        steers = self.update.steer is not None
+        names = ["ref_logps"] * is_reference + ["old_logps"] * (steers or bool(self.update.token_weights))
+        names += ["old_entropies"] * steers
         later = self._steps if self.num_iterations > 1 else self._steps[1:]
         with self.timer.part("log_probs"):
             for step in later if names else ():

@@ -256,11 +256,13 @@ def in_graph_step(
     token_weights: bool = False,
     kl_weights: dict[str, torch.Tensor] | None = None,
     sizes: Sequence[int] | None = None,
+    old_weights: dict[str, torch.Tensor] | None = None,
 ) -> Step:
     """
     Loss and gradients of one optimizer step, by autograd through the loss of all rows at once. `model` is float64.
 
-    `kl_weights` are the weights that the KL term refers to, `sizes` those of the groups, if they differ.
+    `kl_weights` are the weights that the KL term refers to, `sizes` those of the groups, if they differ, `old_weights` those of the
+    policy that generated, for `token_weighting`.
     """
 
     def counts(row: Row) -> bool:
@@ -284,6 +286,8 @@ def in_graph_step(
         if kl_weights is not None:
             load_weights(model, kl_weights)
             kl_logps = _stacked([_logps_and_entropies(model, row)[0] for row in rows])
+        load_weights(model, ref_weights if old_weights is None else old_weights)
+        old_values = [_logps_and_entropies(model, row) for row in rows]
     load_weights(model, weights)
     model.zero_grad()
     logps = _stacked([_logps_and_entropies(model, row)[0] for row in rows])
@@ -314,11 +318,36 @@ def in_graph_step(
         log_ratio = kl_logps - logps
         kl = ((log_ratio.exp() - log_ratio - 1) * mask).sum() / mask.sum()
         objective, loss = objective + args.beta * kl, loss + args.beta * kl
+    if args.token_weighting is not None:
+        objective = _steered(objective, logps, old_values, mask, args, len(_scorable(labels, args.num_generations)))
     objective.backward()
     gradients = {
         name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None and name in weights
     }
     return Step(loss.item(), gradients, result.proxies.detach())
+
+
+def _scorable(labels, num_generations: int) -> list[int]:
+    return sum(_judged(labels, [num_generations] * (len(labels) // num_generations)), [])
+
+
+def _steered(objective, logps, old_values, mask, args: PACSConfig, num_rows: int) -> torch.Tensor:
+    """A sum with the gradient of the objective, in which each token has the weight of STEER, one token at a time."""
+    (slopes,) = torch.autograd.grad(objective, logps, retain_graph=True)
+    changes, total = {}, torch.zeros((), dtype=torch.float64)
+    for i, (old_logps, entropies) in enumerate(old_values):
+        for t in range(len(old_logps)):
+            if mask[i, t]:
+                p, old_p = logps[i, t].exp().item(), old_logps[t].exp().item()
+                effect = p * (1 - p) * (np.log(p) + entropies[t].item()) / old_p
+                changes[i, t] = abs(num_rows * slopes[i, t].item() * effect)
+    least, most, low, high = min(changes.values()), max(changes.values()), args.token_weight_min, args.token_weight_max
+    for (i, t), change in changes.items():
+        weight = high - (high - low) * (change - least) / (most - least) if most > least else (high + low) / 2
+        if args.token_weight_mapping == "exponential":
+            weight = max(low, low ** (change / max(most, 0.02)))
+        total = total + weight * slopes[i, t] * logps[i, t]
+    return total
 
 
 def _judged(labels, sizes: Sequence[int]) -> list[list[int]]:

@@ -253,6 +253,7 @@ class Estimate:
             correction=training.use_vllm and training.vllm_importance_sampling_correction,
             kl=training.beta != 0,
             reference=training.reference if self.of_pacs and training.proxy == "log_ratio" else "none",
+            steer=self.of_pacs and training.token_weighting is not None,
             split=layout == "split" or layout == "auto" and does_not_fit,
         )
 

@@ -99,6 +99,8 @@ RANGES = {
     "actor_term_coef": Range(
         "it is the weight of the actor term of eq. 5; 0 leaves it out, as the authors do", least=0
     ),
+    "token_weight_min": Range("weights lie around 1, and below 0 they would turn gradients around", above=0, below=2),
+    "token_weight_max": Range("weights lie around 1, and at 2 a token would count twice", above=0, below=2),
     "reference_reset_steps": _count("optimizer steps between renewals of the snapshot"),
     "max_non_finite_steps": _count("skipped steps in a row after which training stops"),
     "max_generations": _count("completions of a hard prompt", least=2),

@@ -45,7 +45,7 @@ from .rows import Rollout
 from .sampling_correction import Mismatch, merge_statistics, mismatch_metrics, mismatch_statistics
 from .scorer import Scorer, Scores
 from .step import FILLER, Limits, MicroBatch, StepRollouts, collate, schedule_rows, schedule_step
-from .token_weights import TokenValues, TokenWeights
+from .token_weights import Steer, SteerWeights, TokenValues, TokenWeights, entropy_slopes
 
 
 class Objective(NamedTuple):
@@ -95,6 +95,7 @@ class PolicyUpdate:
         objective ([`Objective`]), limits ([`Limits`]): What is learnt, and what micro-batches may be like.
         mismatch ([`Mismatch`]): How the engine's probabilities are compared with the trainer's.
         token_weights (`list[TokenWeights]`): Factors on the gradient of each token.
+        steer ([`Steer`], *optional*): One more, which needs a forward pass over the step before its backward passes.
         samples_policy (`bool`): Whether completions are drawn from the distribution that is scored, not a truncated one.
         score_kl_reference (`Callable`, *optional*): [`Scorer.score`] under the policy that the KL term refers to.
     """
@@ -105,6 +106,7 @@ class PolicyUpdate:
     limits: Limits
     mismatch: Mismatch
     token_weights: list[TokenWeights] = field(default_factory=list)
+    steer: Steer | None = None
     samples_policy: bool = True
     score_kl_reference: Callable[..., Scores] | None = None
 
@@ -129,21 +131,30 @@ class PolicyUpdate:
 
     @torch.no_grad()
     def fill_in(self, model, step: StepRollouts, *names: str) -> None:
-        """Fill in `ref_logps` or `old_logps` of the rows this process learns from, with the weights `model` has now."""
+        """Fill in `ref_logps`, `old_logps` or `old_entropies` of the rows this process learns from, with the weights `model` has
+        now."""
         for rows, batch in self._own(step, step.schedule):
-            logps = self._score(self.scorer.score, model, batch).logps
-            on_cpu = torch.cat(logps).cpu().split(list(map(len, logps)))  # one transfer
-            for i, row_logps in zip(rows, on_cpu, strict=False):
-                for name in names:
-                    setattr(step.rollouts[i], name, row_logps.numpy().copy())
+            scores = self._score(self.scorer.score, model, batch)
+            for name in names:
+                values = scores.entropies if name == "old_entropies" else scores.logps
+                on_cpu = torch.cat(values).cpu().split(list(map(len, values)))  # one transfer
+                for i, of_row in zip(rows, on_cpu, strict=False):
+                    setattr(step.rollouts[i], name, of_row.numpy().copy())
 
     @torch.no_grad()
     def _forward(self, model, step: StepRollouts, schedule: Schedule) -> "Forwarded":
-        found = _Collector(len(step.rollouts), self.accelerator)
+        found = _Collector(len(step.rollouts), self.accelerator, num_slopes=0 if self.steer is None else 2)
         for rows, batch in self._own(step, schedule):
             logps, entropies = self._score(self.scorer.score, model, batch).padded()
-            found.add(rows, self._proxies(logps, batch), entropies, batch.loss_mask)
+            slopes = [] if self.steer is None else self._slopes(step, batch, logps, entropies)
+            found.add(rows, self._proxies(logps, batch), entropies, batch.loss_mask, slopes=slopes)
         return found.reduce()
+
+    def _slopes(self, step: StepRollouts, batch: MicroBatch, logps, entropies) -> list[torch.Tensor]:
+        """Smallest and largest absolute slope of the entropy at the counted tokens of each row, see [`SteerWeights`]."""
+        old = (logps, entropies) if step.on_policy else (batch.old_logps, batch.old_entropies)
+        slopes = entropy_slopes(logps, *old, batch.loss_mask).abs()
+        return [slopes.masked_fill(~batch.loss_mask, math.inf).amin(dim=1), slopes.amax(dim=1)]
 
     def left_out_entropy(self, model, step: StepRollouts, schedule: Schedule) -> float:
         """
@@ -179,7 +190,7 @@ class PolicyUpdate:
         """
         with self.scorer.attention():
             before = None
-            if not proxies_are_zero and not step.whole_groups:
+            if not proxies_are_zero and (self.steer is not None or not step.whole_groups):
                 before = self._forward(model, step, step.schedule)
             proxies = torch.zeros(len(step.rollouts)) if proxies_are_zero else before and before.proxies
             schedule, coefficients = step.schedule, None
@@ -189,16 +200,28 @@ class PolicyUpdate:
             # Before the backward passes, between which FSDP keeps what it has gathered. A pass for the proxies went over
             # more rows.
             left_out = self.left_out_entropy(model, step, schedule if before is None else step.schedule)
-            found, mismatch = self._back_propagate(model, step, schedule, coefficients)
+            steer = self._steer(model, step, schedule, coefficients, before)
+            found, mismatch = self._back_propagate(model, step, schedule, coefficients, steer)
         proxies = found.proxies if proxies is None else proxies
         loss, metrics = self._summarize(step, proxies, left_out + (before or found).entropy, found.num_rows)
         if mismatch:
             parts = self.accelerator.gather(merge_statistics(torch.stack(mismatch))[None])
             metrics |= mismatch_metrics(merge_statistics(parts))
+        for weights in steer:
+            metrics |= weights.metrics(self.accelerator, on_policy=step.on_policy)
         if self.objective.kl_coef != 0:
             metrics["kl"] = found.kl / max(step.num_tokens, 1)
             loss += self.objective.kl_coef * metrics["kl"]
         return loss, metrics
+
+    def _steer(self, model, step: StepRollouts, schedule: Schedule, coefficients, before) -> list[SteerWeights]:
+        """What STEER needs to know of the whole step; a first update pays the forward pass that others have made `before`."""
+        if self.steer is None:
+            return []
+        slopes = (before or self._forward(model, step, schedule)).slopes
+        counted = torch.tensor([bool(row.loss_mask.any()) for row in step.rollouts])
+        num_rows = max(int(step.groups.scorable.sum()), 1)
+        return [SteerWeights(self.steer, coefficients, num_rows, slopes, counted)]
 
     def evaluate(self, model, step: StepRollouts, *, proxies_are_zero: bool) -> tuple[float, dict[str, float]]:
         """Loss and metrics as in [`run`], without gradient and without the KL term."""
@@ -222,7 +245,7 @@ class PolicyUpdate:
         # With a KL term every row has a gradient; otherwise rows with coefficient 0 have none.
         counting = [i for i in sorted(scheduled) if self.objective.kl_coef != 0 or coefficients[i] != 0]
         # Log-probabilities under the policy that generated lie on the process that `step.schedule` gave the row to.
-        rows_may_move = step.on_policy or not self.token_weights
+        rows_may_move = step.on_policy or not (self.token_weights or self.steer)
         keeps = not rows_may_move or (scored and len(counting) == len(scheduled))
         return step.schedule if keeps else self._schedule_rows(step, counting)
 
@@ -230,7 +253,12 @@ class PolicyUpdate:
         return schedule_rows(step.rollouts, rows, self.limits)
 
     def _back_propagate(
-        self, model, step: StepRollouts, schedule: Schedule, coefficients: torch.Tensor | None
+        self,
+        model,
+        step: StepRollouts,
+        schedule: Schedule,
+        coefficients: torch.Tensor | None,
+        steer: list[SteerWeights],
     ) -> tuple["Forwarded", list[torch.Tensor]]:
         """Back-propagate `sum_i c_i * sum_t w_it * log pi(o_it)` and the KL term; without `coefficients`, micro-batches hold
         whole groups. Returns what the forward passes found, and the statistics of the mismatch of each."""
@@ -251,7 +279,7 @@ class PolicyUpdate:
                 if compares:
                     compared = logps, batch.sampling_logps, batch.loss_mask
                     mismatch.append(mismatch_statistics(*compared, **self.mismatch._asdict()))
-                weighted = self._weighted(step, batch, logps, entropies, of_rows)
+                weighted = self._weighted([*self.token_weights, *steer], step, batch, logps, entropies, of_rows)
                 loss = (of_rows * weighted.masked_fill(~batch.loss_mask, 0.0).sum(dim=1)).sum()
                 kl = self._kl(model, logps, batch)
                 loss = loss + self.objective.kl_coef * kl / num_tokens
@@ -259,12 +287,14 @@ class PolicyUpdate:
                 found.add(rows, proxies, entropies, batch.loss_mask, kl)
         return found.reduce(), mismatch
 
-    def _weighted(self, step, batch: MicroBatch, logps, entropies, coefficients) -> torch.Tensor:
+    def _weighted(self, token_weights, step, batch: MicroBatch, logps, entropies, coefficients) -> torch.Tensor:
         """Log-probabilities times token weights, `(B, T)`."""
-        old_logps = logps if step.on_policy else batch.old_logps
-        values = logps, old_logps, batch.sampling_logps, entropies, coefficients, batch.loss_mask
+        old_logps, old_entropies = batch.old_logps, batch.old_entropies
+        if step.on_policy:
+            old_logps, old_entropies = logps, entropies
+        values = logps, old_logps, batch.sampling_logps, entropies, old_entropies, coefficients, batch.loss_mask
         tokens = TokenValues(*(value.detach() for value in values))
-        for weights in self.token_weights:
+        for weights in token_weights:
             logps = logps * weights(tokens)
         return logps
 
@@ -303,10 +333,12 @@ class PolicyUpdate:
 class Forwarded(NamedTuple):
     """
     What forward passes over some rows of a step have found, on all processes together: the proxies of these rows, `(B,)` on the
-    CPU and 0 elsewhere, the sum of the entropies of their counted tokens, their number, and the sum of the KL estimator.
+    CPU and 0 elsewhere, the sum of the entropies of their counted tokens, their number, and the sum of the KL estimator; for
+    STEER the `slopes` of [`SteerWeights`], else `(0, B)`.
     """
 
     proxies: torch.Tensor
+    slopes: torch.Tensor
     entropy: float
     num_rows: float
     kl: float
@@ -315,20 +347,22 @@ class Forwarded(NamedTuple):
 class _Collector:
     """Collects what forward passes find; one reduction over processes at the end."""
 
-    def __init__(self, num_rows: int, accelerator: Accelerator):
+    def __init__(self, num_rows: int, accelerator: Accelerator, num_slopes: int = 0):
         self.accelerator = accelerator
-        self.proxies = torch.zeros(num_rows, device=accelerator.device)
+        self.of_rows = torch.zeros(1 + num_slopes, num_rows, device=accelerator.device)
         self.sums = torch.zeros(3, device=accelerator.device)  # see `Forwarded`
 
-    def add(self, rows: list[int], proxies, entropies, loss_mask, kl=0.0) -> None:
+    def add(self, rows: list[int], proxies, entropies, loss_mask, kl=0.0, slopes=()) -> None:
         if not rows:
             return
-        self.proxies[torch.tensor(rows, device=self.proxies.device)] = proxies.detach().to(self.proxies.dtype)
+        of_rows = torch.stack([proxies.detach(), *slopes]).to(self.of_rows.dtype)
+        self.of_rows[:, torch.tensor(rows, device=of_rows.device)] = of_rows
         entropy = entropies.detach().masked_fill(~loss_mask, 0.0).sum()
         kl = kl.detach() if torch.is_tensor(kl) else torch.tensor(kl, device=entropy.device)
         count = torch.tensor(float(len(rows)), device=entropy.device)
         self.sums += torch.stack([entropy, count, kl.to(entropy.dtype)])
 
     def reduce(self) -> Forwarded:
-        values = self.accelerator.reduce(torch.cat([self.proxies, self.sums]), reduction="sum").cpu()
-        return Forwarded(values[:-3], *values[-3:].tolist())
+        values = self.accelerator.reduce(torch.cat([self.of_rows.flatten(), self.sums]), reduction="sum").cpu()
+        proxies, *slopes = values[:-3].view(self.of_rows.shape)
+        return Forwarded(proxies, torch.stack(slopes) if slopes else proxies[None][:0], *values[-3:].tolist())

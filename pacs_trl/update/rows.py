@@ -28,6 +28,8 @@ class Rollout:
         old_logps, ref_logps (float32, shape `(C,)`, *optional*): Log-probabilities under the policy that generated,
             for later updates whose token weights need them, and under the reference, once known; only on the process
             that learns from the row.
+        old_entropies (float32, shape `(C,)`, *optional*): Entropies of the policy that generated, with `old_logps` where token
+            weights need them.
         sampling_logps (float32, shape `(C,)`, *optional*): As the engine that generated reported them; NaN where it
             did not.
         guided (`bool`): Whether the completion was drawn with help that `prompt_ids` does not have.
@@ -41,6 +43,7 @@ class Rollout:
     old_logps: np.ndarray | None = None
     ref_logps: np.ndarray | None = None
     sampling_logps: np.ndarray | None = None
+    old_entropies: np.ndarray | None = None
     guided: bool = False
 
 

@@ -130,13 +130,14 @@ def row_lengths(rollouts: list[Rollout], pair_cost: float = 0.0) -> RowLengths:
 @dataclass
 class MicroBatch:
     """What is known of the completion tokens of `B` rows, `(B, T)`, padded on the right to the longest of these
-    completions: `loss_mask` (bool, tokens that count), `ref_logps` and `old_logps` (float32, 0 where a row has none)
-    and `sampling_logps` (float32, NaN where a row has none), see [`Rollout`]."""
+    completions: `loss_mask` (bool, tokens that count), `ref_logps`, `old_logps` and `old_entropies` (float32, 0 where a row has
+    none) and `sampling_logps` (float32, NaN where a row has none), see [`Rollout`]."""
 
     rollouts: list[Rollout]
     loss_mask: torch.Tensor
     ref_logps: torch.Tensor
     old_logps: torch.Tensor
+    old_entropies: torch.Tensor
     sampling_logps: torch.Tensor
 
 
@@ -156,5 +157,6 @@ def collate(rollouts: list[Rollout], device: torch.device) -> MicroBatch:
         loss_mask=padded("loss_mask", False, torch.bool),
         ref_logps=padded("ref_logps", 0.0, torch.float32),
         old_logps=padded("old_logps", 0.0, torch.float32),
+        old_entropies=padded("old_entropies", 0.0, torch.float32),
         sampling_logps=padded("sampling_logps", math.nan, torch.float32),
     )

@@ -1,4 +1,4 @@
-"""The mismatch correction on two processes: token weights are where the rows are learnt from, statistics are of all rows."""
+"""Token weights on two processes: they are where the rows are learnt from, extremes and statistics are of all rows."""
 
 import os
 
@@ -25,6 +25,9 @@ def train(output_dir, rows_per_process: int) -> dict:
         vllm_importance_sampling_correction=True,
         vllm_importance_sampling_mode="token_truncate",
         vllm_importance_sampling_clip_max=100.0,
+        token_weighting="steer",
+        token_weight_mapping="linear",
+        label_noise={"false_positive": 0.1},
         score_estimator="none",
         class_weighting="only_positive",
         group_layout="split",
@@ -34,7 +37,9 @@ def train(output_dir, rows_per_process: int) -> dict:
     )
     trainer.train()
     logs = [
-        {k: v for k, v in e.items() if k.startswith("sampling/")} for e in trainer.state.log_history if "loss" in e
+        {k: v for k, v in e.items() if k.startswith(("sampling/", "steer/"))}
+        for e in trainer.state.log_history
+        if "loss" in e
     ]
     return {"weights": trainable_weights(trainer.model), "logs": logs}
 
@@ -50,4 +55,4 @@ def test_two_processes_learn_what_one_does(tmp_path):
         assert torch.allclose(found["weights"][name], value, rtol=1e-5, atol=1e-6), name
     for of_two, of_one in zip(found["logs"], expected["logs"], strict=True):
         assert of_two == pytest.approx(of_one, rel=1e-5)
-    assert [len(log) for log in expected["logs"]] == [7, 0, 7, 0]
+    assert [len(log) for log in expected["logs"]] == [11, 5, 11, 5]

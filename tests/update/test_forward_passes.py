@@ -9,6 +9,7 @@ from pacs_trl.plan.cost import training_forward_equivalents
 
 
 WHOLE, SPLIT, SNAPSHOT = {"group_layout": "whole"}, {"group_layout": "split"}, {"reference": "snapshot"}
+STEER = {"token_weighting": "steer"}
 CASES = {
     "rollout, whole": WHOLE,
     "rollout, split": SPLIT,
@@ -19,6 +20,9 @@ CASES = {
     "snapshot, split, two iterations": SPLIT | SNAPSHOT | {"num_iterations": 2},
     "snapshot, corrected": WHOLE | SNAPSHOT | {"vllm_importance_sampling_correction": True},
     "no reference, split": SPLIT | {"proxy": "mean_logp"},
+    "STEER": WHOLE | STEER,
+    "STEER, split, two iterations": SPLIT | STEER | {"num_iterations": 2},
+    "STEER, snapshot": WHOLE | STEER | SNAPSHOT,
     "KL term": WHOLE | {"beta": 0.1},
     "KL term, two iterations": WHOLE | {"beta": 0.1, "num_iterations": 2},
 }
@@ -50,5 +54,6 @@ def test_forward_passes_are_those_of_the_trainer(tmp_path, settings):
         split=settings["group_layout"] == "split",
         correction="vllm_importance_sampling_correction" in settings,
         kl="beta" in settings,
+        steer="token_weighting" in settings,
     )
     assert cost == 16 * planned

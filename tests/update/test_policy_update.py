@@ -84,6 +84,7 @@ def train_and_compare(
             token_weights=trainer_class is WeightedTokens,
             kl_weights=start if trainer.args.beta else None,
             sizes=(SIZES[:4], SIZES[4:])[update % 2] if trainer_class is RaggedGroups else None,
+            old_weights=replay.weights[generation],
         )
         assert losses[update] == pytest.approx(expected.loss, rel=RELATIVE), f"loss of update {update}"
         error = relative_error(recorder.gradients[update], expected.gradients)
@@ -343,6 +344,44 @@ def test_token_weights_are_multiplied_and_see_the_policy_that_generated(tmp_path
         with torch.no_grad():
             expected = sequence_logps(model, [row.prompt_ids for row in rows], [row.completion_ids for row in rows])
         assert sum(old for step, old in seen if step == update) == pytest.approx(expected.sum().item(), rel=1e-5)
+
+
+STEER = {"token_weighting": "steer", "token_weight_min": 0.5, "max_steps": 4}
+LINEAR = {"token_weight_mapping": "linear", "token_weight_max": 1.5}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"group_layout": "whole"},
+        {"group_layout": "split", "padding_free": "never", **LINEAR},
+        {"reference": "snapshot", "reference_reset_steps": 3, "actor_term_coef": 0.5, **LINEAR},
+        {"proxy": "mean_logp", "num_iterations": 2, "pacs_beta": 20.0},
+        {"max_tokens_per_micro_batch": 30, "tools": True, "pacs_beta": 20.0},
+    ],
+    ids=[
+        "whole",
+        "split, linear",
+        "snapshot, actor term, linear",
+        "mean log-probability",
+        "small micro-batches, tools",
+    ],
+)
+def test_gradient_of_steer(tmp_path, settings):
+    """Weights depend on the extremes of the whole step, whatever its micro-batches, and on the policy that generated."""
+    replay = Replay(tools=settings.pop("tools", False), unverifiable=0.1)
+    trainer, _ = train_and_compare(tmp_path, replay, **(TWO_UPDATES | STEER | settings))
+    for update, entry in enumerate(trainer.state.log_history[:4]):
+        linear = trainer.args.token_weight_mapping == "linear"
+        assert (
+            0.5
+            <= entry["steer/weight_min"]
+            < entry["steer/weight_mean"]
+            < entry["steer/weight_max"]
+            <= (1.5 if linear else 1)
+        )
+        later = update % (2 * trainer.args.num_iterations) > 0
+        assert ("steer/measured_entropy_change" in entry) == later and "steer/predicted_entropy_change" in entry
 
 
 def test_mismatch_is_logged_also_without_correction(tmp_path):

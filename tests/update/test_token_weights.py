@@ -1,0 +1,123 @@
+"""STEER: the authors' vectors, a case on paper, loops, properties, and runs that go on from a checkpoint."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+from replay import Replay, build_trainer, config, trainable_weights
+
+from pacs_trl.update.token_weights import entropy_slopes, steer_weights
+
+
+VECTORS = json.loads((Path(__file__).parents[1] / "data" / "steer_and_verl_vectors.json").read_text())["steer"]
+VALUES = ("logps", "old_logps", "entropies", "advantages", "mask")
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_vectors_of_the_authors_code(per_token):
+    for vector in VECTORS:
+        values = [torch.tensor(vector[name]) for name in VALUES]
+        if per_token:
+            values[3] = values[3][:, None].expand_as(values[0])
+        kinds = {name: vector[name] for name in ("mapping", "weight_min", "weight_max")}
+        found, counted = steer_weights(*values, **kinds), values[4].bool()
+        expected = torch.tensor(vector["weights"])
+        torch.testing.assert_close(found[counted], expected[counted], rtol=2e-6, atol=0)
+    assert {vector["mapping"] for vector in VECTORS} == {"linear", "exponential"}
+
+
+LN2 = math.log(2.0)
+ON_PAPER = (
+    # p = 1/2, 1/2, 1/4, where p_old = 1/2 and H = ln 2, 2 ln 2, 1 + 2 ln 2:
+    # slopes (1/4)(0) / (1/2) = 0, (1/4)(ln 2) / (1/2) = ln 2 / 2, (3/16)(1) / (1/2) = 3/8
+    torch.tensor([[0.5, 0.5, 0.25, 0.9]], dtype=torch.float64).log(),
+    torch.full((1, 4), -LN2, dtype=torch.float64),
+    torch.tensor([[LN2, 2 * LN2, 1 + 2 * LN2, 5.0]], dtype=torch.float64),
+    torch.tensor([-2.0], dtype=torch.float64),
+    torch.tensor([[1, 1, 1, 0]]),
+)
+
+
+def test_on_paper():
+    slopes = entropy_slopes(*ON_PAPER[:3], ON_PAPER[4])
+    torch.testing.assert_close(slopes, torch.tensor([[0.0, LN2 / 2, 0.375, 0.0]], dtype=torch.float64))
+    # changes 0, ln 2 and 3/4: exponential .8^0, .8^(ln 2 / .75), .8^1; linear 1.2 - .4 * change / .75
+    weights = steer_weights(*ON_PAPER)[0, :3]
+    assert weights.tolist() == pytest.approx([1.0, 0.8 ** (LN2 / 0.75), 0.8])
+    weights = steer_weights(*ON_PAPER, mapping="linear")[0, :3]
+    assert weights.tolist() == pytest.approx([1.2, 1.2 - 0.4 * LN2 / 0.75, 0.8])
+    # small changes do not make the exponential steeper: .8^(change / .02)
+    small = [*ON_PAPER[:3], ON_PAPER[3] / 200, ON_PAPER[4]]
+    assert steer_weights(*small)[0, :3].tolist() == pytest.approx(
+        [1, 0.8 ** (LN2 / 200 / 0.02), 0.8 ** (0.00375 / 0.02)]
+    )
+
+
+def test_properties():
+    """The sign of an advantage does not matter; parts of a step have the weights of the whole if they know its extremes; no
+    change, and no token at all, have a weight."""
+    generator = torch.Generator().manual_seed(0)
+    logps, old_logps = (-3 * torch.rand(6, 5, generator=generator) for _ in range(2))
+    entropies, advantages = 2 * torch.rand(6, 5, generator=generator), torch.randn(6, generator=generator)
+    mask = torch.rand(6, 5, generator=generator) > 0.3
+    values = logps, old_logps, entropies, advantages, mask
+    changes = (advantages[:, None] * entropy_slopes(logps, old_logps, entropies, mask)).abs()[mask]
+    extremes = changes.min().item(), changes.max().item()
+    for mapping in ("exponential", "linear"):
+        whole = steer_weights(*values, mapping=mapping)
+        assert torch.equal(steer_weights(*values[:3], -advantages, mask, mapping=mapping), whole)
+        parts = [steer_weights(*(v[i : i + 2] for v in values), mapping=mapping, extremes=extremes) for i in (0, 2, 4)]
+        assert torch.equal(torch.cat(parts)[mask], whole[mask])
+        assert steer_weights(*values[:3], torch.zeros(6), mask, mapping=mapping)[mask].unique().item() == 1.0
+        assert steer_weights(*values[:4], torch.zeros(6, 5), mapping=mapping).isfinite().all()
+    broken = logps.clone().fill_(math.nan)
+    assert (steer_weights(broken, *values[1:])[mask] == 1.0).all()
+    with pytest.raises(ValueError, match="`mapping` must be 'exponential' or 'linear', got 'cubic'"):
+        steer_weights(*values, mapping="cubic")
+
+
+REFUSED = {
+    "unknown": ({"token_weighting": "vespo"}, "token_weighting must be one of steer; got 'vespo'"),
+    "weight 0": ({"token_weight_min": 0.0}, "token_weight_min must be above 0 and below 2, got 0.0"),
+    "weight 2": ({"token_weight_mapping": "linear", "token_weight_max": 2.0}, "token_weight_max must be .* got 2.0"),
+    "NaN": ({"token_weight_min": math.nan}, "token_weight_min must be .* got nan"),
+    "ignored": ({"token_weighting": None, "token_weight_min": 0.5}, "token_weight_min=0.5 would be ignored without"),
+    "no maximum": ({"token_weight_max": 1.5}, "token_weight_max=1.5 would be ignored with token_weight_mapping='exp"),
+    "exponential": ({"token_weight_min": 1.1}, "token_weight_min=1.1 must be below 1"),
+    "order": (
+        {"token_weight_mapping": "linear", "token_weight_min": 1.2},
+        "token_weight_min=1.2 must be below token_weight_max=1.2",
+    ),
+}
+
+
+@pytest.mark.parametrize(("settings", "words"), REFUSED.values(), ids=REFUSED)
+def test_refused(settings, words):
+    with pytest.raises(ValueError, match=words):
+        config("out", **({"token_weighting": "steer"} | settings))
+
+
+LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+
+
+@pytest.mark.parametrize("more", [{}, {"peft_config": LORA}], ids=["all weights", "LoRA"])
+def test_a_run_and_its_continuation(tmp_path, more):
+    """From the middle of a generation, where old log-probabilities and entropies are no longer those of the policy."""
+    settings = {
+        **{"token_weighting": "steer", "label_noise": {"false_positive": 0.1}, "reference": "snapshot"},
+        **{"steps_per_generation": 2, "num_iterations": 2, "max_steps": 4, "save_strategy": "steps", "save_steps": 1},
+    }
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        runs.append(build_trainer(tmp_path, replay=Replay(), more=more, **settings))
+    runs[0].train()
+    runs[1].train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    expected, found = (trainable_weights(trainer.model) for trainer in runs)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    other = build_trainer(tmp_path, replay=Replay(), more=more, **(settings | {"token_weight_min": 0.7}))
+    with pytest.raises(ValueError, match="token_weight_min: 0.8 in the checkpoint, 0.7 now"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
