@@ -12,6 +12,7 @@ from .rollouts.draw_settings import additional, draw_errors
 from .rollouts.step_sizes import Step, step_errors
 from .settings import OF_OTHER_LOSSES, ignored_settings, illegal_values, with_help
 from .update.token_weights import Mapping, Steer
+from .update.weight_settings import NOISE, weight_errors
 
 
 # Settings of GRPOConfig that shape GRPO's own loss. PACS has no ratio, no clipping and no advantage to apply them to.
@@ -32,9 +33,6 @@ SHAPES_ONLY_GRPO = {
     **OF_OTHER_LOSSES,
     "router_aux_loss_coef": "PACS does not add the router's auxiliary loss; 0.0 trains a mixture of experts without it",
 }
-
-# Keys of `label_noise`.
-NOISE = ("false_positive", "false_negative")
 
 
 @with_help
@@ -83,6 +81,15 @@ class PACSConfig(PublishedArguments, GRPOConfig):
             With `token_weighting`: the smallest weight.
         token_weight_max (`float`, *optional*, defaults to `1.2`):
             With `token_weight_mapping="linear"`: the largest weight.
+        row_weighting (`str`, *optional*):
+            `"verl"`: completions whose hidden states span more directions than usual are pushed up more, and down less, as in VERL.
+            It takes a forward pass more per optimizer step.
+        hidden_state_every_steps (`int`, *optional*):
+            Without `row_weighting`: optimizer steps between measurements of hidden states, which are only logged.
+        hidden_state_rows (`int`, *optional*, defaults to `64`):
+            With `hidden_state_every_steps`: most completions that are measured.
+        hidden_state_stride (`int`, *optional*, defaults to `40`):
+            Tokens between the prefixes of a completion whose effective ranks are compared.
 
         > Parameters that control the reference policy
 
@@ -161,6 +168,10 @@ class PACSConfig(PublishedArguments, GRPOConfig):
     token_weight_mapping: Mapping = "exponential"
     token_weight_min: float = 0.8
     token_weight_max: float = 1.2
+    row_weighting: str | None = field(default=None, metadata={"choices": ["verl"]})
+    hidden_state_every_steps: int | None = None
+    hidden_state_rows: int = 64
+    hidden_state_stride: int = 40
     reference: Literal["rollout", "snapshot"] = "rollout"
     reference_reset_steps: int | None = None
     reset_optimizer_on_reference_reset: bool = False
@@ -210,8 +221,7 @@ class PACSConfig(PublishedArguments, GRPOConfig):
             *_reference_errors(given),
             *_later_update_errors(given, step),
             *_micro_batch_errors(given),
-            *_label_noise_errors(given),
-            *_token_weight_errors(given),
+            *weight_errors(given),
             *draw_errors(given, step),
         ]
 
@@ -296,60 +306,3 @@ def _micro_batch_errors(given: Any) -> list[str]:
         "tokens, and the prompt comes on top. Raise it to the longest prompt plus max_completion_length, or lower "
         "max_completion_length."
     ]
-
-
-def _label_noise_errors(given: Any) -> list[str]:
-    noise, example = given.label_noise, "Write label_noise: {false_positive: 0.02, false_negative: 0.1}."
-    if noise is None:
-        return []
-    rates = [noise.get(name, 0.0) for name in NOISE]
-    if not noise or set(noise) - set(NOISE):
-        return [
-            f"label_noise={noise!r} must have the keys false_positive and false_negative, and no others. {example}"
-        ]
-    if not all(isinstance(r, int | float) and not isinstance(r, bool) and 0 <= r < 1 for r in rates):
-        return [
-            f"label_noise={noise!r} must have rates of at least 0 and below 1: shares of wrong verdicts. {example}"
-        ]
-    if sum(rates) >= 1:
-        return [
-            f"label_noise={noise!r}: the rates sum to {sum(rates):g}, and must sum to less than 1. At 1 a verdict says nothing "
-            "about the truth, and above it the opposite. Mend the verifier."
-        ]
-    errors = []
-    if not any(rates):
-        errors.append(f"label_noise={noise!r} would be ignored: it says that no verdict is wrong. Remove the key.")
-    if given.guidance is not None:
-        errors.append(
-            f"label_noise makes no sense with guidance={given.guidance!r}: guided completions are kept where their verdict is right, "
-            "so wrong verdicts among them do not average out. Remove one of them."
-        )
-    return errors
-
-
-def _token_weight_errors(given: Any) -> list[str]:
-    least, most, errors = given.token_weight_min, given.token_weight_max, []
-    if given.token_weighting is None:
-        defaults = {"token_weight_mapping": "exponential", "token_weight_min": 0.8, "token_weight_max": 1.2}
-        return [
-            f"{name}={getattr(given, name)!r} would be ignored without token_weighting. Set token_weighting='steer', or remove the key."
-            for name, default in defaults.items()
-            if getattr(given, name) != default
-        ]
-    if given.token_weight_mapping == "exponential":
-        if most != 1.2:
-            errors.append(
-                f"token_weight_max={most} would be ignored with token_weight_mapping='exponential', whose weights end at 1. Use "
-                "'linear', or remove the key."
-            )
-        if least >= 1:
-            errors.append(
-                f"token_weight_min={least} must be below 1 with token_weight_mapping='exponential': weights lie between it and 1. "
-                "The authors use 0.8."
-            )
-    elif least >= most:
-        errors.append(
-            f"token_weight_min={least} must be below token_weight_max={most}: tokens that change the entropy most get the smaller one. "
-            "The authors use 0.8 and 1.2."
-        )
-    return errors

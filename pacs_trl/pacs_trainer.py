@@ -23,6 +23,7 @@ from .pacs_config import PACSConfig
 from .rollouts.redrawing_trainer import RedrawingTrainer
 from .rollouts.resume import merge_rows, rows_to_save
 from .update.groups import split_into_steps
+from .update.hidden_states import Verl
 from .update.non_finite import NonFiniteSteps
 from .update.policy_update import Objective, PolicyUpdate
 from .update.reference import SnapshotReference, is_sharded
@@ -67,6 +68,7 @@ class PACSTrainer(RedrawingTrainer[PACSConfig]):
     _own_shared_settings = (
         *("pacs_beta", "score_estimator", "first_update_score", "class_weighting", "proxy", "actor_term_coef"),
         *("label_noise", "token_weighting", "token_weight_mapping", "token_weight_min", "token_weight_max"),
+        *("row_weighting", "hidden_state_stride"),
         *("reference", "reference_reset_steps", "reset_optimizer_on_reference_reset"),
         *RedrawingTrainer._own_shared_settings,
     )
@@ -151,6 +153,7 @@ class PACSTrainer(RedrawingTrainer[PACSConfig]):
             mismatch=mismatch,
             token_weights=[mismatch_correction(mismatch)] if args.vllm_importance_sampling_correction else [],
             steer=args.steer,
+            hidden_state_stride=args.hidden_state_stride,
             # The temperature, which the loss has too, may stand between the policy and the sampler, and nothing else.
             samples_policy=untruncated and not args.generation_kwargs,
             score_kl_reference=self._score_kl_reference if args.beta != 0 else None,
@@ -225,7 +228,14 @@ class PACSTrainer(RedrawingTrainer[PACSConfig]):
         if self.args.reference == "snapshot":
             with self.timer.part("log_probs"):
                 self._score_snapshot(model, step)
-        loss, metrics = self.update.run(model, step, proxies_are_zero=first_update and self._policy_is_reference())
+        every = self.args.hidden_state_every_steps
+        loss, metrics = self.update.run(
+            model,
+            step,
+            proxies_are_zero=first_update and self._policy_is_reference(),
+            hidden_rows=self.args.hidden_state_rows if every and self.state.global_step % every == 0 else 0,
+            verl=self._verl,
+        )
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
         return loss
@@ -294,6 +304,7 @@ class PACSTrainer(RedrawingTrainer[PACSConfig]):
         self._pending: list[Rollout] = []  # rows of generation batches that fill one optimizer step together
         self._steps: list[StepRollouts] = []  # the optimizer steps of the current generation batch
         self._snapshot: SnapshotReference | None = None
+        self._verl = Verl() if self.args.row_weighting is not None else None
         self._non_finite = NonFiniteSteps(self.args.max_non_finite_steps)
 
     def _save_run(self, directory: Path) -> None:
@@ -306,11 +317,14 @@ class PACSTrainer(RedrawingTrainer[PACSConfig]):
         waiting = [] if self._at_generation_boundary() else [step.rollouts for step in self._steps]
         return {
             "non_finite": [self._non_finite.in_a_row, self._non_finite.total],
+            "row_means": self._verl.means if self._verl is not None else None,
             "rollouts": rows_to_save(waiting, self.accelerator.process_index, self.accelerator.num_processes),
         }
 
     def _load_own_state(self, checkpoint: Path, state: dict) -> None:
         self._non_finite.in_a_row, self._non_finite.total = state["non_finite"]
+        if self._verl is not None:
+            self._verl.means = state["row_means"]
         files = checkpoint.glob(f"{self._state_name}_*.pt")
         parts = [torch.load(file, map_location="cpu", weights_only=True)["rollouts"] for file in files]
         self._steps = [self.update.schedule(rollouts) for rollouts in merge_rows(parts)]

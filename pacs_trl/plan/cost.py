@@ -198,6 +198,7 @@ def training_forward_equivalents(
     correction: bool = False,
     kl: bool = False,
     steer: bool = False,
+    verl: bool = False,
 ) -> float:
     """
     Cost of learning from a generation batch, in forward passes over it with a model of the policy's size, for `updates`
@@ -212,7 +213,7 @@ def training_forward_equivalents(
       for `correction`; the rows of every update under a `"snapshot"` (`"none"`: a proxy without reference) and under the KL
       reference. If groups are `split` over micro-batches, a pass finds the proxies of each update first, unless they are
       known to be 0: on the first update after a rollout, if the rollout policy is the reference. `steer` makes that pass before
-      every update.
+      every update, `verl` before every one whose proxies are not known, and one more before each for hidden states.
     """
     gradient = iterations * (4 if checkpointing else 3)
     if method != "pacs":
@@ -225,8 +226,10 @@ def training_forward_equivalents(
         passes += later_rows
     if reference == "snapshot":
         passes += iterations
-    if split or steer:
+    if split or steer or verl:
         passes += iterations - share if reference == "rollout" and not steer else iterations
+    if verl:
+        passes += iterations
     return passes
 
 

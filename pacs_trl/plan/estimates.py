@@ -254,6 +254,7 @@ class Estimate:
             kl=training.beta != 0,
             reference=training.reference if self.of_pacs and training.proxy == "log_ratio" else "none",
             steer=self.of_pacs and training.token_weighting is not None,
+            verl=self.of_pacs and training.row_weighting is not None,
             split=layout == "split" or layout == "auto" and does_not_fit,
         )
 

@@ -38,7 +38,9 @@ from ..objective import (
     proxy_coefficients,
     sequence_proxies,
 )
+from .forwarded import Collector, Forwarded
 from .groups import Groups
+from .hidden_states import Verl, effective_rank, rank_velocity_and_acceleration
 from .metrics import critic_metrics
 from .microbatching import Schedule
 from .rows import Rollout
@@ -96,6 +98,7 @@ class PolicyUpdate:
         mismatch ([`Mismatch`]): How the engine's probabilities are compared with the trainer's.
         token_weights (`list[TokenWeights]`): Factors on the gradient of each token.
         steer ([`Steer`], *optional*): One more, which needs a forward pass over the step before its backward passes.
+        hidden_state_stride (`int`): See [`rank_velocity_and_acceleration`].
         samples_policy (`bool`): Whether completions are drawn from the distribution that is scored, not a truncated one.
         score_kl_reference (`Callable`, *optional*): [`Scorer.score`] under the policy that the KL term refers to.
     """
@@ -107,6 +110,7 @@ class PolicyUpdate:
     mismatch: Mismatch
     token_weights: list[TokenWeights] = field(default_factory=list)
     steer: Steer | None = None
+    hidden_state_stride: int = 40
     samples_policy: bool = True
     score_kl_reference: Callable[..., Scores] | None = None
 
@@ -122,7 +126,7 @@ class PolicyUpdate:
         for rows in schedule[self.accelerator.process_index] or [[]]:
             yield rows, collate([step.rollouts[i] for i in rows] or [FILLER], self.accelerator.device)
 
-    def _score(self, score: Callable[..., Scores], model, batch: MicroBatch) -> Scores:
+    def _score(self, score: Callable, model, batch: MicroBatch):
         return score(model, [row.prompt_ids for row in batch.rollouts], [row.completion_ids for row in batch.rollouts])
 
     def _proxies(self, logps: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
@@ -142,8 +146,8 @@ class PolicyUpdate:
                     setattr(step.rollouts[i], name, of_row.numpy().copy())
 
     @torch.no_grad()
-    def _forward(self, model, step: StepRollouts, schedule: Schedule) -> "Forwarded":
-        found = _Collector(len(step.rollouts), self.accelerator, num_slopes=0 if self.steer is None else 2)
+    def _forward(self, model, step: StepRollouts, schedule: Schedule) -> Forwarded:
+        found = Collector(len(step.rollouts), self.accelerator, num_slopes=0 if self.steer is None else 2)
         for rows, batch in self._own(step, schedule):
             logps, entropies = self._score(self.scorer.score, model, batch).padded()
             slopes = [] if self.steer is None else self._slopes(step, batch, logps, entropies)
@@ -174,7 +178,9 @@ class PolicyUpdate:
 
     # One optimizer step -------------------------------------------------------------------------------------------
 
-    def run(self, model, step: StepRollouts, *, proxies_are_zero: bool) -> tuple[float, dict[str, float]]:
+    def run(
+        self, model, step: StepRollouts, *, proxies_are_zero: bool, hidden_rows: int = 0, verl: Verl | None = None
+    ) -> tuple[float, dict[str, float]]:
         """
         Back-propagate the loss of an optimizer step.
 
@@ -184,13 +190,15 @@ class PolicyUpdate:
                 reference.
             proxies_are_zero (`bool`): Whether policy and reference are the same, so that no forward pass is needed to
                 know the proxies.
+            hidden_rows (`int`): Of so many rows at most the effective ranks of hidden states are measured.
+            verl ([`Verl`], *optional*): Weighs rows by these ranks, which are then measured of all rows that count.
 
         Returns:
             Loss (mean over scorable rows, KL term included), the same on all processes, and metrics.
         """
         with self.scorer.attention():
             before = None
-            if not proxies_are_zero and (self.steer is not None or not step.whole_groups):
+            if not proxies_are_zero and (self.steer or verl or not step.whole_groups):
                 before = self._forward(model, step, step.schedule)
             proxies = torch.zeros(len(step.rollouts)) if proxies_are_zero else before and before.proxies
             schedule, coefficients = step.schedule, None
@@ -200,10 +208,12 @@ class PolicyUpdate:
             # Before the backward passes, between which FSDP keeps what it has gathered. A pass for the proxies went over
             # more rows.
             left_out = self.left_out_entropy(model, step, schedule if before is None else step.schedule)
+            coefficients, of_hidden = self._look_inside(model, step, coefficients, hidden_rows, verl)
             steer = self._steer(model, step, schedule, coefficients, before)
             found, mismatch = self._back_propagate(model, step, schedule, coefficients, steer)
         proxies = found.proxies if proxies is None else proxies
         loss, metrics = self._summarize(step, proxies, left_out + (before or found).entropy, found.num_rows)
+        metrics |= of_hidden
         if mismatch:
             parts = self.accelerator.gather(merge_statistics(torch.stack(mismatch))[None])
             metrics |= mismatch_metrics(merge_statistics(parts))
@@ -213,6 +223,36 @@ class PolicyUpdate:
             metrics["kl"] = found.kl / max(step.num_tokens, 1)
             loss += self.objective.kl_coef * metrics["kl"]
         return loss, metrics
+
+    def _look_inside(self, model, step: StepRollouts, coefficients, hidden_rows: int, verl: Verl | None):
+        """Coefficients, weighted by `verl` if there is one, and metrics of hidden states."""
+        rows = [i for i, row in enumerate(step.rollouts) if row.loss_mask.any()]
+        if verl is not None:
+            rows = coefficients.nonzero()[:, 0].tolist()
+        elif hidden_rows:
+            rows = rows[:: max(1, -(-len(rows) // hidden_rows))]
+        if not rows or not (verl or hidden_rows):
+            return coefficients, {}
+        ranks = self._ranks(model, step, rows)
+        names = ("hidden/effective_rank", "hidden/velocity", "hidden/acceleration")
+        metrics = dict(zip(names, ranks[:, rows].mean(dim=1).tolist(), strict=True))
+        if verl is not None:
+            shaped = verl.shaped(coefficients, ranks, max(int(step.groups.scorable.sum()), 1))
+            metrics["hidden/bonus"] = (shaped / coefficients - 1)[rows].abs().mean().item()
+            coefficients = shaped
+        return coefficients, metrics
+
+    @torch.no_grad()
+    def _ranks(self, model, step: StepRollouts, rows: list[int]) -> torch.Tensor:
+        """Effective rank, velocity and acceleration of some rows, `(3, B)`, the same on all processes."""
+        ranks = torch.zeros(3, len(step.rollouts), device=self.accelerator.device)
+        for own, batch in self._own(step, self._schedule_rows(step, rows)):
+            states = self._score(self.scorer.hidden_states, model, batch)
+            for i, row, of_row in zip(own, batch.rollouts, states, strict=False):
+                counted = of_row[torch.from_numpy(row.loss_mask)]
+                differences = rank_velocity_and_acceleration(counted, self.hidden_state_stride)
+                ranks[:, i] = torch.tensor([effective_rank(counted), *differences])
+        return self.accelerator.reduce(ranks, reduction="sum").cpu()
 
     def _steer(self, model, step: StepRollouts, schedule: Schedule, coefficients, before) -> list[SteerWeights]:
         """What STEER needs to know of the whole step; a first update pays the forward pass that others have made `before`."""
@@ -259,10 +299,10 @@ class PolicyUpdate:
         schedule: Schedule,
         coefficients: torch.Tensor | None,
         steer: list[SteerWeights],
-    ) -> tuple["Forwarded", list[torch.Tensor]]:
+    ) -> tuple[Forwarded, list[torch.Tensor]]:
         """Back-propagate `sum_i c_i * sum_t w_it * log pi(o_it)` and the KL term; without `coefficients`, micro-batches hold
         whole groups. Returns what the forward passes found, and the statistics of the mismatch of each."""
-        found, mismatch = _Collector(len(step.rollouts), self.accelerator), []
+        found, mismatch = Collector(len(step.rollouts), self.accelerator), []
         compares = step.on_policy and any(row.sampling_logps is not None for row in step.rollouts)
         num_tokens, last = max(step.num_tokens, 1), max(len(schedule[self.accelerator.process_index]) - 1, 0)
         for k, (rows, batch) in enumerate(self._own(step, schedule)):
@@ -328,41 +368,3 @@ class PolicyUpdate:
     def _backward(self, loss: torch.Tensor) -> None:
         deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
         self.accelerator.backward(loss, **({"scale_wrt_gas": False} if deepspeed else {}))
-
-
-class Forwarded(NamedTuple):
-    """
-    What forward passes over some rows of a step have found, on all processes together: the proxies of these rows, `(B,)` on the
-    CPU and 0 elsewhere, the sum of the entropies of their counted tokens, their number, and the sum of the KL estimator; for
-    STEER the `slopes` of [`SteerWeights`], else `(0, B)`.
-    """
-
-    proxies: torch.Tensor
-    slopes: torch.Tensor
-    entropy: float
-    num_rows: float
-    kl: float
-
-
-class _Collector:
-    """Collects what forward passes find; one reduction over processes at the end."""
-
-    def __init__(self, num_rows: int, accelerator: Accelerator, num_slopes: int = 0):
-        self.accelerator = accelerator
-        self.of_rows = torch.zeros(1 + num_slopes, num_rows, device=accelerator.device)
-        self.sums = torch.zeros(3, device=accelerator.device)  # see `Forwarded`
-
-    def add(self, rows: list[int], proxies, entropies, loss_mask, kl=0.0, slopes=()) -> None:
-        if not rows:
-            return
-        of_rows = torch.stack([proxies.detach(), *slopes]).to(self.of_rows.dtype)
-        self.of_rows[:, torch.tensor(rows, device=of_rows.device)] = of_rows
-        entropy = entropies.detach().masked_fill(~loss_mask, 0.0).sum()
-        kl = kl.detach() if torch.is_tensor(kl) else torch.tensor(kl, device=entropy.device)
-        count = torch.tensor(float(len(rows)), device=entropy.device)
-        self.sums += torch.stack([entropy, count, kl.to(entropy.dtype)])
-
-    def reduce(self) -> Forwarded:
-        values = self.accelerator.reduce(torch.cat([self.of_rows.flatten(), self.sums]), reduction="sum").cpu()
-        proxies, *slopes = values[:-3].view(self.of_rows.shape)
-        return Forwarded(proxies, torch.stack(slopes) if slopes else proxies[None][:0], *values[-3:].tolist())

@@ -62,6 +62,7 @@ class Scorer:
     ):
         prompt_learning = isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
         base = model.get_base_model() if isinstance(model, PeftModel) else model
+        self._base = base
         self.config = base.config
         self.backbone = base.base_model  # all but the head
         self.packing = packing_backend(base) if padding_free != "never" and not prompt_learning else None
@@ -102,6 +103,22 @@ class Scorer:
         `(C,)`. Arguments as of [`Scorer.score`]."""
         outputs, of_completions = self.forward(model, prompt_ids, completion_ids, use_cache=False)
         return of_completions(outputs.logits[..., 0].float())
+
+    def hidden_states(
+        self, model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]
+    ) -> list[torch.Tensor]:
+        """What the last layer says, after its norm, at the completion tokens of each row: `(C, D)`. Arguments as of
+        [`Scorer.score`]."""
+        kept = []
+        hook = self._base.base_model.register_forward_hook(lambda *call: kept.append(call[-1].last_hidden_state))
+        try:
+            _, of_completions = self.forward(model, prompt_ids, completion_ids, fused_lm_head=True)
+        finally:
+            hook.remove()
+        states = kept[0]
+        places = torch.arange(states.shape[0] * states.shape[1], device=states.device).view(states.shape[:2])
+        # what belongs to a token otherwise stands one position before it
+        return [states.flatten(0, 1)[where] for where in of_completions(places[:, 1:])]
 
     def forward(
         self, model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]], **inputs

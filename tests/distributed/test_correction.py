@@ -27,6 +27,8 @@ def train(output_dir, rows_per_process: int) -> dict:
         vllm_importance_sampling_clip_max=100.0,
         token_weighting="steer",
         token_weight_mapping="linear",
+        row_weighting="verl",
+        hidden_state_stride=3,
         label_noise={"false_positive": 0.1},
         score_estimator="none",
         class_weighting="only_positive",
@@ -37,7 +39,7 @@ def train(output_dir, rows_per_process: int) -> dict:
     )
     trainer.train()
     logs = [
-        {k: v for k, v in e.items() if k.startswith(("sampling/", "steer/"))}
+        {k: v for k, v in e.items() if k.startswith(("sampling/", "steer/", "hidden/"))}
         for e in trainer.state.log_history
         if "loss" in e
     ]
@@ -55,4 +57,4 @@ def test_two_processes_learn_what_one_does(tmp_path):
         assert torch.allclose(found["weights"][name], value, rtol=1e-5, atol=1e-6), name
     for of_two, of_one in zip(found["logs"], expected["logs"], strict=True):
         assert of_two == pytest.approx(of_one, rel=1e-5)
-    assert [len(log) for log in expected["logs"]] == [11, 5, 11, 5]
+    assert [len(log) for log in expected["logs"]] == [15, 9, 15, 9]

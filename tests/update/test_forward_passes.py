@@ -10,6 +10,7 @@ from pacs_trl.plan.cost import training_forward_equivalents
 
 WHOLE, SPLIT, SNAPSHOT = {"group_layout": "whole"}, {"group_layout": "split"}, {"reference": "snapshot"}
 STEER = {"token_weighting": "steer"}
+VERL = {"row_weighting": "verl", "hidden_state_stride": 3}
 CASES = {
     "rollout, whole": WHOLE,
     "rollout, split": SPLIT,
@@ -23,6 +24,8 @@ CASES = {
     "STEER": WHOLE | STEER,
     "STEER, split, two iterations": SPLIT | STEER | {"num_iterations": 2},
     "STEER, snapshot": WHOLE | STEER | SNAPSHOT,
+    "VERL": WHOLE | VERL,
+    "VERL and STEER, split, two iterations": SPLIT | VERL | STEER | {"num_iterations": 2},
     "KL term": WHOLE | {"beta": 0.1},
     "KL term, two iterations": WHOLE | {"beta": 0.1, "num_iterations": 2},
 }
@@ -36,14 +39,14 @@ def test_forward_passes_are_those_of_the_trainer(tmp_path, settings):
     sizes = {"steps_per_generation": 2, "max_steps": 2 * iterations}
     trainer = build_trainer(tmp_path, replay=Replay(uniform_groups=0), more=lora, **sizes, **settings)
     # also of the reference of the KL term, which is the model without its adapter
-    cost, score = 0, trainer.scorer.score
+    cost, forward = 0, trainer.scorer.forward
 
-    def counted(model, prompt_ids, completion_ids):
+    def counted(model, prompt_ids, completion_ids, **inputs):
         nonlocal cost
         cost += (3 if torch.is_grad_enabled() else 1) * len(prompt_ids)
-        return score(model, prompt_ids, completion_ids)
+        return forward(model, prompt_ids, completion_ids, **inputs)
 
-    trainer.scorer.score = counted
+    trainer.scorer.forward = counted
     trainer.train()
     planned = training_forward_equivalents(
         "pacs",
@@ -55,5 +58,6 @@ def test_forward_passes_are_those_of_the_trainer(tmp_path, settings):
         correction="vllm_importance_sampling_correction" in settings,
         kl="beta" in settings,
         steer="token_weighting" in settings,
+        verl="row_weighting" in settings,
     )
     assert cost == 16 * planned

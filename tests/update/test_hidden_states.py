@@ -1,0 +1,213 @@
+"""Effective ranks and VERL: the authors' vectors, cases on paper, singular values by torch, properties, and runs."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from replay import (
+    MAX_COMPLETION_LENGTH,
+    RELATIVE,
+    Recorder,
+    Replay,
+    build_trainer,
+    config,
+    load_weights,
+    relative_error,
+    rows_of_update,
+    tiny_model,
+)
+
+from pacs_trl.update.hidden_states import Verl, effective_rank, rank_velocity_and_acceleration
+from pacs_trl.update.scorer import sequence_logps
+
+
+VECTORS = json.loads((Path(__file__).parents[1] / "data" / "steer_and_verl_vectors.json").read_text())
+CASES = VECTORS["effective_rank"]
+
+
+@pytest.mark.parametrize("vector", CASES, ids=lambda v: f"{len(v['hidden_states'])} tokens, stride {v['stride']}")
+def test_vectors_of_the_authors_code(vector):
+    states = torch.tensor(vector["hidden_states"])
+    assert effective_rank(states) == pytest.approx(vector["effective_rank"][0], rel=1e-5)
+    # Their Gram matrices are float32, in which each eigenvalue that should be 0 adds a singular value of about 3e-4 of the largest,
+    # and a prefix of n tokens has n - D of them: their ranks are up to 0.03 too high.
+    found = rank_velocity_and_acceleration(states, vector["stride"])
+    assert found == pytest.approx((vector["velocity"], vector["acceleration"]), abs=0.015)
+
+
+def test_on_paper():
+    # mean (0, 0); singular values sqrt(2), sqrt(2): shares 1/2, 1/2, exp(ln 2) = 2
+    square = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])
+    assert effective_rank(square) == pytest.approx(2.0, abs=1e-6)
+    assert effective_rank(torch.tensor([[1.0, 2.0], [3.0, 6.0], [-1.0, -2.0]])) == pytest.approx(1.0, abs=1e-6)
+    # stride 1: prefixes of 2, 3 and 4 tokens. 2 tokens span one direction: E_1 = 1, and E_3 = 2. The first three centred have the
+    # Gram matrix of (1, 0), (-1, 0), (0, 1): eigenvalues 2 and 2/3, singular values in the ratio sqrt(3) : 1
+    shares = [math.sqrt(3) / (1 + math.sqrt(3)), 1 / (1 + math.sqrt(3))]
+    second = math.exp(-sum(p * math.log(p) for p in shares))
+    first, last = second - 1, 2 - (1 + second) / 2
+    assert rank_velocity_and_acceleration(square, 1) == pytest.approx(((first + last) / 2, last - first), abs=1e-6)
+
+
+@pytest.mark.parametrize(("num_tokens", "width"), [(40, 6), (6, 40), (600, 4)])
+def test_ranks_of_prefixes_equal_those_by_singular_values(num_tokens, width):
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(num_tokens, width, generator=generator, dtype=torch.float64) * torch.logspace(0, -2, width)
+
+    def by_svd(z):
+        p = torch.linalg.svdvals(z - z.mean(dim=0))
+        p = p / p.sum()
+        return math.exp(-torch.special.xlogy(p, p).sum().item())
+
+    assert effective_rank(states) == pytest.approx(by_svd(states), rel=1e-6)
+    for stride in (2, 3):
+        seen = states[-512:]
+        ranks = [by_svd(seen[: t + 1]) for t in range(stride, len(seen), stride)]
+        differences = [ranks[j] - sum(ranks[:j]) / j for j in range(1, len(ranks))]
+        second = [b - a for a, b in zip(differences, differences[1:])]
+        expected = sum(differences) / max(1, len(differences)), sum(second) / max(1, len(second))
+        assert rank_velocity_and_acceleration(states, stride) == pytest.approx(expected, abs=1e-5)
+
+
+def test_short_completions_and_properties():
+    generator = torch.Generator().manual_seed(1)
+    states = torch.randn(30, 8, generator=generator)
+    rotation = torch.linalg.qr(torch.randn(8, 8, generator=generator)).Q
+    assert effective_rank(states @ rotation * 3 + 5) == pytest.approx(effective_rank(states), rel=1e-5)
+    for tokens in (0, 1):
+        assert effective_rank(states[:tokens]) == 1.0 and rank_velocity_and_acceleration(states[:tokens], 5) == (0, 0)
+    assert rank_velocity_and_acceleration(states[:10], 5) == (0.0, 0.0)  # one prefix
+    assert rank_velocity_and_acceleration(states[:11], 5)[1] == 0.0  # two
+    with pytest.raises(ValueError, match="`stride` must be at least 1, got 0"):
+        rank_velocity_and_acceleration(states, 0)
+
+
+class TestVerl:
+    COEFFICIENTS = torch.tensor([-0.25, 0.25, -0.05, 0.0])
+    RANKS = torch.tensor([[6.0, 2.0, 4.0, 99.0], [1.5, 0.5, 1.0, 99.0], [0.0, 0.0, 0.0, 99.0]])
+
+    def test_on_paper(self):
+        verl = Verl()
+        # Means begin at the first step's: 4, 1, 0. Row 0: deviations 1/2, 1/2, 0, so t = 1/2 and Phi = tanh(1/2) = 0.462; A = 1 may
+        # grow by 1/2 of it. Row 1: Phi < 0. Row 2: Phi = 0. Row 3 does not count.
+        found = verl.shaped(self.COEFFICIENTS, self.RANKS, num_rows=4)
+        assert found.tolist() == pytest.approx([-(1 + math.tanh(0.5)) / 4, 0.25, -0.05, 0.0])
+        assert verl.means == pytest.approx([4.0, 1.0, 0.0])
+        # Next step, twice as high: deviations of row 0 are 2, 2, and of row 1 0, 0
+        found = verl.shaped(self.COEFFICIENTS, 2 * self.RANKS, num_rows=4)
+        # A = 1 + min(tanh 2, 1/2); A = -1 + 0; A = 0.2 + min(tanh 1, 0.1)
+        assert found.tolist() == pytest.approx([-1.5 / 4, 0.25, -0.075, 0.0])
+        assert verl.means == pytest.approx([0.7 * 4 + 0.3 * 8, 0.7 + 0.3 * 2, 0.0])
+
+    def test_bounds_and_acceleration(self):
+        generator = torch.Generator().manual_seed(0)
+        verl, coefficients = Verl(), torch.randn(200, generator=generator) / 200
+        for _ in range(4):
+            ranks = 3 * torch.randn(3, 200, generator=generator) + 2
+            factors = verl.shaped(coefficients, ranks, num_rows=200) / coefficients
+            pushed_up = coefficients < 0
+            assert 1 <= factors[pushed_up].min() and factors[pushed_up].max() <= 1.5 + 1e-6
+            assert 0.5 - 1e-6 <= factors[~pushed_up].min() and factors[~pushed_up].max() <= 1
+        verl.means = [1.0, 1.0, 1.0]
+        # Where the acceleration is high the rank decides (2: above its mean), where it is low the velocity (0: below)
+        found = verl.shaped(
+            torch.tensor([-1.0, -1.0]), torch.tensor([[2.0, 2.0], [0.0, 0.0], [9.0, -9.0]]), num_rows=1
+        )
+        assert found.tolist() == pytest.approx([-1.5, -1.0])
+
+    def test_a_step_without_rows_leaves_the_means(self):
+        verl = Verl()
+        assert (
+            torch.equal(verl.shaped(torch.zeros(3), torch.ones(3, 3), num_rows=3), torch.zeros(3))
+            and verl.means is None
+        )
+
+
+STRIDE = {"hidden_state_stride": 3}
+REFUSED = {
+    "unknown": ({"row_weighting": "rank"}, "row_weighting must be one of verl; got 'rank'"),
+    "ignored stride": ({"hidden_state_stride": 3}, "hidden_state_stride=3 would be ignored without row_weighting"),
+    "ignored rows": (
+        STRIDE | {"row_weighting": "verl", "hidden_state_rows": 8},
+        "hidden_state_rows=8 would be ignored",
+    ),
+    "ignored steps": (
+        STRIDE | {"row_weighting": "verl", "hidden_state_every_steps": 2},
+        "hidden_state_every_steps=2 would be ignored with row_weighting='verl'",
+    ),
+    "stride 0": ({"row_weighting": "verl", "hidden_state_stride": 0}, "hidden_state_stride must be .*, got 0"),
+    "stride of a whole completion": (
+        {"row_weighting": "verl", "hidden_state_stride": 8},
+        "hidden_state_stride=8 is too long for completions of max_completion_length=16 tokens.* at most 7",
+    ),
+}
+
+
+@pytest.mark.parametrize(("settings", "words"), REFUSED.values(), ids=REFUSED)
+def test_refused(settings, words):
+    with pytest.raises(ValueError, match=words):
+        config("out", **settings)
+    assert 2 * 7 + 1 <= MAX_COMPLETION_LENGTH and config("out", row_weighting="verl", hidden_state_stride=7)
+
+
+@pytest.mark.parametrize("padding_free", ["auto", "never"])
+def test_hidden_states_are_those_of_each_row_alone(tmp_path, padding_free):
+    replay = Replay(tools=True)
+    settings = {"hidden_state_every_steps": 2, "max_steps": 3, "learning_rate": 0.0, **STRIDE}
+    trainer = build_trainer(tmp_path, replay=replay, padding_free=padding_free, **settings)
+    trainer.train()
+    logged = [entry.get("hidden/effective_rank") for entry in trainer.state.log_history if "loss" in entry]
+    _, rows = rows_of_update(replay, trainer.args, 0)
+    model, ranks = tiny_model().double(), []
+    for row in rows:
+        ids = torch.tensor([row.prompt_ids + row.completion_ids])
+        with torch.no_grad():
+            states = model(input_ids=ids, output_hidden_states=True).hidden_states[-1][0, len(row.prompt_ids) :]
+        ranks.append(effective_rank(states[torch.tensor(row.env_mask).bool()]))
+    assert (
+        logged[0] == pytest.approx(sum(ranks) / len(ranks), rel=1e-4) and logged[1] is None and logged[2] is not None
+    )
+
+
+def test_only_so_many_rows_are_measured(tmp_path):
+    trainer = build_trainer(
+        tmp_path, replay=Replay(), hidden_state_every_steps=1, hidden_state_rows=3, max_steps=1, **STRIDE
+    )
+    seen, hidden_states = [], trainer.scorer.hidden_states
+
+    def spy(model, prompt_ids, completion_ids):
+        seen.append(len(prompt_ids))
+        return hidden_states(model, prompt_ids, completion_ids)
+
+    trainer.scorer.hidden_states = spy
+    trainer.train()
+    assert sum(seen) == 3  # of 8: every third
+
+
+@pytest.mark.parametrize("group_layout", ["whole", "split"])
+def test_gradient_of_verl(tmp_path, monkeypatch, group_layout):
+    """The sum of log-probabilities by the coefficients that ranks have shaped, in float64; rows that do not count stay out."""
+    replay, recorder, kept, shaped = Replay(), Recorder(), [], Verl.shaped
+
+    def keep(verl, coefficients, *others):
+        kept.append((coefficients, shaped(verl, coefficients, *others)))
+        return kept[-1][1]
+
+    monkeypatch.setattr(Verl, "shaped", keep)
+    settings = {"steps_per_generation": 2, "group_layout": group_layout, "row_weighting": "verl", **STRIDE}
+    trainer = build_trainer(tmp_path, replay=replay, more={"callbacks": [recorder]}, **settings)
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    model = tiny_model().double()
+    for update, (coefficients, of_verl) in enumerate(kept):
+        assert not torch.equal(of_verl, coefficients) and (of_verl == 0).equal(coefficients == 0)
+        assert 0 < logged[update]["hidden/bonus"] <= 0.5
+        load_weights(model, recorder.weights[update])
+        model.zero_grad()
+        _, rows = rows_of_update(replay, trainer.args, update)
+        sums = sequence_logps(model, [row.prompt_ids for row in rows], [row.completion_ids for row in rows])
+        (of_verl * sums).sum().backward()
+        expected = {name: p.grad.clone() for name, p in model.named_parameters() if name in recorder.gradients[update]}
+        assert relative_error(recorder.gradients[update], expected) < 2 * RELATIVE
+    assert trainer._verl.means is not None and len(kept) == 2
