@@ -72,6 +72,9 @@ class PACSConfig(PublishedArguments, GRPOConfig):
             `{false_positive: a, false_negative: b}`: how often the verifier calls a wrong completion right, and a right one
             wrong. The label `v` becomes `(v - a) / (1 - a - b)`, whose expectation is the truth; `pacs-trl audit` estimates both.
 
+        spread_filter (`float`, *optional*):
+            Groups whose labels have a standard deviation below this share of its moving average get no verdict, as in RLPR (0.5 with
+            Qwen models): for soft labels, which are never all equal. It begins after ten generations.
         token_weighting (`str`, *optional*):
             `"steer"`: the gradient of a token counts the less the more it changes the entropy, as in STEER. It takes a forward
             pass before the first update on a rollout too.
@@ -164,6 +167,7 @@ class PACSConfig(PublishedArguments, GRPOConfig):
     proxy: Proxy = "log_ratio"
     actor_term_coef: float = 0.0
     label_noise: dict[str, float] | None = None
+    spread_filter: float | None = None
     token_weighting: str | None = field(default=None, metadata={"choices": ["steer"]})
     token_weight_mapping: Mapping = "exponential"
     token_weight_min: float = 0.8

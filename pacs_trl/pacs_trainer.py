@@ -30,6 +30,7 @@ from .update.reference import SnapshotReference, is_sharded
 from .update.rows import Rollout, labels_from_rewards, unpad_rollouts
 from .update.sampling_correction import Mismatch, mismatch_correction
 from .update.scorer import Scores
+from .update.spread_filter import SpreadFilter
 from .update.step import Limits, StepRollouts
 
 
@@ -68,7 +69,7 @@ class PACSTrainer(RedrawingTrainer[PACSConfig]):
     _own_shared_settings = (
         *("pacs_beta", "score_estimator", "first_update_score", "class_weighting", "proxy", "actor_term_coef"),
         *("label_noise", "token_weighting", "token_weight_mapping", "token_weight_min", "token_weight_max"),
-        *("row_weighting", "hidden_state_stride"),
+        *("row_weighting", "hidden_state_stride", "spread_filter"),
         *("reference", "reference_reset_steps", "reset_optimizer_on_reference_reset"),
         *RedrawingTrainer._own_shared_settings,
     )
@@ -166,7 +167,13 @@ class PACSTrainer(RedrawingTrainer[PACSConfig]):
         self._pending = []
 
     def _labels_of(self, rewards_per_func):
-        return labels_from_rewards(rewards_per_func, self.reward_weights, self.reward_func_names)
+        labels = labels_from_rewards(rewards_per_func, self.reward_weights, self.reward_func_names)
+        if self._spread_filter is None or not self.model.training:
+            return labels
+        labels, metrics = self._spread_filter(labels, self.num_generations)
+        for name, value in metrics.items():
+            self._metrics["train"][name].append(value)
+        return labels
 
     def _prepare_inputs(self, generation_batch):
         if not self.model.training:
@@ -305,6 +312,8 @@ class PACSTrainer(RedrawingTrainer[PACSConfig]):
         self._steps: list[StepRollouts] = []  # the optimizer steps of the current generation batch
         self._snapshot: SnapshotReference | None = None
         self._verl = Verl() if self.args.row_weighting is not None else None
+        share = self.args.spread_filter
+        self._spread_filter = SpreadFilter(share) if share is not None else None
         self._non_finite = NonFiniteSteps(self.args.max_non_finite_steps)
 
     def _save_run(self, directory: Path) -> None:
@@ -317,12 +326,15 @@ class PACSTrainer(RedrawingTrainer[PACSConfig]):
         waiting = [] if self._at_generation_boundary() else [step.rollouts for step in self._steps]
         return {
             "non_finite": [self._non_finite.in_a_row, self._non_finite.total],
+            "spreads": self._spread_filter.state if self._spread_filter is not None else None,
             "row_means": self._verl.means if self._verl is not None else None,
             "rollouts": rows_to_save(waiting, self.accelerator.process_index, self.accelerator.num_processes),
         }
 
     def _load_own_state(self, checkpoint: Path, state: dict) -> None:
         self._non_finite.in_a_row, self._non_finite.total = state["non_finite"]
+        if self._spread_filter is not None:
+            self._spread_filter.state = state["spreads"]
         if self._verl is not None:
             self._verl.means = state["row_means"]
         files = checkpoint.glob(f"{self._state_name}_*.pt")

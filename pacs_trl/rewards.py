@@ -128,6 +128,47 @@ def format_reward(completions: list, **kwargs: Any) -> list[float]:
     return [float(bool(last_boxed(completion_text(completion) or ""))) for completion in completions]
 
 
+def probability_reward(
+    completions: list,
+    prompts: list,
+    solution: list | None = None,
+    *,
+    reference_probability: Any,
+    log_metric: Callable[[str, float], None] | None = None,
+    **kwargs: Any,
+) -> list[float]:
+    """
+    How likely the policy finds the reference answer after its own reasoning, beside how likely without: RLPR, no verifier.
+
+    `0.9 * max(0, s - s0) + 0.1 * format`: `s` is the mean probability of the tokens of the reference answer in the place of the
+    completion's own one, `s0` that right behind the prompt under the policy at the start of the run, `format` whether `<answer>` and
+    `</answer>` stand in the completion once each (or, without these tags, one box). `s` is 0 for a malformed completion.
+
+    Args:
+        completions (`list`), prompts (`list`): Plain (`str`) or conversational.
+        solution (`list`): Reference answers: any text; of a list of alternatives the first.
+        reference_probability ([`~rollouts.reference_probability.ReferenceProbability`]): Passed by the trainers of this package.
+        log_metric (`Callable`, *optional*): Passed by TRL.
+        **kwargs: Further columns that TRL passes; unused.
+
+    Returns:
+        `list[float]`: One label in [0, 1] per completion.
+    """
+    if solution is None:
+        raise ValueError(
+            "`probability_reward` takes the probability of what stands in a column named `solution`, which the dataset does not have. "
+            f"Columns it was given: {', '.join(sorted(kwargs)) or 'none'}. Rename the column of reference answers to `solution`."
+        )
+    texts = [completion_text(completion) for completion in completions]
+    after = reference_probability.after_reasoning(prompts, texts, solution)
+    without = reference_probability.without_reasoning(prompts, solution)
+    formats = [float(reference_probability.is_well_formed(text)) for text in texts]
+    if log_metric is not None and texts:
+        for name, values in (("after_reasoning", after), ("without_reasoning", without), ("format", formats)):
+            log_metric(f"probability/{name}", sum(values) / len(values))
+    return [0.9 * max(0.0, s - s0) + 0.1 * f for s, s0, f in zip(after, without, formats, strict=True)]
+
+
 def outcome_shares(outcomes: Sequence[Outcome]) -> dict[str, float]:
     """Share of each outcome that an answer may have, all of them present, as `verification/<outcome>`; empty for none."""
     return {

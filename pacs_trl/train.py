@@ -36,6 +36,7 @@ from .recipe import Recipe, read_recipe
 from .rollouts.guidance import check_guidance
 from .rollouts.lora import check_lora_targets
 from .rollouts.preemption import EXIT_CODE, check_no_jit_checkpoint, stop_on_signal
+from .rollouts.reference_probability import check_reference_answers
 from .rollouts.resume import check_complete, last_checkpoint
 from .rollouts.step_sizes import Step
 from .rollouts.trainer_checks import check_number_of_prompts
@@ -77,6 +78,7 @@ def main(argv: Sequence[str] | None = None):
     peft_config, tokenizer = _checked_model(recipe)
     train_dataset, eval_dataset = load_training_data(recipe.data, tokenizer, training.chat_template_kwargs)
     check_number_of_prompts(len(train_dataset), training)
+    check_reference_answers(reward_funcs, train_dataset, vars(training).get("guidance"))
     if recipe.model.model_name_or_path.startswith(MINIATURE):
         if recipe.run.method == "pacs":  # as the trainer does, before the warm start is made
             check_guidance(training.guidance, hint.get("hint"), train_dataset)

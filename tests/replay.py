@@ -68,6 +68,14 @@ def stored_label(completions, label, **kwargs) -> list[float | None]:
     return label
 
 
+def boxed(prompts, trainer):
+    """Completions that reason differently, of which every fourth has no box; texts of one token per character but for the box."""
+    texts = [f"{i % 4}{'x' * (i % 3)}" + (r"\boxed{7}" if i % 4 else "7") for i in range(len(prompts))]
+    prompt_ids = trainer._tokenize_prompts(prompts)[0]
+    ids = [TOKENIZER(text)["input_ids"] + [TOKENIZER.eos_token_id] for text in texts]
+    return {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": None}
+
+
 def digit_reward(completions, **kwargs) -> list[float]:
     """Reward function for sampled completions: a fixed but arbitrary function of the text."""
     return [float(sum(map(ord, completion[0]["content"])) % 2) for completion in completions]

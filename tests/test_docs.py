@@ -86,6 +86,7 @@ RUN_ELSEWHERE = {
     "python -m experiments.diversity": "tests/evaluation/test_diversity.py",
     "python -m pacs_trl.train_settings": "tests/test_command_line.py",
     "python -m experiments.critic": "tests/evaluation/test_critic.py",
+    "python -m experiments.weights": "tests/experiments/test_draws.py",
     "python -m experiments.quickstart": "tests/experiments/test_quickstart.py",
 }
 

@@ -27,6 +27,24 @@ logger = logging.getLogger(__name__)
 # The sentence of the PACS training and evaluation prompts (arXiv 2509.02522, appendix C.1).
 PROMPT_INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 
+# The same for free-text answers, which no verifier reads.
+ANSWER_INSTRUCTION = "Please reason step by step, and put your final answer between <answer> and </answer>."
+
+
+def _from_verl(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows in verl's layout: the last turn of each prompt is the problem, `ground_truth`, inside of `reward_model`, the answer."""
+    return [
+        {
+            "problem": row["prompt"][-1]["content"],
+            "answer": (row.get("reward_model") or row).get("ground_truth"),
+        }
+        | row
+        if isinstance(row.get("prompt"), list)
+        else row
+        for row in rows
+    ]
+
+
 TRAINING_SETS = {
     # The paper's training set: 40k competition problems with their final answers.
     "deepscaler": ProblemSet(
@@ -58,6 +76,8 @@ TRAINING_SETS = {
         answer_in="tests",
         instruction=CODE_INSTRUCTION,
     ),
+    # Any subject, answers as free text. Rows are verl's; the commit is not known to us.
+    "rlpr": ProblemSet("openbmb/RLPR-Train-Dataset", rows_of=_from_verl, instruction=ANSWER_INSTRUCTION),
     "prime_coding": ProblemSet(
         "PrimeIntellect/verifiable-coding-problems",
         problem_column="prompt",

@@ -86,6 +86,11 @@ def load_rows(name: str, entry: ProblemSet, path: str | Path | None = None) -> l
     Raises:
         `ValueError`: for a file that cannot be read, an unknown task or split of one, or a Hub that cannot be reached.
     """
+    rows = _stored_rows(name, entry, path)
+    return rows if entry.rows_of is None else entry.rows_of(rows)
+
+
+def _stored_rows(name: str, entry: ProblemSet, path: str | Path | None) -> list[dict[str, Any]]:
     if path is not None or Path(name).is_file():  # the second is refused: its ending is another one
         return read_rows(Path(path or name))
     if name.startswith(MINIATURE):

@@ -118,8 +118,6 @@ def load_benchmark(
             "local file with name=PATH, or give the path of a file of your own (.jsonl, .json or .parquet)."
         )
     rows = load_rows(name, entry, path or None)
-    if entry.rows_of is not None:
-        rows = entry.rows_of(rows)
     problems = [_problem(name, entry, i, row) for i, row in enumerate(rows)][:max_problems]
     _check_problems(spec, problems)
     for doubt in doubts(name, [p.problem for p in problems], [p.solution for p in problems]):

@@ -245,7 +245,7 @@ class Estimate:
         training, step = self.training, self.step
         layout = training.group_layout if self.of_pacs else "whole"
         does_not_fit = self.tokens < self._tokens(step.num_generations)  # a group into a micro-batch
-        return cost.training_forward_equivalents(
+        passes = cost.training_forward_equivalents(
             self.recipe.run.method,
             checkpointing=training.gradient_checkpointing,
             updates=step.updates_per_generation,
@@ -257,6 +257,7 @@ class Estimate:
             verl=self.of_pacs and training.row_weighting is not None,
             split=layout == "split" or layout == "auto" and does_not_fit,
         )
+        return passes + ("probability_reward" in self.recipe.run.reward_funcs)
 
     def learning(self, mean_length: int) -> tuple[float, float, float]:
         """FLOP and seconds of all that is learnt from a generation, and the forward passes that they are reckoned as."""

@@ -44,6 +44,7 @@ from .float32_exchange import keep_float32
 from .lora import check_lora_targets
 from .preemption import check_no_jit_checkpoint
 from .published_trainer import PublishedTrainer
+from .reference_probability import ReferenceProbability, asks_for_reference, check_reference_answers
 from .resume import request_seed
 from .timing import StepTimer, TimingCallback
 from .trainer_checks import (
@@ -109,6 +110,7 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
             "rollout_func": rollout_func,
             "environment_factory": environment_factory,
         }
+        check_reference_answers(reward_funcs, train_dataset, vars(args).get("guidance"))
         self._prepare_loading(model, args, arguments)
         super().__init__(model, reward_funcs, args, **arguments)
         self._prepare_drawing()
@@ -163,6 +165,8 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
             self.scorer = self._create_scorer(self.model)
             if self.ref_model is not None:  # of the KL term
                 self.ref_scorer = self._create_scorer(self.accelerator.unwrap_model(self.ref_model))
+        self._needs_reference = any(map(asks_for_reference, self.reward_funcs))
+        self.reference_probability = ReferenceProbability(self)
         self.reward_funcs = [
             function
             if isinstance(function, nn.Module)
@@ -361,20 +365,29 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
         return weighted_rewards(rewards_per_func, self.reward_weights)
 
     def _with_score(self, function: Callable, name: str) -> Callable:
-        """A reward function with a parameter `score` gets [`RolloutTrainer.score`], as it gets the columns of the data set."""
-        if "score" not in inspect.signature(function).parameters:
+        """A reward function with a parameter `score` gets [`RolloutTrainer.score`], as it gets the columns of the data set; and one
+        with `reference_probability` [`ReferenceProbability`]."""
+        own = {"score": self.score, "reference_probability": self.reference_probability}
+        own = {key: value for key, value in own.items() if key in inspect.signature(function).parameters}
+        if not own:
             return function
         if is_async_callable(function):
             raise ValueError(
-                f"The reward function {name!r} is asynchronous and asks for `score`, whose forward passes all processes make "
+                f"The reward function {name!r} is asynchronous and asks for `{next(iter(own))}`, whose forward passes all processes make "
                 "together, in one order. Write it as a plain function."
             )
 
         @wraps(function)
         def call(*args, **kwargs):
-            return function(*args, **({"score": self.score} | kwargs))
+            return function(*args, **(own | kwargs))
 
         return call
+
+    def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        if self._needs_reference:
+            self.reference_probability.prepare(resume_from_checkpoint)
+        return prepared
 
     @torch.no_grad()
     def score(
@@ -395,11 +408,12 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
         size = self.args.per_device_train_batch_size
         passes = max(gather_object([-(-len(prompt_ids) // size)]))
         logps: list[torch.Tensor] = []
-        for start in range(0, passes * size, size):
-            prompts, completions = prompt_ids[start : start + size], completion_ids[start : start + size]
-            if len(prompts) == 0:  # the others have more rows
-                prompts, completions = [[0]], [[0]]
-            logps += [values.cpu() for values in self.scorer.score(self.model_wrapped, prompts, completions).logps]
+        with self.timer.part("log_probs"):
+            for start in range(0, passes * size, size):
+                prompts, completions = prompt_ids[start : start + size], completion_ids[start : start + size]
+                if len(prompts) == 0:  # the others have more rows
+                    prompts, completions = [[0]], [[0]]
+                logps += [values.cpu() for values in self.scorer.score(self.model_wrapped, prompts, completions).logps]
         return logps[: len(prompt_ids)]
 
     # Learn --------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ PARTS = {
     "generation": "completions drawn by vLLM or transformers",
     "weight_sync": "weights sent to vLLM",
     "verification": "reward functions",
-    "log_probs": "log-probabilities and values for later updates",
+    "log_probs": "log-probabilities and values for later updates and rewards",
     "update": "forward and backward passes",
     "optimizer": "optimizer",
     "other": "everything else in the step",

@@ -104,6 +104,9 @@ RANGES = {
     "hidden_state_every_steps": _count("optimizer steps between measurements of hidden states"),
     "hidden_state_rows": _count("completions whose hidden states are measured"),
     "hidden_state_stride": _count("tokens between two prefixes of a completion"),
+    "spread_filter": Range(
+        "it is a share of the mean spread of groups, and at more than 2 nearly no group is left", above=0, most=2
+    ),
     "reference_reset_steps": _count("optimizer steps between renewals of the snapshot"),
     "max_non_finite_steps": _count("skipped steps in a row after which training stops"),
     "max_generations": _count("completions of a hard prompt", least=2),

@@ -9,7 +9,12 @@ NOISE = ("false_positive", "false_negative")
 
 def weight_errors(given: Any) -> list[str]:
     """What is wrong between these settings, a sentence for each; the argument as in [`PACSConfig.errors`]."""
-    return [*_label_noise_errors(given), *_token_weight_errors(given), *_hidden_state_errors(given)]
+    return [
+        *_label_noise_errors(given),
+        *_spread_errors(given),
+        *_token_weight_errors(given),
+        *_hidden_state_errors(given),
+    ]
 
 
 def _label_noise_errors(given: Any) -> list[str]:
@@ -39,6 +44,16 @@ def _label_noise_errors(given: Any) -> list[str]:
             "so wrong verdicts among them do not average out. Remove one of them."
         )
     return errors
+
+
+def _spread_errors(given: Any) -> list[str]:
+    draws = [name for name in ("guidance", "adaptive_rollouts", "refill_uniform_groups") if getattr(given, name)]
+    if given.spread_filter is None or not draws:
+        return []
+    return [
+        f"spread_filter={given.spread_filter} makes no sense with {draws[0]}: it judges groups when they are first drawn, and later draws "
+        "would add to groups that it has dropped, or be judged one by one. Remove one of them."
+    ]
 
 
 def _token_weight_errors(given: Any) -> list[str]:

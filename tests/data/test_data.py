@@ -139,9 +139,25 @@ class TestNamedSets:
         load(name, dataset_split="test", dataset_revision="main", dataset_config="other")
         assert asked == {row.hub_id: ("other", "test", "main")}
 
+    def test_free_text_answers_in_verls_layout(self, tmp_path):
+        turns = [{"role": "system", "content": "Think."}, {"role": "user", "content": "Why is the sky blue?"}]
+        rows = [
+            {
+                "prompt": turns,
+                "reward_model": {"ground_truth": "Rayleigh scattering", "style": "rule"},
+                "ability": "physics",
+            }
+        ]
+        train, _ = load("rlpr", dataset_path=write_jsonl(tmp_path / "r.jsonl", rows))
+        assert (
+            train[0]["prompt"][-1]["content"].startswith("Why is the sky blue? Please reason")
+            and len(train[0]["prompt"]) == 1
+        )
+        assert train[0]["solution"] == "Rayleigh scattering" and "<answer>" in train[0]["prompt"][-1]["content"]
+
     def test_every_revision_is_a_commit(self):
-        """Where it is known: those of the sets of programs are not."""
-        unknown = {"verifiable_coding", "prime_coding"}
+        """Where it is known: those of the sets of programs and of RLPR's are not."""
+        unknown = {"verifiable_coding", "prime_coding", "rlpr"}
         assert {name for name, training_set in TRAINING_SETS.items() if training_set.revision is None} == unknown
         assert all(len(TRAINING_SETS[name].revision) == 40 for name in TRAINING_SETS.keys() - unknown)
 

@@ -18,6 +18,7 @@ from replay import (
     Recorder,
     Replay,
     addition_dataset,
+    boxed,
     build_trainer,
     digit_reward,
     tiny_model,
@@ -26,6 +27,7 @@ from replay import (
 from torch.distributed.fsdp import FSDPModule
 
 from pacs_trl import PACSTrainer
+from pacs_trl.rewards import probability_reward
 from pacs_trl.train import main as train
 
 
@@ -65,6 +67,7 @@ REPLAYED: dict[str, tuple[dict, dict]] = {  # settings, settings of the replay
     "snapshot, renewed": ({**QUARTER, "reference": "snapshot", "reference_reset_steps": 2, "max_steps": 4}, {}),
     "actor term, mean log-probability": ({**HALF, "actor_term_coef": 1.0, "proxy": "mean_logp"}, {}),
     "clipped": ({**HALF, "max_grad_norm": 0.5}, {}),
+    "STEER": ({**QUARTER, "token_weighting": "steer", "token_weight_min": 0.5, "max_steps": 4}, {}),
 }
 
 
@@ -219,6 +222,17 @@ def drawn_where_needed(rank, directory):
     return found | {"drawn": drawn}
 
 
+def probabilities(directory, **how):
+    """Of reference answers, of the whole training set and of completions, which the processes share."""
+    settings = {"max_completion_length": 12, "per_device_train_batch_size": 4, "learning_rate": 0.5} | how
+    trainer = build_trainer(directory, reward=probability_reward, more={"rollout_func": boxed}, **settings)
+    trainer.train()
+    logs = [
+        {k: v for k, v in e.items() if k.startswith("probability/")} for e in trainer.state.log_history if "loss" in e
+    ]
+    return {"without": trainer.reference_probability.without, "logs": logs}
+
+
 def drawn_again(rank, directory, **how):
     """Each process draws eight more of one of its prompts, and its rewards ask for another number of log-probabilities."""
     drawn, logps = [], []
@@ -257,6 +271,7 @@ DDP = {
     "resumed": resumed,
     "resumed snapshot": resumed_snapshot,
     "drawn again": drawn_again,
+    "probabilities": lambda rank, directory: probabilities(directory),
     "drawn where needed": drawn_where_needed,
 }
 
@@ -322,10 +337,12 @@ SHARDED = (
     "bounded by tokens",
     "snapshot, renewed",
     "clipped",
+    "STEER",
 )
 FSDP2 = {name: sharded(name, FSDP_SETTINGS) for name in SHARDED} | {
     "resumed snapshot": lambda rank, directory: resumed(rank, directory, reference="snapshot", **FSDP_SETTINGS),
     "drawn again": lambda rank, directory: drawn_again(rank, directory, **FSDP_SETTINGS),
+    "probabilities": lambda rank, directory: probabilities(directory, **FSDP_SETTINGS),
 }
 
 

@@ -21,7 +21,7 @@ from replay import (
     rows_of_update,
     tiny_model,
 )
-from scenarios import FSDP2, LORA, QUARTER, RAGGED, REPLAYED, ZERO3, run_all
+from scenarios import FSDP2, LORA, QUARTER, RAGGED, REPLAYED, ZERO3, probabilities, run_all
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -150,6 +150,16 @@ def test_a_second_draw_and_rewards_that_need_the_policy(request, kind):
     expected = tiny_model()(ids).logits[:, 2:-1].log_softmax(dim=-1).gather(2, ids[:, 3:, None])[:, :, 0]
     torch.testing.assert_close(torch.stack(second["logps"]), expected, rtol=1e-4, atol=1e-5)
     assert first["logps"] == [] and all(torch.equal(first["final"][n], second["final"][n]) for n in first["final"])
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_probabilities_of_reference_answers(tmp_path, request, kind):
+    """Of 32 problems each process scores half; the first step's labels are those of one process."""
+    first, second = both(request.getfixturevalue(kind), "probabilities")
+    one = probabilities(tmp_path, per_device_train_batch_size=8)
+    assert first["without"] == second["without"] and first["logs"] == second["logs"]
+    assert first["without"] == pytest.approx(one["without"], rel=1e-4) and len(one["without"]) == 32
+    assert first["logs"][0] == pytest.approx(one["logs"][0], rel=1e-4)
 
 
 def test_hard_prompts_of_one_process_are_drawn_by_both(ddp):

@@ -1,8 +1,10 @@
-"""Experiments with later draws: their arms are legal runs at the cost that they say, and hints leave the last steps open."""
+"""Experiments with later draws, and with weights and labels: their arms are legal runs at the cost that they say."""
+
+from types import SimpleNamespace
 
 import pytest
 
-from experiments import draws, guided
+from experiments import draws, guided, weights
 from pacs_trl.plan.check import check_recipe
 from pacs_trl.rollouts.draw_settings import additional
 
@@ -42,3 +44,24 @@ def test_hints_leave_the_last_steps_open():
         helped = guided.asked(row, helped=True)[-1]["content"]
         assert helped.startswith(guided.asked(row, helped=False)[-1]["content"]) and helped.endswith(row["hint"])
     assert {row["hint"] for row in guided.with_hints(guided.EASY, 5, seed=0)} == {None}
+
+
+@pytest.mark.parametrize("arm", weights.ARMS)
+def test_arms_of_weights_and_labels(arm):
+    method, settings = weights.ARMS[arm]
+    cell = weights.cell_of(arm, method, settings, 1e-4)
+    recipe, conflicts = check_recipe(f"recipes/{cell.recipe}.yaml", cell.words, 1)
+    assert conflicts == []
+    assert recipe.step.updates_per_generation == 4 and recipe.step.rollouts(recipe.training.max_steps) == 60
+    assert len(weights.ARMS) * 3 + len(weights.METHODS) * len(weights.RATES) <= 40
+
+
+def test_flipped_verdicts():
+    """The same ones for the same step, and about as many as is said."""
+    state, texts = SimpleNamespace(global_step=3), [rf"\boxed{{{i % 2}}}" for i in range(400)]
+    first, again = (
+        weights.flipped_20(completions=texts, prompts=["q"] * 400, trainer_state=state, solution=["1"] * 400)
+        for _ in range(2)
+    )
+    wrong = sum(label != i % 2 for i, label in enumerate(first))
+    assert first == again and 50 < wrong < 110

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import LoraConfig
 from replay import Replay, build_trainer, config, trainable_weights
 
-from pacs_trl.update.token_weights import entropy_slopes, steer_weights
+from pacs_trl.update.token_weights import Steer, SteerWeights, TokenValues, entropy_slopes, steer_weights
 
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "steer_and_verl_vectors.json").read_text())["steer"]
@@ -77,6 +78,32 @@ def test_properties():
     assert (steer_weights(broken, *values[1:])[mask] == 1.0).all()
     with pytest.raises(ValueError, match="`mapping` must be 'exponential' or 'linear', got 'cubic'"):
         steer_weights(*values, mapping="cubic")
+
+
+def test_metrics_on_paper():
+    """The tokens of `ON_PAPER` as two micro-batches, A = -2 and N = 4; a row without a coefficient counts for the extremes alone."""
+    logps, old_logps, entropies, _, mask = (x.float() for x in ON_PAPER)
+    coefficients, slopes = torch.tensor([0.5, 0.0]), torch.tensor([[0.0, 0.0], [0.375, 0.0]])
+    steer = SteerWeights(Steer(), coefficients, 4, slopes, torch.tensor([True, True]))
+    assert steer.extremes == (0.0, 0.75)
+    for part in (mask * torch.tensor([1, 0, 1, 0]), mask * torch.tensor([0, 1, 0, 0])):
+        values = logps, old_logps, torch.zeros_like(logps), entropies + 0.5, entropies, coefficients[:1], part.bool()
+        steer(TokenValues(*values))
+    steer(TokenValues(*values[:5], coefficients[1:], part.bool()))
+    metrics = steer.metrics(Accelerator(cpu=True), on_policy=False)
+    of_second = 0.8 ** (LN2 / 0.75)
+    # pushed down with A = -2, less likely tokens make the entropy rise: 2 (0 + w ln 2 / 2 + .8 * 3/8) / 3
+    assert metrics == pytest.approx(
+        {
+            "steer/weight_mean": (1 + of_second + 0.8) / 3,
+            "steer/weight_min": 0.8,
+            "steer/weight_max": 1.0,
+            "steer/predicted_entropy_change": 2 * (of_second * LN2 / 2 + 0.8 * 0.375) / 3,
+            "steer/measured_entropy_change": 0.5,
+        },
+        rel=1e-5,
+    )
+    assert "steer/measured_entropy_change" not in steer.metrics(Accelerator(cpu=True), on_policy=True)
 
 
 REFUSED = {

@@ -1,0 +1,190 @@
+"""How likely the policy finds the reference answer, after a completion's reasoning and without any: labels without a verifier.
+
+RLPR ([arXiv 2506.18254](https://huggingface.co/papers/2506.18254)) puts the reference answer in the place of a completion's own
+answer, and takes the mean probability of its tokens, `s`. Without the reasoning, behind the prompt alone, it is `s0`, which says how
+far the answer could be guessed: found once, under the policy at the start of the run, for the whole training set. It is kept in the
+output directory by model and data, so that a run that goes on knows it.
+"""
+
+import hashlib
+import inspect
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from accelerate.utils import gather_object
+from datasets import Dataset, IterableDataset
+
+
+FILE = "probability_without_reasoning.json"
+TAGS = ("<answer>", "</answer>")
+BOX = "\\boxed{"
+
+
+class Edited(NamedTuple):
+    """A completion with the reference answer in the place of its own, and where that begins and ends in the text."""
+
+    text: str
+    start: int
+    end: int
+
+
+def with_reference(text: str | None, answer: str) -> Edited | None:
+    """
+    The text up to the answer, the white space that the policy wrote there (in tags a space if none), the reference answer, the end.
+
+    The answer stands in `<answer> ... </answer>`, whose first tag must be there once; or, in a text without that tag, in its only
+    `\\boxed{...}`. `None` for any other text.
+    """
+    opening, closing = (TAGS[0], f" {TAGS[1]}") if TAGS[0] in (text or "") else (BOX, "}")
+    if text is None or text.count(opening) != 1:
+        return None
+    before, after = text.split(opening)
+    space = re.match(r"\s*", after)[0] or (" " if opening == TAGS[0] else "")  # type: ignore[index]
+    start = len(before) + len(opening) + len(space)
+    return Edited(f"{before}{opening}{space}{answer}{closing}", start, start + len(answer))
+
+
+def is_well_formed(text: str | None) -> bool:
+    """Whether each tag stands in the text exactly once, in order; or, without tags, one box that is closed."""
+    tags = [(text or "").count(tag) for tag in TAGS]
+    if text is None or any(tags):
+        return text is not None and tags == [1, 1] and text.index(TAGS[0]) < text.index(TAGS[1])
+    return text.count(BOX) == 1 and "}" in text.split(BOX)[1]
+
+
+def reference_text(answer: Any) -> str:
+    """A reference answer as text: of alternatives the first."""
+    return str(answer[0] if isinstance(answer, list) and answer else answer if answer is not None else "").strip()
+
+
+def asks_for_reference(function: Any) -> bool:
+    """Whether a reward function has a parameter `reference_probability`."""
+    return callable(function) and "reference_probability" in inspect.signature(function).parameters
+
+
+def check_reference_answers(reward_funcs: Any, dataset: Any, guidance: str | None) -> None:
+    """
+    Raises:
+        `ValueError`: if a reward function asks for probabilities of reference answers, and the training set has no length, no answers
+            or empty ones, or there are guided attempts.
+    """
+    if not any(map(asks_for_reference, reward_funcs if isinstance(reward_funcs, list) else [reward_funcs])):
+        return
+    if not isinstance(dataset, Dataset) or "solution" not in dataset.column_names:
+        columns = ", ".join(dataset.column_names or []) if isinstance(dataset, Dataset | IterableDataset) else ""
+        raise ValueError(
+            "probability_reward looks at the answers of the whole training set first: it must have a length (streaming=False) and a "
+            f"column `solution`. This one is a {type(dataset).__name__} with {columns or 'no known columns'}."
+        )
+    if guidance is not None:
+        raise ValueError(
+            f"guidance={guidance!r} makes no sense with probability_reward: what the answer's probability is without reasoning is known "
+            "of plain prompts only, and a hint moves both. Remove guidance."
+        )
+    empty = [i for i, answer in enumerate(dataset["solution"]) if not reference_text(answer)]
+    if empty:
+        raise ValueError(
+            f"{len(empty)} of {len(dataset)} reference answers are empty, the first in row {empty[0]}: probability_reward has nothing "
+            "whose probability it could take. Leave these rows out, or fill the column of answers."
+        )
+
+
+class ReferenceProbability:
+    """
+    What a reward function with a parameter `reference_probability` gets.
+
+    Args:
+        trainer ([`RolloutTrainer`]): Scores, renders prompts, knows the training set.
+    """
+
+    is_well_formed = staticmethod(is_well_formed)
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+        self.without: dict[str, float] = {}  # by model, prompt and answer
+
+    def after_reasoning(self, prompts: Sequence, texts: Sequence[str | None], answers: Sequence[Any]) -> list[float]:
+        """Mean probability of each reference answer behind the reasoning of a completion; 0 for a malformed one, and for one that
+        the answer makes longer than `max_completion_length` tokens. All processes must call it equally often."""
+        edited = [with_reference(text, reference_text(answer)) for text, answer in zip(texts, answers, strict=True)]
+        return self._mean(prompts, edited, self.trainer.args.max_completion_length)
+
+    def without_reasoning(self, prompts: Sequence, answers: Sequence[Any]) -> list[float]:
+        """The same right behind the prompt, under the policy at the start of the run. Of prompts outside of the training set it is
+        that of today. All processes must call it equally often."""
+        keys = [self._key(*pair) for pair in zip(prompts, answers, strict=True)]
+        missing = {key: i for i, key in enumerate(keys) if key not in self.without}
+        self.without |= self._score_without([(key, prompts[i], answers[i]) for key, i in missing.items()])
+        return [self.without[key] for key in keys]
+
+    def prepare(self, checkpoint: str | None) -> None:
+        """
+        Find what is not known of the training set, on all processes together, and write it down.
+
+        Args:
+            checkpoint (`str`, *optional*): What the run continues from; `None` at its start.
+
+        Raises:
+            `ValueError`: if a run goes on without what the first one has found.
+        """
+        rows = self.trainer.train_dataset.select_columns(["prompt", "solution"])
+        folders = [Path(self.trainer.args.output_dir), *([Path(checkpoint).parent] if checkpoint else [])]
+        for file in (folder / FILE for folder in folders):
+            if file.is_file():
+                self.without |= json.loads(file.read_text())
+        wanted = {self._key(row["prompt"], row["solution"]): row for row in rows}
+        missing = [(key, row["prompt"], row["solution"]) for key, row in wanted.items() if key not in self.without]
+        if missing and checkpoint is not None:
+            raise ValueError(
+                f"Of {len(missing)} of {len(wanted)} training problems the probability of the answer without reasoning is not known: "
+                f"{folders[0] / FILE} is missing, or of another model or data. It belongs to the policy at the start of the run, "
+                "which this one is no longer. Put the file back, or start a new run."
+            )
+        accelerator = self.trainer.accelerator
+        own = missing[accelerator.process_index :: accelerator.num_processes]
+        found = gather_object(list(self._score_without(own).items()))
+        self.without |= dict(found)
+        if found and accelerator.is_main_process:
+            folders[0].mkdir(parents=True, exist_ok=True)
+            partial = folders[0] / f".{FILE}"
+            partial.write_text(json.dumps({key: self.without[key] for key in wanted}))
+            partial.replace(folders[0] / FILE)
+        accelerator.wait_for_everyone()
+
+    def _key(self, prompt: Any, answer: Any) -> str:
+        text = json.dumps([self._model, prompt, reference_text(answer)], default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+    @property
+    def _model(self) -> list:
+        """The model that the run starts from, and its files where it is a directory: another one may take its place."""
+        name = self.trainer.model.name_or_path
+        files = sorted(Path(name).glob("*.safetensors")) if Path(name).is_dir() else []
+        return [name, self.trainer.args.temperature, [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]]
+
+    def _score_without(self, rows: Sequence[tuple[str, Any, Any]]) -> dict[str, float]:
+        answers = [reference_text(answer) for _, _, answer in rows]
+        edited = [Edited(f" {answer} ", 1, 1 + len(answer)) for answer in answers]
+        return dict(zip((row[0] for row in rows), self._mean([row[1] for row in rows], edited, None), strict=True))
+
+    def _mean(self, prompts: Sequence, edited: Sequence[Edited | None], longest: int | None) -> list[float]:
+        """Mean probability of the tokens of each answer; 0 where there is none."""
+        tokenizer, places, rows = self.trainer._tokenizer, {}, []
+        for i, each in enumerate(edited):
+            if each is None:
+                continue
+            tokens = tokenizer(each.text, add_special_tokens=False, return_offsets_mapping=True)
+            where = [j for j, (a, b) in enumerate(tokens["offset_mapping"]) if a < each.end and b > each.start]
+            ids = [*tokens["input_ids"], tokenizer.eos_token_id]
+            if where and (longest is None or len(ids) <= longest):
+                places[i] = where
+                rows.append(ids)
+        prompt_ids = self.trainer._tokenize_prompts([prompts[i] for i in places])[0] if places else []
+        logps = self.trainer.score(prompt_ids, rows)
+        found = dict.fromkeys(range(len(edited)), 0.0)
+        for (i, where), of_row in zip(places.items(), logps, strict=True):
+            found[i] = of_row[where].exp().mean().item()
+        return list(found.values())

@@ -1,0 +1,220 @@
+"""The probability of reference answers as a label, and the filter of groups whose labels lie close together."""
+
+import json
+import math
+
+import pytest
+import torch
+from peft import LoraConfig
+from replay import TOKENIZER, addition_dataset, boxed, build_trainer, digit_reward, tiny_model, trainable_weights
+
+from pacs_trl.rewards import probability_reward
+from pacs_trl.rollouts.reference_probability import FILE, Edited, is_well_formed, reference_text, with_reference
+from pacs_trl.update.spread_filter import SpreadFilter
+
+
+TEXTS = {  # text: with the answer "six pm" in its place, well formed
+    "tags": ("So <answer> noon </answer>", "So <answer> six pm </answer>", True),
+    "no space": ("<answer>noon</answer>", "<answer> six pm </answer>", True),
+    "new line": ("a\n<answer>\n\nnoon</answer> b", "a\n<answer>\n\nsix pm </answer>", True),
+    "not closed": ("<answer> noon", "<answer> six pm </answer>", False),
+    "twice": ("<answer> a </answer> <answer> b </answer>", None, False),
+    "only closed": ("noon </answer>", None, False),
+    "wrong order": ("</answer> <answer> a", "</answer> <answer> six pm </answer>", False),
+    "box": (r"1+1=\boxed{2}", r"1+1=\boxed{six pm}", True),
+    "open box": (r"1+1=\boxed{2", r"1+1=\boxed{six pm}", False),
+    "two boxes": (r"\boxed{2} \boxed{3}", None, False),
+    "tags and a box": (r"\boxed{2} <answer> a </answer>", r"\boxed{2} <answer> six pm </answer>", True),
+    "neither": ("noon", None, False),
+    "empty": ("", None, False),
+    "no text": (None, None, False),
+}
+
+
+@pytest.mark.parametrize(("text", "expected", "well_formed"), TEXTS.values(), ids=TEXTS)
+def test_the_reference_takes_the_place_of_the_answer(text, expected, well_formed):
+    found = with_reference(text, "six pm")
+    assert (found and found.text) == expected and is_well_formed(text) is well_formed
+    if found:
+        assert found.text[found.start : found.end] == "six pm"
+
+
+def test_reference_answers_as_text():
+    assert [reference_text(a) for a in ("  a b ", ["x", "y"], [], None, 7)] == ["a b", "x", "", "", "7"]
+
+
+class Given:
+    """Probabilities as they are said."""
+
+    is_well_formed = staticmethod(is_well_formed)
+
+    def after_reasoning(self, prompts, texts, answers):
+        return [0.8, 0.3, 0.0, 1.0]
+
+    def without_reasoning(self, prompts, answers):
+        return [0.2, 0.5, 0.1, 0.0]
+
+
+def test_the_label_on_paper():
+    # .9 (.8 - .2) + .1; .9 * 0 + .1, since reasoning has not helped; malformed: 0; .9 * 1 + 0, an answer that is not closed
+    completions, logged = ["<answer>a</answer>", "<answer>b</answer>", "c", "<answer>d"], {}
+    labels = probability_reward(
+        completions, ["q"] * 4, ["a"] * 4, reference_probability=Given(), log_metric=logged.__setitem__
+    )
+    assert labels == pytest.approx([0.64, 0.1, 0.0, 0.9])
+    assert logged == pytest.approx(
+        {"probability/after_reasoning": 0.525, "probability/without_reasoning": 0.2, "probability/format": 0.5}
+    )
+    with pytest.raises(ValueError, match="a column named `solution`, which the dataset does not have.*given: gold"):
+        probability_reward(completions, ["q"] * 4, reference_probability=Given(), gold=["a"])
+
+
+LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+SETTINGS = {
+    "max_completion_length": 12,
+    "steps_per_generation": 1,
+    "max_steps": 3,
+    "learning_rate": 0.5,
+    "report_to": "none",
+}
+
+
+def seen_by(trainer, kept):
+    for name in ("after_reasoning", "without_reasoning"):
+        function = getattr(trainer.reference_probability, name)
+
+        def keep(*arguments, name=name, function=function):
+            kept.append((name, arguments, function(*arguments), trainable_weights(trainer.model)))
+            return kept[-1][2]
+
+        setattr(trainer.reference_probability, name, keep)
+
+
+def by_hand(model, prompt, text, start, end):
+    ids = [TOKENIZER.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)]
+    tokens = TOKENIZER(text, return_offsets_mapping=True)
+    with torch.no_grad():
+        logps = model(torch.tensor([ids[0] + tokens["input_ids"]])).logits[0].log_softmax(dim=-1)
+    chosen = [
+        math.exp(logps[len(ids[0]) - 1 + j, token])
+        for j, (token, (a, b)) in enumerate(zip(tokens["input_ids"], tokens["offset_mapping"]))
+        if a < end and b > start
+    ]
+    return sum(chosen) / len(chosen)
+
+
+def test_probabilities_are_those_of_the_policy_and_of_its_start(tmp_path):
+    """Also after the policy has moved: s is of today, s0 of the start, each by a forward pass of its own."""
+    kept: list = []
+    trainer = build_trainer(tmp_path, reward=probability_reward, more={"rollout_func": boxed}, **SETTINGS)
+    seen_by(trainer, kept)
+    trainer.train()
+    assert [name for name, *_ in kept] == ["after_reasoning", "without_reasoning"] * 3
+    start = tiny_model()
+    for name, arguments, found, weights in kept:
+        today = tiny_model()
+        today.load_state_dict(weights, strict=False)
+        for i in (0, 1, 5):
+            prompt, answer = arguments[0][i], arguments[-1][i]
+            if name == "without_reasoning":
+                expected = by_hand(start, prompt, f" {answer} ", 1, 1 + len(answer))
+            else:
+                edited = with_reference(arguments[1][i], answer)
+                expected = 0.0 if edited is None else by_hand(today, prompt, *edited)
+            assert found[i] == pytest.approx(expected, rel=1e-4), (name, i)
+    assert len(json.loads((tmp_path / FILE).read_text())) == 32  # the whole training set, once
+    logged = trainer.state.log_history[0]
+    assert 0 < logged["probability/format"] < 1 and logged["time/log_probs"] > 0
+
+
+@pytest.mark.parametrize("more", [{}, {"peft_config": LORA}], ids=["all weights", "LoRA"])
+def test_a_run_and_its_continuation(tmp_path, more):
+    """Alone, and beside a reward that looks at the completion."""
+    rewards = [probability_reward, digit_reward] if more else [probability_reward]
+    settings = (
+        SETTINGS
+        | {"reward_weights": [0.5, 0.5] if more else None}
+        | {"spread_filter": 0.5, "save_strategy": "steps", "save_steps": 1}
+    )
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        runs.append(build_trainer(tmp_path, reward=list(rewards), more={"rollout_func": boxed} | more, **settings))
+    runs[0].train()
+    runs[1].train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    expected, found = (trainable_weights(trainer.model) for trainer in runs)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert runs[1]._spread_filter.state == runs[0]._spread_filter.state != [0.0]
+    (tmp_path / FILE).unlink()
+    runs[1].reference_probability.without.clear()
+    with pytest.raises(ValueError, match="Of 32 of 32 training problems .* is missing.*Put the file back"):
+        runs[1].train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_refused_data(tmp_path):
+    """Before the model is loaded, which does not exist here."""
+
+    def refused(words, dataset, **settings):
+        more = {"train_dataset": dataset}
+        with pytest.raises(ValueError, match=words):
+            build_trainer(
+                tmp_path, model="no/model", reward=[digit_reward, probability_reward], more=more, **SETTINGS | settings
+            )
+
+    data = addition_dataset()
+    empty = data.map(lambda row, i: {"solution": " " if i == 5 else row["solution"]}, with_indices=True)
+    refused("1 of 32 reference answers are empty, the first in row 5.*Leave these rows out", empty)
+    refused("and a column `solution`. This one is a Dataset with prompt", data.remove_columns("solution"))
+    refused("must have a length.*This one is a IterableDataset", data.to_iterable_dataset())
+    refused(
+        "guidance='feedback' makes no sense with probability_reward",
+        data,
+        guidance="feedback",
+        max_guided_fraction=0.5,
+    )
+    refused(
+        "spread_filter=0.5 makes no sense with refill_uniform_groups",
+        data,
+        spread_filter=0.5,
+        refill_uniform_groups=True,
+    )
+
+
+def test_answers_that_are_too_long_count_as_malformed(tmp_path):
+    trainer = build_trainer(tmp_path, reward=probability_reward, more={"rollout_func": boxed}, **SETTINGS)
+    prompt = [{"role": "user", "content": "1+1"}]
+    found = trainer.reference_probability.after_reasoning(
+        [prompt] * 3, [r"\boxed{2}", None, r"\boxed{2}"], ["2", "2", "2" * 12]
+    )
+    assert found[0] > 0 and found[1:] == [0.0, 0.0]
+    assert trainer.reference_probability._mean([], [], None) == []
+    assert trainer.reference_probability._mean([prompt], [Edited("ab", 1, 1)], None) == [0.0]  # no token lies there
+
+
+class TestSpreadFilter:
+    def test_on_paper(self):
+        """Spreads (unbiased): (0, 1) sqrt(1/2) = .707; (.4, .6) sqrt(.02) = .141. Five generations are ignored, five collected: their
+        mean is (.707 + .141) / 2 = .424, and half of it drops the second group from the eleventh on."""
+        spread = SpreadFilter(0.5)
+        labels = torch.tensor([0.0, 1.0, 0.4, 0.6])
+        for _ in range(10):
+            kept, metrics = spread(labels, 2)
+            assert torch.equal(kept, labels) and metrics["spread_filter/dropped_fraction"] == 0.0
+        average = (math.sqrt(0.5) + math.sqrt(0.02)) / 2
+        assert spread.state == pytest.approx([10, average])
+        kept, metrics = spread(torch.tensor([0.0, 1.0, 0.5, 0.5]), 2)
+        assert kept[:2].tolist() == [0, 1] and kept[2:].isnan().all()
+        assert metrics["spread_filter/bound"] == pytest.approx(average / 2)
+        assert metrics["spread_filter/dropped_fraction"] == 0.5
+        assert spread.state == pytest.approx([11, 0.99 * average + 0.01 * math.sqrt(0.5) / 2])
+
+    def test_rows_without_a_verdict(self):
+        spread = SpreadFilter(1.0)
+        spread.state = [10, 0.5]
+        nan = math.nan
+        kept, metrics = spread(torch.tensor([0.0, 1.0, nan, 0.4, 0.6, nan, 1.0, nan, nan]), 3)
+        assert kept[:2].tolist() == [0, 1] and kept[3:6].isnan().all()
+        assert kept[6] == 1.0  # one row has no spread; it is not scorable anyway
+        assert metrics["spread_filter/dropped_fraction"] == 0.5
+        kept, metrics = spread(torch.full((4,), nan), 2)
+        assert math.isnan(metrics["spread_filter/spread"]) and spread.state[0] == 12

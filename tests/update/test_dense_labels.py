@@ -1,0 +1,150 @@
+"""Labels inside of completions: a case on paper, autograd, one position against plain PACS, and a policy that can be enumerated."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from pacs_trl.objective import loss_from_proxies, proxy_coefficients
+from pacs_trl.update.dense_labels import (
+    aligned_position,
+    checked_labels,
+    comparisons,
+    dense_coefficients,
+    dense_loss,
+    token_coefficients,
+)
+
+
+def double(values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_alignment():
+    assert [aligned_position(k, 4, 4) for k in (1, 2, 3, 4)] == [1, 2, 3, 4]
+    assert [aligned_position(k, 4, 2) for k in (1, 2, 3, 4)] == [
+        1,
+        1,
+        1,
+        2,
+    ]  # three steps with one, outcomes with outcomes
+    assert [aligned_position(k, 3, 5) for k in (1, 2, 3)] == [2, 4, 5]
+    assert [aligned_position(k, 3, 1) for k in (1, 2, 3)] == [None, None, 1]
+    assert aligned_position(1, 1, 7) == 7
+
+
+# Two completions of a prompt, with a step and without: prefix proxies 1, 3 and 2.
+PREFIXES, LABELS, NUMBERS = double([1.0, 3.0, 2.0]), double([1.0, 1.0, 0.0]), [2, 1]
+
+
+def test_on_paper():
+    # The step finds no other, so it has no score; outcomes: 3 - 2 and 2 - 3, one of each class: weights 1, mean of softplus(-1) twice
+    loss, scores = dense_loss(PREFIXES, LABELS, NUMBERS, [0, 0])
+    assert scores.tolist() == [0.0, 1.0, -1.0] and loss.item() == pytest.approx(math.log1p(math.exp(-1)))
+    # e = (sigmoid(1) - 1) / 2 = -0.1345 and its opposite; each minus that of the other
+    assert dense_coefficients(PREFIXES, LABELS, NUMBERS, [0, 0]).tolist() == pytest.approx(
+        [0.0, -0.26894, 0.26894], abs=1e-5
+    )
+    # with a step in both: half of the weight of a row for each position; step scores 1 - 0.5 and back, both labels 1: weights 1
+    prefixes, labels = double([1.0, 3.0, 0.5, 2.0]), double([1.0, 1.0, 1.0, 0.0])
+    loss, scores = dense_loss(prefixes, labels, [2, 2], [0, 0])
+    assert scores.tolist() == [0.5, 1.0, -0.5, -1.0]
+    softplus = [math.log1p(math.exp(x)) for x in (-0.5, -1.0, 0.5, -1.0)]
+    assert loss.item() == pytest.approx(sum(softplus) / 4)
+
+
+def random_case(seed, with_steps=True):
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randint(1, 5 if with_steps else 2, (12,), generator=generator).tolist()
+    if with_steps:
+        numbers[3] = 0  # no verdict
+    total = sum(numbers)
+    labels = (torch.rand(total, generator=generator, dtype=torch.float64) > 0.5).double()
+    return torch.randn(total, generator=generator, dtype=torch.float64), labels, numbers, [0] * 5 + [1] * 6 + [2]
+
+
+@pytest.mark.parametrize("class_weighting", ["balanced", "none", "only_positive"])
+@pytest.mark.parametrize("seed", range(3))
+def test_coefficients_are_the_total_derivative(seed, class_weighting):
+    prefixes, *rest = random_case(seed)
+    leaf = prefixes.clone().requires_grad_()
+    loss, _ = dense_loss(leaf, *rest, class_weighting=class_weighting)
+    (expected,) = torch.autograd.grad(loss, leaf)
+    found = dense_coefficients(prefixes, *rest, class_weighting=class_weighting)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
+    assert (found[-1] == 0).all() and found.abs().max() > 1e-3  # alone in its group
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_one_position_is_plain_pacs_bit_by_bit(dtype):
+    prefixes, labels, numbers, _ = random_case(0, with_steps=False)
+    prefixes, labels, groups = prefixes.to(dtype), labels.to(dtype), [i // 4 for i in range(12)]
+    loss, scores = dense_loss(prefixes, labels, numbers, groups)
+    expected = loss_from_proxies(prefixes, labels, num_generations=4)
+    assert torch.equal(loss, expected[0]) and torch.equal(scores, expected[1])
+    found = dense_coefficients(prefixes, labels, numbers, groups)
+    assert torch.equal(found, proxy_coefficients(prefixes, labels, num_generations=4))
+    # and the general way agrees with it: a completion more, in a group of its own, with a step
+    one_more = [*numbers, 2], [*groups, 99]
+    general = dense_coefficients(torch.cat([prefixes, prefixes[:2]]), torch.cat([labels, labels[:2]]), *one_more)
+    torch.testing.assert_close(general[:12], found, rtol=1e-5, atol=1e-7)
+
+
+def test_tokens_get_the_prefixes_that_contain_them():
+    # prefixes end at tokens 1 and 3 of 5: tokens 0, 1 are in both, 2, 3 in the second, 4 in none
+    assert token_coefficients(double([0.25, -1.0]), [1, 3], 5).tolist() == [-0.75, -0.75, -1.0, -1.0, 0.0]
+    logps = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    (expected,) = torch.autograd.grad(0.25 * logps[:2].sum() - logps[:4].sum(), logps)
+    torch.testing.assert_close(token_coefficients(double([0.25, -1.0]), [1, 3], 5), expected)
+
+
+def test_expected_gradient_of_an_enumerated_policy():
+    """Two tokens of two kinds, labels after each: at proxy 0 without class weights, two completions drawn independently have the
+    policy gradient of the mean label in expectation."""
+    logits = double([0.3, -0.4, 0.9]).requires_grad_()  # of a 1 at first, after a 0, after a 1
+
+    def logps(tokens):
+        chosen = torch.stack([logits[0], logits[1 + tokens[0]]])
+        return torch.nn.functional.logsigmoid(torch.where(torch.tensor(tokens) == 1, chosen, -chosen))
+
+    step = {0: 0.2, 1: 0.9}
+    outcome = {(0, 0): 0.0, (0, 1): 1.0, (1, 0): 0.3, (1, 1): 0.6}
+    completions = list(itertools.product((0, 1), repeat=2))
+    value = sum(logps(c).sum().exp() * (step[c[0]] + outcome[c]) / 2 for c in completions)
+    (expected,) = torch.autograd.grad(value, logits)
+    total = torch.zeros(3, dtype=torch.float64)
+    for pair in itertools.product(completions, repeat=2):
+        labels = double([label for c in pair for label in (step[c[0]], outcome[c])])
+        c = dense_coefficients(torch.zeros(4, dtype=torch.float64), labels, [2, 2], [0, 0], class_weighting="none")
+        chance = torch.stack([logps(each).sum() for each in pair]).sum().exp().item()
+        surrogate = sum(
+            (token_coefficients(c[2 * i : 2 * i + 2], [0, 1], 2) * logps(each)).sum() for i, each in enumerate(pair)
+        )
+        total += chance * torch.autograd.grad(surrogate, logits)[0]
+    torch.testing.assert_close(total, -expected, rtol=1e-10, atol=0)
+
+
+def test_rows_of_comparisons_sum_to_one_or_nothing():
+    _, _, numbers, groups = random_case(1)
+    sums = comparisons(numbers, groups).sum(dim=1)
+    assert ((sums - 1).abs() < 1e-12).logical_or(sums == 0).all() and sums[-1] == 0
+
+
+REFUSED = {
+    "not sorted": ([(3, 1.0), (2, 0.0)], "Positions must rise.*Sort the pairs"),
+    "twice": ([(2, 1.0), (2, 0.0)], "Positions must rise"),
+    "outside": ([(2, 1.0), (9, 0.0)], "inclusive indices into completion_ids, from 0 to 8 here"),
+    "negative": ([(-1, 1.0)], "from 0 to 8"),
+    "no label": ([(1, 1.5)], r"Labels must lie in \[0, 1\]"),
+    "NaN": ([(1, math.nan)], r"Labels must lie in \[0, 1\]"),
+    "no pairs": ([0.5, 1.0], "Dense labels are .position, label. pairs"),
+    "empty": ([], "at least one pair"),
+}
+
+
+@pytest.mark.parametrize(("given", "words"), REFUSED.values(), ids=REFUSED)
+def test_refused(given, words):
+    with pytest.raises(ValueError, match=f"The reward function 'steps' returned .* for completion 4.*{words}"):
+        checked_labels("steps", 4, given, 9)
+    assert checked_labels("steps", 4, [(0, 1), (8, 0.5)], 9) == ([0, 8], [1.0, 0.5])
