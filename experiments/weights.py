@@ -27,12 +27,12 @@ METHODS = {  # whose learning rate is swept
     "GRPO": {},
     "STEER": {"token_weighting": "steer"},
     "VERL": {"row_weighting": "verl", "hidden_state_stride": 10},
-    "RLPR": {"reward_funcs": ["probability_reward"], "spread_filter": 0.5},
+    "RLPR": {"reward_funcs": "probability_reward", "spread_filter": 0.5},
 }
 
 
 def _noisy(share: str, **settings) -> dict:
-    return {"reward_funcs": [f"experiments.weights.flipped_{share}"], **settings}
+    return {"reward_funcs": f"experiments.weights.flipped_{share}", **settings}
 
 
 def _corrected(share: str) -> dict:

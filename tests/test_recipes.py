@@ -194,7 +194,7 @@ def test_miniature_recipe_is_read_and_free_of_conflicts(name):
     assert conflicts == []
     step = recipe.step
     assert judge(recipe, launch) == ([], [])
-    assert step.updates_per_generation == {"miniature/dars": 4, "miniature/dars_b": 2}.get(
+    assert step.updates_per_generation == {"miniature/dars": 4, "miniature/dars_b": 2, "miniature/rlpr": 4}.get(
         name, 4 if "twin" in name or "quickstart" in name else 1
     )
     assert recipe.training.output_dir == f"outputs/{name}"

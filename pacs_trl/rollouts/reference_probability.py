@@ -57,7 +57,8 @@ def is_well_formed(text: str | None) -> bool:
 
 def reference_text(answer: Any) -> str:
     """A reference answer as text: of alternatives the first."""
-    return str(answer[0] if isinstance(answer, list) and answer else answer if answer is not None else "").strip()
+    first = next(iter(answer), None) if isinstance(answer, list) else answer
+    return "" if first is None else str(first).strip()
 
 
 def asks_for_reference(function: Any) -> bool:
