@@ -70,7 +70,7 @@ def stored_label(completions, label, **kwargs) -> list[float | None]:
 
 def boxed(prompts, trainer):
     """Completions that reason differently, of which every fourth has no box; texts of one token per character but for the box."""
-    texts = [f"{i % 4}{'x' * (i % 3)}" + (r"\boxed{7}" if i % 4 else "7") for i in range(len(prompts))]
+    texts = [f"{i % 4}{'x' * (i % 2)}" + (r"\boxed{7}" if i % 4 else "7") for i in range(len(prompts))]
     prompt_ids = trainer._tokenize_prompts(prompts)[0]
     ids = [TOKENIZER(text)["input_ids"] + [TOKENIZER.eos_token_id] for text in texts]
     return {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": None}
