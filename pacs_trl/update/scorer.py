@@ -62,7 +62,6 @@ class Scorer:
     ):
         prompt_learning = isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
         base = model.get_base_model() if isinstance(model, PeftModel) else model
-        self._base = base
         self.config = base.config
         self.backbone = base.base_model  # all but the head
         self.packing = packing_backend(base) if padding_free != "never" and not prompt_learning else None
@@ -109,16 +108,18 @@ class Scorer:
     ) -> list[torch.Tensor]:
         """What the last layer says, after its norm, at the completion tokens of each row: `(C, D)`. Arguments as of
         [`Scorer.score`]."""
-        kept = []
-        hook = self._base.base_model.register_forward_hook(lambda *call: kept.append(call[-1].last_hidden_state))
-        try:
-            _, of_completions = self.forward(model, prompt_ids, completion_ids, fused_lm_head=True)
-        finally:
-            hook.remove()
-        states = kept[0]
-        places = torch.arange(states.shape[0] * states.shape[1], device=states.device).view(states.shape[:2])
-        # what belongs to a token otherwise stands one position before it
-        return [states.flatten(0, 1)[where] for where in of_completions(places[:, 1:])]
+        prompts, completions = (
+            [np.asarray(ids, dtype=np.int64) for ids in rows] for rows in (prompt_ids, completion_ids)
+        )
+        laid_out, places = (self._padded if self.packing is None else self._packed)(prompts, completions)
+        kept: list[torch.Tensor] = []
+        with self.backbone.register_forward_hook(
+            lambda *call: kept.append(call[-1].last_hidden_state)
+        ):  # before `forward`'s own
+            self.forward(model, prompt_ids, completion_ids, fused_lm_head=True)
+        states = kept[0][:, -laid_out["input_ids"].shape[1] :].flatten(0, 1)
+        own = torch.from_numpy(places + 1).to(states.device)  # a token stands behind the place that predicts it
+        return list(states.index_select(0, own).split(list(map(len, completions))))
 
     def forward(
         self, model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]], **inputs
