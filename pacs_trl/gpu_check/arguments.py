@@ -51,7 +51,9 @@ def read_gpu_check_arguments(argv: Sequence[str]) -> Namespace:
             raise ValueError(f"--parts: there is no part {part!r}.{near} Choose from {', '.join(PARTS)}.")
     own.parts = [part for part in PARTS if part in asked]
     if not 0 < own.minutes < float("inf"):
-        raise ValueError(f"--minutes must be a number above 0, got {own.minutes:g}: it is how long this call may take.")
+        raise ValueError(
+            f"--minutes must be a number above 0, got {own.minutes:g}: it is how long this call may take."
+        )
     if "soak" in own.parts and own.device == "cuda" and own.minutes < SOAK_MINUTES + 2:
         raise ValueError(
             f"--minutes={own.minutes:g} is too short for the part soak, each piece of which takes {SOAK_MINUTES} minutes and "

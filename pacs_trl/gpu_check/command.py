@@ -37,7 +37,9 @@ def main(argv: Sequence[str]) -> int:
         wanted = [piece for piece in pieces if piece.part in own.parts]
         print(f"{environment['card']}: {len(wanted)} pieces; results in {own.output}", flush=True)
         try:
-            run_missing(wanted, own.output, environment, deadline, lambda: write_report(own.output, pieces, environment))
+            run_missing(
+                wanted, own.output, environment, deadline, lambda: write_report(own.output, pieces, environment)
+            )
         finally:
             text = write_report(own.output, pieces, environment)
     print("\n" + text.partition("\n## ")[0])
@@ -92,7 +94,9 @@ def run_missing(
             print("stopped, the time is over", flush=True)
             return
         if not ended:
-            why = f"it did not end in the {whole / 60:.3g} minutes of a call that it had to itself: give --minutes more"
+            why = (
+                f"it did not end in the {whole / 60:.3g} minutes of a call that it had to itself: give --minutes more"
+            )
             results.write(output, piece, "failed", why, environment=environment, seconds=whole)
         entry = results.read(output).get(piece.name)
         print(f"{entry['status']}, {entry['seconds']:.0f} s. {entry['reason'] or entry.get('short', '')}", flush=True)
@@ -105,7 +109,12 @@ def _run(piece: Piece, output: Path, environment: dict[str, Any], seconds: float
     (output / "logs").mkdir(exist_ok=True)
     (output / "results" / f"{piece.name}.json").unlink(missing_ok=True)  # torn
     log, started = output / "logs" / f"{piece.name}.log", time.monotonic()
-    order = {"piece": piece._asdict(), "device": environment["device"], "output": str(output), "environment": environment}
+    order = {
+        "piece": piece._asdict(),
+        "device": environment["device"],
+        "output": str(output),
+        "environment": environment,
+    }
     with log.open("w") as lines:
         process = subprocess.Popen(
             [sys.executable, "-m", "pacs_trl.gpu_check.worker", json.dumps(order)],
@@ -137,8 +146,17 @@ def _run(piece: Piece, output: Path, environment: dict[str, Any], seconds: float
 def _environment_of(piece: Piece, environment: dict[str, Any]) -> dict[str, str]:
     """Nothing is downloaded or reported; one GPU is seen unless the piece wants more (with several, transformers' trainer would use
     them all); nothing of a launcher around this command reaches it."""
-    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
-    inherited |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"}
+    inherited = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    }
+    inherited |= {
+        "HF_HUB_OFFLINE": "1",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TQDM_DISABLE": "1",
+    }
     if environment["device"] == "cpu":
         inherited |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu"}
     elif not any(need.endswith(" GPUs") for need in piece.needs):

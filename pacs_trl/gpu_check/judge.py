@@ -24,7 +24,9 @@ def faster(steps: Sequence[dict[str, Any]]) -> str:
             if grpo and own:
                 best = min(own, key=lambda row: row["seconds"])
                 share = f", FLOP utilization {best['utilization']:.0%}" if uniform == 0 else ""
-                said.append(f"{model}: {grpo / best['seconds']:.2f} times as fast as GRPO with {uniform:.0%} uniform{share}")
+                said.append(
+                    f"{model}: {grpo / best['seconds']:.2f} times as fast as GRPO with {uniform:.0%} uniform{share}"
+                )
     return "; ".join(said)
 
 
@@ -55,9 +57,13 @@ def against_plan(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
         )
         ratio = row["planned_bytes"] / row["measured_bytes"]
         name = f"{row['model']}, {row['method']}, checkpointing {row['checkpointing']}"
-        bars[f"plan's memory is right to a factor of {FACTOR_OF_PLAN}: {name}"] = 1 / FACTOR_OF_PLAN < ratio < FACTOR_OF_PLAN
+        bars[f"plan's memory is right to a factor of {FACTOR_OF_PLAN}: {name}"] = (
+            1 / FACTOR_OF_PLAN < ratio < FACTOR_OF_PLAN
+        )
     of_pacs = [line for line in table if line["method"] == "pacs"] or table
-    share, factor = (statistics.median(line[key] for line in of_pacs) for key in ("training_share", "factor on activations"))
+    share, factor = (
+        statistics.median(line[key] for line in of_pacs) for key in ("training_share", "factor on activations")
+    )
     worst = max(table, key=lambda line: abs(line["error of memory, %"]))
     short = (
         f"memory off by at most {worst['error of memory, %']:+.0f} %; right would be training_share={share:.3f} instead of "

@@ -40,7 +40,9 @@ def _part(entries: list[dict[str, Any]]) -> dict[str, Any]:
     statuses = [entry["status"] for entry in entries]
     status = next((s for s in ("failed", "not run", "passed") if s in statuses), "not possible")
     counts = {s: statuses.count(s) for s in ("passed", "failed", "not possible", "not run") if s in statuses}
-    why = next((e["reason"] for e in entries if e["status"] in ("failed", "not possible") and e["status"] == status), "")
+    why = next(
+        (e["reason"] for e in entries if e["status"] in ("failed", "not possible") and e["status"] == status), ""
+    )
     short = next((e["short"] for e in entries if e.get("short")), "")
     return {"status": status, "counts": counts, "short": why or short}
 
@@ -55,7 +57,12 @@ def _markdown(report: dict[str, Any]) -> str:
     for name, words in PARTS.items():
         lines.append(f"## {name}\n\n{words[0].upper()}{words[1:]}.\n")
         lines += [_piece(entry, environment) for entry in entries if entry["part"] == name]
-    row = [environment["card"], report["date"], environment.get("driver", "-"), environment["versions"].get("torch", "-")]
+    row = [
+        environment["card"],
+        report["date"],
+        environment.get("driver", "-"),
+        environment["versions"].get("torch", "-"),
+    ]
     row += [(environment["commit"] or environment["versions"].get("pacs_trl", "-"))[:10]]
     row += [part["status"] + (f": {part['short']}" if part["short"] else "") for part in report["parts"].values()]
     header = ["card", "date", "driver, power limit", "torch", "pacs_trl", *PARTS]
@@ -84,7 +91,9 @@ def _piece(entry: dict[str, Any], environment: dict[str, Any]) -> str:
     others = [key for key in ("commit", "versions", "driver") if entry["environment"].get(key) != environment.get(key)]
     if others and entry["status"] != "not run":
         versions = {k: v for k, v in entry["environment"]["versions"].items() if environment["versions"].get(k) != v}
-        said = [f"commit {entry['environment']['commit']}"] * ("commit" in others) + [f"{k} {v}" for k, v in versions.items()]
+        said = [f"commit {entry['environment']['commit']}"] * ("commit" in others) + [
+            f"{k} {v}" for k, v in versions.items()
+        ]
         lines.append(f"Made with other versions than those above: {', '.join(said) or 'another driver'}.\n")
     lines += [f"- {'holds' if holds else 'DOES NOT HOLD'}: {text}" for text, holds in entry.get("bars", {}).items()]
     lines += [""] * bool(entry.get("bars"))

@@ -19,8 +19,17 @@ from ..plan.cost import GPUS, Gpu, ModelShape
 from ..plan.estimates import Estimate
 from ..plan.launch import Launch
 from ..recipe import Recipe
-from .replay import NUM_GENERATIONS, PROMPT_TOKENS, Runner, Size, config_of, labels_of, matmul_rate, recorded_rollouts
-from .replay import shape_of
+from .replay import (
+    NUM_GENERATIONS,
+    PROMPT_TOKENS,
+    Runner,
+    Size,
+    config_of,
+    labels_of,
+    matmul_rate,
+    recorded_rollouts,
+    shape_of,
+)
 from .results import Found
 
 
@@ -46,7 +55,13 @@ def measure_steps(
     rate = matmul_rate(device, matmul, torch.bfloat16 if device == "cuda" else torch.float32)
     gpu = card(rate, device)
     size = Size(shape, completion_max, NUM_GENERATIONS, num_groups, bf16=device == "cuda")
-    settings = {"method": method, "checkpointing": checkpointing, "lora": lora, "directory": directory, "device": device}
+    settings = {
+        "method": method,
+        "checkpointing": checkpointing,
+        "lora": lora,
+        "directory": directory,
+        "device": device,
+    }
     bars, rows, fitting = {}, NUM_GENERATIONS, None
     while rows and fitting is None:
         estimate = estimate_of(size, rows, gpu, **settings)
@@ -60,8 +75,16 @@ def measure_steps(
     activations = estimate.activations + estimate.gathered + estimate.collected
     state = estimate.state if device == "cuda" else 0.0  # on a CPU what autograd keeps is measured
     planned = {"planned_bytes": state + activations, "planned_state_bytes": state}
-    planned |= {"planned_activation_bytes": activations, "planned_seconds": seconds, "planned_share": gpu.training_share}
-    named = {"model": model + (" LoRA" if lora else ""), "method": method, "checkpointing": "yes" if checkpointing else "no"}
+    planned |= {
+        "planned_activation_bytes": activations,
+        "planned_seconds": seconds,
+        "planned_share": gpu.training_share,
+    }
+    named = {
+        "model": model + (" LoRA" if lora else ""),
+        "method": method,
+        "checkpointing": "yes" if checkpointing else "no",
+    }
     found = [{**named, "rows per forward": rows, **row, **planned} for row in fitting]
     bars["weights are finite after the steps"] = all(row.pop("finite") for row in found)
     first = found[0]
@@ -135,7 +158,9 @@ def _steps(
 ) -> list[dict[str, Any]]:
     rollouts = recorded_rollouts(size, size.num_groups)
     attention = "flash_attention_2" if device == "cuda" and find_spec("flash_attn") else "sdpa"
-    settings = {key: value for key, value in _batch(size, rows, method).items() if key != "gradient_accumulation_steps"}
+    settings = {
+        key: value for key, value in _batch(size, rows, method).items() if key != "gradient_accumulation_steps"
+    }
     runner = Runner(
         PACSTrainer if method == "pacs" else GRPOTrainer,
         size,

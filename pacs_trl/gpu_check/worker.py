@@ -1,5 +1,4 @@
-"""The process of one piece: `python -m pacs_trl.gpu_check.worker JSON`. It ends with whoever started it, and all it has started with it.
-"""
+"""The process of one piece: `python -m pacs_trl.gpu_check.worker JSON`. It ends with whoever started it, and all it has started with it."""
 
 import importlib
 import json
