@@ -40,7 +40,7 @@ compat-newest: SET := newest
 COMPATIBLE := $(NUMERIC) test_pacs_config test_pacs_trainer test_recipe test_trl_drift baselines/test_grpo_trainer \
 	baselines/test_ppo_runs rollouts/test_resume rollouts/test_vllm_checks evaluation/test_engines hub/test_push
 
-.PHONY: env env-vllm quickstart test portability $(PORTABILITY) compat $(COMPAT) notebooks quality style bench tables clean FORCE
+.PHONY: env env-vllm quickstart test portability $(PORTABILITY) compat $(COMPAT) notebooks quality style bench gpu-check tables clean FORCE
 
 env: $(VENV)/.installed
 
@@ -93,6 +93,10 @@ style: env
 
 bench: env
 	$(BIN)/python benchmarks/step.py $(ARGS)
+
+# Into whatever torch is there: `make gpu-check TORCH="torch==2.14.0 --index-url ..."` installs another one.
+gpu-check: env
+	$(BIN)/pacs-trl gpu-check $(ARGS)
 
 tables: env
 	$(BIN)/pacs-trl reproduce all --seeds $$(seq 0 $$(($(SEEDS) - 1))) $(if $(STEPS),--max_steps $(STEPS) \

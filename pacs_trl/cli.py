@@ -29,6 +29,10 @@ COMMANDS = {
     ),
     "reproduce": ("pacs_trl.reproduce.command", "run or resume the runs behind a table of the paper, and compare"),
     "report": ("pacs_trl.report.report", "tables and figures from results files"),
+    "gpu-check": (
+        "pacs_trl.gpu_check.command",
+        "measure on the GPUs of this machine what is claimed of them; no download",
+    ),
     "push": ("pacs_trl.hub.push", "upload checkpoint, model card, recipe and results to the Hub"),
 }
 

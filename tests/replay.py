@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from datasets import Dataset
 from tolerances import rounding_atol
-from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
 from pacs_trl import PACSConfig, PACSTrainer
 from pacs_trl.data.tasks import problems
+from pacs_trl.gpu_check.ranks import full
 from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.objective import PACSLoss, pacs_loss
 
@@ -155,15 +155,6 @@ class Replay:
         if self.tools:
             output["env_mask"] = [row.env_mask for row in own]
         return output
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a parameter or gradient, with the shards of all processes."""
-    if hasattr(tensor, "ds_id"):
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        return safe_get_full_fp32_param(tensor).clone()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
 
 
 def trainable_weights(model) -> dict[str, torch.Tensor]:

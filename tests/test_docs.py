@@ -66,6 +66,7 @@ NEEDS = {
     r"recipes/evaluation/(v1|v2|table1|other_domains)": "a GPU, and model and data from the Hub",
     r"--scale full --run": "GPUs",
     r"^make bench|benchmarks/": "minutes, or a GPU with --size gpu",
+    r"gpu-check": "a GPU, or minutes with --device cpu; tests/gpu_check has both halves",
     r"^make tables": "hours, or minutes with STEPS, which .ci/run runs",
     r"pacs-trl push": "an account on the Hub",
     r"^make (quickstart|test|portability|notebooks|quality|style|env|clean)|^\.ci/run": "minutes; what .ci/run runs",

@@ -7,6 +7,7 @@ nor CUDA. Its results are files, so whatever ends it, the next call goes on.
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -41,14 +42,14 @@ def main(argv: Sequence[str]) -> int:
                 wanted, own.output, environment, deadline, lambda: write_report(own.output, pieces, environment)
             )
         finally:
-            text = write_report(own.output, pieces, environment)
-    print("\n" + text.partition("\n## ")[0])
-    found = results.read(own.output)
-    missing = [piece.name for piece in wanted if piece.name not in found]
-    if missing:
-        print(f"{len(missing)} pieces are left, {missing[0]} first: run the same command again.")
+            report = write_report(own.output, pieces, environment)
+    print("\n" + (own.output / "report.md").read_text(encoding="utf-8").partition("\n## ")[0])
+    asked = [entry for entry in report["pieces"] if entry["part"] in own.parts]
+    left = [entry["name"] for entry in asked if entry["status"] == "not run" and entry["part"] != "plan"]
+    if left:
+        print(f"Left: {len(left)} pieces, {left[0]} first. The same command goes on with it.")
     print(f"The report is {own.output / 'report.md'}.")
-    return int(any(found[piece.name]["status"] == "failed" for piece in wanted if piece.name in found))
+    return int(any(entry["status"] == "failed" for entry in asked))
 
 
 @contextmanager
@@ -89,14 +90,12 @@ def run_missing(
         if not is_first and left < 0.1 * whole:
             return
         print(f"  {piece.name} ...", end=" ", flush=True)
-        ended = _run(piece, output, environment, max(left, 1.0))
+        ended = run_piece(piece, output, environment, max(left, 1.0))
         if not ended and not is_first:
             print("stopped, the time is over", flush=True)
             return
         if not ended:
-            why = (
-                f"it did not end in the {whole / 60:.3g} minutes of a call that it had to itself: give --minutes more"
-            )
+            why = "it did not end in a call that it had to itself: remove this result and give --minutes more"
             results.write(output, piece, "failed", why, environment=environment, seconds=whole)
         entry = results.read(output).get(piece.name)
         print(f"{entry['status']}, {entry['seconds']:.0f} s. {entry['reason'] or entry.get('short', '')}", flush=True)
@@ -104,10 +103,11 @@ def run_missing(
         is_first = False
 
 
-def _run(piece: Piece, output: Path, environment: dict[str, Any], seconds: float) -> bool:
+def run_piece(piece: Piece, output: Path, environment: dict[str, Any], seconds: float) -> bool:
     """Run a piece in a process group of its own; whether it ended in time. If it died without a result, that is the result."""
     (output / "logs").mkdir(exist_ok=True)
     (output / "results" / f"{piece.name}.json").unlink(missing_ok=True)  # torn
+    _remove_work(piece, output)
     log, started = output / "logs" / f"{piece.name}.log", time.monotonic()
     order = {
         "piece": piece._asdict(),
@@ -134,6 +134,7 @@ def _run(piece: Piece, output: Path, environment: dict[str, Any], seconds: float
             except ProcessLookupError:
                 pass
             process.wait()
+            _remove_work(piece, output)
     if piece.name not in results.read(output):
         code, last = process.returncode, log.read_text(errors="replace").strip().rpartition("\n")[2]
         how = f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}"
@@ -141,6 +142,11 @@ def _run(piece: Piece, output: Path, environment: dict[str, Any], seconds: float
         took = time.monotonic() - started
         results.write(output, piece, "failed", why, environment=environment, seconds=took)
     return True
+
+
+def _remove_work(piece: Piece, output: Path) -> None:
+    if not piece.kept:
+        shutil.rmtree(output / "work" / piece.name, ignore_errors=True)
 
 
 def _environment_of(piece: Piece, environment: dict[str, Any]) -> dict[str, str]:

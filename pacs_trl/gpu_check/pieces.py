@@ -15,7 +15,7 @@ FIRST = ("attention-small-sdpa", "attention-small-flash2", "step-1.7B-pacs", "st
 def pieces_of(device: str) -> list[Piece]:
     """All pieces for `"cuda"` or `"cpu"`."""
     on_gpu = device == "cuda"
-    found = [*_attention(on_gpu), *_step(on_gpu)]
+    found = [*_attention(on_gpu), *_step(on_gpu), *_vllm(on_gpu), *_gpus(on_gpu), *_soak(on_gpu)]
     return sorted(found, key=lambda piece: FIRST.index(piece.name) if piece.name in FIRST else len(FIRST))
 
 
@@ -39,7 +39,8 @@ def _attention(on_gpu: bool) -> list[Piece]:
     for name, (model, longest, room) in models.items():
         settings = {"model": model, "completion_max": longest}
         found.append(Piece("attention", f"drift-{name}", f"{_HERE}.drift:drift", settings, room))
-    return found
+    steps = {"model": "tiny", "kind": "one"}
+    return [*found, Piece("attention", "steps-as-on-the-cpu", f"{_HERE}.ranks:against_one", steps, ("cuda",))]
 
 
 def _step(on_gpu: bool) -> list[Piece]:
@@ -58,3 +59,58 @@ def _step(on_gpu: bool) -> list[Piece]:
         for checkpointing in (False, True)
         for method in ("pacs", "grpo")
     ]
+
+
+def _vllm(on_gpu: bool) -> list[Piece]:
+    engine = {"model": "small" if on_gpu else "tiny", "fraction": 0.3}
+    env = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"} | (
+        {} if on_gpu else {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    )
+    dtype = "auto" if on_gpu else "float32"
+    quick = {} if on_gpu else {"num_problems": 8, "num_samples": 2, "max_steps": 2, "per_device_train_batch_size": 16}
+    quick |= {} if on_gpu else {"start": {"target_accuracy": None, "max_steps": 2, "size": "tiny"}, "judged": False}
+    awake = {**engine, "dtype": dtype, "sleep": False}
+    found = [
+        ("weights", "engine:weights", awake, ()),
+        ("sleep", "engine:weights", {**awake, "sleep": True}, ("cuda",)),
+        ("memory-60", "engine:weights", {**awake, "fraction": 0.6}, ("cuda",)),
+        ("resume", "engine:resume", {**engine, "dtype": dtype}, ()),
+        ("learns", "learn:learns", {"engine": "vllm", **quick}, ()),
+    ]
+    longer = {**engine, "model": "Qwen3-0.6B", "completion_max": 512} if on_gpu else {**engine, "completion_max": 8}
+    pieces = [Piece("vllm", f"vllm-{name}", f"{_HERE}.{f}", s, ("vllm", *needs), env) for name, f, s, needs in found]
+    for dtype in ("bfloat16", "float32"):
+        for invariant in (False, True):
+            name = f"vllm-mismatch-{dtype}{'-invariant' if invariant else ''}"
+            needs = ("vllm", "cuda") if invariant or dtype == "bfloat16" else ("vllm",)
+            more = {"VLLM_BATCH_INVARIANT": "1"} if invariant else {}
+            settings = {**longer, "dtype": dtype}
+            pieces.append(Piece("vllm", name, f"{_HERE}.engine:mismatch", settings, needs, env | more))
+    without = {"engine": "transformers", **quick}
+    return [*pieces, Piece("vllm", "learns-without-vllm", f"{_HERE}.learn:learns", without)]
+
+
+def _gpus(on_gpu: bool) -> list[Piece]:
+    model = "small" if on_gpu else "tiny"
+    pieces = [
+        Piece("gpus", f"gpus-{kind}", f"{_HERE}.ranks:against_one", {"model": model, "kind": kind}, ("2 GPUs", *needs))
+        for kind, needs in {"ddp": (), "fsdp2": (), "zero3": ("deepspeed",)}.items()
+    ]
+    engine = {"model": model, "dtype": "auto", "fraction": 0.3, "sleep": False}
+    both = ("cuda", "2 GPUs", "vllm")
+    pieces.append(Piece("gpus", "gpus-tensor-parallel", f"{_HERE}.ranks:tensor_parallel", engine, both))
+    pieces.append(Piece("gpus", "gpus-server", f"{_HERE}.server:server", {"model": model}, both))
+    lora = (
+        {"model": "Qwen3-8B", "completion_max": 4096}
+        if on_gpu
+        else {"model": "tiny", "completion_max": 48, "repeats": 2, "matmul": 256}
+    )
+    lora |= {"method": "pacs", "checkpointing": True, "lora": True}
+    room = ("40 GiB",) if on_gpu else ()
+    return [*pieces, Piece("gpus", "lora-8B" if on_gpu else "lora-tiny", f"{_HERE}.steps:measure_steps", lora, room)]
+
+
+def _soak(on_gpu: bool) -> list[Piece]:
+    number, seconds = (round(60 / SOAK_MINUTES), 60.0 * SOAK_MINUTES) if on_gpu else (1, 5.0)
+    settings = {"model": "small" if on_gpu else "tiny", "seconds": seconds}
+    return [Piece("soak", f"soak-{i}", f"{_HERE}.learn:soak", settings, kept="soak") for i in range(1, number + 1)]

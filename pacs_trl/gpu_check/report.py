@@ -13,8 +13,8 @@ from .judge import against_plan, faster
 from .results import Piece
 
 
-def write_report(output: Path, pieces: Sequence[Piece], environment: dict[str, Any]) -> str:
-    """Write `report.json` and `report.md` into `output`; returns the Markdown."""
+def write_report(output: Path, pieces: Sequence[Piece], environment: dict[str, Any]) -> dict[str, Any]:
+    """Write `report.json` and `report.md` into `output`; returns the first."""
     found = results.read(output)
     entries = [found.get(piece.name) or {**_not_run(piece), "environment": environment} for piece in pieces]
     steps = [entry for entry in entries if entry["part"] == "step" and "rows" in entry]
@@ -24,11 +24,10 @@ def write_report(output: Path, pieces: Sequence[Piece], environment: dict[str, A
     parts["step"]["short"] = faster(steps) or parts["step"]["short"]
     report = {"environment": environment, "date": time.strftime("%Y-%m-%d"), "parts": parts, "pieces": entries}
     write_results(output / "report.json", report)
-    text = _markdown(report)
     temporary = output / ".report.md"
-    temporary.write_text(text, encoding="utf-8")
+    temporary.write_text(_markdown(report), encoding="utf-8")
     temporary.replace(output / "report.md")
-    return text
+    return report
 
 
 def _not_run(piece: Piece) -> dict[str, Any]:

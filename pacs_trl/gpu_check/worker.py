@@ -3,7 +3,6 @@
 import importlib
 import json
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -30,8 +29,6 @@ def _end_with_parent() -> None:
 def run(piece: Piece, device: str, output: Path, environment: dict[str, Any]) -> None:
     """Call the function of a piece and write what came of it."""
     directory = (output / "work" / (piece.kept or piece.name)).absolute()
-    if not piece.kept:
-        shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True, exist_ok=True)
     module, _, name = piece.function.partition(":")
     started = time.perf_counter()
@@ -47,8 +44,6 @@ def run(piece: Piece, device: str, output: Path, environment: dict[str, Any]) ->
         traceback.print_exc()
         status, reason = "failed", f"{type(error).__name__}: {error}"
     write(output, piece, status, " ".join(reason.split())[:1000], seconds=time.perf_counter() - started, **more)
-    if not piece.kept:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 if __name__ == "__main__":

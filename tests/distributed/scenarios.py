@@ -9,8 +9,6 @@ from pathlib import Path
 
 import torch
 import yaml
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
 from peft import LoraConfig
 from replay import (
     TOKENIZER,
@@ -27,6 +25,12 @@ from replay import (
 from torch.distributed.fsdp import FSDPModule
 
 from pacs_trl import PACSTrainer
+from pacs_trl.gpu_check.ranks import (
+    FSDP_SETTINGS,
+    let_accelerate_run_deepspeed_on_cpu,
+    let_accelerate_shard_on_cpu,
+    zero3_settings,
+)
 from pacs_trl.rewards import probability_reward
 from pacs_trl.train import main as train
 
@@ -274,55 +278,6 @@ DDP = {
     "probabilities": lambda rank, directory: probabilities(directory),
     "drawn where needed": drawn_where_needed,
 }
-
-
-FSDP_SETTINGS = {
-    "fsdp": True,
-    "fsdp_config": {
-        "version": 2,
-        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"],
-        "cpu_ram_efficient_loading": False,
-        "state_dict_type": "SHARDED_STATE_DICT",
-    },
-}
-
-
-def let_accelerate_shard_on_cpu():
-    """accelerate turns FSDP on for accelerator devices only; everything behind that check runs on CPU with gloo."""
-    construct = AcceleratorState.__init__
-
-    def with_fsdp(self, *args, fsdp_plugin=None, **kwargs):
-        construct(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
-        self.__dict__.setdefault("fsdp_plugin", fsdp_plugin)
-        if self.__dict__["fsdp_plugin"] is not None:
-            self.distributed_type = DistributedType.FSDP
-            if self._mixed_precision != "no":
-                self.__dict__["fsdp_plugin"].set_mixed_precision(self._mixed_precision)
-
-    AcceleratorState.__init__ = with_fsdp
-
-
-def zero3_settings(persistence_threshold: int) -> dict:
-    return {
-        "use_cpu": False,  # accelerate takes it for a wish not to use DeepSpeed
-        "deepspeed": {
-            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": persistence_threshold},
-            "zero_allow_untested_optimizer": True,
-            "train_batch_size": "auto",
-            "train_micro_batch_size_per_gpu": "auto",
-            "gradient_accumulation_steps": "auto",
-            "gradient_clipping": "auto",
-        },
-    }
-
-
-def let_accelerate_run_deepspeed_on_cpu():
-    """accelerate turns DeepSpeed on for accelerator devices only; DeepSpeed itself runs on CPU with gloo."""
-    import deepspeed.ops
-
-    PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_CPU)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled for minutes
 
 
 def sharded(name, how):
