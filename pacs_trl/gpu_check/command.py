@@ -34,6 +34,8 @@ def main(argv: Sequence[str]) -> int:
     with _alone(own.output):
         environment = machine(own.device)
         _require_same_card(own.output, environment)
+        for half in (own.output / "results").glob(".*"):  # of a process that was killed while it wrote
+            half.unlink()
         pieces = pieces_of(own.device)
         wanted = [piece for piece in pieces if piece.part in own.parts]
         print(f"{environment['card']}: {len(wanted)} pieces; results in {own.output}", flush=True)

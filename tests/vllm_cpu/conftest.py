@@ -45,15 +45,14 @@ def shared_engine():
 
     Every trainer sends its weights before it generates for the first time, so nothing of the last one remains.
     """
-    import torch
     from vllm import LLM
     from vllm.distributed.parallel_state import model_parallel_is_initialized
-    from vllm.model_executor.layers import utils
+
+    from pacs_trl.gpu_check.engine import keep_plain_products
 
     started: list = []
     monkeypatch = pytest.MonkeyPatch()
-    keep = {"cpu_linear": torch.nn.functional.linear}
-    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", lambda layer, remove_weight: vars(layer).update(keep))
+    keep_plain_products(monkeypatch.setattr)
 
     def engine(**kwargs):
         # After the first start evaluation has its engines in this process too, and one that is closed tears down what all of

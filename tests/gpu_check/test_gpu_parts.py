@@ -1,16 +1,19 @@
 """What the parts find, with the same code as on a GPU at the tiny sizes of `--device cpu`."""
 
 import importlib
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
+from loopback_vllm import LoopbackVLLM, play_installed, server_settings
 
-from pacs_trl.gpu_check import attention, learn, replay, steps
+from pacs_trl.gpu_check import attention, learn, replay, server, steps
 from pacs_trl.gpu_check.judge import against_plan, faster
 from pacs_trl.gpu_check.pieces import pieces_of
+from pacs_trl.gpu_check.training import save_model
 
 
 PIECES = {piece.name: piece for piece in pieces_of("cpu")}
@@ -191,3 +194,21 @@ def test_a_process_that_fails_ends_the_others(tmp_path):
             kind="ddp",
             output="",
         )
+
+
+def test_a_run_outlives_its_server(tmp_path, monkeypatch):
+    """With a server that plays one: it dies in the fifth generation, and the run goes on with another."""
+    play_installed(monkeypatch.setattr)
+    checkpoint, rows = save_model(tmp_path / "model", replay.shape_of("tiny"), "cpu"), []
+    for name, failing in (("killed", 4), ("resumed", None)):
+        with LoopbackVLLM(checkpoint) as serving:
+            serving.fail_generation = failing
+            where = {"checkpoint": checkpoint, "run": str(tmp_path / "run"), "output": str(tmp_path / name)}
+            settings = {key: value for key, value in server_settings(serving.url).items() if "url" not in key}
+            server.train(device="cpu", directory=tmp_path, server=None, url=serving.url, **where, **settings)
+        rows.append({"run": name, **json.loads((tmp_path / name).read_text())})
+    bars = server.judged(rows, tmp_path / "run").bars
+    assert [*bars.values()][1:] == [True] * 3, (bars, rows)
+    assert "stopped answering after optimizer step 4" in rows[0]["said"] and rows[1]["steps"] == 6
+    never = [{**rows[0], "said": ""}, {**rows[1], "steps": 4}]
+    assert not any([*server.judged(never, tmp_path / "nowhere").bars.values()][1:])
