@@ -56,10 +56,12 @@ def against_plan(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
             }
         )
         ratio = row["planned_bytes"] / row["measured_bytes"]
-        name = f"{row['model']}, {row['method']}, checkpointing {row['checkpointing']}"
-        bars[f"plan's memory is right to a factor of {FACTOR_OF_PLAN}: {name}"] = (
-            1 / FACTOR_OF_PLAN < ratio < FACTOR_OF_PLAN
-        )
+        if row[
+            "planned_state_bytes"
+        ]:  # on a CPU only what autograd keeps is measured, and sizes are too small to judge it
+            name = f"{row['model']}, {row['method']}, checkpointing {row['checkpointing']}"
+            text = f"plan's memory is right to a factor of {FACTOR_OF_PLAN}: {name}"
+            bars[text] = 1 / FACTOR_OF_PLAN < ratio < FACTOR_OF_PLAN
     of_pacs = [line for line in table if line["method"] == "pacs"] or table
     share, factor = (
         statistics.median(line[key] for line in of_pacs) for key in ("training_share", "factor on activations")

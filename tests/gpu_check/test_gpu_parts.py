@@ -81,7 +81,7 @@ def test_steps(measured):
 
 def test_plan_of_the_steps(measured):
     entry = against_plan(measured)
-    assert entry["status"] in ("passed", "failed") and len(entry["rows"]) == len(entry["bars"]) == 4
+    assert entry["status"] == "passed" and len(entry["rows"]) == 4 and not entry["bars"]
     assert "training_share=" in entry["short"]
 
 
