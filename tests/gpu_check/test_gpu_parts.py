@@ -42,8 +42,8 @@ def test_attention_notices_rows_that_see_each_other(tmp_path, monkeypatch):
     packed = attention.Scorer._packed
 
     def shifted(self, prompts, completions):
-        inputs, labels, unpack = packed(self, prompts, completions)
-        return {**inputs, "position_ids": inputs["position_ids"].sort().values}, labels, unpack
+        inputs, places = packed(self, prompts, completions)
+        return {**inputs, "position_ids": inputs["position_ids"].sort().values}, places
 
     monkeypatch.setattr(attention.Scorer, "_packed", shifted)
     piece = PIECES["attention-small-sdpa"]
