@@ -122,7 +122,7 @@ def estimate_of(
         **_batch(size, rows, method),
     }
     if lora:
-        settings |= {"use_peft": True, "lora_r": LORA["r"], "lora_target_modules": LORA["target_modules"]}
+        settings |= {"use_peft": True, "lora_r": LORA["r"], "lora_target_modules": [LORA["target_modules"]]}
         settings |= {"dtype": "bfloat16"}
     recipe, errors = Recipe.from_settings(settings, 1)
     assert recipe is not None and not errors, errors

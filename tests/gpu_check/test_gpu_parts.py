@@ -75,7 +75,7 @@ def test_steps(measured):
         assert 0 < row["fastest"] <= row["seconds"] <= row["slowest"] and row["tokens_per_second"] > 0
         assert (row["utilization"] is None) == (row["uniform"] == 0.5)
     memory = {(row["method"], row["checkpointing"]): row["measured_bytes"] for row in rows}
-    assert memory["pacs", "yes"] < memory["pacs", "no"] < memory["grpo", "no"]
+    assert all(memory[method, "yes"] < memory[method, "no"] / 2 for method in ("pacs", "grpo"))
     assert "tiny: " in faster(measured) and "times as fast as GRPO with 50% uniform" in faster(measured)
 
 
@@ -178,6 +178,7 @@ def test_several_processes(tmp_path, name):
     assert len(found.rows) == 4 and 0 < max(row["weights"] for row in found.rows)
 
 
+@pytest.mark.distributed
 def test_a_process_that_fails_ends_the_others(tmp_path):
     from pacs_trl.gpu_check.ranks import start
 
