@@ -9,6 +9,7 @@ from pacs_trl.update import packing
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
+
 def test_variable_length_kernel_sees_prompt_and_branch():
     """PyTorch's kernel in bfloat16, forward and backward, against float32 with the queries of the prompt once more."""
     rows = packing.PackedRows([np.arange(41)] * 3 + [np.arange(7)], [np.zeros(n, dtype=int) for n in (5, 0, 90, 30)])
