@@ -1,33 +1,43 @@
 """README's first picture, PACS, GRPO and PPO side by side: `python -m experiments.methods`, seconds, runs nothing.
 
-Made of the records of the miniature tables (three seeds, whose warm start all methods share). The records keep no times, so reward
-stands over rollout steps, in each of which all methods draw the same number of completions. Bands and bars are the range over seeds; a
-difference is taken seed by seed, because most of the spread is that of the warm starts.
+pass@k is that of the records of the miniature tables (three seeds, whose warm start all methods share). These keep no times: reward
+against wall time is that of the same runs made once more, one after another, by `python -m experiments.methods --clock`, which goes on
+where it was stopped. Bands and bars are the range over seeds; a difference is taken seed by seed, because most of the spread is that
+of the warm starts.
 """
 
 import argparse
+import json
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from pacs_trl.recipe import read_recipe
 from pacs_trl.report.plots import PAGE_WIDTH, PANEL_HEIGHT, STYLE, looks
 from pacs_trl.reproduce.records import Records, Run
+from pacs_trl.reproduce.runs import start_of, train_once
 
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results/miniature"
 MODELS = {"twin-4b": "0.1M parameters", "twin-8b": "1M parameters"}
 CELLS = {"warm start": "base", "PPO": "ppo", "GRPO": "grpo", "PACS": "pacs"}
+CLOCKED = "clock.json"
 WINDOW = 8  # rollouts in a running mean
 
 
-def reward(run: Run) -> np.ndarray:
-    """The running mean of a run's reward, one number per rollout."""
-    logged = [log["reward"] for log in run.training["log_history"] if "reward" in log]
-    return np.convolve(logged, np.ones(WINDOW) / WINDOW, mode="valid")
+def clock(model: str, cell: str, seed: int, work_dir: Path) -> dict[str, Any]:
+    """Train a run of the tables: seconds of the training loop until the reward of each rollout is known, and that reward."""
+    arguments = ["--config", str(ROOT / f"recipes/miniature/{model}/{cell}.yaml"), "--seed", str(seed)]
+    logs = train_once(arguments, start_of(read_recipe(arguments)), work_dir / f"{model}-{cell}-{seed}")
+    passed = np.cumsum([log.get("time/total", 0.0) for log in logs])
+    curve = [(round(float(at), 2), log["reward"]) for at, log in zip(passed, logs, strict=True) if "reward" in log]
+    seconds, rewards = zip(*curve, strict=True)
+    return {"model": model, "cell": cell, "seed": seed, "seconds": seconds, "reward": rewards}
 
 
 def pass_at(run: Run, ks: list[int]) -> np.ndarray:
@@ -36,15 +46,15 @@ def pass_at(run: Run, ks: list[int]) -> np.ndarray:
     return 100 * np.array([np.mean([about["pass_at_k"][str(k)]["value"] for about in benchmarks]) for k in ks])
 
 
-def draw_reward(panel: Axes, runs: dict[str, list[Run]], look: dict[str, dict]) -> None:
-    for method, of_seeds in runs.items():
-        curves = np.array([reward(run) for run in of_seeds])
-        rollouts = np.arange(WINDOW, WINDOW + curves.shape[1])
-        panel.plot(rollouts, curves.mean(axis=0), label=method, **look[method] | {"marker": ""})
-        panel.fill_between(
-            rollouts, curves.min(axis=0), curves.max(axis=0), color=look[method]["color"], alpha=0.1, lw=0
-        )
-    panel.set(xlabel="rollout step", ylabel="reward", ylim=(0, 0.35))
+def draw_reward(panel: Axes, clocked: dict[str, list[dict[str, Any]]], look: dict[str, dict]) -> None:
+    """The running mean over rollouts, against the mean time at which they ended."""
+    for method, runs in clocked.items():
+        curves = [np.convolve(run["reward"], np.ones(WINDOW) / WINDOW, mode="valid") for run in runs]
+        minutes = np.mean([run["seconds"] for run in runs], axis=0)[WINDOW - 1 :] / 60
+        panel.plot(minutes, np.mean(curves, axis=0), label=method, **look[method] | {"marker": ""})
+        lowest, highest = np.min(curves, axis=0), np.max(curves, axis=0)
+        panel.fill_between(minutes, lowest, highest, color=look[method]["color"], alpha=0.1, lw=0)
+    panel.set(xlabel="minutes of training", ylabel="reward", xlim=(0, None), ylim=(0, 0.35))
 
 
 def draw_pass_at_k(panel: Axes, runs: dict[str, list[Run]], look: dict[str, dict], ks: list[int]) -> None:
@@ -69,7 +79,7 @@ def draw_differences(panel: Axes, runs: dict[str, list[Run]], look: dict[str, di
     panel.set(xlabel="k", ylabel="points", ylim=(-8, 8))
 
 
-def draw(records: Records, path: Path) -> None:
+def draw(records: Records, clocked: list[dict[str, Any]], path: Path) -> None:
     """A row for each model: reward, pass@k, and differences by seed."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(PAGE_WIDTH, 2 * PANEL_HEIGHT), layout="constrained")
@@ -78,7 +88,8 @@ def draw(records: Records, path: Path) -> None:
             runs = {method: records.runs(f"{model}/{cell}", method) for method, cell in CELLS.items()}
             look, trained = looks(runs), {method: group for method, group in runs.items() if method != "warm start"}
             ks = next(iter(runs["PACS"][0].results["benchmarks"].values()))["k"]
-            draw_reward(panels[0], trained, look)
+            timed = {m: [r for r in clocked if (r["model"], r["cell"]) == (model, CELLS[m])] for m in trained}
+            draw_reward(panels[0], timed, look)
             draw_pass_at_k(panels[1], runs, look, ks)
             draw_differences(panels[2], trained, look, ks)
             panels[0].set_title(f"{title}: reward")
@@ -95,10 +106,18 @@ def draw(records: Records, path: Path) -> None:
 def main() -> None:
     """Command line: writes the picture."""
     parser = argparse.ArgumentParser(prog="python -m experiments.methods", description=__doc__)
-    parser.add_argument("--results_dir", type=Path, default=RESULTS, help="has records.jsonl")
+    parser.add_argument("--results_dir", type=Path, default=RESULTS, help=f"has records.jsonl, {CLOCKED}")
     parser.add_argument("--output", type=Path, default=ROOT / "docs/images/methods.png")
+    parser.add_argument("--clock", action="store_true", help="make the runs again, for their times")
+    parser.add_argument("--work_dir", type=Path, default=Path("outputs/methods"), help="of these runs")
     arguments = parser.parse_args()
-    draw(Records(arguments.results_dir), arguments.output)
+    if arguments.clock:
+        cells = [cell for method, cell in CELLS.items() if method != "warm start"]
+        runs = [clock(m, cell, seed, arguments.work_dir) for m in MODELS for seed in (0, 1, 2) for cell in cells]
+        lines = ",\n".join(json.dumps(run) for run in runs)
+        (arguments.results_dir / CLOCKED).write_text(f"[\n{lines}\n]\n")
+    clocked = json.loads((arguments.results_dir / CLOCKED).read_text())
+    draw(Records(arguments.results_dir), clocked, arguments.output)
     print(f"Wrote {arguments.output}.")
 
 
