@@ -1,15 +1,13 @@
 """README's first picture, PACS, GRPO and PPO side by side: `python -m experiments.methods`, seconds, runs nothing.
 
-pass@k is that of the records of the miniature tables (three seeds, whose warm start all methods share). These keep no times: reward
-against wall time is that of the same runs made once more, one after another, by `python -m experiments.methods --clock`, which goes on
-where it was stopped. Bands and bars are the range over seeds; a difference is taken seed by seed, because most of the spread is that
-of the warm starts.
+Made of the records of the miniature tables (three seeds, whose warm start all methods share). These keep no times: when a rollout was
+over is that of seed 0, trained once more with each method, one after another, by `python -m experiments.methods --clock`. Bands and
+bars are the range over seeds; a difference is taken seed by seed, because most of the spread is that of the warm starts.
 """
 
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 import numpy as np
@@ -30,14 +28,18 @@ CLOCKED = "clock.json"
 WINDOW = 8  # rollouts in a running mean
 
 
-def clock(model: str, cell: str, seed: int, work_dir: Path) -> dict[str, Any]:
-    """Train a run of the tables: seconds of the training loop until the reward of each rollout is known, and that reward."""
-    arguments = ["--config", str(ROOT / f"recipes/miniature/{model}/{cell}.yaml"), "--seed", str(seed)]
-    logs = train_once(arguments, start_of(read_recipe(arguments)), work_dir / f"{model}-{cell}-{seed}")
+def clock(model: str, cell: str, work_dir: Path) -> list[float]:
+    """Train a run of the tables once more: seconds of the training loop until each rollout was graded."""
+    arguments = ["--config", str(ROOT / f"recipes/miniature/{model}/{cell}.yaml"), "--seed", "0"]
+    logs = train_once(arguments, start_of(read_recipe(arguments)), work_dir / f"{model}-{cell}")
     passed = np.cumsum([log.get("time/total", 0.0) for log in logs])
-    curve = [(round(float(at), 2), log["reward"]) for at, log in zip(passed, logs, strict=True) if "reward" in log]
-    seconds, rewards = zip(*curve, strict=True)
-    return {"model": model, "cell": cell, "seed": seed, "seconds": seconds, "reward": rewards}
+    return [round(float(at), 1) for at, log in zip(passed, logs, strict=True) if "reward" in log]
+
+
+def reward(run: Run) -> np.ndarray:
+    """The running mean of a run's reward, one number per rollout."""
+    logged = [log["reward"] for log in run.training["log_history"] if "reward" in log]
+    return np.convolve(logged, np.ones(WINDOW) / WINDOW, mode="valid")
 
 
 def pass_at(run: Run, ks: list[int]) -> np.ndarray:
@@ -46,14 +48,16 @@ def pass_at(run: Run, ks: list[int]) -> np.ndarray:
     return 100 * np.array([np.mean([about["pass_at_k"][str(k)]["value"] for about in benchmarks]) for k in ks])
 
 
-def draw_reward(panel: Axes, clocked: dict[str, list[dict[str, Any]]], look: dict[str, dict]) -> None:
-    """The running mean over rollouts, against the mean time at which they ended."""
-    for method, runs in clocked.items():
-        curves = [np.convolve(run["reward"], np.ones(WINDOW) / WINDOW, mode="valid") for run in runs]
-        minutes = np.mean([run["seconds"] for run in runs], axis=0)[WINDOW - 1 :] / 60
-        panel.plot(minutes, np.mean(curves, axis=0), label=method, **look[method] | {"marker": ""})
-        lowest, highest = np.min(curves, axis=0), np.max(curves, axis=0)
-        panel.fill_between(minutes, lowest, highest, color=look[method]["color"], alpha=0.1, lw=0)
+def draw_reward(
+    panel: Axes, runs: dict[str, list[Run]], seconds: dict[str, list[float]], look: dict[str, dict]
+) -> None:
+    for method, of_seeds in runs.items():
+        curves = np.array([reward(run) for run in of_seeds])
+        minutes = np.array(seconds[CELLS[method]])[WINDOW - 1 :] / 60
+        panel.plot(minutes, curves.mean(axis=0), label=method, **look[method] | {"marker": ""})
+        panel.fill_between(
+            minutes, curves.min(axis=0), curves.max(axis=0), color=look[method]["color"], alpha=0.1, lw=0
+        )
     panel.set(xlabel="minutes of training", ylabel="reward", xlim=(0, None), ylim=(0, 0.35))
 
 
@@ -79,7 +83,7 @@ def draw_differences(panel: Axes, runs: dict[str, list[Run]], look: dict[str, di
     panel.set(xlabel="k", ylabel="points", ylim=(-8, 8))
 
 
-def draw(records: Records, clocked: list[dict[str, Any]], path: Path) -> None:
+def draw(records: Records, seconds: dict[str, dict[str, list[float]]], path: Path) -> None:
     """A row for each model: reward, pass@k, and differences by seed."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(PAGE_WIDTH, 2 * PANEL_HEIGHT), layout="constrained")
@@ -88,8 +92,7 @@ def draw(records: Records, clocked: list[dict[str, Any]], path: Path) -> None:
             runs = {method: records.runs(f"{model}/{cell}", method) for method, cell in CELLS.items()}
             look, trained = looks(runs), {method: group for method, group in runs.items() if method != "warm start"}
             ks = next(iter(runs["PACS"][0].results["benchmarks"].values()))["k"]
-            timed = {m: [r for r in clocked if (r["model"], r["cell"]) == (model, CELLS[m])] for m in trained}
-            draw_reward(panels[0], timed, look)
+            draw_reward(panels[0], trained, seconds[model], look)
             draw_pass_at_k(panels[1], runs, look, ks)
             draw_differences(panels[2], trained, look, ks)
             panels[0].set_title(f"{title}: reward")
@@ -108,16 +111,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m experiments.methods", description=__doc__)
     parser.add_argument("--results_dir", type=Path, default=RESULTS, help=f"has records.jsonl, {CLOCKED}")
     parser.add_argument("--output", type=Path, default=ROOT / "docs/images/methods.png")
-    parser.add_argument("--clock", action="store_true", help="make the runs again, for their times")
+    parser.add_argument("--clock", action="store_true", help="train, for the times")
     parser.add_argument("--work_dir", type=Path, default=Path("outputs/methods"), help="of these runs")
     arguments = parser.parse_args()
+    clocked = arguments.results_dir / CLOCKED
     if arguments.clock:
         cells = [cell for method, cell in CELLS.items() if method != "warm start"]
-        runs = [clock(m, cell, seed, arguments.work_dir) for m in MODELS for seed in (0, 1, 2) for cell in cells]
-        lines = ",\n".join(json.dumps(run) for run in runs)
-        (arguments.results_dir / CLOCKED).write_text(f"[\n{lines}\n]\n")
-    clocked = json.loads((arguments.results_dir / CLOCKED).read_text())
-    draw(Records(arguments.results_dir), clocked, arguments.output)
+        seconds = {model: {cell: clock(model, cell, arguments.work_dir) for cell in cells} for model in MODELS}
+        clocked.write_text(json.dumps(seconds) + "\n")
+    draw(Records(arguments.results_dir), json.loads(clocked.read_text()), arguments.output)
     print(f"Wrote {arguments.output}.")
 
 
