@@ -82,8 +82,9 @@ class Estimate:
         self.peak = max(self.beside_engine + self.engine, self.update)
 
     def _tokens(self, rows: int) -> int:
-        """Of a micro-batch of the longest rows, as many of one group as there are."""
-        saved = rows - math.ceil(rows / self.step.num_generations) if self.shares_prompts else 0
+        """Of a micro-batch of the longest rows, as many of one group as there are; each with its prompt where groups are not known."""
+        shares = self.shares_prompts and self.step is not None
+        saved = rows - math.ceil(rows / self.step.num_generations) if shares else 0
         return rows * self.longest - saved * (self.longest_prompt - 1)
 
     def _rows_of_a_prompt(self, prompt: int, mean_length: int) -> int:
