@@ -99,7 +99,7 @@ def run_missing(
         if not ended:
             why = "it did not end in a call that it had to itself: remove this result and give --minutes more"
             results.write(output, piece, "failed", why, environment=environment, seconds=whole)
-        entry = results.read(output).get(piece.name)
+        entry = results.read(output)[piece.name]
         print(f"{entry['status']}, {entry['seconds']:.0f} s. {entry['reason'] or entry.get('short', '')}", flush=True)
         after_each()
         is_first = False

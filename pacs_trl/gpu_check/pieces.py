@@ -20,9 +20,14 @@ def pieces_of(device: str) -> list[Piece]:
 
 
 def _attention(on_gpu: bool) -> list[Piece]:
-    kinds = {"sdpa": ("sdpa", ()), "flash2": ("flash_attention_2", ("cuda", "flash_attn"))}
+    kinds: dict[str, tuple[str, tuple[str, ...]]] = {
+        "sdpa": ("sdpa", ()),
+        "flash2": ("flash_attention_2", ("cuda", "flash_attn")),
+    }
     kinds["flash3"] = ("flash_attention_3", ("cuda", "flash_attn_interface"))
-    models = {"small": ("small" if on_gpu else "tiny", 512 if on_gpu else 24, ())}
+    models: dict[str, tuple[str, int, tuple[str, ...]]] = {
+        "small": ("small" if on_gpu else "tiny", 512 if on_gpu else 24, ())
+    }
     if on_gpu:
         models["1.7B"] = ("Qwen3-1.7B", 1024, ("60 GiB",))
     found = [
@@ -67,10 +72,12 @@ def _vllm(on_gpu: bool) -> list[Piece]:
         {} if on_gpu else {"VLLM_CPU_KVCACHE_SPACE": "1"}
     )
     dtype = "auto" if on_gpu else "float32"
-    quick = {} if on_gpu else {"num_problems": 8, "num_samples": 2, "max_steps": 2, "per_device_train_batch_size": 16}
+    quick: dict[str, Any] = (
+        {} if on_gpu else {"num_problems": 8, "num_samples": 2, "max_steps": 2, "per_device_train_batch_size": 16}
+    )
     quick |= {} if on_gpu else {"start": {"target_accuracy": None, "max_steps": 2, "size": "tiny"}, "judged": False}
     awake = {**engine, "dtype": dtype, "sleep": False}
-    found = [
+    found: list[tuple[str, str, dict[str, Any], tuple[str, ...]]] = [
         ("weights", "engine:weights", awake, ()),
         ("sleep", "engine:weights", {**awake, "sleep": True}, ("cuda",)),
         ("memory-60", "engine:weights", {**awake, "fraction": 0.6}, ("cuda",)),
