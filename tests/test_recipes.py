@@ -142,7 +142,12 @@ COMPLETE = ("qwen3-4b/pacs_one_node", "qwen3-8b/pacs_server")
 MADE_BY |= {run: (recipe, added.split()) for run, (recipe, added) in IN_README.items()}
 MADE_BY |= {recipe: (recipe, []) for recipe in COMPLETE}
 DARS = "qwen2.5-math-7b/dars_b"
-PRACTICAL = {"qwen3-0.6b/pacs": 1e-6, "qwen3-1.7b/pacs_lora": 1e-5, "qwen3-4b/code": 1e-6}  # learning rates
+PRACTICAL = {
+    "qwen3-0.6b/pacs": 1e-6,
+    "qwen3-1.7b/pacs_lora": 1e-5,
+    "qwen3-4b/code": 1e-6,
+    "qwen2.5-7b/rlpr": 1e-6,
+}  # learning rates
 
 
 def launch_of(path: Path):

@@ -272,7 +272,7 @@ KEPT = {
 
 
 @pytest.mark.parametrize("settings", KEPT.values(), ids=KEPT)
-def test_shared_prompts_change_the_last_digits_only(tmp_path, saved_model, settings):
+def test_shared_prompts_change_the_last_digits_only(tmp_path, model_path, settings):
     """Behind prompts of 30 tokens and more, with masks of tools: each gradient is that of padded rows to 2e-6 of its norm."""
     replay = Replay(
         tools=True, edit=lambda _, rows: [replace(r, prompt_ids=[*range(30), *r.prompt_ids]) for r in rows]
@@ -283,7 +283,7 @@ def test_shared_prompts_change_the_last_digits_only(tmp_path, saved_model, setti
         torch.manual_seed(0)
         more = {"callbacks": [Recorder()], "peft_config": peft_config}
         # the KL reference is loaded from a path
-        model = str(saved_model) if "beta" in settings else tiny_model()
+        model = str(model_path) if "beta" in settings else tiny_model()
         trainer = build_trainer(
             tmp_path, model=model, replay=replay, more=more, padding_free=padding_free, **(settings | {"max_steps": 2})
         )
