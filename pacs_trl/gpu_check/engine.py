@@ -186,7 +186,7 @@ def mismatch(*, device: str, directory: Path, model: str, dtype: str, fraction: 
     trainer = trainer_of(directory / "run", checkpoint, device, **settings)
     run = trainer.update.run
 
-    def run_and_compare(policy, step, *, proxies_are_zero):
+    def run_and_compare(policy, step, *, proxies_are_zero, **settings):
         with torch.no_grad(), trainer.update.scorer.attention():
             together = [list(range(len(step.rollouts)))]
             alone = [[i] for i in together[0]]
@@ -198,7 +198,7 @@ def mismatch(*, device: str, directory: Path, model: str, dtype: str, fraction: 
         for name, other in (("same micro-batch", scored[1]), ("each row alone", scored[2]), ("engine", engine)):
             row[f"mean abs proxy, {name}"] = _mean_abs_sum(scored[0], other)
         rows.append(row)
-        return run(policy, step, proxies_are_zero=proxies_are_zero)
+        return run(policy, step, proxies_are_zero=proxies_are_zero, **settings)
 
     trainer.update.run = run_and_compare
     trainer.train()
