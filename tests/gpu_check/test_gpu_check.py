@@ -90,6 +90,9 @@ def test_a_piece_that_hangs_is_ended_with_what_it_started(tmp_path, monkeypatch,
     (pid,) = [
         int(line.split()[1]) for line in (tmp_path / "calls").read_text().splitlines() if line.startswith("child")
     ]
+    until = time.monotonic() + 30
+    while is_alive(pid) and time.monotonic() < until:  # it was told to end, and is nobody's to wait for
+        time.sleep(0.05)
     assert not is_alive(pid)
     found = results.read(tmp_path / "out")
     assert ("hung" in found) == first and "found-2" not in found
