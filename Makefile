@@ -28,8 +28,8 @@ NUMERIC := experiments/test_analysis test_objective update/test_groups update/te
 	update/test_reference update/test_sampling_correction update/test_scorer \
 	test_label_noise update/test_hidden_states update/test_token_weights \
 	rollouts/test_reference_probability \
-	baselines/test_gae baselines/test_ppo_trainer evaluation/test_critic evaluation/test_diversity evaluation/test_pass_at_k \
-	evaluation/test_sampling evaluation/test_support miniature/test_model
+	baselines/test_critic_objective baselines/test_gae baselines/test_ppo_trainer baselines/test_segments \
+	evaluation/test_critic evaluation/test_diversity evaluation/test_pass_at_k evaluation/test_sampling evaluation/test_support miniature/test_model
 
 # `make compat` runs the numeric tests, and those of trainers, resuming and connections, with the lower bounds of setup.cfg and with
 # the newest versions, each in an environment of its own. PYTHON is the interpreter of both; TORCH_INDEX is what pip is told besides,

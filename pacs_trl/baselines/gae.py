@@ -1,4 +1,4 @@
-"""The mathematics of PPO that GRPO does not have: advantages from a critic, and the critic's loss. Pure functions.
+"""The mathematics of PPO that GRPO does not have: advantages from a critic, and the loss of a scalar one. Pure functions.
 
 Shapes: `B` completions of up to `T` tokens. A mask is `True` for tokens that the policy wrote; tool results, padding and
 rows without a verdict are `False` and have no influence on anything. The policy's loss is TRL's.
@@ -13,7 +13,7 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]  # sum over processes
 
 
 def generalized_advantages(
-    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, *, gamma: float, gae_lambda: float
+    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, *, gamma: float, gae_lambda: float | torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Generalized advantage estimation (Schulman et al. 2016, eq. 16) with one reward, on the last token.
@@ -26,7 +26,8 @@ def generalized_advantages(
         values (`torch.Tensor` of shape `(B, T)`): `V_t`, the critic's estimate before token `t` is written.
         mask (bool `torch.Tensor` of shape `(B, T)`): Tokens that count.
         gamma (`float`): Discount per token, in [0, 1].
-        gae_lambda (`float`): In [0, 1]; 1 gives `A_t = R - V_t` at `gamma=1`.
+        gae_lambda (`float` or `torch.Tensor` of shape `(B, T)`): In [0, 1]; 1 gives `A_t = R - V_t` at `gamma=1`. One per token
+            is that between the token and its successor.
 
     Returns:
         Advantages and returns (`A_t + V_t`, the critic's targets), both `(B, T)` and 0 where `mask` is `False`.
@@ -38,7 +39,8 @@ def generalized_advantages(
     for t in reversed(range(values.size(1))):
         own = mask[:, t]
         delta = reward + gamma * next_value - values[:, t]
-        advantage = torch.where(own, delta + gamma * gae_lambda * advantage, advantage)
+        between = gae_lambda[:, t] if isinstance(gae_lambda, torch.Tensor) else gae_lambda
+        advantage = torch.where(own, delta + gamma * between * advantage, advantage)
         next_value = torch.where(own, values[:, t], next_value)
         reward = reward.masked_fill(own, 0.0)
         advantages[:, t] = advantage

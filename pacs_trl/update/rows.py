@@ -69,8 +69,8 @@ def weighted_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> t
 
 def labels_from_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
     """
-    The labels of PACS, see [`weighted_rewards`]: `(B,)` in [0, 1], NaN where no function has a verdict. `names` are
-    those of the functions.
+    Labels that say how right a completion is, see [`weighted_rewards`]: `(B,)` in [0, 1], NaN where no function has a verdict.
+    `names` are those of the functions.
 
     Raises:
         `ValueError`: if a label would lie outside of [0, 1].
@@ -84,7 +84,7 @@ def labels_from_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor, n
             for name, value, weight in zip(names, rewards_per_func[row].tolist(), weights.tolist(), strict=True)
         )
         raise ValueError(
-            f"Labels of PACS must lie in [0, 1], but completion {row} of the generation batch has "
+            f"Labels must lie in [0, 1], but completion {row} of the generation batch has "
             f"{labels[row].item():g}: {parts}. The label is the weighted sum of the reward functions. Rescale the "
             "reward functions to [0, 1], or set reward_weights that sum to at most 1."
         )

@@ -1,0 +1,98 @@
+"""Segments of a completion: cuts by hand, what a value may know, and advantages against loops."""
+
+import math
+import random
+
+import pytest
+import torch
+from tolerances import rounding_atol
+
+from pacs_trl.baselines.gae import generalized_advantages
+from pacs_trl.baselines.segments import border_lambdas, of_tokens, segment_starts
+
+
+@pytest.mark.parametrize(
+    ("probabilities", "rules", "starts"),
+    [
+        ([0.9, 0.1, 0.9, 0.9], (0.2, None, 16), [0, 2]),  # the unsure token ends its segment
+        ([0.9, 0.2, 0.9], (0.2, None, 16), [0]),  # below, not at
+        ([0.1, 0.1, 0.1], (0.2, None, 16), [0, 1, 2]),
+        ([0.9, 0.9, 0.1], (0.2, None, 16), [0]),  # the last token ends one anyway
+        ([0.9] * 5, (None, 2, 16), [0, 2, 4]),
+        ([0.9] * 4, (None, 2, 16), [0, 2]),
+        ([0.9, 0.1, 0.9, 0.9, 0.9], (0.2, 3, 16), [0, 2, 3]),
+        ([0.9] * 4, (None, None, 16), [0]),
+        ([0.1] * 8, (0.2, None, 4), [0, 2, 4, 6]),  # every second end is left
+        ([0.1] * 8, (0.2, None, 3), [0, 2, 5]),  # ends 7/3, 16/3 and 8 of eight: tokens 1, 4 and 7
+        ([0.1] * 8, (0.2, None, 1), [0]),
+        ([0.1], (0.2, 512, 16), [0]),
+        ([], (0.2, 512, 16), []),
+    ],
+)
+def test_cuts_by_hand(probabilities, rules, starts):
+    threshold, length, most = rules
+    assert segment_starts(probabilities, threshold=threshold, length=length, most=most) == starts
+
+
+def test_thinning_is_even_and_keeps_the_last_token():
+    starts = segment_starts([0.0] * 1000, threshold=0.2, length=None, most=16)
+    lengths = [end - start for start, end in zip(starts, [*starts[1:], 1000])]
+    assert len(starts) == 16 and sum(lengths) == 1000 and set(lengths) <= {62, 63}
+
+
+def test_no_value_knows_an_action_that_it_baselines():
+    """A critic that reads off the actions of its prefix would give a segment away; asked before its first token, it cannot."""
+    rng = random.Random(0)
+    for _ in range(50):
+        actions = list(range(rng.randrange(1, 40)))
+        starts = segment_starts([rng.random() for _ in actions], threshold=0.5, length=7, most=5)
+        seen = [set(actions[:start]) for start in starts]
+        places = of_tokens(range(len(starts)), starts, len(actions)).int().tolist()
+        for action in actions:
+            assert action not in seen[places[action]]
+        leaking = [set(actions[:end]) for end in [*starts[1:], len(actions)]]  # asked at a segment's end
+        assert all(action in leaking[places[action]] for action in actions)
+
+
+def target_by_definition(t, starts, values, reward, length, gamma, lam):
+    """What token `t` leads to: the reward, discounted by token, or with 1 - lambda at each border the value behind it."""
+    if t == length - 1:
+        return reward
+    later = target_by_definition(t + 1, starts, values, reward, length, gamma, lam)
+    if t + 1 in starts:
+        later = (1 - lam) * values[starts.index(t + 1)] + lam * later
+    return gamma * later
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (1.0, 0.9), (0.97, 0.5), (0.9, 0.0)])
+def test_advantages_equal_the_definition(gamma, lam):
+    rng = random.Random(1)
+    for length in (1, 2, 9, 30):
+        starts = segment_starts([rng.random() for _ in range(length)], threshold=0.3, length=8, most=6)
+        values, reward = [rng.random() for _ in starts], rng.random()
+        of_each = of_tokens(values, starts, length)[None]
+        advantages, _ = generalized_advantages(
+            torch.tensor([reward]),
+            of_each,
+            torch.ones(1, length, dtype=torch.bool),
+            gamma=gamma,
+            gae_lambda=border_lambdas(starts, length, lam)[None],
+        )
+        expected = [target_by_definition(t, starts, values, reward, length, gamma, lam) for t in range(length)]
+        error = (advantages[0] - (torch.tensor(expected) - of_each[0])).abs().max()
+        assert error <= rounding_atol(4 * length, 1.0)
+        if gamma == lam == 1.0:  # R - V(segment of t)
+            segment = [max(k for k, start in enumerate(starts) if start <= t) for t in range(length)]
+            plain = torch.tensor([reward - values[k] for k in segment])
+            assert (advantages[0] - plain).abs().max() <= rounding_atol(4 * length, 1.0)
+
+
+def test_segments_of_one_token_are_generalized_advantages():
+    values, mask = torch.rand(1, 6), torch.ones(1, 6, dtype=torch.bool)
+    starts = segment_starts([0.0] * 6, threshold=0.2, length=None, most=16)
+    torch.testing.assert_close(of_tokens(values[0].tolist(), starts, 6)[None], values)
+    expected = generalized_advantages(torch.ones(1), values, mask, gamma=0.9, gae_lambda=0.5)[0]
+    found = generalized_advantages(
+        torch.ones(1), values, mask, gamma=0.9, gae_lambda=border_lambdas(starts, 6, 0.5)[None]
+    )[0]
+    assert math.isclose((found - expected).abs().max().item(), 0.0, abs_tol=rounding_atol(24, 1.0))
