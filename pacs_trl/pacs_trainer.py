@@ -14,6 +14,7 @@ import textwrap
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 from accelerate.utils import DistributedType, gather_object
 from accelerate.utils.memory import clear_device_cache
@@ -32,6 +33,7 @@ from .update.sampling_correction import Mismatch, mismatch_correction
 from .update.scorer import Scores
 from .update.spread_filter import SpreadFilter
 from .update.step import Limits, StepRollouts
+from .update.weight_settings import dense_label_errors
 
 
 class PACSTrainer(RedrawingTrainer[PACSConfig]):
@@ -57,7 +59,8 @@ class PACSTrainer(RedrawingTrainer[PACSConfig]):
     Args:
         model (`str` or [`~transformers.PreTrainedModel`]): Model id, path, or instance.
         reward_funcs (`RewardFunc` or `list[RewardFunc]`): As in [`~trl.GRPOTrainer`]. The weighted sum over reward
-            functions is the label and must lie in [0, 1]; `None` means that there is no verdict.
+            functions is the label and must lie in [0, 1]; `None` means that there is no verdict. One of them may return (position,
+            label) pairs for each completion, positions as inclusive indices into `completion_ids`, the last one the outcome.
         args ([`PACSConfig`], *optional*): Configuration of this trainer. If `None`, a default configuration is used.
         hint (`Callable`, *optional*): With `guidance="hint"`: `hint(row, failed_completions)` returns the hint for a row of
             the data set, all of whose completions (texts) are wrong, or `None`. By default it stands in the column `hint`. The
@@ -174,6 +177,27 @@ class PACSTrainer(RedrawingTrainer[PACSConfig]):
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
         return labels
+
+    def _keep_steps(self, function: int, pairs: list) -> None:
+        name, weight = self.reward_func_names[function], self.reward_weights[function].item()
+        if errors := dense_label_errors(self.args):
+            raise ValueError(" ".join(errors))
+        if self._steps_of_rows is not None:
+            raise ValueError(
+                f"{name!r} is the second reward function that returned (position, label) pairs, and positions of two functions "
+                "need not be the same. Return all labels by one function, and numbers by the others."
+            )
+        if any(not -1e-6 <= weight * y <= 1 + 1e-6 for each in pairs if each for y in each[1][:-1]):
+            raise ValueError(
+                f"Labels of PACS must lie in [0, 1], but reward_weights has {weight:g} for {name!r}, which takes its labels of steps "
+                "out of it. Set a weight in [0, 1]."
+            )
+        self._steps_of_rows = [
+            (None, None)
+            if each is None
+            else (np.array(each[0], dtype=np.int32), np.clip(np.array(each[1][:-1], dtype=np.float32) * weight, 0, 1))
+            for each in pairs
+        ]
 
     def _prepare_inputs(self, generation_batch):
         if not self.model.training:

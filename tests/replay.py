@@ -6,8 +6,10 @@ every optimizer step. `in_graph_step` computes what they should be: one forward 
 `pacs_loss` over all rows, and autograd.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +70,19 @@ def stored_label(completions, label, **kwargs) -> list[float | None]:
     return label
 
 
+def steps_of(ids: list[int]) -> tuple[list[tuple[int, float]], int]:
+    """Labels before the outcome of a completion, none to three, and where the outcome stands: the last token, or the one before."""
+    end = len(ids) - 1 - (len(ids) > 6 and ids[1] % 2)
+    number = min(ids[0] % 4, end)
+    return [(k * end // (number + 1), ids[k] % 3 / 2) for k in range(number)], end
+
+
+def stored_steps(completions, label, completion_ids, **kwargs) -> list[list[tuple[int, float]] | None]:
+    """Reward function that returns what the recorded rollouts say, and labels of steps before it."""
+    found = [(steps_of(ids), y) for ids, y in zip(completion_ids, label, strict=True)]
+    return [None if y is None else [*steps, (end, y)] for (steps, end), y in found]
+
+
 def boxed(prompts, trainer):
     """Completions that reason differently, of which every fourth has no box; texts of one token per character but for the box."""
     texts = [f"{i % 4}{'x' * (i % 2)}" + (r"\boxed{7}" if i % 4 else "7") for i in range(len(prompts))]
@@ -101,6 +116,7 @@ class Replay:
         tools (`bool`): whether to return a mask that hides some completion tokens.
         soft (`bool`): whether labels lie inside [0, 1] instead of being 0 or 1.
         uniform_groups (`int`): the first so many groups of each generation have one label; all others have both.
+        steps (`bool`): whether completions have labels before their outcomes.
         logprobs (`float`): what the engine reports of every token it drew; `None` where it reports nothing.
         edit (`Callable`): `edit(generation, rows) -> rows`, a last change by hand.
     """
@@ -112,6 +128,7 @@ class Replay:
     tools: bool = False
     soft: bool = False
     uniform_groups: int = 1
+    steps: bool = False
     logprobs: float | None = None
     edit: Callable[[int, list[Row]], list[Row]] | None = None
     weights: list[dict[str, torch.Tensor]] = field(default_factory=list)  # of the policy, at each generation
@@ -208,9 +225,10 @@ def build_trainer(
 ) -> PACSTrainer:
     """A trainer on the tiny model; `settings` go to the configuration, `more` to the trainer."""
     arguments = {"train_dataset": addition_dataset(), "processing_class": TOKENIZER, "rollout_func": replay}
+    stored = stored_steps if getattr(replay, "steps", False) else stored_label
     return trainer_class(
         tiny_model() if model is None else model,
-        reward or (digit_reward if replay is None else stored_label),
+        reward or (digit_reward if replay is None else stored),
         args=config(output_dir, **settings),
         **(arguments | (more or {})),
     )
@@ -256,12 +274,13 @@ def in_graph_step(
     kl_weights: dict[str, torch.Tensor] | None = None,
     sizes: Sequence[int] | None = None,
     old_weights: dict[str, torch.Tensor] | None = None,
+    steps: bool = False,
 ) -> Step:
     """
     Loss and gradients of one optimizer step, by autograd through the loss of all rows at once. `model` is float64.
 
     `kl_weights` are the weights that the KL term refers to, `sizes` those of the groups, if they differ, `old_weights` those of the
-    policy that generated, for `token_weighting`.
+    policy that generated, for `token_weighting`; `steps` is whether completions have labels before their outcomes.
     """
 
     def counts(row: Row) -> bool:
@@ -294,7 +313,10 @@ def in_graph_step(
     if token_weights:  # a factor on the gradient that leaves the value alone
         factors = _stacked([torch.tensor(r.token_weights, dtype=torch.float64) for r in rows])
         weighted = logps.detach() + factors * (logps - logps.detach())
-    if sizes is None:
+    if steps:
+        sizes = [args.num_generations] * (len(rows) // args.num_generations)
+        result = _dense_loss(weighted, ref_logps, mask, rows, labels, args)
+    elif sizes is None:
         sizes = [args.num_generations] * (len(rows) // args.num_generations)
         result = pacs_loss(
             weighted,
@@ -369,6 +391,42 @@ def _ragged_loss(proxies, labels, sizes: Sequence[int]) -> PACSLoss:
             total = total - up * torch.sigmoid(score).log() - down * torch.sigmoid(-score).log()
             scores[i] = score.detach()
     return PACSLoss(total / max(sum(map(len, groups)), 1), scores, proxies)
+
+
+def _dense_loss(logps, ref_logps, mask, rows: list[Row], labels, args: PACSConfig) -> PACSLoss:
+    """The loss of labels at several positions as loops over groups, completions, positions, and what these are compared with."""
+    groups = _judged(labels, [args.num_generations] * (len(rows) // args.num_generations))
+    proxies, truths = {}, {}
+    for i in sum(groups, []):
+        steps, end = steps_of(rows[i].completion_ids)
+        terms = logps[i] * mask[i] if args.proxy == "mean_logp" else (logps[i] - ref_logps[i]) * mask[i]
+        for k, (position, truth) in enumerate([*steps, (end, labels[i])], start=1):
+            divisor = max(mask[i, : position + 1].sum(), 1) if args.proxy == "mean_logp" else 1
+            proxies[i, k] = args.pacs_beta * terms[: position + 1].sum() / divisor
+            truths[i, k] = float(truth)
+    counts = {i: max(k for j, k in proxies if i == j) for i, _ in proxies}
+    total = torch.zeros((), dtype=torch.float64)
+    for group in groups:
+        for i in group:
+            terms = []
+            for k in range(1, counts[i] + 1):
+                others = [(j, counts[j]) for j in group if j != i]
+                if k < counts[i]:
+                    others = [(j, math.ceil(Fraction(k * (n - 1), counts[i] - 1))) for j, n in others if n > 1]
+                if others:
+                    score = proxies[i, k] - sum(proxies[place] for place in others) / len(others)
+                    terms.append(_cross_entropy(score, truths[i, k], [truths[p] for p in others], args))
+            total = total + sum(terms) / len(terms)
+    outcomes = torch.stack([proxies.get((i, counts.get(i)), total * 0) for i in range(len(rows))])
+    return PACSLoss(total / max(sum(map(len, groups)), 1), torch.zeros(len(rows), dtype=torch.float64), outcomes)
+
+
+def _cross_entropy(score, truth: float, others: list[float], args: PACSConfig) -> torch.Tensor:
+    up, down, number, right = truth, 1 - truth, len(others) + 1, truth + sum(others)
+    if args.class_weighting == "balanced" and 0 < right < number:
+        up, down = up * number / 2 / right, down * number / 2 / (number - right)
+    up, down = up * (args.class_weighting != "only_negative"), down * (args.class_weighting != "only_positive")
+    return -up * torch.sigmoid(score).log() - down * torch.sigmoid(-score).log()
 
 
 def _actor_term(logps, scores, labels, args: PACSConfig, sizes: Sequence[int]) -> torch.Tensor:

@@ -199,9 +199,8 @@ def test_miniature_recipe_is_read_and_free_of_conflicts(name):
     assert conflicts == []
     step = recipe.step
     assert judge(recipe, launch) == ([], [])
-    assert step.updates_per_generation == {"miniature/dars": 4, "miniature/dars_b": 2, "miniature/rlpr": 4}.get(
-        name, 4 if "twin" in name or "quickstart" in name else 1
-    )
+    several = {"miniature/dars": 4, "miniature/dars_b": 2, "miniature/rlpr": 4, "miniature/steps": 4}
+    assert step.updates_per_generation == several.get(name, 4 if "twin" in name or "quickstart" in name else 1)
     assert recipe.training.output_dir == f"outputs/{name}"
     assert f"--config recipes/{name}.yaml" in path.read_text()
 

@@ -13,7 +13,7 @@
 import contextlib
 import inspect
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -152,6 +152,7 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
         self._early_grading = self._choose_early_grading()
         self._solutions: list = []  # of the rows that are being generated
         self._num_groups = 0  # drawn so far
+        self._steps_of_rows: list | None = None  # of this process, where completions have labels before their outcomes
         if self.use_vllm:
             self.vllm_generation = Engine(
                 self.vllm_generation,
@@ -170,8 +171,8 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
         self.reward_funcs = [
             function
             if isinstance(function, nn.Module)
-            else with_checked_result(self._with_score(function, name), name)
-            for function, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
+            else with_checked_result(self._with_score(function, name), name, partial(self._keep_steps, i))
+            for i, (function, name) in enumerate(zip(self.reward_funcs, self.reward_func_names, strict=True))
         ]
 
     def _prepare_learning(self) -> None:
@@ -259,6 +260,8 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
         batch["labels"] = self._labels[rows.to(self._labels.device)]
         batch["groups"] = self._num_groups + rows // num_generations
         self._num_groups += len(self._labels) // num_generations
+        if self._steps_of_rows is not None:
+            batch["steps"] = self._steps_of_rows
         return batch
 
     def draw(
@@ -353,6 +356,7 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
     # Judge --------------------------------------------------------------------------------------------------------
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        self._steps_of_rows = None
         with self.timer.part("verification"):
             if self._early_grading is not None:
                 self._early_grading.wait()
@@ -363,6 +367,13 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
     def _labels_of(self, rewards_per_func: torch.Tensor) -> torch.Tensor:
         """Of the rows of all processes, what is learnt from."""
         return weighted_rewards(rewards_per_func, self.reward_weights)
+
+    def _keep_steps(self, function: int, pairs: list) -> None:
+        """Takes the dense labels of a reward function, see [`with_checked_result`]."""
+        raise ValueError(
+            f"The reward function {self.reward_func_names[function]!r} returned (position, label) pairs, and {self._name} learns from "
+            "outcomes: the labels before them would be ignored. Return numbers, or train with PACS (in a recipe: method: pacs)."
+        )
 
     def _with_score(self, function: Callable, name: str) -> Callable:
         """A reward function with a parameter `score` gets [`RolloutTrainer.score`], as it gets the columns of the data set; and one

@@ -12,6 +12,8 @@ from datasets import Dataset, IterableDataset
 from trl import GRPOConfig
 from trl.trainer.utils import is_async_callable
 
+from ..update.dense_labels import checked_labels
+
 
 def check_dataset(name: str, dataset: Any) -> None:
     """
@@ -78,32 +80,35 @@ def check_evaluation_batch(per_device_eval_batch_size: int, num_processes: int, 
     )
 
 
-def with_checked_result(function: Callable, name: str) -> Callable:
+def with_checked_result(function: Callable, name: str, keep_steps: Callable[[list], None]) -> Callable:
     """
     A reward function whose result is looked at before it becomes numbers, so that an error names the function.
 
     Args:
         function (`Callable`): A reward function, synchronous or not.
         name (`str`): What errors call it.
+        keep_steps (`Callable`): Is given positions and labels of each completion (`None` without a verdict) where the function returns
+            dense labels, see [`checked_labels`].
 
     Returns:
-        `Callable`: the same function, which raises a `ValueError` on anything but an iterable of numbers and `None`.
+        `Callable`: the same function, which returns outcomes, and raises a `ValueError` on anything but an iterable of numbers, or of
+        (position, label) pairs, and `None`.
     """
     if is_async_callable(function):
 
         @wraps(function)
         async def call(*args, **kwargs):
-            return _as_numbers(await function(*args, **kwargs), name)
+            return _as_numbers(await function(*args, **kwargs), name, kwargs, keep_steps)
     else:
 
         @wraps(function)
         def call(*args, **kwargs):
-            return _as_numbers(function(*args, **kwargs), name)
+            return _as_numbers(function(*args, **kwargs), name, kwargs, keep_steps)
 
     return call
 
 
-def _as_numbers(rewards: Any, name: str) -> list[float | None]:
+def _as_numbers(rewards: Any, name: str, given: dict, keep_steps: Callable) -> list[float | None]:
     expected = "It must return one entry per completion: a number in [0, 1], or None for no verdict."
     if isinstance(rewards, str | bytes | dict):
         raise ValueError(
@@ -113,6 +118,8 @@ def _as_numbers(rewards: Any, name: str) -> list[float | None]:
         rewards = list(rewards)
     except TypeError:  # None, or a single number
         raise ValueError(f"The reward function {name!r} returned {rewards!r:.100}. {expected}") from None
+    if any(isinstance(reward, list | tuple) for reward in rewards):
+        return _outcomes(rewards, name, given["completion_ids"], keep_steps)
     for i, reward in enumerate(rewards):
         try:
             if isinstance(reward, str | bytes):
@@ -123,3 +130,23 @@ def _as_numbers(rewards: Any, name: str) -> list[float | None]:
                 f"The reward function {name!r} returned {reward!r:.100} for completion {i}. {expected}"
             ) from None
     return rewards
+
+
+def _outcomes(rewards: list, name: str, completion_ids: list, keep_steps: Callable) -> list[float | None]:
+    """The last labels of dense ones."""
+    if len(rewards) != len(completion_ids):
+        return [None] * len(rewards)  # of which TRL says how many were expected
+    dense = next(i for i, reward in enumerate(rewards) if isinstance(reward, list | tuple))
+    for i, reward in enumerate(rewards):
+        if reward is not None and not isinstance(reward, list | tuple):
+            raise ValueError(
+                f"The reward function {name!r} returned {rewards[dense]!r:.100} for completion {dense} and {reward!r:.100} for "
+                f"completion {i}, and a number does not say which prefix it judges. It must return (position, label) pairs for "
+                "every completion, or a number for every one; None is no verdict. An outcome alone is [(len(ids) - 1, label)]."
+            )
+    pairs = [
+        None if reward is None else checked_labels(name, i, reward, len(completion_ids[i]))
+        for i, reward in enumerate(rewards)
+    ]
+    keep_steps(pairs)
+    return [None if each is None else each[1][-1] for each in pairs]

@@ -2,7 +2,7 @@
 
 A completion may be judged at several positions, the last of which is its outcome. The score of a position is the proxy of the prefix
 that ends there, compared with aligned prefixes of the other completions of the prompt. With one position for every completion
-everything is that of `objective.py`, bit by bit.
+everything is that of `objective.py`, which the update then calls itself.
 
 **Alignment** is by progress, steps with steps and outcomes with outcomes: position `k < K_i` of a completion with `K_i` positions is
 compared with position `ceil(k (K_j - 1) / (K_i - 1))` of each other completion that has steps; `k = K_i` with `K_j`. (`ceil(k K_j /
@@ -11,131 +11,145 @@ K_i)` would compare a step with an outcome wherever `j` has few positions.) A po
 **Weights.** The classes of the aligned set of a position, itself and what it is compared with, have equal say in it. The positions of a
 completion that have a score share the weight 1.
 
-Letters for shapes: `M` positions of all completions one after another, `B` completions.
+Letters for shapes: `M` positions of all completions one after another, `B` completions, `G` those of the largest group.
 """
 
+import math
+import operator
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ..objective import class_weights, loss_from_proxies, proxy_coefficients
+from ..objective import ClassWeighting, class_weights
 from .groups import Groups
 
 
-def aligned_position(k: int, own: int, other: int) -> int | None:
-    """Position of a completion with `other` positions that `k` of one with `own` is compared with; both count from 1."""
-    if k == own:
-        return other
-    return None if other == 1 else -(-k * (other - 1) // (own - 1))
+def aligned_positions(own: int, other: int) -> np.ndarray:
+    """Positions of a completion with `other` of them that those of one with `own` are compared with, `(own,)`; they count from 1,
+    and 0 is none."""
+    steps = -(-np.arange(1, own) * (other - 1) // max(own - 1, 1))
+    return np.append(steps, other)
 
 
-def comparisons(numbers: Sequence[int], groups: Sequence[int]) -> torch.Tensor:
+class Prefixes:
     """
-    What each position is compared with: `(M, M)` float64, of which `psi = S - comparisons @ S` with the prefix proxies `S`.
+    The positions of all completions, and what each is compared with.
 
     Args:
-        numbers (sequence of `B` `int`): Positions of each completion, at least 1; 0 for one without a verdict.
-        groups (sequence of `B` `int`): The prompt of each.
-    """
-    starts = [sum(numbers[:i]) for i in range(len(numbers))]
-    found = torch.zeros(sum(numbers), sum(numbers), dtype=torch.float64)
-    for i, own in enumerate(numbers):
-        others = [j for j, n in enumerate(numbers) if j != i and n and groups[j] == groups[i]]
-        for k in range(1, own + 1):
-            places = [(j, aligned_position(k, own, numbers[j])) for j in others]
-            columns = [starts[j] + place - 1 for j, place in places if place is not None]
-            found[starts[i] + k - 1, columns] = 1 / max(len(columns), 1)
-    return found
+        groups ([`Groups`]): The completions by their outcomes.
+        labels (sequence of `B` sequences of `float`): Of the positions of each completion in [0, 1], at least the outcome.
 
+    Attributes:
+        row, labels (`(M,)`): The completion of each position, and its label; NaN for a completion that is not scorable.
+        outcomes (`(B,)`), starts (list of `B` `int`): The last and the first position of each completion.
+        compared (`(M, G - 1)`): Positions that each is compared with; -1 behind the last.
+        scored (bool, `(M,)`): Whether there are any.
+    """
 
-def position_weights(
-    labels: torch.Tensor, compared: torch.Tensor, numbers: Sequence[int], *, class_weighting="balanced"
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Weights and targets of all positions, both `(M,)`: those of the classes in the aligned set of each, times its share of the
-    completion; 0 for a position without a score. `compared` is what [`comparisons`] gives.
-    """
-    scored = compared.any(dim=1)
-    weights, targets = torch.zeros_like(labels), labels.clone()
-    for m in scored.nonzero()[:, 0].tolist():
-        members = torch.cat([labels[m : m + 1], labels[compared[m] > 0]])
-        of_set = class_weights(members, num_generations=len(members), class_weighting=class_weighting)
-        weights[m], targets[m] = of_set[0][0], of_set[1][0]
-    of_row = torch.repeat_interleave(torch.arange(len(numbers)), torch.tensor(numbers))
-    shares = torch.zeros(len(numbers), dtype=labels.dtype).index_add(0, of_row, scored.to(labels.dtype))
-    return weights / shares.clamp(min=1)[of_row], targets
+    def __init__(self, groups: Groups, labels: Sequence[Sequence[float]]):
+        numbers = np.array([len(of_row) for of_row in labels])
+        self.groups = groups
+        self.row = torch.from_numpy(np.repeat(np.arange(len(numbers)), numbers))
+        self.outcomes = torch.from_numpy(numbers.cumsum() - 1)
+        of_all = torch.tensor([label for of_row in labels for label in of_row], dtype=groups.labels.dtype)
+        self.labels = of_all.masked_fill(~groups.scorable[self.row], math.nan)
+        compared = np.full((len(of_all), groups.size - 1), -1)
+        self.starts = starts = (numbers.cumsum() - numbers).tolist()
+        for members in groups.members:
+            rows = [i for i in members if groups.scorable[i]]
+            for i in rows:
+                for column, j in enumerate(j for j in rows if j != i):
+                    places = aligned_positions(numbers[i], numbers[j])
+                    found = np.where(places > 0, starts[j] + places - 1, -1)
+                    compared[starts[i] : starts[i] + numbers[i], column] = found
+        self.compared = torch.from_numpy(compared)
+        self.scored = (self.compared >= 0).any(dim=1)
+
+    def weights(self, class_weighting: ClassWeighting) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights and targets of the positions, both `(M,)`: those of the classes in the aligned set of each, the weights times its
+        share of the completion; 0 for a position without a score."""
+        others = self.labels[self.compared].masked_fill(self.compared < 0, math.nan)
+        aligned = torch.cat([self.labels[:, None], others], dim=1)  # (M, G)
+        kinds = {"num_generations": aligned.shape[1], "class_weighting": class_weighting}
+        weights, targets = (values.view(aligned.shape)[:, 0] for values in class_weights(aligned.flatten(), **kinds))
+        shares = torch.zeros(len(self.outcomes)).index_add(0, self.row, self.scored.float())
+        return weights / shares.clamp(min=1)[self.row], targets
+
+    def scores(self, proxies: torch.Tensor) -> torch.Tensor:
+        """`psi` from prefix proxies, both `(M,)`: 0 where there is none, and exactly 0 where all proxies are equal."""
+        differences = (proxies[:, None] - proxies[self.compared]).masked_fill(self.compared < 0, 0.0)
+        return differences.sum(dim=1) / self._number.to(proxies)
+
+    @property
+    def _number(self) -> torch.Tensor:
+        """Of positions that each is compared with, at least 1."""
+        return (self.compared >= 0).sum(dim=1).clamp(min=1)
+
+    def total(self, residuals: torch.Tensor) -> torch.Tensor:
+        """From derivatives `e` with respect to scores those with respect to prefix proxies, `(M,)`: `e_m - sum_u e_u / n_u` over the
+        positions `u` that are compared with `m`, each with `n_u`. Exactly 0 where all these are equal, and `m` counts as often as it
+        is counted; rows whose coefficients are 0 are left out."""
+        shares = (self.compared >= 0).double() / self._number[:, None]
+        used = torch.zeros(len(residuals), dtype=torch.float64)
+        used.index_add_(0, self.compared.clamp(min=0).flatten(), shares.flatten())
+        differences = (residuals[self.compared] - residuals[:, None]) * shares.to(residuals)
+        left = 1 - used
+        left[left.abs() < 1e-9] = 0  # sevenths do not sum to 1
+        found = residuals * left.to(residuals)
+        return found.index_add_(0, self.compared.clamp(min=0).flatten(), differences.flatten())
 
 
 def dense_loss(
-    prefixes: torch.Tensor,
-    labels: torch.Tensor,
-    numbers: Sequence[int],
-    groups: Sequence[int],
-    *,
-    class_weighting="balanced",
+    proxies: torch.Tensor, prefixes: Prefixes, *, class_weighting: ClassWeighting = "balanced"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     `1 / N * sum_ik w_ik BCE(sigmoid(psi_ik), y_ik)` over the positions with a score, `N` the completions whose outcome has one.
 
     Args:
-        prefixes (`torch.Tensor` of shape `(M,)`): Proxy of each prefix, summed up to its position.
-        labels (`torch.Tensor` of shape `(M,)`): In [0, 1].
-        numbers, groups (sequences of `B` `int`): See [`comparisons`].
+        proxies (`torch.Tensor` of shape `(M,)`): Of each prefix, summed up to its position.
+        prefixes ([`Prefixes`]): The positions.
         class_weighting (`str`): See [`objective.class_weights`].
 
     Returns:
-        The scalar loss and the scores `psi`, `(M,)`, 0 where there is none. Differentiable in `prefixes`.
+        The scalar loss and the scores `psi`, `(M,)`, 0 where there is none. Differentiable in `proxies`.
     """
-    if set(numbers) == {1}:
-        return Groups(labels, groups).apply(loss_from_proxies, prefixes, class_weighting=class_weighting)
-    compared = comparisons(numbers, groups)
-    scores = _scores(prefixes, compared)
-    weights, targets = position_weights(labels, compared, numbers, class_weighting=class_weighting)
-    terms = weights * F.binary_cross_entropy_with_logits(scores, targets.to(scores), reduction="none")
-    return terms.sum() / _num_rows(compared, numbers), scores
+    scores = prefixes.scores(proxies)
+    weights, targets = prefixes.weights(class_weighting)
+    entropies = F.binary_cross_entropy_with_logits(scores, targets.to(scores), reduction="none")
+    return (weights.to(scores) * entropies).sum() / _num_rows(prefixes), scores
 
 
 @torch.no_grad()
 def dense_coefficients(
-    prefixes: torch.Tensor,
-    labels: torch.Tensor,
-    numbers: Sequence[int],
-    groups: Sequence[int],
-    *,
-    class_weighting="balanced",
+    proxies: torch.Tensor, prefixes: Prefixes, *, class_weighting: ClassWeighting = "balanced"
 ) -> torch.Tensor:
-    """Derivative of [`dense_loss`] with respect to each prefix proxy, `(M,)`: with `e = w (sigmoid(psi) - y) / N` it is `e -
-    comparisons^T e`, the second part for its use in the scores of others. Arguments as there."""
-    if set(numbers) == {1}:
-        return Groups(labels, groups).apply(proxy_coefficients, prefixes, class_weighting=class_weighting)
-    compared = comparisons(numbers, groups)
-    scores = _scores(prefixes, compared)
-    weights, targets = position_weights(labels, compared, numbers, class_weighting=class_weighting)
-    residuals = weights * (torch.sigmoid(scores) - targets) / _num_rows(compared, numbers)
-    return residuals - compared.to(residuals).T @ residuals
+    """Derivative of [`dense_loss`] with respect to the proxy of each prefix, `(M,)`, its use in the scores of others included: with `e
+    = w (sigmoid(psi) - y) / N` that is [`Prefixes.total`]. Arguments as there."""
+    scores = prefixes.scores(proxies)
+    weights, targets = prefixes.weights(class_weighting)
+    return prefixes.total(weights.to(scores) * (torch.sigmoid(scores) - targets.to(scores)) / _num_rows(prefixes))
 
 
-def token_coefficients(coefficients: torch.Tensor, positions: Sequence[int], num_tokens: int) -> torch.Tensor:
+def _num_rows(prefixes: Prefixes) -> int:
+    return max(int(prefixes.groups.scorable.sum()), 1)
+
+
+def token_coefficients(
+    coefficients: torch.Tensor, positions: Sequence[int] | np.ndarray, num_tokens: int
+) -> torch.Tensor:
     """
     Of one completion, `(C,)`: each token gets the sum of the coefficients of the prefixes that it is in.
 
     Args:
         coefficients (`torch.Tensor` of shape `(K,)`): Of its prefixes.
-        positions (sequence of `K` `int`): Where they end, inclusive, in order.
+        positions (sequence of `K` `int`): Where they end, inclusive, in order; -1 is the prefix without a token.
         num_tokens (`int`): `C`.
     """
-    ends = torch.zeros(num_tokens, dtype=coefficients.dtype).index_add(0, torch.tensor(positions), coefficients)
-    return ends.flip(0).cumsum(0).flip(0)
-
-
-def _scores(prefixes: torch.Tensor, compared: torch.Tensor) -> torch.Tensor:
-    return (prefixes - compared.to(prefixes) @ prefixes).where(compared.any(dim=1), 0.0)
-
-
-def _num_rows(compared: torch.Tensor, numbers: Sequence[int]) -> int:
-    outcomes = [sum(numbers[: i + 1]) - 1 for i, n in enumerate(numbers) if n]
-    return max(int(compared[outcomes].any(dim=1).sum()), 1)
+    places = torch.as_tensor(positions, dtype=torch.long, device=coefficients.device)
+    ends = coefficients.new_zeros(num_tokens + 1).index_add(0, places + 1, coefficients)
+    return ends.flip(0).cumsum(0).flip(0)[1:]
 
 
 def checked_labels(name: str, i: int, given: Sequence, num_tokens: int) -> tuple[list[int], list[float]]:
@@ -148,9 +162,11 @@ def checked_labels(name: str, i: int, given: Sequence, num_tokens: int) -> tuple
     """
     where = f"The reward function {name!r} returned {list(given)!r:.100} for completion {i}."
     try:
-        positions, labels = [int(p) for p, _ in given], [float(y) for _, y in given]
+        positions, labels = [operator.index(p) for p, _ in given], [float(y) for _, y in given]
     except (TypeError, ValueError):
-        raise ValueError(f"{where} Dense labels are (position, label) pairs; the last one is the outcome.") from None
+        raise ValueError(
+            f"{where} Dense labels are (position, label) pairs, positions whole numbers; the last one is the outcome."
+        ) from None
     if not positions:
         raise ValueError(
             f"{where} There must be at least one pair, the outcome. Return None where there is no verdict."

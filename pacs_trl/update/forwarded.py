@@ -8,8 +8,8 @@ from accelerate import Accelerator
 
 class Forwarded(NamedTuple):
     """
-    What forward passes over some rows of a step have found, on all processes together: the proxies of these rows, `(B,)` on the
-    CPU and 0 elsewhere, the sum of the entropies of their counted tokens, their number, and the sum of the KL estimator; for
+    What forward passes over some rows of a step have found, on all processes together: the proxies of these rows (with [`Prefixes`]
+    of their prefixes), `(B,)` on the CPU and 0 elsewhere, the sum of the entropies of their counted tokens, their number, and the sum of the KL estimator; for
     STEER the `slopes` of [`SteerWeights`], else `(0, B)`.
     """
 
@@ -23,19 +23,20 @@ class Forwarded(NamedTuple):
 class Collector:
     """Collects what forward passes find; one reduction over processes at the end."""
 
-    def __init__(self, num_rows: int, accelerator: Accelerator, num_slopes: int = 0):
+    def __init__(self, num_places: int, accelerator: Accelerator, num_slopes: int = 0):
         self.accelerator = accelerator
-        self.of_rows = torch.zeros(1 + num_slopes, num_rows, device=accelerator.device)
+        self.of_rows = torch.zeros(1 + num_slopes, num_places, device=accelerator.device)
         self.sums = torch.zeros(3, device=accelerator.device)  # see `Forwarded`
 
-    def add(self, rows: list[int], proxies, entropies, loss_mask, kl=0.0, slopes=()) -> None:
-        if not rows:
+    def add(self, places: list[int], proxies, entropies, loss_mask, kl=0.0, slopes=()) -> None:
+        """What a micro-batch has found of its rows; `places` are those of [`StepRollouts`]."""
+        if not places:
             return
         of_rows = torch.stack([proxies.detach(), *slopes]).to(self.of_rows.dtype)
-        self.of_rows[:, torch.tensor(rows, device=of_rows.device)] = of_rows
+        self.of_rows[:, torch.tensor(places, device=of_rows.device)] = of_rows
         entropy = entropies.detach().masked_fill(~loss_mask, 0.0).sum()
         kl = kl.detach() if torch.is_tensor(kl) else torch.tensor(kl, device=entropy.device)
-        count = torch.tensor(float(len(rows)), device=entropy.device)
+        count = torch.tensor(float(len(loss_mask)), device=entropy.device)
         self.sums += torch.stack([entropy, count, kl.to(entropy.dtype)])
 
     def reduce(self) -> Forwarded:

@@ -38,10 +38,11 @@ from ..objective import (
     proxy_coefficients,
     sequence_proxies,
 )
+from .dense_labels import Prefixes, dense_coefficients, dense_loss
 from .forwarded import Collector, Forwarded
 from .groups import Groups
 from .hidden_states import Verl, effective_rank, rank_velocity_and_acceleration
-from .metrics import critic_metrics
+from .metrics import critic_metrics, prefix_metrics
 from .microbatching import Schedule
 from .rows import Rollout
 from .sampling_correction import Mismatch, merge_statistics, mismatch_metrics, mismatch_statistics
@@ -67,23 +68,29 @@ class Objective(NamedTuple):
     def _weights(self) -> dict:
         return {"class_weighting": self.class_weighting, "label_noise": self.label_noise}
 
-    def loss(self, groups: Groups, proxies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(
+        self, groups: Groups, proxies: torch.Tensor, prefixes: Prefixes | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss without the KL term, and scores."""
+        if prefixes is not None:
+            return dense_loss(proxies, prefixes, class_weighting=self.class_weighting)
         return groups.apply(loss_from_proxies, proxies, score_estimator=self.score_estimator, **self._weights)
 
     def coefficients(self, groups: Groups, proxies: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
         """Derivatives of the loss with respect to the log-probability of any counted token of each row, float32
         `(B,)`, from the proxies of the rows and the numbers of their counted tokens, both `(B,)`."""
-        slope = torch.full_like(proxies, self.pacs_beta)
-        if self.proxy == "mean_logp":
-            slope /= num_tokens.clamp(min=1)
         kinds = {"score_estimator": self.score_estimator}
-        found = slope * groups.apply(proxy_coefficients, proxies, **kinds, **self._weights)
+        found = self.slopes(num_tokens) * groups.apply(proxy_coefficients, proxies, **kinds, **self._weights)
         if self.actor_term_coef:
             scores = groups.apply(group_scores, proxies, **kinds)
             actor = groups.apply(actor_coefficients, scores, **self._weights)
             found = found + self.actor_term_coef * actor
         return found
+
+    def slopes(self, num_tokens: torch.Tensor) -> torch.Tensor:
+        """Derivatives of proxies with respect to the log-probability of any of their `num_tokens` counted tokens."""
+        slopes = torch.full(num_tokens.shape, self.pacs_beta)
+        return slopes / num_tokens.clamp(min=1) if self.proxy == "mean_logp" else slopes
 
 
 @dataclass(eq=False)
@@ -130,7 +137,11 @@ class PolicyUpdate:
         return score(model, [row.prompt_ids for row in batch.rollouts], [row.completion_ids for row in batch.rollouts])
 
     def _proxies(self, logps: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        compared = logps.detach(), batch.ref_logps, batch.loss_mask
+        compared = [logps.detach(), batch.ref_logps, batch.loss_mask]
+        if batch.has_positions:
+            row, ends = batch.ends
+            compared = [values[row] for values in compared]
+            compared[2] = compared[2] & (torch.arange(logps.shape[1], device=ends.device) <= ends[:, None])
         return sequence_proxies(*compared, pacs_beta=self.objective.pacs_beta, proxy=self.objective.proxy)
 
     @torch.no_grad()
@@ -147,11 +158,11 @@ class PolicyUpdate:
 
     @torch.no_grad()
     def _forward(self, model, step: StepRollouts, schedule: Schedule) -> Forwarded:
-        found = Collector(len(step.rollouts), self.accelerator, num_slopes=0 if self.steer is None else 2)
+        found = Collector(step.num_places, self.accelerator, num_slopes=0 if self.steer is None else 2)
         for rows, batch in self._own(step, schedule):
             logps, entropies = self._score(self.scorer.score, model, batch).padded()
             slopes = [] if self.steer is None else self._slopes(step, batch, logps, entropies)
-            found.add(rows, self._proxies(logps, batch), entropies, batch.loss_mask, slopes=slopes)
+            found.add(step.places(rows), self._proxies(logps, batch), entropies, batch.loss_mask, slopes=slopes)
         return found.reduce()
 
     def _slopes(self, step: StepRollouts, batch: MicroBatch, logps, entropies) -> list[torch.Tensor]:
@@ -200,7 +211,7 @@ class PolicyUpdate:
             before = None
             if not proxies_are_zero and (self.steer or verl or not step.whole_groups):
                 before = self._forward(model, step, step.schedule)
-            proxies = torch.zeros(len(step.rollouts)) if proxies_are_zero else before and before.proxies
+            proxies = torch.zeros(step.num_places) if proxies_are_zero else before and before.proxies
             schedule, coefficients = step.schedule, None
             if proxies is not None:
                 coefficients = self._coefficients(step, list(range(len(step.rollouts))), proxies)
@@ -271,19 +282,29 @@ class PolicyUpdate:
         return self._summarize(step, proxies, entropy, found.num_rows)
 
     def _coefficients(self, step: StepRollouts, rows: list[int], proxies: torch.Tensor) -> torch.Tensor:
-        """Of `rows`, which are whole groups with proxies `(len(rows),)`, in the mean over the whole step."""
-        groups = step.groups.take(rows)
-        share = groups.scorable.sum().item() / max(int(step.groups.scorable.sum()), 1)
-        num_tokens = torch.tensor([int(step.rollouts[i].loss_mask.sum()) for i in rows])
-        guided = torch.tensor([step.rollouts[i].guided for i in rows])
-        coefficients = self.objective.coefficients(groups, proxies, num_tokens) * share
+        """Of `rows`, which are whole groups with the proxies of their places, in the mean over the whole step."""
+        prefixes = [(step.rollouts[i], end + 1) for i in rows for end in step.rollouts[i].ends]
+        num_tokens = torch.tensor([int(row.loss_mask[:end].sum()) for row, end in prefixes])
+        guided = torch.tensor([row.guided for row, _ in prefixes])
+        if step.prefixes is None:
+            groups = step.groups.take(rows)
+            share = groups.scorable.sum().item() / max(int(step.groups.scorable.sum()), 1)
+            coefficients = self.objective.coefficients(groups, proxies, num_tokens) * share
+        else:
+            places = torch.tensor(step.places(rows))
+            of_step = torch.zeros(step.num_places).index_copy(0, places, proxies)
+            weighting = self.objective.class_weighting
+            found = dense_coefficients(of_step, step.prefixes, class_weighting=weighting)[places]
+            coefficients = self.objective.slopes(num_tokens) * found
         return coefficients.where(~guided, coefficients * self.objective.guided_weight)
 
     def _schedule_rows_that_count(self, step: StepRollouts, coefficients: torch.Tensor, *, scored: bool) -> Schedule:
         """Micro-batches of the rows with a gradient; `scored` is whether those of `step.schedule` were forwarded before."""
         scheduled = {i for batches in step.schedule for rows in batches for i in rows}
         # With a KL term every row has a gradient; otherwise rows with coefficient 0 have none.
-        counting = [i for i in sorted(scheduled) if self.objective.kl_coef != 0 or coefficients[i] != 0]
+        counting = [
+            i for i in sorted(scheduled) if self.objective.kl_coef != 0 or coefficients[step.places([i])].any()
+        ]
         # Log-probabilities under the policy that generated lie on the process that `step.schedule` gave the row to.
         rows_may_move = step.on_policy or not (self.token_weights or self.steer)
         keeps = not rows_may_move or (scored and len(counting) == len(scheduled))
@@ -302,7 +323,7 @@ class PolicyUpdate:
     ) -> tuple[Forwarded, list[torch.Tensor]]:
         """Back-propagate `sum_i c_i * sum_t w_it * log pi(o_it)` and the KL term; without `coefficients`, micro-batches hold
         whole groups. Returns what the forward passes found, and the statistics of the mismatch of each."""
-        found, mismatch = Collector(len(step.rollouts), self.accelerator), []
+        found, mismatch = Collector(step.num_places, self.accelerator), []
         compares = step.on_policy and any(row.sampling_logps is not None for row in step.rollouts)
         num_tokens, last = max(step.num_tokens, 1), max(len(schedule[self.accelerator.process_index]) - 1, 0)
         for k, (rows, batch) in enumerate(self._own(step, schedule)):
@@ -312,19 +333,19 @@ class PolicyUpdate:
                 if not rows:
                     of_rows = torch.zeros(1)
                 elif coefficients is not None:
-                    of_rows = coefficients[rows]
+                    of_rows = coefficients[step.places(rows)]
                 else:
                     of_rows = self._coefficients(step, rows, proxies.cpu())
-                of_rows = of_rows.to(logps.device)
+                of_tokens = batch.of_tokens(of_rows.to(logps.device))
                 if compares:
                     compared = logps, batch.sampling_logps, batch.loss_mask
                     mismatch.append(mismatch_statistics(*compared, **self.mismatch._asdict()))
-                weighted = self._weighted([*self.token_weights, *steer], step, batch, logps, entropies, of_rows)
-                loss = (of_rows * weighted.masked_fill(~batch.loss_mask, 0.0).sum(dim=1)).sum()
+                weighted = self._weighted([*self.token_weights, *steer], step, batch, logps, entropies, of_tokens)
+                loss = (of_tokens * weighted.masked_fill(~batch.loss_mask, 0.0)).sum()
                 kl = self._kl(model, logps, batch)
                 loss = loss + self.objective.kl_coef * kl / num_tokens
                 self._backward(loss * self.accelerator.num_processes)
-                found.add(rows, proxies, entropies, batch.loss_mask, kl)
+                found.add(step.places(rows), proxies, entropies, batch.loss_mask, kl)
         return found.reduce(), mismatch
 
     def _weighted(self, token_weights, step, batch: MicroBatch, logps, entropies, coefficients) -> torch.Tensor:
@@ -349,12 +370,15 @@ class PolicyUpdate:
 
     def _summarize(self, step: StepRollouts, proxies, entropy: float, num_forwarded: float):
         """The loss without the KL term, and the metrics that every step has; `entropy` is summed over all counted tokens."""
-        loss, scores = self.objective.loss(step.groups, proxies)
+        loss, scores = self.objective.loss(step.groups, proxies, step.prefixes)
+        weighting = self.objective.class_weighting
         metrics = {
             "entropy": entropy / step.num_tokens if step.num_tokens else math.nan,
             "pacs/forwarded_fraction": num_forwarded / max(len(step.rollouts), 1),
         }
-        weighting = self.objective.class_weighting
+        if step.prefixes is not None:
+            metrics |= prefix_metrics(proxies, scores, step.prefixes, class_weighting=weighting)
+            proxies, scores = proxies[step.prefixes.outcomes], scores[step.prefixes.outcomes]
         return loss.item(), metrics | critic_metrics(proxies, scores, step.groups, class_weighting=weighting)
 
     @contextlib.contextmanager

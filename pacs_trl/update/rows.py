@@ -33,6 +33,9 @@ class Rollout:
         sampling_logps (float32, shape `(C,)`, *optional*): As the engine that generated reported them; NaN where it
             did not.
         guided (`bool`): Whether the completion was drawn with help that `prompt_ids` does not have.
+        positions (int32, shape `(K,)`, *optional*), step_labels (float32, shape `(K - 1,)`, *optional*): Of a completion that is
+            labelled in several places, see `dense_labels.py`: inclusive indices of these, and the labels before the last one,
+            which is `label`.
     """
 
     prompt_ids: np.ndarray
@@ -45,6 +48,18 @@ class Rollout:
     sampling_logps: np.ndarray | None = None
     old_entropies: np.ndarray | None = None
     guided: bool = False
+    positions: np.ndarray | None = None
+    step_labels: np.ndarray | None = None
+
+    @property
+    def ends(self) -> np.ndarray:
+        """Where the prefixes end that have a label."""
+        return np.array([len(self.completion_ids) - 1]) if self.positions is None else self.positions
+
+    @property
+    def labels(self) -> list[float]:
+        """Of these prefixes, the last one the outcome."""
+        return [*([] if self.step_labels is None else self.step_labels.tolist()), self.label]
 
 
 def to_state(rollout: Rollout) -> dict:
@@ -92,8 +107,9 @@ def labels_from_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor, n
 
 
 def unpad_rollouts(batch: dict[str, torch.Tensor]) -> list[Rollout]:
-    """Rows of what `_generate_and_score_completions` returns, plus `"labels"` and `"groups"` of shape `(B,)`. A
-    completion whose mask is all zero was cut off and is masked by `mask_truncated_completions`: it loses its label."""
+    """Rows of what `_generate_and_score_completions` returns, plus `"labels"` and `"groups"` of shape `(B,)`, and `"steps"` where
+    completions are labelled in several places: [`Rollout`]'s `positions` and `step_labels` of each. A completion whose mask is
+    all zero was cut off and is masked by `mask_truncated_completions`: it loses its label."""
     prompts = without_padding(batch["prompt_ids"], batch["prompt_mask"])
     completions = without_padding(batch["completion_ids"], batch["completion_mask"])
     tool_mask = batch["tool_mask"] if "tool_mask" in batch else batch["completion_mask"]
@@ -102,6 +118,7 @@ def unpad_rollouts(batch: dict[str, torch.Tensor]) -> list[Rollout]:
     sampling_logps: Sequence[np.ndarray | None] = [None] * len(prompts)
     if "sampling_per_token_logps" in batch:
         sampling_logps = without_padding(batch["sampling_per_token_logps"].float(), batch["completion_mask"])
+    steps: Any = batch["steps"] if "steps" in batch else [(None, None)] * len(prompts)
     return [
         Rollout(
             prompt_ids=prompts[i].astype(np.int32),
@@ -110,6 +127,8 @@ def unpad_rollouts(batch: dict[str, torch.Tensor]) -> list[Rollout]:
             label=labels[i] if len(completions[i]) else float("nan"),
             group=groups[i],
             sampling_logps=sampling_logps[i],
+            positions=steps[i][0] if len(completions[i]) else None,
+            step_labels=steps[i][1] if len(completions[i]) else None,
         )
         for i in range(len(prompts))
     ]

@@ -23,8 +23,8 @@ class TokenValues(NamedTuple):
         old_logps: Under the policy that generated, by the trainer: never a snapshot.
         old_entropies: Entropies of that policy; 0 where a later update does not know them, since no weight asks for them.
         sampling_logps: As `old_logps`, by the engine; NaN where it reported none.
-        coefficients (shape `(B,)`): Derivatives of the loss with respect to the log-probability of any counted token
-            of the completion.
+        coefficients (shape `(B, 1)` or `(B, T)`): Derivatives of the loss with respect to the log-probability of a counted token,
+            the same for all of a completion unless it is labelled in several places.
         mask (bool): Tokens that count; elsewhere the others have no meaning.
     """
 
@@ -151,9 +151,9 @@ class SteerWeights:
         compared = tokens.logps, tokens.old_logps, tokens.old_entropies
         advantages = -self.num_rows * tokens.coefficients
         weights = steer_weights(*compared, advantages, tokens.mask, **self.steer._asdict(), extremes=self.extremes)
-        predicted = -weights * advantages[:, None] * entropy_slopes(*compared, tokens.mask)
+        predicted = -weights * advantages * entropy_slopes(*compared, tokens.mask)
         values = torch.stack([torch.ones_like(weights), weights, predicted, tokens.entropies - tokens.old_entropies])
-        learnt = tokens.mask & (tokens.coefficients != 0)[:, None]
+        learnt = tokens.mask & (tokens.coefficients != 0)
         self._sums.append(values[:, learnt].double().sum(dim=1))
         signed = torch.stack([weights, -weights]).masked_fill(~learnt, math.inf)
         self._bounds.append(signed.flatten(1).amin(dim=1))

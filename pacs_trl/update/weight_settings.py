@@ -109,3 +109,24 @@ def _hidden_state_errors(given: Any) -> list[str]:
             f"prefixes of {stride + 1} and {2 * stride + 1} tokens. Set it to at most {max(1, (longest - 1) // 2)}."
         )
     return errors
+
+
+def dense_label_errors(given: Any) -> list[str]:
+    """Why these settings make no sense where a reward function labels completions in several places, a sentence for each."""
+    outcomes = "it goes by the labels of outcomes, and steps may differ where outcomes are equal"
+    reasons = {
+        "score_estimator": "the score of a prefix is its proxy minus the mean of the aligned ones, which is 'rloo'",
+        "actor_term_coef": "the actor term weighs a completion by the likelihood of its one label",
+        "label_noise": "its rates are those of verdicts on outcomes, and say nothing of steps",
+        "spread_filter": outcomes,
+        "refill_uniform_groups": outcomes,
+        "token_weighting": "STEER finds the largest change of a step from one coefficient for each completion",
+        "row_weighting": "VERL weighs the one coefficient of a completion",
+    }
+    neutral = {"score_estimator": "rloo"}
+    return [
+        f"A reward function returned (position, label) pairs, which make no sense with {name}={value!r}: {reason}. Remove the key, or "
+        "return numbers."
+        for name, reason in reasons.items()
+        if (value := getattr(given, name)) and value != neutral.get(name)
+    ]

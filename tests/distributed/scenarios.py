@@ -72,7 +72,9 @@ REPLAYED: dict[str, tuple[dict, dict]] = {  # settings, settings of the replay
     "actor term, mean log-probability": ({**HALF, "actor_term_coef": 1.0, "proxy": "mean_logp"}, {}),
     "clipped": ({**HALF, "max_grad_norm": 0.5}, {}),
     "STEER": ({**QUARTER, "token_weighting": "steer", "token_weight_min": 0.5, "max_steps": 4}, {}),
+    "labels in several places": ({**QUARTER, "group_layout": "split", "max_steps": 4}, {"steps": True}),
 }
+VERL = {**QUARTER, "row_weighting": "verl", "hidden_state_stride": 2, "max_steps": 4}
 
 
 def record(directory, settings, replay_settings, *, more=None, model=None, trainer_class=PACSTrainer):
@@ -263,6 +265,7 @@ DDP = {
         name: lambda rank, directory, settings=settings, replay=replay: record(directory, settings, replay)
         for name, (settings, replay) in REPLAYED.items()
     },
+    "VERL": lambda rank, directory: record(directory, VERL, {}),
     "lora": lora,
     "ragged, whole": lambda rank, directory: ragged(rank, directory, "whole"),
     "ragged, split": lambda rank, directory: ragged(rank, directory, "split"),
@@ -293,8 +296,10 @@ SHARDED = (
     "snapshot, renewed",
     "clipped",
     "STEER",
+    "labels in several places",
 )
 FSDP2 = {name: sharded(name, FSDP_SETTINGS) for name in SHARDED} | {
+    "VERL": lambda rank, directory: record(directory, VERL | FSDP_SETTINGS, {}),
     "resumed snapshot": lambda rank, directory: resumed(rank, directory, reference="snapshot", **FSDP_SETTINGS),
     "drawn again": lambda rank, directory: drawn_again(rank, directory, **FSDP_SETTINGS),
     "probabilities": lambda rank, directory: probabilities(directory, **FSDP_SETTINGS),
@@ -346,7 +351,10 @@ FSDP2["exchanged in bf16"] = exchanged_in_bf16
 # Parameters below the threshold stay gathered between uses: all of this model's, or none.
 ZERO3 = {
     f"{name}, {threshold}": sharded(name, zero3_settings(threshold)) for name in SHARDED for threshold in (0, 100_000)
-} | {"resumed snapshot": lambda rank, directory: resumed(rank, directory, reference="snapshot", **zero3_settings(0))}
+} | {
+    "VERL": lambda rank, directory: record(directory, VERL | zero3_settings(0), {}),
+    "resumed snapshot": lambda rank, directory: resumed(rank, directory, reference="snapshot", **zero3_settings(0)),
+}
 
 
 def run_all(output: Path, kind: str):

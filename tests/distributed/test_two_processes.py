@@ -21,7 +21,7 @@ from replay import (
     rows_of_update,
     tiny_model,
 )
-from scenarios import FSDP2, LORA, QUARTER, RAGGED, REPLAYED, ZERO3, probabilities, run_all
+from scenarios import FSDP2, LORA, QUARTER, RAGGED, REPLAYED, VERL, ZERO3, probabilities, record, run_all
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -71,7 +71,11 @@ def check(tmp_path, results, settings, replay_settings, model=tiny_model, ragged
         reference = first["generations"][generation]
         if args.reference == "snapshot":
             reference = first["weights"][update // 2 * 2]
-        more = {"tools": replay.tools, "sizes": (SIZES[:4], SIZES[4:])[update % 2] if ragged else None}
+        more = {
+            "tools": replay.tools,
+            "steps": replay.steps,
+            "sizes": (SIZES[:4], SIZES[4:])[update % 2] if ragged else None,
+        }
         expected = in_graph_step(model().double(), first["weights"][update], reference, rows, args, **more)
         norm = sum(g.square().sum() for g in expected.gradients.values()).sqrt().item()
         assert first["logs"][update]["grad_norm"] == pytest.approx(norm, rel=RELATIVE)
@@ -162,6 +166,18 @@ def test_probabilities_of_reference_answers(tmp_path, request, kind):
     assert first["logs"][0] == pytest.approx(one["logs"][0], rel=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero3"])
+def test_verl_weighs_rows_as_in_one_process(tmp_path, request, kind):
+    first, second = both(request.getfixturevalue(kind), "VERL")
+    one = record(tmp_path, {**VERL, "per_device_train_batch_size": 4}, {})
+    for mine, other, expected in zip(first["logs"], second["logs"], one["logs"], strict=True):
+        found = {k: v for k, v in mine.items() if k.startswith(("hidden/", "loss", "grad_norm"))}
+        assert len(found) == 6 and found == {k: other[k] for k in found}
+        assert found == pytest.approx({k: expected[k] for k in found}, rel=1e-4, abs=1e-5)
+    assert first["logs"][-1]["hidden/bonus"] > 0.01
+    assert relative_error(first["final"], one["final"]) < RELATIVE
+
+
 def test_hard_prompts_of_one_process_are_drawn_by_both(ddp):
     first, second = both(ddp, "drawn where needed")
     assert first["again"] == second["again"] == {1: True, 2: True}
@@ -213,7 +229,7 @@ def test_fsdp2_exchanges_float32_under_bf16(fsdp2):
             assert policies == {MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)}
 
 
-@pytest.mark.parametrize("name", [name for name in ZERO3 if name != "resumed snapshot"])
+@pytest.mark.parametrize("name", [name for name in ZERO3 if name.rsplit(", ", 1)[0] in REPLAYED])
 def test_zero3_equals_one_process(tmp_path, zero3, name):
     settings, replay_settings = REPLAYED[name.rsplit(", ", 1)[0]]
     check(tmp_path, both(zero3, name), settings, replay_settings)

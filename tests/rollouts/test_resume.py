@@ -37,11 +37,12 @@ FOUR_UPDATES = {  # of two groups of four, per generation
 HISTORY = ("loss", "grad_norm", "reward", "entropy", "pacs/proxy_abs_mean", "pacs/score_std", "learning_rate")
 
 
-def trained(output_dir, *, resume=None, num_prompts=64, lora=False, adapter=False, **settings):
+def trained(output_dir, *, resume=None, num_prompts=64, lora=False, adapter=False, reward=None, **settings):
     recorder = Recorder()
     trainer = build_trainer(
         output_dir,
         model=get_peft_model(tiny_model(), LoraConfig(r=4, target_modules="all-linear")) if adapter else None,
+        reward=reward,
         more={
             "train_dataset": addition_dataset(num_prompts),
             "eval_dataset": addition_dataset(4),
@@ -90,6 +91,15 @@ def test_saved_rows_are_needed(tmp_path, offset):
         trained(tmp_path / "resumed", resume=str(checkpoint))
 
 
+def digit_steps(completions, completion_ids, **kwargs):
+    """Labels of the first tokens, and of the text."""
+    outcomes = digit_reward(completions)
+    return [
+        [*((t, ids[t] % 2) for t in range(min(ids[0] % 4, len(ids) - 1))), (len(ids) - 1, y)]
+        for ids, y in zip(completion_ids, outcomes, strict=True)
+    ]
+
+
 VARIANTS = {
     "snapshot with resets": {
         "reference": "snapshot",
@@ -116,6 +126,12 @@ VARIANTS = {
         "num_prompts": 10,
         "max_steps": 5,
         "offsets": [1, 2, 3],
+    },
+    "labels in several places, LoRA": {
+        "reward": digit_steps,
+        "lora": True,
+        "max_steps": 6,
+        "offsets": [1, 2, 3, 4, 5],
     },
     "evaluation in between": {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 6, "offsets": [3, 4]},
 }

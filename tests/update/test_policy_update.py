@@ -85,6 +85,7 @@ def train_and_compare(
             kl_weights=start if trainer.args.beta else None,
             sizes=(SIZES[:4], SIZES[4:])[update % 2] if trainer_class is RaggedGroups else None,
             old_weights=replay.weights[generation],
+            steps=replay.steps,
         )
         assert losses[update] == pytest.approx(expected.loss, rel=RELATIVE), f"loss of update {update}"
         error = relative_error(recorder.gradients[update], expected.gradients)
@@ -155,6 +156,49 @@ def test_gradient_of_special_rows(tmp_path, replay, group_layout):
 def test_gradient_with_truncated_completions_masked(tmp_path, group_layout, padding_free):
     settings = {"mask_truncated_completions": True, "group_layout": group_layout, "padding_free": padding_free}
     train_and_compare(tmp_path, Replay(truncated=0.4), **settings, **TWO_UPDATES)
+
+
+STEPS = {
+    "aligned": {},
+    "whole groups": {"group_layout": "whole", **TWO_UPDATES},
+    "split groups, padded": {"group_layout": "split", "padding_free": "never", **TWO_UPDATES},
+    "mean log-probability, scaled": {"proxy": "mean_logp", "pacs_beta": 0.5, **TWO_UPDATES},
+    "groups larger than micro-batches": {**SMALL_MICRO_BATCHES, "max_steps": 4, "class_weighting": "only_positive"},
+    "truncated and masked, snapshot": {**SNAPSHOT, "mask_truncated_completions": True, "class_weighting": "none"},
+    "two iterations": {"num_iterations": 2, "max_steps": 4},
+}
+
+
+@pytest.mark.parametrize("settings", STEPS.values(), ids=STEPS)
+def test_gradient_of_labels_in_several_places(tmp_path, settings):
+    replay = Replay(steps=True, unverifiable=0.1, tools="mask_truncated_completions" in settings)
+    trainer, _ = train_and_compare(tmp_path, replay, **settings)
+    first, *_, last = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert 0.3 < first["dense/steps"] < 3 and 0.5 < first["dense/scored_fraction"] <= 1
+    assert (last.get("dense/critic_accuracy") is not None) == (settings != {})  # all proxies are 0 on first updates
+
+
+def test_gradient_of_labels_in_several_places_with_token_weights_kl_term_and_lora(tmp_path, model_path):
+    settings = {**CORRECTION, "vllm_importance_sampling_mode": "token_truncate", "beta": 0.1, **TWO_UPDATES}
+    train_and_compare(tmp_path, Replay(steps=True), model=model_path, trainer_class=WeightedTokens, **settings)
+    torch.manual_seed(0)
+    train_and_compare(tmp_path, Replay(steps=True), peft_config=LORA, **TWO_UPDATES)
+
+
+@pytest.mark.parametrize("settings", [TWO_UPDATES, {**SNAPSHOT, "group_layout": "split"}], ids=["plain", "snapshot"])
+def test_one_position_for_each_completion_is_plain_pacs_bit_by_bit(tmp_path, settings):
+    def outcomes(completions, label, completion_ids, **kwargs):
+        return [None if y is None else [(len(ids) - 1, y)] for ids, y in zip(completion_ids, label)]
+
+    runs = []
+    for reward in (None, outcomes):
+        trainer = build_trainer(tmp_path, replay=Replay(unverifiable=0.1, soft=True), reward=reward, **settings)
+        trainer.train()
+        kept = ("loss", "grad_norm", "entropy", "pacs/")
+        logs = [{k: v for k, v in e.items() if k.startswith(kept)} for e in trainer.state.log_history[:-1]]
+        runs.append((logs, trainable_weights(trainer.model)))
+    assert runs[0][0] == runs[1][0] and len(runs[0][0]) == 4
+    assert all(torch.equal(weight, runs[1][1][name]) for name, weight in runs[0][1].items())
 
 
 @pytest.mark.parametrize("group_layout", ["whole", "split"])
@@ -325,7 +369,7 @@ def test_token_weights_are_multiplied_and_see_the_policy_that_generated(tmp_path
 
     def double(tokens):
         assert not any(values.requires_grad for values in tokens)
-        assert tokens.coefficients.shape == tokens.logps.shape[:1] and tokens.entropies.shape == tokens.mask.shape
+        assert tokens.coefficients.shape == (len(tokens.logps), 1) and tokens.entropies.shape == tokens.mask.shape
         seen.append((trainer.state.global_step, tokens.old_logps[tokens.mask].sum().item()))
         return torch.full_like(tokens.logps, 2.0)
 
