@@ -1,32 +1,37 @@
-"""Do STEER, VERL, RLPR and corrected labels do what they are for? `python -m experiments.weights --seeds 0 1 2`
+"""Do STEER, labels of steps, corrected labels, VERL and RLPR do what they are for? `python -m experiments.weights --seeds 0 1 2`
 
-The arms of a seed share their warm start (sums, the smaller model of the tables) and draw 60 generations of 256 completions, four updates
-each. The learning rate of a method is the better of two on a seed that is not reported, with the same budget: 10 runs, and 30 with
-three seeds. What decides: STEER, entropy kept and pass@k at equal pass@1; VERL, whether its metrics move apart from the entropy, and
-gain or none; RLPR, how much of the verifier's gain comes without it; noisy verdicts (10 and 20 % of both kinds flipped), pass@1 with and
-without correction, and of GRPO. Restartable: finished arms are taken from `--results_dir`, an interrupted one goes on from its last
-checkpoint. Not run yet.
+On sums of four terms and a model of 0.1 million parameters: the arms of a seed share their warm start, draw 40 generations of 256
+completions, four updates each, and are measured on 64 held-out sums, 64 completions each. The learning rate of a method is the better
+of two on a seed that is not reported, with the same budget (6 runs, and 33 with three seeds), or `--rate` for all. What decides: STEER,
+entropy kept and pass@k at equal pass@1; labels of steps against those of outcomes; 10 and 20 % of both kinds of verdicts flipped, pass@1
+with and without correction, and of GRPO; VERL, whether its metrics move apart from the entropy, and gain or none; RLPR, how much of the
+verifier's gain comes without it. Restartable: finished arms are taken from `--results_dir`, an interrupted one goes on from its last
+checkpoint. Writes a table and a figure there.
 """
 
 import argparse
 import hashlib
+import math
 from pathlib import Path
 from statistics import mean, stdev
 
-from pacs_trl.report.inputs import read_log_history
 from pacs_trl.reproduce.cells import Options, run_cell
 from pacs_trl.reproduce.records import Records
 from pacs_trl.reproduce.tables import Cell
 from pacs_trl.rewards import math_reward
 
 
-SAVED = {"save_strategy": "steps", "save_steps": 20, "save_total_limit": 1, "max_steps": 240}
+SAVED = {"save_strategy": "steps", "save_steps": 20, "save_total_limit": 1}
+TASK = {
+    "model_name_or_path": "miniature/terms_4/tiny",
+    "dataset_name": "miniature/terms_4",
+    "max_completion_length": 48,
+}
+SIZES = {"num_samples": 64, "max_problems": 64, "benchmarks": "miniature/terms_4"}
 RATES, SWEPT_SEED = (1.0e-4, 3.0e-4), 9
-METHODS = {  # whose learning rate is swept
+METHODS = {  # whose learning rate is swept; the arms that are not here scale gradients of PACS by 0.5 to 1.5, and take its rate
     "PACS": {},
     "GRPO": {},
-    "STEER": {"token_weighting": "steer"},
-    "VERL": {"row_weighting": "verl", "hidden_state_stride": 10},
     "RLPR": {"reward_funcs": "probability_reward", "spread_filter": 0.5},
 }
 
@@ -40,16 +45,26 @@ def _corrected(share: str) -> dict:
     return _noisy(share, class_weighting="none", label_noise=rates)
 
 
-ARMS: dict[str, tuple[str, dict]] = {name: (name, {}) for name in METHODS if name != "GRPO"} | {  # method, settings
-    f"{name}, {share} % flipped": arm
-    for share in ("10", "20")
-    for name, arm in {
-        "PACS": ("PACS", _noisy(share, class_weighting="none")),
-        "PACS, corrected": ("PACS", _corrected(share)),
-        "GRPO": ("GRPO", _noisy(share)),
-    }.items()
+STEPS = {"reward_funcs": "pacs_trl.miniature.step_reward.step_reward"}
+NOISY = {
+    share: {
+        f"PACS, {share} % flipped": ("PACS", _noisy(share, class_weighting="none")),
+        f"PACS, {share} % flipped, corrected": ("PACS", _corrected(share)),
+        f"GRPO, {share} % flipped": ("GRPO", _noisy(share)),
+    }
+    for share in ("20", "10")
+}
+ARMS: dict[str, tuple[str, dict]] = {  # method, settings; what tells most comes first
+    **NOISY["20"],
+    "PACS": ("PACS", {}),
+    "PACS, labels of steps": ("PACS", STEPS),
+    "STEER": ("PACS", {"token_weighting": "steer"}),
+    "VERL": ("PACS", {"row_weighting": "verl", "hidden_state_stride": 10}),
+    "RLPR": ("RLPR", {}),
+    **NOISY["10"],
 }
 KS = (1, 8, 64)
+T_95 = (12.71, 4.30, 3.18, 2.78)  # of 1, 2, ... degrees of freedom
 
 
 def _flipped(share: float, completions, prompts, trainer_state, **kwargs) -> list[float | None]:
@@ -74,15 +89,16 @@ def flipped_20(completions, prompts, trainer_state, **kwargs) -> list[float | No
 def cell_of(arm: str, method: str, settings: dict, rate: float) -> Cell:
     name = f"{arm}_{rate:g}".lower().replace(" %", "").replace(",", "").replace(" ", "_")
     recipe = f"miniature/twin-4b/{'grpo' if method == 'GRPO' else 'pacs'}"
-    return Cell(
-        arm, recipe, settings=METHODS[method] | settings | SAVED | {"learning_rate": rate}, name=f"weights/{name}"
-    )
+    settings = METHODS[method] | settings | TASK | SAVED | {"max_steps": 160, "learning_rate": rate}
+    return Cell(arm, recipe, settings=settings, name=f"weights/{name}")
 
 
-def pass_at(run, k: int) -> float | None:
-    """Mean over the benchmarks of the miniature."""
-    values = [b["pass_at_k"].get(str(k)) for b in run.results["benchmarks"].values()]
-    return None if None in values else mean(value["value"] for value in values)
+def values_of(run) -> list[float]:
+    """pass@k of each of `KS` in percent, NaN where fewer were drawn, and the mean entropy of the last ten steps in nats."""
+    (benchmark,) = run.results["benchmarks"].values()
+    entropies = [entry["entropy"] for entry in run.training["log_history"]]
+    passes = [100 * found["value"] if (found := benchmark["pass_at_k"].get(str(k))) else math.nan for k in KS]
+    return [*passes, mean(entropies[-10:])]
 
 
 def swept_rates(options: Options, methods) -> dict[str, float]:
@@ -90,57 +106,93 @@ def swept_rates(options: Options, methods) -> dict[str, float]:
     records, found = Records(options.results_dir), {}
     for method in methods:
         runs = {rate: records.runs(cell_of(method, method, {}, rate).run, method) for rate in RATES}
-        scores = {rate: pass_at(run, 1) for rate, own in runs.items() for run in own if run.seed == SWEPT_SEED}
+        scores = {rate: values_of(run)[0] for rate, own in runs.items() for run in own if run.seed == SWEPT_SEED}
         if len(scores) == len(RATES):
             found[method] = max(scores, key=lambda rate: scores[rate])
     return found
 
 
-def report(options: Options, rates: dict[str, float]) -> list[str]:
-    """A row for each arm: mean and standard deviation over seeds, pass@k in percent, entropy of the last ten steps in nats."""
-    records = Records(options.results_dir)
-    lines = [
-        f"| | rate | {' | '.join(f'pass@{k}' for k in KS)} | entropy |",
-        "| --- | ---: |" + " ---: |" * (len(KS) + 1),
-    ]
+def finished(options: Options, rates: dict[str, float]) -> dict[str, dict[int, list[float]]]:
+    """Of each arm and seed that is done, [`values_of`] it."""
+    records, found = Records(options.results_dir), {}
     for arm, (method, settings) in ARMS.items():
-        if method not in rates:
-            continue
-        cell = cell_of(arm, method, settings, rates[method])
-        runs = [run for run in records.runs(cell.run, arm) if run.seed in options.seeds]
+        runs = records.runs(cell_of(arm, method, settings, rates[method]).run, arm) if method in rates else []
+        found[arm] = {
+            run.seed: values_of(run) for run in sorted(runs, key=lambda run: run.seed) if run.seed in options.seeds
+        }
+    return found
+
+
+def report(found: dict[str, dict[int, list[float]]]) -> list[str]:
+    """A row for each arm: its values by seed, and the difference to what it is compared with at k = 1, with a 95 % interval over seeds."""
+    names = [*(f"pass@{k}" for k in KS), "entropy"]
+    lines = [f"| | seeds | {' | '.join(names)} | pass@1 minus |", "| --- | --- |" + " ---: |" * (len(names) + 1)]
+    for arm, runs in found.items():
         if not runs:
             continue
-        columns = [[100 * value for run in runs if (value := pass_at(run, k)) is not None] for k in KS]
-        files = [cell.directory(options.work_dir, run.seed) / "model" / "trainer_state.json" for run in runs]
-        histories = [[e["entropy"] for e in read_log_history(file) if "entropy" in e] for file in files]
-        columns.append([mean(entropies[-10:]) for entropies in histories])
-        cells = [f"{mean(c):.2f} ± {stdev(c) if len(c) > 1 else 0:.2f}" if c else "-" for c in columns]
-        lines.append(f"| {arm} | {rates[method]:g} | {' | '.join(cells)} |")
+        columns = [f"{mean(c):.2f} ({', '.join(f'{x:.2f}' for x in c)})" for c in zip(*runs.values(), strict=True)]
+        other = f"PACS{arm[arm.index(',') :].removesuffix(', corrected')}" if "%" in arm else "PACS"
+        pairs = [runs[s][0] - found[other][s][0] for s in runs if s in found.get(other, {})]
+        difference = f"{other}: {interval(pairs)}" if pairs and arm != other else ""
+        lines.append(f"| {arm} | {', '.join(map(str, runs))} | {' | '.join(columns)} | {difference} |")
     return lines
+
+
+def interval(values: list[float]) -> str:
+    """Mean and half of the 95 % interval of Student's t."""
+    if len(values) < 2:
+        return f"{values[0]:+.2f}"
+    return f"{mean(values):+.2f} ± {T_95[len(values) - 2] * stdev(values) / len(values) ** 0.5:.2f}"
+
+
+def draw(found: dict[str, dict[int, list[float]]], path: Path) -> None:
+    """pass@1, pass@64 and entropy, a point for each seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    arms = [arm for arm, runs in found.items() if runs][::-1]
+    figure, axes = plt.subplots(1, 3, figsize=(10, 0.9 + 0.35 * len(arms)), sharey=True, layout="constrained")
+    shown = ((0, "pass@1, %"), (len(KS) - 1, f"pass@{KS[-1]}, %"), (len(KS), "entropy at the end, nats"))
+    for axis, (column, title) in zip(axes, shown, strict=True):
+        for place, arm in enumerate(arms):
+            points = [values[column] for values in found[arm].values()]
+            axis.plot(points, [place] * len(points), "o", color="tab:blue", alpha=0.6, markersize=5)
+            axis.plot([mean(points)], [place], "|", color="black", markersize=14, markeredgewidth=2)
+        axis.set(title=title, yticks=range(len(arms)), yticklabels=arms)
+        axis.grid(axis="x", alpha=0.3)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), metavar="ARM")
+    parser.add_argument("--rate", type=float, help="learning rate of all arms, instead of the better of two")
     parser.add_argument("--results_dir", type=Path, default=Path("outputs/weights/results"))
     parser.add_argument("--work_dir", type=Path, default=Path("outputs/weights/runs"))
     parser.add_argument("--max_steps", type=int, help="of every arm, to try things out")
     args = parser.parse_args()
-    sizes = {} if args.max_steps is None else {"num_samples": 8, "max_problems": 4, "warm_start_steps": 2}
-    seeds = (*args.seeds, SWEPT_SEED)
-    options = Options(seeds, args.max_steps, results_dir=args.results_dir, work_dir=args.work_dir, **sizes)
+    sizes = SIZES if args.max_steps is None else SIZES | {"num_samples": 8, "max_problems": 4, "warm_start_steps": 2}
+    directories = {"results_dir": args.results_dir, "work_dir": args.work_dir}
+    options = Options((*args.seeds, SWEPT_SEED), args.max_steps, **directories, **sizes)
     methods = dict.fromkeys(ARMS[arm][0] for arm in args.arms)
-    for method in methods:
+    for method in methods if args.rate is None else ():
         for rate in RATES:
             run_cell(cell_of(method, method, {}, rate), SWEPT_SEED, options)
-    rates = swept_rates(options, methods)
+    rates = swept_rates(options, methods) if args.rate is None else dict.fromkeys(methods, args.rate)
     options = options._replace(seeds=tuple(args.seeds))
     for seed in args.seeds:
         for arm in args.arms:
             method, settings = ARMS[arm]
             run_cell(cell_of(arm, method, settings, rates[method]), seed, options)
-            print("\n".join(report(options, rates)), flush=True)
+            found = finished(options, rates)
+            table = "\n".join(report(found))
+            (args.results_dir / "table.md").write_text(table + "\n")
+            draw(found, args.results_dir / "weights.png")
+            print(table, flush=True)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ class Options(NamedTuple):
     warm_start_steps: int | None = None  # length of the warm start, whatever it reaches, to try things out
     num_samples: int | None = None  # of the evaluation, instead of its recipe's, as max_problems
     max_problems: int | None = None
+    benchmarks: str | None = None
     results_dir: Path = Path("docs/results/miniature")  # records, tables and figures
     work_dir: Path = Path("outputs/tables")  # models, logs and samples: all that a run leaves
 
@@ -91,7 +92,7 @@ def cell_settings(cell: Cell, recipe: dict[str, Any], options: Options) -> dict[
 def evaluation_settings(options: Options) -> dict[str, Any]:
     """The evaluation of the miniature tables, of the size that the options ask for; every k that n allows."""
     settings = read_mapping(RECIPES / "miniature" / "evaluation.yaml", "evaluation")
-    given = {"n": options.num_samples, "max_problems": options.max_problems}
+    given = {"n": options.num_samples, "max_problems": options.max_problems, "benchmarks": options.benchmarks}
     settings |= {key: value for key, value in given.items() if value is not None}
     settings["k"] = [k for k in map(int, str(settings["k"]).split(",")) if k <= settings["n"]]
     return settings

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ..objective import ClassWeighting, class_weights
+from ..objective import ClassWeighting, Proxy, class_weights
 from .groups import Groups
 
 
@@ -99,6 +99,25 @@ class Prefixes:
         left[left.abs() < 1e-9] = 0  # sevenths do not sum to 1
         found = residuals * left.to(residuals)
         return found.index_add_(0, self.compared.clamp(min=0).flatten(), differences.flatten())
+
+
+def prefix_proxies(
+    logps: torch.Tensor,
+    ref_logps: torch.Tensor,
+    mask: torch.Tensor,
+    rows: torch.Tensor,
+    ends: torch.Tensor,
+    *,
+    pacs_beta: float = 1.0,
+    proxy: Proxy = "log_ratio",
+) -> torch.Tensor:
+    """[`objective.sequence_proxies`] of the prefixes of `rows` that end with the tokens `ends` (-1: none), both `(M,)`; one float64
+    sum along each row, so that labels of every token take no more memory."""
+    terms = (logps if proxy == "mean_logp" else logps.float() - ref_logps.float()).masked_fill(~mask, 0.0)
+    found = F.pad(terms.double().cumsum(dim=1), (1, 0))[rows, ends + 1]
+    if proxy == "mean_logp":
+        found = found / F.pad(mask.cumsum(dim=1), (1, 0))[rows, ends + 1].clamp(min=1)
+    return (pacs_beta * found).float()
 
 
 def dense_loss(

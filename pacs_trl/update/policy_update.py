@@ -38,7 +38,7 @@ from ..objective import (
     proxy_coefficients,
     sequence_proxies,
 )
-from .dense_labels import Prefixes, dense_coefficients, dense_loss
+from .dense_labels import Prefixes, dense_coefficients, dense_loss, prefix_proxies
 from .forwarded import Collector, Forwarded
 from .groups import Groups
 from .hidden_states import Verl, effective_rank, rank_velocity_and_acceleration
@@ -137,12 +137,15 @@ class PolicyUpdate:
         return score(model, [row.prompt_ids for row in batch.rollouts], [row.completion_ids for row in batch.rollouts])
 
     def _proxies(self, logps: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        compared = [logps.detach(), batch.ref_logps, batch.loss_mask]
+        compared = logps.detach(), batch.ref_logps
+        kinds: dict = {"pacs_beta": self.objective.pacs_beta, "proxy": self.objective.proxy}
+        mask = batch.loss_mask
         if batch.has_positions:
-            row, ends = batch.ends
-            compared = [values[row] for values in compared]
-            compared[2] = compared[2] & (torch.arange(logps.shape[1], device=ends.device) <= ends[:, None])
-        return sequence_proxies(*compared, pacs_beta=self.objective.pacs_beta, proxy=self.objective.proxy)
+            rows, ends = batch.ends
+            if len(rows) > len(logps):
+                return prefix_proxies(*compared, mask, rows, ends, **kinds)
+            mask = mask & (torch.arange(logps.shape[1], device=ends.device) <= ends[:, None])
+        return sequence_proxies(*compared, mask, **kinds)
 
     @torch.no_grad()
     def fill_in(self, model, step: StepRollouts, *names: str) -> None:

@@ -1,5 +1,6 @@
 """Experiments with later draws, and with weights and labels: their arms are legal runs at the cost that they say."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -52,8 +53,27 @@ def test_arms_of_weights_and_labels(arm):
     cell = weights.cell_of(arm, method, settings, 1e-4)
     recipe, conflicts = check_recipe(f"recipes/{cell.recipe}.yaml", cell.words, 1)
     assert conflicts == []
-    assert recipe.step.updates_per_generation == 4 and recipe.step.rollouts(recipe.training.max_steps) == 60
+    assert recipe.step.updates_per_generation == 4 and recipe.step.rollouts(recipe.training.max_steps) == 40
     assert len(weights.ARMS) * 3 + len(weights.METHODS) * len(weights.RATES) <= 40
+
+
+def test_table_of_weights_and_labels(tmp_path):
+    found = {arm: {} for arm in weights.ARMS} | {
+        "PACS": {0: [20.0, 50.0, 80.0, 0.5], 1: [22.0, 52.0, 82.0, 0.7]},
+        "STEER": {0: [21.0, 50.0, 80.0, 0.6], 1: [22.0, 50.0, 80.0, 0.8], 2: [23.0, 50.0, 80.0, 0.8]},
+        "GRPO, 20 % flipped": {0: [10.0, 50.0, math.nan, 0.6]},
+        "PACS, 20 % flipped": {0: [12.5, 50.0, 80.0, 0.6]},
+    }
+    lines = weights.report(found)
+    # 1 and 0: mean 0.5, standard deviation 0.707, 12.71 * 0.7071 / sqrt(2) = 6.355
+    assert lines[-1].endswith(
+        "22.00 (21.00, 22.00, 23.00) | 50.00 (50.00, 50.00, 50.00) | 80.00 (80.00, 80.00, 80.00) | "
+        "0.73 (0.60, 0.80, 0.80) | PACS: +0.50 ± 6.36 |"
+    )
+    assert any(line.startswith("| GRPO") and line.endswith("PACS, 20 % flipped: -2.50 |") for line in lines)
+    assert len(lines) == 6
+    weights.draw(found, tmp_path / "weights.png")
+    assert (tmp_path / "weights.png").stat().st_size > 5000
 
 
 def test_flipped_verdicts():

@@ -113,6 +113,26 @@ def test_correction(tmp_path, checkpoint, colocated, mode):
         assert torch.allclose(value, weights[1][name], atol=1e-5), name
 
 
+def test_token_weights_and_labels_of_steps(tmp_path, checkpoint, colocated):
+    """STEER beside the correction of what the engine says; labels in two places beside verdicts that are found early."""
+
+    def even_tokens(completion_ids, **kwargs):
+        labels = [[(t, float(ids[t] % 2 == 0)) for t in sorted({0, len(ids) - 1})] for ids in completion_ids]
+        return [pairs if i % 5 else None for i, pairs in enumerate(labels)]
+
+    updates = colocated | {"steps_per_generation": 2, "max_steps": 4, "vllm_importance_sampling_correction": True}
+    steered = trainer_on(checkpoint, tmp_path / "steer", updates | {"token_weighting": "steer"})
+    steered.train()
+    logs = [entry for entry in steered.state.log_history if "loss" in entry]
+    assert all(0.8 <= entry["steer/weight_mean"] <= 1 for entry in logs)
+    assert ["steer/measured_entropy_change" in entry for entry in logs] == [False, True] * 2
+    judged = trainer_on(checkpoint, tmp_path / "steps", updates, reward=[rewards.math_reward, even_tokens])
+    judged.train()
+    logs = [entry for entry in judged.state.log_history if "loss" in entry]
+    assert judged._early_grading is not None and all(0 < entry["dense/label_mean"] < 1 for entry in logs)
+    assert [entry["pacs/proxy_abs_mean"] > 0 for entry in logs] == [False, True] * 2
+
+
 @pytest.mark.parametrize("offset", [2, 3], ids=["between generations", "within a generation"])
 def test_stopped_and_resumed(tmp_path, checkpoint, colocated, offset):
     """Same seeds, same requests, same bits: an engine that answers the same batch again gives the same tokens."""
