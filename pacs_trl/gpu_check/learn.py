@@ -42,7 +42,7 @@ QUICKSTART = {
     "lr_scheduler_type": "constant_with_warmup",
     "warmup_steps": 10,
     "max_grad_norm": 0.0,
-    "max_steps": 200,
+    "max_steps": 240,
     "seed": 42,
     "output_dir": "outputs/miniature/quickstart_pacs",
     "bf16": False,

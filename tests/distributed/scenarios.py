@@ -5,6 +5,7 @@ compares the results with one process.
 """
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -139,6 +140,16 @@ def not_finite(rank, directory):
     }
 
 
+def shared_prompts(rank, directory, **how):
+    """Steps of plain gradient descent behind long prompts: packed rows that share them, and padded rows."""
+
+    def longer(generation, rows):
+        return [replace(row, prompt_ids=[*range(30), *row.prompt_ids]) for row in rows]
+
+    replay, settings = {"tools": True, "edit": longer}, {**HALF, **how, "learning_rate": 1.0}
+    return [record(directory, {**settings, "padding_free": packed}, replay) for packed in ("always", "never")]
+
+
 def message_of(run) -> str:
     try:
         run()
@@ -270,6 +281,7 @@ DDP = {
     "ragged, whole": lambda rank, directory: ragged(rank, directory, "whole"),
     "ragged, split": lambda rank, directory: ragged(rank, directory, "split"),
     "zero proxies": zero_proxies,
+    "shared prompts": shared_prompts,
     "not finite": not_finite,
     "too few tokens": too_few_tokens,
     "different datasets": different_datasets,
@@ -301,6 +313,7 @@ SHARDED = (
 FSDP2 = {name: sharded(name, FSDP_SETTINGS) for name in SHARDED} | {
     "VERL": lambda rank, directory: record(directory, VERL | FSDP_SETTINGS, {}),
     "resumed snapshot": lambda rank, directory: resumed(rank, directory, reference="snapshot", **FSDP_SETTINGS),
+    "shared prompts": lambda rank, directory: shared_prompts(rank, directory, **FSDP_SETTINGS),
     "drawn again": lambda rank, directory: drawn_again(rank, directory, **FSDP_SETTINGS),
     "probabilities": lambda rank, directory: probabilities(directory, **FSDP_SETTINGS),
 }
@@ -353,6 +366,7 @@ ZERO3 = {
     f"{name}, {threshold}": sharded(name, zero3_settings(threshold)) for name in SHARDED for threshold in (0, 100_000)
 } | {
     "VERL": lambda rank, directory: record(directory, VERL | zero3_settings(0), {}),
+    "shared prompts": lambda rank, directory: shared_prompts(rank, directory, **zero3_settings(0)),
     "resumed snapshot": lambda rank, directory: resumed(rank, directory, reference="snapshot", **zero3_settings(0)),
 }
 

@@ -1,0 +1,70 @@
+"""Seconds of training until a given share of completions is right: PACS, GRPO and PPO, by transformers' generation or vLLM's.
+
+    OMP_NUM_THREADS=1 python benchmarks/end_to_end.py --engine transformers
+    OMP_NUM_THREADS=1 python benchmarks/end_to_end.py --engine vllm    # after `make env-vllm`
+
+One recipe, recipes/miniature/pacs.yaml, and its warm start; only the method differs. The clock is the processor time of the
+process that trains and generates, which other work on the machine does not change; workers of the verifier are not in it. A
+method has arrived when the mean reward of the last `--window` generations is at `--target`.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+from vllm_overlap import one_engine
+
+from pacs_trl.rollouts import rollout_trainer
+from pacs_trl.rollouts.timing import PARTS
+from pacs_trl.train import main as train
+
+
+RECIPE = Path(__file__).parents[1] / "recipes/miniature/pacs.yaml"
+
+
+def history(method: str, directory: Path, settings: list[str]) -> list[dict]:
+    """What a run logs at each optimizer step."""
+    own = ["--method", method, "--output_dir", str(directory / method)]
+    trainer = train(["--config", str(RECIPE), *own, *settings])
+    return [log for log in trainer.state.log_history if "time/total" in log]
+
+
+def steps_to(target: float, window: int, logs: list[dict]) -> int | None:
+    """Optimizer steps until the mean of `window` rewards is at the target."""
+    rewards = [log["reward"] for log in logs]
+    means = (statistics.mean(rewards[n - window : n]) for n in range(window, len(rewards) + 1))
+    return next((n for n, mean in enumerate(means, window) if mean >= target), None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
+    parser.add_argument("--methods", nargs="+", default=["pacs", "grpo", "ppo"])
+    parser.add_argument("--target", type=float, default=0.3)
+    parser.add_argument("--window", type=int, default=4)
+    parser.add_argument("--max_steps", type=int, default=60)
+    args = parser.parse_args()
+    rollout_trainer.StepTimer = partial(rollout_trainer.StepTimer, time.process_time)
+    settings = ["--max_steps", str(args.max_steps)]
+    if args.engine == "vllm":
+        one_engine()
+        settings += ["--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_max_model_length", "128"]
+    found = {}
+    with tempfile.TemporaryDirectory() as directory:
+        for method in args.methods:
+            found[method] = history(method, Path(directory), settings)
+    print(f"\n| method, {args.engine} | steps to {args.target:.0%} | seconds | {' | '.join(PARTS)} |")
+    print("| --- |" + " ---: |" * (2 + len(PARTS)))
+    for method, logs in found.items():
+        steps = steps_to(args.target, args.window, logs)
+        total = sum(log["time/total"] for log in logs[:steps])
+        shares = (sum(log[f"time/{part}"] for log in logs[:steps]) / total for part in PARTS)
+        reached = steps or f"not in {args.max_steps}"
+        print(f"| {method} | {reached} | {total:.1f} | {' | '.join(f'{share:.0%}' for share in shares)} |")
+
+
+if __name__ == "__main__":
+    main()
