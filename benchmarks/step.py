@@ -4,8 +4,8 @@
     python benchmarks/step.py --size gpu        # Qwen3-1.7B architecture, random weights, bf16, one GPU
 
 All variants run in one process, one step after another in turn, `--repeats` times after a first one that is not timed
-(peak memory is measured in it); medians are reported. A step is everything between having the completions and having updated the weights: rewards, padding, forward and backward passes,
-optimizer. Generation is replaced by the recorded completions. Tokens per second count real tokens, no padding.
+(peak memory is measured in it); medians are reported. A step is everything between having the completions and having updated
+the weights: rewards, padding, forward and backward passes, optimizer. Generation is replaced by the recorded completions. Tokens per second count real tokens, no padding.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from trl import GRPOTrainer
 
 from pacs_trl import PACSTrainer
-from pacs_trl.gpu_check.replay import Runner, Size, labels_of, matmul_rate, recorded_rollouts
+from pacs_trl.gpu_check.replay import SMALL_MODELS, Runner, Size, labels_of, matmul_rate, recorded_rollouts
 from pacs_trl.plan.cost import KNOWN_MODELS, ModelShape
 from pacs_trl.update.policy_update import PolicyUpdate
 from pacs_trl.update.scorer import Scorer
@@ -31,6 +31,7 @@ from pacs_trl.update.step import row_lengths
 
 
 SIZES = {
+    "tiny": Size(SMALL_MODELS["tiny"], 32, 8, 4, bf16=False),  # seconds, to see that everything runs
     "cpu": Size(ModelShape(6, 256, 768, 4, 2, 64, 512, tied=True, qk_norm=True), 576, 8, 4, bf16=False),
     "gpu": Size(KNOWN_MODELS["Qwen/Qwen3-1.7B"], 8192, 8, 4, bf16=True),
 }
@@ -79,12 +80,12 @@ class AblatedUpdate(PolicyUpdate):
     def _schedule_rows(self, step, rows):
         return self._in_order(step, rows if self.drop else range(len(step.rollouts)))
 
-    def run(self, model, step, *, proxies_are_zero):
+    def run(self, model, step, **how):
         if not self.trim:
-            self.scorer.longest = tuple(map(max, row_lengths(step.rollouts)))
+            self.scorer.longest = tuple(map(max, row_lengths(step.rollouts)[:2]))
         if not self.skip_reference_pass:
             self.fill_in(model, step, "ref_logps")
-        return super().run(model, step, proxies_are_zero=proxies_are_zero)
+        return super().run(model, step, **how)
 
 
 def compare(title: str, runners: dict[str, Runner], repeats: int, baseline: str) -> list[dict]:

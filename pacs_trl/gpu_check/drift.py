@@ -102,10 +102,10 @@ COMPOSITIONS = [
 
 
 def drift(*, device: str, directory: Path, model: str, completion_max: int) -> Found:
-    """Proxies that should be 0, by precision and by how the reference was scored."""
+    """Proxies that should be 0, by precision and by how the reference was scored, and how far each scoring is from float32."""
     # weights large enough that predictions are far from uniform
     policy = build_model(shape_of(model), device, initializer_range=0.05, eos_token_id=0, pad_token_id=0).eval()
-    rollouts, table = sample_rollouts(policy, device, completion_max), []
+    rollouts, table, truth = sample_rollouts(policy, device, completion_max), [], None
     with fused_head(policy):
         for precision in ("fp32", "bf16 autocast, fp32 weights", "bf16 weights"):
             if precision == "bf16 weights":
@@ -120,8 +120,12 @@ def drift(*, device: str, directory: Path, model: str, completion_max: int) -> F
                     autocast=lambda on=autocast: torch.autocast(device, dtype=torch.bfloat16, enabled=on),
                 )
                 batches = composition.micro_batches(rollouts)
-                reference = score(policy, scorer, rollouts, batches) if reference is None else reference
-                ratios = [p - r for p, r in zip(score(policy, scorer, rollouts, batches), reference, strict=True)]
+                logps = score(policy, scorer, rollouts, batches)
+                reference = logps if reference is None else reference
+                truth = logps if truth is None else truth  # float32, rows that share their prompts
+                again = score(policy, scorer, rollouts, batches) if reference is logps else logps
+                ratios = [p - r for p, r in zip(again, reference, strict=True)]
+                errors = torch.stack([(p - t).sum() for p, t in zip(logps, truth, strict=True)]).abs()
                 proxies, off = torch.stack([r.sum() for r in ratios]).abs(), torch.cat(ratios).exp()
                 table.append(
                     {
@@ -129,6 +133,7 @@ def drift(*, device: str, directory: Path, model: str, completion_max: int) -> F
                         "reference scored": composition.name,
                         "mean abs proxy": proxies.mean().item(),
                         "max abs proxy": proxies.max().item(),
+                        "mean abs distance from float32": errors.mean().item(),
                         "token ratios outside [0.9, 1.1], %": 100 * ((off < 0.9) | (off > 1.1)).float().mean().item(),
                     }
                 )
