@@ -148,6 +148,8 @@ def warm_start(task: str, *, cache_dir: str | Path = CACHE_DIR, **settings) -> P
         for name, value in os.environ.items()
         if name not in _DISTRIBUTED_VARIABLES and not name.startswith(_DISTRIBUTED_PREFIXES)
     } | {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+    if not sys.stderr.isatty():  # no bars into a pipe or a file
+        environment |= {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
     with tempfile.TemporaryDirectory(dir=cache_dir, prefix=".partial-") as partial:
         command = [
             sys.executable,
@@ -156,7 +158,7 @@ def warm_start(task: str, *, cache_dir: str | Path = CACHE_DIR, **settings) -> P
             json.dumps(asdict(wanted)),
             f"{partial}/model",
         ]
-        # Standard output gets the trainer's metrics; its progress bar goes to standard error, which stays visible.
+        # Standard output gets the trainer's metrics; its progress bar and warnings go to standard error, which stays visible.
         # In a group of its own: Ctrl-C reaches this process alone, which ends that one without its traceback.
         subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, process_group=0)
         try:

@@ -177,13 +177,15 @@ def test_accuracy_is_the_share_of_boxed_right_answers(monkeypatch):
 
 
 class TestCache:
-    def test_is_made_once_in_a_process_of_its_own(self, tmp_path, monkeypatch):
+    def test_is_made_once_in_a_process_of_its_own(self, tmp_path, monkeypatch, capfd):
         # As inside torchrun: with these variables a trainer would wait for a second process for ever.
         for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "29501"}.items():
             monkeypatch.setenv(name, value)
         made = warm_start("addition", cache_dir=tmp_path / "cache", **TINY)
         assert json.loads((made / "warm_start.json").read_text())["settings"]["task"] == "addition"
         assert [path.name for path in (tmp_path / "cache").iterdir()] == [made.name]
+
+        assert "it/s" not in (said := capfd.readouterr().err) and "examples/s" not in said  # a file, not a terminal
 
         monkeypatch.setattr(subprocess, "run", None)
         assert warm_start("addition", cache_dir=tmp_path / "cache", **TINY) == made
