@@ -213,7 +213,7 @@ def resumed_snapshot(rank, directory):
     return resumed(rank, directory, reference="snapshot", reference_reset_steps=3)
 
 
-def drawn_where_needed(rank, directory):
+def drawn_where_needed(rank, directory, **how):
     """The prompts of one process are nearly never solved without a hint; both draw for them."""
     drawn, draw = [], PACSTrainer.draw
 
@@ -230,7 +230,7 @@ def drawn_where_needed(rank, directory):
     data = addition_dataset(8).map(lambda row, i: {"place": i, "hint": "Count."}, with_indices=True)
     settings = {"adaptive_rollouts": "hardness_weighted", "max_generations": 16, "adaptive_rollouts_budget": 22}
     settings |= {"guidance": "hint", "refill_uniform_groups": True, "max_refill_rounds": 1, "shuffle_dataset": False}
-    settings |= HALF | {"max_steps": 4}
+    settings |= HALF | {"max_steps": 4} | how
     PACSTrainer.draw = watched
     try:
         found = resumed(rank, directory, more={"train_dataset": data}, reward=reward, steps=(1, 2), **settings)
@@ -316,6 +316,7 @@ FSDP2 = {name: sharded(name, FSDP_SETTINGS) for name in SHARDED} | {
     "shared prompts": lambda rank, directory: shared_prompts(rank, directory, **FSDP_SETTINGS),
     "drawn again": lambda rank, directory: drawn_again(rank, directory, **FSDP_SETTINGS),
     "probabilities": lambda rank, directory: probabilities(directory, **FSDP_SETTINGS),
+    "drawn where needed": lambda rank, directory: drawn_where_needed(rank, directory, **FSDP_SETTINGS),
 }
 
 

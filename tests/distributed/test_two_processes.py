@@ -189,8 +189,9 @@ def test_verl_weighs_rows_as_in_one_process(tmp_path, request, kind):
     assert relative_error(first["final"], one["final"]) < RELATIVE
 
 
-def test_hard_prompts_of_one_process_are_drawn_by_both(ddp):
-    first, second = both(ddp, "drawn where needed")
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_hard_prompts_of_one_process_are_drawn_by_both(request, kind):
+    first, second = both(request.getfixturevalue(kind), "drawn where needed")
     assert first["again"] == second["again"] == {1: True, 2: True}
     assert all(torch.equal(first["final"][n], second["final"][n]) for n in first["final"])
     assert [e["loss"] for e in first["history"]] == [e["loss"] for e in second["history"]]

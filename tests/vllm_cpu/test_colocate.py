@@ -13,6 +13,8 @@ from pacs_trl.verification import Verifier
 
 
 LEARNING = {"optim": "adamw_torch", "learning_rate": 3e-3}
+LATER_DRAWS = {"adaptive_rollouts": "hardness_weighted", "max_generations": 12, "adaptive_rollouts_budget": 20}
+LATER_DRAWS |= {"refill_uniform_groups": True, "max_refill_rounds": 1}
 PROMPTS = [[5, 60], [200], [17, 33, 90, 4], list(range(40, 60))]
 
 
@@ -149,7 +151,8 @@ def test_stopped_and_resumed(tmp_path, checkpoint, colocated, offset):
     assert all(torch.equal(weights[name], again[name]) for name in weights)
 
 
-def test_verification_is_over_when_generation_is(tmp_path, checkpoint, colocated, monkeypatch):
+@pytest.mark.parametrize("later", [{}, LATER_DRAWS], ids=["first draw", "later draws"])
+def test_verification_is_over_when_generation_is(tmp_path, checkpoint, colocated, monkeypatch, later):
     """Every completion is graded before the reward function asks, and the run is the one without that."""
     request, asked, runs = Verifier._request, [], []
 
@@ -162,7 +165,8 @@ def test_verification_is_over_when_generation_is(tmp_path, checkpoint, colocated
         verifier = Verifier(num_workers=1)  # with an empty cache
         for module in (rewards, early_grading):
             monkeypatch.setattr(module, "shared_verifier", lambda verifier=verifier: verifier)
-        trainer = trainer_on(checkpoint, tmp_path / str(early), colocated, reward=rewards.math_reward, max_steps=3)
+        settings = colocated | later
+        trainer = trainer_on(checkpoint, tmp_path / str(early), settings, reward=rewards.math_reward, max_steps=3)
         if not early:
             trainer.vllm_generation.llm._early_grading = trainer._early_grading = None
         asked.clear()
@@ -179,7 +183,7 @@ def test_verification_is_over_when_generation_is(tmp_path, checkpoint, colocated
 
 
 def test_hard_prompts_are_drawn_again(tmp_path, checkpoint, colocated):
-    """Guidance and schedule with a real engine: other seeds for every completion, and the same run from every step."""
+    """All later draws with a real engine: other seeds for every completion, and the same run from every step."""
 
     def rarely(completion_ids, prompts, **kwargs):
         chances = [2 if "Hint" in str(prompt) else 5 for prompt in prompts]
@@ -187,8 +191,7 @@ def test_hard_prompts_are_drawn_again(tmp_path, checkpoint, colocated):
 
     data = addition_dataset(64).map(lambda row: {"hint": "Count."})
     settings = colocated | {"steps_per_generation": 2, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
-    settings |= {"adaptive_rollouts": "hardness_weighted", "max_generations": 12, "adaptive_rollouts_budget": 20}
-    settings |= {"guidance": "hint"}
+    settings |= LATER_DRAWS | {"guidance": "hint"}
     runs = []
     for step in (0, 1, 2):
         trainer = trainer_on(
@@ -206,5 +209,5 @@ def test_hard_prompts_are_drawn_again(tmp_path, checkpoint, colocated):
     weights, losses, history = runs[0]
     for again, losses_again, _ in runs[1:]:
         assert losses_again == losses and all(torch.equal(weights[name], again[name]) for name in weights)
-    for name in ("adaptive/additional", "guidance/attempted"):
+    for name in ("adaptive/additional", "guidance/attempted", "refill/prompts"):
         assert sum(entry.get(name, 0) for entry in history) > 0, name
