@@ -138,6 +138,10 @@ def _trainer_class(method: str) -> type:
         from .baselines.ppo_trainer import PPOTrainer
 
         return PPOTrainer
+    if method == "genac":
+        from .baselines.genac_trainer import GenACTrainer
+
+        return GenACTrainer
     from .pacs_trainer import PACSTrainer
 
     return PACSTrainer
@@ -157,7 +161,8 @@ def _with_model_arguments(recipe: Recipe):
 def _from_any_folder(settings: dict) -> dict:
     """What repeats the run: models and data of this machine by their whole path, since `outputs/model` would be a Hub id when read
     from another folder, and no checkpoint to resume from."""
-    names = {key: settings.get(key) for key in ("model_name_or_path", "critic_model_name_or_path", "dataset_path")}
+    paths = ("model_name_or_path", "critic_model_name_or_path", "dataset_path", "critic_sft_dataset", "critic_prompt")
+    names = {key: settings.get(key) for key in paths}
     if settings["dataset_name"] not in TRAINING_SETS:
         names["dataset_name"] = settings["dataset_name"]
     local = {
@@ -173,6 +178,8 @@ def _checked_model(recipe: Recipe):
     model, training = recipe.model, recipe.training
     name = model.model_name_or_path
     check_model_directory(name)
+    if critic := vars(training).get("critic_model_name_or_path"):
+        check_model_directory(critic)
     is_miniature = name.startswith(MINIATURE)
     if training.use_vllm and is_miniature:
         check_version(installed_vllm())  # the trainer asks for the rest, once there is a path

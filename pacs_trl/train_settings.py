@@ -20,12 +20,14 @@ from .settings.ranges import RANGES
 
 FILE = Path(__file__).with_suffix(".json")
 VERSIONS_OF = ("trl", "transformers")
-METHODS = ("pacs", "grpo", "ppo")
+METHODS = ("pacs", "grpo", "ppo", "genac")
 
 TITLES = {
     "run": "what is run",
     "pacs": "PACS",
     "ppo": "PPO",
+    "genac": "GenAC",
+    "critic": "PPO and GenAC: critic, advantage, clipped loss",
     "data": "data",
     "verification": "verification",
     "model": "model (from TRL)",
@@ -39,6 +41,8 @@ def made() -> dict[str, Any]:
     from transformers import TrainingArguments
     from trl import GRPOConfig, ModelConfig
 
+    from .baselines.actor_critic_config import ActorCriticConfig
+    from .baselines.genac_config import GenACConfig
     from .baselines.ppo_config import PPOConfig
     from .data import DataArguments
     from .pacs_config import PACSConfig
@@ -50,6 +54,8 @@ def made() -> dict[str, Any]:
         "run": (RunArguments, None),
         "pacs": (PACSConfig, list(PACSConfig.__annotations__)),
         "ppo": (PPOConfig, list(PPOConfig.__annotations__)),
+        "genac": (GenACConfig, list(GenACConfig.__annotations__)),
+        "critic": (ActorCriticConfig, list(ActorCriticConfig.__annotations__)),
         "data": (DataArguments, None),
         "verification": (VerificationArguments, None),
         "model": (ModelConfig, None),
@@ -71,10 +77,10 @@ def table() -> dict[str, Any]:
 
 def groups_of(method: str) -> dict[str, dict[str, dict[str, Any]]]:
     """The settings of a method by group."""
-    own = {"pacs", "ppo"} - {method}
+    others = {"pacs", "ppo", "genac"} - {method} | ({"critic"} if method in ("pacs", "grpo") else set())
     groups, seen = {}, set()
     for group, settings in table()["groups"].items():
-        if group not in own:
+        if group not in others:
             groups[group] = {name: entry for name, entry in settings.items() if name not in seen}
             seen |= settings.keys()
     return groups

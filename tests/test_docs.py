@@ -85,6 +85,7 @@ RUN_ELSEWHERE = {
     "pacs-trl reproduce": "tests/reproduce/test_command.py",
     "python -m experiments": "tests/experiments/test_analysis.py",
     "python -m experiments.diversity": "tests/evaluation/test_diversity.py",
+    "python -m pacs_trl.miniature.oracle": "tests/miniature/test_oracle.py",
     "python -m pacs_trl.train_settings": "tests/test_command_line.py",
     "python -m experiments.critic": "tests/evaluation/test_critic.py",
     "python -m experiments.weights": "tests/experiments/test_draws.py",

@@ -88,7 +88,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
     assert "Traceback" not in errors and process.returncode == 1
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "train --method grpo", "train --method ppo"])
+@pytest.mark.parametrize("command", [*COMMANDS, "train --method grpo", "train --method ppo", "train --method genac"])
 def test_help_of_every_command(command, capsys):
     """argparse fails on a bare percent sign in any of its texts, and only when it prints them."""
     name, *arguments = command.split()
@@ -100,7 +100,9 @@ def test_help_of_every_command(command, capsys):
     printed = capsys.readouterr().out
     assert printed.startswith("usage: ") and len(printed) > 300
     if name == "train":
-        assert "--learning_rate" in printed and ("--critic_learning_rate" in printed) == ("ppo" in command)
+        assert "--learning_rate" in printed and ("--critic_learning_rate" in printed) == (
+            "ppo" in command or "genac" in command
+        )
 
 
 def test_help_is_what_the_docstring_says():

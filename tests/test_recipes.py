@@ -142,6 +142,7 @@ COMPLETE = ("qwen3-4b/pacs_one_node", "qwen3-8b/pacs_server")
 MADE_BY |= {run: (recipe, added.split()) for run, (recipe, added) in IN_README.items()}
 MADE_BY |= {recipe: (recipe, []) for recipe in COMPLETE}
 DARS = "qwen2.5-math-7b/dars_b"
+GENAC = {"qwen3-4b/genac": 1e-6, "qwen3-8b/genac": 2e-7}  # learning rates of the critic
 PRACTICAL = {
     "qwen3-0.6b/pacs": 1e-6,
     "qwen3-1.7b/pacs_lora": 1e-5,
@@ -180,10 +181,11 @@ def test_recipe_is_read_and_free_of_conflicts(name):
     conflicts, notes = judge(recipe, launch)
     assert conflicts == [] and notes == []
     assert recipe.run.expected_processes == launch.num_processes
-    assert step.updates_per_generation == (2 if name == DARS else 4)
+    assert step.updates_per_generation == (2 if name == DARS else 1 if name in GENAC else 4)
     assert recipe.training.save_steps % step.updates_per_generation == 0
     assert recipe.training.output_dir == f"outputs/{name}"
     longest = recipe.data.max_prompt_length + recipe.training.max_completion_length
+    longest += 2048 * (name in GENAC)  # the critic's template and answer
     assert recipe.training.vllm_mode == "server" or recipe.training.vllm_max_model_length == longest
     # the arithmetic that the comments do is the arithmetic of the run
     rows = re.findall(r"# +(?:generation|update): +(\d+) rows x (\d+) processes x (\d+) += (\d+)", path.read_text())
@@ -199,7 +201,8 @@ def test_miniature_recipe_is_read_and_free_of_conflicts(name):
     assert conflicts == []
     step = recipe.step
     assert judge(recipe, launch) == ([], [])
-    several = {"miniature/dars": 4, "miniature/dars_b": 2, "miniature/rlpr": 4, "miniature/steps": 4}
+    several = {"miniature/dars": 4, "miniature/dars_b": 2, "miniature/genac": 4, "miniature/rlpr": 4}
+    several |= {"miniature/steps": 4}
     assert step.updates_per_generation == several.get(name, 4 if "twin" in name or "quickstart" in name else 1)
     assert recipe.training.output_dir == f"outputs/{name}"
     assert f"--config recipes/{name}.yaml" in path.read_text()
@@ -224,7 +227,7 @@ def test_cell_has_the_settings_of_the_paper(name):
 
 def test_there_is_a_recipe_for_each_cell_and_no_other():
     assert set(MADE_BY) == set(CELLS)
-    assert set(TRAINING) == {recipe for recipe, _ in MADE_BY.values()} | set(PRACTICAL) | {DARS}
+    assert set(TRAINING) == {recipe for recipe, _ in MADE_BY.values()} | set(PRACTICAL) | {DARS} | set(GENAC)
 
 
 def test_readme_has_the_settings_of_cells_that_no_table_has():
@@ -275,6 +278,17 @@ def test_dars_has_the_rollouts_of_its_authors(added, schedule, most, model):
     assert recipe.training.max_steps == 86 * 2 and recipe.training.save_steps == 14 * 2
     words = path.read_text().replace("\n#", "")
     assert "--adaptive_rollouts equal_treatment --max_generations 32" in words and "Qwen/Qwen2.5-Math-1.5B" in words
+
+
+@pytest.mark.parametrize("name", GENAC)
+def test_genac_has_the_settings_of_its_paper(name):
+    path = RECIPES / f"{name}.yaml"
+    actual = values_of(check_recipe(str(path), [], launch_of(path).num_processes)[0])
+    expected = {"learning_rate": 1e-6, "critic_learning_rate": GENAC[name], "epsilon": 0.2, "beta": 0.0}
+    expected |= {"num_generations": 8, "critic_max_new_tokens": 1024, "segment_probability": 0.2, "max_segments": 16}
+    expected |= {"critic_pretraining_steps": 100, "gamma": 1.0, "gae_lambda": 1.0, "critic_prompt": "genac"}
+    assert {key: actual[key] for key in expected} == expected
+    assert "Not run here" in path.read_text()
 
 
 def test_dars_without_breadth_is_a_line_of_the_header():

@@ -178,7 +178,7 @@ def test_resume_and_refusal_to_start_over(tmp_path, model_path, capsys):
         ),
         (["--guidance", "hint", "--hint_function", "sqrt"], "hint_function: 'sqrt' names no function"),
         (["--guidance", "hint"], "needs a column `hint`, and the training set has"),
-        (["--method", "dpo"], "`method` must be one of pacs, grpo, ppo"),
+        (["--method", "dpo"], "`method` must be one of pacs, grpo, ppo, genac"),
         (["--epsilon", "0.3"], "PACSConfig does not take epsilon=0.3"),
         (["--reward_funcs", "nice_reward"], "no reward function 'nice_reward'.*math_reward"),
         (["--reward_funcs", "math.nothing"], "module 'math' has no function 'nothing'"),

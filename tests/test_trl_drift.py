@@ -19,7 +19,8 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import RepeatSampler
 
-from pacs_trl import PACSConfig, PACSTrainer, PPOTrainer
+from pacs_trl import GenACTrainer, PACSConfig, PACSTrainer, PPOTrainer
+from pacs_trl.baselines.actor_critic import ActorCriticTrainer
 from pacs_trl.baselines.grpo_trainer import GRPOTrainer as BaselineGRPOTrainer
 from pacs_trl.pacs_config import SHAPES_ONLY_GRPO
 from pacs_trl.rollouts.published_trainer import PublishedTrainer
@@ -45,7 +46,7 @@ SIGNATURES = {
         "image_position_ids=None) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]"
     ),
     "_load_from_checkpoint": "(self, resume_from_checkpoint: str, model: torch.nn.modules.module.Module | None = None) -> None",
-    "_load_optimizer_and_scheduler": "(self, checkpoint)",  # this one, the next and create_scheduler: PPOTrainer alone
+    "_load_optimizer_and_scheduler": "(self, checkpoint)",  # this one, the next and create_scheduler: ActorCriticTrainer alone
     "_save_optimizer_and_scheduler": "(self, output_dir: str) -> None",
     "create_accelerator_and_postprocess": "(self) -> None",
     "create_scheduler": (
@@ -84,7 +85,8 @@ SIGNATURES = {
 
 
 def overridden() -> list[str]:
-    trainers = (ResumableTrainer, PublishedTrainer, RolloutTrainer, RedrawingTrainer, PACSTrainer, PPOTrainer)
+    trainers = (ResumableTrainer, PublishedTrainer, RolloutTrainer, RedrawingTrainer, PACSTrainer)
+    trainers += (ActorCriticTrainer, PPOTrainer, GenACTrainer)
     own = {name: value for trainer in trainers for name, value in vars(trainer).items()}
     return [name for name, value in own.items() if inspect.isfunction(value) and hasattr(GRPOTrainer, name)]
 
@@ -109,7 +111,7 @@ def test_signature(name):
     assert found == SIGNATURES[name], f"GRPOTrainer.{name} is now {found}; ours was written for another"
 
 
-@pytest.mark.parametrize("trainer", [PACSTrainer, PPOTrainer, BaselineGRPOTrainer])
+@pytest.mark.parametrize("trainer", [PACSTrainer, PPOTrainer, GenACTrainer, BaselineGRPOTrainer])
 def test_the_trainers_take_the_arguments_of_trl(trainer):
     """By name, with their types and defaults; of `args` each trainer has its own type, and PACSTrainer takes hints."""
     theirs, ours = (dict(inspect.signature(t.__init__).parameters) for t in (GRPOTrainer, trainer))
@@ -134,7 +136,10 @@ REPEATED = {
     (GRPOTrainer, "_prepare_inputs"): ("b6f38f7a", "PACSTrainer._prepare_inputs"),
     # from 5.19 on it asks `loss_is_scaled_for_ga` before it divides the loss, which ours never does
     (Trainer, "training_step"): ("30049257 c0c9c88c", "PACSTrainer.training_step"),
-    (GRPOTrainer, "_compute_loss"): ("6b861df6", "PPOTrainer._loss_denominator (what the sums are divided by)"),
+    (GRPOTrainer, "_compute_loss"): (
+        "6b861df6",
+        "ActorCriticTrainer._loss_denominator (what the sums are divided by)",
+    ),
     (GRPOTrainer, "_generate"): (
         "c4318367",
         "RolloutTrainer._choose_early_grading (when a completion is its decoded text)",

@@ -1,1 +1,1 @@
-"""Baselines of the paper that TRL does not ship: PPO. (GRPO is TRL's own `GRPOTrainer`.)"""
+"""Baselines on the same rollouts: GRPO (TRL's loss), PPO, and GenAC, whose critic reasons in words."""

@@ -30,12 +30,11 @@ class SecondModel:
 
     def __init__(self, trainer: ResumableTrainer, model: PreTrainedModel, *, learning_rate: float, directory: str):
         self.trainer = trainer
-        self.learning_rate = learning_rate
         self.directory = directory
-        self.model, self.optimizer = trainer.accelerator.prepare(model, self._create_optimizer(model))
+        self.model, self.optimizer = trainer.accelerator.prepare(model, self.create_optimizer(model, learning_rate))
         self.scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
 
-    def _create_optimizer(self, model: PreTrainedModel) -> torch.optim.Optimizer:
+    def create_optimizer(self, model: PreTrainedModel, learning_rate: float) -> torch.optim.Optimizer:
         args = self.trainer.args
         decayed = set(self.trainer.get_decay_parameter_names(model))
         groups = [
@@ -46,7 +45,7 @@ class SecondModel:
             for decay in (True, False)
         ]
         optimizer_class, kwargs = self.trainer.get_optimizer_cls_and_kwargs(args, model)
-        return optimizer_class(groups, **{**kwargs, "lr": self.learning_rate})
+        return optimizer_class(groups, **{**kwargs, "lr": learning_rate})
 
     def create_scheduler(self, num_training_steps: int) -> None:
         """Begin a run of so many optimizer steps."""
@@ -60,10 +59,11 @@ class SecondModel:
         )
 
     @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """Goes around the forward and backward pass of a micro-batch: processes exchange gradients after the last one only."""
+    def accumulating(self, last: bool = True) -> Iterator[None]:
+        """Goes around the forward and backward pass of a micro-batch, or of a part of one: processes exchange gradients after the
+        last one only."""
         accelerator = self.trainer.accelerator
-        with nullcontext() if accelerator.sync_gradients else accelerator.no_sync(self.model):
+        with nullcontext() if last and accelerator.sync_gradients else accelerator.no_sync(self.model):
             yield
 
     def step(self) -> float:

@@ -59,12 +59,32 @@ def generate_batch(
 ) -> list[Completion]:
     """One completion per rendered prompt and seed, in one call of `generate`."""
     rows = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    longest = max(len(row) for row in rows)
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    input_ids = torch.tensor([[pad_token_id] * (longest - len(row)) + row for row in rows])  # (B, prompt)
-    attention_mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    stop_ids = stop_token_ids(model, tokenizer)
+    drawn, _ = generate_tokens(model, rows, seeds, settings, pad_token_id=pad_token_id, stop_ids=stop_ids)
+    return [_completion(tokenizer, tokens, stop_ids) for tokens in drawn]
 
-    stop_ids = _stop_token_ids(model, tokenizer)
+
+def generate_tokens(
+    model,
+    rows: Sequence[Sequence[int]],
+    seeds: Sequence[int],
+    settings: SamplingSettings,
+    *,
+    pad_token_id: int,
+    stop_ids: set[int],
+    **more,
+) -> tuple[list[list[int]], list[list[float]] | None]:
+    """
+    One completion per row of tokens and seed, in one call of `generate`, which gets `more`.
+
+    Returns:
+        Tokens of equally many per row, whatever follows the end of one, and their log-probabilities as they were drawn; `None`
+        at temperature 0.
+    """
+    longest = max(len(row) for row in rows)
+    input_ids = torch.tensor([[pad_token_id] * (longest - len(row)) + list(row) for row in rows])  # (B, prompt)
+    attention_mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
     # Neutral values are spelled out: `generate` fills what is unset from the model's own generation config, and shipped
     # checkpoints carry a repetition penalty there.
     generation_config = GenerationConfig(
@@ -77,17 +97,17 @@ def generate_batch(
         eos_token_id=sorted(stop_ids),
         pad_token_id=pad_token_id,
     )
-    processors = LogitsProcessorList()
-    if settings.temperature > 0:
-        processors.append(SeededSampler(settings, seeds, prompt_length=longest))
+    sampler = SeededSampler(settings, seeds, prompt_length=longest) if settings.temperature > 0 else None
     with evaluation_mode(model), torch.no_grad():
         output = model.generate(
             input_ids=input_ids.to(model.device),
             attention_mask=attention_mask.to(model.device),
             generation_config=generation_config,
-            logits_processor=processors,
+            logits_processor=LogitsProcessorList([sampler] if sampler else []),
+            **more,
         )
-    return [_completion(tokenizer, row[longest:], stop_ids) for row in output.tolist()]
+    logps = None if sampler is None else torch.stack(sampler.logps, dim=1).tolist()
+    return output[:, longest:].tolist(), logps
 
 
 @contextmanager
@@ -107,7 +127,8 @@ class SeededSampler(LogitsProcessor):
     Turns greedy search into sampling with one random stream per row.
 
     The scores of a row are warped (temperature, top-k, top-p), the token whose slice of the cumulative distribution holds
-    the row's next uniform is chosen, and every other score becomes -inf, so that the arg max of `generate` takes it.
+    the row's next uniform is chosen, and every other score becomes -inf, so that the arg max of `generate` takes it. `logps` keeps
+    their log-probabilities.
     """
 
     def __init__(self, settings: SamplingSettings, seeds: Sequence[int], prompt_length: int):
@@ -121,17 +142,20 @@ class SeededSampler(LogitsProcessor):
         self.uniforms = torch.from_numpy(
             np.stack([np.random.Generator(np.random.Philox(s)).random(settings.max_new_tokens) for s in seeds])
         )  # (B, max_new_tokens) float64
+        self.logps: list[torch.Tensor] = []  # of the chosen tokens, (B,) for each step
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         step = input_ids.shape[1] - self.prompt_length
-        cumulative = self.warpers(input_ids, scores.float()).softmax(-1).double().cumsum(-1)  # (B, V)
+        probabilities = self.warpers(input_ids, scores.float()).softmax(-1)  # (B, V)
+        cumulative = probabilities.double().cumsum(-1)
         threshold = self.uniforms[:, step : step + 1].to(scores.device) * cumulative[:, -1:]
         # right=True: the first slice that ends strictly above the threshold, so a token of probability 0 is never taken.
         token = torch.searchsorted(cumulative, threshold, right=True).clamp(max=scores.shape[-1] - 1)
+        self.logps.append(probabilities.gather(-1, token)[:, 0].log())
         return torch.full_like(scores, -torch.inf).scatter_(-1, token, 0.0)
 
 
-def _stop_token_ids(model, tokenizer) -> set[int]:
+def stop_token_ids(model, tokenizer) -> set[int]:
     """End tokens of the tokenizer and of the model's generation config (Qwen ends turns with one, texts with another)."""
     declared = model.generation_config.eos_token_id
     declared = declared if isinstance(declared, list) else [declared]

@@ -39,7 +39,10 @@ UNKNOWN_LICENSE = "unknown"  # the Hub's word for it
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # What a run reads; where it lies on this machine, others do not have it.
-_READ = ("model_name_or_path", "critic_model_name_or_path", "dataset_name", "dataset_path", "chat_template_path")
+_READ = (
+    *("model_name_or_path", "critic_model_name_or_path", "critic_prompt", "critic_sft_dataset"),
+    *("dataset_name", "dataset_path", "chat_template_path"),
+)
 # What a list of settings leaves out: they say where a run was, or stand elsewhere on the card.
 _NOT_SHOWN = re.compile(
     r"method|model_name_or_path|dataset_name|disable_tqdm|report_to|run_name|hub_|push_|output_dir|log"
@@ -104,7 +107,7 @@ def build_card(name: str, inputs: CardInputs) -> ModelCard:
         model_name=title,
         origin=_origin(settings, inputs.is_adapter),
         local_base=_code(start) if inputs.is_adapter and start and not base_model else None,
-        method=method.upper(),
+        method="GenAC" if method == "genac" else method.upper(),
         paper=paper,
         dataset=_dataset_text(settings, dataset),
         snippet=_snippet(name if "/" in name else ".", training["example"]) if training.get("example") else None,

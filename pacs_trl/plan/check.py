@@ -122,7 +122,7 @@ def batch_notes(path: str, recipe: Recipe) -> list[str]:
 
 def judge(recipe: Recipe, launch: Launch, gpu: Gpu = H200) -> tuple[list[str], list[str]]:
     """Conflicts and notes about settings that are legal each on its own: with each other, and with the launch."""
-    estimate, ppo = Estimate(recipe, launch, gpu), recipe.run.method == "ppo"
+    estimate, method = Estimate(recipe, launch, gpu), {"ppo": "PPO", "genac": "GenAC"}.get(recipe.run.method)
     conflicts, notes = _batch_findings(recipe, estimate.num_problems)
     dtype, learning_rate = estimate.dtype, recipe.training.learning_rate
     if dtype != "float32" and not recipe.model.use_peft and learning_rate < _SMALLEST_BF16_LEARNING_RATE:
@@ -139,11 +139,11 @@ def judge(recipe: Recipe, launch: Launch, gpu: Gpu = H200) -> tuple[list[str], l
             "label_noise with class_weighting: none and one update per generation only scales the gradient, which AdamW "
             "ignores: set steps_per_generation for several updates, or class_weighting: balanced."
         )
-    if ppo and launch.kind == "DEEPSPEED":
-        conflicts.append("PPO trains two models, which DeepSpeed does not do. Use fsdp2.yaml or ddp.yaml.")
-    if ppo and launch.kind == "FSDP" and launch.fsdp_version != 2:
+    if method and launch.kind == "DEEPSPEED":
+        conflicts.append(f"{method} trains two models, which DeepSpeed does not do. Use fsdp2.yaml or ddp.yaml.")
+    if method and launch.kind == "FSDP" and launch.fsdp_version != 2:
         conflicts.append(
-            f"PPO supports FSDP2 only, and the accelerate file asks for fsdp_version {launch.fsdp_version}. Set "
+            f"{method} supports FSDP2 only, and the accelerate file asks for fsdp_version {launch.fsdp_version}. Set "
             "fsdp_version: 2 in its fsdp_config, as fsdp2.yaml does."
         )
     if recipe.training.max_completion_length is None:
@@ -200,9 +200,15 @@ def _engine_conflicts(recipe: Recipe, launch: Launch, estimate: Estimate) -> lis
     if no_room := most is not None and estimate.engine_conflict():
         conflicts.append(no_room)
     longest, room = (recipe.data.max_prompt_length or 0) + (most or 0), training.vllm_max_model_length
+    critic = ""
+    if recipe.run.method == "genac":
+        longest += training.critic_max_new_tokens
+        critic = (
+            f", which the critic reads, plus critic_max_new_tokens={training.critic_max_new_tokens} and its template"
+        )
     if most is not None and room is not None and room < longest:
         conflicts.append(
             f"vllm_max_model_length={room} cannot hold max_prompt_length={recipe.data.max_prompt_length} plus "
-            f"max_completion_length={most}. Set it to at least {longest}."
+            f"max_completion_length={most}{critic}. Set it to at least {longest}."
         )
     return conflicts

@@ -208,7 +208,7 @@ def training_forward_equivalents(
 
     - GRPO and PPO score the batch once if the policy has moved on before its last update, or to correct for the mismatch
       of engine and trainer (`correction`); once more under the KL reference. PPO lets the critic do what the policy does,
-      and judge the batch once.
+      and judge the batch once. GenAC is GRPO here, and always scores the batch, to cut it; its critic is counted elsewhere.
     - PACS scores the rows of all updates but the first under the rollout policy, once, for the `reference` `"rollout"` or
       for `correction`; the rows of every update under a `"snapshot"` (`"none"`: a proxy without reference) and under the KL
       reference. If groups are `split` over micro-batches, a pass finds the proxies of each update first, unless they are
@@ -217,8 +217,8 @@ def training_forward_equivalents(
     """
     gradient = iterations * (4 if checkpointing else 3)
     if method != "pacs":
-        scoring = int(updates > 1 or correction) + int(kl)
-        return gradient + scoring if method == "grpo" else 2 * gradient + scoring + 1
+        scoring = int(updates > 1 or correction or method == "genac") + int(kl)
+        return 2 * gradient + scoring + 1 if method == "ppo" else gradient + scoring
     share = iterations / updates  # of the batch that an optimizer step learns from
     later_rows = 1 - share if iterations == 1 else 1
     passes = float(gradient + iterations * kl)

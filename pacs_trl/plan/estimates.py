@@ -2,6 +2,7 @@
 
 import math
 
+from ..baselines.genac_config import most_answers
 from ..recipe import Recipe
 from ..rollouts.draw_settings import Additional, additional, draw_errors
 from . import cost
@@ -13,6 +14,10 @@ _SHARED = "accelerate_configs/fsdp2.yaml, which shares the training state over t
 
 # Problems in the named training sets, for counting epochs.
 _SET_SIZES = {"deepscaler": 40_315, "gsm8k": 7_473, "math": 7_500}
+
+
+# Tokens of the question to a critic besides problem and response.
+_TEMPLATE = 250
 
 
 class Estimate:
@@ -27,7 +32,7 @@ class Estimate:
         training, data = recipe.training, recipe.data
         self.recipe, self.launch, self.training, self.step, self.gpu = recipe, launch, training, recipe.step, gpu
         self.usable = 0.95 * gpu.memory_bytes  # the rest goes to fragments, kernels and communication
-        self.of_pacs = recipe.run.method == "pacs"
+        self.of_pacs, self.of_genac = recipe.run.method == "pacs", recipe.run.method == "genac"
         mixed = training.bf16 or training.fp16 or launch.mixed_precision != "no"
         self.dtype = (training.model_init_kwargs or {}).get("dtype", recipe.model.dtype) or "float32"
         self.has_float32_copies = launch.kind in ("FSDP", "DEEPSPEED") and mixed
@@ -53,7 +58,10 @@ class Estimate:
         self.trained = shape.parameters
         if model.use_peft:
             self.trained = cost.lora_parameters(shape, model.lora_r, model.lora_target_modules)
-        self.critic = shape.parameters if self.recipe.run.method == "ppo" else 0
+        self.critic = shape.parameters if self.recipe.run.method in ("ppo", "genac") else 0
+        frozen_critic = 0
+        if self.of_genac and training.critic_lora_r is not None:
+            self.critic, frozen_critic = cost.lora_parameters(shape, training.critic_lora_r, None), shape.parameters
         self.has_snapshot = self.of_pacs and training.reference == "snapshot"
         self.has_kl_model = training.beta != 0 and not model.use_peft  # with LoRA it is the policy without its adapter
 
@@ -63,7 +71,7 @@ class Estimate:
         copies += weight_bytes * shape.parameters if self.has_kl_model else 0
         self.state = cost.training_state_bytes(self.trained, frozen, frozen_bytes=weight_bytes, **sharing)
         self.state += copies / (launch.num_processes if launch.sharding == "full" else 1)
-        self.state += cost.training_state_bytes(self.critic, 0, frozen_bytes=0, **sharing)
+        self.state += cost.training_state_bytes(self.critic, frozen_critic, frozen_bytes=4, **sharing)
 
         self.tokens = self.of_pacs and training.max_tokens_per_micro_batch
         self.tokens = self.tokens or self._tokens(training.per_device_train_batch_size)
@@ -277,6 +285,29 @@ class Estimate:
         flops = passes * shape.forward_flops(rows * computed, attended)
         return flops, flops / (self.launch.num_processes * gpu.flops * gpu.training_share), passes
 
+    def _critic_time(self, mean_length: int) -> tuple[float, float, float, str]:
+        """FLOP and seconds of learning from the answers of a generation, seconds of writing them, and all that in words. Of a
+        completion every segment is counted that there may be, and a question holds half a completion on average."""
+        training, shape, gpu, gpus = self.training, self.shape, self.gpu, self.launch.num_processes
+        answers, longest = most_answers(training, self.step), training.critic_max_new_tokens
+        question, mean = _TEMPLATE + self._prompt + mean_length // 2, max(1, round(0.35 * longest))
+        passes = training.num_iterations * (4 if training.gradient_checkpointing else 3)
+        flops = passes * shape.forward_flops(answers * (question + mean), question + mean)
+        learning, writing = flops / (gpus * gpu.flops * gpu.training_share), 0.0
+        if not (training.use_vllm and training.vllm_mode == "server"):
+            cache = 0.3 * gpu.memory_bytes
+            how = {"kv_cache_bytes": cache, "gpu": gpu}
+            writing = cost.decoding_seconds(shape, answers / gpus, question, mean, longest, **how)
+        return (
+            flops,
+            learning,
+            writing,
+            (
+                f"at most {answers:,} answers of {mean} tokens per rollout step; {writing:.0f} s to write them, {learning:.0f} s to "
+                f"learn from them ({passes:g} forward passes)"
+            ),
+        )
+
     @property
     def _prompt(self) -> int:
         return min(self.recipe.data.max_prompt_length or 256, 256)
@@ -300,6 +331,11 @@ class Estimate:
                 f"completions, at {gpu.decoding_share:.0%} of {gpu.bandwidth / 1e12:.3g} TB/s"
                 f"{'' if training.use_vllm else ' (vLLM; without it many times slower)'}"
             )
+        critic = []
+        if self.of_genac:
+            more_flops, more_learning, more_generating, words = self._critic_time(mean_length)
+            flops, learning, generating = flops + more_flops, learning + more_learning, generating + more_generating
+            critic = [f"  critic             {words}"]
         hours = rollouts * (learning + generating) / 3600
         return [
             "",
@@ -307,6 +343,7 @@ class Estimate:
             f"  learning           {flops:.1e} FLOP per rollout step: {passes:g} forward passes of 2 x parameters x tokens "
             f"plus attention{padding}; {learning:.0f} s at {gpu.training_share:.0%} of {gpu.flops / 1e12:.0f} TFLOP/s",
             f"  generation         {generation}",
+            *critic,
             f"  all                {hours:.1f} hours on {gpus} GPU{'s' * (gpus > 1)}, {hours * gpus:.0f} GPU hours, "
             f"{rollouts * flops:.1e} FLOP for learning",
         ]

@@ -10,8 +10,9 @@
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
@@ -168,6 +169,23 @@ class Engine(VLLMGeneration):
             self.llm = SeededLLM(self.llm, next_seeds, early_grading)
         elif self.accelerator.is_main_process:
             self.vllm_client = CountingClient(self.vllm_client)
+
+    @contextmanager
+    def lent_to(self, model, **sampling: Any) -> Iterator[None]:
+        """
+        Inside, the engine has the weights of another model of the same architecture, and draws by other settings. Afterwards those
+        of its own model have to be sent again.
+
+        Two engines would share a GPU worse: vLLM lets one engine of a process sleep, and weights are sent before every generation
+        anyway.
+        """
+        own = {name: getattr(self, name) for name in ("model", "_weight_metadata", *sampling)}
+        vars(self).update(sampling, model=model, _weight_metadata=None)
+        try:
+            self.sync_weights()
+            yield
+        finally:
+            vars(self).update(own)
 
     def sync_weights(self) -> None:
         """

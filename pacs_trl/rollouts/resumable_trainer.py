@@ -31,6 +31,9 @@ class ResumableTrainer(GRPOTrainer):
     # Settings, besides `SHARED_SETTINGS`, that a checkpoint and the run that resumes from it must share.
     _own_shared_settings: tuple[str, ...] = ()
 
+    # What moves on inside an optimizer step, besides metrics and the number of tokens.
+    _counters: tuple[str, ...] = ("_step", "_num_requests", "num_refilled", "_buffered_inputs")
+
     def __init__(self, model, reward_funcs=None, args=None, **kwargs):
         super().__init__(model, reward_funcs, args=args, **kwargs)
         self._reset_run()
@@ -99,7 +102,7 @@ class ResumableTrainer(GRPOTrainer):
 
     def _rewind_step(self) -> None:
         """Back to where the optimizer step began that cannot be finished: what was drawn for it is drawn again."""
-        for name in _COUNTERS:
+        for name in self._counters:
             setattr(self, name, self._step_begin[name])
         self.state.num_input_tokens_seen = self._step_begin["num_input_tokens_seen"]
         self._metrics["train"].clear()
@@ -193,10 +196,6 @@ class ResumableTrainer(GRPOTrainer):
         self._buffered_inputs = self._prepare_input(state["rollouts"])
 
 
-# What moves on inside an optimizer step, besides metrics and the number of tokens.
-_COUNTERS = ("_step", "_num_requests", "num_refilled", "_buffered_inputs")
-
-
 class _StepBegin(TrainerCallback):
     """Remembers where an optimizer step began, which only Trainer knows: the last one of an epoch may be shorter."""
 
@@ -205,6 +204,6 @@ class _StepBegin(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         metrics = {name: list(values) for name, values in self.trainer._metrics["train"].items()}
-        counters = {name: getattr(self.trainer, name) for name in _COUNTERS}
+        counters = {name: getattr(self.trainer, name) for name in self.trainer._counters}
         tokens = {"num_input_tokens_seen": state.num_input_tokens_seen, "global_step": state.global_step}
         self.trainer._step_begin = {"metrics": metrics, **counters, **tokens}

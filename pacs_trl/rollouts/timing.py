@@ -34,10 +34,14 @@ class StepTimer:
 
     Args:
         clock (`Callable`, *optional*): Returns seconds; `time.perf_counter` by default.
+
+    Attributes:
+        parts (`dict`): `PARTS`, to which a trainer may add.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
         self.clock = clock
+        self.parts = dict(PARTS)
         self.reset()
 
     def reset(self) -> None:
@@ -57,7 +61,7 @@ class StepTimer:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Charge what runs inside to `name`, a key of `PARTS`; `"other"` stops the clock of the part around it."""
+        """Charge what runs inside to `name`, a key of `parts`; `"other"` stops the clock of the part around it."""
         self._charge()
         self._open.append(name)
         try:
@@ -76,7 +80,7 @@ class StepTimer:
             return {}
         total = self.clock() - self._began
         self._began = None
-        seconds = {name: self._step[name] for name in PARTS if name != "other"}
+        seconds = {name: self._step[name] for name in self.parts if name != "other"}
         seconds |= {"other": total - sum(seconds.values()), "total": total}
         for name, value in seconds.items():
             self.totals[name] += value
@@ -90,11 +94,11 @@ class StepTimer:
             f"Where the time of {self.num_steps} optimizer steps went (this process)",
             f"  {'':13}{'seconds':>10}{'per step':>10}{'share':>8}",
         ]
-        for name in (*PARTS, "total"):
+        for name in (*self.parts, "total"):
             seconds = self.totals[name]
             lines.append(
                 f"  {name:13}{seconds:10.2f}{seconds / max(self.num_steps, 1):10.3f}{seconds / total if total else 0:8.1%}"
-                f"{'  ' + PARTS[name] if name in PARTS else ''}"
+                f"{'  ' + self.parts[name] if name in self.parts else ''}"
             )
         return "\n".join(lines)
 

@@ -11,6 +11,7 @@ NOBODY, THREE, EIGHT, SIXTY_FOUR = (("--num-processes", n) for n in ("0", "3", "
 NULLS = ("--num_generations", "null", "--learning_rate", "null", "--steps_per_generation", "null")
 WHOLE = (*EIGHT, "--gradient_accumulation_steps", "32", "--steps_per_generation=128")
 BF16, GRPO, PPO, FEW = {"dtype": "bfloat16"}, {"method": "grpo"}, {"method": "ppo"}, {"max_train_samples": 1000}
+GENAC = {"method": "genac"}
 ODD, WRITTEN, PAIRS = {"save_steps": 30}, {"expected_processes": 64}, {"vllm_tensor_parallel_size": 2}
 BIG, SMALL, UNKNOWN = ({"model_name_or_path": n} for n in ("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B", "someone/something"))
 NO_EXPRESSION, SCORE = {"lora_target_modules": ["*_proj"], "use_peft": True}, {"score_estimator": "grpo"}
@@ -79,6 +80,12 @@ SAID = {
     "vLLM server": ((), FITTING | {"vllm_mode": "server", "vllm_gpu_memory_utilization": 0.9}, 0),
     "unbounded": (("--max_completion_length", "null"), {}, 1, "max_completion_length is not set"),
     "PPO with DeepSpeed": (ZERO2, PPO, 1, "DeepSpeed"),
+    "GenAC with DeepSpeed": (ZERO2, GENAC, 1, "GenAC trains two models, which DeepSpeed does not do"),
+    # 8192 completions x (16 segments and the state before the last token); 35 % of 1024 tokens
+    "GenAC": (FSDP2, GENAC, 0, "at most 139,264 answers of 358 tokens per rollout step"),
+    "GenAC, budget": (FSDP2, GENAC | {"critic_budget": 100_000}, 1, "critic_budget=100000 is less than the 139264 answers"),
+    "GenAC, short engine": (FSDP2, GENAC | VLLM | {"vllm_max_model_length": 2000}, 1, "plus critic_max_new_tokens=1024",
+                            "Set it to at least 2524"),
     "no directory": ((), {"model_name_or_path": "./nope"}, 1, "1 conflict(s)", "The model directory './nope' does not exist"),
     "no task": ((), {"model_name_or_path": "miniature/no"}, 1, "1 conflict(s)", "There is no miniature task 'no'"),
     "no expression": ((), NO_EXPRESSION, 1, "'*_proj' alone is a regular expression, and this is none"),

@@ -6,7 +6,7 @@ from pacs_trl.plan.cost import GIB, mean_square_length, model_shape
 
 
 PARAMETERS = model_shape("Qwen/Qwen3-4B").parameters
-GRPO, PPO, LORA = {"method": "grpo"}, {"method": "ppo"}, {"use_peft": True}
+GRPO, PPO, GENAC, LORA = {"method": "grpo"}, {"method": "ppo"}, {"method": "genac"}, {"use_peft": True}
 KL, TWICE = {"beta": 0.1}, {"num_iterations": 2}
 SPLIT, SNAPSHOT, OFFLOADED = {"group_layout": "split"}, {"reference": "snapshot"}, {"reference_offload": True}
 FEW = {"max_train_samples": 2048, "eval_split_size": 1000}  # the held-out problems are set apart first
@@ -103,7 +103,12 @@ def test_a_prompt_counts_once_in_a_micro_batch(planned, settings, sharing, token
     assert (f"a prompt once for {sharing} completions" in learning) == (sharing > 1)
 
 
-BYTES_PER_WEIGHT = {16: [{}, GRPO, SNAPSHOT | OFFLOADED], 20: [KL, GRPO | KL, SNAPSHOT], 32: [PPO], 36: [PPO | KL]}
+BYTES_PER_WEIGHT = {
+    16: [{}, GRPO, SNAPSHOT | OFFLOADED],
+    20: [KL, GRPO | KL, SNAPSHOT],
+    32: [PPO, GENAC],
+    36: [PPO | KL],
+}
 
 
 @pytest.mark.parametrize(("size", "settings"), cases(BYTES_PER_WEIGHT))

@@ -1,0 +1,278 @@
+"""What trainers with a critic share: TRL's GRPOTrainer, whose advantages come from a second model that learns beside the policy.
+
+Generation, rewards, the clipped policy loss, KL term and logging are the parent's, so that these methods and GRPO differ in the
+advantage only: here each token has its own. A subclass says what the critic is (`_create_critic`), which values it gives the tokens of a
+generation batch (`_judge`), and how it learns from a micro-batch (`_learn_critic`). What is added to the parent:
+
+- `_generate_and_score_completions` lets the critic judge the rollouts and replaces the advantages.
+- `_compute_loss` lets the critic learn from a micro-batch before the policy does.
+- All forward passes are those of a [`Scorer`], over rows without padding.
+- A checkpoint holds the critic and its optimizer.
+
+The critic is a model of its own, next to the policy (`second_model.py`).
+"""
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from peft import PeftModel
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+from trl.trainer.utils import create_model_from_path, disable_dropout_in_model, get_config_model_id
+
+from ..rollouts.rollout_trainer import Config, RolloutTrainer
+from ..update.rows import without_padding
+from .actor_critic_config import ActorCriticConfig
+from .gae import explained_variance, generalized_advantages, masked_mean_and_variance, whiten
+from .second_model import SecondModel
+
+
+def critic_path(policy: str | PreTrainedModel, args: ActorCriticConfig) -> str:
+    """
+    Where the weights of the critic come from: `critic_model_name_or_path`, or where those of the policy do.
+
+    Raises:
+        `ValueError`: if the policy was built in memory and no path for the critic is given.
+    """
+    path = args.critic_model_name_or_path
+    if path is None:
+        path = policy if isinstance(policy, str) else get_config_model_id(policy.config)
+    if not path:
+        raise ValueError(
+            "The critic starts from the policy's weights, but the policy was built in memory and has no path. Save it "
+            "and pass the directory as `model`, or set critic_model_name_or_path."
+        )
+    return path
+
+
+def load_critic(policy: str | PreTrainedModel, args: ActorCriticConfig, architecture: type | None = None, **more: Any):
+    """
+    A critic from [`critic_path`], ready to be trained. `model_init_kwargs` apply to it too, except the dtype, which is float32, and
+    the revision, if it has a path of its own.
+
+    Args:
+        architecture (`type`, *optional*): Of transformers; by default that of the checkpoint, a causal language model.
+        more: Further arguments of `from_pretrained`.
+    """
+    kwargs = {**(args.model_init_kwargs or {}), "dtype": "float32", "device_map": None, **more}
+    kwargs.setdefault("trust_remote_code", args.trust_remote_code)
+    if args.critic_model_name_or_path is not None:
+        kwargs.pop("revision", None)
+    if not isinstance(policy, str):
+        kwargs.setdefault("attn_implementation", policy.config._attn_implementation)
+    critic = create_model_from_path(critic_path(policy, args), architecture=architecture, **kwargs)
+    if args.disable_dropout:
+        disable_dropout_in_model(critic)
+    if args.gradient_checkpointing:
+        critic.gradient_checkpointing_enable(gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs)
+    return critic.train()
+
+
+class ActorCriticTrainer(RolloutTrainer[Config]):
+    """[`RolloutTrainer`] with a critic. `Config` is an [`ActorCriticConfig`]."""
+
+    args: ActorCriticConfig
+    _own_shared_settings: tuple[str, ...] = (
+        "gamma",
+        "gae_lambda",
+        "whiten_advantages",
+        "epsilon",
+        "epsilon_high",
+        "delta",
+        "loss_type",
+        "critic_learning_rate",
+        "world_size",
+    )
+    _step_names: tuple[str, ...] = ("approx_kl",)  # metrics of an optimizer step, means over the tokens of the policy
+
+    def _prepare_learning(self) -> None:
+        name = type(self).__name__
+        if self.is_fsdp_enabled and not self.accelerator.is_fsdp2:
+            raise ValueError(
+                f"{name} supports FSDP2 only, this is FSDP 1. Set `fsdp_version: 2` in the accelerate file."
+            )
+        if self._is_vlm:
+            raise ValueError(
+                f"{name} supports text models only, got {type(self.model).__name__}: the critic sees no images."
+            )
+        self._critic_scorer = self._create_scorer(self.critic)
+        # transformers takes an adapter one folder below a checkpoint for one of the policy's
+        directory = "critic/adapter" if isinstance(self.critic, PeftModel) else "critic"
+        rate = self.args.critic_learning_rate
+        self._second_model = SecondModel(self, self.critic, learning_rate=rate, directory=directory)
+        self.critic = self._second_model.model
+
+    def _prepare_loading(self, model, args, arguments):
+        if args.deepspeed_plugin is not None:
+            raise ValueError(
+                f"{type(self).__name__} does not support DeepSpeed, which trains one model per process. Use DDP or FSDP2 "
+                "(recipes/accelerate_configs)."
+            )
+        super()._prepare_loading(model, args, arguments)
+        # before the policy, which seeds again: rollouts are those of GRPO
+        self.critic = self._create_critic(model, args, arguments)
+
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        self._second_model.create_scheduler(num_training_steps)
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    # What a critic is ---------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _create_critic(self, policy: str | PreTrainedModel, args, arguments: dict[str, Any]) -> torch.nn.Module:
+        """The critic of a policy or of its path; `arguments` are those of `_prepare_loading`."""
+
+    @abstractmethod
+    def _judge(self, inputs: Sequence[dict], batch: dict) -> tuple[torch.Tensor, float | torch.Tensor]:
+        """Values of the tokens of a generation batch, `(B, T)`, and lambda for [`generalized_advantages`]. What is put into `batch` is
+        there when the critic learns."""
+
+    @abstractmethod
+    def _learn_critic(self, inputs: dict) -> None:
+        """Learn from a micro-batch, and take a step with the last one of an optimizer step."""
+
+    # Rollouts -----------------------------------------------------------------------------------------------------
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        rewards = output["labels"]
+        output["has_verdict"] = ~rewards.isnan()
+        mask = self._value_mask(output)
+        values, gae_lambda = self._judge(inputs, output)
+        advantages, returns = generalized_advantages(
+            rewards.nan_to_num(0.0), values, mask, gamma=self.args.gamma, gae_lambda=gae_lambda
+        )
+        self._log_values(
+            explained_variance=explained_variance(values, returns, mask, self._sum).item(),
+            value_mean=masked_mean_and_variance(values, mask, self._sum)[0].item(),
+            return_mean=masked_mean_and_variance(returns, mask, self._sum)[0].item(),
+        )
+        if self.args.whiten_advantages:
+            advantages = whiten(advantages, mask, self._sum)
+        self._log_advantages(advantages, mask)
+        return output | {"values": values, "returns": returns, "advantages": advantages}
+
+    def _value_mask(self, batch: dict) -> torch.Tensor:
+        mask = batch["completion_mask"] * batch.get("tool_mask", 1)
+        return mask.bool() & batch["has_verdict"].unsqueeze(1)
+
+    def _sum(self, total: torch.Tensor) -> torch.Tensor:
+        return self.accelerator.reduce(total, reduction="sum")
+
+    def _log_values(self, **metrics: float) -> None:
+        mode = "train" if self.model.training else "eval"
+        for name, value in metrics.items():
+            self._metrics[mode][f"{self._name.lower()}/{name}"].append(value)
+
+    def _log_advantages(self, advantages: torch.Tensor, mask: torch.Tensor) -> None:
+        """The table of completions shows the mean over each completion instead of the parent's group advantage."""
+        means = self.accelerator.gather(advantages.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).tolist()
+        logged = self._logs["advantages"]
+        for _ in range(min(len(means), len(logged))):
+            logged.pop()
+        logged.extend(means)
+
+    # Optimizer step -----------------------------------------------------------------------------------------------
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        with contextlib.ExitStack() as self._until_backward:
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    def _compute_loss(self, model, inputs):
+        if not self.model.training:
+            return super()._compute_loss(model, inputs)
+        self._until_backward.enter_context(self.scorer.attention())
+        self._learn_critic(inputs)  # first, so that its activations are gone when the policy needs the memory
+        loss = super()._compute_loss(model, inputs)
+        log_ratio = self._last_logps - inputs.get("old_per_token_logps", self._last_logps)
+        mask = self._value_mask(inputs)
+        self._add_to_step("approx_kl", (log_ratio.exp() - 1.0 - log_ratio)[mask].sum())
+        self._step_sums[-1] += mask.sum()
+        if self.accelerator.sync_gradients:
+            self._log_step()
+        return loss
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model,
+        input_ids,
+        attention_mask,
+        logits_to_keep,
+        batch_size=None,
+        compute_entropy=False,
+        compute_aux_loss=False,
+        **kwargs,
+    ):
+        """As the parent's, but over rows without padding."""
+        scorer = self.ref_scorer if model is self.ref_model else self.scorer
+        width = input_ids.size(1) - logits_to_keep
+        prompts = without_padding(input_ids[:, :width], attention_mask[:, :width])
+        completions = without_padding(input_ids[:, width:], attention_mask[:, width:])
+        size, router = batch_size or len(prompts), {"output_router_logits": True} if compute_aux_loss else {}
+        with contextlib.nullcontext() if torch.is_grad_enabled() else self.timer.part("log_probs"):
+            passes = [
+                scorer.forward(model, prompts[i : i + size], completions[i : i + size], fused_lm_head=True, **router)
+                for i in range(0, len(prompts), size)
+            ]
+
+        def of_rows(name: str) -> torch.Tensor:
+            return padded([row for outputs, of in passes for row in of(outputs[name])], logits_to_keep)
+
+        logps = of_rows("log_probs")
+        self._last_logps = logps.detach()
+        aux_loss = torch.stack([outputs.aux_loss for outputs, _ in passes]).mean() if compute_aux_loss else None
+        return logps, of_rows("entropy") if compute_entropy else None, aux_loss
+
+    def _loss_denominator(self, inputs: dict) -> torch.Tensor | float:
+        """What the parent divides the policy's summed token losses by; processes are averaged afterwards."""
+        accumulation_steps = self.current_gradient_accumulation_steps
+        if self.loss_type == "dr_grpo":
+            return len(inputs["completion_ids"]) * self.max_completion_length * accumulation_steps
+        return self._share_of_generation(inputs["num_items_in_batch"])
+
+    def _share_of_generation(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What the losses of tokens are divided by for their mean over an optimizer step, of so many tokens of all processes in the
+        generation; processes are averaged afterwards."""
+        share = self.current_gradient_accumulation_steps / self.args.steps_per_generation
+        return tokens.clamp(min=1.0) / self.accelerator.num_processes * share
+
+    def _add_to_step(self, name: str, total: torch.Tensor) -> None:
+        self._step_sums[self._step_names.index(name)] += total
+
+    def _log_step(self) -> None:
+        *totals, tokens = self._sum(self._step_sums).tolist()
+        self._step_sums.zero_()
+        self._log_values(**{name: t / max(tokens, 1) for name, t in zip(self._step_names, totals, strict=True)})
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        grad_norm = super()._get_grad_norm(model, grad_norm)
+        if self.state.global_step < self.args.critic_alone_steps:
+            model.zero_grad(set_to_none=True)  # optimizers leave parameters without a gradient alone
+        return grad_norm
+
+    # Checkpoints --------------------------------------------------------------------------------------------------
+
+    def _reset_run(self) -> None:
+        super()._reset_run()
+        self._last_logps: torch.Tensor | None = None
+        # over the tokens of an optimizer step: `_step_names`, and the number of tokens
+        self._step_sums = torch.zeros(len(self._step_names) + 1, device=self.accelerator.device)
+
+    def _save_optimizer_and_scheduler(self, output_dir):
+        super()._save_optimizer_and_scheduler(output_dir)
+        self._second_model.save(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self._second_model.load(checkpoint)
+
+
+def padded(rows: list[torch.Tensor], length: int) -> torch.Tensor:
+    """`(B, length)`, 0 behind the end of a row."""
+    values = pad_sequence(rows, batch_first=True)
+    return F.pad(values, (0, length - values.size(1)))

@@ -1,0 +1,150 @@
+r"""Traces for a critic's supervised start, by an oracle: `python -m pacs_trl.miniature.oracle --help`.
+
+The true success rate of a prefix is estimated by letting the policy continue it many times. It is written out behind a short worked
+reason: each calculation of the prefix is done again (`38y` or `38n`), and the terms of the problem that are not used yet follow, with
+an `x` if something was used that is no term: `38y45n|7<2>`. A model that learns this has to look for what makes the rate.
+"""
+
+import random
+import re
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ..baselines.critic_prompt import CriticPrompt, State
+from ..baselines.critic_traces import Trace, write_traces
+from ..data.tasks import looks_right, problems
+from ..evaluation.requests import SamplingSettings, render_prompt, sample_seed
+from ..evaluation.sampling import generate_tokens, stop_token_ids
+from ..settings.command_line import Parser, exit_code
+from .warm_start import MAX_COMPLETION_LENGTH, warm_start
+
+
+_CALCULATION = re.compile(r"(\d+)([+\-*/])(\d+)=(?:\\boxed\{)?(-?\d+)(?=[,}])")
+_RESULT = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b, "/": lambda a, b: a // max(b, 1)}
+
+
+def worked_reason(problem: str, response: str) -> str:
+    """What can be seen in a prefix: its finished calculations done again, and of a sum the terms that are left."""
+    done, used = "", []
+    for a, sign, b, written in _CALCULATION.findall(response):
+        result = _RESULT[sign](int(a), int(b))
+        done += f"{result}{'y' if result == int(written) else 'n'}"
+        used += [a, b] if not used else [b]
+    terms, seen = Counter(re.findall(r"\d+", problem)), Counter(used)
+    return f"{done}|{'+'.join((terms - seen).elements())}{'x' if seen - terms else ''}"
+
+
+def oracle_traces(
+    model,
+    tokenizer,
+    rows: Sequence[dict[str, str]],
+    prompt: CriticPrompt,
+    *,
+    completions: int = 2,
+    samples: int = 16,
+    states: int = 3,
+    seed: int = 0,
+    batch_size: int = 512,
+) -> list[Trace]:
+    """
+    States of a policy's own completions, with their true success rates.
+
+    Args:
+        model, tokenizer: Of the policy.
+        rows (sequence of `dict`): Problems, see [`~data.tasks.problems`].
+        prompt ([`CriticPrompt`]): Whose tags the answers have.
+        completions (`int`): Of each problem.
+        samples (`int`): Continuations of each state.
+        states (`int`): Of each completion besides the beginning, which counts once per problem: places drawn at random.
+        seed (`int`): Of everything that is drawn.
+    """
+    questions = [
+        tokenizer(render_prompt(tokenizer, [{"role": "user", "content": r["problem"]}]), add_special_tokens=False)[
+            "input_ids"
+        ]
+        for r in rows
+    ]
+    stop_ids = stop_token_ids(model, tokenizer)
+    settings = SamplingSettings(temperature=1.0, top_p=1.0, max_new_tokens=MAX_COMPLETION_LENGTH)
+
+    def draw(prompts: list[list[int]], stream: str) -> list[list[int]]:
+        drawn: list = [None] * len(prompts)
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        for start in range(0, len(order), batch_size):
+            places = order[start : start + batch_size]
+            seeds = [sample_seed(seed, stream, i) for i in places]
+            tokens, _ = generate_tokens(
+                model,
+                [prompts[i] for i in places],
+                seeds,
+                settings,
+                pad_token_id=tokenizer.pad_token_id,
+                stop_ids=stop_ids,
+            )
+            for place, ids in zip(places, tokens, strict=True):
+                end = next((i for i, token in enumerate(ids) if token in stop_ids), len(ids))
+                drawn[place] = ids[:end]
+        return drawn
+
+    def text(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=True)
+
+    places = [i for i in range(len(rows)) for _ in range(completions)]
+    first = draw([questions[i] for i in places], "completions")
+    rate = sum(looks_right(rows[i], text(ids)) for i, ids in zip(places, first, strict=True)) / len(first)
+    rng = random.Random(seed)
+    asked: list[tuple[int, list[int]]] = [(i, []) for i in range(len(rows))]
+    for i, ids in zip(places, first, strict=True):
+        lengths = rng.sample(range(1, len(ids) + 1), min(states, len(ids)))
+        asked += [(i, ids[:length]) for length in lengths]
+    continued = draw([questions[i] + ids for i, ids in asked for _ in range(samples)], "continuations")
+    traces = []
+    for k, (i, ids) in enumerate(asked):
+        right = [looks_right(rows[i], text(ids + more)) for more in continued[k * samples : (k + 1) * samples]]
+        response = text(ids)
+        answer = worked_reason(rows[i]["problem"], response) + prompt.write(sum(right) / samples)
+        traces.append(Trace(State(rows[i]["problem"], response, len(ids)), rate, answer))
+    return traces
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line: a policy and a task in, a file of traces out."""
+    parser = Parser("oracle", __doc__.split("\n")[0], prog="python -m pacs_trl.miniature.oracle")
+    parser.add_argument(
+        "--model", required=True, help="checkpoint of the policy, or miniature/TASK[/SIZE] for a warm start"
+    )
+    parser.add_argument(
+        "--task", required=True, help="miniature task whose training problems are asked, for example terms"
+    )
+    parser.add_argument("--output", type=Path, required=True, help="file of traces, for critic_sft_dataset")
+    parser.add_argument(
+        "--critic_prompt", default="miniature", help="template whose tags the answers have (default: miniature)"
+    )
+    parser.add_argument("--problems", type=int, default=300, help="problems (default: 300)")
+    parser.add_argument("--completions", type=int, default=2, help="completions of each (default: 2)")
+    parser.add_argument(
+        "--states", type=int, default=3, help="states of each completion, besides the beginning (default: 3)"
+    )
+    parser.add_argument("--samples", type=int, default=16, help="continuations of each state (default: 16)")
+    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn (default: 0)")
+    args = parser.parse_args(argv)
+    prompt = CriticPrompt.read(args.critic_prompt)
+    rows = problems(args.task, "train", args.problems, seed=args.seed)
+    start = "miniature/"
+    path = str(warm_start(args.model.removeprefix(start))) if args.model.startswith(start) else args.model
+    tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(path)
+    how = {name: getattr(args, name) for name in ("completions", "states", "samples", "seed")}
+    traces = oracle_traces(model, tokenizer, rows, prompt, **how)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    write_traces(args.output, traces)
+    print(f"{len(traces)} traces of a policy that is right in {traces[0].success_rate:.1%}; written to {args.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code("python -m pacs_trl.miniature.oracle", main, sys.argv[1:]))

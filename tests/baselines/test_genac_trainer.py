@@ -1,0 +1,398 @@
+"""GenACTrainer: what the critic is asked, what is learnt from its answers by the long way, resuming, and bad input."""
+
+import copy
+import itertools
+import json
+import math
+
+import pytest
+import torch
+import yaml
+from fake_llm import play_colocated
+from peft import LoraConfig
+from replay import (
+    TOKENIZER,
+    Replay,
+    addition_dataset,
+    digit_reward,
+    load_weights,
+    stored_label,
+    tiny_model,
+    trainable_weights,
+)
+from test_ppo_trainer import SETTINGS as OF_PPO
+from test_ppo_trainer import CriticRecorder, assert_close_gradients
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from pacs_trl import GenACConfig, GenACTrainer
+from pacs_trl.baselines.critic_answers import check_critic
+from pacs_trl.baselines.critic_objective import reinforce_weights
+from pacs_trl.baselines.critic_prompt import CriticPrompt, State
+from pacs_trl.baselines.critic_traces import Trace, write_traces
+from pacs_trl.recipe import Recipe
+from pacs_trl.train import main
+
+
+SETTINGS = OF_PPO | {
+    "critic_prompt": "miniature",
+    "critic_max_new_tokens": 6,
+    "critic_pretraining_steps": 0,
+    "max_segments": 3,
+}
+
+
+def build(output_dir, model_path, *, replay=None, callbacks=(), peft_config=None, reward=None, read=True, **settings):
+    """An untrained critic writes no tags; with `read` most of what it writes counts as some value all the same."""
+    trainer = GenACTrainer(
+        model_path,
+        reward or (digit_reward if replay is None else stored_label),
+        args=GenACConfig(str(output_dir), **(SETTINGS | settings)),
+        train_dataset=addition_dataset(),
+        processing_class=TOKENIZER,
+        rollout_func=replay,
+        callbacks=list(callbacks),
+        peft_config=peft_config,
+    )
+    parse = trainer._prompt.parse
+    if read:
+        trainer._prompt.parse = lambda text: (
+            found if (found := parse(text)) is not None else (sum(map(ord, text)) % 11 / 10 if len(text) % 7 else None)
+        )
+    return trainer
+
+
+def logps_of(model, question, ids):
+    logits = model(input_ids=torch.tensor([question + ids])).logits[0, len(question) - 1 : -1]
+    return logits.log_softmax(dim=-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+
+
+class Notes(CriticRecorder):
+    """Also keeps each generation as it goes to the learning, before it is shuffled."""
+
+    def watch(self, trainer):
+        self.trainer, self.batches, self.asked = trainer, [], []
+        generate, states = trainer._generate_and_score_completions, trainer._states
+
+        def note(inputs):
+            batch = generate(inputs)
+            self.batches.append(copy.deepcopy(batch))
+            return batch
+
+        def note_states(*args):
+            self.asked.append(states(*args))
+            return self.asked[-1]
+
+        trainer._generate_and_score_completions, trainer._states = note, note_states
+        return trainer
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"critic_baseline": "none", "gae_lambda": 0.5, "critic_extra_states": False}]
+)
+def test_two_updates_equal_the_long_way(tmp_path, model_path, settings):
+    """Gradients of the critic by autograd in float64, one answer at a time; advantages from the values that were read."""
+    notes, replay = Notes(), Replay(unverifiable=0.2)
+    trainer = build(
+        tmp_path, model_path, replay=replay, callbacks=[notes], num_iterations=2, whiten_advantages=False, **settings
+    )
+    notes.watch(trainer)
+    critic = tiny_model().double()  # a copy of the trainer's would call the original
+    trainer.train()
+    (batch,), (asked,) = notes.batches, notes.asked
+    rows, args = replay.rows(0, 16), trainer.args
+    answers = [answer for row in batch["answers"] for answer in row]
+    assert [len(row) == 0 for row in batch["answers"]] == [row.label is None for row in rows]
+    values = [trainer._prompt.parse(TOKENIZER.decode(answer["ids"])) for answer in answers]
+    rewards = [0.0 if v is None else 1 - (each.outcome - v) ** 2 for v, each in zip(values, asked, strict=True)]
+    weights = reinforce_weights(torch.tensor(rewards), torch.tensor([a.outcome for a in asked]), args.critic_baseline)
+    assert [answer["weight"] for answer in answers] == pytest.approx(weights.tolist(), abs=1e-6)
+
+    tokens = sum(len(answer["ids"]) for answer in answers)
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    for update in range(2):
+        load_weights(critic, notes.critics[update])
+        critic.zero_grad()
+        loss = 0.0
+        for answer in answers:
+            logps = logps_of(critic, answer["question"], answer["ids"])
+            ratios = (logps.detach() - torch.tensor(answer["logps"])).exp().clamp(max=args.critic_ratio_cap)
+            loss = loss - (ratios * logps).sum() * answer["weight"] / tokens
+        loss.backward()
+        moved = {
+            n: (w - notes.critics[update + 1][n]) / args.critic_learning_rate for n, w in notes.critics[update].items()
+        }
+        assert_close_gradients(moved, {n: p.grad.float() for n, p in critic.named_parameters()})
+        assert logs[update]["genac/critic_loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-7)
+    for i, row in enumerate(rows):  # values are those of segments, advantages what they leave of the reward
+        if row.label is not None and args.gae_lambda == 1.0:
+            own = batch["values"][i, : len(row.completion_ids)]
+            torch.testing.assert_close(batch["advantages"][i, : len(own)], row.label - own)
+            read = {v or 0.0 for v, a in zip(values, asked, strict=True) if a.row == i and a.segment is not None}
+            assert {round(v, 6) for v in own.tolist()} == {round(v, 6) for v in read}
+
+
+def test_what_the_critic_is_asked(tmp_path, model_path):
+    """Prefixes before the first token of each segment, no solution; the pooled outcome at the beginning, and the state before
+    the last token."""
+    replay = Replay(truncated=0.0, uniform_groups=0)
+    notes = Notes()
+    trainer = notes.watch(build(tmp_path, model_path, replay=replay, callbacks=[notes], max_steps=2, read=False))
+    problem = trainer.train_dataset[0]["prompt"][0]["content"]
+    trainer.train()
+    rows, asked = replay.rows(0, 16), notes.asked[0]
+    means = [sum(row.label for row in rows[i - i % 4 :][:4]) / 4 for i in range(16)]
+    for i, row in enumerate(rows):
+        own = [each for each in asked if each.row == i]
+        lengths = [each.state.tokens_used for each in own]
+        assert lengths[0] == 0 and lengths == sorted(set(lengths)) and lengths[-1] == len(row.completion_ids) - 1
+        assert [each.segment for each in own[:-1]] == list(range(len(own) - 1)) and len(own) <= 4
+        assert [each.outcome for each in own] == [means[i], *[row.label] * (len(own) - 1)] or len(own) == 1
+        for each in own:
+            assert each.state.response == TOKENIZER.decode(
+                row.completion_ids[: each.state.tokens_used], skip_special_tokens=True
+            )
+    question = TOKENIZER.decode(notes.batches[0]["answers"][0][0]["question"])
+    assert problem and f"unknown 0/16 {asked[0].state.problem}" in question  # nobody has been right yet
+    later = TOKENIZER.decode(notes.batches[1]["answers"][0][0]["question"])
+    assert f"{sum(row.label for row in rows) / 16:.0%} 0/16" in later
+    log = trainer.state.log_history[0]
+    assert log["genac/unparsed"] == 1.0 and log["genac/brier"] == pytest.approx(
+        sum(a.outcome**2 for a in asked) / len(asked)
+    )
+    assert log["genac/critic_reward"] == 0.0 and log["genac/segments"] <= 3 and log["genac/ranking_accuracy_2"] == 0.5
+
+
+ADAM = {
+    "optim": "adamw_torch",
+    "learning_rate": 1e-3,
+    "critic_learning_rate": 1e-3,
+    "max_grad_norm": 1.0,
+    "gradient_accumulation_steps": 1,
+    "steps_per_generation": 2,
+    "max_steps": 4,
+    "critic_pretraining_steps": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory, model_path):
+    """Four updates over two generations, a checkpoint after each; before them a supervised start."""
+    directory = tmp_path_factory.mktemp("run")
+    states = [State(f"1+{i}", "", 0) for i in range(8)]
+    write_traces(directory / "traces.jsonl", [Trace(s, 0.5, f"fine<{i}>") for i, s in enumerate(states)])
+    traces = {"critic_sft_dataset": str(directory / "traces.jsonl"), "critic_sft_learning_rate": 1e-3}
+    notes = Notes()
+    trainer = build(
+        directory / "run", model_path, callbacks=[notes], save_strategy="steps", save_steps=1, **ADAM, **traces
+    )
+    start = trainable_weights(trainer.critic), trainable_weights(trainer.model)
+    notes.watch(trainer).train()
+    return trainer, notes, traces, start
+
+
+def test_the_critic_starts_on_traces_and_learns_alone_at_first(finished_run):
+    _, notes, _, (critic, policy) = finished_run
+    assert any(not torch.equal(weight, notes.critics[0][name]) for name, weight in critic.items())
+    assert all(torch.equal(weight, notes.weights[1][name]) for name, weight in policy.items())
+    assert any(not torch.equal(weight, notes.weights[2][name]) for name, weight in policy.items())
+    for before, after in zip(notes.critics, notes.critics[1:]):
+        assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("update", [1, 2, 3])
+def test_a_resumed_run_is_bit_identical(tmp_path, model_path, finished_run, update):
+    """Both models, both optimizers, answers that were drawn and not learnt from, and what the critic is told."""
+    trainer, _, traces, _ = finished_run
+    resumed = build(tmp_path, model_path, **ADAM, **traces)
+    resumed.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-{update}")
+    for model, reference in ((resumed.model, trainer.model), (resumed.critic, trainer.critic)):
+        for name, weight in reference.named_parameters():
+            assert torch.equal(weight, model.get_parameter(name)), name
+    for mine, theirs in zip(resumed.state.log_history[update:-1], trainer.state.log_history[update:-1]):
+        kept = [k for k in theirs if not k.startswith(("time/", "step_time")) and k != "epoch"]
+        assert str({k: mine[k] for k in kept}) == str({k: theirs[k] for k in kept})  # nan is nan
+
+
+def test_other_settings_are_not_continued(tmp_path, model_path, finished_run):
+    trainer = build(tmp_path, model_path, **(ADAM | {"max_segments": 2}))
+    with pytest.raises(ValueError, match="max_segments: 3 in the checkpoint, 2 now"):
+        trainer.train(resume_from_checkpoint=f"{finished_run[0].args.output_dir}/checkpoint-2")
+
+
+def test_adapters_for_both(tmp_path, model_path):
+    """Of the critic only the adapter learns and is saved, and a run goes on from it."""
+    peft = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    settings = ADAM | {"critic_lora_r": 4, "gradient_checkpointing": True, "max_steps": 3, "save_steps": 2}
+    recorder = CriticRecorder()
+    whole = build(
+        tmp_path / "whole", model_path, callbacks=[recorder], peft_config=peft, save_strategy="steps", **settings
+    )
+    recorder.trainer = whole
+    whole.train()
+    assert all("lora" in name for name in recorder.critics[0])
+    assert any(not torch.equal(w, recorder.critics[-1][n]) for n, w in recorder.critics[0].items())
+    assert (tmp_path / "whole" / "checkpoint-2" / "critic" / "adapter" / "adapter_model.safetensors").is_file()
+    resumed = build(tmp_path / "resumed", model_path, peft_config=peft, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    for model, reference in ((resumed.model, whole.model), (resumed.critic, whole.critic)):
+        for name, weight in reference.named_parameters():
+            assert torch.equal(weight, model.get_parameter(name)), name
+
+
+def test_evaluation_is_greedy_and_teaches_nothing(tmp_path, model_path):
+    notes = Notes()
+    trainer = notes.watch(build(tmp_path, model_path, per_device_eval_batch_size=8))
+    before = trainable_weights(trainer.critic)
+    assert 0.0 <= trainer.evaluate(addition_dataset(8))["eval_genac/brier"] <= 1.0
+    assert "answers" not in notes.batches[0] and trainer._success_rate is None
+    assert all(torch.equal(weight, trainer.critic.get_parameter(name)) for name, weight in before.items())
+    assert {each.segment is None for each in notes.asked[0]} == {False}
+
+
+def test_the_time_of_the_critic_stands_in_the_table(tmp_path, model_path):
+    trainer = build(tmp_path, model_path, max_steps=1)
+    trainer.train()
+    log = trainer.state.log_history[0]
+    assert log["time/critic"] > 0 and "values that the critic writes" in trainer.timer.table()
+    assert log["time/total"] >= log["time/critic"] + log["time/generation"]
+
+
+def test_one_engine_serves_both_in_turn(tmp_path, model_path, monkeypatch):
+    """It has the weights of the model that writes, and only the critic's answers end with the tag."""
+    settings = play_colocated(monkeypatch)
+    trainer = build(tmp_path, model_path, **settings)
+    models = {"policy": trainer.model, "critic": trainer.critic}
+    owners = {p.data_ptr(): name for name, model in models.items() for p in model.parameters()}
+    engine, sent, asked = trainer.vllm_generation.llm.llm, [], []
+    model = engine.llm_engine.model_executor.driver_worker.model_runner.model
+    model.load_weights = lambda weights: sent.append(owners[weights[0][1].data_ptr()])
+    add = engine.llm_engine.add_request
+
+    def note(request_id, prompt, params):
+        asked.append((sent[-1], vars(params).get("stop"), params.max_tokens, params.seed))
+        add(request_id, prompt, params)
+
+    engine.llm_engine.add_request = note
+    trainer.train()
+    assert [name for name, _ in itertools.groupby(sent)] == ["policy", "critic", "policy", "critic"]
+    kinds = {each[:3] for each in asked if each[0] == "policy"} | {
+        (name, *stop, most) for name, stop, most, _ in asked if name == "critic"
+    }
+    assert kinds == {("policy", None, 16), ("critic", ">", 6)}
+    seeds = [seed for *_, seed in asked]
+    assert len(set(seeds)) == len(seeds) and None not in seeds
+    assert trainer.state.log_history[0]["genac/critic_grad_norm"] > 0
+
+
+class TestBadInput:
+    """One clear error each, before any weights are loaded."""
+
+    @pytest.fixture(autouse=True)
+    def nothing_is_loaded(self, monkeypatch):
+        def load(*args, **kwargs):
+            raise AssertionError("weights were loaded")
+
+        monkeypatch.setattr("pacs_trl.baselines.actor_critic.create_model_from_path", load)
+        monkeypatch.setattr("trl.trainer.grpo_trainer.create_model_from_path", load)
+
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"critic_prompt": "no/template"}, "critic_prompt='no/template' is neither a text file"),
+            ({"critic_sft_dataset": "no.jsonl"}, "a supervised start needs a file of traces"),
+            ({"critic_sft_dataset": "empty.jsonl"}, "'empty.jsonl' holds no traces"),
+            ({"critic_sft_dataset": "torn.jsonl"}, "line 1 is no JSON object"),
+            ({"critic_sft_dataset": "wrong.jsonl"}, "line 1 has no tokens_used and no success_rate of the right type"),
+            ({"critic_sft_dataset": "tags.jsonl"}, "line 1 has no answer like <7>"),
+            ({"critic_sft_epochs": 2}, "critic_sft_epochs=2 would be ignored without critic_sft_dataset"),
+            (
+                {"critic_budget": 50},
+                r"less than the 64 answers .*16 completions x 4 .*Lower max_segments to 2 or less",
+            ),
+            ({"segment_probability": 1.5}, "segment_probability must be above 0 and at most 1"),
+            ({"critic_baseline": "mean"}, "critic_baseline must be one of outcome, none; got 'mean'"),
+            ({"scale_rewards": "batch"}, "would be ignored"),
+        ],
+    )
+    def test_settings(self, tmp_path, monkeypatch, settings, message):
+        monkeypatch.chdir(tmp_path)
+        row = {"problem": "1+1", "response": "", "tokens_used": 0, "success_rate": None, "answer": "no tags"}
+        (tmp_path / "empty.jsonl").write_text("\n")
+        (tmp_path / "torn.jsonl").write_text('{"problem": \n')
+        (tmp_path / "wrong.jsonl").write_text(
+            json.dumps({"problem": "", "response": "", "answer": "<1>", "tokens_used": "3"})
+        )
+        (tmp_path / "tags.jsonl").write_text(json.dumps(row))
+        with pytest.raises(ValueError, match=message):
+            GenACConfig("unused", **(SETTINGS | settings))
+        recipe = {
+            "method": "genac",
+            "model_name_or_path": "m",
+            "dataset_name": "miniature/addition",
+            **SETTINGS,
+            **settings,
+        }
+        assert any(message.split(" ")[0] in error for error in Recipe.from_settings(recipe, 1)[1])
+
+    def test_context(self, tmp_path, model_path):
+        with pytest.raises(ValueError, match=r"room for 512 tokens \(max_position_embeddings\).* take 5\d\d: \d+ of"):
+            build(tmp_path, model_path, critic_max_new_tokens=490)
+
+    def test_vocabulary(self, tmp_path, model_path):
+        words = Tokenizer(WordLevel({"[UNK]": 0, "1": 1}, unk_token="[UNK]"))
+        critic = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="[UNK]", pad_token="[UNK]")
+        critic.save_pretrained(tmp_path / "critic")
+        with pytest.raises(ValueError, match="/critic cannot write <0>: its tokenizer does not give the tags back"):
+            build(tmp_path, model_path, critic_model_name_or_path=str(tmp_path / "critic"))
+
+    def test_vllm_with_two_shapes(self):
+        args = GenACConfig("unused", **SETTINGS)
+        args.use_vllm = True
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("transformers.AutoConfig.from_pretrained", lambda *a, **k: tiny_model(hidden_size=64).config)
+            with pytest.raises(ValueError, match=r"differ \(hidden_size 32 and 64\), and one vLLM engine serves both"):
+                check_critic(tiny_model(), "critic", args, TOKENIZER, CriticPrompt.read("miniature"), ["1+1"])
+
+
+def test_a_recipe_trains_both_models_on_the_miniature_world_and_continues(tmp_path, model_path):
+    names = (
+        "use_cpu",
+        "bf16",
+        "max_completion_length",
+        "gradient_checkpointing",
+        "critic_prompt",
+        "critic_max_new_tokens",
+    )
+    recipe = {
+        "method": "genac",
+        "model_name_or_path": model_path,
+        "dataset_name": "miniature/addition",
+        "prompt_instruction": "",
+        "reward_funcs": ["math_reward", "test_genac_trainer.digit_reward"],
+        "reward_weights": [0.5, 0.5],
+        "output_dir": str(tmp_path / "run"),
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "lr_scheduler_type": "constant",
+        "num_generations": 4,
+        "per_device_train_batch_size": 8,
+        "steps_per_generation": 2,
+        "logging_steps": 1,
+        "critic_pretraining_steps": 0,
+    } | {name: SETTINGS[name] for name in names}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    rates = ["--learning_rate", "1e-3", "--critic_learning_rate", "1e-3"]
+    words = ["--config", str(tmp_path / "recipe.yaml"), *rates]
+    first = main([*words, "--max_steps", "1"])
+    second = main([*words, "--max_steps", "2", "--resume_from_checkpoint", "last"])
+    for name, weight in first.model.named_parameters():
+        assert not torch.equal(weight, second.model.get_parameter(name)), name
+    card = (tmp_path / "run" / "README.md").read_text()
+    assert "fine-tuned with GenAC" in card and "arxiv:2604.10701" in card and "genac" in card
+    logs = [entry for entry in second.state.log_history if "loss" in entry]
+    assert {"genac/critic_loss", "genac/critic_grad_norm", "genac/approx_kl"} <= logs[1].keys()
+    found = {k: v for k, v in logs[0].items() if k.startswith("genac/")}
+    assert {"genac/explained_variance", "genac/value_mean", "genac/unparsed", "genac/segments"} <= found.keys()
+    assert not math.isnan(found["genac/brier"])

@@ -1,0 +1,38 @@
+"""Traces of the oracle: worked reasons by hand, and a file that a supervised start can read."""
+
+import pytest
+from replay import TOKENIZER, tiny_model
+
+from pacs_trl.baselines.critic_prompt import CriticPrompt
+from pacs_trl.baselines.critic_traces import read_traces, write_traces
+from pacs_trl.data.tasks import problems
+from pacs_trl.miniature.oracle import oracle_traces, worked_reason
+
+
+@pytest.mark.parametrize(
+    ("problem", "response", "reason"),
+    [
+        ("7+30+8", "", "|7+30+8"),
+        ("7+30+8", "30+8=3", "|7+30+8"),  # the result may go on
+        ("7+30+8", "30+8=38,38+", "38y|7"),
+        ("7+30+8", r"30+8=39,39+7=\boxed{46}", "38n46y|"),
+        ("7+30+8", "30+9=39,", "39y|7+8x"),
+        ("7+7", "7+7=14,", "14y|"),
+        ("3+4*12", "4*12=48,", "48y|3"),
+    ],
+)
+def test_reasons_by_hand(problem, response, reason):
+    assert worked_reason(problem, response) == reason
+
+
+def test_traces_are_repeated_written_and_read(tmp_path):
+    model, prompt = tiny_model(), CriticPrompt.read("miniature")
+    rows = problems("terms", "train", 3)
+    how = {"completions": 2, "samples": 2, "states": 2, "batch_size": 7}
+    traces = oracle_traces(model, TOKENIZER, rows, prompt, **how)
+    assert traces == oracle_traces(model, TOKENIZER, rows, prompt, **how)
+    assert [t.state.problem for t in traces[:3]] == [row["problem"] for row in rows]
+    assert all(t.state.tokens_used == 0 and t.state.response == "" for t in traces[:3]) and len(traces) <= 15
+    assert all(t.answer.endswith("<0>") and t.success_rate == 0.0 for t in traces)  # an untrained model is never right
+    write_traces(tmp_path / "traces.jsonl", traces)
+    assert read_traces(tmp_path / "traces.jsonl", prompt) == traces
