@@ -109,7 +109,7 @@ def with_checked_result(function: Callable, name: str, keep_steps: Callable[[lis
 
 
 def _as_numbers(rewards: Any, name: str, given: dict, keep_steps: Callable) -> list[float | None]:
-    expected = "It must return one entry per completion: a number in [0, 1], or None for no verdict."
+    expected = "It must return one entry per completion: a number in [0, 1], a list of (position, label) pairs, or None for no verdict."
     if isinstance(rewards, str | bytes | dict):
         raise ValueError(
             f"The reward function {name!r} returned a {type(rewards).__name__}, {rewards!r:.100}. {expected}"
