@@ -8,7 +8,6 @@ decides is the reward of the last rollouts, over several seeds.
 
 import argparse
 import json
-from contextlib import redirect_stdout
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -67,33 +66,15 @@ ARMS: dict[str, tuple[type[PACSTrainer], list[str]]] = {
 
 def rewards(arm: str, seed: int, max_steps: int, work_dir: Path) -> list[float]:
     """Mean reward of each rollout of a run, from its directory if it is there already."""
-    from transformers import AutoTokenizer
-
-    from pacs_trl.data import load_training_data
     from pacs_trl.recipe import read_recipe
-    from pacs_trl.reproduce.runs import start_of
-    from pacs_trl.rewards import math_reward
+    from pacs_trl.reproduce.runs import start_of, train_once
 
-    record = work_dir / f"{arm.replace(', ', '-').replace(' ', '-')}-seed-{seed}.json"
-    if not record.is_file():
-        trainer_class, settings = ARMS[arm]
-        output_dir = record.with_suffix("")
-        arguments = ["--seed", str(seed), "--max_steps", str(max_steps), "--output_dir", str(output_dir)]
-        recipe = read_recipe(["--config", str(RECIPE), "--save_strategy", "no", *settings, *arguments])
-        start = start_of(recipe)
-        tokenizer = AutoTokenizer.from_pretrained(start, padding_side="left")
-        output_dir.mkdir(parents=True, exist_ok=True)
-        with (output_dir / "train.log").open("w") as log, redirect_stdout(log):
-            trainer = trainer_class(
-                str(start),
-                math_reward,
-                recipe.training,
-                train_dataset=load_training_data(recipe.data, tokenizer, None)[0],
-                processing_class=tokenizer,
-            )
-            trainer.train()
-        record.write_text(json.dumps([entry["reward"] for entry in trainer.state.log_history if "reward" in entry]))
-    return json.loads(record.read_text())
+    trainer_class, settings = ARMS[arm]
+    arguments = ["--config", str(RECIPE), "--save_strategy", "no", *settings]
+    arguments += ["--seed", str(seed), "--max_steps", str(max_steps)]
+    output_dir = work_dir / f"{arm.replace(', ', '-').replace(' ', '-')}-seed-{seed}"
+    history = train_once(arguments, start_of(read_recipe(arguments)), output_dir, trainer_class)
+    return [entry["reward"] for entry in history if "reward" in entry]
 
 
 def draw(by_arm: dict[str, list[list[float]]], path: Path) -> None:

@@ -45,13 +45,15 @@ from .settings.optional import check_writable, require_trackers
 from .verification import configure_verification, shared_code_verifier
 
 
-def main(argv: Sequence[str] | None = None):
+def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
     """
     Train as the recipe says, save model, model card and the resolved recipe to `output_dir`, and push if asked to.
 
     Args:
         argv (`Sequence[str]`, *optional*):
             Command-line arguments, by default those of the process.
+        trainer_class (`type`, *optional*):
+            Takes the place of the trainer of the recipe's method, of which it is a subclass.
 
     Returns:
         The trainer, after training; `None` if the run that was to be resumed is finished already.
@@ -88,7 +90,7 @@ def main(argv: Sequence[str] | None = None):
         tracked_run(training, recipe.settings, resuming=checkpoint is not None) as tracking,
         stop_on_signal() as stopping,
     ):
-        trainer = _trainer_class(recipe.run.method)(
+        trainer = (trainer_class or _trainer_class(recipe.run.method))(
             model=recipe.model.model_name_or_path,
             reward_funcs=reward_funcs,
             args=_with_model_arguments(recipe),

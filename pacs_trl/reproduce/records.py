@@ -44,7 +44,8 @@ class Run(NamedTuple):
     seed: int  # of its warm start and its training
     results: dict[str, Any]  # as in a results file, as far as tables need it
     diversity: dict[str, dict[str, float]]  # benchmark -> problem -> of its correct completions, where there are two
-    training: dict[str, Any] | None  # `log_history` and `checkpoints`; None for a model before training
+    # `log_history`, `checkpoints`, and `curves` if others than CURVES are kept; None for a model before training
+    training: dict[str, Any] | None
 
 
 class Records:
@@ -99,7 +100,8 @@ class Records:
             for name, scores in run.diversity.items()
         }
         if run.training is not None:
-            line["curves"] = {key: _curve(run.training["log_history"], key) for key in CURVES}
+            keys = run.training.get("curves", CURVES)
+            line["curves"] = {key: _curve(run.training["log_history"], key) for key in keys}
             line["checkpoints"] = run.training["checkpoints"]
         self._runs[cell, run.seed] = line
 

@@ -14,7 +14,9 @@ def start_of(recipe, seed: int | None = None, **settings) -> Path:
     return warm_start(name, seed=recipe.training.seed if seed is None else seed, **settings)
 
 
-def train_once(arguments: Sequence[str], start: Path, output_dir: Path) -> list[dict[str, Any]]:
+def train_once(
+    arguments: Sequence[str], start: Path, output_dir: Path, trainer_class: type | None = None
+) -> list[dict[str, Any]]:
     """
     Train from a warm start, unless that is done already; a run that was interrupted goes on from its last checkpoint.
 
@@ -22,6 +24,7 @@ def train_once(arguments: Sequence[str], start: Path, output_dir: Path) -> list[
         arguments (sequence of `str`): Command line of [`~train.main`] without model and output directory.
         start (`Path`): See [`start_of`].
         output_dir (`Path`): Gets what training writes, and `train.log` with the lines that it prints.
+        trainer_class (`type`, *optional*): As in [`~train.main`].
 
     Returns:
         `list[dict]`: The trainer's `log_history`.
@@ -35,5 +38,5 @@ def train_once(arguments: Sequence[str], start: Path, output_dir: Path) -> list[
         places = ["--model_name_or_path", str(start), "--output_dir", str(output_dir)]
         # The trainer writes its lines to standard output, the progress bar to standard error.
         with (output_dir / "train.log").open("a") as log, redirect_stdout(log):
-            train.main([*arguments, *places, "--resume_from_checkpoint", "last"])
+            train.main([*arguments, *places, "--resume_from_checkpoint", "last"], trainer_class)
     return read_log_history(state)

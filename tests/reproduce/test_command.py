@@ -423,7 +423,7 @@ class TestMiniatureRuns:
         assert asked[0] == ("checkpoint-40", "evaluation-40", 8, "1")
 
     def test_a_work_directory_belongs_to_the_settings_it_was_begun_with(self, tmp_path, monkeypatch):
-        def interrupted(arguments):
+        def interrupted(*arguments):
             (Path("work/twin-4b/pacs/seed-0/model/checkpoint-1")).mkdir(parents=True, exist_ok=True)
             raise RuntimeError("killed")
 

@@ -12,8 +12,8 @@ from pacs_trl.reproduce.runs import start_of, train_once
 def test_a_run_is_trained_once(tmp_path, monkeypatch, capsys):
     output_dir, calls = tmp_path / "cell" / "model", []
 
-    def main(argv):
-        calls.append(argv)
+    def main(argv, trainer_class):
+        calls.append((argv, trainer_class))
         print("{'reward': 0.5}")
         if len(calls) > 1:  # the first is interrupted
             log = {"log_history": [{"step": 1, "reward": 0.5}]}
@@ -24,11 +24,11 @@ def test_a_run_is_trained_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("pacs_trl.train.main", main)
     arguments = ["--config", "recipe.yaml"]
     with pytest.raises(KeyboardInterrupt):
-        train_once(arguments, Path("start"), output_dir)
+        train_once(arguments, Path("start"), output_dir, dict)
     for _ in range(2):
-        assert train_once(arguments, Path("start"), output_dir) == [{"step": 1, "reward": 0.5}]
+        assert train_once(arguments, Path("start"), output_dir, dict) == [{"step": 1, "reward": 0.5}]
     whole = [*arguments, "--model_name_or_path", "start", "--output_dir", str(output_dir)]
-    assert calls == [[*whole, "--resume_from_checkpoint", "last"]] * 2
+    assert calls == [([*whole, "--resume_from_checkpoint", "last"], dict)] * 2
     assert (output_dir / "train.log").read_text() == "{'reward': 0.5}\n" * 2
     assert "reward" not in capsys.readouterr().out
 

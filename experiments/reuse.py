@@ -1,0 +1,272 @@
+"""How often may a rollout be learnt from, and which beta does it take? `python -m experiments.reuse`
+
+A cell is a task, a method, K updates on each rollout of 256 completions (32 prompts x 8), beta, class weights and a learning rate.
+The cells of a seed share warm start and prompts. GRPO clips its ratio (epsilon 0.2); RLOO has neither clip nor division by
+the standard deviation. What is kept of a run: the held-out problems solved in 16 attempts each, before and after; by
+rollout, reward, entropy, and seconds of drawing and of learning so far; by place in the rollout (which of the K updates),
+the mean movement of the log-ratios and what has stopped moving (see `reuse_trainers.py`), over the rollouts after the first quarter.
+
+Cells are trained in the order of STAGES, the most telling first. Restartable: what stands in the records is not trained again, and an
+interrupted cell, minutes at most, begins again. `--report` trains nothing.
+"""
+
+import argparse
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any, NamedTuple
+
+from experiments.reuse_trainers import DelayedGRPO, DelayedPACS, MeasuredGRPO, MeasuredPACS, delayed
+from pacs_trl.evaluation import paired_bootstrap, pass_at_k
+from pacs_trl.reproduce.records import Records, Run, record
+from pacs_trl.reproduce.tables import Cell
+
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs/results/reuse"
+ROLLOUTS, COMPLETIONS = 40, 256
+TASKS = {  # warm start, problems, tokens of a completion
+    "addition": ("addition/tiny", "addition", 32),
+    "sums": ("arithmetic/tiny", "terms", 72),
+    "equation": ("equation/tiny", "equation", 40),
+}
+LIMITS = {"PACS": "pacs/saturated_score_fraction", "GRPO": "clip_ratio/region_mean", "RLOO": "clip_ratio/region_mean"}
+KS = (1, 4, 16)
+
+
+class Arm(NamedTuple):
+    """One cell of the sweep."""
+
+    method: str  # a key of LIMITS
+    updates: int = 1  # K
+    beta: float = 1.0
+    weights: str = "balanced"
+    rate: float = 3e-4
+    task: str = "addition"
+    minibatches: int = 1  # of a rollout, each with an update of its own
+    delay: int | None = None  # updates since the rollout's policy
+    correct: bool = True
+
+    @property
+    def name(self) -> str:
+        own = f"beta{self.beta:g}-{self.weights}-" if self.method == "PACS" else ""
+        late = "" if self.delay is None else f"-delay{self.delay}-{'then' if self.correct else 'now'}"
+        parts = f"-parts{self.minibatches}" if self.minibatches > 1 else ""
+        return f"{self.task}/{self.method.lower()}-k{self.updates}-{own}{self.rate:g}{parts}{late}"
+
+    @property
+    def cell(self) -> Cell:
+        model, dataset, length = TASKS[self.task]
+        settings: dict[str, Any] = {
+            "model_name_or_path": f"miniature/{model}",
+            "dataset_name": f"miniature/{dataset}",
+            "max_completion_length": length,
+            "per_device_train_batch_size": COMPLETIONS // self.minibatches,
+            "steps_per_generation": self.minibatches,
+            "num_iterations": self.updates,
+            "max_steps": ROLLOUTS * self.updates * self.minibatches,
+            "learning_rate": self.rate,
+        }
+        if self.method == "PACS":
+            settings |= {"pacs_beta": self.beta, "class_weighting": self.weights}
+        elif self.method == "RLOO":
+            settings |= {"epsilon": 1e6, "scale_rewards": "none"}
+        return Cell(
+            self.name, f"miniature/{'pacs' if self.method == 'PACS' else 'grpo'}", settings=settings, name=self.name
+        )
+
+    @property
+    def trainer_class(self) -> type:
+        measured, late = (MeasuredPACS, DelayedPACS) if self.method == "PACS" else (MeasuredGRPO, DelayedGRPO)
+        return measured if self.delay is None else delayed(late, self.delay, correct=self.correct)
+
+
+def _leading(rate: float, updates: Sequence[int] = (1, 4, 8)) -> list[Arm]:
+    methods = [("GRPO", 1.0), ("PACS", 1.0), ("PACS", 10.0)]
+    return [Arm(method, k, beta, rate=rate) for k in updates for method, beta in methods]
+
+
+RATE = 3e-4
+STAGES: dict[str, list[Arm]] = {
+    "lead": _leading(RATE),
+    "rloo": [Arm("RLOO", k) for k in (1, 4, 8)],
+    "rates": [*_leading(1e-4), *_leading(1e-3)],
+    "betas": [Arm("PACS", k, beta) for k in (4, 8) for beta in (3.0, 30.0)],
+    "weights": [Arm("PACS", k, beta, "none") for k in (1, 4, 8) for beta in (1.0, 10.0)],
+    "sixteen": [*_leading(RATE, [16]), *(Arm("PACS", 16, beta) for beta in (3.0, 30.0)), Arm("RLOO", 16)],
+    "two": _leading(RATE, [2]),
+    "parts": [Arm(method, minibatches=4) for method in ("GRPO", "PACS")],
+    "delays": [
+        Arm(method, 1, beta, delay=delay, correct=correct)
+        for delay in (0, 8, 4, 2, 1)
+        for method, beta in (("GRPO", 1.0), ("PACS", 1.0), ("PACS", 10.0))
+        for correct in (True, False)
+        if correct or (delay > 0 and beta == 1.0)
+    ],
+    "sums": [arm._replace(task="sums") for arm in _leading(RATE)],
+    "equation": [arm._replace(task="equation") for arm in _leading(RATE)],
+}
+
+
+def evaluation_settings(task: str) -> dict[str, Any]:
+    _, problems, length = TASKS[task]
+    return {
+        "benchmarks": f"miniature/{problems}",
+        "n": max(KS),
+        "k": list(KS),
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "max_new_tokens": length,
+        "prompt_instruction": "",
+        "engine": "transformers",
+        "batch_size": 512,
+        "max_problems": 250,
+    }
+
+
+def run(arm: Arm | None, task: str, seed: int, results_dir: Path, work_dir: Path, short: bool = False) -> None:
+    """Train and measure an arm with one seed (or, if it is `None`, measure the warm start) and record it, unless that is done."""
+    from pacs_trl.evaluation.arguments import EvaluationArguments
+    from pacs_trl.evaluation.evaluate import evaluate
+    from pacs_trl.recipe import read_recipe
+    from pacs_trl.reproduce.runs import start_of, train_once
+    from pacs_trl.verification import shared_verifier
+
+    cell = (arm or Arm("PACS", task=task)).cell
+    name = cell.run if arm else f"{task}/start"
+    words = ["--config", str(ROOT / f"recipes/{cell.recipe}.yaml"), *cell.words, "--seed", str(seed)]
+    words += ["--max_steps", "2"] if short else []
+    recipe = read_recipe(words)
+    evaluation = evaluation_settings(task) | ({"max_problems": 4} if short else {})
+    own = {key: value for key, value in recipe.settings.items() if key not in ("seed", "output_dir")} if arm else None
+    settings = {"training": own, "evaluation": evaluation}
+    records = Records(results_dir)
+    records.require_same_settings(name, settings)
+    if seed in records.seeds(name):
+        return
+    start = start_of(recipe, **({"max_steps": 2, "target_accuracy": None} if short else {}))
+    work, model, training = work_dir / name / f"seed-{seed}", start, None
+    if arm:
+        model = work / "model"
+        history = train_once(words, start, model, arm.trainer_class)
+        training = summary(history, arm.updates * arm.minibatches, LIMITS[arm.method])
+    arguments = EvaluationArguments(model=str(model), output_dir=str(work / "evaluation"), method=name, **evaluation)
+    results = evaluate(arguments, shared_verifier(), progress=False)
+    record(results_dir, name, Run(seed, results, {}, training), settings)
+
+
+def summary(history: Sequence[dict[str, Any]], per_rollout: int, stopped: str) -> dict[str, Any]:
+    """What is kept of a run, see the head of this file: as in [`Run`], with rollouts, and places in a rollout, for steps."""
+    logs = [log for log in history if "reuse/moved" in log]
+    rollouts = [logs[i : i + per_rollout] for i in range(0, len(logs), per_rollout)]
+    drawing, learning, kept = 0.0, 0.0, []
+    for number, own in enumerate(rollouts):
+        seconds = sum(log[f"time/{part}"] for log in own for part in ("log_probs", "update", "optimizer"))
+        learning, drawing = learning + seconds, drawing + sum(log["time/total"] for log in own) - seconds
+        first = {"reward": own[0]["reward"], "entropy": own[0]["entropy"], "drawing": drawing, "learning": learning}
+        kept.append({"step": number} | {key: round(value, 4) for key, value in first.items()})
+    settled = rollouts[len(rollouts) // 4 :]
+    places = {"gap": "reuse/gap", "moved": "reuse/moved", "force": "reuse/force", "stopped": stopped}
+    for key, name in places.items():
+        for place in range(per_rollout):
+            values = [own[place][name] for own in settled if name in own[place] and math.isfinite(own[place][name])]
+            if values:
+                kept.append({"step": place, key: round(mean(values), 5)})
+    return {"log_history": kept, "checkpoints": [], "curves": ["reward", "entropy", "drawing", "learning", *places]}
+
+
+def curve(run: Run, key: str) -> list[float]:
+    assert run.training is not None
+    return [log[key] for log in run.training["log_history"] if key in log]
+
+
+def solved(run: Run, k: int) -> list[float]:
+    """pass@k of every held-out problem, in percent."""
+    (benchmark,) = run.results["benchmarks"].values()
+    return [100 * pass_at_k(problem["n"], problem["c"], k) for problem in benchmark["problems"]]
+
+
+# 97.5 % of Student's t by the number of seeds
+STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
+
+
+def difference(baseline: Sequence[Run], candidate: Sequence[Run], k: int) -> str:
+    """Candidate minus baseline, seed by seed, in points: mean, and 95 % intervals over seeds and over problems."""
+    of_seeds = [{run.seed: solved(run, k) for run in runs} for runs in (baseline, candidate)]
+    seeds = sorted(set(of_seeds[0]) & set(of_seeds[1]))
+    if len(seeds) < 2:
+        return "-"
+    values = [mean(of_seeds[1][seed]) - mean(of_seeds[0][seed]) for seed in seeds]
+    half = STUDENT[len(seeds)] * stdev(values) / math.sqrt(len(seeds))
+    means = [[mean(values) for values in zip(*(found[seed] for seed in seeds), strict=True)] for found in of_seeds]
+    over_problems = paired_bootstrap(*means)
+    return (
+        f"{mean(values):+.1f} [{mean(values) - half:+.1f}, {mean(values) + half:+.1f}] "
+        f"[{over_problems.lower:+.1f}, {over_problems.upper:+.1f}]"
+    )
+
+
+def report(results_dir: Path, arms: Sequence[Arm]) -> list[str]:
+    """A row for each arm that has runs: means over seeds ± standard deviation, and the difference to GRPO with the same K."""
+    records = Records(results_dir)
+    columns = [
+        "seeds",
+        *(f"pass@{k}" for k in (1, KS[-1])),
+        "reward",
+        "entropy",
+        "s drawing",
+        "s learning",
+        "gap",
+        "force",
+    ]
+    lines = [f"| | {' | '.join(columns)} | pass@1 minus GRPO, same K |", "| --- |" + " ---: |" * (len(columns) + 1)]
+    for arm in dict.fromkeys(arms):
+        runs = records.runs(arm.name, arm.name)
+        if not runs:
+            continue
+        shares = [[mean(solved(run, k)) for run in runs] for k in (1, KS[-1])]
+        ends = [[mean(100 * v for v in curve(run, "reward")[-10:]) for run in runs]]
+        ends += [[curve(run, key)[-1] for run in runs] for key in ("entropy", "drawing", "learning", "gap")]
+        ends += [[curve(run, "force")[-1] for run in runs]] if arm.method == "PACS" else []
+        digits = [1, 1, 1, 3, 0, 0, 3, 2]
+        cells = [
+            f"{mean(v):.{d}f} ± {stdev(v) if len(v) > 1 else 0:.{d}f}"
+            for v, d in zip([*shares, *ends], digits, strict=False)
+        ]
+        cells += [] if arm.method == "PACS" else ["-"]
+        baseline = records.runs(arm._replace(method="GRPO", beta=1.0, weights="balanced").name, "GRPO")
+        cells.append("" if arm.method == "GRPO" else difference(baseline, runs, 1))
+        lines.append(f"| {arm.name} | {len(runs)} | {' | '.join(cells)} |")
+    return lines
+
+
+def plan(stages: Sequence[str], seeds: Sequence[int]) -> Iterator[tuple[Arm | None, str, int]]:
+    """What is run, in this order: an arm (or `None` for the warm start), its task, its seed."""
+    for stage in stages:
+        for seed in seeds:
+            for task in dict.fromkeys(arm.task for arm in STAGES[stage]):
+                yield None, task, seed
+            for arm in STAGES[stage]:
+                yield arm, arm.task, seed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--stages", nargs="+", choices=list(STAGES), default=list(STAGES), metavar="STAGE")
+    parser.add_argument("--results_dir", type=Path, default=RESULTS)
+    parser.add_argument("--work_dir", type=Path, default=Path("outputs/reuse"))
+    parser.add_argument("--report", action="store_true", help="of what is recorded, and train nothing more")
+    parser.add_argument("--short", action="store_true", help="two updates and four problems, to try things out")
+    args = parser.parse_args()
+    if args.report:
+        print("\n".join(report(args.results_dir, [arm for stage in args.stages for arm in STAGES[stage]])))
+        return
+    for arm, task, seed in plan(args.stages, args.seeds):
+        run(arm, task, seed, args.results_dir, args.work_dir, args.short)
+        print(arm.name if arm else f"{task}/start", seed, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Reuse of rollouts: the prediction against the loss itself, what is measured, drawing from a policy of the past."""
+
+import pytest
+import torch
+from replay import Recorder, Replay, addition_dataset, build_trainer, stored_label, tiny_model
+from trl import GRPOConfig
+
+from experiments import reuse
+from experiments.reuse_trainers import DelayedGRPO, DelayedPACS, MeasuredGRPO, MeasuredPACS, delayed, force, movement
+from experiments.trust_region import first_step, fitted, gap_of_flow, gaps_under_adam, width
+from experiments.trust_region import force as predicted_force
+from pacs_trl.objective import loss_from_proxies
+from pacs_trl.plan.check import check_recipe
+from pacs_trl.update.groups import Groups
+
+
+def flow_of_the_loss(way, beta, size, right, *, weighted, steps=4000):
+    """Gap after a descent of all log-ratios of a group on the loss itself, in float64 by autograd; `way` in first steps."""
+    labels = torch.tensor([1.0] * right + [0.0] * (size - right), dtype=torch.float64)
+    log_ratios, rate = torch.zeros(size, dtype=torch.float64, requires_grad=True), None
+    kinds = {"num_generations": size, "class_weighting": "balanced" if weighted else "none"}
+    gap = lambda: (log_ratios[0] - log_ratios[-1]).item()  # noqa: E731
+    for _ in range(steps):
+        (gradient,) = torch.autograd.grad(loss_from_proxies(beta * log_ratios, labels, **kinds)[0], log_ratios)
+        rate = rate or way / steps / (gradient[-1] - gradient[0]).item()
+        with torch.no_grad():
+            log_ratios -= rate * gradient
+    return gap()
+
+
+@pytest.mark.parametrize(("beta", "size"), [(1.0, 8), (10.0, 8), (3.0, 2)])
+def test_the_closed_form_is_the_flow_of_the_loss(beta, size):
+    found = flow_of_the_loss(2.0, beta, size, size // 2, weighted=True)
+    assert gap_of_flow(2.0, beta, size) == pytest.approx(found, rel=2e-3)  # 4,000 steps of Euler
+    # a narrow trust region grows with the logarithm of the way, a wide one is not felt
+    assert gap_of_flow(1e-3, beta, size) == pytest.approx(1e-3, rel=0.02)
+    assert gap_of_flow(20.0, beta, size) < 0.5 * 20.0
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_the_force_is_that_of_the_loss_in_uneven_groups(weighted):
+    """One of eight is right: first steps by the loss as `first_step` says, and the force that is left."""
+    size, right, beta, gap = 8, 1, 2.0, 0.7
+    kinds = {"num_generations": size, "class_weighting": "balanced" if weighted else "none"}
+
+    def step(right, gap):
+        labels = torch.tensor([1.0] * right + [0.0] * (size - right), dtype=torch.float64)
+        proxies = (beta * gap * labels).requires_grad_()
+        (gradient,) = torch.autograd.grad(loss_from_proxies(proxies, labels, **kinds)[0], proxies)
+        return (gradient[-1] - gradient[0]).item()
+
+    assert step(right, gap) / step(right, 0.0) == pytest.approx(
+        predicted_force(gap, beta, size, right, weighted=weighted)
+    )
+    assert step(right, 0.0) / step(size // 2, 0.0) == pytest.approx(first_step(size, right, weighted=weighted))
+    assert predicted_force(width(beta, left=0.25), beta) == pytest.approx(0.25)
+
+
+def test_gaps_under_adam_by_hand():
+    # nothing saturates: 0.1 of the first gradient, then 0.19 of the two; with a shared gradient the momentum is whole from the start
+    assert gaps_under_adam(2, 1e-9, 1.0, 0.0) == pytest.approx([0, 0.1, 0.1 + 0.19])
+    assert gaps_under_adam(3, 1e-9, 0.5, 1.0) == pytest.approx([0, 0.5, 1.0, 1.5])
+    narrow, wide = gaps_under_adam(8, 30.0, 0.1, 0.3), gaps_under_adam(8, 1.0, 0.1, 0.3)
+    assert narrow[-1] < 0.7 * wide[-1] and narrow[1] > wide[1]  # larger steps, which stop sooner
+    # learning rate and beta act as their product, as long as gaps are measured in steps
+    assert gaps_under_adam(8, 10.0, 0.1, 0.3) / 0.1 == pytest.approx(gaps_under_adam(8, 1.0, 1.0, 0.3) / 1.0)
+    assert fitted(gaps_under_adam(8, 1e-9, 0.2, 0.25)[:-1]) == pytest.approx((0.2, 0.25))
+
+
+def test_movement_and_force_by_hand():
+    # groups 0 (right 0.4, wrong -0.2 and 0), 1 (all wrong) and 2 (0 and 1)
+    groups = Groups(torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]), [0, 0, 0, 1, 1, 2, 2])
+    log_ratios = torch.tensor([0.4, -0.2, 0.0, 5.0, -5.0, 0.1, 0.1])
+    assert movement(log_ratios, groups) == pytest.approx({"reuse/gap": (0.5 + 0) / 2, "reuse/moved": 10.8 / 7})
+    assert force(torch.zeros(7), groups, "balanced") == {"reuse/force": 1.0}
+    far = torch.tensor(
+        [30.0, -30.0, -30.0, 0.0, 0.0, 0.0, 0.0]
+    )  # the first group has nothing left; weights 1.5, .75, .75, 1, 1
+    assert force(far, groups, "balanced") == pytest.approx({"reuse/force": 2 / 5})
+    assert force(far, Groups(torch.ones(7), [0] * 7), "balanced") == {}
+
+
+def grpo(tmp_path, trainer_class, replay, **settings):
+    given = {
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 16,
+        "learning_rate": 0.05,
+    }
+    given |= {"optim": "sgd", "logging_steps": 1, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    given |= {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "lr_scheduler_type": "constant"}
+    return trainer_class(
+        tiny_model(),
+        stored_label,
+        args=GRPOConfig(str(tmp_path), **(given | settings)),
+        train_dataset=addition_dataset(),
+        rollout_func=replay,
+    )
+
+
+def logged(trainer, key):
+    trainer.train()
+    return [log[key] for log in trainer.state.log_history if key in log]
+
+
+@pytest.mark.parametrize("method", ["pacs", "grpo"])
+def test_updates_log_how_far_they_find_the_log_ratios(tmp_path, method):
+    settings = {"num_iterations": 3, "steps_per_generation": 1, "max_steps": 6}
+    if method == "pacs":
+        trainer = build_trainer(tmp_path, trainer_class=MeasuredPACS, replay=Replay(uniform_groups=0), **settings)
+    else:
+        trainer = grpo(tmp_path, MeasuredGRPO, Replay(uniform_groups=0), **settings)
+    gaps = logged(trainer, "reuse/gap")
+    assert gaps[0] == gaps[3] == 0 and 0 < gaps[1] < gaps[2] and 0 < gaps[4] < gaps[5]
+    if method == "pacs":
+        left = [log["reuse/force"] for log in trainer.state.log_history if "reuse/force" in log]
+        assert left[0] == 1.0 and left[2] < left[1] < 1.0
+
+
+@pytest.mark.parametrize("correct", [True, False])
+@pytest.mark.parametrize("method", ["pacs", "grpo"])
+def test_rollouts_of_the_past(tmp_path, method, correct):
+    """Drawn with the weights of two updates ago; learnt with those of now; the ratio knows of it, or does not."""
+    replay, recorder = Replay(uniform_groups=0), Recorder()
+    settings = {"steps_per_generation": 1, "max_steps": 4}
+    if method == "pacs":
+        late = delayed(DelayedPACS, 2, correct=correct)
+        trainer = build_trainer(tmp_path, trainer_class=late, replay=replay, **settings)
+    else:
+        trainer = grpo(tmp_path, delayed(DelayedGRPO, 2, correct=correct), replay, **settings)
+    trainer.add_callback(recorder)
+    moved = logged(trainer, "reuse/moved")
+    for drawn, update in zip(replay.weights, (0, 0, 0, 1), strict=True):
+        for name, value in recorder.weights[update].items():
+            torch.testing.assert_close(drawn[name], value, rtol=0, atol=0)
+    assert not torch.equal(*(recorder.weights[i]["model.embed_tokens.weight"] for i in (2, 3)))
+    assert moved[0] == pytest.approx(0, abs=1e-5)
+    assert [value > 1e-3 for value in moved[1:]] == [correct] * 3
+
+
+def test_a_run_is_kept_by_rollouts_and_places():
+    def log(step, reward, gap):
+        times = {
+            "time/log_probs": 0.5,
+            "time/update": 1.0,
+            "time/optimizer": 0.5,
+            "time/total": 5.0 if reward else 2.0,
+        }
+        own = {"step": step, "entropy": 0.25, "reuse/moved": gap, "reuse/force": 1 - gap, "clip": 0.0} | times
+        return own | ({"reward": reward} if reward else {}) | ({} if gap is None else {"reuse/gap": gap})
+
+    # two updates on each of four rollouts; places are means over the last three
+    history = [log(2 * r + k + 1, (1 - k) * (r + 1) / 10, k * r / 10) for r in range(4) for k in range(2)]
+    kept = reuse.summary([*history, {"step": 8, "train_runtime": 1.0}], 2, "clip")
+    curves = {key: [entry[key] for entry in kept["log_history"] if key in entry] for key in kept["curves"]}
+    assert curves["reward"] == [0.1, 0.2, 0.3, 0.4] and curves["gap"] == [0.0, 0.2] and curves["force"] == [1.0, 0.8]
+    assert curves["drawing"] == [3.0, 6.0, 9.0, 12.0] and curves["learning"] == [4.0, 8.0, 12.0, 16.0]
+
+
+def test_arms_are_legal_and_have_names_of_their_own():
+    arms = {arm for stage in reuse.STAGES.values() for arm in stage}
+    assert len({arm.name for arm in arms}) == len(arms)
+    for arm in {arm._replace(rate=1e-4, beta=1.0, task="addition") for arm in arms}:
+        recipe, conflicts = check_recipe(f"recipes/{arm.cell.recipe}.yaml", arm.cell.words, 1)
+        assert conflicts == [] and recipe.step.rows_per_generation == reuse.COMPLETIONS
+        assert recipe.step.rollouts(recipe.training.max_steps) == reuse.ROLLOUTS
