@@ -1,6 +1,6 @@
 """How often may a rollout be learnt from, and which beta does it take? `python -m experiments.reuse`
 
-A cell is a task, a method, K updates on each rollout of 256 completions (32 prompts x 8), beta, class weights and a learning rate.
+A cell is a task, a method, K updates on each rollout of 128 completions (16 prompts x 8), beta, class weights and a learning rate.
 The cells of a seed share warm start and prompts. GRPO clips its ratio (epsilon 0.2); RLOO has neither clip nor division by
 the standard deviation. What is kept of a run: the held-out problems solved in 16 attempts each, before and after; by
 rollout, reward, entropy, and seconds of drawing and of learning so far; by place in the rollout (which of the K updates),
@@ -25,7 +25,7 @@ from pacs_trl.reproduce.tables import Cell
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results/reuse"
-ROLLOUTS, COMPLETIONS = 40, 256
+ROLLOUTS, COMPLETIONS = 40, 128
 TASKS = {  # warm start, problems, tokens of a completion
     "addition": ("addition/tiny", "addition", 32),
     "sums": ("arithmetic/tiny", "terms", 72),
@@ -82,30 +82,40 @@ class Arm(NamedTuple):
         return measured if self.delay is None else delayed(late, self.delay, correct=self.correct)
 
 
-def _leading(rate: float, updates: Sequence[int] = (1, 4, 8)) -> list[Arm]:
-    methods = [("GRPO", 1.0), ("PACS", 1.0), ("PACS", 10.0)]
-    return [Arm(method, k, beta, rate=rate) for k in updates for method, beta in methods]
-
-
 RATE = 3e-4
+
+
+def _leading(rate: float = RATE, updates: Sequence[int] = (8, 1, 4), task: str = "addition") -> list[Arm]:
+    methods = [("GRPO", 1.0), ("PACS", 1.0), ("PACS", 10.0)]
+    return [Arm(method, k, beta, rate=rate, task=task) for k in updates for method, beta in methods]
+
+
 STAGES: dict[str, list[Arm]] = {
-    "lead": _leading(RATE),
-    "rloo": [Arm("RLOO", k) for k in (1, 4, 8)],
-    "rates": [*_leading(1e-4), *_leading(1e-3)],
-    "betas": [Arm("PACS", k, beta) for k in (4, 8) for beta in (3.0, 30.0)],
-    "weights": [Arm("PACS", k, beta, "none") for k in (1, 4, 8) for beta in (1.0, 10.0)],
-    "sixteen": [*_leading(RATE, [16]), *(Arm("PACS", 16, beta) for beta in (3.0, 30.0)), Arm("RLOO", 16)],
-    "two": _leading(RATE, [2]),
-    "parts": [Arm(method, minibatches=4) for method in ("GRPO", "PACS")],
+    "lead": [*_leading(), Arm("RLOO", 8)],
+    "betas": [Arm("PACS", 8, beta) for beta in (30.0, 3.0)],
     "delays": [
         Arm(method, 1, beta, delay=delay, correct=correct)
-        for delay in (0, 8, 4, 2, 1)
-        for method, beta in (("GRPO", 1.0), ("PACS", 1.0), ("PACS", 10.0))
-        for correct in (True, False)
-        if correct or (delay > 0 and beta == 1.0)
+        for delay in (8, 2, 4, 1)
+        for method, beta, correct in (
+            ("GRPO", 1.0, True),
+            ("GRPO", 1.0, False),
+            ("PACS", 1.0, True),
+            ("PACS", 10.0, True),
+            ("PACS", 1.0, False),
+        )
     ],
-    "sums": [arm._replace(task="sums") for arm in _leading(RATE)],
-    "equation": [arm._replace(task="equation") for arm in _leading(RATE)],
+    "weights": [Arm("PACS", 8, beta, "none") for beta in (1.0, 10.0)],
+    "sixteen": [*_leading(updates=[16]), Arm("PACS", 16, 30.0), Arm("PACS", 16, 3.0), Arm("RLOO", 16)],
+    "rates": [*_leading(1e-4), *_leading(6e-4)],
+    "parts": [Arm(method, minibatches=4) for method in ("GRPO", "PACS")],
+    "sums": _leading(task="sums"),
+    "equation": _leading(task="equation"),
+    "more": [
+        *(Arm("RLOO", k) for k in (1, 4)),
+        *_leading(updates=[2]),
+        *(Arm("PACS", 4, beta) for beta in (3.0, 30.0)),
+        *(Arm("PACS", k, beta, "none") for k in (1, 4) for beta in (1.0, 10.0)),
+    ],
 }
 
 

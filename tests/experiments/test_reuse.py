@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from replay import Recorder, Replay, addition_dataset, build_trainer, stored_label, tiny_model
+from replay import TOKENIZER, Recorder, Replay, addition_dataset, build_trainer, stored_label, tiny_model
 from trl import GRPOConfig
 
 from experiments import reuse
@@ -60,7 +60,7 @@ def test_gaps_under_adam_by_hand():
     # nothing saturates: 0.1 of the first gradient, then 0.19 of the two; with a shared gradient the momentum is whole from the start
     assert gaps_under_adam(2, 1e-9, 1.0, 0.0) == pytest.approx([0, 0.1, 0.1 + 0.19])
     assert gaps_under_adam(3, 1e-9, 0.5, 1.0) == pytest.approx([0, 0.5, 1.0, 1.5])
-    narrow, wide = gaps_under_adam(8, 30.0, 0.1, 0.3), gaps_under_adam(8, 1.0, 0.1, 0.3)
+    narrow, wide = gaps_under_adam(16, 30.0, 0.3, 0.0), gaps_under_adam(16, 1.0, 0.3, 0.0)
     assert narrow[-1] < 0.7 * wide[-1] and narrow[1] > wide[1]  # larger steps, which stop sooner
     # learning rate and beta act as their product, as long as gaps are measured in steps
     assert gaps_under_adam(8, 10.0, 0.1, 0.3) / 0.1 == pytest.approx(gaps_under_adam(8, 1.0, 1.0, 0.3) / 1.0)
@@ -94,6 +94,7 @@ def grpo(tmp_path, trainer_class, replay, **settings):
         stored_label,
         args=GRPOConfig(str(tmp_path), **(given | settings)),
         train_dataset=addition_dataset(),
+        processing_class=TOKENIZER,
         rollout_func=replay,
     )
 
