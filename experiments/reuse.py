@@ -85,13 +85,15 @@ class Arm(NamedTuple):
 RATE = 3e-4
 
 
-def _leading(rate: float = RATE, updates: Sequence[int] = (8, 1, 4), task: str = "addition") -> list[Arm]:
+def _leading(rate: float = RATE, updates: Sequence[int] = (1, 4, 8), task: str = "addition") -> list[Arm]:
     methods = [("GRPO", 1.0), ("PACS", 1.0), ("PACS", 10.0)]
     return [Arm(method, k, beta, rate=rate, task=task) for k in updates for method, beta in methods]
 
 
 STAGES: dict[str, list[Arm]] = {
-    "lead": [*_leading(), Arm("RLOO", 8)],
+    "lead": [*_leading(updates=[8]), Arm("RLOO", 8), *_leading(updates=[1])],
+    "slow": _leading(1e-4, [8]),
+    "four": _leading(updates=[4]),
     "betas": [Arm("PACS", 8, beta) for beta in (30.0, 3.0)],
     "delays": [
         Arm(method, 1, beta, delay=delay, correct=correct)
@@ -106,7 +108,7 @@ STAGES: dict[str, list[Arm]] = {
     ],
     "weights": [Arm("PACS", 8, beta, "none") for beta in (1.0, 10.0)],
     "sixteen": [*_leading(updates=[16]), Arm("PACS", 16, 30.0), Arm("PACS", 16, 3.0), Arm("RLOO", 16)],
-    "rates": [*_leading(1e-4), *_leading(6e-4)],
+    "rates": [*_leading(1e-4, [1, 4]), *_leading(6e-4)],
     "parts": [Arm(method, minibatches=4) for method in ("GRPO", "PACS")],
     "sums": _leading(task="sums"),
     "equation": _leading(task="equation"),
