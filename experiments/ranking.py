@@ -7,7 +7,6 @@ paired over problems, with 95 % intervals.
 """
 
 import argparse
-import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,17 +19,13 @@ from experiments.critic import critic_records
 from pacs_trl.evaluation import bootstrap_interval, paired_bootstrap
 from pacs_trl.evaluation.store import read_graded
 from pacs_trl.report.plots import reliability_bins
+from pacs_trl.verification import last_boxed
 
 
 class Candidate(NamedTuple):
     score: float
     label: float
     answer: str | None  # what the last box holds
-
-
-def boxed(text: str) -> str | None:
-    found = re.findall(r"\\boxed\{([^{}]*)\}", text)
-    return found[-1].strip() if found else None
 
 
 def _share_of_best(candidates: Sequence[Candidate], marks: Sequence[float]) -> float:
@@ -71,7 +66,9 @@ def main() -> None:
         for row in critic_records(*where, pacs_beta=args.pacs_beta, score_estimator=estimator):
             if row["label"] is not None:
                 text = texts[row["problem"], row["sample"]]["completion"]
-                by_problem.setdefault(row["problem"], []).append(Candidate(row["score"], row["label"], boxed(text)))
+                by_problem.setdefault(row["problem"], []).append(
+                    Candidate(row["score"], row["label"], last_boxed(text))
+                )
         print(f"{estimator}: {calibration([c for own in by_problem.values() for c in own])}", flush=True)
     shares = [choices(candidates) for candidates in by_problem.values()]  # the order is that of either estimator
     found = {name: [100 * share[name] for share in shares] for name in shares[0]}

@@ -6,6 +6,7 @@ from replay import TOKENIZER, Recorder, Replay, addition_dataset, build_trainer,
 from trl import GRPOConfig
 
 from experiments import reuse
+from experiments.ranking import Candidate, calibration, choices
 from experiments.reuse_trainers import DelayedGRPO, DelayedPACS, MeasuredGRPO, MeasuredPACS, delayed, force, movement
 from experiments.trust_region import first_step, fitted, gap_of_flow, gaps_under_adam, width
 from experiments.trust_region import force as predicted_force
@@ -165,3 +166,16 @@ def test_arms_are_legal_and_have_names_of_their_own():
         recipe, conflicts = check_recipe(f"recipes/{arm.cell.recipe}.yaml", arm.cell.words, 1)
         assert conflicts == [] and recipe.step.rows_per_generation == reuse.COMPLETIONS
         assert recipe.step.rollouts(recipe.training.max_steps) == reuse.ROLLOUTS
+
+
+def test_choices_by_hand():
+    # "7" is right and has two votes, "8" has two as well, of which one completion is graded right; no box has no vote
+    right, wrong, none = Candidate(2.0, 1.0, "7"), Candidate(3.0, 0.0, "8"), Candidate(3.0, 0.0, None)
+    assert choices([right, right, wrong]) == {"mean": pytest.approx(2 / 3), "majority vote": 1.0, "highest score": 0.0}
+    assert choices([right, wrong]) == {"mean": 0.5, "majority vote": 0.5, "highest score": 0.0}
+    assert choices([right, none, none])["majority vote"] == 1.0
+    assert choices([none, none]) == {"mean": 0.0, "majority vote": 0.0, "highest score": 0.0}
+    # sigmoid(0) = 1/2 of a coin: as good as the base rate, and calibrated
+    assert calibration([Candidate(0.0, 1.0, "7"), Candidate(0.0, 0.0, "8")]) == (
+        "Brier 0.250 (base rate 0.250), calibration error 0.000"
+    )
