@@ -255,8 +255,8 @@ def report(results_dir: Path, arms: Sequence[Arm]) -> list[str]:
 
 def plan(stages: Sequence[str], seeds: Sequence[int]) -> Iterator[tuple[Arm | None, str, int]]:
     """What is run, in this order: an arm (or `None` for the warm start), its task, its seed."""
-    for stage in stages:
-        for seed in seeds:
+    for seed in seeds:
+        for stage in stages:
             for task in dict.fromkeys(arm.task for arm in STAGES[stage]):
                 yield None, task, seed
             for arm in STAGES[stage]:
