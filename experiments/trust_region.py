@@ -30,7 +30,9 @@ def force(gap, beta: float, size: int = 8, num_right: int | None = None, *, weig
     right = size / 2 if num_right is None else num_right
     weights = (size / (2 * right), size / (2 * (size - right))) if weighted else (1.0, 1.0)
     slopes = (size - right) / (size - 1), right / (size - 1)
-    pulls = [w / (1 + np.exp(beta * slope * np.asarray(gap))) for w, slope in zip(weights, slopes, strict=True)]
+    pulls = [
+        w * np.exp(-np.logaddexp(0, beta * slope * np.asarray(gap))) for w, slope in zip(weights, slopes, strict=True)
+    ]
     return 2 * (pulls[0] + pulls[1]) / sum(weights)
 
 

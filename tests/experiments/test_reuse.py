@@ -63,6 +63,8 @@ def test_gaps_under_adam_by_hand():
     assert gaps_under_adam(3, 1e-9, 0.5, 1.0) == pytest.approx([0, 0.5, 1.0, 1.5])
     narrow, wide = gaps_under_adam(16, 30.0, 0.3, 0.0), gaps_under_adam(16, 1.0, 0.3, 0.0)
     assert narrow[-1] < 0.7 * wide[-1] and narrow[1] > wide[1]  # larger steps, which stop sooner
+    # in the limit only the first gradient counts, and Adam makes it longer
+    assert gaps_under_adam(8, 1e6, 1.0, 0.0)[-1] == pytest.approx(8**0.5 * (1 - 0.9**8), rel=1e-3)
     # learning rate and beta act as their product, as long as gaps are measured in steps
     assert gaps_under_adam(8, 10.0, 0.1, 0.3) / 0.1 == pytest.approx(gaps_under_adam(8, 1.0, 1.0, 0.3) / 1.0)
     assert fitted(gaps_under_adam(8, 1e-9, 0.2, 0.25)[:-1]) == pytest.approx((0.2, 0.25))
