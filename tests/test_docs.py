@@ -88,6 +88,7 @@ RUN_ELSEWHERE = {
     "python -m pacs_trl.miniature.oracle": "tests/miniature/test_oracle.py",
     "python -m pacs_trl.train_settings": "tests/test_command_line.py",
     "python -m experiments.critic": "tests/evaluation/test_critic.py",
+    "python -m experiments.genac": "tests/experiments/test_genac.py",
     "python -m experiments.weights": "tests/experiments/test_draws.py",
     "python -m experiments.quickstart": "tests/experiments/test_quickstart.py",
 }
