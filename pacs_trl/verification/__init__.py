@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from hashlib import blake2b
+from numbers import Number
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .client import PoolProcess
@@ -70,11 +71,11 @@ def completion_text(completion: Any) -> str | None:
 
 def gold_texts(gold: Any) -> tuple[str, ...]:
     """The alternative gold answers in one cell of a `solution` column, as texts: of a text, a number, or a list of
-    these (any of which is right), without the missing ones (`None`, NaN, blank); empty when there is no gold at all.
-    27.0 becomes "27"."""
+    these (any of which is right), without the missing ones (`None`, NaN, blank) and what is neither (a tensor, a mapping, whose
+    text no answer would equal); empty when there is no gold at all. 27.0 becomes "27"."""
     if isinstance(gold, list | tuple):
         return tuple(text for item in gold for text in gold_texts(item))
-    if gold is None or gold != gold:  # NaN, which is how tables spell a missing number, differs from itself
+    if not isinstance(gold, str | Number) or gold != gold:  # NaN, which is how tables spell a missing number
         return ()
     if isinstance(gold, float) and gold.is_integer():
         gold = int(gold)

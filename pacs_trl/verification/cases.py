@@ -11,6 +11,7 @@ or the same as JSON text, which is how a data set holds it. Further keys, all op
 
 import json
 import math
+import sys
 import textwrap
 from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation
@@ -76,9 +77,9 @@ def read_tests(value: Any) -> ProblemTests:
         raise ValueError(f"`cases` of tests must be a list with at least one case, got {str(cases)[:80]!r}.")
     read = tuple(_read_case(case, index, kind) for index, case in enumerate(cases))
     prelude = value.get("prelude") or ""
-    return ProblemTests(
-        name if kind == "function" else None, read, compare, str(prelude), value.get("writable") is True
-    )
+    if not isinstance(prelude, str):
+        raise ValueError(f"`prelude` of tests must be source text, got {str(prelude)[:80]!r}.")
+    return ProblemTests(name if kind == "function" else None, read, compare, prelude, value.get("writable") is True)
 
 
 def _read_case(case: Any, index: int, kind: str) -> tuple[str, Any]:
@@ -88,7 +89,10 @@ def _read_case(case: Any, index: int, kind: str) -> tuple[str, Any]:
     if kind == "function":
         if not isinstance(given, list | tuple):
             raise ValueError(f"`input` of case {index} must be the list of arguments, got {str(given)[:80]!r}.")
-        return json.dumps(given), json.loads(json.dumps(expected))
+        try:
+            return json.dumps(given), json.loads(json.dumps(expected))
+        except (TypeError, RecursionError) as error:  # a number of numpy's, a set, a thousand lists in each other
+            raise ValueError(f"Case {index} of the tests cannot be written as JSON: {error}.") from error
     if not isinstance(given, str) or not isinstance(expected, str):
         raise ValueError(f"`input` and `output` of case {index} must be text, got {str(case)[:80]!r}.")
     return given, expected
@@ -116,9 +120,9 @@ def json_of_tests(value: Any) -> str | None:
     try:
         value = _from_verification_info(value["test_cases"] or []) if "test_cases" in value else value
         read_tests(value)
-    except (ValueError, KeyError):
+        return json.dumps(value, ensure_ascii=False)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # of any other form
         return None
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _from_verification_info(cases: list[dict]) -> dict[str, Any] | None:
@@ -190,17 +194,19 @@ def is_expected(tests: ProblemTests, expected: Any, output: str) -> bool:
     Raises:
         ValueError: When a function has returned nothing that can be read.
     """
-    room = len(expected) if tests.function is None else len(json.dumps(expected))
-    if len(output) > _MOST_TIMES * room + _AT_LEAST:
-        return False
     if tests.function is None:
-        return _equal_texts(expected, output, tests.compare)
-    last = output.strip().rpartition("\n")[2]
+        return _is_short(output, len(expected)) and _equal_texts(expected, output, tests.compare)
     try:
-        value = json.loads(last)
+        if not _is_short(output, len(json.dumps(expected))):
+            return False
+        value = json.loads(output.strip().rpartition("\n")[2])
+        return _equal_values(expected, value, tolerant=tests.compare == "floats")
     except RecursionError as error:
         raise ValueError("a value nested too deeply") from error
-    return _equal_values(expected, value, tolerant=tests.compare == "floats")
+
+
+def _is_short(output: str, expected: int) -> bool:
+    return len(output) <= _MOST_TIMES * expected + _AT_LEAST
 
 
 def _equal_texts(expected: str, output: str, compare: Compare) -> bool:
@@ -248,5 +254,9 @@ def _equal_values(expected: Any, value: Any, tolerant: bool) -> bool:
             and all(_equal_values(expected[key], value[key], tolerant) for key in expected)
         )
     if tolerant and isinstance(expected, float) and isinstance(value, int | float):
-        return math.isfinite(expected) and math.isclose(expected, value, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+        if (
+            not math.isfinite(expected) or abs(value) > sys.float_info.max
+        ):  # a whole number may be too large for a float
+            return False
+        return math.isclose(expected, value, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
     return expected == value

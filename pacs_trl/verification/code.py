@@ -122,8 +122,7 @@ class CodeVerifier:
         Start the workers and measure how far they confine a program.
 
         Raises:
-            ValueError: When that is less than `isolation`.
-            RuntimeError: When nothing can be run at all.
+            ValueError: When that is less than `isolation`, or nothing can be run at all.
         """
         with self._lock:
             return self._start()
@@ -146,8 +145,8 @@ class CodeVerifier:
             `list[float | None]`: 1.0 for a program that passes every test, else 0.0; `None` when the tests cannot be read.
 
         Raises:
-            ValueError: When the two lengths differ, or programs cannot be confined as `isolation` asks.
-            RuntimeError: When programs cannot be run at all.
+            ValueError: When the two lengths differ, or programs cannot be run at all, or not confined as `isolation` asks.
+            RuntimeError: When two workers broke down on a program.
         """
         return [grade.outcome.label for grade in self.grade_detailed(completions, tests)]
 
@@ -208,7 +207,10 @@ class CodeVerifier:
 
     def _read(self, value: Any) -> tuple[str, ProblemTests | ValueError]:
         """Tests, read once for each problem, and a name for them."""
-        text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
+        try:
+            text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
+        except (TypeError, ValueError, RecursionError) as error:  # keys of several types, circles, depth
+            return "", ValueError(f"Tests must be plain data, as JSON has them ({error}).")
         key = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
         if key not in self._tests:
             try:
@@ -278,16 +280,23 @@ class CodeVerifier:
             return self.level
         self._workers = queue.SimpleQueue()  # those of a parent process are not ours
         self._owner = os.getpid()
-        for _ in range(self.num_workers or 1):
-            self._workers.put(self._new_worker())
-        worker = self._workers.get()
-        self._workers.put(worker)
         try:
+            for _ in range(self.num_workers or 1):
+                self._workers.put(self._new_worker())
+            worker = self._workers.get()
+            self._workers.put(worker)
             level = worker.measure()
         except BaseException as error:
             self._end_workers()
             if isinstance(error, OSError):
-                raise RuntimeError(f"No worker could be started ({error}). Its own message is on stderr.") from error
+                where = (
+                    f"`code_sandbox_url` {self.sandbox_url}"
+                    if self.sandbox_url
+                    else "TMPDIR and the limits of this process"
+                )
+                raise ValueError(
+                    f"No program can be run: no worker could be started ({error}). Look at {where}."
+                ) from error
             raise
         wanted = set() if self.sandbox_url or self.isolation == "rlimits" else set(self.isolation.split("+"))
         if missing := wanted - set(level.layers):

@@ -7,10 +7,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-import urllib.error
 import urllib.request
 import weakref
 from collections.abc import Sequence
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -139,11 +139,11 @@ class LocalWorker:
         try:
             holds = json.loads(execution.output)
         except ValueError:
-            raise RuntimeError(
+            raise ValueError(
                 f"No program can be run here ({execution.error}): {execution.messages or 'it ended without a word'}."
             ) from None
         if not holds["rlimits"]:
-            raise RuntimeError("The limits of this system do not hold: a program could take more memory than it may.")
+            raise ValueError("The limits of this system do not hold: a program could take more memory than it may.")
         report = self.report or {}
         layers = tuple(layer for layer in LAYERS if holds[layer])
         names = {"landlock": f"landlock {report['landlock']}", "seccomp": "seccomp"}
@@ -184,9 +184,10 @@ class SandboxFusion:
                 urllib.request.Request(f"{self.url}/run_code", body, headers), timeout=self.timeout_seconds + 60.0
             ) as answer:
                 result = json.load(answer)["run_result"]
-        except (urllib.error.URLError, ValueError, KeyError) as error:
+            status = result["status"]
+        except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:  # TypeError: its result is null
             raise ConnectionError(f"{self.url} does not run programs: {error}") from error
-        outcome = {"Finished": None, "TimeLimitExceeded": Outcome.TIMEOUT}.get(result["status"], Outcome.KILLED)
+        outcome = {"Finished": None, "TimeLimitExceeded": Outcome.TIMEOUT}.get(status, Outcome.KILLED)
         if outcome is None and result.get("return_code"):
             outcome = Outcome.ERROR
         return Execution(

@@ -61,6 +61,8 @@ class TestComparison:
             ("floats", True, "false", False),
             ("floats", 1.0, "NaN", False),
             ("floats", 1.0, '"x"', False),
+            ("floats", 1.0, "1" + "0" * 400, False),  # too large for a float
+            ("floats", [1.5], "[-1" + "0" * 400 + "]", False),
         ],
     )
     def test_values(self, compare, expected, output, right):
@@ -70,6 +72,14 @@ class TestComparison:
     def test_no_value(self, output):
         with pytest.raises(ValueError):
             expected_of("floats", 1, output, "f")
+
+    @pytest.mark.parametrize("depth", [400, 900, 5000])
+    def test_values_nested_too_deeply(self, depth):
+        expected = []
+        for _ in range(depth):
+            expected = [expected]
+        with pytest.raises(ValueError):
+            expected_of("floats", expected, "[" * (depth + 1) + "]" * (depth + 1), "f")
 
     def test_an_endless_output_is_not_read(self):
         assert not expected_of("tokens", "x", "x" + " " * 100_000)
@@ -133,6 +143,15 @@ class TestReading:
             ({"type": "function", "cases": STDIN["cases"]}, "`name` of tests"),
             ({"type": "function", "name": "f; import os", "cases": STDIN["cases"]}, "`name` of tests"),
             ({"type": "function", "name": "f", "cases": [{"input": 1, "output": 2}]}, "the list of arguments"),
+            (
+                {"type": "function", "name": "f", "cases": [{"input": [{1}], "output": 2}]},
+                "0 .* cannot be written as JSON",
+            ),
+            (
+                {"type": "function", "name": "f", "cases": [{"input": [], "output": {(1, 2): 3}}]},
+                "as JSON: keys must be",
+            ),
+            (STDIN | {"prelude": ["import math"]}, "`prelude` of tests must be source text"),
         ],
     )
     def test_malformed(self, value, message):
@@ -154,6 +173,11 @@ class TestReading:
             {},
             {"test_cases": []},
             {"test_cases": [{}]},
+            {"test_cases": 5},
+            {"test_cases": [5]},
+            {"test_cases": "[]"},
+            {"test_cases": [{"type": ["function"]}]},
+            {"test_cases": [calls[0] | {"output": "[" * 5000}]},
             {"test_cases": calls + info["test_cases"]},
         ):
             assert json_of_tests(broken) is None

@@ -134,7 +134,14 @@ class TestOutcomes:
         assert outcomes == [Outcome.NO_ANSWER] * 6 + [Outcome.TOO_LONG]
 
     def test_tests_that_cannot_be_read_are_no_verdict(self, verifier):
-        assert verifier.grade([block("print(3)")] * 3, [None, "{", SUM | {"language": "cpp"}]) == [None] * 3
+        unreadable = [
+            None,
+            "{",
+            SUM | {"language": "cpp"},
+            {"a": 1, 2: 3},
+            ADD | {"cases": [{"input": [{1}], "output": 1}]},
+        ]
+        assert verifier.grade([block("print(3)")] * 5, unreadable) == [None] * 5
         grade = verifier.grade_detailed([block("print(3)")], [SUM | {"language": "cpp"}])[0]
         assert "Only Python programs are run" in grade.error
 
@@ -282,7 +289,12 @@ class TestProcesses:
 
     def test_workers_that_cannot_start(self, monkeypatch):
         monkeypatch.setattr(sys, "executable", "/bin/false")
-        with pytest.raises(RuntimeError, match="No worker could be started"):
+        with pytest.raises(ValueError, match="no worker could be started .*TMPDIR"):
+            CodeVerifier(num_workers=2).start()
+
+    def test_no_folder_for_temporary_files(self, monkeypatch, tmp_path):
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+        with pytest.raises(ValueError, match="no worker could be started .*nowhere.* Look at TMPDIR"):
             CodeVerifier(num_workers=2).start()
 
     def test_the_signal_that_a_scheduler_sends_to_all_disturbs_nothing(self, verifier):
@@ -366,6 +378,7 @@ class Fusion(BaseHTTPRequestHandler):
             },
             "slow": {"status": "TimeLimitExceeded", "return_code": None},
             "broken": {"status": "Finished", "return_code": 1, "stderr": "Traceback\nKeyError: 1\n"},
+            "null": None,
         }.get(kind, {"status": "Finished", "return_code": 0, "stdout": "1"})
         body = json.dumps({"status": "Success", "run_result": result}).encode()
         self.send_response(200)
@@ -383,12 +396,16 @@ def test_sandbox_fusion():
         with CodeVerifier(num_workers=1, sandbox_url=f"http://127.0.0.1:{server.server_port}/") as verifier:
             assert verifier.level == Level((), f"SandboxFusion at http://127.0.0.1:{server.server_port}")
             grades = verifier.grade_detailed([block("# sum"), block("# slow"), block("# broken")], [SUM] * 3)
+            with pytest.raises(RuntimeError, match="Two workers broke down .*does not run programs"):
+                verifier.grade([block("# null")], [SUM])
     finally:
         server.shutdown()
         server.server_close()
     assert [grade.outcome for grade in grades] == [Outcome.CORRECT, Outcome.TIMEOUT, Outcome.ERROR]
     assert grades[2].error == "KeyError"
-    with pytest.raises(RuntimeError, match="No worker could be started .*does not run programs"):
+    with pytest.raises(
+        ValueError, match="no worker could be started .*does not run programs.*Look at `code_sandbox_url`"
+    ):
         CodeVerifier(num_workers=1, sandbox_url="http://127.0.0.1:9").grade([block("print(3)")], [SUM])
 
 

@@ -380,6 +380,8 @@ class TestText:
             (" ", ()),
             (float("nan"), ()),
             ([], ()),
+            ({"a": 7}, ()),  # no answer would equal these texts
+            ([b"7", object()], ()),
         ],
     )
     def test_gold_texts(self, gold, texts):
