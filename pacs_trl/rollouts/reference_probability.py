@@ -2,8 +2,8 @@
 
 RLPR ([arXiv 2506.18254](https://huggingface.co/papers/2506.18254)) puts the reference answer in the place of a completion's own
 answer, and takes the mean probability of its tokens, `s`. Without the reasoning, behind the prompt alone, it is `s0`, which says how
-far the answer could be guessed: found once, under the policy at the start of the run, for the whole training set. It is kept in the
-output directory by model and data, so that a run that goes on knows it.
+far the answer could be guessed: found when a run begins, under its policy, for the whole training set. Checkpoints keep it, so that
+a run that goes on knows it.
 """
 
 import hashlib
@@ -93,6 +93,11 @@ def check_reference_answers(reward_funcs: Any, dataset: Any, guidance: str | Non
         )
 
 
+def _key(prompt: Any, answer: Any) -> str:
+    text = json.dumps([prompt, reference_text(answer)], default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
 class ReferenceProbability:
     """
     What a reward function with a parameter `reference_probability` gets.
@@ -105,7 +110,7 @@ class ReferenceProbability:
 
     def __init__(self, trainer):
         self.trainer = trainer
-        self.without: dict[str, float] = {}  # by model, prompt and answer
+        self.without: dict[str, float] = {}  # by prompt and answer
 
     def after_reasoning(self, prompts: Sequence, texts: Sequence[str | None], answers: Sequence[Any]) -> list[float]:
         """Mean probability of each reference answer behind the reasoning of a completion; 0 for a malformed one, and for one that
@@ -116,55 +121,41 @@ class ReferenceProbability:
     def without_reasoning(self, prompts: Sequence, answers: Sequence[Any]) -> list[float]:
         """The same right behind the prompt, under the policy at the start of the run. Of prompts outside of the training set it is
         that of today. All processes must call it equally often."""
-        keys = [self._key(*pair) for pair in zip(prompts, answers, strict=True)]
+        keys = [_key(*pair) for pair in zip(prompts, answers, strict=True)]
         missing = {key: i for i, key in enumerate(keys) if key not in self.without}
-        self.without |= self._score_without([(key, prompts[i], answers[i]) for key, i in missing.items()])
-        return [self.without[key] for key in keys]
+        found = self.without | self._score_without([(key, prompts[i], answers[i]) for key, i in missing.items()])
+        return [found[key] for key in keys]
 
-    def prepare(self, checkpoint: str | None) -> None:
+    def begin(self) -> None:
+        """Find it for the training set at the start of a run, on all processes together."""
+        accelerator, wanted = self.trainer.accelerator, list(self._training_problems().values())
+        own = wanted[accelerator.process_index :: accelerator.num_processes]
+        self.without = dict(gather_object(list(self._score_without(own).items())))
+
+    def save(self, checkpoint: Path) -> None:
+        """Write down what is known, on one process."""
+        (checkpoint / FILE).write_text(json.dumps(self.without))
+
+    def load(self, checkpoint: Path) -> None:
         """
-        Find what is not known of the training set, on all processes together, and write it down.
-
-        Args:
-            checkpoint (`str`, *optional*): What the run continues from; `None` at its start.
+        What the run knew that goes on from a checkpoint.
 
         Raises:
-            `ValueError`: if a run goes on without what the first one has found.
+            `ValueError`: if it knew nothing, or not of all of these data.
         """
-        rows = self.trainer.train_dataset.select_columns(["prompt", "solution"])
-        folders = [Path(self.trainer.args.output_dir), *([Path(checkpoint).parent] if checkpoint else [])]
-        for file in (folder / FILE for folder in folders):
-            if file.is_file():
-                self.without |= json.loads(file.read_text())
-        wanted = {self._key(row["prompt"], row["solution"]): row for row in rows}
-        missing = [(key, row["prompt"], row["solution"]) for key, row in wanted.items() if key not in self.without]
-        if missing and checkpoint is not None:
+        self.without = json.loads((checkpoint / FILE).read_text()) if (checkpoint / FILE).is_file() else {}
+        known = self._training_problems().keys()
+        if missing := known - self.without.keys():
             raise ValueError(
-                f"Of {len(missing)} of {len(wanted)} training problems the probability of the answer without reasoning is not known: "
-                f"{folders[0] / FILE} is missing, or of another model or data. It belongs to the policy at the start of the run, "
-                "which this one is no longer. Put the file back, or start a new run."
+                f"Of {len(missing)} of {len(known)} training problems the probability of the answer without reasoning is not known: "
+                f"{checkpoint / FILE} is missing, or of other data. It belongs to the policy at the start of the run, which this one "
+                "is no longer. Put file and data back, or start a new run."
             )
-        accelerator = self.trainer.accelerator
-        own = missing[accelerator.process_index :: accelerator.num_processes]
-        found = gather_object(list(self._score_without(own).items()))
-        self.without |= dict(found)
-        if found and accelerator.is_main_process:
-            folders[0].mkdir(parents=True, exist_ok=True)
-            partial = folders[0] / f".{FILE}"
-            partial.write_text(json.dumps({key: self.without[key] for key in wanted}))
-            partial.replace(folders[0] / FILE)
-        accelerator.wait_for_everyone()
 
-    def _key(self, prompt: Any, answer: Any) -> str:
-        text = json.dumps([self._model, prompt, reference_text(answer)], default=str)
-        return hashlib.sha256(text.encode()).hexdigest()[:20]
-
-    @property
-    def _model(self) -> list:
-        """The model that the run starts from, and its files where it is a directory: another one may take its place."""
-        name = self.trainer.model.name_or_path
-        files = sorted(Path(name).glob("*.safetensors")) if Path(name).is_dir() else []
-        return [name, self.trainer.args.temperature, [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]]
+    def _training_problems(self) -> dict[str, tuple[str, Any, Any]]:
+        rows = self.trainer.train_dataset.select_columns(["prompt", "solution"])
+        keys = (_key(row["prompt"], row["solution"]) for row in rows)
+        return {key: (key, row["prompt"], row["solution"]) for key, row in zip(keys, rows, strict=True)}
 
     def _score_without(self, rows: Sequence[tuple[str, Any, Any]]) -> dict[str, float]:
         answers = [reference_text(answer) for _, _, answer in rows]

@@ -396,9 +396,19 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        if self._needs_reference:
-            self.reference_probability.prepare(resume_from_checkpoint)
+        if self._needs_reference and resume_from_checkpoint is None:
+            self.reference_probability.begin()
         return prepared
+
+    def _save_run(self, directory):
+        super()._save_run(directory)
+        if self._needs_reference and self.args.should_save:
+            self.reference_probability.save(directory)
+
+    def _load_run(self, checkpoint):
+        super()._load_run(checkpoint)
+        if self._needs_reference:
+            self.reference_probability.load(checkpoint)
 
     @torch.no_grad()
     def score(

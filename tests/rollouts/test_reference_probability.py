@@ -1,6 +1,5 @@
 """The probability of reference answers as a label, and the filter of groups whose labels lie close together."""
 
-import json
 import math
 
 import pytest
@@ -122,7 +121,7 @@ def test_probabilities_are_those_of_the_policy_and_of_its_start(tmp_path):
                 edited = with_reference(arguments[1][i], answer)
                 expected = 0.0 if edited is None else by_hand(today, prompt, *edited)
             assert found[i] == pytest.approx(expected, rel=1e-4), (name, i)
-    assert len(json.loads((tmp_path / FILE).read_text())) == 32  # the whole training set, once
+    assert len(trainer.reference_probability.without) == 32  # the whole training set, once
     logged = trainer.state.log_history[0]
     assert 0 < logged["probability/format"] < 1 and logged["time/log_probs"] > 0
 
@@ -145,10 +144,30 @@ def test_a_run_and_its_continuation(tmp_path, more):
     expected, found = (trainable_weights(trainer.model) for trainer in runs)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert runs[1]._spread_filter.state == runs[0]._spread_filter.state != [0.0]
-    (tmp_path / FILE).unlink()
-    runs[1].reference_probability.without.clear()
-    with pytest.raises(ValueError, match="Of 32 of 32 training problems .* is missing.*Put the file back"):
+    (tmp_path / "checkpoint-1" / FILE).unlink()
+    with pytest.raises(ValueError, match="Of 32 of 32 training problems .* is missing.*Put file and data back"):
         runs[1].train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_a_second_run_begins_with_its_own_policy(tmp_path):
+    """The same trainer, whose weights have moved, and whose output directory holds what the first run knew. What is asked of other
+    prompts is of today, too, and not remembered: an evaluation before a stop would be known to one run and not to its continuation."""
+    trainer = build_trainer(
+        tmp_path, reward=probability_reward, more={"rollout_func": boxed}, **SETTINGS | {"save_steps": 1}
+    )
+    prompt = [{"role": "user", "content": "1+1"}]
+    of_other = []
+    for _ in range(2):
+        start = trainable_weights(trainer.model)
+        of_other += trainer.reference_probability.without_reasoning([prompt], ["22"])
+        trainer.train()
+        model = tiny_model()
+        model.load_state_dict(start, strict=False)
+        row = trainer.train_dataset[3]
+        expected = by_hand(model, row["prompt"], f" {row['solution']} ", 1, 1 + len(row["solution"]))
+        (found,) = trainer.reference_probability.without_reasoning([row["prompt"]], [row["solution"]])
+        assert found == pytest.approx(expected, rel=1e-4)
+    assert of_other[0] != of_other[1]
 
 
 def test_refused_data(tmp_path):
