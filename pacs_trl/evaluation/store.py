@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 
 STORE_FORMAT = 1
@@ -42,7 +42,10 @@ class SampleStore:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
         try:
-            _lock(self._file, self.path)
+            lock(
+                self._file,
+                f"{self.path} is being written by another process; wait for it or use another output directory.",
+            )
             _check_settings(self._first_line(settings), settings, self.path)
             self.keys: set[tuple[str, int]] = self._scan()
         except BaseException:
@@ -191,13 +194,12 @@ def differences(old: Any, new: Any, *, key: str = "") -> list[str]:
     return [] if old == new else [f"{key}: {old!r} != {new!r}"]
 
 
-def _lock(file, path: Path) -> None:
+def lock(file: IO, refusal: str) -> None:
+    """Hold a file until it is closed. Raises a `ValueError` with these words where another process holds it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ValueError(
-            f"{path} is being written by another process; wait for it or use another output directory."
-        ) from None
+        raise ValueError(refusal) from None
 
 
 def _check_settings(first_line: bytes, settings: dict[str, Any], path: Path) -> None:

@@ -4,7 +4,6 @@ A piece is a process, so that one that crashes, hangs or fills the memory ends n
 nor CUDA. Its results are files, so whatever ends it, the next call goes on.
 """
 
-import fcntl
 import json
 import os
 import shutil
@@ -17,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..evaluation.store import lock
 from ..settings.optional import check_writable
 from . import results
 from .arguments import read_gpu_check_arguments
@@ -34,7 +34,10 @@ def main(argv: Sequence[str]) -> int:
     with _alone(own.output):
         environment = machine(own.device)
         _require_same_card(own.output, environment)
-        for half in (own.output / "results").glob(".*"):  # of a process that was killed while it wrote
+        for half in (
+            *(own.output / "results").glob(".*.json.*"),
+            *own.output.glob(".report.*"),
+        ):  # of a write that was killed
             half.unlink()
         pieces = pieces_of(own.device)
         wanted = [piece for piece in pieces if piece.part in own.parts]
@@ -57,13 +60,8 @@ def main(argv: Sequence[str]) -> int:
 @contextmanager
 def _alone(output: Path) -> Iterator[None]:
     """Two calls would write the same results, and each would slow down what the other one measures."""
-    with (output / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"Another gpu-check is writing to {output}. Wait for it: two on one card would measure each other."
-            ) from None
+    with (output / ".lock").open("w") as file:
+        lock(file, f"Another gpu-check is writing to {output}. Wait for it: two on one card would measure each other.")
         yield
 
 

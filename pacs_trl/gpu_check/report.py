@@ -1,7 +1,7 @@
 """The report, made from the files of results alone: Markdown to read, JSON to compare."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,17 +56,21 @@ def _markdown(report: dict[str, Any]) -> str:
     for name, words in PARTS.items():
         lines.append(f"## {name}\n\n{words[0].upper()}{words[1:]}.\n")
         lines += [_piece(entry, environment) for entry in entries if entry["part"] == name]
-    row = [
-        environment["card"],
-        report["date"],
-        environment.get("driver", "-"),
-        environment["versions"].get("torch", "-"),
-    ]
-    row += [(environment["commit"] or environment["versions"].get("pacs_trl", "-"))[:10]]
+    made_with = [e["environment"] for e in entries if e["status"] != "not run"] or [
+        environment
+    ]  # perhaps not what is there now
+    row = [environment["card"], report["date"]]
+    row += [_distinct(facts.get("driver", "-") for facts in made_with)]
+    row += [_distinct(facts["versions"].get("torch", "-") for facts in made_with)]
+    row += [_distinct((f["commit"] or f["versions"].get("pacs_trl", "-"))[:10] for f in made_with)]
     row += [part["status"] + (f": {part['short']}" if part["short"] else "") for part in report["parts"].values()]
     header = ["card", "date", "driver, power limit", "torch", "pacs_trl", *PARTS]
     lines.append("## For the table of docs/gpu.md\n\n" + to_markdown(header, [row]))
     return "\n".join(lines)
+
+
+def _distinct(facts: Iterable[str]) -> str:
+    return ", ".join(sorted(set(facts)))
 
 
 def _facts(report: dict[str, Any]) -> list[str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ..evaluation.results import write_results
+from ..redaction import published
 
 
 Status = Literal["passed", "failed", "not possible"]
@@ -46,20 +47,22 @@ class NotPossible(Exception):
 
 
 def write(output: Path, piece: Piece, status: Status, reason: str = "", **more: Any) -> None:
-    """Write the result of a piece. Two processes that write the same one do not disturb each other."""
+    """Write the result of a piece, without secrets and paths that an error may name: reports are sent to others."""
     (output / "results").mkdir(parents=True, exist_ok=True)
-    entry = {"part": piece.part, "name": piece.name, "status": status, "reason": reason, **more}
+    entry = {"part": piece.part, "name": piece.name, "status": status, **published({"reason": reason}), **more}
     write_results(output / "results" / f"{piece.name}.json", entry)
 
 
 def read(output: Path) -> dict[str, dict[str, Any]]:
-    """The results that are there, by name. A file that a broken machine left torn is none."""
+    """The results that are there, by name. A file that a broken machine or an editor left torn is none."""
     found = {}
     for file in sorted((output / "results").glob("*.json")):
         try:
             entry = json.loads(file.read_text(encoding="utf-8"))
         except ValueError:  # UnicodeDecodeError too
             continue
-        if isinstance(entry, dict) and {"part", "name", "status", "environment"} <= entry.keys():
+        environment = entry.get("environment") if isinstance(entry, dict) else None
+        known = isinstance(environment, dict) and isinstance(environment.get("versions"), dict)
+        if known and {"part", "name", "status", "reason"} <= entry.keys():
             found[file.stem] = entry
     return found

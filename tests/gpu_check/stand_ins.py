@@ -34,6 +34,11 @@ def raised(device, directory):
     raise RuntimeError("a library\nsays so")
 
 
+def secretive(device, directory):
+    _begin(device, directory)
+    raise OSError("no weights in /home/alice/models/model.bin (HF_TOKEN=hf_abcdefghij0123456789)")
+
+
 def impossible(device, directory):
     _begin(device, directory)
     raise NotPossible("no such card")

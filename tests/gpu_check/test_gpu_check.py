@@ -102,7 +102,13 @@ def test_a_piece_that_hangs_is_ended_with_what_it_started(tmp_path, monkeypatch,
         assert "Left: 2 pieces, hung first" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("text", ["", '{"part": "attention", "na', "[]", '{"name": "found-1"}', "\xff"])
+ENTRY = '{"part": "attention", "name": "found-1", "status": "passed", "reason": "", "environment": '
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", '{"part": "attention", "na', "[]", '{"name": "found-1"}', "\xff", ENTRY + "null}", ENTRY + '{"card": 1}}'],
+)
 def test_a_torn_result_is_none(tmp_path, monkeypatch, text):
     (tmp_path / "out" / "results").mkdir(parents=True)
     (tmp_path / "out" / "results" / "found-1.json").write_text(text, encoding="latin-1")
@@ -149,6 +155,18 @@ def test_another_card(tmp_path, monkeypatch):
         check(monkeypatch, tmp_path / "out", piece("found-2"))
 
 
+def test_reports_are_sent_to_others(tmp_path, monkeypatch):
+    """What an error says of tokens and homes stays in the log."""
+    check(monkeypatch, tmp_path / "out", piece("secretive"))
+    text = (tmp_path / "out" / "report.md").read_text() + (tmp_path / "out" / "report.json").read_text()
+    assert "no weights in model.bin" in text and "hf_" not in text and "alice" not in text
+    assert "hf_" in (tmp_path / "out" / "logs" / "secretive.log").read_text()
+
+
+def entry_of_now(output, name):
+    return json.loads((output / "results" / f"{name}.json").read_text())
+
+
 def test_results_of_other_versions_are_kept_and_marked(tmp_path, monkeypatch):
     check(monkeypatch, tmp_path / "out", piece("found-1"))
     file = tmp_path / "out" / "results" / "found-1.json"
@@ -158,6 +176,8 @@ def test_results_of_other_versions_are_kept_and_marked(tmp_path, monkeypatch):
     check(monkeypatch, tmp_path / "out", piece("found-1"), piece("found-2"))
     report = (tmp_path / "out" / "report.md").read_text()
     assert report.count("Made with other versions than those above: torch 2.11.0.") == 1
+    torch = entry_of_now(tmp_path / "out", "found-2")["environment"]["versions"]["torch"]
+    assert f"| 2.11.0, {torch} |" in report.rpartition("## For the table")[2]
     assert called(tmp_path) == ["found-1", "found-2"]
 
 
