@@ -107,13 +107,13 @@ class PublishedArguments:
 
 def is_secret(name: str, value: Any = "") -> bool:
     """Whether a setting holds a secret, by its name: `hub_token`, `OPENAI_API_KEY`, `dbPassword`; not `pad_token`, and of
-    plurals not numbers (`max_new_tokens: 512`)."""
+    plurals not numbers (`max_new_tokens: 512`) and null."""
     words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
     if _SECRET_NAME.search("".join(words)) or _SECRET_WORDS & set(words):
         return True
     if not words or not (words[-1] in ("key", "keys") or words[-1].endswith(("token", "tokens"))):
         return False
-    is_count = words[-1].endswith("s") and isinstance(value, int | float)
+    is_count = words[-1].endswith("s") and isinstance(value, int | float | None)  # None: no bound
     return not is_count and not _VOCABULARY & set(words[:-1])
 
 

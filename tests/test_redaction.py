@@ -116,7 +116,9 @@ def test_every_setting_but_the_token_stays():
     for part in (RunArguments, EvaluationArguments, *METHODS.values()):
         names = {field.name for field in fields(part)}
         assert names - set(published(dict.fromkeys(names, 1))) <= {"hub_token"}
-    assert not is_secret("max_new_tokens", 512) and is_secret("tokens", "a b")
+    assert (
+        not is_secret("max_new_tokens", 512) and not is_secret("max_new_tokens", None) and is_secret("tokens", "a b")
+    )
 
 
 @pytest.mark.parametrize(

@@ -241,7 +241,13 @@ def _missing(recipe: Mapping[str, Any], distributed: str | None) -> list[str]:
 
 def _settings_text(settings: Mapping[str, Any]) -> str | None:
     shown = {key: value for key, value in settings.items() if not _NOT_SHOWN.match(key)}
-    return yaml.safe_dump(shown, allow_unicode=True).strip() if shown else None
+    text = yaml.safe_dump(shown, allow_unicode=True).strip()
+    return f"{_fence(text)}yaml\n{text}\n{_fence(text)}" if shown else None
+
+
+def _fence(text: str) -> str:
+    """Marks of a block that no fence in its text ends."""
+    return "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
 
 
 def _training_facts(training: dict[str, Any]) -> dict[str, Any]:
@@ -316,12 +322,11 @@ def _result_facts(results: dict[str, Any]) -> dict[str, Any]:
         )
     prompt = results["protocol"]["prompt"]
     example = f"<problem> {prompt['instruction']}" if prompt["instruction"] else "<problem>"
-    longest = max((len(ticks) for ticks in re.findall("`+", example)), default=0)
     return {
         "tables": shown,
         "results": results,
         "prompt_example": example,
-        "fence": "`" * max(3, longest + 1),  # a prompt may hold a fence of its own
+        "fence": _fence(example),
         "sampling": _sampling_text(results),
         "verifier": _verifier_text(results),
         "hardware": _hardware_text(results["hardware"]),

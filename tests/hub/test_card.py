@@ -144,6 +144,13 @@ def test_the_snippet_runs(trained, example, monkeypatch, capsys):
     assert "enable_thinking" not in text or example is EXAMPLES["template"]
 
 
+def test_settings_with_a_fence_and_completions_without_a_bound():
+    settings = {"generation_kwargs": {"stop": ["a\n```\nb"]}}
+    example = {"prompt": "3+4", "max_new_tokens": None}
+    text = build_card("name", CardInputs(training={**FACTS, "settings": settings, "example": example})).text
+    assert "max_new_tokens=None" in text and text.count("\n````") == 2
+
+
 def test_a_prompt_of_the_training_data_is_completed(trained, monkeypatch, capsys):
     text = (trained / "README.md").read_text()
     (content,) = re.findall(r"'content': '([\d+]*)'", block(text, "python"))
