@@ -39,7 +39,7 @@ from .rollouts.preemption import EXIT_CODE, check_no_jit_checkpoint, stop_on_sig
 from .rollouts.reference_probability import check_reference_answers
 from .rollouts.resume import check_complete, last_checkpoint
 from .rollouts.step_sizes import Step
-from .rollouts.trainer_checks import check_number_of_prompts
+from .rollouts.trainer_checks import check_number_of_prompts, check_reward_function
 from .rollouts.vllm_checks import check_version, check_vllm, installed_vllm
 from .settings.optional import check_writable, require_trackers
 from .verification import configure_verification, shared_code_verifier
@@ -242,7 +242,9 @@ def reward_function(name: str) -> Callable:
             f"There is no reward function {name!r} in pacs_trl.rewards, which has {', '.join(own)}. Write functions of "
             "your own as package.module.function."
         )
-    return function_of_user(name, "reward_funcs")
+    function = function_of_user(name, "reward_funcs")
+    check_reward_function(function, name.rpartition(".")[2])
+    return function
 
 
 def _hint(name: str | None) -> dict[str, Callable]:

@@ -426,6 +426,7 @@ def test_evaluation_batch_that_tears_groups(tmp_path, size):
         ("right", "returned a str, 'right'. It must"),
         ({"right": 1.0}, "returned a dict"),
         (["right"] * 8, "returned 'right' for completion 0"),
+        ([1.0], "returned 1 entries for 8 completions. It must return one entry per completion"),
         ([1.0, None, [1.0], 0.0, 1, True, 0.0, 1.0], r"returned \[1.0\] for completion 2"),
     ],
 )

@@ -184,6 +184,12 @@ def test_resume_and_refusal_to_start_over(tmp_path, model_path, capsys):
         (["--reward_funcs", "math.nothing"], "module 'math' has no function 'nothing'"),
         (["--reward_funcs", "nowhere.sure"], "'nowhere.sure' cannot be imported here .*No module named 'nowhere'"),
         (["--reward_funcs", "torn.sure"], "'torn.sure' cannot be .* No module named 'nowhere', .*torn.py line 1\\)"),
+        (
+            ["--reward_funcs", "bare.bare"],
+            "'bare' cannot be called .*unexpected keyword.* `def bare.completions, ..kwargs.`",
+        ),
+        (["--max_prompt_length", "1"], "All prompts of .* are longer than max_prompt_length=1 tokens"),
+        (["--dataset_name", "FOLDER"], "The directory 'FOLDER' is no data set: .* Name a file in it"),
         (["--report_to", "wandbb"], "wandbb is not supported, only "),
         (["--eval_strategy", "steps"], "eval_strategy='steps' needs problems that are held out: set eval_split_size"),
         (
@@ -229,6 +235,8 @@ def test_what_is_wrong_is_said_before_training(tmp_path, model_path, arguments, 
     (tmp_path / "EMPTY.jsonl").write_text("\n")
     (tmp_path / "data.csv").write_text("problem,answer\n1+1,2\n")
     (tmp_path / "torn.py").write_text("import nowhere")
+    (tmp_path / "bare.py").write_text("def bare(completions):\n    return [0.0 for _ in completions]\n")
+    (tmp_path / "FOLDER").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "BROKEN.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n{"problem": 1')

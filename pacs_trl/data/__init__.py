@@ -200,6 +200,11 @@ def load_training_data(
     path = args.dataset_name if Path(args.dataset_name).suffix in FILE_FORMATS else args.dataset_path
     dataset = _prepare(load_rows(args.dataset_name, entry, path), entry, args)
     dataset = _limit_prompt_length(dataset, args, tokenizer, chat_template_kwargs or {})
+    if len(dataset) == 0:
+        raise ValueError(
+            f"All prompts of {args.dataset_name!r} are longer than max_prompt_length={args.max_prompt_length} tokens, so there is nothing to "
+            "train on. Raise it."
+        )
     dataset = dataset.shuffle(seed=args.dataset_seed)
     if len(dataset) <= args.eval_split_size:
         raise ValueError(
@@ -263,7 +268,7 @@ def _prepare(rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments)
     if not usable:
         raise ValueError(
             f"None of the {len(rows)} rows of {args.dataset_name!r} has both a problem ({entry.problem_column!r}) and a "
-            f"gold answer ({entry.solution_column!r})."
+            f"gold answer ({entry.solution_column!r}): text, a number, a list of alternatives, or the tests of a program."
         )
     for doubt in doubts(args.dataset_name, [row[entry.problem_column] for row in usable], solutions):
         logger.warning(doubt)

@@ -103,6 +103,8 @@ def _stored_rows(name: str, entry: ProblemSet, path: str | Path | None) -> list[
             return load_dataset("json", data_files=files, split="train").to_list()
         return load_dataset(entry.hub_id, entry.config, split=entry.split, revision=entry.revision).to_list()
     except OSError as error:  # no connection, no such dataset, no rights
+        if Path(name).is_dir():
+            raise ValueError(f"The directory {name!r} is no data set: {error}. Name a file in it.") from error
         raise ValueError(
             f"{entry.title or name} ({entry.hub_id}) could not be loaded from the Hub: {error}. Without a connection, download "
             "its rows elsewhere and name the file: in training by `dataset_path` (of a set that has a name here) or "

@@ -6,6 +6,7 @@ from as answers to the plain prompt. A failed guided attempt is dropped, since a
 pushed down. No engine has drawn these rows from the plain prompt, so they have no `sampling_logps`.
 """
 
+import inspect
 import logging
 import re
 from collections.abc import Callable, Sequence
@@ -63,6 +64,17 @@ def check_guidance(
             f"The function that gives hints would never be asked with guidance={guidance!r}. Set guidance='hint', or leave the "
             "function out."
         )
+    if hint is not None:
+        try:
+            inspect.signature(hint).bind({}, [])
+            wrong = "it is asynchronous" if inspect.iscoroutinefunction(hint) else ""
+        except (TypeError, ValueError) as error:
+            wrong = str(error)
+        if wrong:
+            raise ValueError(
+                f"{hint!r} cannot be asked for hints: {wrong}. It must be a function `hint(row, failed_completions)`, which returns text "
+                "or None."
+            )
     if guidance == "feedback" and tools:
         raise ValueError(
             "guidance='feedback' puts a failed attempt into the prompt as one message, and attempts with tools have several. Use "
@@ -204,7 +216,7 @@ class _Helper:
         if self.guidance == "feedback":
             found = [self._second_turn(row_of_data, text) for text in texts[: len(rows) // 2]]
         else:
-            hint = row_of_data.get("hint") if self.hint is None else self.hint(row_of_data, texts)
+            hint = row_of_data.get("hint") if self.hint is None else self.hint(dict(row_of_data), texts)
             if not hint:
                 return []
             check_hint(hint)

@@ -52,6 +52,7 @@ class ResumableTrainer(GRPOTrainer):
                 raise ValueError(f"There is no complete checkpoint in {self.args.output_dir} to resume from.")
         elif resume_from_checkpoint:
             check_complete(resume_from_checkpoint)
+            self._state_file(Path(resume_from_checkpoint))
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def _reset_run(self) -> None:
@@ -155,18 +156,25 @@ class ResumableTrainer(GRPOTrainer):
         }
         torch.save(state, directory / f"{self._state_name}_{self.accelerator.process_index}.pt")
 
-    def _load_run(self, checkpoint: Path) -> None:
-        files = [
-            checkpoint / f"{self._state_name}_{process}.pt" for process in (self.accelerator.process_index, 0)
-        ]  # that of process 0 for one that did not exist then
-        file = next((file for file in files if file.is_file()), None)
-        if file is None:
+    def _state_file(self, checkpoint: Path) -> Path:
+        """That of this process, or of process 0 if it did not exist then."""
+        files = [checkpoint / f"{self._state_name}_{process}.pt" for process in (self.accelerator.process_index, 0)]
+        found = next((file for file in files if file.is_file()), None)
+        if found is None:
+            within = last_checkpoint(checkpoint)
             raise ValueError(
                 f"{checkpoint} has no {files[0].name}: it was not written by {type(self).__name__}, or with "
-                "save_only_model=True, and cannot be continued. Start a new run from its weights with "
-                "model_name_or_path instead."
+                "save_only_model=True, and cannot be continued. "
+                + (
+                    f"Did you mean {within}?"
+                    if within
+                    else "Start a new run from its weights with model_name_or_path instead."
+                )
             )
-        state = torch.load(file, map_location="cpu", weights_only=True)
+        return found
+
+    def _load_run(self, checkpoint: Path) -> None:
+        state = torch.load(self._state_file(checkpoint), map_location="cpu", weights_only=True)
         current = self._shared_settings()
         # A setting that did not exist then had its default.
         defaults = {name: value for name, value in vars(type(self.args)).items() if name in current}

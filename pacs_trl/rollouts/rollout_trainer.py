@@ -31,7 +31,7 @@ from transformers import (
 )
 from trl import GRPOConfig
 from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
-from trl.trainer.utils import get_config_model_id, is_async_callable
+from trl.trainer.utils import get_callable_name, get_config_model_id, is_async_callable
 
 from ..rewards import math_reward
 from ..settings.command_line import FailedRun
@@ -52,6 +52,7 @@ from .trainer_checks import (
     check_dataset,
     check_evaluation_batch,
     check_number_of_prompts,
+    check_reward_function,
     with_checked_result,
 )
 from .vllm_checks import check_vllm, serve_command, server_url
@@ -110,6 +111,9 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
             "rollout_func": rollout_func,
             "environment_factory": environment_factory,
         }
+        for function in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
+            if callable(function) and not isinstance(function, nn.Module):
+                check_reward_function(function, get_callable_name(function))
         check_reference_answers(reward_funcs, train_dataset, vars(args).get("guidance"))
         self._prepare_loading(model, args, arguments)
         super().__init__(model, reward_funcs, args, **arguments)

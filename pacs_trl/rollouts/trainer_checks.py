@@ -3,6 +3,7 @@
 TRL finds these mistakes where it trips over them, after the model has been loaded and completions have been drawn.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Iterable
 from functools import wraps
@@ -80,6 +81,26 @@ def check_evaluation_batch(per_device_eval_batch_size: int, num_processes: int, 
     )
 
 
+# What TRL calls every reward function with, beside the columns of the data set.
+_ALWAYS_GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+
+
+def check_reward_function(function: Callable, name: str) -> None:
+    """
+    Raises:
+        `ValueError`: if a reward function cannot be called as TRL calls it.
+    """
+    try:
+        inspect.signature(function).bind_partial(**dict.fromkeys(_ALWAYS_GIVEN))
+    except TypeError as error:
+        raise ValueError(
+            f"The reward function {name!r} cannot be called with prompts, completions and further columns ({error}). Write it as "
+            f"`def {name}(completions, **kwargs)`."
+        ) from error
+    except ValueError:  # one that says nothing of its parameters
+        pass
+
+
 def with_checked_result(function: Callable, name: str, keep_steps: Callable[[list], None]) -> Callable:
     """
     A reward function whose result is looked at before it becomes numbers, so that an error names the function.
@@ -118,6 +139,10 @@ def _as_numbers(rewards: Any, name: str, given: dict, keep_steps: Callable) -> l
         rewards = list(rewards)
     except TypeError:  # None, or a single number
         raise ValueError(f"The reward function {name!r} returned {rewards!r:.100}. {expected}") from None
+    if len(rewards) != len(given.get("completions", rewards)):
+        raise ValueError(
+            f"The reward function {name!r} returned {len(rewards)} entries for {len(given['completions'])} completions. {expected}"
+        )
     if any(isinstance(reward, list | tuple) for reward in rewards):
         return _outcomes(rewards, name, given["completion_ids"], keep_steps)
     for i, reward in enumerate(rewards):
@@ -134,8 +159,6 @@ def _as_numbers(rewards: Any, name: str, given: dict, keep_steps: Callable) -> l
 
 def _outcomes(rewards: list, name: str, completion_ids: list, keep_steps: Callable) -> list[float | None]:
     """The last labels of dense ones."""
-    if len(rewards) != len(completion_ids):
-        return [None] * len(rewards)  # of which TRL says how many were expected
     dense = next(i for i, reward in enumerate(rewards) if isinstance(reward, list | tuple))
     for i, reward in enumerate(rewards):
         if reward is not None and not isinstance(reward, list | tuple):

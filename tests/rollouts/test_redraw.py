@@ -292,6 +292,10 @@ def test_refill_of_a_small_data_set(tmp_path, model_path):
     assert history(trainer, "refill/prompts")[0] > 0
 
 
+async def _think(row, failed):
+    return "Think."
+
+
 REFUSED = {
     "no hints": (
         {"train_dataset": addition_dataset(8)},
@@ -300,6 +304,9 @@ REFUSED = {
     ),
     "a function without guidance": ({"hint": print}, {}, "would never be asked with guidance=None"),
     "a function with feedback": ({"hint": print}, FEEDBACK, "would never be asked with guidance='feedback'"),
+    "a function of a row alone": ({"hint": lambda row: "x"}, HINTS, "cannot be asked for hints: too many positional"),
+    "an asynchronous function": ({"hint": _think}, HINTS, "cannot be asked for hints: it is asynchronous"),
+    "text for a function": ({"hint": "Think."}, HINTS, "'Think.' cannot be asked for hints: .* is not a callable"),
     "feedback with tools": ({"tools": [print]}, FEEDBACK, "attempts with tools have several"),
     "guidance in an environment": (
         {"environment_factory": object},

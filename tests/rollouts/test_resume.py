@@ -369,7 +369,10 @@ def test_checkpoint_of_another_trainer(tmp_path, checkpoint):
     copy = tmp_path / "checkpoint-2"
     shutil.copytree(checkpoint, copy)
     (copy / "pacs_state_0.pt").unlink()
-    with pytest.raises(ValueError, match="has no pacs_state.*not written by PACSTrainer"):
+    with pytest.raises(ValueError, match="has no pacs_state.*not written by PACSTrainer.*Start a new run"):
+        trained(tmp_path, resume=str(copy), max_steps=3)
+    shutil.copytree(checkpoint, copy / "checkpoint-2")  # what is named is the directory of a finished run
+    with pytest.raises(ValueError, match="has no pacs_state.*Did you mean .*checkpoint-2/checkpoint-2?"):
         trained(tmp_path, resume=str(copy), max_steps=3)
 
 
