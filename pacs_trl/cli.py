@@ -36,10 +36,21 @@ COMMANDS = {
     "push": ("pacs_trl.hub.push", "upload checkpoint, model card, recipe and results to the Hub"),
 }
 
+# What answers help and mistakes of the commands whose modules take seconds to import.
+EARLY = {
+    "train": ("pacs_trl.train_settings", "check_train"),
+    "plan": ("pacs_trl.plan.arguments", "read_plan_arguments"),
+}
+
 
 def main() -> int:
     """Run the command that the process was started with; returns its exit code."""
     name, *argv = sys.argv[1:] or ["--help"]
+    return run(name, argv) if name in COMMANDS else exit_code("pacs-trl", _front_door, [name])
+
+
+def _front_door(argv: Sequence[str]) -> int:
+    name = argv[0]
     if name in ("-h", "--help", "help"):
         print("usage: pacs-trl COMMAND ...\n")
         for command, (_, help_line) in COMMANDS.items():
@@ -49,35 +60,20 @@ def main() -> int:
     if name in ("-V", "--version"):
         print(f"pacs-trl {__version__} ({', '.join(map(_installed, ('trl', 'transformers', 'torch', 'vllm')))})")
         return 0
-    if name not in COMMANDS:
-        print(
-            f"pacs-trl: there is no command {name!r}.{did_you_mean(name, [*COMMANDS, '--help', '--version'])} Choose from {', '.join(COMMANDS)}.",
-            file=sys.stderr,
-        )
-        return 2
-    return run(name, argv)
+    near = did_you_mean(name, [*COMMANDS, "--help", "--version"])
+    raise ValueError(f"there is no command {name!r}.{near} Choose from {', '.join(COMMANDS)}.")
 
 
 def run(name: str, argv: Sequence[str]) -> int:
     """Run a command; returns its exit code."""
 
     def main(argv: Sequence[str]) -> Any:
-        _refuse_early(name, argv)
+        if name in EARLY:
+            module, function = EARLY[name]
+            getattr(import_module(module), function)(argv)
         return import_module(COMMANDS[name][0]).main(argv)
 
     return exit_code(f"pacs-trl {name}", main, argv)
-
-
-def _refuse_early(name: str, argv: Sequence[str]) -> None:
-    """Help and mistakes of the commands whose modules take seconds to import."""
-    if name == "train":
-        from .train_settings import check_train
-
-        check_train(argv)
-    elif name == "plan":
-        from .plan.arguments import read_plan_arguments
-
-        read_plan_arguments(argv)
 
 
 def _installed(package: str) -> str:

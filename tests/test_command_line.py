@@ -18,6 +18,7 @@ from pacs_trl.settings.command_line import FailedRun, Parser, exit_code, read_se
 
 
 RECIPE = "recipes/miniature/pacs.yaml"
+ACCELERATE = "recipes/accelerate_configs/single_gpu.yaml"
 
 
 def called(monkeypatch, capsys, *argv: str) -> tuple[int, str, str]:
@@ -127,10 +128,29 @@ def test_help_names_the_command_and_what_it_takes(monkeypatch, capsys, name):
             "one of pacs, grpo, ppo, genac; got 'pasc'. Did you mean `pacs`?",
         ),
         (["train", "--config", RECIPE, "--epochs", "1"], "Did you mean `num_train_epochs`?"),
+        (
+            ["train", "--config", RECIPE, "--lr", "1"],
+            "`lr` is not a setting of method pacs. Did you mean `learning_rate`?",
+        ),
+        (
+            ["train", "--config", RECIPE, "--use_lora"],
+            "`use_lora` is not a setting of method pacs. Did you mean `use_peft`?",
+        ),
+        (["train", "--config", RECIPE, "--output_dir"], "--output_dir must be followed by text"),
+        (["train", "--config", RECIPE, "--max-steps"], "--max_steps must be followed by a whole number"),
+        (["train", "--config", "recipes/miniature"], "recipe 'recipes/miniature' is a directory, and must be a file"),
+        (
+            ["train", "--config", ACCELERATE],
+            "is a file of accelerate, and no recipe: `accelerate launch --config_file`",
+        ),
+        (
+            ["train", "--config", RECIPE, "--token_weighting", "none"],
+            "one of steer; got 'none'. Write null, or remove",
+        ),
         (["train", "lr=1"], "Cannot make sense of 'lr=1'"),
         (["train", "--config"], "--config must name a file"),
         (["evaluate", "--config", "tests/loopback.py"], "not YAML"),
-        (["evaluate", "--config", "tests"], "does not exist"),
+        (["evaluate", "--config", "nowhere.yaml"], "recipe 'nowhere.yaml' does not exist (seen from /"),
         (["evaluate", "--env", "5"], "env must be a mapping of environment variables"),
         (["evaluate", "--modle", "m"], "Did you mean `model`? `model` is missing"),
         (["report", "results", "--ouput-dir", "x"], "Did you mean `--output_dir`?"),
@@ -265,6 +285,37 @@ def _inner_training_loop(learn):  # as Trainer's is called
 def test_what_breaks_in_the_middle_of_a_run_is_shown_whole(capsys, command, code):
     assert exit_code("train", command, []) == code
     assert ("Traceback" in capsys.readouterr().err) == (code == 1)
+
+
+PRINTING = """
+import sys
+from pacs_trl.settings.command_line import exit_code
+
+def _inner_training_loop(argv):  # as Trainer's is called
+    print("\\u4e2d " * 9999, flush=True)
+    print("told", file=sys.stderr)
+
+sys.exit(exit_code("x", _inner_training_loop, []))
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("| grep -c u4e2d", "told\n"),
+        (">&- 2>&-", ""),
+        (">&-", "told\n"),
+        ("| true", "training has stopped, because whoever read"),
+    ],
+)
+def test_lines_that_nobody_reads(tmp_path, how, said):
+    """In an encoding without the character, to a closed descriptor, and to a reader that has gone."""
+    (tmp_path / "printing.py").write_text(PRINTING)
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(Path.cwd())}
+    command = f"set -o pipefail; sleep 0.2 | {sys.executable} {tmp_path}/printing.py {how}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment)
+    assert done.stderr.startswith(said and f"x: {said}" if "stopped" in said else said), done.stderr
+    assert done.stderr.count("\n") <= 1 and done.returncode == (1 if "stopped" in said else 0)
 
 
 def _raising(error):

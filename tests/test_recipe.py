@@ -8,6 +8,7 @@ import yaml
 from transformers import TrainingArguments
 
 from pacs_trl.recipe import METHODS, SECOND_NAMES, Recipe, _second_name_errors, read_recipe
+from pacs_trl.settings import parse_mapping
 
 
 EVALUATES = {"eval_strategy": "steps", "eval_split_size": 8}
@@ -52,6 +53,12 @@ def test_counts(name, value, words):
     assert f"{name} must be a whole number of {words}" in number
     assert "Nearest legal value: " in number or re.search(r"Its default is [18]\.", number)
     assert epochs == "`num_train_epochs` is refused: invalid float value: 'two'."
+
+
+def test_a_key_that_stands_twice():
+    with pytest.raises(ValueError, match="The recipe 'x' has seed more than once, of which the last would win"):
+        parse_mapping("seed: 1\nbeta: 0\nseed: 2\n", "recipe 'x'")
+    assert parse_mapping("seed: 1\nlabel_noise: {seed: 2}\n", "recipe 'x'")["seed"] == 1
 
 
 WRONG = [

@@ -98,8 +98,8 @@ def _function_conflicts(run: RunArguments) -> list[str]:
     return conflicts
 
 
-def data_notes(name: str) -> list[str]:
-    is_missing = Path(name).suffix in FILE_FORMATS and not Path(name).is_file()
+def data_notes(name: str | None) -> list[str]:
+    is_missing = name is not None and Path(name).suffix in FILE_FORMATS and not Path(name).is_file()
     return [f"The data file {name!r} does not exist here (seen from {Path.cwd()})."] if is_missing else []
 
 

@@ -61,6 +61,8 @@ def read_launch(accelerate_config: str | None, num_processes: int | None) -> tup
         config = read_mapping(accelerate_config, "accelerate file")
     except ValueError as error:
         return None, [str(error)]
+    if "dataset_name" in config:
+        return None, [f"{accelerate_config} is a recipe (it has the key `dataset_name`), and no file of accelerate."]
     launch, errors = None, _malformed(config)
     if not errors:
         launch, errors = _launch(config, num_processes, accelerate_config)

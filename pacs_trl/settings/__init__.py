@@ -59,7 +59,7 @@ class Setting(NamedTuple):
     default: Any
     choices: tuple
     kinds: set[str]
-    items: str  # of a list: their kind
+    items: str  # of a list or a mapping: their kind
     range: Range | None
 
 
@@ -124,7 +124,10 @@ def illegal_value(name: str, value: Any, setting: Setting) -> str | None:
     if isinstance(number, float) and not math.isfinite(number):
         return f"{name} must be finite, got {value!r}.{_default(setting)}"
     if setting.choices and value not in setting.choices:
-        return f"{name} must be one of {', '.join(map(str, setting.choices))}; got {value!r}."
+        remedy = (
+            " Write null, or remove the key." if str(value).lower() == "none" and "NoneType" in setting.kinds else ""
+        )
+        return f"{name} must be one of {', '.join(map(str, setting.choices))}; got {value!r}.{remedy}"
     return None
 
 
@@ -202,6 +205,8 @@ def _converted(value: Any, setting: Setting) -> Any:
     kinds = setting.kinds - {"NoneType"}
     if isinstance(value, list) and setting.items == "float":
         return [_number(v) for v in value]
+    if isinstance(value, dict) and setting.items == "float":
+        return {name: v if (number := _number(v)) is None else number for name, v in value.items()}
     if not isinstance(value, str):
         return value
     if kinds == {"bool"}:
@@ -209,12 +214,19 @@ def _converted(value: Any, setting: Setting) -> Any:
     if kinds <= {"int", "float"}:
         return _number(value)
     mapping = _mapping(value) if "dict" in kinds else None
-    return value if mapping is None else mapping
+    return value if mapping is None else _converted(mapping, setting)
 
 
-def from_words(words: list[str], setting: Setting) -> Any:
-    """The value that the words behind a key of a command line spell; without any it is true, as for a flag."""
+def from_words(name: str, words: list[str], setting: Setting) -> Any:
+    """
+    The value that the words behind a key of a command line spell; without any it is true, as for a flag.
+
+    Raises:
+        `ValueError`: if there is none, and the setting cannot be true.
+    """
     kinds = setting.kinds
+    if not words and not kinds & {"bool", "list"} and name not in _ALSO_BOOLEAN:
+        raise ValueError(f"--{name} must be followed by {_words(kinds)}.")
     is_text = "str" in kinds and not kinds & {"dict", "int", "float", "bool"}
     values = words if is_text or setting.items == "str" else list(map(_from_yaml, words))
     if kinds <= {"list", "NoneType"}:  # one word is a list of one
@@ -231,20 +243,28 @@ def read_mapping(path: str | Path, what: str) -> dict[str, Any]:
         `ValueError`: if there is no such file, it cannot be read, or it holds something else.
     """
     if not Path(path).is_file():
-        raise ValueError(f"The {what} {str(path)!r} does not exist (seen from {Path.cwd()}).")
+        wrong = (
+            "is a directory, and must be a file" if Path(path).is_dir() else f"does not exist (seen from {Path.cwd()})"
+        )
+        raise ValueError(f"The {what} {str(path)!r} {wrong}.")
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"The {what} {str(path)!r} cannot be read as text: {error}.") from error
+        raise ValueError(f"The {what} {str(path)!r} cannot be read as UTF-8 text: {error}.") from error
     return parse_mapping(text, f"{what} {str(path)!r}")
 
 
 def parse_mapping(text: str, where: str) -> dict[str, Any]:
     """As [`read_mapping`], of a text that is there already."""
     try:
-        content = yaml.safe_load(text)
+        content, node = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
     except yaml.YAMLError as error:
         raise ValueError(f"The {where} is not YAML: {' '.join(str(error).split())}.") from error
+    names = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(
+            f"The {where} has {' and '.join(twice)} more than once, of which the last would win. Keep one of each."
+        )
     if not isinstance(content, dict):
         found = "nothing" if content is None else type(content).__name__
         raise ValueError(f"The {where} must be a YAML mapping of settings, got {found}.")
@@ -279,7 +299,8 @@ def _kinds(annotation: Any) -> set[str]:
 
 
 def _items(annotation: Any) -> str:
-    return next((kind for kind in ("float", "str") if f"list[{kind}]" in str(annotation)), "")
+    text = str(annotation).replace("dict[str, ", "list[")
+    return next((kind for kind in ("float", "str") if f"list[{kind}]" in text), "")
 
 
 def _words(kinds: set[str]) -> str:

@@ -8,6 +8,7 @@ Ctrl-C; 143 after SIGTERM.
 import argparse
 import difflib
 import errno
+import io
 import logging
 import os
 import signal
@@ -32,9 +33,13 @@ class FailedRun(RuntimeError):
 
 def exit_code(program: str, main: Callable[[Sequence[str]], Any], argv: Sequence[str]) -> int:
     """Run a command; what ends it in words is printed, and its exit code returned."""
+    _open_streams()
     _quiet_libraries()
     try:
-        status = main(argv)
+        try:
+            status = main(argv)
+        finally:
+            sys.stdout.flush()  # here a reader that has gone is understood
     except (ValueError, ImportError) as error:  # ImportError: how libraries ask for what they need
         if isinstance(error, ModuleNotFoundError):
             raise
@@ -51,8 +56,14 @@ def exit_code(program: str, main: Callable[[Sequence[str]], Any], argv: Sequence
         if os.environ.get("RANK", "0") == "0":
             print(f"{program}: stopped by Ctrl-C.", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # whoever reads (`| head`) has seen enough
+    except BrokenPipeError as error:  # whoever reads (`| head`) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it flushes
+        if _has_begun(error):
+            stopped = "training has stopped, because whoever read its output has ended"
+            print(
+                f"{program}: {stopped}. `--resume_from_checkpoint last` goes on from the last checkpoint.",
+                file=sys.stderr,
+            )
         return 1
     except OSError as error:
         # None: what the Hub says; in a run a path may be one of a reward function's
@@ -64,6 +75,15 @@ def exit_code(program: str, main: Callable[[Sequence[str]], Any], argv: Sequence
         print(f"{program}: {what}", file=sys.stderr)
         return 1 if _has_begun(error) else 2
     return status if isinstance(status, int) else 0
+
+
+def _open_streams() -> None:
+    """No line ends a run, wherever it goes: to a closed descriptor, or in an encoding that lacks one of its characters."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))
+        elif isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _quiet_libraries() -> None:
@@ -119,8 +139,22 @@ def with_underscores(argv: Sequence[str]) -> list[str]:
     return words
 
 
+# What settings are called elsewhere, where no part of the name leads to ours.
+_ELSEWHERE = {
+    "lr": "learning_rate",
+    "batch_size": "per_device_train_batch_size",
+    **dict.fromkeys(("lora", "use_lora", "peft"), "use_peft"),
+    **dict.fromkeys(("max_new_tokens", "max_tokens"), "max_completion_length"),
+    **dict.fromkeys(("group_size", "num_samples"), "num_generations"),
+    "vllm": "use_vllm",
+    "wandb": "report_to",
+}
+
+
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """The question for the nearest name, or those that begin alike, with a space before it; empty if none is near."""
+    if _ELSEWHERE.get(name) in known:
+        return f" Did you mean `{_ELSEWHERE[name]}`?"
     begin = [other for other in known if f"{other}_".startswith(f"{name}_") or f"{name}_".startswith(f"{other}_")]
     nearest = (
         difflib.get_close_matches(name, known, n=1, cutoff=0.85)
@@ -175,6 +209,11 @@ def read_settings(argv: Sequence[str], known_to: Callable[[str | None], Mapping[
     settings = {} if path is None else read_mapping(path[0], "recipe")
     method = words["method"][0] if words.get("method") else settings.get("method")
     known = known_to(method if isinstance(method, str) else None)
+    if path and "distributed_type" in settings:
+        raise ValueError(
+            f"{path[0]} is a file of accelerate, and no recipe: `accelerate launch --config_file` takes it, and `plan` as "
+            "--accelerate-config."
+        )
     for command, key in RECIPE_OF.items():
         if path and key in settings and key not in known:
             raise ValueError(
@@ -184,7 +223,7 @@ def read_settings(argv: Sequence[str], known_to: Callable[[str | None], Mapping[
         if key not in known and key.removeprefix("no_") in known:  # booleans that default to True have both
             settings[key.removeprefix("no_")] = False
         else:
-            settings[key] = from_words(values, known[key]) if key in known else values
+            settings[key] = from_words(key, values, known[key]) if key in known else values
     return settings
 
 

@@ -21,6 +21,8 @@ def _label_noise_errors(given: Any) -> list[str]:
     noise, example = given.label_noise, "Write label_noise: {false_positive: 0.02, false_negative: 0.1}."
     if noise is None:
         return []
+    if not isinstance(noise, dict):
+        return [f"label_noise must be a mapping, got {noise!r}. {example}"]
     rates = [noise.get(name, 0.0) for name in NOISE]
     if not noise or set(noise) - set(NOISE):
         return [

@@ -86,6 +86,7 @@ SAID = {
     "GenAC, budget": (FSDP2, GENAC | {"critic_budget": 100_000}, 1, "critic_budget=100000 is less than the 139264 answers"),
     "GenAC, short engine": (FSDP2, GENAC | VLLM | {"vllm_max_model_length": 2000}, 1, "plus critic_max_new_tokens=1024",
                             "Set it to at least 2524"),
+    "nothing": ((), {"dataset_name": None, "model_name_or_path": None}, 1, "names no data", "names no model"),
     "no directory": ((), {"model_name_or_path": "./nope"}, 1, "1 conflict(s)", "The model directory './nope' does not exist"),
     "no task": ((), {"model_name_or_path": "miniature/no"}, 1, "1 conflict(s)", "There is no miniature task 'no'"),
     "no expression": ((), NO_EXPRESSION, 1, "'*_proj' alone is a regular expression, and this is none"),

@@ -91,6 +91,7 @@ def test_zero_stage(launch_file, tmp_path, stage, sharding):
 
 def test_files_and_numbers_that_do_not_fit(launch_file, tmp_path):
     assert "does not exist" in refusal("no/such.yaml")
+    assert "pacs.yaml is a recipe (it has the key `dataset_name`)" in refusal("recipes/miniature/pacs.yaml")
     assert "num_processes is 2" in refusal(SINGLE_GPU, 2)
     deepspeed = tmp_path / "deepspeed.json"
     file = launch_file(*ZERO, f"deepspeed_config: {{deepspeed_config_file: {deepspeed}}}")
