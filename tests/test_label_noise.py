@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from replay import config
 
 from pacs_trl.objective import (
     actor_coefficients,
@@ -108,30 +107,3 @@ def test_uniform_groups_are_still_left_out():
         torch.zeros(8), torch.tensor([1.0] * 4 + [0.0] * 4), num_generations=4, label_noise=NOISE
     )
     assert (coefficients == 0).all()
-
-
-REFUSED = {
-    "unknown key": ({"false_negatives": 0.1}, "must have the keys false_positive and false_negative"),
-    "empty": ({}, "must have the keys"),
-    "above 1": ({"false_positive": 1.5}, "at least 0 and below 1"),
-    "negative": ({"false_negative": -0.1}, "at least 0 and below 1"),
-    "no number": ({"false_positive": "many"}, "at least 0 and below 1"),
-    "NaN": ({"false_positive": float("nan")}, "at least 0 and below 1"),
-    "says nothing": (
-        {"false_positive": 0.5, "false_negative": 0.5},
-        "sum to 1, and must sum to less than 1.*Mend the",
-    ),
-    "nothing": ({"false_positive": 0.0}, "would be ignored: it says that no verdict is wrong"),
-}
-
-
-@pytest.mark.parametrize(("noise", "words"), REFUSED.values(), ids=REFUSED)
-def test_refused(noise, words):
-    with pytest.raises(ValueError, match=words):
-        config("out", label_noise=noise)
-    assert config("out", label_noise={"false_positive": 0.1}).noise == (0.1, 0.0)
-
-
-def test_refused_with_guided_attempts():
-    with pytest.raises(ValueError, match="label_noise makes no sense with guidance='hint'.*do not average out"):
-        config("out", label_noise={"false_positive": 0.1}, guidance="hint", max_guided_fraction=0.5)

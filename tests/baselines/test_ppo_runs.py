@@ -9,7 +9,7 @@ import torch
 import yaml
 from peft import LoraConfig
 from replay import digit_reward, tiny_model, trainable_weights
-from test_ppo_trainer import SETTINGS, CriticRecorder, build
+from test_ppo_trainer import SETTINGS, build, recorded
 from transformers import AutoModelForCausalLM
 
 from pacs_trl import PPOConfig, PPOTrainer
@@ -19,16 +19,10 @@ from pacs_trl.train import main
 
 
 def test_lora_policy_with_a_full_critic(tmp_path, model_path):
-    recorder = CriticRecorder()
-    trainer = build(
-        tmp_path,
-        model_path,
-        callbacks=[recorder],
-        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
-        learning_rate=1.0,
-        gradient_checkpointing=True,
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    trainer, recorder = recorded(
+        tmp_path, model_path, peft_config=lora, learning_rate=1.0, gradient_checkpointing=True
     )
-    recorder.trainer = trainer
     trainer.train()
     first, last = recorder.weights[0], trainable_weights(trainer.model)
     assert all("lora" in name for name in first)

@@ -63,6 +63,13 @@ def build(output_dir, model_path, *, replay=None, callbacks=(), peft_config=None
     )
 
 
+def recorded(output_dir, model_path, **more):
+    """A trainer, and what is recorded of it."""
+    recorder = CriticRecorder()
+    recorder.trainer = build(output_dir, model_path, callbacks=[recorder], **more)
+    return recorder.trainer, recorder
+
+
 class CriticRecorder(Recorder):
     """Keeps the critic's weights of every optimizer step as well, before and after it learns."""
 
@@ -143,9 +150,7 @@ def assert_close_gradients(actual: dict, expected: dict, relative: float = 1e-4)
     ids=["defaults", "tools-dapo-gae", "clipped", "plain", "padded", "checkpointing"],
 )
 def test_two_updates_equal_the_long_way(tmp_path, model_path, settings, replay):
-    recorder = CriticRecorder()
-    trainer = build(tmp_path, model_path, replay=replay, callbacks=[recorder], num_iterations=2, **settings)
-    recorder.trainer = trainer
+    trainer, recorder = recorded(tmp_path, model_path, replay=replay, num_iterations=2, **settings)
     policy = tiny_model().double()
     critic = copy.deepcopy(trainer.critic).double()
     trainer.train()
@@ -223,9 +228,7 @@ def test_passes_give_what_those_of_trl_give(tmp_path):
 
 
 def test_gradients_of_policy_and_critic_are_clipped_each_on_its_own(tmp_path, model_path):
-    recorder = CriticRecorder()
-    trainer = build(tmp_path, model_path, replay=Replay(), callbacks=[recorder], max_grad_norm=1e-3, max_steps=1)
-    recorder.trainer = trainer
+    trainer, recorder = recorded(tmp_path, model_path, replay=Replay(), max_grad_norm=1e-3, max_steps=1)
     trainer.train()
     policy_norm = torch.stack([g.norm() for g in recorder.gradients[0].values()]).norm()
     before, after = recorder.critics
@@ -235,19 +238,8 @@ def test_gradients_of_policy_and_critic_are_clipped_each_on_its_own(tmp_path, mo
 
 
 def test_only_the_critic_learns_during_warmup(tmp_path, model_path):
-    recorder = CriticRecorder()
-    trainer = build(
-        tmp_path,
-        model_path,
-        callbacks=[recorder],
-        critic_warmup_steps=2,
-        max_steps=3,
-        optim="adamw_torch",
-        weight_decay=0.1,
-        learning_rate=1e-3,
-        critic_learning_rate=1e-3,
-    )
-    recorder.trainer = trainer
+    adam = {"optim": "adamw_torch", "weight_decay": 0.1, "learning_rate": 1e-3, "critic_learning_rate": 1e-3}
+    trainer, recorder = recorded(tmp_path, model_path, critic_warmup_steps=2, max_steps=3, **adam)
     start = trainable_weights(trainer.model)
     trainer.train()
     for name, weight in start.items():

@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from replay import (
-    MAX_COMPLETION_LENGTH,
     RELATIVE,
     Recorder,
     Replay,
     build_trainer,
-    config,
     load_weights,
     relative_error,
     rows_of_update,
@@ -125,30 +123,6 @@ class TestVerl:
 
 
 STRIDE = {"hidden_state_stride": 3}
-REFUSED = {
-    "unknown": ({"row_weighting": "rank"}, "row_weighting must be one of verl; got 'rank'"),
-    "ignored stride": ({"hidden_state_stride": 3}, "hidden_state_stride=3 would be ignored without row_weighting"),
-    "ignored rows": (
-        STRIDE | {"row_weighting": "verl", "hidden_state_rows": 8},
-        "hidden_state_rows=8 would be ignored",
-    ),
-    "ignored steps": (
-        STRIDE | {"row_weighting": "verl", "hidden_state_every_steps": 2},
-        "hidden_state_every_steps=2 would be ignored with row_weighting='verl'",
-    ),
-    "stride 0": ({"row_weighting": "verl", "hidden_state_stride": 0}, "hidden_state_stride must be .*, got 0"),
-    "stride of a whole completion": (
-        {"row_weighting": "verl", "hidden_state_stride": 8},
-        "hidden_state_stride=8 is too long for completions of max_completion_length=16 tokens.* at most 7",
-    ),
-}
-
-
-@pytest.mark.parametrize(("settings", "words"), REFUSED.values(), ids=REFUSED)
-def test_refused(settings, words):
-    with pytest.raises(ValueError, match=words):
-        config("out", **settings)
-    assert 2 * 7 + 1 <= MAX_COMPLETION_LENGTH and config("out", row_weighting="verl", hidden_state_stride=7)
 
 
 @pytest.mark.parametrize("padding_free", ["auto", "never"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig
-from replay import Replay, build_trainer, config, trainable_weights
+from replay import Replay, build_trainer, trainable_weights
 
 from pacs_trl.update.token_weights import Steer, SteerWeights, TokenValues, entropy_slopes, steer_weights
 
@@ -104,27 +104,6 @@ def test_metrics_on_paper():
         rel=1e-5,
     )
     assert "steer/measured_entropy_change" not in steer.metrics(Accelerator(cpu=True), on_policy=True)
-
-
-REFUSED = {
-    "unknown": ({"token_weighting": "vespo"}, "token_weighting must be one of steer; got 'vespo'"),
-    "weight 0": ({"token_weight_min": 0.0}, "token_weight_min must be above 0 and below 2, got 0.0"),
-    "weight 2": ({"token_weight_mapping": "linear", "token_weight_max": 2.0}, "token_weight_max must be .* got 2.0"),
-    "NaN": ({"token_weight_min": math.nan}, "token_weight_min must be .* got nan"),
-    "ignored": ({"token_weighting": None, "token_weight_min": 0.5}, "token_weight_min=0.5 would be ignored without"),
-    "no maximum": ({"token_weight_max": 1.5}, "token_weight_max=1.5 would be ignored with token_weight_mapping='exp"),
-    "exponential": ({"token_weight_min": 1.1}, "token_weight_min=1.1 must be below 1"),
-    "order": (
-        {"token_weight_mapping": "linear", "token_weight_min": 1.2},
-        "token_weight_min=1.2 must be below token_weight_max=1.2",
-    ),
-}
-
-
-@pytest.mark.parametrize(("settings", "words"), REFUSED.values(), ids=REFUSED)
-def test_refused(settings, words):
-    with pytest.raises(ValueError, match=words):
-        config("out", **({"token_weighting": "steer"} | settings))
 
 
 LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
