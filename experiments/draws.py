@@ -7,10 +7,9 @@ decides is pass@1 and pass@k over the five benchmarks of the miniature, how many
 minutes for each arm and seed on one free core.
 """
 
-import argparse
-from pathlib import Path
 from statistics import mean, stdev
 
+from experiments.arms import arms_parser, options_of
 from pacs_trl.report.inputs import read_log_history
 from pacs_trl.reproduce.cells import Options, run_cell
 from pacs_trl.reproduce.records import Records
@@ -82,15 +81,8 @@ def report(options: Options) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), metavar="ARM")
-    parser.add_argument("--results_dir", type=Path, default=Path("outputs/draws/results"))
-    parser.add_argument("--work_dir", type=Path, default=Path("outputs/draws/runs"))
-    parser.add_argument("--max_steps", type=int, help="of every arm, to try things out")
-    args = parser.parse_args()
-    sizes = {} if args.max_steps is None else {"num_samples": 8, "max_problems": 4, "warm_start_steps": 2}
-    options = Options(tuple(args.seeds), args.max_steps, results_dir=args.results_dir, work_dir=args.work_dir, **sizes)
+    args = arms_parser(__doc__, "draws", ARMS).parse_args()
+    options = options_of(args)
     for seed in args.seeds:
         for arm in args.arms:
             run_cell(cell_of(arm), seed, options)

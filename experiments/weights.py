@@ -9,12 +9,12 @@ verifier's gain comes without it. Restartable: finished arms are taken from `--r
 checkpoint. Writes a table and a figure there.
 """
 
-import argparse
 import hashlib
 import math
 from pathlib import Path
 from statistics import mean, stdev
 
+from experiments.arms import arms_parser, options_of
 from pacs_trl.reproduce.cells import Options, run_cell
 from pacs_trl.reproduce.records import Records
 from pacs_trl.reproduce.tables import Cell
@@ -167,23 +167,15 @@ def draw(found: dict[str, dict[int, list[float]]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), metavar="ARM")
+    parser = arms_parser(__doc__, "weights", ARMS)
     parser.add_argument("--rate", type=float, help="learning rate of all arms, instead of the better of two")
-    parser.add_argument("--results_dir", type=Path, default=Path("outputs/weights/results"))
-    parser.add_argument("--work_dir", type=Path, default=Path("outputs/weights/runs"))
-    parser.add_argument("--max_steps", type=int, help="of every arm, to try things out")
     args = parser.parse_args()
-    sizes = SIZES if args.max_steps is None else SIZES | {"num_samples": 8, "max_problems": 4, "warm_start_steps": 2}
-    directories = {"results_dir": args.results_dir, "work_dir": args.work_dir}
-    options = Options((*args.seeds, SWEPT_SEED), args.max_steps, **directories, **sizes)
+    options = options_of(args, **SIZES)
     methods = dict.fromkeys(ARMS[arm][0] for arm in args.arms)
     for method in methods if args.rate is None else ():
         for rate in RATES:
             run_cell(cell_of(method, method, {}, rate), SWEPT_SEED, options)
     rates = swept_rates(options, methods) if args.rate is None else dict.fromkeys(methods, args.rate)
-    options = options._replace(seeds=tuple(args.seeds))
     for seed in args.seeds:
         for arm in args.arms:
             method, settings = ARMS[arm]

@@ -340,7 +340,7 @@ NO_PAIRS = {
     "outside": (lambda n: [[(99, 1.0)]] * n, {}, "inclusive indices into completion_ids, from 0 to"),
     "label": (lambda n: [[(0, 1.5)]] * n, {}, r"Labels must lie in \[0, 1\]. Rescale"),
     "one pair for each": (lambda n: [(0, 1.0)] * n, {}, "Dense labels are .position, label. pairs"),
-    "too few": (lambda n: [[(0, 1.0)]], {}, "returned 1 rewards, but 8 were expected"),
+    "too few": (lambda n: [[(0, 1.0)]], {}, "returned 1 entries for 8 completions"),
     "weight": (lambda n: [[(0, 1.0), (1, 0.5)]] * n, {"reward_weights": [2.0]}, "reward_weights has 2 for 'pairs'"),
     **{
         name: (lambda n: [[(0, 1.0)]] * n, settings, f"make no sense with {name}=.*: {why}")

@@ -1,0 +1,27 @@
+"""The command line of experiments with arms and seeds."""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from pacs_trl.reproduce.cells import Options
+
+
+def arms_parser(description: str, name: str, arms: Collection[str]) -> ArgumentParser:
+    """Seeds, arms, and where their runs are: by default in `outputs/NAME`."""
+    parser = ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--arms", nargs="+", choices=list(arms), default=list(arms), metavar="ARM")
+    parser.add_argument("--results_dir", type=Path, default=Path(f"outputs/{name}/results"))
+    parser.add_argument("--work_dir", type=Path, default=Path(f"outputs/{name}/runs"))
+    parser.add_argument("--max_steps", type=int, help="of every arm, to try things out")
+    return parser
+
+
+def options_of(args: Namespace, **sizes: Any) -> Options:
+    """Options of the runs, of the given sizes or, with `max_steps`, of the smallest."""
+    if args.max_steps is not None:
+        sizes |= {"num_samples": 8, "max_problems": 4, "warm_start_steps": 2}
+    places = {"results_dir": args.results_dir, "work_dir": args.work_dir}
+    return Options(tuple(args.seeds), args.max_steps, **places, **sizes)
