@@ -32,9 +32,9 @@ class Options(NamedTuple):
     warm_start_steps: int | None = None  # length of the warm start, whatever it reaches, to try things out
     num_samples: int | None = None  # of the evaluation, instead of its recipe's, as max_problems
     max_problems: int | None = None
-    benchmarks: str | None = None
     results_dir: Path = Path("docs/results/miniature")  # records, tables and figures
     work_dir: Path = Path("outputs/tables")  # models, logs and samples: all that a run leaves
+    benchmarks: str | None = None  # instead of the evaluation recipe's
 
 
 def run_cell(cell: Cell, seed: int, options: Options) -> None:
