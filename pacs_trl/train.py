@@ -25,6 +25,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig, get_peft_config, get_quantization_config
 
 from . import rewards
+from .baselines.critic_prompt import shipped
 from .data import TRAINING_SETS, load_training_data
 from .data.sets import MINIATURE
 from .data.tasks import check_task
@@ -170,7 +171,7 @@ def _from_any_folder(settings: dict) -> dict:
     local = {
         key: str(Path(name).resolve())
         for key, name in names.items()
-        if name and not name.startswith(MINIATURE) and Path(name).exists()
+        if name and not name.startswith(MINIATURE) and name not in shipped() and Path(name).exists()
     }
     return {key: value for key, value in settings.items() if key != "resume_from_checkpoint"} | local
 

@@ -64,18 +64,20 @@ def check_recipe(path: str, overrides: Sequence[str], num_processes: int | None)
     """
     recipe, errors = Recipe.from_settings(read_arguments(["--config", path, *overrides]), num_processes)
     if recipe is not None:
-        errors += _model_conflicts(recipe.model) + _function_conflicts(recipe.run)
+        critic = vars(recipe.training).get("critic_model_name_or_path")
+        errors += _model_conflicts(recipe.model, critic or "") + _function_conflicts(recipe.run)
     return recipe, errors
 
 
-def _model_conflicts(model: ModelConfig) -> list[str]:
-    """The local directory or miniature task that is not there (nothing is made or downloaded), and LoRA's targets."""
+def _model_conflicts(model: ModelConfig, critic: str) -> list[str]:
+    """The local directory (also of the critic) or miniature task that is not there (nothing is made or downloaded), and LoRA's targets."""
     conflicts, name, targets = [], model.model_name_or_path or "", model.lora_target_modules
     task = name.removeprefix("miniature/").partition("/")[0]
     if name.startswith("miniature/") and task not in TASKS:
         conflicts.append(f"There is no miniature task {task!r} ({name}). The tasks are: {', '.join(TASKS)}.")
     try:
         check_model_directory(name)
+        check_model_directory(critic or name)
         re.compile(targets if isinstance(targets, str) else "")
     except ValueError as error:
         conflicts.append(str(error))

@@ -356,7 +356,9 @@ class TestBadInput:
                 check_critic(tiny_model(), "critic", args, TOKENIZER, CriticPrompt.read("miniature"), ["1+1"])
 
 
-def test_a_recipe_trains_both_models_on_the_miniature_world_and_continues(tmp_path, model_path):
+def test_a_recipe_trains_both_models_on_the_miniature_world_and_continues(tmp_path, model_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "miniature").mkdir()  # of the same name as a template
     names = (
         "use_cpu",
         "bf16",
@@ -389,6 +391,7 @@ def test_a_recipe_trains_both_models_on_the_miniature_world_and_continues(tmp_pa
     second = main([*words, "--max_steps", "2", "--resume_from_checkpoint", "last"])
     for name, weight in first.model.named_parameters():
         assert not torch.equal(weight, second.model.get_parameter(name)), name
+    assert yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())["critic_prompt"] == "miniature"
     card = (tmp_path / "run" / "README.md").read_text()
     assert "fine-tuned with GenAC" in card and "arxiv:2604.10701" in card and "genac" in card
     logs = [entry for entry in second.state.log_history if "loss" in entry]

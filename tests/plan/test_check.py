@@ -80,6 +80,7 @@ SAID = {
     "vLLM server": ((), FITTING | {"vllm_mode": "server", "vllm_gpu_memory_utilization": 0.9}, 0),
     "unbounded": (("--max_completion_length", "null"), {}, 1, "max_completion_length is not set"),
     "PPO with DeepSpeed": (ZERO2, PPO, 1, "DeepSpeed"),
+    "no critic": (FSDP2, PPO | {"critic_model_name_or_path": "./no/critic"}, 1, "directory './no/critic' does not exist"),
     "GenAC with DeepSpeed": (ZERO2, GENAC, 1, "GenAC trains two models, which DeepSpeed does not do"),
     # 8192 completions x (16 segments and the state before the last token); 35 % of 1024 tokens
     "GenAC": (FSDP2, GENAC, 0, "at most 139,264 answers of 358 tokens per rollout step"),
