@@ -42,7 +42,7 @@ DOMAINS = {"terms": "sums", "grouped": "sums with parentheses"}
 GROUP = 8  # completions of a problem
 CANDIDATES = (2, 4, 8)
 PLACES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of a completion: prefixes before its first to its last token
-SFT = {"critic_sft_epochs": 30, "critic_sft_learning_rate": 1e-3}
+SFT = {"critic_sft_epochs": 60, "critic_sft_learning_rate": 1e-3}
 SAVED = {"save_strategy": "steps", "save_steps": 40, "save_total_limit": 1}
 PLAIN = {"critic_prompt": "miniature_unconditioned"}
 
