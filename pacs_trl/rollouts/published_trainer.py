@@ -93,6 +93,7 @@ class PublishedTrainer(ResumableTrainer):
         blocking: bool = True,
         token: str | None = None,
         revision: str | None = None,
+        private: bool | None = None,
         **kwargs,
     ) -> "PushResult | Future[PushResult] | None":
         """
@@ -103,6 +104,8 @@ class PublishedTrainer(ResumableTrainer):
                 As in [`~transformers.Trainer.push_to_hub`].
             blocking (`bool`, *optional*, defaults to `True`):
                 Whether to wait for the upload.
+            private (`bool`, *optional*):
+                Whether the repository is made private, if it is made; by default as `hub_private_repo` says.
             kwargs:
                 Arguments of [`create_model_card`].
 
@@ -111,6 +114,8 @@ class PublishedTrainer(ResumableTrainer):
         """
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         self.save_model(_internal_call=True)
+        if private is not None:
+            self.args.hub_private_repo = private
         if kwargs:
             self.create_model_card(**kwargs)
         return self.upload(Path(self.args.output_dir), commit_message, blocking, token, revision)

@@ -271,6 +271,10 @@ def test_a_trainer_pushes_what_the_command_line_pushes(trainer, hub, monkeypatch
     trainer.save_model()
     trainer.push_to_hub("Again", blocking=False, tags=["again"]).result()
     assert hub.commits[REPO][1:] == ["Model save", "Again"]
+    # A repository that this push makes, as transformers 5.23 has it.
+    trainer.hub_model_id, trainer.args.hub_model_id, trainer.args.hub_private_repo = None, "org/other", False
+    trainer.push_to_hub(private=True)
+    assert hub.private["org/other"]
 
 
 @pytest.mark.parametrize("method", ["pacs", "grpo"])

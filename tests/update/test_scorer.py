@@ -388,10 +388,10 @@ GPT = {"vocab_size": 128, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions"
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
-def build(name, **settings):
+def build(name, attention="sdpa", **settings):
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**(SMALL | settings))
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     with torch.no_grad():
         for p in model.parameters():
             if p.ndim > 1:
@@ -430,7 +430,8 @@ WINDOW = {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_w
 PADDED = {
     "sliding windows": ("Mistral", {"sliding_window": 4}),
     "some layers with windows": ("Qwen3", {"head_dim": 8, **WINDOW}),
-    "soft-capped attention": ("Gemma2", {"head_dim": 8, "layer_types": ["full_attention"] * 2}),
+    # which transformers 5.23 does not run with SDPA any more
+    "soft-capped attention": ("Gemma2", {"head_dim": 8, "layer_types": ["full_attention"] * 2, "attention": None}),
     "convolutions": ("Lfm2", {"layer_types": ["conv", "full_attention"]}),
     "masks made by the layers": ("Doge", {}),
 }
