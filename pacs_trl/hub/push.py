@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from huggingface_hub import CommitOperationAdd, HfApi, get_session
 from huggingface_hub.errors import HfHubHTTPError, RemoteEntryNotFoundError, RevisionNotFoundError
-from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, httpx
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, httpx, validate_repo_id
 
 from ..settings.command_line import FailedRun, Parser
 from .describe import check_checkpoint, check_described, describe, described_files
@@ -68,6 +68,7 @@ def push(
     """
     if repo_id.count("/") != 1 or not all(repo_id.split("/")):
         raise ValueError(f"The repository is named USER/NAME, got {repo_id!r}.")
+    validate_repo_id(repo_id)
     check_checkpoint(model_dir)
     check_described(model_dir, results, recipe)
     ours = kept_readme(model_dir)

@@ -481,6 +481,7 @@ def test_an_upload_that_fails_is_no_mistake_of_the_user(checkpoint, hub, monkeyp
     [
         (["--model", "/nowhere", "--repo", REPO], "does not exist"),
         (["--model", "MODEL", "--repo", "name"], "USER/NAME"),
+        (["--model", "MODEL", "--repo", 'a/b"c'], "must use alphanumeric chars"),
         (["--model", "MODEL", "--repo", REPO, "--results", "/nowhere.json"], "/nowhere.json"),
         (["--model", "MODEL", "--repo", REPO, "--recipe", "/nowhere.yaml"], "'/nowhere.yaml' does not exist"),
         (
