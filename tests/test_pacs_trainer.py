@@ -468,6 +468,22 @@ def test_data_without_prompts(tmp_path):
         trainer.train()
 
 
+@pytest.mark.parametrize("prompt", [None, "", [], [{"content": "1+1"}]], ids=repr)
+def test_a_prompt_that_nobody_can_be_asked(tmp_path, prompt):
+    text = [{"role": "user", "content": "2+2"}] if isinstance(prompt, list) else "2+2"
+    rows = Dataset.from_list([{"prompt": text, "solution": "4"}] * 7 + [{"prompt": prompt, "solution": "2"}])
+    with pytest.raises(
+        ValueError, match="Row 7 of train_dataset has the prompt .* It must be text, or a list of messages"
+    ):
+        build_trainer(tmp_path, model="no/model", more={"train_dataset": rows})
+
+
+@pytest.mark.parametrize("reward", [("a tuple", digit_reward), "math_reward", [digit_reward, 1.0]], ids=str)
+def test_what_is_no_reward_function(tmp_path, reward):
+    with pytest.raises(ValueError, match="reward_funcs: .* is no function.*from pacs_trl.rewards import math_reward"):
+        build_trainer(tmp_path, model="no/model", reward=reward)
+
+
 def tiny_experts() -> Qwen3MoeForCausalLM:
     config = Qwen3MoeConfig(
         **{**tiny_model().config.to_dict(), "model_type": "qwen3_moe"},

@@ -51,6 +51,8 @@ class ResumableTrainer(GRPOTrainer):
             if resume_from_checkpoint is None:
                 raise ValueError(f"There is no complete checkpoint in {self.args.output_dir} to resume from.")
         elif resume_from_checkpoint:
+            if not Path(resume_from_checkpoint).is_dir():
+                raise ValueError(f"The checkpoint {resume_from_checkpoint!r} does not exist (seen from {Path.cwd()}).")
             check_complete(resume_from_checkpoint)
             self._state_file(Path(resume_from_checkpoint))
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)

@@ -31,7 +31,7 @@ from transformers import (
 )
 from trl import GRPOConfig
 from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
-from trl.trainer.utils import get_callable_name, get_config_model_id, is_async_callable
+from trl.trainer.utils import get_config_model_id, is_async_callable
 
 from ..rewards import math_reward
 from ..settings.command_line import FailedRun
@@ -52,7 +52,8 @@ from .trainer_checks import (
     check_dataset,
     check_evaluation_batch,
     check_number_of_prompts,
-    check_reward_function,
+    check_prompts,
+    check_reward_functions,
     with_checked_result,
 )
 from .vllm_checks import check_vllm, serve_command, server_url
@@ -111,9 +112,7 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
             "rollout_func": rollout_func,
             "environment_factory": environment_factory,
         }
-        for function in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
-            if callable(function) and not isinstance(function, nn.Module):
-                check_reward_function(function, get_callable_name(function))
+        check_reward_functions(reward_funcs)
         check_reference_answers(reward_funcs, train_dataset, vars(args).get("guidance"))
         self._prepare_loading(model, args, arguments)
         super().__init__(model, reward_funcs, args, **arguments)
@@ -134,6 +133,8 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
         check_no_jit_checkpoint(args)
         for name in ("train_dataset", "eval_dataset"):
             check_dataset(name, arguments[name])
+            if arguments["environment_factory"] is None:  # an environment writes into the prompt
+                check_prompts(name, arguments[name])
         peft_config = arguments["peft_config"]
         if args.use_vllm:
             self._check_no_seed(args)

@@ -10,9 +10,11 @@ from functools import wraps
 from typing import Any
 
 from datasets import Dataset, IterableDataset
+from torch import nn
 from trl import GRPOConfig
-from trl.trainer.utils import is_async_callable
+from trl.trainer.utils import get_callable_name, is_async_callable
 
+from .. import rewards
 from ..update.dense_labels import checked_labels
 
 
@@ -34,6 +36,20 @@ def check_dataset(name: str, dataset: Any) -> None:
             check_dataset(f"{name}[{key!r}]", part)
     elif isinstance(dataset, Dataset | IterableDataset) and dataset.column_names is not None:
         check_columns(name, dataset.column_names)
+
+
+def check_prompts(name: str, dataset: Any) -> None:
+    """
+    Raises:
+        `ValueError`: if a prompt is neither text nor messages; of a data set that is no stream.
+    """
+    for i, prompt in enumerate(dataset["prompt"] if isinstance(dataset, Dataset) else ()):
+        messages = prompt if isinstance(prompt, list) else []
+        if not (prompt and isinstance(prompt, str) or messages and all(message.get("role") for message in messages)):
+            raise ValueError(
+                f"Row {i} of {name} has the prompt {prompt!r:.100}. It must be text, or a list of messages that each have a role: the "
+                "model is asked what stands there. Leave such rows out, or make them with `pacs_trl.data.build_prompt`."
+            )
 
 
 def check_columns(name: str, columns: Iterable[str]) -> None:
@@ -83,6 +99,23 @@ def check_evaluation_batch(per_device_eval_batch_size: int, num_processes: int, 
 
 # What TRL calls every reward function with, beside the columns of the data set.
 _ALWAYS_GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+
+
+def check_reward_functions(functions: Any) -> None:
+    """
+    Raises:
+        `ValueError`: if what is given for reward functions is something else, or cannot be called as TRL calls them.
+    """
+    for function in functions if isinstance(functions, list) else [functions]:
+        if function is None or isinstance(function, nn.Module):
+            continue
+        if not callable(function) and (not isinstance(function, str) or function in vars(rewards)):
+            raise ValueError(
+                f"reward_funcs: {function!r:.100} is no function. Give a function or a list of functions, such as "
+                "`from pacs_trl.rewards import math_reward`; text is the name of a reward model."
+            )
+        if callable(function):
+            check_reward_function(function, get_callable_name(function))
 
 
 def check_reward_function(function: Callable, name: str) -> None:

@@ -367,6 +367,8 @@ def test_settings_that_do_not_define_the_run_may_change(tmp_path, checkpoint):
 
 def test_checkpoint_of_another_trainer(tmp_path, checkpoint):
     copy = tmp_path / "checkpoint-2"
+    with pytest.raises(ValueError, match="The checkpoint '.*checkpoint-2' does not exist"):
+        trained(tmp_path, resume=str(copy), max_steps=3)
     shutil.copytree(checkpoint, copy)
     (copy / "pacs_state_0.pt").unlink()
     with pytest.raises(ValueError, match="has no pacs_state.*not written by PACSTrainer.*Start a new run"):
