@@ -94,6 +94,11 @@ class GenACConfig(ActorCriticConfig):
                     f"{name}={value!r} would be ignored without critic_sft_dataset, the traces of a supervised start. Name a file, or "
                     "remove the key."
                 )
+        if given.max_completion_length is None:
+            errors.append(
+                "max_completion_length=None is not supported by GenAC: the critic is told of the limit, and its context must hold "
+                "the longest response. Set a number."
+            )
         most = most_answers(given, step)
         if most is not None and given.critic_budget is not None and most > given.critic_budget:
             per_row = most // step.rows_per_generation

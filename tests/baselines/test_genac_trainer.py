@@ -311,6 +311,7 @@ class TestBadInput:
                 {"critic_budget": 50},
                 r"less than the 64 answers .*16 completions x 4 .*Lower max_segments to 2 or less",
             ),
+            ({"max_completion_length": None}, "max_completion_length=None is not supported by GenAC"),
             ({"segment_probability": 1.5}, "segment_probability must be above 0 and at most 1"),
             ({"critic_baseline": "mean"}, "critic_baseline must be one of outcome, none; got 'mean'"),
             ({"scale_rewards": "batch"}, "would be ignored"),
