@@ -47,13 +47,15 @@ class Arm(NamedTuple):
     minibatches: int = 1  # of a rollout, each with an update of its own
     delay: int | None = None  # updates since the rollout's policy
     correct: bool = True
+    rollouts: int = ROLLOUTS
 
     @property
     def name(self) -> str:
         own = f"beta{self.beta:g}-{self.weights}-" if self.method == "PACS" else ""
         late = "" if self.delay is None else f"-delay{self.delay}-{'then' if self.correct else 'now'}"
         parts = f"-parts{self.minibatches}" if self.minibatches > 1 else ""
-        return f"{self.task}/{self.method.lower()}-k{self.updates}-{own}{self.rate:g}{parts}{late}"
+        few = f"-rollouts{self.rollouts}" if self.rollouts != ROLLOUTS else ""
+        return f"{self.task}/{self.method.lower()}-k{self.updates}-{own}{self.rate:g}{parts}{late}{few}"
 
     @property
     def cell(self) -> Cell:
@@ -65,7 +67,7 @@ class Arm(NamedTuple):
             "per_device_train_batch_size": COMPLETIONS // self.minibatches,
             "steps_per_generation": self.minibatches,
             "num_iterations": self.updates,
-            "max_steps": ROLLOUTS * self.updates * self.minibatches,
+            "max_steps": self.rollouts * self.updates * self.minibatches,
             "learning_rate": self.rate,
         }
         if self.method == "PACS":
@@ -90,7 +92,15 @@ def _leading(rate: float = RATE, updates: Sequence[int] = (1, 4, 8), task: str =
     return [Arm(method, k, beta, rate=rate, task=task) for k in updates for method, beta in methods]
 
 
+FEW = {"updates": 8, "rate": 1e-4, "rollouts": 12}  # enough for the gaps
+
 STAGES: dict[str, list[Arm]] = {
+    "gaps": [
+        Arm("RLOO", **FEW),
+        *(Arm("PACS", beta=beta, **FEW) for beta in (30.0, 1.0, 10.0)),
+        Arm("GRPO", **FEW),
+        Arm("PACS", beta=10.0, weights="none", **FEW),
+    ],
     "lead": [*_leading(updates=[8]), Arm("RLOO", 8), *_leading(updates=[1])],
     "slow": _leading(1e-4, [8]),
     "four": _leading(updates=[4]),
