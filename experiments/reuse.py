@@ -143,7 +143,6 @@ def evaluation_settings(task: str) -> dict[str, Any]:
         "prompt_instruction": "",
         "engine": "transformers",
         "batch_size": 512,
-        "max_problems": 250,
     }
 
 
@@ -160,7 +159,8 @@ def run(arm: Arm | None, task: str, seed: int, results_dir: Path, work_dir: Path
     words = ["--config", str(ROOT / f"recipes/{cell.recipe}.yaml"), *cell.words, "--seed", str(seed)]
     words += ["--max_steps", "2"] if short else []
     recipe = read_recipe(words)
-    evaluation = evaluation_settings(task) | ({"max_problems": 4} if short else {})
+    few = 4 if short else 32 if arm and arm.rollouts < ROLLOUTS else 250
+    evaluation = evaluation_settings(task) | {"max_problems": few}
     own = {key: value for key, value in recipe.settings.items() if key not in ("seed", "output_dir")} if arm else None
     settings = {"training": own, "evaluation": evaluation}
     records = Records(results_dir)
