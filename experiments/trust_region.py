@@ -144,10 +144,15 @@ def main() -> None:
     root = Path(__file__).parents[1]
     parser.add_argument("--results_dir", type=Path, default=root / "docs/results/reuse", help="of `experiments.reuse`")
     parser.add_argument("--prefix", default="addition/", help="of the names of its arms: the task")
-    parser.add_argument("--rate", default="0.0001", help="of its arms, as in their names, with what follows it there")
+    parser.add_argument("--rate", default="0.0001-rollouts12", help="of its arms, and what follows in their names")
     parser.add_argument("--output", type=Path, default=root / "docs/images/reuse.png")
     args = parser.parse_args()
-    free = measured_gaps(args.results_dir, f"{args.prefix}rloo-k8-{args.rate}")
+    name = f"{args.prefix}rloo-k8-{args.rate}"
+    free = measured_gaps(args.results_dir, name)
+    if len(free) == 0:
+        parser.error(
+            f"{args.results_dir} has no run of {name}, to which pace and shared part are fitted: experiments.reuse makes it."
+        )
     pace, shared = fitted(free.mean(axis=0))
     print(f"RLOO, K = 8: pace {pace:.4f} nats per update, shared {shared:.2f}")
     measured = {}
