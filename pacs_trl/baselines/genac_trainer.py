@@ -138,16 +138,15 @@ class GenACTrainer(ActorCriticTrainer[GenACConfig]):
         read = [self._prompt.parse(self._critic_tokenizer.decode(ids)) for _, ids, _ in answers]
         values = torch.tensor([math.nan if value is None else value for value in read])
 
+        of_segments: list[list[float]] = [[] for _ in owns]
+        for each, value in zip(asked, read, strict=True):
+            if each.segment is not None:
+                of_segments[each.row].append(value or 0.0)
         of_rows = torch.zeros(mask.shape, device=mask.device)
         lambdas = torch.ones(mask.shape, device=mask.device)
         for i, own in enumerate(owns):
             if own:
-                of_segments = [
-                    value or 0.0
-                    for each, value in zip(asked, read, strict=True)
-                    if each.row == i and each.segment is not None
-                ]
-                of_rows[i, own] = of_tokens(of_segments, starts[i], len(own)).to(mask.device)
+                of_rows[i, own] = of_tokens(of_segments[i], starts[i], len(own)).to(mask.device)
                 lambdas[i, own] = border_lambdas(starts[i], len(own), self.args.gae_lambda).to(mask.device)
         self._log_answers(asked, values, answers, batch)
         if self.model.training:
