@@ -45,6 +45,9 @@ def tracked_run(training: GRPOConfig, settings: dict[str, Any], *, resuming: boo
 
     Yields:
         [`TrackingCallback`]: to be added to the trainer, which must be built inside.
+
+    Raises:
+        `ValueError`: if wandb has no key, and nobody is there to be asked for one.
     """
     callback = TrackingCallback(settings)
     if not training.report_to or not PartialState().is_main_process:
@@ -63,6 +66,8 @@ def tracked_run(training: GRPOConfig, settings: dict[str, Any], *, resuming: boo
     os.environ.update(added)
     words, sys.argv = sys.argv, words_without_secrets(sys.argv)  # wandb sends the command line
     try:
+        if "wandb" in training.report_to:
+            _require_key(importlib.import_module("wandb"))
         yield callback
     finally:
         sys.argv = words
@@ -70,6 +75,16 @@ def tracked_run(training: GRPOConfig, settings: dict[str, Any], *, resuming: boo
             del os.environ[name]
         if "wandb" in training.report_to:
             importlib.import_module("wandb").finish()  # otherwise the next run of this process would go on in it
+
+
+def _require_key(wandb) -> None:
+    if sys.stdin is not None and sys.stdin.isatty() or wandb.setup().settings.mode != "online":
+        return
+    if not wandb.login(prompt=False, verify=False):
+        raise ValueError(
+            "report_to names wandb, which has no API key here. Run `wandb login`, set WANDB_API_KEY, or WANDB_MODE=offline to keep the run "
+            "on this machine, or take wandb out of report_to."
+        )
 
 
 class TrackingCallback(TrainerCallback):
