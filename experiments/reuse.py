@@ -210,7 +210,7 @@ def solved(run: Run, k: int) -> list[float]:
 
 
 # 97.5 % of Student's t by the number of seeds
-STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
+STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 
 
 def difference(baseline: Sequence[Run], candidate: Sequence[Run], k: int) -> str:
@@ -220,7 +220,7 @@ def difference(baseline: Sequence[Run], candidate: Sequence[Run], k: int) -> str
     if len(seeds) < 2:
         return "-"
     values = [mean(of_seeds[1][seed]) - mean(of_seeds[0][seed]) for seed in seeds]
-    half = STUDENT[len(seeds)] * stdev(values) / math.sqrt(len(seeds))
+    half = STUDENT[min(len(seeds), 10)] * stdev(values) / math.sqrt(len(seeds))
     means = [[mean(values) for values in zip(*(found[seed] for seed in seeds), strict=True)] for found in of_seeds]
     over_problems = paired_bootstrap(*means)
     return (
@@ -249,7 +249,9 @@ def report(results_dir: Path, arms: Sequence[Arm]) -> list[str]:
             continue
         shares = [[mean(solved(run, k)) for run in runs] for k in (1, KS[-1])]
         ends = [[mean(100 * v for v in curve(run, "reward")[-10:]) for run in runs]]
-        ends += [[curve(run, key)[-1] for run in runs] for key in ("entropy", "drawing", "learning", "gap")]
+        ends += [
+            [(curve(run, key) or [math.nan])[-1] for run in runs] for key in ("entropy", "drawing", "learning", "gap")
+        ]
         ends += [[curve(run, "force")[-1] for run in runs]] if arm.method == "PACS" else []
         digits = [1, 1, 1, 3, 0, 0, 3, 2]
         cells = [
