@@ -44,7 +44,7 @@ class Prefixes:
     Attributes:
         row, labels (`(M,)`): The completion of each position, and its label; NaN for a completion that is not scorable.
         outcomes (`(B,)`), starts (list of `B` `int`): The last and the first position of each completion.
-        compared (`(M, G - 1)`): Positions that each is compared with; -1 behind the last.
+        compared (`(M, G - 1)`): Positions that each is compared with; -1 is none.
         scored (bool, `(M,)`): Whether there are any.
     """
 
