@@ -13,8 +13,10 @@ import hashlib
 import math
 from pathlib import Path
 from statistics import mean, stdev
+from typing import NamedTuple
 
 from experiments.arms import arms_parser, options_of
+from pacs_trl.evaluation.pass_at_k import paired_bootstrap
 from pacs_trl.reproduce.cells import Options, run_cell
 from pacs_trl.reproduce.records import Records
 from pacs_trl.reproduce.tables import Cell
@@ -93,12 +95,20 @@ def cell_of(arm: str, method: str, settings: dict, rate: float) -> Cell:
     return Cell(arm, recipe, settings=settings, name=f"weights/{name}")
 
 
-def values_of(run) -> list[float]:
-    """pass@k of each of `KS` in percent, NaN where fewer were drawn, and the mean entropy of the last ten steps in nats."""
+class Measured(NamedTuple):
+    """pass@k of each of `KS` in percent, NaN where fewer were drawn, and the mean entropy of the last ten steps in nats; and pass@1 of
+    each problem, in percent."""
+
+    values: list[float]
+    problems: list[float]
+
+
+def measured(run) -> Measured:
     (benchmark,) = run.results["benchmarks"].values()
     entropies = [entry["entropy"] for entry in run.training["log_history"]]
     passes = [100 * found["value"] if (found := benchmark["pass_at_k"].get(str(k))) else math.nan for k in KS]
-    return [*passes, mean(entropies[-10:])]
+    problems = [100 * problem["c"] / problem["n"] for problem in benchmark["problems"]]
+    return Measured([*passes, mean(entropies[-10:])], problems)
 
 
 def swept_rates(options: Options, methods) -> dict[str, float]:
@@ -106,46 +116,51 @@ def swept_rates(options: Options, methods) -> dict[str, float]:
     records, found = Records(options.results_dir), {}
     for method in methods:
         runs = {rate: records.runs(cell_of(method, method, {}, rate).run, method) for rate in RATES}
-        scores = {rate: values_of(run)[0] for rate, own in runs.items() for run in own if run.seed == SWEPT_SEED}
+        scores = {rate: measured(run).values[0] for rate, own in runs.items() for run in own if run.seed == SWEPT_SEED}
         if len(scores) == len(RATES):
             found[method] = max(scores, key=lambda rate: scores[rate])
     return found
 
 
-def finished(options: Options, rates: dict[str, float]) -> dict[str, dict[int, list[float]]]:
-    """Of each arm and seed that is done, [`values_of`] it."""
+def finished(options: Options, rates: dict[str, float]) -> dict[str, dict[int, Measured]]:
+    """Of each arm, the seeds that are done."""
     records, found = Records(options.results_dir), {}
     for arm, (method, settings) in ARMS.items():
         runs = records.runs(cell_of(arm, method, settings, rates[method]).run, arm) if method in rates else []
         found[arm] = {
-            run.seed: values_of(run) for run in sorted(runs, key=lambda run: run.seed) if run.seed in options.seeds
+            run.seed: measured(run) for run in sorted(runs, key=lambda run: run.seed) if run.seed in options.seeds
         }
     return found
 
 
-def report(found: dict[str, dict[int, list[float]]]) -> list[str]:
-    """A row for each arm: its values by seed, and the difference to what it is compared with at k = 1, with a 95 % interval over seeds."""
+def report(found: dict[str, dict[int, Measured]]) -> list[str]:
+    """A row for each arm: its values by seed, and the difference to what it is compared with at k = 1, with a 95 % interval."""
     names = [*(f"pass@{k}" for k in KS), "entropy"]
     lines = [f"| | seeds | {' | '.join(names)} | pass@1 minus |", "| --- | --- |" + " ---: |" * (len(names) + 1)]
     for arm, runs in found.items():
         if not runs:
             continue
-        columns = [f"{mean(c):.2f} ({', '.join(f'{x:.2f}' for x in c)})" for c in zip(*runs.values(), strict=True)]
+        columns = zip(*(run.values for run in runs.values()), strict=True)
+        cells = [f"{mean(c):.2f}" + (f" ({', '.join(f'{x:.2f}' for x in c)})" if len(c) > 1 else "") for c in columns]
         other = f"PACS{arm[arm.index(',') :].removesuffix(', corrected')}" if "%" in arm else "PACS"
-        pairs = [runs[s][0] - found[other][s][0] for s in runs if s in found.get(other, {})]
+        pairs = [(runs[s], found[other][s]) for s in runs if s in found.get(other, {})]
         difference = f"{other}: {interval(pairs)}" if pairs and arm != other else ""
-        lines.append(f"| {arm} | {', '.join(map(str, runs))} | {' | '.join(columns)} | {difference} |")
+        lines.append(f"| {arm} | {', '.join(map(str, runs))} | {' | '.join(cells)} | {difference} |")
     return lines
 
 
-def interval(values: list[float]) -> str:
-    """Mean and half of the 95 % interval of Student's t."""
-    if len(values) < 2:
-        return f"{values[0]:+.2f}"
+def interval(pairs: list[tuple[Measured, Measured]]) -> str:
+    """Mean difference at k = 1 with its 95 % interval: Student's over seeds; of one seed the bootstrap's over problems, which says
+    nothing of another warm start and another run."""
+    if len(pairs) == 1:
+        candidate, baseline = pairs[0]
+        difference = paired_bootstrap(baseline.problems, candidate.problems)
+        return f"{difference.mean:+.2f} ({difference.lower:+.2f} to {difference.upper:+.2f}, problems)"
+    values = [candidate.values[0] - baseline.values[0] for candidate, baseline in pairs]
     return f"{mean(values):+.2f} ± {T_95[len(values) - 2] * stdev(values) / len(values) ** 0.5:.2f}"
 
 
-def draw(found: dict[str, dict[int, list[float]]], path: Path) -> None:
+def draw(found: dict[str, dict[int, Measured]], path: Path) -> None:
     """pass@1, pass@64 and entropy, a point for each seed."""
     import matplotlib
 
@@ -157,7 +172,7 @@ def draw(found: dict[str, dict[int, list[float]]], path: Path) -> None:
     shown = ((0, "pass@1, %"), (len(KS) - 1, f"pass@{KS[-1]}, %"), (len(KS), "entropy at the end, nats"))
     for axis, (column, title) in zip(axes, shown, strict=True):
         for place, arm in enumerate(arms):
-            points = [values[column] for values in found[arm].values()]
+            points = [run.values[column] for run in found[arm].values()]
             axis.plot(points, [place] * len(points), "o", color="tab:blue", alpha=0.6, markersize=5)
             axis.plot([mean(points)], [place], "|", color="black", markersize=14, markeredgewidth=2)
         axis.set(title=title, yticks=range(len(arms)), yticklabels=arms)

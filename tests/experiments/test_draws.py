@@ -58,11 +58,15 @@ def test_arms_of_weights_and_labels(arm):
 
 
 def test_table_of_weights_and_labels(tmp_path):
-    found = {arm: {} for arm in weights.ARMS} | {
+    values = {
         "PACS": {0: [20.0, 50.0, 80.0, 0.5], 1: [22.0, 52.0, 82.0, 0.7]},
         "STEER": {0: [21.0, 50.0, 80.0, 0.6], 1: [22.0, 50.0, 80.0, 0.8], 2: [23.0, 50.0, 80.0, 0.8]},
         "GRPO, 20 % flipped": {0: [10.0, 50.0, math.nan, 0.6]},
         "PACS, 20 % flipped": {0: [12.5, 50.0, 80.0, 0.6]},
+    }
+    found = {arm: {} for arm in weights.ARMS} | {
+        arm: {seed: weights.Measured(of_seed, [of_seed[0] - 1, of_seed[0] + 1]) for seed, of_seed in runs.items()}
+        for arm, runs in values.items()
     }
     lines = weights.report(found)
     # 1 and 0: mean 0.5, standard deviation 0.707, 12.71 * 0.7071 / sqrt(2) = 6.355
@@ -70,7 +74,9 @@ def test_table_of_weights_and_labels(tmp_path):
         "22.00 (21.00, 22.00, 23.00) | 50.00 (50.00, 50.00, 50.00) | 80.00 (80.00, 80.00, 80.00) | "
         "0.73 (0.60, 0.80, 0.80) | PACS: +0.50 ± 6.36 |"
     )
-    assert any(line.startswith("| GRPO") and line.endswith("PACS, 20 % flipped: -2.50 |") for line in lines)
+    assert any(
+        line.startswith("| GRPO") and "PACS, 20 % flipped: -2.50 (-2.50 to -2.50, problems)" in line for line in lines
+    )
     assert len(lines) == 6
     weights.draw(found, tmp_path / "weights.png")
     assert (tmp_path / "weights.png").stat().st_size > 5000
