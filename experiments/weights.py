@@ -57,6 +57,7 @@ NOISY = {
     for share in ("20", "10")
 }
 ARMS: dict[str, tuple[str, dict]] = {  # method, settings; what tells most comes first
+    "warm start": ("none", {}),
     **NOISY["20"],
     "PACS": ("PACS", {}),
     "PACS, labels of steps": ("PACS", STEPS),
@@ -89,6 +90,8 @@ def flipped_20(completions, prompts, trainer_state, **kwargs) -> list[float | No
 
 
 def cell_of(arm: str, method: str, settings: dict, rate: float) -> Cell:
+    if method == "none":
+        return Cell(arm, "miniature/twin-4b/pacs", trained=False, settings=TASK, name="weights/warm_start")
     name = f"{arm}_{rate:g}".lower().replace(" %", "").replace(",", "").replace(" ", "_")
     recipe = f"miniature/twin-4b/{'grpo' if method == 'GRPO' else 'pacs'}"
     settings = METHODS[method] | settings | TASK | SAVED | {"max_steps": 160, "learning_rate": rate}
@@ -105,7 +108,7 @@ class Measured(NamedTuple):
 
 def measured(run) -> Measured:
     (benchmark,) = run.results["benchmarks"].values()
-    entropies = [entry["entropy"] for entry in run.training["log_history"]]
+    entropies = [entry["entropy"] for entry in run.training["log_history"]] if run.training else [math.nan]
     passes = [100 * found["value"] if (found := benchmark["pass_at_k"].get(str(k))) else math.nan for k in KS]
     problems = [100 * problem["c"] / problem["n"] for problem in benchmark["problems"]]
     return Measured([*passes, mean(entropies[-10:])], problems)
@@ -141,10 +144,15 @@ def report(found: dict[str, dict[int, Measured]]) -> list[str]:
         if not runs:
             continue
         columns = zip(*(run.values for run in runs.values()), strict=True)
-        cells = [f"{mean(c):.2f}" + (f" ({', '.join(f'{x:.2f}' for x in c)})" if len(c) > 1 else "") for c in columns]
+        cells = [
+            "-"
+            if math.isnan(mean(c))
+            else f"{mean(c):.2f}" + (f" ({', '.join(f'{x:.2f}' for x in c)})" if len(c) > 1 else "")
+            for c in columns
+        ]
         other = f"PACS{arm[arm.index(',') :].removesuffix(', corrected')}" if "%" in arm else "PACS"
         pairs = [(runs[s], found[other][s]) for s in runs if s in found.get(other, {})]
-        difference = f"{other}: {interval(pairs)}" if pairs and arm != other else ""
+        difference = f"{other}: {interval(pairs)}" if pairs and arm not in (other, "warm start") else ""
         lines.append(f"| {arm} | {', '.join(map(str, runs))} | {' | '.join(cells)} | {difference} |")
     return lines
 
@@ -186,11 +194,12 @@ def main() -> None:
     parser.add_argument("--rate", type=float, help="learning rate of all arms, instead of the better of two")
     args = parser.parse_args()
     options = options_of(args, **SIZES)
-    methods = dict.fromkeys(ARMS[arm][0] for arm in args.arms)
+    methods = dict.fromkeys(ARMS[arm][0] for arm in args.arms if arm != "warm start")
     for method in methods if args.rate is None else ():
         for rate in RATES:
             run_cell(cell_of(method, method, {}, rate), SWEPT_SEED, options)
     rates = swept_rates(options, methods) if args.rate is None else dict.fromkeys(methods, args.rate)
+    rates["none"] = 0.0
     for seed in args.seeds:
         for arm in args.arms:
             method, settings = ARMS[arm]
