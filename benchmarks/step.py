@@ -1,6 +1,6 @@
 """Time and memory of one optimizer step: PACSTrainer against TRL's GRPOTrainer on the same recorded rollouts.
 
-    make bench                                  # CPU size, about seven minutes on two cores
+    make bench                                  # CPU size, nine minutes on two cores
     python benchmarks/step.py --size gpu        # Qwen3-1.7B architecture, random weights, bf16, one GPU
 
 All variants run in one process, one step after another in turn, `--repeats` times after a first one that is not timed
@@ -221,7 +221,7 @@ def model_flop_utilization(rows: list[dict], size: Size, device: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(SIZES), default="cpu")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--parts", nargs="+", default=["aligned", "prompts", "ablation", "updates", "memory"])
     parser.add_argument("--prompt_tokens", type=int, nargs="+", default=[120, 480], help="of the part `prompts`")
     parser.add_argument("--num_generations", type=int, nargs="+", default=[16], help="of the part `prompts`")
