@@ -186,7 +186,7 @@ def test_hard_prompts_are_drawn_again(tmp_path, checkpoint, colocated):
     """All later draws with a real engine: other seeds for every completion, and the same run from every step."""
 
     def rarely(completion_ids, prompts, **kwargs):
-        chances = [2 if "Hint" in str(prompt) else 5 for prompt in prompts]
+        chances = [1 if "7" in str(prompt) else 2 if "Hint" in str(prompt) else 9 for prompt in prompts]
         return [float(sum(ids) % chance == 0) for ids, chance in zip(completion_ids, chances)]
 
     data = addition_dataset(64).map(lambda row: {"hint": "Count."})
