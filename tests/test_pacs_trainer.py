@@ -478,7 +478,9 @@ def test_a_prompt_that_nobody_can_be_asked(tmp_path, prompt):
         build_trainer(tmp_path, model="no/model", more={"train_dataset": rows})
 
 
-@pytest.mark.parametrize("reward", [("a tuple", digit_reward), "math_reward", [digit_reward, 1.0]], ids=str)
+@pytest.mark.parametrize(
+    "reward", [("a tuple", digit_reward), "math_reward", [digit_reward, 1.0]], ids=["a tuple", "a name", "a number"]
+)
 def test_what_is_no_reward_function(tmp_path, reward):
     with pytest.raises(ValueError, match="reward_funcs: .* is no function.*from pacs_trl.rewards import math_reward"):
         build_trainer(tmp_path, model="no/model", reward=reward)
