@@ -229,7 +229,10 @@ def _entry(args: DataArguments) -> ProblemSet:
         "solution_column": args.solution_column,
         "answer_in": "column" if args.solution_column else None,  # a column that the user names is taken as it is
     }
-    entry = TRAINING_SETS.get(args.dataset_name, ProblemSet(args.dataset_name, revision="main"))
+    instruction = "" if args.dataset_name.startswith(MINIATURE) else None
+    entry = TRAINING_SETS.get(
+        args.dataset_name, ProblemSet(args.dataset_name, revision="main", instruction=instruction)
+    )
     return replace(entry, **{key: value for key, value in given.items() if value is not None})
 
 

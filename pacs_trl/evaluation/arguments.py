@@ -39,7 +39,7 @@ class EvaluationArguments:
         max_new_tokens (`int`): Completions are cut at this many tokens.
         seed (`int`): Seed of all samples.
         prompt_instruction (`str`): Sentence behind the problem; empty for the problem alone. LiveCodeBench and GPQA bring another
-            default.
+            default, `miniature/<task>` an empty one.
         system_prompt (`str`, *optional*): Content of a system turn.
         chat_template_kwargs (`str` or mapping, *optional*): JSON passed to the chat template.
         engine (`str`): `"transformers"`, `"vllm"` or `"server"`.

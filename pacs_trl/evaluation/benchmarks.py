@@ -107,7 +107,8 @@ def load_benchmark(
         if entry is None:
             entry, source = ProblemSet("", title=name, **(columns or {})), source | dict(columns or {})
     elif name.startswith(MINIATURE):
-        entry = ProblemSet("", split="test", title=name.removeprefix(MINIATURE).replace("_", " "))
+        title = name.removeprefix(MINIATURE).replace("_", " ")
+        entry = ProblemSet("", split="test", title=title, instruction="")  # its models know no other prompt
         source = {"generator": "pacs_trl.miniature", "split": "test"}
     elif name in BENCHMARKS:
         entry = BENCHMARKS[name]

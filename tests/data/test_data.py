@@ -184,7 +184,7 @@ class TestNamedSets:
 
 class TestMiniature:
     def test_tasks_are_training_sets(self):
-        train, evaluation = load("miniature/addition", max_train_samples=30, eval_split_size=10, prompt_instruction="")
+        train, evaluation = load("miniature/addition", max_train_samples=30, eval_split_size=10)
         assert (len(train), len(evaluation)) == (30, 10)
         assert train[0]["prompt"] == [{"role": "user", "content": train[0]["problem"]}]
         assert train[0]["solution"] == train[0]["answer"]

@@ -81,7 +81,7 @@ def test_programs_run_in_the_sandbox(arguments, verifier, monkeypatch):
             pass
 
     monkeypatch.setattr("pacs_trl.evaluation.evaluate.start_engine", lambda args: Programmer())
-    changes = {"benchmarks": "miniature/programs", "prompt_instruction": "", "max_problems": 3, "n": 4, "k": "1,2"}
+    changes = {"benchmarks": "miniature/programs", "max_problems": 3, "n": 4, "k": "1,2"}
     args = EvaluationArguments(**{**arguments, **changes})
     with CodeVerifier(num_workers=1, isolation="rlimits") as programs:
         results = evaluate(args, verifier, programs, progress=False)
