@@ -75,9 +75,7 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
     require_trackers(training.report_to)
     kept_readme(Path(training.output_dir))  # refused now, not after training
     configure_verification(recipe.verification)
-    reward_funcs, hint = [reward_function(name) for name in recipe.run.reward_funcs], _hint(recipe.run.hint_function)
-    if rewards.code_reward in reward_funcs:  # refused now, not in the first step
-        PartialState().print(f"Programs run with {shared_code_verifier().start().text}.")
+    reward_funcs, hint = _reward_functions(recipe.run.reward_funcs), _hint(recipe.run.hint_function)
     peft_config, tokenizer = _checked_model(recipe)
     train_dataset, eval_dataset = load_training_data(recipe.data, tokenizer, training.chat_template_kwargs)
     check_number_of_prompts(len(train_dataset), training)
@@ -246,6 +244,14 @@ def reward_function(name: str) -> Callable:
     function = function_of_user(name, "reward_funcs")
     check_reward_function(function, name.rpartition(".")[2])
     return function
+
+
+def _reward_functions(names: Sequence[str]) -> list[Callable]:
+    """Those of a recipe; a sandbox that cannot be had is refused now, not in the first step."""
+    functions = [reward_function(name) for name in names]
+    if rewards.code_reward in functions:
+        PartialState().print(f"Programs run with {shared_code_verifier().start().text}.")
+    return functions
 
 
 def _hint(name: str | None) -> dict[str, Callable]:

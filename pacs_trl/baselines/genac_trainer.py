@@ -120,6 +120,7 @@ class GenACTrainer(ActorCriticTrainer[GenACConfig]):
 
     def _prepare_learning(self) -> None:
         super()._prepare_learning()
+        self._is_started = False
         self.timer.parts = {"critic": "values that the critic writes", **PARTS}
         size = sum(parameter.numel() for parameter in self.model.parameters())
         self._actor_name = f"{get_config_model_id(self.model.config).rsplit('/')[-1]}, {_in_words(size)} parameters"
@@ -341,8 +342,9 @@ class GenACTrainer(ActorCriticTrainer[GenACConfig]):
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        if resume_from_checkpoint is None and self.args.critic_sft_dataset is not None:
+        if resume_from_checkpoint is None and self.args.critic_sft_dataset is not None and not self._is_started:
             self._start_supervised()
+        self._is_started = True  # a second run of this trainer goes on with the critic of the first
         return prepared
 
     def _start_supervised(self) -> None:

@@ -38,6 +38,24 @@ def worked_reason(problem: str, response: str) -> str:
     return f"{done}|{'+'.join((terms - seen).elements())}{'x' if seen - terms else ''}"
 
 
+def _drawn(model, tokenizer, prompts: list[list[int]], stream: str, seed: int, batch_size: int) -> list[list[int]]:
+    """A completion of each prompt by its tokens, up to where it stops."""
+    stop_ids = stop_token_ids(model, tokenizer)
+    settings = SamplingSettings(temperature=1.0, top_p=1.0, max_new_tokens=MAX_COMPLETION_LENGTH)
+    drawn: list = [None] * len(prompts)
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    for start in range(0, len(order), batch_size):
+        places = order[start : start + batch_size]
+        seeds = [sample_seed(seed, stream, i) for i in places]
+        questions = [prompts[i] for i in places]
+        pad_token_id = tokenizer.pad_token_id
+        tokens, _ = generate_tokens(model, questions, seeds, settings, pad_token_id=pad_token_id, stop_ids=stop_ids)
+        for place, ids in zip(places, tokens, strict=True):
+            end = next((i for i, token in enumerate(ids) if token in stop_ids), len(ids))
+            drawn[place] = ids[:end]
+    return drawn
+
+
 def oracle_traces(
     model,
     tokenizer,
@@ -68,27 +86,9 @@ def oracle_traces(
         ]
         for r in rows
     ]
-    stop_ids = stop_token_ids(model, tokenizer)
-    settings = SamplingSettings(temperature=1.0, top_p=1.0, max_new_tokens=MAX_COMPLETION_LENGTH)
 
     def draw(prompts: list[list[int]], stream: str) -> list[list[int]]:
-        drawn: list = [None] * len(prompts)
-        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        for start in range(0, len(order), batch_size):
-            places = order[start : start + batch_size]
-            seeds = [sample_seed(seed, stream, i) for i in places]
-            tokens, _ = generate_tokens(
-                model,
-                [prompts[i] for i in places],
-                seeds,
-                settings,
-                pad_token_id=tokenizer.pad_token_id,
-                stop_ids=stop_ids,
-            )
-            for place, ids in zip(places, tokens, strict=True):
-                end = next((i for i, token in enumerate(ids) if token in stop_ids), len(ids))
-                drawn[place] = ids[:end]
-        return drawn
+        return _drawn(model, tokenizer, prompts, stream, seed, batch_size)
 
     def text(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=True)

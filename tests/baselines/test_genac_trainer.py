@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 
+import actor_critics
 import pytest
 import torch
 import yaml
@@ -14,13 +15,10 @@ from replay import (
     TOKENIZER,
     Replay,
     addition_dataset,
-    digit_reward,
     load_weights,
-    stored_label,
     tiny_model,
     trainable_weights,
 )
-from test_ppo_trainer import SETTINGS as OF_PPO
 from test_ppo_trainer import CriticRecorder, assert_close_gradients
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -35,7 +33,7 @@ from pacs_trl.recipe import Recipe
 from pacs_trl.train import main
 
 
-SETTINGS = OF_PPO | {
+SETTINGS = actor_critics.SETTINGS | {
     "critic_prompt": "miniature",
     "critic_max_new_tokens": 6,
     "critic_pretraining_steps": 0,
@@ -43,18 +41,9 @@ SETTINGS = OF_PPO | {
 }
 
 
-def build(output_dir, model_path, *, replay=None, callbacks=(), peft_config=None, reward=None, read=True, **settings):
+def build(output_dir, model_path, *, read=True, **settings):
     """An untrained critic writes no tags; with `read` most of what it writes counts as some value all the same."""
-    trainer = GenACTrainer(
-        model_path,
-        reward or (digit_reward if replay is None else stored_label),
-        args=GenACConfig(str(output_dir), **(SETTINGS | settings)),
-        train_dataset=addition_dataset(),
-        processing_class=TOKENIZER,
-        rollout_func=replay,
-        callbacks=list(callbacks),
-        peft_config=peft_config,
-    )
+    trainer = actor_critics.build(GenACTrainer, output_dir, model_path, **(SETTINGS | settings))
     parse = trainer._prompt.parse
     if read:
         trainer._prompt.parse = lambda text: (
@@ -164,16 +153,7 @@ def test_what_the_critic_is_asked(tmp_path, model_path):
     assert log["genac/critic_reward"] == 0.0 and log["genac/segments"] <= 3 and log["genac/ranking_accuracy_2"] == 0.5
 
 
-ADAM = {
-    "optim": "adamw_torch",
-    "learning_rate": 1e-3,
-    "critic_learning_rate": 1e-3,
-    "max_grad_norm": 1.0,
-    "gradient_accumulation_steps": 1,
-    "steps_per_generation": 2,
-    "max_steps": 4,
-    "critic_pretraining_steps": 1,
-}
+ADAM = actor_critics.ADAM | {"critic_pretraining_steps": 1}
 
 
 @pytest.fixture(scope="module")
@@ -199,6 +179,15 @@ def test_the_critic_starts_on_traces_and_learns_alone_at_first(finished_run):
     assert any(not torch.equal(weight, notes.weights[2][name]) for name, weight in policy.items())
     for before, after in zip(notes.critics, notes.critics[1:]):
         assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_second_run_goes_on_with_the_critic_of_the_first(tmp_path, model_path, finished_run, capsys):
+    _, _, traces, _ = finished_run
+    trainer = build(tmp_path, model_path, **ADAM | {"max_steps": 1}, **traces)
+    trainer.train()
+    assert "Supervised start of the critic: 8 traces" in capsys.readouterr().out
+    trainer.train()
+    assert "Supervised start" not in capsys.readouterr().out and trainer.state.global_step == 1
 
 
 @pytest.mark.parametrize("update", [1, 2, 3])
@@ -373,7 +362,7 @@ def test_a_recipe_trains_both_models_on_the_miniature_world_and_continues(tmp_pa
         "model_name_or_path": model_path,
         "dataset_name": "miniature/addition",
         "prompt_instruction": "",
-        "reward_funcs": ["math_reward", "test_genac_trainer.digit_reward"],
+        "reward_funcs": ["math_reward", "replay.digit_reward"],
         "reward_weights": [0.5, 0.5],
         "output_dir": str(tmp_path / "run"),
         "save_strategy": "steps",

@@ -4,12 +4,13 @@ import logging
 import shutil
 from pathlib import Path
 
+import actor_critics
 import pytest
 import torch
 import yaml
 from peft import LoraConfig
 from replay import digit_reward, tiny_model, trainable_weights
-from test_ppo_trainer import SETTINGS, build, recorded
+from test_ppo_trainer import build, recorded
 from transformers import AutoModelForCausalLM
 
 from pacs_trl import PPOConfig, PPOTrainer
@@ -41,17 +42,7 @@ def test_save_model_writes_the_policy_only(tmp_path, model_path):
         assert torch.equal(weight, saved.get_parameter(name))
 
 
-ADAM = {
-    "optim": "adamw_torch",
-    "learning_rate": 1e-3,
-    "critic_learning_rate": 1e-3,
-    "lr_scheduler_type": "linear",
-    "max_grad_norm": 1.0,
-    "gradient_accumulation_steps": 1,
-    "steps_per_generation": 2,
-    "num_iterations": 1,
-    "max_steps": 4,
-}
+ADAM = actor_critics.ADAM | {"lr_scheduler_type": "linear", "num_iterations": 1}
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +137,7 @@ class TestCritic:
 
     def test_a_policy_without_path_needs_one(self, tmp_path):
         with pytest.raises(ValueError, match="critic_model_name_or_path"):
-            PPOTrainer(tiny_model(), digit_reward, args=PPOConfig(str(tmp_path), **SETTINGS))
+            PPOTrainer(tiny_model(), digit_reward, args=PPOConfig(str(tmp_path), **actor_critics.SETTINGS))
 
 
 def test_a_recipe_trains_both_models_on_the_miniature_world_and_continues(tmp_path, model_path):
@@ -160,7 +151,10 @@ def test_a_recipe_trains_both_models_on_the_miniature_world_and_continues(tmp_pa
         "output_dir": str(tmp_path / "run"),
         "save_strategy": "steps",
         "save_steps": 1,
-    } | {name: SETTINGS[name] for name in ("use_cpu", "bf16", "max_completion_length", "gradient_checkpointing")}
+    } | {
+        name: actor_critics.SETTINGS[name]
+        for name in ("use_cpu", "bf16", "max_completion_length", "gradient_checkpointing")
+    }
     recipe |= {"num_generations": 4, "per_device_train_batch_size": 8, "steps_per_generation": 2, "logging_steps": 1}
     recipe["lr_scheduler_type"] = "constant"  # a linear one would have ended with the first run
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))

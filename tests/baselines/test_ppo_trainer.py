@@ -6,61 +6,27 @@ leaves room for ratios and whitening.
 """
 
 import copy
+from functools import partial
 
+import actor_critics
 import pytest
 import torch
 import trl
 from replay import (
-    MAX_COMPLETION_LENGTH,
     TOKENIZER,
     Recorder,
     Replay,
-    addition_dataset,
-    digit_reward,
     load_weights,
-    stored_label,
     tiny_model,
     trainable_weights,
 )
 from tolerances import rounding_atol
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from pacs_trl import PPOConfig, PPOTrainer
+from pacs_trl import PPOTrainer
 
 
-SETTINGS = {
-    "use_cpu": True,
-    "bf16": False,
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 2,
-    "num_generations": 4,
-    "max_completion_length": MAX_COMPLETION_LENGTH,
-    "learning_rate": 0.05,
-    "critic_learning_rate": 0.05,
-    "optim": "sgd",
-    "lr_scheduler_type": "constant",
-    "max_grad_norm": 0.0,
-    "max_steps": 2,
-    "logging_steps": 1,
-    "gradient_checkpointing": False,
-    "report_to": "none",
-    "save_strategy": "no",
-    "disable_tqdm": True,
-    "dataloader_pin_memory": False,
-}
-
-
-def build(output_dir, model_path, *, replay=None, callbacks=(), peft_config=None, reward=None, **settings):
-    return PPOTrainer(
-        model_path,
-        reward or (digit_reward if replay is None else stored_label),
-        args=PPOConfig(str(output_dir), **(SETTINGS | settings)),
-        train_dataset=addition_dataset(),
-        processing_class=TOKENIZER,
-        rollout_func=replay,
-        callbacks=list(callbacks),
-        peft_config=peft_config,
-    )
+build = partial(actor_critics.build, PPOTrainer)
 
 
 def recorded(output_dir, model_path, **more):
