@@ -21,6 +21,7 @@ from .data import DataArguments
 from .pacs_config import PACSConfig
 from .redaction import PublishedArguments
 from .rollouts.step_sizes import Step, step_errors
+from .rollouts.tools import shared_turns_error
 from .rollouts.trainer_settings import trainer_errors
 from .settings import settings_of
 from .settings.command_line import read_settings
@@ -62,6 +63,9 @@ class RunArguments:
         reward_funcs (`list[str]`, *optional*, defaults to `["math_reward"]`):
             Names from `pacs_trl.rewards`, or `package.module.function` of your own, importable from the working
             directory. With several, `reward_weights` says how they add up.
+        tools (`list[str]`, *optional*):
+            Functions that the model may call before it answers: `run_python`, or `package.module.function` of your own, with
+            type hints and a docstring that describes its arguments. The chat template must have tools.
         hint_function (`str`, *optional*):
             With `guidance: hint`: `package.module.function` that gives the hints, instead of the column `hint`.
         expected_processes (`int`, *optional*):
@@ -74,6 +78,10 @@ class RunArguments:
         default_factory=lambda: ["math_reward"],
         metadata={"help": "Names from pacs_trl.rewards, or package.module.function of your own."},
     )
+    tools: list[str] | None = field(
+        default=None,
+        metadata={"help": "What the model may call: run_python, or package.module.function of your own."},
+    )
     hint_function: str | None = field(
         default=None, metadata={"help": "package.module.function that gives hints, for guidance: hint."}
     )
@@ -84,6 +92,8 @@ class RunArguments:
     def __post_init__(self):
         if not self.reward_funcs:
             raise ValueError("reward_funcs is empty: there would be nothing to learn from. Write [math_reward].")
+        if self.tools == []:
+            raise ValueError("tools is empty: there would be nothing to call. Write [run_python], or remove the key.")
 
 
 class Recipe(NamedTuple):
@@ -145,6 +155,8 @@ class Recipe(NamedTuple):
         errors += METHODS[method].errors(training, step)
         errors += trainer_errors(training, world_size)
         errors += _relation_errors(run, data, training)
+        if run.tools and (together := shared_turns_error(training, world_size)):
+            errors.append(together)
         # a recipe is published, a token never
         kept = {"method": method} | {key: value for key, value in given.items() if key != "hub_token"}
         return cls(run, data, model, training, verification, dict(sorted(kept.items())), step), errors
@@ -243,6 +255,11 @@ def _relation_errors(run: RunArguments, data: DataArguments, training: Any) -> l
         errors.append(
             f"hint_function={run.hint_function!r} would be ignored without guidance: hint, a setting of method pacs. Set it, or "
             "remove the key."
+        )
+    if training.max_tool_calling_iterations is not None and not run.tools:
+        errors.append(
+            f"max_tool_calling_iterations={training.max_tool_calling_iterations} would be ignored without tools. Set them (tools: "
+            "[run_python]), or remove the key."
         )
     if training.push_to_hub and training.hub_strategy != "end":
         errors.append(

@@ -28,22 +28,24 @@ from . import rewards
 from .baselines.critic_prompt import shipped
 from .data import TRAINING_SETS, load_training_data
 from .data.sets import MINIATURE
-from .data.tasks import check_task
+from .data.tasks import TOOL_TASKS, check_task
 from .hub.readme import kept_readme
 from .hub.tracking import tracked_run
 from .miniature.model import build_model
 from .miniature.tokenizer import build_tokenizer
-from .recipe import Recipe, read_recipe
+from .recipe import Recipe, RunArguments, read_recipe
 from .rollouts.guidance import check_guidance
 from .rollouts.lora import check_lora_targets
 from .rollouts.preemption import EXIT_CODE, check_no_jit_checkpoint, stop_on_signal
 from .rollouts.reference_probability import check_reference_answers
 from .rollouts.resume import check_complete, last_checkpoint
 from .rollouts.step_sizes import Step
+from .rollouts.tools import check_tool, check_tool_template, check_tools
 from .rollouts.trainer_checks import check_number_of_prompts, check_reward_function
 from .rollouts.vllm_checks import check_version, check_vllm, installed_vllm
 from .settings.optional import check_writable, require_trackers
 from .verification import configure_verification, shared_code_verifier
+from .verification.tool import run_python
 
 
 def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
@@ -75,14 +77,14 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
     require_trackers(training.report_to)
     kept_readme(Path(training.output_dir))  # refused now, not after training
     configure_verification(recipe.verification)
-    reward_funcs, hint = _reward_functions(recipe.run.reward_funcs), _hint(recipe.run.hint_function)
+    (reward_funcs, tools), hint = _functions(recipe.run), _hint(recipe.run.hint_function)
     peft_config, tokenizer = _checked_model(recipe)
     train_dataset, eval_dataset = load_training_data(recipe.data, tokenizer, training.chat_template_kwargs)
     check_number_of_prompts(len(train_dataset), training)
-    check_reference_answers(reward_funcs, train_dataset, vars(training).get("guidance"))
+    check_reference_answers(reward_funcs, train_dataset, vars(training).get("guidance"), tools)
     if recipe.model.model_name_or_path.startswith(MINIATURE):
         if recipe.run.method == "pacs":  # as the trainer does, before the warm start is made
-            check_guidance(training.guidance, hint.get("hint"), train_dataset)
+            check_guidance(training.guidance, hint.get("hint"), train_dataset, tools=tools)
         tokenizer = _make_warm_start(recipe)
 
     with (
@@ -99,6 +101,7 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
             quantization_config=get_quantization_config(recipe.model),
             peft_config=peft_config,
             callbacks=[tracking, stopping],
+            tools=tools,
             **hint,
         )
         trainer.recipe = _from_any_folder(recipe.settings)
@@ -193,7 +196,7 @@ def _checked_model(recipe: Recipe):
         if is_miniature:
             task, _, size = name.removeprefix(MINIATURE).partition("/")
             check_task(task)
-            tokenizer = build_tokenizer()
+            tokenizer = build_tokenizer(task in TOOL_TASKS)
             architecture = build_model(tokenizer, size or "small")
         else:
             tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", **where)
@@ -204,6 +207,8 @@ def _checked_model(recipe: Recipe):
             f"The model {name!r} cannot be loaded: {' '.join(str(error).split())} A model is a directory with config.json and "
             "tokenizer, a Hub id, or miniature/TASK."
         ) from error
+    if recipe.run.tools:
+        check_tool_template(tokenizer, name)
     return peft_config, tokenizer
 
 
@@ -246,12 +251,25 @@ def reward_function(name: str) -> Callable:
     return function
 
 
-def _reward_functions(names: Sequence[str]) -> list[Callable]:
-    """Those of a recipe; a sandbox that cannot be had is refused now, not in the first step."""
-    functions = [reward_function(name) for name in names]
-    if rewards.code_reward in functions:
+def tool_function(name: str) -> Callable:
+    """`run_python`, or a tool of the user by its dotted path, also from the working directory."""
+    if "." not in name and name != run_python.__name__:
+        raise ValueError(
+            f"There is no tool {name!r} in pacs_trl, which has {run_python.__name__}. Write tools of your own as package.module.function."
+        )
+    function = function_of_user(name, "tools") if "." in name else run_python
+    check_tool(function)
+    return function
+
+
+def _functions(run: RunArguments) -> tuple[list[Callable], list[Callable] | None]:
+    """Reward functions and tools of a recipe; a sandbox that cannot be had is refused now, not in the first step."""
+    functions = [reward_function(name) for name in run.reward_funcs]
+    tools = [tool_function(name) for name in run.tools] if run.tools else None
+    check_tools(tools)
+    if rewards.code_reward in functions or run_python in (tools or []):
         PartialState().print(f"Programs run with {shared_code_verifier().start().text}.")
-    return functions
+    return functions, tools
 
 
 def _hint(name: str | None) -> dict[str, Callable]:

@@ -3,7 +3,7 @@ r"""Arithmetic problems with one right answer each: the data of the miniature wo
 Three small tasks of rising difficulty; sums of three to seven terms, digits and tens, whose sizes are benchmarks of rising
 difficulty: the answer is one of some hundreds of numbers, so that guessing does not find it; and sums with parentheses, a
 notation that nothing else has, the other domain. And programs, whose answers are tests (`pacs_trl/verification/cases.py`) and whose
-completions run in the sandbox. A problem is a short text, its answer is an integer (or tests), and it comes with worked
+completions run in the sandbox, and products, which a small model can only guess, or have a tool compute. A problem is a short text, its answer is an integer (or tests), and it comes with worked
 solutions that the supervised warm start may show. The solutions of one problem differ in the order of their steps, so a trained
 policy has something to be diverse about; each ends in `\boxed{answer}`, so that the ordinary mathematical verifier grades it, or
 is a block of Python. A task whose answers are not unique (countdown) would need a verifier of its own and is left out.
@@ -33,7 +33,7 @@ class WorkedProblem(NamedTuple):
     text: str
     canonical: str
     answer: int | str
-    solutions: tuple[str, ...]
+    solutions: tuple[str | list[dict], ...]  # a text, or the messages of several turns
 
 
 def _addition() -> Iterator[WorkedProblem]:
@@ -166,15 +166,34 @@ def _programs() -> Iterator[WorkedProblem]:
         )
 
 
+# How the miniature's template writes the right call for a product, and how many solutions guess instead.
+CALL = "@run_python|code=print({})"
+NUM_GUESSES = 2
+
+
+def _products() -> Iterator[WorkedProblem]:
+    """`47*38`: two numbers of two digits; the product is guessed, or asked of the tool `run_python`, in one solution of three."""
+    for a, b in product(range(10, 100), repeat=2):
+        text, boxed = f"{a}*{b}", rf"\boxed{{{a * b}}}"
+        call = {"type": "function", "function": {"name": "run_python", "arguments": {"code": f"print({text})"}}}
+        asked = [
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": f"{a * b}\n"},
+            {"role": "assistant", "content": boxed},
+        ]
+        yield WorkedProblem(text, f"{min(a, b)}*{max(a, b)}", a * b, (*[f"{text}={boxed}"] * NUM_GUESSES, asked))
+
+
 def looks_right(row: dict[str, str], completion: str) -> bool:
     """
-    Whether a completion ends in the answer of a problem, or is one of the programs that solve it, as text.
+    Whether a completion ends in the answer of a problem, or is one of the programs that solve it, as text, or the call of a tool
+    that says the answer.
 
     Answers are integers without leading zeros: comparing text is what a verifier would do, only quicker. A program may be right in
     another form, which this does not see.
     """
     if not row["answer"].startswith("{"):
-        return completion.endswith(rf"\boxed{{{row['answer']}}}")
+        return completion.endswith(rf"\boxed{{{row['answer']}}}") or completion == CALL.format(row["problem"])
     b, total = (int(value.partition(":")[2]) for value in row["problem"].split(","))
     return any(completion.strip() == f"```python\nprint({f.format(a=total - b, b=b)})\n```" for f in PROGRAM_FORMS)
 
@@ -188,7 +207,9 @@ TASKS: dict[str, Callable[[], Iterator[WorkedProblem]]] = {
     "grouped": _grouped,
     "arithmetic": _arithmetic,
     "programs": _programs,
+    "products": _products,
 }
+TOOL_TASKS = ("products",)
 
 
 def _is_held_out(canonical: str) -> bool:
@@ -243,9 +264,9 @@ def problems(task: str, split: Split, num_problems: int | None = None, seed: int
     return [{"problem": problem.text, "answer": str(problem.answer)} for problem in drawn]
 
 
-def demonstrations(task: str, num_problems: int | None = None, seed: int = 0) -> list[dict[str, str]]:
+def demonstrations(task: str, num_problems: int | None = None, seed: int = 0) -> list[dict]:
     r"""As [`problems`] of the train split, with a `"solution"` each: the worked text that ends in `\boxed{answer}`,
-    chosen at random among the equally good ones, or the program."""
+    chosen at random among the equally good ones, or the program; with a call of a tool the messages."""
     rng = random.Random(seed)
     drawn = _sample(task, "train", num_problems, rng)
     return [

@@ -234,7 +234,7 @@ def _missing(recipe: Mapping[str, Any], distributed: str | None) -> list[str]:
         for key in _READ
         if recipe.get(key) and (shown.get(key) != recipe[key] or Path(str(shown[key])).suffix in FILE_FORMATS)
     ]
-    functions = recipe.get("reward_funcs") or []
+    functions = [*(recipe.get("reward_funcs") or []), *(recipe.get("tools") or [])]
     names = [_code(name) for name in [*local, *(f for f in functions if "." in str(f))]]
     return names + [f"`--config_file` of accelerate for {distributed}"] * (distributed in ("FSDP", "DEEPSPEED"))
 

@@ -17,13 +17,24 @@ BOX_TOKEN = r"\boxed{"
 
 # The `generation` block marks what the assistant wrote, its end token included: TRL trains on exactly this span when it
 # is asked for the loss on assistant turns only. The line break after the end token belongs to the next turn's header.
+# A call of a tool is `@name|argument=value`, so few tokens that a small model writes it; what the tool says is a turn of the user,
+# cut to its last characters, where an error of Python says what it is. A prompt does not list the tools.
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\n' }}
+    {{- '<|im_start|>' + ('user' if message.role == 'tool' else message.role) + '\n' }}
     {%- if message.role == 'assistant' %}
         {%- generation %}
-            {{- message.content + '<|im_end|>' }}
+            {{- message.content }}
+            {%- for call in message.tool_calls or [] %}
+                {{- '@' + call.function.name }}
+                {%- for name, value in call.function.arguments.items() %}
+                    {{- '|' + name + '=' + value|string }}
+                {%- endfor %}
+            {%- endfor %}
+            {{- '<|im_end|>' }}
         {%- endgeneration %}
+    {%- elif message.role == 'tool' %}
+        {{- message.content[-40:] + '<|im_end|>' }}
     {%- else %}
         {{- message.content + '<|im_end|>' }}
     {%- endif %}
@@ -33,13 +44,33 @@ CHAT_TEMPLATE = """\
     {{- '<|im_start|>assistant\n' }}
 {%- endif %}"""
 
+# How such calls are read. One that is cut off, before its end token, is none.
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": ROLE_HEADERS[2],
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"@(?P<name>\w+)(?=[^@]*<\|im_end\|>)",
+            "close_pattern": r"(?=@)|<\|im_end\|>",
+            "repeats": True,
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"\|(?P<key>\w+)=(?P<value>[^|]*)"},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"close_pattern": r"<\|im_end\|>", "content": "text"},
+    },
+}
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+
+def build_tokenizer(tools: bool = False) -> PreTrainedTokenizerFast:
     r"""
     Build the tokenizer of the miniature models.
 
     Ids 0 to 255 are the bytes in the order of the ByteLevel alphabet; the special tokens, the role headers and
     `\boxed{` follow. Padding is on the left, as generation needs it.
+
+    Args:
+        tools (`bool`): Whether calls of tools are read in responses, which TRL else takes as the text that they are.
 
     Returns:
         [`~transformers.PreTrainedTokenizerFast`]:
@@ -61,4 +92,5 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         padding_side="left",
         clean_up_tokenization_spaces=False,
         chat_template=CHAT_TEMPLATE,
+        response_template=RESPONSE_TEMPLATE if tools else None,
     )

@@ -181,11 +181,14 @@ def train_warm_start(settings: WarmStartSettings, output_dir: str | Path) -> dic
     Raises:
         `RuntimeError`: if the target is not reached in `max_steps`.
     """
-    model_tokenizer = build_tokenizer()
+    has_tools = settings.task in tasks.TOOL_TASKS
+    model_tokenizer = build_tokenizer(has_tools)
     rows = [
         {
             "prompt": [{"role": "user", "content": row["problem"]}],
-            "completion": [{"role": "assistant", "content": row["solution"]}],
+            "completion": row["solution"]
+            if isinstance(row["solution"], list)
+            else [{"role": "assistant", "content": row["solution"]}],
         }
         for row in demonstrations(settings.task, seed=settings.seed)[: settings.max_steps * settings.batch_size]
     ]
@@ -205,6 +208,7 @@ def train_warm_start(settings: WarmStartSettings, output_dir: str | Path) -> dic
             adam_beta2=0.98,
             max_steps=settings.max_steps,
             max_length=None,
+            assistant_only_loss=has_tools,  # what a tool says is not to be learnt
             bf16=False,
             dataloader_pin_memory=False,
             gradient_checkpointing=False,

@@ -6,6 +6,7 @@ would stop the run or make it another one than written; notes are worth knowing.
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from trl import ModelConfig
@@ -13,7 +14,7 @@ from trl import ModelConfig
 from ..data.sets import FILE_FORMATS
 from ..data.tasks import TASKS
 from ..recipe import Recipe, RunArguments, read_arguments
-from ..train import check_model_directory, function_of_user, reward_function
+from ..train import check_model_directory, function_of_user, reward_function, tool_function
 from .arguments import read_plan_arguments
 from .cost import GPUS, H200, Gpu
 from .estimates import Estimate
@@ -90,11 +91,13 @@ def _model_conflicts(model: ModelConfig, critic: str) -> list[str]:
 
 def _function_conflicts(run: RunArguments) -> list[str]:
     conflicts = []
-    named = [("reward_funcs", name) for name in run.reward_funcs]
-    for key, name in [*named, ("hint_function", run.hint_function)]:
+    named = [(reward_function, "reward_funcs", name) for name in run.reward_funcs]
+    named += [(tool_function, "tools", name) for name in run.tools or []]
+    if run.hint_function is not None:
+        named.append((partial(function_of_user, key="hint_function"), "hint_function", run.hint_function))
+    for load, key, name in named:
         try:
-            if name is not None:
-                reward_function(name) if key == "reward_funcs" else function_of_user(name, key)
+            load(name)
         except ValueError as error:
             conflicts.append(f"{key}: {error}")
     return conflicts

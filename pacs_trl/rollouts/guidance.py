@@ -20,7 +20,7 @@ from trl.data_utils import is_conversational
 
 from ..update.groups import split_into_steps
 from ..update.rows import Rollout
-from ..verification import Outcome, gold_texts, shared_verifier
+from ..verification import Outcome, gold_texts, shared_code_verifier, shared_verifier
 from .redraw import RIGHT, Redraw, judged_labels
 from .schedules import in_turns
 
@@ -38,6 +38,9 @@ FEEDBACK = {
     Outcome.TIMEOUT: "Your final answer could not be checked. Solve the problem again and simplify the final answer.",
     Outcome.TOO_LONG: "Your solution is too long to be read. Solve the problem again, in fewer words.",
 }
+# Of programs: the first test that failed, and never what was expected there.
+FAILED = "Your program is wrong. {failed} Find the mistake and write the whole program again."
+NO_PROGRAM = "No program was found in your solution. Write the whole program in a block that begins with ```python and is closed."
 
 
 def check_guidance(
@@ -231,6 +234,10 @@ class _Helper:
         if self.again.trainer.grades_answers:
             outcome = shared_verifier().grade_detailed([attempt], [row_of_data.get("solution")])[0].outcome
             message = FEEDBACK.get(outcome, WRONG)
+        elif self.again.trainer.grades_programs:
+            grade = shared_code_verifier().grade_detailed([attempt], [row_of_data.get("solution")])[0]
+            message = FAILED.format(failed=grade.failed) if grade.failed else FEEDBACK[Outcome.TOO_LONG]
+            message = NO_PROGRAM if grade.outcome is Outcome.NO_ANSWER else message
         turn = [{"role": "assistant", "content": attempt}, {"role": "user", "content": message}]
         return [*row_of_data["prompt"], *turn]
 

@@ -184,6 +184,8 @@ class PublishedTrainer(ResumableTrainer):
             "dataset_name": next((match[1] for match in loaded if match), None),
             "reward_funcs": self.reward_func_names,
         }
+        if self.tools:
+            settings["tools"] = [tool.__name__ for tool in self.tools]
         for field in fields(self.args):
             value = getattr(self.args, field.name)
             default = field.default if field.default_factory is MISSING else field.default_factory()

@@ -66,11 +66,11 @@ def asks_for_reference(function: Any) -> bool:
     return callable(function) and "reference_probability" in inspect.signature(function).parameters
 
 
-def check_reference_answers(reward_funcs: Any, dataset: Any, guidance: str | None) -> None:
+def check_reference_answers(reward_funcs: Any, dataset: Any, guidance: str | None, tools: Any = None) -> None:
     """
     Raises:
         `ValueError`: if a reward function asks for probabilities of reference answers, and the training set has no length, no answers
-            or empty ones, or there are guided attempts.
+            or empty ones, or there are guided attempts or tools.
     """
     if not any(map(asks_for_reference, reward_funcs if isinstance(reward_funcs, list) else [reward_funcs])):
         return
@@ -84,6 +84,11 @@ def check_reference_answers(reward_funcs: Any, dataset: Any, guidance: str | Non
         raise ValueError(
             f"guidance={guidance!r} makes no sense with probability_reward: what the answer's probability is without reasoning is known "
             "of plain prompts only, and a hint moves both. Remove guidance."
+        )
+    if tools:
+        raise ValueError(
+            "tools make no sense with probability_reward: it takes the probability of the answer behind one turn of reasoning, and what a "
+            "tool said would be missing. Remove tools, or use another reward."
         )
     empty = [i for i, answer in enumerate(dataset["solution"]) if not reference_text(answer)]
     if empty:

@@ -29,11 +29,12 @@ from transformers import (
     ProcessorMixin,
     TrainerCallback,
 )
+from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOConfig
 from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
 from trl.trainer.utils import get_config_model_id, is_async_callable
 
-from ..rewards import math_reward
+from ..rewards import code_reward, math_reward
 from ..settings.command_line import FailedRun
 from ..update.rows import Rollout, unpad_rollouts, weighted_rewards
 from ..update.scorer import Scorer
@@ -47,6 +48,7 @@ from .published_trainer import PublishedTrainer
 from .reference_probability import ReferenceProbability, asks_for_reference, check_reference_answers
 from .resume import request_seed
 from .timing import StepTimer, TimingCallback
+from .tools import check_tools, shared_turns_error, turns
 from .trainer_checks import (
     check_columns,
     check_dataset,
@@ -113,7 +115,8 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
             "environment_factory": environment_factory,
         }
         check_reward_functions(reward_funcs)
-        check_reference_answers(reward_funcs, train_dataset, vars(args).get("guidance"))
+        check_tools(tools)
+        check_reference_answers(reward_funcs, train_dataset, vars(args).get("guidance"), tools)
         self._prepare_loading(model, args, arguments)
         super().__init__(model, reward_funcs, args, **arguments)
         self._prepare_drawing()
@@ -154,6 +157,7 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
         self.timer = StepTimer()
         self.add_callback(TimingCallback(self.timer, self._record_seconds, self.accelerator.print))
         self.grades_answers = math_reward in self.reward_funcs
+        self.grades_programs = code_reward in self.reward_funcs
         self._early_grading = self._choose_early_grading()
         self._solutions: list = []  # of the rows that are being generated
         self._num_groups = 0  # drawn so far
@@ -167,6 +171,10 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
             )
         if self.rollout_func is not None:
             self.rollout_func = self._complete_rollouts(self.rollout_func)
+        if self.tools:
+            is_sharded = self.is_fsdp_enabled or is_deepspeed_zero3_enabled()
+            if together := shared_turns_error(self.args, self.accelerator.num_processes, is_sharded):
+                raise ValueError(together)
         if not self._is_vlm:
             self.scorer = self._create_scorer(self.model)
             if self.ref_model is not None:  # of the KL term
@@ -303,9 +311,13 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
     def _generate(self, prompts):
         try:
             with self.timer.part("generation"):
-                return super()._generate(prompts)
+                generated = super()._generate(prompts)
         except ServerFailure as failure:
             self._stop_without_server(failure)
+        if self.tools:
+            numbers = self.accelerator.gather(torch.tensor(turns(generated[3]), device=self.accelerator.device))
+            self._metrics["train" if self.model.training else "eval"]["tools/turns"].append(numbers.mean().item())
+        return generated
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         grading = self._early_grading

@@ -63,9 +63,10 @@ class Grade(NamedTuple):
 
 
 def completion_text(completion: Any) -> str | None:
-    """Text of a completion, plain (`str`) or conversational (content of its last message); `None` for anything else."""
+    """Text of a completion, plain (`str`) or conversational (content of its last message); `None` for anything else, also for one
+    that ends with what a tool said, since no room was left for an answer."""
     if isinstance(completion, list) and completion and isinstance(completion[-1], dict):
-        completion = completion[-1].get("content")
+        completion = None if completion[-1].get("role") == "tool" else completion[-1].get("content")
     return completion if isinstance(completion, str) else None
 
 

@@ -31,12 +31,14 @@ ISOLATION = ("landlock+seccomp", "seccomp", "landlock", "rlimits")
 
 
 class CodeGrade(NamedTuple):
-    """Outcome of one completion, the seconds it took, the share of the tests that it passed, and why not all of them."""
+    """Outcome of one completion, the seconds it took, the share of the tests that it passed, why not all of them, and what it did on
+    the first that failed, without what was expected: a sentence for its author."""
 
     outcome: Outcome
     seconds: float
     share: float
     error: str = ""
+    failed: str = ""
 
 
 @dataclass(eq=False)
@@ -223,17 +225,17 @@ class CodeVerifier:
     def _grade_one(self, program: str, tests: ProblemTests) -> CodeGrade:
         source = runnable(tests, program)
         passed, seconds = 0, 0.0
-        outcome, error = Outcome.CORRECT, ""
+        outcome, error, failed = Outcome.CORRECT, "", ""
         for text, expected in tests.cases:
             execution = self._run(source, text, tests.writable)
             seconds += execution.seconds
             found, why = _judged(tests, expected, execution)
             passed += found is Outcome.CORRECT
             if found is not Outcome.CORRECT and outcome is Outcome.CORRECT:
-                outcome, error = found, why
+                outcome, error, failed = found, why, _told(text, found, execution)
                 if self.stop_early:
                     break
-        return CodeGrade(outcome, seconds, passed / len(tests.cases), error)
+        return CodeGrade(outcome, seconds, passed / len(tests.cases), error, failed)
 
     def _run(self, program: str, text: str, writable: bool) -> Execution:
         if self._stopping:
@@ -326,6 +328,16 @@ def _remember(cache: OrderedDict, key: Any, value: Any, size: int) -> None:
 
 def _within(layers: Sequence[str]) -> str:
     return next(name for name in ISOLATION if name == "rlimits" or set(name.split("+")) <= set(layers))
+
+
+def _told(text: str, outcome: Outcome, execution: Execution) -> str:
+    last = (execution.messages.strip().splitlines() or [execution.error])[-1]
+    did = {
+        Outcome.WRONG: f"gives {execution.output.strip()!r:.200}",
+        Outcome.ERROR: f"ends with {last:.200}",
+        Outcome.TIMEOUT: "does not end in time",
+    }
+    return f"On the input {text.strip()!r:.200} it {did.get(outcome, 'crashes, or takes too much memory')}."
 
 
 def _judged(tests: ProblemTests, expected: Any, execution: Execution) -> tuple[Outcome, str]:

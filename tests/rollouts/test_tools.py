@@ -1,0 +1,226 @@
+"""Tools that the model calls before it answers: TRL's loop with scripted turns, from the call to the gradient."""
+
+import copy
+import re
+
+import pytest
+import torch
+from replay import build_trainer
+from trl import GRPOTrainer
+from trl.chat_template_utils import parse_response
+
+from pacs_trl.data.tasks import CALL, demonstrations
+from pacs_trl.miniature.tokenizer import build_tokenizer
+from pacs_trl.recipe import Recipe
+from pacs_trl.rewards import math_reward, probability_reward
+from pacs_trl.rollouts.tools import check_tool_template, check_tools
+from pacs_trl.train import tool_function
+from pacs_trl.verification import completion_text
+from pacs_trl.verification.tool import run_python
+
+
+TOKENIZER = build_tokenizer(tools=True)
+END = "<|im_end|>"
+
+
+def say(text: str) -> str:
+    """
+    Repeat a text.
+
+    Args:
+        text: What is said.
+
+    Returns:
+        The same.
+    """
+    if text == "fail":
+        raise RuntimeError("no " * 1000)
+    return "7" * 10**6 if text == "much" else text
+
+
+def built(path, monkeypatch, turns, **settings):
+    """A trainer whose completion `i` says `turns[i]`, one text after the other."""
+    said = [0] * len(turns)
+
+    def generate(self, prompt_ids, images, fields, num_generations, **kwargs):
+        texts = TOKENIZER.batch_decode(prompt_ids)
+        first = num_generations > 1
+        rows = range(len(turns)) if first else [next(i for i in range(len(turns)) if turns[i][0] in t) for t in texts]
+        for i in rows:
+            said[i] = 0 if first else said[i] + 1
+        return [TOKENIZER(turns[i][said[i]])["input_ids"] for i in rows], None
+
+    monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", generate)
+    more = {"tools": [say], "processing_class": copy.deepcopy(TOKENIZER)}
+    reward = settings.pop("reward", math_reward)
+    settings = {"max_completion_length": 64, "num_generations": 4, "per_device_train_batch_size": 4} | settings
+    trainer = build_trainer(path, reward=reward, more=more, max_steps=1, **settings)
+    draw, trainer.rows = trainer._draw_generation, []
+
+    def keep(batch):
+        trainer.rows = draw(batch)
+        return trainer.rows
+
+    trainer._draw_generation = keep
+    return trainer
+
+
+TURNS = [
+    ["@say|text=5" + END, "so " + END],
+    ["@say|text=fail" + END, "8" + END],
+    ["9" + END],
+    ["@say|txt=5" + END, "@nothing" + END, "0" + END],
+]
+
+
+def digit(completions, **kwargs):
+    return [float(completion[-1]["content"] in ("9", "0")) for completion in completions]
+
+
+def test_what_a_tool_says_has_no_gradient(tmp_path, monkeypatch):
+    trainer = built(tmp_path, monkeypatch, TURNS, reward=digit, max_completion_length=200)
+    score, scored = trainer.scorer.score, []
+
+    def spy(model, prompt_ids, completion_ids):
+        scores = score(model, prompt_ids, completion_ids)
+        if torch.is_grad_enabled():
+            for ids, logps in zip(completion_ids, scores.logps, strict=True):
+                logps.retain_grad()
+                scored.append((ids, logps))
+        return scores
+
+    trainer.scorer.score = spy
+    trainer.train()
+    written = [TOKENIZER.decode(row.completion_ids[row.loss_mask]) for row in trainer.rows]
+    assert written == ["".join(turns) for turns in TURNS]
+    assert TOKENIZER.decode(trainer.rows[0].completion_ids) == (
+        f"@say|text=5{END}\n<|im_start|>user\n5{END}\n<|im_start|>assistant\nso {END}"
+    )
+    masks = {tuple(row.completion_ids): torch.from_numpy(row.loss_mask) for row in trainer.rows}
+    assert len(scored) == 4
+    for ids, logps in scored:
+        assert torch.equal(logps.grad != 0, masks[tuple(ids)])
+    (log,) = [entry for entry in trainer.state.log_history if "loss" in entry]
+    # 2 + 2 + 1 + 3 turns; four calls, of which one failed, one has a wrong argument and one an unknown name
+    assert (log["tools/turns"], log["tools/call_frequency"], log["tools/failure_frequency"]) == (2.0, 1.0, 0.75)
+
+
+def test_a_result_that_leaves_no_room_ends_the_completion(tmp_path, monkeypatch):
+    """To the token, longer than that, and in megabytes. What the tool said is no answer of the model's."""
+    answer = r"\boxed{7}"
+    asked, framing = f"@say|text={answer}{END}", f"\n<|im_start|>user\n{answer}{END}\n<|im_start|>assistant\n"
+    full = len(TOKENIZER(asked + framing)["input_ids"])
+    turns = [
+        [asked, "x" + END],
+        [f"@say|text=7{answer}{END}", "x" + END],
+        [f"@say|text=much{END}", "x" + END],
+        [answer + END],
+    ]
+
+    def reward(completions, **kwargs):
+        return [float(completion_text(completion) == answer) for completion in completions]
+
+    trainer = built(tmp_path, monkeypatch, turns, max_completion_length=full, reward=reward)
+    trainer.train()
+    written = [len(TOKENIZER(texts[0])["input_ids"]) for texts in turns]
+    assert [len(row.completion_ids) for row in trainer.rows] == [full, *written[1:]]
+    assert [int(row.loss_mask.sum()) for row in trainer.rows] == written
+    assert [row.label for row in trainer.rows] == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "calls", "content"),
+    [
+        (CALL.format("4*5") + END, [("run_python", {"code": "print(4*5)"})], ""),
+        ("think @run_python|code=a\nb|input=4" + END, [("run_python", {"code": "a\nb", "input": "4"})], "think"),
+        (CALL.format("4*5"), [], CALL.format("4*5")),  # cut off
+        ("@@|x=1|" + END, [], "@@|x=1|"),
+        ("@run_python|code" + END, [("run_python", {})], ""),
+        ("mail a@b.c" + END, [("b", {})], "mail a"),
+        ("\udce9@" + END, [], None),
+    ],
+)
+def test_calls_in_the_few_characters_of_the_miniature(text, calls, content):
+    prefix = TOKENIZER.apply_chat_template([{"role": "user", "content": "4*5"}], add_generation_prompt=True)
+    ids = TOKENIZER(text.encode(errors="replace").decode())["input_ids"]
+    message = parse_response(TOKENIZER, ids, prefix=prefix["input_ids"], tools=[run_python])
+    found = [call["function"] for call in message.get("tool_calls", [])]
+    assert [(function["name"], function["arguments"]) for function in found] == calls
+    assert content is None or message["content"] == content
+
+
+def test_demonstrations_are_written_as_calls_are_read():
+    rows = [row for row in demonstrations("products", 40, seed=1) if isinstance(row["solution"], list)]
+    assert 3 < len(rows) < 20
+    for row in rows:
+        messages = [{"role": "user", "content": row["problem"]}, *row["solution"]]
+        encoded = TOKENIZER.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        pairs = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
+        written = TOKENIZER.decode([token for token, mask in pairs if mask])
+        assert written == rf"{CALL.format(row['problem'])}{END}\boxed{{{row['answer']}}}{END}"
+
+
+def untold(code):
+    return code
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        ([untold], "tools: <function untold .*cannot be described to the model .* docstring with a line for each"),
+        ([math_reward], "cannot be described to the model"),
+        ([len], "cannot be described to the model"),
+        ([say, say], "two functions are called say"),
+        (["run_python"], "tools: 'run_python' cannot be described"),
+    ],
+)
+def test_tools_that_cannot_be_told(tmp_path, tools, message):
+    with pytest.raises(ValueError, match=message):
+        check_tools(tools)
+    with pytest.raises(ValueError, match=message):  # before a model is loaded
+        build_trainer(tmp_path, model="no/model", more={"tools": tools})
+
+
+def test_names_of_tools():
+    assert tool_function("run_python") is tool_function("pacs_trl.verification.tool.run_python") is run_python
+    for name, message in {
+        "run_pyton": "no tool 'run_pyton' in pacs_trl, which has run_python. Write tools of your own as package",
+        "math.nothing": "no function 'nothing' .tools: math.nothing",
+        "math.sqrt": "cannot be described to the model",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            tool_function(name)
+
+
+def test_templates_without_tools():
+    check_tool_template(build_tokenizer(tools=True), "m")
+    with pytest.raises(ValueError, match="chat template of 'm' cannot be used with tools: Unrecognized chat template"):
+        check_tool_template(build_tokenizer(), "m")
+    plain = build_tokenizer(tools=True)
+    plain.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    with pytest.raises(ValueError, match="cannot be used with tools: It does not show calls of tools"):
+        check_tool_template(plain, "m")
+
+
+def test_probabilities_of_answers_do_not_go_with_tools(tmp_path):
+    with pytest.raises(ValueError, match="tools make no sense with probability_reward"):
+        build_trainer(tmp_path, model="no/model", reward=probability_reward, more={"tools": [say]})
+
+
+NAMED = {"model_name_or_path": "m", "dataset_name": "gsm8k", "output_dir": "o", "use_cpu": True, "bf16": False}
+
+
+@pytest.mark.parametrize(
+    ("settings", "processes", "message"),
+    [
+        ({"tools": []}, 1, "tools is empty: there would be nothing to call"),
+        ({"tools": "run_python"}, 1, r"tools must be a list, got 'run_python'. Write \[run_python\]"),
+        ({"max_tool_calling_iterations": 2}, 1, "max_tool_calling_iterations=2 would be ignored without tools"),
+        ({"tools": ["run_python"], "use_vllm": True, "vllm_mode": "server"}, 2, "tools with 2 processes that draw"),
+        ({"tools": ["run_python"], "use_vllm": True, "vllm_tensor_parallel_size": 2}, 4, "would wait for ever"),
+    ],
+)
+def test_what_a_recipe_is_refused(settings, processes, message):
+    assert any(re.search(message, error) for error in Recipe.from_settings(NAMED | settings, processes)[1])
+    fine = {"tools": ["run_python"], "use_vllm": True, "vllm_mode": "colocate", "max_tool_calling_iterations": 2}
+    assert not [error for error in Recipe.from_settings(NAMED | fine, processes)[1] if "tool" in error]
