@@ -1,14 +1,18 @@
 """train.py: real problems in their Hub column layout, both methods, resume, and refusals before anything expensive."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from huggingface_hub import ModelCard
+from trl import GRPOTrainer
 
 from pacs_trl import PACSTrainer, train
 from pacs_trl.data import PROMPT_INSTRUCTION
+from pacs_trl.data.tasks import CALL
 from pacs_trl.miniature.model import build_model
 from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.recipe import read_recipe
@@ -70,6 +74,41 @@ def test_two_steps_on_programs(tmp_path, model_path, capsys, confined):
     assert "Programs run with landlock" in capsys.readouterr().out
     logs = [entry for entry in trainer.state.log_history if "rewards/code_reward/mean" in entry]
     assert [entry["verification/no_answer"] for entry in logs] == [1.0, 1.0]  # an untrained model writes no block
+
+
+def test_an_agent_and_its_resumption(tmp_path, monkeypatch, capsys, confined):
+    """A scripted model: of a product it asks the tool, in the sandbox, or guesses, as the generator says."""
+    tokenizer = build_tokenizer(tools=True)
+    build_model(tokenizer).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+
+    def generate(self, prompt_ids, *args, **kwargs):
+        said = []
+        for prompt in tokenizer.batch_decode(prompt_ids, skip_special_tokens=False):
+            *_, turn = prompt.split("<|im_start|>user\n")
+            asked, is_product = turn.partition("<|im_end|>")[0].strip(), "*" in turn
+            calls = is_product and torch.rand(1) < 0.5
+            said.append((CALL.format(asked) if calls else rf"\boxed{{{'1' if is_product else asked}}}") + "<|im_end|>")
+        return [tokenizer(text)["input_ids"] for text in said], None
+
+    monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", generate)
+    saving = ["--max_completion_length", "96", "--save_strategy", "steps", "--save_steps", "1"]
+    straight = run(tmp_path / "straight", tmp_path / "model", *saving, recipe="agent.yaml")
+    assert "Programs run with landlock" in capsys.readouterr().out
+    logs = [entry for entry in straight.state.log_history if "loss" in entry]
+    calls = [entry["tools/call_frequency"] for entry in logs]
+    assert calls == [entry["reward"] for entry in logs] and 0 < sum(calls) < 2
+    assert [entry["tools/turns"] for entry in logs] == [1 + frequency for frequency in calls]
+    assert [entry["tools/failure_frequency"] for entry in logs] == [0, 0]
+    assert "tools:\n- run_python" in (tmp_path / "straight" / "recipe.yaml").read_text()
+    shutil.rmtree(tmp_path / "straight" / "checkpoint-2")
+    (tmp_path / "straight" / "trainer_state.json").unlink()
+    resumed = run(
+        tmp_path / "straight", tmp_path / "model", *saving, "--resume_from_checkpoint", "last", recipe="agent.yaml"
+    )
+    shared_code_verifier().close()
+    weights = straight.model.state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in resumed.model.state_dict().items())
 
 
 @pytest.mark.parametrize("method", ["pacs", "grpo"])
@@ -180,6 +219,8 @@ def test_resume_and_refusal_to_start_over(tmp_path, model_path, capsys):
         (["--guidance", "hint"], "needs a column `hint`, and the training set has"),
         (["--method", "dpo"], "`method` must be one of pacs, grpo, ppo, genac"),
         (["--epsilon", "0.3"], "PACSConfig does not take epsilon=0.3"),
+        (["--tools", "run_pyton"], "no tool 'run_pyton' in pacs_trl, which has run_python"),
+        (["--tools", "run_python"], "chat template of '.*' cannot be used with tools: Unrecognized chat template"),
         (["--reward_funcs", "nice_reward"], "no reward function 'nice_reward'.*math_reward"),
         (["--reward_funcs", "math.nothing"], "module 'math' has no function 'nothing'"),
         (["--reward_funcs", "nowhere.sure"], "'nowhere.sure' cannot be imported here .*No module named 'nowhere'"),
@@ -246,6 +287,7 @@ def test_what_is_wrong_is_said_before_training(tmp_path, model_path, arguments, 
     for model in [model_path] if "--model_name_or_path" in arguments else [model_path, "miniature/addition"]:
         with pytest.raises(ValueError, match=message):
             run(tmp_path, model, *arguments)
+    shared_code_verifier().close()
 
 
 def test_recipe_file_that_is_missing_or_names_too_little(tmp_path):

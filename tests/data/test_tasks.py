@@ -4,7 +4,7 @@ from collections import Counter
 import pytest
 from math_verify import parse, verify
 
-from pacs_trl.data.tasks import NUM_ADDITIONS, SUM_SIZES, TASKS, demonstrations, looks_right, problems
+from pacs_trl.data.tasks import CALL, NUM_ADDITIONS, SUM_SIZES, TASKS, demonstrations, looks_right, problems
 from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.miniature.warm_start import MAX_COMPLETION_LENGTH
 from pacs_trl.verification.code import CodeVerifier
@@ -30,12 +30,19 @@ def commuted(problem: str) -> set[str]:
     problem = plain(problem)
     if re.fullmatch(r"\d+(\+\d+)+", problem):  # too many orders to list: one stands for all
         return {"+".join(sorted(problem.split("+")))}
+    if match := re.fullmatch(r"(\d+)\*(\d+)", problem):
+        forms.add(f"{match[2]}*{match[1]}")
     if match := re.fullmatch(r"(\d+)\*(\d+)([+-])(\d+)", problem):
         a, b, sign, c = match.groups()
         forms.add(f"{b}*{a}{sign}{c}")
         if sign == "+":
             forms |= {f"{c}+{a}*{b}", f"{c}+{b}*{a}"}
     return forms
+
+
+def answer_of(row: dict) -> str:
+    """The last message of a worked solution, which says the answer."""
+    return row["solution"] if isinstance(row["solution"], str) else row["solution"][-1]["content"]
 
 
 ARITHMETIC = [task for task in TASKS if task != "programs"]
@@ -72,10 +79,10 @@ class TestTasks:
         train = {row["problem"]: row["answer"] for row in problems(task, "train")}
         for row in demonstrations(task, seed=3)[:500]:
             assert train[row["problem"]] == row["answer"]
-            *steps, boxed = row["solution"].rsplit(r"\boxed{", 1)
+            *steps, boxed = answer_of(row).rsplit(r"\boxed{", 1)
             assert boxed == row["answer"] + "}"
             # `a=b=c` states that neighbours are equal; steps with the unknown hold when it is replaced by the answer.
-            unboxed = row["solution"].replace(r"\boxed{", "").replace("}", "")
+            unboxed = answer_of(row).replace(r"\boxed{", "").replace("}", "")
             for step in unboxed.split(","):
                 values = {eval(side, {"x": int(row["answer"])}) for side in step.split("=")}
                 assert len(values) == 1, row
@@ -84,10 +91,10 @@ class TestTasks:
         tokenizer = build_tokenizer()
         longest = 28 if task in ("addition", "expression", "equation") else MAX_COMPLETION_LENGTH
         for row in demonstrations(task, 100, seed=4):
-            assert len(tokenizer(row["solution"])["input_ids"]) < longest
+            assert len(tokenizer(answer_of(row))["input_ids"]) < longest
             gold, wrong = parse(rf"\boxed{{{row['answer']}}}"), parse(rf"\boxed{{{int(row['answer']) + 1}}}")
-            assert verify(gold, parse(row["solution"]))
-            assert not verify(wrong, parse(row["solution"]))
+            assert verify(gold, parse(answer_of(row)))
+            assert not verify(wrong, parse(answer_of(row)))
 
 
 @pytest.mark.parametrize("num_terms", SUM_SIZES)
@@ -150,4 +157,6 @@ class TestPrograms:
         for row in demonstrations("programs", 100):
             assert looks_right(row, row["solution"]) and not looks_right(row, row["solution"].replace("*", "+"))
         assert looks_right({"problem": "1+1", "answer": "2"}, r"so \boxed{2}")
+        assert looks_right({"problem": "4*5", "answer": "20"}, CALL.format("4*5"))
+        assert not looks_right({"problem": "4*5", "answer": "20"}, CALL.format("4*6"))
         assert not looks_right({"problem": "1+1", "answer": "2"}, r"so \boxed{12}")

@@ -10,16 +10,21 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig
 from replay import TOKENIZER, addition_dataset, build_trainer, trainable_weights
 from transformers import AutoModelForCausalLM
+from trl import GRPOTrainer
 
 from pacs_trl import PACSTrainer
-from pacs_trl.rewards import math_reward
+from pacs_trl.data.tasks import problems
+from pacs_trl.rewards import code_reward, math_reward
+from pacs_trl.rollouts.guidance import FAILED, NO_PROGRAM, WRONG, contains_answer
 from pacs_trl.rollouts.guidance import FEEDBACK as FEEDBACK_ON
-from pacs_trl.rollouts.guidance import WRONG, contains_answer
 from pacs_trl.rollouts.schedules import additional_completions
 from pacs_trl.verification import Outcome
+from pacs_trl.verification.code import CodeVerifier
+from pacs_trl.verification.tool import run_python
 
 
 def share(*values) -> float:
@@ -244,6 +249,30 @@ def test_feedback_is_a_second_turn(tmp_path, model_path):
     assert sum(history(trainer, "guidance/solved")) == 0
 
 
+def test_feedback_on_programs_is_the_first_test_that_failed(tmp_path, model_path, monkeypatch):
+    rows = [
+        {"prompt": [{"role": "user", "content": row["problem"]}], "solution": row["answer"]}
+        for row in problems("programs", "train", 64)
+    ]
+    attempts = ["```python\nprint(7)\n```", "no program"]
+
+    def generate(self, prompt_ids, *args, **kwargs):
+        return [TOKENIZER(attempts[i % 2])["input_ids"] for i in range(len(prompt_ids))], None
+
+    monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", generate)
+    verifier = CodeVerifier(num_workers=1, isolation="rlimits")
+    monkeypatch.setattr("pacs_trl.verification._shared_code_verifier", verifier)
+    more = {"train_dataset": Dataset.from_list(rows)}
+    settings = {"max_steps": 1, "save_strategy": "no", "max_completion_length": 64}
+    trainer = built(tmp_path, model_path, FEEDBACK, more, reward=code_reward, **settings)
+    draw, asked = trainer._generate, []
+    trainer._generate = lambda prompts: asked.append(prompts) or draw(prompts)
+    trainer.train()
+    verifier.close()
+    answers = [turns[-1]["content"] for turns in asked[1]]
+    assert answers == [FAILED.format(failed="On the input '2' it gives '7'."), NO_PROGRAM] * 4
+
+
 def test_a_function_gives_hints(tmp_path, model_path, caplog):
     seen = []
 
@@ -307,7 +336,7 @@ REFUSED = {
     "a function of a row alone": ({"hint": lambda row: "x"}, HINTS, "cannot be asked for hints: too many positional"),
     "an asynchronous function": ({"hint": _think}, HINTS, "cannot be asked for hints: it is asynchronous"),
     "text for a function": ({"hint": "Think."}, HINTS, "'Think.' cannot be asked for hints: .* is not a callable"),
-    "feedback with tools": ({"tools": [print]}, FEEDBACK, "attempts with tools have several"),
+    "feedback with tools": ({"tools": [run_python]}, FEEDBACK, "attempts with tools have several"),
     "guidance in an environment": (
         {"environment_factory": object},
         HINTS,

@@ -128,6 +128,34 @@ class TestOutcomes:
     def test_functions(self, verifier, program, outcome):
         assert outcomes_of(verifier, [program], ADD) == [outcome]
 
+    def test_what_an_author_is_told_is_never_what_was_expected(self, verifier):
+        programs = [
+            "print(int(input()) * 3)",
+            "1 / (int(input()) - 2)",
+            "while True: pass",
+            "print('x' * 10**6)",
+            None,
+        ]
+        cases = [{"input": f"{x}\n", "output": f"{x}\n" if x == 1 else "7919\n"} for x in (1, 2)]
+        texts = ["no program" if program is None else block(program) for program in programs]
+        told = [
+            grade.failed for grade in verifier.grade_detailed(texts, [{"type": "stdin_stdout", "cases": cases}] * 5)
+        ]
+        assert told[0] == "On the input '1' it gives '3'." and "7919" not in "".join(told)
+        assert told[1] == "On the input '1' it gives ''."
+        assert told[2] == "On the input '1' it does not end in time."
+        assert len(told[3]) < 300 and told[4] == ""
+        second = block("x = int(input())\nprint(x if x == 1 else 1 / 0)"), block("print(input())")
+        tests = [{"type": "stdin_stdout", "cases": cases}] * 2
+        told = [grade.failed for grade in verifier.grade_detailed(second, tests)]
+        assert told == [
+            "On the input '2' it ends with ZeroDivisionError: division by zero.",
+            "On the input '2' it gives '2'.",
+        ]
+        function = {"type": "function", "name": "f", "cases": [{"input": [2], "output": 7919}]}
+        (grade,) = verifier.grade_detailed([block("def f(x):\n    return [x]")], [function])
+        assert grade.failed == "On the input '[2]' it gives '[2]'."
+
     def test_what_is_no_program(self, verifier):
         completions = ["", "no idea", None, 3, "```cpp\nint main() {}\n```", "```python\nprint(3)", "x" * 300_000]
         outcomes = [grade.outcome for grade in verifier.grade_detailed(completions, [SUM] * 7)]
