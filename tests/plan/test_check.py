@@ -15,7 +15,10 @@ GENAC = {"method": "genac"}
 ODD, WRITTEN, PAIRS = {"save_steps": 30}, {"expected_processes": 64}, {"vllm_tensor_parallel_size": 2}
 BIG, SMALL, UNKNOWN = ({"model_name_or_path": n} for n in ("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B", "someone/something"))
 NO_EXPRESSION, SCORE = {"lora_target_modules": ["*_proj"], "use_peft": True}, {"score_estimator": "grpo"}
-BAD, FIVE = {"num_iterations": 0, "reward_funcs": ["maths_reward"]}, {"steps_per_generation": 5}
+BAD, FIVE = (
+    {"num_iterations": 0, "reward_funcs": ["maths_reward"], "tools": ["run_pyton"]},
+    {"steps_per_generation": 5},
+)
 VLLM = {"use_vllm": True, "max_prompt_length": 500, "vllm_gpu_memory_utilization": 0.3}
 # 67.4 GiB of training state on one process; 0.95 x 131.3 GiB leave 57.3 GiB, 0.436 of the memory
 FITTING = {"use_vllm": True, "vllm_enable_sleep_mode": True, "vllm_gpu_memory_utilization": 0.42}
@@ -60,7 +63,8 @@ SAID = {
     "mean length 1001": (("--mean-length", "1001"), {}, 1, f"{LENGTHS}, got 1001", "no: tokens generated"),
     "too few problems": (FSDP2, FEW, 1, "A generation needs 1024 different prompts, but 1000 problems are trained on"),
     "just enough": (FSDP2, {"max_train_samples": 1024}, 0),
-    "recipe, launch": (NOBODY, BAD, 1, "3 conflict(s)", "--num-processes must be at least 1, got 0", "num_iterations"),
+    "recipe, launch": (NOBODY, BAD, 1, "4 conflict(s)", "no tool 'run_pyton'", "--num-processes must be at least 1, got 0",
+                       "num_iterations"),
     "contradiction and launch": ((), BIG | SCORE, 1, "2 conflict(s)", "score_estimator='grpo' cannot", "DOES NOT FIT"),
     "three processes": (THREE, FIVE, 1, "=5 must be a multiple of gradient_accumulation_steps=4", "=4 or 8"),
     "bfloat16": ((), BF16, 1, "dtype=bfloat16 with learning_rate=1e-06", "Set dtype: float32"),
