@@ -101,6 +101,7 @@ def test_an_agent_and_its_resumption(tmp_path, monkeypatch, capsys, confined):
     assert [entry["tools/turns"] for entry in logs] == [1 + frequency for frequency in calls]
     assert [entry["tools/failure_frequency"] for entry in logs] == [0, 0]
     assert "tools:\n- run_python" in (tmp_path / "straight" / "recipe.yaml").read_text()
+    assert "trained to call `run_python` before it answers" in (tmp_path / "straight" / "README.md").read_text()
     shutil.rmtree(tmp_path / "straight" / "checkpoint-2")
     (tmp_path / "straight" / "trainer_state.json").unlink()
     resumed = run(

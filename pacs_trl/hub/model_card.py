@@ -111,6 +111,7 @@ def build_card(name: str, inputs: CardInputs) -> ModelCard:
         paper=paper,
         dataset=_dataset_text(settings, dataset),
         snippet=_snippet(name if "/" in name else ".", training["example"]) if training.get("example") else None,
+        tools=", ".join(_code(str(name)) for name in settings.get("tools") or []),
         command=_command(inputs.recipe, inputs.training) if inputs.recipe is not None else None,
         missing=_missing(inputs.recipe or {}, training.get("distributed")),
         settings=_settings_text(settings) if inputs.recipe is None else None,
