@@ -1,0 +1,208 @@
+"""The values of three kinds of critics on the same prefixes, and of critics of several sizes that were taught by an oracle.
+
+The first for the table of `experiments/genac.py`: GenAC's answers, PPO's value head, and the score that PACS trains. The second to see
+what a critic can learn to say at all: supervised on the same traces, in words and by a value head, judged by true success rates.
+"""
+
+import math
+import random
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
+
+from pacs_trl.baselines.critic_answers import AfterAnswer, generate_answers, question_ids
+from pacs_trl.baselines.critic_objective import mean_ranking_accuracy, value_scores
+from pacs_trl.baselines.critic_prompt import Actor, CriticPrompt, State
+from pacs_trl.baselines.critic_traces import Trace
+from pacs_trl.data.tasks import looks_right, problems
+from pacs_trl.evaluation.requests import SamplingSettings, render_prompt
+from pacs_trl.evaluation.sampling import sample_completions
+from pacs_trl.objective import group_scores
+from pacs_trl.recipe import read_recipe
+from pacs_trl.reproduce.cells import RECIPES
+from pacs_trl.update.scorer import Scorer, score_rows
+
+
+TOKENS = 48  # of a completion: sums of four terms
+BATCH = 32  # traces of an optimizer step
+GROUP = 8  # completions of a problem
+CANDIDATES = (2, 4, 8)
+PLACES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of a completion: prefixes before its first to its last token
+
+
+def load(path: Path, architecture=AutoModelForCausalLM) -> tuple[Any, Any]:
+    return architecture.from_pretrained(path, dtype=torch.float32), AutoTokenizer.from_pretrained(
+        path, padding_side="left"
+    )
+
+
+# Three kinds of critics on the same prefixes -------------------------------------------------------------------------
+
+
+def held_out(path: Path, task: str, num_problems: int, seed: int) -> list[dict[str, Any]]:
+    """Completions of a policy with their grades, adjacent by problem, and the places where values are asked for."""
+    model, tokenizer = load(path)
+    rows = problems(task, "test", num_problems, seed=seed)
+    turns = [[{"role": "user", "content": row["problem"]}] for row in rows]
+    how = SamplingSettings(temperature=1.0, top_p=1.0, max_new_tokens=TOKENS)
+    drawn = sample_completions(model, tokenizer, turns, n=GROUP, settings=how, seed=seed, batch_size=512)
+    found = []
+    for group, (row, turn, completions) in enumerate(zip(rows, turns, drawn, strict=True)):
+        prompt = tokenizer(render_prompt(tokenizer, turn), add_special_tokens=False)["input_ids"]
+        for completion in completions:
+            ids = tokenizer(completion.text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+            places = [round(share * (len(ids) - 1)) for share in PLACES]
+            right = looks_right(row, completion.text)
+            found.append(
+                {
+                    "group": group,
+                    "problem": row["problem"],
+                    "prompt": prompt,
+                    "ids": ids,
+                    "places": places,
+                    "right": right,
+                }
+            )
+    return found
+
+
+@torch.no_grad()
+def values_of_head(path: Path, rows: list[dict]) -> list[list[float]]:
+    """PPO: the value before a token stands where it is predicted."""
+    critic = load(path, AutoModelForTokenClassification)[0].eval()
+    scorer, found = Scorer(critic, critic.device), []
+    for i in range(0, len(rows), 64):
+        some = rows[i : i + 64]
+        values = scorer.values(critic, [r["prompt"] for r in some], [r["ids"] for r in some])
+        found += [[of[place].item() for place in row["places"]] for row, of in zip(some, values, strict=True)]
+    return found
+
+
+def values_in_words(path: Path, rows: list[dict], template: str) -> list[list[float]]:
+    """GenAC: the most probable answer; NaN where it cannot be read."""
+    rate = mean(row["right"] for row in rows)
+    tokenizer = load(path)[1]
+    states = [
+        State(row["problem"], tokenizer.decode(row["ids"][:place], skip_special_tokens=True), place)
+        for row in rows
+        for place in row["places"]
+    ]
+    answers = written(path, [Trace(state, rate, "") for state in states], template)
+    prompt = CriticPrompt.read(template)
+    values = [math.nan if (value := prompt.parse(answer)) is None else value for answer in answers]
+    return [values[i : i + len(PLACES)] for i in range(0, len(values), len(PLACES))]
+
+
+def written(path: Path, traces: list[Trace], template: str, begun: list[str] | None = None) -> list[str]:
+    """What a critic most probably answers about the states of traces, behind what it is given of each answer (`begun`)."""
+    critic, tokenizer = load(path)
+    prompt = CriticPrompt.read(template)
+    args = read_recipe(["--config", str(RECIPES / "miniature" / "genac.yaml")]).training
+    texts = [prompt.render(t.state, Actor("", TOKENS, t.success_rate)) for t in traces]
+    begun = begun or [""] * len(texts)
+    questions = [
+        ids + tokenizer(first, add_special_tokens=False)["input_ids"]
+        for ids, first in zip(question_ids(tokenizer, texts, args), begun, strict=True)
+    ]
+    how = SamplingSettings(temperature=0.0, top_p=1.0, max_new_tokens=args.critic_max_new_tokens)
+    ending = AfterAnswer(tokenizer, prompt.tags[1], critic.config.vocab_size)
+    answers = generate_answers(critic, tokenizer, questions, [0] * len(questions), how, ending=ending, batch_size=512)
+    return [first + tokenizer.decode(ids) for first, (ids, _) in zip(begun, answers, strict=True)]
+
+
+def values_of_score(policy: Path, reference: Path, rows: list[dict]) -> list[list[float]]:
+    """PACS: sigma(psi) of the prefixes that end at the same share of a prompt's completions."""
+    prompts, ids = [row["prompt"] for row in rows], [row["ids"] for row in rows]
+    with torch.no_grad():
+        logps = [[of for of, _ in score_rows(load(path)[0], prompts, ids)] for path in (policy, reference)]
+    ratios = [(own - other).double() for own, other in zip(*logps, strict=True)]
+    columns = []
+    for k in range(len(PLACES)):
+        proxies = torch.stack([ratio[: row["places"][k]].sum() for ratio, row in zip(ratios, rows, strict=True)])
+        columns.append(group_scores(proxies, torch.zeros(len(rows)), num_generations=GROUP).sigmoid().tolist())
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def measures(rows: list[dict], values: list[list[float]]) -> dict[str, Any]:
+    """Of one critic; the last place ranks. `errors`: of each problem the mean of `(R - v)^2`, of which intervals are made."""
+    flat = torch.tensor([value for of_row in values for value in of_row])
+    outcomes = torch.tensor([float(row["right"]) for row in rows for _ in PLACES])
+    groups = []
+    for first in range(0, len(rows), GROUP):
+        last = [0.0 if math.isnan(of_row[-1]) else of_row[-1] for of_row in values[first : first + GROUP]]
+        groups.append((last, [row["right"] for row in rows[first : first + GROUP]]))
+    ranking = {f"top 1 of {m}": mean_ranking_accuracy(groups, m) for m in CANDIDATES}
+    errors = (outcomes - flat.nan_to_num(0.0)).square().view(-1, GROUP * len(PLACES)).mean(dim=1)
+    counts = {"prefixes": len(flat), "right": int(sum(r["right"] for r in rows))}
+    return value_scores(flat, outcomes) | ranking | counts | {"errors": [round(x, 4) for x in errors.tolist()]}
+
+
+# Critics of several sizes, taught by an oracle -----------------------------------------------------------------------
+
+
+def states_of(traces: list[Trace], tokenizer) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts and completions for a value head: the state is before the last token, which it does not see."""
+    prompts = [
+        tokenizer(render_prompt(tokenizer, [{"role": "user", "content": t.state.problem}]), add_special_tokens=False)
+        for t in traces
+    ]
+    ids = [tokenizer(t.state.response, add_special_tokens=False)["input_ids"] for t in traces]
+    return [prompt["input_ids"] for prompt in prompts], [own + [tokenizer.eos_token_id] for own in ids]
+
+
+def taught_head(start: Path, traces: list[Trace], rates: list[float], epochs: int, learning_rate: float, seed: int):
+    """A value head on the weights of `start`, fitted to the rates of the same traces by their squared error."""
+    torch.manual_seed(seed)
+    head = AutoModelForTokenClassification.from_pretrained(start, num_labels=1, dtype=torch.float32)
+    prompts, ids = states_of(traces, load(start)[1])
+    scorer, optimizer = Scorer(head, head.device), torch.optim.AdamW(head.parameters(), lr=learning_rate)
+    places = list(range(len(traces)))
+    for epoch in range(epochs):
+        random.Random(f"{seed}/{epoch}").shuffle(places)
+        for first in range(0, len(places), BATCH):
+            batch = places[first : first + BATCH]
+            values = scorer.values(head, [prompts[i] for i in batch], [ids[i] for i in batch])
+            target = torch.tensor([rates[i] for i in batch])
+            loss = (torch.stack([own[-1] for own in values]) - target).square().mean()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return head.eval()
+
+
+@torch.no_grad()
+def said_by_head(head, start: Path, traces: list[Trace]) -> list[float]:
+    prompts, ids = states_of(traces, load(start)[1])
+    scorer = Scorer(head, head.device)
+    found: list[float] = []
+    for first in range(0, len(traces), 64):
+        values = scorer.values(head, prompts[first : first + 64], ids[first : first + 64])
+        found += [own[-1].item() for own in values]
+    return found
+
+
+def judge_taught(path: Path, traces: list[Trace]) -> dict[str, Any]:
+    """A critic that was taught, on traces that it has not seen: its values, how much of its reasons is right, and what it would say
+    behind the oracle's reasons; `values` and `behind` are lists, NaN where nothing can be read."""
+    prompt = CriticPrompt.read("miniature")
+    reasons = [t.answer[: t.answer.rindex(prompt.tags[0])] for t in traces]
+    answers = written(path, traces, "miniature")
+    behind = written(path, traces, "miniature", reasons)
+
+    def read(texts: list[str]) -> list[float]:
+        return [math.nan if (value := prompt.parse(text)) is None else value for text in texts]
+
+    own = [answer.split(prompt.tags[0])[0] for answer in answers]
+    parts = [[text.partition("|")[::2] for text in texts] for texts in (own, reasons)]
+    alike = [[a[k] == b[k] for a, b in zip(*parts, strict=True)] for k in range(2)]
+    return {
+        "values": read(answers),
+        "behind": read(behind),
+        "reason right": mean(a == b for a, b in zip(own, reasons, strict=True)),
+        "calculations right": mean(alike[0]),
+        "terms right": mean(alike[1]),
+    }
