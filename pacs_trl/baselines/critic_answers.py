@@ -1,12 +1,17 @@
-"""Answers of a generative critic without vLLM, and what has to be right of a critic before its weights are loaded."""
+"""Answers of a generative critic, with transformers and from an engine, and what has to be right of a critic before its weights are
+loaded."""
 
+import copy
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
+from trl.generation.vllm_generation import VLLMGeneration
 
 from ..evaluation.requests import SamplingSettings
 from ..evaluation.sampling import generate_tokens, stop_token_ids
+from ..rollouts.vllm_checks import check_port, check_server
 from .critic_prompt import Actor, CriticPrompt, State
 from .genac_config import GenACConfig
 
@@ -85,6 +90,33 @@ def generate_answers(
     return answers
 
 
+def engine_settings(args: GenACConfig, tag: str, temperature: float) -> dict[str, Any]:
+    """How an engine of TRL draws answers, in its own words: they end with the closing tag."""
+    return {
+        "temperature": temperature,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": None,
+        "repetition_penalty": 1.0,
+        "max_completion_length": args.critic_max_new_tokens,
+        "structured_outputs_regex": None,
+        "generation_kwargs": {"stop": [tag], "include_stop_str_in_output": True},
+    }
+
+
+def own_server(args: GenACConfig, accelerator, critic: PreTrainedModel, tokenizer) -> VLLMGeneration:
+    """TRL's end of a vLLM server of the critic's own."""
+    return VLLMGeneration(
+        accelerator.unwrap_model(critic),
+        accelerator,
+        tokenizer,
+        mode="server",
+        server_base_url=str(args.critic_vllm_server_base_url).rstrip("/"),
+        server_timeout=args.vllm_server_timeout,
+        group_port=args.vllm_group_port + 1,
+    )
+
+
 def critic_tokenizer(path: str, args: GenACConfig, given: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
     """That of the critic, which is the policy's (`given`, if there is one) unless the critic has a path of its own."""
     if given is not None and args.critic_model_name_or_path is None:
@@ -118,13 +150,15 @@ def check_critic(
     """
     Raises:
         `ValueError`: if the critic cannot write the tags, its context is too short for the longest question and answer, or vLLM
-            would have to serve two models of different shapes.
+            would have to serve two models of different shapes, or the critic's own server does not answer as it should.
     """
     prompt.check_vocabulary(tokenizer, path)
     trust = {"trust_remote_code": args.trust_remote_code}
     config = AutoConfig.from_pretrained(path, **trust)
     _check_context(config, path, args, tokenizer, prompt, prompts)
-    if args.use_vllm:
+    if args.critic_vllm_server_base_url is not None:
+        _check_own_server(args, path)
+    elif args.use_vllm:
         own = AutoConfig.from_pretrained(policy, **trust) if isinstance(policy, str) else policy.config
         differing = [
             f"{name} {getattr(own, name, None)} and {getattr(config, name, None)}"
@@ -134,8 +168,18 @@ def check_critic(
         if differing:
             raise ValueError(
                 f"Policy and critic differ ({'; '.join(differing)}), and one vLLM engine serves both in turn: it is sent the "
-                "weights of each before it generates. Use a critic of the policy's architecture, or use_vllm: false."
+                "weights of each before it generates. Use a critic of the policy's architecture, a server of its own (critic_vllm_server_base_url), or use_vllm: false."
             )
+
+
+def _check_own_server(args: GenACConfig, path: str) -> None:
+    """As that of the policy is checked, with what is the critic's in the place of what is the policy's."""
+    if args.process_index == 0:
+        own = copy.copy(args)
+        own.vllm_server_base_url = args.critic_vllm_server_base_url
+        own.max_completion_length = args.max_completion_length + args.critic_max_new_tokens
+        check_port(args.vllm_group_port + 1, "vllm_group_port + 1", "Set vllm_group_port to another one.")
+        check_server(own, path, "critic_vllm_server_base_url")
 
 
 def _check_context(config, path, args, tokenizer, prompt, prompts) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..rollouts.step_sizes import Step
+from ..rollouts.vllm_checks import server_url
 from ..settings import settings_of, with_help
 from .actor_critic_config import ActorCriticConfig
 from .critic_prompt import CriticPrompt
@@ -25,6 +26,9 @@ class GenACConfig(ActorCriticConfig):
             `miniature_unconditioned`. The unconditioned ones leave out who acts, how often it is right and how far it is.
         critic_max_new_tokens (`int`, *optional*, defaults to `1024`):
             Tokens of an answer.
+        critic_vllm_server_base_url (`str`, *optional*):
+            Address of a vLLM server of the critic's own, beside the policy's (`vllm_mode: server`). Its weights go through the
+            port behind `vllm_group_port`. Without it the policy's engine serves both in turn.
         critic_batch_size (`int`, *optional*):
             Answers of a forward pass, and of a call of `generate` without vLLM; by default `per_device_train_batch_size`.
         critic_lora_r (`int`, *optional*):
@@ -59,6 +63,7 @@ class GenACConfig(ActorCriticConfig):
     critic_learning_rate: float = 1e-6
     critic_prompt: str = "genac"
     critic_max_new_tokens: int = 1024
+    critic_vllm_server_base_url: str | None = None
     critic_batch_size: int | None = None
     critic_lora_r: int | None = None
     segment_probability: float | None = 0.2
@@ -98,6 +103,17 @@ class GenACConfig(ActorCriticConfig):
             errors.append(
                 "max_completion_length=None is not supported by GenAC: the critic is told of the limit, and its context must hold "
                 "the longest response. Set a number."
+            )
+        own_server = given.critic_vllm_server_base_url
+        if own_server is not None and not (given.use_vllm and given.vllm_mode == "server"):
+            errors.append(
+                f"critic_vllm_server_base_url={own_server!r} would be ignored without a server of the policy: set use_vllm: true and "
+                "vllm_mode: server, or remove the key."
+            )
+        elif own_server is not None and own_server.rstrip("/") == server_url(given):
+            errors.append(
+                f"critic_vllm_server_base_url={own_server!r} is the policy's server, which serves both in turn without the key. Name "
+                "another one, or remove the key."
             )
         most = most_answers(given, step)
         if most is not None and given.critic_budget is not None and most > given.critic_budget:

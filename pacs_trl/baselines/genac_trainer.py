@@ -4,7 +4,8 @@ The critic is a causal language model. Before each segment of a completion it is
 right (`critic_prompt.py`), and what it writes ends with an integer. Its answers are rewarded by how near they came, and learnt from by
 REINFORCE. All that is not about such a critic is in `actor_critic.py`; no official code exists.
 
-With vLLM one engine serves both models in turn: before each generation it is sent the weights of the one that writes.
+With vLLM one engine serves both models in turn, which is sent the weights of the one that writes before each generation; or the critic
+has a server of its own.
 """
 
 import math
@@ -21,7 +22,7 @@ from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_ge
 from trl.trainer.utils import add_fused_lm_head, get_config_model_id
 
 from ..evaluation.requests import SamplingSettings
-from ..rollouts.engine import ServerFailure
+from ..rollouts.engine import Engine, ServerFailure
 from ..rollouts.resume import request_seed
 from ..rollouts.timing import PARTS
 from ..update.rows import labels_from_rewards, without_padding
@@ -30,7 +31,9 @@ from .critic_answers import (
     AfterAnswer,
     check_critic,
     critic_tokenizer,
+    engine_settings,
     generate_answers,
+    own_server,
     problem_of,
     question_ids,
 )
@@ -123,6 +126,10 @@ class GenACTrainer(ActorCriticTrainer[GenACConfig]):
         self._is_started = False
         self.timer.parts = {"critic": "values that the critic writes", **PARTS}
         size = sum(parameter.numel() for parameter in self.model.parameters())
+        self._critic_engine: Engine | None = None
+        if self.args.critic_vllm_server_base_url is not None:
+            server = own_server(self.args, self.accelerator, self.critic, self._critic_tokenizer)
+            self._critic_engine = Engine(server, next_seeds=self._next_seeds, timer=self.timer)
         self._actor_name = f"{get_config_model_id(self.model.config).rsplit('/')[-1]}, {_in_words(size)} parameters"
 
     def _labels_of(self, rewards_per_func):
@@ -223,7 +230,7 @@ class GenACTrainer(ActorCriticTrainer[GenACConfig]):
             with self.timer.part("critic"):
                 answers = self._ask_engine(padded) if self.use_vllm else self._ask_model(padded, seeds)
         except ServerFailure as failure:
-            self._stop_without_server(failure)
+            self._stop_without_server(failure, self._critic_engine)
         return [(question, *answer) for question, answer in zip(questions, answers, strict=False)]
 
     def _ask_model(self, questions: list[list[int]], seeds: list[int]) -> list[tuple[list[int], list[float]]]:
@@ -248,19 +255,12 @@ class GenACTrainer(ActorCriticTrainer[GenACConfig]):
             )
 
     def _ask_engine(self, questions: list[list[int]]) -> list[tuple[list[int], list[float]]]:
-        sampling = {
-            "temperature": 1.0 if self.model.training else 0.0,
-            "top_p": 1.0,
-            "top_k": 0,
-            "min_p": None,
-            "repetition_penalty": 1.0,
-            "max_completion_length": self.args.critic_max_new_tokens,
-            "structured_outputs_regex": None,
-            "generation_kwargs": {"stop": [self._prompt.tags[1]], "include_stop_str_in_output": True},
-        }
-        self._last_loaded_step = -1  # the policy's weights are sent again
-        with self.vllm_generation.lent_to(self.accelerator.unwrap_model(self.critic), **sampling):
-            _, ids, logps, _ = self.vllm_generation.generate(prompts=questions, images=None, num_generations=1)
+        sampling = engine_settings(self.args, self._prompt.tags[1], 1.0 if self.model.training else 0.0)
+        engine = self._critic_engine
+        if engine is None:
+            engine, self._last_loaded_step = self.vllm_generation, -1  # the policy's weights are sent again
+        with engine.lent_to(self.accelerator.unwrap_model(self.critic), **sampling):
+            _, ids, logps, _ = engine.generate(prompts=questions, images=None, num_generations=1)
         end = self._critic_tokenizer.eos_token_id
         known = [[math.nan if one[0] is None else one[0] for one in row] for row in logps]
         return [(list(own), row) if own else ([end], [math.nan]) for own, row in zip(ids, known, strict=True)]

@@ -352,8 +352,11 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
 
         return complete
 
-    def _stop_without_server(self, failure: ServerFailure) -> NoReturn:
-        """Save the state between the last two optimizer steps, on all processes, and raise."""
+    def _stop_without_server(self, failure: ServerFailure, engine: Engine | None = None) -> NoReturn:
+        """Save the state between the last two optimizer steps, on all processes, and raise. `engine`: whose server it is."""
+        url, model = server_url(self.args), self.model
+        if engine is not None:
+            url, model = engine.server_base_url, engine.model
         step = self.state.global_step
         if self._step_begin is not None and self._step_begin["global_step"] == step:
             self._rewind_step()
@@ -365,8 +368,8 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
                 self.args.save_only_model = save_only_model
             kept = f"The state after it is in {Path(self.args.output_dir) / f'checkpoint-{step}'}"
         raise FailedRun(
-            f"The vLLM server at {server_url(self.args)} {failure.state} after optimizer step {step} ({failure.cause}). "
-            f"{kept}. Mend the cause, start the server again if it is down: {serve_command(self.model.name_or_path)} and "
+            f"The vLLM server at {url} {failure.state} after optimizer step {step} ({failure.cause}). "
+            f"{kept}. Mend the cause, start the server again if it is down: {serve_command(model.name_or_path)} and "
             "continue with `--resume_from_checkpoint last`."
         ) from failure
 

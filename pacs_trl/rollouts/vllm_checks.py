@@ -113,9 +113,11 @@ def _rendezvous_holds_port() -> bool:
     return torch.distributed.is_initialized() or torch.distributed.is_torchelastic_launched()
 
 
-def check_server(args: GRPOConfig, model: str) -> None:
+def check_server(
+    args: GRPOConfig, model: str, setting: str = "vllm_server_base_url, or vllm_server_host and vllm_server_port"
+) -> None:
     """
-    Wait up to `vllm_server_timeout` seconds for the server and ask it what it serves.
+    Wait up to `vllm_server_timeout` seconds for the server and ask it what it serves; `setting` is where its address stands.
 
     Raises:
         `ValueError`: if no vLLM server answers, or one with another model, with too short a context, or without what
@@ -123,14 +125,14 @@ def check_server(args: GRPOConfig, model: str) -> None:
     """
     url, command = server_url(args), serve_command(model)
     with httpx.Client(base_url=url, timeout=10.0) as client:
-        _wait_for_server(client, url, args.vllm_server_timeout, command)
+        _wait_for_server(client, url, args.vllm_server_timeout, command, setting)
         answer = client.get("/v1/models")
         try:
             (served, *_) = answer.json()["data"]
         except (ValueError, KeyError) as error:
             raise ValueError(
                 f"Something answers at {url}, but it is no vLLM server (GET /v1/models: status {answer.status_code}). Set "
-                f"vllm_server_base_url, or vllm_server_host and vllm_server_port, to the address of: {command}"
+                f"{setting} to the address of: {command}"
             ) from error
         if model not in (served["id"], served.get("root")):
             raise ValueError(
@@ -178,7 +180,7 @@ def _warn_of_quantization(url: str, config: dict) -> None:
         )
 
 
-def _wait_for_server(client: httpx.Client, url: str, timeout: float, command: str) -> None:
+def _wait_for_server(client: httpx.Client, url: str, timeout: float, command: str, setting: str) -> None:
     deadline = time.monotonic() + timeout
     while True:
         try:
@@ -196,5 +198,5 @@ def _wait_for_server(client: httpx.Client, url: str, timeout: float, command: st
         time.sleep(_SECONDS_BETWEEN_TRIES)
     raise ValueError(
         f"No vLLM server answers at {url} after {timeout:g} s (vllm_server_timeout; {reason}). Start it with: {command} "
-        f"and wait until `curl --fail {url}/health` succeeds, or correct vllm_server_host and vllm_server_port."
+        f"and wait until `curl --fail {url}/health` succeeds, or correct {setting}."
     )
