@@ -25,7 +25,7 @@ class Estimate:
     What is known of a run beforehand. `dtype` is that of the loaded weights, `precision` that of activations (see [`~cost.ModelShape.activation_bytes`]). FSDP and
     DeepSpeed train float32 copies of half-precision weights, but only under mixed precision, for which the recipe wins over
     the accelerate file. `num_problems` is counted before overlong prompts are left out, and `None` where the set is not a
-    named one. Sizes are bytes on one GPU; there are none where the `shape` of the model is not known.
+    named one. Sizes are bytes on one GPU; there are none where the shape of a model is not known, the policy's or the critic's.
     """
 
     def __init__(self, recipe: Recipe, launch: Launch, gpu: Gpu = H200):
@@ -49,8 +49,11 @@ class Estimate:
         self.additional: dict[str, Additional] = {}  # in a generation, beside its first completions
         if self.of_pacs and recipe.step is not None and not draw_errors(training, recipe.step):
             self.additional = additional(training, recipe.step)
-        self.shape = cost.model_shape(recipe.model.model_name_or_path)
-        if self.shape is not None:
+        policy = recipe.model.model_name_or_path
+        names = policy, vars(training).get("critic_model_name_or_path") or policy
+        self.shape, self.critic_shape = (cost.model_shape(name) for name in names)
+        self.unknown = next((name for name in names if cost.model_shape(name) is None), None)
+        if self.unknown is None:
             self._measure()
 
     def _measure(self) -> None:
@@ -58,10 +61,12 @@ class Estimate:
         self.trained = shape.parameters
         if model.use_peft:
             self.trained = cost.lora_parameters(shape, model.lora_r, model.lora_target_modules)
-        self.critic = shape.parameters if self.recipe.run.method in ("ppo", "genac") else 0
+        of_critic = self.critic_shape
+        self.critic = of_critic.parameters if self.recipe.run.method in ("ppo", "genac") else 0
         frozen_critic = 0
         if self.of_genac and training.critic_lora_r is not None:
-            self.critic, frozen_critic = cost.lora_parameters(shape, training.critic_lora_r, None), shape.parameters
+            self.critic = cost.lora_parameters(of_critic, training.critic_lora_r, None)
+            frozen_critic = of_critic.parameters
         self.has_snapshot = self.of_pacs and training.reference == "snapshot"
         self.has_kl_model = training.beta != 0 and not model.use_peft  # with LoRA it is the policy without its adapter
 
@@ -75,11 +80,21 @@ class Estimate:
 
         self.tokens = self.of_pacs and training.max_tokens_per_micro_batch
         self.tokens = self.tokens or self._tokens(training.per_device_train_batch_size)
-        checkpointing = training.gradient_checkpointing
-        self.activations = shape.activation_bytes(self.tokens, checkpointing=checkpointing, precision=self.precision)
+        kept = [(shape, self.tokens, "")]  # the critic's are gone when the policy learns
+        if self.critic:
+            rows, tokens = training.per_device_train_batch_size, self.longest
+            if self.of_genac:
+                rows, tokens = training.critic_batch_size or rows, tokens + _TEMPLATE + training.critic_max_new_tokens
+            kept.append((of_critic, rows * tokens, " of the critic"))
+        how = {"checkpointing": training.gradient_checkpointing, "precision": self.precision}
+        self.activations, self.fullest = max(
+            ((shape.activation_bytes(n, **how), f"{n} tokens{words}") for shape, n, words in kept),
+            key=lambda own: own[0],
+        )
         self.gathered = self.collected = self.engine = 0.0
         if launch.sharding == "full":  # two layers and the largest matrix outside of them, in bfloat16
-            self.gathered = 2.0 * (2 * shape.layer_parameters + shape.vocabulary * shape.hidden)
+            shapes = (shape, of_critic) if self.critic else (shape,)
+            self.gathered = 2.0 * max(2 * s.layer_parameters + s.vocabulary * s.hidden for s in shapes)
         if launch.kind == "FSDP" and training.gradient_accumulation_steps > 1:  # reduced with the last micro-batch
             self.collected = 4.0 * (self.trained + self.critic)
         if training.use_vllm and training.vllm_mode == "colocate":
@@ -116,7 +131,7 @@ class Estimate:
 
     def memory_conflict(self) -> str | None:
         """Why updates do not fit into a GPU, whatever the engine, with what helps; `None` if they do."""
-        if self.shape is None or self.update <= self.usable:
+        if self.unknown is not None or self.update <= self.usable:
             return None
         full, batch = self.launch.sharding == "full", self.training.per_device_train_batch_size
         remedies = [
@@ -134,7 +149,7 @@ class Estimate:
 
     def engine_conflict(self) -> str | None:
         """Why a colocated vLLM does not fit beside training, with what would; `None` if it does."""
-        if self.shape is None or self.engine == 0 or self.beside_engine + self.engine <= self.usable:
+        if self.unknown is not None or self.engine == 0 or self.beside_engine + self.engine <= self.usable:
             return None
         training, total = self.training, self.gpu.memory_bytes
         share = int(20 * (self.usable - self.beside_engine) / total) / 20  # rounded down to a twentieth
@@ -155,9 +170,8 @@ class Estimate:
         """The plan of a recipe with legal batch sizes, for completions of that many tokens on average."""
         optimizer_steps = self.optimizer_steps()
         lines = [*self._step(), *self._run(optimizer_steps, mean_length)]
-        if self.shape is None:
-            name = self.recipe.model.model_name_or_path
-            return [*lines, "", f"Memory and time: not estimated, because the shape of {name!r} is not known."]
+        if self.unknown is not None:
+            return [*lines, "", f"Memory and time: not estimated, because the shape of {self.unknown!r} is not known."]
         lines += self._memory() + self._disk(optimizer_steps, mean_length)
         return lines if optimizer_steps is None else lines + self._time(optimizer_steps, mean_length)
 
@@ -219,7 +233,7 @@ class Estimate:
         fits = "fits" if self.peak < self.usable else "DOES NOT FIT"
         rows = [
             ("training state", self.state, state),
-            ("activations", self.activations, f"micro-batch of {self.tokens} tokens, {self.precision}{kept}"),
+            ("activations", self.activations, f"micro-batch of {self.fullest}, {self.precision}{kept}"),
             ("gathered weights", self.gathered, "two layers and the output head"),
             ("collected gradient", self.collected, "of all weights, until the last micro-batch"),
             ("vLLM", self.engine, engine + ", freed during updates" * self.asleep),
@@ -282,31 +296,30 @@ class Estimate:
             squares = prompt**2 / sharing + 2 * prompt * mean_length + cost.mean_square_length(mean_length, longest)
             attended = squares / computed
         passes = self._forward_passes()
-        flops = passes * shape.forward_flops(rows * computed, attended)
+        of_critic = 0
+        if self.recipe.run.method == "ppo":  # judges the batch once, and learns as the policy does
+            of_critic = training.num_iterations * (4 if training.gradient_checkpointing else 3) + 1
+        flops = (passes - of_critic) * shape.forward_flops(rows * computed, attended)
+        flops += of_critic * self.critic_shape.forward_flops(rows * computed, attended)
         return flops, flops / (self.launch.num_processes * gpu.flops * gpu.training_share), passes
 
     def _critic_time(self, mean_length: int) -> tuple[float, float, float, str]:
         """FLOP and seconds of learning from the answers of a generation, seconds of writing them, and all that in words. Of a
         completion every segment is counted that there may be, and a question holds half a completion on average."""
-        training, shape, gpu, gpus = self.training, self.shape, self.gpu, self.launch.num_processes
+        training, shape, gpu, gpus = self.training, self.critic_shape, self.gpu, self.launch.num_processes
         answers, longest = most_answers(training, self.step), training.critic_max_new_tokens
         question, mean = _TEMPLATE + self._prompt + mean_length // 2, max(1, round(0.35 * longest))
         passes = training.num_iterations * (4 if training.gradient_checkpointing else 3)
         flops = passes * shape.forward_flops(answers * (question + mean), question + mean)
         learning, writing = flops / (gpus * gpu.flops * gpu.training_share), 0.0
+        written = "written by a server, whose time is not counted"
         if not (training.use_vllm and training.vllm_mode == "server"):
             cache = 0.3 * gpu.memory_bytes
             how = {"kv_cache_bytes": cache, "gpu": gpu}
             writing = cost.decoding_seconds(shape, answers / gpus, question, mean, longest, **how)
-        return (
-            flops,
-            learning,
-            writing,
-            (
-                f"at most {answers:,} answers of {mean} tokens per rollout step; {writing:.0f} s to write them, {learning:.0f} s to "
-                f"learn from them ({passes:g} forward passes)"
-            ),
-        )
+            written = f"{writing:.0f} s to write them"
+        words = f"at most {answers:,} answers of {mean} tokens per rollout step; {written}, {learning:.0f} s to learn from them"
+        return flops, learning, writing, f"{words} ({passes:g} forward passes)"
 
     @property
     def _prompt(self) -> int:

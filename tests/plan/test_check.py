@@ -12,6 +12,8 @@ NULLS = ("--num_generations", "null", "--learning_rate", "null", "--steps_per_ge
 WHOLE = (*EIGHT, "--gradient_accumulation_steps", "32", "--steps_per_generation=128")
 BF16, GRPO, PPO, FEW = {"dtype": "bfloat16"}, {"method": "grpo"}, {"method": "ppo"}, {"max_train_samples": 1000}
 GENAC = {"method": "genac"}
+SERVERS = {"use_vllm": True, "vllm_mode": "server", "vllm_server_host": "policy", "critic_model_name_or_path": "Qwen/Qwen3-0.6B",
+           "critic_vllm_server_base_url": "http://critic:8000"}  # fmt: skip
 ODD, WRITTEN, PAIRS = {"save_steps": 30}, {"expected_processes": 64}, {"vllm_tensor_parallel_size": 2}
 BIG, SMALL, UNKNOWN = ({"model_name_or_path": n} for n in ("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B", "someone/something"))
 NO_EXPRESSION, SCORE = {"lora_target_modules": ["*_proj"], "use_peft": True}, {"score_estimator": "grpo"}
@@ -91,6 +93,10 @@ SAID = {
     "GenAC, budget": (FSDP2, GENAC | {"critic_budget": 100_000}, 1, "critic_budget=100000 is less than the 139264 answers"),
     "GenAC, short engine": (FSDP2, GENAC | VLLM | {"vllm_max_model_length": 2000}, 1, "plus critic_max_new_tokens=1024",
                             "Set it to at least 2524"),
+    "GenAC, two shapes": (FSDP2, GENAC | FITTING | {"critic_model_name_or_path": "Qwen/Qwen3-0.6B"}, 1,
+                          "The critic 'Qwen/Qwen3-0.6B' has another shape than the policy, and one vLLM engine"),
+    "GenAC, two servers": (FSDP2, GENAC | SERVERS, 0, "per rollout step; written by a server"),
+    "unknown critic": (FSDP2, PPO | {"critic_model_name_or_path": "me/mine"}, 0, "the shape of 'me/mine' is not known"),
     "nothing": ((), {"dataset_name": None, "model_name_or_path": None}, 1, "names no data", "names no model"),
     "no directory": ((), {"model_name_or_path": "./nope"}, 1, "1 conflict(s)", "The model directory './nope' does not exist"),
     "no task": ((), {"model_name_or_path": "miniature/no"}, 1, "1 conflict(s)", "There is no miniature task 'no'"),

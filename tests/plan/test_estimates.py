@@ -119,6 +119,25 @@ def test_training_state(planned, size, settings):
     assert ("and the KL reference" in line) == ("beta" in settings) == ("KL" in line)
 
 
+SMALL_CRITIC = {"critic_model_name_or_path": "Qwen/Qwen3-0.6B"}
+
+
+def test_the_critic_has_a_size_of_its_own(planned):
+    """Of PPO both judge and learn from 8192 rows of 256 + 350 tokens; of GenAC the critic's answers are the longer rows."""
+    small = model_shape("Qwen/Qwen3-0.6B")
+    for method in (PPO, GENAC):
+        state = float(planned("training state", **method | SMALL_CRITIC).split()[0])
+        assert state == pytest.approx(16 * (PARAMETERS + small.parameters) / 64 / GIB, abs=0.05)
+    learning = planned("learning", **PPO | SMALL_CRITIC)
+    attended = (256**2 + 2 * 256 * 350 + mean_square_length(350, 1000)) / 606
+    of_policy, of_critic = (s.forward_flops(8192 * 606, attended) for s in (model_shape("Qwen/Qwen3-4B"), small))
+    assert learning.startswith(f"{5 * of_policy + 5 * of_critic:.1e} FLOP")
+    own, same = (float(planned("critic", **GENAC | more).split("; ")[1].split()[0]) for more in (SMALL_CRITIC, {}))
+    assert 0 < own < same  # its cache is nearly as large
+    assert "micro-batch of 26384 tokens of the critic" in planned("activations", **GENAC)  # 8 x (2024 + 250 + 1024)
+    assert "micro-batch of 16192 tokens," in planned("activations", **GENAC | SMALL_CRITIC)
+
+
 def test_with_lora_the_kl_reference_is_the_policy_without_adapter(planned):
     assert planned("training state", **LORA | KL) == planned("training state", **LORA)
     targets = [{"lora_r": 512, "lora_target_modules": [name]} for name in ("q_proj", "o_proj")]
