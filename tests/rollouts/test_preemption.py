@@ -57,11 +57,16 @@ def weights(directory):
     return load_file(directory / "model.safetensors")
 
 
-@pytest.mark.parametrize("method", ["pacs", "ppo", "grpo"])
+# of both models something is learnt before the signal, and after it
+CRITIC = ["--critic_prompt", "miniature", "--critic_max_new_tokens", "4", "--critic_pretraining_steps", "1"]
+
+
+@pytest.mark.parametrize("method", ["pacs", "ppo", "grpo", "genac"])
 def test_stopped_in_the_middle_of_a_generation_and_continued(tmp_path, model_path, method, capsys, monkeypatch):
     """Without any checkpoint asked for, and with `save_only_model`: what is saved can be continued from. A second signal
     comes while it is being written."""
-    run(tmp_path / "straight", model_path, method=method)
+    more = CRITIC if method == "genac" else []
+    run(tmp_path / "straight", model_path, *more, method=method)
     before = signal.getsignal(signal.SIGTERM)
     save = RolloutTrainer._save_run
 
@@ -71,13 +76,13 @@ def test_stopped_in_the_middle_of_a_generation_and_continued(tmp_path, model_pat
 
     monkeypatch.setattr(RolloutTrainer, "_save_run", signalled_again)
     with pytest.raises(SystemExit) as stopped:
-        run(tmp_path / "stopped", model_path, "--save_only_model", "true", method=method, at=2)
+        run(tmp_path / "stopped", model_path, "--save_only_model", "true", *more, method=method, at=2)
     assert stopped.value.code == 143 and signal.getsignal(signal.SIGTERM) is before
     assert last_checkpoint(tmp_path / "stopped") == str(tmp_path / "stopped" / "checkpoint-3")
     assert not (tmp_path / "stopped" / "model.safetensors").exists()
     said = capsys.readouterr().out
     assert "Stopped by SIGTERM after optimizer step 3 of 4" in said and "`--resume_from_checkpoint last`" in said
-    run(tmp_path / "stopped", model_path, method=method)
+    run(tmp_path / "stopped", model_path, *more, method=method)
     expected, found = weights(tmp_path / "straight"), weights(tmp_path / "stopped")
     assert all(torch.equal(weight, found[name]) for name, weight in expected.items())
 
