@@ -388,6 +388,8 @@ def main() -> None:
     parser.add_argument("--results_dir", type=Path, default=Path("outputs/genac/results"))
     parser.add_argument("--work_dir", type=Path, default=Path("outputs/genac/runs"))
     args = parser.parse_args()
+    if min(args.problems, args.trace_problems, args.samples, args.value_steps, args.max_steps or 1) < 1:
+        parser.error("problems, continuations and steps are counted from 1")
     args.results_dir.mkdir(parents=True, exist_ok=True)
     traces = args.work_dir / "traces.jsonl"
     make_traces(traces, args.seeds, args.trace_problems, "train", args.samples)

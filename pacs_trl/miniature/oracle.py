@@ -132,6 +132,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, default=16, help="continuations of each state (default: 16)")
     parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn (default: 0)")
     args = parser.parse_args(argv)
+    for name, least in (("problems", 1), ("completions", 1), ("states", 0), ("samples", 1)):
+        if getattr(args, name) < least:
+            raise ValueError(f"--{name}={getattr(args, name)} must be at least {least}: it counts what is drawn.")
+    if args.output.is_dir():
+        raise ValueError(
+            f"--output={args.output} is a directory. Name the file of the traces, such as traces.jsonl in it."
+        )
     prompt = CriticPrompt.read(args.critic_prompt)
     rows = problems(args.task, "train", args.problems, seed=args.seed)
     start = "miniature/"

@@ -7,49 +7,66 @@ import torch
 from replay import TOKENIZER, tiny_model
 from transformers import AutoModelForTokenClassification
 
+from experiments import critic_values as critics
 from experiments import genac
 from pacs_trl.baselines.critic_prompt import CriticPrompt, State
-from pacs_trl.baselines.critic_traces import Trace, write_traces
+from pacs_trl.baselines.critic_traces import Trace
 from pacs_trl.plan.check import check_recipe
 from pacs_trl.reproduce.cells import RECIPES
 
 
+@pytest.fixture
+def policy(tmp_path):
+    for name, seed in (("policy", 0), ("reference", 1)):
+        tiny_model(seed).save_pretrained(tmp_path / name)
+        TOKENIZER.save_pretrained(tmp_path / name)
+    return tmp_path / "policy"
+
+
 def test_arms_are_legal_and_share_the_number_of_completions(tmp_path):
-    write_traces(tmp_path / "traces.jsonl", [Trace(State("1+1", "", 0), 0.5, "<5>")])
-    steps = {}
-    for name, cell in genac.arms(tmp_path / "traces.jsonl").items():
-        recipe, errors = check_recipe(str(RECIPES / f"{cell.recipe}.yaml"), cell.words, 1)
+    steps, alone = {}, {}
+    for name in genac.ARMS:
+        cell = genac.cell_of(name, tmp_path)
+        words = [tiny_critic(tmp_path) if "taught_tiny" in word else word for word in cell.words]
+        recipe, errors = check_recipe(str(RECIPES / f"{cell.recipe}.yaml"), words, 1)
         assert errors == [], name
         steps[name] = recipe.step.rows_per_generation, recipe.training.max_steps, recipe.model.model_name_or_path
+        alone[name] = vars(recipe.training).get(
+            "critic_warmup_steps", vars(recipe.training).get("critic_pretraining_steps")
+        )
     assert len(set(steps.values())) == 1 and set(steps) == {
         *("PPO", "GenAC", "GenAC, not conditioned", "PACS", "GRPO")
     }
+    assert {alone[name] for name in ("PPO", "GenAC", "GenAC, not conditioned")} == {genac.ALONE}
+
+
+def tiny_critic(directory) -> str:
+    """In the place of one that was taught."""
+    tiny_model().save_pretrained(directory / "critic")
+    return str(directory / "critic")
 
 
 def test_measures_by_hand():
     """Two completions would be a group; here eight, of which the right one has the highest last value."""
-    rows = [{"right": i == 3} for i in range(genac.GROUP)]
+    rows = [{"right": i == 3} for i in range(critics.GROUP)]
     values = [[math.nan] * 4 + [0.8 if row["right"] else 0.3] for row in rows]
-    found = genac.measures(rows, values)
+    found = critics.measures(rows, values)
     assert found["top 1 of 2"] == found["top 1 of 8"] == 1.0
     assert found["unparsed"] == 0.8 and (found["prefixes"], found["right"]) == (40, 1)
     # read values are (0.8 - 1)^2 and seven times 0.3^2 off, the others 1 and 0
     assert found["brier"] == pytest.approx((0.04 + 7 * 0.09 + 4 * 1) / 40)
 
 
-def test_values_of_all_critics_at_the_same_prefixes(tmp_path):
-    for name, seed in (("policy", 0), ("reference", 1)):
-        tiny_model(seed).save_pretrained(tmp_path / name)
-        TOKENIZER.save_pretrained(tmp_path / name)
+def test_values_of_all_critics_at_the_same_prefixes(tmp_path, policy):
     head = AutoModelForTokenClassification.from_pretrained(tmp_path / "policy", num_labels=1)
     head.save_pretrained(tmp_path / "head")
     TOKENIZER.save_pretrained(tmp_path / "head")
-    rows = genac.held_out(tmp_path / "policy", "terms", 2, seed=0)
+    rows = critics.held_out(tmp_path / "policy", "terms", 2, seed=0)
     assert [row["group"] for row in rows] == [0] * 8 + [1] * 8
     assert all(row["places"][0] == 0 and row["places"][-1] == len(row["ids"]) - 1 for row in rows)
-    of_head = genac.values_of_head(tmp_path / "head", rows)
-    of_score = genac.values_of_score(tmp_path / "policy", tmp_path / "reference", rows)
-    in_words = genac.values_in_words(tmp_path / "policy", rows, "miniature")
+    of_head = critics.values_of_head(tmp_path / "head", rows)
+    of_score = critics.values_of_score(tmp_path / "policy", tmp_path / "reference", rows)
+    in_words = critics.values_in_words(tmp_path / "policy", rows, "miniature")
     assert {len(row) for values in (of_head, of_score, in_words) for row in values} == {5}
     row = rows[3]  # by a pass of its own
     with torch.no_grad():
@@ -59,5 +76,42 @@ def test_values_of_all_critics_at_the_same_prefixes(tmp_path):
     assert [values[0] for values in of_score] == [0.5] * 16  # nothing is known of the beginning
     assert all(math.isnan(value) for values in in_words for value in values)  # it was never taught the tags
     assert CriticPrompt.read("miniature").tags == ("<", ">")
-    found = [{name: {task: genac.measures(rows, of_head) for task in genac.DOMAINS} for name in ("the mean", "head")}]
+    found = [
+        {name: {task: critics.measures(rows, of_head) for task in genac.DOMAINS} for name in ("the mean", "head")}
+    ]
     assert "| head |" in "\n".join(genac.table_of_values(found))
+
+
+def test_critics_that_were_taught(policy):
+    """A head fits the rates of its traces; where nothing was taught, nothing can be read, also behind the oracle's reason."""
+    traces = [Trace(State(f"1+{i}", "1+", 2), 0.5, f"|{i}<{i}>") for i in range(8)]
+    rates = [i / 10 for i in range(8)]
+    head = critics.taught_head(policy, traces, rates, epochs=60, learning_rate=1e-2, seed=0)
+    assert critics.said_by_head(head, policy, traces) == pytest.approx(rates, abs=0.1)
+    found = critics.judge_taught(policy, traces)
+    assert all(map(math.isnan, found["values"] + found["behind"])) and found["reason right"] == 0.0
+    ladder = {"tiny": found | {"values": [0.1] * 8, "head": rates, "parameters": 100_000}}
+    text = "\n".join(genac.table_of_ladder(ladder, traces, traces, 16))
+    # rates 0 to 0.7: the mean is 52.5 thousandths off, 0.1 is 52.5 + 1000 * 0.25^2, the head nothing
+    assert "of which the mean is 52.5 off" in text and "| tiny, in words | 0.1M | 115.0 | +62.5 (" in text
+    assert "| tiny, value head | | 0.0 | -52.5 (" in text
+
+
+def test_arms_are_compared_at_the_seconds_of_the_slowest_without_a_writing_critic(tmp_path):
+    def run(seconds, rewards, right):
+        ends = [seconds * (i + 1) for i in range(len(rewards))]
+        return {"counts": {"b": (right, 10)}, "problems": [right / 10], "ends": ends, "rewards": rewards}
+
+    found = {
+        "PPO": {s: run(2, [0.1, 0.2, 0.3], 3 + s) for s in (0, 1)},
+        "PACS": {0: run(1, [0.1, 0.2, 0.4], 4)},
+        "GenAC": {s: run(5, [0.2, 0.4, 0.6], 5 + s) for s in (0, 1)},
+    }
+    text = "\n".join(genac.table_of_arms(found))
+    assert (
+        "| GenAC | 0 | 5 / 10 | 15 | 0.400 | 0.200 |" in text
+    )  # PPO ends after 6 seconds, GenAC's first generation after 5
+    assert "| PPO | 1 | 4 / 10 | 6 | 0.200 | 0.200 |" in text
+    assert "| GenAC | 55.0 | +20.0 ± 0.0 | 2.5 |" in text
+    genac.draw(found, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 0

@@ -6,7 +6,7 @@ from replay import TOKENIZER, tiny_model
 from pacs_trl.baselines.critic_prompt import CriticPrompt
 from pacs_trl.baselines.critic_traces import read_traces, write_traces
 from pacs_trl.data.tasks import problems
-from pacs_trl.miniature.oracle import oracle_traces, worked_reason
+from pacs_trl.miniature.oracle import main, oracle_traces, worked_reason
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,23 @@ from pacs_trl.miniature.oracle import oracle_traces, worked_reason
 )
 def test_reasons_by_hand(problem, response, reason):
     assert worked_reason(problem, response) == reason
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--samples", "0"], "--samples=0 must be at least 1"),
+        (["--states", "-1"], "--states=-1 must be at least 0"),
+        (["--output", "."], "--output=. is a directory"),
+        (["--task", "sums"], "There is no miniature task 'sums'"),
+        (["--problems", "100000"], "100000"),
+        (["--critic_prompt", "no"], "critic_prompt='no' is neither"),
+    ],
+)
+def test_refused_before_anything_is_loaded(tmp_path, words, message):
+    needed = ["--model", str(tmp_path / "none"), "--task", "terms", "--output", str(tmp_path / "traces.jsonl")]
+    with pytest.raises(ValueError, match=message):
+        main([*needed, *words])
 
 
 def test_traces_are_repeated_written_and_read(tmp_path):

@@ -1,0 +1,78 @@
+"""GenAC with one real vLLM engine in the trainer's process, which policy and critic write with in turn."""
+
+import pytest
+import torch
+from replay import addition_dataset
+from test_colocate import even_start, greedy_by_engine, greedy_by_model
+from transformers import AutoTokenizer
+
+from pacs_trl import GenACConfig, GenACTrainer
+from pacs_trl.miniature.model import build_model
+
+
+@pytest.fixture
+def trainer(tmp_path, checkpoint, colocated):
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
+    build_model(tokenizer, "tiny", seed=1).save_pretrained(tmp_path / "critic")
+    tokenizer.save_pretrained(tmp_path / "critic")
+    args = GenACConfig(
+        str(tmp_path / "run"),
+        **colocated,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        critic_model_name_or_path=str(tmp_path / "critic"),
+        critic_prompt="miniature",
+        critic_max_new_tokens=8,
+        critic_pretraining_steps=0,
+        max_segments=2,
+        learning_rate=3e-3,
+        critic_learning_rate=3e-3,
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_steps=3,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+    )
+    trainer = GenACTrainer(checkpoint, even_start, args, addition_dataset(64), processing_class=tokenizer)
+    trainer._prompt.parse = lambda text: (
+        len(text) % 11 / 10
+    )  # it was never taught the tags, and has to learn something
+    return trainer
+
+
+def test_the_engine_has_the_weights_of_the_model_that_writes(trainer):
+    """Right after each of its calls it says what that model says, and not what the other one does; its prefix cache is on. What it
+    drew is learnt from at a ratio of 1."""
+    engine, found, drawn = trainer.vllm_generation, [], []
+    generate, losses = engine.generate, trainer._answer_losses
+
+    def generate_and_compare(*args, **kwargs):
+        result = generate(*args, **kwargs)
+        of_engine, logps = greedy_by_engine(trainer)
+        by_model = {name: greedy_by_model(model) for name, model in models.items()}
+        writes = next(name for name, model in models.items() if model is engine.model)
+        same = {
+            name: of_engine == ids and bool((logps - own).abs().max() < 1e-3) for name, (ids, own) in by_model.items()
+        }
+        found.append((writes, [name for name, is_same in same.items() if is_same]))
+        return result
+
+    def note(answers):
+        rows = ([answer[name] for answer in answers] for name in ("question", "ids"))
+        logps = torch.cat(trainer._critic_scorer.score(trainer.critic, *rows).logps)
+        drawn.append((logps.detach() - torch.tensor([x for answer in answers for x in answer["logps"]])).abs().max())
+        return losses(answers)
+
+    models = {"policy": trainer.model, "critic": trainer.critic}
+    engine.generate, trainer._answer_losses = generate_and_compare, note
+    before = {name: [p.clone() for p in model.parameters()] for name, model in models.items()}
+    trainer.train()
+    assert found == [("policy", ["policy"]), ("critic", ["critic"])] * 3
+    assert drawn and max(drawn) < 1e-3
+    for name, model in models.items():
+        assert any(not torch.equal(old, new) for old, new in zip(before[name], model.parameters(), strict=True)), name
+    assert engine.llm.llm_engine.vllm_config.cache_config.enable_prefix_caching
+    log = trainer.state.log_history[0]
+    assert log["time/critic"] > 0 and log["genac/answer_length"] <= 8
