@@ -1,11 +1,7 @@
-"""The values of three kinds of critics on the same prefixes, and of critics of several sizes that were taught by an oracle.
-
-The first for the table of `experiments/genac.py`: GenAC's answers, PPO's value head, and the score that PACS trains. The second to see
-what a critic can learn to say at all: supervised on the same traces, in words and by a value head, judged by true success rates.
-"""
+"""The values of three kinds of critics on the same prefixes, for `experiments/genac.py`: GenAC's answers, PPO's value head, and the score
+that PACS trains."""
 
 import math
-import random
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -138,71 +134,3 @@ def measures(rows: list[dict], values: list[list[float]]) -> dict[str, Any]:
     errors = (outcomes - flat.nan_to_num(0.0)).square().view(-1, GROUP * len(PLACES)).mean(dim=1)
     counts = {"prefixes": len(flat), "right": int(sum(r["right"] for r in rows))}
     return value_scores(flat, outcomes) | ranking | counts | {"errors": [round(x, 4) for x in errors.tolist()]}
-
-
-# Critics of several sizes, taught by an oracle -----------------------------------------------------------------------
-
-
-def states_of(traces: list[Trace], tokenizer) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts and completions for a value head: the state is before the last token, which it does not see."""
-    prompts = [
-        tokenizer(render_prompt(tokenizer, [{"role": "user", "content": t.state.problem}]), add_special_tokens=False)
-        for t in traces
-    ]
-    ids = [tokenizer(t.state.response, add_special_tokens=False)["input_ids"] for t in traces]
-    return [prompt["input_ids"] for prompt in prompts], [own + [tokenizer.eos_token_id] for own in ids]
-
-
-def taught_head(start: Path, traces: list[Trace], rates: list[float], epochs: int, learning_rate: float, seed: int):
-    """A value head on the weights of `start`, fitted to the rates of the same traces by their squared error."""
-    torch.manual_seed(seed)
-    head = AutoModelForTokenClassification.from_pretrained(start, num_labels=1, dtype=torch.float32)
-    prompts, ids = states_of(traces, load(start)[1])
-    scorer, optimizer = Scorer(head, head.device), torch.optim.AdamW(head.parameters(), lr=learning_rate)
-    places = list(range(len(traces)))
-    for epoch in range(epochs):
-        random.Random(f"{seed}/{epoch}").shuffle(places)
-        for first in range(0, len(places), BATCH):
-            batch = places[first : first + BATCH]
-            values = scorer.values(head, [prompts[i] for i in batch], [ids[i] for i in batch])
-            target = torch.tensor([rates[i] for i in batch])
-            loss = (torch.stack([own[-1] for own in values]) - target).square().mean()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-    return head.eval()
-
-
-@torch.no_grad()
-def said_by_head(head, start: Path, traces: list[Trace]) -> list[float]:
-    prompts, ids = states_of(traces, load(start)[1])
-    scorer = Scorer(head, head.device)
-    found: list[float] = []
-    for first in range(0, len(traces), 64):
-        values = scorer.values(head, prompts[first : first + 64], ids[first : first + 64])
-        found += [own[-1].item() for own in values]
-    return found
-
-
-def judge_taught(path: Path, traces: list[Trace]) -> dict[str, Any]:
-    """A critic that was taught, on traces that it has not seen: its values, how much of its reasons is right, and what it would say
-    behind the oracle's reasons; `values` and `behind` are lists, NaN where nothing can be read."""
-    prompt = CriticPrompt.read("miniature")
-    reasons = [t.answer[: t.answer.rindex(prompt.tags[0])] for t in traces]
-    answers = written(path, traces, "miniature")
-    behind = written(path, traces, "miniature", reasons)
-
-    def read(texts: list[str]) -> list[float]:
-        return [math.nan if (value := prompt.parse(text)) is None else value for text in texts]
-
-    own = [answer.split(prompt.tags[0])[0] for answer in answers]
-    parts = [[text.partition("|")[::2] for text in texts] for texts in (own, reasons)]
-    alike = [[a[k] == b[k] for a, b in zip(*parts, strict=True)] for k in range(2)]
-    return {
-        "values": read(answers),
-        "behind": read(behind),
-        "reason right": mean(a == b for a, b in zip(own, reasons, strict=True)),
-        "calculations right": mean(alike[0]),
-        "terms right": mean(alike[1]),
-    }

@@ -19,28 +19,18 @@ from statistics import mean, stdev
 from typing import Any
 
 from experiments import critic_values as critics
-from pacs_trl.baselines.critic_prompt import CriticPrompt
-from pacs_trl.baselines.critic_traces import Trace, read_traces, write_traces
-from pacs_trl.data.tasks import problems
+from experiments.taught_critics import POLICY, TASK, ladder, make_traces, publish, taught, teach, words
 from pacs_trl.evaluation.pass_at_k import paired_bootstrap
 from pacs_trl.miniature.model import MODEL_SIZES
-from pacs_trl.miniature.oracle import oracle_traces
-from pacs_trl.miniature.warm_start import SIZE_SETTINGS, WarmStartSettings, warm_start
+from pacs_trl.miniature.warm_start import warm_start
 from pacs_trl.reproduce.cells import RECIPES, Options, run_cell
 from pacs_trl.reproduce.records import Records
 from pacs_trl.reproduce.runs import train_once
 from pacs_trl.reproduce.tables import Cell
 
 
-TASK = "terms_4"
 DOMAINS = {TASK: "sums of four terms", "grouped": "sums with parentheses"}
-EPOCHS = 10
 ALONE = 32  # optimizer steps of the critic alone: the first eight generations
-POLICY = {
-    "model_name_or_path": f"miniature/{TASK}/tiny",
-    "dataset_name": f"miniature/{TASK}",
-    "max_completion_length": critics.TOKENS,
-}
 SAVED = {"save_strategy": "steps", "save_steps": 40, "save_total_limit": 1}
 ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "PPO": ("twin-4b/ppo", {"critic_warmup_steps": ALONE}),
@@ -69,108 +59,6 @@ def settings_of(arm: str, work: Path) -> dict[str, Any]:
 def cell_of(arm: str, work: Path) -> Cell:
     settings = settings_of(arm, work) | SAVED | {"max_steps": 120}
     return Cell(arm, f"miniature/{ARMS[arm][0]}", settings=settings, name=f"genac/{file_name(arm)}")
-
-
-def words(settings: dict[str, Any]) -> list[str]:
-    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
-
-
-# Traces, and critics that they teach ----------------------------------------------------------------------------------
-
-
-def make_traces(file: Path, seeds: list[int], num_problems: int, split: str, samples: int) -> list[Trace]:
-    """Of the warm starts of all seeds, so that one file serves them."""
-    if not file.is_file():
-        traces: list[Trace] = []
-        for seed in seeds:
-            model, tokenizer = critics.load(warm_start(POLICY["model_name_or_path"].partition("/")[2], seed=seed))
-            rows = problems(TASK, split, num_problems, seed=seed)
-            traces += oracle_traces(model, tokenizer, rows, CriticPrompt.read("miniature"), seed=seed, samples=samples)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_traces(file, traces)
-    return read_traces(file, CriticPrompt.read("miniature"))
-
-
-def learning_rate(size: str) -> float:
-    """That of the warm start of the size."""
-    return {"learning_rate": WarmStartSettings.learning_rate, **SIZE_SETTINGS.get(size, {})}["learning_rate"]
-
-
-def taught(work: Path, size: str, template: str) -> Path:
-    """Where the critic of a size lies after its supervised start."""
-    return work / f"taught_{size}_{template}" / "checkpoint-1" / "critic"
-
-
-def teach(work: Path, size: str, template: str, traces: Path, seed: int, steps: int | None = None) -> None:
-    """The supervised start of [`~baselines.genac_trainer.GenACTrainer`], and one step that changes nothing."""
-    policy, critic = (warm_start(f"{TASK}/{each}", seed=seed) for each in ("tiny", size))
-    settings = POLICY | {
-        "critic_model_name_or_path": critic,
-        "critic_prompt": template,
-        "critic_sft_dataset": traces,
-        "critic_sft_epochs": EPOCHS if steps is None else 1,
-        "critic_sft_learning_rate": learning_rate(size),
-        "critic_batch_size": critics.BATCH,
-        "critic_learning_rate": 1e-12,
-        "critic_pretraining_steps": 1,
-        "max_segments": 1,
-        "critic_extra_states": False,
-        "max_steps": 1,
-        "save_strategy": "steps",
-        "save_steps": 1,
-    }
-    path = taught(work, size, template)
-    recipe = ["--config", str(RECIPES / "miniature" / "genac.yaml"), *words(settings)]
-    train_once(recipe, policy, path.parents[1])
-
-
-def judge_size(size: str, seed: int, work: Path, traces: list[Trace], held_out: list[Trace]) -> dict[str, Any]:
-    """What a critic of this size says after the traces, in words and by a head."""
-    prompt, start = CriticPrompt.read("miniature"), warm_start(f"{TASK}/{size}", seed=seed)
-    found = critics.judge_taught(taught(work, size, "miniature"), held_out)
-    rates = [prompt.parse(t.answer) for t in traces]
-    head = critics.taught_head(start, traces, rates, EPOCHS, learning_rate(size), seed)
-    said = critics.said_by_head(head, start, held_out)
-    size_in_numbers = sum(parameter.numel() for parameter in critics.load(start)[0].parameters())
-    return found | {"head": [round(x, 4) for x in said], "parameters": size_in_numbers}
-
-
-def table_of_ladder(found: dict[str, Any], traces: list[Trace], held_out: list[Trace], samples: int) -> list[str]:
-    """Mean squared errors against the true rates, in thousandths, and how much better than the mean, with intervals over problems."""
-    prompt = CriticPrompt.read("miniature")
-    rates = [prompt.parse(t.answer) for t in held_out]
-    constant = mean(prompt.parse(t.answer) for t in traces)
-    names = [t.state.problem for t in held_out]
-
-    def errors(values) -> list[float]:
-        """By problem."""
-        of: dict[str, list[float]] = {}
-        for name, value, rate in zip(names, values, rates, strict=True):
-            of.setdefault(name, []).append(1000 * ((0.0 if math.isnan(value) else value) - rate) ** 2)
-        return [mean(own) for own in of.values()]
-
-    def cell(values) -> str:
-        own = errors(values)
-        gain = paired_bootstrap(errors([constant] * len(rates)), own)
-        return f"{mean(own):.1f} | {gain.mean:+.1f} ({gain.lower:+.1f} to {gain.upper:+.1f})"
-
-    noise = 1000 * mean(rate * (1 - rate) / (samples - 1) for rate in rates)
-    lines = [
-        f"{len(held_out)} states of {len(set(names))} held-out sums, of which the mean is {1000 * mean((constant - r) ** 2 for r in rates):.1f} "
-        f"off; {noise:.1f} of that is noise of the rates, estimated by {samples} continuations.",
-        "",
-        "| critic | parameters | squared error / 1000 | minus that of the mean | cannot be read | calculations right | terms right |",
-        "| --- |" + " ---: |" * 6,
-    ]
-    for size, own in found.items():
-        million = f"{own['parameters'] / 1e6:.1f}M"
-        share = mean(math.isnan(v) for v in own["values"])
-        rest = f"{share:.3f} | {own['calculations right']:.3f} | {own['terms right']:.3f}"
-        lines += [f"| {size}, in words | {million} | {cell(own['values'])} | {rest} |"]
-        share = mean(math.isnan(v) for v in own["behind"])
-        lines += [f"| {size}, behind the oracle's reason | | {cell(own['behind'])} | {share:.3f} | | |"]
-        lines += [f"| {size}, value head | | {cell(own['head'])} | | | |"]
-    return lines
 
 
 # The values of three critics -----------------------------------------------------------------------------------------
@@ -353,25 +241,6 @@ def draw(found: dict[str, dict[int, dict[str, Any]]], path: Path) -> None:
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
     plt.close(figure)
-
-
-def ladder(args, traces: Path) -> None:
-    held_out = make_traces(args.work_dir / "held_out.jsonl", args.seeds[:1], args.problems, "test", 2 * args.samples)
-    known = read_traces(traces, CriticPrompt.read("miniature"))
-    file = args.results_dir / "ladder.json"
-    for size in args.sizes:
-        found = json.loads(file.read_text()) if file.is_file() else {}
-        if size not in found:
-            teach(args.work_dir, size, "miniature", traces, args.seeds[0], args.max_steps)
-            found[size] = judge_size(size, args.seeds[0], args.work_dir, known, held_out)
-            file.write_text(json.dumps(found) + "\n")
-        found = {name: found[name] for name in MODEL_SIZES if name in found}
-        publish(args.results_dir / "ladder.md", table_of_ladder(found, known, held_out, 2 * args.samples))
-
-
-def publish(file: Path, lines: list[str]) -> None:
-    file.write_text("\n".join(lines).strip() + "\n")
-    print("\n".join(["", *lines]), flush=True)
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from replay import TOKENIZER, tiny_model
 from transformers import AutoModelForTokenClassification
 
 from experiments import critic_values as critics
-from experiments import genac
+from experiments import genac, taught_critics
 from pacs_trl.baselines.critic_prompt import CriticPrompt, State
 from pacs_trl.baselines.critic_traces import Trace
 from pacs_trl.plan.check import check_recipe
@@ -84,17 +84,17 @@ def test_values_of_all_critics_at_the_same_prefixes(tmp_path, policy):
 
 def test_critics_that_were_taught(policy):
     """A head fits the rates of its traces; where nothing was taught, nothing can be read, also behind the oracle's reason."""
-    traces = [Trace(State(f"1+{i}", "1+", 2), 0.5, f"|{i}<{i}>") for i in range(8)]
+    traces = [Trace(State(f"1+{i}", "1+", 2), 0.5, f"{'ny'[i % 3 > 0]}|{i}<{i}>") for i in range(8)]
     rates = [i / 10 for i in range(8)]
-    head = critics.taught_head(policy, traces, rates, epochs=60, learning_rate=1e-2, seed=0)
-    assert critics.said_by_head(head, policy, traces) == pytest.approx(rates, abs=0.1)
-    found = critics.judge_taught(policy, traces)
+    head = taught_critics.taught_head(policy, traces, rates, epochs=60, learning_rate=1e-2, seed=0)
+    assert taught_critics.said_by_head(head, policy, traces) == pytest.approx(rates, abs=0.1)
+    found = taught_critics.judge_taught(policy, traces)
     assert all(map(math.isnan, found["values"] + found["behind"])) and found["reason right"] == 0.0
     ladder = {"tiny": found | {"values": [0.1] * 8, "head": rates, "parameters": 100_000}}
-    text = "\n".join(genac.table_of_ladder(ladder, traces, traces, 16))
-    # rates 0 to 0.7: the mean is 52.5 thousandths off, 0.1 is 52.5 + 1000 * 0.25^2, the head nothing
-    assert "of which the mean is 52.5 off" in text and "| tiny, in words | 0.1M | 115.0 | +62.5 (" in text
-    assert "| tiny, value head | | 0.0 | -52.5 (" in text
+    text = "\n".join(taught_critics.table_of_ladder(ladder, traces, traces, 16))
+    # rates 0 to 0.7: the mean is 52.5 thousandths off, 0.1 is 52.5 + 1000 * 0.25^2, the head nothing; only `n` and `x` are mistakes
+    assert "| the mean | 52.5 | +0.0 (+0.0 to +0.0) | - | 0.350 | 0.350 |" in text
+    assert "| tiny, 0.1M: in words | 115.0 | +62.5 (" in text and "| tiny, 0.1M: value head | 0.0 | -52.5 (" in text
 
 
 def test_arms_are_compared_at_the_seconds_of_the_slowest_without_a_writing_critic(tmp_path):

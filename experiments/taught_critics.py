@@ -1,0 +1,229 @@
+"""What can a critic be taught to say at all? Critics of several sizes, supervised on an oracle's traces, in words and by a value head.
+
+Judged by the true success rates of states that they have not seen; the first stage of `experiments/genac.py`, whose critics start here.
+"""
+
+import json
+import math
+import random
+from pathlib import Path
+from statistics import correlation, mean, stdev
+from typing import Any
+
+import torch
+from transformers import AutoModelForTokenClassification
+
+from experiments.critic_values import BATCH, TOKENS, load, written
+from pacs_trl.baselines.critic_prompt import CriticPrompt
+from pacs_trl.baselines.critic_traces import Trace, read_traces, write_traces
+from pacs_trl.data.tasks import problems
+from pacs_trl.evaluation.pass_at_k import paired_bootstrap
+from pacs_trl.evaluation.requests import render_prompt
+from pacs_trl.miniature.model import MODEL_SIZES
+from pacs_trl.miniature.oracle import oracle_traces
+from pacs_trl.miniature.warm_start import SIZE_SETTINGS, WarmStartSettings, warm_start
+from pacs_trl.reproduce.cells import RECIPES
+from pacs_trl.reproduce.runs import train_once
+from pacs_trl.update.scorer import Scorer
+
+
+TASK = "terms_4"
+EPOCHS = 10
+POLICY = {
+    "model_name_or_path": f"miniature/{TASK}/tiny",
+    "dataset_name": f"miniature/{TASK}",
+    "max_completion_length": TOKENS,
+}
+
+
+def words(settings: dict[str, Any]) -> list[str]:
+    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+
+
+def make_traces(file: Path, seeds: list[int], num_problems: int, split: str, samples: int) -> list[Trace]:
+    """Of the warm starts of all seeds, so that one file serves them."""
+    if not file.is_file():
+        traces: list[Trace] = []
+        for seed in seeds:
+            model, tokenizer = load(warm_start(POLICY["model_name_or_path"].partition("/")[2], seed=seed))
+            rows = problems(TASK, split, num_problems, seed=seed)
+            traces += oracle_traces(model, tokenizer, rows, CriticPrompt.read("miniature"), seed=seed, samples=samples)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_traces(file, traces)
+    return read_traces(file, CriticPrompt.read("miniature"))
+
+
+def learning_rate(size: str) -> float:
+    """That of the warm start of the size."""
+    return {"learning_rate": WarmStartSettings.learning_rate, **SIZE_SETTINGS.get(size, {})}["learning_rate"]
+
+
+def taught(work: Path, size: str, template: str) -> Path:
+    """Where the critic of a size lies after its supervised start."""
+    return work / f"taught_{size}_{template}" / "checkpoint-1" / "critic"
+
+
+def teach(work: Path, size: str, template: str, traces: Path, seed: int, steps: int | None = None) -> None:
+    """The supervised start of [`~baselines.genac_trainer.GenACTrainer`], and one step that changes nothing."""
+    policy, critic = (warm_start(f"{TASK}/{each}", seed=seed) for each in ("tiny", size))
+    settings = POLICY | {
+        "critic_model_name_or_path": critic,
+        "critic_prompt": template,
+        "critic_sft_dataset": traces,
+        "critic_sft_epochs": EPOCHS if steps is None else 1,
+        "critic_sft_learning_rate": learning_rate(size),
+        "critic_batch_size": BATCH,
+        "critic_learning_rate": 1e-12,
+        "critic_pretraining_steps": 1,
+        "max_segments": 1,
+        "critic_extra_states": False,
+        "max_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+    }
+    path = taught(work, size, template)
+    recipe = ["--config", str(RECIPES / "miniature" / "genac.yaml"), *words(settings)]
+    train_once(recipe, policy, path.parents[1])
+
+
+def states_of(traces: list[Trace], tokenizer) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts and completions for a value head: the state is before the last token, which it does not see."""
+    prompts = [
+        tokenizer(render_prompt(tokenizer, [{"role": "user", "content": t.state.problem}]), add_special_tokens=False)
+        for t in traces
+    ]
+    ids = [tokenizer(t.state.response, add_special_tokens=False)["input_ids"] for t in traces]
+    return [prompt["input_ids"] for prompt in prompts], [own + [tokenizer.eos_token_id] for own in ids]
+
+
+def taught_head(start: Path, traces: list[Trace], rates: list[float], epochs: int, learning_rate: float, seed: int):
+    """A value head on the weights of `start`, fitted to the rates of the same traces by their squared error."""
+    torch.manual_seed(seed)
+    head = AutoModelForTokenClassification.from_pretrained(start, num_labels=1, dtype=torch.float32)
+    prompts, ids = states_of(traces, load(start)[1])
+    scorer, optimizer = Scorer(head, head.device), torch.optim.AdamW(head.parameters(), lr=learning_rate)
+    places = list(range(len(traces)))
+    for epoch in range(epochs):
+        random.Random(f"{seed}/{epoch}").shuffle(places)
+        for first in range(0, len(places), BATCH):
+            batch = places[first : first + BATCH]
+            values = scorer.values(head, [prompts[i] for i in batch], [ids[i] for i in batch])
+            target = torch.tensor([rates[i] for i in batch])
+            loss = (torch.stack([own[-1] for own in values]) - target).square().mean()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return head.eval()
+
+
+@torch.no_grad()
+def said_by_head(head, start: Path, traces: list[Trace]) -> list[float]:
+    prompts, ids = states_of(traces, load(start)[1])
+    scorer = Scorer(head, head.device)
+    found: list[float] = []
+    for first in range(0, len(traces), 64):
+        values = scorer.values(head, prompts[first : first + 64], ids[first : first + 64])
+        found += [own[-1].item() for own in values]
+    return found
+
+
+def judge_taught(path: Path, traces: list[Trace]) -> dict[str, Any]:
+    """A critic that was taught, on traces that it has not seen: its values, how much of its reasons is right, and what it would say
+    behind the oracle's reasons; `values` and `behind` are lists, NaN where nothing can be read."""
+    prompt = CriticPrompt.read("miniature")
+    reasons = [t.answer[: t.answer.rindex(prompt.tags[0])] for t in traces]
+    answers = written(path, traces, "miniature")
+    behind = written(path, traces, "miniature", reasons)
+
+    def read(texts: list[str]) -> list[float]:
+        return [math.nan if (value := prompt.parse(text)) is None else value for text in texts]
+
+    own = [answer.split(prompt.tags[0])[0] for answer in answers]
+    parts = [[text.partition("|")[::2] for text in texts] for texts in (own, reasons)]
+    alike = [[a[k] == b[k] for a, b in zip(*parts, strict=True)] for k in range(2)]
+    return {
+        "values": read(answers),
+        "behind": read(behind),
+        "reason right": mean(a == b for a, b in zip(own, reasons, strict=True)),
+        "calculations right": mean(alike[0]),
+        "terms right": mean(alike[1]),
+    }
+
+
+def judge_size(size: str, seed: int, work: Path, traces: list[Trace], held_out: list[Trace]) -> dict[str, Any]:
+    """What a critic of this size says after the traces, in words and by a head."""
+    prompt, start = CriticPrompt.read("miniature"), warm_start(f"{TASK}/{size}", seed=seed)
+    found = judge_taught(taught(work, size, "miniature"), held_out)
+    rates = [prompt.parse(t.answer) for t in traces]
+    head = taught_head(start, traces, rates, EPOCHS, learning_rate(size), seed)
+    said = said_by_head(head, start, held_out)
+    size_in_numbers = sum(parameter.numel() for parameter in load(start)[0].parameters())
+    return found | {"head": [round(x, 4) for x in said], "parameters": size_in_numbers}
+
+
+def table_of_ladder(found: dict[str, Any], traces: list[Trace], held_out: list[Trace], samples: int) -> list[str]:
+    """Mean squared errors against the true rates, in thousandths, and how much better than the mean, with intervals over problems; and
+    what is said where the oracle's reason has a mistake, and where it has none."""
+    prompt = CriticPrompt.read("miniature")
+    rates = [prompt.parse(t.answer) for t in held_out]
+    constant = mean(prompt.parse(t.answer) for t in traces)
+    names = [t.state.problem for t in held_out]
+    wrong = [bool({"n", "x"} & {*t.answer}) for t in held_out]
+
+    def errors(values) -> list[float]:
+        """By problem."""
+        of: dict[str, list[float]] = {}
+        for name, value, rate in zip(names, values, rates, strict=True):
+            of.setdefault(name, []).append(1000 * (value - rate) ** 2)
+        return [mean(own) for own in of.values()]
+
+    def row(name: str, values: list[float], *rest: str) -> str:
+        read = [0.0 if math.isnan(value) else value for value in values]
+        own = errors(read)
+        gain = paired_bootstrap(errors([constant] * len(rates)), own)
+        said = (mean(v for v, w in zip(read, wrong, strict=True) if w is side) for side in (True, False))
+        spread = stdev(read) * stdev(rates)
+        alike = f"{correlation(read, rates):.2f}" if spread else "-"
+        cells = [name, f"{mean(own):.1f}", f"{gain.mean:+.1f} ({gain.lower:+.1f} to {gain.upper:+.1f})", alike]
+        cells += [*(f"{value:.3f}" for value in said), *rest]
+        return f"| {' | '.join(cells)} |"
+
+    noise = 1000 * mean(rate * (1 - rate) / (samples - 1) for rate in rates)
+    lines = [
+        f"{len(held_out)} states of {len(set(names))} held-out sums; {noise:.1f} of each error is noise of the rates, estimated by "
+        f"{samples} continuations.",
+        "",
+        "| | squared error / 1000 | minus that of the mean | correlation | said after a mistake | said without one | cannot be read | "
+        "calculations right | terms right |",
+        "| --- |" + " ---: |" * 8,
+        row("true rate", rates, "", "", ""),
+        row("the mean", [constant] * len(rates), "", "", ""),
+    ]
+    for size, own in found.items():
+        unread = [f"{mean(math.isnan(v) for v in own[name]):.3f}" for name in ("values", "behind")]
+        right = [f"{own[name]:.3f}" for name in ("calculations right", "terms right")]
+        size = f"{size}, {own['parameters'] / 1e6:.1f}M"
+        lines.append(row(f"{size}: in words", own["values"], unread[0], *right))
+        lines.append(row(f"{size}: behind the oracle's reason", own["behind"], unread[1], "", ""))
+        lines.append(row(f"{size}: value head", own["head"], "", "", ""))
+    return lines
+
+
+def ladder(args, traces: Path) -> None:
+    held_out = make_traces(args.work_dir / "held_out.jsonl", args.seeds[:1], args.problems, "test", 2 * args.samples)
+    known = read_traces(traces, CriticPrompt.read("miniature"))
+    file = args.results_dir / "ladder.json"
+    for size in args.sizes:
+        found = json.loads(file.read_text()) if file.is_file() else {}
+        if size not in found:
+            teach(args.work_dir, size, "miniature", traces, args.seeds[0], args.max_steps)
+            found[size] = judge_size(size, args.seeds[0], args.work_dir, known, held_out)
+            file.write_text(json.dumps(found) + "\n")
+        found = {name: found[name] for name in MODEL_SIZES if name in found}
+        publish(args.results_dir / "ladder.md", table_of_ladder(found, known, held_out, 2 * args.samples))
+
+
+def publish(file: Path, lines: list[str]) -> None:
+    file.write_text("\n".join(lines).strip() + "\n")
+    print("\n".join(["", *lines]), flush=True)
