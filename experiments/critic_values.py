@@ -92,8 +92,10 @@ def values_in_words(path: Path, rows: list[dict], template: str) -> list[list[fl
     return [values[i : i + len(PLACES)] for i in range(0, len(values), len(PLACES))]
 
 
-def written(path: Path, traces: list[Trace], template: str, begun: list[str] | None = None) -> list[str]:
-    """What a critic most probably answers about the states of traces, behind what it is given of each answer (`begun`)."""
+def written(
+    path: Path, traces: list[Trace], template: str, begun: list[str] | None = None, temperature: float = 0.0
+) -> list[str]:
+    """What a critic answers about the states of traces, by default what is most probable, behind what it is given of each answer (`begun`)."""
     critic, tokenizer = load(path)
     prompt = CriticPrompt.read(template)
     args = read_recipe(["--config", str(RECIPES / "miniature" / "genac.yaml")]).training
@@ -103,9 +105,9 @@ def written(path: Path, traces: list[Trace], template: str, begun: list[str] | N
         ids + tokenizer(first, add_special_tokens=False)["input_ids"]
         for ids, first in zip(question_ids(tokenizer, texts, args), begun, strict=True)
     ]
-    how = SamplingSettings(temperature=0.0, top_p=1.0, max_new_tokens=args.critic_max_new_tokens)
+    how = SamplingSettings(temperature=temperature, top_p=1.0, max_new_tokens=args.critic_max_new_tokens)
     ending = AfterAnswer(tokenizer, prompt.tags[1], critic.config.vocab_size)
-    answers = generate_answers(critic, tokenizer, questions, [0] * len(questions), how, ending=ending, batch_size=512)
+    answers = generate_answers(critic, tokenizer, questions, range(len(questions)), how, ending=ending, batch_size=512)
     return [first + tokenizer.decode(ids) for first, (ids, _) in zip(begun, answers, strict=True)]
 
 

@@ -4,7 +4,6 @@ Judged by the true success rates of states that they have not seen; the first st
 """
 
 import json
-import math
 import random
 from pathlib import Path
 from statistics import correlation, mean, stdev
@@ -29,6 +28,7 @@ from pacs_trl.update.scorer import Scorer
 
 TASK = "terms_4"
 EPOCHS = 10
+DRAWS = 8  # answers of a mean
 POLICY = {
     "model_name_or_path": f"miniature/{TASK}/tiny",
     "dataset_name": f"miniature/{TASK}",
@@ -129,26 +129,28 @@ def said_by_head(head, start: Path, traces: list[Trace]) -> list[float]:
 
 
 def judge_taught(path: Path, traces: list[Trace]) -> dict[str, Any]:
-    """A critic that was taught, on traces that it has not seen: its values, how much of its reasons is right, and what it would say
-    behind the oracle's reasons; `values` and `behind` are lists, NaN where nothing can be read."""
+    """A critic that was taught, on traces that it has not seen: by state the value that it most probably says, the mean of `DRAWS` that it
+    says at temperature 1, and the same behind the oracle's reasons; what cannot be read counts 0, its share stands beside. And how much of
+    its reasons is right."""
     prompt = CriticPrompt.read("miniature")
     reasons = [t.answer[: t.answer.rindex(prompt.tags[0])] for t in traces]
+
+    def values(texts: list[str]) -> list[float]:
+        read = [prompt.parse(text) for text in texts]
+        found["unread"].append(mean(value is None for value in read))
+        each = len(texts) // len(traces)
+        return [round(mean(v or 0.0 for v in read[i : i + each]), 4) for i in range(0, len(read), each)]
+
     answers = written(path, traces, "miniature")
-    behind = written(path, traces, "miniature", reasons)
-
-    def read(texts: list[str]) -> list[float]:
-        return [math.nan if (value := prompt.parse(text)) is None else value for text in texts]
-
+    several = [t for t in traces for _ in range(DRAWS)]
+    drawn = written(path, several, "miniature", temperature=1.0)
+    behind = written(path, several, "miniature", [r for r in reasons for _ in range(DRAWS)], temperature=1.0)
+    found: dict[str, Any] = {"unread": []}
+    found |= {"most probable": values(answers), "drawn": values(drawn), "behind": values(behind)}
     own = [answer.split(prompt.tags[0])[0] for answer in answers]
     parts = [[text.partition("|")[::2] for text in texts] for texts in (own, reasons)]
     alike = [[a[k] == b[k] for a, b in zip(*parts, strict=True)] for k in range(2)]
-    return {
-        "values": read(answers),
-        "behind": read(behind),
-        "reason right": mean(a == b for a, b in zip(own, reasons, strict=True)),
-        "calculations right": mean(alike[0]),
-        "terms right": mean(alike[1]),
-    }
+    return found | {"calculations right": mean(alike[0]), "terms right": mean(alike[1])}
 
 
 def judge_size(size: str, seed: int, work: Path, traces: list[Trace], held_out: list[Trace]) -> dict[str, Any]:
@@ -179,12 +181,11 @@ def table_of_ladder(found: dict[str, Any], traces: list[Trace], held_out: list[T
         return [mean(own) for own in of.values()]
 
     def row(name: str, values: list[float], *rest: str) -> str:
-        read = [0.0 if math.isnan(value) else value for value in values]
-        own = errors(read)
+        own = errors(values)
         gain = paired_bootstrap(errors([constant] * len(rates)), own)
-        said = (mean(v for v, w in zip(read, wrong, strict=True) if w is side) for side in (True, False))
-        spread = stdev(read) * stdev(rates)
-        alike = f"{correlation(read, rates):.2f}" if spread else "-"
+        said = (mean(v for v, w in zip(values, wrong, strict=True) if w is side) for side in (True, False))
+        spread = stdev(values) * stdev(rates)
+        alike = f"{correlation(values, rates):.2f}" if spread else "-"
         cells = [name, f"{mean(own):.1f}", f"{gain.mean:+.1f} ({gain.lower:+.1f} to {gain.upper:+.1f})", alike]
         cells += [*(f"{value:.3f}" for value in said), *rest]
         return f"| {' | '.join(cells)} |"
@@ -201,12 +202,13 @@ def table_of_ladder(found: dict[str, Any], traces: list[Trace], held_out: list[T
         row("the mean", [constant] * len(rates), "", "", ""),
     ]
     for size, own in found.items():
-        unread = [f"{mean(math.isnan(v) for v in own[name]):.3f}" for name in ("values", "behind")]
         right = [f"{own[name]:.3f}" for name in ("calculations right", "terms right")]
-        size = f"{size}, {own['parameters'] / 1e6:.1f}M"
-        lines.append(row(f"{size}: in words", own["values"], unread[0], *right))
-        lines.append(row(f"{size}: behind the oracle's reason", own["behind"], unread[1], "", ""))
-        lines.append(row(f"{size}: value head", own["head"], "", "", ""))
+        name = f"{size}, {own['parameters'] / 1e6:.1f}M"
+        ways = ("most probable", "the most probable answer", right), ("drawn", f"mean of {DRAWS} answers", ["", ""])
+        ways = *ways, ("behind", f"mean of {DRAWS} scores behind the oracle's reason", ["", ""])
+        for (key, words, rest), unread in zip(ways, own["unread"], strict=True):
+            lines.append(row(f"{name}: {words}", own[key], f"{unread:.3f}", *rest))
+        lines.append(row(f"{name}: value head", own["head"], "", "", ""))
     return lines
 
 

@@ -89,12 +89,15 @@ def test_critics_that_were_taught(policy):
     head = taught_critics.taught_head(policy, traces, rates, epochs=60, learning_rate=1e-2, seed=0)
     assert taught_critics.said_by_head(head, policy, traces) == pytest.approx(rates, abs=0.1)
     found = taught_critics.judge_taught(policy, traces)
-    assert all(map(math.isnan, found["values"] + found["behind"])) and found["reason right"] == 0.0
-    ladder = {"tiny": found | {"values": [0.1] * 8, "head": rates, "parameters": 100_000}}
+    assert found["unread"] == [1.0] * 3 and {*found["most probable"], *found["drawn"], *found["behind"]} == {0.0}
+    ladder = {"tiny": found | {"drawn": [0.1] * 8, "head": rates, "parameters": 100_000}}
     text = "\n".join(taught_critics.table_of_ladder(ladder, traces, traces, 16))
     # rates 0 to 0.7: the mean is 52.5 thousandths off, 0.1 is 52.5 + 1000 * 0.25^2, the head nothing; only `n` and `x` are mistakes
     assert "| the mean | 52.5 | +0.0 (+0.0 to +0.0) | - | 0.350 | 0.350 |" in text
-    assert "| tiny, 0.1M: in words | 115.0 | +62.5 (" in text and "| tiny, 0.1M: value head | 0.0 | -52.5 (" in text
+    assert (
+        "| tiny, 0.1M: mean of 8 answers | 115.0 | +62.5 (" in text
+        and "| tiny, 0.1M: value head | 0.0 | -52.5 (" in text
+    )
 
 
 def test_arms_are_compared_at_the_seconds_of_the_slowest_without_a_writing_critic(tmp_path):
