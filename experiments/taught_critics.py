@@ -144,7 +144,8 @@ def judge_taught(path: Path, traces: list[Trace]) -> dict[str, Any]:
     answers = written(path, traces, "miniature")
     several = [t for t in traces for _ in range(DRAWS)]
     drawn = written(path, several, "miniature", temperature=1.0)
-    behind = written(path, several, "miniature", [r for r in reasons for _ in range(DRAWS)], temperature=1.0)
+    begun = [reason + prompt.tags[0] for reason in reasons for _ in range(DRAWS)]
+    behind = written(path, several, "miniature", begun, temperature=1.0)
     found: dict[str, Any] = {"unread": []}
     found |= {"most probable": values(answers), "drawn": values(drawn), "behind": values(behind)}
     own = [answer.split(prompt.tags[0])[0] for answer in answers]

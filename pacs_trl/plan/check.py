@@ -196,7 +196,7 @@ def _engine_conflicts(recipe: Recipe, launch: Launch, estimate: Estimate) -> lis
     """What is wrong with an engine for two models, and with one on the GPUs that train."""
     training, conflicts, most = recipe.training, [], recipe.training.max_completion_length
     is_alone = recipe.run.method == "genac" and training.use_vllm and training.critic_vllm_server_base_url is None
-    if is_alone and estimate.unknown is None and estimate.shape != estimate.critic_shape:
+    if is_alone and not estimate.unknown and estimate.shape != estimate.critic_shape:
         conflicts.append(
             f"The critic {training.critic_model_name_or_path!r} has another shape than the policy, and one vLLM engine serves both in "
             "turn. Use a critic of the policy's shape, or vllm_mode: server with critic_vllm_server_base_url."

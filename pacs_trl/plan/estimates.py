@@ -52,8 +52,8 @@ class Estimate:
         policy = recipe.model.model_name_or_path
         names = policy, vars(training).get("critic_model_name_or_path") or policy
         self.shape, self.critic_shape = (cost.model_shape(name) for name in names)
-        self.unknown = next((name for name in names if cost.model_shape(name) is None), None)
-        if self.unknown is None:
+        self.unknown = [name for name in names if cost.model_shape(name) is None]
+        if not self.unknown:
             self._measure()
 
     def _measure(self) -> None:
@@ -131,7 +131,7 @@ class Estimate:
 
     def memory_conflict(self) -> str | None:
         """Why updates do not fit into a GPU, whatever the engine, with what helps; `None` if they do."""
-        if self.unknown is not None or self.update <= self.usable:
+        if self.unknown or self.update <= self.usable:
             return None
         full, batch = self.launch.sharding == "full", self.training.per_device_train_batch_size
         remedies = [
@@ -149,7 +149,7 @@ class Estimate:
 
     def engine_conflict(self) -> str | None:
         """Why a colocated vLLM does not fit beside training, with what would; `None` if it does."""
-        if self.unknown is not None or self.engine == 0 or self.beside_engine + self.engine <= self.usable:
+        if self.unknown or self.engine == 0 or self.beside_engine + self.engine <= self.usable:
             return None
         training, total = self.training, self.gpu.memory_bytes
         share = int(20 * (self.usable - self.beside_engine) / total) / 20  # rounded down to a twentieth
@@ -170,8 +170,12 @@ class Estimate:
         """The plan of a recipe with legal batch sizes, for completions of that many tokens on average."""
         optimizer_steps = self.optimizer_steps()
         lines = [*self._step(), *self._run(optimizer_steps, mean_length)]
-        if self.unknown is not None:
-            return [*lines, "", f"Memory and time: not estimated, because the shape of {self.unknown!r} is not known."]
+        if self.unknown:
+            return [
+                *lines,
+                "",
+                f"Memory and time: not estimated, because the shape of {self.unknown[0]!r} is not known.",
+            ]
         lines += self._memory() + self._disk(optimizer_steps, mean_length)
         return lines if optimizer_steps is None else lines + self._time(optimizer_steps, mean_length)
 
