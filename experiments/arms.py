@@ -10,9 +10,10 @@ from pacs_trl.reproduce.cells import Options
 
 def arms_parser(description: str, name: str, arms: Collection[str]) -> ArgumentParser:
     """Seeds, arms, and where their runs are: by default in `outputs/NAME`."""
+    names = f"all by default, of {'; '.join(arms)}".replace("%", "%%")
     parser = ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--arms", nargs="+", choices=list(arms), default=list(arms), metavar="ARM")
+    parser.add_argument("--arms", nargs="+", choices=list(arms), default=list(arms), metavar="ARM", help=names)
     parser.add_argument("--results_dir", type=Path, default=Path(f"outputs/{name}/results"))
     parser.add_argument("--work_dir", type=Path, default=Path(f"outputs/{name}/runs"))
     parser.add_argument("--max_steps", type=int, help="of every arm, to try things out")

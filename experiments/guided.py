@@ -1,8 +1,8 @@
 """Do guided attempts teach what is never solved alone? `python -m experiments.guided --seeds 0 1 2`
 
-The task is built for it. A warm start learns sums of three terms, and sums of six with all steps but the last two as a hint, never
+The task is built for it. A warm start learns sums of three terms, and sums of seven with all steps but the last two as a hint, never
 those of six alone. Then PACS trains on both without hints, with guided attempts and with a lower weight on them, from the same warm
-start and with as many generations. What decides is the share of sums of six that is solved without a hint.
+start and with as many generations. What decides is the share of sums of seven that is solved without a hint.
 
 `--measure` trains nothing more: it compares right guided answers with right answers that the policy gives alone, by their
 log-probability under the plain prompt and by the norm of their gradient. Restartable: what a run has written is not made again.
@@ -32,7 +32,7 @@ from pacs_trl.verification import shared_verifier
 
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "miniature" / "twin-4b" / "pacs.yaml"
-EASY, HARD = "terms_3", "terms_6"
+EASY, HARD = "terms_3", "terms_7"
 STEPS_LEFT = 2  # of the worked solution, that a hint leaves
 SIZE, NUM_TAUGHT, WARM_START_STEPS, BATCH = "tiny", 2000, 600, 64
 NUM_TRAINED = 512  # problems of each task
@@ -99,6 +99,7 @@ def solved(model: Path, output_dir: Path, num_samples: int) -> dict[str, dict[st
         model=str(model),
         benchmarks=f"miniature/{EASY},miniature/{HARD}",
         output_dir=str(output_dir),
+        engine="transformers",
         n=num_samples,
         k=f"1,{num_samples}",
         prompt_instruction="",
@@ -155,7 +156,7 @@ def _under_plain_prompt(model, tokenizer, row: dict, text: str) -> tuple[float, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), metavar="ARM")
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument(
         "--measure", action="store_true", help="compare guided answers with others, and train nothing more"
     )

@@ -278,7 +278,7 @@ def plan(stages: Sequence[str], seeds: Sequence[int]) -> Iterator[tuple[Arm | No
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--stages", nargs="+", choices=list(STAGES), default=list(STAGES), metavar="STAGE")
+    parser.add_argument("--stages", nargs="+", choices=list(STAGES), default=list(STAGES))
     parser.add_argument("--results_dir", type=Path, default=RESULTS)
     parser.add_argument("--work_dir", type=Path, default=Path("outputs/reuse"))
     parser.add_argument("--report", action="store_true", help="of what is recorded, and train nothing more")

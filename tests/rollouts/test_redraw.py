@@ -132,6 +132,39 @@ def test_a_run_and_its_continuation(tmp_path, model_path, engine, settings, more
             assert history(resumed, name) == history(straight, name), name
 
 
+def pairs_of_reward(completion_ids, **kwargs) -> list:
+    """Two labels for each completion of more than one token, the last of them that of `reward`."""
+    outcomes = reward(completion_ids=completion_ids, **kwargs)
+    middle = [len(ids) // 2 - 1 for ids in completion_ids]
+    return [
+        [(t, share(ids[: t + 1])), (len(ids) - 1, label)] if t >= 0 else [(len(ids) - 1, label)]
+        for t, ids, label in zip(middle, completion_ids, outcomes)
+    ]
+
+
+def test_labels_of_steps_in_later_draws(tmp_path, model_path):
+    """Guidance and the schedule go by outcomes; what they draw brings its own steps, in a run that goes on too."""
+    settings = WEIGHTED | HINTS | {"max_steps": 4}
+    straight = built(tmp_path / "straight", model_path, settings, reward=pairs_of_reward)
+    straight.train()
+    later = 0
+    for first, groups in straight.generations:
+        for group, rows in groups.items():
+            assert not any(row.guided for row in rows) or max(row.label for row in first[group]) == 0
+            for row in rows:
+                length = len(row.completion_ids)
+                assert row.ends.tolist() == ([length // 2 - 1, length - 1] if length > 1 else [0])
+                if length > 1:
+                    ids = row.completion_ids[: length // 2].tolist()
+                    assert row.step_labels == pytest.approx([share(ids)])
+            later += len(rows) - len(first[group]) + sum(row.guided for row in rows)
+    assert later > 0 and sum(history(straight, "guidance/solved")) > 0
+    resumed = built(tmp_path / "resumed", model_path, settings, reward=pairs_of_reward)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-1"))
+    weights = trainable_weights(resumed.model)
+    assert all(torch.equal(weight, weights[name]) for name, weight in trainable_weights(straight.model).items())
+
+
 def test_the_schedule_decides_from_the_first_draw(tmp_path, model_path):
     trainer = built(tmp_path, model_path, ADAPTIVE, max_steps=8, save_strategy="no")
     trainer.train()
