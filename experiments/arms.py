@@ -1,8 +1,9 @@
-"""The command line of experiments with arms and seeds."""
+"""What experiments with arms and seeds share: the command line, and intervals over seeds."""
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 from pacs_trl.reproduce.cells import Options
@@ -26,3 +27,12 @@ def options_of(args: Namespace, **sizes: Any) -> Options:
         sizes |= {"num_samples": 8, "max_problems": 4, "warm_start_steps": 2}
     places = {"results_dir": args.results_dir, "work_dir": args.work_dir}
     return Options(tuple(args.seeds), args.max_steps, **places, **sizes)
+
+
+# 97.5 % of Student's t by the number of seeds
+STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
+
+
+def over_seeds(values: Sequence[float]) -> tuple[float, float]:
+    """Mean of at least two values, one for each seed, and half the width of its 95 % interval."""
+    return mean(values), STUDENT[min(len(values), 10)] * stdev(values) / len(values) ** 0.5

@@ -1,22 +1,33 @@
 """Do more completions of hard prompts, and other prompts in place of uniform groups, help? `python -m experiments.draws --seeds 0 1 2`
 
-The arms of a seed share their warm start (sums, the smaller model of the tables) and draw the same number of completions: 23,040, as
-60 generations of 384 or 90 of 256. The schedules ask for more than their budget nearly always; what was drawn is printed. What
-decides is pass@1 and pass@k over the five benchmarks of the miniature, how many problems are not solved in
-128 attempts, and how soon the reward reaches a target. Restartable: finished arms are taken from `--results_dir`, an interrupted one goes on from its last checkpoint. About five
-minutes for each arm and seed on one free core.
+The arms of a seed share their warm start and draw the same number of completions: 23,040, as 60 generations of 384 or 90 of 256. The
+schedules ask for more than their budget nearly always; what was drawn is printed. Two tasks: sums of three to seven terms, of which
+some are never solved (five benchmarks, 128 attempts), and additions, which are learnt soon (64 attempts). What decides is pass@1 and
+pass@k, how many problems are never solved, and how soon the reward reaches a target. Restartable: finished arms are taken from
+`--results_dir`, an interrupted one goes on from its last checkpoint. Two to three minutes for each arm and seed on one free core.
 """
 
+import math
+from collections.abc import Sequence
 from statistics import mean, stdev
 
-from experiments.arms import arms_parser, options_of
+from experiments.arms import arms_parser, options_of, over_seeds
 from pacs_trl.report.inputs import read_log_history
 from pacs_trl.reproduce.cells import Options, run_cell
-from pacs_trl.reproduce.records import Records
+from pacs_trl.reproduce.records import Records, Run
 from pacs_trl.reproduce.tables import Cell
 
 
-TARGET = 0.4  # mean reward of a generation's first draw
+TASKS: dict[str, dict] = {
+    "sums": {},
+    "addition": {
+        "model_name_or_path": "miniature/addition/tiny",
+        "dataset_name": "miniature/addition",
+        "max_completion_length": 32,
+    },
+}
+SIZES = {"sums": {}, "addition": {"benchmarks": "miniature/addition", "num_samples": 64}}
+TARGETS = {"sums": 0.25, "addition": 0.3}  # mean reward of a generation's first draw
 SAVED = {"save_strategy": "steps", "save_steps": 20, "save_total_limit": 1}
 # 32 prompts x 8, and 128 completions more; four updates in each generation, of 60 generations.
 MORE = {"max_generations": 32, "adaptive_rollouts_budget": 128, "max_steps": 240}
@@ -30,12 +41,16 @@ ARMS = {
     # on average; how many rounds it takes depends on the model
     "refill, 60 generations": {"refill_uniform_groups": True, "max_refill_rounds": 1, "max_steps": 240},
 }
+START, PLAIN = "warm start", "PACS, 90 generations of 32 x 8"
 KS = (1, 8, 64)
 
 
-def cell_of(arm: str) -> Cell:
+def cell_of(arm: str, task: str) -> Cell:
     name = arm.lower().replace(", ", "_").replace(" ", "_")
-    return Cell(arm, "miniature/twin-4b/pacs", settings=ARMS[arm] | SAVED, name=f"draws/{name}")
+    if arm == START:
+        return Cell(arm, "miniature/twin-4b/pacs", False, settings=TASKS[task], name=f"draws/{task}/{name}")
+    settings = ARMS[arm] | TASKS[task] | SAVED
+    return Cell(arm, "miniature/twin-4b/pacs", settings=settings, name=f"draws/{task}/{name}")
 
 
 def curve(history: list[dict], first: int) -> list[tuple[int, float, float]]:
@@ -48,7 +63,7 @@ def curve(history: list[dict], first: int) -> list[tuple[int, float, float]]:
     return found
 
 
-def reached(points: list[tuple[int, float, float]], target: float = TARGET) -> str:
+def reached(points: list[tuple[int, float, float]], target: float) -> str:
     """Optimizer steps and completions until five generations have the mean reward `target`."""
     for i in range(4, len(points)):
         if mean(reward for _, _, reward in points[i - 4 : i + 1]) >= target:
@@ -56,37 +71,70 @@ def reached(points: list[tuple[int, float, float]], target: float = TARGET) -> s
     return "not reached"
 
 
-def report(options: Options) -> list[str]:
-    """A row for each arm: mean and standard deviation over seeds, in percent."""
+def measured(run: Run) -> list[float]:
+    """pass@k of each of `KS`, the mean over benchmarks, and the share of problems that are never solved, in percent."""
+    found = list(run.results["benchmarks"].values())
+    shares = [mean(b["pass_at_k"].get(str(k), {"value": math.nan})["value"] for b in found) for k in KS]
+    return [100 * x for x in [*shares, mean(p["c"] == 0 for b in found for p in b["problems"])]]
+
+
+def spread(values: Sequence[float]) -> str:
+    return f"{mean(values):.1f} ± {stdev(values) if len(values) > 1 else 0:.1f}"
+
+
+def difference(values: Sequence[float]) -> str:
+    """Mean of differences by seed, with Student's 95 % interval over seeds."""
+    if len(values) < 2:
+        return f"{values[0]:+.1f}"
+    return "{:+.1f} ± {:.1f}".format(*over_seeds(values))
+
+
+def report(options: Options, task: str) -> list[str]:
+    """A row for each arm: mean and standard deviation over seeds, in percent, and what it is more than plain PACS."""
     records = Records(options.results_dir)
-    columns = [*(f"pass@{k}" for k in KS), "never solved", "completions", f"steps / completions to {TARGET:.0%}"]
-    lines = [f"| | {' | '.join(columns)} |", "| --- |" + " ---: |" * len(columns)]
-    for arm in ARMS:
-        cell = cell_of(arm)
-        runs = records.runs(cell.run, arm)
-        measured = [list(run.results["benchmarks"].values()) for run in runs]
-        shares = [
-            [mean(b["pass_at_k"][str(k)]["value"] for b in benchmarks) for benchmarks in measured]
-            for k in KS
-            if measured and str(k) in measured[0][0]["pass_at_k"]
-        ]
-        shares.append([mean(p["c"] == 0 for b in benchmarks for p in b["problems"]) for benchmarks in measured])
-        files = [cell.directory(options.work_dir, run.seed) / "model" / "trainer_state.json" for run in runs]
-        points = [curve(read_log_history(file), 384 if "12" in arm else 256) for file in files]
-        if runs:
-            cells = [f"{100 * mean(s):.1f} ± {100 * (stdev(s) if len(s) > 1 else 0):.1f}" for s in shares]
-            cells += [f"{mean(own[-1][1] for own in points):,.0f}", ", ".join(map(reached, points))]
-            lines.append(f"| {arm} | {' | '.join(cells)} |")
+    columns = [
+        *(f"pass@{k}" for k in KS),
+        "never solved",
+        "completions",
+        f"steps / completions to {TARGETS[task]:.0%}",
+    ]
+    columns += [f"pass@{k} minus plain" for k in (KS[0], KS[-1])]
+    lines = [f"| {task} | seeds | {' | '.join(columns)} |", "| --- |" + " ---: |" * (len(columns) + 1)]
+    found = {arm: {run.seed: run for run in records.runs(cell_of(arm, task).run, arm)} for arm in (START, *ARMS)}
+    for arm, runs in found.items():
+        if not runs:
+            continue
+        values = {seed: measured(run) for seed, run in sorted(runs.items())}
+        cells = [spread(column) for column in zip(*values.values(), strict=True)]
+        if arm == START:
+            cells += ["", "", "", ""]
+        else:
+            work = cell_of(arm, task).directory
+            files = [work(options.work_dir, seed) / "model" / "trainer_state.json" for seed in values]
+            points = [curve(read_log_history(file), 384 if "12" in arm else 256) for file in files]
+            cells += [f"{mean(own[-1][1] for own in points):,.0f}"]
+            cells += [", ".join(reached(own, TARGETS[task]) for own in points)]
+            pairs = [(values[seed], measured(found[PLAIN][seed])) for seed in values if seed in found[PLAIN]]
+            shown = pairs and arm != PLAIN
+            cells += [
+                difference([own[i] - plain[i] for own, plain in pairs]) if shown else "" for i in (0, len(KS) - 1)
+            ]
+        lines.append(f"| {arm} | {', '.join(map(str, values))} | {' | '.join(cells)} |")
     return lines
 
 
 def main() -> None:
-    args = arms_parser(__doc__, "draws", ARMS).parse_args()
-    options = options_of(args)
+    parser = arms_parser(__doc__, "draws", ARMS)
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    args = parser.parse_args()
     for seed in args.seeds:
-        for arm in args.arms:
-            run_cell(cell_of(arm), seed, options)
-            print("\n".join(report(options)), flush=True)
+        for task in args.tasks:
+            options = options_of(args, **SIZES[task])
+            for arm in (START, *args.arms):
+                run_cell(cell_of(arm, task), seed, options)
+            table = "\n".join(report(options, task))
+            (args.results_dir / f"{task}.md").write_text(table + "\n")
+            print(table, flush=True)
 
 
 if __name__ == "__main__":

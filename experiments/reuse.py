@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, NamedTuple
 
+from experiments.arms import over_seeds
 from experiments.reuse_trainers import DelayedGRPO, DelayedPACS, MeasuredGRPO, MeasuredPACS, delayed
 from pacs_trl.evaluation import paired_bootstrap, pass_at_k
 from pacs_trl.reproduce.records import Records, Run, record
@@ -209,10 +210,6 @@ def solved(run: Run, k: int) -> list[float]:
     return [100 * pass_at_k(problem["n"], problem["c"], k) for problem in benchmark["problems"]]
 
 
-# 97.5 % of Student's t by the number of seeds
-STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
-
-
 def difference(baseline: Sequence[Run], candidate: Sequence[Run], k: int) -> str:
     """Candidate minus baseline, seed by seed, in points: mean, and 95 % intervals over seeds and over problems."""
     of_seeds = [{run.seed: solved(run, k) for run in runs} for runs in (baseline, candidate)]
@@ -220,11 +217,11 @@ def difference(baseline: Sequence[Run], candidate: Sequence[Run], k: int) -> str
     if len(seeds) < 2:
         return "-"
     values = [mean(of_seeds[1][seed]) - mean(of_seeds[0][seed]) for seed in seeds]
-    half = STUDENT[min(len(seeds), 10)] * stdev(values) / math.sqrt(len(seeds))
+    middle, half = over_seeds(values)
     means = [[mean(values) for values in zip(*(found[seed] for seed in seeds), strict=True)] for found in of_seeds]
     over_problems = paired_bootstrap(*means)
     return (
-        f"{mean(values):+.1f} [{mean(values) - half:+.1f}, {mean(values) + half:+.1f}] "
+        f"{middle:+.1f} [{middle - half:+.1f}, {middle + half:+.1f}] "
         f"[{over_problems.lower:+.1f}, {over_problems.upper:+.1f}]"
     )
 

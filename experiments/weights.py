@@ -12,10 +12,10 @@ checkpoint. Writes a table and a figure there.
 import hashlib
 import math
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import NamedTuple
 
-from experiments.arms import arms_parser, options_of
+from experiments.arms import arms_parser, options_of, over_seeds
 from pacs_trl.evaluation.pass_at_k import paired_bootstrap
 from pacs_trl.reproduce.cells import Options, run_cell
 from pacs_trl.reproduce.records import Records
@@ -67,7 +67,6 @@ ARMS: dict[str, tuple[str, dict]] = {  # method, settings; what tells most comes
     **NOISY["10"],
 }
 KS = (1, 8, 64)
-T_95 = (12.71, 4.30, 3.18, 2.78)  # of 1, 2, ... degrees of freedom
 
 
 def _flipped(share: float, completions, prompts, trainer_state, **kwargs) -> list[float | None]:
@@ -165,7 +164,7 @@ def interval(pairs: list[tuple[Measured, Measured]]) -> str:
         difference = paired_bootstrap(baseline.problems, candidate.problems)
         return f"{difference.mean:+.2f} ({difference.lower:+.2f} to {difference.upper:+.2f}, problems)"
     values = [candidate.values[0] - baseline.values[0] for candidate, baseline in pairs]
-    return f"{mean(values):+.2f} ± {T_95[len(values) - 2] * stdev(values) / len(values) ** 0.5:.2f}"
+    return "{:+.2f} ± {:.2f}".format(*over_seeds(values))
 
 
 def draw(found: dict[str, dict[int, Measured]], path: Path) -> None:

@@ -10,9 +10,10 @@ from pacs_trl.plan.check import check_recipe
 from pacs_trl.rollouts.draw_settings import additional
 
 
+@pytest.mark.parametrize("task", draws.TASKS)
 @pytest.mark.parametrize("arm", draws.ARMS)
-def test_arms_cost_the_same(arm):
-    cell = draws.cell_of(arm)
+def test_arms_cost_the_same(arm, task):
+    cell = draws.cell_of(arm, task)
     recipe, conflicts = check_recipe(f"recipes/{cell.recipe}.yaml", cell.words, 1)
     assert conflicts == []
     step, more = recipe.step, additional(recipe.training, recipe.step)
