@@ -1,10 +1,10 @@
 """Do more completions of hard prompts, and other prompts in place of uniform groups, help? `python -m experiments.draws --seeds 0 1 2`
 
-The arms of a seed share their warm start and draw the same number of completions: 23,040, as 60 generations of 384 or 90 of 256. The
-schedules ask for more than their budget nearly always; what was drawn is printed. Two tasks: sums of three to seven terms, of which
-some are never solved (five benchmarks, 128 attempts), and additions, which are learnt soon (64 attempts). What decides is pass@1 and
-pass@k, how many problems are never solved, and how soon the reward reaches a target. Restartable: finished arms are taken from
-`--results_dir`, an interrupted one goes on from its last checkpoint. Two to three minutes for each arm and seed on one free core.
+The arms of a seed share their warm start and draw about as many completions: 23,040, as 60 generations of 384 or 90 of 256, or, without
+a budget, 34 that grow as they like. What was drawn is printed. Two tasks: sums of three to seven terms, of which some are never solved
+(five benchmarks, 128 attempts), and additions, which are learnt soon (64 attempts). What decides is pass@1 and pass@k, how many
+problems are never solved, and how soon the reward reaches a target. Restartable: finished arms are taken from `--results_dir`, an
+interrupted one goes on from its last checkpoint. Two to three minutes for each arm and seed on one free core.
 """
 
 import math
@@ -35,6 +35,11 @@ ARMS = {
     "PACS, 90 generations of 32 x 8": {"max_steps": 360},
     "PACS, 60 generations of 32 x 12": {"num_generations": 12, "per_device_train_batch_size": 96, "max_steps": 240},
     "DARS, equal treatment": MORE | {"adaptive_rollouts": "equal_treatment"},
+    "DARS, equal treatment, no budget": {
+        "adaptive_rollouts": "equal_treatment",
+        "max_generations": 32,
+        "max_steps": 136,  # as many completions on sums, where it asks for 425 more in a generation
+    },
     "DARS, hardness weighted": MORE | {"adaptive_rollouts": "hardness_weighted"},
     "DARS, equal treatment, no class weights": MORE
     | {"adaptive_rollouts": "equal_treatment", "class_weighting": "none"},

@@ -1,8 +1,9 @@
 """Do guided attempts teach what is never solved alone? `python -m experiments.guided --seeds 0 1 2`
 
-The task is built for it. A warm start learns sums of three terms, and sums of seven with all steps but the last two as a hint, never
-those of six alone. Then PACS trains on both without hints, with guided attempts and with a lower weight on them, from the same warm
-start and with as many generations. What decides is the share of sums of seven that is solved without a hint.
+The task is built for it. A sum that is written backwards, `97#35` for `53+79`, means nothing to a warm start that has learnt sums, and
+to do what a hint says, whatever the problem is. Then PACS trains on sums and on backward ones, without hints, with guided attempts
+whose hint is the sum, and with a lower weight on them, from the same warm start and with as many generations. What decides is the
+share of held-out backward sums that is solved without a hint.
 
 `--measure` trains nothing more: it compares right guided answers with right answers that the policy gives alone, by their
 log-probability under the plain prompt and by the norm of their gradient. Restartable: what a run has written is not made again.
@@ -10,6 +11,7 @@ log-probability under the plain prompt and by the norm of their gradient. Restar
 
 import argparse
 import json
+import random
 from pathlib import Path
 from statistics import mean, quantiles
 
@@ -19,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 from pacs_trl.data import build_prompt
-from pacs_trl.data.tasks import demonstrations
+from pacs_trl.data.tasks import demonstrations, problems
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.evaluate import evaluate
 from pacs_trl.evaluation.requests import SamplingSettings
@@ -32,23 +34,51 @@ from pacs_trl.verification import shared_verifier
 
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "miniature" / "twin-4b" / "pacs.yaml"
-EASY, HARD = "terms_3", "terms_7"
-STEPS_LEFT = 2  # of the worked solution, that a hint leaves
-SIZE, NUM_TAUGHT, WARM_START_STEPS, BATCH = "tiny", 2000, 600, 64
-NUM_TRAINED = 512  # problems of each task
+SIZE, NUM_TAUGHT, WARM_START_STEPS, BATCH, LENGTH = "tiny", 2000, 1500, 16, 32
+NUM_TRAINED, NUM_HELD_OUT = 512, 64  # problems of each kind
+FAR = 30
 ARMS = {
     "plain": [],
     "guided": ["--guidance", "hint"],
     "guided, weight 0.25": ["--guidance", "hint", "--guided_weight", "0.25"],
 }
-SAVED = ["--save_strategy", "steps", "--save_steps", "40", "--save_total_limit", "1", "--max_steps", "240"]
+SAVED = f"--max_completion_length {LENGTH} --save_strategy steps --save_steps 40 --save_total_limit 1 --max_steps 720".split()
 
 
-def with_hints(task: str, number: int, seed: int) -> list[dict[str, str | None]]:
-    """Training problems with a worked solution; those of the hard task with all but the last steps of it as a hint."""
-    rows = demonstrations(task, number, seed=seed)
-    steps = [row["solution"].split(",")[:-STEPS_LEFT] for row in rows]
-    return [row | {"hint": ",".join(own) if task == HARD else None} for row, own in zip(rows, steps, strict=True)]
+def backwards(text: str) -> str:
+    """`53+79` as `97#35`."""
+    return text[::-1].replace("+", "#")
+
+
+def sums(seed: int) -> list[dict[str, str | None]]:
+    """Training problems with a worked solution, those in front plain, those behind backward with the sum as their hint."""
+    rows = [row for row in demonstrations("addition", seed=seed) if _reads_otherwise(row)][: 2 * NUM_TRAINED]
+    hard = [row | {"problem": backwards(row["problem"]), "hint": row["problem"]} for row in rows[NUM_TRAINED:]]
+    return [*(row | {"hint": None} for row in rows[:NUM_TRAINED]), *hard]
+
+
+def _reads_otherwise(row: dict[str, str]) -> bool:
+    """Whether the backward sum, read as a sum, has a value far from its own, so that a slip does not lead there."""
+    return abs(sum(map(int, backwards(row["problem"]).split("#"))) - int(row["answer"])) > FAR
+
+
+def held_out() -> dict[str, list[dict[str, str]]]:
+    rows = [row for row in problems("addition", "test", seed=0) if _reads_otherwise(row)][:NUM_HELD_OUT]
+    return {"forward": rows, "backward": [row | {"problem": backwards(row["problem"])} for row in rows]}
+
+
+def taught(seed: int) -> list[dict]:
+    """Sums, and sums as the hint of a problem that has nothing to do with them."""
+    rows = demonstrations("addition", NUM_TAUGHT, seed=seed)
+    others = random.Random(seed).sample(rows, len(rows))
+    hinted = [
+        row | {"problem": backwards(other["problem"]), "hint": row["problem"]}
+        for row, other in zip(rows, others, strict=True)
+    ]
+    return [
+        {"prompt": asked(row, helped=True), "completion": [{"role": "assistant", "content": row["solution"]}]}
+        for row in [*(row | {"hint": None} for row in rows), *hinted]
+    ]
 
 
 def asked(row: dict, *, helped: bool) -> list[dict[str, str]]:
@@ -57,19 +87,14 @@ def asked(row: dict, *, helped: bool) -> list[dict[str, str]]:
 
 
 def warm_start(directory: Path, seed: int, max_steps: int) -> Path:
-    """A model that solves hard problems with their hints only."""
+    """A model that solves sums, and backward ones with their hints only."""
     if (directory / "config.json").is_file():
         return directory
-    rows = [*with_hints(EASY, NUM_TAUGHT, seed), *with_hints(HARD, NUM_TAUGHT, seed)]
-    taught = [
-        {"prompt": asked(row, helped=True), "completion": [{"role": "assistant", "content": row["solution"]}]}
-        for row in rows
-    ]
     tokenizer = build_tokenizer()
     trainer = SFTTrainer(
         model=build_model(tokenizer, SIZE, seed),
         processing_class=tokenizer,
-        train_dataset=Dataset.from_list(taught).shuffle(seed=seed),
+        train_dataset=Dataset.from_list(taught(seed)).shuffle(seed=seed),
         args=SFTConfig(
             output_dir=str(directory),
             per_device_train_batch_size=BATCH,
@@ -94,10 +119,14 @@ def warm_start(directory: Path, seed: int, max_steps: int) -> Path:
 
 
 def solved(model: Path, output_dir: Path, num_samples: int) -> dict[str, dict[str, float]]:
-    """pass@1 and pass@`num_samples` of both tasks, without hints."""
+    """pass@1 and pass@`num_samples` of both kinds of held-out problems, without hints."""
+    files = []
+    for name, rows in held_out().items():
+        files.append(output_dir.parent / f"{name}.jsonl")
+        files[-1].write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = EvaluationArguments(
         model=str(model),
-        benchmarks=f"miniature/{EASY},miniature/{HARD}",
+        benchmarks=",".join(map(str, files)),
         output_dir=str(output_dir),
         engine="transformers",
         n=num_samples,
@@ -105,23 +134,23 @@ def solved(model: Path, output_dir: Path, num_samples: int) -> dict[str, dict[st
         prompt_instruction="",
         temperature=1.0,
         top_p=1.0,
-        max_new_tokens=72,
-        max_problems=40,
+        max_new_tokens=LENGTH,
         batch_size=512,
     )
     results = evaluate(arguments, shared_verifier(), progress=False)["benchmarks"]
     return {
-        name: {k: 100 * share["value"] for k, share in entry["pass_at_k"].items()} for name, entry in results.items()
+        name: {k: 100 * share["value"] for k, share in entry["pass_at_k"].items()}
+        for name, entry in zip(held_out(), results.values(), strict=True)
     }
 
 
 def measure(start: Path, number: int) -> dict[str, dict[str, float]]:
-    """Right answers of the hard task with hints and of the easy one without: what they are under the plain prompt."""
+    """Right answers to backward sums with hints and to sums without: what they are under the plain prompt."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(start), AutoTokenizer.from_pretrained(start)
-    sampling = SamplingSettings(temperature=1.0, top_p=1.0, max_new_tokens=72)
+    sampling = SamplingSettings(temperature=1.0, top_p=1.0, max_new_tokens=LENGTH)
     found = {}
-    for name, task in (("alone", EASY), ("guided", HARD)):
-        rows = with_hints(task, number, seed=1)
+    both = sums(seed=1)
+    for name, rows in (("alone", both[:number]), ("guided", both[-number:])):
         prompts = [asked(row, helped=True) for row in rows]
         drawn = sample_completions(model, tokenizer, prompts, n=4, settings=sampling, seed=0, batch_size=512)
         right = [
@@ -172,8 +201,7 @@ def main() -> None:
             print(f"seed {seed}", json.dumps(measure(start, args.samples)), flush=True)
             continue
         print(f"seed {seed}, warm start:", json.dumps(solved(start, work / "before", args.samples)), flush=True)
-        rows = [*with_hints(EASY, NUM_TRAINED, seed), *with_hints(HARD, NUM_TRAINED, seed)]
-        kept = [{name: row[name] for name in ("problem", "answer", "hint")} for row in rows]
+        kept = [{name: row[name] for name in ("problem", "answer", "hint")} for row in sums(seed)]
         (work / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
         for arm in args.arms:
             model = work / arm.replace(", ", "_").replace(" ", "_")

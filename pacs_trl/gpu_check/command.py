@@ -30,9 +30,9 @@ def main(argv: Sequence[str]) -> int:
     """Returns 1 if a piece has failed, else 0. `argv` is what the command line gives."""
     own = read_gpu_check_arguments(argv)
     deadline = time.monotonic() + 60 * own.minutes
+    environment = machine(own.device)
     check_writable("output", own.output)
     with _alone(own.output):
-        environment = machine(own.device)
         _require_same_card(own.output, environment)
         for half in (
             *(own.output / "results").glob(".*.json.*"),

@@ -19,7 +19,9 @@ def test_arms_cost_the_same(arm, task):
     step, more = recipe.step, additional(recipe.training, recipe.step)
     drawn = step.rows_per_generation + (more["adaptive"].most if "adaptive" in more else 0)
     generations = step.rollouts(recipe.training.max_steps)
-    assert generations * drawn == (23_040 if "refill" not in arm else 15_360)
+    assert generations * drawn == {"refill": 15_360, "DARS, equal treatment, no budget": 34 * 1024}.get(
+        arm.partition(",")[0] if "refill" in arm else arm, 23_040
+    )
 
 
 def test_completions_and_the_way_to_a_target():
@@ -39,13 +41,26 @@ def test_guided_arms(arm):
     assert conflicts == [] and recipe.training.guidance == (None if arm == "plain" else "hint")
 
 
-def test_hints_leave_the_last_steps_open():
-    for row in guided.with_hints(guided.HARD, 20, seed=0):
-        steps = row["solution"].split(",")
-        assert row["hint"].split(",") == steps[:-2] and len(steps) == 5 and r"\boxed" not in row["hint"]
+def test_backward_sums():
+    """A hint is the sum itself; a warm start never sees the two belong together, nor a backward sum that reads as its own answer."""
+    assert guided.backwards("53+79") == "97#35"
+    rows = guided.sums(seed=0)
+    assert {row["hint"] for row in rows[: guided.NUM_TRAINED]} == {None} and len(rows) == 2 * guided.NUM_TRAINED
+    for row in rows[guided.NUM_TRAINED :]:
+        first, second = row["problem"].split("#")
+        assert (
+            guided.backwards(row["hint"]) == row["problem"]
+            and abs(int(first) + int(second) - int(row["answer"])) > guided.FAR
+        )
         helped = guided.asked(row, helped=True)[-1]["content"]
-        assert helped.startswith(guided.asked(row, helped=False)[-1]["content"]) and helped.endswith(row["hint"])
-    assert {row["hint"] for row in guided.with_hints(guided.EASY, 5, seed=0)} == {None}
+        assert helped.startswith(row["problem"]) and helped.endswith(row["hint"])
+    lessons = [row["prompt"][-1]["content"] for row in guided.taught(seed=0) if "#" in row["prompt"][-1]["content"]]
+    assert len(lessons) == guided.NUM_TAUGHT
+    together = sum(guided.backwards(text.split()[-1]) == text.split()[0] for text in lessons)
+    assert together < 5  # by chance
+    held = guided.held_out()
+    assert len(held["forward"]) == len(held["backward"]) == guided.NUM_HELD_OUT
+    assert not {row["problem"] for row in held["backward"]} & {row["problem"] for row in rows}
 
 
 @pytest.mark.parametrize("arm", [arm for arm in weights.ARMS if arm != "warm start"])
