@@ -3,7 +3,7 @@
 The task is built for it. A sum that is written backwards, `97#35` for `53+79`, means nothing to a warm start that has learnt sums, and
 to do what a hint says, whatever the problem is. Then PACS trains on sums and on backward ones, without hints, with guided attempts
 whose hint is the sum, and with a lower weight on them, from the same warm start and with as many generations. What decides is the
-share of held-out backward sums that is solved without a hint.
+share solved without a hint of those held-out backward sums that the warm start solves in none of 64 attempts.
 
 `--measure` trains nothing more: it compares right guided answers with right answers that the policy gives alone, by their
 log-probability under the plain prompt and by the norm of their gradient. Restartable: what a run has written is not made again.
@@ -22,6 +22,7 @@ from trl import SFTConfig, SFTTrainer
 
 from pacs_trl.data import build_prompt
 from pacs_trl.data.tasks import demonstrations, problems
+from pacs_trl.evaluation import pass_at_k
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.evaluate import evaluate
 from pacs_trl.evaluation.requests import SamplingSettings
@@ -37,6 +38,7 @@ RECIPE = Path(__file__).parents[1] / "recipes" / "miniature" / "twin-4b" / "pacs
 SIZE, NUM_TAUGHT, WARM_START_STEPS, BATCH, LENGTH = "tiny", 2000, 1500, 16, 32
 NUM_TRAINED, NUM_HELD_OUT = 512, 64  # problems of each kind
 FAR = 30
+START = "warm start"
 ARMS = {
     "plain": [],
     "guided": ["--guidance", "hint"],
@@ -118,8 +120,8 @@ def warm_start(directory: Path, seed: int, max_steps: int) -> Path:
     return directory
 
 
-def solved(model: Path, output_dir: Path, num_samples: int) -> dict[str, dict[str, float]]:
-    """pass@1 and pass@`num_samples` of both kinds of held-out problems, without hints."""
+def attempt(model: Path, output_dir: Path, num_samples: int) -> dict[str, list[int]]:
+    """How many of `num_samples` completions are right, of each held-out problem of both kinds, without hints."""
     files = []
     for name, rows in held_out().items():
         files.append(output_dir.parent / f"{name}.jsonl")
@@ -139,9 +141,24 @@ def solved(model: Path, output_dir: Path, num_samples: int) -> dict[str, dict[st
     )
     results = evaluate(arguments, shared_verifier(), progress=False)["benchmarks"]
     return {
-        name: {k: 100 * share["value"] for k, share in entry["pass_at_k"].items()}
+        name: [problem["c"] for problem in entry["problems"]]
         for name, entry in zip(held_out(), results.values(), strict=True)
     }
+
+
+def report(counts: dict[str, dict[str, dict[str, list[int]]]], num_samples: int) -> list[str]:
+    """A row for each seed and arm: pass@k in percent of sums, of all backward ones, and of those that the warm start never solves."""
+    ks = sorted({1, min(8, num_samples), num_samples})
+    kinds = ["sums: pass@1", *(f"{kind}: pass@{k}" for kind in ("backward", "never solved before") for k in ks)]
+    lines = [f"| seed | | {' | '.join(kinds)} |", "| ---: | --- |" + " ---: |" * len(kinds)]
+    for seed, arms in counts.items():
+        hard = [i for i, right in enumerate(arms[START]["backward"]) if right == 0]
+        for arm, found in arms.items():
+            never = [found["backward"][i] for i in hard]
+            columns = [(found["forward"], 1), *((right, k) for right in (found["backward"], never) for k in ks)]
+            shares = [mean(pass_at_k(num_samples, c, k) for c in right) if right else 0.0 for right, k in columns]
+            lines.append(f"| {seed} | {arm} | {' | '.join(f'{100 * share:.1f}' for share in shares)} |")
+    return lines
 
 
 def measure(start: Path, number: int) -> dict[str, dict[str, float]]:
@@ -194,13 +211,14 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/guided"))
     args = parser.parse_args()
+    counts: dict[str, dict] = {}
     for seed in args.seeds:
         work = args.output_dir / f"seed-{seed}"
         start = warm_start(work / "start", seed, args.warm_start_steps)
         if args.measure:
             print(f"seed {seed}", json.dumps(measure(start, args.samples)), flush=True)
             continue
-        print(f"seed {seed}, warm start:", json.dumps(solved(start, work / "before", args.samples)), flush=True)
+        own = counts[str(seed)] = {START: attempt(start, work / "before", args.samples)}
         kept = [{name: row[name] for name in ("problem", "answer", "hint")} for row in sums(seed)]
         (work / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
         for arm in args.arms:
@@ -208,8 +226,9 @@ def main() -> None:
             words = ["--config", str(RECIPE), "--dataset_name", str(work / "train.jsonl"), *SAVED, *ARMS[arm]]
             words += [] if args.max_steps is None else ["--max_steps", str(args.max_steps)]
             train_once([*words, "--seed", str(seed)], start, model)
-            after = solved(model, model.with_name(f"{model.name}-after"), args.samples)
-            print(f"seed {seed}, {arm}:", json.dumps(after), flush=True)
+            own[arm] = attempt(model, model.with_name(f"{model.name}-after"), args.samples)
+            (args.output_dir / "counts.json").write_text(json.dumps(counts) + "\n")
+            print("\n".join(report(counts, args.samples)), flush=True)
 
 
 if __name__ == "__main__":

@@ -63,6 +63,16 @@ def test_backward_sums():
     assert not {row["problem"] for row in held["backward"]} & {row["problem"] for row in rows}
 
 
+def test_table_of_guided_attempts():
+    """Four samples: pass@1 of counts 0 and 2 is a quarter, pass@4 a half; the one that was never solved before is solved in 2 of 4."""
+    counts = {
+        "0": {guided.START: {"forward": [4, 0], "backward": [1, 0]}, "plain": {"forward": [4, 4], "backward": [0, 2]}}
+    }
+    *_, start, plain = guided.report(counts, 4)
+    assert start == "| 0 | warm start | 50.0 | 12.5 | 50.0 | 0.0 | 0.0 |"
+    assert plain == "| 0 | plain | 100.0 | 25.0 | 50.0 | 50.0 | 100.0 |"
+
+
 @pytest.mark.parametrize("arm", [arm for arm in weights.ARMS if arm != "warm start"])
 def test_arms_of_weights_and_labels(arm):
     method, settings = weights.ARMS[arm]
