@@ -1,10 +1,10 @@
-"""Do STEER, labels of steps, corrected labels, VERL and RLPR do what they are for? `python -m experiments.weights --seeds 0 1 2`
+"""Do STEER, labels of steps, VERL and RLPR do what they are for, and what do verdicts that err cost? `python -m experiments.weights --seeds 0 1 2`
 
 On sums of four terms and a model of 0.1 million parameters: the arms of a seed share their warm start, draw 40 generations of 256
 completions, four updates each, and are measured on 64 held-out sums, 64 completions each. The learning rate of a method is the better
-of two on a seed that is not reported, with the same budget (6 runs, and 33 with three seeds), or `--rate` for all. What decides: STEER,
+of two on a seed that is not reported, with the same budget (6 runs, and 27 with three seeds), or `--rate` for all. What decides: STEER,
 entropy kept and pass@k at equal pass@1; labels of steps against those of outcomes; 10 and 20 % of both kinds of verdicts flipped, pass@1
-with and without correction, and of GRPO; VERL, whether its metrics move apart from the entropy, and gain or none; RLPR, how much of the
+of PACS and of GRPO; VERL, whether its metrics move apart from the entropy, and gain or none; RLPR, how much of the
 verifier's gain comes without it. Restartable: finished arms are taken from `--results_dir`, an interrupted one goes on from its last
 checkpoint. Writes a table and a figure there.
 """
@@ -42,16 +42,10 @@ def _noisy(share: str, **settings) -> dict:
     return {"reward_funcs": f"experiments.weights.flipped_{share}", **settings}
 
 
-def _corrected(share: str) -> dict:
-    rates = {"false_positive": int(share) / 100, "false_negative": int(share) / 100}
-    return _noisy(share, class_weighting="none", label_noise=rates)
-
-
 STEPS = {"reward_funcs": "pacs_trl.miniature.step_reward.step_reward"}
 NOISY = {
     share: {
         f"PACS, {share} % flipped": ("PACS", _noisy(share, class_weighting="none")),
-        f"PACS, {share} % flipped, corrected": ("PACS", _corrected(share)),
         f"GRPO, {share} % flipped": ("GRPO", _noisy(share)),
     }
     for share in ("20", "10")
@@ -149,7 +143,7 @@ def report(found: dict[str, dict[int, Measured]]) -> list[str]:
             else f"{mean(c):.2f}" + (f" ({', '.join(f'{x:.2f}' for x in c)})" if len(c) > 1 else "")
             for c in columns
         ]
-        other = f"PACS{arm[arm.index(',') :].removesuffix(', corrected')}" if "%" in arm else "PACS"
+        other = f"PACS{arm[arm.index(',') :]}" if "%" in arm else "PACS"
         pairs = [(runs[s], found[other][s]) for s in runs if s in found.get(other, {})]
         difference = f"{other}: {interval(pairs)}" if pairs and arm not in (other, "warm start") else ""
         lines.append(f"| {arm} | {', '.join(map(str, runs))} | {' | '.join(cells)} | {difference} |")

@@ -23,13 +23,9 @@ import torch.nn.functional as F
 ScoreEstimator = Literal["rloo", "dr_grpo", "grpo", "none"]
 ClassWeighting = Literal["balanced", "none", "only_positive", "only_negative"]
 Proxy = Literal["log_ratio", "mean_logp"]
-LabelNoise = tuple[float, float]  # P(verdict 1 | wrong), P(verdict 0 | right)
 
 # Added to the standard deviation of the "grpo" score; the value used by the paper's authors.
 GRPO_STD_EPSILON = 1e-6
-
-# The least weight of a corrected label, in absolute value: target times weight must give back the positive half.
-_LEAST_WEIGHT = 1e-6
 
 
 class PACSLoss(NamedTuple):
@@ -189,25 +185,11 @@ def group_scores(
     return scores.view(-1)
 
 
-def unbiased_labels(labels: torch.Tensor, label_noise: LabelNoise) -> torch.Tensor:
-    """
-    `(v - a) / (1 - a - b)` of verdicts `v`, where a wrong completion is called right with probability `a` and a right one
-    wrong with probability `b`: its expectation given the truth is the truth. It leaves [0, 1].
-
-    Cross-entropy is affine in its label, so a loss of such labels has the expectation of the loss of the truth, without any
-    prior (the backward correction of [arXiv 1609.03683](https://huggingface.co/papers/1609.03683)). With the posterior
-    P(right | v) as a label it has not. The loss has no lower bound.
-    """
-    false_positive, false_negative = label_noise
-    return (labels - false_positive) / (1 - false_positive - false_negative)
-
-
 def class_weights(
     labels: torch.Tensor,
     *,
     num_generations: int,
     class_weighting: ClassWeighting = "balanced",
-    label_noise: LabelNoise = (0.0, 0.0),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Weight and target of each completion in the loss (section 3.5; the paper gives words only, the formula for labels 0
@@ -229,21 +211,15 @@ def class_weights(
             `G`.
         class_weighting (`str`, *optional*, defaults to `"balanced"`):
             One of the four above.
-        label_noise (pair of `float`, *optional*, defaults to `(0.0, 0.0)`):
-            How often verdicts are wrong. [`unbiased_labels`] take the place of `R`, and not in the sums, which are what
-            weighs the halves in a group: near a sum of 0 weights would grow without bound.
 
     Returns:
         The weights `w`, float32 of shape `(B,)`, at least 0, and the targets `y` in [0, 1], of shape `(B,)`, float32
-        (float64 for float64 labels). Both are 0 for rows that are not scorable. With `label_noise` both have no bounds.
+        (float64 for float64 labels). Both are 0 for rows that are not scorable.
     """
     scorable = scorable_rows(labels, num_generations).view(-1, num_generations)
     known = _at_least_float32(labels).view(-1, num_generations).masked_fill(~scorable, 0.0)  # (P, G)
     positive, negative = known, (1.0 - known).masked_fill(~scorable, 0.0)  # p and q
     num_positive, num_negative = positive.sum(dim=1, keepdim=True), negative.sum(dim=1, keepdim=True)
-    if any(label_noise):
-        positive = unbiased_labels(known, label_noise).masked_fill(~scorable, 0.0)
-        negative = (1.0 - positive).masked_fill(~scorable, 0.0)
     if class_weighting == "balanced":
         count = scorable.sum(dim=1, keepdim=True)
         both = (num_positive > 0) & (num_negative > 0)
@@ -260,8 +236,6 @@ def class_weights(
             f"{class_weighting!r}."
         )
     weights = positive + negative
-    if any(label_noise):
-        weights = torch.where((weights.abs() < _LEAST_WEIGHT) & (positive != 0), _LEAST_WEIGHT, weights)
     targets = torch.where(weights != 0, positive / weights, known)
     # Rounded to float32 in every case, as in the authors' code: it keeps float64 checks against their numbers exact.
     return weights.view(-1).float(), targets.view(-1)
@@ -274,7 +248,6 @@ def loss_from_proxies(
     num_generations: int,
     score_estimator: ScoreEstimator = "rloo",
     class_weighting: ClassWeighting = "balanced",
-    label_noise: LabelNoise = (0.0, 0.0),
     num_rows: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
@@ -288,7 +261,7 @@ def loss_from_proxies(
             Implicit rewards.
         labels (`torch.Tensor` of shape `(B,)`):
             Labels in [0, 1], NaN for rows without a verdict.
-        num_generations (`int`), score_estimator (`str`), class_weighting (`str`), label_noise (pair of `float`):
+        num_generations (`int`), score_estimator (`str`), class_weighting (`str`):
             See [`group_scores`] and [`class_weights`].
         num_rows (`int`, *optional*):
             What divides the sum. Defaults to the number of scorable rows in this call. A caller that holds only a
@@ -299,8 +272,7 @@ def loss_from_proxies(
     """
     scorable = scorable_rows(labels, num_generations)
     scores = group_scores(proxies, labels, num_generations=num_generations, score_estimator=score_estimator)
-    kinds: dict = {"class_weighting": class_weighting, "label_noise": label_noise}
-    weights, targets = class_weights(labels, num_generations=num_generations, **kinds)
+    weights, targets = class_weights(labels, num_generations=num_generations, class_weighting=class_weighting)
     entropies = F.binary_cross_entropy_with_logits(scores, targets.to(scores.dtype), reduction="none")
     terms = weights.to(scores.dtype) * entropies
     divisor = scorable.sum().clamp(min=1) if num_rows is None else max(num_rows, 1)
@@ -318,7 +290,6 @@ def pacs_loss(
     score_estimator: ScoreEstimator = "rloo",
     class_weighting: ClassWeighting = "balanced",
     proxy: Proxy = "log_ratio",
-    label_noise: LabelNoise = (0.0, 0.0),
 ) -> PACSLoss:
     """
     PACS loss (eq. 8) of whole groups, from token log-probabilities.
@@ -343,8 +314,6 @@ def pacs_loss(
             `"balanced"`, `"none"`, `"only_positive"` or `"only_negative"`.
         proxy (`str`, *optional*, defaults to `"log_ratio"`):
             `"log_ratio"` or `"mean_logp"`.
-        label_noise (pair of `float`, *optional*, defaults to `(0.0, 0.0)`):
-            See [`class_weights`].
 
     Returns:
         [`PACSLoss`]: `.loss` (scalar, differentiable), `.scores` and `.proxies` of shape `(B,)`. The loss is the mean
@@ -360,7 +329,6 @@ def pacs_loss(
         num_generations=num_generations,
         score_estimator=score_estimator,
         class_weighting=class_weighting,
-        label_noise=label_noise,
     )
     return PACSLoss(loss=loss, scores=scores, proxies=proxies)
 
@@ -373,7 +341,6 @@ def proxy_coefficients(
     num_generations: int,
     score_estimator: ScoreEstimator = "rloo",
     class_weighting: ClassWeighting = "balanced",
-    label_noise: LabelNoise = (0.0, 0.0),
 ) -> torch.Tensor:
     """
     Exact derivative of [`loss_from_proxies`] with respect to each proxy, in closed form and without a graph.
@@ -390,7 +357,7 @@ def proxy_coefficients(
             Implicit rewards of all completions of the optimizer step.
         labels (`torch.Tensor` of shape `(B,)`):
             Labels in [0, 1], NaN for rows without a verdict.
-        num_generations (`int`), score_estimator (`str`), class_weighting (`str`), label_noise (pair of `float`):
+        num_generations (`int`), score_estimator (`str`), class_weighting (`str`):
             See [`group_scores`] and [`class_weights`].
 
     Returns:
@@ -399,8 +366,7 @@ def proxy_coefficients(
     """
     scorable = scorable_rows(labels, num_generations)
     scores = group_scores(proxies, labels, num_generations=num_generations, score_estimator=score_estimator)
-    kinds: dict = {"class_weighting": class_weighting, "label_noise": label_noise}
-    weights, targets = class_weights(labels, num_generations=num_generations, **kinds)
+    weights, targets = class_weights(labels, num_generations=num_generations, class_weighting=class_weighting)
     residuals = weights.to(scores.dtype) * (torch.sigmoid(scores) - targets.to(scores.dtype))
     residuals = residuals / scorable.sum().clamp(min=1)
 
@@ -430,7 +396,6 @@ def actor_coefficients(
     *,
     num_generations: int,
     class_weighting: ClassWeighting = "balanced",
-    label_noise: LabelNoise = (0.0, 0.0),
 ) -> torch.Tensor:
     """
     Coefficients of the actor term of eq. 5, centered in the group.
@@ -444,16 +409,14 @@ def actor_coefficients(
     Args:
         scores (`torch.Tensor` of shape `(B,)`):
             psi, see [`group_scores`].
-        labels (`torch.Tensor` of shape `(B,)`), num_generations (`int`), class_weighting (`str`), label_noise (pair of
-            `float`):
+        labels (`torch.Tensor` of shape `(B,)`), num_generations (`int`), class_weighting (`str`):
             As in [`proxy_coefficients`].
 
     Returns:
         `torch.Tensor` of shape `(B,)`: the factor of `grad log pi(o_i | q)` (the plain token sum, without `pacs_beta`).
     """
     scorable = scorable_rows(labels, num_generations)
-    kinds: dict = {"class_weighting": class_weighting, "label_noise": label_noise}
-    weights, targets = class_weights(labels, num_generations=num_generations, **kinds)
+    weights, targets = class_weights(labels, num_generations=num_generations, class_weighting=class_weighting)
     scores = _at_least_float32(scores)
     entropies = F.binary_cross_entropy_with_logits(scores, targets.to(scores.dtype), reduction="none")
     ell = -weights.to(scores.dtype) * entropies

@@ -6,13 +6,13 @@ from typing import Any, Literal
 
 from trl import GRPOConfig
 
-from .objective import ClassWeighting, LabelNoise, Proxy, ScoreEstimator
+from .objective import ClassWeighting, Proxy, ScoreEstimator
 from .redaction import PublishedArguments
 from .rollouts.draw_settings import additional, draw_errors
 from .rollouts.step_sizes import Step, step_errors
 from .settings import OF_OTHER_LOSSES, ignored_settings, illegal_values, with_help
 from .update.token_weights import Mapping, Steer
-from .update.weight_settings import NOISE, weight_errors
+from .update.weight_settings import weight_errors
 
 
 # Settings of GRPOConfig that shape GRPO's own loss. PACS has no ratio, no clipping and no advantage to apply them to.
@@ -68,10 +68,6 @@ class PACSConfig(PublishedArguments, GRPOConfig):
         actor_term_coef (`float`, *optional*, defaults to `0.0`):
             Weight of the actor term of eq. 5. The authors' code has none. 1.0 is the weight in eq. 5, but the term here
             is centered in the group and carries the class weights, and eq. 5 has neither.
-        label_noise (`dict`, *optional*):
-            `{false_positive: a, false_negative: b}`: how often the verifier calls a wrong completion right, and a right one
-            wrong. The label `v` becomes `(v - a) / (1 - a - b)`, whose expectation is the truth; `pacs-trl audit` estimates both.
-
         spread_filter (`float`, *optional*):
             Groups whose labels have a standard deviation below this share of its moving average get no verdict, as in RLPR (0.5 with
             Qwen models): for soft labels, which are never all equal. It begins after ten generations.
@@ -166,7 +162,6 @@ class PACSConfig(PublishedArguments, GRPOConfig):
     class_weighting: ClassWeighting = "balanced"
     proxy: Proxy = "log_ratio"
     actor_term_coef: float = 0.0
-    label_noise: dict[str, float] | None = None
     spread_filter: float | None = None
     token_weighting: str | None = field(default=None, metadata={"choices": ["steer"]})
     token_weight_mapping: Mapping = "exponential"
@@ -228,11 +223,6 @@ class PACSConfig(PublishedArguments, GRPOConfig):
             *weight_errors(given),
             *draw_errors(given, step),
         ]
-
-    @property
-    def noise(self) -> LabelNoise:
-        """`label_noise` as [`objective.class_weights`] takes it."""
-        return tuple(float((self.label_noise or {}).get(name, 0.0)) for name in NOISE)  # type: ignore[return-value]
 
     @property
     def steer(self) -> Steer | None:

@@ -71,7 +71,7 @@ class PACSTrainer(RedrawingTrainer[PACSConfig]):
 
     _own_shared_settings = (
         *("pacs_beta", "score_estimator", "first_update_score", "class_weighting", "proxy", "actor_term_coef"),
-        *("label_noise", "token_weighting", "token_weight_mapping", "token_weight_min", "token_weight_max"),
+        *("token_weighting", "token_weight_mapping", "token_weight_min", "token_weight_max"),
         *("row_weighting", "hidden_state_stride", "spread_filter"),
         *("reference", "reference_reset_steps", "reset_optimizer_on_reference_reset"),
         *RedrawingTrainer._own_shared_settings,
@@ -143,7 +143,6 @@ class PACSTrainer(RedrawingTrainer[PACSConfig]):
                 args.actor_term_coef,
                 kl_coef=args.beta,
                 guided_weight=args.guided_weight,
-                label_noise=args.noise,
             ),
             limits=Limits(
                 self.accelerator.num_processes,

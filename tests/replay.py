@@ -290,8 +290,6 @@ def in_graph_step(
     labels = torch.tensor(
         [float("nan") if r.label is None or not counts(r) else r.label for r in rows], dtype=torch.float64
     )
-    if args.label_noise:  # with class_weighting "none"
-        labels = (labels - args.noise[0]) / (1 - sum(args.noise))
     mask = _stacked(
         [
             (torch.tensor(r.env_mask) if tools else torch.ones(len(r.completion_ids), dtype=torch.long)) * counts(r)

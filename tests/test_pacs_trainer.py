@@ -347,7 +347,6 @@ NO_PAIRS = {
         for name, settings, why in (
             ("score_estimator", {"score_estimator": "dr_grpo"}, "the score of a prefix.*which is 'rloo'"),
             ("actor_term_coef", {"actor_term_coef": 0.5}, "the actor term weighs a completion"),
-            ("label_noise", {"label_noise": {"false_positive": 0.1}, "class_weighting": "none"}, "its rates are"),
             ("spread_filter", {"spread_filter": 0.5}, "it goes by the labels of outcomes"),
             ("refill_uniform_groups", {"refill_uniform_groups": True}, "it goes by the labels of outcomes"),
             ("token_weighting", {"token_weighting": "steer"}, "STEER finds"),

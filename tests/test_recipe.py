@@ -58,7 +58,7 @@ def test_counts(name, value, words):
 def test_a_key_that_stands_twice():
     with pytest.raises(ValueError, match="The recipe 'x' has seed more than once, of which the last would win"):
         parse_mapping("seed: 1\nbeta: 0\nseed: 2\n", "recipe 'x'")
-    assert parse_mapping("seed: 1\nlabel_noise: {seed: 2}\n", "recipe 'x'")["seed"] == 1
+    assert parse_mapping("seed: 1\ngeneration_kwargs: {seed: 2}\n", "recipe 'x'")["seed"] == 1
 
 
 WRONG = [

@@ -7,7 +7,7 @@ A score is a claim about a grader as much as about a model. This command takes s
 file), grades each completion with the authors' protocol, with TRL's `accuracy_reward` and by comparing the text of the last
 box, and prints the verdicts side by side. Golds so small that a grader takes 0.0 for them are named. It changes nothing.
 Where the truth is known, from a column of labels by hand (--true_column) or a protocol that is taken for it (--truth), it says how
-often the others err, as the setting `label_noise` of PACS wants it.
+often the others err.
 With --programs it runs the reference solutions of a set of programming problems instead (`audit_programs.py`).
 """
 
@@ -225,7 +225,5 @@ def print_noise(protocol: str, truth: str, labels: Sequence[float | None], truth
             f"  {name} {found.mean:.4f} (95 % interval {found.lower:.4f} to {found.upper:.4f}): {sum(errors):.0f} of "
             f"{len(errors)} {word} ones"
         )
-    if len(rates) == 2 and sum(rates.values()) < 1:
-        print(f"  label_noise: {{{', '.join(f'{name}: {rate:.4g}' for name, rate in rates.items())}}}")
-    elif len(rates) == 2:
-        print("  no label_noise can mend this: the verdicts say nothing about the truth, or the opposite")
+    if len(rates) == 2 and sum(rates.values()) >= 1:
+        print("  the verdicts say nothing about the truth, or the opposite")

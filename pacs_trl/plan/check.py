@@ -139,11 +139,6 @@ def judge(recipe: Recipe, launch: Launch, gpu: Gpu = H200) -> tuple[list[str], l
             notes.append(f"{lost} FSDP and DeepSpeed make float32 copies; dtype: float32 says so in the recipe.")
         else:
             conflicts.append(f"{lost} Set dtype: float32 and bf16: true (float32 weights, bfloat16 arithmetic).")
-    if recipe.run.method == "pacs" and _only_rescales(recipe):
-        notes.append(
-            "label_noise with class_weighting: none and one update per generation only scales the gradient, which AdamW "
-            "ignores: set steps_per_generation for several updates, or class_weighting: balanced."
-        )
     if method and launch.kind == "DEEPSPEED":
         conflicts.append(f"{method} trains two models, which DeepSpeed does not do. Use fsdp2.yaml or ddp.yaml.")
     if method and launch.kind == "FSDP" and launch.fsdp_version != 2:
@@ -156,14 +151,6 @@ def judge(recipe: Recipe, launch: Launch, gpu: Gpu = H200) -> tuple[list[str], l
     elif too_large := estimate.memory_conflict():
         return [*conflicts, too_large], notes
     return conflicts + _engine_conflicts(recipe, launch, estimate), notes
-
-
-def _only_rescales(recipe: Recipe) -> bool:
-    """Whether corrected labels push as the verdicts do, up to a factor: where all scores are 0."""
-    training = recipe.training
-    first_only = recipe.step is not None and recipe.step.updates_per_generation == 1
-    at_zero = first_only and training.reference == "rollout" and training.proxy == "log_ratio"
-    return bool(training.label_noise) and at_zero and training.class_weighting == "none"
 
 
 def _batch_findings(recipe: Recipe, problems: int | None) -> tuple[list[str], list[str]]:

@@ -29,7 +29,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..objective import (
     ClassWeighting,
-    LabelNoise,
     Proxy,
     ScoreEstimator,
     actor_coefficients,
@@ -62,11 +61,6 @@ class Objective(NamedTuple):
     actor_term_coef: float = 0.0
     kl_coef: float = 0.0
     guided_weight: float = 1.0
-    label_noise: LabelNoise = (0.0, 0.0)
-
-    @property
-    def _weights(self) -> dict:
-        return {"class_weighting": self.class_weighting, "label_noise": self.label_noise}
 
     def loss(
         self, groups: Groups, proxies: torch.Tensor, prefixes: Prefixes | None = None
@@ -74,16 +68,17 @@ class Objective(NamedTuple):
         """Loss without the KL term, and scores."""
         if prefixes is not None:
             return dense_loss(proxies, prefixes, class_weighting=self.class_weighting)
-        return groups.apply(loss_from_proxies, proxies, score_estimator=self.score_estimator, **self._weights)
+        kinds = {"score_estimator": self.score_estimator, "class_weighting": self.class_weighting}
+        return groups.apply(loss_from_proxies, proxies, **kinds)
 
     def coefficients(self, groups: Groups, proxies: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
         """Derivatives of the loss with respect to the log-probability of any counted token of each row, float32
         `(B,)`, from the proxies of the rows and the numbers of their counted tokens, both `(B,)`."""
-        kinds = {"score_estimator": self.score_estimator}
-        found = self.slopes(num_tokens) * groups.apply(proxy_coefficients, proxies, **kinds, **self._weights)
+        score, weighting = {"score_estimator": self.score_estimator}, {"class_weighting": self.class_weighting}
+        found = self.slopes(num_tokens) * groups.apply(proxy_coefficients, proxies, **score, **weighting)
         if self.actor_term_coef:
-            scores = groups.apply(group_scores, proxies, **kinds)
-            actor = groups.apply(actor_coefficients, scores, **self._weights)
+            scores = groups.apply(group_scores, proxies, **score)
+            actor = groups.apply(actor_coefficients, scores, **weighting)
             found = found + self.actor_term_coef * actor
         return found
 

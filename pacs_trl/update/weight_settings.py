@@ -3,49 +3,13 @@
 from typing import Any
 
 
-# Keys of `label_noise`.
-NOISE = ("false_positive", "false_negative")
-
-
 def weight_errors(given: Any) -> list[str]:
     """What is wrong between these settings, a sentence for each; the argument as in [`PACSConfig.errors`]."""
     return [
-        *_label_noise_errors(given),
         *_spread_errors(given),
         *_token_weight_errors(given),
         *_hidden_state_errors(given),
     ]
-
-
-def _label_noise_errors(given: Any) -> list[str]:
-    noise, example = given.label_noise, "Write label_noise: {false_positive: 0.02, false_negative: 0.1}."
-    if noise is None:
-        return []
-    if not isinstance(noise, dict):
-        return [f"label_noise must be a mapping, got {noise!r}. {example}"]
-    rates = [noise.get(name, 0.0) for name in NOISE]
-    if not noise or set(noise) - set(NOISE):
-        return [
-            f"label_noise={noise!r} must have the keys false_positive and false_negative, and no others. {example}"
-        ]
-    if not all(isinstance(r, int | float) and not isinstance(r, bool) and 0 <= r < 1 for r in rates):
-        return [
-            f"label_noise={noise!r} must have rates of at least 0 and below 1: shares of wrong verdicts. {example}"
-        ]
-    if sum(rates) >= 1:
-        return [
-            f"label_noise={noise!r}: the rates sum to {sum(rates):g}, and must sum to less than 1. At 1 a verdict says nothing "
-            "about the truth, and above it the opposite. Mend the verifier."
-        ]
-    errors = []
-    if not any(rates):
-        errors.append(f"label_noise={noise!r} would be ignored: it says that no verdict is wrong. Remove the key.")
-    if given.guidance is not None:
-        errors.append(
-            f"label_noise makes no sense with guidance={given.guidance!r}: guided completions are kept where their verdict is right, "
-            "so wrong verdicts among them do not average out. Remove one of them."
-        )
-    return errors
 
 
 def _spread_errors(given: Any) -> list[str]:
@@ -119,7 +83,6 @@ def dense_label_errors(given: Any) -> list[str]:
     reasons = {
         "score_estimator": "the score of a prefix is its proxy minus the mean of the aligned ones, which is 'rloo'",
         "actor_term_coef": "the actor term weighs a completion by the likelihood of its one label",
-        "label_noise": "its rates are those of verdicts on outcomes, and say nothing of steps",
         "spread_filter": outcomes,
         "refill_uniform_groups": outcomes,
         "token_weighting": "STEER finds the largest change of a step from one coefficient for each completion",

@@ -29,7 +29,6 @@ def train(output_dir, rows_per_process: int) -> dict:
         token_weight_mapping="linear",
         row_weighting="verl",
         hidden_state_stride=3,
-        label_noise={"false_positive": 0.1},
         score_estimator="none",
         class_weighting="only_positive",
         group_layout="split",

@@ -170,8 +170,7 @@ def test_how_often_a_grader_errs(tmp_path, capsys):
     output = capsys.readouterr().out
     assert "authors against by_hand, 4 completions that both judge\n  false_positive 0.5000 (95 % interval" in output
     assert "1 of 2 wrong ones\n  false_negative 0.0000" in output
-    assert "label_noise: {false_positive: 0.5, false_negative: 0}" in output
-    assert "2 of 2 right ones\n  no label_noise can mend this" in output  # the text comparison misses both
+    assert "2 of 2 right ones\n  the verdicts say nothing about the truth" in output  # the text comparison misses both
     main([*common, "--protocols", "authors", "--truth", "text"])
     output = capsys.readouterr().out
     assert "authors against text, 5 completions" in output and "2 of 3 wrong ones" in output

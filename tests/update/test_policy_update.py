@@ -123,11 +123,6 @@ CASES = {
     "mean log-probability, split groups": {**TWO_UPDATES, "proxy": "mean_logp", "group_layout": "split"},
     "actor term": {**TWO_UPDATES, "actor_term_coef": 1.0},
     "actor term, split groups": {**TWO_UPDATES, "actor_term_coef": 0.5, "group_layout": "split"},
-    "noisy verdicts": {
-        **TWO_UPDATES,
-        **{"class_weighting": "none", "label_noise": {"false_positive": 0.1, "false_negative": 0.2}},
-        "actor_term_coef": 0.5,
-    },
     "scaled proxies": {**TWO_UPDATES, "pacs_beta": 0.5},
 }
 

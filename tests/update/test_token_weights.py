@@ -114,7 +114,7 @@ def test_a_run_and_its_continuation(tmp_path, more):
     """From the middle of a generation, where old log-probabilities and entropies are no longer those of the policy; with the
     running means of VERL."""
     settings = {
-        **{"token_weighting": "steer", "label_noise": {"false_positive": 0.1}, "reference": "snapshot"},
+        **{"token_weighting": "steer", "reference": "snapshot"},
         **{"row_weighting": "verl", "hidden_state_stride": 3},
         **{"steps_per_generation": 2, "num_iterations": 2, "max_steps": 4, "save_strategy": "steps", "save_steps": 1},
     }

@@ -13,25 +13,7 @@ STRIDE = {"hidden_state_stride": 3}
 HINTS = {"guidance": "hint", "max_guided_fraction": 0.5}
 
 
-def noise(**rates) -> dict:
-    return {"label_noise": rates}
-
-
 REFUSED = {
-    "noise, unknown key": (noise(false_negatives=0.1), "must have the keys false_positive and false_negative"),
-    "noise, empty": (noise(), "must have the keys"),
-    "noise, no mapping": ({"label_noise": 0.1}, "label_noise must be a mapping, got 0.1"),
-    "noise, above 1": (noise(false_positive=1.5), "at least 0 and below 1"),
-    "noise, negative": (noise(false_negative=-0.1), "at least 0 and below 1"),
-    "noise, no number": (noise(false_positive="many"), "at least 0 and below 1"),
-    "noise, null": (noise(false_positive=None), "at least 0 and below 1"),
-    "noise, NaN": (noise(false_positive=math.nan), "at least 0 and below 1"),
-    "noise, says nothing": (
-        noise(false_positive=0.5, false_negative=0.5),
-        "sum to 1, and must sum to less than 1.*Mend the",
-    ),
-    "noise, nothing": (noise(false_positive=0.0), "would be ignored: it says that no verdict is wrong"),
-    "noise, guided": (noise(false_positive=0.1) | HINTS, "no sense with guidance='hint'.*do not average out"),
     "STEER, unknown": ({"token_weighting": "vespo"}, "token_weighting must be one of steer; got 'vespo'"),
     "STEER, weight 0": (STEER | {"token_weight_min": 0.0}, "token_weight_min must be above 0 and below 2, got 0.0"),
     "STEER, weight 2": (LINEAR | {"token_weight_max": 2.0}, "token_weight_max must be .* got 2.0"),
@@ -65,5 +47,4 @@ def test_refused(settings, words):
 
 
 def test_the_last_legal_values():
-    assert config("out", label_noise={"false_positive": 0.1}).noise == (0.1, 0.0)
     assert 2 * 7 + 1 <= MAX_COMPLETION_LENGTH and config("out", row_weighting="verl", hidden_state_stride=7)
