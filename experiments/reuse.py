@@ -29,6 +29,7 @@ RESULTS = ROOT / "docs/results/reuse"
 ROLLOUTS, COMPLETIONS = 40, 128
 TASKS = {  # warm start, problems, tokens of a completion
     "addition": ("addition/tiny", "addition", 32),
+    "larger": ("addition/small", "addition", 32),
     "sums": ("arithmetic/tiny", "terms", 72),
     "equation": ("equation/tiny", "equation", 40),
 }
@@ -43,20 +44,20 @@ class Arm(NamedTuple):
     updates: int = 1  # K
     beta: float = 1.0
     weights: str = "balanced"
-    rate: float = 3e-4
+    rate: float = 1e-4
     task: str = "addition"
     minibatches: int = 1  # of a rollout, each with an update of its own
     delay: int | None = None  # updates since the rollout's policy
     correct: bool = True
-    rollouts: int = ROLLOUTS
+    reference: str = "rollout"
 
     @property
     def name(self) -> str:
         own = f"beta{self.beta:g}-{self.weights}-" if self.method == "PACS" else ""
         late = "" if self.delay is None else f"-delay{self.delay}-{'then' if self.correct else 'now'}"
         parts = f"-parts{self.minibatches}" if self.minibatches > 1 else ""
-        few = f"-rollouts{self.rollouts}" if self.rollouts != ROLLOUTS else ""
-        return f"{self.task}/{self.method.lower()}-k{self.updates}-{own}{self.rate:g}{parts}{late}{few}"
+        reference = f"-{self.reference}" if self.reference != "rollout" else ""
+        return f"{self.task}/{self.method.lower()}-k{self.updates}-{own}{self.rate:g}{parts}{late}{reference}"
 
     @property
     def cell(self) -> Cell:
@@ -68,11 +69,11 @@ class Arm(NamedTuple):
             "per_device_train_batch_size": COMPLETIONS // self.minibatches,
             "steps_per_generation": self.minibatches,
             "num_iterations": self.updates,
-            "max_steps": self.rollouts * self.updates * self.minibatches,
+            "max_steps": ROLLOUTS * self.updates * self.minibatches,
             "learning_rate": self.rate,
         }
         if self.method == "PACS":
-            settings |= {"pacs_beta": self.beta, "class_weighting": self.weights}
+            settings |= {"pacs_beta": self.beta, "class_weighting": self.weights, "reference": self.reference}
         elif self.method == "RLOO":
             settings |= {"epsilon": 1e6, "scale_rewards": "none"}
         return Cell(
@@ -85,49 +86,42 @@ class Arm(NamedTuple):
         return measured if self.delay is None else delayed(late, self.delay, correct=self.correct)
 
 
-RATE = 3e-4
+LEADING = [("GRPO", 1.0), ("PACS", 1.0), ("PACS", 10.0)]
 
 
-def _leading(rate: float = RATE, updates: Sequence[int] = (1, 4, 8), task: str = "addition") -> list[Arm]:
-    methods = [("GRPO", 1.0), ("PACS", 1.0), ("PACS", 10.0)]
-    return [Arm(method, k, beta, rate=rate, task=task) for k in updates for method, beta in methods]
+def _leading(updates: Sequence[int], rate: float = 1e-4, **settings: Any) -> list[Arm]:
+    return [Arm(method, k, beta, rate=rate, **settings) for k in updates for method, beta in LEADING]
 
-
-FEW = {"updates": 8, "rate": 1e-4, "rollouts": 12}  # enough for the gaps
 
 STAGES: dict[str, list[Arm]] = {
-    "gaps": [
-        Arm("RLOO", **FEW),
-        *(Arm("PACS", beta=beta, **FEW) for beta in (30.0, 1.0, 10.0)),
-        Arm("GRPO", **FEW),
-        Arm("PACS", beta=10.0, weights="none", **FEW),
-    ],
-    "lead": [*_leading(updates=[8]), Arm("RLOO", 8), *_leading(updates=[1])],
-    "slow": _leading(1e-4, [8]),
-    "four": _leading(updates=[4]),
-    "betas": [Arm("PACS", 8, beta) for beta in (30.0, 3.0)],
+    "eight": [*_leading([8]), Arm("RLOO", 8), Arm("PACS", 8, 30.0), Arm("PACS", 8, 3.0)],
+    "one": [*_leading([1], 3e-4), *_leading([1])],
+    "four": _leading([4]),
     "delays": [
-        Arm(method, 1, beta, delay=delay, correct=correct)
+        Arm(method, 1, beta, rate=3e-4, delay=delay, correct=correct)
         for delay in (8, 2, 4, 1)
         for method, beta, correct in (
             ("GRPO", 1.0, True),
             ("GRPO", 1.0, False),
             ("PACS", 1.0, True),
-            ("PACS", 10.0, True),
             ("PACS", 1.0, False),
+            ("PACS", 10.0, True),
         )
     ],
+    "sixteen": _leading([16], 3e-5) + [Arm("PACS", 16, 30.0, rate=3e-5)],
+    "rates": [*_leading([8], 3e-5), *_leading([4, 8], 3e-4), *_leading([1], 1e-3)[:2]],
+    "sums": _leading([1], 3e-4, task="sums") + _leading([8], task="sums"),
+    "equation": _leading([1], 3e-4, task="equation") + _leading([8], task="equation"),
     "weights": [Arm("PACS", 8, beta, "none") for beta in (1.0, 10.0)],
-    "sixteen": [*_leading(updates=[16]), Arm("PACS", 16, 30.0), Arm("PACS", 16, 3.0), Arm("RLOO", 16)],
-    "rates": [*_leading(1e-4, [1, 4]), *_leading(6e-4)],
-    "parts": [Arm(method, minibatches=4) for method in ("GRPO", "PACS")],
-    "sums": _leading(task="sums"),
-    "equation": _leading(task="equation"),
+    "parts": [Arm(method, beta=beta, minibatches=4) for method, beta in LEADING],
+    "critic": [Arm("PACS", beta=beta, rate=3e-4, reference="snapshot") for beta in (1.0, 10.0)],
+    "two": _leading([2]),
+    "larger": _leading([1], 3e-4, task="larger") + _leading([8], task="larger"),
     "more": [
-        *(Arm("RLOO", k) for k in (1, 4)),
-        *_leading(updates=[2]),
+        Arm("RLOO", rate=3e-4),
+        Arm("RLOO", 4),
         *(Arm("PACS", 4, beta) for beta in (3.0, 30.0)),
-        *(Arm("PACS", k, beta, "none") for k in (1, 4) for beta in (1.0, 10.0)),
+        *_leading([16]),
     ],
 }
 
@@ -160,8 +154,7 @@ def run(arm: Arm | None, task: str, seed: int, results_dir: Path, work_dir: Path
     words = ["--config", str(ROOT / f"recipes/{cell.recipe}.yaml"), *cell.words, "--seed", str(seed)]
     words += ["--max_steps", "2"] if short else []
     recipe = read_recipe(words)
-    few = 4 if short else 32 if arm and arm.rollouts < ROLLOUTS else 250
-    evaluation = evaluation_settings(task) | {"max_problems": few}
+    evaluation = evaluation_settings(task) | {"max_problems": 4 if short else 250}
     own = {key: value for key, value in recipe.settings.items() if key not in ("seed", "output_dir")} if arm else None
     settings = {"training": own, "evaluation": evaluation}
     records = Records(results_dir)
@@ -171,7 +164,7 @@ def run(arm: Arm | None, task: str, seed: int, results_dir: Path, work_dir: Path
     start = start_of(recipe, **({"max_steps": 2, "target_accuracy": None} if short else {}))
     work, model, training = work_dir / name / f"seed-{seed}", start, None
     if arm:
-        model = work / "model"
+        model = work / "model"  # kept: `ranking.py` scores with it
         history = train_once(words, start, model, arm.trainer_class)
         training = summary(history, arm.updates * arm.minibatches, LIMITS[arm.method])
     arguments = EvaluationArguments(model=str(model), output_dir=str(work / "evaluation"), method=name, **evaluation)
