@@ -3,8 +3,9 @@
 A cell is a task, a method, K updates on each rollout of 128 completions (16 prompts x 8), beta, class weights and a learning rate.
 The cells of a seed share warm start and prompts. GRPO clips its ratio (epsilon 0.2); RLOO has neither clip nor division by
 the standard deviation. What is kept of a run: the held-out problems solved in 16 attempts each, before and after; by
-rollout, reward, entropy, and seconds of drawing and of learning so far; by place in the rollout (which of the K updates),
-the mean movement of the log-ratios and what has stopped moving (see `reuse_trainers.py`), over the rollouts after the first quarter.
+rollout, reward, entropy, and processor seconds of drawing and of learning so far, which other work on the machine does not change; by
+place in the rollout (which of the K updates), the mean movement of the log-ratios and what has stopped moving (see
+`reuse_trainers.py`), over the rollouts after the first quarter.
 
 Cells are trained in the order of STAGES, the most telling first. Restartable: what stands in the records is not trained again, and an
 interrupted cell, minutes at most, begins again. `--report` trains nothing.
@@ -12,7 +13,9 @@ interrupted cell, minutes at most, begins again. `--report` trains nothing.
 
 import argparse
 import math
+import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, NamedTuple
@@ -147,6 +150,8 @@ def run(arm: Arm | None, task: str, seed: int, results_dir: Path, work_dir: Path
     from pacs_trl.evaluation.evaluate import evaluate
     from pacs_trl.recipe import read_recipe
     from pacs_trl.reproduce.runs import start_of, train_once
+    from pacs_trl.rollouts import rollout_trainer
+    from pacs_trl.rollouts.timing import StepTimer
     from pacs_trl.verification import shared_verifier
 
     cell = (arm or Arm("PACS", task=task)).cell
@@ -164,6 +169,7 @@ def run(arm: Arm | None, task: str, seed: int, results_dir: Path, work_dir: Path
     start = start_of(recipe, **({"max_steps": 2, "target_accuracy": None} if short else {}))
     work, model, training = work_dir / name / f"seed-{seed}", start, None
     if arm:
+        rollout_trainer.StepTimer = partial(StepTimer, time.process_time)
         model = work / "model"  # kept: `ranking.py` scores with it
         history = train_once(words, start, model, arm.trainer_class)
         training = summary(history, arm.updates * arm.minibatches, LIMITS[arm.method])
