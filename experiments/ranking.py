@@ -1,25 +1,39 @@
-"""May the implicit critic be trusted? `python -m experiments.ranking EVALUATION --benchmark miniature/addition --policy ... --reference ...`
+"""May the implicit critic be trusted? `python -m experiments.ranking` scores with the models that `experiments.reuse` left in its work directory.
 
-For the completions of an evaluation, scored as in `critic.py`: whether sigma(psi) says how often they are right (bins, Brier score against
-that of the share of right ones), with psi against the other completions of a problem (`rloo`) and against the reference alone (`none`); and
-how often the completion that is ranked first is right, beside the majority vote over answers and the mean over completions. Differences are
-paired over problems, with 95 % intervals.
+For each reference, beta and K of `ARMS`, held-out completions of the start and of the trained policy itself, 16 for each of 250 problems, are scored
+as in `critic.py`. Does sigma(psi) say how often they are right (Brier score beside that of the share of right ones, calibration error of ten bins),
+with psi against the other completions of the problem (`rloo`), and against the reference alone (`none`)? And how often is the answer right that is
+chosen: any completion, the most frequent answer, that of the highest score, the one whose completions' sigma(psi) sum highest? Means over seeds,
+with 95 % intervals over them.
 """
 
 import argparse
-from collections import Counter
+import json
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
+from experiments.arms import over_seeds
 from experiments.critic import critic_records
-from pacs_trl.evaluation import bootstrap_interval, paired_bootstrap
+from experiments.reuse import RESULTS, TASKS, Arm
 from pacs_trl.evaluation.store import read_graded
+from pacs_trl.objective import group_scores
+from pacs_trl.recipe import read_recipe
 from pacs_trl.report.plots import reliability_bins
+from pacs_trl.reproduce.runs import start_of
 from pacs_trl.verification import last_boxed
+
+
+ARMS = [
+    *(Arm("PACS", beta=beta, rate=3e-4, reference=kind) for kind in ("rollout", "snapshot") for beta in (1.0, 10.0)),
+    *(Arm("PACS", 8, beta) for beta in (1.0, 10.0)),
+]
+ESTIMATORS = ("rloo", "none")
 
 
 class Candidate(NamedTuple):
@@ -34,49 +48,102 @@ def _share_of_best(candidates: Sequence[Candidate], marks: Sequence[float]) -> f
 
 
 def choices(candidates: Sequence[Candidate]) -> dict[str, float]:
-    """Chance that the answer given to a problem is right: any candidate, the most frequent answer, the highest score."""
-    votes = Counter(c.answer for c in candidates if c.answer is not None)
+    """Chance that the answer given to a problem is right, by how it is chosen."""
+    votes, weights = Counter(c.answer for c in candidates), defaultdict(float)
+    for c in candidates:
+        weights[c.answer] += 1 / (1 + np.exp(-c.score))
+    votes[None], weights[None] = 0, 0.0  # no box, no vote
     return {
         "mean": mean(c.label for c in candidates),
         "majority vote": _share_of_best(candidates, [votes[c.answer] for c in candidates]),
         "highest score": _share_of_best(candidates, [c.score for c in candidates]),
+        "weighted vote": _share_of_best(candidates, [weights[c.answer] for c in candidates]),
     }
 
 
-def calibration(candidates: Sequence[Candidate]) -> str:
-    """Brier score, that of the base rate, and the mean distance of bins from the diagonal."""
-    scores, labels = (np.array(values) for values in list(zip(*candidates, strict=True))[:2])
-    bins = reliability_bins(scores, labels)
-    brier, base = np.mean((1 / (1 + np.exp(-scores)) - labels) ** 2), labels.mean() * (1 - labels.mean())
-    return f"Brier {brier:.3f} (base rate {base:.3f}), calibration error {bins['calibration_error']:.3f}"
+def calibration(scores: Sequence[float], labels: Sequence[float]) -> dict[str, float]:
+    """Brier score, that of the share of right completions, and the calibration error of ten bins."""
+    targets = np.array(labels)
+    return {
+        "Brier": float(np.mean((1 / (1 + np.exp(-np.array(scores))) - targets) ** 2)),
+        "base rate": float(targets.mean() * (1 - targets.mean())),
+        "calibration error": reliability_bins(scores, labels)["calibration_error"],
+    }
+
+
+def measure(arm: Arm, source: str, seed: int, work_dir: Path) -> dict[str, Any]:
+    """A line of the results: completions of `source` ("start" or "trained") scored by the model that `arm` trained."""
+    own = work_dir / arm.name / f"seed-{seed}"
+    evaluation = own / "evaluation" if source == "trained" else work_dir / arm.task / f"start/seed-{seed}/evaluation"
+    start = start_of(
+        read_recipe(["--config", f"recipes/{arm.cell.recipe}.yaml", *arm.cell.words, "--seed", str(seed)])
+    )
+    benchmark = f"miniature/{TASKS[arm.task][1]}"
+    rows = critic_records(
+        evaluation, str(own / "model"), str(start), benchmark, pacs_beta=arm.beta, score_estimator="none"
+    )
+    _, texts = read_graded(evaluation, benchmark)
+    by_problem = defaultdict(list)
+    for row in rows:
+        text = texts[row["problem"], row["sample"]]["completion"]
+        by_problem[row["problem"]].append(Candidate(row["score"], row["label"], last_boxed(text)))
+    labels = [candidate.label for group in by_problem.values() for candidate in group]
+    found: dict[str, Any] = {"arm": arm.name, "completions": source, "seed": seed}
+    for estimator in ESTIMATORS:
+        scores = group_scores(
+            torch.tensor([candidate.score for group in by_problem.values() for candidate in group]),
+            torch.tensor(labels),
+            num_generations=len(rows) // len(by_problem),
+            score_estimator=estimator,
+        )
+        found[estimator] = calibration(scores.tolist(), labels)
+    chosen = [choices(group) for group in by_problem.values()]
+    return found | {"chosen": {name: 100 * mean(own[name] for own in chosen) for name in chosen[0]}}
+
+
+def table(lines: Sequence[dict[str, Any]]) -> list[str]:
+    """A row for each arm and source of completions: means over seeds, differences with intervals over them."""
+    calibrations = [f"{name}, {estimator}" for estimator in ESTIMATORS for name in ("Brier", "calibration error")]
+    chosen = ["mean", "majority vote", "highest score", "weighted vote"]
+    heads = [
+        "completions",
+        "seeds",
+        "base rate",
+        *calibrations,
+        *chosen,
+        *(f"{name} - majority" for name in chosen[2:]),
+    ]
+    rows = [f"| | {' | '.join(heads)} |", "| --- | --- |" + " ---: |" * (len(heads) - 1)]
+    for name, source in dict.fromkeys((line["arm"], line["completions"]) for line in lines):
+        own = [line for line in lines if (line["arm"], line["completions"]) == (name, source)]
+        cells = [source, str(len(own)), f"{mean(line['rloo']['base rate'] for line in own):.3f}"]
+        cells += [
+            f"{mean(line[e][key] for line in own):.3f}" for e in ESTIMATORS for key in ("Brier", "calibration error")
+        ]
+        cells += [f"{mean(line['chosen'][key] for line in own):.1f}" for key in chosen]
+        for key in chosen[2:]:
+            apart = [line["chosen"][key] - line["chosen"]["majority vote"] for line in own]
+            cells.append("{:+.1f} ± {:.1f}".format(*over_seeds(apart)) if len(own) > 1 else f"{apart[0]:+.1f}")
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("evaluation", type=Path, help="output directory of `pacs-trl evaluate`")
-    parser.add_argument("--benchmark", required=True)
-    parser.add_argument("--policy", required=True, help="trained checkpoint")
-    parser.add_argument("--reference", required=True, help="checkpoint that training started from")
-    parser.add_argument("--pacs_beta", type=float, default=1.0)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--work_dir", type=Path, default=Path("outputs/reuse"), help="of `experiments.reuse`")
+    parser.add_argument("--output", type=Path, default=RESULTS / "critic.jsonl", help="goes on where it was stopped")
+    parser.add_argument("--report", action="store_true", help="of what is there, and score nothing more")
     args = parser.parse_args()
-    _, texts = read_graded(args.evaluation, args.benchmark)
-    where = args.evaluation, args.policy, args.reference, args.benchmark
-    for estimator in ("rloo", "none"):
-        by_problem: dict[str, list[Candidate]] = {}
-        for row in critic_records(*where, pacs_beta=args.pacs_beta, score_estimator=estimator):
-            if row["label"] is not None:
-                text = texts[row["problem"], row["sample"]]["completion"]
-                by_problem.setdefault(row["problem"], []).append(
-                    Candidate(row["score"], row["label"], last_boxed(text))
-                )
-        print(f"{estimator}: {calibration([c for own in by_problem.values() for c in own])}", flush=True)
-    shares = [choices(candidates) for candidates in by_problem.values()]  # the order is that of either estimator
-    found = {name: [100 * share[name] for share in shares] for name in shares[0]}
-    for name, values in found.items():
-        print(f"{name}: {'{:.1f} [{:.1f}, {:.1f}]'.format(*bootstrap_interval(values))}")
-    for name in ("mean", "majority vote"):
-        apart = paired_bootstrap(found[name], found["highest score"])
-        print(f"highest score minus {name}: {'{:+.1f} [{:+.1f}, {:+.1f}]'.format(*apart)}")
+    lines = [json.loads(text) for text in args.output.read_text().splitlines()] if args.output.is_file() else []
+    done = {(line["arm"], line["completions"], line["seed"]) for line in lines}
+    wanted = [(arm, source, seed) for arm in ARMS for source in ("start", "trained") for seed in args.seeds]
+    for arm, source, seed in [] if args.report else wanted:
+        if (arm.name, source, seed) not in done:
+            lines.append(measure(arm, source, seed, args.work_dir))
+            with args.output.open("a") as file:
+                file.write(json.dumps(lines[-1]) + "\n")
+    print("\n".join(table(lines)))
 
 
 if __name__ == "__main__":

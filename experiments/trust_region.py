@@ -144,7 +144,7 @@ def main() -> None:
     root = Path(__file__).parents[1]
     parser.add_argument("--results_dir", type=Path, default=root / "docs/results/reuse", help="of `experiments.reuse`")
     parser.add_argument("--prefix", default="addition/", help="of the names of its arms: the task")
-    parser.add_argument("--rate", default="0.0001-rollouts12", help="of its arms, and what follows in their names")
+    parser.add_argument("--rate", default="0.0001", help="learning rate of its arms, as in their names")
     parser.add_argument("--output", type=Path, default=root / "docs/images/reuse.png")
     args = parser.parse_args()
     name = f"{args.prefix}rloo-k8-{args.rate}"

@@ -173,11 +173,12 @@ def test_arms_are_legal_and_have_names_of_their_own():
 def test_choices_by_hand():
     # "7" is right and has two votes, "8" has two as well, of which one completion is graded right; no box has no vote
     right, wrong, none = Candidate(2.0, 1.0, "7"), Candidate(3.0, 0.0, "8"), Candidate(3.0, 0.0, None)
-    assert choices([right, right, wrong]) == {"mean": pytest.approx(2 / 3), "majority vote": 1.0, "highest score": 0.0}
-    assert choices([right, wrong]) == {"mean": 0.5, "majority vote": 0.5, "highest score": 0.0}
-    assert choices([right, none, none])["majority vote"] == 1.0
-    assert choices([none, none]) == {"mean": 0.0, "majority vote": 0.0, "highest score": 0.0}
+    half = pytest.approx(2 / 3)
+    votes = {"majority vote": 1.0, "weighted vote": 1.0}  # 2 sigmoid(2) > sigmoid(3)
+    assert choices([right, right, wrong]) == {"mean": half, "highest score": 0.0} | votes
+    single = {"mean": 0.5, "majority vote": 0.5, "highest score": 0.0, "weighted vote": 0.0}
+    assert choices([right, wrong]) == single
+    assert choices([right, none, none])["majority vote"] == choices([right, none, none])["weighted vote"] == 1.0
+    assert set(choices([none, none]).values()) == {0.0}
     # sigmoid(0) = 1/2 of a coin: as good as the base rate, and calibrated
-    assert calibration([Candidate(0.0, 1.0, "7"), Candidate(0.0, 0.0, "8")]) == (
-        "Brier 0.250 (base rate 0.250), calibration error 0.000"
-    )
+    assert calibration([0.0, 0.0], [1.0, 0.0]) == {"Brier": 0.25, "base rate": 0.25, "calibration error": 0.0}
