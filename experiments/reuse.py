@@ -1,8 +1,8 @@
 """How often may a rollout be learnt from, and which beta does it take? `python -m experiments.reuse`
 
-A cell is a task, a method, K updates on each rollout of 128 completions (16 prompts x 8), beta, class weights and a learning rate.
-The cells of a seed share warm start and prompts. GRPO clips its ratio (epsilon 0.2); RLOO has neither clip nor division by
-the standard deviation. What is kept of a run: the held-out problems solved in 16 attempts each, before and after; by
+A cell is a task, a method, K updates on each of 40 rollouts of 128 completions (16 prompts x 8) or of 60 of 256, beta, class weights
+and a learning rate. The cells of a seed share warm start and prompts. GRPO clips its ratio (epsilon 0.2); RLOO has neither clip
+nor division by the standard deviation. What is kept of a run: the held-out problems solved in 16 attempts each, before and after; by
 rollout, reward, entropy, and processor seconds of drawing and of learning so far, which other work on the machine does not change; by
 place in the rollout (which of the K updates), the mean movement of the log-ratios and what has stopped moving (see
 `reuse_trainers.py`), over the rollouts after the first quarter.
@@ -53,6 +53,8 @@ class Arm(NamedTuple):
     delay: int | None = None  # updates since the rollout's policy
     correct: bool = True
     reference: str = "rollout"
+    rollouts: int = ROLLOUTS
+    completions: int = COMPLETIONS  # of a rollout
 
     @property
     def name(self) -> str:
@@ -60,7 +62,9 @@ class Arm(NamedTuple):
         late = "" if self.delay is None else f"-delay{self.delay}-{'then' if self.correct else 'now'}"
         parts = f"-parts{self.minibatches}" if self.minibatches > 1 else ""
         reference = f"-{self.reference}" if self.reference != "rollout" else ""
-        return f"{self.task}/{self.method.lower()}-k{self.updates}-{own}{self.rate:g}{parts}{late}{reference}"
+        sizes = self.rollouts, self.completions
+        large = "" if sizes == (ROLLOUTS, COMPLETIONS) else f"-{self.rollouts}x{self.completions}"
+        return f"{self.task}/{self.method.lower()}-k{self.updates}-{own}{self.rate:g}{parts}{late}{reference}{large}"
 
     @property
     def cell(self) -> Cell:
@@ -69,10 +73,10 @@ class Arm(NamedTuple):
             "model_name_or_path": f"miniature/{model}",
             "dataset_name": f"miniature/{dataset}",
             "max_completion_length": length,
-            "per_device_train_batch_size": COMPLETIONS // self.minibatches,
+            "per_device_train_batch_size": self.completions // self.minibatches,
             "steps_per_generation": self.minibatches,
             "num_iterations": self.updates,
-            "max_steps": ROLLOUTS * self.updates * self.minibatches,
+            "max_steps": self.rollouts * self.updates * self.minibatches,
             "learning_rate": self.rate,
         }
         if self.method == "PACS":
@@ -89,6 +93,7 @@ class Arm(NamedTuple):
         return measured if self.delay is None else delayed(late, self.delay, correct=self.correct)
 
 
+LARGE = {"rollouts": 60, "completions": 256}
 LEADING = [("GRPO", 1.0), ("PACS", 1.0), ("PACS", 10.0)]
 
 
@@ -100,6 +105,7 @@ STAGES: dict[str, list[Arm]] = {
     "eight": [*_leading([8]), Arm("RLOO", 8), Arm("PACS", 8, 30.0), Arm("PACS", 8, 3.0)],
     "one": [*_leading([1], 3e-4), *_leading([1])],
     "four": _leading([4]),
+    "large": [*_leading([8, 4], **LARGE), *_leading([1], 3e-4, **LARGE)],
     "delays": [
         Arm(method, 1, beta, rate=3e-4, delay=delay, correct=correct)
         for delay in (8, 2, 4, 1)
