@@ -15,8 +15,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from vllm_overlap import one_engine
-
+from pacs_trl.gpu_check.engine import one_engine
 from pacs_trl.rollouts import rollout_trainer
 from pacs_trl.rollouts.timing import PARTS
 from pacs_trl.train import main as train
@@ -50,7 +49,7 @@ def main() -> None:
     rollout_trainer.StepTimer = partial(rollout_trainer.StepTimer, time.process_time)
     settings = ["--max_steps", str(args.max_steps)]
     if args.engine == "vllm":
-        one_engine()
+        one_engine("cpu", "float32")
         settings += ["--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_max_model_length", "128"]
     found = {}
     with tempfile.TemporaryDirectory() as directory:

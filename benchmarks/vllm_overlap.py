@@ -17,33 +17,14 @@ from pathlib import Path
 
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl.generation import vllm_generation
 
 from pacs_trl import PACSConfig, PACSTrainer
 from pacs_trl.data.tasks import problems
+from pacs_trl.gpu_check.engine import one_engine
 from pacs_trl.miniature.warm_start import warm_start
 from pacs_trl.rewards import math_reward
 from pacs_trl.rollouts.timing import PARTS
 from pacs_trl.verification import VerificationArguments, configure_verification
-
-
-def one_engine() -> None:
-    """Start vLLM once, for the CPU, and let every trainer use it."""
-    import torch
-    from vllm import LLM
-    from vllm.model_executor.layers import utils
-
-    # vLLM's CPU backend repacks weights when it loads them and would not see new ones; CUDA needs nothing of the kind.
-    keep = {"cpu_linear": torch.nn.functional.linear}
-    utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: vars(layer).update(keep)
-    started = []
-
-    def engine(**kwargs):
-        if not started:
-            started.append(LLM(**kwargs, enforce_eager=True, dtype="float32"))
-        return started[0]
-
-    vllm_generation.LLM = engine
 
 
 def train(start: Path, directory: Path, overlap: bool) -> tuple[dict[str, float], list[float], str]:
@@ -92,7 +73,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the numbers of every round here")
     args = parser.parse_args()
     start = warm_start("arithmetic/small")
-    one_engine()
+    one_engine("cpu", "float32")
     rounds = {False: [], True: []}
     losses = []
     for _ in range(args.rounds):

@@ -55,6 +55,7 @@ class Arm(NamedTuple):
     reference: str = "rollout"
     rollouts: int = ROLLOUTS
     completions: int = COMPLETIONS  # of a rollout
+    engine: str = "transformers"  # which draws them
 
     @property
     def name(self) -> str:
@@ -64,7 +65,8 @@ class Arm(NamedTuple):
         reference = f"-{self.reference}" if self.reference != "rollout" else ""
         sizes = self.rollouts, self.completions
         large = "" if sizes == (ROLLOUTS, COMPLETIONS) else f"-{self.rollouts}x{self.completions}"
-        return f"{self.task}/{self.method.lower()}-k{self.updates}-{own}{self.rate:g}{parts}{late}{reference}{large}"
+        last = parts + late + reference + large + ("-vllm" if self.engine == "vllm" else "")
+        return f"{self.task}/{self.method.lower()}-k{self.updates}-{own}{self.rate:g}{last}"
 
     @property
     def cell(self) -> Cell:
@@ -79,6 +81,8 @@ class Arm(NamedTuple):
             "max_steps": self.rollouts * self.updates * self.minibatches,
             "learning_rate": self.rate,
         }
+        if self.engine == "vllm":
+            settings |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 128}
         if self.method == "PACS":
             settings |= {"pacs_beta": self.beta, "class_weighting": self.weights, "reference": self.reference}
         elif self.method == "RLOO":
@@ -125,6 +129,10 @@ STAGES: dict[str, list[Arm]] = {
     "parts": [Arm(method, beta=beta, minibatches=4) for method, beta in LEADING],
     "critic": [Arm("PACS", beta=beta, rate=3e-4, reference="snapshot") for beta in (1.0, 10.0)],
     "two": _leading([2]),
+    "vllm": [
+        Arm(method, k, beta, engine="vllm")
+        for k, (method, beta) in ((1, LEADING[0]), (1, LEADING[1]), (8, LEADING[0]), (8, LEADING[2]))
+    ],
     "larger": _leading([1], 3e-4, task="larger") + _leading([8], task="larger"),
     "more": [
         Arm("RLOO", rate=3e-4),
@@ -176,6 +184,10 @@ def run(arm: Arm | None, task: str, seed: int, results_dir: Path, work_dir: Path
     work, model, training = work_dir / name / f"seed-{seed}", start, None
     if arm:
         rollout_trainer.StepTimer = partial(StepTimer, time.process_time)
+        if arm.engine == "vllm":
+            from pacs_trl.gpu_check.engine import one_engine
+
+            one_engine("cpu", "float32")
         model = work / "model"  # kept: `ranking.py` scores with it
         history = train_once(words, start, model, arm.trainer_class)
         training = summary(history, arm.updates * arm.minibatches, LIMITS[arm.method])
@@ -280,7 +292,9 @@ def plan(stages: Sequence[str], seeds: Sequence[int]) -> Iterator[tuple[Arm | No
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--stages", nargs="+", choices=list(STAGES), default=list(STAGES))
+    parser.add_argument(
+        "--stages", nargs="+", choices=list(STAGES), default=[name for name in STAGES if name != "vllm"]
+    )
     parser.add_argument("--results_dir", type=Path, default=RESULTS)
     parser.add_argument("--work_dir", type=Path, default=Path("outputs/reuse"))
     parser.add_argument("--report", action="store_true", help="of what is recorded, and train nothing more")
