@@ -6,6 +6,7 @@ that one file serves templates with and without conditioning.
 """
 
 import json
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,6 +73,9 @@ def _trace(where: str, line: str, prompt: CriticPrompt) -> Trace:
 
 
 def write_traces(file: str | Path, traces: list[Trace]) -> None:
-    """Inverse of [`read_traces`]."""
+    """Inverse of [`read_traces`]; the file is written whole or not at all."""
     rows = [t.state._asdict() | {"success_rate": t.success_rate, "answer": t.answer} for t in traces]
-    Path(file).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    path = Path(file)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    os.replace(temporary, path)

@@ -1,10 +1,12 @@
 """Traces of the oracle: worked reasons by hand, and a file that a supervised start can read."""
 
+from pathlib import Path
+
 import pytest
 from replay import TOKENIZER, tiny_model
 
-from pacs_trl.baselines.critic_prompt import CriticPrompt
-from pacs_trl.baselines.critic_traces import read_traces, write_traces
+from pacs_trl.baselines.critic_prompt import CriticPrompt, State
+from pacs_trl.baselines.critic_traces import Trace, read_traces, write_traces
 from pacs_trl.data.tasks import problems
 from pacs_trl.miniature.oracle import main, oracle_traces, worked_reason
 
@@ -53,3 +55,17 @@ def test_traces_are_repeated_written_and_read(tmp_path):
     assert all(t.answer.endswith("<0>") and t.success_rate == 0.0 for t in traces)  # an untrained model is never right
     write_traces(tmp_path / "traces.jsonl", traces)
     assert read_traces(tmp_path / "traces.jsonl", prompt) == traces
+
+
+def test_a_file_of_traces_is_whole_or_that_of_before(tmp_path, monkeypatch):
+    path, whole = tmp_path / "traces.jsonl", Path.write_text
+    write_traces(path, [])
+
+    def interrupted(self, text, **kwargs):
+        whole(self, text[:10], **kwargs)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_traces(path, [Trace(State("1+1", "", 0), 0.5, "<5>")])
+    assert path.read_text() == ""
