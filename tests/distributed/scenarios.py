@@ -362,10 +362,9 @@ def exchanged_in_bf16(rank, directory):
 
 
 FSDP2["exchanged in bf16"] = exchanged_in_bf16
-# Parameters below the threshold stay gathered between uses: all of this model's, or none.
-ZERO3 = {
-    f"{name}, {threshold}": sharded(name, zero3_settings(threshold)) for name in SHARDED for threshold in (0, 100_000)
-} | {
+# Parameters below the threshold stay gathered between uses: none of this model's, or all.
+GATHERED = [(name, 0) for name in SHARDED] + [("2 rows x 2", 100_000), ("snapshot, renewed", 100_000)]
+ZERO3 = {f"{name}, {threshold}": sharded(name, zero3_settings(threshold)) for name, threshold in GATHERED} | {
     "VERL": lambda rank, directory: record(directory, VERL | zero3_settings(0), {}),
     "shared prompts": lambda rank, directory: shared_prompts(rank, directory, **zero3_settings(0)),
     "resumed snapshot": lambda rank, directory: resumed(rank, directory, reference="snapshot", **zero3_settings(0)),
