@@ -109,7 +109,11 @@ STAGES: dict[str, list[Arm]] = {
     "eight": [*_leading([8]), Arm("RLOO", 8), Arm("PACS", 8, 30.0), Arm("PACS", 8, 3.0)],
     "one": [*_leading([1], 3e-4), *_leading([1])],
     "four": _leading([4]),
-    "large": [*_leading([8, 4], **LARGE), *_leading([1], 3e-4, **LARGE)],
+    "large": [
+        *(Arm(method, 8, beta, **LARGE) for method, beta in (LEADING[0], LEADING[2])),
+        *_leading([4], **LARGE),
+        *_leading([1], 3e-4, **LARGE)[:2],
+    ],
     "delays": [
         Arm(method, 1, beta, rate=3e-4, delay=delay, correct=correct)
         for delay in (8, 2, 4, 1)
@@ -123,8 +127,8 @@ STAGES: dict[str, list[Arm]] = {
     ],
     "sixteen": _leading([16], 3e-5) + [Arm("PACS", 16, 30.0, rate=3e-5)],
     "rates": [*_leading([8], 3e-5), *_leading([4, 8], 3e-4), *_leading([1], 1e-3)[:2]],
-    "sums": _leading([1], 3e-4, task="sums") + _leading([8], task="sums"),
-    "equation": _leading([1], 3e-4, task="equation") + _leading([8], task="equation"),
+    "sums": _leading([8], task="sums") + _leading([1], 3e-4, task="sums")[:2],
+    "equation": _leading([8], task="equation") + _leading([1], 3e-4, task="equation")[:2],
     "weights": [Arm("PACS", 8, beta, "none") for beta in (1.0, 10.0)],
     "parts": [Arm(method, beta=beta, minibatches=4) for method, beta in LEADING],
     "critic": [Arm("PACS", beta=beta, rate=3e-4, reference="snapshot") for beta in (1.0, 10.0)],
