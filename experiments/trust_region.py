@@ -1,27 +1,29 @@
-"""How far K updates on a rollout move its log-ratios: the prediction of docs/reuse.md. `python -m experiments.trust_region` draws it.
+"""How far K updates on a rollout move its log-ratios: the flow of docs/reuse.md. `python -m experiments.trust_region` draws it.
 
 One group of n completions, m of them right, with one log-ratio for the right ones and one for the wrong ones; the *gap* d is their
-difference in nats. Without scores the gap grows by the same step in every update. PACS multiplies the step by the *force*
+difference in nats. Without scores the gap grows by the same step in every update, and makes a *way*. PACS multiplies the step by the *force*
 
     force(d) = (w_1 sigmoid(-beta (n - m) / (n - 1) d) + w_0 sigmoid(-beta m / (n - 1) d)) / ((w_1 + w_0) / 2)
 
-which is 1 at d = 0 and falls within a width of 1 / beta. Nothing here imports torch.
+which is 1 at d = 0 and falls within a width of 1 / beta.
 """
 
 import argparse
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
+from typing import NamedTuple
 
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
+from experiments.reuse import RESULTS, STAGES, Arm, curve, solved
 from pacs_trl.report.plots import COLORS, DASHES, PAGE_WIDTH, PANEL_HEIGHT, STYLE
 from pacs_trl.reproduce.records import Records
 
 
-MOMENTUM = 0.9  # Adam's beta_1
 BETAS = (1.0, 3.0, 10.0, 30.0)
 
 
@@ -60,112 +62,96 @@ def gap_of_flow(way: float, beta: float, size: int = 8) -> float:
     return y / scale
 
 
-def gaps_under_adam(updates: int, beta: float, pace: float, shared: float, size: int = 8) -> np.ndarray:
-    """
-    Mean gap before each of `updates` updates on a rollout and after the last, `(updates + 1,)`, once training has settled.
-
-    Adam divides by the root mean square of the gradient, which remembers hundreds of updates: scores that saturate make each update
-    smaller within a rollout, and all of them larger together. Its momentum spreads the pull of one update over about ten; what is
-    left of that of earlier rollouts moves the present one only as far as its gradient is `shared`.
-
-    Args:
-        pace (`float`): Nats per update, if every gradient had the same length and direction; proportional to the learning rate.
-        shared (`float`): Cosine of the gradients of two rollouts in the gap, 0 to 1.
-    """
-    forces = np.ones(updates)
-    for _ in range(60):
-        scale = np.sqrt(np.mean(forces**2))
-        ages = np.arange(updates - 1, -1, -1)
-        carried = (1 - MOMENTUM) * np.sum(MOMENTUM**ages * forces) / (1 - MOMENTUM**updates)
-        gaps, own = [0.0], 0.0
-        for k in range(updates):
-            own = MOMENTUM * own + (1 - MOMENTUM) * float(force(gaps[-1], beta, size))
-            gaps.append(gaps[-1] + pace / scale * (own + shared * MOMENTUM ** (k + 1) * carried))
-        forces = 0.5 * forces + 0.5 * force(np.array(gaps[:-1]), beta, size)
-    return np.array(gaps)
-
-
-def fitted(gaps: Sequence[float]) -> tuple[float, float]:
-    """Pace and shared part that explain the gaps before each update (the first is 0) of a method that nothing stops, best."""
-    measured, best = np.array(gaps), (math.inf, 0.0, 0.0)
-    for shared in np.linspace(0, 1, 101):
-        shape = gaps_under_adam(len(gaps), 1e-9, 1.0, shared)[:-1]
-        pace = float(shape @ measured / (shape @ shape))
-        best = min(best, (float(np.sum((pace * shape - measured) ** 2)), pace, float(shared)))
-    return best[1:]
+def way_of_flow(gap: float, beta: float, size: int = 8) -> float:
+    """The way after which a group of which half is right has this gap: the inverse of [`gap_of_flow`]."""
+    scale = beta * size / (2 * (size - 1))
+    return (scale * gap + math.exp(scale * gap) - 1) / (2 * scale)
 
 
 CLIP = (math.log(1.2), math.log(0.8))  # of GRPO
 TOKENS = (1, 4)  # that move, in the example of the figure
 
 
-def measured_gaps(results_dir: Path, name: str) -> np.ndarray:
-    """Mean gap before each update on a rollout, of an arm of `reuse.py` by its name: a row for each seed."""
-    logs = [run.training["log_history"] for run in Records(results_dir).runs(name, name) if run.training]
-    return np.array([[log["gap"] for log in history if "gap" in log] for history in logs])
+class Cell(NamedTuple):
+    """An arm of `reuse.py`: the mean gap before the last update on a rollout, and pass@1 in percent, by seed."""
+
+    arm: Arm
+    gaps: list[float]
+    solved: list[float]
 
 
-def draw(pace: float, shared: float, measured: Mapping[tuple[int, float], np.ndarray], path: Path) -> None:
-    """What is left of a step against the gap; gaps within a rollout of 8 updates; gaps at the last update against K.
-    `measured` are gaps by K and beta, drawn as dots."""
+def measured(results_dir: Path) -> list[Cell]:
+    """All arms without delay, with several updates of all completions on a rollout, that have runs."""
+    records, cells = Records(results_dir), []
+    for arm in dict.fromkeys(arm for stage in STAGES.values() for arm in stage):
+        runs = records.runs(arm.name, arm.name)
+        if runs and arm.updates > 1 and arm.engine == "transformers":
+            cells.append(Cell(arm, [curve(run, "gap")[-1] for run in runs], [mean(solved(run, 1)) for run in runs]))
+    return cells
+
+
+def predicted(cells: Sequence[Cell]) -> list[tuple[Cell, float, float]]:
+    """Every cell of PACS with another beta than 1, with the way that beta 1 made in its place, and the gap that follows from it."""
+    plain = {cell.arm: way_of_flow(mean(cell.gaps), 1.0) for cell in cells}
+    found = []
+    for cell in cells:
+        way = plain.get(cell.arm._replace(beta=1.0))
+        if cell.arm.method == "PACS" and cell.arm.beta != 1 and way:
+            found.append((cell, way, gap_of_flow(way, cell.arm.beta)))
+    return found
+
+
+def draw(cells: Sequence[Cell], path: Path) -> None:
+    """What is left of a step against the gap; measured gaps on the line of the flow; pass@1 against the gap."""
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(PAGE_WIDTH, 1.15 * PANEL_HEIGHT), layout="constrained")
+        figure = Figure(figsize=(PAGE_WIDTH, 1.2 * PANEL_HEIGHT), layout="constrained")
         left, middle, right = figure.subplots(1, 3)
-        gaps, most = np.linspace(0, 3, 301), 16
-        for beta, color, dash in zip(BETAS, COLORS, DASHES, strict=False):
-            look = {"color": color, "linestyle": dash, "label": f"beta {beta:g}"}
-            left.plot(gaps, force(gaps, beta), **look)
-            middle.plot(range(8), gaps_under_adam(8, beta, pace, shared)[:-1], **look)
-            ends = [gaps_under_adam(updates, beta, pace, shared)[-2] for updates in range(2, most + 1)]
-            right.plot(range(2, most + 1), ends, **look)
-            for (updates, of_beta), values in measured.items():
-                if of_beta == beta and updates == 8:
-                    middle.plot(range(8), values.mean(axis=0), "o", color=color)
-                if of_beta == beta and updates > 1:
-                    right.plot([updates] * len(values), values[:, -1], "o", color=color, alpha=0.6)
+        gaps, colors = np.linspace(0, 3, 301), dict(zip(BETAS, COLORS, strict=False))
+        for beta, dash in zip(BETAS, DASHES, strict=False):
+            left.plot(gaps, force(gaps, beta), color=colors[beta], linestyle=dash, label=f"PACS, beta {beta:g}")
         for tokens, dash in zip(TOKENS, (":", (0, (1, 3))), strict=True):
             edge = tokens * (CLIP[0] - CLIP[1])
-            label = f"clip, {tokens} token{'s' * (tokens > 1)}"
-            left.plot([0, edge, edge, 3], [1, 1, 0, 0], color="#777777", linestyle=dash, label=label)
+            left.plot([0, edge, edge, 3], [1, 1, 0, 0], color="#777777", linestyle=dash)
+            left.annotate(f"clip, {tokens} token{'s' * (tokens > 1)}", (edge + 0.05, 0.93), fontsize=6)
+        ways = np.geomspace(0.3, 300, 200)
+        middle.plot(ways, [gap_of_flow(way, 1.0) for way in ways], color="#777777")
+        for cell, way, _ in predicted(cells):
+            beta = cell.arm.beta
+            middle.plot(
+                [beta * way] * len(cell.gaps), [beta * gap for gap in cell.gaps], "o", color=colors[beta], alpha=0.5
+            )
+        for cell in cells:
+            look = {"color": "#777777", "marker": "s" if cell.arm.method == "GRPO" else "x"}
+            if cell.arm.method == "PACS":
+                look = {"color": colors[cell.arm.beta], "marker": "o"}
+            if cell.arm == Arm(*cell.arm[:3], rate=cell.arm.rate):  # of one task and size
+                right.plot(mean(cell.gaps), mean(cell.solved), **look)
         left.set(title="what is left of a step", xlabel="gap (nats)", ylabel="force", ylim=(0, 1.05), xlim=(0, 3))
-        middle.set(
-            title="gap before each of 8 updates", xlabel="updates on the rollout", ylabel="nats", ylim=(0, None)
-        )
-        right.set(title="gap before the last update", xlabel="K", ylabel="nats", ylim=(0, None), xticks=[2, 4, 8, 16])
-        note = "lines: prediction; dots: measured, in the middle the mean over seeds" if measured else None
-        handles = left.get_legend_handles_labels()
-        figure.legend(*handles, loc="outside lower center", ncols=len(handles[0]), title=note, title_fontsize=7)
+        middle.set(title="gap before the last update", xlabel="beta x way of beta 1", ylabel="beta x gap")
+        middle.set(xscale="log", yscale="log")
+        right.set(title="held out", xlabel="gap (nats)", ylabel="pass@1 (%)", xscale="log", ylim=(0, None))
+        right.plot([], [], "s", color="#777777", label="GRPO")
+        right.plot([], [], "x", color="#777777", label="RLOO")
+        handles = [
+            sum(pair, [])
+            for pair in zip(left.get_legend_handles_labels(), right.get_legend_handles_labels(), strict=True)
+        ]
+        figure.legend(*handles, loc="outside lower center", ncols=len(handles[0]))
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=200)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    root = Path(__file__).parents[1]
-    parser.add_argument("--results_dir", type=Path, default=root / "docs/results/reuse", help="of `experiments.reuse`")
-    parser.add_argument("--prefix", default="addition/", help="of the names of its arms: the task")
-    parser.add_argument("--rate", default="0.0001", help="learning rate of its arms, as in their names")
-    parser.add_argument("--output", type=Path, default=root / "docs/images/reuse.png")
+    parser.add_argument("--results_dir", type=Path, default=RESULTS, help="of `experiments.reuse`")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parents[1] / "docs/images/reuse.png")
     args = parser.parse_args()
-    name = f"{args.prefix}rloo-k8-{args.rate}"
-    free = measured_gaps(args.results_dir, name)
-    if len(free) == 0:
-        parser.error(
-            f"{args.results_dir} has no run of {name}, to which pace and shared part are fitted: experiments.reuse makes it."
+    cells = measured(args.results_dir)
+    for cell, way, gap in predicted(cells):
+        print(
+            f"{cell.arm.name}: way {way:.2f}, predicted {gap:.3f}, measured {mean(cell.gaps):.3f} ({len(cell.gaps)} seeds)"
         )
-    pace, shared = fitted(free.mean(axis=0))
-    print(f"RLOO, K = 8: pace {pace:.4f} nats per update, shared {shared:.2f}")
-    measured = {}
-    for updates in (2, 4, 8, 16):
-        for beta in BETAS:
-            found = measured_gaps(args.results_dir, f"{args.prefix}pacs-k{updates}-beta{beta:g}-balanced-{args.rate}")
-            if len(found):
-                measured[updates, beta] = found
-                expected = gaps_under_adam(updates, beta, pace, shared)[-2]
-                print(
-                    f"K = {updates}, beta {beta:g}: predicted {expected:.3f}, measured {found[:, -1].round(3).tolist()}"
-                )
-    draw(pace, shared, measured, args.output)
+    draw(cells, args.output)
 
 
 if __name__ == "__main__":
