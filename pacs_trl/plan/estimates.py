@@ -353,7 +353,13 @@ class Estimate:
             more_flops, more_learning, more_generating, words = self._critic_time(mean_length)
             flops, learning, generating = flops + more_flops, learning + more_learning, generating + more_generating
             critic = [f"  critic             {words}"]
-        hours = rollouts * (learning + generating) / 3600
+        hours, reuse, times = rollouts * (learning + generating) / 3600, [], training.num_iterations
+        if times > 1 and generating:
+            fresh = rollouts * (learning + times * generating) / 3600
+            reuse = [
+                f"  reuse              {times} updates on every completion: as many with num_iterations=1 would draw {times} times "
+                f"as many completions, {fresh:.1f} hours instead of {hours:.1f}"
+            ]
         return [
             "",
             f"Time on {gpu.name} (estimate; grading, weight transfer and saving not counted; prompts of {prompt} tokens)",
@@ -361,6 +367,7 @@ class Estimate:
             f"plus attention{padding}; {learning:.0f} s at {gpu.training_share:.0%} of {gpu.flops / 1e12:.0f} TFLOP/s",
             f"  generation         {generation}",
             *critic,
+            *reuse,
             f"  all                {hours:.1f} hours on {gpus} GPU{'s' * (gpus > 1)}, {hours * gpus:.0f} GPU hours, "
             f"{rollouts * flops:.1e} FLOP for learning",
         ]

@@ -55,6 +55,16 @@ def test_an_update_over_two_generations_takes_as_long_as_two(planned):
     assert float(wide.split()[0]) == float(single.split()[0]) > 0
 
 
+def test_what_reuse_saves(planned):
+    """480 updates on 30 generations, 16 on each: the generations that as many updates would take otherwise are three times 30 more."""
+    settings = {"num_iterations": 4}
+    learning = float(planned("learning", **settings).split("; ")[1].split()[0])
+    generation = float(planned("generation  ", **settings).split()[0])
+    words = planned("reuse", **settings).split()
+    assert float(words[-5]) == pytest.approx(30 * (learning + 4 * generation) / 3600, abs=0.1)  # seconds are rounded
+    assert words[-1] == planned("all", **settings).split()[0]
+
+
 def cases(table: dict[float, list[dict]]) -> list[tuple[float, dict]]:
     return [(number, settings) for number, several in table.items() for settings in several]
 
