@@ -147,6 +147,7 @@ PRACTICAL = {
     "qwen3-0.6b/pacs": 1e-6,
     "qwen3-1.7b/pacs_lora": 1e-5,
     "qwen3-4b/code": 1e-6,
+    "qwen3-4b/pacs_reuse": 1e-6,
     "qwen2.5-7b/rlpr": 1e-6,
 }  # learning rates
 
@@ -181,7 +182,8 @@ def test_recipe_is_read_and_free_of_conflicts(name):
     conflicts, notes = judge(recipe, launch)
     assert conflicts == [] and notes == []
     assert recipe.run.expected_processes == launch.num_processes
-    assert step.updates_per_generation == (2 if name == DARS else 1 if name in GENAC else 4)
+    several = {DARS: 2, "qwen3-4b/pacs_reuse": 2 * 4} | dict.fromkeys(GENAC, 1)
+    assert step.updates_per_generation == several.get(name, 4)
     assert recipe.training.save_steps % step.updates_per_generation == 0
     assert recipe.training.output_dir == f"outputs/{name}"
     longest = recipe.data.max_prompt_length + recipe.training.max_completion_length
@@ -202,7 +204,7 @@ def test_miniature_recipe_is_read_and_free_of_conflicts(name):
     step = recipe.step
     assert judge(recipe, launch) == ([], [])
     several = {"miniature/dars": 4, "miniature/dars_b": 2, "miniature/genac": 4, "miniature/rlpr": 4}
-    several |= {"miniature/steps": 4}
+    several |= {"miniature/steps": 4, "miniature/reuse": 8}
     assert step.updates_per_generation == several.get(name, 4 if "twin" in name or "quickstart" in name else 1)
     assert recipe.training.output_dir == f"outputs/{name}"
     assert f"--config recipes/{name}.yaml" in path.read_text()
