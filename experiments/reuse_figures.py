@@ -16,13 +16,14 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.reuse import RESULTS, STAGES, Arm, curve, solved
-from pacs_trl.report.plots import COLORS, PAGE_WIDTH, PANEL_HEIGHT, STYLE
+from pacs_trl.report.plots import COLORS, METHODS, PAGE_WIDTH, PANEL_HEIGHT, STYLE
 from pacs_trl.reproduce.records import Records, Run
 
 
 ROOT = Path(__file__).parents[1]
 WINDOW = 5
 FAMILIES = {("GRPO", 1.0): "GRPO", ("PACS", 1.0): "PACS, beta 1", ("PACS", 10.0): "PACS, beta 10"}
+LOOKS = {"GRPO": METHODS["GRPO"][0], "PACS, beta 1": COLORS[0], "PACS, beta 10": COLORS[2]}  # of trust_region.py
 PLAIN = Arm("PACS")
 
 
@@ -56,7 +57,7 @@ def draw(found: dict[tuple[str, int], tuple[Arm, list[Run]]], path: Path) -> Non
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(PAGE_WIDTH, 1.15 * PANEL_HEIGHT), layout="constrained")
         left, middle, right = figure.subplots(1, 3)
-        for family, color in zip(FAMILIES.values(), COLORS, strict=False):
+        for family, color in LOOKS.items():
             own = {k: pair for (name, k), pair in sorted(found.items()) if name == family}
             for k, (_, runs) in own.items():
                 left.plot([k] * len(runs), pass_at_1(runs), "o", color=color, alpha=0.4)
@@ -72,7 +73,12 @@ def draw(found: dict[tuple[str, int], tuple[Arm, list[Run]]], path: Path) -> Non
                 right.plot(seconds[WINDOW - 1 :], rewards, **look)
         left.set_xscale("log", base=2)
         left.set(
-            title="held out", xlabel="K", ylabel="pass@1 (%)", xticks=[1, 2, 4, 8, 16], xticklabels=[1, 2, 4, 8, 16]
+            title="held out",
+            xlabel="K",
+            ylabel="pass@1 (%)",
+            ylim=(0, None),
+            xticks=[1, 2, 4, 8, 16],
+            xticklabels=[1, 2, 4, 8, 16],
         )
         middle.set(title="reward", xlabel="rollouts", ylim=(0, None))
         right.set(title="reward", xlabel="processor seconds", ylim=(0, None))

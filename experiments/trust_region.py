@@ -130,6 +130,8 @@ def draw(cells: Sequence[Cell], path: Path) -> None:
         middle.set(title="gap before the last update", xlabel="beta x way of beta 1", ylabel="beta x gap")
         middle.set(xscale="log", yscale="log")
         right.set(title="held out", xlabel="gap (nats)", ylabel="pass@1 (%)", xscale="log", ylim=(0, None))
+        right.set_xticks([0.25, 0.5, 1, 2, 4], ["0.25", "0.5", "1", "2", "4"])
+        right.set_xticks([], minor=True)
         right.plot([], [], "s", color="#777777", label="GRPO")
         right.plot([], [], "x", color="#777777", label="RLOO")
         handles = [
