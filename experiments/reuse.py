@@ -109,8 +109,11 @@ STAGES: dict[str, list[Arm]] = {
     "eight": [*_leading([8]), Arm("RLOO", 8), Arm("PACS", 8, 30.0), Arm("PACS", 8, 3.0)],
     "one": [*_leading([1], 3e-4), *_leading([1])],
     "four": _leading([4]),
-    "large": [Arm(method, k, beta, **LARGE) for k in (8, 4) for method, beta in (LEADING[0], LEADING[2])],
-    "large-more": [Arm("PACS", 4, **LARGE), *_leading([1], 3e-4, **LARGE)[:2]],
+    "large": [
+        *(Arm(method, k, beta, **LARGE) for k in (8, 4) for method, beta in (LEADING[0], LEADING[2])),
+        *_leading([1], 3e-4, **LARGE)[:2],
+    ],
+    "large-more": [Arm("PACS", 4, **LARGE)],
     "delays": [
         Arm(method, 1, beta, rate=3e-4, delay=delay, correct=correct)
         for delay in (8, 2, 4, 1)
