@@ -76,8 +76,8 @@ class Cell(NamedTuple):
     """An arm of `reuse.py`: the mean gap before the last update on a rollout, and pass@1 in percent, by seed."""
 
     arm: Arm
-    gaps: list[float]
-    solved: list[float]
+    gaps: dict[int, float]
+    solved: dict[int, float]
 
 
 def measured(results_dir: Path) -> list[Cell]:
@@ -86,18 +86,21 @@ def measured(results_dir: Path) -> list[Cell]:
     for arm in dict.fromkeys(arm for stage in STAGES.values() for arm in stage):
         runs = records.runs(arm.name, arm.name)
         if runs and arm.updates > 1 and arm.engine == "transformers":
-            cells.append(Cell(arm, [curve(run, "gap")[-1] for run in runs], [mean(solved(run, 1)) for run in runs]))
+            gaps = {run.seed: curve(run, "gap")[-1] for run in runs}
+            cells.append(Cell(arm, gaps, {run.seed: mean(solved(run, 1)) for run in runs}))
     return cells
 
 
 def predicted(cells: Sequence[Cell]) -> list[tuple[Cell, float, float]]:
-    """Every cell of PACS with another beta than 1, with the way that beta 1 made in its place, and the gap that follows from it."""
-    plain = {cell.arm: way_of_flow(mean(cell.gaps), 1.0) for cell in cells}
-    found = []
-    for cell in cells:
-        way = plain.get(cell.arm._replace(beta=1.0))
-        if cell.arm.method == "PACS" and cell.arm.beta != 1 and way:
-            found.append((cell, way, gap_of_flow(way, cell.arm.beta)))
+    """Every cell of PACS with another beta than 1, of the seeds with which beta 1 has a run in its place; the way that beta 1 made, and
+    the gap that follows from it."""
+    plain, found = {cell.arm: cell.gaps for cell in cells}, []
+    for arm, gaps, marks in cells:
+        seeds = sorted(gaps.keys() & plain.get(arm._replace(beta=1.0), {}).keys())
+        if arm.method == "PACS" and arm.beta != 1 and seeds:
+            way = way_of_flow(mean(plain[arm._replace(beta=1.0)][seed] for seed in seeds), 1.0)
+            own = Cell(arm, {seed: gaps[seed] for seed in seeds}, {seed: marks[seed] for seed in seeds})
+            found.append((own, way, gap_of_flow(way, arm.beta)))
     return found
 
 
@@ -118,14 +121,18 @@ def draw(cells: Sequence[Cell], path: Path) -> None:
         for cell, way, _ in predicted(cells):
             beta = cell.arm.beta
             middle.plot(
-                [beta * way] * len(cell.gaps), [beta * gap for gap in cell.gaps], "o", color=colors[beta], alpha=0.5
+                [beta * way] * len(cell.gaps),
+                [beta * gap for gap in cell.gaps.values()],
+                "o",
+                color=colors[beta],
+                alpha=0.5,
             )
         for cell in cells:
             look = {"color": "#777777", "marker": "s" if cell.arm.method == "GRPO" else "x"}
             if cell.arm.method == "PACS":
                 look = {"color": colors[cell.arm.beta], "marker": "o"}
             if cell.arm == Arm(*cell.arm[:3], rate=cell.arm.rate):  # of one task and size
-                right.plot(mean(cell.gaps), mean(cell.solved), **look)
+                right.plot(mean(cell.gaps.values()), mean(cell.solved.values()), **look)
         left.set(title="what is left of a step", xlabel="gap (nats)", ylabel="force", ylim=(0, 1.05), xlim=(0, 3))
         middle.set(title="gap before the last update", xlabel="beta x way of beta 1", ylabel="beta x gap")
         middle.set(xscale="log", yscale="log")
@@ -151,7 +158,7 @@ def main() -> None:
     cells = measured(args.results_dir)
     for cell, way, gap in predicted(cells):
         print(
-            f"{cell.arm.name}: way {way:.2f}, predicted {gap:.3f}, measured {mean(cell.gaps):.3f} ({len(cell.gaps)} seeds)"
+            f"{cell.arm.name}: way {way:.2f}, predicted {gap:.3f}, measured {mean(cell.gaps.values()):.3f} ({len(cell.gaps)} seeds)"
         )
     draw(cells, args.output)
 

@@ -67,14 +67,12 @@ def test_the_way_is_read_off_a_gap_and_predicts_another():
     assert way_of_flow(7 / 4, 1.0) == pytest.approx(7 * math.e / 8)
     for beta, gap in ((0.3, 0.1), (3.0, 1.0), (30.0, 0.5)):
         assert gap_of_flow(way_of_flow(gap, beta), beta) == pytest.approx(gap)
-    ten = Arm("PACS", 8, 10.0)
-    cells = [
-        Cell(ten, [0.5], [20.0]),
-        Cell(ten._replace(beta=1.0), [1.5, 2.0], [20.0, 20.0]),
-        Cell(Arm("GRPO", 8), [1.0], [20.0]),
-    ]
-    ((cell, way, gap),) = predicted(cells)
-    assert cell.arm == ten and way == pytest.approx(7 * math.e / 8) and gap == gap_of_flow(way, 10.0)
+    ten, marks = Arm("PACS", 8, 10.0), {0: 20.0, 1: 20.0, 2: 20.0}
+    plain = Cell(ten._replace(beta=1.0), {0: 1.5, 1: 2.0, 3: 9.0}, marks)
+    cells = [Cell(ten, {0: 0.5, 1: 0.6, 2: 9.0}, marks), plain, Cell(Arm("GRPO", 8), {0: 1.0}, marks)]
+    ((cell, way, gap),) = predicted(cells)  # of the seeds that both have, 0 and 1
+    assert cell == (ten, {0: 0.5, 1: 0.6}, {0: 20.0, 1: 20.0})
+    assert way == pytest.approx(7 * math.e / 8) and gap == gap_of_flow(way, 10.0)
 
 
 def test_movement_and_force_by_hand():
