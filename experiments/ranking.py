@@ -102,17 +102,10 @@ def measure(arm: Arm, source: str, seed: int, work_dir: Path) -> dict[str, Any]:
 
 
 def table(lines: Sequence[dict[str, Any]]) -> list[str]:
-    """A row for each arm and source of completions: means over seeds, differences with intervals over them."""
+    """A row for each arm and source of completions: means over seeds, and how far the highest score is from the majority vote."""
     calibrations = [f"{name}, {estimator}" for estimator in ESTIMATORS for name in ("Brier", "calibration error")]
     chosen = ["mean", "majority vote", "highest score", "weighted vote"]
-    heads = [
-        "completions",
-        "seeds",
-        "base rate",
-        *calibrations,
-        *chosen,
-        *(f"{name} - majority" for name in chosen[2:]),
-    ]
+    heads = ["completions", "seeds", "base rate", *calibrations, *chosen, "highest score - majority"]
     rows = [f"| | {' | '.join(heads)} |", "| --- | --- |" + " ---: |" * (len(heads) - 1)]
     for name, source in dict.fromkeys((line["arm"], line["completions"]) for line in lines):
         own = [line for line in lines if (line["arm"], line["completions"]) == (name, source)]
@@ -121,9 +114,8 @@ def table(lines: Sequence[dict[str, Any]]) -> list[str]:
             f"{mean(line[e][key] for line in own):.3f}" for e in ESTIMATORS for key in ("Brier", "calibration error")
         ]
         cells += [f"{mean(line['chosen'][key] for line in own):.1f}" for key in chosen]
-        for key in chosen[2:]:
-            apart = [line["chosen"][key] - line["chosen"]["majority vote"] for line in own]
-            cells.append("{:+.1f} ± {:.1f}".format(*over_seeds(apart)) if len(own) > 1 else f"{apart[0]:+.1f}")
+        apart = [line["chosen"]["highest score"] - line["chosen"]["majority vote"] for line in own]
+        cells.append(f"{mean(apart):+.1f}" + (f" ± {over_seeds(apart)[1]:.1f}" if len(own) > 2 else f" ({len(own)})"))
         rows.append(f"| {name} | {' | '.join(cells)} |")
     return rows
 

@@ -7,10 +7,9 @@ import torch
 from replay import TOKENIZER, Recorder, Replay, addition_dataset, build_trainer, stored_label, tiny_model
 from trl import GRPOConfig
 
-from experiments import reuse
+from experiments import reuse, reuse_figures
 from experiments.ranking import Candidate, calibration, choices
 from experiments.reuse import Arm
-from experiments.reuse_figures import best, pass_at_1
 from experiments.reuse_trainers import DelayedGRPO, DelayedPACS, MeasuredGRPO, MeasuredPACS, delayed, force, movement
 from experiments.trust_region import Cell, first_step, gap_of_flow, predicted, way_of_flow, width
 from experiments.trust_region import force as predicted_force
@@ -189,18 +188,12 @@ def test_choices_by_hand():
     assert calibration([0.0, 0.0], [1.0, 0.0]) == {"Brier": 0.25, "base rate": 0.25, "calibration error": 0.0}
 
 
-def test_the_best_learning_rate_is_that_of_the_seeds_that_all_have():
-    """At 3e-4 seed 0 is better and seed 1, which has no run at 1e-4, much worse; another delay is no candidate."""
-
-    class Solved:
-        counts = {Arm("GRPO", 8): {0: 4}, Arm("GRPO", 8, rate=3e-4): {0: 8, 1: 0}, Arm("GRPO", 8, delay=1): {0: 16}}
-
-        def runs(self, name, label):
-            (own,) = (of_seeds for arm, of_seeds in self.counts.items() if arm.name == name)
-            problems = ({"problems": [{"n": 16, "c": c}]} for c in own.values())
-            return [
-                Run(seed, {"benchmarks": {"x": about}}, {}, None) for seed, about in zip(own, problems, strict=True)
-            ]
-
-    ((key, (arm, runs)),) = best(Solved(), list(Solved.counts)).items()
-    assert key == ("GRPO", 8) and arm.rate == 3e-4 and pass_at_1(runs) == [50.0, 0.0]
+def test_the_figure_is_of_the_cells_that_decide(tmp_path):
+    arms = [reuse_figures.arm_of(method, k) for method in ("PACS", "GRPO") for k in reuse_figures.DASHES]
+    assert set(arms) == set(reuse.STAGES["large"])
+    logs = [{"step": i, key: 0.1 * i} for key in ("reward", "drawing", "learning") for i in range(60)]
+    results = {"benchmarks": {"x": {"problems": [{"n": 16, "c": 4}]}}}
+    run = Run(0, results, {}, {"log_history": logs})
+    found = {(arm.method, arm.updates): [run] for arm in arms}
+    reuse_figures.draw(found, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 0
