@@ -72,6 +72,9 @@ CLIP = (math.log(1.2), math.log(0.8))  # of GRPO
 TOKENS = (1, 4)  # that move, in the example of the figure
 
 
+SEEDS = (0, 1)  # of the points of the last panel: warm starts differ by more than methods
+
+
 class Cell(NamedTuple):
     """An arm of `reuse.py`: the mean gap before the last update on a rollout, and pass@1 in percent, by seed."""
 
@@ -131,8 +134,10 @@ def draw(cells: Sequence[Cell], path: Path) -> None:
             look = {"color": "#777777", "marker": "s" if cell.arm.method == "GRPO" else "x"}
             if cell.arm.method == "PACS":
                 look = {"color": colors[cell.arm.beta], "marker": "o"}
-            if cell.arm == Arm(*cell.arm[:3], rate=cell.arm.rate):  # of one task and size
-                right.plot(mean(cell.gaps.values()), mean(cell.solved.values()), **look)
+            if (
+                cell.arm == Arm(*cell.arm[:3], rate=cell.arm.rate) and {*SEEDS} <= cell.gaps.keys()
+            ):  # of one task and size
+                right.plot(mean(cell.gaps[seed] for seed in SEEDS), mean(cell.solved[seed] for seed in SEEDS), **look)
         left.set(title="what is left of a step", xlabel="gap (nats)", ylabel="force", ylim=(0, 1.05), xlim=(0, 3))
         middle.set(title="gap before the last update", xlabel="beta x way of beta 1", ylabel="beta x gap")
         middle.set(xscale="log", yscale="log")
