@@ -36,3 +36,10 @@ STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.
 def over_seeds(values: Sequence[float]) -> tuple[float, float]:
     """Mean of at least two values, one for each seed, and half the width of its 95 % interval."""
     return mean(values), STUDENT[min(len(values), 10)] * stdev(values) / len(values) ** 0.5
+
+
+def mean_difference(values: Sequence[float]) -> str:
+    """Differences by seed: their mean and half of its 95 % interval; of less than three seeds, the mean and their number."""
+    if not values:
+        return ""
+    return f"{mean(values):+.1f} " + (f"± {over_seeds(values)[1]:.1f}" if len(values) > 2 else f"({len(values)})")

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from experiments.arms import over_seeds
+from experiments.arms import mean_difference
 from experiments.critic import critic_records
 from experiments.reuse import RESULTS, TASKS, Arm
 from pacs_trl.evaluation.store import read_graded
@@ -115,7 +115,7 @@ def table(lines: Sequence[dict[str, Any]]) -> list[str]:
         ]
         cells += [f"{mean(line['chosen'][key] for line in own):.1f}" for key in chosen]
         apart = [line["chosen"]["highest score"] - line["chosen"]["majority vote"] for line in own]
-        cells.append(f"{mean(apart):+.1f}" + (f" ± {over_seeds(apart)[1]:.1f}" if len(own) > 2 else f" ({len(own)})"))
+        cells.append(mean_difference(apart))
         rows.append(f"| {name} | {' | '.join(cells)} |")
     return rows
 

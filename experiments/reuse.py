@@ -8,7 +8,7 @@ place in the rollout (which of the K updates), the mean movement of the log-rati
 `reuse_trainers.py`), over the rollouts after the first quarter.
 
 Cells are trained in the order of STAGES, the most telling first. Restartable: what stands in the records is not trained again, and an
-interrupted cell, minutes at most, begins again. `--report` trains nothing.
+interrupted cell, minutes at most, begins again. `reuse_tables.py` prints what is there.
 """
 
 import argparse
@@ -17,12 +17,10 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any, NamedTuple
 
-from experiments.arms import over_seeds
 from experiments.reuse_trainers import DelayedGRPO, DelayedPACS, MeasuredGRPO, MeasuredPACS, delayed
-from pacs_trl.evaluation import pass_at_k
 from pacs_trl.reproduce.records import Records, Run, record
 from pacs_trl.reproduce.tables import Cell
 
@@ -220,51 +218,6 @@ def summary(history: Sequence[dict[str, Any]], per_rollout: int, stopped: str) -
     return {"log_history": kept, "checkpoints": [], "curves": ["reward", "entropy", "drawing", "learning", *places]}
 
 
-def curve(run: Run, key: str) -> list[float]:
-    assert run.training is not None
-    return [log[key] for log in run.training["log_history"] if key in log]
-
-
-def solved(run: Run, k: int) -> list[float]:
-    """pass@k of every held-out problem, in percent."""
-    (benchmark,) = run.results["benchmarks"].values()
-    return [100 * pass_at_k(problem["n"], problem["c"], k) for problem in benchmark["problems"]]
-
-
-def difference(baseline: Sequence[Run], candidate: Sequence[Run], k: int) -> str:
-    """Candidate minus baseline, seed by seed, in points: the mean, and from three seeds on half of its 95 % interval over them."""
-    of_seeds = [{run.seed: mean(solved(run, k)) for run in runs} for runs in (baseline, candidate)]
-    apart = [of_seeds[1][seed] - of_seeds[0][seed] for seed in of_seeds[1] if seed in of_seeds[0]]
-    if not apart:
-        return ""
-    return f"{mean(apart):+.1f}" + (f" ± {over_seeds(apart)[1]:.1f}" if len(apart) > 2 else f" ({len(apart)})")
-
-
-def report(results_dir: Path, arms: Sequence[Arm]) -> list[str]:
-    """A row for each arm that has runs: means over seeds ± standard deviation, and the difference to GRPO in its place."""
-    records = Records(results_dir)
-    columns = ["seeds", *(f"pass@{k}" for k in (1, KS[-1])), "reward", "entropy", "gap", "drawing, s", "learning, s"]
-    lines = [f"| | {' | '.join(columns)} | pass@1 minus GRPO |", "| --- |" + " ---: |" * (len(columns) + 1)]
-    for arm in dict.fromkeys(arms):
-        runs = records.runs(arm.name, arm.name)
-        if not runs:
-            continue
-        values = [[mean(solved(run, k)) for run in runs] for k in (1, KS[-1])]
-        values += [[mean(100 * v for v in curve(run, "reward")[-10:]) for run in runs]]
-        values += [
-            [(curve(run, key) or [math.nan])[-1] for run in runs] for key in ("entropy", "gap", "drawing", "learning")
-        ]
-        cells = [
-            f"{mean(v):.{d}f}" + (f" ± {stdev(v):.{d}f}" if len(v) > 1 and d else "")
-            for v, d in zip(values, [1, 1, 1, 3, 2, 0, 0], strict=True)
-        ]
-        own = {"beta": 1.0, "weights": "balanced", "reference": "rollout"}
-        baseline = records.runs(arm._replace(method="GRPO", **own).name, "GRPO")
-        cells.append("" if arm.method == "GRPO" else difference(baseline, runs, 1))
-        lines.append(f"| {arm.name} | {len(runs)} | {' | '.join(cells)} |")
-    return lines
-
-
 def plan(stages: Sequence[str], seeds: Sequence[int]) -> Iterator[tuple[Arm | None, str, int]]:
     """What is run, in this order: an arm (or `None` for the warm start), its task, its seed."""
     for seed in seeds:
@@ -283,12 +236,8 @@ def main() -> None:
     )
     parser.add_argument("--results_dir", type=Path, default=RESULTS)
     parser.add_argument("--work_dir", type=Path, default=Path("outputs/reuse"))
-    parser.add_argument("--report", action="store_true", help="of what is recorded, and train nothing more")
     parser.add_argument("--short", action="store_true", help="two updates and four problems, to try things out")
     args = parser.parse_args()
-    if args.report:
-        print("\n".join(report(args.results_dir, [arm for stage in args.stages for arm in STAGES[stage]])))
-        return
     for arm, task, seed in plan(args.stages, args.seeds):
         run(arm, task, seed, args.results_dir, args.work_dir, args.short)
         print(arm.name if arm else f"{task}/start", seed, flush=True)

@@ -12,7 +12,8 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.reuse import LARGE, RESULTS, Arm, curve, solved
+from experiments.reuse import LARGE, RESULTS, Arm
+from experiments.reuse_tables import curve, solved
 from pacs_trl.report.plots import METHODS, PAGE_WIDTH, PANEL_HEIGHT, STYLE
 from pacs_trl.reproduce.records import Records, Run
 

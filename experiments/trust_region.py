@@ -19,7 +19,8 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.reuse import RESULTS, STAGES, Arm, curve, solved
+from experiments.reuse import RESULTS, STAGES, Arm
+from experiments.reuse_tables import curve, solved
 from pacs_trl.report.plots import COLORS, DASHES, PAGE_WIDTH, PANEL_HEIGHT, STYLE
 from pacs_trl.reproduce.records import Records
 
@@ -76,11 +77,12 @@ SEEDS = (0, 1)  # of the points of the last panel: warm starts differ by more th
 
 
 class Cell(NamedTuple):
-    """An arm of `reuse.py`: the mean gap before the last update on a rollout, and pass@1 in percent, by seed."""
+    """An arm of `reuse.py`, by seed: pass@1 in percent, and before the last update on a rollout the mean gap and (of PACS) the force."""
 
     arm: Arm
-    gaps: dict[int, float]
     solved: dict[int, float]
+    gaps: dict[int, float]
+    forces: dict[int, float]
 
 
 def measured(results_dir: Path) -> list[Cell]:
@@ -89,8 +91,8 @@ def measured(results_dir: Path) -> list[Cell]:
     for arm in dict.fromkeys(arm for stage in STAGES.values() for arm in stage):
         runs = records.runs(arm.name, arm.name)
         if runs and arm.updates > 1 and arm.engine == "transformers":
-            gaps = {run.seed: curve(run, "gap")[-1] for run in runs}
-            cells.append(Cell(arm, gaps, {run.seed: mean(solved(run, 1)) for run in runs}))
+            last = [{run.seed: curve(run, key)[-1] for run in runs if curve(run, key)} for key in ("gap", "force")]
+            cells.append(Cell(arm, {run.seed: mean(solved(run, 1)) for run in runs}, *last))
     return cells
 
 
@@ -98,13 +100,26 @@ def predicted(cells: Sequence[Cell]) -> list[tuple[Cell, float, float]]:
     """Every cell of PACS with another beta than 1, of the seeds with which beta 1 has a run in its place; the way that beta 1 made, and
     the gap that follows from it."""
     plain, found = {cell.arm: cell.gaps for cell in cells}, []
-    for arm, gaps, marks in cells:
-        seeds = sorted(gaps.keys() & plain.get(arm._replace(beta=1.0), {}).keys())
+    for arm, *by_seed in cells:
+        seeds = sorted(by_seed[0].keys() & plain.get(arm._replace(beta=1.0), {}).keys())
         if arm.method == "PACS" and arm.beta != 1 and seeds:
             way = way_of_flow(mean(plain[arm._replace(beta=1.0)][seed] for seed in seeds), 1.0)
-            own = Cell(arm, {seed: gaps[seed] for seed in seeds}, {seed: marks[seed] for seed in seeds})
+            own = Cell(arm, *({seed: values[seed] for seed in seeds} for values in by_seed))
             found.append((own, way, gap_of_flow(way, arm.beta)))
     return found
+
+
+def table(cells: Sequence[Cell]) -> list[str]:
+    """The prediction beside what was measured, before the last update on a rollout."""
+    columns = ["seeds", "way of beta 1", "gap predicted", "gap measured", "measured / predicted", "force predicted"]
+    lines = [f"| | {' | '.join(columns)} | force measured |", "| --- |" + " ---: |" * (len(columns) + 1)]
+    for cell, way, gap in predicted(cells):
+        found, left = mean(cell.gaps.values()), mean(cell.forces.values())
+        numbers = (
+            f"{way:.2f} | {gap:.2f} | {found:.2f} | {found / gap:.2f} | {force(gap, cell.arm.beta):.2f} | {left:.2f}"
+        )
+        lines.append(f"| {cell.arm.name} | {len(cell.gaps)} | {numbers} |")
+    return lines
 
 
 def draw(cells: Sequence[Cell], path: Path) -> None:
@@ -161,10 +176,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path(__file__).parents[1] / "docs/images/reuse.png")
     args = parser.parse_args()
     cells = measured(args.results_dir)
-    for cell, way, gap in predicted(cells):
-        print(
-            f"{cell.arm.name}: way {way:.2f}, predicted {gap:.3f}, measured {mean(cell.gaps.values()):.3f} ({len(cell.gaps)} seeds)"
-        )
+    print("\n".join(table(cells)))
     draw(cells, args.output)
 
 

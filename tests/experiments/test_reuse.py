@@ -11,7 +11,7 @@ from experiments import reuse, reuse_figures
 from experiments.ranking import Candidate, calibration, choices
 from experiments.reuse import Arm
 from experiments.reuse_trainers import DelayedGRPO, DelayedPACS, MeasuredGRPO, MeasuredPACS, delayed, force, movement
-from experiments.trust_region import Cell, first_step, gap_of_flow, predicted, way_of_flow, width
+from experiments.trust_region import Cell, first_step, gap_of_flow, predicted, table, way_of_flow, width
 from experiments.trust_region import force as predicted_force
 from pacs_trl.objective import loss_from_proxies
 from pacs_trl.plan.check import check_recipe
@@ -67,11 +67,14 @@ def test_the_way_is_read_off_a_gap_and_predicts_another():
     for beta, gap in ((0.3, 0.1), (3.0, 1.0), (30.0, 0.5)):
         assert gap_of_flow(way_of_flow(gap, beta), beta) == pytest.approx(gap)
     ten, marks = Arm("PACS", 8, 10.0), {0: 20.0, 1: 20.0, 2: 20.0}
-    plain = Cell(ten._replace(beta=1.0), {0: 1.5, 1: 2.0, 3: 9.0}, marks)
-    cells = [Cell(ten, {0: 0.5, 1: 0.6, 2: 9.0}, marks), plain, Cell(Arm("GRPO", 8), {0: 1.0}, marks)]
+    plain = Cell(ten._replace(beta=1.0), marks, {0: 1.5, 1: 2.0, 3: 9.0}, {})
+    cells = [Cell(ten, marks, {0: 0.5, 1: 0.6, 2: 9.0}, {0: 0.3, 1: 0.2, 2: 0.9}), plain]
+    cells += [Cell(Arm("GRPO", 8), marks, {0: 1.0}, {})]
     ((cell, way, gap),) = predicted(cells)  # of the seeds that both have, 0 and 1
-    assert cell == (ten, {0: 0.5, 1: 0.6}, {0: 20.0, 1: 20.0})
+    assert cell == (ten, {0: 20.0, 1: 20.0}, {0: 0.5, 1: 0.6}, {0: 0.3, 1: 0.2})
     assert way == pytest.approx(7 * math.e / 8) and gap == gap_of_flow(way, 10.0)
+    # 2 (40 / 7) way + 1 = 28.2 = y + e^y: y = 3.22, a gap of 7 / 40 y, and a force of 2 / (1 + e^y)
+    assert table(cells)[2:] == [f"| {ten.name} | 2 | 2.38 | 0.56 | 0.55 | 0.98 | 0.08 | 0.25 |"]
 
 
 def test_movement_and_force_by_hand():
