@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import tempfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -41,8 +42,13 @@ def pytest_configure(config):
     os.environ["TRACKIO_DIR"] = str(directory.with_name("trackio"))
 
 
-def pytest_collection_finish():
-    """What has been imported stays, so that nobody looks through it for garbage: accelerate would with each training."""
+@pytest.fixture(scope="module", autouse=True)
+def what_stays_is_not_looked_through():
+    """Modules stay: nobody looks through them for garbage, as accelerate would with each training, nor for what is installed."""
+    import accelerate.utils.imports as installed
+
+    if not hasattr(installed._is_package_available, "cache_info"):
+        installed._is_package_available = cache(installed._is_package_available)
     gc.collect()
     gc.freeze()
 

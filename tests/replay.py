@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +57,7 @@ def tiny_model(seed: int = 0, **overrides) -> Qwen3ForCausalLM:
         return Qwen3ForCausalLM(config)
 
 
+@cache
 def addition_dataset(num_prompts: int = 32) -> Dataset:
     return Dataset.from_list(
         [
@@ -296,14 +298,18 @@ def in_graph_step(
             for r in rows
         ]
     )
+
+    def values_with(its_weights: dict[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        load_weights(model, its_weights)
+        return [_logps_and_entropies(model, row) for row in rows]
+
     with torch.no_grad():
-        load_weights(model, ref_weights)
-        ref_logps = _stacked([_logps_and_entropies(model, row)[0] for row in rows])
+        old_values = ref_values = values_with(ref_weights)
+        ref_logps = _stacked([logps for logps, _ in ref_values])
         if kl_weights is not None:
-            load_weights(model, kl_weights)
-            kl_logps = _stacked([_logps_and_entropies(model, row)[0] for row in rows])
-        load_weights(model, ref_weights if old_weights is None else old_weights)
-        old_values = [_logps_and_entropies(model, row) for row in rows]
+            kl_logps = _stacked([logps for logps, _ in values_with(kl_weights)])
+        if old_weights is not None:
+            old_values = values_with(old_weights)
     load_weights(model, weights)
     model.zero_grad()
     logps = _stacked([_logps_and_entropies(model, row)[0] for row in rows])
