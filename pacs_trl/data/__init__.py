@@ -5,6 +5,7 @@ Adding a training set is adding an entry to `TRAINING_SETS`; benchmarks live in 
 of in `sets.py`. Mixing several sets and streaming are left out.
 """
 
+import inspect
 import logging
 import re
 from collections.abc import Mapping
@@ -178,6 +179,24 @@ def instruction_for(entry: Any, given: str) -> str:
     return entry.instruction if entry.instruction is not None and given == PROMPT_INSTRUCTION else given
 
 
+def check_chat_template_kwargs(tokenizer: Any, given: Mapping[str, Any] | None, template: str | None = None) -> None:
+    """
+    Raises:
+        ValueError: On a key that occurs neither in the chat template (by default the tokenizer's), which would ignore it, nor
+            among the parameters of `apply_chat_template`.
+    """
+    template = template or getattr(tokenizer, "chat_template", None)
+    if not given or template is None:
+        return
+    known = inspect.signature(tokenizer.apply_chat_template).parameters
+    unknown = [key for key in given if key not in known and not re.search(rf"\b{re.escape(key)}\b", str(template))]
+    if unknown:
+        raise ValueError(
+            f"chat_template_kwargs: the chat template does not know {', '.join(unknown)}, and would ignore it. Correct "
+            "or remove it, or give the tokenizer another template."
+        )
+
+
 def load_training_data(
     args: DataArguments, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> "tuple[Dataset, Dataset | None]":
@@ -193,9 +212,10 @@ def load_training_data(
         has several alternatives). The second is `None` for `eval_split_size` 0.
 
     Raises:
-        ValueError: On an unknown name, file or column, an overlong prompt (`overlong_prompts: error`), or when too few
+        ValueError: On an unknown name, file, column or key of `chat_template_kwargs`, an overlong prompt (`overlong_prompts: error`), or when too few
             rows are left.
     """
+    check_chat_template_kwargs(tokenizer, chat_template_kwargs)
     entry = _entry(args)
     path = args.dataset_name if Path(args.dataset_name).suffix in FILE_FORMATS else args.dataset_path
     dataset = _prepare(load_rows(args.dataset_name, entry, path), entry, args)

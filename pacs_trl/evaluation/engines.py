@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..data import check_chat_template_kwargs
 from ..redaction import without_secrets
 from ..settings.command_line import FailedRun
 from ..settings.optional import require_vllm_for_evaluation
@@ -35,6 +36,7 @@ class TransformersEngine:
     per call are also the group of requests that is always drawn together."""
 
     def __init__(self, model, tokenizer, *, batch_size: int = 64, chat_template_kwargs: dict | None = None):
+        check_chat_template_kwargs(tokenizer, chat_template_kwargs)
         self.model, self.tokenizer = model, tokenizer
         self.batch_size = batch_size
         self.chat_template_kwargs = chat_template_kwargs
@@ -76,6 +78,7 @@ class VLLMEngine:
 
         bars = sys.stderr.isatty()
         self.llm = LLM(model=model, enable_prefix_caching=True, use_tqdm_on_load=bars, **settings)
+        check_chat_template_kwargs(self.llm.get_tokenizer(), chat_template_kwargs)
         self.chat_template_kwargs = chat_template_kwargs
 
     def generate(

@@ -34,6 +34,7 @@ from trl import GRPOConfig
 from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
 from trl.trainer.utils import get_config_model_id, is_async_callable
 
+from ..data import check_chat_template_kwargs
 from ..rewards import code_reward, math_reward
 from ..settings.command_line import FailedRun
 from ..update.rows import Rollout, unpad_rollouts, weighted_rewards
@@ -53,6 +54,7 @@ from .trainer_checks import (
     check_columns,
     check_dataset,
     check_evaluation_batch,
+    check_generation_kwargs,
     check_number_of_prompts,
     check_prompts,
     check_reward_functions,
@@ -139,8 +141,8 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
             if arguments["environment_factory"] is None:  # an environment writes into the prompt
                 check_prompts(name, arguments[name])
         peft_config = arguments["peft_config"]
+        check_generation_kwargs(args)
         if args.use_vllm:
-            self._check_no_seed(args)
             check_vllm(args, model if isinstance(model, str) else get_config_model_id(model.config))
         if isinstance(peft_config, LoraConfig):
             given = args.model_init_kwargs or {}
@@ -153,6 +155,7 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
 
     def _prepare_drawing(self) -> None:
         self._check_number_of_prompts()
+        check_chat_template_kwargs(self.processing_class, self.chat_template_kwargs, self.chat_template)
         shorten_console(self.callback_handler.callbacks)
         self.timer = StepTimer()
         self.add_callback(TimingCallback(self.timer, self._record_seconds, self.accelerator.print))
@@ -190,13 +193,6 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
 
     def _prepare_learning(self) -> None:
         """What a method needs besides the rollouts, once everything is loaded."""
-
-    def _check_no_seed(self, args: GRPOConfig) -> None:
-        if "seed" in (args.generation_kwargs or {}):
-            raise ValueError(
-                f"generation_kwargs={{'seed': {args.generation_kwargs['seed']}}} would draw the same completion for "
-                f"every row of a group. Remove it: {type(self).__name__} derives a seed for each request from `seed`."
-            )
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()

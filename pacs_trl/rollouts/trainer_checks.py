@@ -11,6 +11,7 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 from torch import nn
+from transformers import GenerationConfig
 from trl import GRPOConfig
 from trl.trainer.utils import get_callable_name, is_async_callable
 
@@ -95,6 +96,37 @@ def check_evaluation_batch(per_device_eval_batch_size: int, num_processes: int, 
         f"has per_device_eval_batch_size={per_device_eval_batch_size} x {num_processes} processes = {size}. Nearest legal "
         f"values: per_device_eval_batch_size={legal}, or another num_generations_eval (by default num_generations)."
     )
+
+
+# What the log-probabilities of completions are computed with, and the sizes of a draw.
+_HAVE_SETTINGS = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+_HAVE_SETTINGS |= dict.fromkeys(("max_new_tokens", "max_tokens", "max_length"), "max_completion_length")
+_HAVE_SETTINGS |= dict.fromkeys(("n", "num_return_sequences"), "num_generations")
+
+
+def check_generation_kwargs(args: GRPOConfig) -> None:
+    """
+    Raises:
+        `ValueError`: if `generation_kwargs` say what a setting of its own says, so that completions would be drawn in another way
+            than they are scored, or what generation ignores.
+    """
+    given = args.generation_kwargs or {}
+    if "seed" in given and args.use_vllm:
+        raise ValueError(
+            f"generation_kwargs={{'seed': {given['seed']}}} would draw the same completion for every row of a group. Remove it: a seed "
+            "for each request follows from `seed`."
+        )
+    if double := sorted(given.keys() & _HAVE_SETTINGS):
+        settings = ", ".join(dict.fromkeys(_HAVE_SETTINGS[key] for key in double))
+        raise ValueError(
+            f"generation_kwargs must not have {', '.join(double)}: completions would be drawn with another value than the run is "
+            f"planned and scored with. Set {settings} instead."
+        )
+    if not args.use_vllm and (unknown := sorted(given.keys() - vars(GenerationConfig()))):  # vLLM refuses them itself
+        raise ValueError(
+            f"generation_kwargs have {', '.join(unknown)}, which transformers does not know and would ignore. Correct or remove it; "
+            "the keys are those of transformers.GenerationConfig."
+        )
 
 
 # What TRL calls every reward function with, beside the columns of the data set.

@@ -5,13 +5,14 @@ that are there and ask this machine's GPU for bfloat16. What depends on the mach
 `tests/test_trl_drift.py` notices when their rules change.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers.debug_utils import DebugOption
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from .trainer_checks import check_evaluation_batch
+from .trainer_checks import check_evaluation_batch, check_generation_kwargs
 
 
 def trainer_errors(given: Any, num_processes: int | None) -> list[str]:
@@ -73,14 +74,30 @@ def trainer_errors(given: Any, num_processes: int | None) -> list[str]:
             isinstance(given.pad_to_multiple_of, str) and not _is_multiple(given.pad_to_multiple_of),
             f"pad_to_multiple_of must be a whole number, 'auto' or 'none', got {given.pad_to_multiple_of!r}.",
         ),
+        (
+            given.optim_args is not None and str(given.optim) in ("adamw_torch", "adamw_torch_fused"),
+            f"optim_args={given.optim_args!r} would be ignored: optim={given.optim!s} takes adam_beta1, adam_beta2, adam_epsilon and "
+            "weight_decay. Set those, or choose another optimizer.",
+        ),
+        (
+            given.liger_kernel_config is not None and not given.use_liger_kernel,
+            "liger_kernel_config would be ignored, because use_liger_kernel is false. Remove it.",
+        ),
+        (
+            given.fsdp_config is not None and not given.fsdp,
+            "fsdp_config would be ignored, because fsdp is not set. Set fsdp, or describe FSDP in the file that accelerate launches with.",
+        ),
         *_interval_rules(given),
         *_best_model_rules(given),
     ]
     errors = [message for broken, message in rules if broken] + _object_errors(given)
+    checks = [partial(check_generation_kwargs, given)]
     if evaluates and num_processes is not None:
         generations = given.num_generations_eval or given.num_generations
+        checks.append(partial(check_evaluation_batch, given.per_device_eval_batch_size, num_processes, generations))
+    for check in checks:
         try:
-            check_evaluation_batch(given.per_device_eval_batch_size, num_processes, generations)
+            check()
         except ValueError as error:
             errors.append(str(error))
     return errors

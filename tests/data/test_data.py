@@ -12,11 +12,13 @@ from pacs_trl.data import (
     TRAINING_SETS,
     DataArguments,
     build_prompt,
+    check_chat_template_kwargs,
     gold_answer,
     load_training_data,
 )
 from pacs_trl.data.sets import CODE_INSTRUCTION
 from pacs_trl.evaluation.benchmarks import load_benchmark
+from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.verification.cases import read_tests
 
 
@@ -258,6 +260,15 @@ class TestLengthSplitAndShuffle:
             path, max_prompt_length=12, prompt_instruction="", chat_template_kwargs={"num_extra_tokens": 2}
         )
         assert len(train) == 10
+
+    def test_a_key_that_the_template_would_ignore_is_refused(self, path):
+        tokenizer = build_tokenizer()
+        for known in ("messages", "tools", None):  # in the template, a parameter, none
+            check_chat_template_kwargs(tokenizer, known and {known: []})
+        with pytest.raises(ValueError, match="does not know enable_thinkng, and would ignore it"):
+            load_training_data(DataArguments(dataset_name=path), tokenizer, {"enable_thinkng": False})
+        tokenizer.chat_template = "{{ messages }}{% if enable_thinkng is defined %}x{% endif %}"
+        load_training_data(DataArguments(dataset_name=path), tokenizer, {"enable_thinkng": False})
 
     def test_overlong_prompts_can_stop_the_run(self, path):
         with pytest.raises(ValueError, match="8 of 20 prompts are longer .* Raise the limit to 20"):
