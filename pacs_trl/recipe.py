@@ -154,7 +154,7 @@ class Recipe(NamedTuple):
             errors += wrong_sizes
         errors += METHODS[method].errors(training, step)
         errors += trainer_errors(training, world_size)
-        errors += _relation_errors(run, data, training)
+        errors += _relation_errors(run, data, training) + _adapter_errors(model, given)
         if run.tools and (together := shared_turns_error(training, world_size)):
             errors.append(together)
         # a recipe is published, a token never
@@ -246,6 +246,16 @@ def read_arguments(argv: Sequence[str]) -> dict:
 def _parts(method: str) -> tuple[type, ...]:
     """The dataclasses of a recipe, the training configuration last."""
     return (RunArguments, DataArguments, ModelConfig, VerificationArguments, METHODS[method])
+
+
+def _adapter_errors(model: Any, given: dict) -> list[str]:
+    """LoRA's settings without LoRA would train the whole model; who says `use_peft: false` means it."""
+    lora = sorted(name for name in given if name.startswith("lora_") or name in ("use_dora", "use_rslora"))
+    if model.use_peft or "use_peft" in given or not lora:
+        return []
+    return [
+        f"{', '.join(lora)} would be ignored, and the whole model trained. Set use_peft: true, or false if that is meant."
+    ]
 
 
 def _relation_errors(run: RunArguments, data: DataArguments, training: Any) -> list[str]:

@@ -11,6 +11,7 @@ from pacs_trl.recipe import METHODS, SECOND_NAMES, Recipe, _second_name_errors, 
 from pacs_trl.settings import parse_mapping
 
 
+LORA = {"use_peft": True, "lora_target_modules": ["q_proj"]}
 EVALUATES = {"eval_strategy": "steps", "eval_split_size": 8}
 RECIPE = {
     "model_name_or_path": "Qwen/Qwen3-4B",
@@ -87,7 +88,14 @@ WRONG = [
         "fsdp_config would be ignored, because fsdp is not set",
         "must not have max_tokens, top_k: completions would be drawn with another value",
     ),
-    ({"liger_kernel_config": {"rope": True}}, "liger_kernel_config would be ignored"),
+    (
+        {"liger_kernel_config": {"rope": True}, "eval_steps": 9, "sync_ref_model": True, "lora_r": 8, "lora_alpha": 16},
+        "sync_ref_model=True needs a reference model, and beta=0 has none",
+        "eval_steps=9 would be ignored",
+        "liger_kernel_config would be ignored",
+        "lora_alpha, lora_r would be ignored, and the whole model trained",
+    ),
+    ({"lr_scheduler_type": "constant", "warmup_steps": 5}, "warmup_steps=5 would be ignored with lr_scheduler_type"),
     ({"max_steps": 0}, "max_steps must be a whole number of at least 1, or -1, got 0"),
     ({"model_init_kwargs": "abc"}, "model_init_kwargs must be a mapping, got 'abc', which is no JSON of one"),
     ({"parallelism_config": "x"}, "parallelism_config must be left out, as no recipe can spell it"),
@@ -237,7 +245,7 @@ def test_a_setting_with_two_names_has_one_value():
 def test_texts_are_values_of_their_types():
     """As YAML and a command line give them; `settings` repeat the run, and hold no token."""
     given = {"learning_rate": "1e-5", "reward_weights": ["1e-0"], "use_vllm": "yes", "num_iterations": "2"}
-    given |= {"model_init_kwargs": '{"dtype": "bfloat16"}', "hub_token": "s3cr3t", "lora_target_modules": ["q_proj"]}
+    given |= {"model_init_kwargs": '{"dtype": "bfloat16"}', "hub_token": "s3cr3t"} | LORA
     recipe, errors = Recipe.from_settings(RECIPE | given, 1)
     values = recipe.training
     assert errors == [] and (values.learning_rate, values.num_iterations) == (1e-5, 2) and values.use_vllm is True
@@ -246,7 +254,7 @@ def test_texts_are_values_of_their_types():
 
 
 def test_written_settings_can_be_read_again(tmp_path):
-    settings = RECIPE | {"lora_target_modules": ["q_proj"], "report_to": "none", "use_cpu": True, "bf16": False}
+    settings = RECIPE | LORA | {"report_to": "none", "use_cpu": True, "bf16": False}
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(settings | {"output_dir": str(tmp_path)}))
     first = read_recipe(["--config", str(file)])

@@ -80,6 +80,19 @@ def trainer_errors(given: Any, num_processes: int | None) -> list[str]:
             "weight_decay. Set those, or choose another optimizer.",
         ),
         (
+            given.lr_scheduler_type == "constant" and given.warmup_steps,
+            f"warmup_steps={given.warmup_steps} would be ignored with lr_scheduler_type='constant'. Set constant_with_warmup, or remove "
+            "the key.",
+        ),
+        (
+            given.sync_ref_model and given.beta == 0,
+            "sync_ref_model=True needs a reference model, and beta=0 has none. Set beta, or remove the key.",
+        ),
+        (
+            given.eval_steps is not None and not evaluates,
+            f"eval_steps={given.eval_steps} would be ignored, because eval_strategy is 'no'. Set eval_strategy: steps.",
+        ),
+        (
             given.liger_kernel_config is not None and not given.use_liger_kernel,
             "liger_kernel_config would be ignored, because use_liger_kernel is false. Remove it.",
         ),
