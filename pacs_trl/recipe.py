@@ -210,6 +210,10 @@ def _second_name_errors(values: dict, given: dict) -> list[str]:
     return errors
 
 
+# As accelerate reads them, of torchrun and of MPI.
+RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
+
+
 def read_recipe(argv: Sequence[str]) -> Recipe:
     """
     Read `--config RECIPE.yaml [--key value ...]` for a run on this machine.
@@ -223,10 +227,16 @@ def read_recipe(argv: Sequence[str]) -> Recipe:
 
     Raises:
         `ValueError`: with everything that is wrong: a file that does not exist or is not a mapping, an unknown method or key
-            (with the nearest known one), values of the wrong type or out of range, and contradictions.
+            (with the nearest known one), values of the wrong type or out of range, and contradictions; or with what is missing in
+            the environment of one process of several.
     """
-    settings = read_arguments(argv)
-    recipe, errors = Recipe.from_settings(settings, int(os.environ.get("WORLD_SIZE", 1)))
+    settings, world_size = read_arguments(argv), int(os.environ.get("WORLD_SIZE", 1))
+    if world_size > 1 and not any(name in os.environ for name in RANKS):
+        raise ValueError(
+            f"WORLD_SIZE={world_size} in the environment says that there are {world_size} processes, but no launcher has given this one a "
+            "RANK: it would wait for the others forever. Start it with `accelerate launch` or torchrun, or unset WORLD_SIZE."
+        )
+    recipe, errors = Recipe.from_settings(settings, world_size)
     if errors or recipe is None:
         raise ValueError(" ".join(errors))
     os.environ.update({key: str(value) for key, value in (settings.get("env") or {}).items()})

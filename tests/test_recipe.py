@@ -253,6 +253,15 @@ def test_texts_are_values_of_their_types():
     assert values.hub_token == "s3cr3t" and "hub_token" not in recipe.settings
 
 
+def test_one_process_of_several_without_a_launcher(monkeypatch, tmp_path):
+    """It would wait for the others without a word."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    with pytest.raises(ValueError, match="WORLD_SIZE=2 .* no launcher .* RANK.* Start it with `accelerate launch`"):
+        read_recipe(["--config", str(tmp_path / "recipe.yaml")])
+
+
 def test_written_settings_can_be_read_again(tmp_path):
     settings = RECIPE | LORA | {"report_to": "none", "use_cpu": True, "bf16": False}
     file = tmp_path / "recipe.yaml"
