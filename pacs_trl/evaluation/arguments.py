@@ -97,6 +97,11 @@ class EvaluationArguments:
             raise ValueError(f"chat_template_kwargs must be a JSON object, got {self.chat_template_kwargs!r}.")
         if self.engine not in ENGINES:
             raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {self.engine!r}.")
+        if self.base_url != type(self).base_url and self.engine != "server":
+            raise ValueError(
+                f"base_url={self.base_url!r} would be ignored, and the model loaded here, with engine {self.engine!r}. Set engine: server, "
+                "or remove the key."
+            )
         if self.engine == "server" and (self.data_parallel_size > 1 or self.token_entropy_samples):
             raise ValueError(
                 "A server holds its own copies of the model and gives no distributions: leave data_parallel_size at 1 and "
