@@ -39,6 +39,14 @@ def force(gap, beta: float, size: int = 8, num_right: int | None = None, *, weig
     return 2 * (pulls[0] + pulls[1]) / sum(weights)
 
 
+def residuals_left(gap: float, beta: float, num_right: int, size: int = 8, *, weighted: bool = True) -> float:
+    """Share of the weighted residuals that a group with this gap still has: the force, for half of the group right, and more where
+    the many wrong completions share one small score."""
+    scores = beta * (size - num_right) / (size - 1) * gap, beta * num_right / (size - 1) * gap
+    shares = (0.5, 0.5) if weighted else (num_right / size, 1 - num_right / size)
+    return sum(2 * share / (1 + math.exp(score)) for share, score in zip(shares, scores, strict=True))
+
+
 def first_step(size: int, num_right: int, *, weighted: bool) -> float:
     """How fast the gap of a group begins to grow, relative to a group of which half is right."""
     return size**2 / (4 * num_right * (size - num_right)) if weighted else 1.0
@@ -77,12 +85,12 @@ SEEDS = (0, 1)  # of the points of the last panel: warm starts differ by more th
 
 
 class Cell(NamedTuple):
-    """An arm of `reuse.py`, by seed: pass@1 in percent, and before the last update on a rollout the mean gap and (of PACS) the force."""
+    """An arm of `reuse.py`, by seed: pass@1 in percent, and before the last update on a rollout the mean gap and (of PACS) the share of residuals left."""
 
     arm: Arm
     solved: dict[int, float]
     gaps: dict[int, float]
-    forces: dict[int, float]
+    left: dict[int, float]
 
 
 def measured(results_dir: Path) -> list[Cell]:
@@ -111,14 +119,14 @@ def predicted(cells: Sequence[Cell]) -> list[tuple[Cell, float, float]]:
 
 def table(cells: Sequence[Cell]) -> list[str]:
     """The prediction beside what was measured, before the last update on a rollout."""
-    columns = ["seeds", "way of beta 1", "gap predicted", "gap measured", "measured / predicted", "force predicted"]
-    lines = [f"| | {' | '.join(columns)} | force measured |", "| --- |" + " ---: |" * (len(columns) + 1)]
+    columns = ["seeds", "way of beta 1", "gap predicted", "gap measured", "measured / predicted"]
+    columns += ["left with 4 of 8 right", "left with 1 of 8", "left, measured"]
+    lines = [f"| | {' | '.join(columns)} |", "| --- |" + " ---: |" * len(columns)]
     for cell, way, gap in predicted(cells):
-        found, left = mean(cell.gaps.values()), mean(cell.forces.values())
-        numbers = (
-            f"{way:.2f} | {gap:.2f} | {found:.2f} | {found / gap:.2f} | {force(gap, cell.arm.beta):.2f} | {left:.2f}"
-        )
-        lines.append(f"| {cell.arm.name} | {len(cell.gaps)} | {numbers} |")
+        found, weighted = mean(cell.gaps.values()), cell.arm.weights == "balanced"
+        left = [residuals_left(gap, cell.arm.beta, right, weighted=weighted) for right in (4, 1)]
+        numbers = [way, gap, found, found / gap, *left, mean(cell.left.values())]
+        lines.append(f"| {cell.arm.name} | {len(cell.gaps)} | {' | '.join(f'{n:.2f}' for n in numbers)} |")
     return lines
 
 

@@ -11,7 +11,16 @@ from experiments import reuse, reuse_figures
 from experiments.ranking import Candidate, calibration, choices
 from experiments.reuse import Arm
 from experiments.reuse_trainers import DelayedGRPO, DelayedPACS, MeasuredGRPO, MeasuredPACS, delayed, force, movement
-from experiments.trust_region import Cell, first_step, gap_of_flow, predicted, table, way_of_flow, width
+from experiments.trust_region import (
+    Cell,
+    first_step,
+    gap_of_flow,
+    predicted,
+    residuals_left,
+    table,
+    way_of_flow,
+    width,
+)
 from experiments.trust_region import force as predicted_force
 from pacs_trl.objective import loss_from_proxies
 from pacs_trl.plan.check import check_recipe
@@ -59,6 +68,7 @@ def test_the_force_is_that_of_the_loss_in_uneven_groups(weighted):
     )
     assert step(right, 0.0) / step(size // 2, 0.0) == pytest.approx(first_step(size, right, weighted=weighted))
     assert predicted_force(width(beta, left=0.25), beta) == pytest.approx(0.25)
+    assert residuals_left(gap, beta, size // 2, size) == pytest.approx(predicted_force(gap, beta, size))
 
 
 def test_the_way_is_read_off_a_gap_and_predicts_another():
@@ -73,8 +83,9 @@ def test_the_way_is_read_off_a_gap_and_predicts_another():
     ((cell, way, gap),) = predicted(cells)  # of the seeds that both have, 0 and 1
     assert cell == (ten, {0: 20.0, 1: 20.0}, {0: 0.5, 1: 0.6}, {0: 0.3, 1: 0.2})
     assert way == pytest.approx(7 * math.e / 8) and gap == gap_of_flow(way, 10.0)
-    # 2 (40 / 7) way + 1 = 28.2 = y + e^y: y = 3.22, a gap of 7 / 40 y, and a force of 2 / (1 + e^y)
-    assert table(cells)[2:] == [f"| {ten.name} | 2 | 2.38 | 0.56 | 0.55 | 0.98 | 0.08 | 0.25 |"]
+    # 2 (40 / 7) way + 1 = 28.2 = y + e^y: y = 3.22, a gap of 7 / 40 y; left are 2 / (1 + e^y), and for one right of eight
+    # 1 / (1 + e^5.64) + 1 / (1 + e^(5.64 / 7))
+    assert table(cells)[2:] == [f"| {ten.name} | 2 | 2.38 | 0.56 | 0.55 | 0.98 | 0.08 | 0.31 | 0.25 |"]
 
 
 def test_movement_and_force_by_hand():
@@ -88,6 +99,11 @@ def test_movement_and_force_by_hand():
     )  # the first group has nothing left; weights 1.5, .75, .75, 1, 1
     assert force(far, groups, "balanced") == pytest.approx({"reuse/force": 2 / 5})
     assert force(far, Groups(torch.ones(7), [0] * 7), "balanced") == {}
+    # one of eight is right, a gap of 0.6 nats with beta 10: scores 6 and -6 / 7
+    eight, scores = Groups(torch.tensor([1.0] + [0.0] * 7), [0] * 8), torch.tensor([6.0] + [-6 / 7] * 7)
+    for weighting in ("balanced", "none"):
+        left = residuals_left(0.6, 10.0, 1, weighted=weighting == "balanced")
+        assert force(scores, eight, weighting) == pytest.approx({"reuse/force": left})
 
 
 def grpo(tmp_path, trainer_class, replay, **settings):
