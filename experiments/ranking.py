@@ -1,6 +1,6 @@
 """May the implicit critic be trusted? `python -m experiments.ranking` scores with the models that `experiments.reuse` left in its work directory.
 
-For each reference, beta and K of `ARMS`, held-out completions of the start and of the trained policy itself, 16 for each of 250 problems, are scored
+For each reference, beta, K and class weights of `ARMS`, held-out completions of the start and of the trained policy itself, 16 for each of 250 problems, are scored
 as in `critic.py`. Does sigma(psi) say how often they are right (Brier score beside that of the share of right ones, calibration error of ten bins),
 with psi against the other completions of the problem (`rloo`), and against the reference alone (`none`)? And how often is the answer right that is
 chosen: any completion, the most frequent answer, that of the highest score, the one whose completions' sigma(psi) sum highest? Means over seeds,
@@ -31,7 +31,7 @@ from pacs_trl.verification import last_boxed
 
 ARMS = [
     *(Arm("PACS", beta=beta, rate=3e-4, reference=kind) for kind in ("rollout", "snapshot") for beta in (1.0, 10.0)),
-    *(Arm("PACS", 8, beta) for beta in (1.0, 10.0)),
+    *(Arm("PACS", 8, beta, weights) for weights in ("balanced", "none") for beta in (1.0, 10.0)),
 ]
 ESTIMATORS = ("rloo", "none")
 
