@@ -111,7 +111,7 @@ STAGES: dict[str, list[Arm]] = {
         *(Arm(method, k, beta, **LARGE) for k in (8, 4) for method, beta in (LEADING[0], LEADING[2])),
         *_leading([1], 3e-4, **LARGE)[:2],
     ],
-    "large-more": [Arm("PACS", 4, **LARGE)],
+    "large-more": [Arm("PACS", 4, **LARGE), Arm("PACS", 8, 3.0, **LARGE)],
     "delays": [
         Arm(method, 1, beta, rate=3e-4, delay=delay, correct=correct)
         for delay in (8, 2, 4, 1)

@@ -48,6 +48,7 @@ PAIRS: list[tuple[Arm, Arm]] = [  # baseline, candidate
     *((_pacs(1, **LARGE), _pacs(k, 10.0, **LARGE)) for k in (4, 8)),
     *((_grpo(1, **LARGE), _grpo(k, **LARGE)) for k in (4, 8)),
     *((_grpo(k, **LARGE), _pacs(k, 10.0 if k > 1 else 1.0, **LARGE)) for k in (1, 4, 8)),
+    *((baseline, _pacs(8, 3.0, **LARGE)) for baseline in (_pacs(8, 10.0, **LARGE), _grpo(8, **LARGE))),
     *((_pacs(k, rate=rate), _pacs(k, 10.0, rate=rate)) for k, rate in ((1, 3e-4), (2, 1e-4), (4, 1e-4), (4, 3e-4))),
     *((_pacs(8), _pacs(8, beta)) for beta in (3.0, 10.0, 30.0)),
     *((_pacs(k, rate=rate), _pacs(k, 10.0, rate=rate)) for k, rate in ((8, 3e-5), (8, 3e-4), (16, 3e-5), (16, 1e-4))),
