@@ -127,12 +127,17 @@ def pairs(records: Records) -> list[str]:
     return lines
 
 
+def sections(results_dir: Path) -> dict[str, list[str]]:
+    """Tables by their headings."""
+    records = Records(results_dir)
+    tables = {heading: table(records, arms) for heading, arms in TABLES.items()}
+    return tables | {"Warm starts": starts(records), "Differences": pairs(records)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results_dir", type=Path, default=RESULTS, help="of `experiments.reuse`")
-    records = Records(parser.parse_args().results_dir)
-    tables = {heading: table(records, arms) for heading, arms in TABLES.items()}
-    for heading, lines in (tables | {"Warm starts": starts(records), "Differences": pairs(records)}).items():
+    for heading, lines in sections(parser.parse_args().results_dir).items():
         print(f"## {heading}", "", *lines, "", sep="\n")
 
 

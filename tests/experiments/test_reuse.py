@@ -1,5 +1,6 @@
 """Reuse of rollouts: the prediction against the loss itself, what is measured, drawing from a policy of the past."""
 
+import json
 import math
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from replay import TOKENIZER, Recorder, Replay, addition_dataset, build_trainer, stored_label, tiny_model
 from trl import GRPOConfig
 
-from experiments import reuse, reuse_figures
+from experiments import ranking, reuse, reuse_figures, reuse_tables
 from experiments.ranking import Candidate, calibration, choices
 from experiments.reuse import Arm
 from experiments.reuse_trainers import DelayedGRPO, DelayedPACS, MeasuredGRPO, MeasuredPACS, delayed, force, movement
@@ -15,6 +16,7 @@ from experiments.trust_region import (
     Cell,
     first_step,
     gap_of_flow,
+    measured,
     predicted,
     residuals_left,
     table,
@@ -216,3 +218,13 @@ def test_the_figure_is_of_the_cells_that_decide(tmp_path):
     found = {(arm.method, arm.updates): [run] for arm in arms}
     reuse_figures.draw(found, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 0
+
+
+def test_the_page_has_the_tables_of_the_records():
+    """As the scripts print them, under their headings."""
+    page = (reuse.RESULTS / "README.md").read_text()
+    critic = [json.loads(line) for line in (reuse.RESULTS / "critic.jsonl").read_text().splitlines()]
+    tables = reuse_tables.sections(reuse.RESULTS) | {"The implicit critic": ranking.table(critic)}
+    for heading, lines in (tables | {"The flow, cell by cell": table(measured(reuse.RESULTS))}).items():
+        section = page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+        assert [line for line in section.splitlines() if line.startswith("|")] == lines, heading
