@@ -213,6 +213,11 @@ def resumed_snapshot(rank, directory):
     return resumed(rank, directory, reference="snapshot", reference_reset_steps=3)
 
 
+def resumed_shards(rank, directory, how):
+    """In the middle of a generation, where the snapshot is renewed, and at its border; after every step with DDP, above."""
+    return resumed(rank, directory, reference="snapshot", steps=(3, 4), **how)
+
+
 def drawn_where_needed(rank, directory, **how):
     """The prompts of one process are nearly never solved without a hint; both draw for them."""
     drawn, draw = [], PACSTrainer.draw
@@ -312,7 +317,7 @@ SHARDED = (
 )
 FSDP2 = {name: sharded(name, FSDP_SETTINGS) for name in SHARDED} | {
     "VERL": lambda rank, directory: record(directory, VERL | FSDP_SETTINGS, {}),
-    "resumed snapshot": lambda rank, directory: resumed(rank, directory, reference="snapshot", **FSDP_SETTINGS),
+    "resumed snapshot": lambda rank, directory: resumed_shards(rank, directory, FSDP_SETTINGS),
     "shared prompts": lambda rank, directory: shared_prompts(rank, directory, **FSDP_SETTINGS),
     "drawn again": lambda rank, directory: drawn_again(rank, directory, **FSDP_SETTINGS),
     "probabilities": lambda rank, directory: probabilities(directory, **FSDP_SETTINGS),
@@ -367,7 +372,7 @@ GATHERED = [(name, 0) for name in SHARDED] + [("2 rows x 2", 100_000), ("snapsho
 ZERO3 = {f"{name}, {threshold}": sharded(name, zero3_settings(threshold)) for name, threshold in GATHERED} | {
     "VERL": lambda rank, directory: record(directory, VERL | zero3_settings(0), {}),
     "shared prompts": lambda rank, directory: shared_prompts(rank, directory, **zero3_settings(0)),
-    "resumed snapshot": lambda rank, directory: resumed(rank, directory, reference="snapshot", **zero3_settings(0)),
+    "resumed snapshot": lambda rank, directory: resumed_shards(rank, directory, zero3_settings(0)),
 }
 
 

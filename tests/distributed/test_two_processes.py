@@ -214,7 +214,7 @@ def test_fsdp2_equals_one_process(tmp_path, fsdp2, name):
 
 def test_fsdp2_resumes_snapshot_and_rows(fsdp2):
     first, second = both(fsdp2, "resumed snapshot")
-    assert first["again"] == second["again"] == {1: True, 3: True, 4: True, 5: True}
+    assert first["again"] == second["again"] == {3: True, 4: True}
 
 
 def test_fsdp2_checkpoints_of_shards_are_models(fsdp2):
@@ -249,4 +249,4 @@ def test_zero3_equals_one_process(tmp_path, zero3, name):
 
 def test_zero3_resumes_snapshot_and_rows(zero3):
     first, second = both(zero3, "resumed snapshot")
-    assert first["again"] == second["again"] == {1: True, 3: True, 4: True, 5: True}
+    assert first["again"] == second["again"] == {3: True, 4: True}
