@@ -212,8 +212,8 @@ def load_training_data(
         has several alternatives). The second is `None` for `eval_split_size` 0.
 
     Raises:
-        ValueError: On an unknown name, file, column or key of `chat_template_kwargs`, an overlong prompt (`overlong_prompts: error`), or when too few
-            rows are left.
+        ValueError: On an unknown name, file, column or key of `chat_template_kwargs`, an overlong prompt
+            (`overlong_prompts: error`), or when too few rows are left.
     """
     check_chat_template_kwargs(tokenizer, chat_template_kwargs)
     entry = _entry(args)

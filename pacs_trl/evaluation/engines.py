@@ -36,7 +36,6 @@ class TransformersEngine:
     per call are also the group of requests that is always drawn together."""
 
     def __init__(self, model, tokenizer, *, batch_size: int = 64, chat_template_kwargs: dict | None = None):
-        check_chat_template_kwargs(tokenizer, chat_template_kwargs)
         self.model, self.tokenizer = model, tokenizer
         self.batch_size = batch_size
         self.chat_template_kwargs = chat_template_kwargs
@@ -78,7 +77,6 @@ class VLLMEngine:
 
         bars = sys.stderr.isatty()
         self.llm = LLM(model=model, enable_prefix_caching=True, use_tqdm_on_load=bars, **settings)
-        check_chat_template_kwargs(self.llm.get_tokenizer(), chat_template_kwargs)
         self.chat_template_kwargs = chat_template_kwargs
 
     def generate(
@@ -249,13 +247,18 @@ def start_engine(args: EvaluationArguments) -> Any:
     The engine that the arguments ask for, ready to `generate` and to be closed.
 
     Raises:
-        `ValueError`: if vLLM is not installed, the machine has too few GPUs for the copies, or a server does not offer the model.
+        `ValueError`: if vLLM is not installed, the machine has too few GPUs for the copies, the chat template would
+            ignore a key of `chat_template_kwargs`, or a server does not offer the model.
     """
     template = args.template_kwargs
     if args.engine == "server":
         return ServerEngine(args.base_url, args.model, concurrency=args.concurrency, chat_template_kwargs=template)
     if args.engine == "vllm":
         require_vllm_for_evaluation()
+    if template:  # before anything is loaded
+        from transformers import AutoTokenizer
+
+        check_chat_template_kwargs(AutoTokenizer.from_pretrained(args.model, revision=args.revision), template)
     common: dict[str, Any] = {"revision": args.revision, "dtype": args.dtype, "chat_template_kwargs": template}
     if args.engine == "vllm":
         make = partial(

@@ -155,7 +155,6 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
 
     def _prepare_drawing(self) -> None:
         self._check_number_of_prompts()
-        check_chat_template_kwargs(self.processing_class, self.chat_template_kwargs, self.chat_template)
         shorten_console(self.callback_handler.callbacks)
         self.timer = StepTimer()
         self.add_callback(TimingCallback(self.timer, self._record_seconds, self.accelerator.print))
@@ -178,7 +177,8 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
             is_sharded = self.is_fsdp_enabled or is_deepspeed_zero3_enabled()
             if together := shared_turns_error(self.args, self.accelerator.num_processes, is_sharded):
                 raise ValueError(together)
-        if not self._is_vlm:
+        if not self._is_vlm:  # a processor takes more keys than its template
+            check_chat_template_kwargs(self.processing_class, self.chat_template_kwargs, self.chat_template)
             self.scorer = self._create_scorer(self.model)
             if self.ref_model is not None:  # of the KL term
                 self.ref_scorer = self._create_scorer(self.accelerator.unwrap_model(self.ref_model))

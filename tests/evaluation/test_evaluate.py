@@ -189,6 +189,7 @@ def test_a_recipe_and_an_override(arguments, tmp_path, capsys):
         ({"engine": "magic"}, "engine must be one of"),
         ({"engine": "server", "token_entropy_samples": 1}, "server"),
         ({"base_url": "http://x/v1"}, "would be ignored, and the model loaded here, with engine 'transformers'"),
+        ({"chat_template_kwargs": '{"enable_thinkng": false}'}, "the chat template does not know enable_thinkng"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"temperature": -1.0}, "temperature"),
         ({"model": "/no/such/directory"}, "does not exist"),
