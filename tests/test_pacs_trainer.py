@@ -620,6 +620,19 @@ def run_script(script, directory):
     exec(script, {"__name__": "__main__"})
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"generation_kwargs": {"temprature": 0.5}}, "temprature, which transformers does not know"),
+        ({"generation_kwargs": {"temperature": 0.5}}, "must not have temperature: .* Set temperature instead"),
+        ({"chat_template_kwargs": {"enable_thinkng": True}}, "does not know enable_thinkng, and would ignore it"),
+    ],
+)
+def test_keys_that_would_be_ignored(tmp_path, settings, words):
+    with pytest.raises(ValueError, match=words):
+        build_trainer(tmp_path, **settings)
+
+
 def test_script_of_readme(model_path, tmp_path):
     script = README.read_text().split("```python\n")[1].split("```")[0]
     assert len([line for line in script.splitlines() if line]) <= 10
