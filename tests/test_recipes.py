@@ -262,6 +262,7 @@ def test_dars_has_the_rollouts_of_its_authors(added, schedule, most, model):
     recipe, conflicts = check_recipe(str(path), [*added, "--model_name_or_path", model], launch.num_processes)
     assert conflicts == [] and judge(recipe, launch) == ([], [])
     expected = PACS | {
+        "class_weighting": "none",  # balanced class weights would undo what the schedule does
         "adaptive_rollouts": schedule,
         "max_generations": most,
         "adaptive_rollouts_budget": None,
@@ -301,7 +302,13 @@ def test_dars_without_breadth_is_a_line_of_the_header():
     assert conflicts == [] and judge(recipe, launch_of(path)) == ([], [])
     step = recipe.step
     assert (step.prompts_per_generation, step.prompts_per_update, step.updates_per_generation) == (128, 64, 4)
-    assert recipe.training.learning_rate == 1e-6 and recipe.training.max_steps == 12 * 4
+    assert recipe.training.learning_rate == 1e-6 and recipe.training.save_steps == 25 * 4
+    assert recipe.training.max_steps == 503 * 4 and f"{503 * 128:,} prompts" in path.read_text()
+
+
+@pytest.mark.parametrize("name", [DARS, "miniature/dars", "miniature/dars_b"])
+def test_dars_recipes_keep_equal_treatment_equal(name):
+    assert check_recipe(str(RECIPES / f"{name}.yaml"), [], 8)[0].training.class_weighting == "none"
 
 
 @pytest.mark.parametrize("name", PRACTICAL)

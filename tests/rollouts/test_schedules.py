@@ -2,10 +2,13 @@
 
 import json
 import math
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
+import torch
 
+from pacs_trl.objective import proxy_coefficients
 from pacs_trl.rollouts.schedules import additional_completions, in_turns, mean_over_rates, within_budget
 
 
@@ -76,36 +79,53 @@ def test_mean_over_prompts():
     assert mean_over_rates(8, wanted, [(i + 0.5) / 2000 for i in range(2000)]) == pytest.approx(39 / 9, rel=1e-5)
 
 
-def outcomes(rate: float, schedule: dict | None) -> dict[str, float]:
-    """Of a prompt with a success rate, exactly: expected completions, share of mixed groups, mean label and weight of its group."""
-    found = dict.fromkeys(("completions", "mixed", "label", "weight"), 0.0)
+@lru_cache
+def group_weight(right: int, size: int, weighting: str) -> float:
+    """Sum of the absolute coefficients of a group at proxy 0, times the number of completions that the loss is divided by."""
+    labels = torch.tensor([1.0] * right + [0.0] * (size - right), dtype=torch.float64)
+    found = proxy_coefficients(0 * labels, labels, num_generations=size, class_weighting=weighting)
+    return size * found.abs().sum().item()
+
+
+def expectations(rate: float, schedule: dict | None) -> dict[str, float]:
+    """Of a prompt with a success rate, exactly: completions, share of mixed groups, mean label, weight of its group."""
+    found = dict.fromkeys(("completions", "mixed", "label", "none", "balanced"), 0.0)
     for first in range(9):
         more = additional_completions(first, 8, **schedule) if schedule else 0
         for second in range(more + 1):
             right, size = first + second, 8 + more
             ways = math.comb(8, first) * math.comb(more, second)
             chance = ways * rate**right * (1 - rate) ** (size - right)
-            is_mixed = 0 < right < size
             found["completions"] += chance * size
-            found["mixed"] += chance * is_mixed
+            found["mixed"] += chance * (0 < right < size)
             found["label"] += chance * right / size
-            found["weight"] += chance * is_mixed * size**2 / (2 * (size - 1))  # balanced class weights, proxies 0
+            for weighting in ("none", "balanced"):
+                found[weighting] += chance * group_weight(right, size, weighting)
     return found
+
+
+def test_equal_treatment_is_equal_without_class_weights():
+    """Expected weight of a group after equal treatment, for prompts of four success rates."""
+    found = [expectations(rate, EQUAL) for rate in (1 / 16, 1 / 8, 1 / 4, 1 / 2)]
+    assert [f"{each['none']:.2f}" for each in found] == ["3.05", "4.64", "5.46", "4.55"]
+    assert [f"{each['balanced']:.2f}" for each in found] == ["11.46", "10.91", "7.78", "5.04"]
+    plain = [expectations(rate, None)["none"] for rate in (1 / 16, 1 / 8, 1 / 4, 1 / 2)]
+    assert plain == pytest.approx([0.9375, 1.75, 3.0, 4.0], rel=1e-6)  # 2 N p (1 - p)
 
 
 def test_the_table_of_the_docs():
     """Group sizes that depend on the first outcomes: what they cost, what they find, and their bias."""
     text = (Path(__file__).parents[2] / "docs" / "adaptive_rollouts.md").read_text()
-    for denominator in (64, 16, 8, 4):
+    for denominator in (64, 16, 8, 4, 2):
         rate = 1 / denominator
-        for name, schedule in (("none", None), ("equal_treatment", EQUAL), ("hardness_weighted", WEIGHTED)):
-            found = outcomes(rate, schedule)
+        for name, schedule in (("off", None), ("equal_treatment", EQUAL), ("hardness_weighted", WEIGHTED)):
+            found = expectations(rate, schedule)
             same = round(found["completions"])
             fixed = 1 - (1 - rate) ** same - rate**same
             cells = [f"1/{denominator}", name, f"{found['completions']:.1f}", f"{found['mixed']:.0%}", f"{fixed:.0%}"]
-            cells += [f"{found['label'] / rate:.2f}", f"{found['weight']:.1f}"]
+            cells += [f"{found['label'] / rate:.2f}", f"{found['none']:.2f}", f"{found['balanced']:.2f}"]
             assert f"| {' | '.join(cells).replace('%', ' %')} |" in text, cells
-    evenly = [outcomes((i + 0.5) / 500, schedule) for schedule in (None, EQUAL) for i in range(500)]
+    evenly = [expectations((i + 0.5) / 500, schedule) for schedule in (None, EQUAL) for i in range(500)]
     plain, equal = evenly[:500], evenly[500:]
     ratio = sum(each["completions"] for each in equal) / sum(each["completions"] for each in plain)
     mixed = [sum(each["mixed"] for each in half) / 500 for half in (plain, equal)]
