@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from datasets import Dataset
+from seeds import shifted
 from tolerances import rounding_atol
 from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
@@ -53,7 +54,7 @@ def tiny_model(seed: int = 0, **overrides) -> Qwen3ForCausalLM:
         **sizes,
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(shifted(seed))
         return Qwen3ForCausalLM(config)
 
 
@@ -218,6 +219,7 @@ def config(output_dir: str | Path, **overrides) -> PACSConfig:
         "save_strategy": "no",
         "disable_tqdm": True,
         "dataloader_pin_memory": False,
+        "seed": shifted(42),
     }
     return PACSConfig(str(output_dir), **(settings | overrides))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from seeds import shifted
 from tolerances import rounding_atol
 
 from pacs_trl.objective import (
@@ -206,7 +207,7 @@ class TestAuthorsNumbers:
 
 
 def random_case(seed, num_prompts=5, num_generations=6, soft=False, unlabelled=True):
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(shifted(seed))
     shape = (num_prompts * num_generations,)
     proxies = 2 * torch.randn(shape, generator=generator, dtype=torch.float64)
     labels = torch.rand(shape, generator=generator, dtype=torch.float64)
@@ -330,7 +331,7 @@ class TestProperties:
     )
     def test_the_grpo_score_multiplies_the_gradient_of_small_proxies(self, spread, ratio, cosine):
         """The table of docs/method.md."""
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(shifted(0))
         rates = torch.rand(256, 1, generator=generator, dtype=torch.float64)
         labels = (torch.rand(256, 8, generator=generator, dtype=torch.float64) < rates).double().view(-1)
         proxies = spread * torch.randn(256 * 8, generator=generator, dtype=torch.float64)
@@ -368,7 +369,7 @@ class TestProperties:
     @pytest.mark.parametrize("weighting", WEIGHTINGS)
     def test_the_better_of_two_completions_is_never_pushed_down_more_at_proxy_zero(self, estimator, weighting):
         kinds = dict(score_estimator=estimator, class_weighting=weighting)
-        generator = torch.Generator().manual_seed(7)
+        generator = torch.Generator().manual_seed(shifted(7))
         exponents = torch.tensor([[0.1], [1.0], [4.0], [12.0]], dtype=torch.float64)  # group means 0.9 to 0.08
         groups = [torch.rand(4, 6, generator=generator, dtype=torch.float64) ** exponents for _ in range(20)]
         for labels in [*torch.cat(groups), double([0.0, 0.05, 0.1, 0.2]), double([0.0, 1e-30, 1e-8, 0.5])]:

@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from seeds import shifted
 
 from pacs_trl import cli
 from pacs_trl.miniature.model import build_model
@@ -30,9 +31,9 @@ def commands() -> list[list[str]]:
 
 def test_train_evaluate_report(tmp_path, monkeypatch, capsys):
     tokenizer = build_tokenizer()
-    build_model(tokenizer, "tiny").save_pretrained(tmp_path / "model")
+    build_model(tokenizer, "tiny", seed=shifted(0)).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    rng = random.Random(0)
+    rng = random.Random(shifted(0))
     pairs = [(rng.randrange(100), rng.randrange(100)) for _ in range(50)]
     lines = [json.dumps({"problem": f"{a}+{b}", "answer": str(a + b), "level": a % 3}) + "\n" for a, b in pairs]
     (tmp_path / "train.jsonl").write_text("".join(lines[:40]))
@@ -66,7 +67,7 @@ def test_train_evaluate_report(tmp_path, monkeypatch, capsys):
 )
 def test_a_file_that_does_not_fit(tmp_path, monkeypatch, capsys, rows, message):
     tokenizer = build_tokenizer()
-    build_model(tokenizer, "tiny").save_pretrained(tmp_path / "model")
+    build_model(tokenizer, "tiny", seed=shifted(0)).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     path = tmp_path / "mine.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

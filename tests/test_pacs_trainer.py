@@ -21,6 +21,7 @@ from replay import (
     tiny_model,
     trainable_weights,
 )
+from seeds import shifted
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -114,7 +115,7 @@ def test_mixed_precision_keeps_weights_and_scores_in_float32(tmp_path):
 
 @pytest.mark.parametrize("num_generations_eval", [1, 2])
 def test_evaluation(tmp_path, num_generations_eval):
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     trainer = build_trainer(
         tmp_path,
         more={"eval_dataset": addition_dataset(6)},
@@ -156,7 +157,7 @@ def test_evaluation_against_the_snapshot(tmp_path):
 def test_evaluation_does_not_disturb_training(tmp_path):
     weights = []
     for eval_strategy in ("no", "steps"):
-        torch.manual_seed(0)
+        torch.manual_seed(shifted(0))
         trainer = build_trainer(
             tmp_path,
             replay=Replay(),
@@ -493,7 +494,7 @@ def tiny_experts() -> Qwen3MoeForCausalLM:
         moe_intermediate_size=16,
         decoder_sparse_step=1,
     )
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     return Qwen3MoeForCausalLM(config)
 
 

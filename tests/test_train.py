@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
+from seeds import shifted
 from trl import GRPOTrainer
 
 from pacs_trl import PACSTrainer, train
@@ -27,13 +28,14 @@ RECIPES = Path(__file__).parents[1] / "recipes" / "miniature"
 def model_path(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     tokenizer = build_tokenizer()
-    build_model(tokenizer).save_pretrained(path)
+    build_model(tokenizer, seed=shifted(0)).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
 
 
 def run(output_dir, model_path, *arguments, recipe="pacs.yaml"):
     small = ["--per_device_train_batch_size", "8", "--num_generations", "4", "--max_completion_length", "8"]
+    small += ["--seed", str(shifted(42))]
     fixed = [
         "--config",
         str(RECIPES / recipe),
@@ -79,7 +81,7 @@ def test_two_steps_on_programs(tmp_path, model_path, capsys, confined):
 def test_an_agent_and_its_resumption(tmp_path, monkeypatch, capsys, confined):
     """A scripted model: of a product it asks the tool, in the sandbox, or guesses, as the generator says."""
     tokenizer = build_tokenizer(tools=True)
-    build_model(tokenizer).save_pretrained(tmp_path / "model")
+    build_model(tokenizer, seed=shifted(0)).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
 
     def generate(self, prompt_ids, *args, **kwargs):

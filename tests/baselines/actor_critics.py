@@ -1,6 +1,7 @@
 """What the tests of PPO and GenAC are built from."""
 
 from replay import MAX_COMPLETION_LENGTH, TOKENIZER, addition_dataset, digit_reward, stored_label
+from seeds import shifted
 
 
 SETTINGS = {
@@ -22,6 +23,7 @@ SETTINGS = {
     "save_strategy": "no",
     "disable_tqdm": True,
     "dataloader_pin_memory": False,
+    "seed": shifted(42),
 }
 
 ADAM = {

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from seeds import shifted
 
 from pacs_trl.baselines.gae import (
     clipped_value_losses,
@@ -15,7 +16,7 @@ from pacs_trl.baselines.gae import (
 
 
 def random_batch(seed: int = 0, rows: int = 7, width: int = 13):
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(shifted(seed))
     rewards = torch.rand(rows, generator=generator, dtype=torch.float64)
     values = torch.randn(rows, width, generator=generator, dtype=torch.float64)
     lengths = torch.randint(1, width + 1, (rows,), generator=generator)
@@ -148,5 +149,5 @@ class TestValueLoss:
         assert losses.item() == pytest.approx(0.01, abs=1e-6) and not clipped.any()
 
     def test_rounding_is_not_clipping(self):
-        old, values = 0.4 * torch.rand(2, 1000, generator=torch.Generator().manual_seed(0))
+        old, values = 0.4 * torch.rand(2, 1000, generator=torch.Generator().manual_seed(shifted(0)))
         assert not clipped_value_losses(values, old, torch.zeros(1000), 0.5)[1].any()

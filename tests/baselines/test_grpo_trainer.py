@@ -3,6 +3,7 @@
 import pytest
 import torch
 from replay import TOKENIZER, addition_dataset, digit_reward, trainable_weights
+from seeds import shifted
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
 from trl import GRPOTrainer as TRLTrainer
@@ -27,6 +28,7 @@ SETTINGS = {
     "max_steps": 5,
     "disable_tqdm": True,
     "dataloader_pin_memory": False,
+    "seed": shifted(42),
     "beta": 0.1,  # the parent's own scoring of the reference, too
 }
 

@@ -20,6 +20,7 @@ from replay import (
     tiny_model,
     trainable_weights,
 )
+from seeds import shifted
 from tolerances import rounding_atol
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -176,7 +177,7 @@ def test_no_padding_goes_through_policy_critic_and_kl_reference(tmp_path, model_
 
 def test_passes_give_what_those_of_trl_give(tmp_path):
     """Also the router's loss of a mixture of experts."""
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     sizes = {"vocab_size": len(TOKENIZER), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     config = Qwen3MoeConfig(num_attention_heads=2, num_key_value_heads=1, head_dim=16, **sizes, **experts)

@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from seeds import shifted
 from tolerances import rounding_atol
 
 from pacs_trl.baselines.gae import generalized_advantages
@@ -42,7 +43,7 @@ def test_thinning_is_even_and_keeps_the_last_token():
 
 def test_no_value_knows_an_action_that_it_baselines():
     """A critic that reads off the actions of its prefix would give a segment away; asked before its first token, it cannot."""
-    rng = random.Random(0)
+    rng = random.Random(shifted(0))
     for _ in range(50):
         actions = list(range(rng.randrange(1, 40)))
         starts = segment_starts([rng.random() for _ in actions], threshold=0.5, length=7, most=5)
@@ -66,7 +67,7 @@ def target_by_definition(t, starts, values, reward, length, gamma, lam):
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (1.0, 0.9), (0.97, 0.5), (0.9, 0.0)])
 def test_advantages_equal_the_definition(gamma, lam):
-    rng = random.Random(1)
+    rng = random.Random(shifted(1))
     for length in (1, 2, 9, 30):
         starts = segment_starts([rng.random() for _ in range(length)], threshold=0.3, length=8, most=6)
         values, reward = [rng.random() for _ in starts], rng.random()

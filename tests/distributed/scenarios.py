@@ -23,6 +23,7 @@ from replay import (
     tiny_model,
     trainable_weights,
 )
+from seeds import shifted
 from torch.distributed.fsdp import FSDPModule
 
 from pacs_trl import PACSTrainer
@@ -100,7 +101,7 @@ def record(directory, settings, replay_settings, *, more=None, model=None, train
 
 
 def lora(rank, directory):
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     return record(directory, QUARTER, {}, more={"peft_config": LORA})
 
 

@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from seeds import shifted
 
 from pacs_trl.miniature.model import build_model
 from pacs_trl.miniature.tokenizer import build_tokenizer
@@ -17,8 +18,8 @@ from pacs_trl.verification import Verifier
 def boxing_model():
     """(model, tokenizer) of the digit guesser."""
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer, "tiny")
-    generator = torch.Generator().manual_seed(0)
+    model = build_model(tokenizer, "tiny", seed=shifted(0))
+    generator = torch.Generator().manual_seed(shifted(0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(60):
         rows = []

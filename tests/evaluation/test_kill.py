@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from kill_child import evaluate_and_be_killed, evaluate_to_the_end
 from processes import start
+from seeds import shifted
 
 from pacs_trl.evaluation.results import read_results
 
@@ -29,7 +30,7 @@ def test_counts_survive_any_kill(arguments, tmp_path):
     expected = read_results(tmp_path / "undisturbed")
     total = sum(p["n"] for p in expected["benchmarks"]["math_500"]["problems"])
 
-    rng = random.Random(0)
+    rng = random.Random(shifted(0))
     store = Path(tmp_path / "killed" / "samples" / "math_500.jsonl")
     stored: list[int] = []
     for kills_left in range(NUM_KILLS, 0, -1):

@@ -10,6 +10,7 @@ from math import comb
 import numpy as np
 import pytest
 import torch
+from seeds import shifted
 from tolerances import rounding_atol
 
 from pacs_trl.evaluation import bootstrap_interval, paired_bootstrap, pass_at_k, pass_interval
@@ -65,7 +66,7 @@ def test_arrays_and_ragged_n():
 
 
 def test_a_thousand_problems_of_ten_thousand_samples():
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(shifted(0))
     values = pass_at_k(10_000, rng.integers(0, 10_001, 1000), [1, 2, 4, 8, 16, 64, 256, 1024, 4096, 10_000])
     assert values.shape == (1000, 10) and np.isfinite(values).all()
 
@@ -117,7 +118,10 @@ def test_pass_interval_without_spread_is_plain_wilson(num_problems):
 
 
 def test_pass_interval_of_several_k_and_benchmarks():
-    first, second = np.random.default_rng(0).random((20, 3)), np.random.default_rng(1).random((7, 3)) ** 4
+    first, second = (
+        np.random.default_rng(shifted(0)).random((20, 3)),
+        np.random.default_rng(shifted(1)).random((7, 3)) ** 4,
+    )
     interval = pass_interval(first, second)
     for k in range(3):
         assert pass_interval(first[:, k], second[:, k]) == pytest.approx([part[k] for part in interval])
@@ -160,7 +164,7 @@ def rare(share, difficulty):
 def test_pass_interval_covers_the_truth(num_problems, n, k, draw):
     """Of 1,000 benchmarks drawn from a world of problems, 95 % should have an interval with the mean of that world in it;
     93 % are three standard errors less."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(shifted(0))
     truth = (1 - (1 - draw(rng, 2_000_000)) ** k).mean()
     counts = rng.binomial(n, np.clip(draw(rng, (1_000, num_problems)), 0, 1))
     intervals = pass_interval(pass_at_k(n, counts, k).T)  # a column is a benchmark
@@ -170,7 +174,7 @@ def test_pass_interval_covers_the_truth(num_problems, n, k, draw):
 def test_what_pass_interval_mends():
     """The first and the third case above by percentile bootstrap: two thirds and three quarters."""
     for draw, covered in ((lambda rng, size: rng.beta(0.012, 0.488, size), 0.70), (rare(0.05, 0.5), 0.80)):
-        rng = np.random.default_rng(0)
+        rng = np.random.default_rng(shifted(0))
         truth = draw(rng, 2_000_000).mean()
         counts = rng.binomial(128, draw(rng, (1_000, 30)))
         interval = bootstrap_interval((counts / 128).T, num_resamples=300)
@@ -178,7 +182,7 @@ def test_what_pass_interval_mends():
 
 
 def test_many_problems_have_the_interval_of_the_bootstrap():
-    values = np.random.default_rng(0).beta(0.3, 0.7, 500)
+    values = np.random.default_rng(shifted(0)).beta(0.3, 0.7, 500)
     ours, resampled = pass_interval(values), bootstrap_interval(values)
     assert ours.upper - ours.lower == pytest.approx(resampled.upper - resampled.lower, rel=0.05)
 
@@ -192,9 +196,9 @@ def test_bootstrap_interval_of_two_problems():
 
 
 def test_bootstrap_against_a_loop():
-    values = np.random.default_rng(1).random((40, 2))
-    interval = bootstrap_interval(values, num_resamples=400, seed=3)
-    draws = np.random.default_rng(3).integers(0, 40, size=(400, 40))
+    values = np.random.default_rng(shifted(1)).random((40, 2))
+    interval = bootstrap_interval(values, num_resamples=400, seed=shifted(3))
+    draws = np.random.default_rng(shifted(3)).integers(0, 40, size=(400, 40))
     means = np.array([[np.mean([values[row, column] for row in draw]) for column in range(2)] for draw in draws])
     np.testing.assert_allclose(interval.lower, np.quantile(means, 0.025, axis=0), rtol=1e-12)
     np.testing.assert_allclose(interval.upper, np.quantile(means, 0.975, axis=0), rtol=1e-12)
@@ -203,7 +207,7 @@ def test_bootstrap_against_a_loop():
 
 def test_bootstrap_covers_the_truth():
     # 300 experiments of 60 Bernoulli(0.3) problems: a 95 % interval misses about 15 times; 35 is five sigma away.
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(shifted(0))
     missed = 0
     for _ in range(300):
         interval = bootstrap_interval((rng.random(60) < 0.3).astype(float), num_resamples=500)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dist_cp
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from seeds import shifted
 from transformers import AutoModelForCausalLM
 
 from pacs_trl.cli import run
@@ -66,7 +67,7 @@ def test_merged_once_and_again_when_the_shards_are_newer(sharded):
 
 
 def test_shards_of_an_adapter(checkpoint, tmp_path):
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     base = AutoModelForCausalLM.from_pretrained(checkpoint)
     model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     model.peft_config["default"].save_pretrained(tmp_path)

@@ -5,6 +5,7 @@ from statistics import mean
 import pytest
 import torch
 from replay import build_trainer
+from seeds import shifted
 from tolerances import rounding_atol
 
 from experiments import adaptive_rules, methods
@@ -30,7 +31,7 @@ def test_noise_share_of_two_gradients_by_hand():
 
 def test_noise_share_is_free_of_scale_and_finds_the_true_one():
     # mean 0.3 and standard deviation 2 along 5 axes, 100 gradients: 5 * 4 / 100 of noise on 5 * 0.09 of signal
-    gradients = 0.3 + 2.0 * torch.randn(2_000, 100, 5, generator=torch.Generator().manual_seed(0))
+    gradients = 0.3 + 2.0 * torch.randn(2_000, 100, 5, generator=torch.Generator().manual_seed(shifted(0)))
     noise, lengths = zip(
         *((noise_share(g) * g.mean(0).square().sum(), g.mean(0).square().sum()) for g in gradients), strict=True
     )
@@ -53,13 +54,13 @@ def test_references_are_settings_of_the_recipe():
 
 @pytest.fixture(scope="module")
 def groups(tokenizer):
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(shifted(1))
     ids = torch.randint(0, 200, (24, 12), generator=generator)
     prompts, completions = ids[:, :5].tolist(), ids[:, 5:].tolist()
     completions[3] = completions[3][:5]
     labels = (torch.rand(24, generator=generator) < 0.5).float()
     labels[8:16] = 0.0  # a group of one class
-    return build_model(tokenizer, "tiny").eval(), Batch(prompts, completions, labels)
+    return build_model(tokenizer, "tiny", seed=shifted(0)).eval(), Batch(prompts, completions, labels)
 
 
 def test_sequence_logps_against_a_loop(groups):
@@ -77,7 +78,7 @@ def test_sequence_logps_against_a_loop(groups):
 
 def test_rloo_with_rescaled_beta_is_dr_grpo(groups):
     model, batch = groups
-    proxies = torch.randn(24, generator=torch.Generator().manual_seed(2))
+    proxies = torch.randn(24, generator=torch.Generator().manual_seed(shifted(2)))
     gradients = group_gradients(model, batch, proxies)
     assert {g.shape[0] for g in gradients.values()} == {2} and list(gradients) == list(VARIANTS)
     # one weight adds up 8 rows of 11 predicted tokens

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from replay import TOKENIZER, Recorder, Replay, addition_dataset, build_trainer, stored_label, tiny_model
+from seeds import shifted
 from trl import GRPOConfig
 
 from experiments import ranking, reuse, reuse_figures, reuse_tables
@@ -117,6 +118,7 @@ def grpo(tmp_path, trainer_class, replay, **settings):
     }
     given |= {"optim": "sgd", "logging_steps": 1, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
     given |= {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "lr_scheduler_type": "constant"}
+    given |= {"seed": shifted(42)}
     return trainer_class(
         tiny_model(),
         stored_label,

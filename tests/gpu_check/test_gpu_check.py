@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import stand_ins
+from seeds import shifted
 from stand_ins import piece
 
 from pacs_trl.cli import run
@@ -118,7 +119,7 @@ def test_a_torn_result_is_none(tmp_path, monkeypatch, text):
 
 def test_ten_kills_at_random_moments(tmp_path):
     """SIGKILL to the command: the piece goes with it, and the results are in the end those of a run without it."""
-    arguments, seconds = [sys.executable, str(HERE / "stand_ins.py")], random.Random(0)
+    arguments, seconds = [sys.executable, str(HERE / "stand_ins.py")], random.Random(shifted(0))
     straight = [tmp_path / "straight", "3", "0"]
     assert subprocess.run([*arguments, *map(str, straight)], stdout=subprocess.DEVNULL).returncode == 1
     output = tmp_path / "out"

@@ -10,6 +10,7 @@ import yaml
 from datasets import Dataset
 from huggingface_hub import HfApi, ModelCard, parse_eval_result_entries
 from results_world import make_results
+from seeds import shifted
 
 from pacs_trl import PACSConfig, PACSTrainer, train
 from pacs_trl.cli import run
@@ -220,7 +221,7 @@ def trainer(tmp_path, tokenizer, hub):
     )
     prompts = [{"prompt": [{"role": "user", "content": f"{a}+1"}]} for a in range(8)]
     return PACSTrainer(
-        model=build_model(tokenizer, "tiny"),
+        model=build_model(tokenizer, "tiny", seed=shifted(0)),
         processing_class=tokenizer,
         reward_funcs=lambda completions, **kwargs: [float(len(c[0]["content"]) % 2) for c in completions],
         args=args,
@@ -281,7 +282,7 @@ def test_a_trainer_pushes_what_the_command_line_pushes(trainer, hub, monkeypatch
 def test_push_to_hub_in_a_recipe(method, tmp_path, tokenizer, hub):
     model, output_dir = tmp_path / "model", tmp_path / "out"
     tokenizer.save_pretrained(model)
-    build_model(tokenizer, "tiny").save_pretrained(model)
+    build_model(tokenizer, "tiny", seed=shifted(0)).save_pretrained(model)
     settings = {
         "config": Path(__file__).parents[2] / "recipes" / "miniature" / f"{method}.yaml",
         "model_name_or_path": model,

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 import yaml
+from seeds import shifted
 
 from pacs_trl import PACSConfig, train
 from pacs_trl.hub import tracking
@@ -63,7 +64,7 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tracking")
     model, output_dir = folder / "model", folder / "run"
     tokenizer = build_tokenizer()
-    build_model(tokenizer).save_pretrained(model)
+    build_model(tokenizer, seed=shifted(0)).save_pretrained(model)
     tokenizer.save_pretrained(model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_DIR", str(folder))

@@ -5,6 +5,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from replay import Replay, build_trainer, tiny_model
+from seeds import shifted
 
 from pacs_trl.plan.cost import checkpoint_bytes
 from pacs_trl.rollouts.resume import rows_to_save
@@ -40,7 +41,7 @@ def test_checkpoint_on_disk(tmp_path, settings, lora):
 
 def test_rows_on_disk(tmp_path):
     """13 bytes a token, for completions long enough to outweigh the headers of their tensors."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(shifted(0))
     rows = [
         Rollout(
             prompt_ids=np.zeros(100, np.int32),

@@ -13,6 +13,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from replay import TOKENIZER, addition_dataset, build_trainer, trainable_weights
+from seeds import shifted
 from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
@@ -431,7 +432,7 @@ class Killed(Watched):
 
 def run_with_kills(directory, model_path, num_kills, seed, max_steps) -> list[int]:
     """Train in processes that are killed in later draws; what the killed ones returned. The last one saves the model."""
-    rng, codes = random.Random(seed), []
+    rng, codes = random.Random(shifted(seed)), []
     settings = WEIGHTED | HINTS | REFILL | {"max_steps": max_steps}
     for attempt in range(num_kills + 1):
         where = rng.randrange(2), rng.randrange(24)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from replay import TOKENIZER, addition_dataset, boxed, build_trainer, digit_reward, tiny_model, trainable_weights
+from seeds import shifted
 
 from pacs_trl.rewards import probability_reward
 from pacs_trl.rollouts.reference_probability import FILE, Edited, is_well_formed, reference_text, with_reference
@@ -137,7 +138,7 @@ def test_a_run_and_its_continuation(tmp_path, more):
     )
     runs = []
     for _ in range(2):
-        torch.manual_seed(0)
+        torch.manual_seed(shifted(0))
         runs.append(build_trainer(tmp_path, reward=list(rewards), more={"rollout_func": boxed} | more, **settings))
     runs[0].train()
     runs[1].train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))

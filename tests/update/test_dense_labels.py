@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from seeds import shifted
 
 from pacs_trl.objective import loss_from_proxies, proxy_coefficients
 from pacs_trl.update.dense_labels import (
@@ -54,7 +55,7 @@ def test_on_paper():
 
 
 def random_case(seed, with_steps=True):
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(shifted(seed))
     numbers = torch.randint(1, 5 if with_steps else 2, (12,), generator=generator).tolist()
     labels = [(torch.rand(n, generator=generator) > 0.5).double().tolist() for n in numbers]
     if with_steps:

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from seeds import shifted
 
 from pacs_trl.objective import actor_coefficients, class_weights, group_scores, loss_from_proxies, proxy_coefficients
 from pacs_trl.update.groups import Groups, split_into_steps
@@ -16,7 +17,7 @@ SIZES = [4, 1, 9, 2, 3, 5, 8, 6, 7, 2]
 
 def ragged_case(seed: int = 0):
     """Proxies, labels and groups of rows in random order: all sizes from 1 to 9, a group of one class, one without verdicts."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(shifted(seed))
     group_of_row = [group for group, size in enumerate(SIZES) for _ in range(size)]
     shuffled = torch.randperm(len(group_of_row), generator=generator).tolist()
     group_of_row = [100 + group_of_row[i] for i in shuffled]  # numbers need not begin at 0
@@ -109,7 +110,7 @@ def test_coefficients_are_the_derivative_of_the_loss():
 
 
 def test_equal_sizes_change_no_bit():
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(shifted(0))
     proxies, labels = torch.randn(24, generator=generator), (torch.rand(24, generator=generator) < 0.5).float()
     labels[5] = NAN
     groups = Groups(labels, [row // 4 for row in range(24)])

@@ -16,6 +16,7 @@ from replay import (
     rows_of_update,
     tiny_model,
 )
+from seeds import shifted
 
 from pacs_trl.update.hidden_states import Verl, effective_rank, rank_velocity_and_acceleration
 from pacs_trl.update.scorer import sequence_logps
@@ -50,7 +51,7 @@ def test_on_paper():
 
 @pytest.mark.parametrize(("num_tokens", "width"), [(40, 6), (6, 40), (600, 4)])
 def test_ranks_of_prefixes_equal_those_by_singular_values(num_tokens, width):
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(shifted(0))
     states = torch.randn(num_tokens, width, generator=generator, dtype=torch.float64) * torch.logspace(0, -2, width)
 
     def by_svd(z):
@@ -69,7 +70,7 @@ def test_ranks_of_prefixes_equal_those_by_singular_values(num_tokens, width):
 
 
 def test_short_completions_and_properties():
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(shifted(1))
     states = torch.randn(30, 8, generator=generator)
     rotation = torch.linalg.qr(torch.randn(8, 8, generator=generator)).Q
     assert effective_rank(states @ rotation * 3 + 5) == pytest.approx(effective_rank(states), rel=1e-5)
@@ -99,7 +100,7 @@ class TestVerl:
         assert verl.means == pytest.approx([0.7 * 4 + 0.3 * 8, 0.7 + 0.3 * 2, 0.0])
 
     def test_bounds_and_acceleration(self):
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(shifted(0))
         verl, coefficients = Verl(), torch.randn(200, generator=generator) / 200
         for _ in range(4):
             ranks = 3 * torch.randn(3, 200, generator=generator) + 2

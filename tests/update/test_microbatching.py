@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from seeds import shifted
 
 from pacs_trl.update.microbatching import (
     RowLengths,
@@ -15,7 +16,7 @@ from pacs_trl.update.microbatching import (
 
 def lognormal_lengths(num_rows, seed=0, num_generations=0):
     """With `num_generations`, so many rows at a time have one prompt."""
-    generator = random.Random(seed)
+    generator = random.Random(shifted(seed))
     completions = [min(768, max(1, round(generator.lognormvariate(5.3, 0.6)))) for _ in range(num_rows)]
     prompts = [generator.randint(5, 40) for _ in range(num_rows)]
     if not num_generations:
@@ -111,7 +112,7 @@ def test_every_row_once_within_bounds_and_in_lockstep(
     padded, num_processes, limit, group_size, num_rows, num_generations
 ):
     lengths = lognormal_lengths(64, num_generations=num_generations)
-    chosen = random.Random(1).sample(range(64), num_rows)
+    chosen = random.Random(shifted(1)).sample(range(64), num_rows)
     schedule = schedule_micro_batches(
         lengths, units(chosen, group_size), num_processes=num_processes, padded=padded, **limit
     )
@@ -131,7 +132,7 @@ def test_every_row_once_within_bounds_and_in_lockstep(
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("limit", [dict(max_rows=9), dict(max_rows=1, max_tokens=4000)])
 def test_units_of_different_sizes(padded, num_processes, limit):
-    lengths, generator = lognormal_lengths(64), random.Random(2)
+    lengths, generator = lognormal_lengths(64), random.Random(shifted(2))
     groups, rest = [], list(range(64))
     while rest:
         size = generator.randint(1, 9)

@@ -24,6 +24,7 @@ from replay import (
     tiny_model,
     trainable_weights,
 )
+from seeds import shifted
 
 from pacs_trl import PACSTrainer
 from pacs_trl.update.scorer import sequence_logps
@@ -176,7 +177,7 @@ def test_gradient_of_labels_in_several_places(tmp_path, settings):
 def test_gradient_of_labels_in_several_places_with_token_weights_kl_term_and_lora(tmp_path, model_path):
     settings = {**CORRECTION, "vllm_importance_sampling_mode": "token_truncate", "beta": 0.1, **TWO_UPDATES}
     train_and_compare(tmp_path, Replay(steps=True), model=model_path, trainer_class=WeightedTokens, **settings)
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     train_and_compare(tmp_path, Replay(steps=True), peft_config=LORA, **TWO_UPDATES)
 
 
@@ -294,12 +295,12 @@ LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     ids=["plain", "split, checkpointing", "padded", "snapshot"],
 )
 def test_gradient_of_lora(tmp_path, settings):
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     train_and_compare(tmp_path, Replay(), peft_config=LORA, **settings)
 
 
 def test_gradient_of_lora_with_kl_term(tmp_path):
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     train_and_compare(tmp_path, Replay(), model=get_peft_model(tiny_model(), LORA), beta=0.1, **TWO_UPDATES)
 
 
@@ -319,7 +320,7 @@ def test_shared_prompts_change_the_last_digits_only(tmp_path, model_path, settin
     settings, found = dict(settings), []
     peft_config = settings.pop("peft_config", None)
     for padding_free in ("always", "never"):
-        torch.manual_seed(0)
+        torch.manual_seed(shifted(0))
         more = {"callbacks": [Recorder()], "peft_config": peft_config}
         # the KL reference is loaded from a path
         model = str(model_path) if "beta" in settings else tiny_model()

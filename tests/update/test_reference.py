@@ -6,6 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from replay import tiny_model
+from seeds import shifted
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -16,7 +17,7 @@ IDS = torch.tensor([[3, 4, 5, 6]])
 
 
 def move(model, seed=1):
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(shifted(seed))
     with torch.no_grad():
         for p in model.parameters():
             if p.requires_grad:
@@ -40,7 +41,7 @@ def equal(a, b):
 def model(request):
     if request.param == "full":
         return tiny_model()
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     return get_peft_model(tiny_model(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
 
 
@@ -89,7 +90,7 @@ def test_renewed_snapshot_is_the_policy_of_now(model):
 
 
 def test_holds_trained_parameters_only():
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     model = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules="all-linear"))
     trained = [p for p in model.parameters() if p.requires_grad]
     copies = SnapshotReference(model).state_dict()

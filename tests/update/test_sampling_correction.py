@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from seeds import shifted
 
 from pacs_trl.update.sampling_correction import (
     correction_weights,
@@ -67,7 +68,7 @@ def test_metrics_by_hand():
 
 
 def random_batch(seed, rows=6, tokens=7):
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(shifted(seed))
     logps = torch.from_numpy(-rng.exponential(2.0, (rows, tokens)))
     sampling = logps + torch.from_numpy(rng.normal(0.0, 0.4, (rows, tokens)))
     sampling[torch.from_numpy(rng.random((rows, tokens)) < 0.1)] = math.nan

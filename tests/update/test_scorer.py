@@ -12,6 +12,7 @@ import transformers
 import trl
 from peft import PromptTuningConfig, get_peft_model
 from replay import TOKENIZER, tiny_model
+from seeds import shifted
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
@@ -112,7 +113,7 @@ def test_a_row_does_not_see_the_others():
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradient_equals_that_of_rows_alone(checkpointing, padding_free, rows):
     model = with_fused_head(tiny_model())
-    factors = torch.randn(len(rows[0]), 4, generator=torch.Generator().manual_seed(0))
+    factors = torch.randn(len(rows[0]), 4, generator=torch.Generator().manual_seed(shifted(0)))
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
@@ -195,7 +196,7 @@ def test_only_completion_tokens_go_through_the_head(monkeypatch, padding_free):
 
 def test_sharing_changes_the_last_digits_only():
     """Four completions of a prompt of 40 tokens, packed with and without sharing and padded: 2e-6 of the norm."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(shifted(0))
     ids = lambda n: torch.randint(5, 60, (n,), generator=generator).tolist()  # noqa: E731
     prompt, completions = ids(40), [ids(n) for n in (3, 17, 30, 9)]
     model, found = with_fused_head(tiny_model()), []
@@ -228,7 +229,7 @@ def attention_inputs(texts, dtype=torch.float64, head=8):
         completions += [np.zeros(n - 1, dtype=int) for n in branches] or [np.zeros(0, dtype=int)]
     rows = PackedRows(prompts, completions)
     assert rows.texts == texts
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(shifted(0))
     shapes = [(1, heads, len(rows.ids), head) for heads in (4, 2, 2)]
     return rows, [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
 
@@ -344,9 +345,9 @@ def test_attention_dropout_is_that_of_padded_rows():
     model = with_fused_head(tiny_model(attention_dropout=0.5)).train()
     row = PROMPTS[2:], COMPLETIONS[1:2]
     with torch.no_grad():
-        torch.manual_seed(0)
+        torch.manual_seed(shifted(0))
         found, _ = packed(model, *row)
-        torch.manual_seed(0)
+        torch.manual_seed(shifted(0))
         expected, _ = alone(model, PROMPTS[2], COMPLETIONS[1])
         without, _ = packed(model.eval(), *row)
     torch.testing.assert_close(found[0], expected, **TIGHT)
@@ -389,7 +390,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 
 def build(name, attention="sdpa", **settings):
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     config = getattr(transformers, f"{name}Config")(**(SMALL | settings))
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     with torch.no_grad():
@@ -533,7 +534,9 @@ def numbers(text, add_special_tokens):
     return {"input_ids": [int(word) for word in text.split()]}
 
 
-ROWS = torch.randint(0, NUM_WORDS, (NUM_ROWS, NUM_TOKENS), generator=torch.Generator().manual_seed(0)).tolist()
+ROWS = torch.randint(
+    0, NUM_WORDS, (NUM_ROWS, NUM_TOKENS), generator=torch.Generator().manual_seed(shifted(0))
+).tolist()
 TEXTS = [" ".join(map(str, row)) for row in ROWS]
 HEADS, TAILS = [row[:1] for row in ROWS], [row[1:] for row in ROWS]
 

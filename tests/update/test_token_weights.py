@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from peft import LoraConfig
 from replay import Replay, build_trainer, trainable_weights
+from seeds import shifted
 
 from pacs_trl.update.token_weights import Steer, SteerWeights, TokenValues, entropy_slopes, steer_weights
 
@@ -60,7 +61,7 @@ def test_on_paper():
 def test_properties():
     """The sign of an advantage does not matter; parts of a step have the weights of the whole if they know its extremes; no
     change, and no token at all, have a weight."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(shifted(0))
     logps, old_logps = (-3 * torch.rand(6, 5, generator=generator) for _ in range(2))
     entropies, advantages = 2 * torch.rand(6, 5, generator=generator), torch.randn(6, generator=generator)
     mask = torch.rand(6, 5, generator=generator) > 0.3
@@ -120,7 +121,7 @@ def test_a_run_and_its_continuation(tmp_path, more):
     }
     runs = []
     for _ in range(2):
-        torch.manual_seed(0)
+        torch.manual_seed(shifted(0))
         runs.append(build_trainer(tmp_path, replay=Replay(), more=more, **settings))
     runs[0].train()
     runs[1].train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from seeds import shifted
 
 from pacs_trl.verification import (
     MAX_CHARACTERS,
@@ -54,7 +55,7 @@ GSM8K_GOLDS = [row["answer"].rpartition("####")[2].strip() for row in GSM8K]
 def wrong_pairs(golds, seed=0):
     """(completion, gold) of a permutation, without pairs that are the same text or the same numbers."""
     shuffled = list(golds)
-    random.Random(seed).shuffle(shuffled)
+    random.Random(shifted(seed)).shuffle(shuffled)
     return [
         (box(other), gold)
         for other, gold in zip(shuffled, golds)
@@ -232,7 +233,7 @@ class TestBadInput:
 
 class TestBatches:
     def test_order_is_kept(self, verifier):
-        golds = [str(random.Random(0).randrange(10**6) + i) for i in range(700)]
+        golds = [str(random.Random(shifted(0)).randrange(10**6) + i) for i in range(700)]
         completions = [box(gold) if i % 3 else box("-1") for i, gold in enumerate(golds)]
         assert verifier.grade(completions, golds) == [1.0 if i % 3 else 0.0 for i in range(700)]
 
@@ -347,7 +348,7 @@ class TestText:
                         return text[start:end].strip()
             return None
 
-        pieces, chance = [r"\boxed{", r"\fboxed {", "{", "}", "a", " ", r"\boxed", "\\"], random.Random(0)
+        pieces, chance = [r"\boxed{", r"\fboxed {", "{", "}", "a", " ", r"\boxed", "\\"], random.Random(shifted(0))
         texts = ["".join(chance.choices(pieces, k=chance.randrange(14))) for _ in range(5_000)]
         assert [last_boxed(text) for text in texts] == [search(text) for text in texts]
         assert sum(last_boxed(text) is not None for text in texts) > 500
