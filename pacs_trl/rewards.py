@@ -141,8 +141,8 @@ def probability_reward(
     How likely the policy finds the reference answer after its own reasoning, beside how likely without: RLPR, no verifier.
 
     `0.9 * max(0, s - s0) + 0.1 * format`: `s` is the mean probability of the tokens of the reference answer in the place of the
-    completion's own one, `s0` that right behind the prompt under the policy at the start of the run, `format` whether `<answer>` and
-    `</answer>` stand in the completion once each (or, without these tags, one box). `s` is 0 for a malformed completion.
+    completion's own one, `s0` that right behind the prompt under the policy at the start of the run, `format` whether the tags that the
+    prompt names stand in the completion once each (or, without tags, one box). `s` is 0 where the answer cannot be found.
 
     Args:
         completions (`list`), prompts (`list`): Plain (`str`) or conversational.
@@ -162,7 +162,7 @@ def probability_reward(
     texts = [completion_text(completion) for completion in completions]
     after = reference_probability.after_reasoning(prompts, texts, solution)
     without = reference_probability.without_reasoning(prompts, solution)
-    formats = [float(reference_probability.is_well_formed(text)) for text in texts]
+    formats = [float(reference_probability.is_well_formed(*pair)) for pair in zip(texts, prompts, strict=True)]
     if log_metric is not None and texts:
         for name, values in (("after_reasoning", after), ("without_reasoning", without), ("format", formats)):
             log_metric(f"probability/{name}", sum(values) / len(values))

@@ -15,11 +15,13 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from seeds import shifted
 
+from pacs_trl.data import build_prompt
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.plan.check import check_recipe, judge
 from pacs_trl.plan.launch import read_launch
 from pacs_trl.reproduce.command import read_table, table_names
 from pacs_trl.reproduce.full import LAUNCH
+from pacs_trl.rollouts.reference_probability import is_well_formed
 from pacs_trl.verification import VerificationArguments
 
 
@@ -282,6 +284,15 @@ def test_dars_has_the_rollouts_of_its_authors(added, schedule, most, model):
     assert recipe.training.max_steps == 86 * 2 and recipe.training.save_steps == 14 * 2
     words = path.read_text().replace("\n#", "")
     assert "--adaptive_rollouts equal_treatment --max_generations 32" in words and "Qwen/Qwen2.5-Math-1.5B" in words
+
+
+def test_rlpr_asks_for_the_tags_of_its_authors():
+    """examples/RLPR/reproduce_qwen.sh, format_mode=R1: think and answer tags in a system turn, the problem alone behind it."""
+    recipe, _ = check_recipe(str(RECIPES / "qwen2.5-7b" / "rlpr.yaml"), [], 8)
+    prompt = build_prompt("Why?", instruction=recipe.data.prompt_instruction, system_prompt=recipe.data.system_prompt)
+    assert [turn["role"] for turn in prompt] == ["system", "user"] and prompt[1]["content"] == "Why?"
+    assert is_well_formed("<think> a </think> <answer> b </answer>", prompt)
+    assert not is_well_formed("<answer> b </answer>", prompt)
 
 
 @pytest.mark.parametrize("name", GENAC)

@@ -19,6 +19,7 @@ from datasets import Dataset, IterableDataset
 
 
 FILE = "probability_without_reasoning.json"
+THINK = ("<think>", "</think>")
 TAGS = ("<answer>", "</answer>")
 BOX = "\\boxed{"
 
@@ -31,27 +32,37 @@ class Edited(NamedTuple):
     end: int
 
 
-def with_reference(text: str | None, answer: str) -> Edited | None:
+def with_reference(text: str | None, answer: str, prompt: Any = None) -> Edited | None:
     """
-    The text up to the answer, the white space that the policy wrote there (in tags a space if none), the reference answer, the end.
+    Return the text up to the answer, the white space behind that (in tags a space if none), the reference answer, and the end.
 
-    The answer stands in `<answer> ... </answer>`, whose first tag must be there once; or, in a text without that tag, in its only
-    `\\boxed{...}`. `None` for any other text.
+    The answer stands in `<answer> ... </answer>`, whose first tag must be there once; or, in a text without that tag that was
+    generated from a prompt without it, in its only `\\boxed{...}`. `None` for any other text.
     """
-    opening, closing = (TAGS[0], f" {TAGS[1]}") if TAGS[0] in (text or "") else (BOX, "}")
+    in_tags = TAGS[0] in (text or "") or TAGS[0] in str(prompt)
+    opening, closing = (TAGS[0], f" {TAGS[1]}") if in_tags else (BOX, "}")
     if text is None or text.count(opening) != 1:
         return None
     before, after = text.split(opening)
-    space = re.match(r"\s*", after)[0] or (" " if opening == TAGS[0] else "")  # type: ignore[index]
+    space = re.match(r"\s*", after)[0] or (" " if in_tags else "")  # type: ignore[index]
     start = len(before) + len(opening) + len(space)
     return Edited(f"{before}{opening}{space}{answer}{closing}", start, start + len(answer))
 
 
-def is_well_formed(text: str | None) -> bool:
-    """Whether each tag stands in the text exactly once, in order; or, without tags, one box that is closed."""
-    tags = [(text or "").count(tag) for tag in TAGS]
-    if text is None or any(tags):
-        return text is not None and tags == [1, 1] and text.index(TAGS[0]) < text.index(TAGS[1])
+def is_well_formed(text: str | None, prompt: Any = None) -> bool:
+    """
+    Return whether a completion has the form that its prompt names.
+
+    A prompt with `<think>` asks for `<think> ... </think> ... <answer> ... </answer>` from the first character on, each tag once
+    (`format_mode=R1` of the authors); any other one for the two answer tags once each, in order (`R1_nothink`). Where neither
+    prompt nor text has an answer tag it is one box that is closed.
+    """
+    text, asked = text or "", str(prompt)
+    tags = (*THINK, *TAGS) if THINK[0] in asked else TAGS
+    if any(tag in text or tag in asked for tag in tags):
+        in_order = re.search(".*".join(map(re.escape, tags)), text, re.DOTALL)
+        starts = THINK[0] not in tags or text.startswith(THINK[0])
+        return starts and in_order is not None and all(text.count(tag) == 1 for tag in tags)
     return text.count(BOX) == 1 and "}" in text.split(BOX)[1]
 
 
@@ -120,7 +131,10 @@ class ReferenceProbability:
     def after_reasoning(self, prompts: Sequence, texts: Sequence[str | None], answers: Sequence[Any]) -> list[float]:
         """Mean probability of each reference answer behind the reasoning of a completion; 0 for a malformed one, and for one that
         the answer makes longer than `max_completion_length` tokens. All processes must call it equally often."""
-        edited = [with_reference(text, reference_text(answer)) for text, answer in zip(texts, answers, strict=True)]
+        edited = [
+            with_reference(text, reference_text(answer), prompt)
+            for prompt, text, answer in zip(prompts, texts, answers, strict=True)
+        ]
         return self._mean(prompts, edited, self.trainer.args.max_completion_length)
 
     def without_reasoning(self, prompts: Sequence, answers: Sequence[Any]) -> list[float]:

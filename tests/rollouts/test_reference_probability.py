@@ -39,6 +39,29 @@ def test_the_reference_takes_the_place_of_the_answer(text, expected, well_formed
         assert found.text[found.start : found.end] == "six pm"
 
 
+THINKING = [{"role": "user", "content": "Reason in <think> </think>, answer in <answer> </answer>. What is it?"}]
+ANSWERING = "Put the answer between <answer> and </answer>. What is it?"
+FORMATS = {  # text: well formed after a prompt that asks for think and answer tags, and after one for answer tags alone
+    "both": ("<think>a</think>\n<answer> b </answer>", True, True),
+    "text behind": ("<think>a</think> so <answer> b </answer>.", True, True),
+    "text in front": ("Well <think>a</think> <answer> b </answer>", False, True),
+    "no thought": ("<answer> b </answer>", False, True),
+    "thought twice": ("<think>a</think> <think>a</think> <answer> b </answer>", False, True),
+    "thought behind": ("<answer> b </answer> <think>a</think>", False, True),
+    "thought is open": ("<think>a <answer> b </answer>", False, True),
+    "answer twice": ("<think>a</think> <answer> b </answer> <answer> c </answer>", False, False),
+    "answer is open": ("<think>a</think> <answer> b", False, False),
+    "box": (r"<think>a</think> \boxed{b}", False, False),
+}
+
+
+@pytest.mark.parametrize(("text", "thinking", "answering"), FORMATS.values(), ids=FORMATS)
+def test_the_form_is_the_one_that_the_prompt_names(text, thinking, answering):
+    """`format_mode` R1 (the authors' script for Qwen) and R1_nothink (Llama, Gemma)."""
+    assert is_well_formed(text, THINKING) is thinking and is_well_formed(text, ANSWERING) is answering
+    assert (with_reference(text, "c", THINKING) is None) == (text.count("<answer>") != 1)
+
+
 def test_reference_answers_as_text():
     assert [reference_text(a) for a in ("  a b ", ["x", "y"], [], None, 7)] == ["a b", "x", "", "", "7"]
 
