@@ -23,6 +23,12 @@ def test_shipped_templates_say_the_state_and_condition_or_not(name):
     CriticPrompt.read(name).check_vocabulary(TOKENIZER, "miniature")
 
 
+def test_in_context_conditioning_asks_for_the_abilities_of_the_actor():
+    """The paper's template has the critic infer them from the partial response, beside model size and success rate."""
+    asked = {name: "Infer the model's abilities" in CriticPrompt.read(name).template for name in shipped()}
+    assert [name for name, found in asked.items() if found] == ["genac"]
+
+
 def test_no_gold_answer_can_be_in_the_question():
     """What is rendered comes from state and actor alone, and neither has a place for a solution."""
     assert State._fields == ("problem", "response", "tokens_used")
