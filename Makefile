@@ -99,7 +99,7 @@ gpu-check: env
 	$(BIN)/pacs-trl gpu-check $(ARGS)
 
 tables: env
-	$(BIN)/pacs-trl reproduce all --seeds $$(seq 0 $$(($(SEEDS) - 1))) $(if $(STEPS),--max_steps $(STEPS) \
+	$(BIN)/python -m experiments.paper all --seeds $$(seq 0 $$(($(SEEDS) - 1))) $(if $(STEPS),--max_steps $(STEPS) \
 		--warm_start_steps $(STEPS) --num_samples 4 --max_problems 4 --results_dir outputs/tables/short --work_dir outputs/tables/short/work) $(ARGS)
 
 clean:

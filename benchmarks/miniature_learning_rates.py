@@ -11,8 +11,8 @@ import argparse
 from pathlib import Path
 from statistics import mean
 
+from experiments.paper.runs import start_of, train_once
 from pacs_trl.recipe import read_recipe
-from pacs_trl.reproduce.runs import start_of, train_once
 
 
 RECIPES = Path(__file__).parents[1] / "recipes" / "miniature"

@@ -12,12 +12,12 @@ import json
 import statistics
 from pathlib import Path
 
+from experiments.paper.cells import RECIPES, Options, evaluation_settings
+from experiments.paper.render import COMPARED_KS, TWINS
+from experiments.paper.runs import start_of, train_once
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.evaluate import evaluate
 from pacs_trl.recipe import read_recipe
-from pacs_trl.reproduce.cells import RECIPES, Options, evaluation_settings
-from pacs_trl.reproduce.runs import start_of, train_once
-from pacs_trl.reproduce.tables import COMPARED_KS, TWINS
 from pacs_trl.verification import shared_verifier
 
 

@@ -66,8 +66,8 @@ ARMS: dict[str, tuple[type[PACSTrainer], list[str]]] = {
 
 def rewards(arm: str, seed: int, max_steps: int, work_dir: Path) -> list[float]:
     """Mean reward of each rollout of a run, from its directory if it is there already."""
+    from experiments.paper.runs import start_of, train_once
     from pacs_trl.recipe import read_recipe
-    from pacs_trl.reproduce.runs import start_of, train_once
 
     trainer_class, settings = ARMS[arm]
     arguments = ["--config", str(RECIPE), "--save_strategy", "no", *settings]

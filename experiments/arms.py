@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from pacs_trl.reproduce.cells import Options
+from experiments.paper.cells import Options
 
 
 def arms_parser(description: str, name: str, arms: Collection[str]) -> ArgumentParser:

@@ -37,8 +37,8 @@ def references(reset_steps: int | None) -> dict[str, list[str]]:
 
 def train_one(arguments: Sequence[str], output_dir: Path) -> list[dict]:
     """Log history of one run, from its directory if it is there already."""
+    from experiments.paper.runs import start_of, train_once
     from pacs_trl.recipe import read_recipe
-    from pacs_trl.reproduce.runs import start_of, train_once
 
     arguments = ["--config", str(RECIPE), "--save_strategy", "no", *arguments]
     history = train_once(arguments, start_of(read_recipe(arguments)), output_dir)

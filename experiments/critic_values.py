@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
+from experiments.paper.cells import RECIPES
 from pacs_trl.baselines.critic_answers import AfterAnswer, generate_answers, question_ids
 from pacs_trl.baselines.critic_objective import mean_ranking_accuracy, value_scores
 from pacs_trl.baselines.critic_prompt import Actor, CriticPrompt, State
@@ -18,7 +19,6 @@ from pacs_trl.evaluation.requests import SamplingSettings, render_prompt
 from pacs_trl.evaluation.sampling import sample_completions
 from pacs_trl.objective import group_scores
 from pacs_trl.recipe import read_recipe
-from pacs_trl.reproduce.cells import RECIPES
 from pacs_trl.update.scorer import Scorer, score_rows
 
 

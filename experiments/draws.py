@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from statistics import mean, stdev
 
 from experiments.arms import arms_parser, options_of, over_seeds
+from experiments.paper.cells import Options, run_cell
+from experiments.paper.records import Records, Run
+from experiments.paper.render import Cell
 from pacs_trl.report.inputs import read_log_history
-from pacs_trl.reproduce.cells import Options, run_cell
-from pacs_trl.reproduce.records import Records, Run
-from pacs_trl.reproduce.tables import Cell
 
 
 TASKS: dict[str, dict] = {

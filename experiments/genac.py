@@ -19,14 +19,14 @@ from statistics import mean, stdev
 from typing import Any
 
 from experiments import critic_values as critics
+from experiments.paper.cells import RECIPES, Options, run_cell
+from experiments.paper.records import Records
+from experiments.paper.render import Cell
+from experiments.paper.runs import train_once
 from experiments.taught_critics import POLICY, TASK, ladder, make_traces, publish, taught, teach, words
 from pacs_trl.evaluation.pass_at_k import paired_bootstrap
 from pacs_trl.miniature.model import MODEL_SIZES
 from pacs_trl.miniature.warm_start import warm_start
-from pacs_trl.reproduce.cells import RECIPES, Options, run_cell
-from pacs_trl.reproduce.records import Records
-from pacs_trl.reproduce.runs import train_once
-from pacs_trl.reproduce.tables import Cell
 
 
 DOMAINS = {TASK: "sums of four terms", "grouped": "sums with parentheses"}

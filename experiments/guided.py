@@ -20,6 +20,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
+from experiments.paper.runs import train_once
 from pacs_trl.data import build_prompt
 from pacs_trl.data.tasks import demonstrations, problems
 from pacs_trl.evaluation import pass_at_k
@@ -29,7 +30,6 @@ from pacs_trl.evaluation.requests import SamplingSettings
 from pacs_trl.evaluation.sampling import sample_completions
 from pacs_trl.miniature.model import build_model
 from pacs_trl.miniature.tokenizer import build_tokenizer
-from pacs_trl.reproduce.runs import train_once
 from pacs_trl.rollouts.guidance import with_hint
 from pacs_trl.verification import shared_verifier
 

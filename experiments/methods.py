@@ -14,10 +14,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from experiments.paper.records import Records, Run
+from experiments.paper.runs import start_of, train_once
 from pacs_trl.recipe import read_recipe
 from pacs_trl.report.plots import PAGE_WIDTH, PANEL_HEIGHT, STYLE, looks
-from pacs_trl.reproduce.records import Records, Run
-from pacs_trl.reproduce.runs import start_of, train_once
 
 
 ROOT = Path(__file__).parents[1]

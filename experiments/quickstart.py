@@ -29,6 +29,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
+from experiments.paper.runs import start_of, train_once
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.benchmarks import load_benchmark
 from pacs_trl.evaluation.evaluate import evaluate
@@ -36,7 +37,6 @@ from pacs_trl.evaluation.store import read_graded
 from pacs_trl.recipe import Recipe, read_recipe
 from pacs_trl.report import plots
 from pacs_trl.report.tables import Measured, methods, pass_at_k_cells, pass_at_k_rows
-from pacs_trl.reproduce.runs import start_of, train_once
 from pacs_trl.verification import shared_verifier
 
 

@@ -20,12 +20,12 @@ import torch
 
 from experiments.arms import mean_difference
 from experiments.critic import critic_records
+from experiments.paper.runs import start_of
 from experiments.reuse import RESULTS, TASKS, Arm
 from pacs_trl.evaluation.store import read_graded
 from pacs_trl.objective import group_scores
 from pacs_trl.recipe import read_recipe
 from pacs_trl.report.plots import reliability_bins
-from pacs_trl.reproduce.runs import start_of
 from pacs_trl.verification import last_boxed
 
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
+from experiments.paper.records import Records, Run, record
+from experiments.paper.render import Cell
 from experiments.reuse_trainers import DelayedGRPO, DelayedPACS, MeasuredGRPO, MeasuredPACS, delayed
-from pacs_trl.reproduce.records import Records, Run, record
-from pacs_trl.reproduce.tables import Cell
 
 
 ROOT = Path(__file__).parents[1]
@@ -162,10 +162,10 @@ def evaluation_settings(task: str) -> dict[str, Any]:
 
 def run(arm: Arm | None, task: str, seed: int, results_dir: Path, work_dir: Path, short: bool = False) -> None:
     """Train and measure an arm with one seed (or, if it is `None`, measure the warm start) and record it, unless that is done."""
+    from experiments.paper.runs import start_of, train_once
     from pacs_trl.evaluation.arguments import EvaluationArguments
     from pacs_trl.evaluation.evaluate import evaluate
     from pacs_trl.recipe import read_recipe
-    from pacs_trl.reproduce.runs import start_of, train_once
     from pacs_trl.rollouts import rollout_trainer
     from pacs_trl.rollouts.timing import StepTimer
     from pacs_trl.verification import shared_verifier

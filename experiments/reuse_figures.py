@@ -12,10 +12,10 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
+from experiments.paper.records import Records, Run
 from experiments.reuse import LARGE, RESULTS, Arm
 from experiments.reuse_tables import curve, solved
 from pacs_trl.report.plots import METHODS, PAGE_WIDTH, PANEL_HEIGHT, STYLE
-from pacs_trl.reproduce.records import Records, Run
 
 
 ROOT = Path(__file__).parents[1]

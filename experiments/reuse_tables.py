@@ -8,9 +8,9 @@ from statistics import mean, stdev
 from typing import Any
 
 from experiments.arms import mean_difference
+from experiments.paper.records import Records, Run
 from experiments.reuse import KS, LARGE, RESULTS, STAGES, TASKS, Arm
 from pacs_trl.evaluation import pass_at_k
-from pacs_trl.reproduce.records import Records, Run
 
 
 def _arms(*stages: str, key: Callable[[Arm], Any]) -> list[Arm]:

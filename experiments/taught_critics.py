@@ -13,6 +13,8 @@ import torch
 from transformers import AutoModelForTokenClassification
 
 from experiments.critic_values import BATCH, TOKENS, load, written
+from experiments.paper.cells import RECIPES
+from experiments.paper.runs import train_once
 from pacs_trl.baselines.critic_prompt import CriticPrompt
 from pacs_trl.baselines.critic_traces import Trace, read_traces, write_traces
 from pacs_trl.data.tasks import problems
@@ -21,8 +23,6 @@ from pacs_trl.evaluation.requests import render_prompt
 from pacs_trl.miniature.model import MODEL_SIZES
 from pacs_trl.miniature.oracle import oracle_traces
 from pacs_trl.miniature.warm_start import SIZE_SETTINGS, WarmStartSettings, warm_start
-from pacs_trl.reproduce.cells import RECIPES
-from pacs_trl.reproduce.runs import train_once
 from pacs_trl.update.scorer import Scorer
 
 

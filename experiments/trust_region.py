@@ -19,10 +19,10 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
+from experiments.paper.records import Records
 from experiments.reuse import RESULTS, STAGES, Arm
 from experiments.reuse_tables import curve, solved
 from pacs_trl.report.plots import COLORS, DASHES, PAGE_WIDTH, PANEL_HEIGHT, STYLE
-from pacs_trl.reproduce.records import Records
 
 
 BETAS = (1.0, 3.0, 10.0, 30.0)

@@ -27,7 +27,6 @@ COMMANDS = {
         "pacs_trl.evaluation.audit",
         "grade a file of completions with several protocols and show where they disagree",
     ),
-    "reproduce": ("pacs_trl.reproduce.command", "run or resume the runs behind a table of the paper, and compare"),
     "report": ("pacs_trl.report.report", "tables and figures from results files"),
     "gpu-check": (
         "pacs_trl.gpu_check.command",

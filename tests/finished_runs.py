@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.paper import records
+from experiments.paper.render import Cell
 from pacs_trl.evaluation.results import RESULTS_SCHEMA, GradedSample, summarize
-from pacs_trl.reproduce import records
-from pacs_trl.reproduce.tables import Cell
 
 
 def results_of(

@@ -156,8 +156,6 @@ def test_help_names_the_command_and_what_it_takes(monkeypatch, capsys, name):
         (["report", "results", "--ouput-dir", "x"], "Did you mean `--output_dir`?"),
         (["audit", "--completion", "x.jsonl"], "Did you mean `--completions`?"),
         (["push", "--model", "m", "--repository", "a/b"], "there is no option `--repository`"),
-        (["reproduce", "table_77"], "There is no table 'table_77'"),
-        (["reproduce", "table_2", "--scale", "ful"], "invalid choice: 'ful'"),
     ],
 )
 def test_a_mistake_is_said_in_words_and_ends_with_2(monkeypatch, capsys, argv, words):
@@ -172,7 +170,6 @@ def test_a_mistake_is_said_in_words_and_ends_with_2(monkeypatch, capsys, argv, w
             ["report", "docs/results/miniature", "--output_dir", "DIR"],
             "draws figures with matplotlib, which is not inst",
         ),
-        (["reproduce", "table_2", "--work_dir", "DIR", "--results_dir", "DIR"], "`pip install 'matplotlib>=3.10'`"),
         (
             [
                 "evaluate",
@@ -194,7 +191,6 @@ def test_a_mistake_is_said_in_words_and_ends_with_2(monkeypatch, capsys, argv, w
 def test_what_is_not_installed_is_said_before_any_run(monkeypatch, capsys, tmp_path, argv, words):
     monkeypatch.setattr("pacs_trl.settings.optional.find_spec", lambda name: None)
     monkeypatch.setattr("pacs_trl.evaluation.evaluate.identify_model", lambda args: {"name": "m", "digest": "d"})
-    monkeypatch.setattr("pacs_trl.reproduce.command.run_cell", lambda *cell: pytest.fail("a run was started"))
     status, _, errors = called(
         monkeypatch, capsys, *(str(tmp_path / "out") if word == "DIR" else word for word in argv)
     )

@@ -35,6 +35,7 @@ BEGINNINGS = (
     "pacs-trl ",
     "accelerate launch ",
     "python -m pacs_trl",
+    "python -m experiments.paper",
     "python benchmarks/",
     "pytest ",
     ".ci/run",
@@ -82,7 +83,7 @@ RUN_ELSEWHERE = {
     "pacs-trl audit": "tests/evaluation/test_audit.py",
     "pacs-trl evaluate": "tests/evaluation/test_whole_path.py",
     "pacs-trl report": "tests/report/test_report.py, tests/evaluation/test_whole_path.py",
-    "pacs-trl reproduce": "tests/reproduce/test_command.py",
+    "python -m experiments.paper": "tests/experiments/test_paper_command.py",
     "python -m experiments": "tests/experiments/test_analysis.py",
     "python -m experiments.diversity": "tests/evaluation/test_diversity.py",
     "python -m pacs_trl.miniature.oracle": "tests/miniature/test_oracle.py",
@@ -218,6 +219,8 @@ def check_command(monkeypatch, words: list[str]) -> None:
             assert launch.module and importlib.util.find_spec(launch.training_script)
             processes = read_launch(launch.config_file, launch.num_processes)[0].num_processes
             check_module(monkeypatch, launch.training_script, launch.training_script_args, processes)
+        case ["python", "-m", "experiments.paper", *rest]:
+            check_module(monkeypatch, "experiments.paper.command", rest)
         case ["python", "-m", name, *rest] if name.startswith("pacs_trl."):
             if rest:
                 check_module(monkeypatch, name, rest)

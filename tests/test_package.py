@@ -81,8 +81,8 @@ def test_public_names_are_there_when_used():
 
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
     """`pacs-trl ... | head`."""
-    command = [sys.executable, "-u", "-m", "pacs_trl.cli", "reproduce", "table_6", "--scale", "full"]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-u", "-m", "experiments.paper", "table_6", "--scale", "full"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stdout.close()
         errors = process.stderr.read()
     assert "Traceback" not in errors and process.returncode == 1

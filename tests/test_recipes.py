@@ -15,12 +15,12 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from seeds import shifted
 
+from experiments.paper.command import read_table, table_names
+from experiments.paper.full_size import LAUNCH
 from pacs_trl.data import build_prompt
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.plan.check import check_recipe, judge
 from pacs_trl.plan.launch import read_launch
-from pacs_trl.reproduce.command import read_table, table_names
-from pacs_trl.reproduce.full import LAUNCH
 from pacs_trl.rollouts.reference_probability import is_well_formed
 from pacs_trl.verification import VerificationArguments
 
@@ -35,7 +35,7 @@ TRAINING = sorted(
 MINIATURE = sorted(
     str(path.relative_to(RECIPES).with_suffix(""))
     for path in (RECIPES / "miniature").rglob("*.yaml")
-    if path.parent.name != "tables" and path.stem != "evaluation"
+    if path.stem != "evaluation"
 )
 
 # Table 4 of v2, the released scripts of v1, and what follows from them.

@@ -10,10 +10,11 @@ import torch
 import yaml
 from transformers import TrainerCallback
 
+from .. import train
 from ..evaluation.arguments import EvaluationArguments
 from ..evaluation.evaluate import evaluate
 from ..miniature.warm_start import warm_start
-from ..reproduce.runs import train_once
+from ..report.inputs import read_log_history
 from ..rollouts.resume import last_checkpoint
 from ..verification import shared_verifier
 from .engine import COLOCATED, one_engine
@@ -76,7 +77,9 @@ def learns(
     results = {}
     for name, checkpoint in (("before", model), ("after", directory / "run")):
         if name == "after":
-            logs = train_once(["--config", str(directory / "recipe.yaml")], model, directory / "run")
+            output = ["--model_name_or_path", str(model), "--output_dir", str(checkpoint)]
+            train.main(["--config", str(directory / "recipe.yaml"), *output, "--resume_from_checkpoint", "last"])
+            logs = read_log_history(checkpoint / "trainer_state.json")
         arguments = EvaluationArguments(
             model=str(checkpoint),
             benchmarks=BENCHMARK,

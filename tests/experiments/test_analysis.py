@@ -18,8 +18,8 @@ from experiments.gradient_variance import (
     largest_share,
     noise_share,
 )
+from experiments.paper.records import Records
 from pacs_trl.miniature.model import build_model
-from pacs_trl.reproduce.records import Records
 from pacs_trl.update.reference import SnapshotReference
 from pacs_trl.update.scorer import sequence_logps
 

@@ -9,10 +9,10 @@ from transformers import AutoModelForTokenClassification
 
 from experiments import critic_values as critics
 from experiments import genac, taught_critics
+from experiments.paper.cells import RECIPES
 from pacs_trl.baselines.critic_prompt import CriticPrompt, State
 from pacs_trl.baselines.critic_traces import Trace
 from pacs_trl.plan.check import check_recipe
-from pacs_trl.reproduce.cells import RECIPES
 
 
 @pytest.fixture

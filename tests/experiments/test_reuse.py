@@ -10,6 +10,7 @@ from seeds import shifted
 from trl import GRPOConfig
 
 from experiments import ranking, reuse, reuse_figures, reuse_tables
+from experiments.paper.records import Run
 from experiments.ranking import Candidate, calibration, choices
 from experiments.reuse import Arm
 from experiments.reuse_trainers import DelayedGRPO, DelayedPACS, MeasuredGRPO, MeasuredPACS, delayed, force, movement
@@ -27,7 +28,6 @@ from experiments.trust_region import (
 from experiments.trust_region import force as predicted_force
 from pacs_trl.objective import loss_from_proxies
 from pacs_trl.plan.check import check_recipe
-from pacs_trl.reproduce.records import Run
 from pacs_trl.update.groups import Groups
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 def start_of(recipe, seed: int | None = None, **settings) -> Path:
     """The warm start that a [`~recipe.Recipe`] names, of the run's own seed or another; `settings` as in [`warm_start`]."""
-    from ..miniature.warm_start import warm_start
+    from pacs_trl.miniature.warm_start import warm_start
 
     name = recipe.model.model_name_or_path.removeprefix("miniature/")
     return warm_start(name, seed=recipe.training.seed if seed is None else seed, **settings)
@@ -29,8 +29,8 @@ def train_once(
     Returns:
         `list[dict]`: The trainer's `log_history`.
     """
-    from .. import train
-    from ..report.inputs import read_log_history
+    from pacs_trl import train
+    from pacs_trl.report.inputs import read_log_history
 
     state = output_dir / "trainer_state.json"
     if not state.is_file():  # written when training is over

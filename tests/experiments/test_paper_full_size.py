@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 from finished_runs import results_of, rows_of
 
+from experiments.paper import command as paper_command
+from experiments.paper.command import Options, full_commands, main, read_table
+from experiments.paper.records import Records
 from pacs_trl.evaluation.arguments import read_evaluation
 from pacs_trl.evaluation.results import RESULTS_SCHEMA
 from pacs_trl.evaluation.store import SampleStore
 from pacs_trl.plan.check import check_recipe
 from pacs_trl.report import plots
 from pacs_trl.report.paper import TABLE_1_BENCHMARKS
-from pacs_trl.reproduce import command as reproduce
-from pacs_trl.reproduce.command import Options, full_commands, main, read_table
-from pacs_trl.reproduce.records import Records
 from pacs_trl.settings.command_line import FailedRun
 
 
@@ -176,7 +176,7 @@ def stand_ins(tmp_path, monkeypatch):
     from pacs_trl.evaluation import diversity
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(reproduce, "run_line", run_line)
+    monkeypatch.setattr(paper_command, "run_line", run_line)
     monkeypatch.setattr(diversity, "sentence_embedder", lambda name: diversity.hashing_embedder)
     return lines
 

@@ -11,11 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..report.inputs import read_log_history
-from ..settings import read_mapping
+from pacs_trl.report.inputs import read_log_history
+from pacs_trl.settings import read_mapping
+
 from .records import Records, Run, record, require_same_settings
+from .render import Cell
 from .runs import start_of, train_once
-from .tables import Cell
 
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -47,9 +48,9 @@ def run_cell(cell: Cell, seed: int, options: Options) -> None:
     Raises:
         `ValueError`: if the cell was recorded, or the work directory begun, with other settings.
     """
-    from ..evaluation.arguments import EvaluationArguments
-    from ..evaluation.diversity import hashing_embedder
-    from ..recipe import read_recipe
+    from pacs_trl.evaluation.arguments import EvaluationArguments
+    from pacs_trl.evaluation.diversity import hashing_embedder
+    from pacs_trl.recipe import read_recipe
 
     arguments = ["--config", str(RECIPES / f"{cell.recipe}.yaml"), *cell.words]
     if options.max_steps is not None:
@@ -99,8 +100,8 @@ def evaluation_settings(options: Options) -> dict[str, Any]:
 
 
 def _evaluate(arguments) -> dict[str, Any]:
-    from ..evaluation.evaluate import evaluate
-    from ..verification import shared_verifier
+    from pacs_trl.evaluation.evaluate import evaluate
+    from pacs_trl.verification import shared_verifier
 
     return evaluate(arguments, shared_verifier(), progress=False)
 
@@ -135,7 +136,7 @@ def read_training(model: Path, checkpoints: list[dict[str, float]]) -> dict[str,
 
 def diversities(evaluation_dir: Path, benchmarks: Iterable[str], embed: Callable) -> dict[str, dict[str, float]]:
     """benchmark -> problem -> diversity of its correct completions, where there are at least two."""
-    from ..evaluation.diversity import correct_responses, problem_diversities
+    from pacs_trl.evaluation.diversity import correct_responses, problem_diversities
 
     return {name: problem_diversities(correct_responses(evaluation_dir, name), embed) for name in benchmarks}
 

@@ -12,14 +12,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..evaluation.results import read_results, require_same_protocol
-from ..plan import cost
-from ..report import paper, tables
-from ..settings import read_mapping
-from ..settings.command_line import FailedRun
+from pacs_trl.evaluation.results import read_results, require_same_protocol
+from pacs_trl.plan import cost
+from pacs_trl.report import paper, tables
+from pacs_trl.settings import read_mapping
+from pacs_trl.settings.command_line import FailedRun
+
 from .cells import CHECKPOINT_SAMPLES, RECIPES, Options, diversities, measured_checkpoint, read_training
 from .records import Records, Run, record
-from .tables import Cell
+from .render import Cell
 
 
 # On eight nodes of eight GPUs, for which the batches of the recipes are written.
@@ -77,9 +78,9 @@ def full_commands(cell: Cell, seed: int, options: Options, *, checkpoints: bool 
 
 def _training_hours(cell: Cell) -> float | None:
     """What `pacs-trl plan` says of the recipe."""
-    from ..plan.check import check_recipe
-    from ..plan.estimates import Estimate
-    from ..plan.launch import read_launch
+    from pacs_trl.plan.check import check_recipe
+    from pacs_trl.plan.estimates import Estimate
+    from pacs_trl.plan.launch import read_launch
 
     launch, _ = read_launch(str(RECIPES.parent / ACCELERATE), None)
     recipe, _ = check_recipe(str(RECIPES / f"{cell.recipe}.yaml"), cell.words, launch.num_processes)
@@ -114,7 +115,7 @@ def run_line(line: str) -> None:
     if status:
         raise FailedRun(
             f"This line ended with status {status}, and what follows needs what it makes; its own message stands above. The "
-            f"same `pacs-trl reproduce` goes on from here.\n  {line}"
+            f"same `python -m experiments.paper` goes on from here.\n  {line}"
         )
 
 
@@ -135,7 +136,7 @@ def collect(cell: Cell, options: Options, *, diversity: bool = False) -> None:
         if cell.trained and (model / "trainer_state.json").is_file():
             run = run._replace(training=read_training(model, _measured_checkpoints(directory)))
         if diversity and (parts[0] / "grades").is_dir() and not run.diversity:
-            from ..evaluation.diversity import DEFAULT_EMBEDDER, sentence_embedder
+            from pacs_trl.evaluation.diversity import DEFAULT_EMBEDDER, sentence_embedder
 
             embed = sentence_embedder(DEFAULT_EMBEDDER)
             run = run._replace(diversity=diversities(parts[0], DIVERSITY_BENCHMARKS, embed))

@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..evaluation.results import pass_at_k_table
-from ..evaluation.store import differences, digest
-from ..report.inputs import require
+from pacs_trl.evaluation.results import pass_at_k_table
+from pacs_trl.evaluation.store import differences, digest
+from pacs_trl.report.inputs import require
 
 
 FILE_NAME = "records.jsonl"

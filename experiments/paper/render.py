@@ -1,4 +1,4 @@
-"""Tables of finished runs beside the published ones: what `pacs-trl reproduce` prints and writes.
+"""Markdown tables and figures of finished runs beside the published numbers.
 
 Reads the records of a results directory and nothing else, so that tables can be made again without a model. A cell is the mean over
 its seeds, with the standard deviation over seeds behind "±" and the 95 % interval over problems in brackets; "-" where there is none.
@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..evaluation.pass_at_k import bootstrap_interval
-from ..evaluation.results import read_results, require_same_protocol
-from ..report import paper, tables
+from pacs_trl.evaluation.pass_at_k import bootstrap_interval
+from pacs_trl.evaluation.results import read_results, require_same_protocol
+from pacs_trl.report import paper, tables
+
 from .records import Records, Run
 
 
@@ -203,7 +204,7 @@ def _pass_at_k(table: Table, runs: Runs, path: Path, twins: bool) -> str:
         header = ["difference", "k", "ours", "seeds above 0", "published", "same direction"]
         parts.append(f"## Differences of the means\n\n{tables.to_markdown(header, rows)}")
     if results := _all_results(runs):
-        from ..report import plots
+        from pacs_trl.report import plots
 
         titles = tables.benchmarks(results)
         plots.pass_at_k_figure(results, {name: titles[name] for name in names.values()}, path, None, by_seed)
@@ -345,7 +346,7 @@ def _curves(table: Table, runs: Runs, path: Path, twins: bool) -> str:
             rows.append([label, *(f"{100 * last[seed]:.1f}" if seed in last else "-" for seed in seeds)])
     if not histories:
         return "No run of this figure is finished.\n"
-    from ..report import plots
+    from pacs_trl.report import plots
 
     plots.evaluation_figure(histories, path)
     header = ["pass@1 of the last checkpoint, %", *(f"seed {seed}" for seed in seeds)]
@@ -361,7 +362,7 @@ def _ablation(table: Table, runs: Runs, path: Path, twins: bool) -> str:
     names, results = list(_names(twins).values()), _all_results(runs)
     if not results:
         return "No run of this figure is finished.\n"
-    from ..report import plots
+    from pacs_trl.report import plots
 
     ks, titles = tables.common_ks(results), tables.benchmarks(results)
     finished = {float(label): [run.results for run in group] for label, group in runs.items() if group}
@@ -388,7 +389,7 @@ def _training(table: Table, runs: Runs, path: Path, twins: bool) -> str:
         rows.append([label, *(mean_and_spread(values, 3) for values in columns)])
     if not models:
         return "No run of this figure is finished.\n"
-    from ..report import plots
+    from pacs_trl.report import plots
 
     plots.training_figure(models, path)
     for first, second in table.compare:

@@ -1,10 +1,10 @@
-"""`pacs-trl reproduce TABLE`: the runs behind a table of the paper, cell by cell, and what came out beside what was published.
+"""Run or resume the experiments behind a table of the paper: `python -m experiments.paper TABLE`.
 
-A table is a file in `recipes/miniature/tables/`: which cells it has, and which recipe with which settings makes each of them, at
-miniature and at full scale. A cell is trained and evaluated with each seed, and finished once it stands in the records of the
+A table is a file in `experiments/paper/tables/`: its cells, and the recipe and settings that make each of them, at miniature and
+at full scale. A cell is trained and evaluated with each seed, and finished once it stands in the records of the
 results directory (`records.py`). The miniature runs here, in this process (`cells.py`); full-size training is launched by
-`accelerate`, and without `--run` its commands and their cost are printed, nothing else (`full.py`). Tables and figures are those
-of `tables.py`.
+`accelerate`, and without `--run` its commands and their cost are printed, nothing else (`full_size.py`). Tables and figures are
+those of `render.py`.
 """
 
 import argparse
@@ -13,15 +13,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..settings import read_mapping
-from ..settings.command_line import Parser
-from ..settings.optional import check_writable, require_matplotlib
-from .cells import RECIPES, Options, run_cell
-from .full import collect, full_commands, run_line
-from .tables import Cell, Table, write_tables
+from pacs_trl.settings import read_mapping
+from pacs_trl.settings.command_line import Parser
+from pacs_trl.settings.optional import check_writable, require_matplotlib
+
+from .cells import Options, run_cell
+from .full_size import collect, full_commands, run_line
+from .render import Cell, Table, write_tables
 
 
-TABLES = RECIPES / "miniature" / "tables"
+TABLES = Path(__file__).parent / "tables"
+PROGRAM = "python -m experiments.paper"
 SCALES = ("miniature", "full")
 
 # Options that change the size of a miniature run.
@@ -33,7 +35,7 @@ def read_table(name: str, scale: str) -> Table:
     A table with the cells that exist at a scale.
 
     Args:
-        name (`str`): Name of a file in `recipes/miniature/tables/`, without `.yaml`, or of a table that it shows `also`.
+        name (`str`): Name of a file in `experiments/paper/tables/`, without `.yaml`, or of a table that it shows `also`.
         scale (`str`): `"miniature"` or `"full"`.
 
     Raises:
@@ -67,9 +69,6 @@ def table_names(scale: str | None = None) -> list[str]:
     """
     Names of all tables, or of those that exist at a scale, in the order of the paper: version 2 before version 1, tables
     before figures, by number.
-
-    Raises:
-        `ValueError`: if the package was installed without its recipes.
     """
     return [
         name
@@ -80,11 +79,6 @@ def table_names(scale: str | None = None) -> list[str]:
 
 @cache
 def _contents(tables: Path) -> dict[str, dict[str, Any]]:
-    if not tables.is_dir():
-        raise ValueError(
-            f"The tables are recipes, and there is no {tables}: the package was installed without them. Clone the "
-            "repository and install that: `pip install --editable .`"
-        )
     names = [path.stem for path in tables.glob("*.yaml")]
     names.sort(key=lambda name: (name.startswith("v1"), "figure" in name, int(name.rsplit("_")[-1])))
     return {name: read_mapping(tables / f"{name}.yaml", "table") for name in names}
@@ -97,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     full = arguments.scale == "full"
     prints = full and not (arguments.run or arguments.report_only)
     if not prints:
-        require_matplotlib("pacs-trl reproduce")
+        require_matplotlib(PROGRAM)
     names = table_names(arguments.scale) if arguments.tables == ["all"] else arguments.tables
     tables = list({table.name: table for table in (read_table(name, arguments.scale) for name in names)}.values())
     options = Options(
@@ -143,7 +137,7 @@ def _hours(gpu_hours: float | None) -> str:
 
 
 def _parser() -> Parser:
-    parser = Parser("reproduce", "Run or resume the runs behind a table.")
+    parser = Parser("paper", "Run or resume the experiments behind a table of the paper.", prog=PROGRAM)
     parser.add_argument("tables", nargs="+", metavar="TABLE", help=f"{', '.join(table_names())}, or all")
     parser.add_argument("--scale", choices=SCALES, default="miniature")
     parser.add_argument("--cells", help="labels or names of cells, separated by commas (default: every cell)")

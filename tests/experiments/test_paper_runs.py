@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pacs_trl.reproduce.runs import start_of, train_once
+from experiments.paper.runs import start_of, train_once
 
 
 def test_a_run_is_trained_once(tmp_path, monkeypatch, capsys):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from finished_runs import results_of
 
-from pacs_trl.reproduce.records import Records, Run, record
+from experiments.paper.records import Records, Run, record
 
 
 COUNTS = {"terms": [3, 0, 4], "math": [1, 1, 2]}

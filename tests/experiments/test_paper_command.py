@@ -13,14 +13,13 @@ import pytest
 import yaml
 from finished_runs import record, rows_of
 
+from experiments.paper import cells as paper_cells
+from experiments.paper.command import Options, main, read_table, run_cell, table_names
+from experiments.paper.records import Records
+from experiments.paper.render import TWINS, Cell, Table, write_tables
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.recipe import read_arguments, read_recipe
 from pacs_trl.report import paper, plots
-from pacs_trl.reproduce import cells as reproduce_cells
-from pacs_trl.reproduce import command as reproduce
-from pacs_trl.reproduce.command import Options, main, read_table, run_cell, table_names
-from pacs_trl.reproduce.records import Records
-from pacs_trl.reproduce.tables import TWINS, Cell, Table, write_tables
 
 
 REPOSITORY = Path(__file__).parents[2]
@@ -378,7 +377,7 @@ class TestMiniatureRuns:
         assert {name: [p["c"] for p in e["problems"]] for name, e in kept.results["benchmarks"].items()} == counts
 
         draw_nothing(monkeypatch)
-        monkeypatch.setattr(reproduce_cells, "_evaluate", None)
+        monkeypatch.setattr(paper_cells, "_evaluate", None)
         assert main(arguments) == 0
         assert capsys.readouterr().out.partition("# Table 1")[2] == first
 
@@ -416,9 +415,9 @@ class TestMiniatureRuns:
             asked.append((Path(arguments.model).name, Path(arguments.output_dir).name, arguments.n, arguments.k))
             return {"benchmarks": {"terms": {"pass_at_k": {"1": {"value": 0.25}}}}}
 
-        monkeypatch.setattr(reproduce_cells, "_evaluate", evaluate)
+        monkeypatch.setattr(paper_cells, "_evaluate", evaluate)
         whole = EvaluationArguments(model="m", benchmarks="b", output_dir=str(tmp_path / "evaluation"), n=128, k="1,8")
-        measured = reproduce_cells._measure_checkpoints(tmp_path / "model", whole)
+        measured = paper_cells._measure_checkpoints(tmp_path / "model", whole)
         assert measured == [{"step": step, "eval_terms/pass@1": 0.25} for step in (40, 80, 120)]
         assert asked[0] == ("checkpoint-40", "evaluation-40", 8, "1")
 
@@ -484,9 +483,3 @@ def test_settings_that_a_call_does_not_read_are_refused():
         main(["table_6", "--run"])
     with pytest.raises(ValueError, match="--report_only runs nothing"):
         main(["table_6", "--scale", "full", "--run", "--report_only"])
-
-
-def test_an_installation_without_recipes(tmp_path, monkeypatch):
-    monkeypatch.setattr(reproduce, "TABLES", tmp_path / "recipes")
-    with pytest.raises(ValueError, match="installed without them. Clone the repository.*pip install --editable"):
-        main(["all"])

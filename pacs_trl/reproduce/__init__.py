@@ -1,1 +1,0 @@
-"""The runs behind the tables of the paper, and the tables."""
