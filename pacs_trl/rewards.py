@@ -4,11 +4,15 @@ A reward function may return anything in [0, 1]: class weights and cross-entropy
 a weighted sum of several functions (`reward_weights`) whose weights sum to 1. `None` takes a row out of its group.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from .settings.command_line import FailedRun
 from .verification import Outcome, completion_text, last_boxed, shared_arguments, shared_code_verifier, shared_verifier
+
+
+logger = logging.getLogger(__name__)
 
 
 def math_reward(
@@ -195,8 +199,15 @@ class _RecentFailures:
 
     def __init__(self):
         self.window: list[tuple[Outcome, str | None, Any]] = []
+        self.has_warned = False
 
     def add(self, outcomes: Sequence[Outcome], texts: Sequence[str | None], golds: Sequence[Any]) -> None:
+        if Outcome.GOLD_UNPARSEABLE in outcomes and not self.has_warned:
+            self.has_warned = True
+            logger.warning(
+                f"The gold answer {golds[list(outcomes).index(Outcome.GOLD_UNPARSEABLE)]!r:.200} is missing or cannot be read, so its "
+                "completions have no label. Further ones are counted in verification/gold_unparseable."
+            )
         max_share = shared_arguments().verification_max_failure_share
         new = list(zip(outcomes, texts, golds, strict=True))
         self.window = (self.window + new)[-max(self.WINDOW, len(new)) :]

@@ -44,7 +44,7 @@ from .rollouts.tools import check_tool, check_tool_template, check_tools
 from .rollouts.trainer_checks import check_number_of_prompts, check_reward_function
 from .rollouts.vllm_checks import check_version, check_vllm, installed_vllm
 from .settings.optional import check_writable, require_trackers
-from .verification import configure_verification, shared_code_verifier
+from .verification import configure_verification, shared_code_verifier, shared_verifier
 from .verification.tool import run_python
 
 
@@ -79,7 +79,8 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
     configure_verification(recipe.verification)
     (reward_funcs, tools), hint = _functions(recipe.run), _hint(recipe.run.hint_function)
     peft_config, tokenizer = _checked_model(recipe)
-    train_dataset, eval_dataset = load_training_data(recipe.data, tokenizer, training.chat_template_kwargs)
+    verifier = shared_verifier() if rewards.math_reward in reward_funcs else None
+    train_dataset, eval_dataset = load_training_data(recipe.data, tokenizer, training.chat_template_kwargs, verifier)
     check_number_of_prompts(len(train_dataset), training)
     check_reference_answers(reward_funcs, train_dataset, vars(training).get("guidance"), tools)
     if recipe.model.model_name_or_path.startswith(MINIATURE):

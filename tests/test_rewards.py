@@ -3,9 +3,11 @@
 import json
 
 import pytest
+from datasets import Dataset
 
 from pacs_trl import rewards
 from pacs_trl.rewards import VerificationFailure, code_reward, format_reward, math_reward
+from pacs_trl.rollouts.trainer_checks import check_golds
 from pacs_trl.verification import MAX_CHARACTERS, VerificationArguments, configure_verification, shared_verifier
 
 
@@ -95,6 +97,20 @@ class TestMathReward:
 
 
 class TestUntrustworthyBatch:
+    def test_a_trainer_reports_unreadable_golds_of_its_training_set(self, caplog):
+        rows = Dataset.from_dict({"prompt": ["a", "b"], "solution": ["1", "It is two."]})
+        check_golds(rows)
+        check_golds(rows)  # reported before
+        check_golds(rows.to_iterable_dataset())
+        (record,) = caplog.records
+        assert "1 of 2 gold answers" in record.message and "row 1: 'It is two.'" in record.message
+
+    def test_the_first_unreadable_gold_is_named(self, caplog):
+        for _ in range(2):
+            assert math_reward([r"\boxed{1}", r"\boxed{1}"], solution=["1", "$$"]) == [1.0, None]
+        (record,) = caplog.records
+        assert "'$$'" in record.message and "verification/gold_unparseable" in record.message
+
     def test_stops_with_three_examples(self):
         golds = ["1"] * 40 + [None] * 60
         with pytest.raises(

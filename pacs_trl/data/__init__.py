@@ -16,7 +16,18 @@ from typing import TYPE_CHECKING, Any
 from pyarrow import ArrowException
 
 from ..settings import refuse_illegal_values, with_help
-from .sets import CODE_INSTRUCTION, FILE_FORMATS, GSM8K, MINIATURE, ProblemSet, doubts, gold_answer, load_rows
+from ..verification import Verifier
+from .sets import (
+    CODE_INSTRUCTION,
+    FILE_FORMATS,
+    GSM8K,
+    MINIATURE,
+    ProblemSet,
+    doubts,
+    gold_answer,
+    load_rows,
+    report_unreadable_golds,
+)
 
 
 if TYPE_CHECKING:  # slow to import, and the arguments below are asked for their help
@@ -198,11 +209,15 @@ def check_chat_template_kwargs(tokenizer: Any, given: Mapping[str, Any] | None, 
 
 
 def load_training_data(
-    args: DataArguments, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None
+    args: DataArguments,
+    tokenizer: Any,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    verifier: Verifier | None = None,
 ) -> "tuple[Dataset, Dataset | None]":
     """
     Load, prepare, filter, shuffle and split the training problems. `tokenizer` measures prompt lengths; its chat
-    template is applied, with `chat_template_kwargs`.
+    template is applied, with `chat_template_kwargs`. `verifier` reads the gold answers if it is to grade them; those that it cannot
+    read are reported.
 
     Rows without a problem or without a gold answer are dropped and counted in a warning. A `prompt` or `solution`
     column of the source is replaced; every other column is kept.
@@ -218,7 +233,7 @@ def load_training_data(
     check_chat_template_kwargs(tokenizer, chat_template_kwargs)
     entry = _entry(args)
     path = args.dataset_name if Path(args.dataset_name).suffix in FILE_FORMATS else args.dataset_path
-    dataset = _prepare(load_rows(args.dataset_name, entry, path), entry, args)
+    dataset = _prepare(load_rows(args.dataset_name, entry, path), entry, args, verifier)
     dataset = _limit_prompt_length(dataset, args, tokenizer, chat_template_kwargs or {})
     if len(dataset) == 0:
         raise ValueError(
@@ -256,8 +271,10 @@ def _entry(args: DataArguments) -> ProblemSet:
     return replace(entry, **{key: value for key, value in given.items() if value is not None})
 
 
-def _prepare(rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments) -> "Dataset":
-    """Add `prompt` and `solution`; drop and count rows without a problem or a gold."""
+def _prepare(
+    rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments, verifier: Verifier | None
+) -> "Dataset":
+    """Add `prompt` and `solution`; drop and count rows without a problem or a gold; report golds that cannot be read."""
     from datasets import Dataset
 
     names = list(dict.fromkeys(name for row in rows for name in row))
@@ -268,7 +285,7 @@ def _prepare(rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments)
                 f"found: {', '.join(names)}. Set `{key}` to one of them."
             )
     instruction = instruction_for(entry, args.prompt_instruction)
-    usable, prompts, solutions = [], [], []
+    usable, numbers, prompts, solutions = [], [], [], []
     for index, row in enumerate(rows):
         problem = row.get(entry.problem_column)
         if problem is not None and not isinstance(problem, str):
@@ -282,6 +299,7 @@ def _prepare(rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments)
             raise ValueError(f"Row {index} of {args.dataset_path or args.dataset_name!r}: {error}") from error
         if problem and problem.strip() and gold is not None:
             usable.append(row)
+            numbers.append(index)
             problem = _DAPO_WRAPPER.sub(r"\g<problem>", problem)
             prompts.append(build_prompt(problem, instruction=instruction, system_prompt=args.system_prompt))
             solutions.append(gold)
@@ -295,6 +313,8 @@ def _prepare(rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments)
         )
     for doubt in doubts(args.dataset_name, [row[entry.problem_column] for row in usable], solutions):
         logger.warning(doubt)
+    if verifier is not None:
+        report_unreadable_golds(args.dataset_name, solutions, verifier, numbers)
     if any(isinstance(solution, list) for solution in solutions):  # a column has one type
         solutions = [solution if isinstance(solution, list) else [solution] for solution in solutions]
     columns = {name: [row.get(name) for row in usable] for name in names}

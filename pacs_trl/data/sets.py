@@ -5,15 +5,18 @@ One description, one loader and one reader of files. What is asked of a row diff
 """
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ..verification import gold_texts, last_boxed
+from ..verification import Verifier, gold_texts, last_boxed
 from ..verification.cases import json_of_tests
 from .tasks import problems
 
+
+logger = logging.getLogger(__name__)
 
 FILE_FORMATS = (".jsonl", ".json", ".parquet")
 MINIATURE = "miniature/"
@@ -22,6 +25,7 @@ MINIATURE = "miniature/"
 # Golds that are no answers: words for a missing one, and whole solutions.
 _SAYS_NOTHING = {"nan", "none", "null", "n/a", "na", "?", "-", "unknown", "todo", "tbd"}
 _LONGEST_ANSWER = 300
+_MAX_SHOWN = 10
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,8 @@ class ProblemSet:
         problem_column, solution_column (`str`): Columns of the problem text and of the gold answer.
         id_column (`str`, *optional*): Column that names a row in samples and grades; without it a row is named by its position.
         answer_in (`str`): How the gold is read out of `solution_column`: `"column"` (the whole value), `"last_box"` (the
-            content of the last `\\boxed{}`), `"after_hashes"` (the text after `####`, without thousands separators) or `"tests"`
-            (tests of a program, see `verification/cases.py`). A cell with a mapping holds tests in any case.
+            content of the last `\\boxed{}`) or `"tests"` (tests of a program, see `verification/cases.py`). A cell with a mapping
+            holds tests in any case.
         instruction (`str`, *optional*): Sentence behind the problem where the usual one does not fit.
         files (`tuple[str, ...]`): Files of the repository that are read, JSON lines, for one that names no splits.
         rows_of (`Callable`, *optional*): Turns the rows as they are stored into rows with these columns.
@@ -54,7 +58,7 @@ class ProblemSet:
     problem_column: str = "problem"
     solution_column: str = "answer"
     id_column: str | None = None
-    answer_in: Literal["column", "last_box", "after_hashes", "tests"] = "column"
+    answer_in: Literal["column", "last_box", "tests"] = "column"
     instruction: str | None = None
     files: tuple[str, ...] = ()
     rows_of: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None
@@ -73,7 +77,6 @@ GSM8K = ProblemSet(
     revision="740312add88f781978c0658806c59bc2815b9866",
     config="main",
     problem_column="question",
-    answer_in="after_hashes",
     title="GSM8K",
 )
 
@@ -192,6 +195,21 @@ def doubts(name: str, problems: Sequence[str], golds: Sequence[str | list[str]])
     return [f"{sentence}." for sentence in sentences]
 
 
+def report_unreadable_golds(
+    name: str, golds: Sequence[str | list[str]], verifier: Verifier, rows: Sequence[Any] | None = None
+) -> None:
+    """Warn of golds of a set that the verifier cannot read, with row (by default the position) and text."""
+    found = verifier.unreadable_golds(golds)
+    if not found:
+        return
+    shown = ", ".join(f"row {i if rows is None else rows[i]}: {golds[i]!r:.80}" for i in found[:_MAX_SHOWN])
+    more = f", and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
+    logger.warning(
+        f"{len(found)} of {len(golds)} gold answers of {name} cannot be read as mathematical expressions ({shown}{more}). No "
+        "completion can be graded correct, except perhaps one with the same text in its box: give the final answer alone."
+    )
+
+
 def gold_answer(value: Any, answer_in: str = "column") -> str | list[str] | None:
     """
     The gold answer held by one cell of a set (text, number, or a list of alternatives, see [`~verification.gold_texts`];
@@ -206,7 +224,4 @@ def gold_answer(value: Any, answer_in: str = "column") -> str | list[str] | None
     texts = list(gold_texts(value))
     if answer_in == "last_box":
         texts = [content for text in texts if (content := last_boxed(text))]
-    if answer_in == "after_hashes":
-        answers = (text.rpartition("####")[2].strip().replace(",", "") for text in texts if "####" in text)
-        texts = [answer for answer in answers if answer]
     return texts[0] if len(texts) == 1 else texts or None

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data import instruction_for
+from ..data.sets import report_unreadable_golds
 from ..verification import Outcome, Verifier
 from ..verification.code import CodeVerifier
 from . import provenance
@@ -60,6 +61,9 @@ def evaluate(
     if any(benchmark.is_code for benchmark in benchmarks):
         code_verifier.start()  # refused now, not after sampling
     model = identify_model(args)
+    for benchmark in (b for b in benchmarks if not b.is_code):
+        ids, golds = [p.id for p in benchmark.problems], [p.solution for p in benchmark.problems]
+        report_unreadable_golds(benchmark.title, golds, verifier, ids)
     output_dir = Path(args.output_dir)
     entries: dict[str, Any] = {}
     with ExitStack() as stack:

@@ -55,6 +55,7 @@ from .trainer_checks import (
     check_dataset,
     check_evaluation_batch,
     check_generation_kwargs,
+    check_golds,
     check_number_of_prompts,
     check_prompts,
     check_reward_functions,
@@ -160,6 +161,8 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
         self.add_callback(TimingCallback(self.timer, self._record_seconds, self.accelerator.print))
         self.grades_answers = math_reward in self.reward_funcs
         self.grades_programs = code_reward in self.reward_funcs
+        if self.grades_answers and self.accelerator.is_main_process:
+            check_golds(self.train_dataset)
         self._early_grading = self._choose_early_grading()
         self._solutions: list = []  # of the rows that are being generated
         self._num_groups = 0  # drawn so far

@@ -16,7 +16,9 @@ from trl import GRPOConfig
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 from .. import rewards
+from ..data.sets import report_unreadable_golds
 from ..update.dense_labels import checked_labels
+from ..verification import shared_verifier
 
 
 def check_dataset(name: str, dataset: Any) -> None:
@@ -51,6 +53,12 @@ def check_prompts(name: str, dataset: Any) -> None:
                 f"Row {i} of {name} has the prompt {prompt!r:.100}. It must be text, or a list of messages that each have a role: the "
                 "model is asked what stands there. Leave such rows out, or make them with `pacs_trl.data.build_prompt`."
             )
+
+
+def check_golds(dataset: Any) -> None:
+    """Report gold answers of a training set that the shared verifier cannot read, unless it was asked before; not of a stream."""
+    if isinstance(dataset, Dataset) and "solution" in dataset.column_names:
+        report_unreadable_golds("the training set", dataset["solution"][:], shared_verifier())
 
 
 def check_columns(name: str, columns: Iterable[str]) -> None:

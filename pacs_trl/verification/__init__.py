@@ -70,10 +70,17 @@ def completion_text(completion: Any) -> str | None:
     return completion if isinstance(completion, str) else None
 
 
+# What GSM8K marks as the final answer, at the end of a text. The JSON of tests may hold the mark too, and a quotation mark behind it.
+_AFTER_HASHES = re.compile(r"(?:\A|\s)####\s*([^\n\"]+)\Z")
+_THOUSANDS = re.compile(r"-?\$?\d{1,3}(,\d{3})+(\.\d+)?")
+_NUMBER = re.compile(r"-?\d+(\.\d+)?")
+
+
 def gold_texts(gold: Any) -> tuple[str, ...]:
     """The alternative gold answers in one cell of a `solution` column, as texts: of a text, a number, or a list of
     these (any of which is right), without the missing ones (`None`, NaN, blank) and what is neither (a tensor, a mapping, whose
-    text no answer would equal); empty when there is no gold at all. 27.0 becomes "27"."""
+    text no answer would equal); empty when there is no gold at all. 27.0 becomes "27", and a worked solution that ends in
+    `#### 1,200`, as in GSM8K, becomes "1200"."""
     if isinstance(gold, list | tuple):
         return tuple(text for item in gold for text in gold_texts(item))
     if not isinstance(gold, str | Number) or gold != gold:  # NaN, which is how tables spell a missing number
@@ -81,6 +88,9 @@ def gold_texts(gold: Any) -> tuple[str, ...]:
     if isinstance(gold, float) and gold.is_integer():
         gold = int(gold)
     text = _plain(str(gold)).strip()
+    if final := _AFTER_HASHES.search(text):
+        text = final.group(1)
+        text = text.replace(",", "") if _THOUSANDS.fullmatch(text) else text
     return (text,) if text else ()
 
 
@@ -156,6 +166,7 @@ class Verifier:
     # Items and characters per message to the pool: bounds the memory that a large evaluation takes in transit.
     _MAX_MESSAGE_ITEMS = 2048
     _MAX_MESSAGE_CHARACTERS = 1 << 25
+    _MAX_GOLDS = 4096  # about 20 CPU seconds
 
     num_workers: int | None = None
     timeout_seconds: float = 5.0
@@ -170,6 +181,7 @@ class Verifier:
             self.num_workers = default_num_workers()
         self._check_limits()
         self.counts: Counter[Outcome] = Counter()
+        self._read_golds: set[tuple[str, ...]] = set()
         self._cache: OrderedDict[bytes, Outcome] = OrderedDict()
         self._lock = threading.Lock()
         self._pool: PoolProcess | None = None
@@ -241,6 +253,31 @@ class Verifier:
         """Have the grades ready for a later call with the same pairs, which alone counts them."""
         with self._lock:
             self._grade(completions, [gold_texts(solution) for solution in solutions])
+
+    def unreadable_golds(self, solutions: Sequence[Any]) -> list[int]:
+        """
+        Positions of the solutions that are missing or not read as a mathematical expression, so that no completion, or at most
+        one with the same text in its box, is graded correct.
+
+        Each gold is read and found once in the life of the verifier. Reading takes about 5 ms, so of more than
+        `_MAX_GOLDS` different ones that are not plain numbers, that many or fewer are read, at equal distances.
+        """
+        places: dict[tuple[str, ...], list[int]] = {}
+        found = []
+        for index, alternatives in enumerate(map(gold_texts, solutions)):
+            if not alternatives:
+                found.append(index)
+            elif not any(map(_NUMBER.fullmatch, alternatives)):
+                places.setdefault(alternatives, []).append(index)
+        with self._lock:
+            items = [("", alternatives) for alternatives in places if alternatives not in self._read_golds]
+            items = items[:: -(-len(items) // self._MAX_GOLDS) or 1]
+            for start in range(0, len(items), self._MAX_MESSAGE_ITEMS):
+                part = items[start : start + self._MAX_MESSAGE_ITEMS]
+                for (_, alternatives), (outcome, _) in zip(part, self._request(part), strict=True):
+                    found += places[alternatives] if outcome != Outcome.NO_ANSWER else []
+            self._read_golds.update(places)
+        return sorted(found)
 
     def _grade(self, completions: Sequence[Any], golds: list[tuple[str, ...]]) -> list[Grade]:
         completions = [_plain(completion) if isinstance(completion, str) else None for completion in completions]

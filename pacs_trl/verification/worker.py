@@ -72,9 +72,11 @@ def _parsed_golds(golds: tuple[str, ...], protocol: str) -> list[tuple]:
 
 
 def grade_one(text: str, golds: tuple[str, ...], protocol: str) -> Outcome:
-    """Grade one completion against alternative gold answers, any of which is right, by a key of `PROTOCOLS`:
-    `CORRECT`, `WRONG`, `NO_ANSWER` or `GOLD_UNPARSEABLE`."""
+    """Grade one completion against alternative gold answers, any of which is right, by a key of `PROTOCOLS`: `CORRECT`, `WRONG`,
+    `NO_ANSWER` or `GOLD_UNPARSEABLE`. An empty completion asks for the golds alone: the last of these if none is an expression."""
     parsed_golds = _parsed_golds(golds, protocol)
+    if not text:  # what math-verify cannot read as an expression it compares as text
+        parsed_golds = [gold for gold in parsed_golds if not all(isinstance(item, str) for item in gold)]
     if not parsed_golds:
         return Outcome.GOLD_UNPARSEABLE
     answer = tuple(PROTOCOLS[protocol].parse_completion(text))

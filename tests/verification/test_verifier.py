@@ -71,6 +71,15 @@ def verifier():
 
 
 class TestRealRows:
+    def test_gsm8k_golds_as_they_stand_are_right(self, verifier):
+        golds = [row["answer"] for row in GSM8K]
+        assert verifier.grade([box(gold) for gold in GSM8K_GOLDS], golds) == [1.0] * 200
+        assert verifier.grade([r"\boxed{26}"] * 2, ["5 + 21 = 26. #### 26", "#### 26"]) == [1.0, 1.0]
+
+    def test_no_gold_of_the_benchmarks_is_reported(self, verifier):
+        rows = [row.get("answer", row.get("Answer")) for row in MATH + AIME_2024 + AIME_2025 + AMC + GSM8K]
+        assert verifier.unreadable_golds(rows) == []
+
     def test_math_500_gold_answers_are_right(self, verifier):
         assert verifier.grade([box(gold) for gold in MATH_GOLDS], MATH_GOLDS) == [1.0] * 500
 
@@ -365,6 +374,13 @@ class TestText:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert (done.returncode, done.stdout.strip()) == (0, "7"), done.stderr
 
+    def test_unreadable_golds_are_found_once(self, verifier):
+        counts = dict(verifier.counts)
+        golds = ["7", "So the answer is 26.", r"\frac{1}{", None, ["so be it.", "8"], "7", 3.5, r"\boxed{}"]
+        assert verifier.unreadable_golds(golds) == [1, 2, 3, 7]
+        assert verifier.unreadable_golds([r"\frac{1}{", "new one."]) == [1]
+        assert dict(verifier.counts) == counts  # nothing was graded
+
     def test_longer_texts_are_not_read(self):
         assert last_boxed(box(5).rjust(MAX_CHARACTERS)) == "5"
         assert last_boxed(box(5).rjust(MAX_CHARACTERS + 1)) is None
@@ -382,6 +398,15 @@ class TestText:
             (float("nan"), ()),
             ([], ()),
             ({"a": 7}, ()),  # no answer would equal these texts
+            ("48/2 = <<48/2=24>>24 clips\n48+24 = 72\n#### 72", ("72",)),
+            ("She has $1,200 left. #### 1,200", ("1200",)),
+            ("#### 26", ("26",)),
+            ("####-1,234,567.5 ", ("-1234567.5",)),
+            (["#### 7", "seven"], ("7", "seven")),
+            ("#### 1, 2", ("1, 2",)),  # a list, and no thousands separator
+            ("#### Step 1\nAdd.\n#### \\frac{1}{2}", ("\\frac{1}{2}",)),
+            ("#### Step 1\nAdd 1.", ("#### Step 1\nAdd 1.",)),  # a heading, not an answer
+            ('{"cases": [{"input": "#### 5"}]}', ('{"cases": [{"input": "#### 5"}]}',)),  # tests of a program
             ([b"7", object()], ()),
         ],
     )
