@@ -1,4 +1,4 @@
-"""A model that has learned one thing in half a second: to answer any sum with a random digit in a box.
+"""A model that answers any sum with a random digit in a box, from weights written by hand.
 
 About one answer in ten is right, so counts, grades and pass@k have something to say.
 """
@@ -18,21 +18,26 @@ from pacs_trl.verification import Verifier
 def boxing_model():
     """(model, tokenizer) of the digit guesser."""
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer, "tiny", seed=shifted(0))
-    generator = torch.Generator().manual_seed(shifted(0))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(60):
-        rows = []
-        for a, b, digit in zip(*(torch.randint(0, high, (16,), generator=generator).tolist() for high in (5, 5, 10))):
-            prompt = [{"role": "user", "content": f"{a}+{b}"}]
-            text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-            rows.append(tokenizer(text + rf"\boxed{{{digit}}}<|im_end|>", add_special_tokens=False)["input_ids"])
-        input_ids = torch.tensor(rows)
-        loss = model(input_ids, labels=input_ids).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return model.eval(), tokenizer
+    model = build_model(tokenizer, "tiny", seed=shifted(0)).eval()
+    opening, box, brace, end = (
+        tokenizer(text, add_special_tokens=False)["input_ids"][-1]
+        for text in ("<|im_start|>assistant\n", r"\boxed{", "}", "<|im_end|>")
+    )
+    digits = tokenizer.convert_tokens_to_ids(list("0123456789"))
+    embeddings, layers = model.get_input_embeddings().weight, model.model.layers
+    with torch.no_grad():
+        embeddings.mul_(0.1)  # those of all other tokens stay small
+        for axis, token in enumerate((opening, box, digits, brace, end)):
+            embeddings[token] += 2.0 * torch.eye(64)[axis]
+        embeddings[digits, 2] += 0.02 * torch.arange(10)  # 9 is four times as probable as 0
+        for layer in layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        mlp = layers[0].mlp
+        for axis in range(4):  # what stands on one axis adds the next one, four times as large
+            mlp.gate_proj.weight[axis] = mlp.up_proj.weight[axis] = torch.eye(64)[axis]
+            mlp.down_proj.weight[axis + 1, axis] = 1 / 8
+    return model, tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -63,7 +63,7 @@ def test_a_completion_depends_on_its_seed_alone(boxing_model):
 def test_the_model_answers_in_boxes(boxing_model):
     (completions,) = sample_completions(*boxing_model, PROMPTS[:1], n=50, settings=SamplingSettings(1.0, 1.0, 0, 8))
     boxed = [c for c in completions if c.text in {rf"\boxed{{{d}}}" for d in range(10)}]
-    assert len(boxed) > 40
+    assert len(boxed) > 40  # in theory 999 of 1,000
     # The box is one token, then a digit, the closing brace and the end token, which counts.
     assert all(c.num_tokens == 4 and c.finish_reason == "stop" for c in boxed)
 

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from replay import TOKENIZER, tiny_model
 
 from pacs_trl.evaluation.support import answer_entropy, support
 from pacs_trl.evaluation.token_entropy import completion_entropies
@@ -79,8 +80,8 @@ def test_answer_entropy():
         answer_entropy([])
 
 
-def test_completion_entropies_against_a_loop(boxing_model):
-    model, tokenizer = boxing_model
+def test_completion_entropies_against_a_loop():
+    model, tokenizer = tiny_model().eval(), TOKENIZER
     prompts, completions = ["1+2", "10+2=", "3"], [r"\boxed{3}", "a longer answer", "x"]
     batched = completion_entropies(model, tokenizer, prompts, completions, batch_size=2)
     for value, prompt, completion in zip(batched, prompts, completions, strict=True):

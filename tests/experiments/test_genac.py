@@ -1,10 +1,12 @@
 """Three critics in one table: values at the same prefixes, their measures by hand, and arms whose settings are legal."""
 
+import copy
 import math
 
 import pytest
 import torch
-from replay import TOKENIZER, tiny_model
+from replay import RELATIVE, TOKENIZER, tiny_model
+from seeds import shifted
 from transformers import AutoModelForTokenClassification
 
 from experiments import critic_values as critics
@@ -61,7 +63,7 @@ def test_values_of_all_critics_at_the_same_prefixes(tmp_path, policy):
     head = AutoModelForTokenClassification.from_pretrained(tmp_path / "policy", num_labels=1)
     head.save_pretrained(tmp_path / "head")
     TOKENIZER.save_pretrained(tmp_path / "head")
-    rows = critics.held_out(tmp_path / "policy", "terms", 2, seed=0)
+    rows = critics.held_out(tmp_path / "policy", "terms", 2, seed=shifted(0))
     assert [row["group"] for row in rows] == [0] * 8 + [1] * 8
     assert all(row["places"][0] == 0 and row["places"][-1] == len(row["ids"]) - 1 for row in rows)
     of_head = critics.values_of_head(tmp_path / "head", rows)
@@ -82,16 +84,48 @@ def test_values_of_all_critics_at_the_same_prefixes(tmp_path, policy):
     assert "| head |" in "\n".join(genac.table_of_values(found))
 
 
-def test_critics_that_were_taught(policy):
-    """A head fits the rates of its traces; where nothing was taught, nothing can be read, also behind the oracle's reason."""
-    traces = [Trace(State(f"1+{i}", "1+", 2), 0.5, f"{'ny'[i % 3 > 0]}|{i}<{i}>") for i in range(8)]
-    rates = [i / 10 for i in range(8)]
-    head = taught_critics.taught_head(policy, traces, rates, epochs=60, learning_rate=1e-2, seed=0)
-    assert taught_critics.said_by_head(head, policy, traces) == pytest.approx(rates, abs=0.1)
-    found = taught_critics.judge_taught(policy, traces)
+TRACES = [Trace(State(f"1+{i}", "1+", 2), 0.5, f"{'ny'[i % 3 > 0]}|{i}<{i}>") for i in range(8)]
+RATES = [i / 10 for i in range(8)]
+
+
+def test_a_value_head_learns_the_rates_of_its_traces(policy):
+    """The first update moves every weight by the learning rate, against the gradient of the mean squared error in float64."""
+    rate = 1e-4
+    start, moved = (
+        taught_critics.taught_head(policy, TRACES, RATES, epochs=n, learning_rate=rate, seed=shifted(0))
+        for n in (0, 1)
+    )
+    critic = copy.deepcopy(start).double()
+    prompts, ids = taught_critics.states_of(TRACES, TOKENIZER)
+    values = [
+        critic(input_ids=torch.tensor([prompt + own[:-1]])).logits[0, -1, 0] for prompt, own in zip(prompts, ids)
+    ]
+    said = taught_critics.said_by_head(start, policy, TRACES)
+    assert said == pytest.approx([value.item() for value in values], rel=1e-4, abs=1e-5)
+    (torch.stack(values) - torch.tensor(RATES).double()).square().mean().backward()
+    norm = torch.stack([p.grad.norm() for p in critic.parameters()]).norm()
+    for (name, before), after in zip(start.named_parameters(), moved.parameters()):
+        gradient = critic.get_parameter(name).grad
+        sure = gradient.abs() > 100 * RELATIVE * norm  # what rounding cannot turn around
+        change = (after - before).double()[sure] / rate
+        # Adam's first step is the sign of the gradient; 0.01 is its weight decay, times a weight below 1
+        torch.testing.assert_close(change, -gradient[sure].sign(), rtol=0.0, atol=0.02, msg=name)
+
+
+def test_tables_of_critics_that_were_taught(policy):
+    """What writes nothing but `x` cannot be read, also behind the oracle's reason."""
+    model = tiny_model()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.get_input_embeddings().weight[:, 0] = 2.0
+        model.get_input_embeddings().weight[TOKENIZER.convert_tokens_to_ids("x"), 0] = 20.0
+    model.save_pretrained(policy)
+    found = taught_critics.judge_taught(policy, TRACES)
     assert found["unread"] == [1.0] * 3 and {*found["most probable"], *found["drawn"], *found["behind"]} == {0.0}
-    ladder = {"tiny": found | {"drawn": [0.1] * 8, "head": rates, "parameters": 100_000}}
-    text = "\n".join(taught_critics.table_of_ladder(ladder, traces, traces, 16))
+    ladder = {"tiny": found | {"drawn": [0.1] * 8, "head": RATES, "parameters": 100_000}}
+    text = "\n".join(taught_critics.table_of_ladder(ladder, TRACES, TRACES, 16))
     # rates 0 to 0.7: the mean is 52.5 thousandths off, 0.1 is 52.5 + 1000 * 0.25^2, the head nothing; only `n` and `x` are mistakes
     assert "| the mean | 52.5 | +0.0 (+0.0 to +0.0) | - | 0.350 | 0.350 |" in text
     assert (
