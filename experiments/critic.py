@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from pacs_trl.data import build_prompt
+from pacs_trl.data import build_prompt, instruction_for
 from pacs_trl.evaluation.benchmarks import load_benchmark, name_and_path
 from pacs_trl.evaluation.engines import TransformersEngine
 from pacs_trl.evaluation.requests import render_prompt
@@ -74,13 +74,15 @@ def critic_records(
     engine = TransformersEngine.load(policy)
     tokenizer, prompts, completions, labels = engine.tokenizer, [], [], []
     for problem in loaded.problems:
-        prompt = build_prompt(
-            problem.problem, instruction=prompt_facts["instruction"], system_prompt=prompt_facts["system_prompt"]
-        )
-        text = render_prompt(tokenizer, prompt, prompt_facts["chat_template_kwargs"])
-        prompt_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         for sample, grade in enumerate(grades[problem.id]):
             record = samples[problem.id, sample]
+            prompt = build_prompt(
+                problem.of_sample(record["seed"])[0],
+                instruction=instruction_for(loaded, prompt_facts["instruction"]),
+                system_prompt=prompt_facts["system_prompt"],
+            )
+            text = render_prompt(tokenizer, prompt, prompt_facts["chat_template_kwargs"])
+            prompt_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             end = [tokenizer.eos_token_id] if record["finish_reason"] == "stop" else []
             prompts.append(prompt_ids)
             completions.append(tokenizer(record["completion"], add_special_tokens=False)["input_ids"] + end)

@@ -64,7 +64,7 @@ EXTERNAL = (
 # The one list of what is not run by `make test`: what a command needs, by a pattern in it.
 NEEDS = {
     r"recipes/(qwen|accelerate_configs)": "GPUs, and model and data from the Hub",
-    r"recipes/evaluation/(v1|v2|table1|other_domains)": "a GPU, and model and data from the Hub",
+    r"recipes/evaluation/(v1|v2|table1|gpqa_diamond|livecodebench)": "a GPU, and model and data from the Hub",
     r"--scale full --run": "GPUs",
     r"^make bench|benchmarks/": "minutes, or a GPU with --size gpu",
     r"gpu-check": "a GPU, or minutes with --device cpu; tests/gpu_check has both halves",

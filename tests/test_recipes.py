@@ -416,7 +416,7 @@ PROTOCOLS = {
     "v2": (FIVE, 128, [1, 4, 8, 16, 32, 64], 0.6, 0.95, 8192),
     **{f"table1/{stem}": (FIVE, 128, [1, 4, 8, 16, 32, 64], 0.6, 0.95, 8192) for stem in TABLE_1},
 }
-OTHER_EVALUATIONS = {"miniature", "other_domains"}
+OTHER_EVALUATIONS = {"miniature", "gpqa_diamond", "livecodebench"}
 EVALUATIONS = sorted(
     str(path.relative_to(RECIPES / "evaluation").with_suffix("")) for path in (RECIPES / "evaluation").rglob("*.yaml")
 )

@@ -408,7 +408,7 @@ def _ends(log_history: Sequence[dict[str, float]]) -> tuple[float, float] | None
 
 
 def _other_domain(table: Table, runs: Runs, path: Path, twins: bool) -> str:
-    """At full scale pass@1 of evaluations that lie in `RESULTS_DIR/other_domains/METHOD/seed-*`, beside the published scores."""
+    """At full scale pass@1 of evaluations in `RESULTS_DIR/other_domains/METHOD/seed-N/BENCHMARK`, beside the published scores."""
     results = _all_results(runs)
     if twins:
         ks = tables.common_ks(results) if results else []
@@ -416,16 +416,16 @@ def _other_domain(table: Table, runs: Runs, path: Path, twins: bool) -> str:
         return tables.to_markdown(["", *(f"k={k}" for k in ks)], rows)
     rows = []
     for label in runs:
-        found = sorted((path.parent / "other_domains" / label).glob("seed-*/results.json"))
+        found = sorted((path.parent / "other_domains" / label).glob("seed-*/**/results.json"))
         measured, row = [read_results(file)["benchmarks"] for file in found], [label]
         for name, ours in OTHER_DOMAINS.items():
             values = [100 * entries[ours]["pass_at_k"]["1"]["value"] for entries in measured if ours in entries]
-            row += [mean_and_spread(values, 2), str(len(values)), f"{paper.OUT_OF_DOMAIN[label][name]:.2f}"]
+            text = paper.OUT_OF_DOMAIN_IN_TEXT.get((label, name))
+            published = f"{paper.OUT_OF_DOMAIN[label][name]:.2f}" + (f" (text: {text:.2f})" if text else "")
+            row += [mean_and_spread(values, 2), str(len(values)), published]
         rows.append(row)
     header = [f"{name}{part}" for name in OTHER_DOMAINS for part in ("", ", seeds", ", published")]
-    return (
-        f"{tables.to_markdown(['', *header], rows)}\nPublished: {paper.OUT_OF_DOMAIN_SOURCE}, with another toolkit.\n"
-    )
+    return f"{tables.to_markdown(['', *header], rows)}\nPublished: {paper.OUT_OF_DOMAIN_SOURCE}, with the prompts of another toolkit.\n"
 
 
 _SECTIONS: dict[str, Callable[[Table, Runs, Path, bool], str]] = {

@@ -114,8 +114,10 @@ def _gold_lookup(args: argparse.Namespace, columns: list[str]):
     if args.benchmark is not None:
         from .benchmarks import load_benchmark
 
-        solutions = {problem.id: problem.solution for problem in load_benchmark(args.benchmark).problems}
-        return lambda row: solutions.get(row.get("problem"))
+        problems = {problem.id: problem for problem in load_benchmark(args.benchmark).problems}
+        return lambda row: (
+            problems[row["problem"]].of_sample(row.get("seed", 0))[1] if row.get("problem") in problems else None
+        )
     if args.solution_column not in columns:
         raise ValueError(
             f"`--solution_column` {args.solution_column!r} is not a column of {args.completions}. Columns found: "

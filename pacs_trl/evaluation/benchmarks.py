@@ -8,6 +8,7 @@ whenever the rows or the way an answer is read change: results of different vers
 import hashlib
 import json
 import logging
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from .forms import GPQA_INSTRUCTION, gpqa_rows, livecodebench_rows
 
 logger = logging.getLogger(__name__)
 
+LETTERS = "ABCD"
 BENCHMARKS = {
     "math_500": ProblemSet(
         "HuggingFaceH4/MATH-500",
@@ -44,6 +46,7 @@ BENCHMARKS = {
         answer_in="tests",
         instruction=CODE_INSTRUCTION,
         rows_of=livecodebench_rows,
+        version=2,
     ),
     "gpqa_diamond": ProblemSet(
         "Idavidrein/gpqa",
@@ -53,17 +56,37 @@ BENCHMARKS = {
         id_column="id",
         instruction=GPQA_INSTRUCTION,
         rows_of=gpqa_rows,
+        version=2,
     ),
 }
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem: `id` is unique in its benchmark, `solution` is the gold answer (or alternatives) for the verifier."""
+    """One problem: `id` is unique in its benchmark, `solution` is the gold answer (or alternatives) for the verifier. Of a multiple
+    choice `problem` is the question alone, and `options` are the answers in stored order, of which `solution` is the letter."""
 
     id: str
     problem: str
     solution: str | list[str]
+    options: tuple[str, ...] = ()
+
+    def _letters(self, seed: int) -> dict[str, str]:
+        """Letters in the order of one sample, and what these options are called in stored order."""
+        stored = LETTERS[: len(self.options)]
+        return dict(zip(stored, random.Random(seed).sample(stored, len(stored)), strict=True))
+
+    def of_sample(self, seed: int) -> tuple[str, str | list[str]]:
+        """Return text and gold answer for the sample with this seed: each sample shows the options in an order of its own."""
+        if not self.options:
+            return self.problem, self.solution
+        letters = self._letters(seed)
+        listed = "\n".join(f"{shown}) {self.options[LETTERS.index(stored)]}" for shown, stored in letters.items())
+        return f"{self.problem}\n\n{listed}", next(s for s, stored in letters.items() if stored == self.solution)
+
+    def comparable(self, answer: str | None, seed: int) -> str | None:
+        """Return an answer of the sample with this seed such that equal answers of two samples mean the same."""
+        return self._letters(seed).get(answer or "", answer) if self.options else answer
 
 
 @dataclass(frozen=True)
@@ -136,7 +159,7 @@ def name_and_path(spec: str) -> tuple[str, str]:
 
 def problems_digest(problems: list[Problem]) -> str:
     """First 16 hex digits of the SHA-256 over ids, problems and answers: equal digests mean the same questions."""
-    content = json.dumps([[p.id, p.problem, p.solution] for p in problems], ensure_ascii=False)
+    content = json.dumps([[p.id, p.problem, p.solution, *p.options] for p in problems], ensure_ascii=False)
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
@@ -154,7 +177,10 @@ def _problem(name: str, entry: ProblemSet, index: int, row: dict) -> Problem:
             f"Benchmark {name} finds no gold answer in column {entry.solution_column!r} of row {index}: "
             f"{str(row[entry.solution_column])[-80:]!r}."
         )
-    return Problem(str(row[entry.id_column]) if entry.id_column else str(index), row[entry.problem_column], answer)
+    name_of_row = str(row[entry.id_column]) if entry.id_column else str(index)
+    return Problem(
+        name_of_row, row[entry.problem_column], answer, tuple(row["options"]) if entry.rows_of is gpqa_rows else ()
+    )
 
 
 def _check_problems(spec: str, problems: list[Problem]) -> None:

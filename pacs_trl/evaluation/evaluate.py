@@ -79,7 +79,7 @@ def evaluate(
             stack.callback(engine.close)
         for benchmark, store, missing in zip(benchmarks, stores, requests, strict=True):
             grading = code_verifier if benchmark.is_code else verifier
-            with BackgroundGrader(grading, {p.id: p.solution for p in benchmark.problems}) as grader:
+            with BackgroundGrader(grading, benchmark.problems) as grader:
                 for record in store.records():
                     if record["sample"] < args.n:
                         grader.add(record)
@@ -148,9 +148,9 @@ def missing_requests(
     """What is left to draw, in whole groups of the engine: a group with a hole in it is drawn again as it was before."""
     requests = []
     for problem in benchmark.problems:
-        prompt = args.prompt_of(problem.problem, benchmark)
         for sample in range(args.n):
             seed = sample_seed(args.seed, f"{benchmark.name}/{problem.id}", sample)
+            prompt = args.prompt_of(problem.of_sample(seed)[0], benchmark)
             requests.append(Request(problem.id, sample, seed, prompt))
     size = args.group_size
     groups = [requests[start : start + size] for start in range(0, len(requests), size)]
@@ -243,18 +243,13 @@ def _add_token_entropy(
         args.model, revision=args.revision, dtype=args.dtype, chat_template_kwargs=args.template_kwargs
     )
     for benchmark in benchmarks:
-        texts = {
-            problem.id: render_prompt(
-                engine.tokenizer, args.prompt_of(problem.problem, benchmark), args.template_kwargs
-            )
-            for problem in benchmark.problems
-        }
+        problems = {problem.id: problem for problem in benchmark.problems}
         with _open_store(args, model, benchmark) as store:
             kept = [r for r in store.records() if r["sample"] < args.token_entropy_samples and r["completion"]]
         kept.sort(key=lambda r: (r["problem"], r["sample"]))  # the store has them in the order of their arrival
-        entropies = completion_entropies(
-            engine.model, engine.tokenizer, [texts[r["problem"]] for r in kept], [r["completion"] for r in kept]
-        )
+        asked = [args.prompt_of(problems[r["problem"]].of_sample(r["seed"])[0], benchmark) for r in kept]
+        texts = [render_prompt(engine.tokenizer, prompt, args.template_kwargs) for prompt in asked]
+        entropies = completion_entropies(engine.model, engine.tokenizer, texts, [r["completion"] for r in kept])
         entries[benchmark.name]["token_entropy"] = sum(entropies) / len(entropies) if entropies else None
 
 

@@ -5,14 +5,13 @@ in the sandbox, like those of a model. The prompt, its sentence and the sampling
 """
 
 import json
-import random
 from collections.abc import Sequence
 from typing import Any
 
 from ..verification.code import CodeVerifier
 
 
-# The window of the PACS paper's evaluation.
+# The window of the PACS paper's evaluation, both days included: 322 problems by the grid of its scores.
 LIVECODEBENCH_WINDOW = ("2024-07-01", "2025-01-01")
 # What LiveCodeBench's runner puts before a program.
 _LIVECODEBENCH_PRELUDE = "\n".join(
@@ -33,7 +32,6 @@ _UNPACK = """
 import base64, pickle, sys, zlib
 sys.stdout.write(pickle.loads(zlib.decompress(base64.b64decode(sys.stdin.read()))))
 """
-GPQA_SEED = 0
 GPQA_INSTRUCTION = "\n\nPlease reason step by step, and put the letter of the right option within \\boxed{}."
 
 
@@ -46,7 +44,7 @@ def livecodebench_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     first, last = LIVECODEBENCH_WINDOW
     try:
-        chosen = [row for row in rows if first <= str(row["contest_date"])[:10] < last]
+        chosen = [row for row in rows if first <= str(row["contest_date"])[:10] <= last]
         packed = [row["private_test_cases"] for row in chosen]
         unpacked = _unpack([text for text in packed if not text.lstrip().startswith("[")])
         converted = []
@@ -103,7 +101,7 @@ def _unpack(texts: list[str]):
 
 def gpqa_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """
-    Multiple choice with the options in an order that the question decides; the answer is a letter.
+    Multiple choice: question, options and the letter of the right one, which comes first; each sample has an order of its own.
 
     Raises:
         `ValueError`: for a row without one of GPQA's columns.
@@ -112,16 +110,11 @@ def gpqa_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for index, row in enumerate(rows):
         try:
             options = [row["Correct Answer"], *(row[f"Incorrect Answer {number}"] for number in (1, 2, 3))]
-            question = row["Question"]
+            question = row["Question"].strip()
         except KeyError as error:
             raise ValueError(f"Row {index} of GPQA has no column {error}.") from error
-        order = random.Random(f"{GPQA_SEED}/{question}").sample(range(4), 4)
-        listed = "\n".join(f"{letter}) {options[place].strip()}" for letter, place in zip("ABCD", order, strict=True))
+        options = [option.strip() for option in options]
         converted.append(
-            {
-                "id": row.get("Record ID") or str(index),
-                "problem": f"{question.strip()}\n\n{listed}",
-                "answer": "ABCD"[order.index(0)],
-            }
+            {"id": row.get("Record ID") or str(index), "problem": question, "options": options, "answer": "A"}
         )
     return converted

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..verification import Verifier, last_boxed
 from ..verification.code import CodeVerifier
+from .benchmarks import Problem
 from .results import GradedSample
 
 
@@ -21,11 +22,11 @@ MAX_WAITING = 32
 
 class BackgroundGrader:
     """Grades stored records in order, in the background, with a verifier that nobody else uses meanwhile.
-    `solutions` holds the gold answer of each problem id; `outcomes` counts what became of the completions (correct,
+    `problems` hold the gold answers; `outcomes` counts what became of the completions (correct,
     wrong, no_answer, timeout, ...)."""
 
-    def __init__(self, verifier: Verifier | CodeVerifier, solutions: dict[str, Any]):
-        self._verifier, self._solutions = verifier, solutions
+    def __init__(self, verifier: Verifier | CodeVerifier, problems: Sequence[Problem]):
+        self._verifier, self._problems = verifier, {problem.id: problem for problem in problems}
         self.outcomes: Counter[str] = Counter()
         self._pool = ThreadPoolExecutor(max_workers=1)
         self._waiting: list[Future[dict[tuple[str, int], GradedSample]]] = []
@@ -62,7 +63,8 @@ class BackgroundGrader:
 
     def _grade(self, chunk: Sequence[dict[str, Any]]) -> dict[tuple[str, int], GradedSample]:
         completions = [record["completion"] for record in chunk]
-        solutions = [self._solutions[record["problem"]] for record in chunk]
+        problems = [self._problems[record["problem"]] for record in chunk]
+        solutions = [problem.of_sample(record["seed"])[1] for problem, record in zip(problems, chunk, strict=True)]
         grades = self._verifier.grade_detailed(completions, solutions)
         self.outcomes.update(grade.outcome.name.lower() for grade in grades)
         return {
@@ -71,7 +73,7 @@ class BackgroundGrader:
                 outcome=grade.outcome.label,
                 num_tokens=record["num_tokens"],
                 finish_reason=record["finish_reason"],
-                answer=last_boxed(record["completion"]),
+                answer=problem.comparable(last_boxed(record["completion"]), record["seed"]),
             )
-            for record, grade in zip(chunk, grades, strict=True)
+            for problem, record, grade in zip(problems, chunk, grades, strict=True)
         }

@@ -3,14 +3,15 @@
 import base64
 import json
 import pickle
+import random
 import zlib
+from collections import Counter
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from pacs_trl.evaluation.benchmarks import BENCHMARKS, load_benchmark
-from pacs_trl.evaluation.forms import gpqa_rows
 from pacs_trl.verification import Verifier
 from pacs_trl.verification.cases import read_tests
 from pacs_trl.verification.code import CodeVerifier
@@ -44,7 +45,11 @@ def test_real_rows(name, file, size, first_answer):
 
 def test_livecodebench(confined):
     benchmark = load_benchmark(f"livecodebench={DATA / 'livecodebench.jsonl'}")
-    assert [problem.id for problem in benchmark.problems] == ["difference", "pair_sum", "mean"]  # those of the window
+    assert [problem.id for problem in benchmark.problems] == [
+        "difference",
+        "pair_sum",
+        "mean",
+    ]  # its first and last day too
     assert benchmark.is_code and "```python" in benchmark.instruction
     stdin, function, _ = (read_tests(problem.solution) for problem in benchmark.problems)
     assert stdin.cases == (("5 3\n", "2\n"), ("3 5\n", "-2\n"), ("0 0\n", "0\n")) and stdin.compare == "lines"
@@ -79,12 +84,22 @@ def test_a_pickle_is_unpacked_in_the_sandbox(tmp_path, confined):
 def test_gpqa():
     benchmark = load_benchmark(f"gpqa_diamond={DATA / 'gpqa_diamond.jsonl'}")
     assert benchmark == load_benchmark(f"gpqa_diamond={DATA / 'gpqa_diamond.jsonl'}") and not benchmark.is_code
+    assert benchmark.source["version"] == 2
     for problem, right in zip(benchmark.problems, ("neutron", "23", "argon"), strict=True):
-        options = dict(line.split(") ") for line in problem.problem.splitlines()[-4:])
-        assert list(options) == list("ABCD") and options[problem.solution] == right
-    row = json.loads((DATA / "gpqa_diamond.jsonl").read_text().splitlines()[0])
-    many = gpqa_rows([row | {"Question": f"{number}?"} for number in range(400)])
-    assert all(80 < sum(question["answer"] == letter for question in many) < 120 for letter in "ABCD")
+        counts = Counter()
+        for seed in range(400):
+            text, letter = problem.of_sample(seed)
+            options = dict(line.split(") ") for line in text.splitlines()[-4:])
+            assert list(options) == list("ABCD") and options[letter] == right
+            assert (text, letter) == problem.of_sample(seed)
+            assert problem.comparable(letter, seed) == "A" and problem.comparable("42", seed) == "42"
+            counts[letter] += 1
+        assert all(80 < counts[letter] < 120 for letter in "ABCD")
+    # on paper: seed 1 shows the stored options B, C, A, D, of which A is the right one
+    assert random.Random(1).sample("ABCD", 4) == list("BCAD")
+    text, letter = benchmark.problems[0].of_sample(1)
+    assert text.splitlines()[-4:] == ["A) proton", "B) electron", "C) neutron", "D) alpha particle"] and letter == "C"
+    assert [benchmark.problems[0].comparable(shown, 1) for shown in "ABCD"] == list("BCAD")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import json
+import math
 import os
 import resource
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from pacs_trl.cli import run as command
+from pacs_trl.data import PROMPT_INSTRUCTION
 from pacs_trl.evaluation import pass_at_k
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.engines import TransformersEngine, devices_of_copies, identify_model
@@ -89,6 +91,55 @@ def test_programs_run_in_the_sandbox(arguments, verifier, monkeypatch):
     assert [problem["c"] for problem in entry["problems"]] == [2, 2, 2]
     assert entry["verification"] == {"correct": 6, "wrong": 6}
     assert entry["programs"]["confinement"] == programs.level.text and entry["programs"]["cpu_seconds"] == 2.0
+
+
+def test_each_sample_of_gpqa_has_an_order_of_options_of_its_own(arguments, verifier, monkeypatch):
+    """Samples 0, 2, 4, 6 name the right option, the others the first one that is shown; orders survive a resumed run."""
+    rights = {
+        "Which particle carries no": "neutron",
+        "How many chromosomes does": "23",
+        "Which of these elements is": "argon",
+    }
+    asked = []
+
+    class Student:
+        def generate(self, requests, settings):
+            for request in requests:
+                text = request.prompt[-1]["content"].partition(" \n\nPlease")[0]
+                letters = {name: letter for letter, name in (line.split(") ") for line in text.splitlines()[-4:])}
+                asked.append((request.problem_id, request.sample, tuple(letters)))
+                right = next(letters[name] for start, name in rights.items() if text.startswith(start))
+                yield request, Completion(f"\\boxed{{{'A' if request.sample % 2 else right}}}", 3, "stop")
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr("pacs_trl.evaluation.evaluate.start_engine", lambda args: Student())
+    path = Path(__file__).parents[1] / "data" / "gpqa_diamond.jsonl"
+    changes = {
+        "benchmarks": f"gpqa_diamond={path}",
+        "prompt_instruction": PROMPT_INSTRUCTION,
+        "engine": "server",
+        "k": "1",
+    }
+    entry = None
+    for n in (3, 8):  # the second run adds samples to those of the first
+        results = evaluate(EvaluationArguments(**arguments | changes | {"n": n}), verifier, progress=False)
+        entry = results["benchmarks"]["gpqa_diamond"]
+    assert len(asked) == len({key[:2] for key in asked}) == 3 * 8
+    shown = {(problem, sample): options for problem, sample, options in asked}
+    right_names = dict(zip(("rec1", "rec2", "rec3"), rights.values(), strict=True))
+    for problem in entry["problems"]:
+        orders = [shown[problem["id"], sample] for sample in range(8)]
+        assert len(set(orders)) > 3
+        firsts = [orders[sample][0] == right_names[problem["id"]] for sample in (1, 3, 5, 7)]
+        assert problem["c"] == 4 + sum(firsts)
+        # answers are compared by the option that they name
+        names = [orders[sample][0] if sample % 2 else right_names[problem["id"]] for sample in range(8)]
+        shares = [names.count(name) / 8 for name in set(names)]
+        assert problem["answer_entropy"] == pytest.approx(-sum(share * math.log(share) for share in shares))
+    with pytest.raises(ValueError, match="seed: 0 != 1"):
+        evaluate(EvaluationArguments(**arguments | changes | {"seed": 1}), verifier, progress=False)
 
 
 def test_running_again_draws_nothing(run, arguments, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 
 from pacs_trl.evaluation.arguments import read_evaluation
 from pacs_trl.evaluation.benchmarks import BENCHMARKS
-from pacs_trl.report.paper import TABLES
+from pacs_trl.report.paper import OUT_OF_DOMAIN, TABLES
 
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "evaluation"
@@ -20,7 +20,9 @@ def load(name):
 
 
 def test_all_recipes_are_tested():
-    assert {path.stem for path in RECIPES.glob("*.yaml")} == {"v1", "v1_math_500", "v2", "miniature", "other_domains"}
+    assert {path.stem for path in RECIPES.glob("*.yaml")} == {
+        *("v1", "v1_math_500", "v2", "miniature", "gpqa_diamond", "livecodebench")
+    }
 
 
 @pytest.mark.parametrize(
@@ -38,6 +40,17 @@ def test_the_papers_protocols(name, protocol, max_new_tokens):
     text = (RECIPES / f"{name}.yaml").read_text()
     completions = sum(NUM_PROBLEMS[benchmark] for benchmark in names) * arguments.n
     assert f"{completions:,} completions" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "figure", "n", "size"), [("gpqa_diamond", "gpqa", 8, 198), ("livecodebench", "livecodebench", 2, 322)]
+)
+def test_figure_6(name, figure, n, size):
+    arguments, text = load(name), (RECIPES / f"{name}.yaml").read_text()
+    assert arguments.benchmarks == name and arguments.n == n and f"{size} problems" in text
+    assert f"x {n} samples = {size * n:,} completions" in " ".join(text.replace("#", " ").split())
+    for scores in OUT_OF_DOMAIN.values():
+        assert f" {scores[figure]:.2f}" in text
 
 
 @pytest.mark.parametrize(("name", "model"), [("v1", "Qwen2.5-7B"), ("v1_math_500", "Qwen2.5-7B"), ("v2", "Qwen3-8B")])

@@ -5,6 +5,7 @@ import pytest
 from pacs_trl.report.paper import (
     MISLABEL,
     OUT_OF_DOMAIN,
+    OUT_OF_DOMAIN_IN_TEXT,
     TABLE_1,
     TABLE_1_CITED,
     TABLE_1_GAINS,
@@ -105,6 +106,14 @@ def test_diversity_and_out_of_domain():
         for benchmark in ("aime_2024", "aime_2025"):
             assert TABLE_3_DIVERSITY[model, "PACS"][benchmark] > TABLE_3_DIVERSITY[model, "GRPO"][benchmark]
     assert OUT_OF_DOMAIN["PACS"] == {"livecodebench": 45.96, "gpqa": 52.46}
+    for name, completions in (("livecodebench", 322 * 2), ("gpqa", 198 * 8)):
+        for method, scores in OUT_OF_DOMAIN.items():
+            assert round(100 * round(scores[name] * completions / 100) / completions, 2) == scores[name], method
+    in_text = OUT_OF_DOMAIN_IN_TEXT["GRPO", "livecodebench"]
+    assert (
+        in_text == 38.01
+        and round(100 * round(in_text * 6.44) / 644, 2) == 38.04 == OUT_OF_DOMAIN["GRPO"]["livecodebench"]
+    )
 
 
 def test_unknown_model():
