@@ -1,6 +1,6 @@
 """The command line: `pacs-trl COMMAND ...`. Each command is the `main` of the module that does the work.
 
-Help and mistakes that need no library are answered before one is imported. Exit codes: see `settings/command_line.py`.
+Help is printed before any library is imported. Exit codes: see `settings/command_line.py`.
 """
 
 import sys
@@ -35,9 +35,9 @@ COMMANDS = {
     "push": ("pacs_trl.hub.push", "upload checkpoint, model card, recipe and results to the Hub"),
 }
 
-# What answers help and mistakes of the commands whose modules take seconds to import.
+# What answers help and wrong options of the commands whose modules take seconds to import.
 EARLY = {
-    "train": ("pacs_trl.train_settings", "check_train"),
+    "train": ("pacs_trl.settings.help", "answer_train_help"),
     "plan": ("pacs_trl.plan.arguments", "read_plan_arguments"),
 }
 

@@ -23,7 +23,7 @@ from .redaction import PublishedArguments
 from .rollouts.step_sizes import Step, step_errors
 from .rollouts.tools import shared_turns_error
 from .rollouts.trainer_settings import trainer_errors
-from .settings import settings_of
+from .settings import Setting, settings_of
 from .settings.command_line import read_settings
 from .settings.keys import NEEDED, values_and_errors
 from .verification import VerificationArguments
@@ -73,21 +73,11 @@ class RunArguments:
             plan` says in words.
     """
 
-    method: str = field(default="pacs", metadata={"help": "Which trainer runs.", "choices": list(METHODS)})
-    reward_funcs: list[str] = field(
-        default_factory=lambda: ["math_reward"],
-        metadata={"help": "Names from pacs_trl.rewards, or package.module.function of your own."},
-    )
-    tools: list[str] | None = field(
-        default=None,
-        metadata={"help": "What the model may call: run_python, or package.module.function of your own."},
-    )
-    hint_function: str | None = field(
-        default=None, metadata={"help": "package.module.function that gives hints, for guidance: hint."}
-    )
-    expected_processes: int | None = field(
-        default=None, metadata={"help": "Number of processes that the batch sizes are written for."}
-    )
+    method: str = field(default="pacs", metadata={"choices": list(METHODS)})
+    reward_funcs: list[str] = field(default_factory=lambda: ["math_reward"])
+    tools: list[str] | None = None
+    hint_function: str | None = None
+    expected_processes: int | None = None
 
     def __post_init__(self):
         if not self.reward_funcs:
@@ -134,7 +124,7 @@ class Recipe(NamedTuple):
             [`Recipe`], in which defaults stand for values that are illegal (`None` if there is no such method), and a
             message for each mistake.
         """
-        known = {name: settings_of(*_parts(name)) for name in METHODS}
+        known = {name: settings_of_method(name) for name in METHODS}
         given, illegal, errors = values_and_errors(settings, known)
         method = settings.get("method", "pacs")
         if not isinstance(method, str) or method not in METHODS:
@@ -250,7 +240,12 @@ def read_arguments(argv: Sequence[str]) -> dict:
     Raises:
         `ValueError`: if the file does not exist or is no mapping, or a word of the command line belongs to no key.
     """
-    return read_settings(argv, lambda method: settings_of(*_parts(method if method in METHODS else "pacs")))
+    return read_settings(argv, settings_of_method)
+
+
+def settings_of_method(method: str | None) -> dict[str, Setting]:
+    """The settings of a method by name; those of PACS if there is no such method."""
+    return settings_of(*_parts(method if method in METHODS else "pacs"))
 
 
 def _parts(method: str) -> tuple[type, ...]:

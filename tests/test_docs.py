@@ -87,7 +87,6 @@ RUN_ELSEWHERE = {
     "python -m experiments": "tests/experiments/test_analysis.py",
     "python -m experiments.diversity": "tests/evaluation/test_diversity.py",
     "python -m pacs_trl.miniature.oracle": "tests/miniature/test_oracle.py",
-    "python -m pacs_trl.train_settings": "tests/test_command_line.py",
     "python -m experiments.critic": "tests/evaluation/test_critic.py",
     "python -m experiments.genac": "tests/experiments/test_genac.py",
     "python -m experiments.weights": "tests/experiments/test_draws.py",

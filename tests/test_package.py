@@ -100,7 +100,7 @@ def test_help_of_every_command(command, capsys):
     printed = capsys.readouterr().out
     assert printed.startswith("usage: ") and len(printed) > 300
     if name == "train":
-        assert "--learning_rate" in printed and ("--critic_learning_rate" in printed) == (
+        assert "--reward_funcs" in printed and ("--critic_learning_rate" in printed) == (
             "ppo" in command or "genac" in command
         )
 

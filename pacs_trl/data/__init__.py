@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyarrow import ArrowException
 
-from ..settings import refuse_illegal_values, with_help
+from ..settings import refuse_illegal_values
 from ..verification import Verifier
 from .sets import (
     CODE_INSTRUCTION,
@@ -108,7 +108,6 @@ _DAPO_WRAPPER = re.compile(
 )
 
 
-@with_help
 @dataclass
 class DataArguments:
     """

@@ -3,13 +3,13 @@
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from ..data import PROMPT_INSTRUCTION, build_prompt, instruction_for
-from ..settings import settings_of, typed_settings, with_help
-from ..settings.command_line import Parser, asks_for_help, did_you_mean, environment_errors, read_settings
-from ..settings.keys import add_settings, described
+from ..settings import settings_of, typed_settings
+from ..settings.command_line import asks_for_help, did_you_mean, environment_errors, read_settings
+from ..settings.help import print_evaluation_help
 from ..verification import VerificationArguments
 from .requests import SamplingSettings
 
@@ -17,7 +17,6 @@ from .requests import SamplingSettings
 ENGINES = ("transformers", "vllm", "server")
 
 
-@with_help
 @dataclass
 class EvaluationArguments:
     """
@@ -164,7 +163,7 @@ def read_evaluation(argv: Sequence[str]) -> tuple[EvaluationArguments, Verificat
     """
     parts = (EvaluationArguments, VerificationArguments)
     if asks_for_help(argv):
-        _parser(parts).parse_args(["--help"])
+        print_evaluation_help()
     both = settings_of(*parts)
     # temperature and others have other ranges here than in training; they are checked above
     own = {name: both[name]._replace(range=None) for name in settings_of(EvaluationArguments)}
@@ -176,7 +175,7 @@ def read_evaluation(argv: Sequence[str]) -> tuple[EvaluationArguments, Verificat
         for key in sorted(settings.keys() - known.keys() - {"env"})
     ]
     errors += [*environment_errors(settings), *illegal.values()]
-    needed = [name for name, entry in described(EvaluationArguments).items() if entry["required"]]
+    needed = [field.name for field in fields(EvaluationArguments) if field.default is MISSING]
     errors += [f"`{name}` is missing; `--help` says what it is." for name in needed if settings.get(name) is None]
     if errors:
         raise ValueError(" ".join(errors))
@@ -185,16 +184,3 @@ def read_evaluation(argv: Sequence[str]) -> tuple[EvaluationArguments, Verificat
         part(**{f.name: given[f.name] for f in fields(part) if f.name in given}) for part in parts
     )
     return evaluation, verification
-
-
-def _parser(parts: Sequence[type]) -> Parser:
-    parser = Parser(
-        "evaluate",
-        "Sample, grade and count: pass@k of a model on benchmarks. The command line wins over the file. The same command "
-        "again draws only what is missing.",
-        usage="pacs-trl evaluate [--config RECIPE.yaml] --model MODEL --benchmarks NAMES --output_dir DIR [--key value ...]",
-    )
-    parser.add_argument("--config", metavar="RECIPE.yaml", help="file of keys and values, see recipes/evaluation")
-    for title, part in zip(("evaluation", "verification"), parts, strict=True):
-        add_settings(parser.add_argument_group(title), described(part))
-    return parser

@@ -1,20 +1,26 @@
 """The options of `pacs-trl plan`, without any library."""
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ..settings.command_line import Parser, did_you_mean, words_by_key
-from ..train_settings import METHODS, settings_of_method
 from .cost import GPUS
 
 
-def read_plan_arguments(argv: Sequence[str]) -> Namespace:
+def read_plan_arguments(argv: Sequence[str], known: Collection[str] | None = None) -> Namespace:
     """
-    The options, and as `overrides` the words of the keys that win over the recipe's.
+    Read the options of `plan`.
+
+    Args:
+        argv (`Sequence[str]`): Command-line arguments.
+        known (`Collection[str]`, *optional*): Settings of all methods, once the libraries that define them are imported.
+
+    Returns:
+        `Namespace`: the options, and as `overrides` the words of the keys that win over the recipe's.
 
     Raises:
         `SystemExit`: with code 0 after the help, with 2 if an option has a wrong value.
-        `ValueError`: if an option is neither plan's nor a setting of any method.
+        `ValueError`: if an option is neither plan's nor in `known`.
     """
     parser = Parser(
         "plan",
@@ -28,10 +34,9 @@ def read_plan_arguments(argv: Sequence[str]) -> Namespace:
     parser.add_argument("--gpu", type=str.lower, choices=GPUS, default="h200", help="the card; by default h200")
     own, overrides = parser.parse_known_args(argv)
     words = words_by_key(overrides)
-    known = {key for method in METHODS for key in settings_of_method(method)}
     for key in words:
-        if key.removeprefix("no_") not in known:
-            near = did_you_mean(key, known | vars(own).keys())
+        if known is not None and key.removeprefix("no_") not in known:
+            near = did_you_mean(key, {*known, *vars(own)})
             raise ValueError(f"`{key}` is neither an option of plan nor a setting of a recipe.{near}")
     own.overrides = overrides
     return own

@@ -13,7 +13,7 @@ from trl import ModelConfig
 
 from ..data.sets import FILE_FORMATS
 from ..data.tasks import TASKS
-from ..recipe import Recipe, RunArguments, read_arguments
+from ..recipe import METHODS, Recipe, RunArguments, read_arguments, settings_of_method
 from ..train import check_model_directory, function_of_user, reward_function, tool_function
 from .arguments import read_plan_arguments
 from .cost import GPUS, H200, Gpu
@@ -28,7 +28,7 @@ _SMALLEST_BF16_LEARNING_RATE = 2**-9 * 0.02
 
 def main(argv: Sequence[str]) -> int:
     """Print the plan of a recipe; `argv` is what the command line gives. Returns 0, or 1 if there is a conflict."""
-    own = read_plan_arguments(argv)
+    own = read_plan_arguments(argv, {key for method in METHODS for key in settings_of_method(method)})
     launch, conflicts = read_launch(own.accelerate_config, own.num_processes)
     recipe, notes = None, []
     try:

@@ -23,13 +23,14 @@ from .ranges import CHOICES, RANGES, Range
 
 
 # `name (`type`): text` in the docstring of a dataclass, up to the next name, a heading or an empty line.
-_DOCUMENTED = re.compile(r"^ +(\w+) \(`.*?\):\s+(.*?)(?=^ +\w+ \(`|^ *>|^ *$|\Z)", re.MULTILINE | re.DOTALL)
+DOCUMENTED = re.compile(r"^ +(\w+) \((`.*?)\):\s+(.*?)(?=^ +\w+ \(`|^ *>|^ *$|\Z)", re.MULTILINE | re.DOTALL)
 
 
 def with_help(arguments: type) -> type:
     """Decorator of a dataclass: what its docstring says of a field is the help of the field on the command line."""
     texts = {
-        name: " ".join(text.split()).replace("%", "%%") for name, text in _DOCUMENTED.findall(arguments.__doc__ or "")
+        name: " ".join(text.split()).replace("%", "%%")
+        for name, _, text in DOCUMENTED.findall(arguments.__doc__ or "")
     }
     for field in fields(arguments):
         if field.name in arguments.__annotations__:

@@ -1,12 +1,9 @@
-"""Keys of a recipe or a command line one by one: what is wrong with them, and their help."""
+"""Keys of a recipe one by one: what is wrong with them."""
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields
-from enum import Enum
+from collections.abc import Mapping
 from typing import Any
 
-from . import Setting, settings_of, typed_settings
+from . import Setting, typed_settings
 from .command_line import did_you_mean, environment_errors
 
 
@@ -61,38 +58,3 @@ def _unknown_keys(settings: Mapping[str, Any], method: str, known: Mapping[str, 
             )
         messages.append(message)
     return messages + environment_errors(settings)
-
-
-def described(part: type, names: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
-    """Fields of a dataclass (all of them, or those named) as plain values: what [`~settings.Setting`] says of them, and their help."""
-    by_name = {field.name: field for field in fields(part)}
-    found = {}
-    for name in by_name if names is None else names:
-        field, (default, choices, kinds, items, _) = by_name[name], settings_of(part)[name]
-        found[name] = {
-            "default": default.value if isinstance(default, Enum) else default,
-            "choices": list(choices),
-            "kinds": sorted(kinds),
-            "items": items,
-            "help": " ".join(str(field.metadata.get("help", "")).split()),
-            "required": field.default is MISSING and field.default_factory is MISSING,
-        }
-    return found
-
-
-METAVARS = {"str": "TEXT", "float": "X", "int": "N", "bool": "true|false", "dict": "JSON", "list": "WORD"}
-
-
-def add_settings(group: Any, settings: Mapping[str, Mapping[str, Any]]) -> None:
-    """Options of a parser for settings as the table has them; only for their help, so that any word is taken."""
-    for name, entry in settings.items():
-        notes = [f"One of {', '.join(map(str, entry['choices']))}."] if entry["choices"] else []
-        if entry["required"]:
-            notes.append("Required.")
-        elif entry["default"] not in (None, "", []):
-            default = entry["default"]
-            notes.append(f"Default: {default if isinstance(default, str) else json.dumps(default)}")
-        text = " ".join([entry["help"], *(note.replace("%", "%%") for note in notes)])
-        is_list = set(entry["kinds"]) <= {"list", "NoneType"}
-        word = next((word for kind, word in METAVARS.items() if kind in entry["kinds"]), "TEXT")
-        group.add_argument(f"--{name}", metavar=word, nargs="+" if is_list else None, help=text)

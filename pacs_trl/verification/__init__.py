@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from hashlib import blake2b
 from numbers import Number
@@ -366,43 +366,38 @@ def _slices(items: list[tuple[str, Any]], max_items: int, max_characters: int) -
 @dataclass
 class VerificationArguments:
     """
-    Settings of the verifier that training and evaluation share; for the arguments, see [`Verifier`].
+    Settings of the verifier that training and evaluation share; for more about them, see [`Verifier`] and
+    [`~verification.code.CodeVerifier`].
 
     Args:
+        verification_protocol (`str`): `"authors"` (the PACS authors' grader) or `"trl"` (TRL's `accuracy_reward`).
+        verification_num_workers (`int`, *optional*): Worker processes per rank; by default its share of the processors.
+        verification_timeout_seconds (`float`): Wall-clock limit per completion.
+        verification_cpu_seconds (`float`): CPU time limit per completion.
+        verification_memory_limit_mb (`int`): Address space of a worker, in MiB.
         verification_max_failure_share (`float`): Training stops when more than this share of the recent completions
             failed to be verified for reasons other than being wrong. 1.0 never stops.
-        code_isolation, code_cpu_seconds, code_timeout_seconds, code_memory_limit_mb, code_sandbox_url:
-            See [`~verification.code.CodeVerifier`].
+        code_isolation (`str`): Least confinement of programs: `"landlock+seccomp"`, `"seccomp"`, `"landlock"` or
+            `"rlimits"`.
+        code_cpu_seconds (`float`): CPU time limit of a program per test.
+        code_timeout_seconds (`float`): Wall-clock limit of a program per test.
+        code_memory_limit_mb (`int`): Address space of a program, in MiB.
         code_label (`str`): `"all"`: 1 for a program that passes every test, else 0; `"share"`: the share of tests that it passes.
+        code_sandbox_url (`str`, *optional*): SandboxFusion server that runs programs instead of this machine.
     """
 
-    verification_protocol: str = field(
-        default="authors", metadata={"help": "'authors' (the PACS authors' grader) or 'trl' (TRL's accuracy_reward)."}
-    )
-    verification_num_workers: int | None = field(
-        default=None, metadata={"help": "Worker processes per rank (default: its share of the processors)."}
-    )
-    verification_timeout_seconds: float = field(default=5.0, metadata={"help": "Wall-clock limit per completion."})
-    verification_cpu_seconds: float = field(default=0.4, metadata={"help": "Processor time limit per completion."})
-    verification_memory_limit_mb: int = field(default=1024, metadata={"help": "Address space of a worker, in MiB."})
-    verification_max_failure_share: float = field(
-        default=0.5,
-        metadata={"help": "Stop when more than this share fails for reasons other than being wrong; 1.0: never."},
-    )
-    code_isolation: str = field(
-        default="landlock+seccomp",
-        metadata={"help": "Least confinement of programs: 'landlock+seccomp', 'seccomp', 'landlock' or 'rlimits'."},
-    )
-    code_cpu_seconds: float = field(default=2.0, metadata={"help": "Processor time limit of a program per test."})
-    code_timeout_seconds: float = field(default=6.0, metadata={"help": "Wall-clock limit of a program per test."})
-    code_memory_limit_mb: int = field(default=512, metadata={"help": "Address space of a program, in MiB."})
-    code_label: str = field(
-        default="all",
-        metadata={"help": "Label of a program: 'all' (1 if it passes every test) or 'share' (of the tests)."},
-    )
-    code_sandbox_url: str | None = field(
-        default=None, metadata={"help": "SandboxFusion server that runs programs instead of this machine."}
-    )
+    verification_protocol: str = "authors"
+    verification_num_workers: int | None = None
+    verification_timeout_seconds: float = 5.0
+    verification_cpu_seconds: float = 0.4
+    verification_memory_limit_mb: int = 1024
+    verification_max_failure_share: float = 0.5
+    code_isolation: str = "landlock+seccomp"
+    code_cpu_seconds: float = 2.0
+    code_timeout_seconds: float = 6.0
+    code_memory_limit_mb: int = 512
+    code_label: str = "all"
+    code_sandbox_url: str | None = None
 
     def __post_init__(self):
         if not 0.0 <= self.verification_max_failure_share <= 1.0:
