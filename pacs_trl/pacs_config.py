@@ -106,7 +106,8 @@ class PACSConfig(PublishedArguments, GRPOConfig):
         > Parameters that control the optimizer step
 
         max_tokens_per_micro_batch (`int`, *optional*):
-            Bounds a forward pass by tokens. By default it is bounded by `per_device_train_batch_size` rows.
+            Bounds a forward pass by tokens. By default it is bounded by `per_device_train_batch_size` rows. Every prompt plus
+            `max_completion_length` must fit, which is checked at startup.
         padding_free (`str`, *optional*, defaults to `"auto"`):
             `"auto"` packs the rows of a micro-batch where model and attention allow it and pads them otherwise. For tests:
             `"always"` raises where packing is impossible, `"never"` pads.

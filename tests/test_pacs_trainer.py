@@ -27,6 +27,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from pacs_trl import PACSConfig, PACSTrainer
 from pacs_trl.baselines.grpo_trainer import GRPOTrainer as OutcomesOnly
+from pacs_trl.data.prompts import prompt_lengths
 
 
 def logged(trainer, name: str) -> list:
@@ -476,6 +477,26 @@ def test_a_prompt_that_nobody_can_be_asked(tmp_path, prompt):
         ValueError, match="Row 7 of train_dataset has the prompt .* It must be text, or a list of messages"
     ):
         build_trainer(tmp_path, model="no/model", more={"train_dataset": rows})
+
+
+@pytest.mark.parametrize("conversational", [True, False])
+def test_prompts_over_the_token_budget_are_found_at_startup(tmp_path, conversational):
+    def prompt(text):
+        return [{"role": "user", "content": text}] if conversational else text
+
+    rows = Dataset.from_list([{"prompt": prompt("1+1" * (9 if i in (5, 6) else 1))} for i in range(8)])
+    lengths = prompt_lengths(rows["prompt"][:], TOKENIZER)
+    assert lengths[5] == lengths[0] + 24
+    longest = lengths[5] + MAX_COMPLETION_LENGTH
+    more = {"train_dataset": rows}
+    with pytest.raises(
+        ValueError,
+        match=rf"Row 5 of train_dataset .* {lengths[5]} tokens.*2 of 8.*max_tokens_per_micro_batch={longest - 1}.* {longest}",
+    ):
+        build_trainer(tmp_path, model="no/model", more=more, max_tokens_per_micro_batch=longest - 1)
+    build_trainer(tmp_path, more=more, max_tokens_per_micro_batch=longest)
+    rows_of_stream = rows.to_iterable_dataset()  # checked when they are drawn
+    build_trainer(tmp_path, more={"train_dataset": rows_of_stream}, max_tokens_per_micro_batch=longest - 1)
 
 
 @pytest.mark.parametrize(

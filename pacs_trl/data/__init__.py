@@ -17,6 +17,7 @@ from pyarrow import ArrowException
 
 from ..settings import refuse_illegal_values
 from ..verification import Verifier
+from .prompts import prompt_lengths
 from .sets import (
     CODE_INSTRUCTION,
     FILE_FORMATS,
@@ -333,17 +334,7 @@ def _limit_prompt_length(
     limit = args.max_prompt_length
     if limit is None:
         return dataset
-    lengths = [
-        len(ids)
-        for start in range(0, len(dataset), 1000)
-        for ids in tokenizer.apply_chat_template(
-            dataset[start : start + 1000]["prompt"],
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=False,
-            **chat_template_kwargs,
-        )
-    ]
+    lengths = prompt_lengths(dataset["prompt"], tokenizer, chat_template_kwargs)
     overlong = [i for i, length in enumerate(lengths) if length > limit]
     if not overlong:
         return dataset

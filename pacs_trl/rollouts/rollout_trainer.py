@@ -23,6 +23,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from peft import LoraConfig, PeftConfig, PeftModel
 from torch import nn
 from transformers import (
+    AutoTokenizer,
     BitsAndBytesConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -57,6 +58,7 @@ from .trainer_checks import (
     check_generation_kwargs,
     check_golds,
     check_number_of_prompts,
+    check_prompt_lengths,
     check_prompts,
     check_reward_functions,
     with_checked_result,
@@ -141,6 +143,8 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
             check_dataset(name, arguments[name])
             if arguments["environment_factory"] is None:  # an environment writes into the prompt
                 check_prompts(name, arguments[name])
+        if arguments["environment_factory"] is None and arguments["rollout_func"] is None:
+            self._check_prompt_lengths(model, args, arguments)
         peft_config = arguments["peft_config"]
         check_generation_kwargs(args)
         if args.use_vllm:
@@ -153,6 +157,25 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
                 revision=given.get("revision"),
                 trust_remote_code=given.get("trust_remote_code", args.trust_remote_code),
             )
+
+    @staticmethod
+    def _check_prompt_lengths(model: Model, args: GRPOConfig, arguments: dict[str, Any]) -> None:
+        def load_tokenizer():
+            name = model if isinstance(model, str) else get_config_model_id(model.config)
+            revision = (args.model_init_kwargs or {}).get("revision", "main")
+            return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
+
+        given = arguments["processing_class"]
+        if isinstance(given, ProcessorMixin):  # its prompts may hold images
+            return
+        evaluation = arguments["eval_dataset"]
+        evaluations = evaluation if isinstance(evaluation, dict) else {"eval_dataset": evaluation}
+        check_prompt_lengths(
+            {"train_dataset": arguments["train_dataset"], **evaluations},
+            args,
+            load_tokenizer if given is None else lambda: given,
+            arguments["tools"],
+        )
 
     def _prepare_drawing(self) -> None:
         self._check_number_of_prompts()

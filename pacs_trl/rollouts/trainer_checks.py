@@ -16,6 +16,7 @@ from trl import GRPOConfig
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 from .. import rewards
+from ..data.prompts import prompt_lengths
 from ..data.sets import report_unreadable_golds
 from ..update.dense_labels import checked_labels
 from ..verification import shared_verifier
@@ -59,6 +60,38 @@ def check_golds(dataset: Any) -> None:
     """Report gold answers of a training set that the shared verifier cannot read, unless it was asked before; not of a stream."""
     if isinstance(dataset, Dataset) and "solution" in dataset.column_names:
         report_unreadable_golds("the training set", dataset["solution"][:], shared_verifier())
+
+
+def check_prompt_lengths(
+    datasets: dict[str, Any], args: GRPOConfig, load_tokenizer: Callable[[], Any], tools: list[Callable] | None
+) -> None:
+    """
+    Look for prompts that leave no room for a completion, where a setting bounds the tokens of a sequence; not in streams.
+
+    Args:
+        datasets (`dict`): The training set as `train_dataset`, and others.
+        load_tokenizer (`Callable`): Called if there is a bound.
+
+    Raises:
+        `ValueError`: if a prompt and `max_completion_length` tokens exceed `max_tokens_per_micro_batch` (in training) or, with
+            vLLM, `vllm_max_model_length`.
+    """
+    of_engine = {"vllm_max_model_length": args.vllm_max_model_length if args.use_vllm else None}
+    of_training = {"max_tokens_per_micro_batch": vars(args).get("max_tokens_per_micro_batch")}
+    completion = args.max_completion_length or 1
+    for name, dataset in datasets.items():
+        limits = of_engine | (of_training if name == "train_dataset" else {})
+        limit, room = min(((key, n) for key, n in limits.items() if n), key=lambda each: each[1], default=("", None))
+        if room is None or not isinstance(dataset, Dataset):
+            continue
+        lengths = prompt_lengths(dataset["prompt"][:], load_tokenizer(), args.chat_template_kwargs, tools)
+        overlong = [i for i, length in enumerate(lengths) if length + completion > room]
+        if overlong:
+            raise ValueError(
+                f"Row {overlong[0]} of {name} has a prompt of {lengths[overlong[0]]} tokens. With max_completion_length={completion}, "
+                f"{len(overlong)} of {len(lengths)} prompts do not fit into {limit}={room}. Raise it to {max(lengths) + completion}, or "
+                f"leave out prompts of more than {max(room - completion, 0)} tokens (in a recipe: max_prompt_length)."
+            )
 
 
 def check_columns(name: str, columns: Iterable[str]) -> None:
