@@ -59,6 +59,14 @@ SIGNATURES = {
     ),
     "_prepare_for_training": "(self, max_steps, train_dataloader, resume_from_checkpoint)",
     "_save_checkpoint": "(self, model, trial)",
+    "evaluate": (
+        "(self, eval_dataset: torch.utils.data.dataset.Dataset | dict[str, torch.utils.data.dataset.Dataset] | None = None, "
+        "ignore_keys: list[str] | None = None, metric_key_prefix: str = 'eval') -> dict[str, float]"
+    ),
+    "predict": (
+        "(self, test_dataset: torch.utils.data.dataset.Dataset, ignore_keys: list[str] | None = None, "
+        "metric_key_prefix: str = 'test') -> transformers.trainer_utils.PredictionOutput"
+    ),
     "get_eval_dataloader": (
         "(self, eval_dataset: str | datasets.arrow_dataset.Dataset | datasets.iterable_dataset.IterableDataset | None = None) "
         "-> torch.utils.data.dataloader.DataLoader"

@@ -5,6 +5,8 @@ begins from a checkpoint or from nothing, whatever the trainer has done before. 
 out and for the files.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,9 @@ from .resume import (
     check_complete,
     check_same_settings,
     last_checkpoint,
+    own_random_numbers,
     plain_settings,
+    request_seed,
 )
 
 
@@ -57,6 +61,29 @@ class ResumableTrainer(GRPOTrainer):
             self._state_file(Path(resume_from_checkpoint))
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
+        with self._evaluating():
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def predict(self, test_dataset, ignore_keys=None, metric_key_prefix="test"):
+        with self._evaluating():
+            return super().predict(test_dataset, ignore_keys, metric_key_prefix)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Keep an evaluation from changing what is trained before or after it."""
+        for name in ("bf16_full_eval", "fp16_full_eval"):
+            if getattr(self.args, name) and not self.is_in_train:
+                raise ValueError(
+                    f"{name}=True would round the trained weights themselves, and training would go on with them. Remove the key, "
+                    "or load the model in that precision for an evaluation alone."
+                )
+        step, number = self._evaluations
+        self._evaluations = (self.state.global_step, number + 1 if step == self.state.global_step else 1)
+        run = f"{self.args.seed}/{self.accelerator.process_index}/evaluation/{self.state.global_step}"
+        with own_random_numbers(request_seed(run, self._evaluations[1]), self.accelerator.device):
+            yield
+
     def _reset_run(self) -> None:
         """Forget all that belongs to a run and not to the trainer."""
         self._step = 0
@@ -68,6 +95,7 @@ class ResumableTrainer(GRPOTrainer):
         self._num_requests = 0  # sent to vLLM by this process while training
         self.num_refilled = 0  # see `refill.py`
         self._evaluation_requests = (0, 0)  # the optimizer step of the last evaluation, and its requests so far
+        self._evaluations = (0, 0)  # the optimizer step of the last one, and their number at this step
         self._step_begin: dict | None = None
         self._saved_step: int | None = None  # of the last complete checkpoint in `output_dir`
 

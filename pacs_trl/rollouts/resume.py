@@ -9,12 +9,15 @@ writes, so a checkpoint is looked at before it is used.
 import hashlib
 import json
 import logging
+import random
 import re
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch.utils.data import Sampler
@@ -94,6 +97,27 @@ def request_seed(stream: str, index: int) -> int:
     """A seed in [0, 2^31) for one request to vLLM; different for every stream (run seed and engine) and request."""
     digest = hashlib.sha256(f"{stream}/{index}".encode()).digest()
     return int.from_bytes(digest[:4], "little") >> 1
+
+
+@contextmanager
+def own_random_numbers(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed the global generators of Python, NumPy, the CPU, and `device` inside, and restore their states afterwards."""
+    accelerator = None if device.type == "cpu" else torch.get_device_module(device)
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    of_accelerator = accelerator and accelerator.get_rng_state()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if accelerator is not None:
+        accelerator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if accelerator is not None:
+            accelerator.set_rng_state(of_accelerator)
 
 
 def rows_to_save(steps: Sequence[Sequence[Rollout]], process: int, num_processes: int) -> dict[tuple[int, int], dict]:
