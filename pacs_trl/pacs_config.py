@@ -81,8 +81,8 @@ class PACSConfig(PublishedArguments, GRPOConfig):
         token_weight_max (`float`, *optional*, defaults to `1.2`):
             With `token_weight_mapping="linear"`: the largest weight.
         row_weighting (`str`, *optional*):
-            `"verl"`: completions whose hidden states span more directions than usual are pushed up more, and down less, as in VERL.
-            It takes a forward pass more per optimizer step.
+            `"verl"`: completions whose hidden states span more directions than usual are pushed up more, and down less, as in VERL;
+            `"verl_last_token"`: only their last tokens, as in the authors' code. It takes a forward pass more per optimizer step.
         hidden_state_every_steps (`int`, *optional*):
             Without `row_weighting`: optimizer steps between measurements of hidden states, which are only logged.
         hidden_state_rows (`int`, *optional*, defaults to `64`):
@@ -168,7 +168,7 @@ class PACSConfig(PublishedArguments, GRPOConfig):
     token_weight_mapping: Mapping = "exponential"
     token_weight_min: float = 0.8
     token_weight_max: float = 1.2
-    row_weighting: str | None = field(default=None, metadata={"choices": ["verl"]})
+    row_weighting: str | None = field(default=None, metadata={"choices": ["verl", "verl_last_token"]})
     hidden_state_every_steps: int | None = None
     hidden_state_rows: int = 64
     hidden_state_stride: int = 40

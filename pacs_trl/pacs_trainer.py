@@ -334,7 +334,8 @@ class PACSTrainer(RedrawingTrainer[PACSConfig]):
         self._pending: list[Rollout] = []  # rows of generation batches that fill one optimizer step together
         self._steps: list[StepRollouts] = []  # the optimizer steps of the current generation batch
         self._snapshot: SnapshotReference | None = None
-        self._verl = Verl() if self.args.row_weighting is not None else None
+        weighting = self.args.row_weighting
+        self._verl = Verl(on_last_token=weighting == "verl_last_token") if weighting is not None else None
         share = self.args.spread_filter
         self._spread_filter = SpreadFilter(share) if share is not None else None
         self._non_finite = NonFiniteSteps(self.args.max_non_finite_steps)

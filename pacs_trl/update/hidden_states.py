@@ -1,8 +1,8 @@
 """How many directions the hidden states of a completion span, how fast that grows, and VERL, which weighs completions by it.
 
 VERL ([arXiv 2509.23808](https://huggingface.co/papers/2509.23808)) takes the effective rank of a completion for exploration, and its
-first and second differences over the tokens for exploitation. The formulas are the paper's; the authors' launch script has flags
-with which they are never used.
+first and second differences over the tokens for exploitation. The formulas are the paper's; the flags of the authors' launch script
+(github.com/hf618/VERL, 3de68f1) switch the bonus off.
 
 Cost: one Gram matrix `(n, n)` of at most 512 tokens, of which every prefix has a block, and its eigenvalues, `n^3` for each prefix; for
 the effective rank of a whole completion of `T` tokens and width `D` the eigenvalues of the smaller Gram matrix, `min(T, D)^3`.
@@ -84,12 +84,17 @@ class Verl:
     With `dev(x) = clip((x - m) / |m|, -5, 5)` against the running mean `m` of each metric, `t = sigmoid(2 dev(acceleration))` and
     `Phi = t tanh(dev(rank)) + (1 - t) tanh(dev(velocity))`, an advantage `A` becomes `A + min(relu(Phi), |A| / 2)`.
 
+    Args:
+        on_last_token (`bool`): Whether the update gives the bonus to the last counted token of a completion, as the authors do, or to
+            all of them.
+
     Attributes:
         means (list of 3 `float`, *optional*): Of effective rank, velocity and acceleration, over the steps so far; `None` before the
             first. The authors begin at 0, where every deviation is cut off.
     """
 
-    def __init__(self):
+    def __init__(self, on_last_token: bool = False):
+        self.on_last_token = on_last_token
         self.means: list[float] | None = None
 
     def shaped(self, coefficients: torch.Tensor, ranks: torch.Tensor, num_rows: int) -> torch.Tensor:

@@ -248,7 +248,7 @@ class PolicyUpdate:
         if verl is not None:
             shaped = verl.shaped(coefficients, ranks, max(int(step.groups.scorable.sum()), 1))
             metrics["hidden/bonus"] = (shaped / coefficients - 1)[rows].abs().mean().item()
-            coefficients = shaped
+            coefficients = torch.stack([coefficients, shaped], dim=1) if verl.on_last_token else shaped
         return coefficients, metrics
 
     @torch.no_grad()

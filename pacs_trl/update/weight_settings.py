@@ -53,6 +53,11 @@ def _token_weight_errors(given: Any) -> list[str]:
 def _hidden_state_errors(given: Any) -> list[str]:
     stride, longest, errors = given.hidden_state_stride, given.max_completion_length, []
     every, weighs = given.hidden_state_every_steps, given.row_weighting is not None
+    if given.row_weighting == "verl_last_token" and given.token_weighting is not None:
+        errors.append(
+            f"row_weighting='verl_last_token' makes no sense with token_weighting={given.token_weighting!r}, which finds the largest change "
+            "of a step from one coefficient for each completion. Use row_weighting='verl', or remove one of them."
+        )
     if every is not None and weighs:
         errors.append(
             f"hidden_state_every_steps={every} would be ignored with row_weighting={given.row_weighting!r}, which measures every "

@@ -19,7 +19,6 @@ from replay import (
 from seeds import shifted
 
 from pacs_trl.update.hidden_states import Verl, effective_rank, rank_velocity_and_acceleration
-from pacs_trl.update.scorer import sequence_logps
 
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "steer_and_verl_vectors.json").read_text())
@@ -160,17 +159,20 @@ def test_only_so_many_rows_are_measured(tmp_path):
     assert sum(seen) == 3  # of 8: every third
 
 
+@pytest.mark.parametrize("weighting", ["verl", "verl_last_token"])
 @pytest.mark.parametrize("group_layout", ["whole", "split"])
-def test_gradient_of_verl(tmp_path, monkeypatch, group_layout):
-    """The sum of log-probabilities by the coefficients that ranks have shaped, in float64; rows that do not count stay out."""
-    replay, recorder, kept, shaped = Replay(), Recorder(), [], Verl.shaped
+def test_gradient_of_verl(tmp_path, monkeypatch, group_layout, weighting):
+    """The sum of log-probabilities by the coefficients that ranks have shaped, of all tokens or of the last one that the policy
+    wrote, in float64; rows that do not count stay out."""
+    last = weighting == "verl_last_token"
+    replay, recorder, kept, shaped = Replay(tools=last), Recorder(), [], Verl.shaped
 
     def keep(verl, coefficients, *others):
         kept.append((coefficients, shaped(verl, coefficients, *others)))
         return kept[-1][1]
 
     monkeypatch.setattr(Verl, "shaped", keep)
-    settings = {"steps_per_generation": 2, "group_layout": group_layout, "row_weighting": "verl", **STRIDE}
+    settings = {"steps_per_generation": 2, "group_layout": group_layout, "row_weighting": weighting, **STRIDE}
     trainer = build_trainer(tmp_path, replay=replay, more={"callbacks": [recorder]}, **settings)
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -181,8 +183,12 @@ def test_gradient_of_verl(tmp_path, monkeypatch, group_layout):
         load_weights(model, recorder.weights[update])
         model.zero_grad()
         _, rows = rows_of_update(replay, trainer.args, update)
-        sums = sequence_logps(model, [row.prompt_ids for row in rows], [row.completion_ids for row in rows])
-        (of_verl * sums).sum().backward()
+        for row, coefficient, of_last in zip(rows, coefficients, of_verl, strict=True):
+            ids = torch.tensor([row.prompt_ids + row.completion_ids])
+            logps = model(ids).logits[0, len(row.prompt_ids) - 1 : -1].log_softmax(-1)
+            logps = logps.gather(-1, torch.tensor(row.completion_ids)[:, None])[:, 0]
+            logps = logps[torch.tensor(row.env_mask).bool()] if last else logps
+            ((coefficient if last else of_last) * logps[:-1].sum() + of_last * logps[-1:].sum()).backward()
         expected = {name: p.grad.clone() for name, p in model.named_parameters() if name in recorder.gradients[update]}
         assert relative_error(recorder.gradients[update], expected) < 2 * RELATIVE
     assert trainer._verl.means is not None and len(kept) == 2

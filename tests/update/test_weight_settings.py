@@ -25,7 +25,11 @@ REFUSED = {
     ),
     "STEER, exponential": (STEER | {"token_weight_min": 1.1}, "token_weight_min=1.1 must be below 1"),
     "STEER, order": (LINEAR | {"token_weight_min": 1.2}, "token_weight_min=1.2 must be below token_weight_max=1.2"),
-    "VERL, unknown": ({"row_weighting": "rank"}, "row_weighting must be one of verl; got 'rank'"),
+    "VERL, unknown": ({"row_weighting": "rank"}, "row_weighting must be one of verl, verl_last_token; got 'rank'"),
+    "VERL on last tokens, STEER": (
+        STEER | {"row_weighting": "verl_last_token"},
+        "row_weighting='verl_last_token' makes no sense",
+    ),
     "VERL, ignored stride": (STRIDE, "hidden_state_stride=3 would be ignored without row_weighting"),
     "VERL, ignored rows": (STRIDE | VERL | {"hidden_state_rows": 8}, "hidden_state_rows=8 would be ignored"),
     "VERL, ignored steps": (
