@@ -38,10 +38,10 @@ from .rollouts.guidance import check_guidance
 from .rollouts.lora import check_lora_targets
 from .rollouts.preemption import EXIT_CODE, check_no_jit_checkpoint, stop_on_signal
 from .rollouts.reference_probability import check_reference_answers
-from .rollouts.resume import check_complete, last_checkpoint
+from .rollouts.resume import check_complete, check_same_adapter, last_checkpoint
 from .rollouts.step_sizes import Step
 from .rollouts.tools import check_tool, check_tool_template, check_tools
-from .rollouts.trainer_checks import check_number_of_prompts, check_reward_function
+from .rollouts.trainer_checks import OWN_PARAMETERS, check_dataset, check_number_of_prompts, check_reward_function
 from .rollouts.vllm_checks import check_version, check_vllm, installed_vllm
 from .settings.optional import check_writable, require_trackers
 from .verification import configure_verification, shared_code_verifier, shared_verifier
@@ -79,9 +79,12 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
     configure_verification(recipe.verification)
     (reward_funcs, tools), hint = _functions(recipe.run), _hint(recipe.run.hint_function)
     peft_config, tokenizer = _checked_model(recipe)
+    if checkpoint is not None:
+        check_same_adapter(checkpoint, peft_config)
     verifier = shared_verifier() if rewards.math_reward in reward_funcs else None
     train_dataset, eval_dataset = load_training_data(recipe.data, tokenizer, training.chat_template_kwargs, verifier)
     check_number_of_prompts(len(train_dataset), training)
+    check_dataset("the training set", train_dataset, reward_funcs, OWN_PARAMETERS)
     check_reference_answers(reward_funcs, train_dataset, vars(training).get("guidance"), tools)
     if recipe.model.model_name_or_path.startswith(MINIATURE):
         if recipe.run.method == "pacs":  # as the trainer does, before the warm start is made

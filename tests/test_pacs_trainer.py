@@ -28,6 +28,7 @@ from trl import GRPOConfig, GRPOTrainer
 from pacs_trl import PACSConfig, PACSTrainer
 from pacs_trl.baselines.grpo_trainer import GRPOTrainer as OutcomesOnly
 from pacs_trl.data.prompts import prompt_lengths
+from pacs_trl.settings.command_line import FailedRun
 
 
 def logged(trainer, name: str) -> list:
@@ -386,14 +387,38 @@ def test_labels_of_steps_by_two_functions_or_for_another_method(tmp_path):
         OutcomesOnly(tiny_model(), halves, args, **arguments).train()
 
 
-def test_all_rewards_none_is_no_step(tmp_path):
-    trainer = build_trainer(tmp_path, reward=lambda completions, **kwargs: [None] * len(completions))
-    trainer.reward_func_names = ["none"]
+@pytest.mark.parametrize(("max_steps", "steps"), [(2, 2), (5, 2)])  # a short run ends first; a long one is stopped
+def test_a_run_whose_rewards_are_all_none_fails(tmp_path, max_steps, steps):
+    def silent_reward(completions, **kwargs):
+        return [None] * len(completions)
+
+    trainer = build_trainer(tmp_path, reward=silent_reward, max_steps=max_steps)
     before = trainable_weights(trainer.model)
-    trainer.train()
+    with pytest.raises(FailedRun, match=f"silent_reward.* None for every .* first {min(max_steps, 3)} generation"):
+        trainer.train()
     assert same(before, trainable_weights(trainer.model))
-    assert logged(trainer, "pacs/unscorable_fraction") == [1.0, 1.0]
-    assert logged(trainer, "loss") == [0.0, 0.0]
+    assert logged(trainer, "pacs/unscorable_fraction") == [1.0] * steps
+    assert logged(trainer, "loss") == [0.0] * steps
+
+
+def test_batches_without_rewards_are_legal_beside_others(tmp_path):
+    """The only batch with rewards is the second of four; and a resumed run knows that there was one."""
+    batches = []
+
+    def late_reward(completions, **kwargs):
+        batches.append(len(completions))
+        return [float(i % 2) if len(batches) == 2 else None for i in range(len(completions))]
+
+    saving = {"reward": late_reward, "save_strategy": "steps", "save_steps": 1}
+    build_trainer(tmp_path, max_steps=4, **saving).train()
+    assert len(batches) == 4
+    build_trainer(tmp_path, max_steps=5, **saving).train(str(tmp_path / "checkpoint-4"))
+    assert len(batches) == 5
+    batches[:] = [0] * 9  # no reward from here on
+    with pytest.raises(FailedRun, match="first 2 generation batches"):
+        build_trainer(tmp_path / "none", max_steps=2, **saving).train()
+    with pytest.raises(FailedRun, match="first 3 generation batches"):
+        build_trainer(tmp_path / "none", max_steps=9, **saving).train(str(tmp_path / "none" / "checkpoint-2"))
 
 
 def test_wrong_type_of_arguments(tmp_path):
@@ -429,6 +454,10 @@ def test_evaluation_batch_that_tears_groups(tmp_path, size):
         (["right"] * 8, "returned 'right' for completion 0"),
         ([1.0], "returned 1 entries for 8 completions. It must return one entry per completion"),
         ([1.0, None, [1.0], 0.0, 1, True, 0.0, 1.0], r"returned \[1.0\] for completion 2"),
+        (
+            [None, math.nan, 1.0, np.float32("nan")] * 2,
+            "returned NaN for 4 of 8 completions, the first is completion 1",
+        ),
     ],
 )
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -442,6 +471,33 @@ def test_reward_function_that_returns_no_rewards(tmp_path, result, words, asynch
     reward = fair_reward_later if asynchronous else fair_reward
     with pytest.raises(ValueError, match=f"reward function 'fair_reward(_later)?' {words}"):
         build_trainer(tmp_path, reward=reward).train()
+
+
+def test_reward_functions_whose_column_is_absent(tmp_path):
+    def graded(completions, difficulty, **kwargs):
+        return [1.0] * len(completions)
+
+    def positional(prompt, completion, **kwargs):
+        return [1.0] * len(completion)
+
+    def content(prompts, completions, solution, *, trainer_state, score, hint=None, **kwargs):
+        return [1.0] * len(completions)
+
+    async def later(completions, environments, **kwargs):
+        return [1.0] * len(completions)
+
+    with pytest.raises(ValueError, match="'graded' requires difficulty, but train_dataset .* only prompt, solution"):
+        build_trainer(tmp_path, reward=[content, graded])
+    with pytest.raises(ValueError, match="'positional' requires prompt, completion, but"):
+        build_trainer(tmp_path, reward=positional)
+    with pytest.raises(ValueError, match="'later' requires environments"):
+        build_trainer(tmp_path, reward=later)
+    rows = addition_dataset().add_column("difficulty", [1] * 32)
+    with pytest.raises(ValueError, match=r"'graded' requires difficulty, but eval_dataset\['easy'\]"):
+        more = {"train_dataset": rows, "eval_dataset": {"hard": rows, "easy": addition_dataset()}}
+        build_trainer(tmp_path, reward=graded, more=more)
+    build_trainer(tmp_path, reward=[content, graded], more={"train_dataset": rows})
+    build_trainer(tmp_path, reward=graded, replay=Replay())  # a rollout function may add the column
 
 
 def test_rewards_of_any_numeric_kind(tmp_path):

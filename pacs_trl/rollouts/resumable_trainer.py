@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import save_fsdp_model
+from peft import PeftModel
 from transformers import TrainerCallback
 from transformers.integrations.fsdp import get_fsdp_ckpt_kwargs
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_NAME
@@ -21,10 +22,12 @@ from .resume import (
     SHARED_SETTINGS,
     EpochSampler,
     check_complete,
+    check_same_adapter,
     check_same_settings,
     last_checkpoint,
     own_random_numbers,
     plain_settings,
+    reporting_full_disk,
     request_seed,
 )
 
@@ -36,7 +39,7 @@ class ResumableTrainer(GRPOTrainer):
     _own_shared_settings: tuple[str, ...] = ()
 
     # What moves on inside an optimizer step, besides metrics and the number of tokens.
-    _counters: tuple[str, ...] = ("_step", "_num_requests", "num_refilled", "_buffered_inputs")
+    _counters: tuple[str, ...] = ("_step", "_num_requests", "num_refilled", "_unrewarded", "_buffered_inputs")
 
     def __init__(self, model, reward_funcs=None, args=None, **kwargs):
         super().__init__(model, reward_funcs, args=args, **kwargs)
@@ -59,7 +62,11 @@ class ResumableTrainer(GRPOTrainer):
                 raise ValueError(f"The checkpoint {resume_from_checkpoint!r} does not exist (seen from {Path.cwd()}).")
             check_complete(resume_from_checkpoint)
             self._state_file(Path(resume_from_checkpoint))
-        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        if resume_from_checkpoint:
+            adapters = self.model.peft_config if isinstance(self.model, PeftModel) else {}
+            check_same_adapter(resume_from_checkpoint, adapters.get("default"))
+        with reporting_full_disk(self.args.output_dir):
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
         with self._evaluating():
@@ -94,6 +101,7 @@ class ResumableTrainer(GRPOTrainer):
             kept.clear()
         self._num_requests = 0  # sent to vLLM by this process while training
         self.num_refilled = 0  # see `refill.py`
+        self._unrewarded: int | None = 0  # generation batches without any reward; None once one had a reward
         self._evaluation_requests = (0, 0)  # the optimizer step of the last evaluation, and its requests so far
         self._evaluations = (0, 0)  # the optimizer step of the last one, and their number at this step
         self._step_begin: dict | None = None
@@ -119,7 +127,15 @@ class ResumableTrainer(GRPOTrainer):
         return num_train_epochs, 0  # after the last epoch; Trainer would take one more step
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        try:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        except RuntimeError as error:
+            if "size mismatch" not in str(error):
+                raise
+            raise ValueError(
+                f"The weights in {resume_from_checkpoint} do not fit the model of this run: "
+                f"{str(error).splitlines()[1].strip()} Resume with the model that the run was started with."
+            ) from error
         if Path(resume_from_checkpoint, "ref", ADAPTER_SAFE_WEIGHTS_NAME).is_file():
             # The trained adapter lies beside that of the KL reference, and transformers before 5.23 loads the latter alone.
             self.model.load_adapter(resume_from_checkpoint, "default", is_trainable=True)
@@ -147,7 +163,8 @@ class ResumableTrainer(GRPOTrainer):
             # into a checkpoint Trainer writes the shards itself, with the state of the optimizer
             is_checkpoint = _internal_call and Path(output_dir) != Path(self.args.output_dir)
             self._save_beside_shards(output_dir, with_shards=not is_checkpoint)
-        super().save_model(output_dir, _internal_call=True)  # who pushes is said in `published_trainer.py`
+        with reporting_full_disk(self.args.output_dir):
+            super().save_model(output_dir, _internal_call=True)  # who pushes is said in `published_trainer.py`
 
     def _save_beside_shards(self, output_dir: str, with_shards: bool) -> None:
         """Where FSDP saves weights in shards Trainer leaves out configuration and tokenizer, without which they are no model."""
@@ -181,6 +198,7 @@ class ResumableTrainer(GRPOTrainer):
             "step": self._step,
             "num_requests": self._num_requests,
             "num_refilled": self.num_refilled,
+            "unrewarded": self._unrewarded,
             "metrics": dict(self._metrics["train"]),
             **self._own_state(),
         }
@@ -212,6 +230,7 @@ class ResumableTrainer(GRPOTrainer):
         self._step = state["step"]
         self._num_requests = state["num_requests"]
         self.num_refilled = state.get("num_refilled", 0)  # of older ones none
+        self._unrewarded = state.get("unrewarded")
         self._metrics["train"].update(state["metrics"])
         self._load_own_state(checkpoint, state)
         if checkpoint.resolve().parent == Path(self.args.output_dir).resolve():

@@ -6,6 +6,7 @@ two with the functions below, and make the other two functions of seeds and coun
 writes, so a checkpoint is looked at before it is used.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -19,10 +20,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from peft import PeftConfig
 from safetensors import SafetensorError, safe_open
 from torch.utils.data import Sampler
+from transformers.utils import ADAPTER_CONFIG_NAME
 from trl.trainer.utils import RepeatSampler
 
+from ..settings.command_line import NO_ROOM, FailedRun
 from ..update.rows import Rollout, from_state, to_state
 
 
@@ -175,6 +179,80 @@ def check_same_settings(checkpoint: str, saved: dict[str, Any], current: dict[st
             f"one. {'; '.join(differing)}. Restore these settings, or start a new run from its weights with "
             "model_name_or_path."
         )
+
+
+# Settings of LoRA that a checkpoint and the run that resumes from it must share.
+_ADAPTER_SETTINGS = ("r", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save", "use_rslora", "use_dora")
+
+
+def check_same_adapter(checkpoint: str, adapter: PeftConfig | None) -> None:
+    """
+    Compare the adapter of a checkpoint with that of the run that resumes from it.
+
+    Args:
+        checkpoint (`str`):
+            Directory of a checkpoint.
+        adapter ([`~peft.PeftConfig`], *optional*):
+            Adapter that the run trains; `None` if it trains the whole model. Modules given by one word are not compared:
+            peft finds their names when it has the model.
+
+    Raises:
+        `ValueError`: if one is an adapter and the other a whole model, or they are different adapters.
+    """
+    file = Path(checkpoint, ADAPTER_CONFIG_NAME)
+    saved = json.loads(file.read_text()) if file.is_file() else None
+    if (saved is None) != (adapter is None):
+        kinds = ("a whole model", "an adapter (LoRA)")
+        raise ValueError(
+            f"{checkpoint} holds {kinds[saved is not None]}, but this run trains {kinds[adapter is not None]}. Set "
+            f"use_peft: {str(saved is not None).lower()} to continue that run, or choose another output_dir."
+        )
+    if saved is None or adapter is None:
+        return
+    given = {name: getattr(adapter, name, None) for name in _ADAPTER_SETTINGS}
+    if isinstance(given["target_modules"], str) or given["target_modules"] is None:
+        del given["target_modules"]
+    plain = [{k: sorted(v) if isinstance(v, list | set) else v for k, v in each.items()} for each in (saved, given)]
+    check_same_settings(checkpoint, *plain)
+    bases = [name and Path(name).name for name in (saved["base_model_name_or_path"], adapter.base_model_name_or_path)]
+    if all(bases) and bases[0] != bases[1]:
+        logger.warning(
+            "%s holds an adapter of %s, and this run trains one of %s. Resume with the model that the run was started with, "
+            "unless it has only moved.",
+            checkpoint,
+            saved["base_model_name_or_path"],
+            adapter.base_model_name_or_path,
+        )
+
+
+def cannot_write(error: BaseException) -> bool:
+    """Whether a file could not be written because a disk is full or broken. safetensors and torch say so in texts only."""
+    if isinstance(error, OSError):
+        return error.errno in NO_ROOM
+    texts = [f"os error {number})" for number in NO_ROOM] + ["PytorchStreamWriter", "unexpected pos", "iostream error"]
+    of_library = isinstance(error, SafetensorError) or type(error) is RuntimeError
+    return of_library and any(text in str(error) for text in texts)
+
+
+@contextlib.contextmanager
+def reporting_full_disk(output_dir: str) -> Iterator[None]:
+    """
+    Raises:
+        `FailedRun`: if a file cannot be written for lack of space; names where the run can be continued.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not cannot_write(error):
+            raise
+        last = last_checkpoint(output_dir)
+        where = (
+            f"from {last}, the last complete checkpoint" if last else "from the beginning: no checkpoint is complete"
+        )
+        raise FailedRun(
+            f"The run in {output_dir} can no longer write files: {str(error).splitlines()[0].rstrip('.')}. Free some space, "
+            f"and continue with `--resume_from_checkpoint last`, {where}."
+        ) from error
 
 
 def defect(checkpoint: str | Path) -> str | None:

@@ -52,6 +52,7 @@ from .resume import request_seed
 from .timing import StepTimer, TimingCallback
 from .tools import check_tools, shared_turns_error, turns
 from .trainer_checks import (
+    OWN_PARAMETERS,
     check_columns,
     check_dataset,
     check_evaluation_batch,
@@ -74,6 +75,9 @@ Optimizers = tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.Lambda
 Environments = EnvironmentFactory | dict[str, EnvironmentFactory]
 
 Config = TypeVar("Config", bound=GRPOConfig)
+
+# A run ends when its first generation batches, so many, have no reward at all. A later batch may.
+_MOST_UNREWARDED = 3
 
 
 class RolloutTrainer(PublishedTrainer, Generic[Config]):
@@ -120,6 +124,9 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
             "environment_factory": environment_factory,
         }
         check_reward_functions(reward_funcs)
+        passed = (*OWN_PARAMETERS, *(["environments"] if environment_factory is not None else []))
+        for name in ("train_dataset", "eval_dataset"):  # a rollout function adds columns of its own
+            check_dataset(name, arguments[name], reward_funcs if rollout_func is None else (), passed)
         check_tools(tools)
         check_reference_answers(reward_funcs, train_dataset, vars(args).get("guidance"), tools)
         self._prepare_loading(model, args, arguments)
@@ -140,7 +147,6 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
         """
         check_no_jit_checkpoint(args)
         for name in ("train_dataset", "eval_dataset"):
-            check_dataset(name, arguments[name])
             if arguments["environment_factory"] is None:  # an environment writes into the prompt
                 check_prompts(name, arguments[name])
         if arguments["environment_factory"] is None and arguments["rollout_func"] is None:
@@ -404,7 +410,18 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
                 self._early_grading.wait()
             rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._labels = self._labels_of(rewards_per_func)
+        if self.model.training and self._unrewarded is not None:
+            self._unrewarded = self._unrewarded + 1 if self._labels.isnan().all() else None
+            if self._unrewarded == _MOST_UNREWARDED:
+                self._stop_without_rewards()
         return rewards_per_func
+
+    def _stop_without_rewards(self) -> NoReturn:
+        raise FailedRun(
+            f"The reward functions ({', '.join(self.reward_func_names)}) returned None for every completion of the first "
+            f"{self._unrewarded} generation batches, so nothing has been learned. Return numbers in [0, 1], and check the "
+            "columns that the functions read."
+        )
 
     def _labels_of(self, rewards_per_func: torch.Tensor) -> torch.Tensor:
         """Of the rows of all processes, what is learnt from."""
@@ -441,6 +458,12 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
         if self._needs_reference and resume_from_checkpoint is None:
             self.reference_probability.begin()
         return prepared
+
+    def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
+        output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        if self._unrewarded and self.state.global_step >= self.state.max_steps:
+            self._stop_without_rewards()
+        return output
 
     def _save_run(self, directory):
         super()._save_run(directory)

@@ -5,7 +5,7 @@ TRL finds these mistakes where it trips over them, after the model has been load
 
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import wraps
 from typing import Any
 
@@ -22,24 +22,45 @@ from ..update.dense_labels import checked_labels
 from ..verification import shared_verifier
 
 
-def check_dataset(name: str, dataset: Any) -> None:
+def check_dataset(name: str, dataset: Any, reward_funcs: Any = (), passed: Collection[str] = ()) -> None:
     """
-    Look for prompts in a data set that knows its columns; rows of others are looked at when they come.
+    Check the columns of a dataset that knows them; the rows of others are checked when they come.
 
     Args:
         name (`str`):
-            What errors call the data set.
+            What errors call the dataset.
         dataset:
-            A data set, a mapping of several, or `None`.
+            A dataset, a mapping of several, or `None`.
+        reward_funcs:
+            A reward function or a list of them.
+        passed (`Collection[str]`):
+            What this trainer passes to reward functions besides the columns and what TRL always passes.
 
     Raises:
-        `ValueError`: if there is no column `prompt`.
+        `ValueError`: if there is no column `prompt`, or a reward function requires a column that is absent.
     """
     if isinstance(dataset, dict):
         for key, part in dataset.items():
-            check_dataset(f"{name}[{key!r}]", part)
+            check_dataset(f"{name}[{key!r}]", part, reward_funcs, passed)
     elif isinstance(dataset, Dataset | IterableDataset) and dataset.column_names is not None:
         check_columns(name, dataset.column_names)
+        for function in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
+            if callable(function) and not isinstance(function, nn.Module):
+                _check_required_columns(function, name, dataset.column_names, passed)
+
+
+def _check_required_columns(function: Callable, name: str, columns: list[str], passed: Collection[str]) -> None:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # a function without a signature
+        return
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    given = {*_ALWAYS_GIVEN, *passed, *columns} - {"prompt", "completion"}  # TRL passes these in the plural only
+    if missing := [parameter for parameter in required if parameter not in given]:
+        raise ValueError(
+            f"The reward function {get_callable_name(function)!r} requires {', '.join(missing)}, but {name} has no such column, "
+            f"only {', '.join(columns)}. Rename a column, or give the parameter a default value."
+        )
 
 
 def check_prompts(name: str, dataset: Any) -> None:
@@ -173,6 +194,9 @@ def check_generation_kwargs(args: GRPOConfig) -> None:
 # What TRL calls every reward function with, beside the columns of the data set.
 _ALWAYS_GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
+# What the trainers of this package pass besides.
+OWN_PARAMETERS = ("score", "reference_probability")
+
 
 def check_reward_functions(functions: Any) -> None:
     """
@@ -260,6 +284,11 @@ def _as_numbers(rewards: Any, name: str, given: dict, keep_steps: Callable) -> l
             raise ValueError(
                 f"The reward function {name!r} returned {reward!r:.100} for completion {i}. {expected}"
             ) from None
+    if nans := [i for i, reward in enumerate(rewards) if reward is not None and math.isnan(reward)]:
+        raise ValueError(
+            f"The reward function {name!r} returned NaN for {len(nans)} of {len(rewards)} completions, the first is completion "
+            f"{nans[0]}. Fix the computation, or return None where a completion has no verdict."
+        )
     return rewards
 
 

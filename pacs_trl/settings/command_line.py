@@ -47,7 +47,7 @@ def exit_code(program: str, main: Callable[[Sequence[str]], Any], argv: Sequence
             traceback.print_exception(error)
             return 1
         print(f"{program}: {error}", file=sys.stderr)
-        return 2
+        return 1 if _has_begun(error) else 2
     except (FailedRun, subprocess.CalledProcessError) as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 1
@@ -66,14 +66,14 @@ def exit_code(program: str, main: Callable[[Sequence[str]], Any], argv: Sequence
             )
         return 1
     except OSError as error:
-        # None: what the Hub says; in a run a path may be one of a reward function's
-        if error.errno not in (NO_ROOM if _has_begun(error) else {None} | NO_ROOM | NO_RIGHTS | WRONG_PATHS):
+        # None: an answer of the Hub. In a run the path may be one of a reward function's.
+        if _has_begun(error) or error.errno not in {None} | NO_ROOM | NO_RIGHTS | WRONG_PATHS:
             raise
         remedy = "What has been written is kept. Make room or give the rights and run the same command again."
         refuses = error.errno in NO_ROOM | NO_RIGHTS
         what = f"this machine refuses: {error}. {remedy}" if refuses else f"{str(error).rstrip('.')}."
         print(f"{program}: {what}", file=sys.stderr)
-        return 1 if _has_begun(error) else 2
+        return 2
     return status if isinstance(status, int) else 0
 
 

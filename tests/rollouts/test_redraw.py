@@ -23,6 +23,7 @@ from pacs_trl.rewards import code_reward, math_reward
 from pacs_trl.rollouts.guidance import FAILED, NO_PROGRAM, WRONG, contains_answer
 from pacs_trl.rollouts.guidance import FEEDBACK as FEEDBACK_ON
 from pacs_trl.rollouts.schedules import additional_completions
+from pacs_trl.settings.command_line import FailedRun
 from pacs_trl.verification import Outcome
 from pacs_trl.verification.code import CodeVerifier
 from pacs_trl.verification.tool import run_python
@@ -199,7 +200,8 @@ def test_prompts_without_verdicts_get_no_more(tmp_path, model_path):
         return [None for _ in completion_ids]
 
     trainer = built(tmp_path, model_path, ADAPTIVE | HINTS, reward=unsure, max_steps=1, save_strategy="no")
-    trainer.train()
+    with pytest.raises(FailedRun, match="None for every completion"):  # of the whole run
+        trainer.train()
     assert history(trainer, "adaptive/wanted") == history(trainer, "guidance/attempted") == [0]
     ((first, groups),) = trainer.generations
     assert first.keys() == groups.keys() and all(len(rows) == 4 for rows in groups.values())

@@ -4,6 +4,7 @@ Completions are sampled here, not replayed: the state of the random number gener
 that wait in the middle of a generation, the reference and the optimizer all have to come back.
 """
 
+import errno
 import logging
 import math
 import os
@@ -16,10 +17,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from processes import start
 from replay import Recorder, addition_dataset, build_trainer, digit_reward, tiny_model, trainable_weights
+from safetensors import SafetensorError
 from seeds import shifted
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from pacs_trl.rollouts.resume import last_checkpoint
+from pacs_trl.rollouts.resume import check_same_adapter, last_checkpoint
+from pacs_trl.settings.command_line import FailedRun
 
 
 pytestmark = pytest.mark.slow
@@ -38,11 +41,13 @@ FOUR_UPDATES = {  # of two groups of four, per generation
 HISTORY = ("loss", "grad_norm", "reward", "entropy", "pacs/proxy_abs_mean", "pacs/score_std", "learning_rate")
 
 
-def trained(output_dir, *, resume=None, num_prompts=64, lora=False, adapter=False, reward=None, **settings):
+def trained(
+    output_dir, *, resume=None, num_prompts=64, lora=False, model=None, adapter=False, reward=None, **settings
+):
     recorder = Recorder()
     trainer = build_trainer(
         output_dir,
-        model=get_peft_model(tiny_model(), LoraConfig(r=4, target_modules="all-linear")) if adapter else None,
+        model=get_peft_model(tiny_model(), LoraConfig(r=4, target_modules="all-linear")) if adapter else model,
         reward=reward,
         more={
             "train_dataset": addition_dataset(num_prompts),
@@ -308,6 +313,56 @@ def test_a_checkpoint_that_is_written_over_is_not_complete_meanwhile(tmp_path, m
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
 
 
+# No space -----------------------------------------------------------------------------------------------------------
+
+needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full, which has no space")
+
+
+@needs_dev_full
+@pytest.mark.parametrize(
+    "file", ["checkpoint-3/optimizer.pt", "checkpoint-3/pacs_state_0.pt", "completions/completions_00003.parquet"]
+)
+def test_a_full_disk_ends_the_run_and_loses_nothing(tmp_path, file):
+    straight, history, _ = trained(tmp_path / "straight", max_steps=4)
+    directory = tmp_path / "full"
+    (directory / file).parent.mkdir(parents=True)
+    (directory / file).symlink_to("/dev/full")
+    with pytest.raises(
+        FailedRun, match=f"(?s)run in {directory} .*--resume_from_checkpoint last.* {directory}/checkpoint-2,"
+    ):
+        trained(directory, max_steps=4, log_completions=True)
+    (directory / file).unlink()
+    weights, history_again, _ = trained(directory, max_steps=4, log_completions=True, resume=True)
+    assert history == history_again
+    assert all(torch.equal(straight[name], weights[name]) for name in straight)
+
+
+@needs_dev_full
+def test_a_full_disk_before_the_first_checkpoint_and_for_the_final_model(tmp_path, monkeypatch):
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / "checkpoint-1" / "scheduler.pt").symlink_to("/dev/full")
+    with pytest.raises(FailedRun, match="from the beginning: no checkpoint is complete"):
+        trained(tmp_path, max_steps=1)
+    trainer = build_trainer(tmp_path)
+
+    def save(*args, **kwargs):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(trainer.model, "save_pretrained", save)
+    with pytest.raises(FailedRun, match="No space left on device"):
+        trainer.save_model()
+
+
+def test_other_errors_of_a_run_are_not_taken_for_a_full_disk(tmp_path):
+    for error in (RuntimeError("CUDA error: out of memory"), OSError(errno.ECHILD, "No child")):
+
+        def reward(completions, error=error, **kwargs):
+            raise error
+
+        with pytest.raises(type(error), match="out of memory|No child"):
+            trained(tmp_path, max_steps=1, reward=reward)
+
+
 # Finished runs ----------------------------------------------------------------------------------------------------
 
 
@@ -377,6 +432,37 @@ def test_checkpoint_of_another_trainer(tmp_path, checkpoint):
     shutil.copytree(checkpoint, copy / "checkpoint-2")  # what is named is the directory of a finished run
     with pytest.raises(ValueError, match="has no pacs_state.*Did you mean .*checkpoint-2/checkpoint-2?"):
         trained(tmp_path, resume=str(copy), max_steps=3)
+
+
+def test_adapters_and_whole_models(tmp_path, checkpoint, caplog):
+    """Found before the optimizer or the weights of the checkpoint are loaded."""
+    trained(tmp_path / "lora", max_steps=2, lora=True)
+    adapter = str(tmp_path / "lora" / "checkpoint-1")
+    with pytest.raises(ValueError, match="checkpoint-1 holds an adapter .*trains a whole model. Set use_peft: true"):
+        trained(tmp_path / "again", resume=adapter, max_steps=2)
+    with pytest.raises(ValueError, match="checkpoint-2 holds a whole model.*trains an adapter.*Set use_peft: false"):
+        trained(tmp_path / "again", resume=str(checkpoint), max_steps=3, lora=True)
+    same = LoraConfig(r=4, target_modules="all-linear")
+    for other, difference in (
+        (LoraConfig(r=8, target_modules="all-linear"), "r: 4 in the checkpoint, 8 now"),
+        (LoraConfig(r=4, lora_alpha=1, target_modules="all-linear"), "lora_alpha: 8 in the checkpoint, 1 now"),
+        (LoraConfig(r=4, target_modules=["q_proj"]), r"target_modules: \[.*\] in the checkpoint, \['q_proj'\] now"),
+    ):
+        with pytest.raises(ValueError, match=difference):
+            trained(tmp_path / "again", resume=adapter, max_steps=2, model=get_peft_model(tiny_model(), other))
+    with pytest.raises(ValueError, match="adapter_model|checkpoint-1 do not fit the model .*size mismatch for"):
+        trained(
+            tmp_path / "again", resume=adapter, max_steps=2, model=get_peft_model(tiny_model(hidden_size=64), same)
+        )
+    with pytest.raises(ValueError, match="checkpoint-2 do not fit the model of this run: size mismatch for"):
+        trained(tmp_path / "again", resume=str(checkpoint), max_steps=3, model=tiny_model(hidden_size=64))
+    base = get_peft_model(tiny_model(), same)
+    base.peft_config["default"].base_model_name_or_path = "models/other"
+    file = tmp_path / "lora" / "checkpoint-1" / "adapter_config.json"
+    file.write_text(file.read_text().replace('"base_model_name_or_path": null', '"base_model_name_or_path": "a/one"'))
+    with caplog.at_level(logging.WARNING):
+        check_same_adapter(adapter, base.peft_config["default"])
+    assert "holds an adapter of a/one, and this run trains one of models/other" in caplog.text
 
 
 def test_snapshot_that_does_not_fit(tmp_path):
