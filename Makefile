@@ -31,14 +31,16 @@ NUMERIC := experiments/test_analysis test_objective update/test_groups update/te
 	baselines/test_critic_objective baselines/test_gae baselines/test_ppo_trainer baselines/test_segments \
 	evaluation/test_critic evaluation/test_diversity evaluation/test_pass_at_k evaluation/test_sampling evaluation/test_support miniature/test_model
 
-# `make compat` runs the numeric tests, and those of trainers, resuming and connections, with the lower bounds of setup.cfg and with
-# the newest versions, each in an environment of its own. PYTHON is the interpreter of both; TORCH_INDEX is what pip is told besides,
-# for example `--index-url https://download.pytorch.org/whl/cpu`: elsewhere torch brings its CUDA libraries, 5 GB for each.
-COMPAT := compat-oldest compat-newest
-compat-oldest: SET := oldest
-compat-newest: SET := newest
-COMPATIBLE := $(NUMERIC) test_pacs_config test_pacs_trainer test_recipe test_trl_drift baselines/test_grpo_trainer \
-	baselines/test_ppo_runs rollouts/test_resume rollouts/test_vllm_checks evaluation/test_engines hub/test_push
+# `make compat` runs all tests with the lower bounds of setup.cfg, with the newest versions, and without optional extras, each in an
+# environment of its own. PYTHON is the interpreter; TORCH_INDEX is what pip is told besides, for example
+# `--index-url https://download.pytorch.org/whl/cpu`: elsewhere torch brings its CUDA libraries, 5 GB for each.
+COMPAT := compat-oldest compat-newest compat-bare
+$(COMPAT): SET = $(@:compat-%=%)
+$(COMPAT): WITH := dev,report
+compat-oldest: PINS := constraints-oldest.txt
+compat-newest: PINS := constraints-newest.txt
+compat-bare: PINS := constraints.txt
+compat-bare: WITH := dev
 
 .PHONY: env env-vllm quickstart test portability $(PORTABILITY) compat $(COMPAT) notebooks quality style bench gpu-check tables clean FORCE
 
@@ -76,8 +78,7 @@ $(PORTABILITY): env
 compat: $(COMPAT)
 
 $(COMPAT):
-	$(MAKE) test VENV=.venv-$(SET) CONSTRAINTS=constraints-$(SET).txt EXTRAS=dev,report \
-		TORCH="$$(grep ^torch== constraints-$(SET).txt) $(TORCH_INDEX)" ARGS="$(COMPATIBLE:%=tests/%.py) $(ARGS)"
+	$(MAKE) test VENV=.venv-$(SET) CONSTRAINTS=$(PINS) EXTRAS=$(WITH) TORCH="$$(grep ^torch== $(PINS)) $(TORCH_INDEX)" ARGS="$(ARGS)"
 
 notebooks: env
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --nbmake --nbmake-timeout=600 notebooks $(ARGS)
@@ -103,4 +104,4 @@ tables: env
 		--warm_start_steps $(STEPS) --num_samples 4 --max_problems 4 --results_dir outputs/tables/short --work_dir outputs/tables/short/work) $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-oldest .venv-newest outputs build *.egg-info
+	rm -rf $(VENV) .venv-oldest .venv-newest .venv-bare outputs build *.egg-info

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from optional import needs
 
 from pacs_trl import cli
 from pacs_trl.data import PROMPT_INSTRUCTION
@@ -114,9 +115,10 @@ def test_help_names_the_command_and_what_it_takes(monkeypatch, capsys, name):
             ["evaluate", "--config", RECIPE, "--model", "m"],
             "is a recipe of `pacs-trl train` (it has the key `dataset_name`), not of this command.\n",
         ),
-        (
+        pytest.param(
             ["report", "--reliability", "nowhere.jsonl", "--output_dir", "x"],
             "No such file or directory: 'nowhere.jsonl'.",
+            marks=needs("matplotlib"),
         ),
         (["push", "--model", "tests/data", "--repo", "a/b"], "does not look like a saved model"),
         (["train", "--confg", RECIPE], "Did you mean `config`?"),
@@ -194,6 +196,7 @@ def test_what_is_not_installed_is_said_before_any_run(monkeypatch, capsys, tmp_p
     assert status == 2 and words in errors
 
 
+@needs("matplotlib")
 def test_the_quickstart_asks_for_matplotlib_first(monkeypatch):
     from experiments.quickstart import _run
 

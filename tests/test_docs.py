@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from optional import require
 
 from pacs_trl import cli
 from pacs_trl.cli import COMMANDS
@@ -204,6 +205,7 @@ def check_command(monkeypatch, words: list[str]) -> None:
         case ["make", *rest]:
             arguments = check_make(rest)
             if "quickstart" in rest:
+                require("matplotlib")
                 check_module(monkeypatch, "experiments.quickstart", arguments)
         case ["pacs-trl", name, *rest] if name in COMMANDS:
             if rest:
@@ -267,6 +269,8 @@ def run(monkeypatch, capsys, command: str) -> str:
 
 @pytest.mark.parametrize("command", sorted(RUN_HERE))
 def test_command_runs(monkeypatch, capsys, command, tmp_path):
+    if command.startswith("pacs-trl report"):
+        require("matplotlib")
     run(monkeypatch, capsys, re.sub(r"--output_dir \S+", f"--output_dir {tmp_path}", command))
 
 
@@ -295,6 +299,11 @@ def test_readme_has_the_numbers_of_the_hardware_page():
     assert all(tuple(row) in longer for row in table_under("README.md", "Hardware"))
     for method, _, hours, gpu_hours, _ in COSTS:
         assert f"{method} {hours} hours, {gpu_hours} GPU hours" in (ROOT / "README.md").read_text()
+
+
+def test_readme_shows_both_commands_and_their_durations():
+    shown = re.findall(r"^(make \w+) +# .*\d+ minutes", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    assert shown == ["make quickstart", "make test"]
 
 
 def test_readme_is_read_in_minutes():

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from optional import needs
 from transformers import TrainerControl, TrainerState
 
 from shared import LivePlot, pacs_trl, prepare
@@ -69,6 +70,7 @@ def test_missing_extra(monkeypatch):
         prepare("matplotlib", "IPython")
 
 
+@needs("matplotlib")
 def test_live_plot_shares_panels_and_draws_at_the_end(monkeypatch):
     drawn = []
     live = LivePlot(["reward", "entropy"], every=2)

@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from optional import needs
 from seeds import shifted
 
 from pacs_trl import cli
@@ -29,6 +30,7 @@ def commands() -> list[list[str]]:
     return [shlex.split(line) for line in block.splitlines()]
 
 
+@needs("matplotlib")
 def test_train_evaluate_report(tmp_path, monkeypatch, capsys):
     tokenizer = build_tokenizer()
     build_model(tokenizer, "tiny", seed=shifted(0)).save_pretrained(tmp_path / "model")

@@ -6,12 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from optional import needs
 
 import pacs_trl
 
 
-pytest.importorskip("mypy")
+pytestmark = needs("mypy")
 
 SCRIPT = """\
 from peft import LoraConfig

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from optional import needs
 
 
 ROOT = Path(__file__).parents[1]
@@ -70,6 +71,7 @@ def installed(tmp_path_factory):
     return target
 
 
+@needs("matplotlib")
 def test_every_command_works_elsewhere(installed, tmp_path):
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     environment = os.environ | {"PYTHONPATH": str(installed)}

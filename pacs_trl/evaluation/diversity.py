@@ -71,7 +71,10 @@ def sentence_embedder(name: str, *, batch_size: int = 16) -> Embedder:
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError as error:
-        raise ValueError("Embeddings need sentence-transformers: pip install 'sentence-transformers>=5'.") from error
+        raise ValueError(
+            "Embeddings need sentence-transformers, which is not installed in this environment. Install it with `pip install "
+            "'sentence-transformers>=5'`, or this package with the extra `diversity`."
+        ) from error
     model = SentenceTransformer(name)
     return lambda texts: model.encode(list(texts), batch_size=batch_size, convert_to_numpy=True)
 

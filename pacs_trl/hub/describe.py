@@ -70,7 +70,11 @@ def described_files(model_dir: Path, results: Path | None, recipe: Path | None) 
     added = [README_FILE]
     if results is not None or (model_dir / RESULTS_FILE).is_file():
         added += [RESULTS_FILE, *hub_evaluations(read_described(results or model_dir / RESULTS_FILE))]
-    return added + [RECIPE_FILE] * (recipe is not None) + [TRAINING_FIGURE] * bool(_log_history(model_dir))
+    return (
+        added
+        + [RECIPE_FILE] * (recipe is not None)
+        + [TRAINING_FIGURE] * bool(find_spec("matplotlib") and _log_history(model_dir))
+    )
 
 
 def card_inputs(model_dir: Path) -> CardInputs:
@@ -149,7 +153,7 @@ def _draw_training(model_dir: Path) -> None:
     if not history:
         return
     if find_spec("matplotlib") is None:
-        logger.warning("Training curves are left out of the card: pip install 'matplotlib>=3.10' to draw them.")
+        logger.warning("Training curves are left out of the card: matplotlib is not installed (extra `report`).")
         return
     from ..report import plots
 

@@ -73,7 +73,7 @@ def require_matplotlib(what: str) -> None:
     if find_spec("matplotlib") is None:
         raise ValueError(
             f"{what} draws figures with matplotlib, which is not installed in this environment. Install it with `pip "
-            "install 'matplotlib>=3.10'` and run the same command again."
+            "install 'matplotlib>=3.10'`, or this package with the extra `report`, and run the same command again."
         )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from optional import require
 from peft import get_peft_model
 from processes import on_two
 from replay import (
@@ -43,7 +44,7 @@ def fsdp2(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def zero3(tmp_path_factory):
-    pytest.importorskip("deepspeed", reason="optional: make env EXTRAS=dev,report,tracking,deepspeed")
+    require("deepspeed")
     return launch(
         tmp_path_factory, "zero3", ACCELERATE_USE_CPU="false", ACCELERATE_USE_DEEPSPEED="true", DS_ACCELERATOR="cpu"
     )

@@ -8,6 +8,7 @@ import huggingface_hub.constants
 import pytest
 from huggingface_hub import HfApi, ModelCard
 from loopback_hub import LoopbackHub
+from optional import needs
 
 from pacs_trl import train
 from pacs_trl.evaluation.arguments import EvaluationArguments
@@ -75,6 +76,7 @@ def test_evaluated_with_the_grader_of_training(evaluated):
         assert results["protocol"]["verifier"]["protocol"] == "authors" and sum(entry["verification"].values()) == 192
 
 
+@needs("matplotlib")
 def test_reported(trained, evaluated, tmp_path):
     runs = [f"{method.upper()}={trained / method}" for method in METHODS]
     argv = [str(evaluated / method) for method in METHODS]
@@ -85,6 +87,7 @@ def test_reported(trained, evaluated, tmp_path):
     assert (tmp_path / "pass_at_k.png").is_file() and (tmp_path / "training.svg").is_file()
 
 
+@needs("matplotlib")
 def test_pushed(trained, evaluated, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)

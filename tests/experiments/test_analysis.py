@@ -4,6 +4,7 @@ from statistics import mean
 
 import pytest
 import torch
+from optional import matplotlib  # noqa: F401 (skips without it)
 from replay import build_trainer
 from seeds import shifted
 from tolerances import rounding_atol

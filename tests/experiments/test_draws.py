@@ -4,6 +4,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
+from optional import needs
 
 from experiments import draws, guided, weights
 from pacs_trl.plan.check import check_recipe
@@ -83,6 +84,7 @@ def test_arms_of_weights_and_labels(arm):
     assert len(weights.ARMS) * 3 - 3 + len(weights.METHODS) * len(weights.RATES) <= 40
 
 
+@needs("matplotlib")
 def test_table_of_weights_and_labels(tmp_path):
     values = {
         "PACS": {0: [20.0, 50.0, 80.0, 0.5], 1: [22.0, 52.0, 82.0, 0.7]},

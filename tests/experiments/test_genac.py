@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from optional import needs
 from replay import RELATIVE, TOKENIZER, tiny_model
 from seeds import shifted
 from transformers import AutoModelForTokenClassification
@@ -134,6 +135,7 @@ def test_tables_of_critics_that_were_taught(policy):
     )
 
 
+@needs("matplotlib")
 def test_arms_are_compared_at_the_seconds_of_the_slowest_without_a_writing_critic(tmp_path):
     def run(seconds, rewards, right):
         ends = [seconds * (i + 1) for i in range(len(rewards))]

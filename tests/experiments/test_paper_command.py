@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import yaml
 from finished_runs import record, rows_of
+from optional import matplotlib  # noqa: F401 (skips without it)
 
 from experiments.paper import cells as paper_cells
 from experiments.paper.command import Options, main, read_table, run_cell, table_names

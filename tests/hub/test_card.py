@@ -11,6 +11,7 @@ import torch
 import yaml
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.utils import validate_repo_id
+from optional import needs
 from peft import LoraConfig, PeftModel
 from replay import addition_dataset, build_trainer
 from results_world import make_results
@@ -78,6 +79,7 @@ def trained(untrained, tmp_path_factory):
     return directory
 
 
+@needs("matplotlib")
 def test_the_card_of_a_trained_model(trained):
     card = valid_metadata((trained / "README.md").read_text())
     assert card.data.base_model is None and card.data.datasets is None and card.data.license == "apache-2.0"

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 import yaml
+from optional import needs
 from seeds import shifted
 
 from pacs_trl import PACSConfig, train
@@ -20,9 +21,7 @@ from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.redaction import published
 
 
-pytest.importorskip("wandb")
-pytest.importorskip("trackio")
-pytest.importorskip("tensorboard")
+pytestmark = [needs("wandb"), needs("trackio"), needs("tensorboard")]
 
 SECRET = "s3cr3tValue42"
 RECIPE = Path(__file__).parents[2] / "recipes" / "miniature" / "pacs.yaml"

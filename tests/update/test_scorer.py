@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 import trl
+from optional import require
 from peft import PromptTuningConfig, get_peft_model
 from replay import TOKENIZER, tiny_model
 from seeds import shifted
@@ -18,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from experiments.gradient_variance import Batch, group_gradients
 from pacs_trl.evaluation.token_entropy import completion_entropies
 from pacs_trl.update import packing
 from pacs_trl.update.packing import PACKED, PackedRows, packed_attention, packing_backend
@@ -542,6 +542,9 @@ HEADS, TAILS = [row[:1] for row in ROWS], [row[1:] for row in ROWS]
 
 
 def gradients(model):
+    require("matplotlib")
+    from experiments.gradient_variance import Batch, group_gradients
+
     labels = torch.tensor([1.0, 0.0] * (NUM_ROWS // 2))
     return group_gradients(model, Batch(HEADS, TAILS, labels), torch.zeros(NUM_ROWS))
 
