@@ -127,6 +127,9 @@ class PACSConfig(PublishedArguments, GRPOConfig):
             group, and are learnt from under the plain prompt.
         max_guided_fraction (`float`, *optional*, defaults to `0.25`):
             Most guided attempts of an optimizer step, as a share of its completions.
+        guided_completions (`str`, *optional*, defaults to `"right"`):
+            Guided attempts that are learnt from: `"right"` ones, or `"all"` with a reward, which take the places of wrong answers
+            whatever their own reward is.
         guided_weight (`float`, *optional*, defaults to `1.0`):
             Factor on the gradient of guided completions.
         adaptive_rollouts (`str`, *optional*):
@@ -182,6 +185,7 @@ class PACSConfig(PublishedArguments, GRPOConfig):
     max_non_finite_steps: int = 3
     guidance: str | None = field(default=None, metadata={"choices": ["hint", "feedback"]})
     max_guided_fraction: float = 0.25
+    guided_completions: Literal["right", "all"] = "right"
     guided_weight: float = 1.0
     adaptive_rollouts: str | None = field(default=None, metadata={"choices": ["equal_treatment", "hardness_weighted"]})
     max_generations: int | None = None

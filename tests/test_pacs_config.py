@@ -82,6 +82,10 @@ REFUSED = {
         "max_guided_fraction=0.5 would be ignored without guidance",
     ),
     "weight without guidance": ({"guided_weight": 0.5}, "guided_weight=0.5 would be ignored without guidance"),
+    "attempts without guidance": (
+        {"guided_completions": "all"},
+        "guided_completions='all' would be ignored without guidance",
+    ),
     "guided weight 0": (HINT | {"guided_weight": 0.0}, "guided_weight must be above 0, got 0.0"),
     "most rows guided": (HINT | {"max_guided_fraction": 0.6}, "max_guided_fraction must be .* at most 0.5, got 0.6"),
     "no row guided": (

@@ -60,6 +60,7 @@ def draw_errors(given: Any, step: Step | None) -> list[str]:
 def _ignored(given: Any) -> list[str]:
     owners = {
         "max_guided_fraction": (0.25, "guidance", "'hint'"),
+        "guided_completions": ("right", "guidance", "'hint'"),
         "guided_weight": (1.0, "guidance", "'hint'"),
         "max_generations": (None, "adaptive_rollouts", "'equal_treatment'"),
         "adaptive_rollouts_budget": (None, "adaptive_rollouts", "'equal_treatment'"),
@@ -76,7 +77,7 @@ def _guidance_errors(given: Any, step: Step | None) -> list[str]:
     if given.guidance is None:
         return []
     errors = []
-    if given.class_weighting == "only_negative":
+    if given.class_weighting == "only_negative" and given.guided_completions == "right":
         errors.append(
             f"guidance={given.guidance!r} makes no sense with class_weighting='only_negative': guided answers are right ones, whose "
             "half of the loss is left out. Use class_weighting='balanced', or remove guidance."

@@ -1,9 +1,9 @@
 """Guided attempts: where all completions of a prompt are wrong, some are drawn again with help, as Agent-RLVR does.
 
 Help is a hint in the prompt, or a second turn with a failed attempt and what the verifier says of it ([arXiv
-2506.11425](https://huggingface.co/papers/2506.11425)). Only right answers are kept: they take the places of wrong ones, and are learnt
-from as answers to the plain prompt. A failed guided attempt is dropped, since as a negative of another prompt it would only be
-pushed down. No engine has drawn these rows from the plain prompt, so they have no `sampling_logps`.
+2506.11425](https://huggingface.co/papers/2506.11425)). Right answers take the places of wrong ones, and are learnt from as answers to the
+plain prompt. A failed guided attempt is dropped, since as a negative of another prompt it would only be pushed down, unless all are
+to be learnt from by their rewards. No engine has drawn these rows from the plain prompt, so they have no `sampling_logps`.
 """
 
 import inspect
@@ -132,10 +132,15 @@ def contains_answer(hint: str | None, solution: Any) -> bool:
 
 
 def guide_failed_groups(
-    again: Redraw, guidance: Guidance, hint: HintFunction | None, max_fraction: float, num_steps: int
+    again: Redraw,
+    guidance: Guidance,
+    hint: HintFunction | None,
+    max_fraction: float,
+    num_steps: int,
+    learns_from_all: bool = False,
 ) -> None:
     """
-    Draw guided attempts for groups without a right answer, and put those that are right in place of wrong ones.
+    Generate guided attempts for groups without a right answer, and put those that are right in place of wrong ones.
 
     Args:
         again ([`Redraw`]):
@@ -146,6 +151,8 @@ def guide_failed_groups(
             Most attempts of an optimizer step, as a share of its rows. Of a group at most half is attempted.
         num_steps (`int`):
             Optimizer steps that share the generation.
+        learns_from_all (`bool`, *optional*):
+            Whether wrong attempts take the places of wrong answers too; one without a reward never does.
     """
     trainer = again.trainer
     # A function of the user's may ask another model, so one process asks for all, and tells all if it cannot.
@@ -161,13 +168,16 @@ def guide_failed_groups(
     if failure is not None:
         raise ValueError(failure)
     slots = [(group, again.inputs[group] | {"prompt": prompt}) for group, prompt in prompts]
-    solved = [_under_plain_prompt(again, row) for row in again.draw(slots, "guidance") if row.label > RIGHT]
-    for row in solved:
+    attempts = again.draw(slots, "guidance")
+    solved = [row for row in attempts if row.label > RIGHT]
+    kept = [row for row in attempts if row.label == row.label] if learns_from_all else solved
+    kept = [_under_plain_prompt(again, row) for row in kept]
+    for row in kept:
         rows = again.groups[row.group]
         rows[max(i for i, other in enumerate(rows) if not other.guided)] = row
     again.log({"guidance/attempted": len(slots), "guidance/solved": len(solved), **counts})
-    if solved:
-        again.log({"guidance/logp": _mean_logp(again, solved)})
+    if kept:
+        again.log({"guidance/logp": _mean_logp(again, kept)})
 
 
 def _under_plain_prompt(again: Redraw, row: Rollout) -> Rollout:

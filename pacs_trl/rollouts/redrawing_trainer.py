@@ -22,7 +22,7 @@ class RedrawingTrainer(RolloutTrainer[Config]):
 
     _own_shared_settings = (
         *("adaptive_rollouts", "max_generations", "adaptive_rollouts_budget", "guidance", "max_guided_fraction"),
-        *("guided_weight", "refill_uniform_groups", "max_refill_rounds"),
+        *("guided_completions", "guided_weight", "refill_uniform_groups", "max_refill_rounds"),
     )
 
     def __init__(
@@ -105,7 +105,8 @@ class RedrawingTrainer(RolloutTrainer[Config]):
         """The rows of all processes, after guided attempts, more completions of hard prompts and other prompts."""
         again, args = Redraw(self, generation_batch, rollouts), self.args
         if args.guidance is not None:
-            guide_failed_groups(again, args.guidance, self._hint, args.max_guided_fraction, num_steps)
+            learns_from_all = args.guided_completions == "all"
+            guide_failed_groups(again, args.guidance, self._hint, args.max_guided_fraction, num_steps, learns_from_all)
         if args.adaptive_rollouts is not None:
             extend_hard_groups(
                 again,

@@ -15,7 +15,7 @@ NEEDED = {
 
 # Settings that the baselines cannot have, and why.
 OF_LATER_DRAWS = (
-    *("guidance", "max_guided_fraction", "guided_weight"),
+    *("guidance", "max_guided_fraction", "guided_completions", "guided_weight"),
     *(
         "adaptive_rollouts",
         "max_generations",

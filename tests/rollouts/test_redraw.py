@@ -12,7 +12,16 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from replay import TOKENIZER, addition_dataset, build_trainer, trainable_weights
+from replay import (
+    RELATIVE,
+    TOKENIZER,
+    Recorder,
+    addition_dataset,
+    build_trainer,
+    load_weights,
+    relative_error,
+    trainable_weights,
+)
 from seeds import shifted
 from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
@@ -55,6 +64,7 @@ RUNS = {  # engine, settings, what else the trainer gets
     "hints": ("server", HINTS | {"vllm_importance_sampling_correction": True}, {}),
     "feedback": ("transformers", FEEDBACK | TWICE, LORA),
     "refill": ("colocate", REFILL, {}),
+    "all guided attempts": ("transformers", HINTS | {"guided_completions": "all", "guided_weight": 0.5} | TWICE, {}),
     "all": ("transformers", WEIGHTED | HINTS | REFILL, {}),
     "all, several generations in a step": (
         "colocate",
@@ -264,6 +274,62 @@ def test_the_weight_of_guided_answers(tmp_path, model_path):
     halved = trainer.update._coefficients(step, rows, proxies)
     for row, before, after in zip(step.rollouts, plain.tolist(), halved.tolist()):
         assert after == before * (0.5 if row.guided else 1.0) and (before < 0 or not row.guided)
+
+
+def in_turn(prompts, completion_ids, solution, **kwargs) -> list[float | None]:
+    """Every first draw is wrong; guided attempts are right, wrong, without a verdict, and so on."""
+    return [[1.0, 0.0, None][i % 3] if "Hint" in str(prompt) else 0.0 for i, prompt in enumerate(prompts)]
+
+
+def loss_of_rows(model, rows, reference) -> torch.Tensor:
+    """PACS of the rows of an optimizer step, loop by loop, with balanced class weights; models in float64."""
+
+    def proxy(row):
+        ids = torch.tensor([[*row.prompt_ids, *row.completion_ids]])
+        sums = []
+        for each in (model, reference):
+            logps = each(ids).logits[0, len(row.prompt_ids) - 1 : -1].log_softmax(dim=-1)
+            sums.append(logps.gather(1, ids[0, len(row.prompt_ids) :, None]).sum())
+        return sums[0] - sums[1].detach()
+
+    losses = []
+    for group in by_group(rows).values():
+        proxies, labels = [proxy(row) for row in group], [row.label for row in group]
+        num_right = sum(labels)
+        for i, label in enumerate(labels):
+            psi = proxies[i] - sum(proxies[:i] + proxies[i + 1 :]) / (len(group) - 1)
+            weight = (
+                1.0
+                if num_right in (0, len(group))
+                else len(group) / (2 * (num_right if label else len(group) - num_right))
+            )
+            losses.append(weight * torch.nn.functional.softplus(-psi if label else psi))
+    return sum(losses) / len(losses)
+
+
+def test_all_guided_attempts_are_learnt_from_by_their_rewards(tmp_path, model_path):
+    """Right and wrong ones, under the plain prompt; the gradient of two updates in float64."""
+    recorder = Recorder()
+    settings = HINTS | {"guided_completions": "all", "max_guided_fraction": 0.5, "max_steps": 2, "save_strategy": "no"}
+    trainer = built(tmp_path, model_path, settings, {"callbacks": [recorder]}, reward=in_turn)
+    trainer.train()
+    ((first, groups),) = trainer.generations
+    rows = [row for group in groups.values() for row in group]
+    guided = [row for row in rows if row.guided]
+    # eight attempts, two of which have no verdict
+    assert history(trainer, "guidance/attempted") == [8] and history(trainer, "guidance/solved") == [3]
+    assert sorted(row.label for row in guided) == [0.0] * 3 + [1.0] * 3 and all(
+        len(group) == 4 for group in groups.values()
+    )
+    assert all(not row.guided or row.prompt_ids.tolist() == first[row.group][0].prompt_ids.tolist() for row in rows)
+    model, reference = (AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float64) for _ in range(2))
+    load_weights(reference, recorder.weights[0])
+    for step, weights, found in zip(trainer._steps, recorder.weights, recorder.gradients, strict=True):
+        load_weights(model, weights)
+        model.zero_grad()
+        loss_of_rows(model, step.rollouts, reference).backward()
+        expected = {name: p.grad.clone() for name, p in model.named_parameters() if name in found}
+        assert relative_error(found, expected) < 2 * RELATIVE
 
 
 def test_feedback_is_a_second_turn(tmp_path, model_path):
