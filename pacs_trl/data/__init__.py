@@ -58,6 +58,12 @@ def _from_verl(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def _system_turn(row: dict[str, Any]) -> str | None:
+    """Return the system turn of a row whose `prompt` holds messages, if it has one."""
+    turns = row.get("prompt") if isinstance(row.get("prompt"), list) else []
+    return next((t["content"] for t in turns if isinstance(t, dict) and t.get("role") == "system"), None)
+
+
 TRAINING_SETS = {
     # The paper's training set: 40k competition problems with their final answers.
     "deepscaler": ProblemSet(
@@ -128,7 +134,8 @@ class DataArguments:
         solution_column (`str`, *optional*): Column with the gold answer; `answer` unless the named set says otherwise.
         prompt_instruction (`str`): Sentence put behind the problem, after one space. Empty: the problem alone. Sets of
             programming problems bring another default.
-        system_prompt (`str`, *optional*): Content of a system turn put before the problem.
+        system_prompt (`str`, *optional*): Content of a system turn put before the problem, instead of the one that a row's own messages
+            (`prompt`) may have.
         max_prompt_length (`int`, *optional*): Longest prompt in tokens, chat template included.
         overlong_prompts (`str`): What happens to longer prompts: `"filter"` drops and counts them, `"error"` stops.
         max_train_samples (`int`, *optional*): Use only so many problems, drawn after the shuffle.
@@ -301,7 +308,8 @@ def _prepare(
             usable.append(row)
             numbers.append(index)
             problem = _DAPO_WRAPPER.sub(r"\g<problem>", problem)
-            prompts.append(build_prompt(problem, instruction=instruction, system_prompt=args.system_prompt))
+            system_prompt = _system_turn(row) if args.system_prompt is None else args.system_prompt
+            prompts.append(build_prompt(problem, instruction=instruction, system_prompt=system_prompt))
             solutions.append(gold)
     if len(usable) < len(rows):
         dropped = f"Dropped {len(rows) - len(usable)} of {len(rows)} rows of {args.dataset_name}"

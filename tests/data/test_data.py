@@ -151,11 +151,15 @@ class TestNamedSets:
             }
         ]
         train, _ = load("rlpr", dataset_path=write_jsonl(tmp_path / "r.jsonl", rows))
-        assert (
-            train[0]["prompt"][-1]["content"].startswith("Why is the sky blue? Please reason")
-            and len(train[0]["prompt"]) == 1
-        )
-        assert train[0]["solution"] == "Rayleigh scattering" and "<answer>" in train[0]["prompt"][-1]["content"]
+        system, user = train[0]["prompt"]
+        assert system == {"role": "system", "content": "Think."}  # that of the data
+        assert user["content"].startswith("Why is the sky blue? Please reason") and "<answer>" in user["content"]
+        assert train[0]["solution"] == "Rayleigh scattering"
+        given = {"dataset_path": str(tmp_path / "r.jsonl"), "prompt_instruction": ""}
+        train, _ = load("rlpr", **given, system_prompt="Reason in tags.")
+        assert [turn["content"] for turn in train[0]["prompt"]] == ["Reason in tags.", "Why is the sky blue?"]
+        write_jsonl(tmp_path / "r.jsonl", [row | {"prompt": turns[1:]} for row in rows])
+        assert [turn["role"] for turn in load("rlpr", **given)[0][0]["prompt"]] == ["user"]
 
     def test_every_revision_is_a_commit(self):
         """Where it is known: those of the sets of programs and of RLPR's are not."""
