@@ -13,7 +13,7 @@ from .settings.optional import require_vllm_for_evaluation
 
 
 def main(argv: Sequence[str]) -> int:
-    """Command line; prints the table of pass@k and where the results are."""
+    """Command line; prints the share of truncated completions, pass@k and where the results are."""
     args, verification = read_evaluation(argv)
     args = _with_warm_start(args)
     with verification.build() as verifier, closing(verification.build_code()) as code_verifier:
@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
             f"pass@{k} {100 * v['value']:.2f} [{100 * v['lower']:.2f}, {100 * v['upper']:.2f}]"
             for k, v in entry["pass_at_k"].items()
         )
-        print(f"{entry['title']}: {line}")
+        print(f"{entry['title']}: truncated {100 * entry['truncated_share']:.1f} %  {line}")
         if "programs" in entry:
             print(f"  programs ran with {entry['programs']['confinement']}")
     print(f"results: {Path(args.output_dir) / 'results.json'}")

@@ -169,8 +169,10 @@ class Recipe(NamedTuple):
         for key, value in self.settings.items():
             parts = (self.run, self.data, self.model, training, self.verification)
             last = next(getattr(part, key) for part in parts if hasattr(part, key))
-            # TRL makes a text of one LoRA target, which a recipe could not spell
-            final[key] = value if isinstance(value, list) else last.value if isinstance(last, Enum) else last
+            last = last.value if isinstance(last, Enum) else last
+            # TRL turns a list of one LoRA target into text, transformers texts and mappings into objects: a recipe has neither
+            is_plain = isinstance(last, str | int | float | dict | None) and not isinstance(value, list)
+            final[key] = last if is_plain else value
         return self._replace(training=training, settings=final)
 
 

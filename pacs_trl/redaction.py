@@ -168,7 +168,13 @@ def _is_path(name: str, text: str) -> bool:
     """Whether a setting that may be a path, a Hub id or the name of something generated is a path."""
     if not _NAME_OF_A_PATH.search(name) or text.startswith(_GENERATED) or "://" in text:
         return False
-    return text.count("/") > 1 or "\\" in text or name.endswith("dir") or os.path.exists(text)
+    return (
+        text.startswith(("/", "outputs/"))
+        or text.count("/") > 1
+        or "\\" in text
+        or name.endswith("dir")
+        or os.path.exists(text)
+    )
 
 
 def _last_part(path: str) -> str:

@@ -43,7 +43,7 @@ from .rollouts.step_sizes import Step
 from .rollouts.tools import check_tool, check_tool_template, check_tools
 from .rollouts.trainer_checks import OWN_PARAMETERS, check_dataset, check_number_of_prompts, check_reward_function
 from .rollouts.vllm_checks import check_version, check_vllm, installed_vllm
-from .settings.optional import check_writable, require_trackers
+from .settings.optional import check_model_path, check_writable, require_trackers
 from .verification import configure_verification, shared_code_verifier, shared_verifier
 from .verification.tool import run_python
 
@@ -185,9 +185,9 @@ def _checked_model(recipe: Recipe):
     """LoRA configuration (or `None`) and tokenizer of the model, without its weights; both fit what will run them."""
     model, training = recipe.model, recipe.training
     name = model.model_name_or_path
-    check_model_directory(name)
+    check_model_path(name)
     if critic := vars(training).get("critic_model_name_or_path"):
-        check_model_directory(critic)
+        check_model_path(critic)
     is_miniature = name.startswith(MINIATURE)
     if training.use_vllm and is_miniature:
         check_version(installed_vllm())  # the trainer asks for the rest, once there is a path
@@ -224,19 +224,6 @@ def _make_warm_start(recipe: Recipe):
         path = str(warm_start(recipe.model.model_name_or_path.removeprefix(MINIATURE)))
     recipe.model.model_name_or_path = path
     return AutoTokenizer.from_pretrained(path, padding_side="left")
-
-
-def check_model_directory(name: str) -> None:
-    """
-    Raises:
-        `ValueError`: if the name of a model is spelled like a path, and there is no such directory, or no model in it.
-    """
-    directory = Path(name).expanduser()
-    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1 and not name.startswith(MINIATURE)
-    if is_path and not directory.is_dir():
-        raise ValueError(f"The model directory {name!r} does not exist (seen from {Path.cwd()}).")
-    if directory.is_dir() and not any((directory / f"{kind}config.json").is_file() for kind in ("", "adapter_")):
-        raise ValueError(f"The directory {name!r} holds no model: it has neither config.json nor adapter_config.json.")
 
 
 def reward_function(name: str) -> Callable:

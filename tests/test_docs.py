@@ -311,8 +311,10 @@ def test_readme_is_read_in_minutes():
     assert len((ROOT / "README.md").read_text().split()) <= 1350
 
 
-def test_each_page_stands_in_the_index():
+def test_each_page_and_notebook_stands_in_the_index():
     index = (ROOT / "docs/README.md").read_text()
+    for page in (index, (ROOT / "README.md").read_text()):
+        assert not [notebook.name for notebook in ROOT.glob("notebooks/*.ipynb") if notebook.name not in page]
     assert not [page.name for page in ROOT.glob("docs/*.md") if page.name != "README.md" and page.name not in index]
 
 

@@ -262,11 +262,15 @@ def test_one_process_of_several_without_a_launcher(monkeypatch, tmp_path):
         read_recipe(["--config", str(tmp_path / "recipe.yaml")])
 
 
-def test_written_settings_can_be_read_again(tmp_path):
-    settings = RECIPE | LORA | {"report_to": "none", "use_cpu": True, "bf16": False}
+@pytest.mark.parametrize(
+    "more", [{}, {"accelerator_config": {"non_blocking": True}}, {"debug": "underflow_overflow"}, {"optim": "sgd"}]
+)
+def test_written_settings_can_be_read_again(tmp_path, more):
+    settings = RECIPE | LORA | {"report_to": "none", "use_cpu": True, "bf16": False} | more
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(settings | {"output_dir": str(tmp_path)}))
     first = read_recipe(["--config", str(file)])
     assert first.model.lora_target_modules == "q_proj"  # as TRL has it
     file.write_text(yaml.safe_dump(first.settings))
+    assert first.settings.items() >= more.items()
     assert read_recipe(["--config", str(file)]).settings == first.settings

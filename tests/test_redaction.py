@@ -149,6 +149,8 @@ def test_paths_are_shortened_to_names(tmp_path, monkeypatch):
         "dataset_path": "./x.parquet",
         "resume_from_checkpoint": "last",
         "problems": [{"id": "test/algebra/1.json"}],
+        "base_model_name_or_path": "/base",  # on another machine than this
+        "chat_template_path": "outputs/elsewhere",
     }
     assert published(given) == given | {
         "model_name_or_path": "model",
@@ -157,6 +159,8 @@ def test_paths_are_shortened_to_names(tmp_path, monkeypatch):
         "output_dir": "run",
         "dataset_name": "train.jsonl",
         "dataset_path": "x.parquet",
+        "base_model_name_or_path": "base",
+        "chat_template_path": "elsewhere",
     }
     assert without_secrets(given | {"token": SECRET, "env": {}}) == given  # on this machine, paths stay
     assert published({"model_name_or_path": "x" * 5000, "dataset_name": "a\0b"}) is not None

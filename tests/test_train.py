@@ -265,6 +265,12 @@ def test_resume_and_refusal_to_start_over(tmp_path, model_path, capsys):
         ),
         (["--dataset_name", str(DATA / "math_500.jsonl"), "--problem_column", "question"], "Columns found: "),
         (["--model_name_or_path", "./nothing"], "model directory './nothing' does not exist"),
+        (["--model_name_or_path", "outputs/nothing"], "model directory 'outputs/nothing' does not exist"),
+        (
+            ["--model_name_or_path", "ADAPTER"],
+            "adapter 'ADAPTER' belongs to the base model './no/base', which does not exist",
+        ),
+        (["--dataset_name", "./rows"], "The data './rows' does not exist"),
         (
             ["--use_peft", "--lora_target_modules", "q_proj", "k_prog"],
             "LoRA is to be put on k_prog, but .* has no such module. Did you mean k_proj.* Its linear layers are "
@@ -281,6 +287,8 @@ def test_what_is_wrong_is_said_before_training(tmp_path, model_path, arguments, 
     (tmp_path / "torn.py").write_text("import nowhere")
     (tmp_path / "bare.py").write_text("def bare(completions):\n    return [0.0 for _ in completions]\n")
     (tmp_path / "FOLDER").mkdir()
+    (tmp_path / "ADAPTER").mkdir()
+    (tmp_path / "ADAPTER" / "adapter_config.json").write_text('{"base_model_name_or_path": "./no/base"}')
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "BROKEN.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n{"problem": 1')

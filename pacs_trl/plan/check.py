@@ -14,7 +14,8 @@ from trl import ModelConfig
 from ..data.sets import FILE_FORMATS
 from ..data.tasks import TASKS
 from ..recipe import METHODS, Recipe, RunArguments, read_arguments, settings_of_method
-from ..train import check_model_directory, function_of_user, reward_function, tool_function
+from ..settings.optional import check_model_path
+from ..train import function_of_user, reward_function, tool_function
 from .arguments import read_plan_arguments
 from .cost import GPUS, H200, Gpu
 from .estimates import Estimate
@@ -77,8 +78,8 @@ def _model_conflicts(model: ModelConfig, critic: str) -> list[str]:
     if name.startswith("miniature/") and task not in TASKS:
         conflicts.append(f"There is no miniature task {task!r} ({name}). The tasks are: {', '.join(TASKS)}.")
     try:
-        check_model_directory(name)
-        check_model_directory(critic or name)
+        check_model_path(name)
+        check_model_path(critic or name)
         re.compile(targets if isinstance(targets, str) else "")
     except ValueError as error:
         conflicts.append(str(error))

@@ -9,7 +9,7 @@ import json
 import logging
 import re
 from concurrent.futures import Future
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from functools import cached_property, partial
 from pathlib import Path
@@ -187,8 +187,20 @@ class PublishedTrainer(ResumableTrainer):
         if self.tools:
             settings["tools"] = [tool.__name__ for tool in self.tools]
         for field in fields(self.args):
-            value = getattr(self.args, field.name)
+            value = _plain(getattr(self.args, field.name))
             default = field.default if field.default_factory is MISSING else field.default_factory()
-            if field.init and value != default:
-                settings[field.name] = value.value if isinstance(value, Enum) else value
+            # transformers replaces some empty defaults with an empty value of another type
+            if field.init and value != default and (value not in ("", [], {}) or default):
+                settings[field.name] = value
         return settings
+
+
+def _plain(value: Any) -> Any:
+    """A setting as a recipe spells it: an enumeration by its value, a configuration object by what differs from its defaults."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if is_dataclass(value):
+        return {f.name: _plain(v) for f in fields(value) if (v := getattr(value, f.name)) != f.default}
+    return value

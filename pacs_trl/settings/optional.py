@@ -1,5 +1,6 @@
 """What a machine may lack, asked for before the work that needs it: packages of some commands, and rights to write."""
 
+import json
 import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -29,6 +30,42 @@ TRACKERS = (
     "dvclive",
     "swanlab",
 )
+
+
+def looks_like_path(name: str) -> bool:
+    """Whether the name of a model or a dataset is spelled as a path: a Hub id has at most one slash, and no recipe of ours
+    writes elsewhere than below `outputs/`."""
+    return name.startswith((".", "/", "~", "outputs/")) or name.count("/") > 1
+
+
+def check_model_path(name: str) -> None:
+    """
+    Check that a model given by its path is there, so that no path is searched on the Hub.
+
+    Args:
+        name (`str`): A directory, or any other name of a model, which is not checked: a Hub id, `miniature/TASK`.
+
+    Raises:
+        `ValueError`: if the name is spelled as a path, and there is no such directory, or no model in it, or only an adapter of a
+            base model that is not there.
+    """
+    directory = Path(name)
+    if not directory.is_dir():
+        if looks_like_path(name) and not name.startswith("miniature/"):
+            home = " `~` is not expanded here: write the whole path." if name.startswith("~") else ""
+            raise ValueError(f"The model directory {name!r} does not exist (seen from {Path.cwd()}).{home}")
+        return
+    adapter = directory / "adapter_config.json"
+    if (directory / "config.json").is_file():
+        return
+    if not adapter.is_file():
+        raise ValueError(f"The directory {name!r} holds no model: it has neither config.json nor adapter_config.json.")
+    base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if base and looks_like_path(base) and not Path(base).is_dir():
+        raise ValueError(
+            f"The adapter {name!r} belongs to the base model {base!r}, which does not exist (seen from {Path.cwd()}). Put the base "
+            "model there, or set base_model_name_or_path in adapter_config.json to where it is."
+        )
 
 
 def check_writable(name: str, directory: str | Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from pacs_trl.data import (
     gold_answer,
     load_training_data,
 )
-from pacs_trl.data.sets import CODE_INSTRUCTION
+from pacs_trl.data.sets import CODE_INSTRUCTION, _quoted, doubts
 from pacs_trl.evaluation.benchmarks import load_benchmark
 from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.verification import Verifier
@@ -387,6 +388,14 @@ def test_unreadable_golds_are_reported_with_row_and_text(tmp_path, caplog):
         load_training_data(DataArguments(dataset_name=path), WordTokenizer(), verifier=verifier)
     report = caplog.records[-1].message
     assert "2 of 4 gold answers" in report and "row 2: 'So it is 4.'" in report and r"row 3: '\\frac{1}{'" in report
+
+
+def test_long_texts_are_quoted_to_the_end():
+    """Their middle is left out, not the closing quotation mark."""
+    problem, answers = "How many apples? " * 20, ["17 apples, " * 9, "18 apples, " * 9]
+    (sentence,) = doubts("my set", [problem, problem], answers)
+    assert re.findall("'[^']*'", sentence) == [_quoted(text) for text in (problem, problem, *answers)]
+    assert sentence.endswith("'.") and len(sentence) < 350 and "..." in _quoted(problem)
 
 
 ODD = [

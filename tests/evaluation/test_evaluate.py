@@ -219,7 +219,7 @@ def test_two_benchmarks_and_the_command_line(arguments, sums, capsys):
         == 0
     )
     out = capsys.readouterr().out
-    assert "MATH 500: pass@1" in out and "addition: pass@1" in out and "results.json" in out
+    assert "MATH 500: truncated " in out and "addition: truncated " in out and "results.json" in out
     assert list(read_results(arguments["output_dir"])["benchmarks"]) == ["math_500", "miniature/addition"]
 
 
@@ -245,6 +245,11 @@ def test_a_recipe_and_an_override(arguments, tmp_path, capsys):
         ({"temperature": -1.0}, "temperature"),
         ({"model": "/no/such/directory"}, "does not exist"),
         ({"model": "no/such/directory/at/all"}, "does not exist"),
+        ({"model": "./nothing"}, "The model directory './nothing' does not exist"),
+        ({"model": "~/nothing"}, "`~` is not expanded here: write the whole path"),
+        ({"model": "outputs/nothing"}, "The model directory 'outputs/nothing' does not exist"),
+        ({"model": "./nothing", "benchmarks": "math_500"}, "The model directory './nothing' does not exist"),
+        ({"model": "ADAPTER"}, "belongs to the base model '/no/base', which does not exist"),
         ({"benchmarks": "aime_1066"}, "Unknown benchmark"),
         ({"benchmarks": "miniature/addition,miniature/addition"}, "once"),
         ({"max_problems": 0}, "no problems"),
@@ -259,8 +264,12 @@ def test_a_recipe_and_an_override(arguments, tmp_path, capsys):
         ({"max_model_len": 0}, "max_model_len must be at least 1"),
     ],
 )
-def test_refused_before_any_work(arguments, monkeypatch, changes, message, capsys):
+def test_refused_before_any_work(arguments, tmp_path, monkeypatch, changes, message, capsys):
     monkeypatch.setattr(TransformersEngine, "load", lambda *a, **k: pytest.fail("the engine was loaded"))
+    monkeypatch.setattr("datasets.load_dataset", lambda *a, **k: pytest.fail("the Hub was searched"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ADAPTER").mkdir()
+    (tmp_path / "ADAPTER" / "adapter_config.json").write_text('{"base_model_name_or_path": "/no/base"}')
     argv = [f"--{key}={value}" for key, value in {**arguments, **changes}.items()]
     assert main(argv) == 2
     assert message in capsys.readouterr().err
@@ -280,7 +289,27 @@ def test_a_miniature_model_is_its_warm_start(arguments, checkpoint, monkeypatch)
 def test_no_bar_goes_into_a_pipe(arguments, capsys):
     argv = [f"--{key}={value}" for key, value in arguments.items()]
     assert main([*argv, "--max_problems=2", "--verification_num_workers=1"]) == 0
-    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["MATH 500", "results"]
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("MATH 500: truncated ") and last.startswith("results: ")
+
+
+def test_the_share_of_truncated_completions_is_printed_next_to_pass_at_1(arguments, capsys):
+    """By hand from the samples: those that were cut at the limit."""
+    changes = {"max_problems": 3, "n": 4, "k": 1, "max_new_tokens": 2, "verification_num_workers": 1}
+    assert main([f"--{key}={value}" for key, value in {**arguments, **changes}.items()]) == 0
+    records = [json.loads(line) for line in store_path(arguments).read_text().splitlines()[1:]]
+    cut = sum(record["finish_reason"] == "length" for record in records)
+    assert len(records) == 12 and cut > 0
+    assert f"truncated {100 * cut / 12:.1f} %  pass@1 " in capsys.readouterr().out
+    assert read_results(arguments["output_dir"])["benchmarks"]["math_500"]["truncated_share"] == cut / 12
+
+
+@pytest.mark.parametrize(
+    ("n", "ks"), [(1, [1]), (2, [1]), (4, [1, 4]), (31, [1, 4, 8, 16]), (128, [1, 4, 8, 16, 32, 64])]
+)
+def test_the_default_k_go_as_far_as_n(n, ks):
+    arguments = EvaluationArguments(model="m", benchmarks="b", output_dir="o", n=n)
+    assert arguments.ks == ks and dataclasses.replace(arguments, method="x").ks == ks
 
 
 def test_a_recipe_that_does_not_exist(capsys):
@@ -289,7 +318,7 @@ def test_a_recipe_that_does_not_exist(capsys):
 
 
 def test_a_directory_without_a_model_is_refused(run, arguments, tmp_path):
-    with pytest.raises(ValueError, match="neither a config.json"):
+    with pytest.raises(ValueError, match="neither config.json nor adapter_config.json"):
         run(arguments, model=str(tmp_path))
 
 

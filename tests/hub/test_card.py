@@ -174,6 +174,7 @@ def test_an_adapter_that_was_trained_in_python(untrained, tmp_path, monkeypatch,
         save_steps=1,
         model_init_kwargs={"dtype": torch.float32},
         generation_kwargs={"stop_strings": None},
+        accelerator_config={"non_blocking": True},
     )
     trainer.train()
     assert (directory / "README.md").read_text().endswith("By hand.\n")  # there is no model beside it yet
@@ -185,6 +186,8 @@ def test_an_adapter_that_was_trained_in_python(untrained, tmp_path, monkeypatch,
         assert "An adapter of the model `base`, fine-tuned with PACS, using" in text and str(tmp_path) not in text
         assert "The base model `base` is not on the Hub" in text and "More Information" not in text
         assert "max_steps: 1\n" in block(text, "yaml") and "torch.float32" in text and "output_dir" not in text
+        settings = yaml.safe_load(block(text, "yaml"))
+        assert settings["accelerator_config"] == {"non_blocking": True} and "debug" not in settings
     text = (directory / "README.md").read_text()
     assert ModelCard(text).data.license == "mit" and "mine" in ModelCard(text).data.tags
     assert ModelCard(text).text.strip().startswith("By hand.") and text.count("# lora\n") == 1

@@ -17,6 +17,7 @@ from pacs_trl import PACSConfig, PACSTrainer, train
 from pacs_trl.cli import run
 from pacs_trl.evaluation.provenance import checkpoint_digest, training_facts
 from pacs_trl.hub import push as hub_module
+from pacs_trl.hub.files import published_contents
 from pacs_trl.hub.push import push
 from pacs_trl.miniature.model import build_model
 
@@ -477,7 +478,37 @@ def test_an_upload_that_fails_is_no_mistake_of_the_user(checkpoint, hub, monkeyp
     monkeypatch.setattr("pacs_trl.hub.push.time.sleep", lambda seconds: None)
     hub.fail_next["preupload"] = [answer] * 99
     assert main(["--model", str(checkpoint), "--repo", REPO]) == code
-    assert f"pacs-trl push: The upload to {REPO} {words}" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"pacs-trl push: The upload to {REPO} {words}" in error and "Nothing was uploaded" not in error
+
+
+def test_a_push_without_a_connection_says_what_it_waits_for(checkpoint, hub, monkeypatch, capsys, caplog):
+    """And that nothing was uploaded; nothing listens at the port."""
+    monkeypatch.setattr("pacs_trl.hub.push.HfApi", lambda: HfApi(endpoint="http://127.0.0.1:1", token="hf_x"))
+    waits = []
+    monkeypatch.setattr("pacs_trl.hub.push.time.sleep", waits.append)
+    assert main(["--model", str(checkpoint), "--repo", REPO]) == 1
+    assert [re.search("Attempt . of 5 .* again in (.*) s", record.message)[1] for record in caplog.records] == [
+        "2",
+        "4",
+        "8",
+        "16",
+    ]
+    error = capsys.readouterr().err
+    assert waits == [2, 4, 8, 16] and "Nothing was uploaded" in error and "kept" not in error
+
+
+def test_no_file_holds_where_the_model_was_loaded_from(checkpoint):
+    """Keys of any depth whose names end like those of paths; nothing else is changed."""
+    kept = {"lstrip": False, "content": "/no/path", "target_modules": "/a/.*proj", "num_key_value_heads": 2}
+    paths = {"tokenizer_file": "/data/base/tokenizer.json", "_name_or_path": "/base", "cache_dir": "~/cache"}
+    names = {"tokenizer_file": "tokenizer.json", "_name_or_path": "base", "cache_dir": "cache"}
+    for file in ("config", "generation_config", "tokenizer_config", "adapter_config", "preprocessor_config"):
+        content = kept | paths | {"inner": [kept | paths], "base_model_name_or_path": "/data/base"}
+        (checkpoint / f"{file}.json").write_text(json.dumps(content))
+        (published,) = (data for name, data in published_contents(checkpoint).items() if name == f"{file}.json")
+        expected = kept | names | {"inner": [kept | names], "base_model_name_or_path": "base"}
+        assert json.loads(published) == expected
 
 
 @pytest.mark.parametrize(
