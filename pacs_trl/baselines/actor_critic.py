@@ -24,6 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from trl.trainer.utils import create_model_from_path, disable_dropout_in_model, get_config_model_id
 
+from ..rollouts.kept_settings import OF_OPTIMIZER
 from ..rollouts.rollout_trainer import Config, RolloutTrainer
 from ..update.rows import without_padding
 from .actor_critic_config import ActorCriticConfig
@@ -104,6 +105,7 @@ class ActorCriticTrainer(RolloutTrainer[Config]):
         directory = "critic/adapter" if isinstance(self.critic, PeftModel) else "critic"
         rate = self.args.critic_learning_rate
         self._second_model = SecondModel(self, self.critic, learning_rate=rate, directory=directory)
+        self._keep_settings(OF_OPTIMIZER - {"learning_rate"})
         self.critic = self._second_model.model
 
     def _prepare_loading(self, model, args, arguments):

@@ -5,7 +5,7 @@ begins from a checkpoint or from nothing, whatever the trainer has done before. 
 out and for the files.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from transformers.integrations.fsdp import get_fsdp_ckpt_kwargs
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_NAME
 from trl import GRPOTrainer
 
+from .kept_settings import OF_OPTIMIZER, check_kept, settings_of_construction
 from .resume import (
     SHARED_SETTINGS,
     EpochSampler,
@@ -44,6 +45,7 @@ class ResumableTrainer(GRPOTrainer):
     def __init__(self, model, reward_funcs=None, args=None, **kwargs):
         super().__init__(model, reward_funcs, args=args, **kwargs)
         self._reset_run()
+        self._kept_settings = settings_of_construction(self.args)
         self.add_callback(_StepBegin(self))
 
     def _get_train_sampler(self, dataset=None):
@@ -53,6 +55,7 @@ class ResumableTrainer(GRPOTrainer):
         return self._step % (self.args.steps_per_generation * self.num_iterations) == 0
 
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
+        check_kept(self._kept_settings, self.args)
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
@@ -79,6 +82,7 @@ class ResumableTrainer(GRPOTrainer):
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         """Keep an evaluation from changing what is trained before or after it."""
+        check_kept(self._kept_settings, self.args)
         for name in ("bf16_full_eval", "fp16_full_eval"):
             if getattr(self.args, name) and not self.is_in_train:
                 raise ValueError(
@@ -143,9 +147,14 @@ class ResumableTrainer(GRPOTrainer):
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         self._reset_run()
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        self._keep_settings(OF_OPTIMIZER)
         if resume_from_checkpoint is not None:
             self._load_run(Path(resume_from_checkpoint))
         return prepared
+
+    def _keep_settings(self, names: Iterable[str]) -> None:
+        """From now on these settings cannot be changed any more."""
+        self._kept_settings = plain_settings(self.args, list(names)) | self._kept_settings
 
     def _rewind_step(self) -> None:
         """Back to where the optimizer step began that cannot be finished: what was drawn for it is drawn again."""
@@ -254,12 +263,17 @@ class ResumableTrainer(GRPOTrainer):
 
 
 class _StepBegin(TrainerCallback):
-    """Remembers where an optimizer step began, which only Trainer knows: the last one of an epoch may be shorter."""
+    """Remembers where an optimizer step began, which only Trainer knows: the last one of an epoch may be shorter. Checks that no
+    callback or reward function has changed a setting: before the step, and before the state after it is saved."""
 
     def __init__(self, trainer: ResumableTrainer):
         self.trainer = trainer
 
+    def on_step_end(self, args, state, control, **kwargs):
+        check_kept(self.trainer._kept_settings, args)
+
     def on_step_begin(self, args, state, control, **kwargs):
+        check_kept(self.trainer._kept_settings, args)
         metrics = {name: list(values) for name, values in self.trainer._metrics["train"].items()}
         counters = {name: getattr(self.trainer, name) for name in self.trainer._counters}
         tokens = {"num_input_tokens_seen": state.num_input_tokens_seen, "global_step": state.global_step}
