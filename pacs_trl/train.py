@@ -36,7 +36,7 @@ from .miniature.tokenizer import build_tokenizer
 from .recipe import Recipe, RunArguments, read_recipe
 from .rollouts.guidance import check_guidance
 from .rollouts.lora import check_lora_targets
-from .rollouts.preemption import EXIT_CODE, check_no_jit_checkpoint, stop_on_signal
+from .rollouts.preemption import NAMES, check_no_jit_checkpoint, stop_on_signal
 from .rollouts.reference_probability import check_reference_answers
 from .rollouts.resume import check_complete, check_same_adapter, last_checkpoint
 from .rollouts.step_sizes import Step
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
         The trainer, after training; `None` if the run that was to be resumed is finished already.
 
     Raises:
-        `SystemExit`: with code 143, when SIGTERM has stopped training after saving a checkpoint.
+        `SystemExit`: with code 143 or 130, when SIGTERM or Ctrl-C has stopped training after saving a checkpoint.
     """
     recipe = read_recipe(sys.argv[1:] if argv is None else argv)
     training = recipe.training
@@ -72,6 +72,7 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
         done = f"The run in {training.output_dir} is finished, and its model is written: nothing to do."
         PartialState().print(f"{done} Raise max_steps or num_train_epochs to train longer.")
         return None
+    _check_keeps_model(training.output_dir, checkpoint)
     check_writable("output_dir", training.output_dir)
     get_reporting_integration_callbacks(training.report_to)  # refuses names that there are not
     require_trackers(training.report_to)
@@ -113,8 +114,8 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
             describe_step(Step.of(training, trainer.accelerator.num_processes), len(train_dataset))
         )
         trainer.train(resume_from_checkpoint=checkpoint)
-        if stopping.stopped:
-            _leave(trainer)
+        if stopping.stopped is not None:
+            _leave(trainer, stopping.stopped)
         trainer.save_model(_internal_call=True)  # no push yet
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.print(
@@ -126,15 +127,16 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
     return trainer
 
 
-def _leave(trainer) -> NoReturn:
-    """End a run that SIGTERM has stopped, and say where it goes on."""
+def _leave(trainer, signum: int) -> NoReturn:
+    """End a run that a signal has stopped, and say how to continue it."""
     trainer.accelerator.wait_for_everyone()  # a launcher ends the others when the first one leaves
-    state, output_dir = trainer.state, trainer.args.output_dir
+    state, code = trainer.state, 128 + signum
+    checkpoint = Path(trainer.args.output_dir) / f"checkpoint-{state.global_step}"
     trainer.accelerator.print(
-        f"Stopped by SIGTERM after optimizer step {state.global_step} of {state.max_steps}, which is saved in "
-        f"{output_dir}/checkpoint-{state.global_step}. Continue with `--resume_from_checkpoint last`. Exit code {EXIT_CODE}."
+        f"Stopped by {NAMES[signum]} after optimizer step {state.global_step} of {state.max_steps}, which is saved in {checkpoint}. "
+        f"Continue with `--resume_from_checkpoint last`. Exit code {code}."
     )
-    raise SystemExit(EXIT_CODE)
+    raise SystemExit(code)
 
 
 def _trainer_class(method: str) -> type:
@@ -313,6 +315,17 @@ def _checkpoint_to_resume(output_dir: str, resume: str | bool | None) -> str | N
         raise ValueError(f"resume_from_checkpoint: the directory {resume!r} does not exist (seen from {Path.cwd()}).")
     check_complete(str(resume))
     return str(resume)
+
+
+def _check_keeps_model(output_dir: str, checkpoint: str | None) -> None:
+    """Refuse to write over the model of another run, of which no checkpoint need be left."""
+    is_own = checkpoint is not None and Path(checkpoint).resolve().parent == Path(output_dir).resolve()
+    holds_model = any((Path(output_dir) / name).is_file() for name in ("config.json", "adapter_config.json"))
+    if holds_model and not is_own:
+        raise ValueError(
+            f"{output_dir} already holds a model, which this run would overwrite without continuing it. Choose another output_dir, "
+            "or remove the directory. To train the model further, pass it as model_name_or_path."
+        )
 
 
 def _asked_to_resume(resume: str | bool | None) -> bool:

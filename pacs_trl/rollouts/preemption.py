@@ -1,10 +1,12 @@
-"""An orderly end on SIGTERM, which schedulers send before they take a machine away (preemption, time limit).
+"""An orderly end on SIGTERM, which schedulers send before they take a machine away (preemption, time limit), and on Ctrl-C.
 
 The running optimizer step is finished, its state is saved, and the process ends with a code of its own, so that the next
 `--resume_from_checkpoint last` loses nothing. transformers has `enable_jit_checkpoint`, which is refused: each process
 decides for itself when to save, possibly in the middle of a step, and the run then ends like a finished one.
 """
 
+import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -15,54 +17,67 @@ from accelerate.utils import reduce
 from transformers import TrainerCallback, TrainingArguments
 
 
-EXIT_CODE = 128 + signal.SIGTERM  # 143, what shells report for a process that SIGTERM has ended
+# In the order in which they decide the exit code, 128 + number, as shells report it.
+NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
 
 class StopOnSignal(TrainerCallback):
     """
-    Saves and stops at the end of the optimizer step in which any process received SIGTERM, on all processes alike.
+    Saves and stops at the end of the optimizer step in which any process received SIGTERM or SIGINT, on all processes alike.
 
-    An evaluation that is due at this step is left out: a scheduler waits for seconds or minutes, and what counts is the
-    checkpoint. Before and after training SIGTERM does what it did before.
+    A second SIGINT stops at once. An evaluation that is due at this step is left out: a scheduler waits for seconds or minutes,
+    and what counts is the checkpoint. Before and after training the signals do what they did before, and a SIGINT that is
+    ignored (a shell does so in the background) stays ignored.
 
     Attributes:
-        stopped (`bool`): whether training was stopped before its end.
+        stopped (`signal.Signals`, *optional*): the signal that stopped training before its end.
     """
 
     def __init__(self):
-        self.stopped = False
-        self._received = False
-        self._previous = None
+        self.stopped: signal.Signals | None = None
+        self._received: list[int] = []
+        self._previous: dict[signal.Signals, object] = {}
 
     def _receive(self, signum, frame):
-        self._received = True  # nothing else: the step goes on, also at the second signal
+        if signum == signal.SIGINT:
+            if signum in self._received:
+                raise KeyboardInterrupt
+            if os.environ.get("RANK", "0") == "0":
+                with contextlib.suppress(OSError):  # print may be what was interrupted
+                    os.write(2, b"\nCtrl-C: saving after this optimizer step. Press Ctrl-C again to stop at once.\n")
+        self._received.append(signum)  # nothing else: the step goes on
 
     def on_train_begin(self, args, state, control, **kwargs):
-        in_main_thread = threading.current_thread() is threading.main_thread()  # no other may handle signals
-        if self._previous is None and in_main_thread:
-            self._previous = signal.signal(signal.SIGTERM, self._receive) or signal.SIG_DFL  # None: not Python's
+        if self._previous or threading.current_thread() is not threading.main_thread():  # no other may handle signals
+            return
+        for signum in NAMES:
+            if (previous := signal.getsignal(signum)) != signal.SIG_IGN or signum == signal.SIGTERM:
+                signal.signal(signum, self._receive)
+                self._previous[signum] = previous or signal.SIG_DFL  # None: not Python's
 
     def on_step_end(self, args, state, control, **kwargs):
-        received = reduce(torch.tensor(float(self._received), device=args.device), reduction="sum")
-        if received.item() == 0:
+        received = torch.tensor([float(signum in self._received) for signum in NAMES], device=args.device)
+        received = reduce(received, reduction="sum").tolist()
+        if not any(received):
             return
-        self.stopped = state.global_step < state.max_steps
+        if state.global_step < state.max_steps:
+            self.stopped = next(signum for signum, number in zip(NAMES, received, strict=True) if number)
         args.save_only_model = False  # of which nothing could be continued
         control.should_evaluate = False
         control.should_save = True
         control.should_training_stop = True
 
     def restore(self) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGTERM, self._previous)
-            self._previous = None
+        for signum, previous in self._previous.items():
+            signal.signal(signum, previous)
+        self._previous.clear()
 
 
 @contextmanager
 def stop_on_signal() -> Iterator[StopOnSignal]:
     """
-    Inside the context SIGTERM ends training in an orderly way, once it has begun. In another thread than the main one it
-    does what it did before.
+    Inside the context SIGTERM and SIGINT end training in an orderly way, once it has begun. In another thread than the main one
+    they do what they did before.
 
     Yields:
         [`StopOnSignal`]: to be added to the trainer; after training, `stopped` says whether to leave.
@@ -82,6 +97,6 @@ def check_no_jit_checkpoint(args: TrainingArguments) -> None:
     if args.enable_jit_checkpoint:
         raise ValueError(
             "enable_jit_checkpoint=True may save in the middle of an optimizer step, at another one on each process. "
-            "Remove it: `pacs-trl train` saves and stops at the end of a step when it receives SIGTERM, and in Python "
+            "Remove it: `pacs-trl train` saves and stops at the end of a step on SIGTERM and Ctrl-C, and in Python "
             "pacs_trl.rollouts.preemption.stop_on_signal() does."
         )

@@ -51,10 +51,15 @@ def exit_code(program: str, main: Callable[[Sequence[str]], Any], argv: Sequence
     except (FailedRun, subprocess.CalledProcessError) as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would show what is being ended
+        resume = (
+            " `--resume_from_checkpoint last` continues from the last checkpoint, if there is one."
+            if _has_begun(error)
+            else ""
+        )
         if os.environ.get("RANK", "0") == "0":
-            print(f"{program}: stopped by Ctrl-C.", file=sys.stderr)
+            print(f"{program}: stopped by Ctrl-C.{resume}", file=sys.stderr)
         return 130
     except BrokenPipeError as error:  # whoever reads (`| head`) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it flushes
@@ -107,7 +112,7 @@ def _is_a_missing_package(error: Exception) -> bool:
     return isinstance(error, ImportError) and last.f_globals.get("__name__", "").startswith(("transformers.", "trl."))
 
 
-def _has_begun(error: Exception) -> bool:
+def _has_begun(error: BaseException) -> bool:
     return any(frame.f_code.co_name == "_inner_training_loop" for frame, _ in traceback.walk_tb(error.__traceback__))
 
 

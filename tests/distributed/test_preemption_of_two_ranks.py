@@ -1,4 +1,4 @@
-"""SIGTERM that reaches one of two ranks, or their launcher: both save the same step and leave; the next launch goes on."""
+"""SIGTERM or Ctrl-C that reaches one of two ranks, or their launcher: both save the same step and exit; the next launch continues."""
 
 import json
 import os
@@ -22,6 +22,8 @@ def reward(completions, trainer_state, **kwargs):
         os.kill(os.getpid(), signal.SIGTERM)
     if target == "launcher" and rank == "0" and trainer_state.global_step == 4:
         os.kill(os.getppid(), signal.SIGTERM)
+    if target == "launcher, by Ctrl-C" and rank == "0" and trainer_state.global_step > int(os.environ["AFTER"]) + 1:
+        os.kill(os.getppid(), signal.SIGINT)
     return digit_reward(completions)
 
 
@@ -40,9 +42,9 @@ def launcher(words):
     elastic_launch(config, main)(words)
 
 
-def launch(tmp_path, target) -> str:
+def launch(tmp_path, target, after=0) -> str:
     words, output = ["--config", str(tmp_path / "recipe.yaml")], tmp_path / "output"
-    process = start(launcher, words, output=output, STOPPING=target, ACCELERATE_USE_CPU="true")
+    process = start(launcher, words, output=output, STOPPING=target, AFTER=str(after), ACCELERATE_USE_CPU="true")
     process.join(600)
     process.kill()
     return output.read_text()
@@ -88,3 +90,9 @@ def test_both_ranks_stop_after_the_same_step(tmp_path):
     assert second, printed[-3000:]
     state = json.loads((Path(last_checkpoint(tmp_path / "run")) / "trainer_state.json").read_text())
     assert [log["step"] for log in state["log_history"] if "loss" in log] == list(range(1, int(second[1]) + 1))
+
+    # torchrun sends Ctrl-C on, too; the ranks are not in the terminal's process group
+    printed = launch(tmp_path, "launcher, by Ctrl-C", after=int(second[1]))
+    third = re.search(r"Stopped by Ctrl-C after optimizer step (\d+) of 1000.*Exit code 130", printed)
+    assert third, printed[-3000:]
+    assert last_checkpoint(tmp_path / "run") == str(tmp_path / "run" / f"checkpoint-{third[1]}")

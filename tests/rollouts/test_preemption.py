@@ -1,4 +1,5 @@
-"""SIGTERM in the middle of a step: the step is finished and saved, the process leaves with code 143, the next one goes on."""
+"""SIGTERM or Ctrl-C in the middle of a step: the step is finished and saved, the process exits with code 143 or 130, the next one
+continues."""
 
 import json
 import os
@@ -14,20 +15,31 @@ from pacs_trl import train
 from pacs_trl.rollouts.preemption import stop_on_signal
 from pacs_trl.rollouts.resume import last_checkpoint
 from pacs_trl.rollouts.rollout_trainer import RolloutTrainer
+from pacs_trl.settings.command_line import exit_code
 
 
-send_at = None  # the optimizer step in which SIGTERM comes, from 0
+send_at: int | None = None  # the optimizer step in which signals come, from 0
+send: tuple[int, ...] = ()
 
 
 def reward(completions, trainer_state, **kwargs):
     if trainer_state.global_step == send_at:
-        os.kill(os.getpid(), signal.SIGTERM)
+        for number in send:
+            os.kill(os.getpid(), number)
     return digit_reward(completions)
 
 
-def run(output_dir, model_path, *arguments, method="pacs", at=None):
-    global send_at
-    send_at = at
+@pytest.fixture(autouse=True)
+def default_handler():
+    """Of Ctrl-C, which a shell ignores in what it starts with `&`."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def run(output_dir, model_path, *arguments, method="pacs", at=None, signals=(signal.SIGTERM,)):
+    global send_at, send
+    send_at, send = at, signals
     settings = {
         "method": method,
         "model_name_or_path": model_path,
@@ -126,6 +138,66 @@ def test_a_finished_run_is_trained_longer_or_again_from_an_earlier_step(tmp_path
     assert run(tmp_path, model_path, "--max_steps", "3", *saving).state.global_step == 3
 
 
+def test_ctrl_c_saves_and_says_how_to_resume(tmp_path, model_path, capfd):
+    run(tmp_path / "straight", model_path)
+    with pytest.raises(SystemExit) as stopped:
+        run(tmp_path / "stopped", model_path, at=2, signals=[signal.SIGINT])
+    assert stopped.value.code == 130 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert last_checkpoint(tmp_path / "stopped") == str(tmp_path / "stopped" / "checkpoint-3")
+    said = capfd.readouterr()
+    assert (
+        "Stopped by Ctrl-C after optimizer step 3 of 4" in said.out and "`--resume_from_checkpoint last`" in said.out
+    )
+    assert "again to stop at once" in said.err
+    run(tmp_path / "stopped", model_path)
+    expected, found = weights(tmp_path / "straight"), weights(tmp_path / "stopped")
+    assert all(torch.equal(weight, found[name]) for name, weight in expected.items())
+
+
+@pytest.mark.parametrize("signals", [[signal.SIGINT] * 2, [signal.SIGTERM, signal.SIGINT, signal.SIGINT]])
+def test_a_second_ctrl_c_stops_at_once(tmp_path, model_path, capsys, signals):
+    def main(argv):
+        run(tmp_path, model_path, at=2, signals=signals)
+
+    assert exit_code("pacs-trl train", main, []) == 130
+    assert last_checkpoint(tmp_path) is None
+    assert "stopped by Ctrl-C. `--resume_from_checkpoint last`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("signals", [[signal.SIGINT, signal.SIGTERM], [signal.SIGTERM, signal.SIGINT]])
+def test_a_scheduler_and_ctrl_c(tmp_path, model_path, signals):
+    with pytest.raises(SystemExit) as stopped:
+        run(tmp_path, model_path, at=0, signals=signals)
+    assert stopped.value.code == 143 and last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-1")
+
+
+def test_ctrl_c_stays_ignored_in_the_background(tmp_path, model_path):
+    """A shell ignores it in what it starts with `&`: it is meant for another program."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    trainer = run(tmp_path, model_path, "--max_steps", "2", at=0, signals=[signal.SIGINT])
+    assert trainer.state.global_step == 2 and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+@pytest.mark.parametrize("resume", ["none", "last"])
+def test_a_finished_model_is_not_overwritten(tmp_path, model_path, resume):
+    """Without checkpoints: neither by a new run nor by one that would be longer and has nothing to continue from."""
+    run(tmp_path, model_path, "--max_steps", "1")
+    before = weights(tmp_path)
+    again = ["--max_steps", "2", "--resume_from_checkpoint", resume]
+    with pytest.raises(ValueError, match=f"{tmp_path} already holds a model.*another output_dir"):
+        run(tmp_path, model_path, *again)
+    assert all(torch.equal(weight, before[name]) for name, weight in weights(tmp_path).items())
+
+
+def test_a_checkpoint_of_another_run_does_not_overwrite_a_model(tmp_path, model_path):
+    run(tmp_path / "first", model_path, "--max_steps", "2", "--save_strategy", "steps", "--save_steps", "1")
+    run(tmp_path / "second", model_path, "--max_steps", "1")
+    checkpoint = ["--max_steps", "2", "--resume_from_checkpoint", str(tmp_path / "first" / "checkpoint-1")]
+    with pytest.raises(ValueError, match="already holds a model"):
+        run(tmp_path / "second", model_path, *checkpoint)
+    assert run(tmp_path / "third", model_path, *checkpoint).state.global_step == 2
+
+
 def test_jit_checkpoints_of_transformers_are_refused(tmp_path, model_path):
     with pytest.raises(ValueError, match="enable_jit_checkpoint=True may save in the middle.*Remove it"):
         run(tmp_path, model_path, "--enable_jit_checkpoint", "true", method="grpo")
@@ -138,9 +210,9 @@ def test_a_run_in_another_thread_leaves_signals_alone():
     def begin():
         with stop_on_signal() as callback:
             callback.on_train_begin(None, None, None)
-            found.append(signal.getsignal(signal.SIGTERM))
+            found.append((signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)))
 
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     thread = threading.Thread(target=begin)
     thread.start()
     thread.join()
