@@ -13,8 +13,14 @@ from tqdm.auto import tqdm
 from transformers import ProgressCallback, TrainerCallback
 
 
-# In the order of the line: what it calls them, and the metric.
-NUMBERS = {"reward": "reward", "entropy": "entropy", "length": "completions/mean_length"}
+# In the order of the line: what it calls them, the metric, and the format.
+NUMBERS = {
+    "reward": ("reward", ".2f"),
+    "entropy": ("entropy", ".2f"),
+    "length": ("completions/mean_length", ".0f"),
+    "truncated": ("completions/clipped_ratio", ".2f"),
+    "grad_norm": ("grad_norm", ".2g"),
+}
 
 
 class ConsoleCallback(ProgressCallback):
@@ -50,17 +56,16 @@ def shorten_console(callbacks: list[TrainerCallback]) -> None:
 
 
 def step_line(logs: Mapping[str, Any], step: int, max_steps: int) -> str | None:
-    """`step 12/30  reward 0.37  entropy 0.19  length 21  1.2 s` of what is logged; `None` if that is of no step."""
+    """`step 12/30  reward 0.37  entropy 0.19  length 21  truncated 0.05  grad_norm 0.12  1.2 s` of what is logged; `None` if that is
+    of no step."""
     prefix = "eval_" if "eval_reward" in logs else ""
     if f"{prefix}reward" not in logs:
         return None
     parts = [f"{'evaluation at ' if prefix else ''}step {step:{len(str(max_steps))}}/{max_steps}"]
-    for name, metric in NUMBERS.items():
+    for name, (metric, digits) in NUMBERS.items():
         value = logs.get(prefix + metric)
         if value is not None or name == "reward":  # None: no completion had a verdict
-            parts.append(
-                f"{name} {'none' if value is None else f'{value:.0f}' if name == 'length' else f'{value:.2f}'}"
-            )
+            parts.append(f"{name} {'none' if value is None else format(value, digits)}")
     seconds = logs.get("eval_runtime" if prefix else "time/total")
     return "  ".join([*parts, f"{seconds:.1f} s"] if seconds is not None else parts)
 

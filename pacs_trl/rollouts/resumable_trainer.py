@@ -107,6 +107,7 @@ class ResumableTrainer(GRPOTrainer):
         self.num_refilled = 0  # see `refill.py`
         self._unrewarded: int | None = 0  # generation batches without any reward; None once one had a reward
         self._evaluation_requests = (0, 0)  # the optimizer step of the last evaluation, and its requests so far
+        self.signal: dict[str, float] = {"none_in": 0}  # see `no_signal.py`
         self._evaluations = (0, 0)  # the optimizer step of the last one, and their number at this step
         self._step_begin: dict | None = None
         self._saved_step: int | None = None  # of the last complete checkpoint in `output_dir`
@@ -208,6 +209,7 @@ class ResumableTrainer(GRPOTrainer):
             "num_requests": self._num_requests,
             "num_refilled": self.num_refilled,
             "unrewarded": self._unrewarded,
+            "signal": self.signal,
             "metrics": dict(self._metrics["train"]),
             **self._own_state(),
         }
@@ -240,6 +242,7 @@ class ResumableTrainer(GRPOTrainer):
         self._num_requests = state["num_requests"]
         self.num_refilled = state.get("num_refilled", 0)  # of older ones none
         self._unrewarded = state.get("unrewarded")
+        self.signal = state.get("signal", self.signal)
         self._metrics["train"].update(state["metrics"])
         self._load_own_state(checkpoint, state)
         if checkpoint.resolve().parent == Path(self.args.output_dir).resolve():

@@ -45,6 +45,7 @@ from .early_grading import EarlyGrading
 from .engine import Engine, ServerFailure
 from .float32_exchange import keep_float32
 from .lora import check_lora_targets
+from .no_signal import NoSignalCallback
 from .preemption import check_no_jit_checkpoint
 from .published_trainer import PublishedTrainer
 from .reference_probability import ReferenceProbability, asks_for_reference, check_reference_answers
@@ -188,6 +189,7 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
         shorten_console(self.callback_handler.callbacks)
         self.timer = StepTimer()
         self.add_callback(TimingCallback(self.timer, self._record_seconds, self.accelerator.print))
+        self.add_callback(NoSignalCallback(self))
         self.grades_answers = math_reward in self.reward_funcs
         self.grades_programs = code_reward in self.reward_funcs
         if self.grades_answers and self.accelerator.is_main_process:

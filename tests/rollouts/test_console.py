@@ -10,16 +10,29 @@ from pacs_trl.rollouts.console import ConsoleCallback, change_of_reward, shorten
 
 
 STEP = {"reward": 0.371, "entropy": 0.1949, "completions/mean_length": 20.6, "time/total": 1.16, "loss": 0.69}
+STEP |= {"completions/clipped_ratio": 0.0475, "grad_norm": 0.001234}
 
 
 @pytest.mark.parametrize(
     ("logs", "line"),
     [
-        (STEP, "step 12/30  reward 0.37  entropy 0.19  length 21  1.2 s"),
-        (STEP | {"reward": None, "entropy": None}, "step 12/30  reward none  length 21  1.2 s"),
+        (STEP, "step 12/30  reward 0.37  entropy 0.19  length 21  truncated 0.05  grad_norm 0.0012  1.2 s"),
         (
-            {"eval_reward": 0.5, "eval_entropy": 0.25, "eval_completions/mean_length": 9.0, "eval_runtime": 3.0},
-            "evaluation at step 12/30  reward 0.50  entropy 0.25  length 9  3.0 s",
+            STEP | {"reward": None, "entropy": None, "grad_norm": float("nan")},
+            "step 12/30  reward none  length 21  truncated 0.05  grad_norm nan  1.2 s",
+        ),
+        (
+            STEP | {"grad_norm": 12.3},
+            "step 12/30  reward 0.37  entropy 0.19  length 21  truncated 0.05  grad_norm 12  1.2 s",
+        ),
+        (
+            {
+                "eval_reward": 0.5,
+                "eval_completions/mean_length": 9.0,
+                "eval_completions/clipped_ratio": 1.0,
+                "eval_runtime": 3.0,
+            },
+            "evaluation at step 12/30  reward 0.50  length 9  truncated 1.00  3.0 s",
         ),
         ({"reward": 1.0}, "step 12/30  reward 1.00"),
         ({"train_runtime": 60.0, "train_loss": 0.69}, None),
