@@ -22,7 +22,7 @@ from .pacs_config import PACSConfig
 from .redaction import PublishedArguments
 from .rollouts.step_sizes import Step, step_errors
 from .rollouts.tools import shared_turns_error
-from .rollouts.trainer_settings import trainer_errors
+from .rollouts.trainer_settings import precision_error, trainer_errors
 from .settings import Setting, settings_of
 from .settings.command_line import read_settings
 from .settings.keys import NEEDED, values_and_errors
@@ -159,6 +159,8 @@ class Recipe(NamedTuple):
             `ValueError`: if this machine cannot do what is asked for.
         """
         config = METHODS[self.run.method]
+        if refused := precision_error(self.training):
+            raise ValueError(refused)
         try:
             training = config(**copy.deepcopy(vars(self.training)))
         except (TypeError, OSError, ImportError) as error:  # how libraries refuse files and missing packages

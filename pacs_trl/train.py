@@ -197,16 +197,12 @@ def _checked_model(recipe: Recipe):
         check_vllm(training, name)
     architecture: Any = name
     peft_config = get_peft_config(model)
-    where = {"revision": model.model_revision, "trust_remote_code": training.trust_remote_code}
     try:
+        tokenizer = load_tokenizer(recipe)
         if is_miniature:
-            task, _, size = name.removeprefix(MINIATURE).partition("/")
-            check_task(task)
-            tokenizer = build_tokenizer(task in TOOL_TASKS)
-            architecture = build_model(tokenizer, size or "small")
-        else:
-            tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", **where)
+            architecture = build_model(tokenizer, name.removeprefix(MINIATURE).partition("/")[2] or "small")
         if peft_config is not None:
+            where = {"revision": model.model_revision, "trust_remote_code": training.trust_remote_code}
             check_lora_targets(peft_config, architecture, **where)
     except OSError as error:  # no connection, no such model, no rights, a folder without a model
         raise ValueError(
@@ -216,6 +212,17 @@ def _checked_model(recipe: Recipe):
     if recipe.run.tools:
         check_tool_template(tokenizer, name)
     return peft_config, tokenizer
+
+
+def load_tokenizer(recipe: Recipe, **kwargs: Any):
+    """Tokenizer of the model of a recipe; `kwargs` are those of `from_pretrained`. Raises an `OSError` if it is not there."""
+    name = recipe.model.model_name_or_path
+    if name.startswith(MINIATURE):
+        task = name.removeprefix(MINIATURE).partition("/")[0]
+        check_task(task)
+        return build_tokenizer(task in TOOL_TASKS)
+    where = {"revision": recipe.model.model_revision, "trust_remote_code": recipe.training.trust_remote_code}
+    return AutoTokenizer.from_pretrained(name, padding_side="left", **where, **kwargs)
 
 
 def _make_warm_start(recipe: Recipe):

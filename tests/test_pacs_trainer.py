@@ -1,5 +1,7 @@
 """The trainer as its user meets it: zero proxies, evaluation, skipped steps, refused input, ten-line script, card."""
 
+import contextlib
+import copy
 import math
 import os
 from dataclasses import dataclass
@@ -473,6 +475,26 @@ def test_reward_function_that_returns_no_rewards(tmp_path, result, words, asynch
         build_trainer(tmp_path, reward=reward).train()
 
 
+@pytest.mark.parametrize("is_path", [True, False])
+def test_messages_without_template_and_prompts_beyond_the_context(tmp_path, is_path):
+    """From a directory without weights: it is found before they are loaded."""
+    config = tiny_model().config
+    config.architectures = ["Qwen3ForCausalLM"]
+    config.save_pretrained(tmp_path / "model")
+    given = {"model": str(tmp_path / "model") if is_path else tiny_model(), "reward": digit_reward}
+    plain = copy.deepcopy(TOKENIZER)
+    plain.chat_template = None
+    with pytest.raises(ValueError, match="prompts are messages, but the tokenizer of .* has no chat template"):
+        build_trainer(tmp_path, more={"processing_class": plain}, **given)
+    longest = max(prompt_lengths(addition_dataset()["prompt"][:], TOKENIZER))
+    with pytest.raises(
+        ValueError, match=f"max_position_embeddings=512. Lower max_completion_length to {512 - longest}, or"
+    ):
+        build_trainer(tmp_path, max_completion_length=513 - longest, **given)
+    with pytest.raises(OSError, match="model.safetensors") if is_path else contextlib.nullcontext():
+        build_trainer(tmp_path, max_completion_length=512 - longest, **given)
+
+
 def test_reward_functions_whose_column_is_absent(tmp_path):
     def graded(completions, difficulty, **kwargs):
         return [1.0] * len(completions)
@@ -545,11 +567,12 @@ def test_prompts_over_the_token_budget_are_found_at_startup(tmp_path, conversati
     assert lengths[5] == lengths[0] + 24
     longest = lengths[5] + MAX_COMPLETION_LENGTH
     more = {"train_dataset": rows}
+    tiny_model().config.save_pretrained(tmp_path / "model")  # no weights
     with pytest.raises(
         ValueError,
         match=rf"Row 5 of train_dataset .* {lengths[5]} tokens.*2 of 8.*max_tokens_per_micro_batch={longest - 1}.* {longest}",
     ):
-        build_trainer(tmp_path, model="no/model", more=more, max_tokens_per_micro_batch=longest - 1)
+        build_trainer(tmp_path, model=str(tmp_path / "model"), more=more, max_tokens_per_micro_batch=longest - 1)
     build_trainer(tmp_path, more=more, max_tokens_per_micro_batch=longest)
     rows_of_stream = rows.to_iterable_dataset()  # checked when they are drawn
     build_trainer(tmp_path, more={"train_dataset": rows_of_stream}, max_tokens_per_micro_batch=longest - 1)
@@ -732,7 +755,7 @@ def test_model_instance_and_default_settings(model_path, tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(PACSTrainer, "_config_class", OnCPU)
-    model = AutoModelForCausalLM.from_pretrained(model_path)
+    model = AutoModelForCausalLM.from_pretrained(model_path, max_position_embeddings=1024)  # 512 are one completion
     trainer = PACSTrainer(model, digit_reward, train_dataset=addition_dataset(64))
     assert trainer.args.output_dir == "model-PACS" and trainer.args.num_generations == 8
     assert trainer.processing_class.eos_token == TOKENIZER.eos_token

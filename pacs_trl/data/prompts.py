@@ -1,4 +1,4 @@
-"""Prompts as tokens: how long they are, and whether they leave room for a completion."""
+"""Prompts as tokens: how long they are, and how many tokens a model has room for."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,9 +13,16 @@ def prompt_lengths(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     tools: Sequence[Any] | None = None,
 ) -> list[int]:
-    """Tokens of each prompt as it is generated from: messages (all prompts or none) by the chat template, text as it stands."""
+    """
+    Tokens of each prompt as it is generated from: messages (all prompts or none) by the chat template, text as it stands.
+
+    Raises:
+        `ValueError`: if prompts are messages and the tokenizer has no chat template.
+    """
     if len(prompts) == 0:
         return []
+    if not isinstance(prompts[0], str):
+        check_chat_template(tokenizer)
     more = dict(chat_template_kwargs or {}) | ({"tools": list(tools)} if tools else {})
     lengths: list[int] = []
     for start in range(0, len(prompts), _BATCH):
@@ -28,3 +35,27 @@ def prompt_lengths(
             )
         lengths += map(len, ids)
     return lengths
+
+
+def check_chat_template(tokenizer: Any) -> None:
+    """
+    Raises:
+        `ValueError`: if a tokenizer cannot turn messages into text.
+    """
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ValueError(
+            f"The prompts are messages, but the tokenizer of {tokenizer.name_or_path!r} has no chat template. Take the tokenizer "
+            "of an instruction-tuned model of the family and save it beside the weights, or write chat_template.jinja there."
+        )
+
+
+def context_length(config: Any) -> int | None:
+    """Tokens that a model has positions for, by its configuration (with scaled RoPE, the scaled number); `None` if unbounded."""
+    config = config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit <= 0:
+        return None
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict) and kind.get("factor")]
+    scaled = [kind["factor"] * kind.get("original_max_position_embeddings", limit) for kind in kinds]
+    return int(max([limit, *scaled]))

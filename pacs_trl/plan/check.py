@@ -14,12 +14,14 @@ from trl import ModelConfig
 from ..data.sets import FILE_FORMATS
 from ..data.tasks import TASKS
 from ..recipe import METHODS, Recipe, RunArguments, read_arguments, settings_of_method
+from ..rollouts.trainer_settings import precision_error
 from ..settings.optional import check_model_path
 from ..train import function_of_user, reward_function, tool_function
 from .arguments import read_plan_arguments
 from .cost import GPUS, H200, Gpu
 from .estimates import Estimate
 from .launch import Launch, read_launch
+from .prompts import UNKNOWN, Prompts, measure
 
 
 # bfloat16 keeps 8 significant bits: adding less than 2^-9 of a weight changes nothing. Adam moves a weight by about the
@@ -31,9 +33,11 @@ def main(argv: Sequence[str]) -> int:
     """Print the plan of a recipe; `argv` is what the command line gives. Returns 0, or 1 if there is a conflict."""
     own = read_plan_arguments(argv, {key for method in METHODS for key in settings_of_method(method)})
     launch, conflicts = read_launch(own.accelerate_config, own.num_processes)
-    recipe, notes = None, []
+    recipe, notes, prompts = None, [], UNKNOWN
     try:
         recipe, errors = check_recipe(own.config, own.overrides, launch.num_processes if launch else None)
+        if recipe is not None and not errors:
+            prompts, errors = measure(recipe)
         conflicts += errors
     except ValueError as error:
         conflicts.append(str(error))
@@ -41,14 +45,16 @@ def main(argv: Sequence[str]) -> int:
         print(f"{own.config}: {recipe.run.method}, {recipe.model.model_name_or_path}, {recipe.data.dataset_name}")
         print(f"Launched as {launch.description}.")
         gpu = GPUS[own.gpu]
-        more_conflicts, notes = judge(recipe, launch, gpu)
+        more_conflicts, notes = judge(recipe, launch, gpu, prompts)
         conflicts += more_conflicts
+        if refused := precision_error(recipe.training):
+            notes.append(f"{refused} The estimates are for an {gpu.name}.")
         notes += batch_notes(own.config, recipe) + data_notes(recipe.data.dataset_name)
         longest = recipe.training.max_completion_length
         if recipe.step is not None and longest is not None:
             mean_length = max(1, round(0.35 * longest)) if own.mean_length is None else own.mean_length
             if 1 <= mean_length <= longest:
-                print("\n".join(Estimate(recipe, launch, gpu).lines(mean_length)))
+                print("\n".join(Estimate(recipe, launch, gpu, prompts).lines(mean_length)))
             else:
                 bounds = f"between 1 and max_completion_length={longest}"
                 conflicts.append(f"--mean-length must lie {bounds}, got {mean_length}: completions do.")
@@ -126,9 +132,10 @@ def batch_notes(path: str, recipe: Recipe) -> list[str]:
     ]
 
 
-def judge(recipe: Recipe, launch: Launch, gpu: Gpu = H200) -> tuple[list[str], list[str]]:
+def judge(recipe: Recipe, launch: Launch, gpu: Gpu = H200, prompts: Prompts = UNKNOWN) -> tuple[list[str], list[str]]:
     """Conflicts and notes about settings that are legal each on its own: with each other, and with the launch."""
-    estimate, method = Estimate(recipe, launch, gpu), {"ppo": "PPO", "genac": "GenAC"}.get(recipe.run.method)
+    estimate = Estimate(recipe, launch, gpu, prompts)
+    method = {"ppo": "PPO", "genac": "GenAC"}.get(recipe.run.method)
     conflicts, notes = _batch_findings(recipe, estimate.num_problems)
     dtype, learning_rate = estimate.dtype, recipe.training.learning_rate
     if dtype != "float32" and not recipe.model.use_peft and learning_rate < _SMALLEST_BF16_LEARNING_RATE:

@@ -124,6 +124,15 @@ KNOWN_MODELS = {
     "Qwen/Qwen2.5-7B": ModelShape(28, 3584, 18944, 28, 4, 128, 152064, tied=False, qkv_bias=True),
 }
 
+# Tokens that their configurations have positions for.
+CONTEXTS = {
+    **{name: 40_960 for name in KNOWN_MODELS if name.startswith("Qwen/Qwen3-")},
+    "Qwen/Qwen2.5-3B": 32_768,
+    "Qwen/Qwen2.5-Math-1.5B": 4_096,
+    "Qwen/Qwen2.5-Math-7B": 4_096,
+    "Qwen/Qwen2.5-7B": 131_072,
+}
+
 
 def model_shape(name: str | None) -> ModelShape | None:
     """Shape of a known model, or from the `config.json` of a local directory; `None` if that is no dense decoder."""

@@ -8,6 +8,7 @@ from ..rollouts.draw_settings import Additional, additional, draw_errors
 from . import cost
 from .cost import GIB, H200, Gpu
 from .launch import Launch
+from .prompts import UNKNOWN, Prompts
 
 
 _SHARED = "accelerate_configs/fsdp2.yaml, which shares the training state over the processes"
@@ -20,15 +21,38 @@ _SET_SIZES = {"deepscaler": 40_315, "gsm8k": 7_473, "math": 7_500}
 _TEMPLATE = 250
 
 
+def _duration(hours: float, unit: str = "", digits: int = 1) -> str:
+    """Hours in words; below one hour in minutes, below one minute in seconds."""
+    if hours >= 1:
+        return f"{hours:.{digits}f} {unit}hours"
+    if 60 * hours >= 1:
+        return f"{60 * hours:.1f} {unit}minutes"
+    return f"{3600 * hours:.0f} {unit}seconds" if 3600 * hours >= 1 else f"under 1 {unit}second"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 1 else f"{seconds:.2g} s"
+
+
+def _count(tokens: float) -> str:
+    return f"{tokens / 1e6:,.1f} million" if tokens >= 1e6 else f"{tokens:,.0f}"
+
+
+def _size(size: float) -> str:
+    """Bytes in words of one width."""
+    return f"{size / GIB:6.1f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:6.1f} MiB"
+
+
 class Estimate:
     """
     What is known of a run beforehand. `dtype` is that of the loaded weights, `precision` that of activations (see [`~cost.ModelShape.activation_bytes`]). FSDP and
     DeepSpeed train float32 copies of half-precision weights, but only under mixed precision, for which the recipe wins over
-    the accelerate file. `num_problems` is counted before overlong prompts are left out, and `None` where the set is not a
-    named one. Sizes are bytes on one GPU; there are none where the shape of a model is not known, the policy's or the critic's.
+    the accelerate file. `num_problems` is that of `prompts`; of a named set it is counted before overlong prompts are left out,
+    of others it is `None`. Sizes are bytes on one GPU; there are none where the shape of a model is not known, the policy's or the critic's.
     """
 
-    def __init__(self, recipe: Recipe, launch: Launch, gpu: Gpu = H200):
+    def __init__(self, recipe: Recipe, launch: Launch, gpu: Gpu = H200, prompts: Prompts = UNKNOWN):
+        self.prompts = prompts
         training, data = recipe.training, recipe.data
         self.recipe, self.launch, self.training, self.step, self.gpu = recipe, launch, training, recipe.step, gpu
         self.usable = 0.95 * gpu.memory_bytes  # the rest goes to fragments, kernels and communication
@@ -41,8 +65,8 @@ class Estimate:
             self.precision = "bfloat16"
         size = _SET_SIZES.get(data.dataset_name)
         size = size and max(0, size - data.eval_split_size)
-        self.num_problems = size and min(size, data.max_train_samples or size)
-        self.longest_prompt = data.max_prompt_length or 1024
+        self.num_problems = prompts.number or (size and min(size, data.max_train_samples or size))
+        self.longest_prompt = max(prompts.lengths) if prompts.lengths else data.max_prompt_length or 1024
         self.longest = self.longest_prompt + (training.max_completion_length or 0)
         # Packed rows of a group compute its prompt once; those of PPO meet by chance only.
         self.shares_prompts = self.of_pacs and training.padding_free != "never"
@@ -204,15 +228,17 @@ class Estimate:
         most = rollouts * (rows + sum(each.most for each in self.additional.values()))
         most *= self.training.max_completion_length
         epochs = rollouts * self.step.prompts_per_generation / size if size else 0
+        measured = [] if self.prompts.number is None else [f"  prompts            {self.prompts.line}"]
         return [
             "",
             "Run",
+            *measured,
             f"  optimizer steps    {optimizer_steps}",
             f"  rollout steps      {rollouts}{f' ({epochs:.1f} epochs of {size} problems)' if size else ''}",
             *self._drawn_again(),
             f"  completions        {completions:,}",
-            f"  tokens generated   {completions * mean_length / 1e6:,.1f} million at a mean of {mean_length} per "
-            f"completion, at most {most / 1e6:,.1f} million",
+            f"  tokens generated   {_count(completions * mean_length)} at a mean of {mean_length} per completion, at most "
+            f"{_count(most)}",
         ]
 
     def _drawn_again(self) -> list[str]:
@@ -246,7 +272,7 @@ class Estimate:
         return [
             "",
             f"Memory per GPU (estimate, {self.shape.parameters / 1e9:.2f}e9 parameters)",
-            *(f"  {name:18} {size / GIB:6.1f} GiB   {words}" for name, size, words in rows if size),
+            *(f"  {name:18} {_size(size)}   {words}" for name, size, words in rows if size),
         ]
 
     def _disk(self, optimizer_steps: int | None, mean_length: int) -> list[str]:
@@ -265,8 +291,8 @@ class Estimate:
         if training.save_strategy == "steps" and training.save_steps >= 1 and optimizer_steps is not None:
             count = -(-optimizer_steps // int(training.save_steps))  # the last step is saved too
             count = min(count, training.save_total_limit or count)
-            total = f"; {count} of them: {count * size / GIB:.0f} GiB"
-        return ["", "Disk", f"  checkpoint         {size / GIB:6.1f} GiB   {', '.join(parts)}{total}"]
+            total = f"; {count} of them: {count * size / GIB:.0f} GiB" if count * size >= GIB else f"; {count} of them"
+        return ["", "Disk", f"  checkpoint         {_size(size)}   {', '.join(parts)}{total}"]
 
     def _forward_passes(self) -> float:
         training, step = self.training, self.step
@@ -321,12 +347,14 @@ class Estimate:
             cache = 0.3 * gpu.memory_bytes
             how = {"kv_cache_bytes": cache, "gpu": gpu}
             writing = cost.decoding_seconds(shape, answers / gpus, question, mean, longest, **how)
-            written = f"{writing:.0f} s to write them"
-        words = f"at most {answers:,} answers of {mean} tokens per rollout step; {written}, {learning:.0f} s to learn from them"
+            written = f"{_seconds(writing)} to write them"
+        words = f"at most {answers:,} answers of {mean} tokens per rollout step; {written}, {_seconds(learning)} to learn from them"
         return flops, learning, writing, f"{words} ({passes:g} forward passes)"
 
     @property
     def _prompt(self) -> int:
+        if self.prompts.lengths:
+            return round(sum(self.prompts.lengths) / len(self.prompts.lengths))
         return min(self.recipe.data.max_prompt_length or 256, 256)
 
     def _time(self, optimizer_steps: int, mean_length: int) -> list[str]:
@@ -344,7 +372,7 @@ class Estimate:
             how = {"prompt": prompt, "mean": mean_length, "longest": longest, "kv_cache_bytes": cache, "gpu": gpu}
             generating = sum(cost.decoding_seconds(shape, rows / gpus, **how) for rows in draws)
             generation = (
-                f"{generating:.0f} s: weights read once per token of the longest completion, keys and values of all "
+                f"{_seconds(generating)}: weights read once per token of the longest completion, keys and values of all "
                 f"completions, at {gpu.decoding_share:.0%} of {gpu.bandwidth / 1e12:.3g} TB/s"
                 f"{'' if training.use_vllm else ' (vLLM; without it many times slower)'}"
             )
@@ -358,16 +386,16 @@ class Estimate:
             fresh = rollouts * (learning + times * generating) / 3600
             reuse = [
                 f"  reuse              {times} updates on every completion: as many with num_iterations=1 would draw {times} times "
-                f"as many completions, {fresh:.1f} hours instead of {hours:.1f}"
+                f"as many completions, {_duration(fresh)} instead of {_duration(hours)}"
             ]
         return [
             "",
             f"Time on {gpu.name} (estimate; grading, weight transfer and saving not counted; prompts of {prompt} tokens)",
             f"  learning           {flops:.1e} FLOP per rollout step: {passes:g} forward passes of 2 x parameters x tokens "
-            f"plus attention{padding}; {learning:.0f} s at {gpu.training_share:.0%} of {gpu.flops / 1e12:.0f} TFLOP/s",
+            f"plus attention{padding}; {_seconds(learning)} at {gpu.training_share:.0%} of {gpu.flops / 1e12:.0f} TFLOP/s",
             f"  generation         {generation}",
             *critic,
             *reuse,
-            f"  all                {hours:.1f} hours on {gpus} GPU{'s' * (gpus > 1)}, {hours * gpus:.0f} GPU hours, "
+            f"  all                {_duration(hours)} on {gpus} GPU{'s' * (gpus > 1)}, {_duration(hours * gpus, 'GPU ', 0)}, "
             f"{rollouts * flops:.1e} FLOP for learning",
         ]

@@ -23,6 +23,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from peft import LoraConfig, PeftConfig, PeftModel
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoTokenizer,
     BitsAndBytesConfig,
     PreTrainedModel,
@@ -36,6 +37,7 @@ from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
 from trl.trainer.utils import get_config_model_id, is_async_callable
 
 from ..data import check_chat_template_kwargs
+from ..data.prompts import context_length
 from ..rewards import code_reward, math_reward
 from ..settings.command_line import FailedRun
 from ..update.rows import Rollout, unpad_rollouts, weighted_rewards
@@ -131,6 +133,8 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
         check_tools(tools)
         check_reference_answers(reward_funcs, train_dataset, vars(args).get("guidance"), tools)
         self._prepare_loading(model, args, arguments)
+        if environment_factory is None and rollout_func is None:
+            self._check_prompt_lengths(model, args, arguments)  # last: it may download the model's configuration
         super().__init__(model, reward_funcs, args, **arguments)
         self._prepare_drawing()
         self._prepare_learning()
@@ -150,8 +154,6 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
         for name in ("train_dataset", "eval_dataset"):
             if arguments["environment_factory"] is None:  # an environment writes into the prompt
                 check_prompts(name, arguments[name])
-        if arguments["environment_factory"] is None and arguments["rollout_func"] is None:
-            self._check_prompt_lengths(model, args, arguments)
         peft_config = arguments["peft_config"]
         check_generation_kwargs(args)
         if args.use_vllm:
@@ -175,6 +177,10 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
         given = arguments["processing_class"]
         if isinstance(given, ProcessorMixin):  # its prompts may hold images
             return
+        config = None if isinstance(model, str) else model.config
+        if config is None:
+            given_to_model = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
+            config = AutoConfig.from_pretrained(model, **given_to_model)
         evaluation = arguments["eval_dataset"]
         evaluations = evaluation if isinstance(evaluation, dict) else {"eval_dataset": evaluation}
         check_prompt_lengths(
@@ -182,6 +188,7 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
             args,
             load_tokenizer if given is None else lambda: given,
             arguments["tools"],
+            context_length(config),
         )
 
     def _prepare_drawing(self) -> None:

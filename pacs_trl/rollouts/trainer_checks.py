@@ -84,33 +84,44 @@ def check_golds(dataset: Any) -> None:
 
 
 def check_prompt_lengths(
-    datasets: dict[str, Any], args: GRPOConfig, load_tokenizer: Callable[[], Any], tools: list[Callable] | None
+    datasets: dict[str, Any],
+    args: GRPOConfig,
+    load_tokenizer: Callable[[], Any],
+    tools: list[Callable] | None,
+    context: int | None,
 ) -> None:
     """
-    Look for prompts that leave no room for a completion, where a setting bounds the tokens of a sequence; not in streams.
+    Look for prompts that leave no room for a completion, where the tokens of a sequence are bounded; not in streams.
 
     Args:
         datasets (`dict`): The training set as `train_dataset`, and others.
-        load_tokenizer (`Callable`): Called if there is a bound.
+        load_tokenizer (`Callable`): Returns the tokenizer that prompts are generated with.
+        context (`int`, *optional*): Tokens that the model has positions for.
 
     Raises:
-        `ValueError`: if a prompt and `max_completion_length` tokens exceed `max_tokens_per_micro_batch` (in training) or, with
-            vLLM, `vllm_max_model_length`.
+        `ValueError`: if a prompt and `max_completion_length` tokens exceed the context, `max_tokens_per_micro_batch` (in
+            training) or, with vLLM, `vllm_max_model_length`; or messages cannot be tokenized.
     """
     of_engine = {"vllm_max_model_length": args.vllm_max_model_length if args.use_vllm else None}
+    of_engine["max_position_embeddings"] = context
     of_training = {"max_tokens_per_micro_batch": vars(args).get("max_tokens_per_micro_batch")}
     completion = args.max_completion_length or 1
     for name, dataset in datasets.items():
         limits = of_engine | (of_training if name == "train_dataset" else {})
         limit, room = min(((key, n) for key, n in limits.items() if n), key=lambda each: each[1], default=("", None))
-        if room is None or not isinstance(dataset, Dataset):
+        if not isinstance(dataset, Dataset):
             continue
-        lengths = prompt_lengths(dataset["prompt"][:], load_tokenizer(), args.chat_template_kwargs, tools)
-        overlong = [i for i, length in enumerate(lengths) if length + completion > room]
-        if overlong:
+        prompts = dataset["prompt"][: len(dataset) if room else 1]  # one shows whether there is a chat template
+        lengths = prompt_lengths(prompts, load_tokenizer(), args.chat_template_kwargs, tools)
+        overlong = [i for i, length in enumerate(lengths) if room is not None and length + completion > room]
+        if room is not None and overlong:
+            remedy = f"Raise it to {max(lengths) + completion}"
+            if limit == "max_position_embeddings":
+                limit = f"the context of the model, {limit}"
+                remedy = f"Lower max_completion_length to {max(room - max(lengths), 0)}"
             raise ValueError(
                 f"Row {overlong[0]} of {name} has a prompt of {lengths[overlong[0]]} tokens. With max_completion_length={completion}, "
-                f"{len(overlong)} of {len(lengths)} prompts do not fit into {limit}={room}. Raise it to {max(lengths) + completion}, or "
+                f"{len(overlong)} of {len(lengths)} prompts do not fit into {limit}={room}. {remedy}, or "
                 f"leave out prompts of more than {max(room - completion, 0)} tokens (in a recipe: max_prompt_length)."
             )
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers.debug_utils import DebugOption
 from transformers.trainer_pt_utils import AcceleratorConfig
+from transformers.utils import is_torch_bf16_gpu_available
 
 from .trainer_checks import check_evaluation_batch, check_generation_kwargs
 
@@ -114,6 +115,17 @@ def trainer_errors(given: Any, num_processes: int | None) -> list[str]:
         except ValueError as error:
             errors.append(str(error))
     return errors
+
+
+def precision_error(given: Any) -> str | None:
+    """Why this machine cannot compute in the precision of a run, in words; `None` if it can."""
+    asked = [name for name in ("bf16", "bf16_full_eval") if getattr(given, name)]
+    if not asked or given.use_cpu or is_torch_bf16_gpu_available():
+        return None
+    return (
+        f"{' and '.join(asked)} needs a GPU that computes in bfloat16, and this machine has none. Train on another machine, or set "
+        "bf16: false (without a GPU also use_cpu: true)."
+    )
 
 
 def _is_multiple(text: str) -> bool:

@@ -61,8 +61,10 @@ def test_what_reuse_saves(planned):
     learning = float(planned("learning", **settings).split("; ")[1].split()[0])
     generation = float(planned("generation  ", **settings).split()[0])
     words = planned("reuse", **settings).split()
-    assert float(words[-5]) == pytest.approx(30 * (learning + 4 * generation) / 3600, abs=0.1)  # seconds are rounded
-    assert words[-1] == planned("all", **settings).split()[0]
+    fresh, unit, *_, now, unit_now = words[-6:]
+    assert unit == unit_now == "minutes" and [now, unit] == planned("all", **settings).split()[:2]
+    # both numbers of seconds are rounded: by 0.5 and 4 x 0.5 seconds, 1.25 minutes in 30 generations
+    assert float(fresh) == pytest.approx(30 * (learning + 4 * generation) / 60, abs=1.3)
 
 
 def cases(table: dict[float, list[dict]]) -> list[tuple[float, dict]]:

@@ -1,0 +1,127 @@
+"""Prompts that `plan` measures, and what it says of model, data and machine, as training does before it loads a model."""
+
+import json
+
+import pytest
+from transformers import GPT2Config, LlamaConfig, MambaConfig
+
+from pacs_trl.data import PROMPT_INSTRUCTION
+from pacs_trl.data.prompts import context_length
+from pacs_trl.miniature.model import build_model
+from pacs_trl.miniature.tokenizer import build_tokenizer
+from pacs_trl.plan.cost import CONTEXTS, KNOWN_MODELS
+from pacs_trl.recipe import read_recipe
+
+
+PROBLEMS = ["1+1", "What is the sum of ten and twelve?", "2+2"] * 3
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A directory with configuration and tokenizer, and no weights."""
+    tokenizer = build_tokenizer()
+    build_model(tokenizer).config.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def small(plan, model, tmp_path):
+    """`plan` of a small run on a file, on that model."""
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"problem": p, "answer": "2"}) + "\n" for p in PROBLEMS))
+    sizes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "steps_per_generation": 1}
+
+    def run(*arguments, **changes):
+        given = {"model_name_or_path": str(model), "dataset_name": str(data), "max_steps": 9, "save_steps": 1}
+        return plan(*arguments, **(sizes | given | changes))
+
+    return run
+
+
+def test_prompts_of_a_file_are_measured(small):
+    ids = [
+        build_tokenizer().apply_chat_template(
+            [{"role": "user", "content": f"{problem} {PROMPT_INSTRUCTION}"}],
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        for problem in PROBLEMS
+    ]
+    mean, longest = sum(map(len, ids)) / 9, max(map(len, ids))
+    status, output = small()
+    assert status == 0, output
+    assert f"  prompts            9 of {mean:.0f} tokens on average, {longest} at most (measured)" in output
+    assert "rollout steps      9 (1.0 epochs of 9 problems)" in output and f"prompts of {round(mean)} tokens" in output
+    assert "optimizer steps    36" in small(max_steps=None, num_train_epochs=4)[1]
+    # 8 completions, their prompt once, of the one group in a micro-batch
+    assert f"micro-batch of {8 * 1000 + longest + 7} tokens" in output
+    status, output = small(max_prompt_length=len(ids[0]))
+    assert f"  prompts            6 of {len(ids[0])} tokens on average, {len(ids[0])} at most" in output
+    status, output = small(model_name_or_path="Qwen/Qwen3-0.6B")  # not on this machine
+    assert status == 0 and "  prompts            9\n" in output
+
+
+def test_a_small_run_is_told_in_small_units(small):
+    status, output = small()
+    assert " 0.0 " not in output.split("Run\n")[1] and "0.0 hours" not in output and " 0 GPU" not in output
+    assert "MiB   16 bytes per trained weight" in output and "tokens generated   25,200 at a mean of 350" in output
+    status, output = small(model_name_or_path="Qwen/Qwen3-0.6B", max_steps=300)
+    (line,) = [line for line in output.splitlines() if line.startswith("  all ")]
+    assert "minutes on 1 GPU" in line and "GPU minutes" in line
+
+
+def test_a_tokenizer_without_a_chat_template(small, model):
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    for data in ({}, {"dataset_name": "gsm8k"}):
+        status, output = small(**data)
+        assert status == 1 and "1 conflict(s)" in output and "has no chat template" in output
+    assert small(dataset_name="someone/something")[0] == 0  # its prompts may be text
+
+
+def test_a_context_that_is_too_short(small):
+    status, output = small(max_completion_length=4090)
+    assert status == 1 and "1 conflict(s)" in output
+    assert "9 of 9 prompts do not fit into the context of the model, max_position_embeddings=4096" in output
+    status, output = small(dataset_name="gsm8k", max_prompt_length=96, max_completion_length=4001)
+    assert "max_prompt_length=96 plus max_completion_length=4001 exceeds the context" in output
+    assert small(dataset_name="gsm8k", max_prompt_length=95, max_completion_length=4001)[0] == 0
+    math = {"model_name_or_path": "Qwen/Qwen2.5-Math-1.5B", "dataset_name": "gsm8k", "max_completion_length": 4096}
+    assert "a prompt plus max_completion_length=4096 exceeds the context" in small(**math)[1]
+
+
+def test_what_training_would_say_of_the_data(small, tmp_path, monkeypatch):
+    (tmp_path / "strict.py").write_text("def graded(completions, difficulty, **kwargs):\n    return []\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for changes, words in (
+        ({"reward_funcs": ["strict.graded"]}, "'graded' requires difficulty"),
+        ({"problem_column": "question"}, "`problem_column` 'question' is not a column"),
+        ({"max_tokens_per_micro_batch": 1010}, "do not fit into max_tokens_per_micro_batch=1010"),
+        ({"max_prompt_length": 3}, "longer than max_prompt_length=3"),
+        ({"num_generations": 8, "per_device_train_batch_size": 80}, "10 different prompts, but 9 problems"),
+    ):
+        status, output = small(**changes)
+        assert status == 1 and "1 conflict(s)" in output and words in output, output
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_bfloat16_without_hardware(small, monkeypatch, has_gpu):
+    """`plan` may run on another machine than the run, so it is a note there."""
+    monkeypatch.setattr("pacs_trl.rollouts.trainer_settings.is_torch_bf16_gpu_available", lambda: has_gpu)
+    status, output = small()
+    assert (
+        status == 0 and ("bf16 needs a GPU that computes in bfloat16, and this machine has none" in output) != has_gpu
+    )
+    assert "bfloat16, and" not in small(bf16=False)[1] + small(use_cpu=True)[1]
+    if not has_gpu:
+        with pytest.raises(ValueError, match="bf16 needs a GPU .* Train on another machine, or set bf16: false"):
+            read_recipe(["--config", "recipes/miniature/pacs.yaml", "--bf16", "true"])
+
+
+def test_context_lengths():
+    assert context_length(GPT2Config(n_positions=77)) == 77 and context_length(MambaConfig()) is None
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
+    assert context_length(LlamaConfig(max_position_embeddings=32, rope_parameters=yarn)) == 128
+    llama3 = yarn | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    assert context_length(LlamaConfig(max_position_embeddings=512, rope_parameters=llama3)) == 512
+    assert CONTEXTS.keys() == KNOWN_MODELS.keys()
