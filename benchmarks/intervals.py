@@ -9,7 +9,7 @@ import argparse
 
 import numpy as np
 
-from pacs_trl.evaluation import bootstrap_interval, paired_bootstrap, pass_interval
+from pacs_trl.evaluation import bootstrap_interval, paired_bootstrap, paired_interval, pass_interval
 
 
 NUM_BENCHMARKS, NUM_SAMPLES = 2_000, 128
@@ -34,6 +34,7 @@ def main() -> None:
         intervals = {
             "Wilson": (pass_interval(first), truth),
             "bootstrap": (bootstrap_interval(first), truth),
+            "difference": (paired_interval((first, second)), difference),
             "paired bootstrap of the difference": (paired_bootstrap(first, second), difference),
         }
         held = {name: np.mean((i.lower <= value) & (value <= i.upper)) for name, (i, value) in intervals.items()}

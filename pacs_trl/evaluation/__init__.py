@@ -4,7 +4,7 @@ Importing this package needs numpy only. `pass_at_k` is bound here, eagerly, bec
 function must be what `pacs_trl.evaluation.pass_at_k` means, whatever else has been imported before.
 """
 
-from .pass_at_k import Interval, bootstrap_interval, paired_bootstrap, pass_at_k, pass_interval
+from .pass_at_k import Interval, bootstrap_interval, paired_bootstrap, paired_interval, pass_at_k, pass_interval
 
 
-__all__ = ["Interval", "bootstrap_interval", "paired_bootstrap", "pass_at_k", "pass_interval"]
+__all__ = ["Interval", "bootstrap_interval", "paired_bootstrap", "paired_interval", "pass_at_k", "pass_interval"]

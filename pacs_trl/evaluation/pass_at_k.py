@@ -121,13 +121,54 @@ def pass_interval(*benchmarks, confidence: float = 0.95) -> Interval:
     return Interval(float(mean), float(lower), float(upper)) if mean.ndim == 0 else Interval(mean, lower, upper)
 
 
+def paired_interval(*pairs, confidence: float = 0.95) -> Interval:
+    """
+    Mean difference in pass@k between two models on the same problems; of several benchmarks, the mean in which each
+    weighs the same.
+
+    The interval is built from those of the two models ([`pass_interval`]) and the correlation r of their values over
+    problems (Newcombe 1998, method 10; Zou and Donner 2008). With means p1, p2 and intervals [l1, u1], [l2, u2] its lower
+    end is `d - sqrt((p2 - l2)^2 - 2 r (p2 - l2) (u1 - p1) + (u1 - p1)^2)` with `d = p2 - p1`, its upper end likewise. It
+    has a width also where all values of both models are 0, or all are equal to 1; a bootstrap has none there.
+
+    Args:
+        pairs (tuples of two arrays of shape `(P,)` or `(P, K)`): pass@k in [0, 1] of each problem (and k), of the baseline
+            and of the candidate, row by row of the same problems; benchmark by benchmark.
+        confidence (`float`): Coverage of the interval, in (0, 1).
+
+    Returns:
+        [`Interval`] of floats, or of arrays of shape `(K,)`.
+
+    Raises:
+        `ValueError`: as [`pass_interval`], and if the shapes of a pair differ.
+    """
+    arrays = [[np.asarray(values, dtype=np.float64) for values in pair] for pair in pairs]
+    products = []  # of the deviations from the mean: of both, of the baseline, of the candidate
+    for baseline, candidate in arrays:
+        _check_same_shape(baseline, candidate)
+        x, y = (values - values.mean(axis=0) for values in (baseline, candidate))
+        products.append([(a * b).sum(axis=0) / len(x) ** 2 for a, b in ((x, y), (x, x), (y, y))])
+    first, second = (pass_interval(*which, confidence=confidence) for which in zip(*arrays, strict=True))
+    both, of_first, of_second = np.sum(products, axis=0)
+    spread = np.sqrt(of_first * of_second)
+    r = np.clip(np.divide(both, spread, out=np.zeros_like(both), where=spread > 1e-25), -1, 1)  # less is rounding
+
+    def distance(a, b):
+        return np.sqrt(np.maximum(a**2 - 2 * r * a * b + b**2, 0))
+
+    mean = second.mean - first.mean
+    lower = mean - distance(second.mean - second.lower, first.upper - first.mean)
+    upper = mean + distance(second.upper - second.mean, first.mean - first.lower)
+    return Interval(float(mean), float(lower), float(upper)) if np.ndim(mean) == 0 else Interval(mean, lower, upper)
+
+
 def bootstrap_interval(values, *, confidence: float = 0.95, num_resamples: int = 2000, seed: int = 0) -> Interval:
     """
-    Mean over problems with a percentile bootstrap interval over problems, for what is no share: differences,
+    Mean over problems with a percentile bootstrap interval over problems, for values that are not shares, such as
     distances.
 
-    Its coverage falls short of `confidence` with few problems, see docs/evaluation.md; for pass@k there is
-    [`pass_interval`].
+    Its coverage falls short of `confidence` with few problems, see docs/evaluation.md; for pass@k there are
+    [`pass_interval`] and [`paired_interval`].
 
     Args:
         values (array of shape `(P,)` or `(P, K)`): One value per problem (and per k).
@@ -169,12 +210,16 @@ def paired_bootstrap(
         `ValueError`: if the shapes differ.
     """
     baseline, candidate = np.asarray(baseline, dtype=np.float64), np.asarray(candidate, dtype=np.float64)
+    _check_same_shape(baseline, candidate)
+    return bootstrap_interval(candidate - baseline, confidence=confidence, num_resamples=num_resamples, seed=seed)
+
+
+def _check_same_shape(baseline: np.ndarray, candidate: np.ndarray) -> None:
     if baseline.shape != candidate.shape:
         raise ValueError(
             f"A paired comparison needs the same problems and k on both sides, got shapes {baseline.shape} and "
             f"{candidate.shape}."
         )
-    return bootstrap_interval(candidate - baseline, confidence=confidence, num_resamples=num_resamples, seed=seed)
 
 
 def _check_confidence(confidence: float) -> None:

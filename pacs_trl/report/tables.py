@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..evaluation.pass_at_k import Interval, bootstrap_interval, pass_at_k, pass_interval
+from ..evaluation.pass_at_k import Interval, paired_interval, pass_at_k, pass_interval
 from ..evaluation.support import support
 from .paper import PublishedTable
 
@@ -171,7 +171,7 @@ def paired_difference(
     Raises:
         `ValueError`: if they share no problem of a benchmark.
     """
-    parts = []
+    pairs = []
     for name in benchmarks:
         (ids, values), (base_ids, base_values) = (problem_values(group, name, ks) for group in (runs, base))
         position = {problem: i for i, problem in enumerate(base_ids)}
@@ -179,10 +179,8 @@ def paired_difference(
         if not shared:
             names = f"{runs[0]['method']} and {base[0]['method']}"
             raise ValueError(f"{names} share no problem of {name} that was graded for both.")
-        parts.append(values[shared] - base_values[[position[ids[i]] for i in shared]])
-    total = sum(map(len, parts))
-    weighted = np.concatenate([part * (total / (len(parts) * len(part))) for part in parts])
-    return _interval_cells(bootstrap_interval(weighted), ks)
+        pairs.append((base_values[[position[ids[i]] for i in shared]], values[shared]))
+    return _interval_cells(paired_interval(*pairs), ks)
 
 
 def before_and_after(results: Sequence[dict[str, Any]], names: Mapping[str, str], before: str) -> list[list[str]]:

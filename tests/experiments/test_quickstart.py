@@ -49,7 +49,7 @@ def test_summary_has_each_seed_and_method_and_shows_completions():
     assert [line.split("|")[2].strip() for line in lines[2:6]] == ["warm start", "PACS", "GRPO", "PACS - GRPO"]
     assert lines[3].startswith("| 7 | PACS | 50.0 [") and lines[3].endswith("| yes |")
     assert lines[4].startswith("| 7 | GRPO | 37.5 [") and lines[4].endswith("| yes |")
-    assert lines[5] == "| 7 | PACS - GRPO | 12.5 [12.5, 12.5] | 0.0 [0.0, 0.0] |  |"
+    assert lines[5] == "| 7 | PACS - GRPO | 12.5 [11.1, 13.9] | 0.0 [-3.7, 3.7] |  |"
     assert "| 7 | 61 | 100 |" in lines
     assert lines[-1] == "| 7 | `1+2` | `x` wrong | `y` right | `z` wrong |"
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from results_world import PROTOCOL, make_results
 
-from pacs_trl.evaluation import paired_bootstrap, pass_at_k, pass_interval
+from pacs_trl.evaluation import paired_interval, pass_at_k, pass_interval
 from pacs_trl.report import tables
 from pacs_trl.report.paper import published
 
@@ -64,7 +64,7 @@ def test_paired_difference_to_a_baseline():
     base, tuned = make_results("GRPO", 0.4), make_results("PACS", 0.6, seed=1)
     rows = tables.pass_at_k_rows([base, tuned], "aime_2024", baseline="GRPO")
     row = cells_of(rows, "PACS - GRPO", "difference")
-    expected = paired_bootstrap(pass_at_k(128, counts(base), 4), pass_at_k(128, counts(tuned), 4))
+    expected = paired_interval((pass_at_k(128, counts(base), 4), pass_at_k(128, counts(tuned), 4)))
     assert row.cells[4][:3] == pytest.approx(tuple(100 * np.array(expected)))
     # The other way round is the mirror image.
     mirrored = cells_of(
@@ -78,7 +78,19 @@ def test_problems_are_paired_by_their_ids():
     assert np.array_equal(counts(base), counts(tuned))
     tuned["benchmarks"]["aime_2024"]["problems"].reverse()
     cell = tables.pass_at_k_rows([base, tuned], "aime_2024", baseline="GRPO")[-1].cells[4]
-    assert cell[:3] == pytest.approx((0.0, 0.0, 0.0), abs=1e-12)
+    values = pass_at_k(128, counts(base), 4)
+    assert cell[:3] == pytest.approx(tuple(100 * np.array(paired_interval((values, values)))))
+
+
+def test_scores_that_are_all_zero_have_intervals():
+    base, tuned = make_results("GRPO", 0.5), make_results("PACS", 0.5)
+    for result in (base, tuned):
+        for problem in result["benchmarks"]["aime_2024"]["problems"]:
+            problem["c"] = 0
+    rows = tables.pass_at_k_rows([base, tuned], "aime_2024", baseline="GRPO")
+    (own, difference) = (row.cells[4] for row in rows[1:])
+    assert own.value == own.lower == 0.0 < own.upper
+    assert difference[:3] == pytest.approx((0.0, -own.upper, own.upper))
 
 
 def test_problems_that_could_not_be_graded_are_left_out():
