@@ -173,7 +173,7 @@ def test_a_mistake_is_said_in_words_and_ends_with_2(monkeypatch, capsys, argv, w
             [
                 "evaluate",
                 "--model",
-                "tests/data",
+                "m",
                 "--benchmarks",
                 "miniature/addition",
                 "--output_dir",
