@@ -111,6 +111,9 @@ class PACSConfig(PublishedArguments, GRPOConfig):
         padding_free (`str`, *optional*, defaults to `"auto"`):
             `"auto"` packs the rows of a micro-batch where model and attention allow it and pads them otherwise. For tests:
             `"always"` raises where packing is impossible, `"never"` pads.
+        startup_check (`bool`, *optional*, defaults to `True`):
+            Whether to compare the log-probs of three short sequences, computed as in training, with the model's own
+            logits before training. Where they differ, slower passes that agree are used, with a warning, or the run ends.
         group_layout (`str`, *optional*, defaults to `"auto"`):
             When scores are not known beforehand (every update but the first after a rollout), `"whole"` keeps each
             group in one micro-batch and needs one forward pass; `"split"` composes micro-batches freely and needs an
@@ -181,6 +184,7 @@ class PACSConfig(PublishedArguments, GRPOConfig):
     reference_offload: bool = False
     max_tokens_per_micro_batch: int | None = None
     padding_free: Literal["auto", "always", "never"] = "auto"
+    startup_check: bool = True
     group_layout: Literal["auto", "whole", "split"] = "auto"
     max_non_finite_steps: int = 3
     guidance: str | None = field(default=None, metadata={"choices": ["hint", "feedback"]})

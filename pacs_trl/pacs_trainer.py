@@ -148,7 +148,6 @@ class PACSTrainer(RedrawingTrainer[PACSConfig]):
                 self.accelerator.num_processes,
                 args.per_device_train_batch_size,
                 args.max_tokens_per_micro_batch,
-                padded=self.scorer.packing is None,
                 group_layout=args.group_layout,
                 backward_cost=3 if args.gradient_checkpointing else 2,  # a backward pass costs two forward passes
                 pair_cost=1 / (6 * self.scorer.config.get_text_config().hidden_size),

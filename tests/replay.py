@@ -38,14 +38,13 @@ RELATIVE = rounding_atol(1000, 1.0)
 
 def tiny_model(seed: int = 0, **overrides) -> Qwen3ForCausalLM:
     """2 layers x 32 wide, grouped-query attention; weights large enough that log-probabilities are far from uniform."""
-    sizes = {"hidden_size": 32, "intermediate_size": 64} | overrides
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 512} | overrides
     config = Qwen3Config(
         vocab_size=len(TOKENIZER),
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=16,
-        max_position_embeddings=512,
         tie_word_embeddings=True,
         initializer_range=0.1,
         bos_token_id=None,

@@ -82,7 +82,8 @@ def test_proxies_are_exactly_zero_with_lora(tmp_path):
 def test_first_update_needs_no_forward_pass_for_its_proxies(tmp_path, logprobs, without_gradient):
     """Also with weights that move: only the rows that count are computed, once. The entropy of the others is what the engine
     says, else it takes a pass without gradient."""
-    trainer = build_trainer(tmp_path, replay=Replay(uniform_groups=1, logprobs=logprobs), learning_rate=0.5)
+    settings = {"learning_rate": 0.5, "startup_check": False}
+    trainer = build_trainer(tmp_path, replay=Replay(uniform_groups=1, logprobs=logprobs), **settings)
     rows = {True: [], False: []}
     score = trainer.scorer.score
 

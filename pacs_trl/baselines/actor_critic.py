@@ -27,6 +27,7 @@ from trl.trainer.utils import create_model_from_path, disable_dropout_in_model, 
 from ..rollouts.kept_settings import OF_OPTIMIZER
 from ..rollouts.rollout_trainer import Config, RolloutTrainer
 from ..update.rows import without_padding
+from ..update.startup_check import choose_forward_pass, disable_noise
 from .actor_critic_config import ActorCriticConfig
 from .gae import explained_variance, generalized_advantages, masked_mean_and_variance, whiten
 from .second_model import SecondModel
@@ -68,6 +69,7 @@ def load_critic(policy: str | PreTrainedModel, args: ActorCriticConfig, architec
     critic = create_model_from_path(critic_path(policy, args), architecture=architecture, **kwargs)
     if args.disable_dropout:
         disable_dropout_in_model(critic)
+        disable_noise(critic)
     if args.gradient_checkpointing:
         critic.gradient_checkpointing_enable(gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs)
     return critic.train()
@@ -77,6 +79,7 @@ class ActorCriticTrainer(RolloutTrainer[Config]):
     """[`RolloutTrainer`] with a critic. `Config` is an [`ActorCriticConfig`]."""
 
     args: ActorCriticConfig
+    _critic_has_values = False  # instead of logits
     _own_shared_settings: tuple[str, ...] = (
         "gamma",
         "gae_lambda",
@@ -100,7 +103,7 @@ class ActorCriticTrainer(RolloutTrainer[Config]):
             raise ValueError(
                 f"{name} supports text models only, got {type(self.model).__name__}: the critic sees no images."
             )
-        self._critic_scorer = self._create_scorer(self.critic)
+        self._critic_scorer = self._create_scorer(self.critic, temperature=1.0)
         # transformers takes an adapter one folder below a checkpoint for one of the policy's
         directory = "critic/adapter" if isinstance(self.critic, PeftModel) else "critic"
         rate = self.args.critic_learning_rate
@@ -121,6 +124,12 @@ class ActorCriticTrainer(RolloutTrainer[Config]):
     def create_scheduler(self, num_training_steps, optimizer=None):
         self._second_model.create_scheduler(num_training_steps)
         return super().create_scheduler(num_training_steps, optimizer)
+
+    def _choose_forward_passes(self) -> None:
+        if not self._forward_passes_are_chosen and self.args.startup_check:
+            training, values = self.args.disable_dropout, self._critic_has_values
+            choose_forward_pass(self._critic_scorer, self.critic, values=values, training=training)
+        super()._choose_forward_passes()
 
     # What a critic is ---------------------------------------------------------------------------------------------
 

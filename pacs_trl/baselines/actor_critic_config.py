@@ -40,6 +40,10 @@ class ActorCriticConfig(PublishedArguments, GRPOConfig):
             is the policy's own path. They are float32, with autocast under `bf16`, also when the policy is a LoRA adapter.
         critic_learning_rate (`float`, *optional*, defaults to `1e-5`):
             Learning rate of the critic.
+        startup_check (`bool`, *optional*, defaults to `True`):
+            Whether to compare the log-probs of three short sequences, computed as in training, with the model's own
+            logits before training, for policy and critic. Where they differ, slower passes that agree are used, with a
+            warning, or the run ends.
 
         > Parameters that control the advantage
 
@@ -67,6 +71,7 @@ class ActorCriticConfig(PublishedArguments, GRPOConfig):
 
     critic_model_name_or_path: str | None = None
     critic_learning_rate: float = 1e-5
+    startup_check: bool = True
     gamma: float = 1.0
     gae_lambda: float = 1.0
     whiten_advantages: bool = True

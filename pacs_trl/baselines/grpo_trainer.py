@@ -17,6 +17,7 @@ from ..rollouts.rollout_trainer import RolloutTrainer
 class GRPOTrainer(RolloutTrainer[GRPOConfig]):
     """[`~trl.GRPOTrainer`], with the same arguments, whose rollouts can be drawn again."""
 
+    _learns_with_scorer = False  # TRL's passes are GRPO's
     # those that only GRPO's loss reads, and how the rows of a generation batch are spread
     _own_shared_settings = (*SHAPES_ONLY_GRPO, "world_size")
 

@@ -37,6 +37,7 @@ class PPOTrainer(ActorCriticTrainer[PPOConfig]):
 
     args: PPOConfig
     _own_shared_settings = (*ActorCriticTrainer._own_shared_settings, "value_clip_range", "critic_warmup_steps")
+    _critic_has_values = True
     _step_names = ("value_loss", "value_clip_fraction", "approx_kl")
     _tag_names = ["trl", "ppo"]
     _name = "PPO"

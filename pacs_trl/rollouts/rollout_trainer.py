@@ -42,6 +42,7 @@ from ..rewards import code_reward, math_reward
 from ..settings.command_line import FailedRun
 from ..update.rows import Rollout, unpad_rollouts, weighted_rewards
 from ..update.scorer import Scorer
+from ..update.startup_check import choose_forward_pass, disable_noise
 from .console import shorten_console
 from .early_grading import EarlyGrading
 from .engine import Engine, ServerFailure
@@ -88,6 +89,7 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
 
     _config_class: type[GRPOConfig] = GRPOConfig
     _padding_free = "auto"  # see `Scorer`
+    _learns_with_scorer = True
     draw_name: str | None = None  # what completions tables call the rows of a draw, where there are several kinds
 
     # All parameters of GRPOTrainer by name, for type checkers and editors; `tests/test_trl_drift.py` compares.
@@ -136,6 +138,8 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
         if environment_factory is None and rollout_func is None:
             self._check_prompt_lengths(model, args, arguments)  # last: it may download the model's configuration
         super().__init__(model, reward_funcs, args, **arguments)
+        if args.disable_dropout:
+            disable_noise(self.model, self.ref_model)
         self._prepare_drawing()
         self._prepare_learning()
 
@@ -204,6 +208,7 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
         self._early_grading = self._choose_early_grading()
         self._solutions: list = []  # of the rows that are being generated
         self._num_groups = 0  # drawn so far
+        self._forward_passes_are_chosen = False
         self._steps_of_rows: list | None = None  # of this process, where completions have labels before their outcomes
         if self.use_vllm:
             self.vllm_generation = Engine(
@@ -221,6 +226,7 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
         if not self._is_vlm:  # a processor takes more keys than its template
             check_chat_template_kwargs(self.processing_class, self.chat_template_kwargs, self.chat_template)
             self.scorer = self._create_scorer(self.model)
+            self._check_length()
             if self.ref_model is not None:  # of the KL term
                 self.ref_scorer = self._create_scorer(self.accelerator.unwrap_model(self.ref_model))
         self._needs_reference = any(map(asks_for_reference, self.reward_funcs))
@@ -239,14 +245,35 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
         super().create_accelerator_and_postprocess()
         keep_float32(self.accelerator)
 
-    def _create_scorer(self, model) -> Scorer:
+    def _create_scorer(self, model, temperature: float | None = None) -> Scorer:
+        """`temperature` is that of the fused head if the model was not given one by TRL."""
         return Scorer(
             model,
             self.accelerator.device,
             pad_token_id=self._tokenizer.pad_token_id,
             padding_free=self._padding_free,
+            temperature=self.temperature if temperature is None else temperature,
             autocast=self.accelerator.autocast,
         )
+
+    def _check_length(self) -> None:
+        limit = self.scorer.max_length
+        if self._learns_with_scorer and limit is not None and self.max_completion_length >= limit:
+            raise ValueError(
+                f"max_completion_length={self.max_completion_length} leaves no room for a prompt: beyond {limit} tokens "
+                "this model's log-probs depend on the longest sequence of a batch (rope_parameters in its config.json). "
+                f"Set max_completion_length so that prompt and completion have at most {limit} tokens."
+            )
+
+    def _choose_forward_passes(self) -> None:
+        """Before anything is generated, see [`choose_forward_pass`]; once, on all processes together."""
+        if self._forward_passes_are_chosen:
+            return
+        self._forward_passes_are_chosen = True
+        if getattr(self.args, "startup_check", True):  # GRPO has no such key
+            choose_forward_pass(self.scorer, self.model_wrapped, training=self.args.disable_dropout)
+            if self.ref_model is not None:
+                self.ref_scorer.packing, self.ref_scorer.fused = self.scorer.packing, self.scorer.fused
 
     def _record_seconds(self, name: str, seconds: float) -> None:
         self._metrics["train"][name].append(seconds)
@@ -298,6 +325,8 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
         return EarlyGrading(lambda ids: self._tokenizer.batch_decode(ids, skip_special_tokens=True))
 
     def _generate_and_score_completions(self, inputs):
+        if self._learns_with_scorer:  # an evaluation without training, say
+            self._choose_forward_passes()
         self._check_equal_on_all_processes("rows of a generation batch", len(inputs))
         check_columns("The data set", inputs[0])
         self._solutions = [row.get("solution") for row in inputs]
@@ -464,6 +493,8 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        if self._learns_with_scorer:
+            self._choose_forward_passes()
         if self._needs_reference and resume_from_checkpoint is None:
             self.reference_probability.begin()
         return prepared
@@ -500,6 +531,7 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
         Returns:
             `list[torch.Tensor]`: of each row, float32 of shape `(C,)` on the CPU, in nats, at the `temperature` of training.
         """
+        self._choose_forward_passes()
         size = self.args.per_device_train_batch_size
         passes = max(gather_object([-(-len(prompt_ids) // size)]))
         logps: list[torch.Tensor] = []

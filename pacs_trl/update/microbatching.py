@@ -45,13 +45,12 @@ class RowLengths(NamedTuple):
 
 
 def micro_batch_tokens(rows: Sequence[int], lengths: RowLengths, *, padded: bool) -> int:
-    """Tokens that a forward over `rows`, possibly none, processes. If `padded`, the rows form a rectangle, prompts
-    padded on the left and completions on the right, each to the longest of these rows; else they are packed: only real
-    tokens count, and of a prompt that rows share all but the last one count once."""
+    """Tokens that a forward over `rows`, possibly none, processes. If `padded`, each counts as the longest of these rows;
+    else they are packed: only real tokens count, and of a prompt that rows share all but the last one count once."""
     if not rows:
         return 0
     if padded:
-        return len(rows) * (max(lengths.prompts[i] for i in rows) + max(lengths.completions[i] for i in rows))
+        return len(rows) * max(lengths.prompts[i] + lengths.completions[i] for i in rows)
     tokens = sum(lengths.prompts[i] + lengths.completions[i] for i in rows)
     if lengths.texts:
         tokens -= sum((len(same) - 1) * (lengths.prompts[same[0]] - 1) for same in lengths.by_text(rows))
@@ -92,7 +91,7 @@ def schedule_micro_batches(
     """
     Distribute rows over processes and micro-batches.
 
-    Padded micro-batches hold rows of similar length, so that little of each rectangle is padding. Packed ones hold
+    Padded micro-batches hold rows of similar length, so that little is padding. Packed ones hold
     rows of all lengths, so that all are equally large; rows with the same prompt stay together where computing it once
     saves more than the better balance of scattered rows. Micro-batches that run at the same time on different
     processes get similar sizes, and every process gets a similar total.
@@ -104,7 +103,7 @@ def schedule_micro_batches(
         num_processes (`int`): Number of processes.
         max_rows (`int`): Most rows in a micro-batch. Not used if `max_tokens` is given.
         max_tokens (`int`, *optional*): Most tokens in a micro-batch, as [`micro_batch_tokens`] counts them.
-        padded (`bool`): Whether rows are padded to a rectangle or packed.
+        padded (`bool`): Whether rows are padded or packed.
 
     Returns:
         `list[list[list[int]]]`: the schedule, or `None` if some unit does not fit into a micro-batch.

@@ -10,7 +10,7 @@ Positions go on from the prompt in each of these branches; a branch attends to t
 FlashAttention's variable-length kernels do that if the model was loaded with them. Models loaded with
 `attn_implementation="sdpa"` use PyTorch's own variable-length kernel where it runs (CUDA, half precision), and elsewhere its
 attention for each piece, on any device. Everything else (eager, flex, sliding windows, soft-capped logits, models with state)
-is not packed: see [`packing_backend`].
+is not packed: see [`packing_backend`], and [`choose_forward_pass`] for what configurations do not tell.
 """
 
 import inspect
@@ -29,7 +29,8 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 PACKED = "pacs_packed_"  # in front of the name of the attention that the model was loaded with
 
-# Causal models whose layers build a further mask from the data; packing would leave it out.
+# Causal models whose layers build a further mask from the data. Packing would leave it out, without effect on log-probs
+# as long as the mask is the constant that it starts as.
 _MASKED_BY_THEIR_LAYERS = ("doge",)
 
 

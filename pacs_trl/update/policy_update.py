@@ -120,7 +120,11 @@ class PolicyUpdate:
 
     def schedule(self, rollouts: list[Rollout]) -> StepRollouts:
         every_row = self.objective.kl_coef != 0  # the KL term is a mean over all tokens, whatever the verdict
-        return schedule_step(rollouts, self.limits, every_row=every_row)
+        return schedule_step(rollouts, self._limits, every_row=every_row)
+
+    @property
+    def _limits(self) -> Limits:
+        return self.limits._replace(padded=self.scorer.packing is None)
 
     def _own(self, step: StepRollouts, schedule: Schedule) -> Iterator[tuple[list[int], MicroBatch]]:
         """This process's micro-batches: rows and what is known of them."""
@@ -309,7 +313,7 @@ class PolicyUpdate:
         return step.schedule if keeps else self._schedule_rows(step, counting)
 
     def _schedule_rows(self, step: StepRollouts, rows: list[int]) -> Schedule:
-        return schedule_rows(step.rollouts, rows, self.limits)
+        return schedule_rows(step.rollouts, rows, self._limits)
 
     def _back_propagate(
         self,

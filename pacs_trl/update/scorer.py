@@ -1,8 +1,9 @@
 """Forward passes over rows: the only place where prompts and completions go in and log-probabilities come out.
 
-Rows of a micro-batch are packed into one long row without padding where the model allows it (see `packing.py`), else padded
-to a rectangle. Either way the fused head computes log-probabilities in tiles and keeps one number per token: the logits of 64
-rows of 8,192 tokens over 151,936 words would take 319 GB in float32.
+Rows of a micro-batch are packed into one long row without padding where the model allows it (see `packing.py`), else
+padded on the right, behind prompt and completion, where nothing that is causal sees the padding. Either way TRL's fused
+head computes log-probabilities in tiles and keeps one number per token: the logits of 64 rows of 8,192 tokens over
+151,936 words would take 319 GB in float32. `startup_check.py` chooses what gives the model's own log-probabilities.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,9 +14,10 @@ import numpy as np
 import torch
 from peft import PeftModel
 from torch.nn.utils.rnn import pad_sequence
-from trl.trainer.utils import add_fused_lm_head
+from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 from .packing import PackedRows, packed_attention, packing_backend
+from .startup_check import choose_forward_pass
 
 
 class Scores(NamedTuple):
@@ -36,15 +38,16 @@ OfCompletions = Callable[[torch.Tensor], list[torch.Tensor]]
 class Scorer:
     """
     Makes forward passes. Completions are scored with TRL's fused head, which TRL's trainers put on their models
-    ([`fused_head`] on others).
+    ([`fused_head`] on others), or with the model's own head where `self.fused` is `False`.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): The model before it is wrapped for
             distributed training.
         device (`torch.device`): Where the passes run.
-        pad_token_id (`int`): Fills the padding of a rectangle.
+        pad_token_id (`int`): Fills the padding.
         padding_free (`str`): `"auto"` packs rows where the model allows it, `"always"` insists on it, `"never"` pads.
             `packing` says what came of it.
+        temperature (`float`): What the model's own logits are divided by; the fused head has its own.
         autocast (`Callable`, *optional*): Makes the context of a forward pass.
 
     Raises:
@@ -58,15 +61,21 @@ class Scorer:
         *,
         pad_token_id: int = 0,
         padding_free: str = "auto",
+        temperature: float = 1.0,
         autocast: Callable[[], AbstractContextManager] = nullcontext,
     ):
         prompt_learning = isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
         base = model.get_base_model() if isinstance(model, PeftModel) else model
+        self.model = base
         self.config = base.config
         self.backbone = base.base_model  # all but the head
+        self.fused = True
+        self.max_length = longest_exact(self.config)
         self.packing = packing_backend(base) if padding_free != "never" and not prompt_learning else None
         self.device = device
         self.pad_token_id = pad_token_id
+        self.padding_free = padding_free
+        self.temperature = temperature
         self.autocast = autocast
         if padding_free == "always" and self.packing is None:
             raise ValueError(
@@ -124,22 +133,55 @@ class Scorer:
     def forward(
         self, model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]], **inputs
     ) -> tuple[Any, OfCompletions]:
-        """A forward pass over rows, see [`Scorer.score`]: what the model returns for completion tokens, `(1, M, ...)` in the order
-        of the rows, and what splits it into rows. `inputs` is what else the model is given; `fused_lm_head=True` gives it the
-        completion tokens as labels."""
+        """A forward pass over rows, see [`Scorer.score`]: what the model returns for completion tokens, `(1, M, ...)` in
+        the order of the rows, and what splits it into rows. `inputs` is what else the model is given;
+        `fused_lm_head=True` asks for log-probabilities of the completion tokens."""
         prompts, completions = ([np.asarray(ids, dtype=np.int64) for ids in of] for of in (prompt_ids, completion_ids))
+        longest = max(map(sum, zip(map(len, prompts), map(len, completions), strict=True)))
+        if self.max_length is not None and longest > self.max_length:
+            raise ValueError(
+                f"A prompt and its completion have {longest} tokens. Beyond {self.max_length} this model's log-probs "
+                "depend on the longest sequence of a batch (rope_parameters in its config.json). Lower "
+                "max_completion_length, or leave out longer prompts (in a recipe: max_prompt_length)."
+            )
         laid_out, places = (self._padded if self.packing is None else self._packed)(prompts, completions)
-        if "fused_lm_head" in inputs:
-            laid_out["shift_labels"] = torch.from_numpy(np.concatenate(completions))[None]
+        own_head = "fused_lm_head" in inputs and not self.fused
+        labels = torch.from_numpy(np.concatenate(completions))[None].to(self.device)
+        if own_head:
+            inputs = {name: value for name, value in inputs.items() if name != "fused_lm_head"} | {"use_cache": False}
+        elif "fused_lm_head" in inputs:
+            inputs["shift_labels"] = labels
         inputs |= {k: v.to(self.device) if torch.is_tensor(v) else v for k, v in laid_out.items()}
         num_tokens, places = inputs["input_ids"].shape[1], torch.from_numpy(places).to(self.device)
 
-        def predictions_only(backbone, given, output):  # before the head, which TRL's lets see every token on a CPU
-            states = output.last_hidden_state[:, -num_tokens:]  # not those of PEFT's virtual tokens
-            output.last_hidden_state = states.flatten(0, 1).index_select(0, places)[None]
+        def of_predictions(states: torch.Tensor) -> torch.Tensor:
+            states = states[:, -num_tokens:]  # not those of PEFT's virtual tokens
+            return states.flatten(0, 1).index_select(0, places)[None]
 
-        with self.autocast(), self.attention(), self.backbone.register_forward_hook(predictions_only):
-            return model(**inputs), lambda values: list(values[0].split(list(map(len, completions))))
+        def behind_backbone(backbone, given, output):  # before the head, which TRL's lets see every token on a CPU
+            output.last_hidden_state = of_predictions(output.last_hidden_state)
+
+        def before_head(head, given):
+            return of_predictions(given[0]), *given[1:]
+
+        if own_head:  # looked up here, as FSDP and PEFT replace it
+            hook = self.model.get_output_embeddings().register_forward_pre_hook(before_head)
+        else:
+            hook = self.backbone.register_forward_hook(behind_backbone)
+        with self.autocast(), self.attention(), hook:
+            outputs = model(**inputs)
+        if own_head:
+            outputs = self._from_logits(outputs, labels)
+        return outputs, lambda values: list(values[0].split(list(map(len, completions))))
+
+    def _from_logits(self, outputs, labels: torch.Tensor) -> FusedCausalLMOutput:
+        logps = (outputs.logits.float() / self.temperature).log_softmax(dim=-1)
+        values = logps.detach()
+        return FusedCausalLMOutput(
+            log_probs=logps.gather(2, labels[..., None])[..., 0],
+            entropy=-(values.exp() * values).sum(dim=-1),
+            aux_loss=getattr(outputs, "aux_loss", None),
+        )
 
     def _packed(self, prompts: list[np.ndarray], completions: list[np.ndarray]) -> tuple[dict, np.ndarray]:
         rows = PackedRows(prompts, completions)
@@ -149,27 +191,39 @@ class Scorer:
 
     def _padded(self, prompts: list[np.ndarray], completions: list[np.ndarray]) -> tuple[dict, np.ndarray]:
         """Inputs, and where completion tokens are predicted, counted over all rows."""
-        ids, mask = rectangle(prompts, completions, self.pad_token_id)
-        width = max(map(len, prompts))
-        starts = [row * ids.shape[1] + width - 1 for row in range(len(prompts))]
+        ids, mask = pad_batch(
+            [np.concatenate(row) for row in zip(prompts, completions, strict=True)], self.pad_token_id
+        )
+        starts = [row * ids.shape[1] + len(prompt) - 1 for row, prompt in enumerate(prompts)]
         places = [np.arange(i, i + len(c)) for i, c in zip(starts, completions, strict=True)]
         return {"input_ids": ids, "attention_mask": mask}, np.concatenate(places)
 
 
-def rectangle(
-    prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], pad_token_id: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def longest_exact(config) -> int | None:
     """
-    Ids and attention mask of rows, int64 of shape `(B, P + T)`: prompts end and completions begin in the same column, each
-    padded to the longest of these rows.
+    Tokens up to which a sequence does not depend on the longest one of its batch; `None` if it never does.
+
+    Rotary positions of the types `longrope` and `dynamic` change their frequencies behind that length.
     """
-    width, length = max(map(len, prompts)), max(map(len, completions))
-    ids = torch.full((len(prompts), width + length), pad_token_id)
+    config = config.get_text_config()
+    parameters = getattr(config, "rope_parameters", None) or {}
+    limits = []
+    for kind in (parameters, *parameters.values()):  # one for all layers, or one for each type of layer
+        rope_type = kind.get("rope_type", "") if isinstance(kind, dict) else ""
+        if rope_type == "longrope":
+            limits.append(kind["original_max_position_embeddings"])
+        elif "dynamic" in rope_type:
+            limits.append(config.max_position_embeddings)
+    return min(limits, default=None)
+
+
+def pad_batch(sequences: Sequence[np.ndarray], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pad `B` sequences of token ids on the right. Returns ids and attention mask, int64 of shape `(B, longest)`."""
+    ids = torch.full((len(sequences), max(map(len, sequences))), pad_token_id)
     mask = torch.zeros_like(ids)
-    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        row = slice(width - len(prompt), width + len(completion))
-        ids[i, row] = torch.from_numpy(np.concatenate([prompt, completion]))
-        mask[i, row] = 1
+    for i, sequence in enumerate(sequences):
+        ids[i, : len(sequence)] = torch.from_numpy(sequence)
+        mask[i, : len(sequence)] = 1
     return ids, mask
 
 
@@ -193,6 +247,8 @@ def score_rows(
     is as before afterwards: of each row, two float32 `torch.Tensor` of shape `(C,)` in nats. Rows as in
     [`Scorer.score`], `batch_size` of them per forward pass."""
     scorer = Scorer(model, model.device)
+    with fused_head(model):
+        choose_forward_pass(scorer, model, training=False)
     for start in range(0, len(prompt_ids), batch_size):
         some = slice(start, start + batch_size)
         with fused_head(model):

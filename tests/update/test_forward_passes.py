@@ -36,7 +36,7 @@ def test_forward_passes_are_those_of_the_trainer(tmp_path, settings):
     """One generation of 16 rows, of which each optimizer step learns from 8. A row with gradient costs 3, others 1."""
     iterations = settings.get("num_iterations", 1)
     lora = {"peft_config": LoraConfig(r=2, target_modules="all-linear")}  # the KL term needs no second model
-    sizes = {"steps_per_generation": 2, "max_steps": 2 * iterations}
+    sizes = {"steps_per_generation": 2, "max_steps": 2 * iterations, "startup_check": False}
     trainer = build_trainer(tmp_path, replay=Replay(uniform_groups=0), more=lora, **sizes, **settings)
     # also of the reference of the KL term, which is the model without its adapter
     cost, forward = 0, trainer.scorer.forward

@@ -36,7 +36,7 @@ def rows_of(schedule):
 
 def test_tokens_by_hand():
     lengths = RowLengths(prompts=[2, 3], completions=[5, 1])
-    assert micro_batch_tokens([0, 1], lengths, padded=True) == 2 * (3 + 5)
+    assert micro_batch_tokens([0, 1], lengths, padded=True) == 2 * (2 + 5)  # not 2 * (3 + 5): behind the completions
     assert micro_batch_tokens([0, 1], lengths, padded=False) == 2 + 5 + 3 + 1
     assert micro_batch_tokens([], lengths, padded=True) == 0
     # the first two of a prompt of 10 tokens: 9 + (1 + 5) + (1 + 2), and 10 + 4 for another prompt
@@ -138,7 +138,7 @@ def test_units_of_different_sizes(padded, num_processes, limit):
         size = generator.randint(1, 9)
         groups.append(rest[:size])
         rest = rest[size:]
-    if "max_tokens" in limit:  # a rectangle of the largest group may need more
+    if "max_tokens" in limit:  # the largest group may need more where it is padded
         limit["max_tokens"] = max(micro_batch_tokens(group, lengths, padded=padded) for group in groups)
     schedule = schedule_micro_batches(lengths, groups, num_processes=num_processes, padded=padded, **limit)
     assert rows_of(schedule) == list(range(64)) and len({len(batches) for batches in schedule}) == 1

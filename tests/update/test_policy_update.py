@@ -4,11 +4,13 @@ Every case trains a few updates on recorded rollouts and compares each gradient 
 float64 (see replay.py). 2e-5 of the norm is what rounding explains; it leaves no room for a wrong factor, mask, label or row.
 """
 
+import copy
 import math
 from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from replay import (
     RELATIVE,
@@ -52,9 +54,11 @@ def train_and_compare(
     """Train, compare every update, and return what the long way finds."""
     replay.weights.clear()
     recorder = Recorder()
+    model = tiny_model() if model is None else model
+    long_way = tiny_model() if isinstance(model, str | PeftModel) else copy.deepcopy(model)
     trainer = build_trainer(
         tmp_path,
-        model=tiny_model() if model is None else model,
+        model=model,
         replay=replay,
         trainer_class=trainer_class,
         more={"callbacks": [recorder], "peft_config": peft_config},
@@ -63,7 +67,7 @@ def train_and_compare(
     )
     trainer.rollout_replay = replay
     lora = isinstance(trainer.model, PeftModel)
-    long_way = (get_peft_model(tiny_model(), LORA) if lora else tiny_model()).double()
+    long_way = (get_peft_model(long_way, LORA) if lora else long_way).double()
     start = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -94,6 +98,18 @@ def train_and_compare(
         steps.append(expected)
     return trainer, steps
 
+
+SMALL = {
+    "vocab_size": len(TOKENIZER),
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "initializer_range": 0.1,
+    "pad_token_id": TOKENIZER.pad_token_id,
+    "eos_token_id": TOKENIZER.eos_token_id,
+    "bos_token_id": TOKENIZER.eos_token_id,
+}
+NO_DROPOUT = SMALL | {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 
 TWO_UPDATES = {"steps_per_generation": 2, "max_steps": 4}  # two generations of two updates each
 SNAPSHOT = {**TWO_UPDATES, "reference": "snapshot"}
@@ -131,6 +147,21 @@ CASES = {
 @pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
 def test_gradient(tmp_path, settings):
     train_and_compare(tmp_path, Replay(), **settings)
+
+
+OTHERS = {
+    "absolute positions": transformers.GPT2Config(attn_implementation="eager", **NO_DROPOUT),
+    "packing fails": transformers.NemotronConfig(**SMALL, intermediate_size=64, num_key_value_heads=2),
+    "state space": transformers.MambaConfig(**SMALL, state_size=8),
+}
+
+
+@pytest.mark.parametrize("config", OTHERS.values(), ids=OTHERS)
+def test_gradient_of_models_that_are_padded(tmp_path, config):
+    torch.manual_seed(shifted(0))
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    trainer, _ = train_and_compare(tmp_path, Replay(), model=model, **SMALL_MICRO_BATCHES)
+    assert trainer.scorer.packing is None
 
 
 ROWS = {
@@ -216,7 +247,7 @@ RAGGED = {
     "per_device_train_batch_size": 16,
     "steps_per_generation": 2,
     "max_steps": 4,
-    "max_tokens_per_micro_batch": 190,  # the group of nine has 188 tokens in the second generation, in a rectangle
+    "max_tokens_per_micro_batch": 190,  # room for the padded group of nine in both generations
     "actor_term_coef": 0.5,
 }
 

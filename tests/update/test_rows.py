@@ -14,7 +14,7 @@ from pacs_trl.update.rows import (
     to_state,
     unpad_rollouts,
 )
-from pacs_trl.update.scorer import rectangle
+from pacs_trl.update.scorer import pad_batch
 from pacs_trl.update.step import FILLER, collate, row_lengths
 
 
@@ -85,17 +85,16 @@ def test_collating_undoes_unpadding():
     batch = scored_batch(tool_mask=torch.tensor([[1, 0, 1], [1, 1, 1]]))
     micro_batch = collate(unpad_rollouts(batch), torch.device("cpu"))
     width = micro_batch.loss_mask.shape[1]
-    rows = micro_batch.rollouts
-    input_ids, _ = rectangle([row.prompt_ids for row in rows], [row.completion_ids for row in rows], pad_token_id=0)
-    assert torch.equal(input_ids[:, -width:], batch["completion_ids"][:, :width])
-    assert torch.equal(input_ids[:, :-width], batch["prompt_ids"])
+    for i, row in enumerate(micro_batch.rollouts):
+        for part, ids in (("prompt", row.prompt_ids), ("completion", row.completion_ids)):
+            assert ids.tolist() == batch[f"{part}_ids"][i][batch[f"{part}_mask"][i].bool()].tolist()
     assert torch.equal(micro_batch.loss_mask, (batch["completion_mask"] * batch["tool_mask"])[:, :width].bool())
 
 
 def test_filler_is_a_forward_pass_that_counts_for_nothing():
     batch = collate([FILLER], torch.device("cpu"))
     assert (
-        rectangle([FILLER.prompt_ids], [FILLER.completion_ids], 0)[0].shape == (1, 2)
+        pad_batch([np.concatenate([FILLER.prompt_ids, FILLER.completion_ids])], 0)[0].shape == (1, 2)
         and not batch.loss_mask.any()
         and math.isnan(FILLER.label)
     )

@@ -22,7 +22,7 @@ from trl.trainer.utils import add_fused_lm_head
 from pacs_trl.evaluation.token_entropy import completion_entropies
 from pacs_trl.update import packing
 from pacs_trl.update.packing import PACKED, PackedRows, packed_attention, packing_backend
-from pacs_trl.update.scorer import Scorer, fused_head, rectangle, score_rows, sequence_logps
+from pacs_trl.update.scorer import Scorer, fused_head, pad_batch, score_rows, sequence_logps
 
 
 # float32 noise of sums in another order
@@ -86,15 +86,14 @@ def test_completions_without_tokens(padding_free):
 
 
 def test_virtual_tokens_before_the_prompt():
-    """Of prompt tuning: the model gives more values than it is given tokens. (Padding would lie between them and the prompt.)"""
-    prompts = [[5, 6, 7], [8, 9, 10], [11, 12, 13]]
+    """Of prompt tuning: the model gives more values than it is given tokens."""
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model = get_peft_model(with_fused_head(tiny_model()), config).eval()
     scorer = Scorer(model, CPU)
     assert scorer.packing is None
     with torch.no_grad():
-        logps, _ = scorer.score(model, prompts, COMPLETIONS)
-        for found, prompt, completion in zip(logps, prompts, COMPLETIONS, strict=True):
+        logps, _ = scorer.score(model, PROMPTS, COMPLETIONS)
+        for found, prompt, completion in zip(logps, PROMPTS, COMPLETIONS, strict=True):
             logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, -len(completion) - 1 : -1]
             expected = logits.log_softmax(dim=-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
             torch.testing.assert_close(found, expected, **TIGHT)
@@ -181,7 +180,8 @@ def test_a_shared_prompt_is_computed_once():
         packed(model, [list(range(20, 80))] * 4, [[20, 21, 22]] * 4)
         prompt = " ".join(map(str, range(20, 80)))
         completion_entropies(model, numbers, [prompt] * 4, ["20 21 22"] * 4)
-    assert seen == [59 + 4 * 4] * 2
+    check = [11, 11, 6, 4 + 2 * 7 + 6]  # of an evaluation: three sequences alone, and packed
+    assert seen == [59 + 4 * 4, *check, 59 + 4 * 4]
 
 
 @pytest.mark.parametrize("padding_free", ["always", "never"])
@@ -488,11 +488,9 @@ def test_tokenizer_pads_with_a_token_that_rows_may_contain(padding_free):
         torch.testing.assert_close(logps[0], alone(model, PROMPTS[0], completions[0])[0], **TIGHT)
 
 
-def test_rectangle_is_trimmed_to_its_own_rows():
-    rows = [[np.array(ids) for ids in part] for part in ([[5], [6, 7, 8]], [[20, 21], [30]])]
-    ids, mask = rectangle(*rows, pad_token_id=9)
-    assert ids.tolist() == [[9, 9, 5, 20, 21], [6, 7, 8, 30, 9]]
-    assert mask.tolist() == [[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]]
+def test_padding_lies_behind_the_completion():
+    ids, mask = pad_batch([np.array([5, 20, 21]), np.array([6, 7, 8, 30])], pad_token_id=9)
+    assert ids.tolist() == [[5, 20, 21, 9], [6, 7, 8, 30]] and mask.tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
     assert ids.dtype == mask.dtype == torch.long
 
 

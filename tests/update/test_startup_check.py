@@ -1,0 +1,238 @@
+"""The startup check: which passes it chooses, that it changes nothing else, and which models it refuses."""
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from architectures import build
+from replay import Replay, build_trainer, tiny_model
+from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
+
+from pacs_trl.update.scorer import Scorer, score_rows
+from pacs_trl.update.startup_check import choose_forward_pass, disable_noise
+
+
+CPU = torch.device("cpu")
+PROMPTS, COMPLETIONS = [[45, 46, 47], [45, 46, 47], [50]], [[60, 61, 62, 63], [60, 70], [64, 65, 66]]
+
+
+def scorer_of(model, temperature=1.0, **settings):
+    add_fused_lm_head(model, temperature, outputs=("log_probs", "entropy"))
+    return Scorer(model, CPU, temperature=temperature, **settings)
+
+
+def chosen(model, **settings):
+    scorer = scorer_of(model, **settings)
+    choose_forward_pass(scorer, model)
+    return scorer
+
+
+def assert_exact(scorer, model, temperature=1.0):
+    with torch.no_grad():
+        scores = scorer.score(model, PROMPTS, COMPLETIONS)
+        for logps, entropies, prompt, completion in zip(*scores, PROMPTS, COMPLETIONS, strict=True):
+            logits = model(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits
+            own = (logits[0, len(prompt) - 1 : -1] / temperature).log_softmax(dim=-1)
+            expected = own.gather(1, torch.tensor(completion)[:, None])[:, 0]
+            torch.testing.assert_close(logps, expected, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(entropies, -(own.exp() * own).sum(dim=-1), rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_that_packs_is_left_alone(caplog):
+    model = tiny_model()
+    model.model.layers[0].eval()  # modes of modules are restored one by one
+    scorer = scorer_of(model)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    modes, state = [module.training for module in model.modules()], torch.get_rng_state()
+    choose_forward_pass(scorer, model)
+    assert (scorer.packing, scorer.fused) == ("sdpa", True) and not caplog.records
+    assert [module.training for module in model.modules()] == modes and torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("packing", ["sdpa", "flash"])
+def test_layers_that_do_not_pass_the_inputs_of_packing_on(monkeypatch, caplog, packing):
+    """With SDPA Nemotron's attention fails without them; FlashAttention's takes the packed sequences for one."""
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "flash_attention_2", without_borders)
+    model = build("nemotron")
+    if packing == "flash":
+        model.config._attn_implementation = "flash_attention_2"
+    scorer = scorer_of(model)
+    assert scorer.packing == packing
+    choose_forward_pass(scorer, model)
+    assert (scorer.packing, scorer.fused) == (None, True)
+    assert_exact(scorer, model)
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert "'nemotron'" in text and ("AttributeError" in text if packing == "sdpa" else " nats" in text)
+
+
+def without_borders(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    """FlashAttention where nobody says where sequences begin, or where rows are padded on the right."""
+    assert "cu_seq_lens_q" not in kwargs
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2), None
+
+
+@pytest.mark.parametrize("model_type", ["modernbert-decoder", "inkling_text", "llama4_text", "recurrent_gemma"])
+def test_modules_between_backbone_and_head(caplog, model_type):
+    model = build(model_type)
+    scorer = chosen(model, temperature=0.7)
+    assert (scorer.packing, scorer.fused) == (None, False) and model_type in caplog.text
+    assert_exact(scorer, model, temperature=0.7)
+
+
+@pytest.mark.parametrize("model_type", ["nemotron", "modernbert-decoder"])
+def test_weights_as_they_are_initialized(model_type):
+    """Small weights make small differences."""
+    model = build(model_type)
+    model.apply(model._init_weights)
+    scorer = chosen(model)
+    assert (scorer.packing, scorer.fused) == (None, model_type == "nemotron")
+
+
+def test_half_precision_is_told_from_errors(caplog):
+    assert chosen(tiny_model().bfloat16()).packing == "sdpa" and not caplog.records
+    autocast = lambda: torch.autocast("cpu", dtype=torch.bfloat16)  # noqa: E731
+    assert chosen(tiny_model(), autocast=autocast).packing == "sdpa" and not caplog.records
+    scorer = chosen(build("modernbert-decoder"), autocast=autocast)
+    assert not scorer.fused
+
+
+def test_models_that_are_refused():
+    with pytest.raises(ValueError, match="'cpmant' model is not causal"):
+        chosen(build("cpmant"))
+    with pytest.raises(ValueError, match="'nemotron'.*packed with fused head.*startup_check=False"):
+        chosen(build("nemotron"), padding_free="always")
+    noisy = tiny_model()
+    noisy.model.layers[0].mlp.register_forward_hook(lambda mlp, given, out: F.dropout(out, 0.5, mlp.training))
+    with pytest.raises(ValueError, match="'qwen3'.*differences"):
+        chosen(noisy)
+
+
+def test_values_of_a_critic(caplog):
+    config = build("nemotron").config
+    config.num_labels = 1
+    critic = transformers.AutoModelForTokenClassification.from_config(config)
+    disable_dropout_in_model(critic)
+    scorer = Scorer(critic, CPU)
+    choose_forward_pass(scorer, critic, values=True)
+    assert scorer.packing is None and "nemotron" in caplog.text
+    with torch.no_grad():
+        for found, prompt, completion in zip(
+            scorer.values(critic, PROMPTS, COMPLETIONS), PROMPTS, COMPLETIONS, strict=True
+        ):
+            expected = critic(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1, 0]
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_evaluation_scores_with_the_chosen_passes():
+    """As training does; the head is taken off again."""
+    model = build("modernbert-decoder")
+    with torch.no_grad():
+        found = [logps for logps, _ in score_rows(model, PROMPTS, COMPLETIONS)]
+        logits = model(input_ids=torch.tensor([PROMPTS[2] + COMPLETIONS[2]])).logits[0, :-1].log_softmax(dim=-1)
+    torch.testing.assert_close(found[2], logits[range(3), COMPLETIONS[2]], rtol=1e-4, atol=1e-5)
+
+
+# Rates of noise -----------------------------------------------------------------------------------------------------
+
+
+def test_noise_that_layers_keep_as_numbers():
+    """PhiMoE's router and OPT's dropout are no modules of dropout."""
+    for model_type, names in {"opt": ("dropout",), "phimoe": ("router_jitter_noise",)}.items():
+        model = transformers.AutoModelForCausalLM.from_config(build(model_type).config)
+        rates = [vars(m)[name] for m in model.modules() for name in names if name in vars(m)]
+        disable_noise(model, None)
+        assert any(rates)
+        assert not any(vars(m)[name] for m in model.modules() for name in names if name in vars(m))
+
+
+# Positions that depend on the batch ---------------------------------------------------------------------------------
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 8,
+    "long_factor": [4.0] * 8,
+    "factor": 4.0,
+    "original_max_position_embeddings": 12,
+}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+
+
+def test_what_is_refused_would_be_wrong():
+    """Log-probs of a short sequence beside a long one."""
+    scorer = scorer_of(model := tiny_model(rope_parameters=LONGROPE))
+    scorer.max_length = None
+    with torch.no_grad():
+        beside, alone = (scorer.score(model, [[5, 6, 7], [8] * n], [[20, 21], [30]]).logps[0] for n in (12, 1))
+    assert (beside - alone).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("rope", [LONGROPE, DYNAMIC], ids=["longrope", "dynamic"])
+@pytest.mark.parametrize("padding_free", ["always", "never"])
+def test_positions_that_depend_on_the_longest_sequence(rope, padding_free):
+    model = tiny_model(rope_parameters=rope, max_position_embeddings=12)
+    scorer = scorer_of(model, padding_free=padding_free)
+    assert scorer.max_length == 12
+    prompts, completions = [[5, 6, 7], [8]], [[*range(20, 29)], [30]]
+    with torch.no_grad():
+        logps = scorer.score(model, prompts, completions).logps
+        alone = scorer.score(model, prompts[1:], completions[1:]).logps
+        torch.testing.assert_close(logps[1], alone[0], rtol=1e-5, atol=2e-6)
+        with pytest.raises(ValueError, match="13 tokens.*max_completion_length"):
+            scorer.score(model, [[5, 6, 7, 8], [8]], completions)
+
+
+def test_a_run_whose_completions_alone_are_too_long(tmp_path):
+    model = tiny_model(rope_parameters=LONGROPE | {"original_max_position_embeddings": 16})
+    with pytest.raises(ValueError, match="max_completion_length=16 leaves no room.*rope_parameters"):
+        build_trainer(tmp_path, model=model)
+
+
+# In a trainer -------------------------------------------------------------------------------------------------------
+
+
+def trainer_of(tmp_path, **settings):
+    sizes = {
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    qwen = tiny_model().config
+    config = transformers.NemotronConfig(
+        vocab_size=qwen.vocab_size,
+        pad_token_id=qwen.pad_token_id,
+        eos_token_id=qwen.eos_token_id,
+        bos_token_id=None,
+        **sizes,
+    )
+    return build_trainer(tmp_path, model=transformers.NemotronForCausalLM(config), replay=Replay(), **settings)
+
+
+def test_the_choice_is_made_before_training(tmp_path, caplog):
+    tiny = trainer_of(tmp_path / "tiny")
+    tiny.model.save_pretrained(tmp_path / "model")
+    trainer = build_trainer(tmp_path / "run", model=str(tmp_path / "model"), replay=Replay(), beta=0.1)
+    assert trainer.scorer.packing == trainer.ref_scorer.packing == "sdpa"
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert trainer.scorer.packing is trainer.ref_scorer.packing is None and "nemotron" in caplog.text
+    assert trainer.update._limits.padded
+
+
+def test_the_check_can_be_disabled(tmp_path):
+    with pytest.raises(AttributeError):
+        trainer_of(tmp_path, startup_check=False).train()
+
+
+def test_evaluation_without_training_is_checked(tmp_path):
+    trainer = trainer_of(tmp_path)
+    trainer.evaluate(trainer.train_dataset.select(range(2)))
+    assert trainer.scorer.packing is None
