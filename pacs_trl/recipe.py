@@ -172,7 +172,7 @@ class Recipe(NamedTuple):
             parts = (self.run, self.data, self.model, training, self.verification)
             last = next(getattr(part, key) for part in parts if hasattr(part, key))
             last = last.value if isinstance(last, Enum) else last
-            # TRL turns a list of one LoRA target into text, transformers texts and mappings into objects: a recipe has neither
+            # TRL turns a list of one LoRA target into text, transformers turns texts and mappings into objects
             is_plain = isinstance(last, str | int | float | dict | None) and not isinstance(value, list)
             final[key] = last if is_plain else value
         return self._replace(training=training, settings=final)

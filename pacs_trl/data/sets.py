@@ -179,7 +179,8 @@ def doubts(name: str, problems: Sequence[str], golds: Sequence[str | list[str]])
     if repeated:
         differing = [(i, j) for i, j in repeated if golds[i] != golds[j]]
         sentences.append(
-            f"{len(repeated)} of {len(problems)} problems of {name} repeat another, {_quoted(problems[repeated[0][1]])}"
+            f"{len(repeated)} of {len(problems)} problems of {name} repeat another, "
+            f"{_quoted(problems[repeated[0][1]])}"
         )
         if differing:
             i, j = differing[0]

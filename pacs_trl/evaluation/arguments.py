@@ -30,8 +30,8 @@ class EvaluationArguments:
             the path of a `.jsonl`, `.json` or `.parquet` file is a set of your own.
         output_dir (`str`): Where samples, grades and results go.
         n (`int`): Samples per problem.
-        k (`str`, *optional*): Values of k separated by commas, each at most `n`. By default 1, 4, 8, 16, 32 and 64, as far as
-            `n` goes.
+        k (`str`, *optional*): Values of k separated by commas, each at most `n`. By default 1, 4, 8, 16, 32 and 64, as
+            far as `n` goes.
         method (`str`, *optional*): Row label in tables; the name of the model if left out.
         revision (`str`, *optional*): Hub revision of the model.
         temperature (`float`): Divides the logits; 0 is greedy decoding.
@@ -116,7 +116,8 @@ class EvaluationArguments:
             raise ValueError(f"k must be whole numbers separated by commas, got {self.k!r}.") from None
         if not ks or min(ks) < 1 or max(ks) > self.n:
             raise ValueError(
-                f"pass@k needs 1 <= k <= n, got k = {self.k} with n = {self.n} samples. Raise n, or leave out the larger k."
+                f"pass@k needs 1 <= k <= n, got k = {self.k} with n = {self.n} samples. Raise n, or leave out the larger "
+                "k."
             )
         for name in ("batch_size", "tensor_parallel_size", "data_parallel_size", "concurrency", "max_model_len"):
             value = getattr(self, name)

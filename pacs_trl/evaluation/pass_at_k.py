@@ -127,13 +127,13 @@ def paired_interval(*pairs, confidence: float = 0.95) -> Interval:
     weighs the same.
 
     The interval is built from those of the two models ([`pass_interval`]) and the correlation r of their values over
-    problems (Newcombe 1998, method 10; Zou and Donner 2008). With means p1, p2 and intervals [l1, u1], [l2, u2] its lower
-    end is `d - sqrt((p2 - l2)^2 - 2 r (p2 - l2) (u1 - p1) + (u1 - p1)^2)` with `d = p2 - p1`, its upper end likewise. It
-    has a width also where all values of both models are 0, or all are equal to 1; a bootstrap has none there.
+    problems (Newcombe 1998, method 10; Zou and Donner 2008). With means p1, p2 and intervals [l1, u1], [l2, u2] its
+    lower end is `d - sqrt((p2 - l2)^2 - 2 r (p2 - l2) (u1 - p1) + (u1 - p1)^2)` with `d = p2 - p1`, its upper end
+    likewise. It has a width also where all values of both models are 0, or all are 1; a bootstrap has none there.
 
     Args:
-        pairs (tuples of two arrays of shape `(P,)` or `(P, K)`): pass@k in [0, 1] of each problem (and k), of the baseline
-            and of the candidate, row by row of the same problems; benchmark by benchmark.
+        pairs (tuples of two arrays of shape `(P,)` or `(P, K)`): pass@k in [0, 1] of each problem (and k), of the
+            baseline and of the candidate, row by row of the same problems; benchmark by benchmark.
         confidence (`float`): Coverage of the interval, in (0, 1).
 
     Returns:

@@ -34,7 +34,7 @@ UPLOADED = (
     *(RECIPE_FILE, RESULTS_FILE, LOG_FILE, TRAINING_FACTS_FILE, TRAINING_FIGURE),
 )
 UPLOADED_FOLDERS = {EVAL_RESULTS_FOLDER: "*.yaml", "additional_chat_templates": "*.jinja"}
-# Where transformers and peft write the paths of files that a model was loaded from, under keys with such endings at any depth.
+# Where transformers and peft write the paths of files that a model was loaded from, under keys with these endings.
 CONFIGS = (
     *("config.json", "generation_config.json", "tokenizer_config.json", "adapter_config.json"),
     *("processor_config.json", "preprocessor_config.json"),

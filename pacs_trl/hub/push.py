@@ -92,13 +92,14 @@ def push(
                 reason = " ".join(str(error).split()).rstrip(".")
                 if attempt == max_attempts:
                     raise FailedRun(
-                        f"The upload to {repo_id} failed {max_attempts} times, last with: {reason}. {happened}; `pacs-trl push "
-                        f"--model {model_dir} --repo {repo_id}` resumes."
+                        f"The upload to {repo_id} failed {max_attempts} times, last with: {reason}. {happened}; "
+                        f"`pacs-trl push --model {model_dir} --repo {repo_id}` resumes."
                     ) from error
                 num_retries += 1
                 wait = first_wait_seconds * 2 ** (attempt - 1)
                 logger.warning(
-                    f"Attempt {attempt} of {max_attempts} to upload to {repo_id} failed: {reason}. Trying again in {wait:g} s."
+                    f"Attempt {attempt} of {max_attempts} to upload to {repo_id} failed: {reason}. Trying again in "
+                    f"{wait:g} s."
                 )
                 time.sleep(wait)
 

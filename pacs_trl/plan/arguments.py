@@ -13,7 +13,8 @@ def read_plan_arguments(argv: Sequence[str], known: Collection[str] | None = Non
 
     Args:
         argv (`Sequence[str]`): Command-line arguments.
-        known (`Collection[str]`, *optional*): Settings of all methods, once the libraries that define them are imported.
+        known (`Collection[str]`, *optional*): Settings of all methods, once the libraries that define them are
+            imported.
 
     Returns:
         `Namespace`: the options, and as `overrides` the words of the keys that win over the recipe's.

@@ -196,7 +196,7 @@ class PublishedTrainer(ResumableTrainer):
 
 
 def _plain(value: Any) -> Any:
-    """A setting as a recipe spells it: an enumeration by its value, a configuration object by what differs from its defaults."""
+    """A setting as a recipe spells it: an enumeration by its value, a configuration object by its changed fields."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, list):

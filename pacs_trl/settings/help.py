@@ -26,17 +26,17 @@ _OF_METHOD = {
 }
 
 _OF_THE_LIBRARIES = (
-    "Every field of trl.GRPOConfig, which includes those of transformers.TrainingArguments, and of trl.ModelConfig is a "
-    "setting too (learning_rate, max_steps, num_generations, use_vllm, use_peft, ...). `trl grpo --help` lists them; they "
-    "are documented at https://huggingface.co/docs/trl/grpo_trainer and "
+    "Every field of trl.GRPOConfig, which includes those of transformers.TrainingArguments, and of trl.ModelConfig "
+    "is a setting too (learning_rate, max_steps, num_generations, use_vllm, use_peft, ...). `trl grpo --help` lists "
+    "them; they are documented at https://huggingface.co/docs/trl/grpo_trainer and "
     "https://huggingface.co/docs/transformers/main_classes/trainer ."
 )
 
 
 def answer_train_help(argv: Sequence[str]) -> None:
     """
-    Print the help of `pacs-trl train` if the arguments ask for it; otherwise check that the recipe can be read, so that
-    a wrong file name does not wait for the libraries.
+    Print the help of `pacs-trl train` if the arguments ask for it; otherwise check that the recipe can be read, so
+    that a wrong file name does not wait for the libraries.
 
     Raises:
         `SystemExit`: with code 0, after the help.
@@ -54,9 +54,10 @@ def print_evaluation_help() -> None:
     """Print the help of `pacs-trl evaluate` and exit with code 0."""
     parser = Parser(
         "evaluate",
-        "Sample, grade and count: pass@k of a model on benchmarks. The command line wins over the file. The same command "
-        "again draws only what is missing.",
-        usage="pacs-trl evaluate [--config RECIPE.yaml] --model MODEL --benchmarks NAMES --output_dir DIR [--key value ...]",
+        "Sample, grade and count: pass@k of a model on benchmarks. The command line wins over the file. The same "
+        "command again samples only what is missing.",
+        usage="pacs-trl evaluate [--config RECIPE.yaml] --model MODEL --benchmarks NAMES --output_dir DIR "
+        "[--key value ...]",
     )
     parser.add_argument("--config", metavar="RECIPE.yaml", help="file of keys and values, see recipes/evaluation")
     _add_groups(parser, _EVALUATION)
@@ -66,9 +67,9 @@ def print_evaluation_help() -> None:
 def _train_parser(method: str) -> Parser:
     parser = Parser(
         "train",
-        "Train from a recipe. Keys given on the command line win over the file. Below are the settings of pacs_trl with "
-        f"method {method}; `--method {' or '.join(_OF_METHOD)}` with --help shows those of another method. On several "
-        "processes: accelerate launch -m pacs_trl.train with the same arguments.",
+        "Train from a recipe. Keys given on the command line win over the file. Below are the settings of pacs_trl "
+        f"with method {method}; `--method {' or '.join(_OF_METHOD)}` with --help shows those of another method. On "
+        "several processes: accelerate launch -m pacs_trl.train with the same arguments.",
         usage="pacs-trl train [--config RECIPE.yaml] [--key value ...]",
         epilog=_OF_THE_LIBRARIES,
     )
@@ -78,15 +79,15 @@ def _train_parser(method: str) -> Parser:
 
 
 def _add_groups(parser: Parser, groups: Sequence[tuple[str, str, str]]) -> None:
-    """Add an option per setting; of a setting in two groups, the first counts. The options take any word: they are only
+    """Add an option per setting; of a setting in two groups, the first counts. Options take any word: they are only
     printed."""
     seen: set[str] = set()
     for title, file, class_name in groups:
-        group = parser.add_argument_group(title)
-        for name, entry in described(file, class_name).items():
+        group, settings = parser.add_argument_group(title), described(file, class_name)
+        for name, entry in settings.items():
             if name not in seen:
                 group.add_argument(f"--{name}", **entry)
-        seen |= described(file, class_name).keys()
+        seen |= settings.keys()
 
 
 def described(file: str, class_name: str) -> Mapping[str, dict[str, Any]]:

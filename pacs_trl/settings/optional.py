@@ -33,8 +33,8 @@ TRACKERS = (
 
 
 def looks_like_path(name: str) -> bool:
-    """Whether the name of a model or a dataset is spelled as a path: a Hub id has at most one slash, and no recipe of ours
-    writes elsewhere than below `outputs/`."""
+    """Whether the name of a model or a dataset is spelled as a path: a Hub id has at most one slash, and recipes of ours
+    write below `outputs/`."""
     return name.startswith((".", "/", "~", "outputs/")) or name.count("/") > 1
 
 
@@ -46,8 +46,8 @@ def check_model_path(name: str) -> None:
         name (`str`): A directory, or any other name of a model, which is not checked: a Hub id, `miniature/TASK`.
 
     Raises:
-        `ValueError`: if the name is spelled as a path, and there is no such directory, or no model in it, or only an adapter of a
-            base model that is not there.
+        `ValueError`: if the name is spelled as a path, and there is no such directory, or no model in it, or only an
+            adapter of a base model that is not there.
     """
     directory = Path(name)
     if not directory.is_dir():
@@ -63,8 +63,8 @@ def check_model_path(name: str) -> None:
     base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
     if base and looks_like_path(base) and not Path(base).is_dir():
         raise ValueError(
-            f"The adapter {name!r} belongs to the base model {base!r}, which does not exist (seen from {Path.cwd()}). Put the base "
-            "model there, or set base_model_name_or_path in adapter_config.json to where it is."
+            f"The adapter {name!r} belongs to the base model {base!r}, which does not exist (seen from {Path.cwd()}). Put "
+            "the base model there, or set base_model_name_or_path in adapter_config.json to where it is."
         )
 
 
