@@ -59,3 +59,24 @@ def context_length(config: Any) -> int | None:
     kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict) and kind.get("factor")]
     scaled = [kind["factor"] * kind.get("original_max_position_embeddings", limit) for kind in kinds]
     return int(max([limit, *scaled]))
+
+
+def length_with_fixed_positions(config: Any) -> int | None:
+    """Tokens up to which a sequence's positions do not depend on the longest one of its batch; `None` if they never do.
+    RoPE of the types `longrope` and `dynamic` changes its frequencies beyond that length, for the whole batch."""
+    config = config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    lengths = []
+    for kind in (rope, *rope.values()):  # one for all layers, or one for each type of layer
+        rope_type = kind.get("rope_type", "") if isinstance(kind, dict) else ""
+        if rope_type == "longrope":
+            lengths.append(kind["original_max_position_embeddings"])
+        elif "dynamic" in rope_type:
+            lengths.append(config.max_position_embeddings)
+    return min(lengths, default=None)
+
+
+def context_lengths(config: Any) -> dict[str, int | None]:
+    """Bounds on the tokens of a sequence, by the key of the configuration that each comes from."""
+    fixed = length_with_fixed_positions(config)
+    return {"max_position_embeddings": context_length(config), "original_max_position_embeddings": fixed}

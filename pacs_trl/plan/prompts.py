@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from transformers import AutoConfig
 
 from ..data import TRAINING_SETS, load_training_data
-from ..data.prompts import check_chat_template, context_length, prompt_lengths
+from ..data.prompts import check_chat_template, context_lengths, prompt_lengths
 from ..data.sets import FILE_FORMATS, MINIATURE
 from ..recipe import Recipe
 from ..rollouts.trainer_checks import OWN_PARAMETERS, check_dataset, check_prompt_lengths
@@ -57,7 +57,7 @@ def measure(recipe: Recipe) -> tuple[Prompts, list[str]]:
         lengths = prompt_lengths(dataset["prompt"][:], tokenizer, training.chat_template_kwargs, tools)
         prompts = Prompts(len(dataset), lengths)
         datasets = {"train_dataset": dataset, "eval_dataset": evaluation}
-        check_prompt_lengths(datasets, training, lambda: tokenizer, tools, _context(recipe))
+        check_prompt_lengths(datasets, training, lambda: tokenizer, tools, _contexts(recipe))
         functions = [reward_function(name) for name in recipe.run.reward_funcs]
         check_dataset("the training set", dataset, functions, OWN_PARAMETERS)
     except ValueError as error:
@@ -80,15 +80,15 @@ def _local_tokenizer(recipe: Recipe):
         return None
 
 
-def _context(recipe: Recipe) -> int | None:
+def _contexts(recipe: Recipe) -> dict[str, int | None]:
     name = recipe.model.model_name_or_path
     if name in CONTEXTS or name.startswith(MINIATURE):
-        return CONTEXTS.get(name)
+        return {"max_position_embeddings": CONTEXTS.get(name)}
     given = {"trust_remote_code": recipe.training.trust_remote_code, **(recipe.training.model_init_kwargs or {})}
     try:
-        return context_length(AutoConfig.from_pretrained(name, local_files_only=True, **given))
+        return context_lengths(AutoConfig.from_pretrained(name, local_files_only=True, **given))
     except OSError:
-        return None
+        return {}
 
 
 def _check_assumed_lengths(recipe: Recipe) -> None:
@@ -96,11 +96,11 @@ def _check_assumed_lengths(recipe: Recipe) -> None:
     Raises:
         `ValueError`: if the longest prompt that the recipe allows and a completion exceed the context of the model.
     """
-    context, prompt = _context(recipe), recipe.data.max_prompt_length
-    completion = recipe.training.max_completion_length or 0
-    if context is not None and (prompt or 1) + completion > context:
-        words = "a prompt" if prompt is None else f"max_prompt_length={prompt}"
-        raise ValueError(
-            f"{words} plus max_completion_length={completion} exceeds the context of the model, max_position_embeddings={context}. "
-            "Lower them, or use a model with a longer context."
-        )
+    prompt, completion = recipe.data.max_prompt_length, recipe.training.max_completion_length or 0
+    for name, context in _contexts(recipe).items():
+        if context is not None and (prompt or 1) + completion > context:
+            words = "a prompt" if prompt is None else f"max_prompt_length={prompt}"
+            raise ValueError(
+                f"{words} plus max_completion_length={completion} exceeds the context of the model, {name}={context}. "
+                "Lower them, or use a model with a longer context."
+            )

@@ -37,7 +37,7 @@ from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
 from trl.trainer.utils import get_config_model_id, is_async_callable
 
 from ..data import check_chat_template_kwargs
-from ..data.prompts import context_length
+from ..data.prompts import context_lengths
 from ..rewards import code_reward, math_reward
 from ..settings.command_line import FailedRun
 from ..update.rows import Rollout, unpad_rollouts, weighted_rewards
@@ -192,7 +192,7 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
             args,
             load_tokenizer if given is None else lambda: given,
             arguments["tools"],
-            context_length(config),
+            context_lengths(config),
         )
 
     def _prepare_drawing(self) -> None:
@@ -226,7 +226,6 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
         if not self._is_vlm:  # a processor takes more keys than its template
             check_chat_template_kwargs(self.processing_class, self.chat_template_kwargs, self.chat_template)
             self.scorer = self._create_scorer(self.model)
-            self._check_length()
             if self.ref_model is not None:  # of the KL term
                 self.ref_scorer = self._create_scorer(self.accelerator.unwrap_model(self.ref_model))
         self._needs_reference = any(map(asks_for_reference, self.reward_funcs))
@@ -255,15 +254,6 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
             temperature=self.temperature if temperature is None else temperature,
             autocast=self.accelerator.autocast,
         )
-
-    def _check_length(self) -> None:
-        limit = self.scorer.max_length
-        if self._learns_with_scorer and limit is not None and self.max_completion_length >= limit:
-            raise ValueError(
-                f"max_completion_length={self.max_completion_length} leaves no room for a prompt: beyond {limit} tokens "
-                "this model's log-probs depend on the longest sequence of a batch (rope_parameters in its config.json). "
-                f"Set max_completion_length so that prompt and completion have at most {limit} tokens."
-            )
 
     def _choose_forward_passes(self) -> None:
         """Before anything is generated, see [`choose_forward_pass`]; once, on all processes together."""

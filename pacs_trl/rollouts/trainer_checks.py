@@ -88,7 +88,7 @@ def check_prompt_lengths(
     args: GRPOConfig,
     load_tokenizer: Callable[[], Any],
     tools: list[Callable] | None,
-    context: int | None,
+    contexts: dict[str, int | None],
 ) -> None:
     """
     Look for prompts that leave no room for a completion, where the tokens of a sequence are bounded; not in streams.
@@ -96,14 +96,14 @@ def check_prompt_lengths(
     Args:
         datasets (`dict`): The training set as `train_dataset`, and others.
         load_tokenizer (`Callable`): Returns the tokenizer that prompts are generated with.
-        context (`int`, *optional*): Tokens that the model has positions for.
+        contexts (`dict`): See [`context_lengths`].
 
     Raises:
         `ValueError`: if a prompt and `max_completion_length` tokens exceed the context, `max_tokens_per_micro_batch` (in
             training) or, with vLLM, `vllm_max_model_length`; or messages cannot be tokenized.
     """
     of_engine = {"vllm_max_model_length": args.vllm_max_model_length if args.use_vllm else None}
-    of_engine["max_position_embeddings"] = context
+    of_engine |= contexts
     of_training = {"max_tokens_per_micro_batch": vars(args).get("max_tokens_per_micro_batch")}
     completion = args.max_completion_length or 1
     for name, dataset in datasets.items():
@@ -116,7 +116,7 @@ def check_prompt_lengths(
         overlong = [i for i, length in enumerate(lengths) if room is not None and length + completion > room]
         if room is not None and overlong:
             remedy = f"Raise it to {max(lengths) + completion}"
-            if limit == "max_position_embeddings":
+            if limit in contexts:
                 limit = f"the context of the model, {limit}"
                 remedy = f"Lower max_completion_length to {max(room - max(lengths), 0)}"
             raise ValueError(

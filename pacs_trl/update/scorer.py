@@ -16,6 +16,7 @@ from peft import PeftModel
 from torch.nn.utils.rnn import pad_sequence
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
+from ..data.prompts import length_with_fixed_positions
 from .packing import PackedRows, packed_attention, packing_backend
 from .startup_check import choose_forward_pass
 
@@ -70,7 +71,7 @@ class Scorer:
         self.config = base.config
         self.backbone = base.base_model  # all but the head
         self.fused = True
-        self.max_length = longest_exact(self.config)
+        self.max_length = length_with_fixed_positions(self.config)
         self.packing = packing_backend(base) if padding_free != "never" and not prompt_learning else None
         self.device = device
         self.pad_token_id = pad_token_id
@@ -197,24 +198,6 @@ class Scorer:
         starts = [row * ids.shape[1] + len(prompt) - 1 for row, prompt in enumerate(prompts)]
         places = [np.arange(i, i + len(c)) for i, c in zip(starts, completions, strict=True)]
         return {"input_ids": ids, "attention_mask": mask}, np.concatenate(places)
-
-
-def longest_exact(config) -> int | None:
-    """
-    Tokens up to which a sequence does not depend on the longest one of its batch; `None` if it never does.
-
-    Rotary positions of the types `longrope` and `dynamic` change their frequencies behind that length.
-    """
-    config = config.get_text_config()
-    parameters = getattr(config, "rope_parameters", None) or {}
-    limits = []
-    for kind in (parameters, *parameters.values()):  # one for all layers, or one for each type of layer
-        rope_type = kind.get("rope_type", "") if isinstance(kind, dict) else ""
-        if rope_type == "longrope":
-            limits.append(kind["original_max_position_embeddings"])
-        elif "dynamic" in rope_type:
-            limits.append(config.max_position_embeddings)
-    return min(limits, default=None)
 
 
 def pad_batch(sequences: Sequence[np.ndarray], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,7 +6,7 @@ import pytest
 from transformers import GPT2Config, LlamaConfig, MambaConfig
 
 from pacs_trl.data import PROMPT_INSTRUCTION
-from pacs_trl.data.prompts import context_length
+from pacs_trl.data.prompts import context_length, context_lengths
 from pacs_trl.miniature.model import build_model
 from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.plan.cost import CONTEXTS, KNOWN_MODELS
@@ -125,3 +125,8 @@ def test_context_lengths():
     llama3 = yarn | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     assert context_length(LlamaConfig(max_position_embeddings=512, rope_parameters=llama3)) == 512
     assert CONTEXTS.keys() == KNOWN_MODELS.keys()
+    longrope = {"rope_type": "longrope", "original_max_position_embeddings": 32, "factor": 4.0, "rope_theta": 1e4}
+    longrope |= {"short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
+    sizes = {"max_position_embeddings": 128, "hidden_size": 128, "num_attention_heads": 4}
+    found = context_lengths(LlamaConfig(**sizes, rope_parameters=longrope))
+    assert found == {"max_position_embeddings": 128, "original_max_position_embeddings": 32}

@@ -188,9 +188,9 @@ def test_positions_that_depend_on_the_longest_sequence(rope, padding_free):
             scorer.score(model, [[5, 6, 7, 8], [8]], completions)
 
 
-def test_a_run_whose_completions_alone_are_too_long(tmp_path):
+def test_a_run_whose_prompts_and_completions_are_too_long(tmp_path):
     model = tiny_model(rope_parameters=LONGROPE | {"original_max_position_embeddings": 16})
-    with pytest.raises(ValueError, match="max_completion_length=16 leaves no room.*rope_parameters"):
+    with pytest.raises(ValueError, match="original_max_position_embeddings=16. Lower max_completion_length"):
         build_trainer(tmp_path, model=model)
 
 
