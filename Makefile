@@ -93,11 +93,14 @@ style: env
 	$(BIN)/ruff format $(SOURCES)
 
 bench: env
-	$(BIN)/python benchmarks/step.py $(ARGS)
+	$(BIN)/python -m benchmarks.step $(ARGS)
 
-# Into whatever torch is there: `make gpu-check TORCH="torch==2.14.0 --index-url ..."` installs another one.
+# Tests and benchmarks that need a GPU; stops after MINUTES, and the same command continues. Uses the installed torch:
+# `make gpu-check TORCH="torch==2.14.0 --index-url ..."` installs another one.
+MINUTES ?= 10
 gpu-check: env
-	$(BIN)/pacs-trl gpu-check $(ARGS)
+	timeout --foreground --signal=INT --kill-after=1m $(MINUTES)m \
+		$(BIN)/python -m pytest tests/gpu --gpu-report outputs/gpu-check $(ARGS)
 
 tables: env
 	$(BIN)/python -m experiments.paper all --seeds $$(seq 0 $$(($(SEEDS) - 1))) $(if $(STEPS),--max_steps $(STEPS) \

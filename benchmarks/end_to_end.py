@@ -1,7 +1,7 @@
 """Seconds of training until a given share of completions is right: PACS, GRPO and PPO, by transformers' generation or vLLM's.
 
-    OMP_NUM_THREADS=1 python benchmarks/end_to_end.py --engine transformers
-    OMP_NUM_THREADS=1 python benchmarks/end_to_end.py --engine vllm    # after `make env-vllm`
+    OMP_NUM_THREADS=1 python -m benchmarks.end_to_end --engine transformers
+    OMP_NUM_THREADS=1 python -m benchmarks.end_to_end --engine vllm    # after `make env-vllm`
 
 One recipe, recipes/miniature/pacs.yaml, and its warm start; only the method differs. The clock is the processor time of the
 process that trains and generates, which other work on the machine does not change; workers of the verifier are not in it. A
@@ -15,7 +15,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from pacs_trl.gpu_check.engine import one_engine
+from benchmarks.shared_engine import share_engine
 from pacs_trl.rollouts import rollout_trainer
 from pacs_trl.rollouts.timing import PARTS
 from pacs_trl.train import main as train
@@ -49,7 +49,7 @@ def main() -> None:
     rollout_trainer.StepTimer = partial(rollout_trainer.StepTimer, time.process_time)
     settings = ["--max_steps", str(args.max_steps)]
     if args.engine == "vllm":
-        one_engine("cpu", "float32")
+        share_engine("cpu", "float32")
         settings += ["--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_max_model_length", "128"]
     found = {}
     with tempfile.TemporaryDirectory() as directory:

@@ -1,7 +1,7 @@
 """What evaluation costs beyond generation, how fast pass@k and the report are.
 
-    python benchmarks/evaluation.py                     # the miniature run: 250 problems x 16 samples
-    python benchmarks/evaluation.py --model DIR --num_problems 30 --n 128
+    python -m benchmarks.evaluation                     # the miniature run: 250 problems x 16 samples
+    python -m benchmarks.evaluation --model DIR --num_problems 30 --n 128
 
 Generation is timed twice on the same requests: inside `evaluate` (time between asking the engine for a completion and getting
 it), and alone, without store, grading or counting. The overhead is what `evaluate` takes beyond the engine, start of the

@@ -1,19 +1,133 @@
-"""How far proxies are from 0 when nothing has moved, because log-probabilities were computed with other neighbors.
+"""Proxies that differ from 0 although no weight has changed: the reference was computed in other micro-batches.
 
-    python benchmarks/proxy_noise.py            # two CPU cores, about two minutes
-    python benchmarks/proxy_noise.py --device cuda
+    python -m benchmarks.proxy_noise            # two CPU cores, about two minutes
+    python -m benchmarks.proxy_noise --device cuda
 
-`pacs-trl gpu-check` has the same comparison, see `pacs_trl/gpu_check/drift.py`.
+Policy and reference have the same weights, so every proxy should be 0. Matrix products of another shape add up in
+another order, and bf16 makes that visible. `PACSTrainer` computes policy and reference in the same micro-batches, and
+takes the proxies of a first update as 0 without computing them.
+
+Completions are sampled from the model at temperature 1, with log-normal lengths whose mean is 0.35 of the longest.
 """
 
 import argparse
 import platform
-from pathlib import Path
+import random
+from collections.abc import Sequence
 
+import numpy as np
 import torch
+from transformers import Qwen3ForCausalLM
 
-from pacs_trl.gpu_check.drift import drift
-from pacs_trl.report.tables import to_markdown
+from benchmarks.recorded import build_model, shape_of
+from benchmarks.tables import table_of
+from pacs_trl.update.microbatching import schedule_micro_batches
+from pacs_trl.update.rows import Rollout
+from pacs_trl.update.scorer import Scorer, fused_head
+from pacs_trl.update.step import row_lengths
+
+
+NUM_ROWS, NUM_GENERATIONS, PROMPT_LENGTH, ROWS_PER_FORWARD = 32, 8, 24, 8
+
+
+@torch.no_grad()
+def sample_rollouts(model: Qwen3ForCausalLM, device: str, max_length: int) -> list[Rollout]:
+    rng = random.Random(0)
+    scale = max_length / 512
+    lengths = [min(max_length, max(8, round(scale * rng.lognormvariate(5.0, 0.6)))) for _ in range(NUM_ROWS - 1)]
+    shape = NUM_ROWS // NUM_GENERATIONS, PROMPT_LENGTH
+    prompts = torch.randint(1, 512, shape, generator=torch.Generator().manual_seed(0)).to(device)
+    prompts = prompts.repeat_interleave(NUM_GENERATIONS, dim=0)
+    ids = model.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=max_length,
+        min_new_tokens=max_length,
+        pad_token_id=0,
+    )
+    completions = ids[:, PROMPT_LENGTH:].cpu().numpy().astype(np.int32)
+    return [
+        Rollout(prompts[i].cpu().numpy().astype(np.int32), completions[i, :n], np.ones(n, dtype=bool), 1.0)
+        for i, n in enumerate([*lengths, max_length])
+    ]
+
+
+@torch.no_grad()
+def compute_logps(
+    model, scorer: Scorer, rollouts: Sequence[Rollout], micro_batches: Sequence[Sequence[int]]
+) -> list[torch.Tensor]:
+    """Compute the log-probs of every completion in the given micro-batches; they are returned on the CPU."""
+    found = [torch.empty(0)] * len(rollouts)
+    for rows in micro_batches:
+        prompts, completions = (
+            [getattr(rollouts[i], name) for i in rows] for name in ("prompt_ids", "completion_ids")
+        )
+        for i, logps in zip(rows, scorer.score(model, prompts, completions).logps, strict=True):
+            found[i] = logps.cpu()
+    return found
+
+
+def scheduled(rollouts: list[Rollout], max_rows: int, *, padded: bool) -> list[list[int]]:
+    one_row_groups = [[i] for i in range(len(rollouts))]
+    schedule = schedule_micro_batches(
+        row_lengths(rollouts), one_row_groups, num_processes=1, max_rows=max_rows, padded=padded
+    )
+    assert schedule is not None
+    return schedule[0]
+
+
+# Name, micro-batches, and whether completions are packed.
+SAME = "in the same micro-batches"
+COMPOSITIONS = [
+    (SAME, lambda r: scheduled(r, ROWS_PER_FORWARD, padded=False), True),
+    ("packed, half as many rows", lambda r: scheduled(r, ROWS_PER_FORWARD // 2, padded=False), True),
+    ("padded, sorted by length", lambda r: scheduled(r, ROWS_PER_FORWARD, padded=True), False),
+    ("padded, in order of generation", lambda r: np.arange(len(r)).reshape(-1, ROWS_PER_FORWARD).tolist(), False),
+    ("padded, all rows at once", lambda r: [list(range(len(r)))], False),
+    ("every row alone", lambda r: [[i] for i in range(len(r))], False),
+]
+
+
+def drift(device: str, model: str, completion_max: int) -> list[dict]:
+    """Tabulate proxies that should be 0, by precision and by the micro-batches of the reference."""
+    # weights large enough that predictions are far from uniform
+    policy = build_model(shape_of(model), device, initializer_range=0.05, eos_token_id=0, pad_token_id=0).eval()
+    rollouts, table, float32 = sample_rollouts(policy, device, completion_max), [], None
+    with fused_head(policy):
+        for precision in ("fp32", "bf16 autocast, fp32 weights", "bf16 weights"):
+            if precision == "bf16 weights":
+                policy.to(torch.bfloat16)
+            autocast = precision.startswith("bf16 autocast")
+            reference = None
+            for name, micro_batches, packed in COMPOSITIONS:
+                scorer = Scorer(
+                    policy,
+                    torch.device(device),
+                    padding_free="always" if packed else "never",
+                    autocast=lambda on=autocast: torch.autocast(device, dtype=torch.bfloat16, enabled=on),
+                )
+                batches = micro_batches(rollouts)
+                logps = compute_logps(policy, scorer, rollouts, batches)
+                reference = logps if reference is None else reference
+                float32 = logps if float32 is None else float32
+                again = compute_logps(policy, scorer, rollouts, batches) if reference is logps else logps
+                log_ratios = [p - r for p, r in zip(again, reference, strict=True)]
+                errors = torch.stack([(p - t).sum() for p, t in zip(logps, float32, strict=True)]).abs()
+                proxies, ratios = torch.stack([r.sum() for r in log_ratios]).abs(), torch.cat(log_ratios).exp()
+                outside = ((ratios < 0.9) | (ratios > 1.1)).float().mean().item()
+                table.append(
+                    {
+                        "precision": precision,
+                        "reference scored": name,
+                        "mean abs proxy": proxies.mean().item(),
+                        "max abs proxy": proxies.max().item(),
+                        "mean abs distance from float32": errors.mean().item(),
+                        "token ratios outside [0.9, 1.1], %": 100 * outside,
+                    }
+                )
+    return table
 
 
 def main() -> None:
@@ -22,8 +136,7 @@ def main() -> None:
     device = parser.parse_args().device
     where = f"{torch.get_num_threads()} CPU threads, {platform.machine()}"
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if device == 'cuda' else where}\n")
-    rows = drift(device=device, directory=Path(), model="small", completion_max=512).rows
-    print(to_markdown([*rows[0]], [[f"{v:.2g}" if isinstance(v, float) else v for v in row.values()] for row in rows]))
+    print(table_of(drift(device, "small", 512)))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Time and memory of one optimizer step: PACSTrainer against TRL's GRPOTrainer on the same recorded rollouts.
 
     make bench                                  # CPU size, nine minutes on two cores
-    python benchmarks/step.py --size gpu        # Qwen3-1.7B architecture, random weights, bf16, one GPU
+    python -m benchmarks.step --size gpu        # Qwen3-1.7B architecture, random weights, bf16, one GPU
 
 All variants run in one process, one step after another in turn, `--repeats` times after a first one that is not timed
 (peak memory is measured in it); medians are reported. A step is everything between having the completions and having updated
@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from trl import GRPOTrainer
 
+from benchmarks.recorded import SMALL_MODELS, Runner, Size, labels_of, matmul_rate, recorded_rollouts
 from pacs_trl import PACSTrainer
-from pacs_trl.gpu_check.replay import SMALL_MODELS, Runner, Size, labels_of, matmul_rate, recorded_rollouts
 from pacs_trl.plan.cost import KNOWN_MODELS, ModelShape
 from pacs_trl.update.policy_update import PolicyUpdate
 from pacs_trl.update.scorer import Scorer

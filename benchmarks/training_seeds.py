@@ -4,7 +4,7 @@ Each run has a training seed of its own, which decides the prompts and what is d
 seed, and the evaluation is that of the tables. Prints mean and standard deviation over training seeds, to stand beside those
 over warm starts. What is finished is kept in --work_dir.
 
-    python benchmarks/training_seeds.py
+    python -m benchmarks.training_seeds
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Speed of the verifier against TRL's `accuracy_reward`, on the same completions, in one run.
 
-    python benchmarks/verification.py                  # clean text, several rounds, both graders in turn
-    python benchmarks/verification.py --hostile        # also with 2 % hostile completions (TRL needs minutes)
-    python benchmarks/verification.py --protocols      # labels of the two protocols on the rows of the tests, no timing
+    python -m benchmarks.verification                  # clean text, several rounds, both graders in turn
+    python -m benchmarks.verification --hostile        # also with 2 % hostile completions (TRL needs minutes)
+    python -m benchmarks.verification --protocols      # labels of the two protocols on the rows of the tests, no timing
 
 Completions are stitched from the reference solutions of MATH-500: reasoning of other problems, then a boxed answer that
 is right for 60 % of them and otherwise one of three mistakes per problem (a number in it changed). 500 problems with 8

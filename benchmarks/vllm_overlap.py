@@ -1,7 +1,7 @@
 """Where the time of a step with vLLM goes when verification waits for generation, and when it overlaps with it.
 
     make env-vllm
-    OMP_NUM_THREADS=1 python benchmarks/vllm_overlap.py      # two CPU cores, about three minutes
+    OMP_NUM_THREADS=1 python -m benchmarks.vllm_overlap      # two CPU cores, about three minutes
 
 Both runs draw the same completions from the same engine, in turns; the first round is not counted. vLLM and the
 trainer share one core, the verifier's only worker has the other. The model is the larger one of the miniature tables
@@ -18,9 +18,9 @@ from pathlib import Path
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.shared_engine import share_engine
 from pacs_trl import PACSConfig, PACSTrainer
 from pacs_trl.data.tasks import problems
-from pacs_trl.gpu_check.engine import one_engine
 from pacs_trl.miniature.warm_start import warm_start
 from pacs_trl.rewards import math_reward
 from pacs_trl.rollouts.timing import PARTS
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the numbers of every round here")
     args = parser.parse_args()
     start = warm_start("arithmetic/small")
-    one_engine("cpu", "float32")
+    share_engine("cpu", "float32")
     rounds = {False: [], True: []}
     losses = []
     for _ in range(args.rounds):

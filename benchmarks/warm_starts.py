@@ -3,7 +3,7 @@
 Makes each warm start anew and draws 8 completions for every held-out problem, with random streams that the calibration has
 not used. Prints a table in Markdown; what is finished is kept in --work_dir.
 
-    python benchmarks/warm_starts.py
+    python -m benchmarks.warm_starts
 """
 
 import argparse

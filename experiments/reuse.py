@@ -187,9 +187,9 @@ def run(arm: Arm | None, task: str, seed: int, results_dir: Path, work_dir: Path
     if arm:
         rollout_trainer.StepTimer = partial(StepTimer, time.process_time)
         if arm.engine == "vllm":
-            from pacs_trl.gpu_check.engine import one_engine
+            from benchmarks.shared_engine import share_engine
 
-            one_engine("cpu", "float32")
+            share_engine("cpu", "float32")
         model = work / "model"  # kept: `ranking.py` scores with it
         history = train_once(words, start, model, arm.trainer_class)
         training = summary(history, arm.updates * arm.minibatches, LIMITS[arm.method])

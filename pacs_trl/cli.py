@@ -28,10 +28,6 @@ COMMANDS = {
         "grade a file of completions with several protocols and show where they disagree",
     ),
     "report": ("pacs_trl.report.report", "tables and figures from results files"),
-    "gpu-check": (
-        "pacs_trl.gpu_check.command",
-        "measure on the GPUs of this machine what is claimed of them; no download",
-    ),
     "push": ("pacs_trl.hub.push", "upload checkpoint, model card, recipe and results to the Hub"),
 }
 

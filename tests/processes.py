@@ -3,13 +3,18 @@ seconds until it has. The functions that they run are module-level ones, as mult
 
 import gc
 import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
-from multiprocessing import forkserver, get_context
+from multiprocessing import forkserver, get_context, parent_process
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest.mock import patch
 
+import torch
 from torch.distributed import TCPStore
 
 
@@ -28,16 +33,59 @@ def _begin(function: Callable, arguments: tuple, output: Path, environment: dict
     function(*arguments)
 
 
+def run_and_save(function: Callable, arguments: tuple, directory: Path) -> None:
+    """Save what `function` returns as `result.RANK`, from a process group of its own that ends with the parent."""
+    os.setsid()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.save(function(*arguments), directory / f"result.{os.environ.get('RANK', 0)}")
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # DeepSpeed's groups would wait for each other at exit
+
+
+def _end_with_parent() -> None:
+    """The parent may be killed; then its children must not keep a GPU."""
+    wait([parent_process().sentinel])
+    os.killpg(0, signal.SIGKILL)
+
+
 def start(function: Callable, *arguments, output: Path, **environment: str) -> BaseProcess:
     """A process that runs `function(*arguments)`; what it prints goes to the file `output`."""
-    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # the server finds what this process finds
-        forkserver.ensure_running()
+    if CONTEXT.get_start_method() == "forkserver":
+        with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # the server finds what this process finds
+            forkserver.ensure_running()
     process = CONTEXT.Process(target=_begin, args=(function, arguments, output, environment))
-    process.start()
+    with patch.dict(os.environ, environment):  # a new interpreter imports libraries before it runs `_begin`
+        process.start()
     return process
 
 
-def on_two(function: Callable, *arguments, outputs: Path, exit_code: int = 0, **environment: str) -> list[str]:
+def wait_for(processes: list[BaseProcess], outputs: list[Path], *, exit_code: int = 0, seconds: float = 600):
+    """Return what processes print that end with `exit_code`; kill them all if one ends otherwise, or not in time."""
+    deadline = time.monotonic() + seconds
+    try:
+        while running := [process.sentinel for process in processes if process.exitcode is None]:
+            if not wait(running, deadline - time.monotonic()):
+                break
+            if any(process.exitcode not in (None, exit_code) for process in processes):
+                wait(running, 1.0)  # the others would wait for it
+                break
+        codes = [process.exitcode for process in processes]
+    finally:
+        for process in processes:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)  # of a group of its own, with the processes it started
+            except ProcessLookupError:
+                process.kill()
+            process.join()
+    printed = [file.read_text() if file.exists() else "" for file in outputs]
+    said = "".join("\n" + text[-3000:] for text in printed)
+    assert codes == [exit_code] * len(codes), f"exit codes {codes} (None: did not end in {seconds:.0f} s){said}"
+    return printed
+
+
+def on_two(
+    function: Callable, *arguments, outputs: Path, exit_code: int = 0, seconds: float = 600, **environment: str
+) -> list[str]:
     """
     What two processes print that torchrun would have started, and that end with `exit_code`.
 
@@ -52,10 +100,4 @@ def on_two(function: Callable, *arguments, outputs: Path, exit_code: int = 0, **
         start(function, *arguments, output=file, RANK=str(rank), LOCAL_RANK=str(rank), **environment)
         for rank, file in enumerate(files)
     ]
-    for process in processes:
-        process.join(600)
-        process.kill()
-    printed = [file.read_text() for file in files]
-    codes = [process.exitcode for process in processes]
-    assert codes == [exit_code] * 2, f"exit codes {codes}" + "".join("\n" + text[-3000:] for text in printed)
-    return printed
+    return wait_for(processes, files, exit_code=exit_code, seconds=seconds)

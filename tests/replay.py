@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from datasets import Dataset
 from seeds import shifted
+from sharding import full
 from tolerances import rounding_atol
 from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
 from pacs_trl import PACSConfig, PACSTrainer
 from pacs_trl.data.tasks import problems
-from pacs_trl.gpu_check.ranks import full
 from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.objective import PACSLoss, pacs_loss
 

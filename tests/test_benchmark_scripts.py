@@ -1,28 +1,32 @@
-"""Benchmarks run; what they measure is asserted nowhere."""
+"""Benchmarks run at tiny sizes; times are asserted nowhere, arithmetic is."""
 
 import json
-import runpy
 import sys
+from dataclasses import replace
+from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
+import torch
+
+from benchmarks import gpu
+from benchmarks.recorded import Size, config_of, shape_of
 
 
 @pytest.fixture
 def benchmark(monkeypatch, tmp_path):
-    """Runs a script of `benchmarks/` with arguments, where it may write."""
-    directory = __file__.rpartition("tests")[0] + "benchmarks"
+    """Run a module of `benchmarks/` with arguments, where it may write."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(directory)
 
     def run(name: str, *arguments: str) -> None:
         monkeypatch.setattr(sys, "argv", [name, *arguments])
-        runpy.run_path(f"{directory}/{name}", run_name="__main__")
+        import_module(f"benchmarks.{name}").main()
 
     return run
 
 
 def test_every_part_of_an_optimizer_step(benchmark, capsys):
-    benchmark("step.py", "--size", "tiny", "--repeats", "1", "--prompt_tokens", "16", "--output", "found.json")
+    benchmark("step", "--size", "tiny", "--repeats", "1", "--prompt_tokens", "16", "--output", "found.json")
     rows = json.load(open("found.json"))
     assert {row["title"] for row in rows} == {
         "One update per generation",
@@ -33,3 +37,80 @@ def test_every_part_of_an_optimizer_step(benchmark, capsys):
     }
     assert all(row["peak_memory"] > 0 for row in rows)
     assert "model FLOP utilization" in capsys.readouterr().out
+
+
+TINY = ("--device", "cpu", "--model", "tiny", "--completion_max", "48", "--repeats", "1", "--output", "found.json")
+
+
+def test_gpu_steps_and_what_checkpointing_saves(benchmark, capsys):
+    memory = {}
+    for name, arguments in {"no": (), "yes": ("--checkpointing",), "LoRA": ("--lora",)}.items():
+        benchmark("gpu", *TINY, *arguments)
+        rows = json.load(open("found.json"))
+        assert [(row["method"], row["uniform"]) for row in rows][:2] == [("pacs", 0.0), ("pacs", 0.5)]
+        assert all(row["tokens/s"] > 0 and row["out of memory with rows"] == [] for row in rows)
+        memory |= {(name, row["method"]): row["GiB"] for row in rows}
+        assert "| model | method |" in capsys.readouterr().out
+    assert all(memory["yes", method] < memory["no", method] / 2 for method in ("pacs", "grpo"))
+
+
+def test_gpu_soak(benchmark, capsys):
+    benchmark("gpu", *TINY, "--soak", "0.001")
+    (row,) = json.load(open("found.json"))
+    assert row["first step"] == 1 and row["finite"]
+
+
+def test_plan_beside_a_measurement_by_hand():
+    """30 GiB measured, 10 + 10 planned: a third too little, and activations would have to be twice as large.
+
+    Two seconds for one: half the time, so half the share.
+    """
+    estimate = SimpleNamespace(state=10 * 2**30, activations=8 * 2**30, gathered=2**30, collected=2**30)
+    estimate.learning = lambda mean_tokens: (0.0, 1.0, 0.0)
+    columns = gpu.planned_beside(estimate, {"GiB": 30.0, "seconds": 2.0}, 100, 0.35, "cuda")
+    assert columns["error of memory, %"] == pytest.approx(-100 / 3) and columns["error of time, %"] == pytest.approx(
+        -50
+    )
+    assert columns["factor on activations"] == 2.0 and columns["training_share"] == pytest.approx(0.175)
+
+
+def test_model_flops_by_hand():
+    """Two completions of 2 and 4 tokens of a prompt of 3: 9 tokens are computed once, 12 are in the rows.
+
+    A token of a row of length n attends to n of them: (25 + 49) / 12 on average.
+    """
+    shape = replace(shape_of("tiny"), vocabulary=10)
+    rollouts = [{"prompt_ids": [1, 2, 3], "completion_ids": [4] * n} for n in (2, 4)]
+    flops, tokens = gpu.model_flops(shape, rollouts)
+    assert tokens == 12 and flops == pytest.approx(3 * shape.forward_flops(9, 74 / 12))
+
+
+def test_half_as_many_rows_when_memory_runs_out(tmp_path, monkeypatch):
+    """Out of memory with 8 and 4 rows: 2 are measured, and the rows say where `plan` was wrong."""
+    steps = gpu._steps
+
+    def out_of_memory(size, rows, *args, **kwargs):
+        if rows > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return steps(size, rows, *args, **kwargs)
+
+    monkeypatch.setattr(gpu, "_steps", out_of_memory)
+    (row,) = measure_grpo(tmp_path)
+    assert row["rows per forward"] == 2 and row["out of memory with rows"] == [8, 4]
+
+
+def test_rows_are_as_many_as_plan_says_fit(tmp_path, monkeypatch):
+    """A GPU with room for less than 4 rows gets 2, and nothing is tried that cannot fit."""
+    shape = shape_of("tiny")
+    config_of(shape).save_pretrained(tmp_path / "model")
+    size, device = Size(shape, 48, 8, 4, bf16=False), gpu.known_gpu(1e9, "cpu")
+    named = {"method": "grpo", "checkpointing": False, "lora": False, "directory": tmp_path, "device": "cpu"}
+    memory = 1.1 * gpu.estimate_of(size, 2, device, **named).update / 0.95
+    monkeypatch.setattr(gpu, "known_gpu", lambda rate, name: device._replace(memory_bytes=memory))
+    (row,) = measure_grpo(tmp_path)
+    assert row["rows per forward"] == 2 and row["out of memory with rows"] == []
+
+
+def measure_grpo(directory) -> list[dict]:
+    settings = {"methods": ("grpo",), "completion_max": 48, "repeats": 1, "matmul": 64}
+    return gpu.measure_steps("cpu", directory, "tiny", False, **settings)

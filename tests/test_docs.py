@@ -37,7 +37,7 @@ BEGINNINGS = (
     "accelerate launch ",
     "python -m pacs_trl",
     "python -m experiments.paper",
-    "python benchmarks/",
+    "python -m benchmarks",
     "pytest ",
     ".ci/run",
 )
@@ -67,8 +67,8 @@ NEEDS = {
     r"recipes/(qwen|accelerate_configs)": "GPUs, and model and data from the Hub",
     r"recipes/evaluation/(v1|v2|table1|gpqa_diamond|livecodebench)": "a GPU, and model and data from the Hub",
     r"--scale full --run": "GPUs",
-    r"^make bench|benchmarks/": "minutes, or a GPU with --size gpu",
-    r"gpu-check": "a GPU, or minutes with --device cpu; tests/gpu_check has both halves",
+    r"^make bench|-m benchmarks": "minutes, or a GPU with --size gpu",
+    r"gpu-check": "a GPU; without one tests/test_gpu_report.py and tests/gpu at tiny sizes",
     r"^make tables": "hours, or minutes with STEPS, which .ci/run runs",
     r"pacs-trl push": "an account on the Hub",
     r"^make (quickstart|test|portability|notebooks|quality|style|env|clean)|^\.ci/run": "minutes; what .ci/run runs",
@@ -159,15 +159,6 @@ def check_module(monkeypatch, name: str, arguments: list[str], num_processes: in
         parse_only(monkeypatch, importlib.import_module(name).main, arguments)
 
 
-def check_script(monkeypatch, path: Path, arguments: list[str]) -> None:
-    monkeypatch.syspath_prepend(str(path.parent))
-    spec = importlib.util.spec_from_file_location(f"docs_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(sys, "argv", [str(path), *arguments])
-    parse_only(monkeypatch, lambda _: module.main(), None)
-
-
 def check_make(words: list[str]) -> list[str]:
     """Targets exist; returns what ARGS hands on."""
     rules = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
@@ -225,8 +216,10 @@ def check_command(monkeypatch, words: list[str]) -> None:
         case ["python", "-m", name, *rest] if name.startswith("pacs_trl."):
             if rest:
                 check_module(monkeypatch, name, rest)
-        case ["python", script, *rest]:
-            check_script(monkeypatch, ROOT / script, rest)
+        case ["python", "-m", name, *rest] if name.startswith("benchmarks."):
+            module = importlib.import_module(name)
+            monkeypatch.setattr(sys, "argv", [name, *rest])
+            parse_only(monkeypatch, lambda _: module.main(), None)
         case ["pytest", *rest] | ["python", "-m", "pytest", *rest]:
             assert all(Path(word.split("::")[0]).exists() for word in rest if word.startswith("tests"))
         case ["pip", "install", *rest]:

@@ -33,7 +33,6 @@ COMMANDS = [
     "train --config recipe.yaml",
     f"evaluate --model outputs/run --output_dir outputs/evaluation {EVALUATION}",
     "audit --completions outputs/evaluation/samples/miniature_addition.jsonl --benchmark miniature/addition --protocols text",
-    "gpu-check --device cpu --parts plan",
     "report outputs/evaluation/results.json --output_dir outputs/report",
     "push --model outputs/run --repo user/name --results outputs/evaluation/results.json --dry_run",
 ]

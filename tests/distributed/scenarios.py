@@ -24,15 +24,15 @@ from replay import (
     trainable_weights,
 )
 from seeds import shifted
-from torch.distributed.fsdp import FSDPModule
-
-from pacs_trl import PACSTrainer
-from pacs_trl.gpu_check.ranks import (
+from sharding import (
     FSDP_SETTINGS,
     let_accelerate_run_deepspeed_on_cpu,
     let_accelerate_shard_on_cpu,
     zero3_settings,
 )
+from torch.distributed.fsdp import FSDPModule
+
+from pacs_trl import PACSTrainer
 from pacs_trl.rewards import probability_reward
 from pacs_trl.train import main as train
 

@@ -48,7 +48,7 @@ def shared_engine():
     from vllm import LLM
     from vllm.distributed.parallel_state import model_parallel_is_initialized
 
-    from pacs_trl.gpu_check.engine import keep_plain_products
+    from benchmarks.shared_engine import keep_plain_products
 
     started: list = []
     monkeypatch = pytest.MonkeyPatch()

@@ -1,5 +1,6 @@
-"""Models with random weights in published shapes, and optimizer steps of real trainers on rollouts that were recorded before: nothing is
-downloaded, nothing generated. The benchmarks of the repository use the same.
+"""Recorded rollouts, and optimizer steps of real trainers on them, with random weights in published model shapes.
+
+Nothing is downloaded and nothing is generated. Shared by the benchmarks of this folder and by tests/gpu.
 """
 
 import collections
@@ -15,15 +16,15 @@ from datasets import Dataset
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig
 
-from .. import PACSConfig, PACSTrainer
-from ..miniature.tokenizer import build_tokenizer
-from ..plan.cost import KNOWN_MODELS, ModelShape
+from pacs_trl import PACSConfig, PACSTrainer
+from pacs_trl.miniature.tokenizer import build_tokenizer
+from pacs_trl.plan.cost import KNOWN_MODELS, ModelShape
 
 
 NUM_GENERATIONS = 8
 PROMPT_TOKENS = (16, 48)
 
-# Small enough for seconds, on a GPU and on two CPU cores.
+# Small enough to run in seconds, on a GPU and on two CPU cores.
 SMALL_MODELS = {
     "small": ModelShape(8, 256, 768, 4, 2, 64, 512, tied=True, qk_norm=True),
     "tiny": ModelShape(2, 64, 128, 2, 1, 32, 512, tied=True, qk_norm=True),
@@ -31,12 +32,12 @@ SMALL_MODELS = {
 
 
 def shape_of(model: str) -> ModelShape:
-    """The shape of a published model by its Hub id (without its owner), or of a small one."""
+    """Return the shape of a published Qwen model by its Hub name without the owner, or of a small one."""
     return SMALL_MODELS.get(model) or KNOWN_MODELS[f"Qwen/{model}"]
 
 
 def config_of(shape: ModelShape, **more) -> Qwen3Config:
-    """The configuration of a Qwen3 model of a shape."""
+    """Return the configuration of a Qwen3 model of this shape."""
     return Qwen3Config(
         num_hidden_layers=shape.num_layers,
         hidden_size=shape.hidden,
@@ -52,7 +53,7 @@ def config_of(shape: ModelShape, **more) -> Qwen3Config:
 
 
 def build_model(shape: ModelShape, device: str, *, seed: int = 0, **more) -> Qwen3ForCausalLM:
-    """A float32 model with random weights, made where it is wanted; `more` goes to its configuration."""
+    """Build a float32 model with random weights on `device`; `more` goes to its configuration."""
     torch.manual_seed(seed)
     with torch.device(device):
         return Qwen3ForCausalLM(config_of(shape, **more))
@@ -60,7 +61,7 @@ def build_model(shape: ModelShape, device: str, *, seed: int = 0, **more) -> Qwe
 
 @dataclass
 class Size:
-    """The size of a step. `completion_mean / completion_max` is 0.35; an optimizer step has `num_groups * 8` rows."""
+    """The size of an optimizer step: `num_groups * 8` completions, whose mean length is 0.35 of the maximum."""
 
     shape: ModelShape
     completion_max: int
@@ -76,7 +77,7 @@ def recorded_rollouts(
     num_generations: int = NUM_GENERATIONS,
     prompt_tokens: tuple[int, int] = PROMPT_TOKENS,
 ) -> list[dict]:
-    """Random tokens with log-normal completion lengths, scaled so that mean / max is 0.35, behind prompts of so many tokens."""
+    """Make completions of random tokens with log-normal lengths, scaled so that mean / max is 0.35."""
     generator = random.Random(seed)
     raw = [generator.lognormvariate(0.0, 0.55) for _ in range(num_groups * num_generations)]
     target = 0.35 * size.completion_max
@@ -93,14 +94,17 @@ def recorded_rollouts(
 
 
 def labels_of(num_groups: int, uniform_fraction: float, num_generations: int = NUM_GENERATIONS) -> list[float]:
-    """The first groups are of one class, the others half correct."""
+    """Return labels: the first groups are uniform (all wrong), half of each other group is correct."""
     num_uniform = round(uniform_fraction * num_groups)
     mixed = [1.0, 0.0] * (num_generations // 2)
     return [0.0] * (num_generations * num_uniform) + mixed * (num_groups - num_uniform)
 
 
 class Runner:
-    """A trainer that replays rollouts: `step()` runs one optimizer step and returns its seconds. `settings` go to its configuration."""
+    """A trainer that replays rollouts: `step()` runs one optimizer step and returns its seconds.
+
+    `settings` go to the configuration of the trainer.
+    """
 
     def __init__(
         self,
@@ -160,7 +164,7 @@ class Runner:
         self.device = device
 
     def label(self, labels: list[float]) -> None:
-        """What the next steps learn from the rollouts."""
+        """Set the labels of the rollouts for the next steps."""
         self.batch = [{"prompt": "p", "label": label} for label in labels]
 
     def _replay(self, prompts):
@@ -170,7 +174,7 @@ class Runner:
         return prompt_ids, completion_ids, None, ["c"] * len(prompts), logprobs, {}, None, []
 
     def step(self) -> float:
-        """Seconds per optimizer step, averaged over the updates of one generation."""
+        """Return the seconds per optimizer step, averaged over the updates of one generation."""
         self._synchronize()
         started = time.perf_counter()
         for _ in range(self.updates_per_generation):
@@ -188,9 +192,9 @@ class Runner:
             torch.cuda.synchronize()
 
     def peak_memory(self) -> int:
-        """Bytes: on a GPU the allocator's peak during a step, on a CPU that of the tensors kept for backward passes."""
+        """Return bytes: the allocator's peak of a step on a GPU, that of tensors kept for backward on a CPU."""
         if self.device == "cuda":
-            self.step()  # makes the optimizer's moments, behind the backward pass
+            self.step()  # allocates the moments of the optimizer, after the backward pass
             torch.cuda.reset_peak_memory_stats()
             self.step()
             return torch.cuda.max_memory_allocated()
@@ -201,7 +205,7 @@ class Runner:
 
 
 class KeptTensors:
-    """Counts the bytes that autograd keeps for backward passes, a shared storage once."""
+    """Count the bytes that autograd keeps for backward passes; a shared storage counts once."""
 
     def __init__(self):
         self.users: collections.Counter[int] = collections.Counter()
@@ -228,7 +232,7 @@ class KeptTensor:
 
 
 def matmul_rate(device: str, n: int, dtype: torch.dtype) -> float:
-    """FLOP/s of the product of two square matrices of size `n`, the best of a few tries."""
+    """Return the FLOP/s of a product of two square matrices of size `n`: the best of five tries."""
     a, seconds = torch.randn(n, n, device=device, dtype=dtype), []
     for _ in range(5):
         started = time.perf_counter()

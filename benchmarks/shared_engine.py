@@ -1,0 +1,34 @@
+"""One vLLM engine for all trainers of a process: starting one takes longer than a short training run."""
+
+from collections.abc import Callable
+
+import torch
+from trl.generation import vllm_generation
+
+
+def share_engine(device: str, dtype: str) -> None:
+    """Let all trainers of this process share one engine of this dtype. Each sends its weights before it generates."""
+    engine_class, started = vllm_generation.LLM, []
+    settings = {"dtype": dtype} | ({"enforce_eager": True} if device == "cpu" else {})
+
+    def engine(**kwargs):
+        if not started:
+            started.append(engine_class(**(kwargs | settings)))
+        return started[0]
+
+    vllm_generation.LLM = engine
+    if device == "cpu":
+        keep_plain_products(setattr)
+
+
+def keep_plain_products(patch: Callable) -> None:
+    """
+    Let a CPU engine read the weights that trainers send.
+
+    vLLM's CPU backend repacks the weights of linear layers when it loads them, so that weights sent later are never
+    read. CUDA does not need this. `patch(owner, name, value)` is `setattr`, or that of a monkeypatch.
+    """
+    from vllm.model_executor.layers import utils
+
+    keep = {"cpu_linear": torch.nn.functional.linear}
+    patch(utils, "dispatch_cpu_unquantized_gemm", lambda layer, remove_weight: vars(layer).update(keep))

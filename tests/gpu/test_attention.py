@@ -1,0 +1,146 @@
+"""Packed completions against padded ones, forward and backward, in three precisions and with each attention kernel."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from seeds import shifted
+
+from benchmarks.recorded import Size, build_model, recorded_rollouts, shape_of
+from pacs_trl.update import packing
+from pacs_trl.update.scorer import Scorer, fused_head
+
+
+# Float32 leaves the order of sums: of a log-prob over a vocabulary and some layers, of a gradient over all tokens.
+MAX_LOGP_ERROR, MAX_GRADIENT_ERROR = 1e-3, 1e-4
+
+
+def compare_layouts(device: str, model: str, attention: str, completion_max: int) -> list[dict]:
+    """Compute log-probs, entropies, and gradients, padded and packed; `attention` is that of packed completions."""
+    size = Size(shape_of(model), completion_max, 4, 2, bf16=False)
+    rollouts = recorded_rollouts(size, 2, num_generations=4)
+    policy = build_model(size.shape, device, initializer_range=0.05, attn_implementation="sdpa").eval()
+    rows, reference = [], None
+    for precision in ("float32", "autocast", "bfloat16"):
+        if precision == "bfloat16":
+            policy.to(torch.bfloat16)
+        for layout in ("padded", "packed"):
+            if attention != "sdpa" and (layout, precision) == ("packed", "float32"):
+                continue  # these kernels know half precisions only
+            policy.set_attn_implementation(attention if layout == "packed" else "sdpa")
+            passes = compute(policy, rollouts, device, packed=layout == "packed", autocast=precision == "autocast")
+            reference = reference or passes
+            named = {"precision": precision, "layout": layout, "attention": policy.config._attn_implementation}
+            rows.append(named | differences(passes, reference))
+    return rows
+
+
+@dataclass
+class Passes:
+    """Log-probs and entropies per token on the CPU; gradients where the weights are."""
+
+    logps: list[torch.Tensor] = field(default_factory=list)
+    entropies: list[torch.Tensor] = field(default_factory=list)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def compute(policy, rollouts: list[dict], device: str, *, packed: bool, autocast: bool) -> Passes:
+    """Run one group per forward pass; the loss is the mean log-prob of every other completion, minus the others."""
+    scorer = Scorer(
+        policy,
+        torch.device(device),
+        padding_free="always" if packed else "never",
+        autocast=lambda: torch.autocast(device, dtype=torch.bfloat16, enabled=autocast),
+    )
+    passes = Passes()
+    policy.zero_grad()
+    with fused_head(policy):
+        for start in range(0, len(rollouts), 4):
+            prompts, completions = (
+                [np.asarray(r[name], np.int32) for r in rollouts[start : start + 4]]
+                for name in ("prompt_ids", "completion_ids")
+            )
+            with scorer.attention():
+                scores = scorer.score(policy, prompts, completions)
+                sum((1 - 2 * (i % 2)) * logps.mean() for i, logps in enumerate(scores.logps)).backward()
+            passes.logps += [logps.detach().float().cpu() for logps in scores.logps]
+            passes.entropies += [entropies.detach().float().cpu() for entropies in scores.entropies]
+    passes.gradients = {name: weight.grad for name, weight in policy.named_parameters()}
+    for weight in policy.parameters():
+        weight.grad = None
+    return passes
+
+
+def differences(passes: Passes, reference: Passes) -> dict[str, float]:
+    """Return absolute differences in nats, and the norm of the gradient's difference relative to the gradient."""
+    errors = {}
+    for name in ("logps", "entropies"):
+        apart = (torch.cat(getattr(passes, name)) - torch.cat(getattr(reference, name))).abs()
+        errors |= {f"{name}, mean": apart.mean().item(), f"{name}, max": apart.max().item()}
+    difference = norm = 0.0
+    for name, expected in reference.gradients.items():
+        difference += (passes.gradients[name].float() - expected).square().sum().item()
+        norm += expected.square().sum().item()
+    return errors | {"gradient": (difference / norm) ** 0.5}
+
+
+KERNELS = [
+    "sdpa",
+    pytest.param("flash_attention_2", marks=pytest.mark.needs(cuda=True, package="flash_attn"), id="flash2"),
+    pytest.param("flash_attention_3", marks=pytest.mark.needs(cuda=True, package="flash_attn_interface"), id="flash3"),
+]
+MODELS = [
+    pytest.param("small", marks=pytest.mark.first),
+    pytest.param("Qwen3-1.7B", marks=pytest.mark.needs(cuda=True, gib=60)),
+]
+
+
+@pytest.mark.parametrize("attention", KERNELS)
+@pytest.mark.parametrize("model", MODELS)
+def test_packed_equals_padded(alone, device, record_property, model, attention):
+    """Float32 agrees up to the order of sums; in half precision, packing loses at most twice what padding loses."""
+    longest = {"small": 512, "Qwen3-1.7B": 1024}[model]
+    sizes = (model, attention, longest) if device == "cuda" else ("tiny", attention, 24)
+    rows = alone(compare_layouts, device, *sizes)
+    record_property("rows", rows)
+    errors = {(row["precision"], row["layout"]): row for row in rows}
+    assert errors["float32", "padded"]["gradient"] == 0.0
+    if attention == "sdpa":
+        assert errors["float32", "packed"]["logps, max"] < MAX_LOGP_ERROR
+        assert 0.0 < errors["float32", "packed"]["gradient"] < MAX_GRADIENT_ERROR
+    for precision in ("autocast", "bfloat16"):
+        packed, padded = errors[precision, "packed"], errors[precision, "padded"]
+        assert packed["gradient"] > MAX_GRADIENT_ERROR  # float32 is far from it
+        for name in ("logps, mean", "entropies, mean", "gradient"):
+            assert packed[name] <= 2 * padded[name] + 1e-6, (precision, name)
+
+
+def test_the_comparison_notices_a_wrong_layout(monkeypatch):
+    """Positions that continue from completion to completion are far from padded ones."""
+    packed = Scorer._packed
+
+    def shifted(self, prompts, completions):
+        inputs, places = packed(self, prompts, completions)
+        return {**inputs, "position_ids": inputs["position_ids"].sort().values}, places
+
+    monkeypatch.setattr(Scorer, "_packed", shifted)
+    rows = compare_layouts("cpu", "tiny", "sdpa", 24)
+    assert rows[1]["layout"] == "packed" and rows[1]["gradient"] > MAX_GRADIENT_ERROR
+
+
+@pytest.mark.needs(cuda=True)
+def test_variable_length_kernel_sees_prompt_and_branch():
+    """PyTorch's kernel in bfloat16, forward and backward, against float32 with the queries of the prompt once more."""
+    rows = packing.PackedRows([np.arange(41)] * 3 + [np.arange(7)], [np.zeros(n, dtype=int) for n in (5, 0, 90, 30)])
+    shapes = [(1, heads, len(rows.ids), 64) for heads in (4, 2, 2)]
+    bounds = {k: v.cuda() if torch.is_tensor(v) else v for k, v in rows.kernel_inputs().items()}
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        generator = torch.Generator().manual_seed(shifted(0))
+        inputs = [torch.randn(s, generator=generator).to("cuda", dtype).requires_grad_() for s in shapes]
+        assert packing.takes_varlen(*inputs, 0.0) == (dtype == torch.bfloat16)
+        out, _ = packing._packed_sdpa(None, *inputs, None, packed=rows, **bounds)
+        found.append([out, *torch.autograd.grad(out.float().square().sum(), inputs)])
+    for expected, value in zip(*found, strict=True):
+        assert (value.float() - expected).norm() < 0.02 * expected.norm()

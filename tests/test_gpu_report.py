@@ -1,0 +1,138 @@
+"""`make gpu-check` continues after a kill, runs what has failed again, and its report is complete after each test."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+from processes import run_and_save, start
+
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[1]
+GPU_TESTS = ROOT / "tests" / "gpu"
+CONFTEST = """
+import json, os
+from pathlib import Path
+from gpu_report import GpuReport
+
+def pytest_configure(config):
+    config.pluginmanager.register(GpuReport(config, Path("report"), json.loads(os.environ["FACTS"])))
+"""
+TESTS = """
+import os, time
+from pathlib import Path
+import pytest
+
+def note(name):
+    with open("calls", "a") as calls:
+        calls.write(name + " ")
+
+def test_fails():
+    note("fails")
+    raise OSError("no weights in /home/alice/models/model.bin (HF_TOKEN=hf_abcdefghij0123456789)")
+
+def test_measures(record_property):
+    note("measures")
+    record_property("rows", [{"half": 1 / 3, "of": 2}])
+
+def test_hangs():
+    note("hangs")
+    time.sleep(600 if os.environ.get("HANG") else 0)
+
+@pytest.mark.skip(reason="no second GPU")
+def test_skips(): pass
+"""
+FACTS = {"gpus": [{"name": "GPU of a test", "memory": 80 * 2**30}], "driver": "1.2, 700 W", "cuda": "13.0"}
+FACTS |= {"processor": "x86_64, 2 cores", "versions": {"torch": "2.13.0"}, "commit": "0123456789abcdef"}
+
+
+def check(directory: Path, **environment: str) -> subprocess.Popen:
+    """Start pytest on the tests above, as `make gpu-check` does."""
+    environment = {
+        "FACTS": json.dumps(FACTS),
+        "PYTHONPATH": os.pathsep.join([str(GPU_TESTS), str(ROOT)]),
+    } | environment
+    command = [sys.executable, "-m", "pytest", "-q", "--rootdir", ".", "-c", "pytest.ini", "test_them.py"]
+    return subprocess.Popen(command, cwd=directory, env=os.environ | environment, stdout=subprocess.DEVNULL)
+
+
+def outcomes(directory: Path) -> dict[str, str]:
+    results = json.loads((directory / "report" / "report.json").read_text())["results"]
+    return {result["test"].rpartition("test_")[2]: result["outcome"] for result in results}
+
+
+def test_a_killed_run_continues(tmp_path):
+    """SIGKILL in the third test: the report has the first two; passed tests are skipped then, failed ones run last."""
+    for name, text in {"conftest.py": CONFTEST, "test_them.py": TESTS, "pytest.ini": "[pytest]\n"}.items():
+        (tmp_path / name).write_text(text)
+    calls, end = tmp_path / "calls", time.monotonic() + 120
+    killed = check(tmp_path, HANG="1")
+    while not (calls.exists() and "hangs" in calls.read_text()) and time.monotonic() < end:
+        time.sleep(0.05)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert outcomes(tmp_path) == {"fails": "failed", "measures": "passed", "hangs": "not run", "skips": "not run"}
+    assert check(tmp_path).wait() == 1
+    assert calls.read_text().split() == ["fails", "measures", "hangs", "hangs", "fails"]
+    assert outcomes(tmp_path) == {"fails": "failed", "measures": "passed", "hangs": "passed", "skips": "skipped"}
+    report = (tmp_path / "report" / "report.md").read_text()
+    assert "2 passed, 1 failed, 1 skipped, 0 not run" in report and "no second GPU" in report
+    assert "| half | of |" in report and "| 0.3333 | 2 |" in report and "GPU of a test (80 GiB)" in report
+    assert (
+        "no weights in model.bin" in report and "hf_" not in report and "alice" not in report
+    )  # it is sent to others
+    assert check(tmp_path, FACTS=json.dumps(FACTS | {"commit": "fedcba"})).wait() == 1  # another commit: all of them
+    assert calls.read_text().split()[5:] == ["fails", "measures", "hangs"]
+
+
+def test_without_a_gpu(tmp_path):
+    """It says what is missing and what to do, and writes no report."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        str(GPU_TESTS),
+        "--gpu-report",
+        str(tmp_path / "report"),
+    ]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 2 and not (tmp_path / "report").exists()
+    assert "no CUDA device" in ended.stdout + ended.stderr and "make gpu-check TORCH=" in ended.stdout + ended.stderr
+
+
+def note_and_sleep(file: Path) -> None:
+    file.with_suffix(".new").write_text(str(os.getpid()))
+    file.with_suffix(".new").rename(file)
+    time.sleep(600)
+
+
+def start_and_sleep(directory: Path) -> None:
+    task = (note_and_sleep, (directory / "pid",), directory)
+    get_context("fork").Process(target=run_and_save, args=task).start()
+    time.sleep(600)
+
+
+def is_alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_what_a_test_computes_ends_with_it(tmp_path):
+    """SIGKILL to the process of the tests: nothing keeps the GPU."""
+    parent, end = start(start_and_sleep, tmp_path, output=tmp_path / "parent"), time.monotonic() + 120
+    while not (tmp_path / "pid").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    pid = int((tmp_path / "pid").read_text())
+    assert is_alive(pid)
+    parent.kill()
+    while is_alive(pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not is_alive(pid)
