@@ -19,6 +19,7 @@ def math_reward(
     completions: list,
     solution: list | None = None,
     *,
+    truncated: list[bool] | None = None,
     log_metric: Callable[[str, float], None] | None = None,
     log_extra: Callable[[str, list], None] | None = None,
     **kwargs: Any,
@@ -34,6 +35,8 @@ def math_reward(
         completions (`list`): Completions, plain (`str`) or conversational (lists of messages).
         solution (`list`): Gold answers, one per completion: text with or without `\\boxed{}` or `$`, a number, or a list
             of alternatives.
+        truncated (`list[bool]`, *optional*): Passed by the trainers of this package: which completions do not end with an
+            end-of-sequence token. Of these only a closed box is graded, see `verification_grade_truncated`.
         log_metric (`Callable`, *optional*): Passed by TRL; receives the share of each outcome as `verification/<name>`.
         log_extra (`Callable`, *optional*): Passed by TRL; receives gold and outcome for the table of completions.
         **kwargs: Further columns that TRL passes; unused.
@@ -51,7 +54,7 @@ def math_reward(
             f"given: {', '.join(sorted(kwargs)) or 'none'}. Rename the column of gold answers to `solution`."
         )
     texts = [completion_text(completion) for completion in completions]
-    grades = shared_verifier().grade_detailed(texts, solution)
+    grades = shared_verifier().grade_detailed(texts, solution, truncated)
     outcomes = [grade.outcome for grade in grades]
     if log_metric is not None:
         for name, share in outcome_shares(outcomes).items():
@@ -74,7 +77,7 @@ def code_reward(
     """
     1.0 for a completion whose program passes every test, 0.0 otherwise, `None` when the tests cannot be read.
 
-    Runs the last Python block of the completion with the shared verifier of programs, confined as `code_isolation` asks, with
+    Runs the last closed Python block of the completion with the shared verifier of programs, confined as `code_isolation` asks, with
     the limits that [`~verification.VerificationArguments`] set. With `code_label: share` the label of a program is the share of
     the tests that it passes.
 
@@ -138,6 +141,7 @@ def probability_reward(
     solution: list | None = None,
     *,
     reference_probability: Any,
+    truncated: list[bool] | None = None,
     log_metric: Callable[[str, float], None] | None = None,
     **kwargs: Any,
 ) -> list[float]:
@@ -152,6 +156,8 @@ def probability_reward(
         completions (`list`), prompts (`list`): Plain (`str`) or conversational.
         solution (`list`): Reference answers: any text; of a list of alternatives the first.
         reference_probability ([`~rollouts.reference_probability.ReferenceProbability`]): Passed by the trainers of this package.
+        truncated (`list[bool]`, *optional*): Likewise: which completions do not end with an end-of-sequence token. Of these `s` is 0
+            unless they have the form that `format` asks for, see `verification_grade_truncated`.
         log_metric (`Callable`, *optional*): Passed by TRL.
         **kwargs: Further columns that TRL passes; unused.
 
@@ -164,9 +170,11 @@ def probability_reward(
             f"Columns it was given: {', '.join(sorted(kwargs)) or 'none'}. Rename the column of reference answers to `solution`."
         )
     texts = [completion_text(completion) for completion in completions]
+    formats = [float(reference_probability.is_well_formed(*pair)) for pair in zip(texts, prompts, strict=True)]
+    if truncated is not None and not shared_arguments().verification_grade_truncated:
+        texts = [None if cut and not f else text for text, cut, f in zip(texts, truncated, formats, strict=True)]
     after = reference_probability.after_reasoning(prompts, texts, solution)
     without = reference_probability.without_reasoning(prompts, solution)
-    formats = [float(reference_probability.is_well_formed(*pair)) for pair in zip(texts, prompts, strict=True)]
     if log_metric is not None and texts:
         for name, values in (("after_reasoning", after), ("without_reasoning", without), ("format", formats)):
             log_metric(f"probability/{name}", sum(values) / len(values))

@@ -627,6 +627,25 @@ def test_whole_groups_that_do_not_fit(tmp_path):
         build_trainer(tmp_path, replay=Replay(), **settings).train()
 
 
+def test_reward_functions_are_told_what_is_truncated(tmp_path):
+    told = []
+
+    def reward(completions, completion_ids, truncated, **kwargs):
+        assert truncated == [ids[-1] != TOKENIZER.eos_token_id for ids in completion_ids]
+        told.extend(truncated)
+        return [float(cut) for cut in truncated]
+
+    def rollout(prompts, trainer):
+        ends = [TOKENIZER.eos_token_id, 5, 6, TOKENIZER.eos_token_id]
+        ids = [[4, ends[i % 4]] for i in range(len(prompts))]
+        return {"prompt_ids": [[3]] * len(ids), "completion_ids": ids, "logprobs": [[0.0, 0.0]] * len(ids)}
+
+    trainer = build_trainer(tmp_path, reward=reward, replay=rollout, max_steps=1)
+    trainer.train()
+    assert set(told) == {True, False}
+    assert trainer.state.log_history[0]["completions/clipped_ratio"] == trainer.state.log_history[0]["reward"] == 0.5
+
+
 def test_sequence_longer_than_max_tokens(tmp_path):
     replay = Replay(edit=lambda generation, rows: [*rows[:-1], long_row(rows[-1])])
     trainer = build_trainer(tmp_path, replay=replay, max_tokens_per_micro_batch=17)

@@ -95,6 +95,13 @@ class TestMathReward:
         """The name is the key of the reward's own metrics."""
         assert math_reward.__name__ == "math_reward"
 
+    def test_truncated_completions_have_no_answer_unless_a_box_is_closed(self):
+        texts, golds, metrics = ["The 9 that", r"\boxed{9} that", "It is 9."], ["9"] * 3, {}
+        cut = [True, True, False]
+        assert math_reward(texts, solution=golds, truncated=cut, log_metric=metrics.__setitem__) == [0.0, 1.0, 1.0]
+        assert metrics["verification/no_answer"] == pytest.approx(1 / 3)
+        assert math_reward(texts, solution=golds) == [1.0] * 3  # not told: taken for whole
+
 
 class TestUntrustworthyBatch:
     def test_a_trainer_reports_unreadable_golds_of_its_training_set(self, caplog):

@@ -175,6 +175,7 @@ def protocol(args: EvaluationArguments, verifier: Verifier) -> dict[str, Any]:
         "version": provenance.versions()["math-verify"],
         "protocol": verifier.protocol,
         "cpu_seconds": verifier.cpu_seconds,
+        "grade_truncated": verifier.grade_truncated,
     }
     return {"sampling": asdict(args.sampling), "prompt": _prompt_facts(args), "verifier": grader}
 

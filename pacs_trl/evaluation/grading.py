@@ -65,7 +65,11 @@ class BackgroundGrader:
         completions = [record["completion"] for record in chunk]
         problems = [self._problems[record["problem"]] for record in chunk]
         solutions = [problem.of_sample(record["seed"])[1] for problem, record in zip(problems, chunk, strict=True)]
-        grades = self._verifier.grade_detailed(completions, solutions)
+        if isinstance(self._verifier, CodeVerifier):
+            grades: Sequence[Any] = self._verifier.grade_detailed(completions, solutions)
+        else:
+            truncated = [record["finish_reason"] == "length" for record in chunk]
+            grades = self._verifier.grade_detailed(completions, solutions, truncated)
         self.outcomes.update(grade.outcome.name.lower() for grade in grades)
         return {
             (record["problem"], record["sample"]): GradedSample(

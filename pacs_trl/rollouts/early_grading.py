@@ -23,10 +23,17 @@ class EarlyGrading:
     Args:
         decode (`Callable`):
             Texts of a list of completions, given as token ids; the same that the reward function will see.
+        is_truncated (`Callable`):
+            Of a list of completions, which do not end with an end-of-sequence token.
     """
 
-    def __init__(self, decode: Callable[[list[Sequence[int]]], list[str]]):
+    def __init__(
+        self,
+        decode: Callable[[list[Sequence[int]]], list[str]],
+        is_truncated: Callable[[list[Sequence[int]]], list[bool]],
+    ):
         self._decode = decode
+        self._is_truncated = is_truncated
         self._solutions: dict[tuple[int, ...], Any] = {}
         self._finished: SimpleQueue[tuple[Sequence[int], Any]] = SimpleQueue()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="early_grading")
@@ -71,5 +78,6 @@ class EarlyGrading:
         # The only consumer: what is counted here can be taken.
         waiting = [self._finished.get() for _ in range(self._finished.qsize())]
         if waiting:
-            completions, solutions = zip(*waiting, strict=True)
-            shared_verifier().grade_early(self._decode(list(completions)), solutions)
+            completions = [completion for completion, _ in waiting]
+            solutions = [solution for _, solution in waiting]
+            shared_verifier().grade_early(self._decode(completions), solutions, self._is_truncated(completions))

@@ -227,7 +227,8 @@ class _Helper:
             [row.completion_ids for row in rows], skip_special_tokens=True
         )
         if self.guidance == "feedback":
-            found = [self._second_turn(row_of_data, text) for text in texts[: len(rows) // 2]]
+            cut = self.again.trainer.are_truncated([row.completion_ids for row in rows])
+            found = [self._second_turn(row_of_data, *attempt) for attempt in list(zip(texts, cut))[: len(rows) // 2]]
         else:
             hint = row_of_data.get("hint") if self.hint is None else self.hint(dict(row_of_data), texts)
             if not hint:
@@ -239,10 +240,11 @@ class _Helper:
         self.too_long += len(fitting) < len(found)
         return fitting
 
-    def _second_turn(self, row_of_data: dict, attempt: str) -> list[dict]:
+    def _second_turn(self, row_of_data: dict, attempt: str, is_truncated: bool) -> list[dict]:
         message = WRONG
         if self.again.trainer.grades_answers:
-            outcome = shared_verifier().grade_detailed([attempt], [row_of_data.get("solution")])[0].outcome
+            solution = [row_of_data.get("solution")]
+            outcome = shared_verifier().grade_detailed([attempt], solution, [is_truncated])[0].outcome
             message = FEEDBACK.get(outcome, WRONG)
         elif self.again.trainer.grades_programs:
             grade = shared_code_verifier().grade_detailed([attempt], [row_of_data.get("solution")])[0]

@@ -312,7 +312,9 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
             return None
         if any(getattr(self._tokenizer, name, None) is not None for name in ("response_template", "response_schema")):
             return None
-        return EarlyGrading(lambda ids: self._tokenizer.batch_decode(ids, skip_special_tokens=True))
+        return EarlyGrading(
+            lambda ids: self._tokenizer.batch_decode(ids, skip_special_tokens=True), self.are_truncated
+        )
 
     def _generate_and_score_completions(self, inputs):
         if self._learns_with_scorer:  # an evaluation without training, say
@@ -436,6 +438,8 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
         with self.timer.part("verification"):
             if self._early_grading is not None:
                 self._early_grading.wait()
+            truncated = self.are_truncated(completion_ids_list)
+            inputs = [{**row, "truncated": cut} for row, cut in zip(inputs, truncated, strict=True)]
             rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._labels = self._labels_of(rewards_per_func)
         if self.model.training and self._unrewarded is not None:
@@ -450,6 +454,11 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
             f"{self._unrewarded} generation batches, so nothing has been learned. Return numbers in [0, 1], and check the "
             "columns that the functions read."
         )
+
+    def are_truncated(self, completion_ids: Sequence[Sequence[int]]) -> list[bool]:
+        """Which completions do not end with an end-of-sequence token: those of TRL's `completions/clipped_ratio`."""
+        ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
+        return [len(ids) == 0 or ids[-1] not in ends for ids in completion_ids]
 
     def _labels_of(self, rewards_per_func: torch.Tensor) -> torch.Tensor:
         """Of the rows of all processes, what is learnt from."""

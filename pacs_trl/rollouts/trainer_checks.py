@@ -202,8 +202,8 @@ def check_generation_kwargs(args: GRPOConfig) -> None:
         )
 
 
-# What TRL calls every reward function with, beside the columns of the data set.
-_ALWAYS_GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+# What every reward function is called with, besides the columns of the data set.
+_ALWAYS_GIVEN = ("prompts", "completions", "completion_ids", "truncated", "trainer_state", "log_extra", "log_metric")
 
 # What the trainers of this package pass besides.
 OWN_PARAMETERS = ("score", "reference_probability")

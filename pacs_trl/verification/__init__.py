@@ -125,6 +125,12 @@ def last_boxed(text: str) -> str | None:
     return None if last is None else text[last].strip()
 
 
+def _closed_box(text: str) -> str | None:
+    """The last closed box of a text, with nothing around it; `None` without one."""
+    content = last_boxed(text)
+    return None if content is None else f"\\boxed{{{content}}}"
+
+
 def default_num_workers() -> int:
     """Processors this process may use, shared among the ranks on this node; at least 1, at most 16."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -154,6 +160,8 @@ class Verifier:
         max_characters (`int`): Longer completions are not graded.
         protocol (`str`): `"authors"` (the PACS authors' grader) or `"trl"` (TRL's `accuracy_reward`).
         cache_size (`int`): Number of outcomes that are kept.
+        grade_truncated (`bool`): Grade a truncated completion like any other. By default only its last closed box is graded,
+            and without one it has no answer.
 
     Example:
 
@@ -175,6 +183,7 @@ class Verifier:
     max_characters: int = MAX_CHARACTERS
     protocol: str = "authors"
     cache_size: int = 65_536
+    grade_truncated: bool = False
 
     def __post_init__(self):
         if self.num_workers is None:
@@ -226,18 +235,23 @@ class Verifier:
                 self._pool, other._pool = other._pool, None
             other._drop_pool()
 
-    def grade(self, completions: Sequence[Any], solutions: Sequence[Any]) -> list[float | None]:
+    def grade(
+        self, completions: Sequence[Any], solutions: Sequence[Any], truncated: Sequence[bool] | None = None
+    ) -> list[float | None]:
         """
         Labels of completions: 1.0 for right, 0.0 for wrong, `None` when the gold is missing or unparseable. What is no
-        text counts as no answer; for the solutions, one per completion, see [`gold_texts`].
+        text counts as no answer; for the solutions, one per completion, see [`gold_texts`]. `truncated` says which completions
+        do not end with an end-of-sequence token; by default all do.
 
         Raises:
             ValueError: When the two lengths differ.
             RuntimeError: When the worker processes cannot be started, or broke down twice on the same batch.
         """
-        return [grade.outcome.label for grade in self.grade_detailed(completions, solutions)]
+        return [grade.outcome.label for grade in self.grade_detailed(completions, solutions, truncated)]
 
-    def grade_detailed(self, completions: Sequence[Any], solutions: Sequence[Any]) -> list[Grade]:
+    def grade_detailed(
+        self, completions: Sequence[Any], solutions: Sequence[Any], truncated: Sequence[bool] | None = None
+    ) -> list[Grade]:
         """As [`grade`], with the outcome and the seconds of each completion. Counts the outcomes in `counts`."""
         if len(completions) != len(solutions):
             raise ValueError(
@@ -245,14 +259,16 @@ class Verifier:
                 f"{len(solutions)} solutions."
             )
         with self._lock:
-            grades = self._grade(completions, [gold_texts(solution) for solution in solutions])
+            grades = self._grade(completions, [gold_texts(solution) for solution in solutions], truncated)
             self.counts.update(grade.outcome for grade in grades)
         return grades
 
-    def grade_early(self, completions: Sequence[Any], solutions: Sequence[Any]) -> None:
-        """Have the grades ready for a later call with the same pairs, which alone counts them."""
+    def grade_early(
+        self, completions: Sequence[Any], solutions: Sequence[Any], truncated: Sequence[bool] | None = None
+    ) -> None:
+        """Have the grades ready for a later call with the same arguments, which alone counts them."""
         with self._lock:
-            self._grade(completions, [gold_texts(solution) for solution in solutions])
+            self._grade(completions, [gold_texts(solution) for solution in solutions], truncated)
 
     def unreadable_golds(self, solutions: Sequence[Any]) -> list[int]:
         """
@@ -279,8 +295,13 @@ class Verifier:
             self._read_golds.update(places)
         return sorted(found)
 
-    def _grade(self, completions: Sequence[Any], golds: list[tuple[str, ...]]) -> list[Grade]:
+    def _grade(
+        self, completions: Sequence[Any], golds: list[tuple[str, ...]], truncated: Sequence[bool] | None
+    ) -> list[Grade]:
         completions = [_plain(completion) if isinstance(completion, str) else None for completion in completions]
+        if truncated is not None and not self.grade_truncated:
+            pairs = zip(completions, truncated, strict=True)
+            completions = [_closed_box(text) if text and is_cut else text for text, is_cut in pairs]
         grades: dict[int, Grade] = {}
         places: OrderedDict[bytes, list[int]] = OrderedDict()  # what is to be graded, and where it occurs
         for index, (text, alternatives) in enumerate(zip(completions, golds, strict=True)):
@@ -375,6 +396,8 @@ class VerificationArguments:
         verification_timeout_seconds (`float`): Wall-clock limit per completion.
         verification_cpu_seconds (`float`): CPU time limit per completion.
         verification_memory_limit_mb (`int`): Address space of a worker, in MiB.
+        verification_grade_truncated (`bool`): Grade completions that were cut at the length limit like any other. By default
+            only a closed box of such a completion counts.
         verification_max_failure_share (`float`): Training stops when more than this share of the recent completions
             failed to be verified for reasons other than being wrong. 1.0 never stops.
         code_isolation (`str`): Least confinement of programs: `"landlock+seccomp"`, `"seccomp"`, `"landlock"` or
@@ -391,6 +414,7 @@ class VerificationArguments:
     verification_timeout_seconds: float = 5.0
     verification_cpu_seconds: float = 0.4
     verification_memory_limit_mb: int = 1024
+    verification_grade_truncated: bool = False
     verification_max_failure_share: float = 0.5
     code_isolation: str = "landlock+seccomp"
     code_cpu_seconds: float = 2.0
@@ -411,7 +435,8 @@ class VerificationArguments:
 
     def build(self) -> Verifier:
         """A verifier with these settings, not yet started."""
-        return Verifier(**{name: getattr(self, f"verification_{name}") for name in _POOL_SETTINGS})
+        names = (*_POOL_SETTINGS, "grade_truncated")
+        return Verifier(**{name: getattr(self, f"verification_{name}") for name in names})
 
     def build_code(self) -> "CodeVerifier":
         """A verifier of programs with these settings, not yet started."""

@@ -10,9 +10,12 @@ from pacs_trl.verification import Outcome, Verifier
 class NoGrading:
     """Calls everything wrong without starting a process: the counts of a run that dies are never seen."""
 
-    protocol, cpu_seconds = "authors", 0.5
+    protocol, cpu_seconds, grade_truncated = "authors", 0.5, False
 
-    def grade_detailed(self, completions, solutions):
+    def unreadable_golds(self, solutions):
+        return []
+
+    def grade_detailed(self, completions, solutions, truncated):
         return [SimpleNamespace(outcome=Outcome.WRONG) for _ in completions]
 
 

@@ -69,6 +69,24 @@ def test_results_agree_with_the_samples(run, arguments, sums):
     assert results == read_results(arguments["output_dir"])
 
 
+def test_truncated_samples_are_graded_as_in_training(arguments, verifier, monkeypatch):
+    class Babbler:
+        def generate(self, requests, settings):
+            for request in requests:
+                first, second = map(int, request.prompt[-1]["content"].split("+"))
+                form, reason = [("{} of", "length"), (r"\boxed{{{}}} of", "length"), ("{}", "stop")][request.sample]
+                yield request, Completion(form.format(first + second), 3, reason)
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr("pacs_trl.evaluation.evaluate.start_engine", lambda args: Babbler())
+    changes = {"benchmarks": "miniature/addition", "max_problems": 2, "n": 3, "k": "1"}
+    results = evaluate(EvaluationArguments(**{**arguments, **changes}), verifier, progress=False)
+    assert [problem["c"] for problem in results["benchmarks"]["miniature/addition"]["problems"]] == [2, 2]
+    assert results["protocol"]["verifier"]["grade_truncated"] is False
+
+
 def test_programs_run_in_the_sandbox(arguments, verifier, monkeypatch):
     """Every second sample is the program that solves its problem; the level stands in the results."""
 

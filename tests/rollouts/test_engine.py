@@ -63,7 +63,7 @@ def prompts(*ids):
 @pytest.fixture
 def graded(monkeypatch):
     """Early grading, and the batches of completions that it has passed on."""
-    early = EarlyGrading(decode=lambda completions: completions)
+    early = EarlyGrading(decode=lambda completions: completions, is_truncated=lambda completions: [False])
     batches = []
     monkeypatch.setattr(early, "add", lambda finished: batches.append(list(finished)))
     return early, batches

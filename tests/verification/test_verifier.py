@@ -374,6 +374,26 @@ class TestText:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert (done.returncode, done.stdout.strip()) == (0, "7"), done.stderr
 
+    @pytest.mark.parametrize(
+        ("text", "label", "label_if_graded"),
+        [
+            ("We can ignore the 9 that comes first. The number of", 0.0, 1.0),
+            (r"It is \boxed{9}, as 3 + 6 shows, and 12", 1.0, 1.0),
+            (r"It is \boxed{9}. The final answer is $12$, since", 1.0, 0.0),  # only the closed box counts
+            (r"\boxed{12} is too much. It is \boxed{9}, not \boxed{1", 1.0, 1.0),
+            (r"It is 9, so \boxed{9", 0.0, 1.0),
+            (r"\boxed{12} or rather 9", 0.0, 0.0),
+        ],
+    )
+    def test_only_a_closed_box_of_a_truncated_completion_counts(self, verifier, text, label, label_if_graded):
+        assert verifier.grade([text, text], ["9", "9"], truncated=[True, False]) == [label, label_if_graded]
+        verifier.grade_early([text], ["9"], truncated=[True])
+        verifier.grade_truncated = True
+        try:
+            assert verifier.grade([text], ["9"], truncated=[True]) == [label_if_graded]
+        finally:
+            verifier.grade_truncated = False
+
     def test_unreadable_golds_are_found_once(self, verifier):
         counts = dict(verifier.counts)
         golds = ["7", "So the answer is 26.", r"\frac{1}{", None, ["so be it.", "8"], "7", 3.5, r"\boxed{}"]
