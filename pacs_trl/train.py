@@ -43,7 +43,7 @@ from .rollouts.step_sizes import Step
 from .rollouts.tools import check_tool, check_tool_template, check_tools
 from .rollouts.trainer_checks import OWN_PARAMETERS, check_dataset, check_number_of_prompts, check_reward_function
 from .rollouts.vllm_checks import check_version, check_vllm, installed_vllm
-from .settings.optional import check_model_path, check_writable, require_trackers
+from .settings.optional import check_model_path, check_whole_model, check_writable, require_trackers
 from .verification import configure_verification, shared_code_verifier, shared_verifier
 from .verification.tool import run_python
 
@@ -188,6 +188,7 @@ def _checked_model(recipe: Recipe):
     model, training = recipe.model, recipe.training
     name = model.model_name_or_path
     check_model_path(name)
+    check_whole_model(name, "training", "name the base model")
     if critic := vars(training).get("critic_model_name_or_path"):
         check_model_path(critic)
     is_miniature = name.startswith(MINIATURE)

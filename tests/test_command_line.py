@@ -344,7 +344,17 @@ def test_what_a_machine_or_a_library_refuses_is_one_line(capsys, error, code, wo
     assert words in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ECHILD, "No child"), ModuleNotFoundError("No module named 'mine'")])
+def test_what_transformers_does_not_support_is_one_line(capsys):
+    library = {"__name__": "trl.trainer.grpo_trainer"}
+    exec("def command(argv):\n    raise NotImplementedError('Not with PEFT.')", library)
+    assert exit_code("pacs-trl x", library["command"], []) == 2
+    assert capsys.readouterr().err == "pacs-trl x: Not with PEFT.\n"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ECHILD, "No child"), ModuleNotFoundError("No module named 'mine'"), NotImplementedError("Ours.")],
+)
 def test_what_nobody_expected_is_shown_whole(error):
     with pytest.raises(type(error)):
         exit_code("pacs-trl x", _raising(error), [])

@@ -1,5 +1,6 @@
 """train.py: real problems in their Hub column layout, both methods, resume, and refusals before anything expensive."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -270,6 +271,14 @@ def test_resume_and_refusal_to_start_over(tmp_path, model_path, capsys):
             ["--model_name_or_path", "ADAPTER"],
             "adapter 'ADAPTER' belongs to the base model './no/base', which does not exist",
         ),
+        (
+            ["--model_name_or_path", "LORA"],
+            "LORA holds an adapter, and training loads whole models. Merge it into its base",
+        ),
+        (["--model_name_or_path", "BASELESS"], "BASELESS/adapter_config.json does not name the base model"),
+        (["--model_name_or_path", "data.csv"], "The model 'data.csv' is a file. Name the directory"),
+        (["--reward_funcs", "bare.graded"], "'graded' requires difficulty, but the training set has no such column"),
+        (["--gradient_checkpointing_kwargs", '{"x": 1}'], "gradient_checkpointing_kwargs has x, which torch"),
         (["--dataset_name", "./rows"], "The data './rows' does not exist"),
         (
             ["--use_peft", "--lora_target_modules", "q_proj", "k_prog"],
@@ -285,10 +294,14 @@ def test_what_is_wrong_is_said_before_training(tmp_path, model_path, arguments, 
     (tmp_path / "EMPTY.jsonl").write_text("\n")
     (tmp_path / "data.csv").write_text("problem,answer\n1+1,2\n")
     (tmp_path / "torn.py").write_text("import nowhere")
-    (tmp_path / "bare.py").write_text("def bare(completions):\n    return [0.0 for _ in completions]\n")
+    (tmp_path / "bare.py").write_text(
+        "def bare(completions):\n    return [0.0 for _ in completions]\n\n"
+        "def graded(completions, difficulty, **kwargs):\n    return difficulty\n"
+    )
     (tmp_path / "FOLDER").mkdir()
-    (tmp_path / "ADAPTER").mkdir()
-    (tmp_path / "ADAPTER" / "adapter_config.json").write_text('{"base_model_name_or_path": "./no/base"}')
+    for name, base in (("ADAPTER", "./no/base"), ("LORA", str(model_path)), ("BASELESS", None)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "BROKEN.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n{"problem": 1')

@@ -14,7 +14,7 @@ def prompt_lengths(
     tools: Sequence[Any] | None = None,
 ) -> list[int]:
     """
-    Tokens of each prompt as it is generated from: messages (all prompts or none) by the chat template, text as it stands.
+    Count the tokens of each prompt: messages (all prompts or none) by the chat template, text as it stands.
 
     Raises:
         `ValueError`: if prompts are messages and the tokenizer has no chat template.
@@ -44,13 +44,13 @@ def check_chat_template(tokenizer: Any) -> None:
     """
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError(
-            f"The prompts are messages, but the tokenizer of {tokenizer.name_or_path!r} has no chat template. Take the tokenizer "
-            "of an instruction-tuned model of the family and save it beside the weights, or write chat_template.jinja there."
+            f"The prompts are messages, but the tokenizer of {tokenizer.name_or_path!r} has no chat template. Save the "
+            "tokenizer of an instruction-tuned model of the family beside the weights, or write chat_template.jinja there."
         )
 
 
 def context_length(config: Any) -> int | None:
-    """Tokens that a model has positions for, by its configuration (with scaled RoPE, the scaled number); `None` if unbounded."""
+    """Return how many tokens a model has positions for (with scaled RoPE, the scaled number); `None` if unbounded."""
     config = config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit <= 0:

@@ -17,13 +17,12 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ..data import check_chat_template_kwargs
 from ..redaction import without_secrets
 from ..settings.command_line import FailedRun
-from ..settings.optional import require_vllm_for_evaluation
+from ..settings.optional import check_whole_model, require_vllm_for_evaluation
 from . import provenance
 from .arguments import EvaluationArguments
 from .replicas import ReplicatedEngine
@@ -50,7 +49,15 @@ class TransformersEngine:
 
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         tokenizer = AutoTokenizer.from_pretrained(model, revision=revision)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(model, revision=revision, dtype=dtype)
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(model, revision=revision, dtype=dtype)
+        except RuntimeError as error:
+            if "ignore_mismatched_sizes" not in str(error):
+                raise
+            raise ValueError(
+                f"The weights in {model} do not have the shapes of the model that they are loaded into. Where it is an adapter, "
+                "set base_model_name_or_path in its adapter_config.json to the model that it was trained on."
+            ) from error
         return cls(loaded.to(device).eval(), tokenizer, **kwargs)
 
     def generate(
@@ -228,17 +235,8 @@ def identify_model(args: EvaluationArguments) -> dict[str, Any]:
     if args.engine == "server":
         return without_secrets({"name": args.model, "server": args.base_url})  # results are published
     merge_shards(args.model)
-    directory = Path(args.model)
-    if (
-        args.engine == "vllm"
-        and (directory / "adapter_config.json").is_file()
-        and not (directory / "config.json").is_file()
-    ):
-        raise ValueError(
-            f"{args.model} holds an adapter, and the vllm engine loads whole models. Merge it into its base model first "
-            "(peft: AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload().save_pretrained(...), and the tokenizer), "
-            "or use engine 'transformers'."
-        )
+    if args.engine == "vllm":
+        check_whole_model(args.model, "the vllm engine", "use engine 'transformers'")
     return provenance.model_identity(args.model, args.revision)
 
 

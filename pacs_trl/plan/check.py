@@ -15,7 +15,7 @@ from ..data.sets import FILE_FORMATS
 from ..data.tasks import TASKS
 from ..recipe import METHODS, Recipe, RunArguments, read_arguments, settings_of_method
 from ..rollouts.trainer_settings import precision_error
-from ..settings.optional import check_model_path
+from ..settings.optional import check_model_path, check_whole_model
 from ..train import function_of_user, reward_function, tool_function
 from .arguments import read_plan_arguments
 from .cost import GPUS, H200, Gpu
@@ -85,6 +85,7 @@ def _model_conflicts(model: ModelConfig, critic: str) -> list[str]:
         conflicts.append(f"There is no miniature task {task!r} ({name}). The tasks are: {', '.join(TASKS)}.")
     try:
         check_model_path(name)
+        check_whole_model(name, "training", "name the base model")
         check_model_path(critic or name)
         re.compile(targets if isinstance(targets, str) else "")
     except ValueError as error:

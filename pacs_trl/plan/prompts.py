@@ -101,6 +101,6 @@ def _check_assumed_lengths(recipe: Recipe) -> None:
         if context is not None and (prompt or 1) + completion > context:
             words = "a prompt" if prompt is None else f"max_prompt_length={prompt}"
             raise ValueError(
-                f"{words} plus max_completion_length={completion} exceeds the context of the model, {name}={context}. "
-                "Lower them, or use a model with a longer context."
+                f"{words} plus max_completion_length={completion} exceeds the context of the model, "
+                f"{name}={context}. Lower them, or use a model with a longer context."
             )

@@ -6,9 +6,11 @@ that are there and ask this machine's GPU for bfloat16. What depends on the mach
 """
 
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
+from torch.utils.checkpoint import checkpoint
 from transformers.debug_utils import DebugOption
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.utils import is_torch_bf16_gpu_available
@@ -100,6 +102,11 @@ def trainer_errors(given: Any, num_processes: int | None) -> list[str]:
         (
             given.fsdp_config is not None and not given.fsdp,
             "fsdp_config would be ignored, because fsdp is not set. Set fsdp, or describe FSDP in the file that accelerate launches with.",
+        ),
+        (
+            bool(unknown := (given.gradient_checkpointing_kwargs or {}).keys() - signature(checkpoint).parameters),
+            f"gradient_checkpointing_kwargs has {', '.join(sorted(unknown))}, which torch.utils.checkpoint.checkpoint does not take. "
+            "Remove it.",
         ),
         *_interval_rules(given),
         *_best_model_rules(given),

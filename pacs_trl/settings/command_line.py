@@ -40,10 +40,11 @@ def exit_code(program: str, main: Callable[[Sequence[str]], Any], argv: Sequence
             status = main(argv)
         finally:
             sys.stdout.flush()  # here a reader that has gone is understood
-    except (ValueError, ImportError) as error:  # ImportError: how libraries ask for what they need
-        if isinstance(error, ModuleNotFoundError):
+    except (ValueError, ImportError, NotImplementedError) as error:  # the last two are raised by libraries
+        is_refused = isinstance(error, ValueError | ImportError) or _is_of_transformers(error)
+        if isinstance(error, ModuleNotFoundError) or not is_refused:
             raise
-        if _is_of_a_run(error) and not _is_a_missing_package(error):
+        if _is_of_a_run(error) and not (isinstance(error, ImportError) and _is_of_transformers(error)):
             traceback.print_exception(error)
             return 1
         print(f"{program}: {error}", file=sys.stderr)
@@ -107,9 +108,10 @@ def _is_of_a_run(error: Exception) -> bool:
     return _has_begun(error) and not last.f_globals.get("__name__", "").startswith("pacs_trl.")
 
 
-def _is_a_missing_package(error: Exception) -> bool:
+def _is_of_transformers(error: Exception) -> bool:
+    """Whether transformers or TRL raised it: that a package is missing, or that they do not support a combination."""
     *_, (last, _) = traceback.walk_tb(error.__traceback__)
-    return isinstance(error, ImportError) and last.f_globals.get("__name__", "").startswith(("transformers.", "trl."))
+    return last.f_globals.get("__name__", "").startswith(("transformers.", "trl."))
 
 
 def _has_begun(error: BaseException) -> bool:

@@ -50,6 +50,8 @@ def check_model_path(name: str) -> None:
             adapter of a base model that is not there.
     """
     directory = Path(name)
+    if directory.is_file():
+        raise ValueError(f"The model {name!r} is a file. Name the directory that holds config.json and the weights.")
     if not directory.is_dir():
         if looks_like_path(name) and not name.startswith("miniature/"):
             home = " `~` is not expanded here: write the whole path." if name.startswith("~") else ""
@@ -61,10 +63,28 @@ def check_model_path(name: str) -> None:
     if not adapter.is_file():
         raise ValueError(f"The directory {name!r} holds no model: it has neither config.json nor adapter_config.json.")
     base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    if base and looks_like_path(base) and not Path(base).is_dir():
+    if not base:
+        raise ValueError(
+            f"{name}/adapter_config.json does not name the base model of the adapter. Set base_model_name_or_path there."
+        )
+    if looks_like_path(base) and not Path(base).is_dir():
         raise ValueError(
             f"The adapter {name!r} belongs to the base model {base!r}, which does not exist (seen from {Path.cwd()}). Put "
             "the base model there, or set base_model_name_or_path in adapter_config.json to where it is."
+        )
+
+
+def check_whole_model(name: str, user: str, otherwise: str) -> None:
+    """
+    Raises:
+        `ValueError`: if a directory holds an adapter without its base model; `user` is what would load it, and
+            `otherwise` what to do instead of merging it.
+    """
+    if Path(name, "adapter_config.json").is_file() and not Path(name, "config.json").is_file():
+        raise ValueError(
+            f"{name} holds an adapter, and {user} loads whole models. Merge it into its base model first (peft: "
+            "AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload().save_pretrained(...), and the tokenizer), "
+            f"or {otherwise}."
         )
 
 

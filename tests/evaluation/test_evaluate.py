@@ -1,5 +1,6 @@
 """The whole path from a checkpoint to results.json, resumed, extended, replicated and refused."""
 
+import copy
 import dataclasses
 import errno
 import json
@@ -11,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from peft import LoraConfig, get_peft_model
 
 from pacs_trl.cli import run as command
 from pacs_trl.data import PROMPT_INSTRUCTION
@@ -340,8 +342,20 @@ def test_a_directory_without_a_model_is_refused(run, arguments, tmp_path):
         run(arguments, model=str(tmp_path))
 
 
+def test_an_adapter_of_another_base_model(run, arguments, boxing_model, tmp_path):
+    base, tokenizer = boxing_model
+    wide = copy.deepcopy(base.config)
+    wide.hidden_size *= 2
+    type(base)(wide).save_pretrained(tmp_path / "wide")
+    adapter = get_peft_model(copy.deepcopy(base), LoraConfig(r=2, target_modules=["q_proj"]))
+    adapter.peft_config["default"].base_model_name_or_path = str(tmp_path / "wide")
+    adapter.save_pretrained(tmp_path / "adapter"), tokenizer.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="weights in .*adapter do not have the shapes.*set base_model_name_or_path"):
+        run(arguments, model=str(tmp_path / "adapter"))
+
+
 def test_an_adapter_is_not_given_to_vllm(run, arguments, tmp_path):
-    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "a/base"}')
     with pytest.raises(ValueError, match="holds an adapter.*Merge it into its base model"):
         run(arguments, model=str(tmp_path), engine="vllm")
 

@@ -1,4 +1,4 @@
-"""Prompts that `plan` measures, and what it says of model, data and machine, as training does before it loads a model."""
+"""Prompts that `plan` measures, and the errors that training would raise before it loads a model."""
 
 import json
 
