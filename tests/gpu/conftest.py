@@ -19,7 +19,7 @@ from gpu_report import GpuReport, machine
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SECONDS = 480  # for a test; one that hangs must not use up a call of ten minutes
+SECONDS = 540  # for a test; one that hangs must not use up a call of ten minutes
 
 # In a process of its own: one that asks CUDA for properties keeps some of its memory.
 ASK_TORCH = """
