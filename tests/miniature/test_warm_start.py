@@ -57,17 +57,27 @@ class TestTraining:
         assert not torch.equal(first["model.norm.weight"], other["model.norm.weight"])
 
 
-@pytest.mark.slow
-def test_the_accuracy_is_the_target_on_every_held_out_problem(tmp_path):
-    """The check has other random streams than the calibration: 1.5 points are more than four of its standard errors."""
-    quick = {"seed": shifted(0), "learning_rate": 2e-3, "num_calibration_samples": 1}
-    settings = WarmStartSettings("addition", size="tiny", target_accuracy=0.02, **quick)
-    outcome = train_warm_start(settings, tmp_path)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), build_tokenizer()
-    rows = problems("addition", "test")
-    assert abs(measure(model, tokenizer, rows, num_samples=2, seed=7) - 0.02) < 0.015
-    (start, below), (end, above), *_, (place, target) = outcome["calibration"]
-    assert (start, end, target) == (0.0, 1.0, 0.02) and below < 0.02 <= above and 0 <= place <= 1
+def test_what_is_saved_is_where_held_out_problems_have_the_target(tmp_path, monkeypatch):
+    """The accuracies are given: of two probes, then of the two averages, and of two places between them."""
+    accuracies, asked, measured = [0.1, 0.9, *(0.9, 0.1, 0.7, 0.5)], [], []
+
+    def measure(model, processing_class, rows, **kwargs):
+        asked.append([row["problem"] for row in rows])
+        measured.append({name: value.clone() for name, value in model.state_dict().items()})
+        return accuracies[len(measured) - 1]
+
+    monkeypatch.setattr(module, "measure", measure)
+    settings = TINY | {"target_accuracy": 0.5, "probe_steps": 1}
+    outcome = train_warm_start(WarmStartSettings("addition", seed=shifted(0), **settings), tmp_path)
+    # the chord from (0, 0.1) to (1, 0.9) is 0.5 at 1/2, that from (0, 0.1) to (1/2, 0.7) at 1/3
+    expected = [(0, 0.1), (1, 0.9), (1 / 2, 0.7), (1 / 3, 0.5), (1 / 3, 0.5)]
+    assert outcome["steps"] == 2 and outcome["calibration"] == [pytest.approx(point) for point in expected]
+    held_out = [row["problem"] for row in problems("addition", "test")]
+    assert asked[2:] == [held_out] * 4 and not set(asked[0] + asked[1]) & set(held_out)
+    saved = weights(tmp_path)
+    for name, first in measured[0].items():
+        assert torch.equal(saved[name], measured[-1][name]), name
+        torch.testing.assert_close(saved[name], torch.lerp(first, measured[1][name], 1 / 3))
 
 
 class TestCalibration:
