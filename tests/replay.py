@@ -239,11 +239,16 @@ def build_trainer(
 
 @dataclass
 class Step:
-    """What the long way finds for one optimizer step: the loss, gradients by parameter name, proxies by row."""
+    """
+    What the long way finds for one optimizer step: the loss, gradients by parameter name, proxies by row.
+
+    `cancellation` is how many times smaller the gradient is than those of its rows with a residual of 1; for the latest step alone.
+    """
 
     loss: float
     gradients: dict[str, torch.Tensor]
     proxies: torch.Tensor
+    cancellation: Callable[[], float]
 
 
 def _logps_and_entropies(model, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
@@ -346,11 +351,22 @@ def in_graph_step(
         objective, loss = objective + args.beta * kl, loss + args.beta * kl
     if args.token_weighting is not None:
         objective = _steered(objective, logps, old_values, mask, args, len(_scorable(labels, args.num_generations)))
-    objective.backward()
+    objective.backward(retain_graph=True)
     gradients = {
         name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None and name in weights
     }
-    return Step(loss.item(), gradients, result.proxies.detach())
+
+    def cancellation() -> float:
+        weights = [model.get_parameter(name) for name in gradients]
+        sums = (logps * mask).sum(dim=1) / len(rows)
+        of_rows = [torch.autograd.grad(total, weights, retain_graph=True) for total in sums]
+        return (sum(_norm(own) for own in of_rows) / _norm(gradients.values())).item()
+
+    return Step(loss.item(), gradients, result.proxies.detach(), cancellation)
+
+
+def _norm(tensors) -> torch.Tensor:
+    return torch.stack([tensor.norm() for tensor in tensors]).norm()
 
 
 def _scorable(labels, num_generations: int) -> list[int]:

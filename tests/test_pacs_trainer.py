@@ -78,6 +78,7 @@ def test_proxies_are_exactly_zero_with_lora(tmp_path):
     assert logged(trainer, "pacs/proxy_abs_mean") == [0.0, 0.0]
 
 
+@pytest.mark.trains
 @pytest.mark.parametrize(("logprobs", "without_gradient"), [(-2.0, []), (None, [4, 4])])
 def test_first_update_needs_no_forward_pass_for_its_proxies(tmp_path, logprobs, without_gradient):
     """Also with weights that move: only the rows that count are computed, once. The entropy of the others is what the engine
@@ -118,6 +119,7 @@ def test_mixed_precision_keeps_weights_and_scores_in_float32(tmp_path):
 # Evaluation -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.trains
 @pytest.mark.parametrize("num_generations_eval", [1, 2])
 def test_evaluation(tmp_path, num_generations_eval):
     torch.manual_seed(shifted(0))
@@ -142,6 +144,7 @@ def test_evaluation(tmp_path, num_generations_eval):
     assert len([e for e in trainer.state.log_history if "eval_loss" in e]) == 2
 
 
+@pytest.mark.trains
 def test_evaluation_against_the_snapshot(tmp_path):
     trainer = build_trainer(
         tmp_path,
@@ -307,6 +310,7 @@ def halves(completions, completion_ids, **kwargs):
     return [[(0, 0.75)][: len(ids) - 1] + [(len(ids) - 1, y)] for ids, y in zip(completion_ids, outcomes, strict=True)]
 
 
+@pytest.mark.trains
 def test_labels_of_steps_beside_numbers(tmp_path):
     """Steps have the weight of their function, and a completion without pairs has the others' outcome; also in evaluation and in
     later draws, and from a function that is waited for."""
@@ -599,6 +603,7 @@ def tiny_experts() -> Qwen3MoeForCausalLM:
     return Qwen3MoeForCausalLM(config)
 
 
+@pytest.mark.trains
 def test_mixture_of_experts(tmp_path):
     """The loss of the router, which every configuration asks for, is refused; without it the model learns."""
     with pytest.raises(ValueError, match=r"\(router_aux_loss_coef=0.001\).*Set router_aux_loss_coef=0.0 to train"):
@@ -806,6 +811,7 @@ def test_public_training_step_only(tmp_path):
         trainer.compute_loss(trainer.model, {})
 
 
+@pytest.mark.trains
 def test_training_raises_the_reward(tmp_path):
     """The whole loop learns: completions that start with a digit byte are right."""
 

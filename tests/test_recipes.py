@@ -343,6 +343,7 @@ def test_only_the_scripts_of_the_7b_model_are_called_the_authors():
     assert "for the 7B model only" in readme
 
 
+@pytest.mark.trains
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
 def test_clipping_a_mean_over_8_rows_at_an_eighth_is_clipping_their_sum_at_1(optimizer):
     """Under AdamW, which ignores the scale that is left, the weights are the same; plain SGD learns 8 times slower."""

@@ -71,6 +71,7 @@ def test_two_steps_on_real_problems(tmp_path, model_path, name):
     assert "2509.02522" in card and "pacs" in card
 
 
+@pytest.mark.trains
 def test_two_steps_on_programs(tmp_path, model_path, capsys, confined):
     trainer = run(tmp_path, model_path, "--prompt_instruction", "", recipe="code.yaml")
     shared_code_verifier().close()
@@ -79,6 +80,7 @@ def test_two_steps_on_programs(tmp_path, model_path, capsys, confined):
     assert [entry["verification/no_answer"] for entry in logs] == [1.0, 1.0]  # an untrained model writes no block
 
 
+@pytest.mark.trains
 def test_an_agent_and_its_resumption(tmp_path, monkeypatch, capsys, confined):
     """A scripted model: of a product it asks the tool, in the sandbox, or guesses, as the generator says."""
     tokenizer = build_tokenizer(tools=True)

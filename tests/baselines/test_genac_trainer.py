@@ -77,6 +77,7 @@ class Notes(CriticRecorder):
         return trainer
 
 
+@pytest.mark.trains
 @pytest.mark.parametrize(
     "settings", [{}, {"critic_baseline": "none", "gae_lambda": 0.5, "critic_extra_states": False}]
 )
@@ -122,6 +123,7 @@ def test_two_updates_equal_the_long_way(tmp_path, model_path, settings):
             assert {round(v, 6) for v in own.tolist()} == {round(v, 6) for v in read}
 
 
+@pytest.mark.trains
 def test_what_the_critic_is_asked(tmp_path, model_path):
     """Prefixes before the first token of each segment, no solution; the pooled outcome at the beginning, and the state before
     the last token."""

@@ -27,6 +27,9 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from pacs_trl import PPOTrainer
 
 
+pytestmark = pytest.mark.trains
+
+
 build = partial(actor_critics.build, PPOTrainer)
 
 

@@ -8,6 +8,9 @@ from processes import on_two
 from replay import Replay, build_trainer, trainable_weights
 
 
+pytestmark = pytest.mark.trains
+
+
 class Sampled(Replay):
     """Rows as if an engine had drawn them, which gave every token about the same probability."""
 

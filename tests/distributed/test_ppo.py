@@ -17,6 +17,9 @@ from replay import TOKENIZER, Replay, addition_dataset, stored_label, tiny_model
 from pacs_trl import GenACConfig, GenACTrainer, PPOConfig, PPOTrainer
 
 
+pytestmark = pytest.mark.trains
+
+
 UPDATES = 4
 
 

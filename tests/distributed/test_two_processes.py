@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pacs_trl.evaluation.shards import merge_shards
 
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.trains]
 
 
 @pytest.fixture(scope="module")

@@ -98,6 +98,7 @@ def test_rules_by_hand():
     assert [next_beta(3.0, std) for std in (0.5, 0.1, 2.0, 50.0, 0.0, float("nan"))] == [6.0, 6.0, 1.5, 1.5, 3.0, 3.0]
 
 
+@pytest.mark.trains
 @pytest.mark.parametrize("arm", ["snapshot, beta 10, when saturated", "rollout, beta by spread"])
 def test_rules_act(tmp_path, monkeypatch, arm):
     monkeypatch.setattr(adaptive_rules, "MAX_SATURATED", -1.0)

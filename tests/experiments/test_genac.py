@@ -89,6 +89,7 @@ TRACES = [Trace(State(f"1+{i}", "1+", 2), 0.5, f"{'ny'[i % 3 > 0]}|{i}<{i}>") fo
 RATES = [i / 10 for i in range(8)]
 
 
+@pytest.mark.trains
 def test_a_value_head_learns_the_rates_of_its_traces(policy):
     """The first update moves every weight by the learning rate, against the gradient of the mean squared error in float64."""
     rate = 1e-4

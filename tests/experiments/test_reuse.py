@@ -135,6 +135,7 @@ def logged(trainer, key):
     return [log[key] for log in trainer.state.log_history if key in log]
 
 
+@pytest.mark.trains
 @pytest.mark.parametrize("method", ["pacs", "grpo"])
 def test_updates_log_how_far_they_find_the_log_ratios(tmp_path, method):
     settings = {"num_iterations": 3, "steps_per_generation": 1, "max_steps": 6}
@@ -149,6 +150,7 @@ def test_updates_log_how_far_they_find_the_log_ratios(tmp_path, method):
         assert left[0] == 1.0 and left[2] < left[1] < 1.0
 
 
+@pytest.mark.trains
 @pytest.mark.parametrize("correct", [True, False])
 @pytest.mark.parametrize("method", ["pacs", "grpo"])
 def test_rollouts_of_the_past(tmp_path, method, correct):

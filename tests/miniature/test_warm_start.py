@@ -57,6 +57,7 @@ class TestTraining:
         assert not torch.equal(first["model.norm.weight"], other["model.norm.weight"])
 
 
+@pytest.mark.trains
 def test_what_is_saved_is_where_held_out_problems_have_the_target(tmp_path, monkeypatch):
     """The accuracies are given: of two probes, then of the two averages, and of two places between them."""
     accuracies, asked, measured = [0.1, 0.9, *(0.9, 0.1, 0.7, 0.5)], [], []
@@ -148,6 +149,7 @@ class TestCalibration:
         assert kept == pytest.approx([0.0, 0.03, 0.04, 0.05, 0.06])
 
 
+@pytest.mark.trains
 def test_the_average_is_of_the_weights_and_not_of_the_prepared_model(tmp_path, monkeypatch):
     """A copy of a model that accelerate has prepared computes with the weights of the original."""
     measured = []

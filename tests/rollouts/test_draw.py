@@ -3,6 +3,7 @@
 import pytest
 import torch
 from replay import TOKENIZER, addition_dataset, build_trainer, config, digit_reward, tiny_model, trainable_weights
+from seeds import shifted
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
 
@@ -53,6 +54,7 @@ def check_rows(rows):
     assert all(len(prompt) == 1 for prompt in prompts) and len(set.union(*prompts)) == 4
 
 
+@pytest.mark.trains
 def test_a_second_draw_of_some_prompts(tmp_path, model_path, engine):
     settings, requests = engine
     straight = trained(tmp_path / "straight", model_path, settings)
@@ -61,7 +63,7 @@ def test_a_second_draw_of_some_prompts(tmp_path, model_path, engine):
         check_rows(rows)
     assert not {row.group for row in straight.drawn[0]} & {row.group for row in straight.drawn[1]}
     asked = requests(straight) if requests else []
-    seeds = [request_seed("42/0", i) for i in range(64)]
+    seeds = [request_seed(f"{shifted(42)}/0", i) for i in range(64)]
     if settings.get("vllm_mode") == "colocate":  # one request per completion
         assert [seed for _, _, seed in asked] == seeds
         assert [ids for _, ids, _ in asked[16:32]] == [asked[i][1] for i in (4, 12) for _ in range(8)]
@@ -90,6 +92,7 @@ METHODS = {
 }
 
 
+@pytest.mark.trains
 @pytest.mark.parametrize("method", METHODS)
 def test_a_reward_may_ask_for_the_policys_log_probabilities(tmp_path, model_path, method):
     seen = []

@@ -7,6 +7,7 @@ import pytest
 import torch
 from fake_llm import FakeLLM, OutputKind, SamplingParams, play_colocated
 from replay import addition_dataset, build_trainer, digit_reward, trainable_weights
+from seeds import shifted
 from transformers import AutoModelForCausalLM
 
 from pacs_trl.rewards import math_reward
@@ -128,7 +129,7 @@ def test_a_resumed_run_asks_for_what_the_first_would_have_asked_for(tmp_path, mo
     saving = {"save_strategy": "steps", "save_steps": 1}
     straight = trainer_of(tmp_path / "straight", model_path, colocated, **saving)
     straight.train()
-    expected = [request_seed("42/0", i) for i in range(32)]
+    expected = [request_seed(f"{shifted(42)}/0", i) for i in range(32)]
     assert seeds_of(straight) == expected
     for step, drawn in ((1, 16), (2, 16), (3, 32)):
         resumed = trainer_of(tmp_path / "resumed", model_path, colocated)
@@ -147,7 +148,7 @@ def test_a_rollout_function_gets_seeds_too(tmp_path, model_path, colocated):
 
     trainer = trainer_of(tmp_path, model_path, colocated, arguments={"rollout_func": rollout})
     trainer.train()
-    assert seeds_of(trainer) == [request_seed("42/0", i) for i in range(32)]
+    assert seeds_of(trainer) == [request_seed(f"{shifted(42)}/0", i) for i in range(32)]
 
 
 def test_early_grading_changes_nothing_but_when(tmp_path, model_path, colocated):
@@ -173,7 +174,9 @@ def test_an_evaluation_takes_no_seeds_from_training(tmp_path, model_path, coloca
     assert len(set(of_evaluation)) == 8 and trainer._num_requests == 0
     trainer.train()
     of_training = seeds_of(trainer)[8:]
-    assert of_training == [request_seed("42/0", i) for i in range(32)] and not set(of_training) & set(of_evaluation)
+    assert of_training == [request_seed(f"{shifted(42)}/0", i) for i in range(32)] and not set(of_training) & set(
+        of_evaluation
+    )
 
 
 def test_one_seed_for_all_rows_is_refused(tmp_path, model_path, colocated):

@@ -38,6 +38,9 @@ from pacs_trl.verification.code import CodeVerifier
 from pacs_trl.verification.tool import run_python
 
 
+pytestmark = pytest.mark.trains
+
+
 def share(*values) -> float:
     """A number in [0, 1) that depends on everything given."""
     return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:6]) / 2**48
@@ -263,9 +266,13 @@ def test_guided_answers_are_learnt_under_the_plain_prompt(tmp_path, model_path, 
     assert set(table["draw"]) == {"first", "guidance"}
 
 
+def right_with_a_hint(prompts, **kwargs) -> list[float]:
+    return [float("Hint" in str(prompt)) for prompt in prompts]
+
+
 def test_the_weight_of_guided_answers(tmp_path, model_path):
     """Half the weight is half the coefficient, on guided rows alone."""
-    trainer = built(tmp_path, model_path, HINTS, max_steps=2, save_strategy="no")
+    trainer = built(tmp_path, model_path, HINTS, reward=right_with_a_hint, max_steps=2, save_strategy="no")
     trainer.train()
     step = next(step for step in trainer._steps if any(row.guided for row in step.rollouts))
     rows, proxies = list(range(len(step.rollouts))), torch.zeros(len(step.rollouts))

@@ -126,6 +126,7 @@ def by_hand(model, prompt, text, start, end):
     return sum(chosen) / len(chosen)
 
 
+@pytest.mark.trains
 def test_probabilities_are_those_of_the_policy_and_of_its_start(tmp_path):
     """Also after the policy has moved: s is of today, s0 of the start, each by a forward pass of its own."""
     kept: list = []
@@ -173,6 +174,7 @@ def test_a_run_and_its_continuation(tmp_path, more):
         runs[1].train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
+@pytest.mark.trains
 def test_a_second_run_begins_with_its_own_policy(tmp_path):
     """The same trainer, whose weights have moved, and whose output directory holds what the first run knew. What is asked of other
     prompts is of today, too, and not remembered: an evaluation before a stop would be known to one run and not to its continuation."""

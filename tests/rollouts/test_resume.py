@@ -79,6 +79,7 @@ def check_resuming(tmp_path, offsets, **settings):
     return history
 
 
+@pytest.mark.trains
 def test_every_offset_of_two_generations(tmp_path):
     history = check_resuming(tmp_path, range(1, 9))
     moved = [entry["pacs/proxy_abs_mean"] > 0 for entry in history]
@@ -240,6 +241,7 @@ def test_rows_of_an_interrupted_step_are_not_learned_from(tmp_path):
     assert learned == [16]
 
 
+@pytest.mark.trains
 def test_evaluation_at_the_start_compares_with_the_snapshot_of_the_checkpoint(tmp_path):
     settings = {"reference": "snapshot", "per_device_eval_batch_size": 4, "max_steps": 4}
     first = trainer_of(tmp_path, **settings)

@@ -125,6 +125,7 @@ class TestVerl:
 STRIDE = {"hidden_state_stride": 3}
 
 
+@pytest.mark.trains
 @pytest.mark.parametrize("padding_free", ["auto", "never"])
 def test_hidden_states_are_those_of_each_row_alone(tmp_path, padding_free):
     replay = Replay(tools=True)
@@ -159,6 +160,7 @@ def test_only_so_many_rows_are_measured(tmp_path):
     assert sum(seen) == 3  # of 8: every third
 
 
+@pytest.mark.trains
 @pytest.mark.parametrize("weighting", ["verl", "verl_last_token"])
 @pytest.mark.parametrize("group_layout", ["whole", "split"])
 def test_gradient_of_verl(tmp_path, monkeypatch, group_layout, weighting):

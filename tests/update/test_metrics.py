@@ -13,6 +13,9 @@ from pacs_trl.update.metrics import critic_metrics
 from pacs_trl.update.sampling_correction import mismatch_metrics
 
 
+pytestmark = pytest.mark.trains
+
+
 NAN = float("nan")
 
 

@@ -32,6 +32,9 @@ from pacs_trl import PACSTrainer
 from pacs_trl.update.scorer import sequence_logps
 
 
+pytestmark = pytest.mark.trains
+
+
 class WeightedTokens(PACSTrainer):
     """As if the engine had drawn with such probabilities that the correction returns the weights of the recorded rows."""
 
@@ -94,6 +97,10 @@ def train_and_compare(
         )
         assert losses[update] == pytest.approx(expected.loss, rel=RELATIVE), f"loss of update {update}"
         error = relative_error(recorder.gradients[update], expected.gradients)
+        if (
+            trainer.args.score_estimator == "grpo"
+        ):  # its coefficients are differences of residuals, which may nearly cancel
+            error /= max(1.0, expected.cancellation())
         assert error < RELATIVE, f"gradient of update {update}"
         steps.append(expected)
     return trainer, steps

@@ -115,6 +115,7 @@ def test_state_of_another_model_is_refused(model):
         SnapshotReference(model).load_state_dict(other)
 
 
+@pytest.mark.trains
 def test_optimizer_and_graph_do_not_see_the_exchange():
     """Parameters keep their identity and their memory, so an optimizer step afterwards moves the policy."""
     model = tiny_model()

@@ -1,6 +1,8 @@
 """Reading tests, finding the program in a completion, comparing outputs: pure functions."""
 
+import contextlib
 import json
+import sys
 
 import pytest
 
@@ -75,11 +77,13 @@ class TestComparison:
 
     @pytest.mark.parametrize("depth", [400, 900, 5000])
     def test_values_nested_too_deeply(self, depth):
+        """Python 3.13 compares 400 lists in each other, 3.11 does not."""
         expected = []
         for _ in range(depth):
             expected = [expected]
-        with pytest.raises(ValueError):
-            expected_of("floats", expected, "[" * (depth + 1) + "]" * (depth + 1), "f")
+        compared = depth == 400 and sys.version_info >= (3, 12)
+        with contextlib.nullcontext() if compared else pytest.raises(ValueError):
+            assert expected_of("floats", expected, "[" * (depth + 1) + "]" * (depth + 1), "f")
 
     def test_an_endless_output_is_not_read(self):
         assert not expected_of("tokens", "x", "x" + " " * 100_000)

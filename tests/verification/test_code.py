@@ -101,7 +101,8 @@ class TestOutcomes:
             f"{READ}print(a + b, file=open('/dev/stdout', 'w'))",
             f"{READ}import os, sys\nsys.stderr = open(os.devnull, 'w')\nprint('x', file=sys.stderr)\nprint(a + b)",
             f"{READ}from functools import lru_cache\n@lru_cache(None)\ndef f(n):\n    return f(n - 1) if n else 0\n"
-            "import sys\nsys.setrecursionlimit(10**5)\nprint(a + b + f(5000))",
+            # as deep as Python 3.13 lets functions of C call each other, whatever the limit is set to
+            "import sys\nsys.setrecursionlimit(10**5)\nprint(a + b + f(2000))",
             f"{READ}print(a + b)\nassert __name__ == '__main__' and __import__('sys').argv[1:] == []",
             f"{READ}from __future__ import annotations\nprint(a + b)".replace(READ, "").replace(
                 "print(a", READ + "print(a"

@@ -12,6 +12,8 @@ from pacs_trl.rollouts import early_grading
 from pacs_trl.verification import Verifier
 
 
+pytestmark = pytest.mark.trains
+
 LEARNING = {"optim": "adamw_torch", "learning_rate": 3e-3}
 LATER_DRAWS = {"adaptive_rollouts": "hardness_weighted", "max_generations": 12, "adaptive_rollouts_budget": 20}
 LATER_DRAWS |= {"refill_uniform_groups": True, "max_refill_rounds": 1}
