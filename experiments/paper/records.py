@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from pacs_trl.evaluation.results import pass_at_k_table
 from pacs_trl.evaluation.store import differences, digest
-from pacs_trl.report.inputs import require
+from pacs_trl.report.inputs import parse_json
 
 
 FILE_NAME = "records.jsonl"
@@ -32,10 +32,9 @@ CURVES = ("reward", "entropy", "completions/mean_length")
 # How an evaluation was made: with what has to be the same in one table, and for whoever wants to know.
 _CIRCUMSTANCES = ("protocol", "n", "k", "prompt_digest", "engine", "versions", "hardware", "commit")
 
-_MEASURED = {"measured": str, "protocol": dict, "n": int, "k": [int], "benchmarks": dict}
-_BENCHMARK = {"title": str, "source": dict, "ids": [str], "n": int, "k": [int]}
-_RUN = {"cell": str, "seed": int, "measured": str, "correct": dict, "diversity": dict}
-_TRAINED = {"curves": dict, "checkpoints": list}
+_MEASURED = ("measured", "protocol", "n", "k", "benchmarks")
+_RUN = ("cell", "seed", "measured", "correct", "diversity")
+_TRAINED = ("curves", "checkpoints")
 
 
 class Run(NamedTuple):
@@ -115,24 +114,19 @@ class Records:
             yield from (self._runs[cell, seed] for seed in self.seeds(cell))
 
     def _read(self, text: bytes, where: str) -> None:
-        try:
-            line = json.loads(text)
-        except ValueError as error:  # JSON or UTF-8
-            raise ValueError(f"{where} is damaged: it is not JSON ({error}).") from error
-        require(line, {}, where)
+        line = parse_json(text, where)
         if "seed" in line:
-            require(line, _RUN | _TRAINED if _TRAINED.keys() & line.keys() else _RUN, where)
+            for field in (*_RUN, *(_TRAINED if any(name in line for name in _TRAINED) else ())):
+                line[field]
             key = line["cell"], line["seed"]
             if key in self._runs:
                 raise ValueError(f"{where} is the second run of {key[0]} with seed {key[1]}. Take one of them out.")
             self._runs[key] = line
         elif "settings" in line:
-            require(line, {"cell": str, "settings": dict}, where)
             self._settings[line["cell"]] = line["settings"]
         else:
-            require(line, _MEASURED, where)
-            for name, about in line["benchmarks"].items():
-                require(about, _BENCHMARK, where, field=f"benchmarks.{name}")
+            for field in _MEASURED:
+                line[field]
             self._measured[line["measured"]] = line
 
     def _check_counts(self, line: dict[str, Any]) -> None:
@@ -140,7 +134,6 @@ class Records:
         if line["measured"] not in self._measured:
             raise ValueError(f"{where} was measured as {line['measured']}, and there is no line of that name.")
         benchmarks = self._measured[line["measured"]]["benchmarks"]
-        require(line["correct"], dict.fromkeys(benchmarks, list), where, field="correct")
         for name, about in benchmarks.items():
             counts = line["correct"][name]
             graded = [count for count in counts if count is not None]

@@ -59,7 +59,7 @@ def published_contents(model_dir: Path) -> dict[str, Path | bytes]:
         contents[RECIPE_FILE] = yaml.safe_dump(settings, allow_unicode=True).encode()
     for name in (RESULTS_FILE, LOG_FILE, TRAINING_FACTS_FILE, *CONFIGS):
         if name in contents:
-            content = read_json(model_dir / name, dict)
+            content = read_json(model_dir / name)
             clean = _without_paths(content) if name in CONFIGS else published(content)
             if clean != content:  # otherwise byte for byte
                 contents[name] = (json.dumps(clean, indent=2, ensure_ascii=False) + "\n").encode()

@@ -14,7 +14,7 @@ from ..evaluation.results import require_same_protocol
 from ..settings.command_line import Parser
 from ..settings.optional import require_matplotlib
 from . import paper, tables
-from .inputs import read_described, read_diversity, read_log_history
+from .inputs import read_described, read_json, read_log_history
 
 
 def build_report(
@@ -111,7 +111,7 @@ def _build_all(args: argparse.Namespace) -> list[Path]:
         if any("/pass@" in key for runs in histories.values() for run in runs for log in run for key in log):
             files += plots.evaluation_figure(histories, args.output_dir / "evaluation")
     if args.diversity:
-        files += plots.diversity_figure(read_diversity(args.diversity), args.output_dir / "diversity")
+        files += plots.diversity_figure(read_json(args.diversity), args.output_dir / "diversity")
     if args.reliability:
         files += plots.reliability_figure(*scores_and_labels(args.reliability), args.output_dir / "reliability")
     return files

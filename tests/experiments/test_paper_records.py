@@ -109,7 +109,7 @@ def test_two_processes_lose_nothing_of_each_others(tmp_path):
         (lambda line: "[]", "records.jsonl, line 3, is damaged"),
         (lambda line: line + "\n" + line, "line 4, is the second run of m/pacs with seed 0"),
         (lambda line: line.replace('"correct"', '"wrong"'), "line 3, is damaged: it has no `correct`"),
-        (lambda line: line.replace('"curves"', '"curve"'), "line 3, is damaged: .*`curves`"),
+        (lambda line: line.replace('"curves"', '"curve"'), "line 3, is damaged: it has no `curves`"),
         (
             lambda line: line.replace("[3,0,4]", "[3,0]"),
             "m/pacs with seed 0 is damaged: correct.terms must have 3 counts",
@@ -117,7 +117,7 @@ def test_two_processes_lose_nothing_of_each_others(tmp_path):
         (lambda line: line.replace("[3,0,4]", "[3,0,5]"), "correct.terms must have 3 counts from 0 to n = 4"),
         (lambda line: line.replace("[3,0,4]", "[3,0,-1]"), "correct.terms must have 3 counts from 0 to n = 4"),
         (lambda line: line.replace("[3,0,4]", "[null,null,null]"), "not all of them null"),
-        (lambda line: line.replace('"math":[1', '"maths":[1'), "it has no `correct.math`"),
+        (lambda line: line.replace('"math":[1', '"maths":[1'), "it has no `math`"),
         (
             lambda line: line.replace('"measured":"', '"measured":"x'),
             "was measured as x.*there is no line of that name",

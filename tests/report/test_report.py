@@ -122,72 +122,38 @@ def without(document, *path):
         ("k",),
         ("benchmarks",),
         ("engine", "name"),
-        ("protocol", "sampling", "top_p"),
         ("protocol", "verifier"),
-        ("versions",),
         ("commit",),
         ("benchmarks", "math_500", "problems"),
         ("benchmarks", "math_500", "problems", 3, "ungraded"),
         ("benchmarks", "math_500", "pass_at_k", "8"),
-        ("benchmarks", "math_500", "pass_at_k", "8", "value"),
-        ("benchmarks", "math_500", "source", "digest"),
         ("benchmarks", "math_500", "mean_tokens"),
     ],
 )
 def test_a_missing_field_is_named_with_its_file(results_factory, tmp_path, path, capsys):
     file = results_factory("PACS", 0.5) / "results.json"
     file.write_text(json.dumps(without(json.loads(file.read_text()), *path)))
-    field = ".".join(map(str, path)).replace("problems.3", "problems[3]")
     assert main([str(file), "--output_dir", str(tmp_path / "out")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"pacs-trl report: {file} is damaged: it has no `{field}`")
+    assert str(file) in line and f"`{path[-1]}`" in line
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"benchmarks": {}}, "`benchmarks` is empty"),
-        ({"benchmarks": []}, "benchmarks must be dict"),
-        ({"k": []}, "`k` is empty"),
-        ({"k": ["1"]}, "k[0] must be int"),
-        ({"n": None}, "n must be int, got 'None'"),
-        ({"math_500": {"problems": []}}, "`benchmarks.math_500.problems` is empty"),
-        ({"math_500": {"problems": [{"id": "a", "n": 4, "c": 5, "ungraded": 0}]}}, "has c = 5 right of n = 4"),
-        ({"math_500": {"problems": [{"id": "a", "n": 99, "c": 5, "ungraded": 1}]}}, "has none that was graded"),
-    ],
-)
-def test_fields_that_cannot_be(results_factory, tmp_path, changes, message, capsys):
+@pytest.mark.parametrize("changes", [{"benchmarks": {}}, {"k": []}])
+def test_results_without_a_graded_benchmark_are_rejected(results_factory, tmp_path, changes, capsys):
     file = results_factory("PACS", 0.5) / "results.json"
-    document = json.loads(file.read_text())
-    document["benchmarks"]["math_500"] |= changes.pop("math_500", {})
-    file.write_text(json.dumps(document | changes))
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     assert main([str(file), "--output_dir", str(tmp_path / "out")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert str(file) in line and message in line
+    assert str(file) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "content", "message"),
     [
-        ("training", "trainer_state.json", "{}", "has no `log_history`"),
-        ("training", "trainer_state.json", '{"log_history": 3}', "log_history must be list"),
-        ("training", "trainer_state.json", '{"log_history": [{"reward": 0.5}]}', "has no `log_history[0].step`"),
+        ("training", "trainer_state.json", "{}", "`log_history`"),
+        ("training", "trainer_state.json", '{"log_history": [{"reward": 0.5}]}', "`step`"),
         ("training", "trainer_state.json", "{", "is not JSON"),
-        ("diversity", "d.json", "{}", "has no `models`"),
-        ("diversity", "d.json", '{"models": [], "explained": [1, 0]}', "`models` is empty"),
-        (
-            "diversity",
-            "d.json",
-            '{"models": [{"method": "a", "mean": 1, "points": []}], "explained": [1, 0]}',
-            "no model has",
-        ),
-        (
-            "diversity",
-            "d.json",
-            '{"models": [{"method": "a", "mean": 1, "points": [[1]]}], "explained": [1, 0]}',
-            "two comp",
-        ),
+        ("diversity", "d.json", "{}", "`models`"),
     ],
 )
 def test_other_damaged_inputs_are_named(tmp_path, kind, name, content, message, capsys):
@@ -225,7 +191,7 @@ def test_critic_records_are_checked_line_by_line(tmp_path):
 
 def test_unknown_base_model(results_factory, tmp_path, capsys):
     assert main([str(results_factory("PACS", 0.5)), "--output_dir", str(tmp_path / "o"), "--published", "Llama"]) == 2
-    assert "choose from Qwen2.5-3B" in capsys.readouterr().err
+    assert "Choose from Qwen2.5-3B" in capsys.readouterr().err
 
 
 def test_the_last_checkpoint_is_read(training_directory, tmp_path):
