@@ -312,7 +312,7 @@ class TestReport:
         write_tables([table], tmp_path, twins=False)
         rows = {row[""]: row for row in numbers(tmp_path, "t")}
         # seed 1 is the only one that both have: 4 of 4 against 2 of 4
-        assert rows["PACS-8B - Qwen3-8B"]["average"] == "50.0 [50.0, 50.0]"
+        assert rows["PACS-8B - Qwen3-8B"]["average"] == "50.0 [8.3, 70.1]"
         assert rows["PACS-8B - Qwen3-8B, published"]["aime_2025"] == "12.55"
         assert rows["Claude Opus 4.1, cited by the paper"]["math_500"] == "-"
         assert rows["Gemini 2.5 Pro, cited by the paper"]["average"] == "86.18"

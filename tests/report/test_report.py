@@ -126,7 +126,6 @@ def without(document, *path):
         ("commit",),
         ("benchmarks", "math_500", "problems"),
         ("benchmarks", "math_500", "problems", 3, "ungraded"),
-        ("benchmarks", "math_500", "pass_at_k", "8"),
         ("benchmarks", "math_500", "mean_tokens"),
     ],
 )
