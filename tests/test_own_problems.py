@@ -59,11 +59,37 @@ def test_train_evaluate_report(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "outputs/mine/report/pass_at_k.png").is_file()
 
 
+@pytest.mark.parametrize("form", ["text", "messages"])
+def test_prompts_as_trl_takes_them(tmp_path, monkeypatch, capsys, form):
+    tokenizer = build_tokenizer()
+    build_model(tokenizer, "tiny", seed=shifted(0)).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    texts = [f"{a}+{a}" for a in range(1, 41)]
+    rows = [{"prompt": text, "solution": "2"} for text in texts]
+    if form == "messages":
+        rows = [
+            {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "2"}]} for text in texts
+        ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model, recipes = str(tmp_path / "model"), ROOT / "recipes"
+    arguments = ["--dataset_name", str(path), "--model_name_or_path", model, "--output_dir", str(tmp_path / "out")]
+    recipe = ["--config", str(recipes / "miniature/pacs.yaml")]
+    monkeypatch.setattr("sys.argv", ["pacs-trl", "train", *recipe, *arguments, *SHORTER["train"]])
+    assert cli.main() == 0, capsys.readouterr().err
+    arguments = ["--model", model, "--benchmarks", str(path), "--output_dir", str(tmp_path / "evaluation")]
+    recipe = ["--config", str(recipes / "evaluation/miniature.yaml")]
+    monkeypatch.setattr("sys.argv", ["pacs-trl", "evaluate", *recipe, *arguments, *SHORTER["evaluate"]])
+    assert cli.main() == 0, capsys.readouterr().err
+    results = json.loads((tmp_path / "evaluation/results.json").read_text())
+    assert len(results["benchmarks"]["rows"]["problems"]) == 40
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
         ([{"problem": "1+1", "answer": "2"}] * 5, "has 5 prompts, but a generation batch needs 32 different ones"),
-        ([{"question": "1+1", "answer": "2"}] * 50, "`problem_column` 'problem' is not a column"),
+        ([{"task": "1+1", "answer": "2"}] * 50, "`problem_column` 'problem' is not a column"),
         ([{"problem": "1+1", "answer": None}] * 50, "has both a problem .* and a gold answer"),
     ],
 )

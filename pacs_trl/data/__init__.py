@@ -17,7 +17,8 @@ from pyarrow import ArrowException
 
 from ..settings import refuse_illegal_values
 from ..verification import Verifier
-from .prompts import prompt_lengths
+from .prompts import PROMPT_INSTRUCTION, problem_text, prompt_lengths, prompt_of, read_problem
+from .prompts import build_prompt as build_prompt
 from .sets import (
     CODE_INSTRUCTION,
     FILE_FORMATS,
@@ -27,6 +28,7 @@ from .sets import (
     doubts,
     gold_answer,
     load_rows,
+    own_columns,
     report_unreadable_golds,
 )
 
@@ -36,9 +38,6 @@ if TYPE_CHECKING:  # slow to import, and the arguments below are asked for their
 
 
 logger = logging.getLogger(__name__)
-
-# The sentence of the PACS training and evaluation prompts (arXiv 2509.02522, appendix C.1).
-PROMPT_INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 
 # The same for free-text answers, which no verifier reads.
 ANSWER_INSTRUCTION = "Please reason step by step, and put your final answer between <answer> and </answer>."
@@ -123,15 +122,16 @@ class DataArguments:
     Args:
         dataset_name (`str`):
             A named set (`deepscaler`, `gsm8k`, `math`, `dapo_math_17k`; programs: `verifiable_coding`, `prime_coding`),
-            `miniature/<task>`, a path to a `.jsonl`,
-            `.json` or `.parquet` file, or a dataset id on the Hub.
+            `miniature/<task>`, a path to a `.jsonl`, `.json` or `.parquet` file or to a folder of a dataset, or a dataset id on the Hub.
         dataset_path (`str`, *optional*):
             Local file in the column layout of the named set, read instead of the Hub.
         dataset_config (`str`, *optional*): Configuration of the Hub dataset; a named set brings its own.
         dataset_split (`str`, *optional*): Split to train on; `train` unless the named set says otherwise.
         dataset_revision (`str`, *optional*): Commit, tag or branch on the Hub; a named set brings its own.
-        problem_column (`str`, *optional*): Column with the problem text; `problem` unless the named set says otherwise.
-        solution_column (`str`, *optional*): Column with the gold answer; `answer` unless the named set says otherwise.
+        problem_column (`str`, *optional*): Column with the problem as text, or with messages, which are the prompt. By default that of
+            the named set, else the first of `prompt` (text and messages as they stand), `problem`, `question` and `messages`.
+        solution_column (`str`, *optional*): Column with the gold answer. By default that of the named set, else `answer` or `solution`
+            (beside `prompt` rather `solution`), else the last turn of `messages`.
         prompt_instruction (`str`): Sentence put behind the problem, after one space. Empty: the problem alone. Sets of
             programming problems bring another default.
         system_prompt (`str`, *optional*): Content of a system turn put before the problem, instead of the one that a row's own messages
@@ -182,16 +182,6 @@ class DataArguments:
             )
 
 
-def build_prompt(
-    problem: str, *, instruction: str = PROMPT_INSTRUCTION, system_prompt: str | None = None
-) -> list[dict[str, str]]:
-    """The messages of one problem: problem without surrounding white space, one space, instruction (arXiv 2509.02522,
-    appendix C.1); behind a system turn, if there is one. Without an instruction (empty) the problem alone."""
-    content = f"{problem.strip()} {instruction}" if instruction else problem.strip()
-    user = {"role": "user", "content": content}
-    return [user] if system_prompt is None else [{"role": "system", "content": system_prompt}, user]
-
-
 def instruction_for(entry: Any, given: str) -> str:
     """The sentence behind the problems of a set: the one that is given, or, where none is, the one that the set brings."""
     return entry.instruction if entry.instruction is not None and given == PROMPT_INSTRUCTION else given
@@ -227,11 +217,11 @@ def load_training_data(
     read are reported.
 
     Rows without a problem or without a gold answer are dropped and counted in a warning. A `prompt` or `solution`
-    column of the source is replaced; every other column is kept.
+    column of the source that is not read is replaced; every other column is kept.
 
     Returns:
-        Training and evaluation rows with columns `prompt` (messages) and `solution` (text; lists of text when a row
-        has several alternatives). The second is `None` for `eval_split_size` 0.
+        Training and evaluation rows with columns `prompt` (messages, or text where the data holds prompts as text) and `solution`
+        (text; lists of text when a row has several alternatives). The second is `None` for `eval_split_size` 0.
 
     Raises:
         ValueError: On an unknown name, file, column or key of `chat_template_kwargs`, an overlong prompt
@@ -285,6 +275,8 @@ def _prepare(
     from datasets import Dataset
 
     names = list(dict.fromkeys(name for row in rows for name in row))
+    if args.dataset_name not in TRAINING_SETS:
+        entry = own_columns(entry, names, args.problem_column, args.solution_column)
     for key in ("problem_column", "solution_column"):
         if getattr(entry, key) not in names:
             raise ValueError(
@@ -292,24 +284,28 @@ def _prepare(
                 f"found: {', '.join(names)}. Set `{key}` to one of them."
             )
     instruction = instruction_for(entry, args.prompt_instruction)
-    usable, numbers, prompts, solutions = [], [], [], []
+    usable, numbers, problems, prompts, solutions = [], [], [], [], []
     for index, row in enumerate(rows):
-        problem = row.get(entry.problem_column)
-        if problem is not None and not isinstance(problem, str):
+        try:
+            problem = read_problem(row.get(entry.problem_column), entry.problem_column)
+        except ValueError as error:
             raise ValueError(
-                f"`problem_column` {entry.problem_column!r} must hold text, but row {index} holds a "
-                f"{type(problem).__name__}. Name a column with the bare problem: the prompt is built from it."
-            )
+                f"`problem_column` {entry.problem_column!r} must hold text or messages, but row {index} {error}. Name another column."
+            ) from error
         try:
             gold = gold_answer(row.get(entry.solution_column), entry.answer_in)
         except ValueError as error:
             raise ValueError(f"Row {index} of {args.dataset_path or args.dataset_name!r}: {error}") from error
-        if problem and problem.strip() and gold is not None:
+        if problem and gold is not None:
             usable.append(row)
             numbers.append(index)
-            problem = _DAPO_WRAPPER.sub(r"\g<problem>", problem)
-            system_prompt = _system_turn(row) if args.system_prompt is None else args.system_prompt
-            prompts.append(build_prompt(problem, instruction=instruction, system_prompt=system_prompt))
+            problems.append(problem_text(problem))
+            system_prompt = args.system_prompt
+            if isinstance(problem, str) and not entry.as_it_stands:
+                problem = _DAPO_WRAPPER.sub(r"\g<problem>", problem)
+                system_prompt = _system_turn(row) if system_prompt is None else system_prompt
+            made = {"as_it_stands": entry.as_it_stands, "instruction": instruction, "system_prompt": system_prompt}
+            prompts.append(prompt_of(problem, **made))
             solutions.append(gold)
     if len(usable) < len(rows):
         dropped = f"Dropped {len(rows) - len(usable)} of {len(rows)} rows of {args.dataset_name}"
@@ -319,7 +315,7 @@ def _prepare(
             f"None of the {len(rows)} rows of {args.dataset_name!r} has both a problem ({entry.problem_column!r}) and a "
             f"gold answer ({entry.solution_column!r}): text, a number, a list of alternatives, or the tests of a program."
         )
-    for doubt in doubts(args.dataset_name, [row[entry.problem_column] for row in usable], solutions):
+    for doubt in doubts(args.dataset_name, problems, solutions):
         logger.warning(doubt)
     if verifier is not None:
         report_unreadable_golds(args.dataset_name, solutions, verifier, numbers)

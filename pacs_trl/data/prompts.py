@@ -1,10 +1,74 @@
-"""Prompts as tokens: how long they are, and how many tokens a model has room for."""
+"""Prompts: built from problems or taken from the data, their lengths in tokens, and how many tokens a model has room for."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 
 _BATCH = 1000
+
+# The sentence of the PACS training and evaluation prompts (arXiv 2509.02522, appendix C.1).
+PROMPT_INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
+
+
+def build_prompt(
+    problem: str, *, instruction: str = PROMPT_INSTRUCTION, system_prompt: str | None = None
+) -> list[dict[str, str]]:
+    """The messages of one problem: problem without surrounding white space, one space, instruction (arXiv 2509.02522,
+    appendix C.1); behind a system turn, if there is one. Without an instruction (empty) the problem alone."""
+    content = f"{problem.strip()} {instruction}" if instruction else problem.strip()
+    user = {"role": "user", "content": content}
+    return [user] if system_prompt is None else [{"role": "system", "content": system_prompt}, user]
+
+
+def prompt_of(problem: str | list, *, as_it_stands: bool, instruction: str, system_prompt: str | None) -> str | list:
+    """
+    Return the prompt of a problem: messages, and with `as_it_stands` text, are prompts already; of messages only the system turn is
+    replaced by `system_prompt`.
+
+    Raises:
+        ValueError: If `instruction` or `system_prompt` would be ignored.
+    """
+    if isinstance(problem, str) and not as_it_stands:
+        return build_prompt(problem, instruction=instruction, system_prompt=system_prompt)
+    if instruction not in ("", PROMPT_INSTRUCTION):
+        raise ValueError(
+            f"prompt_instruction={instruction!r} would be ignored, because the data holds whole prompts. Remove it, or name a column "
+            "of bare problems by problem_column."
+        )
+    if system_prompt is None:
+        return problem
+    if isinstance(problem, str):
+        raise ValueError(
+            f"system_prompt={system_prompt!r} would be ignored, because the data holds prompts as text, which the model continues. "
+            "Remove it, or set problem_column: prompt to have messages built from this text."
+        )
+    return [{"role": "system", "content": system_prompt}, *(turn for turn in problem if turn["role"] != "system")]
+
+
+def read_problem(cell: Any, column: str) -> str | list[dict[str, Any]] | None:
+    """
+    Return the text or messages in a cell, `None` if it is empty. Only in a column `prompt` may messages end with an assistant's
+    turn; of other conversations the prompt ends with the last user turn.
+
+    Raises:
+        ValueError: If the cell holds anything else.
+    """
+    if cell is None or isinstance(cell, str):
+        return cell if cell and cell.strip() else None
+    if not is_conversation(cell):
+        raise ValueError(f"holds {cell!r:.80}")
+    if column == "prompt":
+        return cell or None
+    return cell[: max((i + 1 for i, turn in enumerate(cell) if turn["role"] == "user"), default=0)] or None
+
+
+def is_conversation(cell: Any) -> bool:
+    return isinstance(cell, list) and all(isinstance(turn, Mapping) and turn.get("role") for turn in cell)
+
+
+def problem_text(problem: str | list[dict[str, Any]]) -> str:
+    """Return a problem as text: of messages the last turn's content."""
+    return problem if isinstance(problem, str) else str(problem[-1].get("content"))
 
 
 def prompt_lengths(

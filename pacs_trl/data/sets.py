@@ -8,13 +8,14 @@ import json
 import logging
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from ..settings.optional import looks_like_path
 from ..verification import Verifier, gold_texts, last_boxed
 from ..verification.cases import json_of_tests
+from .prompts import is_conversation
 from .tasks import problems
 
 
@@ -41,7 +42,9 @@ class ProblemSet:
             newest is loaded.
         config (`str`, *optional*): Configuration of the repository.
         split (`str`): Split to load.
-        problem_column, solution_column (`str`): Columns of the problem text and of the gold answer.
+        problem_column, solution_column (`str`): Columns of the problem (text or messages) and of the gold answer.
+        as_it_stands (`bool`): Whether text in `problem_column` is the whole prompt, which gets neither an instruction nor a chat
+            template.
         id_column (`str`, *optional*): Column that names a row in samples and grades; without it a row is named by its position.
         answer_in (`str`): How the gold is read out of `solution_column`: `"column"` (the whole value), `"last_box"` (the
             content of the last `\\boxed{}`) or `"tests"` (tests of a program, see `verification/cases.py`). A cell with a mapping
@@ -59,6 +62,7 @@ class ProblemSet:
     split: str = "train"
     problem_column: str = "problem"
     solution_column: str = "answer"
+    as_it_stands: bool = False
     id_column: str | None = None
     answer_in: Literal["column", "last_box", "tests"] = "column"
     instruction: str | None = None
@@ -83,6 +87,29 @@ GSM8K = ProblemSet(
 )
 
 
+# Where the problem of a set of the user's own is looked for: the first that is there.
+PROBLEM_COLUMNS = ("prompt", "problem", "question", "messages")
+
+
+def own_columns(
+    entry: ProblemSet, names: Sequence[str], problem_column: str | None, solution_column: str | None
+) -> ProblemSet:
+    """Find the columns of a set without a name here among those it has, where the user does not name them."""
+    found = [column for column in PROBLEM_COLUMNS if column in names] or [entry.problem_column]
+    column = problem_column or found[0]
+    if column == "prompt" and not problem_column and len(found) > 1:
+        logger.warning(
+            f"The prompts of {entry.title or entry.hub_id} are taken from its column `prompt` as they stand, not from `{found[1]}`. "
+            f"Set problem_column: {found[1]} for the other."
+        )
+    golds = ("solution", "answer") if column == "prompt" else ("answer", "solution")
+    solution = solution_column or next((name for name in golds if name in names), "")
+    if not solution:
+        solution = column if column == "messages" else golds[0]
+    stands = column == "prompt" and not problem_column
+    return replace(entry, problem_column=column, solution_column=solution, as_it_stands=stands)
+
+
 def load_rows(name: str, entry: ProblemSet, path: str | Path | None = None) -> list[dict[str, Any]]:
     """
     The rows of a set: those of a file if `path` is given, the problems of a task if it is named `miniature/<task>`, else those
@@ -104,6 +131,8 @@ def _stored_rows(name: str, entry: ProblemSet, path: str | Path | None) -> list[
         raise ValueError(f"The data {name!r} does not exist (seen from {Path.cwd()}).")
     from datasets import load_dataset
 
+    if any((Path(entry.hub_id) / file).is_file() for file in ("state.json", "dataset_dict.json")):
+        return _saved_rows(entry.hub_id, entry.split)
     try:
         if entry.files:
             files = [f"hf://datasets/{entry.hub_id}@{entry.revision or 'main'}/{file}" for file in entry.files]
@@ -111,12 +140,26 @@ def _stored_rows(name: str, entry: ProblemSet, path: str | Path | None) -> list[
         return load_dataset(entry.hub_id, entry.config, split=entry.split, revision=entry.revision).to_list()
     except OSError as error:  # no connection, no such dataset, no rights
         if Path(name).is_dir():
-            raise ValueError(f"The directory {name!r} is no data set: {error}. Name a file in it.") from error
+            raise ValueError(
+                f"The directory {name!r} is no data set: {error}. Name a file in it, or a folder that the datasets library reads."
+            ) from error
         raise ValueError(
             f"{entry.title or name} ({entry.hub_id}) could not be loaded from the Hub: {error}. Without a connection, download "
             "its rows elsewhere and name the file: in training by `dataset_path` (of a set that has a name here) or "
             "`dataset_name`, in evaluation by name=PATH."
         ) from error
+
+
+def _saved_rows(name: str, split: str) -> list[dict[str, Any]]:
+    """The rows of a folder that `save_to_disk` has written."""
+    from datasets import DatasetDict, load_from_disk
+
+    dataset = load_from_disk(name)
+    if not isinstance(dataset, DatasetDict):
+        return dataset.to_list()
+    if split not in dataset:
+        raise ValueError(f"dataset_split: {name!r} has no split {split!r}. It has {', '.join(dataset)}.")
+    return dataset[split].to_list()
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -226,14 +269,18 @@ def report_unreadable_golds(
 def gold_answer(value: Any, answer_in: str = "column") -> str | list[str] | None:
     """
     The gold answer held by one cell of a set (text, number, or a list of alternatives, see [`~verification.gold_texts`];
-    or tests of a program): alternatives when there are several, `None` when there is none. For `answer_in` see
-    [`ProblemSet`].
+    tests of a program; or a conversation, whose last assistant turn holds it, in a box if there is one): alternatives when there are
+    several, `None` when there is none. For `answer_in` see [`ProblemSet`].
 
     Raises:
         `ValueError`: for tests of programs in another language than Python.
     """
     if answer_in == "tests" or isinstance(value, Mapping):
         return json_of_tests(value)
+    if value and is_conversation(value):
+        replies = [turn.get("content") for turn in value if turn["role"] == "assistant"]
+        text = replies[-1] if replies and isinstance(replies[-1], str) else ""
+        value = last_boxed(text) or text
     texts = list(gold_texts(value))
     if answer_in == "last_box":
         texts = [content for text in texts if (content := last_boxed(text))]

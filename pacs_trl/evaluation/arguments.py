@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
-from ..data import PROMPT_INSTRUCTION, build_prompt, instruction_for
+from ..data import PROMPT_INSTRUCTION, instruction_for, prompt_of
 from ..settings import settings_of, typed_settings
 from ..settings.command_line import asks_for_help, did_you_mean, environment_errors, read_settings
 from ..settings.help import print_evaluation_help
@@ -53,8 +53,8 @@ class EvaluationArguments:
         enforce_eager (`bool`): vLLM: start without compilation; pays off when little is sampled.
         base_url (`str`): Server: address of the API.
         concurrency (`int`): Server: requests in flight.
-        problem_column (`str`, *optional*): Column of the problem text in files of your own; `problem` if left out.
-        solution_column (`str`, *optional*): Column of the gold answer in files of your own; `answer` if left out.
+        problem_column (`str`, *optional*): Column of the problem in files of your own; found as in training if left out.
+        solution_column (`str`, *optional*): Column of the gold answer in files of your own, likewise.
         max_problems (`int`, *optional*): Only the first so many problems of each benchmark (for trying things out).
         token_entropy_samples (`int`): Measure the token entropy of so many samples per problem; 0: none.
     """
@@ -148,10 +148,11 @@ class EvaluationArguments:
         given = self.chat_template_kwargs
         return json.loads(given) if isinstance(given, str) else given
 
-    def prompt_of(self, problem: str, benchmark: Any = None) -> list[dict[str, str]]:
+    def prompt_of(self, problem: str | list, benchmark: Any = None) -> str | list:
         """The prompt of a problem, with the sentence of its benchmark if that brings one and none is given."""
         instruction = instruction_for(benchmark, self.prompt_instruction) if benchmark else self.prompt_instruction
-        return build_prompt(problem, instruction=instruction, system_prompt=self.system_prompt)
+        as_it_stands = benchmark is not None and benchmark.as_it_stands
+        return prompt_of(problem, as_it_stands=as_it_stands, instruction=instruction, system_prompt=self.system_prompt)
 
     @property
     def sampling(self) -> SamplingSettings:

@@ -13,7 +13,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ..data.sets import CODE_INSTRUCTION, FILE_FORMATS, GSM8K, MINIATURE, ProblemSet, doubts, gold_answer, load_rows
+from ..data.prompts import problem_text, read_problem
+from ..data.sets import (
+    CODE_INSTRUCTION,
+    FILE_FORMATS,
+    GSM8K,
+    MINIATURE,
+    ProblemSet,
+    doubts,
+    gold_answer,
+    load_rows,
+    own_columns,
+)
 from ..verification.cases import json_of_tests
 from .forms import GPQA_INSTRUCTION, gpqa_rows, livecodebench_rows
 
@@ -63,11 +74,12 @@ BENCHMARKS = {
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem: `id` is unique in its benchmark, `solution` is the gold answer (or alternatives) for the verifier. Of a multiple
-    choice `problem` is the question alone, and `options` are the answers in stored order, of which `solution` is the letter."""
+    """One problem: `id` is unique in its benchmark, `problem` is text or messages, `solution` is the gold answer (or alternatives)
+    for the verifier. Of a multiple choice `problem` is the question alone, and `options` are the answers in stored order, of which
+    `solution` is the letter."""
 
     id: str
-    problem: str
+    problem: str | list[dict]
     solution: str | list[str]
     options: tuple[str, ...] = ()
 
@@ -76,8 +88,8 @@ class Problem:
         stored = LETTERS[: len(self.options)]
         return dict(zip(stored, random.Random(seed).sample(stored, len(stored)), strict=True))
 
-    def of_sample(self, seed: int) -> tuple[str, str | list[str]]:
-        """Return text and gold answer for the sample with this seed: each sample shows the options in an order of its own."""
+    def of_sample(self, seed: int) -> tuple[str | list[dict], str | list[str]]:
+        """Return problem and gold answer for the sample with this seed: each sample shows the options in an order of its own."""
         if not self.options:
             return self.problem, self.solution
         letters = self._letters(seed)
@@ -92,7 +104,8 @@ class Problem:
 @dataclass(frozen=True)
 class LoadedBenchmark:
     """Problems with the facts that results need: `source` is plain data (id, revision, split, version, digest); `instruction` is the
-    sentence that the benchmark brings, if it does; of `is_code`, the answers are tests of programs."""
+    sentence that the benchmark brings, if it does; of `is_code`, the answers are tests of programs; with `as_it_stands`, problems
+    that are text are whole prompts."""
 
     name: str
     title: str
@@ -100,6 +113,7 @@ class LoadedBenchmark:
     source: dict = field(default_factory=dict)
     instruction: str | None = None
     is_code: bool = False
+    as_it_stands: bool = False
 
 
 def load_benchmark(
@@ -128,7 +142,7 @@ def load_benchmark(
     if path:
         entry, source = BENCHMARKS.get(name), {"file": Path(path).name}
         if entry is None:
-            entry, source = ProblemSet("", title=name, **(columns or {})), source | dict(columns or {})
+            entry, source = ProblemSet("", title=name), source | dict(columns or {})
     elif name.startswith(MINIATURE):
         title = name.removeprefix(MINIATURE).replace("_", " ")
         entry = ProblemSet("", split="test", title=title, instruction="")  # its models know no other prompt
@@ -142,13 +156,17 @@ def load_benchmark(
             "local file with name=PATH, or give the path of a file of your own (.jsonl, .json or .parquet)."
         )
     rows = load_rows(name, entry, path or None)
+    if path and name not in BENCHMARKS:
+        given = columns or {}
+        names = list(dict.fromkeys(column for row in rows for column in row))
+        entry = own_columns(entry, names, given.get("problem_column"), given.get("solution_column"))
     problems = [_problem(name, entry, i, row) for i, row in enumerate(rows)][:max_problems]
     _check_problems(spec, problems)
-    for doubt in doubts(name, [p.problem for p in problems], [p.solution for p in problems]):
+    for doubt in doubts(name, [problem_text(p.problem) for p in problems], [p.solution for p in problems]):
         logger.warning(doubt)
     is_code = json_of_tests(problems[0].solution) is not None
     source |= {"version": entry.version, "num_problems": len(problems), "digest": problems_digest(problems)}
-    return LoadedBenchmark(name, entry.title, problems, source, entry.instruction, is_code)
+    return LoadedBenchmark(name, entry.title, problems, source, entry.instruction, is_code, entry.as_it_stands)
 
 
 def name_and_path(spec: str) -> tuple[str, str]:
@@ -177,10 +195,14 @@ def _problem(name: str, entry: ProblemSet, index: int, row: dict) -> Problem:
             f"Benchmark {name} finds no gold answer in column {entry.solution_column!r} of row {index}: "
             f"{str(row[entry.solution_column])[-80:]!r}."
         )
+    try:
+        problem = read_problem(row[entry.problem_column], entry.problem_column)
+    except ValueError as error:
+        raise ValueError(
+            f"Benchmark {name} has neither text nor messages as the problem of row {index}: it {error}."
+        ) from error
     name_of_row = str(row[entry.id_column]) if entry.id_column else str(index)
-    return Problem(
-        name_of_row, row[entry.problem_column], answer, tuple(row["options"]) if entry.rows_of is gpqa_rows else ()
-    )
+    return Problem(name_of_row, problem or "", answer, tuple(row["options"]) if entry.rows_of is gpqa_rows else ())
 
 
 def _check_problems(spec: str, problems: list[Problem]) -> None:
@@ -194,5 +216,5 @@ def _check_problems(spec: str, problems: list[Problem]) -> None:
                 "samples are stored by id, so ids must be unique."
             )
         first_row[problem.id] = row
-        if not isinstance(problem.problem, str) or not problem.problem.strip():
+        if not problem.problem:
             raise ValueError(f"Benchmark {spec} has no problem text in row {row} (id {problem.id!r}).")

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from ..data import TRAINING_SETS, load_training_data
 from ..data.prompts import check_chat_template, context_lengths, prompt_lengths
-from ..data.sets import FILE_FORMATS, MINIATURE
+from ..data.sets import MINIATURE
 from ..recipe import Recipe
 from ..rollouts.trainer_checks import OWN_PARAMETERS, check_dataset, check_prompt_lengths
 from ..train import load_tokenizer, reward_function, tool_function
@@ -66,8 +66,8 @@ def measure(recipe: Recipe) -> tuple[Prompts, list[str]]:
 
 
 def _is_local(data: Any) -> bool:
-    path = data.dataset_name if Path(data.dataset_name).suffix in FILE_FORMATS else data.dataset_path
-    return data.dataset_name.startswith(MINIATURE) or path is not None and Path(path).is_file()
+    path = data.dataset_path if data.dataset_name in TRAINING_SETS else data.dataset_name
+    return data.dataset_name.startswith(MINIATURE) or path is not None and Path(path).exists()
 
 
 def _local_tokenizer(recipe: Recipe):

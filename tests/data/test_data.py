@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 
 from pacs_trl.data import (
     PROMPT_INSTRUCTION,
@@ -18,6 +18,7 @@ from pacs_trl.data import (
     load_training_data,
 )
 from pacs_trl.data.sets import CODE_INSTRUCTION, _quoted, doubts
+from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.benchmarks import load_benchmark
 from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.verification import Verifier
@@ -29,6 +30,11 @@ DATA = Path(__file__).parent
 
 class WordTokenizer:
     """Stands in for a tokenizer: a prompt has one token per word, plus what the chat template options ask for."""
+
+    chat_template = "{{ messages }}"
+
+    def __call__(self, text):
+        return {"input_ids": [each.split() for each in text]}
 
     def apply_chat_template(self, conversations, add_generation_prompt, tokenize, return_dict, num_extra_tokens=0):
         assert add_generation_prompt and tokenize and not return_dict
@@ -227,15 +233,18 @@ class TestFiles:
         assert sorted(train["solution"][:]) == [["1", "2"], ["3"]]
 
     def test_column_error_lists_the_columns(self, tmp_path):
-        path = write_jsonl(tmp_path / "d.jsonl", [{"question": "1+1", "gold": "2"}])
-        with pytest.raises(ValueError, match="Columns found: question, gold"):
+        path = write_jsonl(tmp_path / "d.jsonl", [{"task": "1+1", "gold": "2"}])
+        with pytest.raises(ValueError, match="`problem_column` .*Columns found: task, gold"):
             load(path)
         with pytest.raises(ValueError, match="`solution_column` 'answer'"):
-            load(path, problem_column="question")
+            load(path, problem_column="task")
 
-    def test_problem_must_be_text(self, tmp_path):
-        path = write_jsonl(tmp_path / "d.jsonl", [{"problem": [{"role": "user"}], "answer": "2"}])
-        with pytest.raises(ValueError, match="row 0 holds a list"):
+    @pytest.mark.parametrize("problem", [[{"content": "1+1"}], ["1+1"], 7, {"role": "user"}])
+    def test_problem_must_be_text_or_messages(self, tmp_path, problem):
+        path = write_jsonl(
+            tmp_path / "d.jsonl", [{"problem": "1+1", "answer": "2"}, {"problem": problem, "answer": "2"}]
+        )
+        with pytest.raises(ValueError, match="`problem_column` 'problem' must hold text or messages, but row 1"):
             load(path)
 
     def test_missing_file(self):
@@ -246,6 +255,101 @@ class TestFiles:
         path = write_jsonl(tmp_path / "d.jsonl", [{"problem": "1+1", "answer": ""}])
         with pytest.raises(ValueError, match="None of the 1 rows"):
             load(path)
+
+
+def turn(role, content):
+    return {"role": role, "content": content}
+
+
+SYSTEM, USER, REPLY = turn("system", "Be brief."), turn("user", "1+1"), turn("assistant", "It is \\boxed{2}.")
+AGAIN = turn("user", "2+2")
+ASKED = build_prompt("1+1")
+FORMS = {  # rows, settings; prompt and solution
+    "text prompt": ({"prompt": "1+1=", "solution": "2"}, {}, "1+1=", "2"),
+    "messages as prompt": ({"prompt": [SYSTEM, USER], "solution": "2"}, {}, [SYSTEM, USER], "2"),
+    "prompt and answer": ({"prompt": [USER], "answer": 2}, {}, [USER], "2"),
+    "prompt wins": ({"prompt": [USER], "problem": "3+3", "solution": "2", "answer": "6"}, {}, [USER], "2"),
+    "unless it is named": (
+        {"prompt": [USER], "problem": "1+1", "answer": "2"},
+        {"problem_column": "problem"},
+        ASKED,
+        "2",
+    ),
+    "a problem named prompt": ({"prompt": "1+1", "solution": "2"}, {"problem_column": "prompt"}, ASKED, "2"),
+    "another system turn": (
+        {"prompt": [SYSTEM, USER], "solution": "2"},
+        {"system_prompt": "S"},
+        [turn("system", "S"), USER],
+        "2",
+    ),
+    "question": ({"question": "1+1", "answer": "1 + 1 = 2\n#### 2"}, {}, ASKED, "2"),
+    "question and solution": ({"question": "1+1", "solution": "2"}, {}, ASKED, "2"),
+    "answer wins": ({"problem": "1+1", "answer": "2", "solution": "Add."}, {}, ASKED, "2"),
+    "messages": ({"messages": [SYSTEM, USER, REPLY]}, {}, [SYSTEM, USER], "2"),
+    "reply without a box": ({"messages": [USER, turn("assistant", "2")]}, {}, [USER], "2"),
+    "several turns": ({"messages": [USER, REPLY, AGAIN, turn("assistant", "#### 4")]}, {}, [USER, REPLY, AGAIN], "4"),
+    "messages that end with the user": ({"messages": [SYSTEM, USER], "answer": "2"}, {}, [SYSTEM, USER], "2"),
+    "messages and a solution": ({"messages": [USER, REPLY], "solution": "2.0"}, {}, [USER], "2.0"),
+    "problem wins over messages": ({"problem": "1+1", "answer": "2", "messages": [AGAIN, REPLY]}, {}, ASKED, "2"),
+    "messages in another column": (
+        {"chat": [USER, REPLY], "gold": "2"},
+        dict(problem_column="chat", solution_column="gold"),
+        [USER],
+        "2",
+    ),
+}
+
+
+class TestFormsOfTRL:
+    @pytest.mark.parametrize("form", FORMS)
+    @pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved folder", "folder"])
+    def test_training(self, tmp_path, form, kind):
+        row, settings, prompt, solution = FORMS[form]
+        path = tmp_path / "data"
+        if kind == "jsonl":
+            path = Path(write_jsonl(tmp_path / "d.jsonl", [row]))
+        elif kind == "parquet":
+            path = tmp_path / "d.parquet"
+            Dataset.from_list([row]).to_parquet(path)
+        elif kind == "saved folder":
+            DatasetDict(train=Dataset.from_list([row])).save_to_disk(path)
+        else:
+            path.mkdir()
+            Dataset.from_list([row]).to_parquet(path / "train-00000-of-00001.parquet")
+        train, _ = load(str(path), **settings, max_prompt_length=40)
+        assert (train[0]["prompt"], train[0]["solution"]) == (prompt, solution)
+
+    @pytest.mark.parametrize(
+        "form", [form for form, (_, settings, _, _) in FORMS.items() if "system_prompt" not in settings]
+    )
+    def test_evaluation_asks_the_same(self, tmp_path, form):
+        row, settings, prompt, solution = FORMS[form]
+        benchmark = load_benchmark(write_jsonl(tmp_path / "d.jsonl", [row]), columns=settings)
+        (problem,) = benchmark.problems
+        arguments = EvaluationArguments(model="m", benchmarks="b", output_dir=str(tmp_path))
+        assert (arguments.prompt_of(problem.problem, benchmark), problem.solution) == (prompt, solution)
+
+    @pytest.mark.parametrize(
+        ("row", "settings", "message"),
+        [
+            ({"prompt": "1+1", "solution": "2"}, {"prompt_instruction": "Say."}, "prompt_instruction.*'Say.'"),
+            ({"messages": [USER, REPLY]}, {"prompt_instruction": "Say."}, "prompt_instruction.*'Say.'"),
+            ({"prompt": "1+1", "solution": "2"}, {"system_prompt": "S"}, "system_prompt.*text"),
+            ({"prompt": "1+1", "target": "2"}, {}, "`solution_column` 'solution' .*Columns found: prompt, target"),
+        ],
+    )
+    def test_settings_that_would_be_ignored(self, tmp_path, row, settings, message):
+        with pytest.raises(ValueError, match=message):
+            load(write_jsonl(tmp_path / "d.jsonl", [row]), **settings)
+
+    def test_a_folder_without_the_split(self, tmp_path):
+        DatasetDict(train=Dataset.from_list([{"problem": "1+1", "answer": "2"}])).save_to_disk(tmp_path / "data")
+        with pytest.raises(ValueError, match="dataset_split.*'test'.*train"):
+            load(str(tmp_path / "data"), dataset_split="test")
+
+    def test_the_unused_column_is_named(self, tmp_path, caplog):
+        load(write_jsonl(tmp_path / "d.jsonl", [{"prompt": "1+1=", "problem": "1+1", "solution": "2"}]))
+        assert "`prompt`" in caplog.text and "problem_column" in caplog.text
 
 
 class TestLengthSplitAndShuffle:

@@ -188,7 +188,7 @@ def test_a_file_of_ones_own(tmp_path):
     assert load_benchmark("miniature/addition", max_problems=1, columns=columns).source.keys().isdisjoint(columns)
     with pytest.raises(
         ValueError,
-        match=r"no \['problem', 'answer'\]. Columns found: \['question', 'gold'\]. .* name them with problem_column",
+        match=r"no \['answer'\]. Columns found: \['question', 'gold'\]. .* name them with problem_column",
     ):
         load_benchmark(str(path))
 
