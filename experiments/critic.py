@@ -19,7 +19,6 @@ from pacs_trl.evaluation.benchmarks import load_benchmark, name_and_path
 from pacs_trl.evaluation.engines import TransformersEngine
 from pacs_trl.evaluation.requests import render_prompt
 from pacs_trl.evaluation.results import read_results
-from pacs_trl.evaluation.shards import merge_shards
 from pacs_trl.evaluation.store import read_graded
 from pacs_trl.objective import ScoreEstimator, group_scores
 from pacs_trl.settings.command_line import Parser, exit_code
@@ -56,8 +55,6 @@ def critic_records(
     Raises:
         `ValueError`: if the evaluation has no such benchmark, or other problems than the benchmark has now.
     """
-    for model in (policy, reference):
-        merge_shards(model)
     results = read_results(evaluation)
     name, _ = name_and_path(benchmark)
     if name not in results["benchmarks"]:

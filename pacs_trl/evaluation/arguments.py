@@ -47,7 +47,6 @@ class EvaluationArguments:
         batch_size (`int`): Rows per call of the transformers engine.
         dtype (`str`): Weight dtype; "auto" keeps that of the checkpoint.
         tensor_parallel_size (`int`): vLLM: GPUs per copy of the model.
-        data_parallel_size (`int`): Copies of the model (transformers and vLLM).
         gpu_memory_utilization (`float`): vLLM: share of GPU memory.
         max_model_len (`int`, *optional*): vLLM: longest prompt plus completion.
         enforce_eager (`bool`): vLLM: start without compilation; pays off when little is sampled.
@@ -78,7 +77,6 @@ class EvaluationArguments:
     batch_size: int = 64
     dtype: str = "auto"
     tensor_parallel_size: int = 1
-    data_parallel_size: int = 1
     gpu_memory_utilization: float = 0.9
     max_model_len: int | None = None
     enforce_eager: bool = False
@@ -105,10 +103,9 @@ class EvaluationArguments:
                 f"base_url={self.base_url!r} would be ignored, and the model loaded here, with engine {self.engine!r}. Set engine: server, "
                 "or remove the key."
             )
-        if self.engine == "server" and (self.data_parallel_size > 1 or self.token_entropy_samples):
+        if self.engine == "server" and self.token_entropy_samples:
             raise ValueError(
-                "A server holds its own copies of the model and gives no distributions: leave data_parallel_size at 1 and "
-                "token_entropy_samples at 0 with engine 'server'."
+                "A server does not return distributions. Leave token_entropy_samples at 0 with engine 'server'."
             )
         try:
             ks = self.ks
@@ -119,7 +116,7 @@ class EvaluationArguments:
                 f"pass@k needs 1 <= k <= n, got k = {self.k} with n = {self.n} samples. Raise n, or leave out the larger "
                 "k."
             )
-        for name in ("batch_size", "tensor_parallel_size", "data_parallel_size", "concurrency", "max_model_len"):
+        for name in ("batch_size", "tensor_parallel_size", "concurrency", "max_model_len"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")

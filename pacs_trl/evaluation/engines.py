@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from functools import partial
 from typing import Any
 
 from ..data import check_chat_template_kwargs
@@ -25,9 +24,7 @@ from ..settings.command_line import FailedRun
 from ..settings.optional import check_whole_model, require_vllm_for_evaluation
 from . import provenance
 from .arguments import EvaluationArguments
-from .replicas import ReplicatedEngine
 from .requests import Completion, Request, SamplingSettings, render_prompt
-from .shards import merge_shards
 
 
 class TransformersEngine:
@@ -227,14 +224,13 @@ class ServerEngine:
 
 def identify_model(args: EvaluationArguments) -> dict[str, Any]:
     """
-    Which weights will be sampled, as plain data. Shards are merged first, see [`~pacs_trl.evaluation.shards.merge_shards`].
+    Which weights will be sampled, as plain data.
 
     Raises:
         `ValueError`: if there is no such model, or the engine cannot load it.
     """
     if args.engine == "server":
         return without_secrets({"name": args.model, "server": args.base_url})  # results are published
-    merge_shards(args.model)
     if args.engine == "vllm":
         check_whole_model(args.model, "the vllm engine", "use engine 'transformers'")
     return provenance.model_identity(args.model, args.revision)
@@ -245,8 +241,8 @@ def start_engine(args: EvaluationArguments) -> Any:
     The engine that the arguments ask for, ready to `generate` and to be closed.
 
     Raises:
-        `ValueError`: if vLLM is not installed, the machine has too few GPUs for the copies, the chat template would
-            ignore a key of `chat_template_kwargs`, or a server does not offer the model.
+        `ValueError`: if vLLM is not installed, the chat template would ignore a key of `chat_template_kwargs`, or a server
+            does not offer the model.
     """
     template = args.template_kwargs
     if args.engine == "server":
@@ -259,8 +255,7 @@ def start_engine(args: EvaluationArguments) -> Any:
         check_chat_template_kwargs(AutoTokenizer.from_pretrained(args.model, revision=args.revision), template)
     common: dict[str, Any] = {"revision": args.revision, "dtype": args.dtype, "chat_template_kwargs": template}
     if args.engine == "vllm":
-        make = partial(
-            VLLMEngine,
+        return VLLMEngine(
             args.model,
             tensor_parallel_size=args.tensor_parallel_size,
             gpu_memory_utilization=args.gpu_memory_utilization,
@@ -268,35 +263,12 @@ def start_engine(args: EvaluationArguments) -> Any:
             enforce_eager=args.enforce_eager,
             **common,
         )
-    else:
-        make = partial(TransformersEngine.load, args.model, batch_size=args.batch_size, **common)
-    if args.data_parallel_size == 1:
-        return make()
-    return ReplicatedEngine(make, devices_of_copies(args), args.group_size)
-
-
-def devices_of_copies(args: EvaluationArguments) -> list[str]:
-    """The GPUs of each copy, as values of CUDA_VISIBLE_DEVICES; empty on a machine without GPUs."""
-    import torch
-
-    each = args.tensor_parallel_size if args.engine == "vllm" else 1
-    available = torch.cuda.device_count()
-    if available == 0 and args.engine == "transformers":
-        return [""] * args.data_parallel_size
-    if available < each * args.data_parallel_size:
-        raise ValueError(
-            f"data_parallel_size {args.data_parallel_size} times {each} GPUs per copy needs "
-            f"{each * args.data_parallel_size} GPUs; this machine has {available}."
-        )
-    # A scheduler may have given us devices 4 to 7: the copies must not take 0 to 3.
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = given.split(",") if given else [str(i) for i in range(available)]
-    return [",".join(names[copy * each : (copy + 1) * each]) for copy in range(args.data_parallel_size)]
+    return TransformersEngine.load(args.model, batch_size=args.batch_size, **common)
 
 
 def engine_facts(args: EvaluationArguments) -> dict[str, Any]:
     """What the results say about the engine."""
-    facts: dict[str, Any] = {"name": args.engine, "dtype": args.dtype, "data_parallel_size": args.data_parallel_size}
+    facts: dict[str, Any] = {"name": args.engine, "dtype": args.dtype}
     if args.engine == "transformers":
         facts["batch_size"] = args.batch_size
     if args.engine == "vllm":

@@ -29,7 +29,10 @@ _PAPER = yaml.safe_load(Path(__file__).with_name("paper.yaml").read_text(encodin
 
 TABLES = [
     PublishedTable(
-        *(table[name] for name in ("source", "protocol", "model", "benchmark")),
+        table["source"],
+        table["protocol"],
+        table["model"],
+        table["benchmark"],
         {method: dict(zip(table["k"], row, strict=True)) for method, row in table["values"].items()},
     )
     for table in _PAPER["pass_at_k"]

@@ -57,6 +57,11 @@ def check_model_path(name: str) -> None:
             home = " `~` is not expanded here: write the whole path." if name.startswith("~") else ""
             raise ValueError(f"The model directory {name!r} does not exist (seen from {Path.cwd()}).{home}")
         return
+    shards = directory / "pytorch_model_fsdp_0"  # where accelerate saves FSDP's shards
+    if shards.is_dir() and not any(directory.glob("*.safetensors")):
+        raise ValueError(
+            f"The model {name!r} is in FSDP shards. Merge them: `accelerate merge-weights {shards} {directory}`."
+        )
     adapter = directory / "adapter_config.json"
     if (directory / "config.json").is_file():
         return

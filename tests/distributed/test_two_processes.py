@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.utils import merge_fsdp_weights
 from optional import require
 from peft import get_peft_model
 from processes import on_two
@@ -25,8 +26,6 @@ from replay import (
 from scenarios import FSDP2, LORA, QUARTER, RAGGED, REPLAYED, VERL, ZERO3, probabilities, record, run_all
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from pacs_trl.evaluation.shards import merge_shards
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.trains]
@@ -225,7 +224,7 @@ def test_fsdp2_checkpoints_of_shards_are_models(fsdp2):
     for directory in (run / "checkpoint-6", run):
         assert (directory / "pytorch_model_fsdp_0").is_dir() and not (directory / "model.safetensors").exists()
         assert "Trained with 2 processes on" in (directory / "README.md").read_text()
-        merge_shards(str(directory))
+        merge_fsdp_weights(str(directory / "pytorch_model_fsdp_0"), str(directory))
         model = AutoModelForCausalLM.from_pretrained(directory)
         assert model.config.dtype == torch.float32 and model.config.architectures == ["Qwen3ForCausalLM"]
         assert all(torch.equal(weights, final[name]) for name, weights in model.named_parameters())

@@ -1,19 +1,12 @@
-"""Engines: whole groups, copies in other processes, and an OpenAI-compatible server on this machine."""
+"""Engines: whole groups, and an OpenAI-compatible server on this machine."""
 
 import json
-import os
-import subprocess
-import sys
-import time
 from http.server import BaseHTTPRequestHandler
-from pathlib import Path
 
 import pytest
-from fake_engines import DyingEngine, EchoEngine, FailingEngine, broken_engine
 from loopback import Loopback
 
 from pacs_trl.evaluation.engines import ServerEngine, TransformersEngine
-from pacs_trl.evaluation.replicas import ReplicatedEngine
 from pacs_trl.evaluation.requests import Completion, Request, SamplingSettings, sample_seed
 
 
@@ -122,78 +115,3 @@ def test_transformers_engine_draws_in_order(boxing_model):
     assert [request for request, _ in answers] == requests
     # The last group alone, as after an interruption, gives the same text.
     assert list(engine.generate(requests[10:], SETTINGS)) == answers[10:]
-
-
-@pytest.fixture
-def replicate():
-    """Builds replicated engines and closes them."""
-    engines = []
-
-    def build(make_engine, visible_devices, group_size):
-        engines.append(ReplicatedEngine(make_engine, visible_devices, group_size))
-        return engines[-1]
-
-    yield build
-    for engine in engines:
-        engine.close()
-        assert not any(process.is_alive() for process in engine._processes)
-
-
-def test_requests_are_dealt_in_whole_groups(replicate, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    requests = make_requests(5, 4)
-    engine = replicate(EchoEngine, ["0,1", "2,3"], group_size=4)
-    for _ in range(2):  # the copies stay for the next benchmark
-        answers = list(engine.generate(requests, SETTINGS))
-        assert sorted(by_key(answers)) == sorted((r.problem_id, r.sample) for r in requests)
-        by_process = {}
-        for request, completion in answers:
-            seed, devices, process = completion.text.split()
-            assert int(seed) == request.seed and completion.num_tokens == SETTINGS.max_new_tokens
-            by_process.setdefault((devices, process), []).append(request.problem_id)
-        assert sorted((devices, sorted(set(ids))) for (devices, _), ids in by_process.items()) == [
-            ("0,1", ["p0", "p2", "p4"]),
-            ("2,3", ["p1", "p3"]),
-        ]
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
-    assert len(list(engine.generate(requests[:2], SETTINGS))) == 2  # one copy has nothing to do
-
-
-@pytest.mark.parametrize(
-    ("make_engine", "message"),
-    [
-        (FailingEngine, "(?s)copy [01] failed; stored samples are kept.*Traceback.*out of luck"),
-        (DyingEngine, "copy [01] died; stored samples are kept"),
-        (broken_engine, "(?s)copy [01] failed.*no such checkpoint"),
-    ],
-)
-def test_a_lost_copy_is_reported(replicate, make_engine, message):
-    engine = replicate(make_engine, ["", ""], group_size=4)
-    with pytest.raises(RuntimeError, match=message):
-        list(engine.generate(make_requests(5, 4), SETTINGS))
-
-
-def test_copies_leave_with_a_killed_parent(tmp_path):
-    # The copies are in the middle of a computation and would not look at their pipe for a minute.
-    code = (
-        "import time; from fake_engines import SleepingEngine; from pacs_trl.evaluation.replicas import ReplicatedEngine\n"
-        "from pacs_trl.evaluation.requests import Request, SamplingSettings\n"
-        "if __name__ == '__main__':\n"
-        "    engine = ReplicatedEngine(SleepingEngine, ['', ''], 1)\n"
-        "    answers = engine.generate([Request('p', j, j, '') for j in range(4)], SamplingSettings())\n"
-        "    print(*(next(answers)[1].text for _ in range(2)), flush=True)\n"
-        "    time.sleep(60)\n"
-    )
-    (tmp_path / "parent.py").write_text(code)
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path}
-    with subprocess.Popen(
-        [sys.executable, tmp_path / "parent.py"], stdout=subprocess.PIPE, text=True, env=environment
-    ) as parent:
-        pids = [int(pid) for pid in parent.stdout.readline().split()]
-        parent.kill()
-    assert len(pids) == 4  # two copies, each with a process of its own
-    deadline = time.monotonic() + 30
-    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

@@ -18,10 +18,11 @@ from pacs_trl.cli import run as command
 from pacs_trl.data import PROMPT_INSTRUCTION
 from pacs_trl.evaluation import pass_at_k
 from pacs_trl.evaluation.arguments import EvaluationArguments
-from pacs_trl.evaluation.engines import TransformersEngine, devices_of_copies, identify_model
+from pacs_trl.evaluation.engines import TransformersEngine, identify_model
 from pacs_trl.evaluation.evaluate import evaluate, load_benchmarks, missing_requests
 from pacs_trl.evaluation.requests import Completion
 from pacs_trl.evaluation.results import read_results
+from pacs_trl.settings.optional import check_model_path
 from pacs_trl.verification import Verifier
 from pacs_trl.verification.code import CodeVerifier
 
@@ -202,25 +203,6 @@ def test_more_samples_keep_the_old_ones(run, arguments):
     assert all(p["n"] == 8 for p in results["benchmarks"]["math_500"]["problems"])
     # And fewer are taken from the front.
     assert all(p["n"] == 4 for p in run(arguments, n=4, k="1,4")["benchmarks"]["math_500"]["problems"])
-
-
-def test_copies_of_the_model_give_the_same_counts(run, arguments, tmp_path):
-    one = run(arguments)
-    two = run(arguments, data_parallel_size=2, output_dir=str(tmp_path / "two"))
-    assert two["benchmarks"] == one["benchmarks"]
-
-
-@pytest.mark.parametrize(
-    ("visible", "expected"),
-    [("", ["0,1", "2,3"]), ("4,5,6,7", ["4,5", "6,7"]), ("GPU-a,GPU-b,GPU-c,GPU-d", ["GPU-a,GPU-b", "GPU-c,GPU-d"])],
-)
-def test_copies_share_the_gpus_that_were_given(arguments, monkeypatch, visible, expected):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    arguments = {**arguments, "engine": "vllm", "tensor_parallel_size": 2}
-    assert devices_of_copies(EvaluationArguments(**arguments, data_parallel_size=2)) == expected
-    with pytest.raises(ValueError, match="times 2 GPUs per copy needs 6 GPUs; this machine has 4"):
-        devices_of_copies(EvaluationArguments(**arguments, data_parallel_size=3))
 
 
 def test_two_benchmarks_and_the_command_line(arguments, sums, capsys):
@@ -424,3 +406,12 @@ def test_too_many_failures_are_refused(arguments):
             evaluate(EvaluationArguments(**arguments), verifier, progress=False)
         results = evaluate(EvaluationArguments(**arguments), verifier, max_failure_share=1.0, progress=False)
     assert results["benchmarks"]["math_500"]["verification"]["too_long"] > 90
+
+
+def test_a_checkpoint_in_fsdp_shards_names_the_command_that_merges_them(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model_fsdp_0").mkdir()
+    with pytest.raises(ValueError, match="accelerate merge-weights .*pytorch_model_fsdp_0"):
+        check_model_path(str(tmp_path))
+    (tmp_path / "model.safetensors").touch()
+    check_model_path(str(tmp_path))
