@@ -8,6 +8,7 @@ and nothing of `tests/`, so that one version of this file runs with any version 
 
 import functools
 import hashlib
+import importlib
 import json
 import os
 import shutil
@@ -47,6 +48,20 @@ def hard_label(completion_ids, **kwargs) -> list[float]:
     return [float(_number(ids) < 0.5) for ids in completion_ids]
 
 
+def rare_label(completion_ids, **kwargs) -> list[float]:
+    return [float(_number(ids) < 0.2) for ids in completion_ids]
+
+
+def labels_of_steps(completion_ids, **kwargs) -> list[list[tuple[int, float]] | None]:
+    """Up to three labels for each completion, the last one the outcome; `None` for some."""
+    found = []
+    for ids in completion_ids:
+        ends = sorted({len(ids) // 3, 2 * len(ids) // 3, len(ids) - 1})
+        pairs = [(end, float(_number(ids[: end + 1]) < 0.5)) for end in ends]
+        found.append(None if _number(ids) < NO_VERDICT_BELOW else pairs)
+    return found
+
+
 def soft_label(completion_ids, **kwargs) -> list[float]:
     return [_number(ids) for ids in completion_ids]
 
@@ -78,6 +93,18 @@ class Rows:
         if rng.random() < 0.75:
             ids.append(TOKENIZER.eos_token_id)
         return ids, rng.uniform(-8.0, -3.0, len(ids)).tolist(), (rng.random(len(ids)) < 0.7).astype(int).tolist()
+
+
+def boxed(prompts, trainer) -> dict:
+    """Completions with an answer in a box, but for every fourth."""
+    texts = [f"{i % 4}{'x' * (i % 2)}" + (r"\boxed{7}" if i % 4 else "7") for i in range(len(prompts))]
+    ids = [TOKENIZER(text)["input_ids"] + [TOKENIZER.eos_token_id] for text in texts]
+    prompt_ids = [TOKENIZER(prompt[-1]["content"])["input_ids"] for prompt in prompts]
+    return {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": None}
+
+
+def hint(row, failed_completions) -> str:
+    return f"{len(failed_completions)} attempts failed"
 
 
 def dataset() -> Dataset:
@@ -162,6 +189,63 @@ PACS = {
     "padded": ({"padding_free": "never"}, {}),
     "padded_split": ({"padding_free": "never", "group_layout": "split"} | STRADDLING, {}),
 }
+CORRECTED = {"vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "token_truncate"}
+FIRST_ONLY = {"num_iterations": 1, "max_steps": 6}
+# Of the related methods: the module, its settings, what else the trainer gets, and the settings that chose the method before it was a
+# module of its own.
+EXPERIMENTAL: dict[str, tuple[str, dict, dict, dict]] = {
+    "steer": ("steer", {}, {}, {"token_weighting": "steer"}),
+    "steer_linear": (
+        "steer",
+        {"token_weight_mapping": "linear", "reference": "snapshot", "group_layout": "split"} | CORRECTED,
+        {"rows": Rows(logprobs=True)},
+        {"token_weighting": "steer"},
+    ),
+    "verl": ("verl", {"hidden_state_stride": 3}, {}, {"row_weighting": "verl"}),
+    "verl_last_token": (
+        "verl",
+        {"hidden_state_stride": 3, "group_layout": "split", "bonus_tokens": "last"},
+        {"rows": Rows(tools=True)},
+        {"row_weighting": "verl_last_token"},
+    ),
+    "hidden_states": (
+        "verl",
+        {"hidden_state_stride": 3, "hidden_state_every_steps": 2, "bonus_tokens": "none"},
+        {},
+        {},
+    ),
+    "process_labels": ("process_labels", {"beta": 0.1}, {"reward": labels_of_steps}, {}),
+    "process_labels_split": (
+        "process_labels",
+        {"proxy": "mean_logp", "group_layout": "split", "num_iterations": 1, "steps_per_generation": 4},
+        {"reward": labels_of_steps, "rows": Rows(tools=True)},
+        {},
+    ),
+    "dars": (
+        "dars",
+        {"adaptive_rollouts": "equal_treatment", "max_generations": 8, "adaptive_rollouts_budget": 12},
+        {"reward": rare_label},
+        {},
+    ),
+    "refill": (
+        "dars",
+        {"adaptive_rollouts": "hardness_weighted", "max_generations": 6, "refill_uniform_groups": True} | FIRST_ONLY,
+        {"reward": rare_label},
+        {},
+    ),
+    "guidance": (
+        "guidance",
+        {"guidance": "hint", "guided_weight": 0.5, "guided_completions": "all", "max_guided_fraction": 0.5},
+        {"reward": rare_label, "hint": hint},
+        {},
+    ),
+    "rlpr": (
+        "rlpr",
+        {"spread_filter": 1.0, "num_iterations": 1, "max_steps": 13},
+        {"reward": "probability_reward", "rows": boxed},
+        {},
+    ),
+}
 OF_TWO_PROCESSES = {
     "straddling": ({"per_device_train_batch_size": 6, "gradient_accumulation_steps": 1}, {}),
     "no_verdicts_split": PACS["no_verdicts_split"],
@@ -178,6 +262,40 @@ def pacs_trainer(output, model, settings, reward=hard_label, rows=None, **more) 
         rollout_func=rows or Rows(),
         **more,
     )
+
+
+def classes_of(method: str) -> tuple[type, type] | None:
+    """Trainer and configuration of a related method; `None` where it is not a module of its own yet."""
+    try:
+        module = importlib.import_module(f"pacs_trl.experimental.{method}")
+    except ImportError:
+        return None
+    found = [each for each in vars(module).values() if isinstance(each, type) and each.__module__ == module.__name__]
+    (trainer,) = (each for each in found if issubclass(each, PACSTrainer))
+    (config,) = (each for each in found if issubclass(each, PACSConfig))
+    return trainer, config
+
+
+def experimental(output: Path, model: str, method: str, settings: dict, more: dict, before: dict) -> None:
+    reward, rows = more.get("reward", hard_label), more.get("rows", Rows())
+    of_trainer = {key: value for key, value in more.items() if key not in ("reward", "rows")}
+    trainer_class, config_class = classes_of(method) or (PACSTrainer, PACSConfig)
+    if trainer_class is PACSTrainer:
+        settings = {key: value for key, value in settings.items() if key != "bonus_tokens"} | before
+    if isinstance(reward, str):
+        module = "pacs_trl.rewards" if trainer_class is PACSTrainer else f"pacs_trl.experimental.{method}"
+        reward = getattr(importlib.import_module(module), reward)
+    trainer = trainer_class(
+        model,
+        reward,
+        args=config_class(str(output / "run"), **(SETTINGS | settings)),
+        train_dataset=dataset(),
+        processing_class=TOKENIZER,
+        rollout_func=rows,
+        **of_trainer,
+    )
+    trainer.train()
+    keep(trainer, output)
 
 
 def keep(trainer, output: Path, name: str = "policy") -> None:
@@ -317,6 +435,10 @@ def evaluate(output: Path, model: str) -> None:
 
 
 SCENARIOS = {name: functools.partial(pacs, settings=settings, more=more) for name, (settings, more) in PACS.items()}
+SCENARIOS |= {
+    name: functools.partial(experimental, method=method, settings=settings, more=more, before=before)
+    for name, (method, settings, more, before) in EXPERIMENTAL.items()
+}
 SCENARIOS |= {f.__name__: f for f in (two_processes, resume, ppo, grpo, generated, evaluate)}
 
 

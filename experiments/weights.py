@@ -55,8 +55,8 @@ ARMS: dict[str, tuple[str, dict]] = {  # method, settings; what tells most comes
     **NOISY["20"],
     "PACS": ("PACS", {}),
     "PACS, labels of steps": ("PACS", STEPS),
-    "STEER": ("PACS", {"token_weighting": "steer"}),
-    "VERL": ("PACS", {"row_weighting": "verl", "hidden_state_stride": 10}),
+    "STEER": ("PACS", {"method": "steer"}),
+    "VERL": ("PACS", {"method": "verl", "hidden_state_stride": 10}),
     "RLPR": ("RLPR", {}),
     **NOISY["10"],
 }

@@ -11,7 +11,6 @@ from .redaction import PublishedArguments
 from .rollouts.draw_settings import additional, draw_errors
 from .rollouts.step_sizes import Step, step_errors
 from .settings import OF_OTHER_LOSSES, ignored_settings, illegal_values, with_help
-from .update.token_weights import Mapping, Steer
 from .update.weight_settings import weight_errors
 
 
@@ -71,24 +70,6 @@ class PACSConfig(PublishedArguments, GRPOConfig):
         spread_filter (`float`, *optional*):
             Groups whose labels have a standard deviation below this share of its moving average get no verdict, as in RLPR (0.5 with
             Qwen models): for soft labels, which are never all equal. It begins after ten generations.
-        token_weighting (`str`, *optional*):
-            `"steer"`: the gradient of a token counts the less the more it changes the entropy, as in STEER. It takes a forward
-            pass before the first update on a rollout too.
-        token_weight_mapping (`str`, *optional*, defaults to `"exponential"`):
-            With `token_weighting`: `"exponential"` (weights from `token_weight_min` to 1) or `"linear"`.
-        token_weight_min (`float`, *optional*, defaults to `0.8`):
-            With `token_weighting`: the smallest weight.
-        token_weight_max (`float`, *optional*, defaults to `1.2`):
-            With `token_weight_mapping="linear"`: the largest weight.
-        row_weighting (`str`, *optional*):
-            `"verl"`: completions whose hidden states span more directions than usual are pushed up more, and down less, as in VERL;
-            `"verl_last_token"`: only their last tokens, as in the authors' code. It takes a forward pass more per optimizer step.
-        hidden_state_every_steps (`int`, *optional*):
-            Without `row_weighting`: optimizer steps between measurements of hidden states, which are only logged.
-        hidden_state_rows (`int`, *optional*, defaults to `64`):
-            With `hidden_state_every_steps`: most completions that are measured.
-        hidden_state_stride (`int`, *optional*, defaults to `40`):
-            Tokens between the prefixes of a completion whose effective ranks are compared.
 
         > Parameters that control the reference policy
 
@@ -170,14 +151,6 @@ class PACSConfig(PublishedArguments, GRPOConfig):
     proxy: Proxy = "log_ratio"
     actor_term_coef: float = 0.0
     spread_filter: float | None = None
-    token_weighting: str | None = field(default=None, metadata={"choices": ["steer"]})
-    token_weight_mapping: Mapping = "exponential"
-    token_weight_min: float = 0.8
-    token_weight_max: float = 1.2
-    row_weighting: str | None = field(default=None, metadata={"choices": ["verl", "verl_last_token"]})
-    hidden_state_every_steps: int | None = None
-    hidden_state_rows: int = 64
-    hidden_state_stride: int = 40
     reference: Literal["rollout", "snapshot"] = "rollout"
     reference_reset_steps: int | None = None
     reset_optimizer_on_reference_reset: bool = False
@@ -232,13 +205,6 @@ class PACSConfig(PublishedArguments, GRPOConfig):
             *weight_errors(given),
             *draw_errors(given, step),
         ]
-
-    @property
-    def steer(self) -> Steer | None:
-        """What `token_weighting` asks of an update."""
-        if self.token_weighting is None:
-            return None
-        return Steer(self.token_weight_mapping, self.token_weight_min, self.token_weight_max)
 
     @property
     def draws_again(self) -> bool:

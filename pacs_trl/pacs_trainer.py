@@ -24,15 +24,15 @@ from .pacs_config import PACSConfig
 from .rollouts.redrawing_trainer import RedrawingTrainer
 from .rollouts.resume import merge_rows, rows_to_save
 from .update.groups import split_into_steps
-from .update.hidden_states import Verl
 from .update.non_finite import NonFiniteSteps
 from .update.policy_update import Objective, PolicyUpdate
 from .update.reference import SnapshotReference, is_sharded
 from .update.rows import Rollout, labels_from_rewards, unpad_rollouts
-from .update.sampling_correction import Mismatch, mismatch_correction
+from .update.sampling_correction import Mismatch, MismatchCorrection
 from .update.scorer import Scores
 from .update.spread_filter import SpreadFilter
 from .update.step import Limits, StepRollouts
+from .update.token_weights import TokenWeights
 from .update.weight_settings import dense_label_errors
 
 
@@ -71,14 +71,13 @@ class PACSTrainer(RedrawingTrainer[PACSConfig]):
 
     _own_shared_settings = (
         *("pacs_beta", "score_estimator", "first_update_score", "class_weighting", "proxy", "actor_term_coef"),
-        *("token_weighting", "token_weight_mapping", "token_weight_min", "token_weight_max"),
-        *("row_weighting", "hidden_state_stride", "spread_filter"),
-        *("reference", "reference_reset_steps", "reset_optimizer_on_reference_reset"),
+        *("spread_filter", "reference", "reference_reset_steps", "reset_optimizer_on_reference_reset"),
         *RedrawingTrainer._own_shared_settings,
     )
     _tag_names = ["trl", "pacs"]
     _name = "PACS"
     _config_class = PACSConfig
+    _update_class = PolicyUpdate
     _paper = {
         "title": "Implicit Actor Critic Coupling via a Supervised Learning Framework for RLVR",
         "id": "2509.02522",
@@ -124,15 +123,24 @@ class PACSTrainer(RedrawingTrainer[PACSConfig]):
     def _padding_free(self) -> str:
         return self.args.padding_free
 
-    def _create_update(self) -> PolicyUpdate:
+    @property
+    def _mismatch(self) -> Mismatch:
         args = self.args
-        mismatch = Mismatch(
+        return Mismatch(
             args.vllm_importance_sampling_mode,
             args.vllm_importance_sampling_clip_min,
             args.vllm_importance_sampling_clip_max,
         )
+
+    def token_weights(self) -> list[TokenWeights]:
+        """Return factors on the gradient of each token. Extension point: weights per token."""
+        correct = self.args.vllm_importance_sampling_correction
+        return [MismatchCorrection(self._mismatch)] if correct else []
+
+    def _create_update(self) -> PolicyUpdate:
+        args = self.args
         untruncated = args.top_p == 1.0 and not args.top_k and not args.min_p and args.repetition_penalty == 1.0
-        return PolicyUpdate(
+        return self._update_class(
             self.scorer,
             self.accelerator,
             objective=Objective(
@@ -152,10 +160,8 @@ class PACSTrainer(RedrawingTrainer[PACSConfig]):
                 backward_cost=3 if args.gradient_checkpointing else 2,  # a backward pass costs two forward passes
                 pair_cost=1 / (6 * self.scorer.config.get_text_config().hidden_size),
             ),
-            mismatch=mismatch,
-            token_weights=[mismatch_correction(mismatch)] if args.vllm_importance_sampling_correction else [],
-            steer=args.steer,
-            hidden_state_stride=args.hidden_state_stride,
+            mismatch=self._mismatch,
+            token_weights=self.token_weights(),
             # The temperature, which the loss has too, may stand between the policy and the sampler, and nothing else.
             samples_policy=untruncated and not args.generation_kwargs,
             score_kl_reference=self._score_kl_reference if args.beta != 0 else None,
@@ -213,9 +219,7 @@ class PACSTrainer(RedrawingTrainer[PACSConfig]):
     def _score_rollout_reference(self) -> None:
         """Log-probabilities under the policy that generated, for the updates in which it will have moved on."""
         is_reference = self.args.reference == "rollout" and self.args.proxy == "log_ratio"
-        steers = self.update.steer is not None
-        names = ["ref_logps"] * is_reference + ["old_logps"] * (steers or bool(self.update.token_weights))
-        names += ["old_entropies"] * steers
+        names = ["ref_logps"] * is_reference + ["old_logps", "old_entropies"] * bool(self.update.token_weights)
         later = self._steps if self.num_iterations > 1 else self._steps[1:]
         with self.timer.part("log_probs"):
             for step in later if names else ():
@@ -257,14 +261,8 @@ class PACSTrainer(RedrawingTrainer[PACSConfig]):
         if self.args.reference == "snapshot":
             with self.timer.part("log_probs"):
                 self._score_snapshot(model, step)
-        every = self.args.hidden_state_every_steps
-        loss, metrics = self.update.run(
-            model,
-            step,
-            proxies_are_zero=first_update and self._policy_is_reference(),
-            hidden_rows=self.args.hidden_state_rows if every and self.state.global_step % every == 0 else 0,
-            verl=self._verl,
-        )
+        proxies_are_zero = first_update and self._policy_is_reference()
+        loss, metrics = self.update.run(model, step, proxies_are_zero=proxies_are_zero)
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
         return loss
@@ -333,8 +331,6 @@ class PACSTrainer(RedrawingTrainer[PACSConfig]):
         self._pending: list[Rollout] = []  # rows of generation batches that fill one optimizer step together
         self._steps: list[StepRollouts] = []  # the optimizer steps of the current generation batch
         self._snapshot: SnapshotReference | None = None
-        weighting = self.args.row_weighting
-        self._verl = Verl(on_last_token=weighting == "verl_last_token") if weighting is not None else None
         share = self.args.spread_filter
         self._spread_filter = SpreadFilter(share) if share is not None else None
         self._non_finite = NonFiniteSteps(self.args.max_non_finite_steps)
@@ -350,7 +346,6 @@ class PACSTrainer(RedrawingTrainer[PACSConfig]):
         return {
             "non_finite": [self._non_finite.in_a_row, self._non_finite.total],
             "spreads": self._spread_filter.state if self._spread_filter is not None else None,
-            "row_means": self._verl.means if self._verl is not None else None,
             "rollouts": rows_to_save(waiting, self.accelerator.process_index, self.accelerator.num_processes),
         }
 
@@ -358,8 +353,6 @@ class PACSTrainer(RedrawingTrainer[PACSConfig]):
         self._non_finite.in_a_row, self._non_finite.total = state["non_finite"]
         if self._spread_filter is not None:
             self._spread_filter.state = state["spreads"]
-        if self._verl is not None:
-            self._verl.means = state["row_means"]
         files = checkpoint.glob(f"{self._state_name}_*.pt")
         parts = [torch.load(file, map_location="cpu", weights_only=True)["rollouts"] for file in files]
         self._steps = [self.update.schedule(rollouts) for rollouts in merge_rows(parts)]

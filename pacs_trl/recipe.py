@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from trl import GRPOConfig, ModelConfig
 
+from . import experimental
 from .baselines.genac_config import GenACConfig
 from .baselines.ppo_config import PPOConfig
 from .data import DataArguments
@@ -24,7 +25,7 @@ from .rollouts.step_sizes import Step, step_errors
 from .rollouts.tools import shared_turns_error
 from .rollouts.trainer_settings import precision_error, trainer_errors
 from .settings import Setting, settings_of
-from .settings.command_line import read_settings
+from .settings.command_line import did_you_mean, read_settings
 from .settings.keys import NEEDED, values_and_errors
 from .verification import VerificationArguments
 
@@ -59,7 +60,7 @@ class RunArguments:
     Args:
         method (`str`, *optional*, defaults to `"pacs"`):
             `"pacs"`, or a baseline on the same data and rewards: `"grpo"` (TRL's loss), `"ppo"`, or `"genac"`, an
-            actor whose critic reasons in words.
+            actor whose critic reasons in words; or the name of a module in `pacs_trl.experimental`.
         reward_funcs (`list[str]`, *optional*, defaults to `["math_reward"]`):
             Names from `pacs_trl.rewards`, or `package.module.function` of your own, importable from the working
             directory. With several, `reward_weights` says how they add up.
@@ -73,7 +74,7 @@ class RunArguments:
             plan` says in words.
     """
 
-    method: str = field(default="pacs", metadata={"choices": list(METHODS)})
+    method: str = "pacs"
     reward_funcs: list[str] = field(default_factory=lambda: ["math_reward"])
     tools: list[str] | None = None
     hint_function: str | None = None
@@ -124,11 +125,12 @@ class Recipe(NamedTuple):
             [`Recipe`], in which defaults stand for values that are illegal (`None` if there is no such method), and a
             message for each mistake.
         """
-        known = {name: settings_of_method(name) for name in METHODS}
-        given, illegal, errors = values_and_errors(settings, known)
-        method = settings.get("method", "pacs")
-        if not isinstance(method, str) or method not in METHODS:
-            return None, errors
+        method, names = settings.get("method", "pacs"), method_names()
+        if method not in names:
+            near = did_you_mean(method, names) if isinstance(method, str) else ""
+            return None, [f"`method` must be one of {', '.join(names)}; got {method!r}.{near}"]
+        known = {name: settings_of_method(name) for name in (*METHODS, method)}
+        given, illegal, errors = values_and_errors(settings, method, known)
         values = {name: setting.default for name, setting in known[method].items()} | given
         if values["bf16"] is None:  # TRL's default
             values["bf16"] = not values["fp16"]
@@ -142,7 +144,7 @@ class Recipe(NamedTuple):
             wrong_sizes = step_errors(training, world_size)
             step = None if wrong_sizes else Step.of(training, world_size)
             errors += wrong_sizes
-        errors += METHODS[method].errors(training, step)
+        errors += config_class(method).errors(training, step)
         errors += trainer_errors(training, world_size)
         errors += _relation_errors(run, data, training) + _adapter_errors(model, given)
         if run.tools and (together := shared_turns_error(training, world_size)):
@@ -158,7 +160,7 @@ class Recipe(NamedTuple):
         Raises:
             `ValueError`: if this machine cannot do what is asked for.
         """
-        config = METHODS[self.run.method]
+        config = config_class(self.run.method)
         if refused := precision_error(self.training):
             raise ValueError(refused)
         try:
@@ -181,7 +183,7 @@ class Recipe(NamedTuple):
 def _made(part: type, values: dict, errors: list[str]) -> Any:
     """A part of a recipe. Training configurations are made where the run is, see [`Recipe.built`]."""
     own = {f.name: values[f.name] for f in fields(part) if f.init}
-    if part in METHODS.values() or None in (own.get(name, "") for name in NEEDED if part is DataArguments):
+    if issubclass(part, GRPOConfig) or None in (own.get(name, "") for name in NEEDED if part is DataArguments):
         return SimpleNamespace(**own)
     try:
         return part(**own)
@@ -247,14 +249,24 @@ def read_arguments(argv: Sequence[str]) -> dict:
     return read_settings(argv, settings_of_method)
 
 
+def method_names() -> list[str]:
+    """Return the methods that there are: the core's and those in `pacs_trl.experimental`."""
+    return [*METHODS, *experimental.methods()]
+
+
+def config_class(method: str) -> type:
+    """Return the training configuration of a method."""
+    return METHODS[method] if method in METHODS else experimental.classes_of(method)[0]
+
+
 def settings_of_method(method: str | None) -> dict[str, Setting]:
     """The settings of a method by name; those of PACS if there is no such method."""
-    return settings_of(*_parts(method if method in METHODS else "pacs"))
+    return settings_of(*_parts(method if method in method_names() else "pacs"))
 
 
 def _parts(method: str) -> tuple[type, ...]:
     """The dataclasses of a recipe, the training configuration last."""
-    return (RunArguments, DataArguments, ModelConfig, VerificationArguments, METHODS[method])
+    return (RunArguments, DataArguments, ModelConfig, VerificationArguments, config_class(method))
 
 
 def _adapter_errors(model: Any, given: dict) -> list[str]:
@@ -270,7 +282,7 @@ def _adapter_errors(model: Any, given: dict) -> list[str]:
 def _relation_errors(run: RunArguments, data: DataArguments, training: Any) -> list[str]:
     """What is wrong between settings of different owners."""
     errors = []
-    if run.hint_function is not None and (run.method != "pacs" or training.guidance != "hint"):
+    if run.hint_function is not None and getattr(training, "guidance", None) != "hint":
         errors.append(
             f"hint_function={run.hint_function!r} would be ignored without guidance: hint, a setting of method pacs. Set it, or "
             "remove the key."
@@ -295,7 +307,7 @@ def _relation_errors(run: RunArguments, data: DataArguments, training: Any) -> l
             f"reward_weights={weights} must have one weight for each of the {len(functions)} reward functions "
             f"({', '.join(functions)})."
         )
-    elif weights is not None and run.method == "pacs" and (abs(sum(weights) - 1) > 1e-6 or min(weights) < 0):
+    elif weights is not None and hasattr(training, "pacs_beta") and (abs(sum(weights) - 1) > 1e-6 or min(weights) < 0):
         errors.append(
             f"reward_weights={weights} must not be negative and must sum to 1, not {sum(weights):g}: the weighted sum of the "
             "rewards is the label of PACS, from 0 (wrong) to 1 (right)."

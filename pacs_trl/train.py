@@ -24,7 +24,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig, get_peft_config, get_quantization_config
 
-from . import rewards
+from . import experimental, rewards
 from .baselines.critic_prompt import shipped
 from .data import TRAINING_SETS, load_training_data
 from .data.sets import MINIATURE
@@ -152,9 +152,11 @@ def _trainer_class(method: str) -> type:
         from .baselines.genac_trainer import GenACTrainer
 
         return GenACTrainer
-    from .pacs_trainer import PACSTrainer
+    if method == "pacs":
+        from .pacs_trainer import PACSTrainer
 
-    return PACSTrainer
+        return PACSTrainer
+    return experimental.classes_of(method)[1]
 
 
 def _with_model_arguments(recipe: Recipe):

@@ -6,6 +6,7 @@ every optimizer step. `in_graph_step` computes what they should be: one forward 
 `pacs_loss` over all rows, and autograd.
 """
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,8 +15,10 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig, PeftModel, get_peft_model
 from seeds import shifted
 from sharding import full
 from tolerances import rounding_atol
@@ -23,6 +26,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
 from pacs_trl import PACSConfig, PACSTrainer
 from pacs_trl.data.tasks import problems
+from pacs_trl.experimental.steer import STEERConfig, STEERTrainer
+from pacs_trl.experimental.verl import VERLConfig, VERLTrainer
 from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.objective import PACSLoss, pacs_loss
 
@@ -200,7 +205,7 @@ class Recorder(TrainerCallback):
         )
 
 
-def config(output_dir: str | Path, **overrides) -> PACSConfig:
+def config(output_dir: str | Path, config_class=PACSConfig, **overrides) -> PACSConfig:
     settings = {
         "use_cpu": True,
         "bf16": False,
@@ -220,7 +225,7 @@ def config(output_dir: str | Path, **overrides) -> PACSConfig:
         "dataloader_pin_memory": False,
         "seed": shifted(42),
     }
-    return PACSConfig(str(output_dir), **(settings | overrides))
+    return config_class(str(output_dir), **(settings | overrides))
 
 
 def build_trainer(
@@ -232,9 +237,21 @@ def build_trainer(
     return trainer_class(
         tiny_model() if model is None else model,
         reward or (digit_reward if replay is None else stored),
-        args=config(output_dir, **settings),
+        args=config(output_dir, trainer_class._config_class, **settings),
         **(arguments | (more or {})),
     )
+
+
+@dataclass
+class SteerAndVerlConfig(STEERConfig, VERLConfig):
+    """Two methods at once."""
+
+
+class SteerAndVerlTrainer(STEERTrainer, VERLTrainer):
+    """Methods that override different extension points combine as classes do."""
+
+    _config_class = SteerAndVerlConfig
+    _own_shared_settings = STEERTrainer._own_shared_settings + VERLTrainer._own_shared_settings
 
 
 @dataclass
@@ -288,7 +305,7 @@ def in_graph_step(
     Loss and gradients of one optimizer step, by autograd through the loss of all rows at once. `model` is float64.
 
     `kl_weights` are the weights that the KL term refers to, `sizes` those of the groups, if they differ, `old_weights` those of the
-    policy that generated, for `token_weighting`; `steps` is whether completions have labels before their outcomes.
+    policy that generated, for STEER; `steps` is whether completions have labels before their outcomes.
     """
 
     def counts(row: Row) -> bool:
@@ -349,7 +366,7 @@ def in_graph_step(
         log_ratio = kl_logps - logps
         kl = ((log_ratio.exp() - log_ratio - 1) * mask).sum() / mask.sum()
         objective, loss = objective + args.beta * kl, loss + args.beta * kl
-    if args.token_weighting is not None:
+    if hasattr(args, "token_weight_mapping"):  # STEER
         objective = _steered(objective, logps, old_values, mask, args, len(_scorable(labels, args.num_generations)))
     objective.backward(retain_graph=True)
     gradients = {
@@ -512,3 +529,78 @@ def relative_error(found: dict[str, torch.Tensor | None], expected: dict[str, to
     )
     size = sum(value.double().square().sum().item() for value in expected.values())
     return 0.0 if difference == 0 else (difference / size) ** 0.5 if size > 0 else float("inf")
+
+
+LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+TWO_UPDATES = {"steps_per_generation": 2, "max_steps": 4}  # two generations of two updates each
+
+
+class WeightedTokens(PACSTrainer):
+    """As if the engine had drawn with such probabilities that the correction returns the weights of the recorded rows."""
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        generation = self._step // (self.args.steps_per_generation * self.num_iterations)
+        rows = self.rollout_replay.rows(generation, len(inputs))
+        logps = torch.zeros_like(output["completion_ids"], dtype=torch.float32)
+        with torch.no_grad():
+            scores = self.scorer.score(self.model, [r.prompt_ids for r in rows], [r.completion_ids for r in rows])
+        for i, row in enumerate(rows):
+            logps[i, : len(row.token_weights)] = scores.logps[i] - torch.tensor(row.token_weights).log()
+        output["sampling_per_token_logps"] = logps
+        return output
+
+
+def train_and_compare(
+    tmp_path, replay, *, model=None, trainer_class=PACSTrainer, max_steps=2, peft_config=None, **settings
+):
+    """Train, compare every update, and return what the long way finds."""
+    replay.weights.clear()
+    recorder = Recorder()
+    model = tiny_model() if model is None else model
+    long_way = tiny_model() if isinstance(model, str | PeftModel) else copy.deepcopy(model)
+    trainer = build_trainer(
+        tmp_path,
+        model=model,
+        replay=replay,
+        trainer_class=trainer_class,
+        more={"callbacks": [recorder], "peft_config": peft_config},
+        max_steps=max_steps,
+        **settings,
+    )
+    trainer.rollout_replay = replay
+    lora = isinstance(trainer.model, PeftModel)
+    long_way = (get_peft_model(long_way, LORA) if lora else long_way).double()
+    start = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(recorder.weights) == len(losses) == max_steps
+    every = trainer.args.reference_reset_steps
+    steps = []
+    for update in range(max_steps):
+        generation, rows = rows_of_update(replay, trainer.args, update)
+        reference = replay.weights[generation]
+        if trainer.args.reference == "snapshot":
+            reference = recorder.weights[update // every * every] if every else start
+        expected = in_graph_step(
+            long_way,
+            recorder.weights[update],
+            reference,
+            rows,
+            trainer.args,
+            tools=replay.tools,
+            token_weights=trainer_class is WeightedTokens,
+            kl_weights=start if trainer.args.beta else None,
+            sizes=(SIZES[:4], SIZES[4:])[update % 2] if trainer_class is RaggedGroups else None,
+            old_weights=replay.weights[generation],
+            steps=replay.steps,
+        )
+        assert losses[update] == pytest.approx(expected.loss, rel=RELATIVE), f"loss of update {update}"
+        error = relative_error(recorder.gradients[update], expected.gradients)
+        if (
+            trainer.args.score_estimator == "grpo"
+        ):  # its coefficients are differences of residuals, which may nearly cancel
+            error /= max(1.0, expected.cancellation())
+        assert error < RELATIVE, f"gradient of update {update}"
+        steps.append(expected)
+    return trainer, steps

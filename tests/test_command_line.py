@@ -14,7 +14,7 @@ from optional import needs
 
 from pacs_trl import cli
 from pacs_trl.data import PROMPT_INSTRUCTION
-from pacs_trl.recipe import METHODS, _parts, settings_of_method
+from pacs_trl.recipe import METHODS, _parts, method_names, settings_of_method
 from pacs_trl.settings import help, read_mapping
 from pacs_trl.settings.command_line import FailedRun, Parser, exit_code, read_settings, with_underscores
 
@@ -32,7 +32,7 @@ def called(monkeypatch, capsys, *argv: str) -> tuple[int, str, str]:
     return status, *capsys.readouterr()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", method_names())
 def test_help_of_training_has_every_setting_of_ours_and_its_default(method):
     """The help is read from the source of the dataclasses, which are the reference here."""
     own = {
@@ -124,7 +124,7 @@ def test_help_names_the_command_and_what_it_takes(monkeypatch, capsys, name):
         (["train", "--confg", RECIPE], "Did you mean `config`?"),
         (
             ["train", "--config", RECIPE, "--method", "pasc"],
-            "one of pacs, grpo, ppo, genac; got 'pasc'. Did you mean `pacs`?",
+            "one of pacs, grpo, ppo, genac, steer, verl; got 'pasc'. Did you mean `pacs`?",
         ),
         (["train", "--config", RECIPE, "--epochs", "1"], "Did you mean `num_train_epochs`?"),
         (
@@ -143,8 +143,8 @@ def test_help_names_the_command_and_what_it_takes(monkeypatch, capsys, name):
             "is a file of accelerate, and no recipe: `accelerate launch --config_file`",
         ),
         (
-            ["train", "--config", RECIPE, "--token_weighting", "none"],
-            "one of steer; got 'none'. Write null, or remove",
+            ["train", "--config", RECIPE, "--first_update_score", "none"],
+            "one of dr_grpo; got 'none'. Write null, or remove",
         ),
         (["train", "lr=1"], "Cannot make sense of 'lr=1'"),
         (["train", "--config"], "--config must name a file"),

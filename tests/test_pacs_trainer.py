@@ -359,8 +359,6 @@ NO_PAIRS = {
             ("actor_term_coef", {"actor_term_coef": 0.5}, "the actor term weighs a completion"),
             ("spread_filter", {"spread_filter": 0.5}, "it goes by the labels of outcomes"),
             ("refill_uniform_groups", {"refill_uniform_groups": True}, "it goes by the labels of outcomes"),
-            ("token_weighting", {"token_weighting": "steer"}, "STEER finds"),
-            ("row_weighting", {"row_weighting": "verl", "hidden_state_stride": 2}, "VERL weighs"),
         )
     },
 }

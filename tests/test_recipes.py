@@ -206,9 +206,10 @@ def test_miniature_recipe_is_read_and_free_of_conflicts(name):
     assert conflicts == []
     step = recipe.step
     assert judge(recipe, launch) == ([], [])
-    several = {"miniature/dars": 4, "miniature/dars_b": 2, "miniature/genac": 4, "miniature/rlpr": 4}
-    several |= {"miniature/steps": 4, "miniature/reuse": 8}
-    assert step.updates_per_generation == several.get(name, 4 if "twin" in name or "quickstart" in name else 1)
+    others = {"miniature/dars_b": 2, "miniature/reuse": 8} | {
+        f"miniature/{method}": 1 for method in ("agent", "code", "pacs", "grpo")
+    }
+    assert step.updates_per_generation == others.get(name, 4)
     assert recipe.training.output_dir == f"outputs/{name}"
     assert f"--config recipes/{name}.yaml" in path.read_text()
 

@@ -206,8 +206,6 @@ def training_forward_equivalents(
     split: bool = True,
     correction: bool = False,
     kl: bool = False,
-    steer: bool = False,
-    verl: bool = False,
 ) -> float:
     """
     Cost of learning from a generation batch, in forward passes over it with a model of the policy's size, for `updates`
@@ -221,8 +219,7 @@ def training_forward_equivalents(
     - PACS scores the rows of all updates but the first under the rollout policy, once, for the `reference` `"rollout"` or
       for `correction`; the rows of every update under a `"snapshot"` (`"none"`: a proxy without reference) and under the KL
       reference. If groups are `split` over micro-batches, a pass finds the proxies of each update first, unless they are
-      known to be 0: on the first update after a rollout, if the rollout policy is the reference. `steer` makes that pass before
-      every update, `verl` before every one whose proxies are not known, and one more before each for hidden states.
+      known to be 0: on the first update after a rollout, if the rollout policy is the reference.
     """
     gradient = iterations * (4 if checkpointing else 3)
     if method != "pacs":
@@ -231,14 +228,12 @@ def training_forward_equivalents(
     share = iterations / updates  # of the batch that an optimizer step learns from
     later_rows = 1 - share if iterations == 1 else 1
     passes = float(gradient + iterations * kl)
-    if reference == "rollout" or correction or steer:
+    if reference == "rollout" or correction:
         passes += later_rows
     if reference == "snapshot":
         passes += iterations
-    if split or steer or verl:
-        passes += iterations - share if reference == "rollout" and not steer else iterations
-    if verl:
-        passes += iterations
+    if split:
+        passes += iterations - share if reference == "rollout" else iterations
     return passes
 
 

@@ -56,7 +56,7 @@ class Estimate:
         training, data = recipe.training, recipe.data
         self.recipe, self.launch, self.training, self.step, self.gpu = recipe, launch, training, recipe.step, gpu
         self.usable = 0.95 * gpu.memory_bytes  # the rest goes to fragments, kernels and communication
-        self.of_pacs, self.of_genac = recipe.run.method == "pacs", recipe.run.method == "genac"
+        self.of_pacs, self.of_genac = hasattr(training, "pacs_beta"), recipe.run.method == "genac"
         mixed = training.bf16 or training.fp16 or launch.mixed_precision != "no"
         self.dtype = (training.model_init_kwargs or {}).get("dtype", recipe.model.dtype) or "float32"
         self.has_float32_copies = launch.kind in ("FSDP", "DEEPSPEED") and mixed
@@ -299,15 +299,13 @@ class Estimate:
         layout = training.group_layout if self.of_pacs else "whole"
         does_not_fit = self.tokens < self._tokens(step.num_generations)  # a group into a micro-batch
         passes = cost.training_forward_equivalents(
-            self.recipe.run.method,
+            "pacs" if self.of_pacs else self.recipe.run.method,
             checkpointing=training.gradient_checkpointing,
             updates=step.updates_per_generation,
             iterations=training.num_iterations,
             correction=training.use_vllm and training.vllm_importance_sampling_correction,
             kl=training.beta != 0,
             reference=training.reference if self.of_pacs and training.proxy == "log_ratio" else "none",
-            steer=self.of_pacs and training.token_weighting is not None,
-            verl=self.of_pacs and training.row_weighting is not None,
             split=layout == "split" or layout == "auto" and does_not_fit,
         )
         return passes + ("probability_reward" in self.recipe.run.reward_funcs)

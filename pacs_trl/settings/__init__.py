@@ -76,9 +76,8 @@ def settings_of(*parts: type) -> dict[str, Setting]:
             default = field.default if field.default is not MISSING else None
             if field.default_factory is not MISSING:
                 default = field.default_factory()
-            found[field.name] = Setting(
-                default, tuple(choices), _kinds(annotation), _items(annotation), RANGES.get(field.name)
-            )
+            bounds = field.metadata.get("range") or RANGES.get(field.name)
+            found[field.name] = Setting(default, tuple(choices), _kinds(annotation), _items(annotation), bounds)
     return found
 
 

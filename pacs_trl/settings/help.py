@@ -1,6 +1,7 @@
 """Help of the commands that take settings, read from the source of the dataclasses: nothing is imported."""
 
 import ast
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 from . import DOCUMENTED, read_mapping
 from .command_line import Parser, asks_for_help, words_by_key
 
+
+_PACKAGE = Path(__file__).parents[1]
 
 # Title, file and dataclass of each group of settings.
 _VERIFICATION = ("verification", "verification/__init__.py", "VerificationArguments")
@@ -24,6 +27,16 @@ _OF_METHOD = {
     "ppo": (("PPO", "baselines/ppo_config.py", "PPOConfig"), _CRITIC),
     "genac": (("GenAC", "baselines/genac_config.py", "GenACConfig"), _CRITIC),
 }
+
+
+def _groups_of(method: str) -> tuple[tuple[str, str, str], ...]:
+    """Return the groups of a method; of one in `pacs_trl.experimental` those of PACS too."""
+    file = Path("experimental", f"{method}.py")
+    if method in _OF_METHOD or not (_PACKAGE / file).is_file():
+        return _OF_METHOD.get(method, _OF_METHOD["pacs"])
+    (name,) = re.findall(r"^class (\w+Config)\b", (_PACKAGE / file).read_text(encoding="utf-8"), re.MULTILINE)
+    return (method, str(file), name), *_OF_METHOD["pacs"]
+
 
 _OF_THE_LIBRARIES = (
     "Every field of trl.GRPOConfig, which includes those of transformers.TrainingArguments, and of trl.ModelConfig "
@@ -45,7 +58,7 @@ def answer_train_help(argv: Sequence[str]) -> None:
     words = words_by_key([word for word in argv if word not in ("-h", "--help")])
     if asks_for_help(argv):
         method = (words.get("method") or ["pacs"])[0]
-        _train_parser(method if method in _OF_METHOD else "pacs").parse_args(["--help"])
+        _train_parser(method).parse_args(["--help"])
     if words.get("config"):
         read_mapping(words["config"][0], "recipe")
 
@@ -74,7 +87,7 @@ def _train_parser(method: str) -> Parser:
         epilog=_OF_THE_LIBRARIES,
     )
     parser.add_argument("--config", metavar="RECIPE.yaml", help="file of keys and values")
-    _add_groups(parser, (*_EVERY_METHOD, *_OF_METHOD[method]))
+    _add_groups(parser, (*_EVERY_METHOD, *_groups_of(method)))
     return parser
 
 
@@ -101,7 +114,7 @@ def described(file: str, class_name: str) -> Mapping[str, dict[str, Any]]:
     Returns:
         `dict`: `metavar` and `help` by field, in the order of the fields.
     """
-    tree = ast.parse((Path(__file__).parents[1] / file).read_text(encoding="utf-8"))
+    tree = ast.parse((_PACKAGE / file).read_text(encoding="utf-8"))
     node = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
     texts = {name: (kind, text) for name, kind, text in DOCUMENTED.findall(ast.get_docstring(node, clean=False) or "")}
     found = {}

@@ -28,14 +28,10 @@ ONLY_OF_PACS = ", whose loss takes groups of one size, all drawn from the prompt
 
 
 def values_and_errors(
-    settings: Mapping[str, Any], known: Mapping[str, Mapping[str, Setting]]
+    settings: Mapping[str, Any], method: str, known: Mapping[str, Mapping[str, Setting]]
 ) -> tuple[dict[str, Any], set[str], list[str]]:
-    """What can be said of the keys of a recipe one by one, `known` being the settings of each method: the legal
-    values, the keys of illegal ones, and a message for each mistake; only that if there is no such method."""
-    method = settings.get("method", "pacs")
-    if not isinstance(method, str) or method not in known:
-        near = did_you_mean(method, known) if isinstance(method, str) else ""
-        return {}, set(), [f"`method` must be one of {', '.join(known)}; got {method!r}.{near}"]
+    """Return what can be said of the keys of a recipe one by one, `known` being the settings of each method: the legal
+    values, the keys of illegal ones, and a message for each mistake."""
     given, illegal = typed_settings(settings, known[method])
     missing = [
         f"The recipe names no {what}: `{name}` is missing. Set it to {remedy}."

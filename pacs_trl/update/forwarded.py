@@ -9,12 +9,12 @@ from accelerate import Accelerator
 class Forwarded(NamedTuple):
     """
     What forward passes over some rows of a step have found, on all processes together: the proxies of these rows (with [`Prefixes`]
-    of their prefixes), `(B,)` on the CPU and 0 elsewhere, the sum of the entropies of their counted tokens, their number, and the sum of the KL estimator; for
-    STEER the `slopes` of [`SteerWeights`], else `(0, B)`.
+    of their prefixes), `(B,)` on the CPU and 0 elsewhere, the sum of the entropies of their counted tokens, their number, and the sum of the KL estimator; the
+    `row_values` of [`TokenWeights`], `(K, B)`.
     """
 
     proxies: torch.Tensor
-    slopes: torch.Tensor
+    row_values: torch.Tensor
     entropy: float
     num_rows: float
     kl: float
@@ -23,16 +23,16 @@ class Forwarded(NamedTuple):
 class Collector:
     """Collects what forward passes find; one reduction over processes at the end."""
 
-    def __init__(self, num_places: int, accelerator: Accelerator, num_slopes: int = 0):
+    def __init__(self, num_places: int, accelerator: Accelerator, num_row_values: int = 0):
         self.accelerator = accelerator
-        self.of_rows = torch.zeros(1 + num_slopes, num_places, device=accelerator.device)
+        self.of_rows = torch.zeros(1 + num_row_values, num_places, device=accelerator.device)
         self.sums = torch.zeros(3, device=accelerator.device)  # see `Forwarded`
 
-    def add(self, places: list[int], proxies, entropies, loss_mask, kl=0.0, slopes=()) -> None:
+    def add(self, places: list[int], proxies, entropies, loss_mask, kl=0.0, row_values=()) -> None:
         """What a micro-batch has found of its rows; `places` are those of [`StepRollouts`]."""
         if not places:
             return
-        of_rows = torch.stack([proxies.detach(), *slopes]).to(self.of_rows.dtype)
+        of_rows = torch.stack([proxies.detach(), *row_values]).to(self.of_rows.dtype)
         self.of_rows[:, torch.tensor(places, device=of_rows.device)] = of_rows
         entropy = entropies.detach().masked_fill(~loss_mask, 0.0).sum()
         kl = kl.detach() if torch.is_tensor(kl) else torch.tensor(kl, device=entropy.device)
@@ -41,5 +41,5 @@ class Collector:
 
     def reduce(self) -> Forwarded:
         values = self.accelerator.reduce(torch.cat([self.of_rows.flatten(), self.sums]), reduction="sum").cpu()
-        proxies, *slopes = values[:-3].view(self.of_rows.shape)
-        return Forwarded(proxies, torch.stack(slopes) if slopes else proxies[None][:0], *values[-3:].tolist())
+        of_rows = values[:-3].view(self.of_rows.shape)
+        return Forwarded(of_rows[0], of_rows[1:], *values[-3:].tolist())

@@ -40,14 +40,13 @@ from ..objective import (
 from .dense_labels import Prefixes, dense_coefficients, dense_loss, prefix_proxies
 from .forwarded import Collector, Forwarded
 from .groups import Groups
-from .hidden_states import Verl, effective_rank, rank_velocity_and_acceleration
 from .metrics import critic_metrics, prefix_metrics
 from .microbatching import Schedule
 from .rows import Rollout
 from .sampling_correction import Mismatch, merge_statistics, mismatch_metrics, mismatch_statistics
 from .scorer import Scorer, Scores
 from .step import FILLER, Limits, MicroBatch, StepRollouts, collate, schedule_rows, schedule_step
-from .token_weights import Steer, SteerWeights, TokenValues, TokenWeights, entropy_slopes
+from .token_weights import TokenValues, TokenWeights
 
 
 class Objective(NamedTuple):
@@ -99,8 +98,6 @@ class PolicyUpdate:
         objective ([`Objective`]), limits ([`Limits`]): What is learnt, and what micro-batches may be like.
         mismatch ([`Mismatch`]): How the engine's probabilities are compared with the trainer's.
         token_weights (`list[TokenWeights]`): Factors on the gradient of each token.
-        steer ([`Steer`], *optional*): One more, which needs a forward pass over the step before its backward passes.
-        hidden_state_stride (`int`): See [`rank_velocity_and_acceleration`].
         samples_policy (`bool`): Whether completions are drawn from the distribution that is scored, not a truncated one.
         score_kl_reference (`Callable`, *optional*): [`Scorer.score`] under the policy that the KL term refers to.
     """
@@ -111,10 +108,23 @@ class PolicyUpdate:
     limits: Limits
     mismatch: Mismatch
     token_weights: list[TokenWeights] = field(default_factory=list)
-    steer: Steer | None = None
-    hidden_state_stride: int = 40
     samples_policy: bool = True
     score_kl_reference: Callable[..., Scores] | None = None
+
+    # Whether the coefficients of a whole step must be known before its first backward pass, for `shape_coefficients`.
+    coefficients_first = False
+
+    # Extension points ---------------------------------------------------------------------------------------------
+
+    def shape_coefficients(
+        self, model, step: StepRollouts, coefficients: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Return other coefficients for all rows of a step, and metrics; needs `coefficients_first`."""
+        return coefficients, {}
+
+    def token_coefficients(self, batch: MicroBatch, coefficients: torch.Tensor) -> torch.Tensor:
+        """Return the coefficients of the tokens of a micro-batch, `(B, T)` or `(B, 1)`, from those of its rows."""
+        return batch.of_tokens(coefficients)
 
     # Forward passes -----------------------------------------------------------------------------------------------
 
@@ -126,8 +136,8 @@ class PolicyUpdate:
     def _limits(self) -> Limits:
         return self.limits._replace(padded=self.scorer.packing is None)
 
-    def _own(self, step: StepRollouts, schedule: Schedule) -> Iterator[tuple[list[int], MicroBatch]]:
-        """This process's micro-batches: rows and what is known of them."""
+    def micro_batches(self, step: StepRollouts, schedule: Schedule) -> Iterator[tuple[list[int], MicroBatch]]:
+        """Yield this process's micro-batches: rows and what is known of them."""
         # Without any row there is still one forward and backward pass, of a filler: gradients must exist and be zero.
         for rows in schedule[self.accelerator.process_index] or [[]]:
             yield rows, collate([step.rollouts[i] for i in rows] or [FILLER], self.accelerator.device)
@@ -150,7 +160,7 @@ class PolicyUpdate:
     def fill_in(self, model, step: StepRollouts, *names: str) -> None:
         """Fill in `ref_logps`, `old_logps` or `old_entropies` of the rows this process learns from, with the weights `model` has
         now."""
-        for rows, batch in self._own(step, step.schedule):
+        for rows, batch in self.micro_batches(step, step.schedule):
             scores = self._score(self.scorer.score, model, batch)
             for name in names:
                 values = scores.entropies if name == "old_entropies" else scores.logps
@@ -160,18 +170,13 @@ class PolicyUpdate:
 
     @torch.no_grad()
     def _forward(self, model, step: StepRollouts, schedule: Schedule) -> Forwarded:
-        found = Collector(step.num_places, self.accelerator, num_slopes=0 if self.steer is None else 2)
-        for rows, batch in self._own(step, schedule):
+        found = Collector(step.num_places, self.accelerator, sum(w.num_row_values for w in self.token_weights))
+        for rows, batch in self.micro_batches(step, schedule):
             logps, entropies = self._score(self.scorer.score, model, batch).padded()
-            slopes = [] if self.steer is None else self._slopes(step, batch, logps, entropies)
-            found.add(step.places(rows), self._proxies(logps, batch), entropies, batch.loss_mask, slopes=slopes)
+            tokens = self._token_values(step, batch, logps, entropies, logps.new_zeros(len(logps), 1))
+            values = [value for weights in self.token_weights for value in weights.row_values(tokens)]
+            found.add(step.places(rows), self._proxies(logps, batch), entropies, batch.loss_mask, row_values=values)
         return found.reduce()
-
-    def _slopes(self, step: StepRollouts, batch: MicroBatch, logps, entropies) -> list[torch.Tensor]:
-        """Smallest and largest absolute slope of the entropy at the counted tokens of each row, see [`SteerWeights`]."""
-        old = (logps, entropies) if step.on_policy else (batch.old_logps, batch.old_entropies)
-        slopes = entropy_slopes(logps, *old, batch.loss_mask).abs()
-        return [slopes.masked_fill(~batch.loss_mask, math.inf).amin(dim=1), slopes.amax(dim=1)]
 
     def left_out_entropy(self, model, step: StepRollouts, schedule: Schedule) -> float:
         """
@@ -187,13 +192,11 @@ class PolicyUpdate:
             sampled = [row.sampling_logps[row.loss_mask] for row in rows if row.sampling_logps is not None]
             if len(sampled) == len(rows) and all(np.isfinite(logps).all() for logps in sampled):
                 return -float(np.concatenate(sampled).sum(dtype=np.float64))
-        return self._forward(model, step, self._schedule_rows(step, left_out)).entropy if left_out else 0.0
+        return self._forward(model, step, self.schedule_rows(step, left_out)).entropy if left_out else 0.0
 
     # One optimizer step -------------------------------------------------------------------------------------------
 
-    def run(
-        self, model, step: StepRollouts, *, proxies_are_zero: bool, hidden_rows: int = 0, verl: Verl | None = None
-    ) -> tuple[float, dict[str, float]]:
+    def run(self, model, step: StepRollouts, *, proxies_are_zero: bool) -> tuple[float, dict[str, float]]:
         """
         Back-propagate the loss of an optimizer step.
 
@@ -203,78 +206,48 @@ class PolicyUpdate:
                 reference.
             proxies_are_zero (`bool`): Whether policy and reference are the same, so that no forward pass is needed to
                 know the proxies.
-            hidden_rows (`int`): Of so many rows at most the effective ranks of hidden states are measured.
-            verl ([`Verl`], *optional*): Weighs rows by these ranks, which are then measured of all rows that count.
 
         Returns:
             Loss (mean over scorable rows, KL term included), the same on all processes, and metrics.
         """
+        row_values_first = any(weights.num_row_values for weights in self.token_weights)
         with self.scorer.attention():
-            before = None
-            if not proxies_are_zero and (self.steer or verl or not step.whole_groups):
+            before, coefficients, schedule = None, None, step.schedule
+            if not proxies_are_zero and (row_values_first or self.coefficients_first or not step.whole_groups):
                 before = self._forward(model, step, step.schedule)
             proxies = torch.zeros(step.num_places) if proxies_are_zero else before and before.proxies
-            schedule, coefficients = step.schedule, None
             if proxies is not None:
                 coefficients = self._coefficients(step, list(range(len(step.rollouts))), proxies)
                 schedule = self._schedule_rows_that_count(step, coefficients, scored=before is not None)
             # Before the backward passes, between which FSDP keeps what it has gathered. A pass for the proxies went over
             # more rows.
             left_out = self.left_out_entropy(model, step, schedule if before is None else step.schedule)
-            coefficients, of_hidden = self._look_inside(model, step, coefficients, hidden_rows, verl)
-            steer = self._steer(model, step, schedule, coefficients, before)
-            found, mismatch = self._back_propagate(model, step, schedule, coefficients, steer)
+            metrics: dict[str, float] = {}
+            if coefficients is not None:
+                coefficients, metrics = self.shape_coefficients(model, step, coefficients)
+            if row_values_first:
+                self._begin_weights(step, coefficients, before or self._forward(model, step, schedule))
+            found, mismatch = self._back_propagate(model, step, schedule, coefficients)
         proxies = found.proxies if proxies is None else proxies
-        loss, metrics = self._summarize(step, proxies, left_out + (before or found).entropy, found.num_rows)
-        metrics |= of_hidden
+        loss, of_step = self._summarize(step, proxies, left_out + (before or found).entropy, found.num_rows)
+        metrics |= of_step
         if mismatch:
             parts = self.accelerator.gather(merge_statistics(torch.stack(mismatch))[None])
             metrics |= mismatch_metrics(merge_statistics(parts))
-        for weights in steer:
+        for weights in self.token_weights:
             metrics |= weights.metrics(self.accelerator, on_policy=step.on_policy)
         if self.objective.kl_coef != 0:
             metrics["kl"] = found.kl / max(step.num_tokens, 1)
             loss += self.objective.kl_coef * metrics["kl"]
         return loss, metrics
 
-    def _look_inside(self, model, step: StepRollouts, coefficients, hidden_rows: int, verl: Verl | None):
-        """Coefficients, weighted by `verl` if there is one, and metrics of hidden states."""
-        rows = [i for i, row in enumerate(step.rollouts) if row.loss_mask.any()]
-        if verl is not None:
-            rows = coefficients.nonzero()[:, 0].tolist()
-        elif hidden_rows:
-            rows = rows[:: max(1, -(-len(rows) // hidden_rows))]
-        if not rows or not (verl or hidden_rows):
-            return coefficients, {}
-        ranks = self._ranks(model, step, rows)
-        names = ("hidden/effective_rank", "hidden/velocity", "hidden/acceleration")
-        metrics = dict(zip(names, ranks[:, rows].mean(dim=1).tolist(), strict=True))
-        if verl is not None:
-            shaped = verl.shaped(coefficients, ranks, max(int(step.groups.scorable.sum()), 1))
-            metrics["hidden/bonus"] = (shaped / coefficients - 1)[rows].abs().mean().item()
-            coefficients = torch.stack([coefficients, shaped], dim=1) if verl.on_last_token else shaped
-        return coefficients, metrics
-
-    @torch.no_grad()
-    def _ranks(self, model, step: StepRollouts, rows: list[int]) -> torch.Tensor:
-        """Effective rank, velocity and acceleration of some rows, `(3, B)`, the same on all processes."""
-        ranks = torch.zeros(3, len(step.rollouts), device=self.accelerator.device)
-        for own, batch in self._own(step, self._schedule_rows(step, rows)):
-            states = self._score(self.scorer.hidden_states, model, batch)
-            for i, row, of_row in zip(own, batch.rollouts, states, strict=False):
-                counted = of_row[torch.from_numpy(row.loss_mask)]
-                differences = rank_velocity_and_acceleration(counted, self.hidden_state_stride)
-                ranks[:, i] = torch.tensor([effective_rank(counted), *differences])
-        return self.accelerator.reduce(ranks, reduction="sum").cpu()
-
-    def _steer(self, model, step: StepRollouts, schedule: Schedule, coefficients, before) -> list[SteerWeights]:
-        """What STEER needs to know of the whole step; a first update pays the forward pass that others have made `before`."""
-        if self.steer is None:
-            return []
-        slopes = (before or self._forward(model, step, schedule)).slopes
+    def _begin_weights(self, step: StepRollouts, coefficients, found: Forwarded) -> None:
         counted = torch.tensor([bool(row.loss_mask.any()) for row in step.rollouts])
-        num_rows = max(int(step.groups.scorable.sum()), 1)
-        return [SteerWeights(self.steer, coefficients, num_rows, slopes, counted)]
+        num_rows, first = max(int(step.groups.scorable.sum()), 1), 0
+        for weights in self.token_weights:
+            last = first + weights.num_row_values
+            weights.begin(coefficients, found.row_values[first:last], counted, num_rows)
+            first = last
 
     def evaluate(self, model, step: StepRollouts, *, proxies_are_zero: bool) -> tuple[float, dict[str, float]]:
         """Loss and metrics as in [`run`], without gradient and without the KL term."""
@@ -308,11 +281,12 @@ class PolicyUpdate:
             i for i in sorted(scheduled) if self.objective.kl_coef != 0 or coefficients[step.places([i])].any()
         ]
         # Log-probabilities under the policy that generated lie on the process that `step.schedule` gave the row to.
-        rows_may_move = step.on_policy or not (self.token_weights or self.steer)
+        rows_may_move = step.on_policy or not self.token_weights
         keeps = not rows_may_move or (scored and len(counting) == len(scheduled))
-        return step.schedule if keeps else self._schedule_rows(step, counting)
+        return step.schedule if keeps else self.schedule_rows(step, counting)
 
-    def _schedule_rows(self, step: StepRollouts, rows: list[int]) -> Schedule:
+    def schedule_rows(self, step: StepRollouts, rows: list[int]) -> Schedule:
+        """Return micro-batches of some rows of a step."""
         return schedule_rows(step.rollouts, rows, self._limits)
 
     def _back_propagate(
@@ -321,14 +295,13 @@ class PolicyUpdate:
         step: StepRollouts,
         schedule: Schedule,
         coefficients: torch.Tensor | None,
-        steer: list[SteerWeights],
     ) -> tuple[Forwarded, list[torch.Tensor]]:
         """Back-propagate `sum_i c_i * sum_t w_it * log pi(o_it)` and the KL term; without `coefficients`, micro-batches hold
         whole groups. Returns what the forward passes found, and the statistics of the mismatch of each."""
         found, mismatch = Collector(step.num_places, self.accelerator), []
         compares = step.on_policy and any(row.sampling_logps is not None for row in step.rollouts)
         num_tokens, last = max(step.num_tokens, 1), max(len(schedule[self.accelerator.process_index]) - 1, 0)
-        for k, (rows, batch) in enumerate(self._own(step, schedule)):
+        for k, (rows, batch) in enumerate(self.micro_batches(step, schedule)):
             with self._synchronize_gradients(model, last=k == last):
                 logps, entropies = self._score(self.scorer.score, model, batch).padded()
                 proxies = self._proxies(logps, batch)
@@ -338,11 +311,13 @@ class PolicyUpdate:
                     of_rows = coefficients[step.places(rows)]
                 else:
                     of_rows = self._coefficients(step, rows, proxies.cpu())
-                of_tokens = batch.of_tokens(of_rows.to(logps.device))
+                of_tokens = self.token_coefficients(batch, of_rows.to(logps.device))
                 if compares:
                     compared = logps, batch.sampling_logps, batch.loss_mask
                     mismatch.append(mismatch_statistics(*compared, **self.mismatch._asdict()))
-                weighted = self._weighted([*self.token_weights, *steer], step, batch, logps, entropies, of_tokens)
+                weighted, tokens = logps, self._token_values(step, batch, logps, entropies, of_tokens)
+                for weights in self.token_weights:
+                    weighted = weighted * weights(tokens)
                 loss = (of_tokens * weighted.masked_fill(~batch.loss_mask, 0.0)).sum()
                 kl = self._kl(model, logps, batch)
                 loss = loss + self.objective.kl_coef * kl / num_tokens
@@ -350,16 +325,12 @@ class PolicyUpdate:
                 found.add(step.places(rows), proxies, entropies, batch.loss_mask, kl)
         return found.reduce(), mismatch
 
-    def _weighted(self, token_weights, step, batch: MicroBatch, logps, entropies, coefficients) -> torch.Tensor:
-        """Log-probabilities times token weights, `(B, T)`."""
+    def _token_values(self, step, batch: MicroBatch, logps, entropies, coefficients) -> TokenValues:
         old_logps, old_entropies = batch.old_logps, batch.old_entropies
         if step.on_policy:
             old_logps, old_entropies = logps, entropies
         values = logps, old_logps, batch.sampling_logps, entropies, old_entropies, coefficients, batch.loss_mask
-        tokens = TokenValues(*(value.detach() for value in values))
-        for weights in token_weights:
-            logps = logps * weights(tokens)
-        return logps
+        return TokenValues(*(value.detach() for value in values))
 
     def _kl(self, model, logps: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Sum over tokens of the k3 estimator of KL(policy || KL reference)."""

@@ -79,13 +79,14 @@ def correction_weights(
     return ratios.masked_fill((ratios < low) | (ratios > high), 0.0).float()
 
 
-def mismatch_correction(mismatch: Mismatch) -> TokenWeights:
+class MismatchCorrection(TokenWeights):
     """[`correction_weights`] as one of the token weights of an update."""
 
-    def weights(tokens: TokenValues) -> torch.Tensor:
-        return correction_weights(tokens.old_logps, tokens.sampling_logps, tokens.mask, **mismatch._asdict())
+    def __init__(self, mismatch: Mismatch):
+        self.mismatch = mismatch
 
-    return weights
+    def __call__(self, tokens: TokenValues) -> torch.Tensor:
+        return correction_weights(tokens.old_logps, tokens.sampling_logps, tokens.mask, **self.mismatch._asdict())
 
 
 def mismatch_statistics(

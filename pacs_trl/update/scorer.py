@@ -113,24 +113,6 @@ class Scorer:
         outputs, of_completions = self.forward(model, prompt_ids, completion_ids, use_cache=False)
         return of_completions(outputs.logits[..., 0].float())
 
-    def hidden_states(
-        self, model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]
-    ) -> list[torch.Tensor]:
-        """What the last layer says, after its norm, at the completion tokens of each row: `(C, D)`. Arguments as of
-        [`Scorer.score`]."""
-        prompts, completions = (
-            [np.asarray(ids, dtype=np.int64) for ids in rows] for rows in (prompt_ids, completion_ids)
-        )
-        laid_out, places = (self._padded if self.packing is None else self._packed)(prompts, completions)
-        kept: list[torch.Tensor] = []
-        with self.backbone.register_forward_hook(
-            lambda *call: kept.append(call[-1].last_hidden_state)
-        ):  # before `forward`'s own
-            self.forward(model, prompt_ids, completion_ids, fused_lm_head=True)
-        states = kept[0][:, -laid_out["input_ids"].shape[1] :].flatten(0, 1)
-        own = torch.from_numpy(places + 1).to(states.device)  # a token stands behind the place that predicts it
-        return list(states.index_select(0, own).split(list(map(len, completions))))
-
     def forward(
         self, model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]], **inputs
     ) -> tuple[Any, OfCompletions]:

@@ -171,11 +171,7 @@ class MicroBatch:
         return rows.to(self.loss_mask.device), torch.cat(ends).to(self.loss_mask.device)
 
     def of_tokens(self, coefficients: torch.Tensor) -> torch.Tensor:
-        """Coefficients of tokens, `(B, T)` or `(B, 1)`, from those of the prefixes; or, where they are pairs `(B, 2)`, from those of
-        all tokens of each row and of its last counted one."""
-        if coefficients.dim() == 2:
-            last = self.loss_mask & (self.loss_mask.flip(1).cumsum(1).flip(1) == 1)
-            return torch.where(last, coefficients[:, 1:], coefficients[:, :1])
+        """Coefficients of tokens, `(B, T)` or `(B, 1)`, from those of the prefixes."""
         if not self.has_positions:
             return coefficients[:, None]
         of_rows = coefficients.split([len(row.ends) for row in self.rollouts])

@@ -33,6 +33,8 @@ from sharding import (
 from torch.distributed.fsdp import FSDPModule
 
 from pacs_trl import PACSTrainer
+from pacs_trl.experimental.steer import STEERTrainer
+from pacs_trl.experimental.verl import VERLTrainer
 from pacs_trl.rewards import probability_reward
 from pacs_trl.train import main as train
 
@@ -73,19 +75,19 @@ REPLAYED: dict[str, tuple[dict, dict]] = {  # settings, settings of the replay
     "snapshot, renewed": ({**QUARTER, "reference": "snapshot", "reference_reset_steps": 2, "max_steps": 4}, {}),
     "actor term, mean log-probability": ({**HALF, "actor_term_coef": 1.0, "proxy": "mean_logp"}, {}),
     "clipped": ({**HALF, "max_grad_norm": 0.5}, {}),
-    "STEER": ({**QUARTER, "token_weighting": "steer", "token_weight_min": 0.5, "max_steps": 4}, {}),
+    "STEER": ({**QUARTER, "trainer_class": STEERTrainer, "token_weight_min": 0.5, "max_steps": 4}, {}),
     "labels in several places": ({**QUARTER, "group_layout": "split", "max_steps": 4}, {"steps": True}),
 }
-VERL = {**QUARTER, "row_weighting": "verl", "hidden_state_stride": 2, "max_steps": 4}
+VERL = {**QUARTER, "trainer_class": VERLTrainer, "hidden_state_stride": 2, "max_steps": 4}
 
 
 def record(directory, settings, replay_settings, *, more=None, model=None, trainer_class=PACSTrainer):
+    settings = {"trainer_class": trainer_class} | settings
     replay, recorder = Replay(**replay_settings), Recorder()
     trainer = build_trainer(
         directory,
         model=model,
         replay=replay,
-        trainer_class=trainer_class,
         more={"callbacks": [recorder], **(more or {})},
         **settings,
     )

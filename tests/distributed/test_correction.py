@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 from processes import on_two
-from replay import Replay, build_trainer, trainable_weights
+from replay import Replay, SteerAndVerlTrainer, build_trainer, trainable_weights
 
 
 pytestmark = pytest.mark.trains
@@ -28,9 +28,8 @@ def train(output_dir, rows_per_process: int) -> dict:
         vllm_importance_sampling_correction=True,
         vllm_importance_sampling_mode="token_truncate",
         vllm_importance_sampling_clip_max=100.0,
-        token_weighting="steer",
+        trainer_class=SteerAndVerlTrainer,
         token_weight_mapping="linear",
-        row_weighting="verl",
         hidden_state_stride=3,
         score_estimator="none",
         class_weighting="only_positive",

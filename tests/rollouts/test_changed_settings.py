@@ -14,8 +14,6 @@ BUILT_IN = {
     "pacs_beta": 2.0,
     "class_weighting": "none",
     "score_estimator": "dr_grpo",
-    "token_weighting": "steer",
-    "token_weight_min": 0.5,
     "reference": "snapshot",
     "group_layout": "split",
     "temperature": 0.7,

@@ -9,8 +9,6 @@ from pacs_trl.plan.cost import training_forward_equivalents
 
 
 WHOLE, SPLIT, SNAPSHOT = {"group_layout": "whole"}, {"group_layout": "split"}, {"reference": "snapshot"}
-STEER = {"token_weighting": "steer"}
-VERL = {"row_weighting": "verl", "hidden_state_stride": 3}
 CASES = {
     "rollout, whole": WHOLE,
     "rollout, split": SPLIT,
@@ -21,11 +19,6 @@ CASES = {
     "snapshot, split, two iterations": SPLIT | SNAPSHOT | {"num_iterations": 2},
     "snapshot, corrected": WHOLE | SNAPSHOT | {"vllm_importance_sampling_correction": True},
     "no reference, split": SPLIT | {"proxy": "mean_logp"},
-    "STEER": WHOLE | STEER,
-    "STEER, split, two iterations": SPLIT | STEER | {"num_iterations": 2},
-    "STEER, snapshot": WHOLE | STEER | SNAPSHOT,
-    "VERL": WHOLE | VERL,
-    "VERL and STEER, split, two iterations": SPLIT | VERL | STEER | {"num_iterations": 2},
     "KL term": WHOLE | {"beta": 0.1},
     "KL term, two iterations": WHOLE | {"beta": 0.1, "num_iterations": 2},
 }
@@ -57,7 +50,5 @@ def test_forward_passes_are_those_of_the_trainer(tmp_path, settings):
         split=settings["group_layout"] == "split",
         correction="vllm_importance_sampling_correction" in settings,
         kl="beta" in settings,
-        steer="token_weighting" in settings,
-        verl="row_weighting" in settings,
     )
     assert cost == 16 * planned

@@ -4,106 +4,37 @@ Every case trains a few updates on recorded rollouts and compares each gradient 
 float64 (see replay.py). 2e-5 of the norm is what rounding explains; it leaves no room for a wrong factor, mask, label or row.
 """
 
-import copy
 import math
 from dataclasses import replace
 
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import get_peft_model
 from replay import (
+    LORA,
     RELATIVE,
     SIZES,
     TOKENIZER,
+    TWO_UPDATES,
     RaggedGroups,
     Recorder,
     Replay,
+    WeightedTokens,
     build_trainer,
-    in_graph_step,
     relative_error,
     rows_of_update,
     tiny_model,
+    train_and_compare,
     trainable_weights,
 )
 from seeds import shifted
 
-from pacs_trl import PACSTrainer
 from pacs_trl.update.scorer import sequence_logps
+from pacs_trl.update.token_weights import TokenWeights
 
 
 pytestmark = pytest.mark.trains
-
-
-class WeightedTokens(PACSTrainer):
-    """As if the engine had drawn with such probabilities that the correction returns the weights of the recorded rows."""
-
-    def _generate_and_score_completions(self, inputs):
-        output = super()._generate_and_score_completions(inputs)
-        generation = self._step // (self.args.steps_per_generation * self.num_iterations)
-        rows = self.rollout_replay.rows(generation, len(inputs))
-        logps = torch.zeros_like(output["completion_ids"], dtype=torch.float32)
-        with torch.no_grad():
-            scores = self.scorer.score(self.model, [r.prompt_ids for r in rows], [r.completion_ids for r in rows])
-        for i, row in enumerate(rows):
-            logps[i, : len(row.token_weights)] = scores.logps[i] - torch.tensor(row.token_weights).log()
-        output["sampling_per_token_logps"] = logps
-        return output
-
-
-def train_and_compare(
-    tmp_path, replay, *, model=None, trainer_class=PACSTrainer, max_steps=2, peft_config=None, **settings
-):
-    """Train, compare every update, and return what the long way finds."""
-    replay.weights.clear()
-    recorder = Recorder()
-    model = tiny_model() if model is None else model
-    long_way = tiny_model() if isinstance(model, str | PeftModel) else copy.deepcopy(model)
-    trainer = build_trainer(
-        tmp_path,
-        model=model,
-        replay=replay,
-        trainer_class=trainer_class,
-        more={"callbacks": [recorder], "peft_config": peft_config},
-        max_steps=max_steps,
-        **settings,
-    )
-    trainer.rollout_replay = replay
-    lora = isinstance(trainer.model, PeftModel)
-    long_way = (get_peft_model(long_way, LORA) if lora else long_way).double()
-    start = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert len(recorder.weights) == len(losses) == max_steps
-    every = trainer.args.reference_reset_steps
-    steps = []
-    for update in range(max_steps):
-        generation, rows = rows_of_update(replay, trainer.args, update)
-        reference = replay.weights[generation]
-        if trainer.args.reference == "snapshot":
-            reference = recorder.weights[update // every * every] if every else start
-        expected = in_graph_step(
-            long_way,
-            recorder.weights[update],
-            reference,
-            rows,
-            trainer.args,
-            tools=replay.tools,
-            token_weights=trainer_class is WeightedTokens,
-            kl_weights=start if trainer.args.beta else None,
-            sizes=(SIZES[:4], SIZES[4:])[update % 2] if trainer_class is RaggedGroups else None,
-            old_weights=replay.weights[generation],
-            steps=replay.steps,
-        )
-        assert losses[update] == pytest.approx(expected.loss, rel=RELATIVE), f"loss of update {update}"
-        error = relative_error(recorder.gradients[update], expected.gradients)
-        if (
-            trainer.args.score_estimator == "grpo"
-        ):  # its coefficients are differences of residuals, which may nearly cancel
-            error /= max(1.0, expected.cancellation())
-        assert error < RELATIVE, f"gradient of update {update}"
-        steps.append(expected)
-    return trainer, steps
 
 
 SMALL = {
@@ -118,7 +49,6 @@ SMALL = {
 }
 NO_DROPOUT = SMALL | {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 
-TWO_UPDATES = {"steps_per_generation": 2, "max_steps": 4}  # two generations of two updates each
 SNAPSHOT = {**TWO_UPDATES, "reference": "snapshot"}
 CHECKPOINTING = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
 SMALL_MICRO_BATCHES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "steps_per_generation": 8}
@@ -319,9 +249,6 @@ def test_the_grpo_score_against_the_rollout_policy(tmp_path, group_layout):
     assert all(first) and not any(second)
 
 
-LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -401,13 +328,14 @@ def test_token_weights_are_multiplied_and_see_the_policy_that_generated(tmp_path
     settings |= {"reference": reference, "group_layout": "whole", "max_steps": 4}
     replays, recorders, seen = [Replay(uniform_groups=0) for _ in range(2)], [Recorder(), Recorder()], []
 
-    def double(tokens):
-        assert not any(values.requires_grad for values in tokens)
-        assert tokens.coefficients.shape == (len(tokens.logps), 1) and tokens.entropies.shape == tokens.mask.shape
-        seen.append((trainer.state.global_step, tokens.old_logps[tokens.mask].sum().item()))
-        return torch.full_like(tokens.logps, 2.0)
+    class Double(TokenWeights):
+        def __call__(self, tokens):
+            assert not any(values.requires_grad for values in tokens)
+            assert tokens.coefficients.shape == (len(tokens.logps), 1) and tokens.entropies.shape == tokens.mask.shape
+            seen.append((trainer.state.global_step, tokens.old_logps[tokens.mask].sum().item()))
+            return torch.full_like(tokens.logps, 2.0)
 
-    for replay, recorder, more in zip(replays, recorders, ([], [double]), strict=True):
+    for replay, recorder, more in zip(replays, recorders, ([], [Double()]), strict=True):
         arguments = {"replay": replay, "trainer_class": WeightedTokens, "more": {"callbacks": [recorder]}}
         trainer = build_trainer(tmp_path, **arguments, **settings)
         trainer.rollout_replay = replay
@@ -422,44 +350,6 @@ def test_token_weights_are_multiplied_and_see_the_policy_that_generated(tmp_path
         with torch.no_grad():
             expected = sequence_logps(model, [row.prompt_ids for row in rows], [row.completion_ids for row in rows])
         assert sum(old for step, old in seen if step == update) == pytest.approx(expected.sum().item(), rel=1e-5)
-
-
-STEER = {"token_weighting": "steer", "token_weight_min": 0.5, "max_steps": 4}
-LINEAR = {"token_weight_mapping": "linear", "token_weight_max": 1.5}
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"group_layout": "whole"},
-        {"group_layout": "split", "padding_free": "never", **LINEAR},
-        {"reference": "snapshot", "reference_reset_steps": 3, "actor_term_coef": 0.5, **LINEAR},
-        {"proxy": "mean_logp", "num_iterations": 2, "pacs_beta": 4.0},
-        {"max_tokens_per_micro_batch": 30, "tools": True, "pacs_beta": 4.0},
-    ],
-    ids=[
-        "whole",
-        "split, linear",
-        "snapshot, actor term, linear",
-        "mean log-probability",
-        "small micro-batches, tools",
-    ],
-)
-def test_gradient_of_steer(tmp_path, settings):
-    """Weights depend on the extremes of the whole step, whatever its micro-batches, and on the policy that generated."""
-    replay = Replay(tools=settings.pop("tools", False), unverifiable=0.1)
-    trainer, _ = train_and_compare(tmp_path, replay, **(TWO_UPDATES | STEER | settings))
-    for update, entry in enumerate(trainer.state.log_history[:4]):
-        linear = trainer.args.token_weight_mapping == "linear"
-        assert (
-            0.5
-            <= entry["steer/weight_min"]
-            < entry["steer/weight_mean"]
-            < entry["steer/weight_max"]
-            <= (1.5 if linear else 1)
-        )
-        later = update % (2 * trainer.args.num_iterations) > 0
-        assert ("steer/measured_entropy_change" in entry) == later and "steer/predicted_entropy_change" in entry
 
 
 def test_mismatch_is_logged_also_without_correction(tmp_path):

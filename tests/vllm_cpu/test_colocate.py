@@ -8,6 +8,7 @@ from replay import addition_dataset, build_trainer, trainable_weights
 from transformers import AutoModelForCausalLM
 
 from pacs_trl import rewards
+from pacs_trl.experimental.steer import STEERTrainer
 from pacs_trl.rollouts import early_grading
 from pacs_trl.verification import Verifier
 
@@ -125,7 +126,7 @@ def test_token_weights_and_labels_of_steps(tmp_path, checkpoint, colocated):
         return [pairs if i % 5 else None for i, pairs in enumerate(labels)]
 
     updates = colocated | {"steps_per_generation": 2, "max_steps": 4, "vllm_importance_sampling_correction": True}
-    steered = trainer_on(checkpoint, tmp_path / "steer", updates | {"token_weighting": "steer"})
+    steered = trainer_on(checkpoint, tmp_path / "steer", updates, trainer_class=STEERTrainer)
     steered.train()
     logs = [entry for entry in steered.state.log_history if "loss" in entry]
     assert all(0.8 <= entry["steer/weight_mean"] <= 1 for entry in logs)

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from replay import (
+    MAX_COMPLETION_LENGTH,
     RELATIVE,
     Recorder,
     Replay,
     build_trainer,
+    config,
     load_weights,
     relative_error,
     rows_of_update,
@@ -18,7 +20,8 @@ from replay import (
 )
 from seeds import shifted
 
-from pacs_trl.update.hidden_states import Verl, effective_rank, rank_velocity_and_acceleration
+from pacs_trl.experimental import verl
+from pacs_trl.experimental.verl import Verl, VERLConfig, VERLTrainer, effective_rank, rank_velocity_and_acceleration
 
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "steer_and_verl_vectors.json").read_text())
@@ -123,13 +126,14 @@ class TestVerl:
 
 
 STRIDE = {"hidden_state_stride": 3}
+MEASURES = STRIDE | {"bonus_tokens": "none", "trainer_class": VERLTrainer}
 
 
 @pytest.mark.trains
 @pytest.mark.parametrize("padding_free", ["auto", "never"])
 def test_hidden_states_are_those_of_each_row_alone(tmp_path, padding_free):
     replay = Replay(tools=True)
-    settings = {"hidden_state_every_steps": 2, "max_steps": 3, "learning_rate": 0.0, **STRIDE}
+    settings = {"hidden_state_every_steps": 2, "max_steps": 3, "learning_rate": 0.0, **MEASURES}
     trainer = build_trainer(tmp_path, replay=replay, padding_free=padding_free, **settings)
     trainer.train()
     logged = [entry.get("hidden/effective_rank") for entry in trainer.state.log_history if "loss" in entry]
@@ -145,28 +149,28 @@ def test_hidden_states_are_those_of_each_row_alone(tmp_path, padding_free):
     )
 
 
-def test_only_so_many_rows_are_measured(tmp_path):
+def test_only_so_many_rows_are_measured(tmp_path, monkeypatch):
     trainer = build_trainer(
-        tmp_path, replay=Replay(), hidden_state_every_steps=1, hidden_state_rows=3, max_steps=1, **STRIDE
+        tmp_path, replay=Replay(), hidden_state_every_steps=1, hidden_state_rows=3, max_steps=1, **MEASURES
     )
-    seen, hidden_states = [], trainer.scorer.hidden_states
+    seen, hidden_states = [], verl.hidden_states
 
-    def spy(model, prompt_ids, completion_ids):
+    def spy(scorer, model, prompt_ids, completion_ids):
         seen.append(len(prompt_ids))
-        return hidden_states(model, prompt_ids, completion_ids)
+        return hidden_states(scorer, model, prompt_ids, completion_ids)
 
-    trainer.scorer.hidden_states = spy
+    monkeypatch.setattr(verl, "hidden_states", spy)
     trainer.train()
     assert sum(seen) == 3  # of 8: every third
 
 
 @pytest.mark.trains
-@pytest.mark.parametrize("weighting", ["verl", "verl_last_token"])
+@pytest.mark.parametrize("tokens", ["all", "last"])
 @pytest.mark.parametrize("group_layout", ["whole", "split"])
-def test_gradient_of_verl(tmp_path, monkeypatch, group_layout, weighting):
+def test_gradient_of_verl(tmp_path, monkeypatch, group_layout, tokens):
     """The sum of log-probabilities by the coefficients that ranks have shaped, of all tokens or of the last one that the policy
     wrote, in float64; rows that do not count stay out."""
-    last = weighting == "verl_last_token"
+    last = tokens == "last"
     replay, recorder, kept, shaped = Replay(tools=last), Recorder(), [], Verl.shaped
 
     def keep(verl, coefficients, *others):
@@ -174,8 +178,10 @@ def test_gradient_of_verl(tmp_path, monkeypatch, group_layout, weighting):
         return kept[-1][1]
 
     monkeypatch.setattr(Verl, "shaped", keep)
-    settings = {"steps_per_generation": 2, "group_layout": group_layout, "row_weighting": weighting, **STRIDE}
-    trainer = build_trainer(tmp_path, replay=replay, more={"callbacks": [recorder]}, **settings)
+    settings = {"steps_per_generation": 2, "group_layout": group_layout, "bonus_tokens": tokens, **STRIDE}
+    trainer = build_trainer(
+        tmp_path, trainer_class=VERLTrainer, replay=replay, more={"callbacks": [recorder]}, **settings
+    )
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     model = tiny_model().double()
@@ -193,4 +199,24 @@ def test_gradient_of_verl(tmp_path, monkeypatch, group_layout, weighting):
             ((coefficient if last else of_last) * logps[:-1].sum() + of_last * logps[-1:].sum()).backward()
         expected = {name: p.grad.clone() for name, p in model.named_parameters() if name in recorder.gradients[update]}
         assert relative_error(recorder.gradients[update], expected) < 2 * RELATIVE
-    assert trainer._verl.means is not None and len(kept) == 2
+    assert trainer.verl.means is not None and len(kept) == 2
+
+
+REFUSED = {
+    "unknown": ({"bonus_tokens": "first"}, "bonus_tokens"),
+    "ignored rows": (STRIDE | {"hidden_state_rows": 8}, "hidden_state_rows"),
+    "ignored steps": (STRIDE | {"hidden_state_every_steps": 2}, "hidden_state_every_steps"),
+    "nothing to do": (STRIDE | {"bonus_tokens": "none"}, "hidden_state_every_steps"),
+    "stride 0": ({"hidden_state_stride": 0}, "hidden_state_stride"),
+    "stride of a whole completion": ({"hidden_state_stride": 8}, "hidden_state_stride"),
+}
+
+
+@pytest.mark.parametrize(("settings", "key"), REFUSED.values(), ids=REFUSED)
+def test_refused(settings, key):
+    with pytest.raises(ValueError, match=key):
+        config("out", VERLConfig, **settings)
+
+
+def test_the_longest_legal_stride():
+    assert 2 * 7 + 1 <= MAX_COMPLETION_LENGTH and config("out", VERLConfig, hidden_state_stride=7)

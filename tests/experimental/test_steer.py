@@ -8,10 +8,19 @@ import pytest
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig
-from replay import Replay, build_trainer, trainable_weights
+from replay import (
+    TWO_UPDATES,
+    Replay,
+    SteerAndVerlTrainer,
+    build_trainer,
+    config,
+    train_and_compare,
+    trainable_weights,
+)
 from seeds import shifted
 
-from pacs_trl.update.token_weights import Steer, SteerWeights, TokenValues, entropy_slopes, steer_weights
+from pacs_trl.experimental.steer import STEERConfig, STEERTrainer, SteerWeights, entropy_slopes, steer_weights
+from pacs_trl.update.token_weights import TokenValues
 
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "steer_and_verl_vectors.json").read_text())["steer"]
@@ -106,7 +115,8 @@ def test_metrics_on_paper():
     """The tokens of `ON_PAPER` as two micro-batches, A = -2 and N = 4; a row without a coefficient counts for the extremes alone."""
     logps, old_logps, entropies, _, mask = (x.float() for x in ON_PAPER)
     coefficients, slopes = torch.tensor([0.5, 0.0]), torch.tensor([[0.0, 0.0], [0.375, 0.0]])
-    steer = SteerWeights(Steer(), coefficients, 4, slopes, torch.tensor([True, True]))
+    steer = SteerWeights()
+    steer.begin(coefficients, slopes, torch.tensor([True, True]), 4)
     assert steer.extremes == (0.0, 0.75)
     for part in (mask * torch.tensor([1, 0, 1, 0]), mask * torch.tensor([0, 1, 0, 0])):
         values = logps, old_logps, torch.zeros_like(logps), entropies + 0.5, entropies, coefficients[:1], part.bool()
@@ -136,18 +146,75 @@ def test_a_run_and_its_continuation(tmp_path, more):
     """From the middle of a generation, where old log-probabilities and entropies are no longer those of the policy; with the
     running means of VERL."""
     settings = {
-        **{"token_weighting": "steer", "reference": "snapshot"},
-        **{"row_weighting": "verl", "hidden_state_stride": 3},
+        **{"reference": "snapshot", "hidden_state_stride": 3},
         **{"steps_per_generation": 2, "num_iterations": 2, "max_steps": 4, "save_strategy": "steps", "save_steps": 1},
     }
-    runs = []
+    runs, both = [], SteerAndVerlTrainer
     for _ in range(2):
         torch.manual_seed(shifted(0))
-        runs.append(build_trainer(tmp_path, replay=Replay(), more=more, **settings))
+        runs.append(build_trainer(tmp_path, trainer_class=both, replay=Replay(), more=more, **settings))
     runs[0].train()
     runs[1].train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     expected, found = (trainable_weights(trainer.model) for trainer in runs)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    other = build_trainer(tmp_path, replay=Replay(), more=more, **(settings | {"token_weight_min": 0.7}))
+    other = build_trainer(
+        tmp_path, trainer_class=both, replay=Replay(), more=more, **(settings | {"token_weight_min": 0.7})
+    )
     with pytest.raises(ValueError, match="token_weight_min: 0.8 in the checkpoint, 0.7 now"):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+STEER = {"token_weight_min": 0.5, "max_steps": 4, "trainer_class": STEERTrainer}
+LINEAR = {"token_weight_mapping": "linear", "token_weight_max": 1.5}
+
+
+@pytest.mark.trains
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"group_layout": "whole"},
+        {"group_layout": "split", "padding_free": "never", **LINEAR},
+        {"reference": "snapshot", "reference_reset_steps": 3, "actor_term_coef": 0.5, **LINEAR},
+        {"proxy": "mean_logp", "num_iterations": 2, "pacs_beta": 4.0},
+        {"max_tokens_per_micro_batch": 30, "tools": True, "pacs_beta": 4.0},
+    ],
+    ids=[
+        "whole",
+        "split, linear",
+        "snapshot, actor term, linear",
+        "mean log-probability",
+        "small micro-batches, tools",
+    ],
+)
+def test_gradient_of_steer(tmp_path, settings):
+    """Weights depend on the extremes of the whole step, whatever its micro-batches, and on the policy that generated."""
+    replay = Replay(tools=settings.pop("tools", False), unverifiable=0.1)
+    trainer, _ = train_and_compare(tmp_path, replay, **(TWO_UPDATES | STEER | settings))
+    for update, entry in enumerate(trainer.state.log_history[:4]):
+        linear = trainer.args.token_weight_mapping == "linear"
+        assert (
+            0.5
+            <= entry["steer/weight_min"]
+            < entry["steer/weight_mean"]
+            < entry["steer/weight_max"]
+            <= (1.5 if linear else 1)
+        )
+        later = update % (2 * trainer.args.num_iterations) > 0
+        assert ("steer/measured_entropy_change" in entry) == later and "steer/predicted_entropy_change" in entry
+
+
+LINEAR_ONLY = {"token_weight_mapping": "linear"}
+REFUSED = {
+    "weight 0": ({"token_weight_min": 0.0}, "token_weight_min"),
+    "weight 2": (LINEAR_ONLY | {"token_weight_max": 2.0}, "token_weight_max"),
+    "NaN": ({"token_weight_min": math.nan}, "token_weight_min"),
+    "no maximum": ({"token_weight_max": 1.5}, "token_weight_max"),
+    "exponential": ({"token_weight_min": 1.1}, "token_weight_min"),
+    "order": (LINEAR_ONLY | {"token_weight_min": 1.2}, "token_weight_min"),
+}
+
+
+@pytest.mark.parametrize(("settings", "key"), REFUSED.values(), ids=REFUSED)
+def test_refused(settings, key):
+    with pytest.raises(ValueError, match=key):
+        config("out", STEERConfig, **settings)

@@ -1,0 +1,206 @@
+"""STEER ([arXiv 2510.10150](https://huggingface.co/papers/2510.10150)): tokens whose update changes the entropy most count less.
+
+Extension point: weights per token. See docs/weights_and_labels.md.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from accelerate import Accelerator
+
+from ..pacs_config import PACSConfig
+from ..pacs_trainer import PACSTrainer
+from ..rollouts.step_sizes import Step
+from ..settings import with_help
+from ..settings.ranges import Range
+from ..update.token_weights import TokenValues, TokenWeights
+
+
+Mapping = Literal["exponential", "linear"]
+_WEIGHT = Range("weights lie around 1, and at 2 a token would count twice", above=0, below=2)
+
+# As in the authors' code: probabilities stay this far from 0 and 1, and the exponential mapping takes a largest change below the
+# second number for the second number.
+_LEAST_PROBABILITY = 1e-8
+_LEAST_LARGEST_CHANGE = 0.02
+
+
+def entropy_slopes(
+    logps: torch.Tensor, old_logps: torch.Tensor, entropies: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """
+    Return `p (1 - p) (log p + H) / p_old`, STEER's estimate of the fall of a token's entropy per unit of its advantage.
+
+    It is the effect of the sampled token's logit on the entropy of the softmax; the fall of the other logits is left out.
+
+    Args:
+        logps, old_logps (`torch.Tensor` of shape `(B, T)`): Log-probabilities under the policy as it is, and as it was when it
+            generated.
+        entropies (`torch.Tensor` of shape `(B, T)`): `H`, of the policy that generated, in nats.
+        mask (`torch.Tensor` of shape `(B, T)`): 1 (True) for tokens that count.
+
+    Returns:
+        `torch.Tensor` of shape `(B, T)`: 0 outside the mask, and where it is not finite.
+    """
+    p, old_p = (x.exp().clamp(_LEAST_PROBABILITY, 1 - _LEAST_PROBABILITY) for x in (logps, old_logps))
+    slopes = p * (1 - p) * (p.log() + entropies) / old_p
+    return torch.where(mask.bool() & slopes.isfinite(), slopes, 0.0)
+
+
+def steer_weights(
+    logps: torch.Tensor,
+    old_logps: torch.Tensor,
+    entropies: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    mapping: Mapping = "exponential",
+    weight_min: float = 0.8,
+    weight_max: float = 1.2,
+    extremes: tuple[float, float] | None = None,
+) -> torch.Tensor:
+    """
+    Return weights that are the smaller the more an update of the token changes its entropy.
+
+    With the change `o = |A * slope|` of [`entropy_slopes`]: `"exponential"` is `max(weight_min, exp(-k o))` with `k = -log(weight_min)
+    / max(largest o, 0.02)`; `"linear"` falls from `weight_max` at the smallest `o` to `weight_min` at the largest, and is their mean
+    where all are equal.
+
+    Args:
+        logps, old_logps, entropies, mask: See [`entropy_slopes`].
+        advantages (`torch.Tensor` of shape `(B,)` or `(B, T)`): `A`.
+        mapping (`str`), weight_min (`float`), weight_max (`float`): As said; `"exponential"` does not read `weight_max`.
+        extremes (pair of `float`, *optional*): Smallest and largest `o`. By default those of the given tokens.
+
+    Returns:
+        `torch.Tensor` of shape `(B, T)` without gradient. Tokens outside the mask have no meaning.
+    """
+    advantages = advantages if advantages.dim() == 2 else advantages[:, None]
+    slopes = entropy_slopes(logps.detach(), old_logps, entropies.detach(), mask)
+    changes = (advantages * slopes).abs()
+    changes = torch.where(changes.isfinite(), changes, 0.0)
+    if extremes is None:
+        counted = changes[mask.bool()]
+        extremes = (counted.min().item(), counted.max().item()) if len(counted) else (0.0, 0.0)
+    least, largest = extremes
+    if mapping == "exponential":
+        rate = -math.log(weight_min) / max(largest, _LEAST_LARGEST_CHANGE)
+        return torch.exp(-rate * changes).clamp(weight_min, 1.0)
+    if mapping != "linear":
+        raise ValueError(f"`mapping` must be 'exponential' or 'linear', got {mapping!r}.")
+    if largest <= least:
+        return torch.full_like(changes, (weight_min + weight_max) / 2)
+    return weight_max - (changes - least) * (weight_max - weight_min) / (largest - least)
+
+
+class SteerWeights(TokenWeights):
+    """
+    STEER's [`TokenWeights`]: `A_i = -N c_i`, with the extremes of the whole step on all processes.
+
+    Args:
+        mapping (`str`), weight_min (`float`), weight_max (`float`): See [`steer_weights`].
+    """
+
+    num_row_values = 2
+
+    def __init__(self, mapping: Mapping = "exponential", weight_min: float = 0.8, weight_max: float = 1.2):
+        self.mapping, self.weight_min, self.weight_max = mapping, weight_min, weight_max
+
+    def row_values(self, tokens: TokenValues) -> list[torch.Tensor]:
+        """Return the smallest and the largest absolute slope of the entropy at the counted tokens of each row."""
+        slopes = entropy_slopes(tokens.logps, tokens.old_logps, tokens.old_entropies, tokens.mask).abs()
+        return [slopes.masked_fill(~tokens.mask, math.inf).amin(dim=1), slopes.amax(dim=1)]
+
+    def begin(self, coefficients, row_values, counted, num_rows) -> None:
+        changes = (num_rows * coefficients * row_values).abs()[:, counted]
+        self.extremes = (changes[0].min().item(), changes[1].max().item()) if counted.any() else (0.0, 0.0)
+        self.num_rows = num_rows
+        self._sums: list[torch.Tensor] = []
+        self._bounds: list[torch.Tensor] = []
+
+    def __call__(self, tokens: TokenValues) -> torch.Tensor:
+        compared = tokens.logps, tokens.old_logps, tokens.old_entropies
+        advantages = -self.num_rows * tokens.coefficients
+        weights = steer_weights(
+            *compared,
+            advantages,
+            tokens.mask,
+            mapping=self.mapping,
+            weight_min=self.weight_min,
+            weight_max=self.weight_max,
+            extremes=self.extremes,
+        )
+        predicted = -weights * advantages * entropy_slopes(*compared, tokens.mask)
+        values = torch.stack([torch.ones_like(weights), weights, predicted, tokens.entropies - tokens.old_entropies])
+        learnt = tokens.mask & (tokens.coefficients != 0)
+        self._sums.append(values[:, learnt].double().sum(dim=1))
+        signed = torch.stack([weights, -weights]).masked_fill(~learnt, math.inf)
+        self._bounds.append(signed.flatten(1).amin(dim=1))
+        return weights
+
+    def metrics(self, accelerator: Accelerator, *, on_policy: bool) -> dict[str, float]:
+        """Return metrics over the tokens with a gradient on all processes; NaN if there was none."""
+        sums = accelerator.reduce(torch.stack(self._sums).sum(dim=0).float(), reduction="sum").tolist()
+        bounds = accelerator.gather(torch.stack(self._bounds).amin(dim=0)[None]).amin(dim=0).tolist()
+        num_tokens = sums[0] or math.nan
+        found = {
+            "steer/weight_mean": sums[1] / num_tokens,
+            "steer/weight_min": bounds[0] if sums[0] else math.nan,
+            "steer/weight_max": -bounds[1] if sums[0] else math.nan,
+            "steer/predicted_entropy_change": sums[2] / num_tokens,
+        }
+        return found if on_policy else found | {"steer/measured_entropy_change": sums[3] / num_tokens}
+
+
+@with_help
+@dataclass
+class STEERConfig(PACSConfig):
+    """
+    Configuration class for the [`STEERTrainer`]: every parameter of [`PACSConfig`], and:
+
+    Parameters:
+        token_weight_mapping (`str`, *optional*, defaults to `"exponential"`):
+            `"exponential"` (weights from `token_weight_min` to 1) or `"linear"`.
+        token_weight_min (`float`, *optional*, defaults to `0.8`):
+            The smallest weight.
+        token_weight_max (`float`, *optional*, defaults to `1.2`):
+            With `token_weight_mapping="linear"`: the largest weight.
+    """
+
+    token_weight_mapping: Mapping = "exponential"
+    token_weight_min: float = field(default=0.8, metadata={"range": _WEIGHT})
+    token_weight_max: float = field(default=1.2, metadata={"range": _WEIGHT})
+
+    @classmethod
+    def errors(cls, given: Any, step: Step | None) -> list[str]:
+        least, most, errors = given.token_weight_min, given.token_weight_max, super().errors(given, step)
+        exponential = given.token_weight_mapping == "exponential"
+        if exponential and most != 1.2:
+            errors.append(
+                f"token_weight_max={most} would be ignored with token_weight_mapping='exponential', whose weights end at 1. "
+                "Remove the key, or use 'linear'."
+            )
+        if least >= (1 if exponential else most):
+            errors.append(
+                f"token_weight_min={least} must be below {'1' if exponential else f'token_weight_max={most}'} with "
+                f"token_weight_mapping={given.token_weight_mapping!r}. The authors use 0.8, and 1.2 for the largest weight."
+            )
+        return errors
+
+
+class STEERTrainer(PACSTrainer):
+    """[`PACSTrainer`] that weights tokens with [`SteerWeights`]; a first update on a rollout takes a forward pass more."""
+
+    _name = "STEER"
+    _config_class = STEERConfig
+    _own_shared_settings = (
+        *("token_weight_mapping", "token_weight_min", "token_weight_max"),
+        *PACSTrainer._own_shared_settings,
+    )
+
+    def token_weights(self) -> list[TokenWeights]:
+        args = self.args
+        steer = SteerWeights(args.token_weight_mapping, args.token_weight_min, args.token_weight_max)
+        return [*super().token_weights(), steer]

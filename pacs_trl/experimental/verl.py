@@ -1,0 +1,280 @@
+"""VERL ([arXiv 2509.23808](https://huggingface.co/papers/2509.23808)): completions whose hidden states span more directions count more.
+
+Extension point: coefficients per completion. VERL takes the effective rank of a completion for exploration, and its first and second
+differences over the tokens for exploitation. The formulas are the paper's; the flags of the authors' launch script
+(github.com/hf618/VERL, 3de68f1) switch the bonus off. See docs/weights_and_labels.md.
+
+Cost: one Gram matrix `(n, n)` of at most 512 tokens, of which every prefix has a block, and its eigenvalues, `n^3` for each prefix; for
+the effective rank of a whole completion of `T` tokens and width `D` the eigenvalues of the smaller Gram matrix, `min(T, D)^3`.
+
+Letters for shapes: `T` tokens of a completion, `D` width of the model, `B` completions.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from ..pacs_config import PACSConfig
+from ..pacs_trainer import PACSTrainer
+from ..rollouts.step_sizes import Step
+from ..settings import with_help
+from ..settings.ranges import count
+from ..update.policy_update import PolicyUpdate
+from ..update.scorer import Scorer
+from ..update.step import MicroBatch, StepRollouts
+
+
+# As in the authors' code.
+_EPSILON = 1e-8
+LONGEST_PREFIX = 512  # velocity and acceleration look at so many tokens, the last ones
+_DECAY = 0.3  # of the running means: the weight of the newest step
+_GAIN = 2.0
+_MOST_DEVIATION = 5.0
+_MOST_SHARE = 0.5  # of an advantage that may be added to it
+
+
+def effective_rank(hidden_states: torch.Tensor) -> float:
+    """
+    Return `exp(-sum p log p)` of the singular values, divided by their sum, of hidden states whose mean is taken off.
+
+    Args:
+        hidden_states (`torch.Tensor` of shape `(T, D)`): Of the tokens of one completion.
+
+    Returns:
+        `float`: from 1 (one direction, one token or none) to `min(T - 1, D)`.
+    """
+    states = hidden_states.double()
+    if len(states) < 2:
+        return 1.0
+    states = states - states.mean(dim=0)
+    return _rank_of_gram(states @ states.T if len(states) <= states.shape[1] else states.T @ states)
+
+
+def _rank_of_gram(gram: torch.Tensor) -> float:
+    """Of the matrix of inner products, in float64: its eigenvalues are squares of singular values."""
+    values = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt()
+    shares = values / (values.sum() + _EPSILON)
+    return math.exp(-(shares * (shares + _EPSILON).log()).sum().item())
+
+
+def rank_velocity_and_acceleration(hidden_states: torch.Tensor, stride: int) -> tuple[float, float]:
+    """
+    Return how the effective rank grows over a completion: with the ranks `E_1, E_2, ...` of the prefixes of `stride + 1`, `2 stride + 1`,
+    ... tokens and `d_j = E_j - mean(E_1, ..., E_(j-1))`, the mean of `d_j`, and the mean of `d_j - d_(j-1)`.
+
+    Args:
+        hidden_states (`torch.Tensor` of shape `(T, D)`): Of the tokens of one completion; the last 512 are looked at.
+        stride (`int`): Tokens between prefixes.
+
+    Returns:
+        Velocity and acceleration; 0 where there are too few prefixes (two, and three).
+
+    Raises:
+        `ValueError`: if `stride` is below 1.
+    """
+    if stride < 1:
+        raise ValueError(f"`stride` must be at least 1, got {stride}: it counts the tokens between two prefixes.")
+    states = hidden_states[-LONGEST_PREFIX:].double()
+    gram = states @ states.T
+    ranks = []
+    for n in range(stride + 1, len(states) + 1, stride):
+        block = gram[:n, :n]
+        row_means = block.mean(dim=0)
+        ranks.append(_rank_of_gram(block - row_means - row_means[:, None] + row_means.mean()))
+    differences = [rank - sum(ranks[:j]) / j for j, rank in enumerate(ranks) if j > 0]
+    second = [later - earlier for earlier, later in zip(differences, differences[1:], strict=False)]
+    return sum(differences) / max(len(differences), 1), sum(second) / max(len(second), 1)
+
+
+def hidden_states(
+    scorer: Scorer, model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]
+) -> list[torch.Tensor]:
+    """Return the final hidden states, after the last norm, at the completion tokens of each row: `(C, D)`. Arguments as of
+    [`Scorer.score`]."""
+    prompts, completions = ([np.asarray(ids, dtype=np.int64) for ids in rows] for rows in (prompt_ids, completion_ids))
+    laid_out, places = (scorer._padded if scorer.packing is None else scorer._packed)(prompts, completions)
+    kept: list[torch.Tensor] = []
+    with scorer.backbone.register_forward_hook(  # before that of `Scorer.forward`
+        lambda *call: kept.append(call[-1].last_hidden_state)
+    ):
+        scorer.forward(model, prompt_ids, completion_ids, fused_lm_head=True)
+    states = kept[0][:, -laid_out["input_ids"].shape[1] :].flatten(0, 1)
+    own = torch.from_numpy(places + 1).to(states.device)  # a token follows the position that predicts it
+    return list(states.index_select(0, own).split(list(map(len, completions))))
+
+
+class Verl:
+    """
+    VERL's bonus on the advantages of completions; its running means are the state of a run.
+
+    With `dev(x) = clip((x - m) / |m|, -5, 5)` against the running mean `m` of each metric, `t = sigmoid(2 dev(acceleration))` and
+    `Phi = t tanh(dev(rank)) + (1 - t) tanh(dev(velocity))`, an advantage `A` becomes `A + min(relu(Phi), |A| / 2)`.
+
+    Attributes:
+        means (list of 3 `float`, *optional*): Of effective rank, velocity and acceleration, over the steps so far; `None` before the
+            first. The authors begin at 0, where every deviation is cut off.
+    """
+
+    def __init__(self):
+        self.means: list[float] | None = None
+
+    def shaped(self, coefficients: torch.Tensor, ranks: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """
+        Return the coefficients of a step, and update the running means.
+
+        Args:
+            coefficients (`torch.Tensor` of shape `(B,)`): `c`; rows at 0 do not count, and stay there.
+            ranks (`torch.Tensor` of shape `(3, B)`): Effective rank, velocity, acceleration of each row that counts.
+            num_rows (`int`): `N`: the advantage of a row is `-N c`.
+
+        Returns:
+            `torch.Tensor` of shape `(B,)`: between 1 and 1.5 times a coefficient below 0, 1/2 and 1 times one above.
+        """
+        counts = coefficients != 0
+        if not counts.any():
+            return coefficients
+        of_step = ranks[:, counts].double().mean(dim=1)
+        means = of_step if self.means is None else torch.tensor(self.means, dtype=torch.float64)
+        deviations = (ranks - means[:, None]) / (means[:, None].abs() + _EPSILON)
+        rank, velocity, acceleration = deviations.clamp(-_MOST_DEVIATION, _MOST_DEVIATION)
+        balance = torch.sigmoid(_GAIN * acceleration)
+        phi = balance * rank.tanh() + (1 - balance) * velocity.tanh()
+        self.means = ((1 - _DECAY) * means + _DECAY * of_step).tolist()
+        advantages = -num_rows * coefficients
+        bonus = torch.minimum(phi.clamp(min=0).to(advantages), _MOST_SHARE * advantages.abs())
+        return torch.where(counts, -(advantages + bonus) / num_rows, coefficients)
+
+
+class VERLUpdate(PolicyUpdate):
+    """[`PolicyUpdate`] that measures hidden states and shapes coefficients by them."""
+
+    trainer: "VERLTrainer"
+
+    @property
+    def coefficients_first(self) -> bool:
+        return self.trainer.args.bonus_tokens != "none"
+
+    def run(self, model, step: StepRollouts, *, proxies_are_zero: bool):
+        loss, metrics = super().run(model, step, proxies_are_zero=proxies_are_zero)
+        args, rows = self.trainer.args, [i for i, row in enumerate(step.rollouts) if row.loss_mask.any()]
+        every = args.hidden_state_every_steps
+        if every and rows and self.trainer.state.global_step % every == 0:
+            rows = rows[:: max(1, -(-len(rows) // args.hidden_state_rows))]
+            metrics |= rank_metrics(self.ranks(model, step, rows), rows)
+        return loss, metrics
+
+    def shape_coefficients(self, model, step: StepRollouts, coefficients: torch.Tensor):
+        rows = coefficients.nonzero()[:, 0].tolist()
+        if not self.coefficients_first or not rows:
+            return coefficients, {}
+        ranks = self.ranks(model, step, rows)
+        shaped = self.trainer.verl.shaped(coefficients, ranks, max(int(step.groups.scorable.sum()), 1))
+        bonus = (shaped / coefficients - 1)[rows].abs().mean().item()
+        if self.trainer.args.bonus_tokens == "last":
+            shaped = torch.stack([coefficients, shaped], dim=1)
+        return shaped, rank_metrics(ranks, rows) | {"hidden/bonus": bonus}
+
+    def token_coefficients(self, batch: MicroBatch, coefficients: torch.Tensor) -> torch.Tensor:
+        if coefficients.dim() == 1:
+            return super().token_coefficients(batch, coefficients)
+        last = batch.loss_mask & (batch.loss_mask.flip(1).cumsum(1).flip(1) == 1)
+        return torch.where(last, coefficients[:, 1:], coefficients[:, :1])
+
+    @torch.no_grad()
+    def ranks(self, model, step: StepRollouts, rows: list[int]) -> torch.Tensor:
+        """Return effective rank, velocity and acceleration of some rows, `(3, B)`, the same on all processes."""
+        ranks = torch.zeros(3, len(step.rollouts), device=self.accelerator.device)
+        for own, batch in self.micro_batches(step, self.schedule_rows(step, rows)):
+            prompts = [row.prompt_ids for row in batch.rollouts]
+            completions = [row.completion_ids for row in batch.rollouts]
+            states = hidden_states(self.scorer, model, prompts, completions)
+            for i, row, of_row in zip(own, batch.rollouts, states, strict=False):
+                counted = of_row[torch.from_numpy(row.loss_mask)]
+                differences = rank_velocity_and_acceleration(counted, self.trainer.args.hidden_state_stride)
+                ranks[:, i] = torch.tensor([effective_rank(counted), *differences])
+        return self.accelerator.reduce(ranks, reduction="sum").cpu()
+
+
+def rank_metrics(ranks: torch.Tensor, rows: list[int]) -> dict[str, float]:
+    """Return the means over the rows that were measured."""
+    names = ("hidden/effective_rank", "hidden/velocity", "hidden/acceleration")
+    return dict(zip(names, ranks[:, rows].mean(dim=1).tolist(), strict=True))
+
+
+@with_help
+@dataclass
+class VERLConfig(PACSConfig):
+    """
+    Configuration class for the [`VERLTrainer`]: every parameter of [`PACSConfig`], and:
+
+    Parameters:
+        bonus_tokens (`str`, *optional*, defaults to `"all"`):
+            Tokens of a completion that get the bonus: `"all"`, `"last"` (the authors' code), or `"none"`: hidden states are only
+            measured. The bonus takes a forward pass more per optimizer step.
+        hidden_state_stride (`int`, *optional*, defaults to `40`):
+            Tokens between the prefixes of a completion whose effective ranks are compared.
+        hidden_state_every_steps (`int`, *optional*):
+            With `bonus_tokens="none"`: optimizer steps between measurements.
+        hidden_state_rows (`int`, *optional*, defaults to `64`):
+            With `bonus_tokens="none"`: most completions that are measured.
+    """
+
+    bonus_tokens: Literal["all", "last", "none"] = "all"
+    hidden_state_stride: int = field(
+        default=40, metadata={"range": count("tokens between two prefixes of a completion")}
+    )
+    hidden_state_every_steps: int | None = field(
+        default=None, metadata={"range": count("optimizer steps between measurements of hidden states")}
+    )
+    hidden_state_rows: int = field(
+        default=64, metadata={"range": count("completions whose hidden states are measured")}
+    )
+
+    @classmethod
+    def errors(cls, given: Any, step: Step | None) -> list[str]:
+        stride, longest, errors = given.hidden_state_stride, given.max_completion_length, super().errors(given, step)
+        every, only_measures = given.hidden_state_every_steps, given.bonus_tokens == "none"
+        if not only_measures and (every is not None or given.hidden_state_rows != 64):
+            name = "hidden_state_rows" if every is None else "hidden_state_every_steps"
+            errors.append(
+                f"{name}={getattr(given, name)} would be ignored with bonus_tokens={given.bonus_tokens!r}, which measures all "
+                "completions with a gradient in every step. Remove the key."
+            )
+        if only_measures and every is None:
+            errors.append("bonus_tokens='none' would do nothing without hidden_state_every_steps. Set it.")
+        if longest is not None and 2 * stride + 1 > longest:
+            errors.append(
+                f"hidden_state_stride={stride} is too long for completions of max_completion_length={longest} tokens: velocity "
+                f"compares prefixes of {stride + 1} and {2 * stride + 1} tokens. Set it to at most {max(1, (longest - 1) // 2)}."
+            )
+        return errors
+
+
+class VERLTrainer(PACSTrainer):
+    """[`PACSTrainer`] that shapes the coefficients of completions with [`Verl`], or only measures hidden states."""
+
+    _name = "VERL"
+    _config_class = VERLConfig
+    _update_class = VERLUpdate
+    _own_shared_settings = ("bonus_tokens", "hidden_state_stride", *PACSTrainer._own_shared_settings)
+
+    def _create_update(self) -> PolicyUpdate:
+        update = super()._create_update()
+        update.trainer = self
+        return update
+
+    def _reset_run(self) -> None:
+        super()._reset_run()
+        self.verl = Verl()
+
+    def _own_state(self) -> dict:
+        return super()._own_state() | {"verl_means": self.verl.means}
+
+    def _load_own_state(self, checkpoint: Path, state: dict) -> None:
+        super()._load_own_state(checkpoint, state)
+        self.verl.means = state["verl_means"]

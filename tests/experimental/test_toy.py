@@ -1,0 +1,51 @@
+"""The method that docs/method.md writes down is found by its name, and trains."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from replay import Recorder, Replay, build_trainer, relative_error
+
+from pacs_trl import experimental
+from pacs_trl.recipe import read_recipe
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "method.md"
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "prefix.py").write_text(code)
+    monkeypatch.setattr(experimental, "__path__", [*experimental.__path__, str(tmp_path / "modules")])
+    return experimental.classes_of("prefix")
+
+
+def test_a_recipe_finds_it(toy, tmp_path):
+    argv = [
+        "--method",
+        "prefix",
+        "--num_tokens",
+        "3",
+        "--model_name_or_path",
+        "m",
+        "--dataset_name",
+        "miniature/addition",
+    ]
+    recipe = read_recipe([*argv, "--use_cpu", "--output_dir", str(tmp_path)])
+    assert isinstance(recipe.training, toy[0]) and recipe.training.num_tokens == 3
+    with pytest.raises(ValueError, match="num_tokens"):
+        read_recipe([*argv[2:], "--use_cpu", "--output_dir", str(tmp_path)])  # not a setting of PACS
+
+
+def test_it_trains(toy, tmp_path):
+    """With all tokens it is PACS, with the first ones it is not."""
+    gradients = []
+    for arguments in ({}, {"trainer_class": toy[1], "num_tokens": 99}, {"trainer_class": toy[1], "num_tokens": 2}):
+        recorder = Recorder()
+        build_trainer(tmp_path, replay=Replay(), more={"callbacks": [recorder]}, max_steps=1, **arguments).train()
+        gradients.append(recorder.gradients[0])
+    assert all(torch.equal(gradients[1][name], value) for name, value in gradients[0].items())
+    assert relative_error(gradients[2], gradients[0]) > 0.1
