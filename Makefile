@@ -26,8 +26,8 @@ portability-threads-1: MACHINE := OMP_NUM_THREADS=1
 portability-threads-2: MACHINE := OMP_NUM_THREADS=2
 NUMERIC := experiments/test_analysis test_objective update/test_groups update/test_metrics update/test_policy_update \
 	update/test_reference update/test_sampling_correction update/test_scorer \
-	update/test_dense_labels experimental/test_verl experimental/test_steer \
-	rollouts/test_reference_probability \
+	experimental/test_process_labels experimental/test_verl experimental/test_steer \
+	experimental/test_rlpr experimental/test_dars \
 	baselines/test_critic_objective baselines/test_gae baselines/test_ppo_trainer baselines/test_segments \
 	evaluation/test_critic evaluation/test_diversity evaluation/test_pass_at_k evaluation/test_sampling evaluation/test_support miniature/test_model
 

@@ -11,13 +11,13 @@ import time
 
 from datasets import Dataset
 
-from pacs_trl import PACSConfig, PACSTrainer
 from pacs_trl.data.tasks import problems
+from pacs_trl.experimental.dars import DARSConfig, DARSTrainer
 from pacs_trl.miniature.model import build_model
 from pacs_trl.miniature.tokenizer import build_tokenizer
 
 
-class Timed(PACSTrainer):
+class Timed(DARSTrainer):
     """Notes seconds, completions and tokens of every draw."""
 
     def __init__(self, *args, **kwargs):
@@ -28,7 +28,7 @@ class Timed(PACSTrainer):
         started = time.process_time()
         batch = super()._generate_and_score_completions(inputs)
         seconds, tokens = time.process_time() - started, int(batch["completion_mask"].sum())
-        self.drawn.append((self.draw_name or "first", seconds, len(inputs), tokens))
+        self.drawn.append((self.draw_name, seconds, len(inputs), tokens))
         return batch
 
 
@@ -51,7 +51,7 @@ def main() -> None:
         trainer = Timed(
             build_model(tokenizer, "tiny"),
             wrong,
-            args=PACSConfig(
+            args=DARSConfig(
                 directory,
                 **settings,
                 per_device_train_batch_size=rows,

@@ -30,12 +30,13 @@ SIZES = {"sums": {}, "addition": {"benchmarks": "miniature/addition", "num_sampl
 TARGETS = {"sums": 0.25, "addition": 0.3}  # mean reward of a generation's first draw
 SAVED = {"save_strategy": "steps", "save_steps": 20, "save_total_limit": 1}
 # 32 prompts x 8, and 128 completions more; four updates in each generation, of 60 generations.
-MORE = {"max_generations": 32, "adaptive_rollouts_budget": 128, "max_steps": 240}
+MORE = {"method": "dars", "max_generations": 32, "adaptive_rollouts_budget": 128, "max_steps": 240}
 ARMS = {
     "PACS, 90 generations of 32 x 8": {"max_steps": 360},
     "PACS, 60 generations of 32 x 12": {"num_generations": 12, "per_device_train_batch_size": 96, "max_steps": 240},
     "DARS, equal treatment": MORE | {"adaptive_rollouts": "equal_treatment"},
     "DARS, equal treatment, no budget": {
+        "method": "dars",
         "adaptive_rollouts": "equal_treatment",
         "max_generations": 32,
         "max_steps": 136,  # as many completions on sums, where it asks for 425 more in a generation
@@ -44,7 +45,12 @@ ARMS = {
     "DARS, equal treatment, no class weights": MORE
     | {"adaptive_rollouts": "equal_treatment", "class_weighting": "none"},
     # on average; how many rounds it takes depends on the model
-    "refill, 60 generations": {"refill_uniform_groups": True, "max_refill_rounds": 1, "max_steps": 240},
+    "refill, 60 generations": {
+        "method": "dars",
+        "refill_uniform_groups": True,
+        "max_refill_rounds": 1,
+        "max_steps": 240,
+    },
 }
 START, PLAIN = "warm start", "PACS, 90 generations of 32 x 8"
 KS = (1, 8, 64)

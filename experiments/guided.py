@@ -28,9 +28,9 @@ from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.evaluate import evaluate
 from pacs_trl.evaluation.requests import SamplingSettings
 from pacs_trl.evaluation.sampling import sample_completions
+from pacs_trl.experimental.guidance import with_hint
 from pacs_trl.miniature.model import build_model
 from pacs_trl.miniature.tokenizer import build_tokenizer
-from pacs_trl.rollouts.guidance import with_hint
 from pacs_trl.verification import shared_verifier
 
 
@@ -41,8 +41,8 @@ FAR = 30
 START = "warm start"
 ARMS = {
     "plain": [],
-    "guided": ["--guidance", "hint"],
-    "guided, weight 0.25": ["--guidance", "hint", "--guided_weight", "0.25"],
+    "guided": ["--method", "guidance"],
+    "guided, weight 0.25": ["--method", "guidance", "--guided_weight", "0.25"],
 }
 SAVED = f"--max_completion_length {LENGTH} --save_strategy steps --save_steps 40 --save_total_limit 1 --max_steps 720".split()
 

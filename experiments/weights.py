@@ -34,7 +34,7 @@ RATES, SWEPT_SEED = (1.0e-4, 3.0e-4), 9
 METHODS = {  # whose learning rate is swept; the arms that are not here scale gradients of PACS by 0.5 to 1.5, and take its rate
     "PACS": {},
     "GRPO": {},
-    "RLPR": {"reward_funcs": "probability_reward", "spread_filter": 0.5},
+    "RLPR": {"method": "rlpr", "reward_funcs": "pacs_trl.experimental.rlpr.probability_reward", "spread_filter": 0.5},
 }
 
 
@@ -42,7 +42,7 @@ def _noisy(share: str, **settings) -> dict:
     return {"reward_funcs": f"experiments.weights.flipped_{share}", **settings}
 
 
-STEPS = {"reward_funcs": "pacs_trl.miniature.step_reward.step_reward"}
+STEPS = {"method": "process_labels", "reward_funcs": "pacs_trl.miniature.step_reward.step_reward"}
 NOISY = {
     share: {
         f"PACS, {share} % flipped": ("PACS", _noisy(share, class_weighting="none")),

@@ -8,10 +8,8 @@ from trl import GRPOConfig
 
 from .objective import ClassWeighting, Proxy, ScoreEstimator
 from .redaction import PublishedArguments
-from .rollouts.draw_settings import additional, draw_errors
 from .rollouts.step_sizes import Step, step_errors
 from .settings import OF_OTHER_LOSSES, ignored_settings, illegal_values, with_help
-from .update.weight_settings import weight_errors
 
 
 # Settings of GRPOConfig that shape GRPO's own loss. PACS has no ratio, no clipping and no advantage to apply them to.
@@ -67,9 +65,6 @@ class PACSConfig(PublishedArguments, GRPOConfig):
         actor_term_coef (`float`, *optional*, defaults to `0.0`):
             Weight of the actor term of eq. 5. The authors' code has none. 1.0 is the weight in eq. 5, but the term here
             is centered in the group and carries the class weights, and eq. 5 has neither.
-        spread_filter (`float`, *optional*):
-            Groups whose labels have a standard deviation below this share of its moving average get no verdict, as in RLPR (0.5 with
-            Qwen models): for soft labels, which are never all equal. It begins after ten generations.
 
         > Parameters that control the reference policy
 
@@ -103,32 +98,6 @@ class PACSConfig(PublishedArguments, GRPOConfig):
             Optimizer steps in a row with a gradient norm that is not finite after which training stops. Each such step
             is skipped on all processes.
 
-        > Parameters that control which completions are drawn beside the first `num_generations` of a prompt
-
-        guidance (`str`, *optional*):
-            Help for prompts without a right answer: `"hint"` puts the column `hint` (or what a function says) into the prompt,
-            `"feedback"` a failed attempt and the verifier's message. Right guided answers replace wrong ones, up to half of a
-            group, and are learnt from under the plain prompt.
-        max_guided_fraction (`float`, *optional*, defaults to `0.25`):
-            Most guided attempts of an optimizer step, as a share of its completions.
-        guided_completions (`str`, *optional*, defaults to `"right"`):
-            Guided attempts that are learnt from: `"right"` ones, or `"all"` with a reward, which take the places of wrong answers
-            whatever their own reward is.
-        guided_weight (`float`, *optional*, defaults to `1.0`):
-            Factor on the gradient of guided completions.
-        adaptive_rollouts (`str`, *optional*):
-            `"equal_treatment"` or `"hardness_weighted"` draws more completions of hard prompts, as DARS does; with `None` every
-            prompt has `num_generations`.
-        max_generations (`int`, *optional*):
-            With `adaptive_rollouts`: most completions of a prompt. The authors use 32 (`"equal_treatment"`) and 64.
-        adaptive_rollouts_budget (`int`, *optional*):
-            With `adaptive_rollouts`: most completions on top of a generation, on all processes together; the hardest prompts
-            come first. `None` is no bound but `max_generations`.
-        refill_uniform_groups (`bool`, *optional*, defaults to `False`):
-            Whether to draw other prompts in place of those whose completions are all right or all wrong.
-        max_refill_rounds (`int`, *optional*, defaults to `3`):
-            With `refill_uniform_groups`: how often in a generation.
-
         > Parameters with another default than in GRPOConfig
 
         disable_dropout (`bool`, *optional*, defaults to `True`):
@@ -150,7 +119,6 @@ class PACSConfig(PublishedArguments, GRPOConfig):
     class_weighting: ClassWeighting = "balanced"
     proxy: Proxy = "log_ratio"
     actor_term_coef: float = 0.0
-    spread_filter: float | None = None
     reference: Literal["rollout", "snapshot"] = "rollout"
     reference_reset_steps: int | None = None
     reset_optimizer_on_reference_reset: bool = False
@@ -160,15 +128,6 @@ class PACSConfig(PublishedArguments, GRPOConfig):
     startup_check: bool = True
     group_layout: Literal["auto", "whole", "split"] = "auto"
     max_non_finite_steps: int = 3
-    guidance: str | None = field(default=None, metadata={"choices": ["hint", "feedback"]})
-    max_guided_fraction: float = 0.25
-    guided_completions: Literal["right", "all"] = "right"
-    guided_weight: float = 1.0
-    adaptive_rollouts: str | None = field(default=None, metadata={"choices": ["equal_treatment", "hardness_weighted"]})
-    max_generations: int | None = None
-    adaptive_rollouts_budget: int | None = None
-    refill_uniform_groups: bool = False
-    max_refill_rounds: int = 3
     disable_dropout: bool = True
     vllm_importance_sampling_correction: bool = False
 
@@ -202,18 +161,7 @@ class PACSConfig(PublishedArguments, GRPOConfig):
             *_reference_errors(given),
             *_later_update_errors(given, step),
             *_micro_batch_errors(given),
-            *weight_errors(given),
-            *draw_errors(given, step),
         ]
-
-    @property
-    def draws_again(self) -> bool:
-        """Whether completions are drawn beside the first `num_generations` of each prompt."""
-        return bool(self.guidance or self.adaptive_rollouts or self.refill_uniform_groups)
-
-    def most_additional(self, step: Step) -> int:
-        """Most completions that are drawn beside the first ones of a generation."""
-        return sum(each.most for each in additional(self, step).values())
 
 
 def _reference_errors(given: Any) -> list[str]:

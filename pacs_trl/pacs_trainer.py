@@ -3,8 +3,7 @@
 Generation, tools, vLLM, rewards, collation and logging are the parent's. What differs:
 
 - `_labels_of` makes rewards the labels of PACS.
-- `_prepare_inputs` keeps a generation batch as whole groups of ragged rows, divided into optimizer steps. Some of its prompts may
-  be drawn again before: see `rollouts/redrawing_trainer.py`.
+- `_prepare_inputs` keeps a generation batch as whole groups of ragged rows, divided into optimizer steps.
 - `training_step` runs the parent's schedule, but does the work of an optimizer step at once, at its last slot: see
   `policy_update.py`.
 - A checkpoint also holds the rows that wait for later optimizer steps, and the snapshot reference.
@@ -14,15 +13,14 @@ import textwrap
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 from accelerate.utils import DistributedType, gather_object
 from accelerate.utils.memory import clear_device_cache
 from trl.trainer.utils import use_adapter
 
 from .pacs_config import PACSConfig
-from .rollouts.redrawing_trainer import RedrawingTrainer
 from .rollouts.resume import merge_rows, rows_to_save
+from .rollouts.rollout_trainer import RolloutTrainer
 from .update.groups import split_into_steps
 from .update.non_finite import NonFiniteSteps
 from .update.policy_update import Objective, PolicyUpdate
@@ -30,13 +28,11 @@ from .update.reference import SnapshotReference, is_sharded
 from .update.rows import Rollout, labels_from_rewards, unpad_rollouts
 from .update.sampling_correction import Mismatch, MismatchCorrection
 from .update.scorer import Scores
-from .update.spread_filter import SpreadFilter
 from .update.step import Limits, StepRollouts
 from .update.token_weights import TokenWeights
-from .update.weight_settings import dense_label_errors
 
 
-class PACSTrainer(RedrawingTrainer[PACSConfig]):
+class PACSTrainer(RolloutTrainer[PACSConfig]):
     """
     Trainer for PACS (imPlicit Actor Critic coupling via a Supervised learning framework), introduced in [Implicit
     Actor Critic Coupling via a Supervised Learning Framework for RLVR](https://huggingface.co/papers/2509.02522).
@@ -59,20 +55,15 @@ class PACSTrainer(RedrawingTrainer[PACSConfig]):
     Args:
         model (`str` or [`~transformers.PreTrainedModel`]): Model id, path, or instance.
         reward_funcs (`RewardFunc` or `list[RewardFunc]`): As in [`~trl.GRPOTrainer`]. The weighted sum over reward
-            functions is the label and must lie in [0, 1]; `None` means that there is no verdict. One of them may return (position,
-            label) pairs for each completion, positions as inclusive indices into `completion_ids`, the last one the outcome.
+            functions is the label and must lie in [0, 1]; `None` means that there is no verdict.
         args ([`PACSConfig`], *optional*): Configuration of this trainer. If `None`, a default configuration is used.
-        hint (`Callable`, *optional*): With `guidance="hint"`: `hint(row, failed_completions)` returns the hint for a row of
-            the data set, all of whose completions (texts) are wrong, or `None`. By default it stands in the column `hint`. The
-            main process asks.
 
     All other arguments are those of [`~trl.GRPOTrainer`].
     """
 
     _own_shared_settings = (
         *("pacs_beta", "score_estimator", "first_update_score", "class_weighting", "proxy", "actor_term_coef"),
-        *("spread_filter", "reference", "reference_reset_steps", "reset_optimizer_on_reference_reset"),
-        *RedrawingTrainer._own_shared_settings,
+        *("reference", "reference_reset_steps", "reset_optimizer_on_reference_reset"),
     )
     _tag_names = ["trl", "pacs"]
     _name = "PACS"
@@ -150,7 +141,6 @@ class PACSTrainer(RedrawingTrainer[PACSConfig]):
                 args.class_weighting,
                 args.actor_term_coef,
                 kl_coef=args.beta,
-                guided_weight=args.guided_weight,
             ),
             limits=Limits(
                 self.accelerator.num_processes,
@@ -174,47 +164,30 @@ class PACSTrainer(RedrawingTrainer[PACSConfig]):
         self._pending = []
 
     def _labels_of(self, rewards_per_func):
-        labels = labels_from_rewards(rewards_per_func, self.reward_weights, self.reward_func_names)
-        if self._spread_filter is None or not self.model.training:
-            return labels
-        labels, metrics = self._spread_filter(labels, self.num_generations)
-        for name, value in metrics.items():
-            self._metrics["train"][name].append(value)
-        return labels
-
-    def _keep_steps(self, function: int, pairs: list) -> None:
-        name, weight = self.reward_func_names[function], self.reward_weights[function].item()
-        if errors := dense_label_errors(self.args):
-            raise ValueError(" ".join(errors))
-        if self._steps_of_rows is not None:
-            raise ValueError(
-                f"{name!r} is the second reward function that returned (position, label) pairs, and positions of two functions "
-                "need not be the same. Return all labels by one function, and numbers by the others."
-            )
-        if any(not -1e-6 <= weight * y <= 1 + 1e-6 for each in pairs if each for y in each[1][:-1]):
-            raise ValueError(
-                f"Labels of PACS must lie in [0, 1], but reward_weights has {weight:g} for {name!r}, which takes its labels of steps "
-                "out of it. Set a weight in [0, 1]."
-            )
-        self._steps_of_rows = [
-            (None, None)
-            if each is None
-            else (np.array(each[0], dtype=np.int32), np.clip(np.array(each[1][:-1], dtype=np.float32) * weight, 0, 1))
-            for each in pairs
-        ]
+        return labels_from_rewards(rewards_per_func, self.reward_weights, self.reward_func_names)
 
     def _prepare_inputs(self, generation_batch):
         if not self.model.training:
             return self._generate_and_score_completions(generation_batch)
         if self._at_generation_boundary():
             num_steps = self.args.steps_per_generation // self.args.gradient_accumulation_steps
-            rollouts = self._draw_rows(generation_batch, max(num_steps, 1))
+            first = self._draw_generation(generation_batch)
+            rollouts = self.complete_generation(generation_batch, first, max(num_steps, 1))
             if num_steps <= 1 and self.num_iterations == 1:
                 self._pending += rollouts
             else:
                 self._steps = [self.update.schedule(rows) for rows in split_into_steps(rollouts, num_steps)]
                 self._score_rollout_reference()
         return generation_batch
+
+    def _draw_generation(self, generation_batch) -> list[Rollout]:
+        """Return this process's first completions for the optimizer steps until the next generation."""
+        return unpad_rollouts(self._generate_and_score_completions(generation_batch))
+
+    def complete_generation(self, generation_batch, rollouts: list[Rollout], num_steps: int) -> list[Rollout]:
+        """Return the rows of all processes, which `num_steps` optimizer steps share, from this process's first ones. Extension point:
+        generate more or different completions."""
+        return gather_object(rollouts)
 
     def _score_rollout_reference(self) -> None:
         """Log-probabilities under the policy that generated, for the updates in which it will have moved on."""
@@ -331,8 +304,6 @@ class PACSTrainer(RedrawingTrainer[PACSConfig]):
         self._pending: list[Rollout] = []  # rows of generation batches that fill one optimizer step together
         self._steps: list[StepRollouts] = []  # the optimizer steps of the current generation batch
         self._snapshot: SnapshotReference | None = None
-        share = self.args.spread_filter
-        self._spread_filter = SpreadFilter(share) if share is not None else None
         self._non_finite = NonFiniteSteps(self.args.max_non_finite_steps)
 
     def _save_run(self, directory: Path) -> None:
@@ -345,14 +316,11 @@ class PACSTrainer(RedrawingTrainer[PACSConfig]):
         waiting = [] if self._at_generation_boundary() else [step.rollouts for step in self._steps]
         return {
             "non_finite": [self._non_finite.in_a_row, self._non_finite.total],
-            "spreads": self._spread_filter.state if self._spread_filter is not None else None,
             "rollouts": rows_to_save(waiting, self.accelerator.process_index, self.accelerator.num_processes),
         }
 
     def _load_own_state(self, checkpoint: Path, state: dict) -> None:
         self._non_finite.in_a_row, self._non_finite.total = state["non_finite"]
-        if self._spread_filter is not None:
-            self._spread_filter.state = state["spreads"]
         files = checkpoint.glob(f"{self._state_name}_*.pt")
         parts = [torch.load(file, map_location="cpu", weights_only=True)["rollouts"] for file in files]
         self._steps = [self.update.schedule(rollouts) for rollouts in merge_rows(parts)]

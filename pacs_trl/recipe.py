@@ -67,8 +67,6 @@ class RunArguments:
         tools (`list[str]`, *optional*):
             Functions that the model may call before it answers: `run_python`, or `package.module.function` of your own, with
             type hints and a docstring that describes its arguments. The chat template must have tools.
-        hint_function (`str`, *optional*):
-            With `guidance: hint`: `package.module.function` that gives the hints, instead of the column `hint`.
         expected_processes (`int`, *optional*):
             Number of processes that the batch sizes are written for. Another number makes another batch, which `pacs-trl
             plan` says in words.
@@ -77,7 +75,6 @@ class RunArguments:
     method: str = "pacs"
     reward_funcs: list[str] = field(default_factory=lambda: ["math_reward"])
     tools: list[str] | None = None
-    hint_function: str | None = None
     expected_processes: int | None = None
 
     def __post_init__(self):
@@ -282,11 +279,6 @@ def _adapter_errors(model: Any, given: dict) -> list[str]:
 def _relation_errors(run: RunArguments, data: DataArguments, training: Any) -> list[str]:
     """What is wrong between settings of different owners."""
     errors = []
-    if run.hint_function is not None and getattr(training, "guidance", None) != "hint":
-        errors.append(
-            f"hint_function={run.hint_function!r} would be ignored without guidance: hint, a setting of method pacs. Set it, or "
-            "remove the key."
-        )
     if training.max_tool_calling_iterations is not None and not run.tools:
         errors.append(
             f"max_tool_calling_iterations={training.max_tool_calling_iterations} would be ignored without tools. Set them (tools: "

@@ -135,52 +135,6 @@ def format_reward(completions: list, **kwargs: Any) -> list[float]:
     return [float(bool(last_boxed(completion_text(completion) or ""))) for completion in completions]
 
 
-def probability_reward(
-    completions: list,
-    prompts: list,
-    solution: list | None = None,
-    *,
-    reference_probability: Any,
-    truncated: list[bool] | None = None,
-    log_metric: Callable[[str, float], None] | None = None,
-    **kwargs: Any,
-) -> list[float]:
-    """
-    How likely the policy finds the reference answer after its own reasoning, beside how likely without: RLPR, no verifier.
-
-    `0.9 * max(0, s - s0) + 0.1 * format`: `s` is the mean probability of the tokens of the reference answer in the place of the
-    completion's own one, `s0` that right behind the prompt under the policy at the start of the run, `format` whether the tags that the
-    prompt names stand in the completion once each (or, without tags, one box). `s` is 0 where the answer cannot be found.
-
-    Args:
-        completions (`list`), prompts (`list`): Plain (`str`) or conversational.
-        solution (`list`): Reference answers: any text; of a list of alternatives the first.
-        reference_probability ([`~rollouts.reference_probability.ReferenceProbability`]): Passed by the trainers of this package.
-        truncated (`list[bool]`, *optional*): Likewise: which completions do not end with an end-of-sequence token. Of these `s` is 0
-            unless they have the form that `format` asks for, see `verification_grade_truncated`.
-        log_metric (`Callable`, *optional*): Passed by TRL.
-        **kwargs: Further columns that TRL passes; unused.
-
-    Returns:
-        `list[float]`: One label in [0, 1] per completion.
-    """
-    if solution is None:
-        raise ValueError(
-            "`probability_reward` takes the probability of what stands in a column named `solution`, which the dataset does not have. "
-            f"Columns it was given: {', '.join(sorted(kwargs)) or 'none'}. Rename the column of reference answers to `solution`."
-        )
-    texts = [completion_text(completion) for completion in completions]
-    formats = [float(reference_probability.is_well_formed(*pair)) for pair in zip(texts, prompts, strict=True)]
-    if truncated is not None and not shared_arguments().verification_grade_truncated:
-        texts = [None if cut and not f else text for text, cut, f in zip(texts, truncated, formats, strict=True)]
-    after = reference_probability.after_reasoning(prompts, texts, solution)
-    without = reference_probability.without_reasoning(prompts, solution)
-    if log_metric is not None and texts:
-        for name, values in (("after_reasoning", after), ("without_reasoning", without), ("format", formats)):
-            log_metric(f"probability/{name}", sum(values) / len(values))
-    return [0.9 * max(0.0, s - s0) + 0.1 * f for s, s0, f in zip(after, without, formats, strict=True)]
-
-
 def outcome_shares(outcomes: Sequence[Outcome]) -> dict[str, float]:
     """Share of each outcome that an answer may have, all of them present, as `verification/<outcome>`; empty for none."""
     return {

@@ -12,8 +12,6 @@ if __name__ == "__main__":  # before the imports below: help, mistakes and Ctrl-
 
     sys.exit(run("train", sys.argv[1:]))
 
-import importlib
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,16 +32,14 @@ from .hub.tracking import tracked_run
 from .miniature.model import build_model
 from .miniature.tokenizer import build_tokenizer
 from .recipe import Recipe, RunArguments, read_recipe
-from .rollouts.guidance import check_guidance
 from .rollouts.lora import check_lora_targets
 from .rollouts.preemption import NAMES, check_no_jit_checkpoint, stop_on_signal
-from .rollouts.reference_probability import check_reference_answers
 from .rollouts.resume import check_complete, check_same_adapter, last_checkpoint
 from .rollouts.step_sizes import Step
 from .rollouts.tools import check_tool, check_tool_template, check_tools
 from .rollouts.trainer_checks import OWN_PARAMETERS, check_dataset, check_number_of_prompts, check_reward_function
 from .rollouts.vllm_checks import check_version, check_vllm, installed_vllm
-from .settings.optional import check_model_path, check_whole_model, check_writable, require_trackers
+from .settings.optional import check_model_path, check_whole_model, check_writable, function_of_user, require_trackers
 from .verification import configure_verification, shared_code_verifier, shared_verifier
 from .verification.tool import run_python
 
@@ -78,7 +74,7 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
     require_trackers(training.report_to)
     kept_readme(Path(training.output_dir))  # refused now, not after training
     configure_verification(recipe.verification)
-    (reward_funcs, tools), hint = _functions(recipe.run), _hint(recipe.run.hint_function)
+    reward_funcs, tools = _functions(recipe.run)
     peft_config, tokenizer = _checked_model(recipe)
     if checkpoint is not None:
         check_same_adapter(checkpoint, peft_config)
@@ -86,10 +82,7 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
     train_dataset, eval_dataset = load_training_data(recipe.data, tokenizer, training.chat_template_kwargs, verifier)
     check_number_of_prompts(len(train_dataset), training)
     check_dataset("the training set", train_dataset, reward_funcs, OWN_PARAMETERS)
-    check_reference_answers(reward_funcs, train_dataset, vars(training).get("guidance"), tools)
     if recipe.model.model_name_or_path.startswith(MINIATURE):
-        if recipe.run.method == "pacs":  # as the trainer does, before the warm start is made
-            check_guidance(training.guidance, hint.get("hint"), train_dataset, tools=tools)
         tokenizer = _make_warm_start(recipe)
 
     with (
@@ -107,7 +100,6 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
             peft_config=peft_config,
             callbacks=[tracking, stopping],
             tools=tools,
-            **hint,
         )
         trainer.recipe = _from_any_folder(recipe.settings)
         trainer.accelerator.print(
@@ -273,37 +265,6 @@ def _functions(run: RunArguments) -> tuple[list[Callable], list[Callable] | None
     if rewards.code_reward in functions or run_python in (tools or []):
         PartialState().print(f"Programs run with {shared_code_verifier().start().text}.")
     return functions, tools
-
-
-def _hint(name: str | None) -> dict[str, Callable]:
-    """The argument `hint` of [`PACSTrainer`], if a recipe has one."""
-    return {} if name is None else {"hint": function_of_user(name, "hint_function")}
-
-
-def function_of_user(name: str, key: str) -> Callable:
-    """
-    A function by its dotted path, also from the working directory.
-
-    Raises:
-        `ValueError`: if there is none; `key` is the setting that names it.
-    """
-    module_name, _, function_name = name.rpartition(".")
-    if not module_name:
-        raise ValueError(f"{key}: {name!r} names no function. Write it as package.module.function.")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # the module is the user's, and its import can raise anything
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        where = "" if place.filename.startswith("<frozen") else f", {place.filename} line {place.lineno}"
-        raise ValueError(
-            f"The module of {name!r} cannot be imported here ({type(error).__name__}: {error}{where}). It must be importable from "
-            f"the working directory of the run, which is {Path.cwd()}."
-        ) from error
-    if not callable(getattr(module, function_name, None)):
-        raise ValueError(f"The module {module_name!r} has no function {function_name!r} ({key}: {name}).")
-    return getattr(module, function_name)
 
 
 def _checkpoint_to_resume(output_dir: str, resume: str | bool | None) -> str | None:

@@ -26,6 +26,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
 from pacs_trl import PACSConfig, PACSTrainer
 from pacs_trl.data.tasks import problems
+from pacs_trl.experimental.dars import DARSConfig, DARSTrainer
+from pacs_trl.experimental.guidance import GuidanceConfig, GuidanceTrainer
+from pacs_trl.experimental.process_labels import ProcessLabelsTrainer
 from pacs_trl.experimental.steer import STEERConfig, STEERTrainer
 from pacs_trl.experimental.verl import VERLConfig, VERLTrainer
 from pacs_trl.miniature.tokenizer import build_tokenizer
@@ -229,11 +232,13 @@ def config(output_dir: str | Path, config_class=PACSConfig, **overrides) -> PACS
 
 
 def build_trainer(
-    output_dir: str | Path, *, model=None, reward=None, replay=None, trainer_class=PACSTrainer, more=None, **settings
+    output_dir: str | Path, *, model=None, reward=None, replay=None, trainer_class=None, more=None, **settings
 ) -> PACSTrainer:
     """A trainer on the tiny model; `settings` go to the configuration, `more` to the trainer."""
+    steps = getattr(replay, "steps", False)
+    trainer_class = trainer_class or (ProcessLabelsTrainer if steps else PACSTrainer)
     arguments = {"train_dataset": addition_dataset(), "processing_class": TOKENIZER, "rollout_func": replay}
-    stored = stored_steps if getattr(replay, "steps", False) else stored_label
+    stored = stored_steps if steps else stored_label
     return trainer_class(
         tiny_model() if model is None else model,
         reward or (digit_reward if replay is None else stored),
@@ -252,6 +257,18 @@ class SteerAndVerlTrainer(STEERTrainer, VERLTrainer):
 
     _config_class = SteerAndVerlConfig
     _own_shared_settings = STEERTrainer._own_shared_settings + VERLTrainer._own_shared_settings
+
+
+@dataclass
+class DarsAndGuidanceConfig(DARSConfig, GuidanceConfig):
+    """Guided attempts, then more completions of hard prompts."""
+
+
+class DarsAndGuidanceTrainer(DARSTrainer, GuidanceTrainer):
+    """Methods that change the same generation, one after the other."""
+
+    _config_class = DarsAndGuidanceConfig
+    _own_shared_settings = DARSTrainer._own_shared_settings + GuidanceTrainer._own_shared_settings
 
 
 @dataclass
@@ -551,9 +568,7 @@ class WeightedTokens(PACSTrainer):
         return output
 
 
-def train_and_compare(
-    tmp_path, replay, *, model=None, trainer_class=PACSTrainer, max_steps=2, peft_config=None, **settings
-):
+def train_and_compare(tmp_path, replay, *, model=None, trainer_class=None, max_steps=2, peft_config=None, **settings):
     """Train, compare every update, and return what the long way finds."""
     replay.weights.clear()
     recorder = Recorder()
@@ -589,7 +604,7 @@ def train_and_compare(
             rows,
             trainer.args,
             tools=replay.tools,
-            token_weights=trainer_class is WeightedTokens,
+            token_weights=isinstance(trainer, WeightedTokens),
             kl_weights=start if trainer.args.beta else None,
             sizes=(SIZES[:4], SIZES[4:])[update % 2] if trainer_class is RaggedGroups else None,
             old_weights=replay.weights[generation],

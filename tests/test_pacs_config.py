@@ -48,59 +48,7 @@ def test_settings_of_grpos_loss_are_refused(name):
     make(**{name: default})
 
 
-ET, HINT = {"adaptive_rollouts": "equal_treatment"}, {"guidance": "hint"}
 REFUSED = {
-    "unknown schedule": (
-        {"adaptive_rollouts": "dars"},
-        "adaptive_rollouts must be one of equal_treatment, hardness_weighted; got 'dars'",
-    ),
-    "schedule without a bound": (ET, "needs max_generations, .* 4 times num_generations=8 at most: 32"),
-    "bound below the first draw": (
-        ET | {"max_generations": 4},
-        "max_generations=4 must be above num_generations=8.* to 9",
-    ),
-    "bound of the first draw": (ET | {"max_generations": 8}, "max_generations=8 must be above num_generations=8"),
-    "bound without a schedule": (
-        {"max_generations": 32},
-        "max_generations=32 would be ignored without adaptive_rollouts",
-    ),
-    "budget without a schedule": (
-        {"adaptive_rollouts_budget": 8},
-        "adaptive_rollouts_budget=8 would be ignored without",
-    ),
-    "no budget": (
-        ET | {"max_generations": 32, "adaptive_rollouts_budget": 0},
-        "adaptive_rollouts_budget must be .*, got 0",
-    ),
-    "whole groups that do not fit": (
-        ET | {"max_generations": 32, "group_layout": "whole"},
-        "group_layout='whole' must hold groups of max_generations=32 .* per_device_train_batch_size=8. Use group_layout='auto'",
-    ),
-    "unknown guidance": ({"guidance": "teacher"}, "guidance must be one of hint, feedback; got 'teacher'"),
-    "share without guidance": (
-        {"max_guided_fraction": 0.5},
-        "max_guided_fraction=0.5 would be ignored without guidance",
-    ),
-    "weight without guidance": ({"guided_weight": 0.5}, "guided_weight=0.5 would be ignored without guidance"),
-    "attempts without guidance": (
-        {"guided_completions": "all"},
-        "guided_completions='all' would be ignored without guidance",
-    ),
-    "guided weight 0": (HINT | {"guided_weight": 0.0}, "guided_weight must be above 0, got 0.0"),
-    "most rows guided": (HINT | {"max_guided_fraction": 0.6}, "max_guided_fraction must be .* at most 0.5, got 0.6"),
-    "no row guided": (
-        HINT | {"max_guided_fraction": 0.1},
-        "max_guided_fraction=0.1 of the 8 completions of an optimizer step is not one. Raise it to 0.125 or more",
-    ),
-    "guidance without its half of the loss": (
-        HINT | {"class_weighting": "only_negative"},
-        "guidance='hint' makes no sense with class_weighting='only_negative'",
-    ),
-    "rounds without refill": (
-        {"max_refill_rounds": 5},
-        "max_refill_rounds=5 would be ignored without refill_uniform_groups",
-    ),
-    "no rounds": ({"refill_uniform_groups": True, "max_refill_rounds": 0}, "max_refill_rounds must be .*, got 0"),
     "unknown estimator": ({"score_estimator": "ppo"}, r"score_estimator must be one of rloo, .*'ppo'"),
     "unknown weighting": ({"class_weighting": "focal"}, "class_weighting must be one of .*'focal'"),
     "unknown proxy": ({"proxy": "entropy"}, "proxy must be one of log_ratio, mean_logp; got 'entropy'"),
@@ -272,11 +220,3 @@ def test_generation_batch_size_must_hold_whole_slots():
     with pytest.raises(ValueError, match=r"generation_batch_size=20 must be a multiple.*= 8\. .*: 16 or 24"):
         make(per_device_train_batch_size=8, num_generations=4, generation_batch_size=20)
     assert make(per_device_train_batch_size=8, num_generations=4, generation_batch_size=16).steps_per_generation == 2
-
-
-def test_a_budget_is_shared_by_all_processes(monkeypatch):
-    settings = ET | {"max_generations": 32, "adaptive_rollouts_budget": 30}
-    make(**settings)
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(ValueError, match="=30 must be a multiple of the 4 processes.* Nearest legal values: 28 or 32"):
-        make(**settings)

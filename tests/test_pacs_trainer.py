@@ -28,7 +28,6 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from pacs_trl import PACSConfig, PACSTrainer
-from pacs_trl.baselines.grpo_trainer import GRPOTrainer as OutcomesOnly
 from pacs_trl.data.prompts import prompt_lengths
 from pacs_trl.settings.command_line import FailedRun
 
@@ -302,94 +301,6 @@ def test_labels_are_weighted_sums(tmp_path):
     trainer = build_trainer(tmp_path, reward=[half, whole], reward_weights=[0.8, 0.7], max_steps=1)
     with pytest.raises(ValueError, match=r"has 1.1: half=0.5 \(weight 0.8\), whole=1 \(weight 0.7\)"):
         trainer.train()
-
-
-def halves(completions, completion_ids, **kwargs):
-    """Labels of the first token (three quarters) and of the last one (the outcome)."""
-    outcomes = digit_reward(completions)
-    return [[(0, 0.75)][: len(ids) - 1] + [(len(ids) - 1, y)] for ids, y in zip(completion_ids, outcomes, strict=True)]
-
-
-@pytest.mark.trains
-def test_labels_of_steps_beside_numbers(tmp_path):
-    """Steps have the weight of their function, and a completion without pairs has the others' outcome; also in evaluation and in
-    later draws, and from a function that is waited for."""
-
-    async def half_of_them(completions, **kwargs):
-        return [None if i % 4 == 3 else pairs for i, pairs in enumerate(halves(completions, **kwargs))]
-
-    def always(completions, **kwargs):
-        return [1.0] * len(completions)
-
-    settings = {"adaptive_rollouts": "equal_treatment", "max_generations": 8, "per_device_eval_batch_size": 4}
-    settings |= {"reward_weights": [0.8, 0.2], "steps_per_generation": 2, "num_generations_eval": 4}
-    trainer = build_trainer(
-        tmp_path, reward=[half_of_them, always], more={"eval_dataset": addition_dataset(4)}, **settings
-    )
-    learned, schedule = [], trainer.update.schedule
-    trainer.update.schedule = lambda rollouts: learned.extend(rollouts) or schedule(rollouts)
-    trainer.train()
-    drawn = [row for row in learned if row.positions is not None]
-    assert len(learned) > 16 and {type(row.positions) for row in learned} == {np.ndarray, type(None)}
-    for row in drawn:
-        last = len(row.completion_ids) - 1
-        assert row.positions.tolist() == ([0, last] if last else [0]) and row.label in (np.float32(0.2), 1.0)
-        assert row.step_labels.tolist() == [pytest.approx(0.6)][:last]
-    assert logged(trainer, "dense/label_mean")[0] == pytest.approx(0.6)
-    assert {row.label for row in learned if row.positions is None} == {np.float32(0.2)}
-    assert trainer.evaluate()["eval_dense/label_mean"] == pytest.approx(0.6)
-
-
-NO_PAIRS = {
-    "mixed": (
-        lambda n: [[(0, 1.0)], None, *[0.5] * (n - 2)],
-        {},
-        r"\[\(0, 1.0\)\] for completion 0 and 0.5 for completion 2",
-    ),
-    "not sorted": (lambda n: [[(1, 1.0), (0, 1.0)]] * n, {}, "for completion 0. Positions must rise"),
-    "outside": (lambda n: [[(99, 1.0)]] * n, {}, "inclusive indices into completion_ids, from 0 to"),
-    "label": (lambda n: [[(0, 1.5)]] * n, {}, r"Labels must lie in \[0, 1\]. Rescale"),
-    "one pair for each": (lambda n: [(0, 1.0)] * n, {}, "Dense labels are .position, label. pairs"),
-    "too few": (lambda n: [[(0, 1.0)]], {}, "returned 1 entries for 8 completions"),
-    "weight": (lambda n: [[(0, 1.0), (1, 0.5)]] * n, {"reward_weights": [2.0]}, "reward_weights has 2 for 'pairs'"),
-    **{
-        name: (lambda n: [[(0, 1.0)]] * n, settings, f"make no sense with {name}=.*: {why}")
-        for name, settings, why in (
-            ("score_estimator", {"score_estimator": "dr_grpo"}, "the score of a prefix.*which is 'rloo'"),
-            ("actor_term_coef", {"actor_term_coef": 0.5}, "the actor term weighs a completion"),
-            ("spread_filter", {"spread_filter": 0.5}, "it goes by the labels of outcomes"),
-            ("refill_uniform_groups", {"refill_uniform_groups": True}, "it goes by the labels of outcomes"),
-        )
-    },
-}
-
-
-@pytest.mark.parametrize(("result", "settings", "words"), NO_PAIRS.values(), ids=NO_PAIRS)
-def test_labels_of_steps_that_make_no_sense(tmp_path, result, settings, words):
-    def pairs(completions, **kwargs):
-        return result(len(completions))
-
-    def words_of_two(generation, rows):
-        for row in rows:
-            row.completion_ids = [7, 8, TOKENIZER.eos_token_id]
-        return rows
-
-    trainer = build_trainer(tmp_path, replay=Replay(edit=words_of_two), reward=pairs, **settings)
-    with pytest.raises(ValueError, match=words):
-        trainer.train()
-
-
-def test_labels_of_steps_by_two_functions_or_for_another_method(tmp_path):
-    with pytest.raises(
-        ValueError, match="'halves' is the second reward function that returned .position, label. pairs"
-    ):
-        build_trainer(tmp_path, reward=[halves, halves], reward_weights=[0.5, 0.5]).train()
-    args = GRPOConfig(
-        str(tmp_path), use_cpu=True, bf16=False, num_generations=4, max_completion_length=4, report_to="none"
-    )
-    arguments = {"train_dataset": addition_dataset(), "processing_class": TOKENIZER}
-    with pytest.raises(ValueError, match="'halves' returned .* and GRPO learns from outcomes.*method: pacs"):
-        OutcomesOnly(tiny_model(), halves, args, **arguments).train()
 
 
 @pytest.mark.parametrize(("max_steps", "steps"), [(2, 2), (5, 2)])  # a short run ends first; a long one is stopped

@@ -19,9 +19,9 @@ from experiments.paper.command import read_table, table_names
 from experiments.paper.full_size import LAUNCH
 from pacs_trl.data import build_prompt
 from pacs_trl.evaluation.arguments import EvaluationArguments
+from pacs_trl.experimental.rlpr import is_well_formed
 from pacs_trl.plan.check import check_recipe, judge
 from pacs_trl.plan.launch import read_launch
-from pacs_trl.rollouts.reference_probability import is_well_formed
 from pacs_trl.verification import VerificationArguments
 
 
@@ -266,6 +266,7 @@ def test_dars_has_the_rollouts_of_its_authors(added, schedule, most, model):
     recipe, conflicts = check_recipe(str(path), [*added, "--model_name_or_path", model], launch.num_processes)
     assert conflicts == [] and judge(recipe, launch) == ([], [])
     expected = PACS | {
+        "method": "dars",
         "class_weighting": "none",  # balanced class weights would undo what the schedule does
         "adaptive_rollouts": schedule,
         "max_generations": most,
@@ -329,7 +330,7 @@ def test_practical_recipe_keeps_the_objective(name):
     path = RECIPES / f"{name}.yaml"
     recipe, _ = check_recipe(str(path), [], launch_of(path).num_processes)
     actual = values_of(recipe)
-    assert {key: actual[key] for key in PACS} == PACS
+    assert {key: actual[key] for key in PACS} == PACS | {"method": "rlpr" if name.endswith("rlpr") else "pacs"}
     assert recipe.training.learning_rate == PRACTICAL[name]
     assert recipe.model.use_peft == name.endswith("lora")
 

@@ -207,6 +207,7 @@ def test_trackers_get_what_others_may_see(method, tmp_path):
     argv += ["--output_dir", f"/home/{SECRET}/run", "--hub_token", SECRET, "--bf16", "false", "--num_generations", "4"]
     argv += ["--model_init_kwargs", json.dumps({"token": SECRET, "attn_implementation": "sdpa"})]
     argv += ["--vllm_server_base_url", f"http://user:{SECRET}@host:8000", "--per_device_train_batch_size", "4"]
+    argv += ["--refill_uniform_groups", "true"] * (method == "dars")
     args = read_recipe(argv).training
     shown = [
         args.to_dict(),

@@ -212,17 +212,6 @@ def test_resume_and_refusal_to_start_over(tmp_path, model_path, capsys):
     [
         (["--lerning_rate", "1"], "`lerning_rate` is not a setting of method pacs. Did you mean `learning_rate`"),
         (["--method", "grpo", "--pacs_beta", "2"], "`pacs_beta` is a setting of method pacs, not of grpo"),
-        (
-            ["--method", "grpo", "--adaptive_rollouts", "equal_treatment"],
-            "`adaptive_rollouts` is a setting of method pacs, not of grpo, whose loss takes groups of one size, all drawn from",
-        ),
-        (["--hint_function", "math.sqrt"], "hint_function='math.sqrt' would be ignored without guidance: hint"),
-        (
-            ["--guidance", "hint", "--hint_function", "math.nothing"],
-            "no function 'nothing' .hint_function: math.nothing",
-        ),
-        (["--guidance", "hint", "--hint_function", "sqrt"], "hint_function: 'sqrt' names no function"),
-        (["--guidance", "hint"], "needs a column `hint`, and the training set has"),
         (["--method", "dpo"], "`method` must be one of pacs, grpo, ppo, genac"),
         (["--epsilon", "0.3"], "PACSConfig does not take epsilon=0.3"),
         (["--tools", "run_pyton"], "no tool 'run_pyton' in pacs_trl, which has run_python"),

@@ -22,9 +22,11 @@ from trl.trainer.utils import RepeatSampler
 from pacs_trl import GenACTrainer, PACSConfig, PACSTrainer, PPOTrainer
 from pacs_trl.baselines.actor_critic import ActorCriticTrainer
 from pacs_trl.baselines.grpo_trainer import GRPOTrainer as BaselineGRPOTrainer
+from pacs_trl.experimental._redraw import RedrawingTrainer
+from pacs_trl.experimental.dars import DARSTrainer
+from pacs_trl.experimental.rlpr import RLPRTrainer
 from pacs_trl.pacs_config import SHAPES_ONLY_GRPO
 from pacs_trl.rollouts.published_trainer import PublishedTrainer
-from pacs_trl.rollouts.redrawing_trainer import RedrawingTrainer
 from pacs_trl.rollouts.resumable_trainer import ResumableTrainer
 from pacs_trl.rollouts.rollout_trainer import RolloutTrainer
 
@@ -93,7 +95,15 @@ SIGNATURES = {
 
 
 def overridden() -> list[str]:
-    trainers = (ResumableTrainer, PublishedTrainer, RolloutTrainer, RedrawingTrainer, PACSTrainer)
+    trainers = (
+        ResumableTrainer,
+        PublishedTrainer,
+        RolloutTrainer,
+        PACSTrainer,
+        RedrawingTrainer,
+        DARSTrainer,
+        RLPRTrainer,
+    )
     trainers += (ActorCriticTrainer, PPOTrainer, GenACTrainer)
     own = {name: value for trainer in trainers for name, value in vars(trainer).items()}
     return [name for name, value in own.items() if inspect.isfunction(value) and hasattr(GRPOTrainer, name)]
@@ -123,12 +133,10 @@ def test_signature(name):
 
 @pytest.mark.parametrize("trainer", [PACSTrainer, PPOTrainer, GenACTrainer, BaselineGRPOTrainer])
 def test_the_trainers_take_the_arguments_of_trl(trainer):
-    """By name, with their types and defaults; of `args` each trainer has its own type, and PACSTrainer takes hints."""
+    """By name, with their types and defaults; of `args` each trainer has its own type."""
     theirs, ours = (dict(inspect.signature(t.__init__).parameters) for t in (GRPOTrainer, trainer))
     names = GRPOTrainer.__init__.__globals__ | trainer.__init__.__globals__  # what forward references mean
     expected, found = (get_type_hints(t.__init__, names) for t in (GRPOTrainer, trainer))
-    if trainer is PACSTrainer:
-        del ours["hint"], found["hint"]
     assert [(p.name, p.kind, p.default) for p in ours.values()] == [
         (p.name, p.kind, p.default) for p in theirs.values()
     ]
@@ -230,7 +238,7 @@ def test_what_grpos_loss_reads():
 def test_own_reader_reads_what_is_listed():
     from pacs_trl.update.rows import unpad_rollouts
 
-    assert string_keys(unpad_rollouts, "batch") == READ | {"labels", "groups", "steps"}
+    assert string_keys(unpad_rollouts, "batch") == READ | {"labels", "groups", "extra"}
 
 
 # Settings of GRPOConfig that keep their meaning under PACS. All others are refused.

@@ -6,7 +6,6 @@ would stop the run or make it another one than written; notes are worth knowing.
 
 import re
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from trl import ModelConfig
@@ -16,7 +15,7 @@ from ..data.tasks import TASKS
 from ..recipe import METHODS, Recipe, RunArguments, read_arguments, settings_of_method
 from ..rollouts.trainer_settings import precision_error
 from ..settings.optional import check_model_path, check_whole_model
-from ..train import function_of_user, reward_function, tool_function
+from ..train import reward_function, tool_function
 from .arguments import read_plan_arguments
 from .cost import GPUS, H200, Gpu
 from .estimates import Estimate
@@ -101,8 +100,6 @@ def _function_conflicts(run: RunArguments) -> list[str]:
     conflicts = []
     named = [(reward_function, "reward_funcs", name) for name in run.reward_funcs]
     named += [(tool_function, "tools", name) for name in run.tools or []]
-    if run.hint_function is not None:
-        named.append((partial(function_of_user, key="hint_function"), "hint_function", run.hint_function))
     for load, key, name in named:
         try:
             load(name)

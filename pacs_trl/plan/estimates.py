@@ -4,7 +4,6 @@ import math
 
 from ..baselines.genac_config import most_answers
 from ..recipe import Recipe
-from ..rollouts.draw_settings import Additional, additional, draw_errors
 from . import cost
 from .cost import GIB, H200, Gpu
 from .launch import Launch
@@ -70,9 +69,6 @@ class Estimate:
         self.longest = self.longest_prompt + (training.max_completion_length or 0)
         # Packed rows of a group compute its prompt once; those of PPO meet by chance only.
         self.shares_prompts = self.of_pacs and training.padding_free != "never"
-        self.additional: dict[str, Additional] = {}  # in a generation, beside its first completions
-        if self.of_pacs and recipe.step is not None and not draw_errors(training, recipe.step):
-            self.additional = additional(training, recipe.step)
         policy = recipe.model.model_name_or_path
         names = policy, vars(training).get("critic_model_name_or_path") or policy
         self.shape, self.critic_shape = (cost.model_shape(name) for name in names)
@@ -224,9 +220,8 @@ class Estimate:
             why = "max_steps is not set and the number of prompts is not known"
             return ["", "Run", f"  optimizer steps    unknown: {why}"]
         rollouts, size, rows = self.step.rollouts(optimizer_steps), self.num_problems, self.step.rows_per_generation
-        completions = rollouts * rows + round(rollouts * sum(each.expected for each in self.additional.values()))
-        most = rollouts * (rows + sum(each.most for each in self.additional.values()))
-        most *= self.training.max_completion_length
+        completions = rollouts * rows
+        most = completions * self.training.max_completion_length
         epochs = rollouts * self.step.prompts_per_generation / size if size else 0
         measured = [] if self.prompts.number is None else [f"  prompts            {self.prompts.line}"]
         return [
@@ -235,23 +230,9 @@ class Estimate:
             *measured,
             f"  optimizer steps    {optimizer_steps}",
             f"  rollout steps      {rollouts}{f' ({epochs:.1f} epochs of {size} problems)' if size else ''}",
-            *self._drawn_again(),
             f"  completions        {completions:,}",
             f"  tokens generated   {_count(completions * mean_length)} at a mean of {mean_length} per completion, at most "
             f"{_count(most)}",
-        ]
-
-    def _drawn_again(self) -> list[str]:
-        """What later draws of a generation add; GPU memory does not grow, because micro-batches are bounded."""
-        if not self.additional:
-            return []
-        kinds = ", ".join(
-            f"{name} {each.expected:,.0f} (at most {each.most:,})" for name, each in self.additional.items()
-        )
-        most = self.step.rows_per_generation + sum(each.most for each in self.additional.values())
-        return [
-            f"  drawn again        per generation {kinds}, expected if success rates lie evenly between 0 and 1; rows of a "
-            f"generation take up to {13 * most * self.longest / GIB:.2f} GiB of main memory, and no more of a GPU's"
         ]
 
     def _memory(self) -> list[str]:
@@ -281,8 +262,7 @@ class Estimate:
             return []
         is_float32 = self.dtype == "float32" or self.has_float32_copies or self.recipe.model.use_peft
         interrupted = training.save_steps % step.updates_per_generation != 0
-        kept = step.rows_per_generation + sum(each.expected for each in self.additional.values())
-        row_tokens = kept * mean_length if interrupted else 0
+        row_tokens = step.rows_per_generation * mean_length if interrupted else 0
         parts_of = {"weight_bytes": 4 if is_float32 else 2, "snapshot": self.has_snapshot, "row_tokens": row_tokens}
         size = cost.checkpoint_bytes(self.trained, **parts_of) + cost.checkpoint_bytes(self.critic)
         parts = ["weights", "two Adam moments"] + ["reference snapshot"] * self.has_snapshot
@@ -308,14 +288,12 @@ class Estimate:
             reference=training.reference if self.of_pacs and training.proxy == "log_ratio" else "none",
             split=layout == "split" or layout == "auto" and does_not_fit,
         )
-        return passes + ("probability_reward" in self.recipe.run.reward_funcs)
+        return passes
 
     def learning(self, mean_length: int) -> tuple[float, float, float]:
         """FLOP and seconds of all that is learnt from a generation, and the forward passes that they are reckoned as."""
         training, shape, gpu, prompt = self.training, self.shape, self.gpu, self._prompt
         longest, rows = training.max_completion_length, self.step.rows_per_generation
-        if "adaptive" in self.additional:  # the others take the places of rows
-            rows += self.additional["adaptive"].expected
         # GRPO is TRL's, which pads every row to the longest of the generation, and among so many one reaches the limit.
         computed = attended = prompt + longest
         if self.recipe.run.method != "grpo":
@@ -358,7 +336,6 @@ class Estimate:
     def _time(self, optimizer_steps: int, mean_length: int) -> list[str]:
         training, shape, gpus, gpu = self.training, self.shape, self.launch.num_processes, self.gpu
         longest, prompt = training.max_completion_length, self._prompt
-        draws = [self.step.rows_per_generation, *(each.expected for each in self.additional.values())]
         rollouts, sharing = self.step.rollouts(optimizer_steps), self._rows_of_a_prompt(prompt, mean_length)
         padding = ", padding included" * (self.recipe.run.method == "grpo")
         padding += f", a prompt once for {sharing} completions" * (sharing > 1)
@@ -368,7 +345,7 @@ class Estimate:
             share = training.vllm_gpu_memory_utilization if training.use_vllm else 0.5
             cache = max(share * gpu.memory_bytes - 2 * shape.parameters, 0.05 * gpu.memory_bytes)
             how = {"prompt": prompt, "mean": mean_length, "longest": longest, "kv_cache_bytes": cache, "gpu": gpu}
-            generating = sum(cost.decoding_seconds(shape, rows / gpus, **how) for rows in draws)
+            generating = cost.decoding_seconds(shape, self.step.rows_per_generation / gpus, **how)
             generation = (
                 f"{_seconds(generating)}: weights read once per token of the longest completion, keys and values of all "
                 f"completions, at {gpu.decoding_share:.0%} of {gpu.bandwidth / 1e12:.3g} TB/s"

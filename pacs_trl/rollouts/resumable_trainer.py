@@ -40,7 +40,7 @@ class ResumableTrainer(GRPOTrainer):
     _own_shared_settings: tuple[str, ...] = ()
 
     # What moves on inside an optimizer step, besides metrics and the number of tokens.
-    _counters: tuple[str, ...] = ("_step", "_num_requests", "num_refilled", "_unrewarded", "_buffered_inputs")
+    _counters: tuple[str, ...] = ("_step", "_num_requests", "_unrewarded", "_buffered_inputs")
 
     def __init__(self, model, reward_funcs=None, args=None, **kwargs):
         super().__init__(model, reward_funcs, args=args, **kwargs)
@@ -104,7 +104,6 @@ class ResumableTrainer(GRPOTrainer):
         for kept in (*self._metrics.values(), *self._logs.values(), self._pending_metrics, self._pending_extra_logs):
             kept.clear()
         self._num_requests = 0  # sent to vLLM by this process while training
-        self.num_refilled = 0  # see `refill.py`
         self._unrewarded: int | None = 0  # generation batches without any reward; None once one had a reward
         self._evaluation_requests = (0, 0)  # the optimizer step of the last evaluation, and its requests so far
         self.signal: dict[str, float] = {"none_in": 0}  # see `no_signal.py`
@@ -207,7 +206,6 @@ class ResumableTrainer(GRPOTrainer):
             "settings": self._shared_settings(),
             "step": self._step,
             "num_requests": self._num_requests,
-            "num_refilled": self.num_refilled,
             "unrewarded": self._unrewarded,
             "signal": self.signal,
             "metrics": dict(self._metrics["train"]),
@@ -240,7 +238,6 @@ class ResumableTrainer(GRPOTrainer):
         check_same_settings(str(checkpoint), defaults | state["settings"], current)
         self._step = state["step"]
         self._num_requests = state["num_requests"]
-        self.num_refilled = state.get("num_refilled", 0)  # of older ones none
         self._unrewarded = state.get("unrewarded")
         self.signal = state.get("signal", self.signal)
         self._metrics["train"].update(state["metrics"])

@@ -13,7 +13,7 @@
 import contextlib
 import inspect
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -51,7 +51,6 @@ from .lora import check_lora_targets
 from .no_signal import NoSignalCallback
 from .preemption import check_no_jit_checkpoint
 from .published_trainer import PublishedTrainer
-from .reference_probability import ReferenceProbability, asks_for_reference, check_reference_answers
 from .resume import request_seed
 from .timing import StepTimer, TimingCallback
 from .tools import check_tools, shared_turns_error, turns
@@ -90,7 +89,6 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
     _config_class: type[GRPOConfig] = GRPOConfig
     _padding_free = "auto"  # see `Scorer`
     _learns_with_scorer = True
-    draw_name: str | None = None  # what completions tables call the rows of a draw, where there are several kinds
 
     # All parameters of GRPOTrainer by name, for type checkers and editors; `tests/test_trl_drift.py` compares.
     def __init__(
@@ -133,8 +131,7 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
         for name in ("train_dataset", "eval_dataset"):  # a rollout function adds columns of its own
             check_dataset(name, arguments[name], reward_funcs if rollout_func is None else (), passed)
         check_tools(tools)
-        check_reference_answers(reward_funcs, train_dataset, vars(args).get("guidance"), tools)
-        self._prepare_loading(model, args, arguments)
+        self._prepare_loading(model, args, {"reward_funcs": reward_funcs, **arguments})
         if environment_factory is None and rollout_func is None:
             self._check_prompt_lengths(model, args, arguments)  # last: it may download the model's configuration
         super().__init__(model, reward_funcs, args, **arguments)
@@ -209,7 +206,7 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
         self._solutions: list = []  # of the rows that are being generated
         self._num_groups = 0  # drawn so far
         self._forward_passes_are_chosen = False
-        self._steps_of_rows: list | None = None  # of this process, where completions have labels before their outcomes
+        self._extra_of_rows: list[dict] | None = None  # `Rollout.extra` of this process, where a method has it
         if self.use_vllm:
             self.vllm_generation = Engine(
                 self.vllm_generation,
@@ -228,12 +225,8 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
             self.scorer = self._create_scorer(self.model)
             if self.ref_model is not None:  # of the KL term
                 self.ref_scorer = self._create_scorer(self.accelerator.unwrap_model(self.ref_model))
-        self._needs_reference = any(map(asks_for_reference, self.reward_funcs))
-        self.reference_probability = ReferenceProbability(self)
         self.reward_funcs = [
-            function
-            if isinstance(function, nn.Module)
-            else with_checked_result(self._with_score(function, name), name, partial(self._keep_steps, i))
+            function if isinstance(function, nn.Module) else self._wrap_reward(i, function, name)
             for i, (function, name) in enumerate(zip(self.reward_funcs, self.reward_func_names, strict=True))
         ]
 
@@ -322,8 +315,6 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
         self._check_equal_on_all_processes("rows of a generation batch", len(inputs))
         check_columns("The data set", inputs[0])
         self._solutions = [row.get("solution") for row in inputs]
-        if self.draw_name is not None:
-            self._log_completion_extra("draw", [self.draw_name] * len(inputs))
         with self.timer.part("other"):
             batch = super()._generate_and_score_completions(inputs)
         rows = self.accelerator.process_index * len(inputs) + torch.arange(len(inputs))  # among those of all processes
@@ -331,8 +322,8 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
         batch["labels"] = self._labels[rows.to(self._labels.device)]
         batch["groups"] = self._num_groups + rows // num_generations
         self._num_groups += len(self._labels) // num_generations
-        if self._steps_of_rows is not None:
-            batch["steps"] = self._steps_of_rows
+        if self._extra_of_rows is not None:
+            batch["extra"] = self._extra_of_rows
         return batch
 
     def draw(
@@ -434,7 +425,7 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
     # Judge --------------------------------------------------------------------------------------------------------
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        self._steps_of_rows = None
+        self._extra_of_rows = None
         with self.timer.part("verification"):
             if self._early_grading is not None:
                 self._early_grading.wait()
@@ -464,17 +455,18 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
         """Of the rows of all processes, what is learnt from."""
         return weighted_rewards(rewards_per_func, self.reward_weights)
 
-    def _keep_steps(self, function: int, pairs: list) -> None:
-        """Takes the dense labels of a reward function, see [`with_checked_result`]."""
-        raise ValueError(
-            f"The reward function {self.reward_func_names[function]!r} returned (position, label) pairs, and {self._name} learns from "
-            "outcomes: the labels before them would be ignored. Return numbers, or train with PACS (in a recipe: method: pacs)."
-        )
+    def _wrap_reward(self, index: int, function: Callable, name: str) -> Callable:
+        """Return a reward function as the parent calls it; `index` is its place among the reward functions."""
+        return with_checked_result(self._with_own_arguments(function, name), name)
 
-    def _with_score(self, function: Callable, name: str) -> Callable:
-        """A reward function with a parameter `score` gets [`RolloutTrainer.score`], as it gets the columns of the data set; and one
-        with `reference_probability` [`ReferenceProbability`]."""
-        own = {"score": self.score, "reference_probability": self.reference_probability}
+    def reward_arguments(self) -> dict[str, Any]:
+        """Return what reward functions with a parameter of that name get besides the columns of the data set. Extension point: rewards
+        that need the policy's log-probs."""
+        return {"score": self.score}
+
+    def _with_own_arguments(self, function: Callable, name: str) -> Callable:
+        """Return a reward function that gets those of `reward_arguments` that it has a parameter for."""
+        own = self.reward_arguments()
         own = {key: value for key, value in own.items() if key in inspect.signature(function).parameters}
         if not own:
             return function
@@ -494,8 +486,6 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if self._learns_with_scorer:
             self._choose_forward_passes()
-        if self._needs_reference and resume_from_checkpoint is None:
-            self.reference_probability.begin()
         return prepared
 
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
@@ -503,16 +493,6 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
         if self._unrewarded and self.state.global_step >= self.state.max_steps:
             self._stop_without_rewards()
         return output
-
-    def _save_run(self, directory):
-        super()._save_run(directory)
-        if self._needs_reference and self.args.should_save:
-            self.reference_probability.save(directory)
-
-    def _load_run(self, checkpoint):
-        super()._load_run(checkpoint)
-        if self._needs_reference:
-            self.reference_probability.load(checkpoint)
 
     @torch.no_grad()
     def score(

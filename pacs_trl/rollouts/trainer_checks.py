@@ -18,7 +18,6 @@ from trl.trainer.utils import get_callable_name, is_async_callable
 from .. import rewards
 from ..data.prompts import prompt_lengths
 from ..data.sets import report_unreadable_golds
-from ..update.dense_labels import checked_labels
 from ..verification import shared_verifier
 
 
@@ -206,7 +205,7 @@ def check_generation_kwargs(args: GRPOConfig) -> None:
 _ALWAYS_GIVEN = ("prompts", "completions", "completion_ids", "truncated", "trainer_state", "log_extra", "log_metric")
 
 # What the trainers of this package pass besides.
-OWN_PARAMETERS = ("score", "reference_probability")
+OWN_PARAMETERS = ("score",)
 
 
 def check_reward_functions(functions: Any) -> None:
@@ -242,36 +241,29 @@ def check_reward_function(function: Callable, name: str) -> None:
         pass
 
 
-def with_checked_result(function: Callable, name: str, keep_steps: Callable[[list], None]) -> Callable:
-    """
-    A reward function whose result is looked at before it becomes numbers, so that an error names the function.
-
-    Args:
-        function (`Callable`): A reward function, synchronous or not.
-        name (`str`): What errors call it.
-        keep_steps (`Callable`): Is given positions and labels of each completion (`None` without a verdict) where the function returns
-            dense labels, see [`checked_labels`].
-
-    Returns:
-        `Callable`: the same function, which returns outcomes, and raises a `ValueError` on anything but an iterable of numbers, or of
-        (position, label) pairs, and `None`.
-    """
+def with_result(function: Callable, convert: Callable[[Any, dict], Any]) -> Callable:
+    """Return a reward function, synchronous or not, whose result becomes `convert(result, keyword arguments)`."""
     if is_async_callable(function):
 
         @wraps(function)
         async def call(*args, **kwargs):
-            return _as_numbers(await function(*args, **kwargs), name, kwargs, keep_steps)
+            return convert(await function(*args, **kwargs), kwargs)
     else:
 
         @wraps(function)
         def call(*args, **kwargs):
-            return _as_numbers(function(*args, **kwargs), name, kwargs, keep_steps)
+            return convert(function(*args, **kwargs), kwargs)
 
     return call
 
 
-def _as_numbers(rewards: Any, name: str, given: dict, keep_steps: Callable) -> list[float | None]:
-    expected = "It must return one entry per completion: a number in [0, 1], a list of (position, label) pairs, or None for no verdict."
+def with_checked_result(function: Callable, name: str) -> Callable:
+    """Return a reward function that raises a `ValueError`, which names it, on anything but an iterable of numbers and `None`."""
+    return with_result(function, lambda rewards, given: _as_numbers(rewards, name, given))
+
+
+def _as_numbers(rewards: Any, name: str, given: dict) -> list[float | None]:
+    expected = "It must return one entry per completion: a number in [0, 1], or None for no verdict."
     if isinstance(rewards, str | bytes | dict):
         raise ValueError(
             f"The reward function {name!r} returned a {type(rewards).__name__}, {rewards!r:.100}. {expected}"
@@ -284,8 +276,6 @@ def _as_numbers(rewards: Any, name: str, given: dict, keep_steps: Callable) -> l
         raise ValueError(
             f"The reward function {name!r} returned {len(rewards)} entries for {len(given['completions'])} completions. {expected}"
         )
-    if any(isinstance(reward, list | tuple) for reward in rewards):
-        return _outcomes(rewards, name, given["completion_ids"], keep_steps)
     for i, reward in enumerate(rewards):
         try:
             if isinstance(reward, str | bytes):
@@ -301,21 +291,3 @@ def _as_numbers(rewards: Any, name: str, given: dict, keep_steps: Callable) -> l
             f"{nans[0]}. Fix the computation, or return None where a completion has no verdict."
         )
     return rewards
-
-
-def _outcomes(rewards: list, name: str, completion_ids: list, keep_steps: Callable) -> list[float | None]:
-    """The last labels of dense ones."""
-    dense = next(i for i, reward in enumerate(rewards) if isinstance(reward, list | tuple))
-    for i, reward in enumerate(rewards):
-        if reward is not None and not isinstance(reward, list | tuple):
-            raise ValueError(
-                f"The reward function {name!r} returned {rewards[dense]!r:.100} for completion {dense} and {reward!r:.100} for "
-                f"completion {i}, and a number does not say which prefix it judges. It must return (position, label) pairs for "
-                "every completion, or a number for every one; None is no verdict. An outcome alone is [(len(ids) - 1, label)]."
-            )
-    pairs = [
-        None if reward is None else checked_labels(name, i, reward, len(completion_ids[i]))
-        for i, reward in enumerate(rewards)
-    ]
-    keep_steps(pairs)
-    return [None if each is None else each[1][-1] for each in pairs]

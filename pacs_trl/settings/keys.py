@@ -13,19 +13,6 @@ NEEDED = {
     "model_name_or_path": ("model", "a path or a Hub id"),
 }
 
-# Settings that the baselines cannot have, and why.
-OF_LATER_DRAWS = (
-    *("guidance", "max_guided_fraction", "guided_completions", "guided_weight"),
-    *(
-        "adaptive_rollouts",
-        "max_generations",
-        "adaptive_rollouts_budget",
-        "refill_uniform_groups",
-        "max_refill_rounds",
-    ),
-)
-ONLY_OF_PACS = ", whose loss takes groups of one size, all drawn from the prompt that is learnt from, in one draw"
-
 
 def values_and_errors(
     settings: Mapping[str, Any], method: str, known: Mapping[str, Mapping[str, Setting]]
@@ -46,8 +33,7 @@ def _unknown_keys(settings: Mapping[str, Any], method: str, known: Mapping[str, 
     for key in sorted(settings.keys() - known[method].keys() - {"env"}):
         owners = [name for name in known if key in known[name]]
         if owners:
-            reason = ONLY_OF_PACS if key in OF_LATER_DRAWS else ""
-            message = f"`{key}` is a setting of method {' and '.join(owners)}, not of {method}{reason}; remove it or change `method`."
+            message = f"`{key}` is a setting of method {' and '.join(owners)}, not of {method}; remove it or change `method`."
         else:
             message = (
                 f"`{key}` is not a setting of method {method}.{did_you_mean(key, known[method].keys() | {'config'})}"

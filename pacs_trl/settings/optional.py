@@ -1,8 +1,11 @@
 """What a machine may lack, asked for before the work that needs it: packages of some commands, and rights to write."""
 
+import importlib
 import json
+import sys
 import tempfile
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -149,3 +152,29 @@ def require_vllm_for_evaluation() -> None:
             f"engine='vllm', but vLLM is not installed in this environment. {VLLM_OF_TRL}. {INSTALL_VLLM}, or sample with "
             "transformers: `--engine transformers`."
         )
+
+
+def function_of_user(name: str, key: str) -> Callable:
+    """
+    A function by its dotted path, also from the working directory.
+
+    Raises:
+        `ValueError`: if there is none; `key` is the setting that names it.
+    """
+    module_name, _, function_name = name.rpartition(".")
+    if not module_name:
+        raise ValueError(f"{key}: {name!r} names no function. Write it as package.module.function.")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # the module is the user's, and its import can raise anything
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = "" if place.filename.startswith("<frozen") else f", {place.filename} line {place.lineno}"
+        raise ValueError(
+            f"The module of {name!r} cannot be imported here ({type(error).__name__}: {error}{where}). It must be importable from "
+            f"the working directory of the run, which is {Path.cwd()}."
+        ) from error
+    if not callable(getattr(module, function_name, None)):
+        raise ValueError(f"The module {module_name!r} has no function {function_name!r} ({key}: {name}).")
+    return getattr(module, function_name)

@@ -100,16 +100,8 @@ RANGES = {
     "actor_term_coef": Range(
         "it is the weight of the actor term of eq. 5; 0 leaves it out, as the authors do", least=0
     ),
-    "spread_filter": Range(
-        "it is a share of the mean spread of groups, and at more than 2 nearly no group is left", above=0, most=2
-    ),
     "reference_reset_steps": count("optimizer steps between renewals of the snapshot"),
     "max_non_finite_steps": count("skipped steps in a row after which training stops"),
-    "max_generations": count("completions of a hard prompt", least=2),
-    "adaptive_rollouts_budget": count("completions on top of a generation"),
-    "max_guided_fraction": Range("it is a share of the completions of an optimizer step", above=0, most=0.5),
-    "guided_weight": Range("it scales the gradient of guided completions", above=0),
-    "max_refill_rounds": count("draws of other prompts in a generation"),
     "epsilon": Range("it bounds how far a ratio may fall below 1", above=0),
     "epsilon_high": Range("it bounds how far a ratio may rise above 1", above=0),
     "delta": Range("it bounds ratios of probabilities", above=0),

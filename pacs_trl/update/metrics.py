@@ -8,7 +8,6 @@ import math
 import torch
 
 from ..objective import ClassWeighting, class_weights
-from .dense_labels import Prefixes
 from .groups import Groups
 
 
@@ -56,39 +55,4 @@ def critic_metrics(
         "pacs/uniform_group_fraction": mean(~groups.mixed, groups.judged),
         "pacs/saturated_score_fraction": mean(scores.abs() > SATURATED_SCORE, scorable),
         "pacs/unscorable_fraction": 1.0 - scorable.float().mean().item(),
-    }
-
-
-@torch.no_grad()
-def prefix_metrics(
-    proxies: torch.Tensor, scores: torch.Tensor, prefixes: Prefixes, *, class_weighting: ClassWeighting = "balanced"
-) -> dict[str, float]:
-    """
-    Metrics of labels before the outcomes, of one optimizer step, over all processes; those of [`critic_metrics`] are of outcomes.
-
-    Args:
-        proxies, scores (`torch.Tensor` of shape `(M,)`), prefixes ([`Prefixes`]): See [`dense_loss`].
-        class_weighting (`str`): As in [`critic_metrics`].
-
-    Returns:
-        `dict[str, float]`: names with the prefix `dense/`. NaN where a metric has no value in this step.
-    """
-    known = ~prefixes.labels.isnan()
-    step = known.clone()
-    step[prefixes.outcomes] = False
-    _, targets = prefixes.weights(class_weighting)
-    compared = prefixes.labels[prefixes.compared]
-    mixed = ((compared != prefixes.labels[:, None]) & (prefixes.compared >= 0)).any(dim=1) & step
-    has_opinion = (proxies[known] != 0).any()
-
-    def mean(values: torch.Tensor, where: torch.Tensor) -> float:
-        return values[where].float().mean().item() if where.any() else math.nan
-
-    num_rows = int(known[prefixes.outcomes].sum())
-    return {
-        "dense/steps": int(step.sum()) / num_rows if num_rows else math.nan,
-        "dense/label_mean": mean(prefixes.labels, step),
-        "dense/scored_fraction": mean(prefixes.scored, step),
-        "dense/mixed_fraction": mean(mixed, step & prefixes.scored),
-        "dense/critic_accuracy": mean((scores > 0) == (targets > 0.5), mixed & has_opinion),
     }

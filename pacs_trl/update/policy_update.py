@@ -37,10 +37,9 @@ from ..objective import (
     proxy_coefficients,
     sequence_proxies,
 )
-from .dense_labels import Prefixes, dense_coefficients, dense_loss, prefix_proxies
 from .forwarded import Collector, Forwarded
 from .groups import Groups
-from .metrics import critic_metrics, prefix_metrics
+from .metrics import critic_metrics
 from .microbatching import Schedule
 from .rows import Rollout
 from .sampling_correction import Mismatch, merge_statistics, mismatch_metrics, mismatch_statistics
@@ -50,8 +49,7 @@ from .token_weights import TokenValues, TokenWeights
 
 
 class Objective(NamedTuple):
-    """The numbers of the objective: those of `objective.py`, and the weights of the actor term, of the KL term (`beta`) and of the
-    coefficients of guided rows, and how often verdicts are wrong."""
+    """The numbers of the objective: those of `objective.py`, and the weights of the actor term, of the KL term (`beta`)."""
 
     pacs_beta: float = 1.0
     proxy: Proxy = "log_ratio"
@@ -59,14 +57,9 @@ class Objective(NamedTuple):
     class_weighting: ClassWeighting = "balanced"
     actor_term_coef: float = 0.0
     kl_coef: float = 0.0
-    guided_weight: float = 1.0
 
-    def loss(
-        self, groups: Groups, proxies: torch.Tensor, prefixes: Prefixes | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Loss without the KL term, and scores."""
-        if prefixes is not None:
-            return dense_loss(proxies, prefixes, class_weighting=self.class_weighting)
+    def loss(self, groups: Groups, proxies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss without the KL term, and scores."""
         kinds = {"score_estimator": self.score_estimator, "class_weighting": self.class_weighting}
         return groups.apply(loss_from_proxies, proxies, **kinds)
 
@@ -124,7 +117,30 @@ class PolicyUpdate:
 
     def token_coefficients(self, batch: MicroBatch, coefficients: torch.Tensor) -> torch.Tensor:
         """Return the coefficients of the tokens of a micro-batch, `(B, T)` or `(B, 1)`, from those of its rows."""
-        return batch.of_tokens(coefficients)
+        return coefficients[:, None]
+
+    def counted_tokens(self, row: Rollout) -> int:
+        """Return the number of tokens that the proxy of a row sums over."""
+        return int(row.loss_mask.sum())
+
+    def proxies(self, logps: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """Return the proxies of the rows of a micro-batch, `(B,)`, from their log-probabilities."""
+        kinds: dict = {"pacs_beta": self.objective.pacs_beta, "proxy": self.objective.proxy}
+        return sequence_proxies(logps.detach(), batch.ref_logps, batch.loss_mask, **kinds)
+
+    def coefficients(self, step: StepRollouts, rows: list[int], proxies: torch.Tensor) -> torch.Tensor:
+        """Return the coefficients of `rows`, which are whole groups with these proxies, in the mean over the whole step."""
+        groups = step.groups.take(rows)
+        share = groups.scorable.sum().item() / max(int(step.groups.scorable.sum()), 1)
+        num_tokens = torch.tensor([self.counted_tokens(step.rollouts[i]) for i in rows])
+        weights = torch.tensor([step.rollouts[i].weight for i in rows])
+        return self.objective.coefficients(groups, proxies, num_tokens) * share * weights
+
+    def summarize(self, step: StepRollouts, proxies: torch.Tensor) -> tuple[float, dict[str, float]]:
+        """Return the loss without the KL term, and the metrics of the objective."""
+        loss, scores = self.objective.loss(step.groups, proxies)
+        weighting = self.objective.class_weighting
+        return loss.item(), critic_metrics(proxies, scores, step.groups, class_weighting=weighting)
 
     # Forward passes -----------------------------------------------------------------------------------------------
 
@@ -145,17 +161,6 @@ class PolicyUpdate:
     def _score(self, score: Callable, model, batch: MicroBatch):
         return score(model, [row.prompt_ids for row in batch.rollouts], [row.completion_ids for row in batch.rollouts])
 
-    def _proxies(self, logps: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        compared = logps.detach(), batch.ref_logps
-        kinds: dict = {"pacs_beta": self.objective.pacs_beta, "proxy": self.objective.proxy}
-        mask = batch.loss_mask
-        if batch.has_positions:
-            rows, ends = batch.ends
-            if len(rows) > len(logps):
-                return prefix_proxies(*compared, mask, rows, ends, **kinds)
-            mask = mask & (torch.arange(logps.shape[1], device=ends.device) <= ends[:, None])
-        return sequence_proxies(*compared, mask, **kinds)
-
     @torch.no_grad()
     def fill_in(self, model, step: StepRollouts, *names: str) -> None:
         """Fill in `ref_logps`, `old_logps` or `old_entropies` of the rows this process learns from, with the weights `model` has
@@ -175,7 +180,7 @@ class PolicyUpdate:
             logps, entropies = self._score(self.scorer.score, model, batch).padded()
             tokens = self._token_values(step, batch, logps, entropies, logps.new_zeros(len(logps), 1))
             values = [value for weights in self.token_weights for value in weights.row_values(tokens)]
-            found.add(step.places(rows), self._proxies(logps, batch), entropies, batch.loss_mask, row_values=values)
+            found.add(step.places(rows), self.proxies(logps, batch), entropies, batch.loss_mask, row_values=values)
         return found.reduce()
 
     def left_out_entropy(self, model, step: StepRollouts, schedule: Schedule) -> float:
@@ -217,7 +222,7 @@ class PolicyUpdate:
                 before = self._forward(model, step, step.schedule)
             proxies = torch.zeros(step.num_places) if proxies_are_zero else before and before.proxies
             if proxies is not None:
-                coefficients = self._coefficients(step, list(range(len(step.rollouts))), proxies)
+                coefficients = self.coefficients(step, list(range(len(step.rollouts))), proxies)
                 schedule = self._schedule_rows_that_count(step, coefficients, scored=before is not None)
             # Before the backward passes, between which FSDP keeps what it has gathered. A pass for the proxies went over
             # more rows.
@@ -256,23 +261,6 @@ class PolicyUpdate:
         entropy = found.entropy + self.left_out_entropy(model, step, step.schedule)
         return self._summarize(step, proxies, entropy, found.num_rows)
 
-    def _coefficients(self, step: StepRollouts, rows: list[int], proxies: torch.Tensor) -> torch.Tensor:
-        """Of `rows`, which are whole groups with the proxies of their places, in the mean over the whole step."""
-        prefixes = [(step.rollouts[i], end + 1) for i in rows for end in step.rollouts[i].ends]
-        num_tokens = torch.tensor([int(row.loss_mask[:end].sum()) for row, end in prefixes])
-        guided = torch.tensor([row.guided for row, _ in prefixes])
-        if step.prefixes is None:
-            groups = step.groups.take(rows)
-            share = groups.scorable.sum().item() / max(int(step.groups.scorable.sum()), 1)
-            coefficients = self.objective.coefficients(groups, proxies, num_tokens) * share
-        else:
-            places = torch.tensor(step.places(rows))
-            of_step = torch.zeros(step.num_places).index_copy(0, places, proxies)
-            weighting = self.objective.class_weighting
-            found = dense_coefficients(of_step, step.prefixes, class_weighting=weighting)[places]
-            coefficients = self.objective.slopes(num_tokens) * found
-        return coefficients.where(~guided, coefficients * self.objective.guided_weight)
-
     def _schedule_rows_that_count(self, step: StepRollouts, coefficients: torch.Tensor, *, scored: bool) -> Schedule:
         """Micro-batches of the rows with a gradient; `scored` is whether those of `step.schedule` were forwarded before."""
         scheduled = {i for batches in step.schedule for rows in batches for i in rows}
@@ -304,13 +292,13 @@ class PolicyUpdate:
         for k, (rows, batch) in enumerate(self.micro_batches(step, schedule)):
             with self._synchronize_gradients(model, last=k == last):
                 logps, entropies = self._score(self.scorer.score, model, batch).padded()
-                proxies = self._proxies(logps, batch)
+                proxies = self.proxies(logps, batch)
                 if not rows:
                     of_rows = torch.zeros(1)
                 elif coefficients is not None:
                     of_rows = coefficients[step.places(rows)]
                 else:
-                    of_rows = self._coefficients(step, rows, proxies.cpu())
+                    of_rows = self.coefficients(step, rows, proxies.cpu())
                 of_tokens = self.token_coefficients(batch, of_rows.to(logps.device))
                 if compares:
                     compared = logps, batch.sampling_logps, batch.loss_mask
@@ -342,17 +330,13 @@ class PolicyUpdate:
         return (torch.exp(log_ratio) - log_ratio - 1).masked_fill(~batch.loss_mask, 0.0).sum()
 
     def _summarize(self, step: StepRollouts, proxies, entropy: float, num_forwarded: float):
-        """The loss without the KL term, and the metrics that every step has; `entropy` is summed over all counted tokens."""
-        loss, scores = self.objective.loss(step.groups, proxies, step.prefixes)
-        weighting = self.objective.class_weighting
-        metrics = {
+        """Return the loss without the KL term, and the metrics that every step has; `entropy` is summed over all counted tokens."""
+        loss, metrics = self.summarize(step, proxies)
+        of_step = {
             "entropy": entropy / step.num_tokens if step.num_tokens else math.nan,
             "pacs/forwarded_fraction": num_forwarded / max(len(step.rollouts), 1),
         }
-        if step.prefixes is not None:
-            metrics |= prefix_metrics(proxies, scores, step.prefixes, class_weighting=weighting)
-            proxies, scores = proxies[step.prefixes.outcomes], scores[step.prefixes.outcomes]
-        return loss.item(), metrics | critic_metrics(proxies, scores, step.groups, class_weighting=weighting)
+        return loss, of_step | metrics
 
     @contextlib.contextmanager
     def _synchronize_gradients(self, model, *, last: bool):

@@ -5,7 +5,7 @@ TRL returns a generation batch as tensors padded to its longest completion. Here
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -32,10 +32,8 @@ class Rollout:
             weights need them.
         sampling_logps (float32, shape `(C,)`, *optional*): As the engine that generated reported them; NaN where it
             did not.
-        guided (`bool`): Whether the completion was drawn with help that `prompt_ids` does not have.
-        positions (int32, shape `(K,)`, *optional*), step_labels (float32, shape `(K - 1,)`, *optional*): Of a completion that is
-            labelled in several places, see `dense_labels.py`: inclusive indices of these, and the labels before the last one,
-            which is `label`.
+        weight (`float`): Factor on the gradient of the completion.
+        extra (`dict[str, np.ndarray]`): What a method keeps of the completion; saved in checkpoints.
     """
 
     prompt_ids: np.ndarray
@@ -47,33 +45,26 @@ class Rollout:
     ref_logps: np.ndarray | None = None
     sampling_logps: np.ndarray | None = None
     old_entropies: np.ndarray | None = None
-    guided: bool = False
-    positions: np.ndarray | None = None
-    step_labels: np.ndarray | None = None
-
-    @property
-    def ends(self) -> np.ndarray:
-        """Where the prefixes end that have a label."""
-        return np.array([len(self.completion_ids) - 1]) if self.positions is None else self.positions
-
-    @property
-    def labels(self) -> list[float]:
-        """Of these prefixes, the last one the outcome."""
-        return [*([] if self.step_labels is None else self.step_labels.tolist()), self.label]
+    weight: float = 1.0
+    extra: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 def to_state(rollout: Rollout) -> dict:
-    """A row as tensors and numbers, which `torch.load(weights_only=True)` accepts."""
-    return {
-        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-        for name, value in vars(rollout).items()
-    }
+    """Return a row as tensors and numbers, which `torch.load(weights_only=True)` accepts."""
+
+    def as_tensors(values: dict[str, Any]) -> dict[str, Any]:
+        return {name: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for name, v in values.items()}
+
+    return as_tensors(vars(rollout)) | {"extra": as_tensors(rollout.extra)}
 
 
 def from_state(state: dict) -> Rollout:
     """Inverse of [`to_state`]."""
-    values: dict[str, Any] = {n: v.numpy() if torch.is_tensor(v) else v for n, v in state.items()}
-    return Rollout(**values)
+
+    def as_arrays(values: dict[str, Any]) -> dict[str, Any]:
+        return {name: v.numpy() if torch.is_tensor(v) else v for name, v in values.items()}
+
+    return Rollout(**as_arrays(state) | {"extra": as_arrays(state["extra"])})
 
 
 def weighted_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -107,9 +98,9 @@ def labels_from_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor, n
 
 
 def unpad_rollouts(batch: dict[str, torch.Tensor]) -> list[Rollout]:
-    """Rows of what `_generate_and_score_completions` returns, plus `"labels"` and `"groups"` of shape `(B,)`, and `"steps"` where
-    completions are labelled in several places: [`Rollout`]'s `positions` and `step_labels` of each. A completion whose mask is
-    all zero was cut off and is masked by `mask_truncated_completions`: it loses its label."""
+    """Rows of what `_generate_and_score_completions` returns, plus `"labels"` and `"groups"` of shape `(B,)`, and `"extra"`,
+    [`Rollout`]'s of each, where a method has them. A completion whose mask is all zero was cut off and is masked by
+    `mask_truncated_completions`: it loses its label."""
     prompts = without_padding(batch["prompt_ids"], batch["prompt_mask"])
     completions = without_padding(batch["completion_ids"], batch["completion_mask"])
     tool_mask = batch["tool_mask"] if "tool_mask" in batch else batch["completion_mask"]
@@ -118,7 +109,7 @@ def unpad_rollouts(batch: dict[str, torch.Tensor]) -> list[Rollout]:
     sampling_logps: Sequence[np.ndarray | None] = [None] * len(prompts)
     if "sampling_per_token_logps" in batch:
         sampling_logps = without_padding(batch["sampling_per_token_logps"].float(), batch["completion_mask"])
-    steps: Any = batch["steps"] if "steps" in batch else [(None, None)] * len(prompts)
+    extra: Any = batch["extra"] if "extra" in batch else [{}] * len(prompts)
     return [
         Rollout(
             prompt_ids=prompts[i].astype(np.int32),
@@ -127,8 +118,7 @@ def unpad_rollouts(batch: dict[str, torch.Tensor]) -> list[Rollout]:
             label=labels[i] if len(completions[i]) else float("nan"),
             group=groups[i],
             sampling_logps=sampling_logps[i],
-            positions=steps[i][0] if len(completions[i]) else None,
-            step_labels=steps[i][1] if len(completions[i]) else None,
+            extra=extra[i] if len(completions[i]) else {},
         )
         for i in range(len(prompts))
     ]

@@ -6,9 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
-from .dense_labels import Prefixes, token_coefficients
 from .groups import Groups
 from .microbatching import RowLengths, Schedule, schedule_cost, schedule_micro_batches
 from .rows import Rollout
@@ -36,8 +34,6 @@ class StepRollouts:
         on_policy (`bool`): Whether the weights are still those that generated the rows. The forward pass itself then
             tells how far the engine is from the trainer, and token weights take it for that of the policy that
             generated.
-        prefixes ([`Prefixes`], *optional*): Where a completion has labels before its outcome. Proxies and coefficients are then
-            those of all its prefixes, else one for each row.
     """
 
     rollouts: list[Rollout]
@@ -45,18 +41,15 @@ class StepRollouts:
     schedule: Schedule
     whole_groups: bool
     on_policy: bool = False
-    prefixes: Prefixes | None = None
 
     def places(self, rows: list[int]) -> list[int]:
-        """Where the proxies and coefficients of some rows stand among those of the step."""
-        if self.prefixes is None:
-            return rows
-        starts = self.prefixes.starts
-        return [starts[i] + k for i in rows for k in range(len(self.rollouts[i].ends))]
+        """Return where the proxies and coefficients of some rows stand among those of the step."""
+        return rows
 
     @property
     def num_places(self) -> int:
-        return len(self.rollouts) if self.prefixes is None else len(self.prefixes.row)
+        """Proxies of the step: one for each row."""
+        return len(self.rollouts)
 
     @property
     def num_tokens(self) -> int:
@@ -93,9 +86,6 @@ def schedule_step(rollouts: list[Rollout], limits: Limits, *, every_row: bool) -
         into a micro-batch.
     """
     groups = Groups(torch.tensor([row.label for row in rollouts]), [row.group for row in rollouts])
-    prefixes = None
-    if any(len(row.ends) > 1 for row in rollouts):
-        prefixes = Prefixes(groups, [row.labels for row in rollouts])
     takes_part = groups.scorable
     if every_row:
         takes_part = torch.tensor([len(row.completion_ids) > 0 for row in rollouts])
@@ -124,8 +114,8 @@ def schedule_step(rollouts: list[Rollout], limits: Limits, *, every_row: bool) -
         cost = 1 + limits.backward_cost
         layout = "whole" if cost * whole_cost <= (cost + 1) * split_cost else "split"
     if layout == "whole" and whole is not None:
-        return StepRollouts(rollouts, groups, whole, whole_groups=True, prefixes=prefixes)
-    return StepRollouts(rollouts, groups, split, whole_groups=False, prefixes=prefixes)
+        return StepRollouts(rollouts, groups, whole, whole_groups=True)
+    return StepRollouts(rollouts, groups, split, whole_groups=False)
 
 
 def schedule_rows(rollouts: list[Rollout], rows: list[int], limits: Limits) -> Schedule:
@@ -158,28 +148,6 @@ class MicroBatch:
     old_logps: torch.Tensor
     old_entropies: torch.Tensor
     sampling_logps: torch.Tensor
-
-    @property
-    def has_positions(self) -> bool:
-        return any(row.positions is not None for row in self.rollouts)
-
-    @property
-    def ends(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Row and last token of each prefix that has a label."""
-        ends = [torch.from_numpy(row.ends) for row in self.rollouts]
-        rows = torch.arange(len(ends)).repeat_interleave(torch.tensor(list(map(len, ends))))
-        return rows.to(self.loss_mask.device), torch.cat(ends).to(self.loss_mask.device)
-
-    def of_tokens(self, coefficients: torch.Tensor) -> torch.Tensor:
-        """Coefficients of tokens, `(B, T)` or `(B, 1)`, from those of the prefixes."""
-        if not self.has_positions:
-            return coefficients[:, None]
-        of_rows = coefficients.split([len(row.ends) for row in self.rollouts])
-        found = [
-            token_coefficients(c, row.ends, len(row.completion_ids))
-            for c, row in zip(of_rows, self.rollouts, strict=True)
-        ]
-        return pad_sequence(found, batch_first=True)
 
 
 def collate(rollouts: list[Rollout], device: torch.device) -> MicroBatch:

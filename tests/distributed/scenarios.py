@@ -13,6 +13,7 @@ import yaml
 from peft import LoraConfig
 from replay import (
     TOKENIZER,
+    DarsAndGuidanceTrainer,
     RaggedGroups,
     Recorder,
     Replay,
@@ -33,9 +34,9 @@ from sharding import (
 from torch.distributed.fsdp import FSDPModule
 
 from pacs_trl import PACSTrainer
+from pacs_trl.experimental.rlpr import RLPRTrainer, probability_reward
 from pacs_trl.experimental.steer import STEERTrainer
 from pacs_trl.experimental.verl import VERLTrainer
-from pacs_trl.rewards import probability_reward
 from pacs_trl.train import main as train
 
 
@@ -81,7 +82,7 @@ REPLAYED: dict[str, tuple[dict, dict]] = {  # settings, settings of the replay
 VERL = {**QUARTER, "trainer_class": VERLTrainer, "hidden_state_stride": 2, "max_steps": 4}
 
 
-def record(directory, settings, replay_settings, *, more=None, model=None, trainer_class=PACSTrainer):
+def record(directory, settings, replay_settings, *, more=None, model=None, trainer_class=None):
     settings = {"trainer_class": trainer_class} | settings
     replay, recorder = Replay(**replay_settings), Recorder()
     trainer = build_trainer(
@@ -238,6 +239,7 @@ def drawn_where_needed(rank, directory, **how):
     data = addition_dataset(8).map(lambda row, i: {"place": i, "hint": "Count."}, with_indices=True)
     settings = {"adaptive_rollouts": "hardness_weighted", "max_generations": 16, "adaptive_rollouts_budget": 22}
     settings |= {"guidance": "hint", "refill_uniform_groups": True, "max_refill_rounds": 1, "shuffle_dataset": False}
+    settings["trainer_class"] = DarsAndGuidanceTrainer
     settings |= HALF | {"max_steps": 4} | how
     PACSTrainer.draw = watched
     try:
@@ -250,7 +252,9 @@ def drawn_where_needed(rank, directory, **how):
 def probabilities(directory, **how):
     """Of reference answers, of the whole training set and of completions, which the processes share."""
     settings = {"max_completion_length": 12, "per_device_train_batch_size": 4, "learning_rate": 0.5} | how
-    trainer = build_trainer(directory, reward=probability_reward, more={"rollout_func": boxed}, **settings)
+    trainer = build_trainer(
+        directory, reward=probability_reward, trainer_class=RLPRTrainer, more={"rollout_func": boxed}, **settings
+    )
     trainer.train()
     logs = [
         {k: v for k, v in e.items() if k.startswith("probability/")} for e in trainer.state.log_history if "loss" in e

@@ -8,7 +8,6 @@ from optional import needs
 
 from experiments import draws, guided, weights
 from pacs_trl.plan.check import check_recipe
-from pacs_trl.rollouts.draw_settings import additional
 
 
 @pytest.mark.parametrize("task", draws.TASKS)
@@ -17,8 +16,10 @@ def test_arms_cost_the_same(arm, task):
     cell = draws.cell_of(arm, task)
     recipe, conflicts = check_recipe(f"recipes/{cell.recipe}.yaml", cell.words, 1)
     assert conflicts == []
-    step, more = recipe.step, additional(recipe.training, recipe.step)
-    drawn = step.rows_per_generation + (more["adaptive"].most if "adaptive" in more else 0)
+    step = recipe.step
+    drawn = step.rows_per_generation
+    if getattr(recipe.training, "adaptive_rollouts", None):
+        drawn += recipe.training.adaptive_rollouts_budget or 768  # 32 prompts x 24
     generations = step.rollouts(recipe.training.max_steps)
     assert generations * drawn == {"refill": 15_360, "DARS, equal treatment, no budget": 34 * 1024}.get(
         arm.partition(",")[0] if "refill" in arm else arm, 23_040
@@ -39,7 +40,7 @@ def test_completions_and_the_way_to_a_target():
 def test_guided_arms(arm):
     words = ["--dataset_name", "train.jsonl", *guided.SAVED, *guided.ARMS[arm]]
     recipe, conflicts = check_recipe(str(guided.RECIPE), words, 1)
-    assert conflicts == [] and recipe.training.guidance == (None if arm == "plain" else "hint")
+    assert conflicts == [] and recipe.run.method == ("pacs" if arm == "plain" else "guidance")
 
 
 def test_backward_sums():

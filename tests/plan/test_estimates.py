@@ -155,28 +155,3 @@ def test_with_lora_the_kl_reference_is_the_policy_without_adapter(planned):
     targets = [{"lora_r": 512, "lora_target_modules": [name]} for name in ("q_proj", "o_proj")]
     query, output, narrow = (planned("training state", **LORA | changes) for changes in (*targets, {"lora_r": 1}))
     assert query == output != narrow
-
-
-ADAPTIVE = {"adaptive_rollouts": "equal_treatment", "max_generations": 32}
-# 1024 prompts x 8: every number of right completions is equally frequent
-DRAWN_AGAIN = [
-    (ADAPTIVE, 1024 * (24 + 11 + 3 + 1) / 9, "adaptive 4,437 (at most 24,576)"),
-    (ADAPTIVE | {"adaptive_rollouts_budget": 640}, 640, "adaptive 640 (at most 640)"),
-    # a ninth of the prompts, 4 of 8; at most a quarter of 2048 rows in each of four updates
-    ({"guidance": "feedback"}, 1024 / 9 * 4, "guidance 455 (at most 2,048)"),
-    ({"refill_uniform_groups": True}, 8192 * (2 / 9 + 4 / 81 + 8 / 729), "refill 2,315 (at most 24,576)"),
-]
-
-
-@pytest.mark.parametrize(("settings", "more", "words"), DRAWN_AGAIN)
-def test_completions_that_are_drawn_again(planned, settings, more, words):
-    assert planned("drawn again", **settings).startswith(f"per generation {words}, expected if")
-    drawn = int(planned("completions", **settings).replace(",", ""))
-    assert drawn == 120 * 8192 + round(120 * more)
-    grows = {name: [planned(name, **given).split()[0] for given in ({}, settings)] for name in ("all", "activations")}
-    assert float(grows["all"][1]) > float(grows["all"][0]) and grows["activations"][0] == grows["activations"][1]
-
-
-def test_a_schedule_that_is_refused_adds_nothing(plan):
-    status, output = plan(adaptive_rollouts="equal_treatment")
-    assert status == 1 and "needs max_generations" in output and "drawn again" not in output

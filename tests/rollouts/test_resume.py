@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from seeds import shifted
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+from pacs_trl.experimental.process_labels import ProcessLabelsTrainer
 from pacs_trl.rollouts.resume import check_same_adapter, last_checkpoint
 from pacs_trl.settings.command_line import FailedRun
 
@@ -136,6 +137,7 @@ VARIANTS = {
     },
     "labels in several places, LoRA": {
         "reward": digit_steps,
+        "trainer_class": ProcessLabelsTrainer,
         "lora": True,
         "max_steps": 6,
         "offsets": [1, 2, 3, 4, 5],

@@ -10,9 +10,10 @@ from trl import GRPOTrainer
 from trl.chat_template_utils import parse_response
 
 from pacs_trl.data.tasks import CALL, demonstrations
+from pacs_trl.experimental.rlpr import RLPRTrainer, probability_reward
 from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.recipe import Recipe
-from pacs_trl.rewards import math_reward, probability_reward
+from pacs_trl.rewards import math_reward
 from pacs_trl.rollouts.tools import check_tool_template, check_tools
 from pacs_trl.train import tool_function
 from pacs_trl.verification import completion_text
@@ -204,7 +205,8 @@ def test_templates_without_tools():
 
 def test_probabilities_of_answers_do_not_go_with_tools(tmp_path):
     with pytest.raises(ValueError, match="tools make no sense with probability_reward"):
-        build_trainer(tmp_path, model="no/model", reward=probability_reward, more={"tools": [say]})
+        arguments = {"reward": probability_reward, "more": {"tools": [say]}}
+        build_trainer(tmp_path, model="no/model", trainer_class=RLPRTrainer, **arguments)
 
 
 NAMED = {"model_name_or_path": "m", "dataset_name": "gsm8k", "output_dir": "o", "use_cpu": True, "bf16": False}

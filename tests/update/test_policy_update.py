@@ -30,6 +30,7 @@ from replay import (
 )
 from seeds import shifted
 
+from pacs_trl.experimental.process_labels import ProcessLabelsTrainer
 from pacs_trl.update.scorer import sequence_logps
 from pacs_trl.update.token_weights import TokenWeights
 
@@ -144,7 +145,11 @@ def test_gradient_of_labels_in_several_places(tmp_path, settings):
 
 def test_gradient_of_labels_in_several_places_with_token_weights_kl_term_and_lora(tmp_path, model_path):
     settings = {**CORRECTION, "vllm_importance_sampling_mode": "token_truncate", "beta": 0.1, **TWO_UPDATES}
-    train_and_compare(tmp_path, Replay(steps=True), model=model_path, trainer_class=WeightedTokens, **settings)
+
+    class Both(WeightedTokens, ProcessLabelsTrainer):
+        pass
+
+    train_and_compare(tmp_path, Replay(steps=True), model=model_path, trainer_class=Both, **settings)
     torch.manual_seed(shifted(0))
     train_and_compare(tmp_path, Replay(steps=True), peft_config=LORA, **TWO_UPDATES)
 
@@ -155,8 +160,8 @@ def test_one_position_for_each_completion_is_plain_pacs_bit_by_bit(tmp_path, set
         return [None if y is None else [(len(ids) - 1, y)] for ids, y in zip(completion_ids, label)]
 
     runs = []
-    for reward in (None, outcomes):
-        trainer = build_trainer(tmp_path, replay=Replay(unverifiable=0.1, soft=True), reward=reward, **settings)
+    for arguments in ({}, {"reward": outcomes, "trainer_class": ProcessLabelsTrainer}):
+        trainer = build_trainer(tmp_path, replay=Replay(unverifiable=0.1, soft=True), **arguments, **settings)
         trainer.train()
         kept = ("loss", "grad_norm", "entropy", "pacs/")
         logs = [{k: v for k, v in e.items() if k.startswith(kept)} for e in trainer.state.log_history[:-1]]

@@ -129,7 +129,7 @@ def test_labels_outside_of_their_range():
 def test_rows_of_a_prompt_share_it_however_they_were_drawn():
     """Plain, guided, and of several turns with tool results in between."""
     ids = lambda *numbers: np.array(numbers, dtype=np.int32)  # noqa: E731
-    drawn = [(ids(5, 6), {}), (ids(5, 6), {"guided": True}), (ids(5, 6), {"group": 1}), (ids(5, 7), {})]
+    drawn = [(ids(5, 6), {}), (ids(5, 6), {"weight": 0.5}), (ids(5, 6), {"group": 1}), (ids(5, 7), {})]
     masks = [[True, True], [True, True], [True, False], [True, True]]
     rows = [Rollout(p, ids(8, 9), np.array(m), 1.0, **more) for (p, more), m in zip(drawn, masks, strict=True)]
     assert row_lengths(rows).texts == [0, 0, 0, 1]

@@ -4,10 +4,11 @@ import threading
 
 import pytest
 import torch
-from replay import addition_dataset, build_trainer, trainable_weights
+from replay import DarsAndGuidanceTrainer, addition_dataset, build_trainer, trainable_weights
 from transformers import AutoModelForCausalLM
 
 from pacs_trl import rewards
+from pacs_trl.experimental.process_labels import ProcessLabelsTrainer
 from pacs_trl.experimental.steer import STEERTrainer
 from pacs_trl.rollouts import early_grading
 from pacs_trl.verification import Verifier
@@ -131,7 +132,8 @@ def test_token_weights_and_labels_of_steps(tmp_path, checkpoint, colocated):
     logs = [entry for entry in steered.state.log_history if "loss" in entry]
     assert all(0.8 <= entry["steer/weight_mean"] <= 1 for entry in logs)
     assert ["steer/measured_entropy_change" in entry for entry in logs] == [False, True] * 2
-    judged = trainer_on(checkpoint, tmp_path / "steps", updates, reward=[rewards.math_reward, even_tokens])
+    functions = [rewards.math_reward, even_tokens]
+    judged = trainer_on(checkpoint, tmp_path / "steps", updates, reward=functions, trainer_class=ProcessLabelsTrainer)
     judged.train()
     logs = [entry for entry in judged.state.log_history if "loss" in entry]
     assert judged._early_grading is not None and all(0 < entry["dense/label_mean"] < 1 for entry in logs)
@@ -198,7 +200,12 @@ def test_hard_prompts_are_drawn_again(tmp_path, checkpoint, colocated):
     runs = []
     for step in (0, 1, 2):
         trainer = trainer_on(
-            checkpoint, tmp_path / str(step), settings, reward=rarely, arguments={"train_dataset": data}
+            checkpoint,
+            tmp_path / str(step),
+            settings,
+            reward=rarely,
+            arguments={"train_dataset": data},
+            trainer_class=DarsAndGuidanceTrainer,
         )
         trainer.train(resume_from_checkpoint=str(tmp_path / "0" / f"checkpoint-{step}") if step else None)
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -207,7 +214,7 @@ def test_hard_prompts_are_drawn_again(tmp_path, checkpoint, colocated):
         for row in (row for update in trainer._steps for row in update.rollouts):
             groups.setdefault(row.group, []).append(row)
         assert all(len({tuple(row.completion_ids) for row in rows}) > len(rows) // 2 for rows in groups.values())
-        guided = [row for rows in groups.values() for row in rows if row.guided]
+        guided = [row for rows in groups.values() for row in rows if "guided" in row.extra]
         assert all(torch.tensor(row.sampling_logps).isnan().all() for row in guided)
     weights, losses, history = runs[0]
     for again, losses_again, _ in runs[1:]:

@@ -1,16 +1,17 @@
-"""Guided attempts: where all completions of a prompt are wrong, some are drawn again with help, as Agent-RLVR does.
+"""Guidance ([arXiv 2506.11425](https://huggingface.co/papers/2506.11425)): where all completions of a prompt are wrong, some are generated again with help.
 
-Help is a hint in the prompt, or a second turn with a failed attempt and what the verifier says of it ([arXiv
-2506.11425](https://huggingface.co/papers/2506.11425)). Right answers take the places of wrong ones, and are learnt from as answers to the
-plain prompt. A failed guided attempt is dropped, since as a negative of another prompt it would only be pushed down, unless all are
-to be learnt from by their rewards. No engine has drawn these rows from the plain prompt, so they have no `sampling_logps`.
+Extension point: generate more or different completions. Help is a hint in the prompt, or a second turn with a failed attempt and what
+the verifier says of it, as in Agent-RLVR. Right answers take the places of wrong ones, and are learned from as answers to the plain
+prompt. A failed guided attempt is dropped, since as a negative of another prompt it would only be pushed down, unless all are to be
+learned from by their rewards. No engine has generated these rows from the plain prompt, so they have no `sampling_logps`.
+See docs/adaptive_rollouts.md.
 """
 
 import inspect
 import logging
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -18,11 +19,14 @@ from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset
 from trl.data_utils import is_conversational
 
+from ..rollouts.step_sizes import Step
+from ..settings import with_help
+from ..settings.optional import function_of_user
+from ..settings.ranges import Range
 from ..update.groups import split_into_steps
 from ..update.rows import Rollout
 from ..verification import Outcome, gold_texts, shared_code_verifier, shared_verifier
-from .redraw import RIGHT, Redraw, judged_labels
-from .schedules import in_turns
+from ._redraw import RIGHT, Redraw, RedrawingConfig, RedrawingTrainer, in_equal_shares, judged_labels
 
 
 logger = logging.getLogger(__name__)
@@ -44,16 +48,16 @@ NO_PROGRAM = "No program was found in your solution. Write the whole program in 
 
 
 def check_guidance(
-    guidance: Guidance | None, hint: HintFunction | None, dataset: Any, *, tools: Any = None, environments: Any = None
+    guidance: Guidance, hint: HintFunction | None, dataset: Any, *, tools: Any = None, environments: Any = None
 ) -> None:
     """
     Whether the data have what `guidance` needs; warns of hints that contain the gold answer.
 
     Args:
-        guidance (`str`, *optional*):
+        guidance (`str`):
             Setting of that name.
         hint (`Callable`, *optional*):
-            Argument `hint` of [`PACSTrainer`].
+            Argument `hint` of [`GuidanceTrainer`].
         dataset:
             The training set.
         tools, environments:
@@ -83,7 +87,7 @@ def check_guidance(
             "guidance='feedback' puts a failed attempt into the prompt as one message, and attempts with tools have several. Use "
             "guidance='hint'."
         )
-    if guidance is not None and environments is not None:
+    if environments is not None:
         raise ValueError(
             f"guidance={guidance!r} writes into the prompt, and with an environment_factory the environment does. Leave one out."
         )
@@ -91,10 +95,10 @@ def check_guidance(
     if guidance == "hint" and hint is None and columns is not None and "hint" not in columns:
         raise ValueError(
             f"guidance='hint' needs a column `hint`, and the training set has {', '.join(columns)}. Add the column (empty where "
-            "there is no hint), give PACSTrainer a function `hint(row, failed_completions)` (in a recipe: hint_function), or set "
+            "there is no hint), give GuidanceTrainer a function `hint(row, failed_completions)` (in a recipe: hint_function), or set "
             "guidance='feedback'."
         )
-    if not isinstance(dataset, Dataset) or guidance is None:
+    if not isinstance(dataset, Dataset):
         return
     if guidance == "feedback" and len(dataset) and not is_conversational(dataset[0]):
         raise ValueError(
@@ -161,7 +165,7 @@ def guide_failed_groups(
         try:
             found[0] = _Helper(again, guidance, hint).attempts(max_fraction, num_steps)
         except Exception as error:
-            found[1] = f"No hints could be had: {type(error).__name__}: {error}"
+            found[1] = f"Failed to generate hints: {type(error).__name__}: {error}"
             logger.exception(found[1])
     broadcast_object_list(found, from_process=0)
     (prompts, counts), failure = found
@@ -174,7 +178,7 @@ def guide_failed_groups(
     kept = [_under_plain_prompt(again, row) for row in kept]
     for row in kept:
         rows = again.groups[row.group]
-        rows[max(i for i, other in enumerate(rows) if not other.guided)] = row
+        rows[max(i for i, other in enumerate(rows) if "guided" not in other.extra)] = row
     again.log({"guidance/attempted": len(slots), "guidance/solved": len(solved), **counts})
     if kept:
         again.log({"guidance/logp": _mean_logp(again, kept)})
@@ -183,7 +187,8 @@ def guide_failed_groups(
 def _under_plain_prompt(again: Redraw, row: Rollout) -> Rollout:
     unknown = None if row.sampling_logps is None else np.full_like(row.sampling_logps, np.nan)
     plain = again.groups[row.group][0].prompt_ids
-    return replace(row, prompt_ids=plain, sampling_logps=unknown, guided=True)
+    weight, extra = again.trainer.args.guided_weight, row.extra | {"guided": np.array(True)}
+    return replace(row, prompt_ids=plain, sampling_logps=unknown, weight=weight, extra=extra)
 
 
 def _mean_logp(again: Redraw, rows: Sequence[Rollout]) -> float:
@@ -265,3 +270,116 @@ def with_hint(prompt: Any, hint: str) -> Any:
     if isinstance(prompt, str):
         return prompt + text
     return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + text}]
+
+
+def in_turns(limits: Sequence[int], total: int) -> list[int]:
+    """`total` shared out one by one in turns, to none more than its limit."""
+    shares = [0] * len(limits)
+    for turn in range(max(limits, default=0)):
+        for i, limit in enumerate(limits):
+            if turn < limit and total > 0:
+                shares[i] += 1
+                total -= 1
+    return shares
+
+
+def _guided_rows(given: Any, step: Step) -> int:
+    return int(given.max_guided_fraction * min(step.rows_per_update, step.rows_per_generation))
+
+
+@with_help
+@dataclass
+class GuidanceConfig(RedrawingConfig):
+    """
+    Configuration class for the [`GuidanceTrainer`]: every parameter of [`PACSConfig`], and:
+
+    Parameters:
+        guidance (`str`, *optional*, defaults to `"hint"`):
+            Help for prompts without a right answer: `"hint"` puts the column `hint` (or what a function says) into the prompt,
+            `"feedback"` a failed attempt and the verifier's message. Right guided answers replace wrong ones, up to half of a
+            group, and are learned from under the plain prompt.
+        hint_function (`str`, *optional*):
+            With `guidance="hint"`: `package.module.function` that gives the hints, instead of the column `hint`.
+        max_guided_fraction (`float`, *optional*, defaults to `0.25`):
+            Most guided attempts of an optimizer step, as a share of its completions.
+        guided_completions (`str`, *optional*, defaults to `"right"`):
+            Guided attempts that are learned from: `"right"` ones, or `"all"` with a reward, which take the places of wrong answers
+            whatever their own reward is.
+        guided_weight (`float`, *optional*, defaults to `1.0`):
+            Factor on the gradient of guided completions.
+    """
+
+    guidance: Guidance = "hint"
+    hint_function: str | None = None
+    max_guided_fraction: float = field(
+        default=0.25,
+        metadata={"range": Range("it is a share of the completions of an optimizer step", above=0, most=0.5)},
+    )
+    guided_completions: Literal["right", "all"] = "right"
+    guided_weight: float = field(
+        default=1.0, metadata={"range": Range("it scales the gradient of guided completions", above=0)}
+    )
+
+    def most_additional(self, step: Step) -> int:
+        steps = max(1, step.steps_per_generation // step.gradient_accumulation_steps)
+        most = min(steps * _guided_rows(self, step), int(step.prompts_per_generation) * (step.num_generations // 2))
+        return super().most_additional(step) + in_equal_shares(most, step.num_processes)
+
+    @classmethod
+    def errors(cls, given: Any, step: Step | None) -> list[str]:
+        errors = super().errors(given, step)
+        if given.hint_function is not None and given.guidance != "hint":
+            errors.append(
+                f"hint_function={given.hint_function!r} would be ignored with guidance={given.guidance!r}. Set guidance='hint', or "
+                "remove the key."
+            )
+        if given.class_weighting == "only_negative" and given.guided_completions == "right":
+            errors.append(
+                "class_weighting='only_negative' leaves out the half of the loss that right guided answers have. Use "
+                "class_weighting='balanced'."
+            )
+        if step is not None and _guided_rows(given, step) < 1:
+            rows = min(step.rows_per_update, step.rows_per_generation)
+            errors.append(
+                f"max_guided_fraction={given.max_guided_fraction} of the {rows} completions of an optimizer step is not one. Raise "
+                f"it to {1 / rows:.3g} or more."
+            )
+        return errors
+
+
+class GuidanceTrainer(RedrawingTrainer):
+    """
+    [`PACSTrainer`] that generates guided attempts for groups without a right answer.
+
+    Args:
+        hint (`Callable`, *optional*): With `guidance="hint"`: `hint(row, failed_completions)` returns the hint for a row of
+            the data set, all of whose completions (texts) are wrong, or `None`. By default that of `hint_function`, or the column
+            `hint`. The main process calls it.
+
+    All other arguments are those of [`PACSTrainer`].
+    """
+
+    _name = "guidance"
+    _config_class = GuidanceConfig
+    _own_shared_settings = (
+        *("guidance", "max_guided_fraction", "guided_completions", "guided_weight"),
+        *RedrawingTrainer._own_shared_settings,
+    )
+
+    def __init__(self, *args, hint: HintFunction | None = None, **kwargs):
+        self._hint = hint
+        super().__init__(*args, **kwargs)
+
+    def _prepare_loading(self, model, args, arguments) -> None:
+        super()._prepare_loading(model, args, arguments)
+        if self._hint is None and args.hint_function is not None:
+            self._hint = function_of_user(args.hint_function, "hint_function")
+        tools, environments = arguments.get("tools"), arguments.get("environment_factory")
+        check_guidance(
+            args.guidance, self._hint, arguments.get("train_dataset"), tools=tools, environments=environments
+        )
+
+    def redraw(self, again: Redraw, num_steps: int) -> None:
+        super().redraw(again, num_steps)
+        args, learns_from_all = self.args, self.args.guided_completions == "all"
+        guide_failed_groups(again, args.guidance, self._hint, args.max_guided_fraction, num_steps, learns_from_all)

@@ -3,19 +3,23 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
+from replay import TOKENIZER, Replay, addition_dataset, build_trainer, config, digit_reward
 from seeds import shifted
 
-from pacs_trl.objective import loss_from_proxies, proxy_coefficients
-from pacs_trl.update.dense_labels import (
+from pacs_trl.experimental.process_labels import (
     Prefixes,
+    ProcessLabelsConfig,
+    ProcessLabelsTrainer,
     aligned_positions,
     checked_labels,
     dense_coefficients,
     dense_loss,
     token_coefficients,
 )
+from pacs_trl.objective import loss_from_proxies, proxy_coefficients
 from pacs_trl.update.groups import Groups
 
 
@@ -139,7 +143,7 @@ REFUSED = {
     "no label": ([(1, 1.5)], r"Labels must lie in \[0, 1\]"),
     "NaN": ([(1, math.nan)], r"Labels must lie in \[0, 1\]"),
     "no whole number": ([(1.5, 1.0)], "positions whole numbers"),
-    "no pairs": ([0.5, 1.0], "Dense labels are .position, label. pairs"),
+    "no pairs": ([0.5, 1.0], "Process labels are .position, label. pairs"),
     "empty": ([], "at least one pair"),
 }
 
@@ -149,3 +153,80 @@ def test_refused(given, words):
     with pytest.raises(ValueError, match=f"The reward function 'steps' returned .* for completion 4.*{words}"):
         checked_labels("steps", 4, given, 9)
     assert checked_labels("steps", 4, [(0, 1), (8, 0.5)], 9) == ([0, 8], [1.0, 0.5])
+
+
+def halves(completions, completion_ids, **kwargs):
+    """Labels of the first token (three quarters) and of the last one (the outcome)."""
+    outcomes = digit_reward(completions)
+    return [[(0, 0.75)][: len(ids) - 1] + [(len(ids) - 1, y)] for ids, y in zip(completion_ids, outcomes, strict=True)]
+
+
+@pytest.mark.trains
+def test_labels_of_steps_beside_numbers(tmp_path):
+    """Steps have the weight of their function, and a completion without pairs has the others' outcome; also in evaluation, and from a function that is waited for."""
+
+    async def half_of_them(completions, **kwargs):
+        return [None if i % 4 == 3 else pairs for i, pairs in enumerate(halves(completions, **kwargs))]
+
+    def always(completions, **kwargs):
+        return [1.0] * len(completions)
+
+    settings = {"per_device_eval_batch_size": 4, "trainer_class": ProcessLabelsTrainer}
+    settings |= {"reward_weights": [0.8, 0.2], "steps_per_generation": 2, "num_generations_eval": 4}
+    trainer = build_trainer(
+        tmp_path, reward=[half_of_them, always], more={"eval_dataset": addition_dataset(4)}, **settings
+    )
+    learned, schedule = [], trainer.update.schedule
+    trainer.update.schedule = lambda rollouts: learned.extend(rollouts) or schedule(rollouts)
+    trainer.train()
+    labeled = [row for row in learned if row.extra]
+    assert 0 < len(labeled) < len(learned)
+    for row in labeled:
+        last = len(row.completion_ids) - 1
+        assert row.extra["positions"].tolist() == ([0, last] if last else [0]) and row.label in (np.float32(0.2), 1.0)
+        assert row.extra["step_labels"].tolist() == [pytest.approx(0.6)][:last]
+    assert trainer.state.log_history[0]["dense/label_mean"] == pytest.approx(0.6)
+    assert {row.label for row in learned if not row.extra} == {np.float32(0.2)}
+    assert trainer.evaluate()["eval_dense/label_mean"] == pytest.approx(0.6)
+
+
+NO_PAIRS = {
+    "mixed": (lambda n: [[(0, 1.0)], None, *[0.5] * (n - 2)], {}, "0.5 for completion 2"),
+    "not sorted": (lambda n: [[(1, 1.0), (0, 1.0)]] * n, {}, "for completion 0. Positions must rise"),
+    "outside": (lambda n: [[(99, 1.0)]] * n, {}, "inclusive indices into completion_ids, from 0 to"),
+    "label": (lambda n: [[(0, 1.5)]] * n, {}, r"Labels must lie in \[0, 1\]. Rescale"),
+    "one pair for each": (lambda n: [(0, 1.0)] * n, {}, "Process labels are .position, label. pairs"),
+    "too few": (lambda n: [[(0, 1.0)]], {}, "returned 1 entries for 8 completions"),
+    "weight": (lambda n: [[(0, 1.0), (1, 0.5)]] * n, {"reward_weights": [2.0]}, "reward_weights has 2 for 'pairs'"),
+}
+
+
+@pytest.mark.parametrize(("result", "settings", "words"), NO_PAIRS.values(), ids=NO_PAIRS)
+def test_labels_of_steps_that_make_no_sense(tmp_path, result, settings, words):
+    def pairs(completions, **kwargs):
+        return result(len(completions))
+
+    def words_of_two(generation, rows):
+        for row in rows:
+            row.completion_ids = [7, 8, TOKENIZER.eos_token_id]
+        return rows
+
+    trainer = build_trainer(
+        tmp_path, replay=Replay(edit=words_of_two), reward=pairs, trainer_class=ProcessLabelsTrainer, **settings
+    )
+    with pytest.raises(ValueError, match=words):
+        trainer.train()
+
+
+def test_labels_of_steps_by_two_functions_or_for_another_method(tmp_path):
+    settings = {"reward_weights": [0.5, 0.5], "trainer_class": ProcessLabelsTrainer}
+    with pytest.raises(ValueError, match="'halves'"):
+        build_trainer(tmp_path, reward=[halves, halves], **settings).train()
+    with pytest.raises(ValueError, match="'halves'"):
+        build_trainer(tmp_path, reward=halves).train()
+
+
+@pytest.mark.parametrize("settings", [{"score_estimator": "dr_grpo"}, {"actor_term_coef": 0.5}])
+def test_settings_of_another_objective(settings):
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        config("out", ProcessLabelsConfig, **settings)

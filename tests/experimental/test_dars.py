@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from replay import config
 
+from pacs_trl.experimental.dars import DARSConfig, additional_completions, within_budget
+from pacs_trl.experimental.guidance import in_turns
 from pacs_trl.objective import proxy_coefficients
-from pacs_trl.rollouts.schedules import additional_completions, in_turns, mean_over_rates, within_budget
+from pacs_trl.rollouts.step_sizes import Step
 
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "dars_vectors.json").read_text())
@@ -69,16 +72,6 @@ def test_shares_in_turns():
     assert in_turns([], 3) == [] and in_turns([2, 2], 0) == [0, 0]
 
 
-def test_mean_over_prompts():
-    def wanted(k):
-        return additional_completions(k, 8, **EQUAL)
-
-    assert mean_over_rates(8, wanted) == (24 + 11 + 3 + 1) / 9
-    assert mean_over_rates(8, wanted, [0.0, 1.0]) == 12
-    # uniformly distributed rates make every count equally frequent
-    assert mean_over_rates(8, wanted, [(i + 0.5) / 2000 for i in range(2000)]) == pytest.approx(39 / 9, rel=1e-5)
-
-
 @lru_cache
 def group_weight(right: int, size: int, weighting: str) -> float:
     """Sum of the absolute coefficients of a group at proxy 0, times the number of completions that the loss is divided by."""
@@ -131,3 +124,42 @@ def test_the_table_of_the_docs():
     mixed = [sum(each["mixed"] for each in half) / 500 for half in (plain, equal)]
     assert (f"{ratio:.2f}", [f"{share:.2f}" for share in mixed]) == ("1.54", ["0.78", "0.86"])
     assert "draws 54 % more" in text and "86 % instead of 78 %" in " ".join(text.split())
+
+
+ET = {"adaptive_rollouts": "equal_treatment"}
+REFUSED = {
+    "nothing to do": ({}, "adaptive_rollouts"),
+    "unknown schedule": ({"adaptive_rollouts": "dars"}, "adaptive_rollouts"),
+    "schedule without a bound": (ET, "max_generations"),
+    "bound of the first draw": (ET | {"max_generations": 4}, "max_generations=4"),
+    "bound without a schedule": ({"refill_uniform_groups": True, "max_generations": 32}, "max_generations"),
+    "budget without a schedule": (
+        {"refill_uniform_groups": True, "adaptive_rollouts_budget": 8},
+        "adaptive_rollouts_budget",
+    ),
+    "no budget": (ET | {"max_generations": 32, "adaptive_rollouts_budget": 0}, "adaptive_rollouts_budget"),
+    "whole groups that do not fit": (ET | {"max_generations": 32, "group_layout": "whole"}, "group_layout"),
+    "rounds without refill": (ET | {"max_generations": 32, "max_refill_rounds": 5}, "max_refill_rounds"),
+    "no rounds": ({"refill_uniform_groups": True, "max_refill_rounds": 0}, "max_refill_rounds"),
+}
+
+
+@pytest.mark.parametrize(("settings", "key"), REFUSED.values(), ids=REFUSED)
+def test_refused(settings, key):
+    with pytest.raises(ValueError, match=key):
+        config("out", DARSConfig, **settings)
+
+
+def test_a_budget_is_shared_by_all_processes(monkeypatch):
+    settings = ET | {"max_generations": 32, "adaptive_rollouts_budget": 30}
+    config("out", DARSConfig, **settings)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="adaptive_rollouts_budget"):
+        config("out", DARSConfig, **settings)
+
+
+def test_room_for_all_completions_of_a_generation():
+    """2 prompts x 4: 6 more of each, bounded by 10; three rounds of refill."""
+    settings = {"max_generations": 16, "adaptive_rollouts_budget": 10, "refill_uniform_groups": True}
+    args = config("out", DARSConfig, **ET, **settings)
+    assert args.most_additional(Step.of(args, 1)) == 10 + 3 * 8

@@ -1,15 +1,20 @@
-"""Draw again inside a generation, for some of its prompts.
+"""Generate again inside a generation, for some of its prompts: what DARS and guidance share.
 
 A generation is first drawn as without any of this: `num_generations` completions of each prompt, on the process that has it. Then
-`guidance.py`, `adaptive.py` and `refill.py` change it, in this order. They see the rows of all processes and decide the same on
-each; a draw is shared out evenly, whichever process the prompts came from.
+the methods change it. They see the rows of all processes and decide the same on each; a draw is shared out evenly, whichever process
+the prompts came from.
 """
 
+from collections import defaultdict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from accelerate.utils import gather_object
 
+from ..pacs_config import PACSConfig
+from ..pacs_trainer import PACSTrainer
+from ..rollouts.step_sizes import Step
 from ..update.rows import Rollout
 
 
@@ -94,3 +99,49 @@ class Redraw:
 def judged_labels(rows: Sequence[Rollout]) -> list[float]:
     """Labels of the rows that have one."""
     return [row.label for row in rows if row.label == row.label]
+
+
+@dataclass
+class RedrawingConfig(PACSConfig):
+    """[`PACSConfig`] of a method that generates more completions than the first ones."""
+
+    def most_additional(self, step: Step) -> int:
+        """Return the most completions that are generated beside the first ones of a generation, on all processes."""
+        return 0
+
+
+class RedrawingTrainer(PACSTrainer):
+    """[`PACSTrainer`] whose generations are changed by `redraw` before anything is learned from them."""
+
+    draw_name = "first"  # what completions tables call the rows of a draw
+
+    def redraw(self, again: Redraw, num_steps: int) -> None:
+        """Change a generation, which `num_steps` optimizer steps share; a method calls `super().redraw` first."""
+
+    def complete_generation(self, generation_batch, rollouts: list[Rollout], num_steps: int) -> list[Rollout]:
+        again = Redraw(self, generation_batch, rollouts)
+        self.redraw(again, num_steps)
+        return again.rollouts
+
+    def _prepare_drawing(self) -> None:
+        super()._prepare_drawing()
+        # Tables of completions, which TRL bounds by a generation, have room for all draws of one.
+        step = Step.of(self.args, self.accelerator.num_processes)
+        most = step.rows_per_generation + self.args.most_additional(step)
+        for name, kept in self._logs.items():
+            wide: deque | defaultdict = deque(maxlen=most)
+            self._logs[name] = wide if isinstance(kept, deque) else defaultdict(lambda: deque(maxlen=most))
+
+    def _draw_generation(self, generation_batch) -> list[Rollout]:
+        for kept in self._logs.values():  # else the last table would fill up this one
+            kept.clear()
+        return super()._draw_generation(generation_batch)
+
+    def _generate_and_score_completions(self, inputs):
+        self._log_completion_extra("draw", [self.draw_name] * len(inputs))
+        return super()._generate_and_score_completions(inputs)
+
+
+def in_equal_shares(number: int, num_processes: int) -> int:
+    """Return the completions that are generated where `number` are wanted and all processes generate equally many."""
+    return -(-number // num_processes) * num_processes

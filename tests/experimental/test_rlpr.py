@@ -8,9 +8,16 @@ from peft import LoraConfig
 from replay import TOKENIZER, addition_dataset, boxed, build_trainer, digit_reward, tiny_model, trainable_weights
 from seeds import shifted
 
-from pacs_trl.rewards import probability_reward
-from pacs_trl.rollouts.reference_probability import FILE, Edited, is_well_formed, reference_text, with_reference
-from pacs_trl.update.spread_filter import SpreadFilter
+from pacs_trl.experimental.rlpr import (
+    FILE,
+    Edited,
+    RLPRTrainer,
+    SpreadFilter,
+    is_well_formed,
+    probability_reward,
+    reference_text,
+    with_reference,
+)
 
 
 TEXTS = {  # text: with the answer "six pm" in its place, well formed
@@ -130,7 +137,9 @@ def by_hand(model, prompt, text, start, end):
 def test_probabilities_are_those_of_the_policy_and_of_its_start(tmp_path):
     """Also after the policy has moved: s is of today, s0 of the start, each by a forward pass of its own."""
     kept: list = []
-    trainer = build_trainer(tmp_path, reward=probability_reward, more={"rollout_func": boxed}, **SETTINGS)
+    trainer = build_trainer(
+        tmp_path, trainer_class=RLPRTrainer, reward=probability_reward, more={"rollout_func": boxed}, **SETTINGS
+    )
     seen_by(trainer, kept)
     trainer.train()
     assert [name for name, *_ in kept] == ["after_reasoning", "without_reasoning"] * 3
@@ -163,7 +172,15 @@ def test_a_run_and_its_continuation(tmp_path, more):
     runs = []
     for _ in range(2):
         torch.manual_seed(shifted(0))
-        runs.append(build_trainer(tmp_path, reward=list(rewards), more={"rollout_func": boxed} | more, **settings))
+        runs.append(
+            build_trainer(
+                tmp_path,
+                trainer_class=RLPRTrainer,
+                reward=list(rewards),
+                more={"rollout_func": boxed} | more,
+                **settings,
+            )
+        )
     runs[0].train()
     runs[1].train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     expected, found = (trainable_weights(trainer.model) for trainer in runs)
@@ -179,7 +196,11 @@ def test_a_second_run_begins_with_its_own_policy(tmp_path):
     """The same trainer, whose weights have moved, and whose output directory holds what the first run knew. What is asked of other
     prompts is of today, too, and not remembered: an evaluation before a stop would be known to one run and not to its continuation."""
     trainer = build_trainer(
-        tmp_path, reward=probability_reward, more={"rollout_func": boxed}, **SETTINGS | {"save_steps": 1}
+        tmp_path,
+        trainer_class=RLPRTrainer,
+        reward=probability_reward,
+        more={"rollout_func": boxed},
+        **SETTINGS | {"save_steps": 1},
     )
     prompt = [{"role": "user", "content": "1+1"}]
     of_other = []
@@ -203,7 +224,12 @@ def test_refused_data(tmp_path):
         more = {"train_dataset": dataset}
         with pytest.raises(ValueError, match=words):
             build_trainer(
-                tmp_path, model="no/model", reward=[digit_reward, probability_reward], more=more, **SETTINGS | settings
+                tmp_path,
+                trainer_class=RLPRTrainer,
+                model="no/model",
+                reward=[digit_reward, probability_reward],
+                more=more,
+                **SETTINGS | settings,
             )
 
     data = addition_dataset()
@@ -211,22 +237,12 @@ def test_refused_data(tmp_path):
     refused("1 of 32 reference answers are empty, the first in row 5.*Leave these rows out", empty)
     refused("and a column `solution`. This one is a Dataset with prompt", data.remove_columns("solution"))
     refused("must have a length.*This one is a IterableDataset", data.to_iterable_dataset())
-    refused(
-        "guidance='feedback' makes no sense with probability_reward",
-        data,
-        guidance="feedback",
-        max_guided_fraction=0.5,
-    )
-    refused(
-        "spread_filter=0.5 makes no sense with refill_uniform_groups",
-        data,
-        spread_filter=0.5,
-        refill_uniform_groups=True,
-    )
 
 
 def test_answers_that_are_too_long_count_as_malformed(tmp_path):
-    trainer = build_trainer(tmp_path, reward=probability_reward, more={"rollout_func": boxed}, **SETTINGS)
+    trainer = build_trainer(
+        tmp_path, trainer_class=RLPRTrainer, reward=probability_reward, more={"rollout_func": boxed}, **SETTINGS
+    )
     prompt = [{"role": "user", "content": "1+1"}]
     found = trainer.reference_probability.after_reasoning(
         [prompt] * 3, [r"\boxed{2}", None, r"\boxed{2}"], ["2", "2", "2" * 12]

@@ -4,6 +4,7 @@ import hashlib
 import os
 import random
 import signal
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,12 @@ from peft import LoraConfig
 from replay import (
     RELATIVE,
     TOKENIZER,
+    DarsAndGuidanceConfig,
+    DarsAndGuidanceTrainer,
     Recorder,
     addition_dataset,
     build_trainer,
+    config,
     load_weights,
     relative_error,
     trainable_weights,
@@ -26,12 +30,12 @@ from seeds import shifted
 from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
-from pacs_trl import PACSTrainer
 from pacs_trl.data.tasks import problems
+from pacs_trl.experimental.dars import DARSTrainer, additional_completions
+from pacs_trl.experimental.guidance import FAILED, NO_PROGRAM, WRONG, GuidanceConfig, GuidanceTrainer, contains_answer
+from pacs_trl.experimental.guidance import FEEDBACK as FEEDBACK_ON
+from pacs_trl.experimental.process_labels import ProcessLabelsConfig, ProcessLabelsTrainer, ends_of
 from pacs_trl.rewards import code_reward, math_reward
-from pacs_trl.rollouts.guidance import FAILED, NO_PROGRAM, WRONG, contains_answer
-from pacs_trl.rollouts.guidance import FEEDBACK as FEEDBACK_ON
-from pacs_trl.rollouts.schedules import additional_completions
 from pacs_trl.settings.command_line import FailedRun
 from pacs_trl.verification import Outcome
 from pacs_trl.verification.code import CodeVerifier
@@ -77,17 +81,45 @@ RUNS = {  # engine, settings, what else the trainer gets
 }
 
 
-class Watched(PACSTrainer):
+class Watching:
     """Keeps each generation as it was first drawn, and as it is learnt from."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.generations = []
 
-    def _draw_again(self, generation_batch, rollouts, num_steps):
-        rows = super()._draw_again(generation_batch, rollouts, num_steps)
+    def complete_generation(self, generation_batch, rollouts, num_steps):
+        rows = super().complete_generation(generation_batch, rollouts, num_steps)
         self.generations.append((by_group(rollouts), by_group(rows)))
         return rows
+
+
+class WatchedDars(Watching, DARSTrainer):
+    pass
+
+
+class WatchedGuidance(Watching, GuidanceTrainer):
+    pass
+
+
+class WatchedBoth(Watching, DarsAndGuidanceTrainer):
+    pass
+
+
+@dataclass
+class AllConfig(ProcessLabelsConfig, DarsAndGuidanceConfig):
+    pass
+
+
+class WatchedAll(Watching, ProcessLabelsTrainer, DarsAndGuidanceTrainer):
+    _config_class = AllConfig
+
+
+def watched(settings) -> type:
+    """The trainer that has these settings."""
+    if "guidance" not in settings:
+        return WatchedDars
+    return WatchedBoth if settings.keys() & {"adaptive_rollouts", "refill_uniform_groups"} else WatchedGuidance
 
 
 def by_group(rows) -> dict:
@@ -112,7 +144,7 @@ def built(output_dir, model_path, settings, more=None, **overrides):
     }
     return build_trainer(
         output_dir,
-        trainer_class=overrides.pop("trainer_class", Watched),
+        trainer_class=overrides.pop("trainer_class", watched(settings)),
         reward=overrides.pop("reward", reward),
         model=AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32),
         more={"train_dataset": dataset()} | (more or {}),
@@ -160,21 +192,21 @@ def pairs_of_reward(completion_ids, **kwargs) -> list:
 def test_labels_of_steps_in_later_draws(tmp_path, model_path):
     """Guidance and the schedule go by outcomes; what they draw brings its own steps, in a run that goes on too."""
     settings = WEIGHTED | HINTS | {"max_steps": 4}
-    straight = built(tmp_path / "straight", model_path, settings, reward=pairs_of_reward)
+    straight = built(tmp_path / "straight", model_path, settings, reward=pairs_of_reward, trainer_class=WatchedAll)
     straight.train()
     later = 0
     for first, groups in straight.generations:
         for group, rows in groups.items():
-            assert not any(row.guided for row in rows) or max(row.label for row in first[group]) == 0
+            assert not any("guided" in row.extra for row in rows) or max(row.label for row in first[group]) == 0
             for row in rows:
                 length = len(row.completion_ids)
-                assert row.ends.tolist() == ([length // 2 - 1, length - 1] if length > 1 else [0])
+                assert ends_of(row).tolist() == ([length // 2 - 1, length - 1] if length > 1 else [0])
                 if length > 1:
                     ids = row.completion_ids[: length // 2].tolist()
-                    assert row.step_labels == pytest.approx([share(ids)])
-            later += len(rows) - len(first[group]) + sum(row.guided for row in rows)
+                    assert row.extra["step_labels"] == pytest.approx([share(ids)])
+            later += len(rows) - len(first[group]) + sum("guided" in row.extra for row in rows)
     assert later > 0 and sum(history(straight, "guidance/solved")) > 0
-    resumed = built(tmp_path / "resumed", model_path, settings, reward=pairs_of_reward)
+    resumed = built(tmp_path / "resumed", model_path, settings, reward=pairs_of_reward, trainer_class=WatchedAll)
     resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-1"))
     weights = trainable_weights(resumed.model)
     assert all(torch.equal(weight, weights[name]) for name, weight in trainable_weights(straight.model).items())
@@ -236,8 +268,8 @@ def test_guided_answers_are_learnt_under_the_plain_prompt(tmp_path, model_path, 
     for first, groups in trainer.generations:
         attempts = 0
         for group, rows in groups.items():
-            kept = [row for row in rows if not row.guided]
-            new = [row for row in rows if row.guided]
+            kept = [row for row in rows if "guided" not in row.extra]
+            new = [row for row in rows if "guided" in row.extra]
             assert len(rows) == 4 and kept == first[group][: len(kept)] and len(new) <= 2
             assert all(row.label == 1.0 and np.isnan(row.sampling_logps).all() for row in new)
             assert len({tuple(row.prompt_ids) for row in rows}) == 1  # without the hint
@@ -274,13 +306,14 @@ def test_the_weight_of_guided_answers(tmp_path, model_path):
     """Half the weight is half the coefficient, on guided rows alone."""
     trainer = built(tmp_path, model_path, HINTS, reward=right_with_a_hint, max_steps=2, save_strategy="no")
     trainer.train()
-    step = next(step for step in trainer._steps if any(row.guided for row in step.rollouts))
+    step = next(step for step in trainer._steps if any("guided" in row.extra for row in step.rollouts))
     rows, proxies = list(range(len(step.rollouts))), torch.zeros(len(step.rollouts))
-    plain = trainer.update._coefficients(step, rows, proxies)
-    trainer.update.objective = trainer.update.objective._replace(guided_weight=0.5)
-    halved = trainer.update._coefficients(step, rows, proxies)
+    plain = trainer.update.coefficients(step, rows, proxies)
+    for row in step.rollouts:
+        row.weight = 0.5 if "guided" in row.extra else 1.0
+    halved = trainer.update.coefficients(step, rows, proxies)
     for row, before, after in zip(step.rollouts, plain.tolist(), halved.tolist()):
-        assert after == before * (0.5 if row.guided else 1.0) and (before < 0 or not row.guided)
+        assert after == before * (0.5 if "guided" in row.extra else 1.0) and (before < 0 or "guided" not in row.extra)
 
 
 def in_turn(prompts, completion_ids, solution, **kwargs) -> list[float | None]:
@@ -322,13 +355,15 @@ def test_all_guided_attempts_are_learnt_from_by_their_rewards(tmp_path, model_pa
     trainer.train()
     ((first, groups),) = trainer.generations
     rows = [row for group in groups.values() for row in group]
-    guided = [row for row in rows if row.guided]
+    guided = [row for row in rows if "guided" in row.extra]
     # eight attempts, two of which have no verdict
     assert history(trainer, "guidance/attempted") == [8] and history(trainer, "guidance/solved") == [3]
     assert sorted(row.label for row in guided) == [0.0] * 3 + [1.0] * 3 and all(
         len(group) == 4 for group in groups.values()
     )
-    assert all(not row.guided or row.prompt_ids.tolist() == first[row.group][0].prompt_ids.tolist() for row in rows)
+    assert all(
+        "guided" not in row.extra or row.prompt_ids.tolist() == first[row.group][0].prompt_ids.tolist() for row in rows
+    )
     model, reference = (AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float64) for _ in range(2))
     load_weights(reference, recorder.weights[0])
     for step, weights, found in zip(trainer._steps, recorder.weights, recorder.gradients, strict=True):
@@ -397,7 +432,8 @@ def test_a_function_gives_hints(tmp_path, model_path, caplog):
     assert logged["too_long"] == len(seen) // 4 + (len(seen) % 4 == 3)
     assert logged["answer_in_hint"] == len(seen) // 4 + (len(seen) % 4 >= 2)
     with pytest.raises(
-        ValueError, match="No hints could be had: ValueError: A hint must be text, or None where there is none, got 7"
+        ValueError,
+        match="Failed to generate hints: ValueError: A hint must be text, or None where there is none, got 7",
     ):
         built(tmp_path, model_path, HINTS, {"hint": lambda row, failed: 7}, save_strategy="no").train()
 
@@ -440,7 +476,6 @@ REFUSED = {
         HINTS,
         "needs a column `hint`, and the training set has prompt, solution",
     ),
-    "a function without guidance": ({"hint": print}, {}, "would never be asked with guidance=None"),
     "a function with feedback": ({"hint": print}, FEEDBACK, "would never be asked with guidance='feedback'"),
     "a function of a row alone": ({"hint": lambda row: "x"}, HINTS, "cannot be asked for hints: too many positional"),
     "an asynchronous function": ({"hint": _think}, HINTS, "cannot be asked for hints: it is asynchronous"),
@@ -472,7 +507,30 @@ REFUSED = {
 @pytest.mark.parametrize(("more", "settings", "message"), REFUSED.values(), ids=REFUSED)
 def test_refused_before_the_model_is_loaded(tmp_path, more, settings, message):
     with pytest.raises(ValueError, match=message):
-        build_trainer(tmp_path, model="no/model", more={"train_dataset": dataset(8)} | more, **settings)
+        more = {"train_dataset": dataset(8)} | more
+        build_trainer(tmp_path, model="no/model", trainer_class=watched(settings), more=more, **settings)
+
+
+REFUSED_SETTINGS = {
+    "unknown guidance": ({"guidance": "teacher"}, "guidance"),
+    "weight 0": ({"guided_weight": 0.0}, "guided_weight"),
+    "most rows": ({"max_guided_fraction": 0.6}, "max_guided_fraction"),
+    "no row": ({"max_guided_fraction": 0.1}, "max_guided_fraction"),
+    "without its half of the loss": ({"class_weighting": "only_negative"}, "class_weighting"),
+    "a function with feedback": ({"guidance": "feedback", "hint_function": "math.sqrt"}, "hint_function"),
+}
+
+
+@pytest.mark.parametrize(("settings", "key"), REFUSED_SETTINGS.values(), ids=REFUSED_SETTINGS)
+def test_refused_settings(settings, key):
+    with pytest.raises(ValueError, match=key):
+        config("out", GuidanceConfig, **settings)
+
+
+@pytest.mark.parametrize("name", ["math.nothing", "sqrt"])
+def test_hint_functions_that_do_not_exist(tmp_path, name):
+    with pytest.raises(ValueError, match="hint_function"):
+        build_trainer(tmp_path, model="no/model", trainer_class=GuidanceTrainer, hint_function=name)
 
 
 def test_answers_in_hints_are_counted(tmp_path, model_path, caplog):
@@ -487,12 +545,12 @@ def test_answers_in_hints_are_counted(tmp_path, model_path, caplog):
     assert not any(contains_answer(hint, "12") for hint in ("add 312", "12.5 of it", "4.12", "", None))
 
 
-class Killed(Watched):
+class Killed(WatchedBoth):
     """kill -9 in a later draw of its generation, at one of its forward passes."""
 
     generation, forward_pass = 0, 0
 
-    def _draw_again(self, generation_batch, rollouts, num_steps):
+    def complete_generation(self, generation_batch, rollouts, num_steps):
         if len(self.generations) == self.generation:
             forward, passes = self.model.forward, iter(range(1000))
 
@@ -502,7 +560,7 @@ class Killed(Watched):
                 return forward(*args, **kwargs)
 
             self.model.forward = counted
-        return super()._draw_again(generation_batch, rollouts, num_steps)
+        return super().complete_generation(generation_batch, rollouts, num_steps)
 
 
 def run_with_kills(directory, model_path, num_kills, seed, max_steps) -> list[int]:
@@ -515,7 +573,7 @@ def run_with_kills(directory, model_path, num_kills, seed, max_steps) -> list[in
         if child == 0:
             try:
                 trainer = built(
-                    directory, model_path, settings, trainer_class=Watched if attempt == num_kills else Killed
+                    directory, model_path, settings, trainer_class=WatchedBoth if attempt == num_kills else Killed
                 )
                 trainer.generation, trainer.forward_pass = where
                 last = any(directory.glob("checkpoint-*/trainer_state.json")) or None

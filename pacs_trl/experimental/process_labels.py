@@ -1,0 +1,392 @@
+"""Labels inside of completions (process labels): PACS on prefixes.
+
+Extension point: labels of a completion. A reward function returns (position, label) pairs for each completion, the last of which is its
+outcome. The score of a position is the proxy of the prefix that ends there, compared with aligned prefixes of the other completions of
+the prompt. With one position for every completion everything is that of `objective.py`, which the update then calls itself.
+
+**Alignment** is by progress, steps with steps and outcomes with outcomes: position `k < K_i` of a completion with `K_i` positions is
+compared with position `ceil(k (K_j - 1) / (K_i - 1))` of each other completion that has steps; `k = K_i` with `K_j`. (`ceil(k K_j /
+K_i)` would compare a step with an outcome wherever `j` has few positions.) A position that finds none has no score.
+
+**Weights.** The classes of the aligned set of a position, itself and what it is compared with, have equal say in it. The positions of a
+completion that have a score share the weight 1.
+
+Letters for shapes: `M` positions of all completions one after another, `B` completions, `G` those of the largest group.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+from ..objective import ClassWeighting, Proxy, class_weights
+from ..pacs_config import PACSConfig
+from ..pacs_trainer import PACSTrainer
+from ..rollouts.step_sizes import Step
+from ..rollouts.trainer_checks import with_result
+from ..update.groups import Groups
+from ..update.metrics import critic_metrics
+from ..update.policy_update import PolicyUpdate
+from ..update.rows import Rollout
+from ..update.step import MicroBatch, StepRollouts
+
+
+def aligned_positions(own: int, other: int) -> np.ndarray:
+    """Positions of a completion with `other` of them that those of one with `own` are compared with, `(own,)`; they count from 1,
+    and 0 is none."""
+    steps = -(-np.arange(1, own) * (other - 1) // max(own - 1, 1))
+    return np.append(steps, other)
+
+
+class Prefixes:
+    """
+    The positions of all completions, and what each is compared with.
+
+    Args:
+        groups ([`Groups`]): The completions by their outcomes.
+        labels (sequence of `B` sequences of `float`): Of the positions of each completion in [0, 1], at least the outcome.
+
+    Attributes:
+        row, labels (`(M,)`): The completion of each position, and its label; NaN for a completion that is not scorable.
+        outcomes (`(B,)`), starts (list of `B` `int`): The last and the first position of each completion.
+        compared (`(M, G - 1)`): Positions that each is compared with; -1 is none.
+        scored (bool, `(M,)`): Whether there are any.
+    """
+
+    def __init__(self, groups: Groups, labels: Sequence[Sequence[float]]):
+        numbers = np.array([len(of_row) for of_row in labels])
+        self.groups = groups
+        self.row = torch.from_numpy(np.repeat(np.arange(len(numbers)), numbers))
+        self.outcomes = torch.from_numpy(numbers.cumsum() - 1)
+        of_all = torch.tensor([label for of_row in labels for label in of_row], dtype=groups.labels.dtype)
+        self.labels = of_all.masked_fill(~groups.scorable[self.row], math.nan)
+        compared = np.full((len(of_all), groups.size - 1), -1)
+        self.starts = starts = (numbers.cumsum() - numbers).tolist()
+        for members in groups.members:
+            rows = [i for i in members if groups.scorable[i]]
+            for i in rows:
+                for column, j in enumerate(j for j in rows if j != i):
+                    places = aligned_positions(numbers[i], numbers[j])
+                    found = np.where(places > 0, starts[j] + places - 1, -1)
+                    compared[starts[i] : starts[i] + numbers[i], column] = found
+        self.compared = torch.from_numpy(compared)
+        self.scored = (self.compared >= 0).any(dim=1)
+
+    def weights(self, class_weighting: ClassWeighting) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights and targets of the positions, both `(M,)`: those of the classes in the aligned set of each, the weights times its
+        share of the completion; 0 for a position without a score."""
+        others = self.labels[self.compared].masked_fill(self.compared < 0, math.nan)
+        aligned = torch.cat([self.labels[:, None], others], dim=1)  # (M, G)
+        kinds = {"num_generations": aligned.shape[1], "class_weighting": class_weighting}
+        weights, targets = (values.view(aligned.shape)[:, 0] for values in class_weights(aligned.flatten(), **kinds))
+        shares = torch.zeros(len(self.outcomes)).index_add(0, self.row, self.scored.float())
+        return weights / shares.clamp(min=1)[self.row], targets
+
+    def scores(self, proxies: torch.Tensor) -> torch.Tensor:
+        """`psi` from prefix proxies, both `(M,)`: 0 where there is none, and exactly 0 where all proxies are equal."""
+        differences = (proxies[:, None] - proxies[self.compared]).masked_fill(self.compared < 0, 0.0)
+        return differences.sum(dim=1) / self._number.to(proxies)
+
+    @property
+    def _number(self) -> torch.Tensor:
+        """Of positions that each is compared with, at least 1."""
+        return (self.compared >= 0).sum(dim=1).clamp(min=1)
+
+    def total(self, residuals: torch.Tensor) -> torch.Tensor:
+        """From derivatives `e` with respect to scores those with respect to prefix proxies, `(M,)`: `e_m - sum_u e_u / n_u` over the
+        positions `u` that are compared with `m`, each with `n_u`. Exactly 0 where all these are equal, and `m` counts as often as it
+        is counted; rows whose coefficients are 0 are left out."""
+        shares = (self.compared >= 0).double() / self._number[:, None]
+        used = torch.zeros(len(residuals), dtype=torch.float64)
+        used.index_add_(0, self.compared.clamp(min=0).flatten(), shares.flatten())
+        differences = (residuals[self.compared] - residuals[:, None]) * shares.to(residuals)
+        left = 1 - used
+        left[left.abs() < 1e-9] = 0  # sevenths do not sum to 1
+        found = residuals * left.to(residuals)
+        return found.index_add_(0, self.compared.clamp(min=0).flatten(), differences.flatten())
+
+
+def prefix_proxies(
+    logps: torch.Tensor,
+    ref_logps: torch.Tensor,
+    mask: torch.Tensor,
+    rows: torch.Tensor,
+    ends: torch.Tensor,
+    *,
+    pacs_beta: float = 1.0,
+    proxy: Proxy = "log_ratio",
+) -> torch.Tensor:
+    """[`objective.sequence_proxies`] of the prefixes of `rows` that end with the tokens `ends` (-1: none), both `(M,)`; one float64
+    sum along each row, so that labels of every token take no more memory."""
+    terms = (logps if proxy == "mean_logp" else logps.float() - ref_logps.float()).masked_fill(~mask, 0.0)
+    found = F.pad(terms.double().cumsum(dim=1), (1, 0))[rows, ends + 1]
+    if proxy == "mean_logp":
+        found = found / F.pad(mask.cumsum(dim=1), (1, 0))[rows, ends + 1].clamp(min=1)
+    return (pacs_beta * found).float()
+
+
+def dense_loss(
+    proxies: torch.Tensor, prefixes: Prefixes, *, class_weighting: ClassWeighting = "balanced"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    `1 / N * sum_ik w_ik BCE(sigmoid(psi_ik), y_ik)` over the positions with a score, `N` the completions whose outcome has one.
+
+    Args:
+        proxies (`torch.Tensor` of shape `(M,)`): Of each prefix, summed up to its position.
+        prefixes ([`Prefixes`]): The positions.
+        class_weighting (`str`): See [`objective.class_weights`].
+
+    Returns:
+        The scalar loss and the scores `psi`, `(M,)`, 0 where there is none. Differentiable in `proxies`.
+    """
+    scores = prefixes.scores(proxies)
+    weights, targets = prefixes.weights(class_weighting)
+    entropies = F.binary_cross_entropy_with_logits(scores, targets.to(scores), reduction="none")
+    return (weights.to(scores) * entropies).sum() / _num_rows(prefixes), scores
+
+
+@torch.no_grad()
+def dense_coefficients(
+    proxies: torch.Tensor, prefixes: Prefixes, *, class_weighting: ClassWeighting = "balanced"
+) -> torch.Tensor:
+    """Derivative of [`dense_loss`] with respect to the proxy of each prefix, `(M,)`, its use in the scores of others included: with `e
+    = w (sigmoid(psi) - y) / N` that is [`Prefixes.total`]. Arguments as there."""
+    scores = prefixes.scores(proxies)
+    weights, targets = prefixes.weights(class_weighting)
+    return prefixes.total(weights.to(scores) * (torch.sigmoid(scores) - targets.to(scores)) / _num_rows(prefixes))
+
+
+def _num_rows(prefixes: Prefixes) -> int:
+    return max(int(prefixes.groups.scorable.sum()), 1)
+
+
+def token_coefficients(
+    coefficients: torch.Tensor, positions: Sequence[int] | np.ndarray, num_tokens: int
+) -> torch.Tensor:
+    """
+    Of one completion, `(C,)`: each token gets the sum of the coefficients of the prefixes that it is in.
+
+    Args:
+        coefficients (`torch.Tensor` of shape `(K,)`): Of its prefixes.
+        positions (sequence of `K` `int`): Where they end, inclusive, in order; -1 is the prefix without a token.
+        num_tokens (`int`): `C`.
+    """
+    places = torch.as_tensor(positions, dtype=torch.long, device=coefficients.device)
+    ends = coefficients.new_zeros(num_tokens + 1).index_add(0, places + 1, coefficients)
+    return ends.flip(0).cumsum(0).flip(0)[1:]
+
+
+def checked_labels(name: str, i: int, given: Any, num_tokens: int) -> tuple[list[int], list[float]]:
+    """
+    Positions and labels that the reward function `name` has returned for completion `i`.
+
+    Raises:
+        `ValueError`: if they are no pairs of a position and a label in [0, 1], the positions are not in order, or one lies outside of
+            the completion.
+    """
+    where = f"The reward function {name!r} returned {given!r:.100} for completion {i}."
+    if not isinstance(given, list | tuple):
+        raise ValueError(
+            f"{where} It must return (position, label) pairs for every completion, or a number for every one."
+        )
+    try:
+        positions, labels = [operator.index(p) for p, _ in given], [float(y) for _, y in given]
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{where} Process labels are (position, label) pairs, positions whole numbers; the last one is the outcome."
+        ) from None
+    if not positions:
+        raise ValueError(
+            f"{where} There must be at least one pair, the outcome. Return None where there is no verdict."
+        )
+    if any(later <= earlier for earlier, later in zip(positions, positions[1:], strict=False)):
+        raise ValueError(
+            f"{where} Positions must rise: each is a prefix, and the last one is the outcome. Sort the pairs."
+        )
+    if positions[0] < 0 or positions[-1] >= num_tokens:
+        raise ValueError(
+            f"{where} Positions are inclusive indices into completion_ids, from 0 to {num_tokens - 1} here."
+        )
+    if not all(0 <= label <= 1 for label in labels):
+        raise ValueError(f"{where} Labels must lie in [0, 1]. Rescale them.")
+    return positions, labels
+
+
+@torch.no_grad()
+def prefix_metrics(
+    proxies: torch.Tensor, scores: torch.Tensor, prefixes: Prefixes, *, class_weighting: ClassWeighting = "balanced"
+) -> dict[str, float]:
+    """
+    Metrics of labels before the outcomes, of one optimizer step, over all processes; those of [`critic_metrics`] are of outcomes.
+
+    Args:
+        proxies, scores (`torch.Tensor` of shape `(M,)`), prefixes ([`Prefixes`]): See [`dense_loss`].
+        class_weighting (`str`): As in [`critic_metrics`].
+
+    Returns:
+        `dict[str, float]`: names with the prefix `dense/`. NaN where a metric has no value in this step.
+    """
+    known = ~prefixes.labels.isnan()
+    step = known.clone()
+    step[prefixes.outcomes] = False
+    _, targets = prefixes.weights(class_weighting)
+    compared = prefixes.labels[prefixes.compared]
+    mixed = ((compared != prefixes.labels[:, None]) & (prefixes.compared >= 0)).any(dim=1) & step
+    has_opinion = (proxies[known] != 0).any()
+
+    def mean(values: torch.Tensor, where: torch.Tensor) -> float:
+        return values[where].float().mean().item() if where.any() else math.nan
+
+    num_rows = int(known[prefixes.outcomes].sum())
+    return {
+        "dense/steps": int(step.sum()) / num_rows if num_rows else math.nan,
+        "dense/label_mean": mean(prefixes.labels, step),
+        "dense/scored_fraction": mean(prefixes.scored, step),
+        "dense/mixed_fraction": mean(mixed, step & prefixes.scored),
+        "dense/critic_accuracy": mean((scores > 0) == (targets > 0.5), mixed & has_opinion),
+    }
+
+
+def ends_of(row: Rollout) -> np.ndarray:
+    """Return where the prefixes end that have a label."""
+    return row.extra["positions"] if "positions" in row.extra else np.array([len(row.completion_ids) - 1])
+
+
+def labels_of(row: Rollout) -> list[float]:
+    """Return the labels of these prefixes, the last one the outcome."""
+    return [*(row.extra["step_labels"].tolist() if "positions" in row.extra else []), row.label]
+
+
+@dataclass
+class PrefixRollouts(StepRollouts):
+    """[`StepRollouts`] whose proxies and coefficients are those of all prefixes."""
+
+    prefixes: Prefixes | None = None
+
+    def places(self, rows: list[int]) -> list[int]:
+        starts = self.prefixes.starts
+        return [starts[i] + k for i in rows for k in range(len(ends_of(self.rollouts[i])))]
+
+    @property
+    def num_places(self) -> int:
+        return len(self.prefixes.row)
+
+
+class PrefixUpdate(PolicyUpdate):
+    """[`PolicyUpdate`] of prefixes, where a completion of the step has more than one label."""
+
+    def schedule(self, rollouts: list[Rollout]) -> StepRollouts:
+        step = super().schedule(rollouts)
+        if all(len(ends_of(row)) == 1 for row in rollouts):
+            return step
+        return PrefixRollouts(**vars(step), prefixes=Prefixes(step.groups, [labels_of(row) for row in rollouts]))
+
+    def counted_tokens(self, row: Rollout) -> int:
+        return int(row.loss_mask[: ends_of(row)[-1] + 1].sum())
+
+    def proxies(self, logps: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        if all("positions" not in row.extra for row in batch.rollouts):
+            return super().proxies(logps, batch)
+        ends = [torch.from_numpy(ends_of(row)) for row in batch.rollouts]
+        rows = torch.arange(len(ends)).repeat_interleave(torch.tensor(list(map(len, ends)))).to(logps.device)
+        last = torch.cat(ends).to(logps.device)
+        if len(rows) > len(logps):
+            kinds: dict = {"pacs_beta": self.objective.pacs_beta, "proxy": self.objective.proxy}
+            return prefix_proxies(logps.detach(), batch.ref_logps, batch.loss_mask, rows, last, **kinds)
+        mask = batch.loss_mask & (torch.arange(logps.shape[1], device=logps.device) <= last[:, None])
+        return super().proxies(logps, replace(batch, loss_mask=mask))
+
+    def coefficients(self, step: StepRollouts, rows: list[int], proxies: torch.Tensor) -> torch.Tensor:
+        if not isinstance(step, PrefixRollouts):
+            return super().coefficients(step, rows, proxies)
+        ended = [(step.rollouts[i], end + 1) for i in rows for end in ends_of(step.rollouts[i])]
+        num_tokens = torch.tensor([int(row.loss_mask[:end].sum()) for row, end in ended])
+        places = torch.tensor(step.places(rows))
+        of_step = torch.zeros(step.num_places).index_copy(0, places, proxies)
+        found = dense_coefficients(of_step, step.prefixes, class_weighting=self.objective.class_weighting)[places]
+        return self.objective.slopes(num_tokens) * found * torch.tensor([row.weight for row, _ in ended])
+
+    def token_coefficients(self, batch: MicroBatch, coefficients: torch.Tensor) -> torch.Tensor:
+        if all("positions" not in row.extra for row in batch.rollouts):
+            return super().token_coefficients(batch, coefficients)
+        of_rows = coefficients.split([len(ends_of(row)) for row in batch.rollouts])
+        found = [
+            token_coefficients(of_row, ends_of(row), len(row.completion_ids))
+            for of_row, row in zip(of_rows, batch.rollouts, strict=True)
+        ]
+        return pad_sequence(found, batch_first=True)
+
+    def summarize(self, step: StepRollouts, proxies: torch.Tensor) -> tuple[float, dict[str, float]]:
+        if not isinstance(step, PrefixRollouts):
+            return super().summarize(step, proxies)
+        kinds: dict = {"class_weighting": self.objective.class_weighting}
+        loss, scores = dense_loss(proxies, step.prefixes, **kinds)
+        metrics = prefix_metrics(proxies, scores, step.prefixes, **kinds)
+        outcomes = step.prefixes.outcomes
+        return loss.item(), metrics | critic_metrics(proxies[outcomes], scores[outcomes], step.groups, **kinds)
+
+
+@dataclass
+class ProcessLabelsConfig(PACSConfig):
+    """Configuration class for the [`ProcessLabelsTrainer`]: every parameter of [`PACSConfig`]."""
+
+    @classmethod
+    def errors(cls, given: Any, step: Step | None) -> list[str]:
+        errors = super().errors(given, step)
+        if given.score_estimator != "rloo":
+            errors.append(
+                f"score_estimator={given.score_estimator!r} is not supported with process labels: the score of a prefix is its "
+                "proxy minus the mean of the aligned ones. Use 'rloo'."
+            )
+        if given.actor_term_coef:
+            errors.append(
+                f"actor_term_coef={given.actor_term_coef} is not supported with process labels: the actor term weighs a "
+                "completion by the likelihood of its one label. Remove the key."
+            )
+        return errors
+
+
+class ProcessLabelsTrainer(PACSTrainer):
+    """[`PACSTrainer`] one of whose reward functions may return (position, label) pairs for each completion: positions as inclusive
+    indices into `completion_ids`, the last one the outcome."""
+
+    _name = "process_labels"
+    _config_class = ProcessLabelsConfig
+    _update_class = PrefixUpdate
+
+    def _wrap_reward(self, index: int, function: Callable, name: str) -> Callable:
+        return super()._wrap_reward(index, with_result(function, partial(self._outcomes, index, name)), name)
+
+    def _outcomes(self, index: int, name: str, rewards: Any, given: dict) -> Any:
+        """Keep the labels of steps that a reward function has returned, and return its outcomes."""
+        if not isinstance(rewards, list) or not any(isinstance(reward, list | tuple) for reward in rewards):
+            return rewards
+        weight = self.reward_weights[index].item()
+        if self._extra_of_rows is not None:
+            raise ValueError(
+                f"{name!r} is the second reward function that returned (position, label) pairs, and positions of two functions "
+                "need not be the same. Return all labels by one function, and numbers by the others."
+            )
+        pairs = [
+            None if reward is None else checked_labels(name, i, reward, len(ids))
+            for i, (reward, ids) in enumerate(zip(rewards, given["completion_ids"], strict=False))
+        ]
+        if any(not -1e-6 <= weight * y <= 1 + 1e-6 for each in pairs if each for y in each[1][:-1]):
+            raise ValueError(
+                f"Labels of PACS must lie in [0, 1], but reward_weights has {weight:g} for {name!r}, which takes its labels of "
+                "steps out of it. Set a weight in [0, 1]."
+            )
+        self._extra_of_rows = [{} if each is None else _extra(*each, weight) for each in pairs]
+        return [None if each is None else each[1][-1] for each in pairs]
+
+
+def _extra(positions: list[int], labels: list[float], weight: float) -> dict[str, np.ndarray]:
+    of_steps = np.clip(np.array(labels[:-1], dtype=np.float32) * weight, 0, 1)
+    return {"positions": np.array(positions, dtype=np.int32), "step_labels": of_steps}
