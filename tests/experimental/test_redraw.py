@@ -58,6 +58,11 @@ def reward(prompts, completion_ids, solution, **kwargs) -> list[float | None]:
     return [float(share(list(ids)) < chance) for ids, chance in zip(completion_ids, chances)]
 
 
+def right_with_a_hint(prompts, **kwargs) -> list[float]:
+    """Every prompt is hard."""
+    return [float("Hint" in str(prompt)) for prompt in prompts]
+
+
 ADAPTIVE = {"adaptive_rollouts": "equal_treatment", "max_generations": 16}
 WEIGHTED = {"adaptive_rollouts": "hardness_weighted", "max_generations": 16, "adaptive_rollouts_budget": 13}
 HINTS = {"guidance": "hint", "max_guided_fraction": 0.25}
@@ -180,8 +185,8 @@ def test_a_run_and_its_continuation(tmp_path, model_path, engine, settings, more
 
 
 def pairs_of_reward(completion_ids, **kwargs) -> list:
-    """Two labels for each completion of more than one token, the last of them that of `reward`."""
-    outcomes = reward(completion_ids=completion_ids, **kwargs)
+    """Two labels for each completion of more than one token, the last of them that of `right_with_a_hint`."""
+    outcomes = right_with_a_hint(completion_ids=completion_ids, **kwargs)
     middle = [len(ids) // 2 - 1 for ids in completion_ids]
     return [
         [(t, share(ids[: t + 1])), (len(ids) - 1, label)] if t >= 0 else [(len(ids) - 1, label)]
@@ -254,7 +259,15 @@ def test_prompts_without_verdicts_get_no_more(tmp_path, model_path):
 
 @pytest.mark.parametrize("engine", ["colocate"], indirect=True)
 def test_guided_answers_are_learnt_under_the_plain_prompt(tmp_path, model_path, engine):
-    trainer = built(tmp_path, model_path, engine[0] | HINTS, max_steps=6, save_strategy="no", log_completions=True)
+    trainer = built(
+        tmp_path,
+        model_path,
+        engine[0] | HINTS,
+        reward=right_with_a_hint,
+        max_steps=6,
+        save_strategy="no",
+        log_completions=True,
+    )
     scored = []
     score = trainer.score
 
@@ -296,10 +309,6 @@ def test_guided_answers_are_learnt_under_the_plain_prompt(tmp_path, model_path, 
     marked = table[table["draw"] == "guidance"]
     assert len(marked) == len(asked) and all("Hint" in str(prompt) for prompt in marked["prompt"])
     assert set(table["draw"]) == {"first", "guidance"}
-
-
-def right_with_a_hint(prompts, **kwargs) -> list[float]:
-    return [float("Hint" in str(prompt)) for prompt in prompts]
 
 
 def test_the_weight_of_guided_answers(tmp_path, model_path):
@@ -424,7 +433,14 @@ def test_a_function_gives_hints(tmp_path, model_path, caplog):
         seen.append((row, failed))
         return [None, "Carry the one.", f"It is {row['solution']}.", "x" * 600][len(seen) % 4]
 
-    trainer = built(tmp_path, model_path, HINTS, {"hint": hint, "train_dataset": addition_dataset(64)}, max_steps=8)
+    trainer = built(
+        tmp_path,
+        model_path,
+        HINTS,
+        {"hint": hint, "train_dataset": addition_dataset(64)},
+        reward=right_with_a_hint,
+        max_steps=8,
+    )
     trainer.train()
     assert all(set(row) == {"prompt", "solution"} and len(failed) == 4 for row, failed in seen)
     logged = {name: sum(history(trainer, f"guidance/{name}")) for name in ("attempted", "too_long", "answer_in_hint")}
@@ -435,7 +451,9 @@ def test_a_function_gives_hints(tmp_path, model_path, caplog):
         ValueError,
         match="Failed to generate hints: ValueError: A hint must be text, or None where there is none, got 7",
     ):
-        built(tmp_path, model_path, HINTS, {"hint": lambda row, failed: 7}, save_strategy="no").train()
+        built(
+            tmp_path, model_path, HINTS, {"hint": lambda row, failed: 7}, reward=right_with_a_hint, save_strategy="no"
+        ).train()
 
 
 def test_other_prompts_take_the_places_of_uniform_groups(tmp_path, model_path):
