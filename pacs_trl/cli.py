@@ -28,7 +28,7 @@ COMMANDS = {
         "grade a file of completions with several protocols and show where they disagree",
     ),
     "report": ("pacs_trl.report.report", "tables and figures from results files"),
-    "push": ("pacs_trl.hub.push", "upload checkpoint, model card, recipe and results to the Hub"),
+    "push": ("pacs_trl.hub", "upload checkpoint, model card, recipe and results to the Hub"),
 }
 
 # What answers help and wrong options of the commands whose modules take seconds to import.

@@ -27,8 +27,6 @@ from .baselines.critic_prompt import shipped
 from .data import TRAINING_SETS, load_training_data
 from .data.sets import MINIATURE
 from .data.tasks import TOOL_TASKS, check_task
-from .hub.readme import kept_readme
-from .hub.tracking import tracked_run
 from .miniature.model import build_model
 from .miniature.tokenizer import build_tokenizer
 from .recipe import Recipe, RunArguments, read_recipe
@@ -37,6 +35,7 @@ from .rollouts.preemption import NAMES, check_no_jit_checkpoint, stop_on_signal
 from .rollouts.resume import check_complete, check_same_adapter, last_checkpoint
 from .rollouts.step_sizes import Step
 from .rollouts.tools import check_tool, check_tool_template, check_tools
+from .rollouts.tracking import tracked_run
 from .rollouts.trainer_checks import OWN_PARAMETERS, check_dataset, check_number_of_prompts, check_reward_function
 from .rollouts.vllm_checks import check_version, check_vllm, installed_vllm
 from .settings.optional import check_model_path, check_whole_model, check_writable, function_of_user, require_trackers
@@ -72,7 +71,6 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
     check_writable("output_dir", training.output_dir)
     get_reporting_integration_callbacks(training.report_to)  # refuses names that there are not
     require_trackers(training.report_to)
-    kept_readme(Path(training.output_dir))  # refused now, not after training
     configure_verification(recipe.verification)
     reward_funcs, tools = _functions(recipe.run)
     peft_config, tokenizer = _checked_model(recipe)

@@ -76,7 +76,4 @@ def read_log_history(path: Path) -> list[dict[str, Any]]:
 
 def read_training_facts(path: Path) -> Document:
     """Read a `provenance.json`: what `evaluation.provenance.training_facts` gathers, and what a trainer adds."""
-    facts = read_json(path, _TRAINING)
-    if "example" in facts:
-        facts["example"]["prompt"]
-    return facts
+    return read_json(path, _TRAINING)

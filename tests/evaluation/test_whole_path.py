@@ -14,7 +14,7 @@ from pacs_trl import train
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.evaluate import evaluate
 from pacs_trl.evaluation.results import read_results
-from pacs_trl.hub.push import push
+from pacs_trl.hub import push
 from pacs_trl.report.report import main as report
 
 
@@ -96,7 +96,7 @@ def test_pushed(trained, evaluated, monkeypatch):
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
         hub.fail_next["put"] = [500]
         api = HfApi(endpoint=hub.url, token="hf_x")
-        push(trained / "pacs", "user/pacs-mini", results=evaluated / "pacs", api=api, first_wait_seconds=0.01)
+        push(trained / "pacs", "user/pacs-mini", results=evaluated / "pacs", api=api)
         files = hub.files["user/pacs-mini"]
     huggingface_hub.close_session()
     assert files["model.safetensors"] == (trained / "pacs" / "model.safetensors").read_bytes()

@@ -1,7 +1,6 @@
-"""Pushing to a Hub on this machine: what arrives, what survives failures, what a dry run does not do."""
+"""Pushing to a Hub on this machine: allow-list, secrets, failures, dry run, and READMEs written by hand."""
 
 import json
-import re
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,10 +15,9 @@ from seeds import shifted
 from pacs_trl import PACSConfig, PACSTrainer, train
 from pacs_trl.cli import run
 from pacs_trl.evaluation.provenance import checkpoint_digest, training_facts
-from pacs_trl.hub import push as hub_module
-from pacs_trl.hub.files import published_contents
-from pacs_trl.hub.push import push
+from pacs_trl.hub import published_contents, push
 from pacs_trl.miniature.model import build_model
+from pacs_trl.settings.command_line import FailedRun
 
 
 main = partial(run, "push")
@@ -27,10 +25,7 @@ main = partial(run, "push")
 
 REPO = "user/pacs-mini"
 RECIPE = {"method": "pacs", "model_name_or_path": "Qwen/Qwen3-8B", "dataset_name": "org/problems", "pacs_beta": 1.0}
-FACTS = {"created": "", "num_processes": 1, "hardware": {"machine": "", "cpu_cores": 1, "gpus": []}, "commit": None}
-FACTS |= {"versions": {}}
 CURVES = ["training.png"] if find_spec("matplotlib") else []
-LARGE = 1 + len(CURVES)  # weights and figure; the rest is small
 UPLOADED = [
     ".eval_results/aime_2024.yaml",
     ".eval_results/math_500.yaml",
@@ -42,7 +37,6 @@ UPLOADED = [
     "results.json",
     "tokenizer.json",
     "trainer_state.json",
-    *CURVES,
 ]
 
 
@@ -68,45 +62,54 @@ def checkpoint(tmp_path):
     return directory
 
 
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch):
+    """huggingface_hub waits before it repeats a request."""
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+
+
 def push_it(checkpoint, hub, **changes):
     extra = {"results": checkpoint.parent / "results.json", "recipe": checkpoint.parent / "recipe.yaml"}
-    api = HfApi(endpoint=hub.url, token="hf_x")
-    return push(checkpoint, REPO, api=api, first_wait_seconds=0.01, **{**extra, **changes})
+    return push(checkpoint, REPO, api=HfApi(endpoint=hub.url, token="hf_x"), **{**extra, **changes})
 
 
-def test_everything_arrives(checkpoint, hub):
-    result = push_it(checkpoint, hub, private=True)
-    assert sorted(hub.files[REPO]) == UPLOADED == result.files
-    for path, content in hub.files[REPO].items():
-        assert content == (checkpoint / path).read_bytes()
+def contents_of(directory):
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_everything_arrives_and_nothing_is_written_here(checkpoint, hub):
+    before = contents_of(checkpoint)
+    result = push_it(checkpoint, hub, private=True, revision="step-480")
+    assert sorted(hub.files[REPO]) == UPLOADED == result.files and contents_of(checkpoint) == before
+    for path in ("model.safetensors", "config.json", "tokenizer.json", "trainer_state.json"):
+        assert hub.files[REPO][path] == (checkpoint / path).read_bytes()
     assert hub.private[REPO] and hub.commits[REPO] == ["Upload model, card, recipe and results"]
-    assert result.num_retries == 0 and hub.count("put") == LARGE
+    assert hub.branches[REPO] == ["step-480"] and hub.count("put") == 1  # the rest is small
+    push_it(checkpoint, hub)
+    assert len(hub.commits[REPO]) == 1  # nothing has changed
 
 
 def test_the_card_carries_the_numbers_and_their_conditions(checkpoint, hub):
     push_it(checkpoint, hub)
-    results = json.loads((checkpoint / "results.json").read_text())
+    results = json.loads(hub.files[REPO]["results.json"])
     cell = results["benchmarks"]["aime_2024"]["pass_at_k"]["8"]
     card = ModelCard(hub.files[REPO]["README.md"].decode())
     assert card.data.base_model == "Qwen/Qwen3-8B" and card.data.datasets == ["org/problems"]
     (entry,) = [e for e in card.data.eval_results if e.dataset_name == "AIME 2024" and e.metric_type == "pass@8"]
     assert entry.metric_value == round(100 * cell["value"], 2) and entry.dataset_type == "org/aime_2024"
-    conditions = ("prompt digest `pppppppppppppppp`", "math_verify 0.9.0 (authors protocol)", "at most 8192 tokens")
-    assert all(condition in card.text for condition in conditions)
     assert f"{100 * cell['value']:.2f} [{100 * cell['lower']:.1f}, {100 * cell['upper']:.1f}]" in card.text
-    for fact in ("n = 128", "temperature 0.6", "0123456789abcdef", *CURVES, "recipe.yaml", "1 x NVIDIA H200"):
+    conditions = ("prompt digest `pppppppppppppppp`", "math_verify 0.9.0 (authors protocol)", "at most 8192 tokens")
+    for fact in (*conditions, "n = 128", "temperature 0.6", "recipe.yaml", "1 x NVIDIA H200", "with 2 processes on"):
         assert fact in card.text
-    assert "Trained with 2 processes on" in card.text and "per machine" in card.text and "`fedcba`" in card.text
 
 
 def test_the_hub_reads_the_evaluation_results(checkpoint, hub):
     push_it(checkpoint, hub)
     (entry,) = parse_eval_result_entries(yaml.safe_load(hub.files[REPO][".eval_results/aime_2024.yaml"]))
-    cell = json.loads((checkpoint / "results.json").read_text())["benchmarks"]["aime_2024"]["pass_at_k"]["1"]
+    cell = json.loads(hub.files[REPO]["results.json"])["benchmarks"]["aime_2024"]["pass_at_k"]["1"]
     assert (entry.dataset_id, entry.task_id) == ("org/aime_2024", "default")
     assert entry.value == round(100 * cell["value"], 2)
-    for fact in ("n=128", "temperature 0.6", "prompt digest pppp", "math_verify 0.9.0", f"{100 * cell['lower']:.2f}"):
-        assert fact in entry.notes
+    assert "n=128" in entry.notes and f"{100 * cell['lower']:.2f}" in entry.notes
 
 
 def test_benchmarks_from_files_claim_no_hub_dataset(checkpoint, hub):
@@ -118,60 +121,40 @@ def test_benchmarks_from_files_claim_no_hub_dataset(checkpoint, hub):
     assert "AIME 2024" in hub.files[REPO]["README.md"].decode()
 
 
-@pytest.mark.parametrize("kind", ["create", "preupload", "batch", "verify", "commit"])
-def test_a_busy_server_is_tried_again(checkpoint, hub, kind):
+@pytest.mark.parametrize("kind", ["put", "batch", "verify"])
+def test_a_failed_transfer_is_repeated(checkpoint, hub, kind):
     hub.fail_next[kind] = [503]
-    result = push_it(checkpoint, hub)
-    assert sorted(hub.files[REPO]) == UPLOADED and len(hub.commits[REPO]) == 1
-    assert hub.count(kind) >= 2 and result.num_retries <= 1
-
-
-@pytest.mark.parametrize("kind", ["create", "commit"])
-def test_a_connection_lost_in_the_middle_is_resumed(checkpoint, hub, kind):
-    hub.fail_next[kind] = [0]
-    assert push_it(checkpoint, hub).num_retries == 1
-    assert sorted(hub.files[REPO]) == UPLOADED
-    assert hub.count("put") == LARGE  # nothing that had arrived was sent again
-
-
-def test_an_upload_lost_in_the_middle_is_resumed(checkpoint, hub):
-    hub.fail_next["put"] = [0, 500]
     push_it(checkpoint, hub)
-    assert sorted(hub.files[REPO]) == UPLOADED
+    assert sorted(hub.files[REPO]) == UPLOADED and len(hub.commits[REPO]) == 1 and hub.count(kind) == 2
     assert hub.files[REPO]["model.safetensors"] == (checkpoint / "model.safetensors").read_bytes()
 
 
-def test_a_push_that_gave_up_is_resumed_by_the_next(checkpoint, hub):
-    hub.fail_next["commit"] = [503, 503]
-    with pytest.raises(
-        RuntimeError, match="(?s)failed 2 times.*`pacs-trl push --model .* --repo user/pacs-mini` resumes"
-    ):
-        push_it(checkpoint, hub, max_attempts=2)
-    assert hub.files[REPO] == {} and hub.count("put") == LARGE
-    push_it(checkpoint, hub)
-    assert sorted(hub.files[REPO]) == UPLOADED and hub.count("put") == LARGE
-
-
-def test_pushing_again_commits_nothing(checkpoint, hub):
-    push_it(checkpoint, hub)
-    push_it(checkpoint, hub)
-    assert len(hub.commits[REPO]) == 1 and hub.count("put") == LARGE
-
-
-def test_a_refusal_is_not_repeated(checkpoint, hub):
-    hub.fail_next["preupload"] = [403] * 10
-    with pytest.raises(Exception, match="403"):
+@pytest.mark.parametrize(
+    ("kind", "answer", "uploaded"),
+    [
+        ("create", 500, "Nothing was uploaded"),
+        ("readme", 500, "Nothing was uploaded"),  # a README that cannot be read is not taken for none
+        ("preupload", 403, "no commit is confirmed"),
+        ("commit", 503, "no commit is confirmed"),
+        ("commit", 0, "no commit is confirmed"),
+    ],
+)
+def test_a_failed_push_says_what_is_where_and_is_resumed_by_the_next(checkpoint, hub, kind, answer, uploaded):
+    hub.fail_next[kind] = [answer]
+    with pytest.raises(FailedRun, match=f"{uploaded}.*model is complete in .*pacs-trl push --model .* --repo {REPO}"):
         push_it(checkpoint, hub)
-    assert hub.count("preupload") == 1
+    assert hub.files.get(REPO, {}) == {}
+    push_it(checkpoint, hub)
+    assert sorted(hub.files[REPO]) == UPLOADED and hub.count("put") == 1  # what had arrived was not sent again
 
 
 def test_a_dry_run_writes_and_sends_nothing(checkpoint, hub, capsys):
-    before = {path: path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()}
+    before = contents_of(checkpoint)
     argv = ["--model", str(checkpoint), "--repo", REPO, "--dry_run"]
     extra = ["--results", str(checkpoint.parent / "results.json"), "--recipe", str(checkpoint.parent / "recipe.yaml")]
     assert main([*argv, *extra]) == 0
     assert capsys.readouterr().out.splitlines()[:-1] == UPLOADED
-    assert {path: path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()} == before
+    assert contents_of(checkpoint) == before
     assert hub.calls == []
 
 
@@ -199,7 +182,7 @@ def test_scores_of_other_weights_are_refused(checkpoint, hub):
     push_it(checkpoint, hub)
     (checkpoint / "model.safetensors").write_bytes(bytes(range(255, -1, -1)) * 200)
     for dry_run in (True, False):
-        with pytest.raises(ValueError, match="not the scores of these weights"):
+        with pytest.raises(ValueError, match="digest"):
             push_it(checkpoint, hub, dry_run=dry_run)
     assert len(hub.commits[REPO]) == 1
 
@@ -233,8 +216,7 @@ def trainer(tmp_path, tokenizer, hub):
     )
 
 
-def test_a_trainer_pushes_what_the_command_line_pushes(trainer, hub, monkeypatch):
-    monkeypatch.setattr(hub_module.time, "sleep", lambda seconds: None)
+def test_a_trainer_pushes_what_the_command_line_pushes(trainer, hub):
     directory = Path(trainer.args.output_dir)
     assert hub.private[REPO]  # created before any work
     trainer.train()
@@ -242,27 +224,17 @@ def test_a_trainer_pushes_what_the_command_line_pushes(trainer, hub, monkeypatch
     (directory / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     results = make_results("PACS", 0.5, benchmarks=("aime_2024",), ks=(1, 8))
     (directory / "results.json").write_text(json.dumps(results))
-    hub.fail_next |= {"put": [0, 500], "commit": [0]}
     result = trainer.push_to_hub(dataset_name="org/named", tags="sums")
-    assert result.num_retries == 1 and hub.commits[REPO] == ["End of training"]
-    added = {
-        ".eval_results/aime_2024.yaml",
-        "README.md",
-        "recipe.yaml",
-        "results.json",
-        "provenance.json",
-        *CURVES,
-    }
-    assert added <= set(result.files) and "training_args.bin" not in result.files
-    for path in result.files:
-        content = hub.files[REPO][path]
-        assert path == "provenance.json" or content == (directory / path).read_bytes()
+    assert hub.commits[REPO] == ["End of training"]
+    added = {".eval_results/aime_2024.yaml", "README.md", "recipe.yaml", "results.json", "provenance.json", *CURVES}
+    assert added <= set(result.files) == set(hub.files[REPO]) and "training_args.bin" not in result.files
+    for content in hub.files[REPO].values():
         assert str(directory).encode() not in content and b"hf_x" not in content
     card = hub.files[REPO]["README.md"].decode()
     for fact in (
         "pass@8",
         "n = 128",
-        "Trained with 1 process on",
+        "with 1 process on",
         *CURVES,
         "base_model: Qwen/Qwen3-8B",
         "- org/named",
@@ -270,7 +242,7 @@ def test_a_trainer_pushes_what_the_command_line_pushes(trainer, hub, monkeypatch
     ):
         assert fact in card
     # The command line finds nothing to add, and saving again pushes again, here from a thread.
-    assert push(directory, REPO, api=HfApi(endpoint=hub.url, token="hf_x")).num_retries == 0
+    push(directory, REPO, api=HfApi(endpoint=hub.url, token="hf_x"))
     assert len(hub.commits[REPO]) == 1
     trainer.create_model_card(tags=["more"])
     trainer.save_model()
@@ -312,11 +284,6 @@ def test_push_to_hub_in_a_recipe(method, tmp_path, tokenizer, hub):
 def test_only_the_first_process_pushes(trainer, hub, monkeypatch):
     monkeypatch.setattr(trainer, "is_world_process_zero", lambda: False)
     assert trainer.push_to_hub() is None and hub.commits[REPO] == []
-
-
-def test_a_branch_is_pushed_to(checkpoint, hub):
-    push_it(checkpoint, hub, revision="step-480")
-    assert [call for call in hub.calls if call == ("POST", "commit")] and hub.branches[REPO] == ["step-480"]
 
 
 SECRET = "s3cr3tValue42"
@@ -400,58 +367,44 @@ def test_no_secret_and_nothing_but_the_model_is_published(checkpoint, hub):
     assert (checkpoint / "recipe.yaml").read_text() == local  # here, it still repeats the run
 
 
-def test_text_by_hand_is_kept(checkpoint, hub):
-    mine = "---\nlicense: mit\ntags:\n- math\n---\n\nWritten by hand, before.\n"
-    (checkpoint / "README.md").write_text(mine)
+MINE = b"---\nlicense: mit\nbase_model: /data/me/base\ntags:\n- base_model:adapter:/data/me/base\n---\nBy hand.\n"
+
+
+def test_a_readme_by_hand_is_uploaded_as_it_is(checkpoint, hub, caplog):
+    """Without the path of the base model that peft writes into it; and another text in the repository stays."""
+    (checkpoint / "README.md").write_bytes(MINE)
     push_it(checkpoint, hub)
-    card = ModelCard(hub.files[REPO]["README.md"].decode())
-    assert card.data.license == "mit" and {"math", "pacs", "trl"} <= set(card.data.tags) and card.data.eval_results
-    assert card.text.strip().startswith("Written by hand, before.") and "AIME 2024" in card.text
-    # In the repository, somebody adds a section below our part; in the folder, nothing was changed.
-    there = hub.files[REPO]["README.md"].decode() + "\n## Known problems\n\nNone.\n"
-    hub.files[REPO]["README.md"] = there.encode()
-    (checkpoint / "README.md").unlink()
+    assert "edited by hand" in caplog.text and (checkpoint / "README.md").read_bytes() == MINE
+    assert hub.files[REPO]["README.md"] == b"---\nlicense: mit\ntags:\n---\nBy hand.\n"
+    (checkpoint / "README.md").write_text("Otherwise.")
+    push_it(checkpoint, hub)
+    assert hub.files[REPO]["README.md"].endswith(b"By hand.\n")
+
+
+def test_an_edited_card_in_the_repository_is_kept(checkpoint, hub, caplog):
     push_it(checkpoint, hub, results=None)
-    for _ in range(2):  # and a second push changes nothing
-        text = hub.files[REPO]["README.md"].decode()
-        assert (
-            text.count("Written by hand, before.") == text.count("## Known problems") == text.count("# pacs-mini") == 1
-        )
-        assert text == (checkpoint / "README.md").read_text()
-        commits = len(hub.commits[REPO])
-        push_it(checkpoint, hub, results=None)
-        assert len(hub.commits[REPO]) == commits
-
-
-def test_texts_by_hand_on_both_sides_are_not_guessed_at(checkpoint, hub):
+    hub.files[REPO]["README.md"] += b"\n## Known problems\n\nNone.\n"
+    edited = hub.files[REPO]["README.md"]
     push_it(checkpoint, hub)
-    hub.files[REPO]["README.md"] += b"\nThere.\n"
-    (checkpoint / "README.md").write_text("Here.")
-    with pytest.raises(ValueError, match="README.md of user/pacs-mini both hold text .* Nothing was uploaded"):
-        push_it(checkpoint, hub)
-    assert len(hub.commits[REPO]) == 1 and (checkpoint / "README.md").read_text() == "Here."
-    hub.fail_next["readme"] = [500] * 99  # a README that cannot be read is not taken for none
-    (checkpoint / "README.md").unlink()
-    with pytest.raises(RuntimeError, match="failed 2 times"):
-        push_it(checkpoint, hub, max_attempts=2)
-    assert len(hub.commits[REPO]) == 1
+    assert hub.files[REPO]["README.md"] == edited and "results.json" in hub.files[REPO]
+    assert f"README.md of {REPO} was edited there and is kept" in caplog.text
+    del hub.files[REPO]["README.md"]
+    push_it(checkpoint, hub, results=None)
+    (checkpoint / "README.md").write_bytes(hub.files[REPO]["README.md"])  # our own card is written again
+    push_it(checkpoint, hub)
+    assert "AIME 2024" in hub.files[REPO]["README.md"].decode()
 
 
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("trainer_state.json", "{}", "trainer_state.json is damaged: it has no `log_history`"),
-        ("trainer_state.json", "{", "trainer_state.json is damaged: it is not JSON"),
-        ("trainer_state.json", '{"log_history": [{"reward": 1}]}', "trainer_state.json is damaged: it has no `step`"),
+        ("trainer_state.json", "{", "trainer_state.json is damaged"),
+        ("config.json", "{", "config.json is damaged"),
         ("provenance.json", "{}", "provenance.json is damaged: it has no `created`"),
-        ("provenance.json", "[]", "provenance.json is damaged: it must be a JSON object"),
-        ("provenance.json", json.dumps(FACTS | {"example": {}}), "provenance.json .* it has no `prompt`"),
+        ("provenance.json", "[]", "provenance.json is damaged"),
         ("recipe.yaml", "a: [", "recipe.yaml' is not YAML"),
         ("recipe.yaml", "- 1", "must be a YAML mapping"),
         ("results.json", '{"schema_version": 1}', "results.json is damaged: it has no `method`"),
-        ("README.md", "<!-- pacs_trl: end -->", "does not hold the two marks"),
-        ("README.md", "---\na: [\n---\nText", "README.md is not YAML"),
-        ("README.md", "---\n- 1\n---\nText", "README.md must be a YAML mapping"),
     ],
 )
 def test_damaged_files_are_named_before_anything_is_sent(checkpoint, hub, file, content, message, capsys):
@@ -460,42 +413,17 @@ def test_damaged_files_are_named_before_anything_is_sent(checkpoint, hub, file, 
     for extra in ([], ["--dry_run"]):
         assert main(["--model", str(checkpoint), "--repo", REPO, *extra]) == 2
         error = capsys.readouterr().err
-        assert re.search(message, error) and len(error.splitlines()) == 1
+        assert message in error and len(error.splitlines()) == 1
     assert hub.calls == [] and sorted(checkpoint.rglob("*")) == before
 
 
-def test_the_command_line(checkpoint, hub, monkeypatch, capsys):
-    monkeypatch.setattr("pacs_trl.hub.push.HfApi", lambda: HfApi(endpoint=hub.url, token="hf_x"))
-    assert main(["--model", str(checkpoint), "--repo", REPO]) == 0
-    assert f"{hub.url}/{REPO}: {6 + len(CURVES)} files, 0 retries" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("answer", "code", "words"), [(500, 1, "failed 5 times, last with: "), (403, 2, "is refused: ")]
-)
-def test_an_upload_that_fails_is_no_mistake_of_the_user(checkpoint, hub, monkeypatch, capsys, answer, code, words):
-    monkeypatch.setattr("pacs_trl.hub.push.HfApi", lambda: HfApi(endpoint=hub.url, token="hf_x"))
-    monkeypatch.setattr("pacs_trl.hub.push.time.sleep", lambda seconds: None)
-    hub.fail_next["preupload"] = [answer] * 99
-    assert main(["--model", str(checkpoint), "--repo", REPO]) == code
-    error = capsys.readouterr().err
-    assert f"pacs-trl push: The upload to {REPO} {words}" in error and "Nothing was uploaded" not in error
-
-
-def test_a_push_without_a_connection_says_what_it_waits_for(checkpoint, hub, monkeypatch, capsys, caplog):
-    """And that nothing was uploaded; nothing listens at the port."""
-    monkeypatch.setattr("pacs_trl.hub.push.HfApi", lambda: HfApi(endpoint="http://127.0.0.1:1", token="hf_x"))
-    waits = []
-    monkeypatch.setattr("pacs_trl.hub.push.time.sleep", waits.append)
-    assert main(["--model", str(checkpoint), "--repo", REPO]) == 1
-    assert [re.search("Attempt . of 5 .* again in (.*) s", record.message)[1] for record in caplog.records] == [
-        "2",
-        "4",
-        "8",
-        "16",
-    ]
-    error = capsys.readouterr().err
-    assert waits == [2, 4, 8, 16] and "Nothing was uploaded" in error and "kept" not in error
+@pytest.mark.parametrize("is_offline", [False, True])
+def test_the_command_line(checkpoint, hub, monkeypatch, capsys, is_offline):
+    endpoint = "http://127.0.0.1:1" if is_offline else hub.url  # nothing listens at port 1
+    monkeypatch.setattr("pacs_trl.hub.HfApi", lambda: HfApi(endpoint=endpoint, token="hf_x"))
+    assert main(["--model", str(checkpoint), "--repo", REPO]) == int(is_offline)
+    out, error = capsys.readouterr()
+    assert "Nothing was uploaded" in error if is_offline else f"{hub.url}/{REPO}: 6 files" in out
 
 
 def test_no_file_holds_where_the_model_was_loaded_from(checkpoint):
@@ -506,7 +434,7 @@ def test_no_file_holds_where_the_model_was_loaded_from(checkpoint):
     for file in ("config", "generation_config", "tokenizer_config", "adapter_config", "preprocessor_config"):
         content = kept | paths | {"inner": [kept | paths], "base_model_name_or_path": "/data/base"}
         (checkpoint / f"{file}.json").write_text(json.dumps(content))
-        (published,) = (data for name, data in published_contents(checkpoint).items() if name == f"{file}.json")
+        (published,) = (data for name, data in published_contents(checkpoint)[0].items() if name == f"{file}.json")
         expected = kept | names | {"inner": [kept | names], "base_model_name_or_path": "base"}
         assert json.loads(published) == expected
 
@@ -514,7 +442,7 @@ def test_no_file_holds_where_the_model_was_loaded_from(checkpoint):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--model", "/nowhere", "--repo", REPO], "does not exist"),
+        (["--model", "/nowhere", "--repo", REPO], "/nowhere is not a saved model"),
         (["--model", "MODEL", "--repo", "name"], "USER/NAME"),
         (["--model", "MODEL", "--repo", 'a/b"c'], "must use alphanumeric chars"),
         (["--model", "MODEL", "--repo", REPO, "--results", "/nowhere.json"], "/nowhere.json"),
@@ -523,7 +451,7 @@ def test_no_file_holds_where_the_model_was_loaded_from(checkpoint):
             ["--model", "MODEL", "--repo", REPO, "--recipe", "MODEL/tokenizer.list"],
             "must be a YAML mapping of settings, got list",
         ),
-        (["--model", "MODEL/checkpoint-20", "--repo", REPO], "does not look like a saved model"),
+        (["--model", "MODEL/checkpoint-20", "--repo", REPO], "is not a saved model"),
     ],
 )
 def test_refusals(checkpoint, hub, argv, message, capsys):

@@ -15,10 +15,10 @@ from optional import needs
 from seeds import shifted
 
 from pacs_trl import PACSConfig, train
-from pacs_trl.hub import tracking
 from pacs_trl.miniature.model import build_model
 from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.redaction import published
+from pacs_trl.rollouts import tracking
 
 
 pytestmark = [needs("wandb"), needs("trackio"), needs("tensorboard")]

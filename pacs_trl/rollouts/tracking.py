@@ -1,9 +1,8 @@
-"""One run in the tracker, however often training stops and resumes.
+"""One run per tracker, however often training stops and resumes.
 
-TRL and transformers send the metrics to wandb, trackio and TensorBoard. Added here is what they leave to chance: an identity
-of the run that outlives the process, the recipe among the run's settings, and the completions of every logged step under a
-key of their own (TRL logs them all under `completions`, where a tracker shows the latest only). The trackers' own
-environment variables (`WANDB_PROJECT`, `WANDB_MODE`, `TRACKIO_DIR`, ...) keep their meaning; one that is set wins.
+TRL and transformers send the metrics to wandb, trackio and TensorBoard. This module adds an identity of the run that
+outlives the process, the recipe, and the completions of every logged step under a key of their own (TRL logs them all under
+`completions`, where a tracker shows only the latest). The trackers' own environment variables win.
 """
 
 import importlib
@@ -30,24 +29,16 @@ _WITH_TABLES = ("wandb", "trackio")  # TensorBoard has no tables
 @contextmanager
 def tracked_run(training: GRPOConfig, settings: dict[str, Any], *, resuming: bool) -> Iterator["TrackingCallback"]:
     """
-    Everything logged inside goes to one run of each tracker in `report_to`; a resumed run goes on in the one it was in.
+    Send everything logged inside to one run of each tracker in `report_to`; a resumed run continues the one it was in.
 
-    The identity is `output_dir/run_id`: the run id of wandb, part of the name under which trackio finds a run, and the
-    folder of TensorBoard's events. `wandb sync` uploads the parts of a run that was resumed offline to one run.
-
-    Args:
-        training ([`~trl.GRPOConfig`] or a subclass):
-            Configuration of the trainer; `run_name` is filled in if it is `None`.
-        settings (`dict`):
-            The resolved recipe; what others may see of it ([`~redaction.published`]) is the setting `recipe` of the run.
-        resuming (`bool`):
-            Whether training goes on from a checkpoint. Otherwise a new identity is made.
+    The identity in `output_dir/run_id` is the run id of wandb, part of the name under which trackio finds a run, and
+    the folder of TensorBoard's events. Of `settings`, the resolved recipe, trackers get what is [`~redaction.published`].
 
     Yields:
         [`TrackingCallback`]: to be added to the trainer, which must be built inside.
 
     Raises:
-        `ValueError`: if wandb has no key, and nobody is there to be asked for one.
+        `ValueError`: if wandb has no key and stdin is not a terminal.
     """
     callback = TrackingCallback(settings)
     if not training.report_to or not PartialState().is_main_process:
@@ -74,7 +65,7 @@ def tracked_run(training: GRPOConfig, settings: dict[str, Any], *, resuming: boo
         for name in added:
             del os.environ[name]
         if "wandb" in training.report_to:
-            importlib.import_module("wandb").finish()  # otherwise the next run of this process would go on in it
+            importlib.import_module("wandb").finish()  # otherwise the next run of this process would continue it
 
 
 def _require_key(wandb) -> None:
@@ -82,18 +73,17 @@ def _require_key(wandb) -> None:
         return
     if not wandb.login(prompt=False, verify=False):
         raise ValueError(
-            "report_to names wandb, which has no API key here. Run `wandb login`, set WANDB_API_KEY, or WANDB_MODE=offline to keep the run "
-            "on this machine, or take wandb out of report_to."
+            "report_to names wandb, which has no API key here. Run `wandb login`, set WANDB_API_KEY, or "
+            "WANDB_MODE=offline to keep the run on this machine, or remove wandb from report_to."
         )
 
 
 class TrackingCallback(TrainerCallback):
     """
-    Send to wandb and trackio the recipe, the completions of each logged step as the table `completions/step_<step>`, and at the end
-    of training the table `timing`: `time/<part>` of every logged step, where the trainer measures them.
+    Send to wandb and trackio the recipe, the completions of each logged step as the table `completions/step_<step>`, and
+    at the end of training the table `timing`: `time/<part>` of every logged step.
 
-    TRL writes the completions of a step to `output_dir/completions` after it has called the callbacks, so they are sent
-    with the next thing that is logged; the summary at the end of training sends the last ones.
+    TRL writes the completions of a step after it has called the callbacks, so they are sent with the next log.
     """
 
     def __init__(self, settings: dict[str, Any]):
@@ -120,9 +110,8 @@ class TrackingCallback(TrainerCallback):
             if self._last_sent < step <= state.global_step:
                 table = _read_table(file, unique_prompts=args.log_unique_prompts)
                 for tracker in _trackers(args, state):
-                    tracker.log(
-                        {f"completions/step_{step:05d}": tracker.Table(dataframe=table), "train/global_step": step}
-                    )
+                    key = f"completions/step_{step:05d}"
+                    tracker.log({key: tracker.Table(dataframe=table), "train/global_step": step})
                 self._last_sent = step
 
 

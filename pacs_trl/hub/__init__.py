@@ -1,1 +1,0 @@
-"""What leaves the machine: uploads, model cards, trackers."""
