@@ -63,6 +63,12 @@ def right_with_a_hint(prompts, **kwargs) -> list[float]:
     return [float("Hint" in str(prompt)) for prompt in prompts]
 
 
+def half_are_hard(prompts, solution, **kwargs) -> list[float]:
+    """Prompts with an even solution; the others are solved by every second completion."""
+    hinted = right_with_a_hint(prompts)
+    return [own if int(answer) % 2 == 0 else float(i % 2) for i, (own, answer) in enumerate(zip(hinted, solution))]
+
+
 ADAPTIVE = {"adaptive_rollouts": "equal_treatment", "max_generations": 16}
 WEIGHTED = {"adaptive_rollouts": "hardness_weighted", "max_generations": 16, "adaptive_rollouts_budget": 13}
 HINTS = {"guidance": "hint", "max_guided_fraction": 0.25}
@@ -263,7 +269,7 @@ def test_guided_answers_are_learnt_under_the_plain_prompt(tmp_path, model_path, 
         tmp_path,
         model_path,
         engine[0] | HINTS,
-        reward=right_with_a_hint,
+        reward=half_are_hard,
         max_steps=6,
         save_strategy="no",
         log_completions=True,
