@@ -120,7 +120,7 @@ def test_help_names_the_command_and_what_it_takes(monkeypatch, capsys, name):
             "No such file or directory: 'nowhere.jsonl'.",
             marks=needs("matplotlib"),
         ),
-        (["push", "--model", "tests/data", "--repo", "a/b"], "does not look like a saved model"),
+        (["push", "--model", "tests/data", "--repo", "a/b"], "is not a saved model"),
         (["train", "--confg", RECIPE], "Did you mean `config`?"),
         (
             ["train", "--config", RECIPE, "--method", "pasc"],
