@@ -136,5 +136,5 @@ class PublishedTrainer(ResumableTrainer):
         defaults = {field.name: field.default for field in fields(self.args) if field.init}
         given = self.args.to_dict().items()
         return settings | {
-            name: value for name, value in given if name in defaults and value not in (None, "", defaults[name])
+            name: value for name, value in given if name in defaults and value not in (None, "", [], defaults[name])
         }

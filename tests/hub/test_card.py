@@ -178,6 +178,8 @@ def test_an_adapter_that_was_trained_in_python(untrained, tmp_path, monkeypatch,
             settings["max_steps"] == 1
             and settings["model_init_kwargs"] == {"dtype": "float32"}
             and "output_dir" not in text
+            and "debug" not in settings  # transformers puts [] in the place of ""
+            and "AcceleratorConfig" not in text
         )
     assert run_snippet(directory, text, monkeypatch, capsys)
     trainer.create_model_card(dataset_name="org/problems", tags="math")
