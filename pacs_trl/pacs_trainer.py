@@ -32,7 +32,7 @@ from .update.step import Limits, StepRollouts
 from .update.token_weights import TokenWeights
 
 
-class PACSTrainer(RolloutTrainer[PACSConfig]):
+class PACSTrainer(RolloutTrainer):
     """
     Trainer for PACS (imPlicit Actor Critic coupling via a Supervised learning framework), introduced in [Implicit
     Actor Critic Coupling via a Supervised Learning Framework for RLVR](https://huggingface.co/papers/2509.02522).

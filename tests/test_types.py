@@ -30,7 +30,6 @@ PPOConfig(gama=1.0)  # wrong: "gama"
 PACSTrainer("m", train_datset=None)  # wrong: "train_datset"
 PPOTrainer("m", peft_confg=LoraConfig())  # wrong: "peft_confg"
 GRPOTrainer("m", callback=[])  # wrong: "callback"
-PACSTrainer("m", args=PPOConfig())  # wrong: "PPOConfig"
 PACSTrainer("m", callbacks=[1])  # wrong: "int"
 """
 

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import create_model_from_path, disable_dropout_in_model, get_config_model_id
 
 from ..rollouts.kept_settings import OF_OPTIMIZER
-from ..rollouts.rollout_trainer import Config, RolloutTrainer
+from ..rollouts.rollout_trainer import RolloutTrainer
 from ..update.rows import without_padding
 from ..update.startup_check import choose_forward_pass, disable_noise
 from .actor_critic_config import ActorCriticConfig
@@ -75,8 +75,8 @@ def load_critic(policy: str | PreTrainedModel, args: ActorCriticConfig, architec
     return critic.train()
 
 
-class ActorCriticTrainer(RolloutTrainer[Config]):
-    """[`RolloutTrainer`] with a critic. `Config` is an [`ActorCriticConfig`]."""
+class ActorCriticTrainer(RolloutTrainer):
+    """[`RolloutTrainer`] with a critic, configured by an [`ActorCriticConfig`]."""
 
     args: ActorCriticConfig
     _critic_has_values = False  # instead of logits

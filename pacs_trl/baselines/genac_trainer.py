@@ -65,7 +65,7 @@ class Asked(NamedTuple):
     outcome: float
 
 
-class GenACTrainer(ActorCriticTrainer[GenACConfig]):
+class GenACTrainer(ActorCriticTrainer):
     """
     Trainer for Generative Actor-Critic.
 

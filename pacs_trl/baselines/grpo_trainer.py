@@ -8,13 +8,12 @@ orderly end, and checkpoints to continue from in the middle of a generation batc
 import contextlib
 
 import torch
-from trl import GRPOConfig
 
 from ..pacs_config import SHAPES_ONLY_GRPO
 from ..rollouts.rollout_trainer import RolloutTrainer
 
 
-class GRPOTrainer(RolloutTrainer[GRPOConfig]):
+class GRPOTrainer(RolloutTrainer):
     """[`~trl.GRPOTrainer`], with the same arguments, whose rollouts can be drawn again."""
 
     _learns_with_scorer = False  # TRL's passes are GRPO's

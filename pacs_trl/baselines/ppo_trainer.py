@@ -19,7 +19,7 @@ def _is_news(record: logging.LogRecord) -> bool:
     return not keys or not all(key.startswith(("Key", "score.", "lm_head.")) for key in keys)
 
 
-class PPOTrainer(ActorCriticTrainer[PPOConfig]):
+class PPOTrainer(ActorCriticTrainer):
     """
     Trainer for Proximal Policy Optimization with a token-level critic, the PPO baseline of the PACS paper.
 

@@ -26,7 +26,8 @@ class PublishedTrainer(ResumableTrainer):
 
     recipe: dict[str, Any] | None = None
 
-    def __init__(self, model, reward_funcs=None, args=None, **kwargs):
+    def _prepare_loading(self, model, args, arguments) -> None:
+        """Check what can be checked before the model is loaded."""
         if args.push_to_hub and args.hub_strategy not in ("end", "every_save"):
             raise ValueError(
                 f"hub_strategy={args.hub_strategy.value!r} is not supported: checkpoints hold the token "
@@ -34,7 +35,6 @@ class PublishedTrainer(ResumableTrainer):
             )
         self._card_facts: dict[str, Any] = {}  # given to `create_model_card`
         self._is_saved = False  # in `output_dir`
-        super().__init__(model, reward_funcs, args=args, **kwargs)
 
     def save_model(self, output_dir=None, _internal_call=False):
         directory = Path(output_dir or self.args.output_dir)

@@ -42,8 +42,8 @@ class ResumableTrainer(GRPOTrainer):
     # What moves on inside an optimizer step, besides metrics and the number of tokens.
     _counters: tuple[str, ...] = ("_step", "_num_requests", "_unrewarded", "_buffered_inputs")
 
-    def __init__(self, model, reward_funcs=None, args=None, **kwargs):
-        super().__init__(model, reward_funcs, args=args, **kwargs)
+    def _prepare_run(self) -> None:
+        """Set up what belongs to a run, once the trainer is constructed."""
         self._reset_run()
         self._kept_settings = settings_of_construction(self.args)
         self.add_callback(_StepBegin(self))

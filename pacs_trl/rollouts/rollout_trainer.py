@@ -15,25 +15,20 @@ import inspect
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from accelerate.utils import gather_object
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
-from peft import LoraConfig, PeftConfig, PeftModel
+from peft import LoraConfig
 from torch import nn
 from transformers import (
     AutoConfig,
     AutoTokenizer,
-    BitsAndBytesConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
     ProcessorMixin,
-    TrainerCallback,
 )
 from transformers.integrations import is_deepspeed_zero3_enabled
-from trl import GRPOConfig
-from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
+from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import get_config_model_id, is_async_callable
 
 from ..data import check_chat_template_kwargs
@@ -70,77 +65,51 @@ from .trainer_checks import (
 from .vllm_checks import check_vllm, serve_command, server_url
 
 
-# What the arguments of GRPOTrainer may be.
-Model = str | PreTrainedModel | PeftModel
-TrainData = Dataset | IterableDataset
-EvalData = Dataset | IterableDataset | DatasetDict | IterableDatasetDict | dict[str, Dataset | IterableDataset]
-Optimizers = tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None]
-Environments = EnvironmentFactory | dict[str, EnvironmentFactory]
-
-Config = TypeVar("Config", bound=GRPOConfig)
+_SIGNATURE = inspect.signature(GRPOTrainer.__init__)
 
 # A run ends when its first generation batches, so many, have no reward at all. A later batch may.
 _MOST_UNREWARDED = 3
 
 
-class RolloutTrainer(PublishedTrainer, Generic[Config]):
-    """[`~trl.GRPOTrainer`] whose rollouts can be drawn again. `Config` is the configuration that a trainer takes."""
+class RolloutTrainer(PublishedTrainer):
+    """[`~trl.GRPOTrainer`] that can generate again for some prompts, and checks what it is given before it loads the model."""
 
     _config_class: type[GRPOConfig] = GRPOConfig
     _padding_free = "auto"  # see `Scorer`
     _learns_with_scorer = True
 
-    # All parameters of GRPOTrainer by name, for type checkers and editors; `tests/test_trl_drift.py` compares.
-    def __init__(
-        self,
-        model: Model,
-        reward_funcs: RewardFunc | list[RewardFunc] | None = None,
-        args: Config | None = None,
-        train_dataset: TrainData | None = None,
-        eval_dataset: EvalData | None = None,
-        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase] | None = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: Optimizers = (None, None),
-        quantization_config: BitsAndBytesConfig | None = None,
-        peft_config: PeftConfig | None = None,
-        tools: list[Callable] | None = None,
-        rollout_func: RolloutFunc | None = None,
-        environment_factory: Environments | None = None,
-    ):
+    if not TYPE_CHECKING:  # type checkers and editors see the parameters of GRPOTrainer
+
+        @wraps(GRPOTrainer.__init__)
+        def __init__(self, *args, **kwargs):
+            given = _SIGNATURE.bind(self, *args, **kwargs)
+            given.apply_defaults()
+            _, *arguments = given.arguments.items()
+            self._construct(**dict(arguments))
+
+    def _construct(self, model, reward_funcs, args, **arguments: Any) -> None:
         if args is None:
             model_name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = self._config_class(f"{model_name.split('/')[-1]}-{self._name}")
         if not isinstance(args, self._config_class):
             raise TypeError(f"`args` must be a {self._config_class.__name__}, got {type(args).__name__}.")
-        arguments: dict[str, Any] = {
-            "train_dataset": train_dataset,
-            "eval_dataset": eval_dataset,
-            "processing_class": processing_class,
-            "reward_processing_classes": reward_processing_classes,
-            "callbacks": callbacks,
-            "optimizers": optimizers,
-            "quantization_config": quantization_config,
-            "peft_config": peft_config,
-            "tools": tools,
-            "rollout_func": rollout_func,
-            "environment_factory": environment_factory,
-        }
+        environment_factory, rollout_func = arguments["environment_factory"], arguments["rollout_func"]
         check_reward_functions(reward_funcs)
         passed = (*OWN_PARAMETERS, *(["environments"] if environment_factory is not None else []))
         for name in ("train_dataset", "eval_dataset"):  # a rollout function adds columns of its own
             check_dataset(name, arguments[name], reward_funcs if rollout_func is None else (), passed)
-        check_tools(tools)
+        check_tools(arguments["tools"])
         self._prepare_loading(model, args, {"reward_funcs": reward_funcs, **arguments})
         if environment_factory is None and rollout_func is None:
             self._check_prompt_lengths(model, args, arguments)  # last: it may download the model's configuration
         super().__init__(model, reward_funcs, args, **arguments)
+        self._prepare_run()
         if args.disable_dropout:
             disable_noise(self.model, self.ref_model)
         self._prepare_drawing()
         self._prepare_learning()
 
-    def _prepare_loading(self, model: Model, args: GRPOConfig, arguments: dict[str, Any]) -> None:
+    def _prepare_loading(self, model: str | PreTrainedModel, args: GRPOConfig, arguments: dict[str, Any]) -> None:
         """
         What comes before the model is loaded.
 
@@ -151,6 +120,7 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
             `ValueError`: if a data set has no prompts, the vLLM that `args` asks for cannot work, or the model has not the
                 modules that LoRA is for.
         """
+        super()._prepare_loading(model, args, arguments)
         check_no_jit_checkpoint(args)
         for name in ("train_dataset", "eval_dataset"):
             if arguments["environment_factory"] is None:  # an environment writes into the prompt
@@ -169,7 +139,7 @@ class RolloutTrainer(PublishedTrainer, Generic[Config]):
             )
 
     @staticmethod
-    def _check_prompt_lengths(model: Model, args: GRPOConfig, arguments: dict[str, Any]) -> None:
+    def _check_prompt_lengths(model: str | PreTrainedModel, args: GRPOConfig, arguments: dict[str, Any]) -> None:
         def load_tokenizer():
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             revision = (args.model_init_kwargs or {}).get("revision", "main")
