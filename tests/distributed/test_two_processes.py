@@ -27,6 +27,8 @@ from scenarios import FSDP2, LORA, QUARTER, RAGGED, REPLAYED, VERL, ZERO3, proba
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from pacs_trl import PACSTrainer
+
 
 pytestmark = [pytest.mark.distributed, pytest.mark.trains]
 
@@ -62,7 +64,8 @@ def both(output: Path, name: str) -> list:
 def check(tmp_path, results, settings, replay_settings, model=tiny_model, ragged=False):
     replay = Replay(**replay_settings)
     # sizes are checked for one process: four times the rows stand for two processes
-    args = config(tmp_path, **{**settings, "per_device_train_batch_size": 2 * settings["per_device_train_batch_size"]})
+    settings = {**settings, "per_device_train_batch_size": 2 * settings["per_device_train_batch_size"]}
+    args = config(tmp_path, settings.pop("trainer_class", PACSTrainer)._config_class, **settings)
     args.num_iterations = settings.get("num_iterations", 1)
     first, second = results
     assert len(first["logs"]) == args.max_steps
