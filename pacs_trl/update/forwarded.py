@@ -8,9 +8,14 @@ from accelerate import Accelerator
 
 class Forwarded(NamedTuple):
     """
-    What forward passes over some rows of a step have found, on all processes together: the proxies of these rows (with [`Prefixes`]
-    of their prefixes), `(B,)` on the CPU and 0 elsewhere, the sum of the entropies of their counted tokens, their number, and the sum of the KL estimator; the
-    `row_values` of [`TokenWeights`], `(K, B)`.
+    Values that forward passes over some rows of a step have found, on all processes together.
+
+    Attributes:
+        proxies (`torch.Tensor` of shape `(B,)`, on the CPU): 0 for rows that were not forwarded.
+        row_values (`torch.Tensor` of shape `(K, B)`): See [`TokenWeights`].
+        entropy (`float`): Sum of the entropies of the counted tokens.
+        num_rows (`float`): Rows that were forwarded.
+        kl (`float`): Sum of the KL estimator.
     """
 
     proxies: torch.Tensor
