@@ -722,22 +722,21 @@ def test_public_training_step_only(tmp_path):
 
 @pytest.mark.trains
 def test_training_raises_the_reward(tmp_path):
-    """The whole loop learns: completions that start with a digit byte are right."""
+    """The whole loop learns to begin with an even token: from about 0.5 to 0.95, by 0.32 to 0.50 with twenty seeds."""
 
-    def first_is_low(completion_ids, **kwargs):
-        return [float(ids[0] < 64) for ids in completion_ids]
+    def even_start(completion_ids, **kwargs):
+        return [float(ids[0] % 2 == 0) for ids in completion_ids]
 
     trainer = build_trainer(
         tmp_path,
-        reward=first_is_low,
-        max_steps=40,
-        per_device_train_batch_size=32,
+        reward=even_start,
+        max_steps=20,
+        per_device_train_batch_size=64,
         num_generations=8,
         max_completion_length=2,
         optim="adamw_torch",
-        learning_rate=3e-3,
-        seed=0,
+        learning_rate=1e-2,
     )
     trainer.train()
     rewards = logged(trainer, "reward")
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1
