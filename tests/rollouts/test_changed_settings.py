@@ -107,6 +107,7 @@ def test_of_the_baselines(tmp_path, model_path):
         "bf16": False,
         "num_generations": 4,
         "per_device_train_batch_size": 8,
+        "max_completion_length": 8,
         "report_to": "none",
     }
     data = {"train_dataset": addition_dataset(), "processing_class": TOKENIZER}
