@@ -5,7 +5,6 @@ the results directory of a seed every evaluation has a directory of its own (`v2
 those.
 """
 
-import re
 import shlex
 import subprocess
 from collections.abc import Sequence
@@ -77,16 +76,14 @@ def full_commands(cell: Cell, seed: int, options: Options, *, checkpoints: bool 
 
 
 def _training_hours(cell: Cell) -> float | None:
-    """What `pacs-trl plan` says of the recipe."""
+    """Return the estimate of `pacs-trl plan`."""
     from pacs_trl.plan.check import check_recipe
     from pacs_trl.plan.estimates import Estimate
     from pacs_trl.plan.launch import read_launch
 
     launch, _ = read_launch(str(RECIPES.parent / ACCELERATE), None)
     recipe, _ = check_recipe(str(RECIPES / f"{cell.recipe}.yaml"), cell.words, launch.num_processes)
-    last = Estimate(recipe, launch).lines(round(MEAN_LENGTH * recipe.training.max_completion_length))[-1]
-    found = re.search(r"([\d.]+) GPU hours", last)
-    return float(found[1]) if found else None
+    return Estimate(recipe, launch).gpu_hours(round(MEAN_LENGTH * recipe.training.max_completion_length))
 
 
 def _evaluation(name: str, output_dir: Path, asked: Sequence[str], base: str, n: int | None = None) -> list[Line]:

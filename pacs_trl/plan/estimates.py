@@ -333,19 +333,35 @@ class Estimate:
             return round(sum(self.prompts.lengths) / len(self.prompts.lengths))
         return min(self.recipe.data.max_prompt_length or 256, 256)
 
+    def generating(self, mean_length: int) -> float:
+        """Return the seconds in which a generation batch is generated; 0 with a server, which is not estimated."""
+        training, gpus = self.training, self.launch.num_processes
+        if training.use_vllm and training.vllm_mode == "server":
+            return 0.0
+        share = training.vllm_gpu_memory_utilization if training.use_vllm else 0.5
+        cache = max(share * self.gpu.memory_bytes - 2 * self.shape.parameters, 0.05 * self.gpu.memory_bytes)
+        lengths = self._prompt, mean_length, training.max_completion_length
+        rows = self.step.rows_per_generation / gpus
+        return cost.decoding_seconds(self.shape, rows, *lengths, kv_cache_bytes=cache, gpu=self.gpu)
+
+    def gpu_hours(self, mean_length: int) -> float | None:
+        """Return the GPU hours of the run for completions of `mean_length` tokens on average; `None` where unknown."""
+        optimizer_steps = self.optimizer_steps()
+        if self.unknown or optimizer_steps is None:
+            return None
+        seconds = self.learning(mean_length)[1] + self.generating(mean_length)
+        if self.of_genac:
+            seconds += sum(self._critic_time(mean_length)[1:3])
+        return self.step.rollouts(optimizer_steps) * seconds * self.launch.num_processes / 3600
+
     def _time(self, optimizer_steps: int, mean_length: int) -> list[str]:
-        training, shape, gpus, gpu = self.training, self.shape, self.launch.num_processes, self.gpu
-        longest, prompt = training.max_completion_length, self._prompt
+        training, gpus, gpu, prompt = self.training, self.launch.num_processes, self.gpu, self._prompt
         rollouts, sharing = self.step.rollouts(optimizer_steps), self._rows_of_a_prompt(prompt, mean_length)
         padding = ", padding included" * (self.recipe.run.method == "grpo")
         padding += f", a prompt once for {sharing} completions" * (sharing > 1)
         flops, learning, passes = self.learning(mean_length)
-        generating, generation = 0.0, "not counted: it depends on the server"
-        if not (training.use_vllm and training.vllm_mode == "server"):
-            share = training.vllm_gpu_memory_utilization if training.use_vllm else 0.5
-            cache = max(share * gpu.memory_bytes - 2 * shape.parameters, 0.05 * gpu.memory_bytes)
-            how = {"prompt": prompt, "mean": mean_length, "longest": longest, "kv_cache_bytes": cache, "gpu": gpu}
-            generating = cost.decoding_seconds(shape, self.step.rows_per_generation / gpus, **how)
+        generating, generation = self.generating(mean_length), "not counted: it depends on the server"
+        if generating:
             generation = (
                 f"{_seconds(generating)}: weights read once per token of the longest completion, keys and values of all "
                 f"completions, at {gpu.decoding_share:.0%} of {gpu.bandwidth / 1e12:.3g} TB/s"
@@ -356,7 +372,8 @@ class Estimate:
             more_flops, more_learning, more_generating, words = self._critic_time(mean_length)
             flops, learning, generating = flops + more_flops, learning + more_learning, generating + more_generating
             critic = [f"  critic             {words}"]
-        hours, reuse, times = rollouts * (learning + generating) / 3600, [], training.num_iterations
+        gpu_hours, reuse, times = self.gpu_hours(mean_length), [], training.num_iterations
+        hours = gpu_hours / gpus
         if times > 1 and generating:
             fresh = rollouts * (learning + times * generating) / 3600
             reuse = [
@@ -371,6 +388,6 @@ class Estimate:
             f"  generation         {generation}",
             *critic,
             *reuse,
-            f"  all                {_duration(hours)} on {gpus} GPU{'s' * (gpus > 1)}, {_duration(hours * gpus, 'GPU ', 0)}, "
+            f"  all                {_duration(hours)} on {gpus} GPU{'s' * (gpus > 1)}, {_duration(gpu_hours, 'GPU ', 0)}, "
             f"{rollouts * flops:.1e} FLOP for learning",
         ]

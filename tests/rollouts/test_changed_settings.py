@@ -106,7 +106,6 @@ def test_of_the_baselines(tmp_path, model_path):
         "use_cpu": True,
         "bf16": False,
         "num_generations": 4,
-        "max_completion_length": 8,
         "per_device_train_batch_size": 8,
         "max_completion_length": 8,
         "report_to": "none",
