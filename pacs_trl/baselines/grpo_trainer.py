@@ -11,6 +11,7 @@ import torch
 
 from ..pacs_config import SHAPES_ONLY_GRPO
 from ..rollouts.rollout_trainer import RolloutTrainer
+from ..update.startup_check import warn_of_left_padding
 
 
 class GRPOTrainer(RolloutTrainer):
@@ -19,6 +20,12 @@ class GRPOTrainer(RolloutTrainer):
     _learns_with_scorer = False  # TRL's passes are GRPO's
     # those that only GRPO's loss reads, and how the rows of a generation batch are spread
     _own_shared_settings = (*SHAPES_ONLY_GRPO, "world_size")
+
+    def _choose_forward_passes(self) -> None:
+        if not self._forward_passes_are_chosen and not self._is_vlm:
+            logps = super()._get_per_token_logps_and_entropies
+            warn_of_left_padding(self.scorer, self.model_wrapped, lambda *given: logps(*given)[0])
+        self._forward_passes_are_chosen = True
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
         with contextlib.nullcontext() if torch.is_grad_enabled() else self.timer.part("log_probs"):

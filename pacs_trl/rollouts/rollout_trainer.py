@@ -280,8 +280,7 @@ class RolloutTrainer(PublishedTrainer):
         )
 
     def _generate_and_score_completions(self, inputs):
-        if self._learns_with_scorer:  # an evaluation without training, say
-            self._choose_forward_passes()
+        self._choose_forward_passes()  # an evaluation without training, say
         self._check_equal_on_all_processes("rows of a generation batch", len(inputs))
         check_columns("The data set", inputs[0])
         self._solutions = [row.get("solution") for row in inputs]
@@ -454,8 +453,7 @@ class RolloutTrainer(PublishedTrainer):
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        if self._learns_with_scorer:
-            self._choose_forward_passes()
+        self._choose_forward_passes()
         return prepared
 
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):

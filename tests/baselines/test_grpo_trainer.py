@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from replay import TOKENIZER, addition_dataset, digit_reward, trainable_weights
+from replay import TOKENIZER, addition_dataset, digit_reward, tiny_model, trainable_weights
 from seeds import shifted
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from trl import GRPOConfig
 from trl import GRPOTrainer as TRLTrainer
 
@@ -87,3 +87,18 @@ def test_other_settings_of_its_loss_are_refused(tmp_path, model_path, straight):
     with pytest.raises(ValueError, match="scale_rewards: 'group' in the checkpoint, 'none' now"):
         checkpoint = f"{straight.args.output_dir}/checkpoint-3"
         train(GRPOTrainer, tmp_path, model_path, resume=checkpoint, scale_rewards="none")
+
+
+def test_left_padding_that_changes_log_probs_is_named(tmp_path, caplog):
+    """TRL pads prompts on the left without positions: absolute positions then depend on the longest prompt of the batch."""
+    settings = {"use_cpu": True, "bf16": False, "num_generations": 4, "max_completion_length": 8, "max_steps": 1}
+    settings |= {"per_device_train_batch_size": 8, "report_to": "none", "save_strategy": "no"}
+    sizes = {"vocab_size": len(TOKENIZER), "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
+    torch.manual_seed(shifted(0))
+    positions = GPT2LMHeadModel(GPT2Config(**sizes, attn_implementation="eager", initializer_range=0.5))
+    for model, warned in ((positions, True), (tiny_model(), False)):
+        args = GRPOConfig(str(tmp_path), **settings)
+        data = {"train_dataset": addition_dataset(8), "processing_class": TOKENIZER}
+        GRPOTrainer(model, digit_reward, args=args, **data).train()
+        assert any("gpt2" in record.message for record in caplog.records) == warned
+        caplog.clear()
