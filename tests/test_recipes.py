@@ -7,6 +7,7 @@ for bfloat16; `pacs_trl.plan.check` reads them as values, without the configurat
 import itertools
 import re
 import shlex
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -346,7 +347,7 @@ def test_only_the_scripts_of_the_7b_model_are_called_the_authors():
 
 
 @pytest.mark.trains
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, partial(torch.optim.AdamW, eps=0.0)], ids=["SGD", "AdamW"])
 def test_clipping_a_mean_over_8_rows_at_an_eighth_is_clipping_their_sum_at_1(optimizer):
     """Under AdamW, which ignores the scale that is left, the weights are the same; plain SGD learns 8 times slower."""
     weights = []
@@ -363,7 +364,8 @@ def test_clipping_a_mean_over_8_rows_at_an_eighth_is_clipping_their_sum_at_1(opt
             torch.nn.utils.clip_grad_norm_([weight], max_norm)
             update.step()
         weights.append(weight.detach())
-    torch.testing.assert_close(weights[1], weights[0], rtol=1e-4, atol=0)
+    # Four steps of 0.01, which may cancel. Clipping adds 1e-6 to a norm, which differs by 8; at most 7e-8 over 2,000 seeds.
+    torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=1e-6)
 
 
 def test_the_grpo_score_against_the_rollout_policy_is_refused():
