@@ -330,8 +330,8 @@ class TestProperties:
         + [(0.1, 9.8, 0.86), (0.5, 1.86, 0.85), (1.0, 0.86, 0.81)],
     )
     def test_the_grpo_score_multiplies_the_gradient_of_small_proxies(self, spread, ratio, cosine):
-        """The table of docs/method.md."""
-        generator = torch.Generator().manual_seed(shifted(0))
+        """The table of docs/method.md, of these random numbers."""
+        generator = torch.Generator().manual_seed(0)
         rates = torch.rand(256, 1, generator=generator, dtype=torch.float64)
         labels = (torch.rand(256, 8, generator=generator, dtype=torch.float64) < rates).double().view(-1)
         proxies = spread * torch.randn(256 * 8, generator=generator, dtype=torch.float64)
@@ -377,7 +377,7 @@ class TestProperties:
             zeros = torch.zeros(len(labels), dtype=torch.float64)
             push = -proxy_coefficients(zeros, labels, num_generations=len(labels), **kinds)
             assert (push.diff() >= -1e-8).all(), (labels, push)  # weights are rounded to float32
-            assert push[-1] > push[0] + 1e-6, (labels, push)
+            assert push[-1] - push[0] > 0.1 * (labels[-1] - labels[0]) / len(labels), (labels, push)
 
     def test_soft_labels_below_a_group_mean_of_one_quarter(self):
         # sum R = 0.35, sum (1 - R) = 3.65, n = 4: p = R * 40/7, q = (1 - R) * 40/73; e = (q - p) / 2, c = 4/3 * (e - mean)

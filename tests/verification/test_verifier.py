@@ -55,7 +55,7 @@ GSM8K_GOLDS = [row["answer"].rpartition("####")[2].strip() for row in GSM8K]
 def wrong_pairs(golds, seed=0):
     """(completion, gold) of a permutation, without pairs that are the same text or the same numbers."""
     shuffled = list(golds)
-    random.Random(shifted(seed)).shuffle(shuffled)
+    random.Random(seed).shuffle(shuffled)
     return [
         (box(other), gold)
         for other, gold in zip(shuffled, golds)
