@@ -173,7 +173,14 @@ def test_verification_is_over_when_generation_is(tmp_path, checkpoint, colocated
         for module in (rewards, early_grading):
             monkeypatch.setattr(module, "shared_verifier", lambda verifier=verifier: verifier)
         settings = colocated | later
-        trainer = trainer_on(checkpoint, tmp_path / str(early), settings, reward=rewards.math_reward, max_steps=3)
+        trainer = trainer_on(
+            checkpoint,
+            tmp_path / str(early),
+            settings,
+            reward=rewards.math_reward,
+            max_steps=3,
+            trainer_class=DarsAndGuidanceTrainer if later else None,
+        )
         if not early:
             trainer.vllm_generation.llm._early_grading = trainer._early_grading = None
         asked.clear()
