@@ -2,9 +2,10 @@
 
     python -m benchmarks.code [--programs 200] [--rounds 3]
 
-`subprocess` is how open-r1's evaluation script runs a test case: `python3 -c PROGRAM`, one process a case, no limits but a clock.
-`exec` is the scheme of verl's prime_code: a forked process with a manager for its answers a program, `exec` in it. Neither confines
-anything. Programs are all different and right, so every case of every program runs. Processor time is that of all processes.
+`subprocess` is how open-r1's evaluation script runs a test case: `python3 -c PROGRAM`, one process a case, no limits
+but a clock. `exec` is the scheme of verl's prime_code: a forked process with a manager for its answers a program,
+`exec` in it. Neither confines anything. Programs are all different and right, so every case of every program runs.
+Processor time is that of all processes.
 """
 
 import argparse
@@ -28,7 +29,8 @@ WORKERS = 2
 
 def programs(count: int, round_number: int) -> list[str]:
     return [
-        f"import sys\nfrom collections import deque\na, b = map(int, input().split())\nprint(a + b + {i + round_number * count} - {i + round_number * count})"
+        "import sys\nfrom collections import deque\na, b = map(int, input().split())\nprint(a + b + "
+        f"{i + round_number * count} - {i + round_number * count})"
         for i in range(count)
     ]
 
@@ -92,7 +94,8 @@ def main() -> None:
             cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime + time.process_time() - own
             assert labels == [1.0] * len(sources), name
             print(
-                f"{name:12}{len(sources) / seconds:8.1f} programs/s{1000 * cpu / len(sources):8.1f} ms of processor per program"
+                f"{name:12}{len(sources) / seconds:8.1f} programs/s{1000 * cpu / len(sources):8.1f} ms of processor "
+                "per program"
             )
 
 

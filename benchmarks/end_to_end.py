@@ -1,11 +1,12 @@
-"""Seconds of training until a given share of completions is right: PACS, GRPO and PPO, by transformers' generation or vLLM's.
+"""Seconds of training until a given share of completions is right: PACS, GRPO and PPO, by transformers' generation or
+vLLM's.
 
     OMP_NUM_THREADS=1 python -m benchmarks.end_to_end --engine transformers
     OMP_NUM_THREADS=1 python -m benchmarks.end_to_end --engine vllm    # after `make env-vllm`
 
-One recipe, recipes/miniature/pacs.yaml, and its warm start; only the method differs. The clock is the processor time of the
-process that trains and generates, which other work on the machine does not change; workers of the verifier are not in it. A
-method has arrived when the mean reward of the last `--window` generations is at `--target`.
+One recipe, recipes/miniature/pacs.yaml, and its warm start; only the method differs. The clock is the processor time
+of the process that trains and generates, which other work on the machine does not change; workers of the verifier are
+not in it. A method has arrived when the mean reward of the last `--window` generations is at `--target`.
 """
 
 import argparse

@@ -3,10 +3,11 @@
     python -m benchmarks.evaluation                     # the miniature run: 250 problems x 16 samples
     python -m benchmarks.evaluation --model DIR --num_problems 30 --n 128
 
-Generation is timed twice on the same requests: inside `evaluate` (time between asking the engine for a completion and getting
-it), and alone, without store, grading or counting. The overhead is what `evaluate` takes beyond the engine, start of the
-verifier included, loading of the model excluded. Grading runs beside the engine in processes of its own: where the engine wants
-every core, as here, part of the grading's processor time comes back as a longer time inside the engine.
+Generation is timed twice on the same requests: inside `evaluate` (time between asking the engine for a completion and
+getting it), and alone, without store, grading or counting. The overhead is what `evaluate` takes beyond the engine,
+start of the verifier included, loading of the model excluded. Grading runs beside the engine in processes of its own:
+where the engine wants every core, as here, part of the grading's processor time comes back as a longer time inside the
+engine.
 """
 
 import argparse

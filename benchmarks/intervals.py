@@ -1,8 +1,8 @@
 """How often 95 % intervals over problems hold the truth: `python -m benchmarks.intervals`, a minute on one core.
 
-Problems have difficulties from a beta distribution, 128 completions each; 2,000 benchmarks are drawn from that world and the
-interval of each is compared with the mean of the world. Differences are to a second model, better by 0.5 in log-odds on
-average, with a spread of 0.5 over problems.
+Problems have difficulties from a beta distribution, 128 completions each; 2,000 benchmarks are drawn from that world
+and the interval of each is compared with the mean of the world. Differences are to a second model, better by 0.5 in
+log-odds on average, with a spread of 0.5 over problems.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """What a second draw costs, by its tokens: `python -m benchmarks.later_draws`, a minute on one core.
 
-Every answer of the model, whose weights are random, is wrong, so adaptive rollouts draw as many completions again as there were at
-first (the budget). Both draws are timed whole, from the prompts to the rows: generation, grading and all that the trainer does in
-between. Seconds are of the processor, so that other work on the machine does not count.
+Every answer of the model, whose weights are random, is wrong, so adaptive rollouts draw as many completions again as
+there were at first (the budget). Both draws are timed whole, from the prompts to the rows: generation, grading and all
+that the trainer does in between. Seconds are of the processor, so that other work on the machine does not count.
 """
 
 import argparse
@@ -69,7 +69,8 @@ def main() -> None:
         )
         trainer.train()
     print(
-        "| draw | completions | tokens | seconds of the processor | per 1,000 tokens |\n| --- | ---: | ---: | ---: | ---: |"
+        "| draw | completions | tokens | seconds of the processor | per 1,000 tokens |\n| --- | ---: | ---: | ---: | "
+        "---: |"
     )
     for name in ("first", "adaptive"):
         own = [entry for entry in trainer.drawn if entry[0] == name][

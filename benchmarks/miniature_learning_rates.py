@@ -1,10 +1,10 @@
-"""The learning rates of the miniature tables: the same budget for each method, on a training seed that no table uses (the warm
-start is that of seed 0).
+"""The learning rates of the miniature tables: the same budget for each method, on a training seed that no table uses
+(the warm start is that of seed 0).
 
     python -m benchmarks.miniature_learning_rates            # one core, minutes; goes on where it was stopped
 
-The same rates for each of PACS, GRPO and PPO, from one warm start; the reward (share of right completions at temperature 1) of the
-last third of the rollouts decides. The rate of the PPO critic is 1e-3 throughout.
+The same rates for each of PACS, GRPO and PPO, from one warm start; the reward (share of right completions at
+temperature 1) of the last third of the rollouts decides. The rate of the PPO critic is 1e-3 throughout.
 """
 
 import argparse

@@ -4,8 +4,9 @@
     python -m benchmarks.step --size gpu        # Qwen3-1.7B architecture, random weights, bf16, one GPU
 
 All variants run in one process, one step after another in turn, `--repeats` times after a first one that is not timed
-(peak memory is measured in it); medians are reported. A step is everything between having the completions and having updated
-the weights: rewards, padding, forward and backward passes, optimizer. Generation is replaced by the recorded completions. Tokens per second count real tokens, no padding.
+(peak memory is measured in it); medians are reported. A step is everything between having the completions and having
+updated the weights: rewards, padding, forward and backward passes, optimizer. Generation is replaced by the recorded
+completions. Tokens per second count real tokens, no padding.
 """
 
 import argparse
@@ -207,7 +208,8 @@ def group_memory(size: Size, device: str) -> list[dict]:
 
 
 def model_flop_utilization(rows: list[dict], size: Size, device: str) -> None:
-    """Model FLOPs (6 per parameter and token of a text, attention left out) against the measured rate of a matrix product."""
+    """Model FLOPs (6 per parameter and token of a text, attention left out) against the measured rate of a matrix
+    product."""
     n, dtype = (8192, torch.bfloat16) if device == "cuda" else (2048, torch.float32)
     rate, parameters = matmul_rate(device, n, dtype), size.shape.parameters
     print(f"\nMatrix product of {n}^3 in {dtype}: {rate / 1e12:.3g} TFLOP/s. Parameters: {parameters / 1e9:.3g}e9.\n")

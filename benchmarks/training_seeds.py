@@ -1,8 +1,8 @@
 """The noise of one run: a cell of the miniature tables, trained again and again from one warm start.
 
-Each run has a training seed of its own, which decides the prompts and what is drawn for them; the warm start is that of one
-seed, and the evaluation is that of the tables. Prints mean and standard deviation over training seeds, to stand beside those
-over warm starts. What is finished is kept in --work_dir.
+Each run has a training seed of its own, which decides the prompts and what is drawn for them; the warm start is that
+of one seed, and the evaluation is that of the tables. Prints mean and standard deviation over training seeds, to stand
+beside those over warm starts. What is finished is kept in --work_dir.
 
     python -m benchmarks.training_seeds
 """

@@ -2,12 +2,13 @@
 
     python -m benchmarks.verification                  # clean text, several rounds, both graders in turn
     python -m benchmarks.verification --hostile        # also with 2 % hostile completions (TRL needs minutes)
-    python -m benchmarks.verification --protocols      # labels of the two protocols on the rows of the tests, no timing
+    python -m benchmarks.verification --protocols   # labels of the two protocols on the rows of the tests, no timing
 
-Completions are stitched from the reference solutions of MATH-500: reasoning of other problems, then a boxed answer that
-is right for 60 % of them and otherwise one of three mistakes per problem (a number in it changed). 500 problems with 8
-completions each, log-normal lengths with a mean of about 4,000 characters; every round has texts and mistakes of its own.
-Hostile ones end in an answer of `tests/data/hostile.jsonl` on which `accuracy_reward` runs into its time limit.
+Completions are stitched from the reference solutions of MATH-500: reasoning of other problems, then a boxed answer
+that is right for 60 % of them and otherwise one of three mistakes per problem (a number in it changed). 500 problems
+with 8 completions each, log-normal lengths with a mean of about 4,000 characters; every round has texts and mistakes
+of its own. Hostile ones end in an answer of `tests/data/hostile.jsonl` on which `accuracy_reward` runs into its time
+limit.
 """
 
 import argparse

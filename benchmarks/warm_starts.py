@@ -1,7 +1,7 @@
 """How near the warm starts of the miniature come to their target, whatever the seed and the number of threads.
 
-Makes each warm start anew and draws 8 completions for every held-out problem, with random streams that the calibration has
-not used. Prints a table in Markdown; what is finished is kept in --work_dir.
+Makes each warm start anew and draws 8 completions for every held-out problem, with random streams that the calibration
+has not used. Prints a table in Markdown; what is finished is kept in --work_dir.
 
     python -m benchmarks.warm_starts
 """

@@ -1,9 +1,10 @@
-"""Does a rule that adapts beta or the reset help? `python -m experiments.adaptive_rules`, a quarter of an hour on one core.
+"""Does a rule that adapts beta or the reset help? `python -m experiments.adaptive_rules`, a quarter of an hour on one
+core.
 
-Saturated scores have no gradient, so a rule may act on them in two ways: renew a snapshot reference as soon as too many scores are
-saturated, instead of every so many updates; or scale beta so that the scores keep a spread at which the sigmoid still
-bends. Each rule is trained on the miniature PACS recipe from the same warm starts as the fixed settings it competes with. What
-decides is the reward of the last rollouts, over several seeds.
+Saturated scores have no gradient, so a rule may act on them in two ways: renew a snapshot reference as soon as too
+many scores are saturated, instead of every so many updates; or scale beta so that the scores keep a spread at which
+the sigmoid still bends. Each rule is trained on the miniature PACS recipe from the same warm starts as the fixed
+settings it competes with. What decides is the reward of the last rollouts, over several seeds.
 """
 
 import argparse
@@ -43,7 +44,8 @@ class RenewWhenSaturated(PACSTrainer):
 
 
 class KeepSpread(PACSTrainer):
-    """Beta follows the spread of the scores, `next_beta` after every update but the first ones, where all scores are 0."""
+    """Beta follows the spread of the scores, `next_beta` after every update but the first ones, where all scores are
+    0."""
 
     def _run_update(self, model):
         loss = super()._run_update(model)

@@ -39,7 +39,8 @@ def over_seeds(values: Sequence[float]) -> tuple[float, float]:
 
 
 def mean_difference(values: Sequence[float]) -> str:
-    """Differences by seed: their mean and half of its 95 % interval; of less than three seeds, the mean and their number."""
+    """Differences by seed: their mean and half of its 95 % interval; of less than three seeds, the mean and their
+    number."""
     if not values:
         return ""
     return f"{mean(values):+.1f} " + (f"± {over_seeds(values)[1]:.1f}" if len(values) > 2 else f"({len(values)})")

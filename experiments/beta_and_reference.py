@@ -1,10 +1,10 @@
 """When beta matters: `python -m experiments.beta_and_reference`, minutes on one core.
 
-Against the policy at rollout time the implicit rewards are 0 on the first update and small on the others, the sigmoid is
-nearly linear, and beta only scales the gradient, which Adam takes back. Against a snapshot that is kept, implicit rewards grow
-with every update; then beta decides when scores saturate and learning stops. The script trains the miniature PACS recipe with
-both references and several betas from one warm start, and draws reward, spread of the scores and saturation. With
-`--reset_steps` a third reference is added: the snapshot, renewed every so many updates.
+Against the policy at rollout time the implicit rewards are 0 on the first update and small on the others, the sigmoid
+is nearly linear, and beta only scales the gradient, which Adam takes back. Against a snapshot that is kept, implicit
+rewards grow with every update; then beta decides when scores saturate and learning stops. The script trains the
+miniature PACS recipe with both references and several betas from one warm start, and draws reward, spread of the
+scores and saturation. With `--reset_steps` a third reference is added: the snapshot, renewed every so many updates.
 """
 
 import argparse
@@ -46,7 +46,8 @@ def train_one(arguments: Sequence[str], output_dir: Path) -> list[dict]:
 
 
 def draw(histories: dict[str, dict[str, list[dict]]], path: Path) -> None:
-    """One column per reference, one line per beta: thin what was logged, thick a running mean of the last ten updates."""
+    """One column per reference, one line per beta: thin what was logged, thick a running mean of the last ten
+    updates."""
     from matplotlib.figure import Figure
 
     from pacs_trl.report.plots import COLORS, DASHES, PAGE_WIDTH, PANEL_HEIGHT, STYLE

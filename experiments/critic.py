@@ -1,10 +1,10 @@
 """The implicit critic, measured: what sigma(psi) of a trained policy says about completions whose grade is known.
 
-PACS trains the score psi, a difference of log-probability ratios between policy and reference, to predict the verifier. This
-computes psi for the stored completions of an evaluation and puts the grade beside it: one line per completion for
-`pacs-trl report --reliability`. The completions are best those of the reference, as in training; held-out problems show
-whether the critic has learned more than its training problems. Completions are tokenized again from their text, with the
-end-of-sequence token if they had one.
+PACS trains the score psi, a difference of log-probability ratios between policy and reference, to predict the
+verifier. This computes psi for the stored completions of an evaluation and puts the grade beside it: one line per
+completion for `pacs-trl report --reliability`. The completions are best those of the reference, as in training;
+held-out problems show whether the critic has learned more than its training problems. Completions are tokenized again
+from their text, with the end-of-sequence token if they had one.
 """
 
 import json

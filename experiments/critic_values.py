@@ -1,5 +1,5 @@
-"""The values of three kinds of critics on the same prefixes, for `experiments/genac.py`: GenAC's answers, PPO's value head, and the score
-that PACS trains."""
+"""The values of three kinds of critics on the same prefixes, for `experiments/genac.py`: GenAC's answers, PPO's value
+head, and the score that PACS trains."""
 
 import math
 from pathlib import Path
@@ -95,7 +95,8 @@ def values_in_words(path: Path, rows: list[dict], template: str) -> list[list[fl
 def written(
     path: Path, traces: list[Trace], template: str, begun: list[str] | None = None, temperature: float = 0.0
 ) -> list[str]:
-    """What a critic answers about the states of traces, by default what is most probable, behind what it is given of each answer (`begun`)."""
+    """What a critic answers about the states of traces, by default what is most probable, behind what it is given of
+    each answer (`begun`)."""
     critic, tokenizer = load(path)
     prompt = CriticPrompt.read(template)
     args = read_recipe(["--config", str(RECIPES / "miniature" / "genac.yaml")]).training
@@ -125,7 +126,8 @@ def values_of_score(policy: Path, reference: Path, rows: list[dict]) -> list[lis
 
 
 def measures(rows: list[dict], values: list[list[float]]) -> dict[str, Any]:
-    """Of one critic; the last place ranks. `errors`: of each problem the mean of `(R - v)^2`, of which intervals are made."""
+    """Of one critic; the last place ranks. `errors`: of each problem the mean of `(R - v)^2`, of which intervals are
+    made."""
     flat = torch.tensor([value for of_row in values for value in of_row])
     outcomes = torch.tensor([float(row["right"]) for row in rows for _ in PLACES])
     groups = []

@@ -2,7 +2,8 @@
 
     python -m experiments.diversity DIR_A DIR_B --benchmark aime_2024 --output diversity.json
 
-Writes one JSON file that `pacs-trl report --diversity` draws from. What diversity is: `pacs_trl/evaluation/diversity.py`.
+Writes one JSON file that `pacs-trl report --diversity` draws from. What diversity is:
+`pacs_trl/evaluation/diversity.py`.
 """
 
 import argparse
@@ -38,7 +39,8 @@ def principal_components(embeddings: np.ndarray) -> Projection:
     """
     Project centred embeddings on their first two principal components.
 
-    The sign of a component is arbitrary; the entry of largest magnitude is made positive, so that figures are repeatable.
+    The sign of a component is arbitrary; the entry of largest magnitude is made positive, so that figures are
+    repeatable.
 
     Raises:
         `ValueError`: if there are fewer than three embeddings.
@@ -62,8 +64,8 @@ def compare(
     Diversity of one or two models.
 
     Returns:
-        Per model: diversities by problem and the mean with its interval, over the problems that remain for every model;
-        and, for two models, the interval of the difference (second minus first).
+        Per model: diversities by problem and the mean with its interval, over the problems that remain for every
+        model; and, for two models, the interval of the difference (second minus first).
 
     Raises:
         `ValueError`: if no problem has two correct responses from every model.
@@ -110,8 +112,8 @@ def _diversity_file(args: argparse.Namespace) -> dict:
     diversities, intervals, difference = compare(responses, embed)
     if args.problem is not None and args.problem not in diversities[0]:
         raise ValueError(
-            f"Problem {args.problem!r} cannot be drawn: it is not in {args.benchmark}, or a model has fewer than two correct "
-            f"responses to it. Those that can: {', '.join(list(diversities[0])[:20])}."
+            f"Problem {args.problem!r} cannot be drawn: it is not in {args.benchmark}, or a model has fewer than two "
+            f"correct responses to it. Those that can: {', '.join(list(diversities[0])[:20])}."
         )
     shown = [args.problem] if args.problem is not None else list(diversities[0])
     texts = [[text for problem in shown for text in model.get(problem, [])] for model in responses]

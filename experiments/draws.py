@@ -1,10 +1,12 @@
-"""Do more completions of hard prompts, and other prompts in place of uniform groups, help? `python -m experiments.draws --seeds 0 1 2`
+"""Do more completions of hard prompts, and other prompts in place of uniform groups, help? `python -m
+experiments.draws --seeds 0 1 2`
 
-The arms of a seed share their warm start and draw about as many completions: 23,040, as 60 generations of 384 or 90 of 256, or, without
-a budget, 34 that grow as they like. What was drawn is printed. Two tasks: sums of three to seven terms, of which some are never solved
-(five benchmarks, 128 attempts), and additions, which are learnt soon (64 attempts). What decides is pass@1 and pass@k, how many
-problems are never solved, and how soon the reward reaches a target. Restartable: finished arms are taken from `--results_dir`, an
-interrupted one goes on from its last checkpoint. Two to three minutes for each arm and seed on one free core.
+The arms of a seed share their warm start and draw about as many completions: 23,040, as 60 generations of 384 or 90 of
+256, or, without a budget, 34 that grow as they like. What was drawn is printed. Two tasks: sums of three to seven
+terms, of which some are never solved (five benchmarks, 128 attempts), and additions, which are learnt soon (64
+attempts). What decides is pass@1 and pass@k, how many problems are never solved, and how soon the reward reaches a
+target. Restartable: finished arms are taken from `--results_dir`, an interrupted one goes on from its last checkpoint.
+Two to three minutes for each arm and seed on one free core.
 """
 
 import math
@@ -65,7 +67,8 @@ def cell_of(arm: str, task: str) -> Cell:
 
 
 def curve(history: list[dict], first: int) -> list[tuple[int, float, float]]:
-    """Of each generation, which begins with `first` completions: optimizer step, completions so far, and mean reward."""
+    """Of each generation, which begins with `first` completions: optimizer step, completions so far, and mean
+    reward."""
     found, drawn = [], 0.0
     for entry in history:
         if "reward" in entry:
@@ -83,7 +86,8 @@ def reached(points: list[tuple[int, float, float]], target: float) -> str:
 
 
 def measured(run: Run) -> list[float]:
-    """pass@k of each of `KS`, the mean over benchmarks, and the share of problems that are never solved, in percent."""
+    """pass@k of each of `KS`, the mean over benchmarks, and the share of problems that are never solved, in
+    percent."""
     found = list(run.results["benchmarks"].values())
     shares = [mean(b["pass_at_k"].get(str(k), {"value": math.nan})["value"] for b in found) for k in KS]
     return [100 * x for x in [*shares, mean(p["c"] == 0 for b in found for p in b["problems"])]]

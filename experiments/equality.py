@@ -3,9 +3,10 @@
     python experiments/equality.py                    # against BEFORE; about three minutes for each side
     python experiments/equality.py COMMIT --only rollout ppo
 
-Runs `equality_scenarios.py` once with the package of the commit, in a worktree that is removed afterwards, and once with that of
-the working tree, and compares weights, logged numbers and files. Prints a Markdown table; the exit code is 1 if a scenario that
-must be equal is not. One thread, no downloads, everything under a temporary folder (`--keep DIR` keeps what was written).
+Runs `equality_scenarios.py` once with the package of the commit, in a worktree that is removed afterwards, and once
+with that of the working tree, and compares weights, logged numbers and files. Prints a Markdown table; the exit code
+is 1 if a scenario that must be equal is not. One thread, no downloads, everything under a temporary folder (`--keep
+DIR` keeps what was written).
 """
 
 import argparse
@@ -28,9 +29,9 @@ from safetensors.torch import load_file
 BEFORE = "43a6491"
 ROOT = Path(__file__).resolve().parents[1]
 SCENARIOS = Path(__file__).with_name("equality_scenarios.py")
-# Where passes over padded rows have become passes over packed rows, which sum in another order: one PPO update (of policy and
-# critic), and evaluation's token entropy (its samples, grades and counts are files, which must be equal). All else must be
-# equal to the bit.
+# Where passes over padded rows have become passes over packed rows, which sum in another order: one PPO update (of
+# policy and critic), and evaluation's token entropy (its samples, grades and counts are files, which must be equal).
+# All else must be equal to the bit.
 TOLERANT = ("ppo", "evaluate")
 TOLERANCE = 1e-5
 
@@ -45,7 +46,8 @@ class Comparison:
 
     Attributes:
         largest (`float`): Largest absolute difference of a weight.
-        relative (`float`): Norm of the difference over norm of what training changed, the larger one of policy and critic.
+        relative (`float`): Norm of the difference over norm of what training changed, the larger one of policy and
+        critic.
         metrics (`list[str]`): Logged numbers that differ.
         only_one_side (`list[str]`): Logged numbers that only one side has; they are named, and are no failure.
         problems (`list[str]`): Whatever makes the scenario fail in any case.

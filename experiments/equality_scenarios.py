@@ -1,9 +1,10 @@
-"""The runs that `equality.py` compares: `python equality_scenarios.py OUTPUT [NAME ...]`, with the package to run on PYTHONPATH.
+"""The runs that `equality.py` compares: `python equality_scenarios.py OUTPUT [NAME ...]`, with the package to run on
+PYTHONPATH.
 
-Each scenario writes to OUTPUT/NAME: trained weights under `weights/`, logged numbers to `metrics.json`, and what must be equal
-byte for byte under `files/`. The model is the tiny miniature one with random weights, which answers nothing correctly; so a
-completion and its label are pseudo-random functions of what stands before them. Only public names of the package are used,
-and nothing of `tests/`, so that one version of this file runs with any version of the package.
+Each scenario writes to OUTPUT/NAME: trained weights under `weights/`, logged numbers to `metrics.json`, and what must
+be equal byte for byte under `files/`. The model is the tiny miniature one with random weights, which answers nothing
+correctly; so a completion and its label are pseudo-random functions of what stands before them. Only public names of
+the package are used, and nothing of `tests/`, so that one version of this file runs with any version of the package.
 """
 
 import functools
@@ -131,7 +132,8 @@ def model_path(output: Path) -> str:
     return str(path)
 
 
-# Optimizer steps of 4 prompts x 4 completions, two for each generation: the first has all proxies at 0, the second has not.
+# Optimizer steps of 4 prompts x 4 completions, two for each generation: the first has all proxies at 0, the second has
+# not.
 SETTINGS = {
     "use_cpu": True,
     "bf16": False,
@@ -191,8 +193,8 @@ PACS = {
 }
 CORRECTED = {"vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "token_truncate"}
 FIRST_ONLY = {"num_iterations": 1, "max_steps": 6}
-# Of the related methods: the module, its settings, what else the trainer gets, and the settings that chose the method before it was a
-# module of its own.
+# Of the related methods: the module, its settings, what else the trainer gets, and the settings that chose the method
+# before it was a module of its own.
 EXPERIMENTAL: dict[str, tuple[str, dict, dict, dict]] = {
     "steer": ("steer", {}, {}, {"token_weighting": "steer"}),
     "steer_linear": (
@@ -346,7 +348,8 @@ class KilledAt(TrainerCallback):
 
 
 def resume(output: Path, model: str) -> None:
-    """Ended after step 3, between the two updates of a generation, and continued by a trainer that knows nothing of it."""
+    """Ended after step 3, between the two updates of a generation, and continued by a trainer that knows nothing of
+    it."""
     settings = ADAMW | {"max_steps": 5, "save_strategy": "steps", "save_steps": 3, "reference": "snapshot"}
     settings["reference_reset_steps"] = 2
     try:

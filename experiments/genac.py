@@ -1,12 +1,13 @@
 """Does a critic that reasons know more, and does its actor learn more? `python -m experiments.genac --seeds 0 1 2`
 
-On sums of four terms and a policy of 0.1 million parameters, in three stages. `ladder`: critics of several sizes are taught by an oracle's
-traces, in words and by a value head, and judged by the true success rates of states that they have not seen. `values`: critics learn
-from the completions of one policy that does not learn, the warm start of a seed, and judge the same prefixes of the same held-out
-completions, also in another domain (sums with parentheses). `arms`: PPO, GenAC with and without conditioning, PACS and GRPO from the
-same warm starts, with the same number of completions; of both kinds of critics the first generations teach the critic alone. The
-critics that write start from the traces of all seeds' warm starts. Restartable: what is finished is taken from `--results_dir` and
-`--work_dir`. Writes its tables and a figure there.
+On sums of four terms and a policy of 0.1 million parameters, in three stages. `ladder`: critics of several sizes are
+taught by an oracle's traces, in words and by a value head, and judged by the true success rates of states that they
+have not seen. `values`: critics learn from the completions of one policy that does not learn, the warm start of a
+seed, and judge the same prefixes of the same held-out completions, also in another domain (sums with parentheses).
+`arms`: PPO, GenAC with and without conditioning, PACS and GRPO from the same warm starts, with the same number of
+completions; of both kinds of critics the first generations teach the critic alone. The critics that write start from
+the traces of all seeds' warm starts. Restartable: what is finished is taken from `--results_dir` and `--work_dir`.
+Writes its tables and a figure there.
 """
 
 import argparse
@@ -65,7 +66,8 @@ def cell_of(arm: str, work: Path) -> Cell:
 
 
 def judge_values(seed: int, args) -> dict[str, dict[str, dict[str, Any]]]:
-    """Train the critics of a seed about a policy that does not learn, and measure them: critic -> domain -> measures."""
+    """Train the critics of a seed about a policy that does not learn, and measure them: critic -> domain ->
+    measures."""
     first, steps = warm_start(f"{TASK}/tiny", seed=seed), args.value_steps
     found_by: dict[str, Callable[[list[dict]], list[list[float]]]] = {}
     for arm in ARMS:
@@ -130,8 +132,8 @@ def table_of_values(found: list[dict]) -> list[str]:
 
 
 def run_arm(cell: Cell, seed: int, options: Options, file: Path) -> None:
-    """Run a cell, and write down the seconds of a core that each generation took: those of the clock times the share that this
-    process had of one."""
+    """Run a cell, and write down the seconds of a core that each generation took: those of the clock times the share
+    that this process had of one."""
     known = json.loads(file.read_text()) if file.is_file() else {}
     if str(seed) in known.get(cell.run, {}) and seed in Records(options.results_dir).seeds(cell.run):
         return
@@ -187,11 +189,12 @@ def interval(values: list[float]) -> str:
 
 
 def table_of_arms(found: dict[str, dict[int, dict[str, Any]]]) -> list[str]:
-    """By seed: right completions as counts, seconds of a core, and the reward at the end and at the seconds at which the slowest arm
-    without a critic that writes ends; then each arm against PPO over the seeds that both have."""
+    """By seed: right completions as counts, seconds of a core, and the reward at the end and at the seconds at which
+    the slowest arm without a critic that writes ends; then each arm against PPO over the seeds that both have."""
     baselines = [runs for arm, runs in found.items() if not arm.startswith("GenAC")]
     lines = [
-        f"| arm | seed | right / drawn, {', '.join(DOMAINS.values())} | seconds | last reward | reward at equal seconds |",
+        f"| arm | seed | right / drawn, {', '.join(DOMAINS.values())} | seconds | last reward | reward at equal "
+        "seconds |",
         "| --- |" + " ---: |" * 5,
     ]
     for arm, runs in found.items():

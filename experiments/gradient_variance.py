@@ -1,13 +1,14 @@
 """How noisy the gradient is under the three scores: `python -m experiments.gradient_variance`, minutes on one core.
 
 A miniature policy moves away from its reference, one update after the other. At some ages of the reference, groups of
-completions are sampled, and the gradient of every group alone is taken under the scores "rloo", "dr_grpo" and "grpo". What is
-compared is the noise in the mean over the groups relative to its length, which no optimizer that is free of scale can change:
+completions are sampled, and the gradient of every group alone is taken under the scores "rloo", "dr_grpo" and "grpo".
+What is compared is the noise in the mean over the groups relative to its length, which no optimizer that is free of
+scale can change:
 
     noise share = trace(covariance of a group's gradient) / number of groups / |mean gradient|^2
 
-"rloo" and "dr_grpo" cannot differ but by beta: psi_rloo = G / (G - 1) * psi_dr_grpo, so that the gradients are equal up to a
-factor wherever beta is rescaled by (G - 1) / G. The script measures both, as they are and rescaled.
+"rloo" and "dr_grpo" cannot differ but by beta: psi_rloo = G / (G - 1) * psi_dr_grpo, so that the gradients are equal
+up to a factor wherever beta is rescaled by (G - 1) / G. The script measures both, as they are and rescaled.
 """
 
 import argparse

@@ -1,12 +1,14 @@
 """Do guided attempts teach what is never solved alone? `python -m experiments.guided --seeds 0 1 2`
 
-The task is built for it. A sum that is written backwards, `97#35` for `53+79`, means nothing to a warm start that has learnt sums, and
-to do what a hint says, whatever the problem is. Then PACS trains on sums and on backward ones, without hints, with guided attempts
-whose hint is the sum, and with a lower weight on them, from the same warm start and with as many generations. What decides is the
-share solved without a hint of those held-out backward sums that the warm start solves in none of 64 attempts.
+The task is built for it. A sum that is written backwards, `97#35` for `53+79`, means nothing to a warm start that has
+learnt sums, and to do what a hint says, whatever the problem is. Then PACS trains on sums and on backward ones,
+without hints, with guided attempts whose hint is the sum, and with a lower weight on them, from the same warm start
+and with as many generations. What decides is the share solved without a hint of those held-out backward sums that the
+warm start solves in none of 64 attempts.
 
-`--measure` trains nothing more: it compares right guided answers with right answers that the policy gives alone, by their
-log-probability under the plain prompt and by the norm of their gradient. Restartable: what a run has written is not made again.
+`--measure` trains nothing more: it compares right guided answers with right answers that the policy gives alone, by
+their log-probability under the plain prompt and by the norm of their gradient. Restartable: what a run has written is
+not made again.
 """
 
 import argparse
@@ -44,7 +46,8 @@ ARMS = {
     "guided": ["--method", "guidance"],
     "guided, weight 0.25": ["--method", "guidance", "--guided_weight", "0.25"],
 }
-SAVED = f"--max_completion_length {LENGTH} --save_strategy steps --save_steps 40 --save_total_limit 1 --max_steps 720".split()
+SAVED = f"--max_completion_length {LENGTH} --save_strategy steps --save_steps 40 --max_steps 720".split()
+SAVED += ["--save_total_limit", "1"]
 
 
 def backwards(text: str) -> str:
@@ -53,7 +56,8 @@ def backwards(text: str) -> str:
 
 
 def sums(seed: int) -> list[dict[str, str | None]]:
-    """Training problems with a worked solution, those in front plain, those behind backward with the sum as their hint."""
+    """Training problems with a worked solution, those in front plain, those behind backward with the sum as their
+    hint."""
     rows = [row for row in demonstrations("addition", seed=seed) if _reads_otherwise(row)][: 2 * NUM_TRAINED]
     hard = [row | {"problem": backwards(row["problem"]), "hint": row["problem"]} for row in rows[NUM_TRAINED:]]
     return [*(row | {"hint": None} for row in rows[:NUM_TRAINED]), *hard]
@@ -147,7 +151,8 @@ def attempt(model: Path, output_dir: Path, num_samples: int) -> dict[str, list[i
 
 
 def report(counts: dict[str, dict[str, dict[str, list[int]]]], num_samples: int) -> list[str]:
-    """A row for each seed and arm: pass@k in percent of sums, of all backward ones, and of those that the warm start never solves."""
+    """A row for each seed and arm: pass@k in percent of sums, of all backward ones, and of those that the warm start
+    never solves."""
     ks = sorted({1, min(8, num_samples), num_samples})
     kinds = ["sums: pass@1", *(f"{kind}: pass@{k}" for kind in ("backward", "never solved before") for k in ks)]
     lines = [f"| seed | | {' | '.join(kinds)} |", "| ---: | --- |" + " ---: |" * len(kinds)]

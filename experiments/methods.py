@@ -1,8 +1,9 @@
 """README's first picture, PACS, GRPO and PPO side by side: `python -m experiments.methods`, seconds, runs nothing.
 
-Made of the records of the miniature tables (three seeds, whose warm start all methods share). These keep no times: when a rollout was
-over is that of seed 0, trained once more with each method, one after another, by `python -m experiments.methods --clock`. Bands and
-bars are the range over seeds; a difference is taken seed by seed, because most of the spread is that of the warm starts.
+Made of the records of the miniature tables (three seeds, whose warm start all methods share). These keep no times:
+when a rollout was over is that of seed 0, trained once more with each method, one after another, by `python -m
+experiments.methods --clock`. Bands and bars are the range over seeds; a difference is taken seed by seed, because most
+of the spread is that of the warm starts.
 """
 
 import argparse

@@ -1,7 +1,8 @@
 """The whole project in minutes on two CPU cores: `python -m experiments.quickstart`.
 
-One warm start, PACS and GRPO from it through the same `pacs_trl.train` and recipe format as every other run, and pass@k on held-out
-problems before and after with the evaluation of every other run. Only the order of the steps and the summary are written here.
+One warm start, PACS and GRPO from it through the same `pacs_trl.train` and recipe format as every other run, and
+pass@k on held-out problems before and after with the evaluation of every other run. Only the order of the steps and
+the summary are written here.
 """
 
 import sys
@@ -62,14 +63,15 @@ def run_seed(seed: int, output_dir: Path, train_arguments: Sequence[str] = ()) -
             Seed of the initial weights, of the warm start and of the training runs. The held-out problems and their
             samples have seeds of their own, the same in every run.
         output_dir (`Path`):
-            Gets `before/`, `after-pacs/` and `after-grpo/` (samples, grades, results.json), `pacs/` and `grpo/` (checkpoint, model
-            card, recipe, `train.log`). What an earlier run left there is removed.
+            Gets `before/`, `after-pacs/` and `after-grpo/` (samples, grades, results.json), `pacs/` and `grpo/`
+            (checkpoint, model card, recipe, `train.log`). What an earlier run left there is removed.
         train_arguments (sequence of `str`, *optional*):
             Overrides of the recipes as on the command line of `pacs_trl.train`.
 
     Returns:
-        `dict`: `"seed"`, `"seconds"`, `"processor_seconds"` (of this process and those it waited for), and by method `"results"` (as in
-        results.json), `"logs"` (the trainer's `log_history`) and `"examples"` (the first completion of the first problems).
+        `dict`: `"seed"`, `"seconds"`, `"processor_seconds"` (of this process and those it waited for), and by method
+        `"results"` (as in results.json), `"logs"` (the trainer's `log_history`) and `"examples"` (the first completion
+        of the first problems).
     """
     started, used = time.monotonic(), _processor_seconds()
     shutil.rmtree(output_dir, ignore_errors=True)

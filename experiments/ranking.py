@@ -1,10 +1,12 @@
-"""May the implicit critic be trusted? `python -m experiments.ranking` scores with the models that `experiments.reuse` left in its work directory.
+"""May the implicit critic be trusted? `python -m experiments.ranking` scores with the models that `experiments.reuse`
+left in its work directory.
 
-For each reference, beta, K and class weights of `ARMS`, held-out completions of the start and of the trained policy itself, 16 for each of 250 problems, are scored
-as in `critic.py`. Does sigma(psi) say how often they are right (Brier score beside that of the share of right ones, calibration error of ten bins),
-with psi against the other completions of the problem (`rloo`), and against the reference alone (`none`)? And how often is the answer right that is
-chosen: any completion, the most frequent answer, that of the highest score, the one whose completions' sigma(psi) sum highest? Means over seeds,
-with 95 % intervals over them.
+For each reference, beta, K and class weights of `ARMS`, held-out completions of the start and of the trained policy
+itself, 16 for each of 250 problems, are scored as in `critic.py`. Does sigma(psi) say how often they are right (Brier
+score beside that of the share of right ones, calibration error of ten bins), with psi against the other completions of
+the problem (`rloo`), and against the reference alone (`none`)? And how often is the answer right that is chosen: any
+completion, the most frequent answer, that of the highest score, the one whose completions' sigma(psi) sum highest?
+Means over seeds, with 95 % intervals over them.
 """
 
 import argparse
@@ -102,7 +104,8 @@ def measure(arm: Arm, source: str, seed: int, work_dir: Path) -> dict[str, Any]:
 
 
 def table(lines: Sequence[dict[str, Any]]) -> list[str]:
-    """A row for each arm and source of completions: means over seeds, and how far the highest score is from the majority vote."""
+    """A row for each arm and source of completions: means over seeds, and how far the highest score is from the
+    majority vote."""
     calibrations = [f"{name}, {estimator}" for estimator in ESTIMATORS for name in ("Brier", "calibration error")]
     chosen = ["mean", "majority vote", "highest score", "weighted vote"]
     heads = ["completions", "seeds", "base rate", *calibrations, *chosen, "highest score - majority"]

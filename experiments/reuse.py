@@ -1,14 +1,15 @@
 """How often may a rollout be learnt from, and which beta does it take? `python -m experiments.reuse`
 
-A cell is a task, a method, K updates on each of 40 rollouts of 128 completions (16 prompts x 8) or of 60 of 256, beta, class weights
-and a learning rate. The cells of a seed share warm start and prompts. GRPO clips its ratio (epsilon 0.2); RLOO has neither clip
-nor division by the standard deviation. What is kept of a run: the held-out problems solved in 16 attempts each, before and after; by
-rollout, reward, entropy, and processor seconds of drawing and of learning so far, which other work on the machine does not change; by
-place in the rollout (which of the K updates), the mean movement of the log-ratios and what has stopped moving (see
-`reuse_trainers.py`), over the rollouts after the first quarter.
+A cell is a task, a method, K updates on each of 40 rollouts of 128 completions (16 prompts x 8) or of 60 of 256, beta,
+class weights and a learning rate. The cells of a seed share warm start and prompts. GRPO clips its ratio (epsilon
+0.2); RLOO has neither clip nor division by the standard deviation. What is kept of a run: the held-out problems solved
+in 16 attempts each, before and after; by rollout, reward, entropy, and processor seconds of drawing and of learning so
+far, which other work on the machine does not change; by place in the rollout (which of the K updates), the mean
+movement of the log-ratios and what has stopped moving (see `reuse_trainers.py`), over the rollouts after the first
+quarter.
 
-Cells are trained in the order of STAGES, the most telling first. Restartable: what stands in the records is not trained again, and an
-interrupted cell, minutes at most, begins again. `reuse_tables.py` prints what is there.
+Cells are trained in the order of STAGES, the most telling first. Restartable: what stands in the records is not
+trained again, and an interrupted cell, minutes at most, begins again. `reuse_tables.py` prints what is there.
 """
 
 import argparse
@@ -161,7 +162,8 @@ def evaluation_settings(task: str) -> dict[str, Any]:
 
 
 def run(arm: Arm | None, task: str, seed: int, results_dir: Path, work_dir: Path, short: bool = False) -> None:
-    """Train and measure an arm with one seed (or, if it is `None`, measure the warm start) and record it, unless that is done."""
+    """Train and measure an arm with one seed (or, if it is `None`, measure the warm start) and record it, unless that
+    is done."""
     from experiments.paper.runs import start_of, train_once
     from pacs_trl.evaluation.arguments import EvaluationArguments
     from pacs_trl.evaluation.evaluate import evaluate
@@ -199,7 +201,8 @@ def run(arm: Arm | None, task: str, seed: int, results_dir: Path, work_dir: Path
 
 
 def summary(history: Sequence[dict[str, Any]], per_rollout: int, stopped: str) -> dict[str, Any]:
-    """What is kept of a run, see the head of this file: as in [`Run`], with rollouts, and places in a rollout, for steps."""
+    """What is kept of a run, see the head of this file: as in [`Run`], with rollouts, and places in a rollout, for
+    steps."""
     logs = [log for log in history if "reuse/moved" in log]
     rollouts = [logs[i : i + per_rollout] for i in range(0, len(logs), per_rollout)]
     drawing, learning, kept = 0.0, 0.0, []

@@ -1,4 +1,5 @@
-"""What `reuse.py` has recorded, as the tables of docs/results/reuse: `python -m experiments.reuse_tables`, seconds, trains nothing."""
+"""What `reuse.py` has recorded, as the tables of docs/results/reuse: `python -m experiments.reuse_tables`, seconds,
+trains nothing."""
 
 import argparse
 import math
@@ -81,7 +82,8 @@ def differences(baseline: Sequence[Run], candidate: Sequence[Run], k: int) -> li
 
 
 def table(records: Records, arms: Sequence[Arm]) -> list[str]:
-    """A row for each arm that has runs: means over seeds ± standard deviation, and the difference to GRPO in its place."""
+    """A row for each arm that has runs: means over seeds ± standard deviation, and the difference to GRPO in its
+    place."""
     columns = ["seeds", *(f"pass@{k}" for k in (1, KS[-1])), "reward", "entropy", "gap", "drawing, s", "learning, s"]
     lines = [f"| | {' | '.join(columns)} | pass@1 minus GRPO |", "| --- |" + " ---: |" * (len(columns) + 1)]
     for arm in dict.fromkeys(arms):

@@ -1,14 +1,15 @@
-"""Trainers for `reuse.py`: they log how far an update finds a rollout's log-ratios, and can draw from a policy of the past.
+"""Trainers for `reuse.py`: they log how far an update finds a rollout's log-ratios, and can draw from a policy of the
+past.
 
-`reuse/gap` is the mean log-ratio (policy now against the policy that drew, summed over tokens) of the right completions of a prompt
-minus that of its wrong ones, mean over mixed groups; `reuse/moved` the mean of its absolute value over all rows;
-`reuse/force` what is left of the residuals in mixed groups, 1 at the policy that drew. The first update on a fresh rollout finds 0,
-0 and 1.
+`reuse/gap` is the mean log-ratio (policy now against the policy that drew, summed over tokens) of the right
+completions of a prompt minus that of its wrong ones, mean over mixed groups; `reuse/moved` the mean of its absolute
+value over all rows; `reuse/force` what is left of the residuals in mixed groups, 1 at the policy that drew. The first
+update on a fresh rollout finds 0, 0 and 1.
 
-A *delayed* trainer draws every rollout from the weights of `delay` updates ago, as if the completions had been under way for so long.
-The prompts are those of the present. What the log-ratio refers to is a choice: the policy that drew, whose log-probabilities an
-engine can send along, or (`correct = False`) the policy that learns, as if nothing were late; then the ratio of GRPO is 1 and the
-scores of PACS are 0 on a first update.
+A *delayed* trainer draws every rollout from the weights of `delay` updates ago, as if the completions had been under
+way for so long. The prompts are those of the present. What the log-ratio refers to is a choice: the policy that drew,
+whose log-probabilities an engine can send along, or (`correct = False`) the policy that learns, as if nothing were
+late; then the ratio of GRPO is 1 and the scores of PACS are 0 on a first update.
 """
 
 from collections import deque

@@ -1,6 +1,8 @@
-"""What can a critic be taught to say at all? Critics of several sizes, supervised on an oracle's traces, in words and by a value head.
+"""What can a critic be taught to say at all? Critics of several sizes, supervised on an oracle's traces, in words and
+by a value head.
 
-Judged by the true success rates of states that they have not seen; the first stage of `experiments/genac.py`, whose critics start here.
+Judged by the true success rates of states that they have not seen; the first stage of `experiments/genac.py`, whose
+critics start here.
 """
 
 import json
@@ -129,9 +131,9 @@ def said_by_head(head, start: Path, traces: list[Trace]) -> list[float]:
 
 
 def judge_taught(path: Path, traces: list[Trace]) -> dict[str, Any]:
-    """A critic that was taught, on traces that it has not seen: by state the value that it most probably says, the mean of `DRAWS` that it
-    says at temperature 1, and the same behind the oracle's reasons; what cannot be read counts 0, its share stands beside. And how much of
-    its reasons is right."""
+    """A critic that was taught, on traces that it has not seen: by state the value that it most probably says, the
+    mean of `DRAWS` that it says at temperature 1, and the same behind the oracle's reasons; what cannot be read counts
+    0, its share stands beside. And how much of its reasons is right."""
     prompt = CriticPrompt.read("miniature")
     reasons = [t.answer[: t.answer.rindex(prompt.tags[0])] for t in traces]
 
@@ -166,8 +168,8 @@ def judge_size(size: str, seed: int, work: Path, traces: list[Trace], held_out: 
 
 
 def table_of_ladder(found: dict[str, Any], traces: list[Trace], held_out: list[Trace], samples: int) -> list[str]:
-    """Mean squared errors against the true rates, in thousandths, and how much better than the mean, with intervals over problems; and
-    what is said where the oracle's reason has a mistake, and where it has none."""
+    """Mean squared errors against the true rates, in thousandths, and how much better than the mean, with intervals
+    over problems; and what is said where the oracle's reason has a mistake, and where it has none."""
     prompt = CriticPrompt.read("miniature")
     rates = [prompt.parse(t.answer) for t in held_out]
     constant = mean(prompt.parse(t.answer) for t in traces)
@@ -193,11 +195,11 @@ def table_of_ladder(found: dict[str, Any], traces: list[Trace], held_out: list[T
 
     noise = 1000 * mean(rate * (1 - rate) / (samples - 1) for rate in rates)
     lines = [
-        f"{len(held_out)} states of {len(set(names))} held-out sums; {noise:.1f} of each error is noise of the rates, estimated by "
-        f"{samples} continuations.",
+        f"{len(held_out)} states of {len(set(names))} held-out sums; {noise:.1f} of each error is noise of the rates, "
+        f"estimated by {samples} continuations.",
         "",
-        "| | squared error / 1000 | minus that of the mean | correlation | said after a mistake | said without one | cannot be read | "
-        "calculations right | terms right |",
+        "| | squared error / 1000 | minus that of the mean | correlation | said after a mistake | said without one | "
+        "cannot be read | calculations right | terms right |",
         "| --- |" + " ---: |" * 8,
         row("true rate", rates, "", "", ""),
         row("the mean", [constant] * len(rates), "", "", ""),

@@ -1,7 +1,9 @@
-"""How far K updates on a rollout move its log-ratios: the flow of docs/reuse.md. `python -m experiments.trust_region` draws it.
+"""How far K updates on a rollout move its log-ratios: the flow of docs/reuse.md. `python -m experiments.trust_region`
+draws it.
 
-One group of n completions, m of them right, with one log-ratio for the right ones and one for the wrong ones; the *gap* d is their
-difference in nats. Without scores the gap grows by the same step in every update, and makes a *way*. PACS multiplies the step by the *force*
+One group of n completions, m of them right, with one log-ratio for the right ones and one for the wrong ones; the
+*gap* d is their difference in nats. Without scores the gap grows by the same step in every update, and makes a *way*.
+PACS multiplies the step by the *force*
 
     force(d) = (w_1 sigmoid(-beta (n - m) / (n - 1) d) + w_0 sigmoid(-beta m / (n - 1) d)) / ((w_1 + w_0) / 2)
 
@@ -40,8 +42,8 @@ def force(gap, beta: float, size: int = 8, num_right: int | None = None, *, weig
 
 
 def residuals_left(gap: float, beta: float, num_right: int, size: int = 8, *, weighted: bool = True) -> float:
-    """Share of the weighted residuals that a group with this gap still has: the force, for half of the group right, and more where
-    the many wrong completions share one small score."""
+    """Share of the weighted residuals that a group with this gap still has: the force, for half of the group right,
+    and more where the many wrong completions share one small score."""
     scores = beta * (size - num_right) / (size - 1) * gap, beta * num_right / (size - 1) * gap
     shares = (0.5, 0.5) if weighted else (num_right / size, 1 - num_right / size)
     return sum(2 * share / (1 + math.exp(score)) for share, score in zip(shares, scores, strict=True))
@@ -85,7 +87,8 @@ SEEDS = (0, 1, 2)  # of the points of the last panel: warm starts differ by more
 
 
 class Cell(NamedTuple):
-    """An arm of `reuse.py`, by seed: pass@1 in percent, and before the last update on a rollout the mean gap and (of PACS) the share of residuals left."""
+    """An arm of `reuse.py`, by seed: pass@1 in percent, and before the last update on a rollout the mean gap and (of
+    PACS) the share of residuals left."""
 
     arm: Arm
     solved: dict[int, float]
@@ -105,8 +108,8 @@ def measured(results_dir: Path) -> list[Cell]:
 
 
 def predicted(cells: Sequence[Cell]) -> list[tuple[Cell, float, float]]:
-    """Every cell of PACS with another beta than 1, of the seeds with which beta 1 has a run in its place; the way that beta 1 made, and
-    the gap that follows from it."""
+    """Every cell of PACS with another beta than 1, of the seeds with which beta 1 has a run in its place; the way that
+    beta 1 made, and the gap that follows from it."""
     plain, found = {cell.arm: cell.gaps for cell in cells}, []
     for arm, *by_seed in cells:
         seeds = sorted(by_seed[0].keys() & plain.get(arm._replace(beta=1.0), {}).keys())

@@ -1,12 +1,14 @@
-"""Do STEER, labels of steps, VERL and RLPR do what they are for, and what do verdicts that err cost? `python -m experiments.weights --seeds 0 1 2`
+"""Do STEER, labels of steps, VERL and RLPR do what they are for, and what do verdicts that err cost? `python -m
+experiments.weights --seeds 0 1 2`
 
-On sums of four terms and a model of 0.1 million parameters: the arms of a seed share their warm start, draw 40 generations of 256
-completions, four updates each, and are measured on 64 held-out sums, 64 completions each. The learning rate of a method is the better
-of two on a seed that is not reported, with the same budget (6 runs, and 27 with three seeds), or `--rate` for all. What decides: STEER,
-entropy kept and pass@k at equal pass@1; labels of steps against those of outcomes; 10 and 20 % of both kinds of verdicts flipped, pass@1
-of PACS and of GRPO; VERL, whether its metrics move apart from the entropy, and gain or none; RLPR, how much of the
-verifier's gain comes without it. Restartable: finished arms are taken from `--results_dir`, an interrupted one goes on from its last
-checkpoint. Writes a table and a figure there.
+On sums of four terms and a model of 0.1 million parameters: the arms of a seed share their warm start, draw 40
+generations of 256 completions, four updates each, and are measured on 64 held-out sums, 64 completions each. The
+learning rate of a method is the better of two on a seed that is not reported, with the same budget (6 runs, and 27
+with three seeds), or `--rate` for all. What decides: STEER, entropy kept and pass@k at equal pass@1; labels of steps
+against those of outcomes; 10 and 20 % of both kinds of verdicts flipped, pass@1 of PACS and of GRPO; VERL, whether its
+metrics move apart from the entropy, and gain or none; RLPR, how much of the verifier's gain comes without it.
+Restartable: finished arms are taken from `--results_dir`, an interrupted one goes on from its last checkpoint. Writes
+a table and a figure there.
 """
 
 import hashlib
@@ -31,7 +33,8 @@ TASK = {
 }
 SIZES = {"num_samples": 64, "max_problems": 64, "benchmarks": "miniature/terms_4"}
 RATES, SWEPT_SEED = (1.0e-4, 3.0e-4), 9
-METHODS = {  # whose learning rate is swept; the arms that are not here scale gradients of PACS by 0.5 to 1.5, and take its rate
+# whose learning rate is swept; the arms that are not here scale gradients of PACS by 0.5 to 1.5, and take its rate
+METHODS = {
     "PACS": {},
     "GRPO": {},
     "RLPR": {"method": "rlpr", "reward_funcs": "pacs_trl.experimental.rlpr.probability_reward", "spread_filter": 0.5},
@@ -64,7 +67,8 @@ KS = (1, 8, 64)
 
 
 def _flipped(share: float, completions, prompts, trainer_state, **kwargs) -> list[float | None]:
-    """Verdicts of `math_reward`, of which so many are wrong: which ones is a function of step, prompt, place and text."""
+    """Verdicts of `math_reward`, of which so many are wrong: which ones is a function of step, prompt, place and
+    text."""
     verdicts = math_reward(completions, **kwargs)
     found: list[float | None] = []
     for i, (verdict, prompt, completion) in enumerate(zip(verdicts, prompts, completions, strict=True)):
@@ -92,8 +96,8 @@ def cell_of(arm: str, method: str, settings: dict, rate: float) -> Cell:
 
 
 class Measured(NamedTuple):
-    """pass@k of each of `KS` in percent, NaN where fewer were drawn, and the mean entropy of the last ten steps in nats; and pass@1 of
-    each problem, in percent."""
+    """pass@k of each of `KS` in percent, NaN where fewer were drawn, and the mean entropy of the last ten steps in
+    nats; and pass@1 of each problem, in percent."""
 
     values: list[float]
     problems: list[float]
@@ -130,7 +134,8 @@ def finished(options: Options, rates: dict[str, float]) -> dict[str, dict[int, M
 
 
 def report(found: dict[str, dict[int, Measured]]) -> list[str]:
-    """A row for each arm: its values by seed, and the difference to what it is compared with at k = 1, with a 95 % interval."""
+    """A row for each arm: its values by seed, and the difference to what it is compared with at k = 1, with a 95 %
+    interval."""
     names = [*(f"pass@{k}" for k in KS), "entropy"]
     lines = [f"| | seeds | {' | '.join(names)} | pass@1 minus |", "| --- | --- |" + " ---: |" * (len(names) + 1)]
     for arm, runs in found.items():
@@ -151,8 +156,8 @@ def report(found: dict[str, dict[int, Measured]]) -> list[str]:
 
 
 def interval(pairs: list[tuple[Measured, Measured]]) -> str:
-    """Mean difference at k = 1 with its 95 % interval: Student's over seeds; of one seed the bootstrap's over problems, which says
-    nothing of another warm start and another run."""
+    """Mean difference at k = 1 with its 95 % interval: Student's over seeds; of one seed the bootstrap's over
+    problems, which says nothing of another warm start and another run."""
     if len(pairs) == 1:
         candidate, baseline = pairs[0]
         difference = paired_bootstrap(baseline.problems, candidate.problems)

@@ -107,7 +107,8 @@ class LivePlot:
             self._display.update(shown)
 
     def figure(self, x: str = "step"):
-        """The figure as it stands, over steps or `"seconds"`; thin lines are what was logged, thick ones running means."""
+        """The figure as it stands, over steps or `"seconds"`; thin lines are what was logged, thick ones running
+        means."""
         import matplotlib
         from matplotlib.figure import Figure
 

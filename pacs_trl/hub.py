@@ -2,8 +2,8 @@
 
 A push uploads what belongs to a model ([`UPLOADED`]) and nothing else, in one commit. Recipe, results, log, and
 configuration files go as [`~redaction.published`] leaves them; weights and tokenizer go byte for byte. A README
-that was edited by hand is kept on both sides. huggingface_hub repeats requests that can succeed later; after a failure,
-pushing again sends only what is missing.
+that was edited by hand is kept on both sides. huggingface_hub repeats requests that can succeed later; after a
+failure, pushing again sends only what is missing.
 """
 
 import hashlib

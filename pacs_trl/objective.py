@@ -136,9 +136,9 @@ def _grpo_scale(std: torch.Tensor) -> torch.Tensor:
     """
     What the "grpo" score divides by: `std + 1e-6`, and 1 in a group whose proxies are all equal.
 
-    Equal proxies are what every group has whenever policy and reference are the same. Division by 1e-6 would make those
-    gradients a million times larger than all others, and leaving the groups out would leave nothing to learn from, then
-    or ever. Their score is 0 and their gradient that of "dr_grpo".
+    Equal proxies are what every group has whenever policy and reference are the same. Division by 1e-6 would make
+    those gradients a million times larger than all others, and leaving the groups out would leave nothing to learn
+    from, then or ever. Their score is 0 and their gradient that of "dr_grpo".
     """
     return torch.where(std > 0, std + GRPO_STD_EPSILON, 1.0)
 
@@ -151,8 +151,8 @@ def group_scores(
 
     With `n` scorable rows in the group and `mean`, `std` over them: `"rloo"` is `r_i - mean of the others` (eq. 6),
     `"dr_grpo"` is `r_i - mean` (eq. 11), `"grpo"` is `(r_i - mean) / (std + 1e-6)` with the unbiased std (eq. 10; not
-    divided in a group whose proxies are all equal), and `"none"` is `r_i`. `psi_rloo = n / (n - 1) * psi_dr_grpo` holds
-    exactly: the two differ by a rescaled `pacs_beta`.
+    divided in a group whose proxies are all equal), and `"none"` is `r_i`. `psi_rloo = n / (n - 1) * psi_dr_grpo`
+    holds exactly: the two differ by a rescaled `pacs_beta`.
 
     Args:
         proxies (`torch.Tensor` of shape `(B,)`):
@@ -195,14 +195,14 @@ def class_weights(
     Weight and target of each completion in the loss (section 3.5; the paper gives words only, the formula for labels 0
     and 1 is the authors' code).
 
-    The classes weigh the two halves of the cross-entropy, `p * softplus(-psi) + q * softplus(psi)`. `"balanced"`: inside
-    each group, with `n` scorable rows, `p = R * n / (2 sum R)` and `q = (1 - R) * n / (2 sum (1 - R))`, so that correct
-    and wrong completions of a prompt have equal say; a group of one class keeps `p = R`, `q = 1 - R`, as in `"none"`.
-    `"only_positive"` is `p = R`, `q = 0` and `"only_negative"` is `p = 0`, `q = 1 - R`.
+    The classes weigh the two halves of the cross-entropy, `p * softplus(-psi) + q * softplus(psi)`. `"balanced"`:
+    inside each group, with `n` scorable rows, `p = R * n / (2 sum R)` and `q = (1 - R) * n / (2 sum (1 - R))`, so that
+    correct and wrong completions of a prompt have equal say; a group of one class keeps `p = R`, `q = 1 - R`, as in
+    `"none"`. `"only_positive"` is `p = R`, `q = 0` and `"only_negative"` is `p = 0`, `q = 1 - R`.
 
-    The same number is `w * BCE(sigmoid(psi), y)` with the weight `w = p + q` and the target `y = p / w` (`R` where `w` is
-    0). For labels 0 and 1 the target is the label. For soft labels it is not: with one weight for both halves, as in
-    `w * BCE(sigmoid(psi), R)`, the best completion of a group whose mean label is low would be pushed down.
+    The same number is `w * BCE(sigmoid(psi), y)` with the weight `w = p + q` and the target `y = p / w` (`R` where `w`
+    is 0). For labels 0 and 1 the target is the label. For soft labels it is not: with one weight for both halves, as
+    in `w * BCE(sigmoid(psi), R)`, the best completion of a group whose mean label is low would be pushed down.
 
     Args:
         labels (`torch.Tensor` of shape `(B,)`):
@@ -349,8 +349,9 @@ def proxy_coefficients(
     `"rloo"`: `n / (n - 1) * (e_i - mean e)`; `"dr_grpo"`: `e_i - mean e`; `"none"`: `e_i`; `"grpo"`, with
     `s = std + 1e-6` (1 if `std` is 0): `(e_i - mean e) / s - (r_i - mean r) / ((n - 1) * std * s) * sum_j e_j psi_j`.
 
-    The gradient of the loss in the weights is `sum_i c_i * grad r_i`. Parameters do not move inside one optimizer step,
-    so this sum may be back-propagated in micro-batches of any composition, once all proxies of the step are known.
+    The gradient of the loss in the weights is `sum_i c_i * grad r_i`. Parameters do not move inside one optimizer
+    step, so this sum may be back-propagated in micro-batches of any composition, once all proxies of the step are
+    known.
 
     Args:
         proxies (`torch.Tensor` of shape `(B,)`):
@@ -400,11 +401,12 @@ def actor_coefficients(
     """
     Coefficients of the actor term of eq. 5, centered in the group.
 
-    With `ell_i = w_i * (y_i log sigmoid(psi_i) + (1 - y_i) log(1 - sigmoid(psi_i)))` (eq. 2 with the weight and target of
-    [`class_weights`]), the actor term of the gradient is `-1/N * sum_i ell_i * grad log pi(o_i | q)`. Since `ell <= 0`,
-    it would push every sampled completion down; subtracting the mean of the other completions of the prompt leaves its
-    expectation over completions drawn independently unchanged for scores that do not look at the group, and removes that
-    bias of a finite sample. Eq. 5 has neither the weights nor the centering; the authors' code has no actor term.
+    With `ell_i = w_i * (y_i log sigmoid(psi_i) + (1 - y_i) log(1 - sigmoid(psi_i)))` (eq. 2 with the weight and target
+    of [`class_weights`]), the actor term of the gradient is `-1/N * sum_i ell_i * grad log pi(o_i | q)`. Since `ell <=
+    0`, it would push every sampled completion down; subtracting the mean of the other completions of the prompt leaves
+    its expectation over completions drawn independently unchanged for scores that do not look at the group, and
+    removes that bias of a finite sample. Eq. 5 has neither the weights nor the centering; the authors' code has no
+    actor term.
 
     Args:
         scores (`torch.Tensor` of shape `(B,)`):
@@ -413,7 +415,8 @@ def actor_coefficients(
             As in [`proxy_coefficients`].
 
     Returns:
-        `torch.Tensor` of shape `(B,)`: the factor of `grad log pi(o_i | q)` (the plain token sum, without `pacs_beta`).
+        `torch.Tensor` of shape `(B,)`: the factor of `grad log pi(o_i | q)` (the plain token sum, without
+        `pacs_beta`).
     """
     scorable = scorable_rows(labels, num_generations)
     weights, targets = class_weights(labels, num_generations=num_generations, class_weighting=class_weighting)

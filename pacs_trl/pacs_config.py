@@ -28,7 +28,7 @@ SHAPES_ONLY_GRPO = {
         "PACS has no entropy bonus",
     ),
     **OF_OTHER_LOSSES,
-    "router_aux_loss_coef": "PACS does not add the router's auxiliary loss; 0.0 trains a mixture of experts without it",
+    "router_aux_loss_coef": "PACS does not add the router's loss; 0.0 trains a mixture of experts without it",
 }
 
 
@@ -53,18 +53,18 @@ class PACSConfig(PublishedArguments, GRPOConfig):
             divides by the group's standard deviation, which is 0 on the first update after a rollout if the reference
             is the rollout policy; it needs `reference="snapshot"`, or `first_update_score`.
         first_update_score (`str`, *optional*):
-            `"dr_grpo"` allows `score_estimator="grpo"` with `reference="rollout"`, the setting of the authors' code: the
-            first update after a rollout, where all implicit rewards are 0 and the quotient of `"grpo"` is undefined, has
-            the gradient of `"dr_grpo"`, and the later updates of the rollout have the score of `"grpo"`. `None` refuses
-            that setting.
+            `"dr_grpo"` allows `score_estimator="grpo"` with `reference="rollout"`, the setting of the authors' code:
+            the first update after a rollout, where all implicit rewards are 0 and the quotient of `"grpo"` is
+            undefined, has the gradient of `"dr_grpo"`, and the later updates of the rollout have the score of
+            `"grpo"`. `None` refuses that setting.
         class_weighting (`str`, *optional*, defaults to `"balanced"`):
             Weights of correct and wrong completions inside each group: `"balanced"`, `"none"`, `"only_positive"` or
             `"only_negative"`.
         proxy (`str`, *optional*, defaults to `"log_ratio"`):
             Implicit reward: `"log_ratio"` (eq. 7), or `"mean_logp"`, the mean log-probability without reference.
         actor_term_coef (`float`, *optional*, defaults to `0.0`):
-            Weight of the actor term of eq. 5. The authors' code has none. 1.0 is the weight in eq. 5, but the term here
-            is centered in the group and carries the class weights, and eq. 5 has neither.
+            Weight of the actor term of eq. 5. The authors' code has none. 1.0 is the weight in eq. 5, but the term
+            here is centered in the group and carries the class weights, and eq. 5 has neither.
 
         > Parameters that control the reference policy
 
@@ -82,18 +82,20 @@ class PACSConfig(PublishedArguments, GRPOConfig):
         > Parameters that control the optimizer step
 
         max_tokens_per_micro_batch (`int`, *optional*):
-            Bounds a forward pass by tokens. By default it is bounded by `per_device_train_batch_size` rows. Every prompt plus
-            `max_completion_length` must fit, which is checked at startup.
+            Bounds a forward pass by tokens. By default it is bounded by `per_device_train_batch_size` rows. Every
+            prompt plus `max_completion_length` must fit, which is checked at startup.
         padding_free (`str`, *optional*, defaults to `"auto"`):
-            `"auto"` packs the rows of a micro-batch where model and attention allow it and pads them otherwise. For tests:
-            `"always"` raises where packing is impossible, `"never"` pads.
+            `"auto"` packs the rows of a micro-batch where model and attention allow it and pads them otherwise. For
+            tests: `"always"` raises where packing is impossible, `"never"` pads.
         startup_check (`bool`, *optional*, defaults to `True`):
             Whether to compare the log-probs of three short sequences, computed as in training, with the model's own
-            logits before training. Where they differ, slower passes that agree are used, with a warning, or the run ends.
+            logits before training. Where they differ, slower passes that agree are used, with a warning, or the run
+            ends.
         group_layout (`str`, *optional*, defaults to `"auto"`):
             When scores are not known beforehand (every update but the first after a rollout), `"whole"` keeps each
             group in one micro-batch and needs one forward pass; `"split"` composes micro-batches freely and needs an
-            additional forward pass without gradient. `"auto"` takes the cheaper one by tokens; the others are for tests.
+            additional forward pass without gradient. `"auto"` takes the cheaper one by tokens; the others are for
+            tests.
         max_non_finite_steps (`int`, *optional*, defaults to `3`):
             Optimizer steps in a row with a gradient norm that is not finite after which training stops. Each such step
             is skipped on all processes.
@@ -107,10 +109,10 @@ class PACSConfig(PublishedArguments, GRPOConfig):
             `sum_i c_i * sum_t w_it * grad log pi(o_it)` with the coefficients `c_i = d(loss)/d(proxy_i)` and detached
             weights `w_it`, the ratio of the trainer's to the engine's probability, truncated or masked as
             `vllm_importance_sampling_mode` (`"token_truncate"`, `"token_mask"`, `"sequence_truncate"`,
-            `"sequence_mask"`), `vllm_importance_sampling_clip_min` and `vllm_importance_sampling_clip_max` say. Proxies,
-            scores and loss keep their values. Off as in the authors' code; the mismatch is logged as `sampling/*` in any
-            case. It costs a forward pass only with `reference="snapshot"` or `proxy="mean_logp"` and several updates per
-            generation.
+            `"sequence_mask"`), `vllm_importance_sampling_clip_min` and `vllm_importance_sampling_clip_max` say.
+            Proxies, scores and loss keep their values. Off as in the authors' code; the mismatch is logged as
+            `sampling/*` in any case. It costs a forward pass only with `reference="snapshot"` or `proxy="mean_logp"`
+            and several updates per generation.
     """
 
     pacs_beta: float = 1.0
@@ -219,7 +221,8 @@ def _micro_batch_errors(given: Any) -> list[str]:
     if room is None or room > (longest or 0):
         return []
     return [
-        f"max_tokens_per_micro_batch={room} cannot hold one sequence: completions may have max_completion_length={longest} "
+        f"max_tokens_per_micro_batch={room} cannot hold one sequence: completions may have "
+        f"max_completion_length={longest} "
         "tokens, and the prompt comes on top. Raise it to the longest prompt plus max_completion_length, or lower "
         "max_completion_length."
     ]

@@ -76,7 +76,8 @@ class PACSTrainer(RolloutTrainer):
         "citation": textwrap.dedent("""\
             @article{li2025implicit,
                 title        = {{Implicit Actor Critic Coupling via a Supervised Learning Framework for RLVR}},
-                author       = {Jiaming Li and Longze Chen and Ze Gong and Yukun Chen and Lu Wang and Wanwei He and Run Luo and Min Yang},
+                author       = {Jiaming Li and Longze Chen and Ze Gong and Yukun Chen and Lu Wang and Wanwei He and
+                                Run Luo and Min Yang},
                 year         = 2025,
                 eprint       = {arXiv:2509.02522},
             }"""),
@@ -100,9 +101,10 @@ class PACSTrainer(RolloutTrainer):
             )
         if self.aux_loss_enabled:
             raise ValueError(
-                f"{type(self.model).__name__} is a mixture of experts whose configuration asks for the router's auxiliary "
-                f"loss (router_aux_loss_coef={self.router_aux_loss_coef}), which PACS does not add: it would depend on "
-                "which rows share a micro-batch. Set router_aux_loss_coef=0.0 to train without it."
+                f"{type(self.model).__name__} is a mixture of experts whose configuration asks for the router's "
+                "auxiliary "
+                f"loss (router_aux_loss_coef={self.router_aux_loss_coef}), which PACS does not add: it would depend "
+                "on which rows share a micro-batch. Set router_aux_loss_coef=0.0 to train without it."
             )
         if self.args.reset_optimizer_on_reference_reset and self.is_deepspeed_enabled:
             raise ValueError(
@@ -185,8 +187,8 @@ class PACSTrainer(RolloutTrainer):
         return unpad_rollouts(self._generate_and_score_completions(generation_batch))
 
     def complete_generation(self, generation_batch, rollouts: list[Rollout], num_steps: int) -> list[Rollout]:
-        """Return the rows of all processes, which `num_steps` optimizer steps share, from this process's first ones. Extension point:
-        generate more or different completions."""
+        """Return the rows of all processes, which `num_steps` optimizer steps share, from this process's first ones.
+        Extension point: generate more or different completions."""
         return gather_object(rollouts)
 
     def _score_rollout_reference(self) -> None:
@@ -262,8 +264,8 @@ class PACSTrainer(RolloutTrainer):
             return self.scorer.score(model, prompt_ids, completion_ids)
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        """The parent asks for the policy and the KL reference when it has generated. The update scores them, when and where
-        it needs them."""
+        """The parent asks for the policy and the KL reference when it has generated. The update scores them, when and
+        where it needs them."""
         return None, None, None
 
     def _compute_loss(self, model, inputs):

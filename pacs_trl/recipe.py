@@ -1,8 +1,8 @@
 """A recipe: one YAML file, plus command-line overrides, that describes one training run.
 
-`method` decides which trainer runs and which settings exist: the fields of that trainer's configuration and of the other
-dataclasses below. [`Recipe.from_settings`] reads them into values and a list of errors, which `train` raises and `plan` prints;
-only `train` goes on to make the configuration. Reading a recipe loads no model, no data and no GPU.
+`method` decides which trainer runs and which settings exist: the fields of that trainer's configuration and of the
+other dataclasses below. [`Recipe.from_settings`] reads them into values and a list of errors, which `train` raises and
+`plan` prints; only `train` goes on to make the configuration. Reading a recipe loads no model, no data and no GPU.
 """
 
 import copy
@@ -65,11 +65,11 @@ class RunArguments:
             Names from `pacs_trl.rewards`, or `package.module.function` of your own, importable from the working
             directory. With several, `reward_weights` says how they add up.
         tools (`list[str]`, *optional*):
-            Functions that the model may call before it answers: `run_python`, or `package.module.function` of your own, with
-            type hints and a docstring that describes its arguments. The chat template must have tools.
+            Functions that the model may call before it answers: `run_python`, or `package.module.function` of your
+            own, with type hints and a docstring that describes its arguments. The chat template must have tools.
         expected_processes (`int`, *optional*):
-            Number of processes that the batch sizes are written for. Another number makes another batch, which `pacs-trl
-            plan` says in words.
+            Number of processes that the batch sizes are written for. Another number makes another batch, which
+            `pacs-trl plan` says in words.
     """
 
     method: str = "pacs"
@@ -92,11 +92,13 @@ class Recipe(NamedTuple):
         run, data, model, verification:
             Dataclasses; plain values of the same names where one has refused them.
         training:
-            Values of the fields of the method's configuration; that configuration itself once [`Recipe.built`] has made it.
+            Values of the fields of the method's configuration; that configuration itself once [`Recipe.built`] has
+            made it.
         settings (`dict`):
             The keys that were given, with their final values: written to a file, they repeat the run.
         step ([`Step`], *optional*):
-            What the batch sizes come to on the processes of the run; `None` if they are illegal or those are not known.
+            What the batch sizes come to on the processes of the run; `None` if they are illegal or those are not
+            known.
     """
 
     run: RunArguments
@@ -190,14 +192,15 @@ def _made(part: type, values: dict, errors: list[str]) -> Any:
 
 
 def _second_name_errors(values: dict, given: dict) -> list[str]:
-    """Give the older of two names the value of the newer one, as transformers does; what is wrong if both were given."""
+    """Give the older of two names the value of the newer one, as transformers does; what is wrong if both were
+    given."""
     errors = []
     for new, old in SECOND_NAMES.items():
         if values.get(new) is not None:
             if given.get(old, values[new]) != values[new]:
                 errors.append(
-                    f"{new}={values[new]!r} and {old}={given[old]!r} are one setting under two names, of which transformers "
-                    "would take the first. Remove one of them."
+                    f"{new}={values[new]!r} and {old}={given[old]!r} are one setting under two names, of which "
+                    "transformers would take the first. Remove one of them."
                 )
             values[old] = values[new]
     return errors
@@ -219,15 +222,18 @@ def read_recipe(argv: Sequence[str]) -> Recipe:
         [`Recipe`], with its training configuration built.
 
     Raises:
-        `ValueError`: with everything that is wrong: a file that does not exist or is not a mapping, an unknown method or key
-            (with the nearest known one), values of the wrong type or out of range, and contradictions; or with what is missing in
-            the environment of one process of several.
+        `ValueError`: with everything that is wrong: a file that does not exist or is not a mapping, an unknown method
+        or key
+            (with the nearest known one), values of the wrong type or out of range, and contradictions; or with what is
+            missing in the environment of one process of several.
     """
     settings, world_size = read_arguments(argv), int(os.environ.get("WORLD_SIZE", 1))
     if world_size > 1 and not any(name in os.environ for name in RANKS):
         raise ValueError(
-            f"WORLD_SIZE={world_size} in the environment says that there are {world_size} processes, but no launcher has given this one a "
-            "RANK: it would wait for the others forever. Start it with `accelerate launch` or torchrun, or unset WORLD_SIZE."
+            f"WORLD_SIZE={world_size} in the environment says that there are {world_size} processes, but no launcher "
+            "has given this one a "
+            "RANK: it would wait for the others forever. Start it with `accelerate launch` or torchrun, or unset "
+            "WORLD_SIZE."
         )
     recipe, errors = Recipe.from_settings(settings, world_size)
     if errors or recipe is None:
@@ -272,7 +278,8 @@ def _adapter_errors(model: Any, given: dict) -> list[str]:
     if model.use_peft or "use_peft" in given or not lora:
         return []
     return [
-        f"{', '.join(lora)} would be ignored, and the whole model trained. Set use_peft: true, or false if that is meant."
+        f"{', '.join(lora)} would be ignored, and the whole model trained. Set use_peft: true, or false if that is "
+        "meant."
     ]
 
 
@@ -281,17 +288,18 @@ def _relation_errors(run: RunArguments, data: DataArguments, training: Any) -> l
     errors = []
     if training.max_tool_calling_iterations is not None and not run.tools:
         errors.append(
-            f"max_tool_calling_iterations={training.max_tool_calling_iterations} would be ignored without tools. Set them (tools: "
-            "[run_python]), or remove the key."
+            f"max_tool_calling_iterations={training.max_tool_calling_iterations} would be ignored without tools. Set "
+            "them (tools: [run_python]), or remove the key."
         )
     if training.push_to_hub and training.hub_strategy != "end":
         errors.append(
-            f"hub_strategy={training.hub_strategy!r} must be 'end': before the end of training transformers would upload the "
-            "whole folder, with the token in training_args.bin, logs and completions. Remove the key."
+            f"hub_strategy={training.hub_strategy!r} must be 'end': before the end of training transformers would "
+            "upload the whole folder, with the token in training_args.bin, logs and completions. Remove the key."
         )
     if training.eval_strategy != "no" and not data.eval_split_size:
         errors.append(
-            f"eval_strategy={str(training.eval_strategy)!r} needs problems that are held out: set eval_split_size to their number."
+            f"eval_strategy={str(training.eval_strategy)!r} needs problems that are held out: set eval_split_size to "
+            "their number."
         )
     functions, weights = run.reward_funcs, training.reward_weights
     if weights is not None and len(weights) != len(functions):
@@ -301,7 +309,7 @@ def _relation_errors(run: RunArguments, data: DataArguments, training: Any) -> l
         )
     elif weights is not None and hasattr(training, "pacs_beta") and (abs(sum(weights) - 1) > 1e-6 or min(weights) < 0):
         errors.append(
-            f"reward_weights={weights} must not be negative and must sum to 1, not {sum(weights):g}: the weighted sum of the "
-            "rewards is the label of PACS, from 0 (wrong) to 1 (right)."
+            f"reward_weights={weights} must not be negative and must sum to 1, not {sum(weights):g}: the weighted sum "
+            "of the rewards is the label of PACS, from 0 (wrong) to 1 (right)."
         )
     return errors

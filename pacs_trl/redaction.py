@@ -1,9 +1,9 @@
 """What of a run's settings others may see: the one rule for the recipe on the Hub, the model card and the trackers.
 
-A secret is found by the name of its setting, by its form, or as part of an address; what is local to a machine is shortened to
-a name. Settings that only sound like secrets (`pad_token`, `max_new_tokens`, `num_key_value_heads`) stay. A secret under an
-innocent name that looks like nothing in particular is not found: secrets belong into environment variables.
-Needs the standard library only.
+A secret is found by the name of its setting, by its form, or as part of an address; what is local to a machine is
+shortened to a name. Settings that only sound like secrets (`pad_token`, `max_new_tokens`, `num_key_value_heads`) stay.
+A secret under an innocent name that looks like nothing in particular is not found: secrets belong into environment
+variables. Needs the standard library only.
 """
 
 import json
@@ -29,7 +29,8 @@ _VOCABULARY |= {"image", "video", "audio", "vision", "boi", "eoi", "fake", "deco
 _VOCABULARY |= {"sort", "group", "cache", "column", "label", "problem", "answer", "solution"}
 _VOCABULARY |= {"prompt", "text", "metric"}
 
-# Credentials that are known by their form: those of the Hub, of model and code hosts, of clouds; JSON web tokens; keys.
+# Credentials that are known by their form: those of the Hub, of model and code hosts, of clouds; JSON web tokens;
+# keys.
 _SECRET_TEXT = re.compile(
     r"\b(?:hf_|api_org_|sk-|[sr]k_live_|gh[opsur]_|github_pat_|glpat-|xox[abeprs]-|AKIA|ASIA|AIza|wandb_v1_)[\w-]{8,}"
     r"|\beyJ[\w-]{8,}\.[\w-]+\.[\w-]*"
@@ -62,8 +63,9 @@ def published(settings: Mapping[str, Any]) -> dict[str, Any]:
         settings (`Mapping`): Plain data of any depth: a recipe, a results file, the arguments of a trainer.
 
     Returns:
-        `dict`: A new mapping. What is named like a secret is left out at any depth; credentials in addresses and texts in the
-        form of an access token are removed; a local path is its last part, so that it cannot be taken for a Hub id.
+        `dict`: A new mapping. What is named like a secret is left out at any depth; credentials in addresses and texts
+        in the form of an access token are removed; a local path is its last part, so that it cannot be taken for a Hub
+        id.
     """
     return _cleaned(settings, "", lambda name, text: _without_paths(name, _without_credentials(name, text)))
 
@@ -106,8 +108,8 @@ class PublishedArguments:
 
 
 def is_secret(name: str, value: Any = "") -> bool:
-    """Whether a setting holds a secret, by its name: `hub_token`, `OPENAI_API_KEY`, `dbPassword`; not `pad_token`, and of
-    plurals not numbers (`max_new_tokens: 512`) and null."""
+    """Whether a setting holds a secret, by its name: `hub_token`, `OPENAI_API_KEY`, `dbPassword`; not `pad_token`, and
+    of plurals not numbers (`max_new_tokens: 512`) and null."""
     words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
     if _SECRET_NAME.search("".join(words)) or _SECRET_WORDS & set(words):
         return True

@@ -1,7 +1,8 @@
 """Verification with the signature of TRL reward functions: what these return are the labels of PACS training.
 
-A reward function may return anything in [0, 1]: class weights and cross-entropy take soft labels as they are, and so does
-a weighted sum of several functions (`reward_weights`) whose weights sum to 1. `None` takes a row out of its group.
+A reward function may return anything in [0, 1]: class weights and cross-entropy take soft labels as they are, and so
+does a weighted sum of several functions (`reward_weights`) whose weights sum to 1. `None` takes a row out of its
+group.
 """
 
 import logging
@@ -28,16 +29,19 @@ def math_reward(
     1.0 for a completion whose final answer equals the gold answer, 0.0 otherwise, `None` when the gold is unparseable.
 
     Grades with the shared verifier of the process, whose protocol and limits
-    [`~verification.configure_verification`] sets. Without that it follows the grader of the PACS authors: the gold in a
-    box, the completion read by math-verify's LaTeX and expression extractors.
+    [`~verification.configure_verification`] sets. Without that it follows the grader of the PACS authors: the gold in
+    a box, the completion read by math-verify's LaTeX and expression extractors.
 
     Args:
         completions (`list`): Completions, plain (`str`) or conversational (lists of messages).
-        solution (`list`): Gold answers, one per completion: text with or without `\\boxed{}` or `$`, a number, or a list
+        solution (`list`): Gold answers, one per completion: text with or without `\\boxed{}` or `$`, a number, or a
+        list
             of alternatives.
-        truncated (`list[bool]`, *optional*): Passed by the trainers of this package: which completions do not end with an
+        truncated (`list[bool]`, *optional*): Passed by the trainers of this package: which completions do not end with
+        an
             end-of-sequence token. Of these only a closed box is graded, see `verification_grade_truncated`.
-        log_metric (`Callable`, *optional*): Passed by TRL; receives the share of each outcome as `verification/<name>`.
+        log_metric (`Callable`, *optional*): Passed by TRL; receives the share of each outcome as
+        `verification/<name>`.
         log_extra (`Callable`, *optional*): Passed by TRL; receives gold and outcome for the table of completions.
         **kwargs: Further columns that TRL passes; unused.
 
@@ -77,14 +81,15 @@ def code_reward(
     """
     1.0 for a completion whose program passes every test, 0.0 otherwise, `None` when the tests cannot be read.
 
-    Runs the last closed Python block of the completion with the shared verifier of programs, confined as `code_isolation` asks, with
-    the limits that [`~verification.VerificationArguments`] set. With `code_label: share` the label of a program is the share of
-    the tests that it passes.
+    Runs the last closed Python block of the completion with the shared verifier of programs, confined as
+    `code_isolation` asks, with the limits that [`~verification.VerificationArguments`] set. With `code_label: share`
+    the label of a program is the share of the tests that it passes.
 
     Args:
         completions (`list`): Completions, plain (`str`) or conversational (lists of messages).
         solution (`list`): Tests, one per completion: mappings or JSON texts in the form of `verification/cases.py`.
-        log_metric (`Callable`, *optional*): Passed by TRL; receives the share of each outcome as `verification/<name>`, and the
+        log_metric (`Callable`, *optional*): Passed by TRL; receives the share of each outcome as
+        `verification/<name>`, and the
             mean share of tests passed.
         log_extra (`Callable`, *optional*): Passed by TRL; receives outcome and error for the table of completions.
         **kwargs: Further columns that TRL passes; unused.
@@ -98,8 +103,8 @@ def code_reward(
     """
     if solution is None:
         raise ValueError(
-            "`code_reward` reads tests from a column named `solution`, which the dataset does not have. Columns it was given: "
-            f"{', '.join(sorted(kwargs)) or 'none'}. Name the column of tests with `solution_column`."
+            "`code_reward` reads tests from a column named `solution`, which the dataset does not have. Columns it "
+            f"was given: {', '.join(sorted(kwargs)) or 'none'}. Name the column of tests with `solution_column`."
         )
     texts = [completion_text(completion) for completion in completions]
     grades = shared_code_verifier().grade_detailed(texts, solution)
@@ -124,9 +129,11 @@ def code_reward(
 
 def format_reward(completions: list, **kwargs: Any) -> list[float]:
     """
-    1.0 for a completion with a complete, non-empty `\\boxed{...}`, 0.0 otherwise. Says nothing about what is in the box.
+    1.0 for a completion with a complete, non-empty `\\boxed{...}`, 0.0 otherwise. Says nothing about what is in the
+    box.
 
-    A completion of more than `verification.MAX_CHARACTERS` characters is not read, hence 0.0: this runs in the trainer.
+    A completion of more than `verification.MAX_CHARACTERS` characters is not read, hence 0.0: this runs in the
+    trainer.
 
     Args:
         completions (`list`): Completions, plain (`str`) or conversational.
@@ -136,7 +143,8 @@ def format_reward(completions: list, **kwargs: Any) -> list[float]:
 
 
 def outcome_shares(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Share of each outcome that an answer may have, all of them present, as `verification/<outcome>`; empty for none."""
+    """Share of each outcome that an answer may have, all of them present, as `verification/<outcome>`; empty for
+    none."""
     return {
         f"verification/{outcome.name.lower()}": outcomes.count(outcome) / len(outcomes)
         for outcome in Outcome
@@ -152,8 +160,8 @@ class _RecentFailures:
     """
     How many of the most recent completions could not be verified.
 
-    A window over batches, because a rank may hold the completions of one prompt only: one unreadable gold must not stop
-    the run, a data set of them must.
+    A window over batches, because a rank may hold the completions of one prompt only: one unreadable gold must not
+    stop the run, a data set of them must.
     """
 
     WINDOW = 256  # completions; a larger batch is looked at as a whole
@@ -167,8 +175,8 @@ class _RecentFailures:
         if Outcome.GOLD_UNPARSEABLE in outcomes and not self.has_warned:
             self.has_warned = True
             logger.warning(
-                f"The gold answer {golds[list(outcomes).index(Outcome.GOLD_UNPARSEABLE)]!r:.200} is missing or cannot be read, so its "
-                "completions have no label. Further ones are counted in verification/gold_unparseable."
+                f"The gold answer {golds[list(outcomes).index(Outcome.GOLD_UNPARSEABLE)]!r:.200} is missing or cannot "
+                "be read, so its completions have no label. Further ones are counted in verification/gold_unparseable."
             )
         max_share = shared_arguments().verification_max_failure_share
         new = list(zip(outcomes, texts, golds, strict=True))

@@ -109,8 +109,8 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
         trainer.save_model(_internal_call=True)  # no push yet
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.print(
-        f"In {training.output_dir}: the model, its card (README.md), recipe.yaml, and trainer_state.json with every metric of "
-        "every logged step."
+        f"In {training.output_dir}: the model, its card (README.md), recipe.yaml, and trainer_state.json with every "
+        "metric of every logged step."
     )
     if training.push_to_hub:
         trainer.upload(training.output_dir)
@@ -123,8 +123,8 @@ def _leave(trainer, signum: int) -> NoReturn:
     state, code = trainer.state, 128 + signum
     checkpoint = Path(trainer.args.output_dir) / f"checkpoint-{state.global_step}"
     trainer.accelerator.print(
-        f"Stopped by {NAMES[signum]} after optimizer step {state.global_step} of {state.max_steps}, which is saved in {checkpoint}. "
-        f"Continue with `--resume_from_checkpoint last`. Exit code {code}."
+        f"Stopped by {NAMES[signum]} after optimizer step {state.global_step} of {state.max_steps}, which is saved in "
+        f"{checkpoint}. Continue with `--resume_from_checkpoint last`. Exit code {code}."
     )
     raise SystemExit(code)
 
@@ -150,7 +150,8 @@ def _trainer_class(method: str) -> type:
 
 
 def _with_model_arguments(recipe: Recipe):
-    """The training configuration with TRL's model arguments in `model_init_kwargs`, where its trainers look for them."""
+    """The training configuration with TRL's model arguments in `model_init_kwargs`, where its trainers look for
+    them."""
     recipe.training.model_init_kwargs = {
         "revision": recipe.model.model_revision,
         "attn_implementation": recipe.model.attn_implementation,
@@ -161,8 +162,8 @@ def _with_model_arguments(recipe: Recipe):
 
 
 def _from_any_folder(settings: dict) -> dict:
-    """What repeats the run: models and data of this machine by their whole path, since `outputs/model` would be a Hub id when read
-    from another folder, and no checkpoint to resume from."""
+    """What repeats the run: models and data of this machine by their whole path, since `outputs/model` would be a Hub
+    id when read from another folder, and no checkpoint to resume from."""
     paths = ("model_name_or_path", "critic_model_name_or_path", "dataset_path", "critic_sft_dataset", "critic_prompt")
     names = {key: settings.get(key) for key in paths}
     if settings["dataset_name"] not in TRAINING_SETS:
@@ -199,8 +200,8 @@ def _checked_model(recipe: Recipe):
             check_lora_targets(peft_config, architecture, **where)
     except OSError as error:  # no connection, no such model, no rights, a folder without a model
         raise ValueError(
-            f"The model {name!r} cannot be loaded: {' '.join(str(error).split())} A model is a directory with config.json and "
-            "tokenizer, a Hub id, or miniature/TASK."
+            f"The model {name!r} cannot be loaded: {' '.join(str(error).split())} A model is a directory with "
+            "config.json and tokenizer, a Hub id, or miniature/TASK."
         ) from error
     if recipe.run.tools:
         check_tool_template(tokenizer, name)
@@ -208,7 +209,8 @@ def _checked_model(recipe: Recipe):
 
 
 def load_tokenizer(recipe: Recipe, **kwargs: Any):
-    """Tokenizer of the model of a recipe; `kwargs` are those of `from_pretrained`. Raises an `OSError` if it is not there."""
+    """Tokenizer of the model of a recipe; `kwargs` are those of `from_pretrained`. Raises an `OSError` if it is not
+    there."""
     name = recipe.model.model_name_or_path
     if name.startswith(MINIATURE):
         task = name.removeprefix(MINIATURE).partition("/")[0]
@@ -236,8 +238,8 @@ def reward_function(name: str) -> Callable:
             return function
         own = sorted(n for n in vars(rewards) if n.endswith("_reward") and not n.startswith("_"))
         raise ValueError(
-            f"There is no reward function {name!r} in pacs_trl.rewards, which has {', '.join(own)}. Write functions of "
-            "your own as package.module.function."
+            f"There is no reward function {name!r} in pacs_trl.rewards, which has {', '.join(own)}. Write functions "
+            "of your own as package.module.function."
         )
     function = function_of_user(name, "reward_funcs")
     check_reward_function(function, name.rpartition(".")[2])
@@ -248,7 +250,8 @@ def tool_function(name: str) -> Callable:
     """`run_python`, or a tool of the user by its dotted path, also from the working directory."""
     if "." not in name and name != run_python.__name__:
         raise ValueError(
-            f"There is no tool {name!r} in pacs_trl, which has {run_python.__name__}. Write tools of your own as package.module.function."
+            f"There is no tool {name!r} in pacs_trl, which has {run_python.__name__}. Write tools of your own as "
+            "package.module.function."
         )
     function = function_of_user(name, "tools") if "." in name else run_python
     check_tool(function)
@@ -292,8 +295,8 @@ def _check_keeps_model(output_dir: str, checkpoint: str | None) -> None:
     holds_model = any((Path(output_dir) / name).is_file() for name in ("config.json", "adapter_config.json"))
     if holds_model and not is_own:
         raise ValueError(
-            f"{output_dir} already holds a model, which this run would overwrite without continuing it. Choose another output_dir, "
-            "or remove the directory. To train the model further, pass it as model_name_or_path."
+            f"{output_dir} already holds a model, which this run would overwrite without continuing it. Choose "
+            "another output_dir, or remove the directory. To train the model further, pass it as model_name_or_path."
         )
 
 
@@ -329,7 +332,8 @@ def _is_finished(training: GRPOConfig, checkpoint: str | None) -> bool:
 def describe_step(step: Step, num_prompts: int) -> str:
     """What a generation and an optimizer step consist of, in one line, since four settings multiply into it."""
     return (
-        f"Generation: {step.prompts_per_generation:.0f} of {num_prompts} prompts x {step.num_generations} completions. "
-        f"Optimizer step: {step.prompts_per_update:g} prompts x {step.num_generations}. Optimizer steps per generation: "
-        f"{step.updates_per_generation}. Processes: {step.num_processes}."
+        f"Generation: {step.prompts_per_generation:.0f} of {num_prompts} prompts x {step.num_generations} "
+        "completions. "
+        f"Optimizer step: {step.prompts_per_update:g} prompts x {step.num_generations}. Optimizer steps per "
+        f"generation: {step.updates_per_generation}. Processes: {step.num_processes}."
     )

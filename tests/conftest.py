@@ -44,7 +44,8 @@ def pytest_configure(config):
 
 @pytest.fixture(scope="module", autouse=True)
 def what_stays_is_not_looked_through():
-    """Modules stay: nobody looks through them for garbage, as accelerate would with each training, nor for what is installed."""
+    """Modules stay: nobody looks through them for garbage, as accelerate would with each training, nor for what is
+    installed."""
     import accelerate.utils.imports as installed
 
     if not hasattr(installed._is_package_available, "cache_info"):
@@ -92,7 +93,8 @@ def model_path(tmp_path_factory):
 
 @pytest.fixture
 def forked_warm_starts(monkeypatch, tmp_path):
-    """Warm starts are trained in processes that have imported everything. In new ones: miniature/test_warm_start.py."""
+    """Warm starts are trained in processes that have imported everything. In new ones:
+    miniature/test_warm_start.py."""
     from processes import start
 
     from pacs_trl.miniature.warm_start import WarmStartSettings, train_warm_start

@@ -7,7 +7,8 @@ from loopback_vllm import LoopbackVLLM, play_installed, server_settings
 
 @pytest.fixture(params=["colocate", "server", "transformers"])
 def engine(request, model_path, monkeypatch):
-    """Settings of a run, and what its engine has been asked for: number of completions, prompt and seed of each request."""
+    """Settings of a run, and what its engine has been asked for: number of completions, prompt and seed of each
+    request."""
     if request.param == "transformers":
         yield {}, None
     elif request.param == "colocate":

@@ -37,8 +37,8 @@ def record(results_dir: Path, cell: Cell, seed: int, counts: Mapping[str, Sequen
 
 
 def rows_of(page: Path):
-    """The table of a page as mappings from its header, or, where it has headings or is folded, its tables by the first word of
-    its heading."""
+    """The table of a page as mappings from its header, or, where it has headings or is folded, its tables by the first
+    word of its heading."""
     lines: dict[str, list[list[str]]] = {}
     heading = ""
     for line in page.read_text().splitlines():

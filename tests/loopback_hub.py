@@ -1,7 +1,8 @@
-"""A Hub on this machine that speaks the calls of an upload: create, read, validate, preupload, LFS batch, PUT, verify, commit.
+"""A Hub on this machine that speaks the calls of an upload: create, read, validate, preupload, LFS batch, PUT, verify,
+commit.
 
-It keeps what it receives in memory, checks digests and sizes, and can be told to fail. Xet, the Hub's own transfer protocol,
-is not spoken: clients are set to the LFS protocol.
+It keeps what it receives in memory, checks digests and sizes, and can be told to fail. Xet, the Hub's own transfer
+protocol, is not spoken: clients are set to the LFS protocol.
 """
 
 import base64
@@ -16,10 +17,11 @@ class LoopbackHub(Loopback):
     """
     Start with `with LoopbackHub() as hub`; `hub.url` is its address.
 
-    - `files[repo][path]` is the content after the commits so far, `commits[repo]` their messages, `branches[repo]` where to.
+    - `files[repo][path]` is the content after the commits so far, `commits[repo]` their messages, `branches[repo]`
+      where to.
     - `calls` lists (method, kind) of every call in order.
-    - `fail_next[kind]` is a list of HTTP statuses to answer the next calls of a kind with; 0 drops the connection in the middle
-      of the request body. Kinds: create, readme, validate, preupload, batch, put, verify, commit.
+    - `fail_next[kind]` is a list of HTTP statuses to answer the next calls of a kind with; 0 drops the connection in
+      the middle of the request body. Kinds: create, readme, validate, preupload, batch, put, verify, commit.
     """
 
     def __init__(self, lfs_threshold: int = 40_000):

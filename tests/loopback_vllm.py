@@ -1,7 +1,7 @@
 """A vLLM server on this machine that speaks the calls of TRL's client, without a model.
 
-Completions are a pure function of prompt and seed, so that a resumed run can be compared with one that was not stopped. It
-can be told to fail.
+Completions are a pure function of prompt and seed, so that a resumed run can be compared with one that was not
+stopped. It can be told to fail.
 """
 
 import json
@@ -60,7 +60,8 @@ class LoopbackVLLM(Loopback):
     """
     Start with `with LoopbackVLLM("model") as server`; `server.url` is its address.
 
-    - `fail_generation` is the number of the generation (from 0) that is answered with status 500; `dead` lets /health fail.
+    - `fail_generation` is the number of the generation (from 0) that is answered with status 500; `dead` lets /health
+      fail.
     - `calls` lists the paths of all calls in order, `seeds` and `requests` what the generations asked for.
     - `models`, `info` and `answers` are what the three questions before a run get.
     """

@@ -1,9 +1,9 @@
 """Recorded rollouts for tests of the trainer, and the same optimizer step written down the long way.
 
-`Replay` takes the place of generation: row `i` of generation `g` is a pure function of `(seed, g, i)`, so that a run with
-any micro-batch, accumulation or number of processes learns from the same rows. `Recorder` keeps weights and gradients of
-every optimizer step. `in_graph_step` computes what they should be: one forward pass per row without padding, in float64,
-`pacs_loss` over all rows, and autograd.
+`Replay` takes the place of generation: row `i` of generation `g` is a pure function of `(seed, g, i)`, so that a run
+with any micro-batch, accumulation or number of processes learns from the same rows. `Recorder` keeps weights and
+gradients of every optimizer step. `in_graph_step` computes what they should be: one forward pass per row without
+padding, in float64, `pacs_loss` over all rows, and autograd.
 """
 
 import copy
@@ -38,14 +38,15 @@ from pacs_trl.objective import PACSLoss, pacs_loss
 TOKENIZER = build_tokenizer()
 MAX_COMPLETION_LENGTH = 16
 
-# What rounding explains between a step in float32 and the long way in float64, relative to the norm. From the input to a weight's
-# gradient there are about 1,000 additions: 290 in each of two layers, 300 in head and softmax, 128 tokens. Seen: up to 7e-6, by the
-# instruction set.
+# What rounding explains between a step in float32 and the long way in float64, relative to the norm. From the input to
+# a weight's gradient there are about 1,000 additions: 290 in each of two layers, 300 in head and softmax, 128 tokens.
+# Seen: up to 7e-6, by the instruction set.
 RELATIVE = rounding_atol(1000, 1.0)
 
 
 def tiny_model(seed: int = 0, **overrides) -> Qwen3ForCausalLM:
-    """2 layers x 32 wide, grouped-query attention; weights large enough that log-probabilities are far from uniform."""
+    """2 layers x 32 wide, grouped-query attention; weights large enough that log-probabilities are far from
+    uniform."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 512} | overrides
     config = Qwen3Config(
         vocab_size=len(TOKENIZER),
@@ -81,7 +82,8 @@ def stored_label(completions, label, **kwargs) -> list[float | None]:
 
 
 def steps_of(ids: list[int]) -> tuple[list[tuple[int, float]], int]:
-    """Labels before the outcome of a completion, none to three, and where the outcome stands: the last token, or the one before."""
+    """Labels before the outcome of a completion, none to three, and where the outcome stands: the last token, or the
+    one before."""
     end = len(ids) - 1 - (len(ids) > 6 and ids[1] % 2)
     number = min(ids[0] % 4, end)
     return [(k * end // (number + 1), ids[k] % 3 / 2) for k in range(number)], end
@@ -94,7 +96,8 @@ def stored_steps(completions, label, completion_ids, **kwargs) -> list[list[tupl
 
 
 def boxed(prompts, trainer):
-    """Completions that reason differently, of which every fourth has no box; texts of one token per character but for the box."""
+    """Completions that reason differently, of which every fourth has no box; texts of one token per character but for
+    the box."""
     texts = [f"{i % 4}{'x' * (i % 2)}" + (r"\boxed{7}" if i % 4 else "7") for i in range(len(prompts))]
     prompt_ids = trainer._tokenize_prompts(prompts)[0]
     ids = [TOKENIZER(text)["input_ids"] + [TOKENIZER.eos_token_id] for text in texts]
@@ -276,7 +279,8 @@ class Step:
     """
     What the long way finds for one optimizer step: the loss, gradients by parameter name, proxies by row.
 
-    `cancellation` is how many times smaller the gradient is than those of its rows with a residual of 1; for the latest step alone.
+    `cancellation` is how many times smaller the gradient is than those of its rows with a residual of 1; for the
+    latest step alone.
     """
 
     loss: float
@@ -321,8 +325,8 @@ def in_graph_step(
     """
     Loss and gradients of one optimizer step, by autograd through the loss of all rows at once. `model` is float64.
 
-    `kl_weights` are the weights that the KL term refers to, `sizes` those of the groups, if they differ, `old_weights` those of the
-    policy that generated, for STEER; `steps` is whether completions have labels before their outcomes.
+    `kl_weights` are the weights that the KL term refers to, `sizes` those of the groups, if they differ, `old_weights`
+    those of the policy that generated, for STEER; `steps` is whether completions have labels before their outcomes.
     """
 
     def counts(row: Row) -> bool:
@@ -449,7 +453,8 @@ def _ragged_loss(proxies, labels, sizes: Sequence[int]) -> PACSLoss:
 
 
 def _dense_loss(logps, ref_logps, mask, rows: list[Row], labels, args: PACSConfig) -> PACSLoss:
-    """The loss of labels at several positions as loops over groups, completions, positions, and what these are compared with."""
+    """The loss of labels at several positions as loops over groups, completions, positions, and what these are
+    compared with."""
     groups = _judged(labels, [args.num_generations] * (len(rows) // args.num_generations))
     proxies, truths = {}, {}
     for i in sum(groups, []):
@@ -538,7 +543,8 @@ def rows_of_update(replay: Replay, args: PACSConfig, update: int, num_processes:
 
 
 def relative_error(found: dict[str, torch.Tensor | None], expected: dict[str, torch.Tensor]) -> float:
-    """Norm of the difference over norm of the expected, all parameters together. What should be 0 must be exactly 0."""
+    """Norm of the difference over norm of the expected, all parameters together. What should be 0 must be exactly
+    0."""
     assert found.keys() >= expected.keys()
     difference = sum(
         ((0 if found[name] is None else found[name].double()) - value).square().sum().item()
@@ -553,7 +559,8 @@ TWO_UPDATES = {"steps_per_generation": 2, "max_steps": 4}  # two generations of 
 
 
 class WeightedTokens(PACSTrainer):
-    """As if the engine had drawn with such probabilities that the correction returns the weights of the recorded rows."""
+    """As if the engine had drawn with such probabilities that the correction returns the weights of the recorded
+    rows."""
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
@@ -612,7 +619,8 @@ def train_and_compare(tmp_path, replay, *, model=None, trainer_class=None, max_s
         )
         assert losses[update] == pytest.approx(expected.loss, rel=RELATIVE), f"loss of update {update}"
         error = relative_error(recorder.gradients[update], expected.gradients)
-        if error >= RELATIVE:  # coefficients are differences of residuals: where they nearly cancel, the rounding of rows remains
+        # coefficients are differences of residuals: where they nearly cancel, the rounding of rows remains
+        if error >= RELATIVE:
             error /= max(1.0, expected.cancellation())
         assert error < RELATIVE, f"gradient of update {update}"
         steps.append(expected)

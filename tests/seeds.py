@@ -1,4 +1,5 @@
-"""Seeds of the tests. `PACS_TEST_SEED=n` shifts all of them, so that the tests can be repeated with other random numbers."""
+"""Seeds of the tests. `PACS_TEST_SEED=n` shifts all of them, so that the tests can be repeated with other random
+numbers."""
 
 import os
 

@@ -109,7 +109,8 @@ def test_help_names_the_command_and_what_it_takes(monkeypatch, capsys, name):
         (["evaluate", "--model_name_or_path", "m"], "not an argument of evaluate. Did you mean `model`?"),
         (
             ["train", "--config", "recipes/evaluation/miniature.yaml"],
-            "recipes/evaluation/miniature.yaml is a recipe of `pacs-trl evaluate` (it has the key `benchmarks`), not of this command.\n",
+            "recipes/evaluation/miniature.yaml is a recipe of `pacs-trl evaluate` (it has the key `benchmarks`), not "
+            "of this command.\n",
         ),
         (
             ["evaluate", "--config", RECIPE, "--model", "m"],
@@ -181,9 +182,10 @@ def test_a_mistake_is_said_in_words_and_ends_with_2(monkeypatch, capsys, argv, w
                 "--n",
                 "64",
             ],
-            "engine='vllm', but vLLM is not installed in this environment. TRL 1.16 works with vLLM 0.22 to 0.31. Install "
-            "one with `pip install 'vllm>=0.22,<0.32' 'transformers<5.18'` (CUDA) or `make env-vllm` (CPU), or sample with "
-            "transformers: `--engine transformers`.",
+            "engine='vllm', but vLLM is not installed in this environment. TRL 1.16 works with vLLM 0.22 to 0.31. "
+            "Install "
+            "one with `pip install 'vllm>=0.22,<0.32' 'transformers<5.18'` (CUDA) or `make env-vllm` (CPU), or sample "
+            "with transformers: `--engine transformers`.",
         ),
     ],
 )

@@ -1,8 +1,8 @@
 """Every command in README, docs and notebooks: its arguments parse, its files exist, and it is known who runs it.
 
-A command is a line of a ```bash block, or a code span that begins like one. Words in capitals (MODEL, DIR, USER/NAME) and shell
-variables stand for what a reader puts in. Commands that a CPU runs in seconds are run here for real; the others are run by
-the tests named in `RUN_ELSEWHERE`, or need what `NEEDS` says.
+A command is a line of a ```bash block, or a code span that begins like one. Words in capitals (MODEL, DIR, USER/NAME)
+and shell variables stand for what a reader puts in. Commands that a CPU runs in seconds are run here for real; the
+others are run by the tests named in `RUN_ELSEWHERE`, or need what `NEEDS` says.
 """
 
 import argparse

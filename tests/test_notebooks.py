@@ -1,5 +1,5 @@
-"""The notebooks as they are committed: with outputs (but for the one that wants a GPU), without traces of a machine, and clear
-about what they need.
+"""The notebooks as they are committed: with outputs (but for the one that wants a GPU), without traces of a machine,
+and clear about what they need.
 
 That they run is the business of `make notebooks`.
 """

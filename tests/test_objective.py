@@ -315,7 +315,8 @@ class TestProperties:
 
     @pytest.mark.parametrize("value", [0.0, 0.3])
     def test_the_grpo_score_does_not_divide_a_group_of_equal_proxies(self, value):
-        # R = 1, 1, 0, 0 and psi = 0: weights 1, e = (sigmoid(0) - R) / 4 = -+1/8, mean 0; divided by 1e-6 it would be 125,000
+        # R = 1, 1, 0, 0 and psi = 0: weights 1, e = (sigmoid(0) - R) / 4 = -+1/8, mean 0; divided by 1e-6 it would be
+        # 125,000
         labels = torch.tensor([1.0, 1.0, 0.0, 0.0], dtype=torch.float64)
         proxies = torch.full((4,), value, dtype=torch.float64, requires_grad=True)
         loss, scores = loss_from_proxies(proxies, labels, num_generations=4, score_estimator="grpo")
@@ -380,7 +381,8 @@ class TestProperties:
             assert push[-1] - push[0] > 0.1 * (labels[-1] - labels[0]) / len(labels), (labels, push)
 
     def test_soft_labels_below_a_group_mean_of_one_quarter(self):
-        # sum R = 0.35, sum (1 - R) = 3.65, n = 4: p = R * 40/7, q = (1 - R) * 40/73; e = (q - p) / 2, c = 4/3 * (e - mean)
+        # sum R = 0.35, sum (1 - R) = 3.65, n = 4: p = R * 40/7, q = (1 - R) * 40/73; e = (q - p) / 2, c = 4/3 * (e -
+        # mean)
         labels = double([0.0, 0.05, 0.1, 0.2])
         e = [((1 - r) * 40 / 73 - r * 40 / 7) / 2 for r in labels.tolist()]
         expected = double([4 / 3 * x for x in e])  # the mean of e is 0: both halves sum to n / 2
@@ -465,9 +467,11 @@ class TestEquationFive:
 
 def odds_and_entropy(reset: int | None, num_updates: int = 800, is_rloo: bool = False) -> tuple[float, float]:
     """
-    Odds of the two right of four answers after gradient descent on the exact expectation over all groups of four, and the entropy.
+    Odds of the two right of four answers after gradient descent on the exact expectation over all groups of four, and
+    the entropy.
 
-    The reference has the odds .6 / .05 = 12; it is renewed every `reset` updates. RLOO's gradient is that of proxies of 0.
+    The reference has the odds .6 / .05 = 12; it is renewed every `reset` updates. RLOO's gradient is that of proxies
+    of 0.
     """
     reference = torch.tensor([0.6, 0.2, 0.15, 0.05], dtype=torch.float64).log()
     labels = torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=torch.float64)

@@ -37,7 +37,8 @@ def pinned(file: str) -> dict[str, str]:
 
 
 def test_lower_bounds_are_those_that_were_run():
-    """`make compat`: the oldest set is setup.cfg, the newest lies above it, and both stand in the table of the docs."""
+    """`make compat`: the oldest set is setup.cfg, the newest lies above it, and both stand in the table of the
+    docs."""
     bounds = required("options", "install_requires") | required("options.extras_require", "report")
     oldest, ours, newest = map(pinned, ("constraints-oldest.txt", "constraints.txt", "constraints-newest.txt"))
     assert oldest.keys() == newest.keys() == bounds.keys()

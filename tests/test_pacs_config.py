@@ -150,7 +150,8 @@ def test_legal_combinations(settings):
 
 
 def test_message_on_sizes_by_hand():
-    # 6 x 2 x 1 = 12 completions; groups of 8 need a multiple of 2 accumulation steps, of 12's divisors 4 and 6 are nearest
+    # 6 x 2 x 1 = 12 completions; groups of 8 need a multiple of 2 accumulation steps, of 12's divisors 4 and 6 are
+    # nearest
     (message,) = Step(
         per_device_train_batch_size=6,
         num_processes=2,

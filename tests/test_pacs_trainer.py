@@ -80,8 +80,8 @@ def test_proxies_are_exactly_zero_with_lora(tmp_path):
 @pytest.mark.trains
 @pytest.mark.parametrize(("logprobs", "without_gradient"), [(-2.0, []), (None, [4, 4])])
 def test_first_update_needs_no_forward_pass_for_its_proxies(tmp_path, logprobs, without_gradient):
-    """Also with weights that move: only the rows that count are computed, once. The entropy of the others is what the engine
-    says, else it takes a pass without gradient."""
+    """Also with weights that move: only the rows that count are computed, once. The entropy of the others is what the
+    engine says, else it takes a pass without gradient."""
     settings = {"learning_rate": 0.5, "startup_check": False}
     trainer = build_trainer(tmp_path, replay=Replay(uniform_groups=1, logprobs=logprobs), **settings)
     rows = {True: [], False: []}
@@ -484,7 +484,7 @@ def test_prompts_over_the_token_budget_are_found_at_startup(tmp_path, conversati
     tiny_model().config.save_pretrained(tmp_path / "model")  # no weights
     with pytest.raises(
         ValueError,
-        match=rf"Row 5 of train_dataset .* {lengths[5]} tokens.*2 of 8.*max_tokens_per_micro_batch={longest - 1}.* {longest}",
+        match=rf"Row 5 of train_dataset .* {lengths[5]} tokens.*2 of 8.*max_tokens_per_micro_batch={longest - 1}.* {longest}",  # noqa: E501
     ):
         build_trainer(tmp_path, model=str(tmp_path / "model"), more=more, max_tokens_per_micro_batch=longest - 1)
     build_trainer(tmp_path, more=more, max_tokens_per_micro_batch=longest)

@@ -81,7 +81,7 @@ WRONG = [
     ({"save_strategy": False}, "YAML reads an unquoted no or off as false: quote it"),
     ({"dtype": "half", "seed": -1}, "dtype must be one of auto, bfloat16", "seed must be a whole number"),
     ({"accelerator_config": {"a": 1}, "env": 5}, "env must be a mapping", "unexpected keyword argument 'a'"),
-    ({"generation_kwargs": {"temprature": 0.5}}, "generation_kwargs have temprature, which transformers does not know"),
+    ({"generation_kwargs": {"temprature": 0.5}}, "generation_kwargs have temprature, which transformers does not know"),  # noqa: E501
     (
         {"generation_kwargs": {"top_k": 5, "max_tokens": 9}, "optim_args": "a=1", "fsdp_config": {"version": 2}},
         "optim_args='a=1' would be ignored: optim=adamw_torch_fused takes adam_beta1",
@@ -89,7 +89,7 @@ WRONG = [
         "must not have max_tokens, top_k: completions would be drawn with another value",
     ),
     (
-        {"liger_kernel_config": {"rope": True}, "eval_steps": 9, "sync_ref_model": True, "lora_r": 8, "lora_alpha": 16},
+        {"liger_kernel_config": {"rope": True}, "eval_steps": 9, "sync_ref_model": True, "lora_r": 8, "lora_alpha": 16},  # noqa: E501
         "sync_ref_model=True needs a reference model, and beta=0 has none",
         "eval_steps=9 would be ignored",
         "liger_kernel_config would be ignored",

@@ -1,7 +1,8 @@
 """Every shipped recipe is read as the run would read it, is free of conflicts, and says what the paper says.
 
-The paper's settings stand below as their own table, so that a recipe that drifts is caught. Recipes are for GPUs and ask
-for bfloat16; `pacs_trl.plan.check` reads them as values, without the configuration that asks this machine for a GPU that can do it.
+The paper's settings stand below as their own table, so that a recipe that drifts is caught. Recipes are for GPUs and
+ask for bfloat16; `pacs_trl.plan.check` reads them as values, without the configuration that asks this machine for a
+GPU that can do it.
 """
 
 import itertools
@@ -85,7 +86,8 @@ PACS = {
     "proxy": "log_ratio",
     "max_grad_norm": 0.0,
 }
-# The authors clip at 1.0 a gradient that is summed over the 8 rows of a micro-batch; TRL and PPOTrainer take their mean.
+# The authors clip at 1.0 a gradient that is summed over the 8 rows of a micro-batch; TRL and PPOTrainer take their
+# mean.
 CLIPPED = {"max_grad_norm": 1.0 / 8, "epsilon": 0.2, "epsilon_high": None, "delta": 3.0, "loss_type": "dr_grpo"}
 METHODS = {
     "pacs": PACS,
@@ -127,7 +129,8 @@ CELLS = {  # name of the run -> its settings
     "qwen3-4b/pacs_one_node": PACS,
     "qwen3-8b/pacs_server": PACS,
 }
-# Which recipe makes them, and what is added to its launch line: the tables say it, and recipes/README.md where none does.
+# Which recipe makes them, and what is added to its launch line: the tables say it, and recipes/README.md where none
+# does.
 MADE_BY = {
     cell.run: (cell.recipe, cell.words)
     for name in table_names("full")
@@ -290,7 +293,8 @@ def test_dars_has_the_rollouts_of_its_authors(added, schedule, most, model):
 
 
 def test_rlpr_asks_for_the_tags_of_its_authors():
-    """examples/RLPR/reproduce_qwen.sh, format_mode=R1: think and answer tags in a system turn, the problem alone behind it."""
+    """examples/RLPR/reproduce_qwen.sh, format_mode=R1: think and answer tags in a system turn, the problem alone
+    behind it."""
     recipe, _ = check_recipe(str(RECIPES / "qwen2.5-7b" / "rlpr.yaml"), [], 8)
     prompt = build_prompt("Why?", instruction=recipe.data.prompt_instruction, system_prompt=recipe.data.system_prompt)
     assert [turn["role"] for turn in prompt] == ["system", "user"] and prompt[1]["content"] == "Why?"
@@ -364,7 +368,8 @@ def test_clipping_a_mean_over_8_rows_at_an_eighth_is_clipping_their_sum_at_1(opt
             torch.nn.utils.clip_grad_norm_([weight], max_norm)
             update.step()
         weights.append(weight.detach())
-    # Four steps of 0.01, which may cancel. Clipping adds 1e-6 to a norm, which differs by 8; at most 7e-8 over 2,000 seeds.
+    # Four steps of 0.01, which may cancel. Clipping adds 1e-6 to a norm, which differs by 8; at most 7e-8 over 2,000
+    # seeds.
     torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=1e-6)
 
 
@@ -413,7 +418,8 @@ TABLE_1 = {
 }
 
 
-# Section 4.1 of v2; of v1 the table heads, scripts/inference.sh and, for n, which no source states, the grid of its numbers.
+# Section 4.1 of v2; of v1 the table heads, scripts/inference.sh and, for n, which no source states, the grid of its
+# numbers.
 FIVE = "math_500,amc_23,aime_2024,aime_2025,beyond_aime"
 PROTOCOLS = {
     "v1": ("amc_23,aime_2024,aime_2025", 512, [1, 8, 32, 64, 128, 256], 0.6, 0.95, 4096),
@@ -428,7 +434,8 @@ EVALUATIONS = sorted(
 
 
 def evaluation(name: str) -> EvaluationArguments:
-    """The recipe as `pacs-trl evaluate` reads it, with a model and a directory where the command line has to name them."""
+    """The recipe as `pacs-trl evaluate` reads it, with a model and a directory where the command line has to name
+    them."""
     settings = yaml.safe_load((RECIPES / "evaluation" / f"{name}.yaml").read_text())
     VerificationArguments(**{key: settings.pop(key) for key in list(settings) if key.startswith("code_")})
     return EvaluationArguments(**{"model": "MODEL", "output_dir": "DIR"} | settings)

@@ -119,7 +119,8 @@ def test_an_agent_and_its_resumption(tmp_path, monkeypatch, capsys, confined):
 
 @pytest.mark.parametrize("method", ["pacs", "grpo"])
 def test_a_readme_by_hand_is_kept(tmp_path, model_path, method, monkeypatch):
-    """Also by the checkpoints on the way, for which TRL drafts a card, and they get one; a local model is no Hub id."""
+    """Also by the checkpoints on the way, for which TRL drafts a card, and they get one; a local model is no Hub
+    id."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "README.md").write_text("---\nlicense: mit\n---\nMine.\n")
     (tmp_path / "models").mkdir()

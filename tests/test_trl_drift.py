@@ -1,7 +1,7 @@
 """PACSTrainer overrides private methods of TRL and transformers. This file says what it relies on.
 
-When it fails after an upgrade, read the named method, adapt `pacs_trainer.py` or what is in `rollouts/` where needed, then
-change the expectation here.
+When it fails after an upgrade, read the named method, adapt `pacs_trainer.py` or what is in `rollouts/` where needed,
+then change the expectation here.
 """
 
 import ast
@@ -47,35 +47,37 @@ SIGNATURES = {
         "spatial_shapes=None, num_tiles=None, image_sizes=None, token_type_ids=None, mm_token_type_ids=None, "
         "image_position_ids=None) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]"
     ),
-    "_load_from_checkpoint": "(self, resume_from_checkpoint: str, model: torch.nn.modules.module.Module | None = None) -> None",
-    "_load_optimizer_and_scheduler": "(self, checkpoint)",  # this one, the next and create_scheduler: ActorCriticTrainer alone
+    "_load_from_checkpoint": "(self, resume_from_checkpoint: str, model: torch.nn.modules.module.Module | None = None) -> None",  # noqa: E501
+    # this one, the next and create_scheduler: ActorCriticTrainer alone
+    "_load_optimizer_and_scheduler": "(self, checkpoint)",
     "_save_optimizer_and_scheduler": "(self, output_dir: str) -> None",
     "create_accelerator_and_postprocess": "(self) -> None",
     "create_scheduler": (
         "(self, num_training_steps: int, optimizer: torch.optim.optimizer.Optimizer | None = None) -> "
         "torch.optim.lr_scheduler.LRScheduler"
     ),
-    "_get_train_sampler": "(self, dataset: datasets.arrow_dataset.Dataset | None = None) -> torch.utils.data.sampler.Sampler",
+    "_get_train_sampler": "(self, dataset: datasets.arrow_dataset.Dataset | None = None) -> torch.utils.data.sampler.Sampler",  # noqa: E501
     "_init_training_state": (
-        "(self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial) -> tuple[int, int]"
+        "(self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial) -> tuple[int, "
+        "int]"
     ),
     "_prepare_for_training": "(self, max_steps, train_dataloader, resume_from_checkpoint)",
     "_save_checkpoint": "(self, model, trial)",
     "evaluate": (
-        "(self, eval_dataset: torch.utils.data.dataset.Dataset | dict[str, torch.utils.data.dataset.Dataset] | None = None, "
-        "ignore_keys: list[str] | None = None, metric_key_prefix: str = 'eval') -> dict[str, float]"
+        "(self, eval_dataset: torch.utils.data.dataset.Dataset | dict[str, torch.utils.data.dataset.Dataset] | None = "
+        "None, ignore_keys: list[str] | None = None, metric_key_prefix: str = 'eval') -> dict[str, float]"
     ),
     "predict": (
         "(self, test_dataset: torch.utils.data.dataset.Dataset, ignore_keys: list[str] | None = None, "
         "metric_key_prefix: str = 'test') -> transformers.trainer_utils.PredictionOutput"
     ),
     "get_eval_dataloader": (
-        "(self, eval_dataset: str | datasets.arrow_dataset.Dataset | datasets.iterable_dataset.IterableDataset | None = None) "
-        "-> torch.utils.data.dataloader.DataLoader"
+        "(self, eval_dataset: str | datasets.arrow_dataset.Dataset | datasets.iterable_dataset.IterableDataset | None "
+        "= None) -> torch.utils.data.dataloader.DataLoader"
     ),
     "train": (
-        "(self, resume_from_checkpoint: str | bool | None = None, trial: 'optuna.Trial | dict[str, Any] | None' = None, "
-        "ignore_keys_for_eval: list[str] | None = None) -> transformers.trainer_utils.TrainOutput"
+        "(self, resume_from_checkpoint: str | bool | None = None, trial: 'optuna.Trial | dict[str, Any] | None' = "
+        "None, ignore_keys_for_eval: list[str] | None = None) -> transformers.trainer_utils.TrainOutput"
     ),
     "_push_from_checkpoint": "(self, checkpoint_folder: str) -> None",
     "create_model_card": (
@@ -147,8 +149,8 @@ def tree(function) -> ast.AST:
     return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
 
 
-# Written anew or copied in part, so that any change of theirs may have to be repeated: the hashes, from the oldest version on,
-# and where.
+# Written anew or copied in part, so that any change of theirs may have to be repeated: the hashes, from the oldest
+# version on, and where.
 REPEATED = {
     (GRPOTrainer, "training_step"): ("96c13325", "PACSTrainer.training_step"),
     (GRPOTrainer, "_prepare_inputs"): ("b6f38f7a", "PACSTrainer._prepare_inputs"),
@@ -224,8 +226,8 @@ LEFT_OUT = {
 def test_what_scoring_returns():
     found = string_keys(GRPOTrainer._generate_and_score_completions, "output")
     assert found == READ | LEFT_OUT, (
-        f"new: {sorted(found - READ - LEFT_OUT)}, gone: {sorted((READ | LEFT_OUT) - found)}. A new key may be a mask or a "
-        "weight that the PACS loss has to respect: see rollouts.unpad_rollouts."
+        f"new: {sorted(found - READ - LEFT_OUT)}, gone: {sorted((READ | LEFT_OUT) - found)}. A new key may be a mask "
+        "or a weight that the PACS loss has to respect: see rollouts.unpad_rollouts."
     )
 
 
@@ -269,8 +271,8 @@ def test_every_setting_of_grpo_is_kept_or_refused():
     refused = set(SHAPES_ONLY_GRPO)
     assert not KEPT & refused
     assert found == KEPT | refused, (
-        f"new: {sorted(found - KEPT - refused)}, gone: {sorted((KEPT | refused) - found)}. A new setting is either kept or, "
-        "if only GRPO's loss reads it, refused in pacs_config.py."
+        f"new: {sorted(found - KEPT - refused)}, gone: {sorted((KEPT | refused) - found)}. A new setting is either "
+        "kept or, if only GRPO's loss reads it, refused in pacs_config.py."
     )
 
 

@@ -32,7 +32,8 @@ COMMANDS = [
     "plan --config recipe.yaml",
     "train --config recipe.yaml",
     f"evaluate --model outputs/run --output_dir outputs/evaluation {EVALUATION}",
-    "audit --completions outputs/evaluation/samples/miniature_addition.jsonl --benchmark miniature/addition --protocols text",
+    "audit --completions outputs/evaluation/samples/miniature_addition.jsonl --benchmark miniature/addition "
+    "--protocols text",
     "report outputs/evaluation/results.json --output_dir outputs/report",
     "push --model outputs/run --repo user/name --results outputs/evaluation/results.json --dry_run",
 ]
@@ -55,7 +56,8 @@ for command in {COMMANDS!r}:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """The folder of a wheel built from a copy of the sources (a build writes beside them) and installed, without a network."""
+    """The folder of a wheel built from a copy of the sources (a build writes beside them) and installed, without a
+    network."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("installed")
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)

@@ -1,7 +1,7 @@
 """How far two computations of one number may lie apart because they add and round in another order, and no further.
 
-Which order that is depends on the processor, its instruction set and the number of threads, so a tolerance that one machine
-meets by luck fails on the next. It follows from the dtype, the number of terms and their size instead.
+Which order that is depends on the processor, its instruction set and the number of threads, so a tolerance that one
+machine meets by luck fails on the next. It follows from the dtype, the number of terms and their size instead.
 """
 
 import math
@@ -13,11 +13,11 @@ def rounding_atol(terms: int, scale: float, dtype: torch.dtype = torch.float32) 
     """
     Largest difference that rounding explains between two sums of the same terms.
 
-    One sum of `n` terms, in any order, is off by at most `n u scale`, where `u = eps / 2` is the error of one rounding and
-    `scale` the sum of the magnitudes (Higham, Accuracy and Stability of Numerical Algorithms, 2nd edition, section 4.2).
-    Errors of independent roundings cancel in part: `6 sqrt(n) u scale` is exceeded with a probability of `2 exp(-18)`,
-    3e-8 (Higham and Mary, SIAM J. Sci. Comput. 41, 2019, theorem 2.4). The smaller of the two counts, twice, because both
-    sums are off.
+    One sum of `n` terms, in any order, is off by at most `n u scale`, where `u = eps / 2` is the error of one rounding
+    and `scale` the sum of the magnitudes (Higham, Accuracy and Stability of Numerical Algorithms, 2nd edition, section
+    4.2). Errors of independent roundings cancel in part: `6 sqrt(n) u scale` is exceeded with a probability of `2
+    exp(-18)`, 3e-8 (Higham and Mary, SIAM J. Sci. Comput. 41, 2019, theorem 2.4). The smaller of the two counts,
+    twice, because both sums are off.
 
     Args:
         terms (`int`): Additions and other roundings that one number goes through.

@@ -1,6 +1,7 @@
 """One cell of a miniature table, in this process: warm start, training, evaluation, and its record.
 
-Everything that a run leaves stays in its work directory; what the tables need of it is taken into the records of the results
+Everything that a run leaves stays in its work directory; what the tables need of it is taken into the records of the
+results
 directory (`records.py`). Full-size cells (`full.py`) do the same with what their commands leave.
 """
 
@@ -42,8 +43,9 @@ def run_cell(cell: Cell, seed: int, options: Options) -> None:
     """
     Train and evaluate one miniature cell with one seed and record it, unless it is recorded.
 
-    The seed decides the warm start, which all methods of a seed share, and the training run; the samples of the evaluation have
-    seeds of their own. An interrupted run continues from its last checkpoint and with the samples it has drawn.
+    The seed decides the warm start, which all methods of a seed share, and the training run; the samples of the
+    evaluation have seeds of their own. An interrupted run continues from its last checkpoint and with the samples it
+    has drawn.
 
     Raises:
         `ValueError`: if the cell was recorded, or the work directory begun, with other settings.
@@ -142,7 +144,8 @@ def diversities(evaluation_dir: Path, benchmarks: Iterable[str], embed: Callable
 
 
 def _begin(work: Path, settings: dict[str, Any]) -> None:
-    """Say in a work directory what it is for before anything else lies there, or check that it was begun for the same."""
+    """Say in a work directory what it is for before anything else lies there, or check that it was begun for the
+    same."""
     path = work / "settings.json"
     if work.is_dir() and any(work.iterdir()):
         found = json.loads(path.read_text()) if path.is_file() else None

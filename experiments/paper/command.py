@@ -1,10 +1,10 @@
 """Run or resume the experiments behind a table of the paper: `python -m experiments.paper TABLE`.
 
-A table is a file in `experiments/paper/tables/`: its cells, and the recipe and settings that make each of them, at miniature and
-at full scale. A cell is trained and evaluated with each seed, and finished once it stands in the records of the
-results directory (`records.py`). The miniature runs here, in this process (`cells.py`); full-size training is launched by
-`accelerate`, and without `--run` its commands and their cost are printed, nothing else (`full_size.py`). Tables and figures are
-those of `render.py`.
+A table is a file in `experiments/paper/tables/`: its cells, and the recipe and settings that make each of them, at
+miniature and at full scale. A cell is trained and evaluated with each seed, and finished once it stands in the records
+of the results directory (`records.py`). The miniature runs here, in this process (`cells.py`); full-size training is
+launched by `accelerate`, and without `--run` its commands and their cost are printed, nothing else (`full_size.py`).
+Tables and figures are those of `render.py`.
 """
 
 import argparse
@@ -35,7 +35,8 @@ def read_table(name: str, scale: str) -> Table:
     A table with the cells that exist at a scale.
 
     Args:
-        name (`str`): Name of a file in `experiments/paper/tables/`, without `.yaml`, or of a table that it shows `also`.
+        name (`str`): Name of a file in `experiments/paper/tables/`, without `.yaml`, or of a table that it shows
+        `also`.
         scale (`str`): `"miniature"` or `"full"`.
 
     Raises:
@@ -67,8 +68,8 @@ def _cell(label: str, entry: dict[str, Any], scale: str, evaluations: Sequence[s
 
 def table_names(scale: str | None = None) -> list[str]:
     """
-    Names of all tables, or of those that exist at a scale, in the order of the paper: version 2 before version 1, tables
-    before figures, by number.
+    Names of all tables, or of those that exist at a scale, in the order of the paper: version 2 before version 1,
+    tables before figures, by number.
     """
     return [
         name
@@ -160,8 +161,8 @@ def _refuse_ignored(arguments: argparse.Namespace) -> None:
     sizes = [f"--{name}" for name in SIZES if getattr(arguments, name) is not None]
     if arguments.scale == "full" and sizes:
         raise ValueError(
-            f"{', '.join(sizes)} would be ignored at full scale: a full-size cell is what its recipe and its evaluation "
-            "say. Leave it out, or add the setting to the printed commands by hand."
+            f"{', '.join(sizes)} would be ignored at full scale: a full-size cell is what its recipe and its "
+            "evaluation say. Leave it out, or add the setting to the printed commands by hand."
         )
     if arguments.scale == "miniature" and arguments.run:
         raise ValueError("--run is for `--scale full`; miniature cells are run anyway. Leave it out.")

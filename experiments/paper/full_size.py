@@ -1,8 +1,8 @@
 """A full-size cell of a table: the lines that make it, what they cost, and what is kept of what they leave.
 
-A line is shell text: how many machines there are and what they are called ($NODE_RANK, $HEAD) is for the shell that runs it. In
-the results directory of a seed every evaluation has a directory of its own (`v2`, `checkpoint-80`), and the record is made of
-those.
+A line is shell text: how many machines there are and what they are called ($NODE_RANK, $HEAD) is for the shell that
+runs it. In the results directory of a seed every evaluation has a directory of its own (`v2`, `checkpoint-80`), and
+the record is made of those.
 """
 
 import shlex
@@ -45,9 +45,9 @@ class Line(NamedTuple):
 
 def full_commands(cell: Cell, seed: int, options: Options, *, checkpoints: bool = False) -> list[Line]:
     """
-    The shell lines that a full-size cell still needs, none if all evaluations are there: training, then evaluations, with
-    `checkpoints` also of each that the recipe saves, with few samples. The seed is that of training, or of the samples where nothing is
-    trained.
+    The shell lines that a full-size cell still needs, none if all evaluations are there: training, then evaluations,
+    with `checkpoints` also of each that the recipe saves, with few samples. The seed is that of training, or of the
+    samples where nothing is trained.
     """
     results, model = cell.directory(options.results_dir, seed), cell.directory(options.work_dir, seed)
     settings = read_mapping(RECIPES / f"{cell.recipe}.yaml", "recipe") | cell.settings
@@ -111,14 +111,15 @@ def run_line(line: str) -> None:
     status = subprocess.run(["bash", "-uc", line]).returncode
     if status:
         raise FailedRun(
-            f"This line ended with status {status}, and what follows needs what it makes; its own message stands above. The "
-            f"same `python -m experiments.paper` goes on from here.\n  {line}"
+            f"This line ended with status {status}, and what follows needs what it makes; its own message stands "
+            f"above. The same `python -m experiments.paper` goes on from here.\n  {line}"
         )
 
 
 def collect(cell: Cell, options: Options, *, diversity: bool = False) -> None:
     """
-    Make the record of every seed of a cell from what its lines have left by now, once with the diversity if a table shows it.
+    Make the record of every seed of a cell from what its lines have left by now, once with the diversity if a table
+    shows it.
 
     Raises:
         `ValueError`: if two evaluations of one run have different protocols, or the embedder is not installed.

@@ -1,10 +1,10 @@
 """The finished runs of a results directory in one file, `records.jsonl`, from which every table and figure is made.
 
-Samples, grades and whole logs stay in the work directory; kept are counts of correct completions, diversities, and what a figure
-draws of a training log. A line is one of three things, and lines can be taken out:
+Samples, grades and whole logs stay in the work directory; kept are counts of correct completions, diversities, and
+what a figure draws of a training log. A line is one of three things, and lines can be taken out:
 
-    {"measured": DIGEST, "protocol": ..., "benchmarks": {NAME: {"ids": ..., "n": ..., "k": ...}}}     how runs were evaluated
-    {"cell": "twin-4b/pacs", "settings": {...}}                                   what all runs of a cell were made with
+    {"measured": DIGEST, "protocol": ..., "benchmarks": {NAME: {"ids": ..., "n", "k"}}} how runs were evaluated
+    {"cell": "twin-4b/pacs", "settings": {...}}   what all runs of a cell were made with
     {"cell": "twin-4b/pacs", "seed": 0, "measured": DIGEST, "correct": {NAME: [93, 128, ...]}, ...}            one run
 
 `correct` has one count for each of `ids`, null where the gold answer could not be read. Diversities stand by
@@ -140,8 +140,8 @@ class Records:
             whole = len(counts) == len(about["ids"]) and all(type(c) is int and 0 <= c <= about["n"] for c in graded)
             if not whole or not graded or max(about["k"]) > about["n"]:
                 raise ValueError(
-                    f"{where} is damaged: correct.{name} must have {len(about['ids'])} counts from 0 to n = {about['n']}, not "
-                    f"all of them null, and n be at least k = {max(about['k'])}."
+                    f"{where} is damaged: correct.{name} must have {len(about['ids'])} counts from 0 to n = "
+                    f"{about['n']}, not all of them null, and n be at least k = {max(about['k'])}."
                 )
 
     def _run(self, line: dict[str, Any], label: str) -> Run:
@@ -166,7 +166,8 @@ def record(results_dir: Path, cell: str, run: Run, settings: dict[str, Any] | No
     """
     Take a finished run into the records of a results directory.
 
-    Other processes may do so at the same time: one after the other reads what is there, adds its run and replaces the file.
+    Other processes may do so at the same time: one after the other reads what is there, adds its run and replaces the
+    file.
 
     Args:
         results_dir (`Path`): Is made if it does not exist.
@@ -198,13 +199,13 @@ def require_same_settings(found: dict[str, Any] | None, wanted: dict[str, Any], 
     """
     if found is None:
         raise ValueError(
-            f"{where} has no settings, so that nothing says whether it was made with those that its recipe has now, and one "
-            f"table cannot hold others. {remedy}"
+            f"{where} has no settings, so that nothing says whether it was made with those that its recipe has now, "
+            f"and one table cannot hold others. {remedy}"
         )
     if lines := differences(found, wanted):
         raise ValueError(
-            f"{where} was made with other settings than its recipe has now ({'; '.join(lines)}), and one table cannot hold "
-            f"both. {remedy}"
+            f"{where} was made with other settings than its recipe has now ({'; '.join(lines)}), and one table cannot "
+            f"hold both. {remedy}"
         )
 
 

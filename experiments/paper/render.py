@@ -1,9 +1,9 @@
 """Markdown tables and figures of finished runs beside the published numbers.
 
-Reads the records of a results directory and nothing else, so that tables can be made again without a model. A cell is the mean over
-its seeds, with the standard deviation over seeds behind "±" and the 95 % interval over problems in brackets; "-" where there is none.
-A twin is called a twin, and of the published numbers only those of differences stand beside its own: the models and the problems
-are others.
+Reads the records of a results directory and nothing else, so that tables can be made again without a model. A cell is
+the mean over its seeds, with the standard deviation over seeds behind "±" and the 95 % interval over problems in
+brackets; "-" where there is none. A twin is called a twin, and of the published numbers only those of differences
+stand beside its own: the models and the problems are others.
 """
 
 import json
@@ -76,8 +76,8 @@ class Table(NamedTuple):
 
 def write_tables(selected: Sequence[Table], results_dir: Path, *, twins: bool) -> str:
     """
-    Each table as Markdown and, where it has one, its figure: `NAME.md`, `.png` and `.svg` beside the records. Of `twins` if benchmarks
-    and models are the miniature ones. Returns the text of all tables.
+    Each table as Markdown and, where it has one, its figure: `NAME.md`, `.png` and `.svg` beside the records. Of
+    `twins` if benchmarks and models are the miniature ones. Returns the text of all tables.
     """
     sections = []
     results_dir.mkdir(parents=True, exist_ok=True)
@@ -149,7 +149,8 @@ def _rows(
     of: str | None = None,
     digits: int = 1,
 ) -> list[list[str]]:
-    """Ours, and if anything is published that, and whether it lies in our interval; the latter not for a twin `of` something."""
+    """Ours, and if anything is published that, and whether it lies in our interval; the latter not for a twin `of`
+    something."""
     rows = [[label, *(_text(cell, digits) for cell in ours)]]
     if any(number is not None for number in published):
         shown = ["-" if number is None else f"{number:.{max(digits, 2)}f}" for number in published]
@@ -218,8 +219,9 @@ def _pass_at_k(table: Table, runs: Runs, path: Path, twins: bool) -> str:
 def _comparisons(
     table: Table, runs: Runs, ks: list[int], theirs: dict[str, dict[str, dict[int, float]]]
 ) -> tuple[list[list[str]], dict[str, dict[int, list[float]]]]:
-    """Differences of pairs, over the problems of all benchmarks and the seeds that both have, and whether their sign is the
-    paper's: only said where the interval leaves out 0 and every seed has the same sign. Also those of every seed."""
+    """Differences of pairs, over the problems of all benchmarks and the seeds that both have, and whether their sign
+    is the paper's: only said where the interval leaves out 0 and every seed has the same sign. Also those of every
+    seed."""
     rows: list[list[str]] = []
     by_seed: dict[str, dict[int, list[float]]] = {}
     for first, second in table.compare:
@@ -401,14 +403,16 @@ def _training(table: Table, runs: Runs, path: Path, twins: bool) -> str:
 
 
 def _ends(log_history: Sequence[dict[str, float]]) -> tuple[float, float] | None:
-    """Mean entropy of the first and of the last tenth. A step without a forward pass (no group had anything to learn from) has none."""
+    """Mean entropy of the first and of the last tenth. A step without a forward pass (no group had anything to learn
+    from) has none."""
     values = [log["entropy"] for log in log_history if log.get("entropy") is not None]
     tenth = max(1, len(values) // 10)
     return (statistics.mean(values[:tenth]), statistics.mean(values[-tenth:])) if values else None
 
 
 def _other_domain(table: Table, runs: Runs, path: Path, twins: bool) -> str:
-    """At full scale pass@1 of evaluations in `RESULTS_DIR/other_domains/METHOD/seed-N/BENCHMARK`, beside the published scores."""
+    """At full scale pass@1 of evaluations in `RESULTS_DIR/other_domains/METHOD/seed-N/BENCHMARK`, beside the published
+    scores."""
     results = _all_results(runs)
     if twins:
         ks = tables.common_ks(results) if results else []
@@ -425,7 +429,8 @@ def _other_domain(table: Table, runs: Runs, path: Path, twins: bool) -> str:
             row += [mean_and_spread(values, 2), str(len(values)), published]
         rows.append(row)
     header = [f"{name}{part}" for name in OTHER_DOMAINS for part in ("", ", seeds", ", published")]
-    return f"{tables.to_markdown(['', *header], rows)}\nPublished: {paper.OUT_OF_DOMAIN_SOURCE}, with the prompts of another toolkit.\n"
+    source = f"Published: {paper.OUT_OF_DOMAIN_SOURCE}, with the prompts of another toolkit."
+    return f"{tables.to_markdown(['', *header], rows)}\n{source}\n"
 
 
 _SECTIONS: dict[str, Callable[[Table, Runs, Path, bool], str]] = {

@@ -1,4 +1,5 @@
-"""A training run of the miniature world in this process: warm start, training, history. The libraries are loaded on use."""
+"""A training run of the miniature world in this process: warm start, training, history. The libraries are loaded on
+use."""
 
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -7,7 +8,8 @@ from typing import Any
 
 
 def start_of(recipe, seed: int | None = None, **settings) -> Path:
-    """The warm start that a [`~recipe.Recipe`] names, of the run's own seed or another; `settings` as in [`warm_start`]."""
+    """The warm start that a [`~recipe.Recipe`] names, of the run's own seed or another; `settings` as in
+    [`warm_start`]."""
     from pacs_trl.miniature.warm_start import warm_start
 
     name = recipe.model.model_name_or_path.removeprefix("miniature/")

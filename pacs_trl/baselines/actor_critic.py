@@ -1,8 +1,10 @@
-"""What trainers with a critic share: TRL's GRPOTrainer, whose advantages come from a second model that learns beside the policy.
+"""What trainers with a critic share: TRL's GRPOTrainer, whose advantages come from a second model that learns beside
+the policy.
 
-Generation, rewards, the clipped policy loss, KL term and logging are the parent's, so that these methods and GRPO differ in the
-advantage only: here each token has its own. A subclass says what the critic is (`_create_critic`), which values it gives the tokens of a
-generation batch (`_judge`), and how it learns from a micro-batch (`_learn_critic`). What is added to the parent:
+Generation, rewards, the clipped policy loss, KL term and logging are the parent's, so that these methods and GRPO
+differ in the advantage only: here each token has its own. A subclass says what the critic is (`_create_critic`), which
+values it gives the tokens of a generation batch (`_judge`), and how it learns from a micro-batch (`_learn_critic`).
+What is added to the parent:
 
 - `_generate_and_score_completions` lets the critic judge the rollouts and replaces the advantages.
 - `_compute_loss` lets the critic learn from a micro-batch before the policy does.
@@ -53,8 +55,8 @@ def critic_path(policy: str | PreTrainedModel, args: ActorCriticConfig) -> str:
 
 def load_critic(policy: str | PreTrainedModel, args: ActorCriticConfig, architecture: type | None = None, **more: Any):
     """
-    A critic from [`critic_path`], ready to be trained. `model_init_kwargs` apply to it too, except the dtype, which is float32, and
-    the revision, if it has a path of its own.
+    A critic from [`critic_path`], ready to be trained. `model_init_kwargs` apply to it too, except the dtype, which is
+    float32, and the revision, if it has a path of its own.
 
     Args:
         architecture (`type`, *optional*): Of transformers; by default that of the checkpoint, a causal language model.
@@ -114,8 +116,8 @@ class ActorCriticTrainer(RolloutTrainer):
     def _prepare_loading(self, model, args, arguments):
         if args.deepspeed_plugin is not None:
             raise ValueError(
-                f"{type(self).__name__} does not support DeepSpeed, which trains one model per process. Use DDP or FSDP2 "
-                "(recipes/accelerate_configs)."
+                f"{type(self).__name__} does not support DeepSpeed, which trains one model per process. Use DDP or "
+                "FSDP2 (recipes/accelerate_configs)."
             )
         super()._prepare_loading(model, args, arguments)
         # before the policy, which seeds again: rollouts are those of GRPO
@@ -139,8 +141,8 @@ class ActorCriticTrainer(RolloutTrainer):
 
     @abstractmethod
     def _judge(self, inputs: Sequence[dict], batch: dict) -> tuple[torch.Tensor, float | torch.Tensor]:
-        """Values of the tokens of a generation batch, `(B, T)`, and lambda for [`generalized_advantages`]. What is put into `batch` is
-        there when the critic learns."""
+        """Values of the tokens of a generation batch, `(B, T)`, and lambda for [`generalized_advantages`]. What is put
+        into `batch` is there when the critic learns."""
 
     @abstractmethod
     def _learn_critic(self, inputs: dict) -> None:
@@ -246,8 +248,8 @@ class ActorCriticTrainer(RolloutTrainer):
         return self._share_of_generation(inputs["num_items_in_batch"])
 
     def _share_of_generation(self, tokens: torch.Tensor) -> torch.Tensor:
-        """What the losses of tokens are divided by for their mean over an optimizer step, of so many tokens of all processes in the
-        generation; processes are averaged afterwards."""
+        """What the losses of tokens are divided by for their mean over an optimizer step, of so many tokens of all
+        processes in the generation; processes are averaged afterwards."""
         share = self.current_gradient_accumulation_steps / self.args.steps_per_generation
         return tokens.clamp(min=1.0) / self.accelerator.num_processes * share
 

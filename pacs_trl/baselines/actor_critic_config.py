@@ -28,16 +28,17 @@ class ActorCriticConfig(PublishedArguments, GRPOConfig):
     What [`PPOConfig`] and [`GenACConfig`] share.
 
     Inherits every parameter of [`~trl.GRPOConfig`]; defaults are the settings of the PACS authors' PPO baseline.
-    `epsilon`, `epsilon_high` and `delta` clip the policy's ratio as they do in GRPO, `max_grad_norm` clips the gradients
-    of policy and critic, each on its own, and `weight_decay` and `lr_scheduler_type` apply to both. Parameters that shape
-    GRPO's advantage (`scale_rewards`, ...) are refused when moved off their default.
+    `epsilon`, `epsilon_high` and `delta` clip the policy's ratio as they do in GRPO, `max_grad_norm` clips the
+    gradients of policy and critic, each on its own, and `weight_decay` and `lr_scheduler_type` apply to both.
+    Parameters that shape GRPO's advantage (`scale_rewards`, ...) are refused when moved off their default.
 
     Parameters:
         > Parameters that control the critic
 
         critic_model_name_or_path (`str`, *optional*):
-            Where the critic's weights come from: a causal language model, which for PPO gets a new value head. By default that
-            is the policy's own path. They are float32, with autocast under `bf16`, also when the policy is a LoRA adapter.
+            Where the critic's weights come from: a causal language model, which for PPO gets a new value head. By
+            default that is the policy's own path. They are float32, with autocast under `bf16`, also when the policy
+            is a LoRA adapter.
         critic_learning_rate (`float`, *optional*, defaults to `1e-5`):
             Learning rate of the critic.
         startup_check (`bool`, *optional*, defaults to `True`):
@@ -57,8 +58,8 @@ class ActorCriticConfig(PublishedArguments, GRPOConfig):
         > Parameters with another default than in GRPOConfig
 
         delta (`float`, *optional*, defaults to `3.0`):
-            Upper bound of the ratio. Above `1 + epsilon` it acts on negative advantages only and is the dual clip of PPO
-            implementations, there called `clip_ratio_c`. `None` leaves it out.
+            Upper bound of the ratio. Above `1 + epsilon` it acts on negative advantages only and is the dual clip of
+            PPO implementations, there called `clip_ratio_c`. `None` leaves it out.
         loss_type (`str`, *optional*, defaults to `"dr_grpo"`):
             How losses of tokens add up, for policy and critic: `"dr_grpo"`, their sum divided by completions times
             `max_completion_length` (the authors' code), or `"dapo"`, their mean over the tokens of the optimizer step
@@ -99,12 +100,14 @@ class ActorCriticConfig(PublishedArguments, GRPOConfig):
         highest_ratio = 1 + (given.epsilon if given.epsilon_high is None else given.epsilon_high)
         if given.delta is not None and given.delta <= highest_ratio:
             errors.append(
-                f"delta={given.delta} must be above 1 + epsilon_high = {highest_ratio}: it bounds the ratio of negative "
-                "advantages and may not undercut the clipping of positive ones. The authors use 3.0; None turns it off."
+                f"delta={given.delta} must be above 1 + epsilon_high = {highest_ratio}: it bounds the ratio of "
+                "negative "
+                "advantages and may not undercut the clipping of positive ones. The authors use 3.0; None turns it "
+                "off."
             )
         if given.fp16:
             errors.append(
-                "fp16=True is not supported with a critic: policy and critic would share one loss scale. Set bf16=True or train "
-                "in float32."
+                "fp16=True is not supported with a critic: policy and critic would share one loss scale. Set "
+                "bf16=True or train in float32."
             )
         return errors

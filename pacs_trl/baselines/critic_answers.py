@@ -1,5 +1,5 @@
-"""Answers of a generative critic, with transformers and from an engine, and what has to be right of a critic before its weights are
-loaded."""
+"""Answers of a generative critic, with transformers and from an engine, and what has to be right of a critic before
+its weights are loaded."""
 
 import copy
 from collections.abc import Iterable, Sequence
@@ -63,8 +63,8 @@ def generate_answers(
     synced: bool = False,
 ) -> list[tuple[list[int], list[float]]]:
     """
-    One answer for each prompt, tokens and their log-probabilities (NaN at temperature 0); prompts of about one length share a batch.
-    `synced`: processes make their forward passes together.
+    One answer for each prompt, tokens and their log-probabilities (NaN at temperature 0); prompts of about one length
+    share a batch. `synced`: processes make their forward passes together.
     """
     stop_ids = stop_token_ids(model, tokenizer)
     answers: list = [None] * len(prompts)
@@ -149,8 +149,10 @@ def check_critic(
 ) -> None:
     """
     Raises:
-        `ValueError`: if the critic cannot write the tags, its context is too short for the longest question and answer, or vLLM
-            would have to serve two models of different shapes, or the critic's own server does not answer as it should.
+        `ValueError`: if the critic cannot write the tags, its context is too short for the longest question and
+        answer, or vLLM
+            would have to serve two models of different shapes, or the critic's own server does not answer as it
+            should.
     """
     prompt.check_vocabulary(tokenizer, path)
     trust = {"trust_remote_code": args.trust_remote_code}
@@ -167,8 +169,10 @@ def check_critic(
         ]
         if differing:
             raise ValueError(
-                f"Policy and critic differ ({'; '.join(differing)}), and one vLLM engine serves both in turn: it is sent the "
-                "weights of each before it generates. Use a critic of the policy's architecture, a server of its own (critic_vllm_server_base_url), or use_vllm: false."
+                f"Policy and critic differ ({'; '.join(differing)}), and one vLLM engine serves both in turn: it is "
+                "sent the "
+                "weights of each before it generates. Use a critic of the policy's architecture, a server of its own "
+                "(critic_vllm_server_base_url), or use_vllm: false."
             )
 
 
@@ -194,7 +198,10 @@ def _check_context(config, path, args, tokenizer, prompt, prompts) -> None:
     needed = len(question) + args.max_completion_length + args.critic_max_new_tokens
     if needed > room:
         raise ValueError(
-            f"The critic {path} has room for {room} tokens ({name}), and the longest question and answer take {needed}: "
-            f"{len(question)} of template and problem, max_completion_length={args.max_completion_length} of the response and "
-            f"critic_max_new_tokens={args.critic_max_new_tokens}. Lower the last two, shorten the template, or raise {name}."
+            f"The critic {path} has room for {room} tokens ({name}), and the longest question and answer take "
+            f"{needed}: "
+            f"{len(question)} of template and problem, max_completion_length={args.max_completion_length} of the "
+            "response and "
+            f"critic_max_new_tokens={args.critic_max_new_tokens}. Lower the last two, shorten the template, or raise "
+            f"{name}."
         )

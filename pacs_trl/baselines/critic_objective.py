@@ -1,7 +1,7 @@
 """What a generative critic learns from, and how good its values are (GenAC, arXiv 2604.10701). Pure functions.
 
-`N` is the number of answers: one generation of the critic each, about one state, with the outcome `R` in [0, 1] of the completion
-that the state is of. `nan` is the value of an answer that could not be read; it counts as 0.
+`N` is the number of answers: one generation of the critic each, about one state, with the outcome `R` in [0, 1] of the
+completion that the state is of. `nan` is the value of an answer that could not be read; it counts as 0.
 """
 
 import math
@@ -26,7 +26,8 @@ def reinforce_weights(
 
     Args:
         rewards, outcomes (`torch.Tensor` of shape `(N,)`): Of all answers of this process.
-        baseline (`str`): `"outcome"`, the mean reward of the others whose completion ended as this one did, right (above 0.5) or
+        baseline (`str`): `"outcome"`, the mean reward of the others whose completion ended as this one did, right
+        (above 0.5) or
             wrong, and 0 where there is none; `"none"`, 0 throughout.
 
     Returns:
@@ -45,12 +46,14 @@ def reinforce_losses(
     logps: torch.Tensor, sampling_logps: torch.Tensor, weights: torch.Tensor, cap: float
 ) -> torch.Tensor:
     """
-    Loss of each token of an answer: `-min(pi / pi_drawn, cap) * weight * log pi`, the ratio without gradient. It is 1 where the
-    model that learns drew the token; an engine with other rounding, or an update in between, makes it another.
+    Loss of each token of an answer: `-min(pi / pi_drawn, cap) * weight * log pi`, the ratio without gradient. It is 1
+    where the model that learns drew the token; an engine with other rounding, or an update in between, makes it
+    another.
 
     Args:
         logps (`torch.Tensor` of shape `(M,)`): Under the critic that learns.
-        sampling_logps (`torch.Tensor` of shape `(M,)`): Under what drew the tokens; NaN where that is not known, for a ratio of 1.
+        sampling_logps (`torch.Tensor` of shape `(M,)`): Under what drew the tokens; NaN where that is not known, for a
+        ratio of 1.
         weights (`torch.Tensor` of shape `(M,)`): See [`reinforce_weights`].
         cap (`float`): Ratios above it count as this.
     """
@@ -60,8 +63,9 @@ def reinforce_losses(
 
 def value_scores(values: torch.Tensor, outcomes: torch.Tensor) -> dict[str, float]:
     """
-    Of the values of any critic: `reward`, the mean of `1 - (R - v)^2` where a value that could not be read counts 0; `brier`, the
-    mean of `(R - v)^2` with such a value as 0; `explained_variance` of the outcomes; `unparsed`, the share of such values.
+    Of the values of any critic: `reward`, the mean of `1 - (R - v)^2` where a value that could not be read counts 0;
+    `brier`, the mean of `(R - v)^2` with such a value as 0; `explained_variance` of the outcomes; `unparsed`, the
+    share of such values.
     """
     if len(values) == 0:
         return dict.fromkeys(("reward", "brier", "explained_variance", "unparsed"), math.nan)
@@ -77,11 +81,11 @@ def value_scores(values: torch.Tensor, outcomes: torch.Tensor) -> dict[str, floa
 
 def ranking_accuracy(values: Sequence[float], right: Sequence[bool], candidates: int) -> float:
     """
-    How often the highest value is that of a right completion, over all choices of so many candidates of one prompt that hold both
-    right and wrong ones; equal values share. NaN where there is no such choice.
+    How often the highest value is that of a right completion, over all choices of so many candidates of one prompt
+    that hold both right and wrong ones; equal values share. NaN where there is no such choice.
 
-    Choices need not be gone through: the highest value of a choice is v or less in `C(n_v, m)` of them, `n_v` being the number
-    of completions with no higher value.
+    Choices need not be gone through: the highest value of a choice is v or less in `C(n_v, m)` of them, `n_v` being
+    the number of completions with no higher value.
     """
     num_right = sum(right)
     uniform = math.comb(num_right, candidates) + math.comb(len(right) - num_right, candidates)

@@ -1,8 +1,9 @@
 """What a generative critic is asked, and how its answer is read (GenAC, arXiv 2604.10701, figure 3).
 
-One template file says everything. Placeholders are replaced by what is known of a state; no gold answer is among them. The text
-that touches `{score}` on both sides, up to the next space, are the tags of an answer: `<answer>{score}</answer>`. A template without
-the placeholders of in-context conditioning (who acts, how often it has been right, how far it is) leaves it out.
+One template file says everything. Placeholders are replaced by what is known of a state; no gold answer is among them.
+The text that touches `{score}` on both sides, up to the next space, are the tags of an answer:
+`<answer>{score}</answer>`. A template without the placeholders of in-context conditioning (who acts, how often it has
+been right, how far it is) leaves it out.
 """
 
 import re
@@ -35,7 +36,8 @@ class State(NamedTuple):
 
 
 class Actor(NamedTuple):
-    """Who continues: name and size, tokens it may write, and the smoothed share of right answers, `None` before the first."""
+    """Who continues: name and size, tokens it may write, and the smoothed share of right answers, `None` before the
+    first."""
 
     name: str
     token_limit: int
@@ -66,14 +68,14 @@ class CriticPrompt:
             wrong = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has {', '.join(unknown)}"] * bool(unknown)
             raise ValueError(
                 f"The critic's template {name} {' and '.join(wrong)}: the critic is told of a state by "
-                f"{', '.join(f'{{{word}}}' for word in (*NEEDED, *CONDITIONING))}, of which it needs the first three. Mend the "
-                f"template, or take one of {', '.join(shipped())}."
+                f"{', '.join(f'{{{word}}}' for word in (*NEEDED, *CONDITIONING))}, of which it needs the first three. "
+                f"Mend the template, or take one of {', '.join(shipped())}."
             )
         around = re.search(r"(\S+)\{score\}(\S*[^\s.,;:])", self.template)  # a sentence may end behind the tags
         if around is None or self.template.count("{score}") != 1 or _PLACEHOLDER.search("".join(around.groups())):
             raise ValueError(
-                f"The critic's template {name} must have {{score}} once, between the tags of an answer and without a space, as "
-                "in <answer>{score}</answer>: by them the answer is read."
+                f"The critic's template {name} must have {{score}} once, between the tags of an answer and without a "
+                "space, as in <answer>{score}</answer>: by them the answer is read."
             )
         self.tags = (around[1], around[2])
         self._answer = re.compile(rf"{re.escape(around[1])}\s*([0-9]{{1,2}})\s*{re.escape(around[2])}")
@@ -110,7 +112,8 @@ class CriticPrompt:
         return _PLACEHOLDER.sub(lambda match: words[match[1]], self.template)
 
     def parse(self, answer: str) -> float | None:
-        """The value in [0, 1] that the last tags of an answer hold; `None` where there is no integer from 0 to 10 in them."""
+        """The value in [0, 1] that the last tags of an answer hold; `None` where there is no integer from 0 to 10 in
+        them."""
         found = self._answer.findall(answer)
         return int(found[-1]) / HIGHEST if found and int(found[-1]) <= HIGHEST else None
 
@@ -131,7 +134,8 @@ class CriticPrompt:
         ]
         if lost:
             raise ValueError(
-                f"The critic {name} cannot write {lost[0]}: its tokenizer does not give the tags back, so that no answer could be "
+                f"The critic {name} cannot write {lost[0]}: its tokenizer does not give the tags back, so that no "
+                "answer could be "
                 "read. Use a template with tags that its vocabulary has (critic_prompt), or another critic."
             )
 

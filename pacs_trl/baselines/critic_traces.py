@@ -1,8 +1,8 @@
 """Traces of an oracle, from which a generative critic learns to reason before it learns from rewards.
 
-One line of JSON for each: `problem` and `response` as text, `tokens_used` of the response, `success_rate` of who wrote it (or null),
-and `answer`, the reasoning that ends with a score in the tags of the template. The question is rendered when the file is used, so
-that one file serves templates with and without conditioning.
+One line of JSON for each: `problem` and `response` as text, `tokens_used` of the response, `success_rate` of who wrote
+it (or null), and `answer`, the reasoning that ends with a score in the tags of the template. The question is rendered
+when the file is used, so that one file serves templates with and without conditioning.
 """
 
 import json
@@ -35,15 +35,16 @@ def read_traces(file: str | Path, prompt: CriticPrompt) -> list[Trace]:
     The traces of a file.
 
     Raises:
-        `ValueError`: if there is no such file or nothing in it, or a line is no trace or has no answer in the tags of `prompt`;
+        `ValueError`: if there is no such file or nothing in it, or a line is no trace or has no answer in the tags of
+        `prompt`;
             names the first such line.
     """
     try:
         lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"critic_sft_dataset={str(file)!r} cannot be read (seen from {Path.cwd()}): a supervised start needs a file of traces. "
-            "Make one, or remove the key."
+            f"critic_sft_dataset={str(file)!r} cannot be read (seen from {Path.cwd()}): a supervised start needs a "
+            "file of traces. Make one, or remove the key."
         ) from error
     traces = [
         _trace(f"critic_sft_dataset={str(file)!r}, line {i}", line, prompt)

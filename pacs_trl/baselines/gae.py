@@ -1,7 +1,8 @@
-"""The mathematics of PPO that GRPO does not have: advantages from a critic, and the loss of a scalar one. Pure functions.
+"""The mathematics of PPO that GRPO does not have: advantages from a critic, and the loss of a scalar one. Pure
+functions.
 
-Shapes: `B` completions of up to `T` tokens. A mask is `True` for tokens that the policy wrote; tool results, padding and
-rows without a verdict are `False` and have no influence on anything. The policy's loss is TRL's.
+Shapes: `B` completions of up to `T` tokens. A mask is `True` for tokens that the policy wrote; tool results, padding
+and rows without a verdict are `False` and have no influence on anything. The policy's loss is TRL's.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,8 @@ def generalized_advantages(
         values (`torch.Tensor` of shape `(B, T)`): `V_t`, the critic's estimate before token `t` is written.
         mask (bool `torch.Tensor` of shape `(B, T)`): Tokens that count.
         gamma (`float`): Discount per token, in [0, 1].
-        gae_lambda (`float` or `torch.Tensor` of shape `(B, T)`): In [0, 1]; 1 gives `A_t = R - V_t` at `gamma=1`. One per token
+        gae_lambda (`float` or `torch.Tensor` of shape `(B, T)`): In [0, 1]; 1 gives `A_t = R - V_t` at `gamma=1`. One
+        per token
             is that between the token and its successor.
 
     Returns:

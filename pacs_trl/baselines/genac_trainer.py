@@ -1,11 +1,12 @@
 """GenACTrainer: an actor with a critic that reasons before it says a value (arXiv 2604.10701).
 
-The critic is a causal language model. Before each segment of a completion it is asked, in words, how likely the completion is to end
-right (`critic_prompt.py`), and what it writes ends with an integer. Its answers are rewarded by how near they came, and learnt from by
-REINFORCE. All that is not about such a critic is in `actor_critic.py`; no official code exists.
+The critic is a causal language model. Before each segment of a completion it is asked, in words, how likely the
+completion is to end
+right (`critic_prompt.py`), and what it writes ends with an integer. Its answers are rewarded by how near they came,
+and learnt from by REINFORCE. All that is not about such a critic is in `actor_critic.py`; no official code exists.
 
-With vLLM one engine serves both models in turn, which is sent the weights of the one that writes before each generation; or the critic
-has a server of its own.
+With vLLM one engine serves both models in turn, which is sent the weights of the one that writes before each
+generation; or the critic has a server of its own.
 """
 
 import math
@@ -69,12 +70,13 @@ class GenACTrainer(ActorCriticTrainer):
     """
     Trainer for Generative Actor-Critic.
 
-    The rollouts are those of [`~trl.GRPOTrainer`], with rewards in [0, 1]. Logs the metrics of [`~trl.GRPOTrainer`] and `genac/*`,
-    see docs/metrics.md.
+    The rollouts are those of [`~trl.GRPOTrainer`], with rewards in [0, 1]. Logs the metrics of [`~trl.GRPOTrainer`]
+    and `genac/*`, see docs/metrics.md.
 
     Args:
         model (`str` or [`~transformers.PreTrainedModel`]): Model id, path, or instance.
-        reward_funcs (`RewardFunc` or `list[RewardFunc]`): As in [`~trl.GRPOTrainer`]; their weighted sum must lie in [0, 1]. A
+        reward_funcs (`RewardFunc` or `list[RewardFunc]`): As in [`~trl.GRPOTrainer`]; their weighted sum must lie in
+        [0, 1]. A
             completion for which all of them return `None` is left out.
         args ([`GenACConfig`], *optional*): Configuration of this trainer. If `None`, a default configuration is used.
 
@@ -97,7 +99,8 @@ class GenACTrainer(ActorCriticTrainer):
         # docstyle-ignore
         "citation": textwrap.dedent("""\
             @article{shan2026bringing,
-                title        = {{Bringing Value Models Back: Generative Critics for Value Modeling in LLM Reinforcement Learning}},
+                title        = {{Bringing Value Models Back: Generative Critics for Value Modeling in LLM
+                                Reinforcement Learning}},
                 author       = {Zikang Shan and Han Zhong and Liwei Wang and Li Zhao},
                 year         = 2026,
                 eprint       = {arXiv:2604.10701},
@@ -295,7 +298,8 @@ class GenACTrainer(ActorCriticTrainer):
     # Learning -----------------------------------------------------------------------------------------------------
 
     def _keep_answers(self, batch: dict, asked: list[Asked], answers, values: torch.Tensor) -> None:
-        """Put the answers to the rows that they are about, with what each is worth; so they are shuffled and saved with them."""
+        """Put the answers to the rows that they are about, with what each is worth; so they are shuffled and saved
+        with them."""
         outcomes = torch.tensor([each.outcome for each in asked])
         rewards = critic_rewards(values, outcomes)
         device = self.accelerator.device
@@ -374,8 +378,8 @@ class GenACTrainer(ActorCriticTrainer):
                 optimizer.zero_grad()
                 losses.append(self._sum(loss.detach()).item() / processes)
         self.accelerator.print(
-            f"Supervised start of the critic: {len(rows)} traces, {len(losses)} steps, nats per token from {losses[0]:.3f} to "
-            f"{losses[-1]:.3f}."
+            f"Supervised start of the critic: {len(rows)} traces, {len(losses)} steps, nats per token from "
+            f"{losses[0]:.3f} to {losses[-1]:.3f}."
         )
 
     # Checkpoints --------------------------------------------------------------------------------------------------

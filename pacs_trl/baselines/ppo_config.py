@@ -10,8 +10,8 @@ from .actor_critic_config import ActorCriticConfig
 @dataclass
 class PPOConfig(ActorCriticConfig):
     r"""
-    Configuration class for the [`PPOTrainer`]: that of [`ActorCriticConfig`], and what a value head needs. The critic is always
-    trained in full, also when the policy is a LoRA adapter.
+    Configuration class for the [`PPOTrainer`]: that of [`ActorCriticConfig`], and what a value head needs. The critic
+    is always trained in full, also when the policy is a LoRA adapter.
 
     Parameters:
         critic_warmup_steps (`int`, *optional*, defaults to `0`):

@@ -1,4 +1,5 @@
-"""PPOTrainer: an actor with a critic that has a value head (see `actor_critic.py` for all that is not about the head)."""
+"""PPOTrainer: an actor with a critic that has a value head (see `actor_critic.py` for all that is not about the
+head)."""
 
 import logging
 import re
@@ -56,7 +57,8 @@ class PPOTrainer(ActorCriticTrainer):
     }
 
     def _create_critic(self, policy, args, arguments) -> PreTrainedModel:
-        """One output per token: the weights of a causal language model under a new value head, unless they have one."""
+        """One output per token: the weights of a causal language model under a new value head, unless they have
+        one."""
         set_seed(args.seed)  # of the value head
         loading = logging.getLogger("transformers.modeling_utils")
         loading.addFilter(_is_news)

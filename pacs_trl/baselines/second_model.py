@@ -1,8 +1,8 @@
 """A model that learns beside the policy, with an optimizer of its own: a critic, say.
 
-Policy and second model are prepared by accelerate each on its own. One module around both would need one optimizer with two
-learning rates, and everything that reads `trainer.model` (generation, vLLM, PEFT, saving) would have to look inside it.
-DeepSpeed, which wants one engine, is not supported.
+Policy and second model are prepared by accelerate each on its own. One module around both would need one optimizer
+with two learning rates, and everything that reads `trainer.model` (generation, vLLM, PEFT, saving) would have to look
+inside it. DeepSpeed, which wants one engine, is not supported.
 """
 
 import math
@@ -60,8 +60,8 @@ class SecondModel:
 
     @contextmanager
     def accumulating(self, last: bool = True) -> Iterator[None]:
-        """Goes around the forward and backward pass of a micro-batch, or of a part of one: processes exchange gradients after the
-        last one only."""
+        """Goes around the forward and backward pass of a micro-batch, or of a part of one: processes exchange
+        gradients after the last one only."""
         accelerator = self.trainer.accelerator
         with nullcontext() if last and accelerator.sync_gradients else accelerator.no_sync(self.model):
             yield
@@ -105,9 +105,9 @@ class SecondModel:
         directory = Path(checkpoint) / self.directory
         if not directory.is_dir():
             raise ValueError(
-                f"{checkpoint} holds no {self.directory}: it was not written by {type(self.trainer).__name__}, or with "
-                "save_only_model=True, and cannot be continued. Start a new run from its weights with model_name_or_path "
-                "instead."
+                f"{checkpoint} holds no {self.directory}: it was not written by {type(self.trainer).__name__}, or "
+                "with save_only_model=True, and cannot be continued. Start a new run from its weights with "
+                "model_name_or_path instead."
             )
         with self._in_place_of_policy():
             self.trainer._load_from_checkpoint(str(directory), self.trainer.model)

@@ -1,8 +1,8 @@
 """Where a completion is cut so that a generative critic is asked once per segment, not once per token. Pure functions.
 
 A segment ends with a token that the policy was unsure of (GenAC, arXiv 2604.10701), after so many
-tokens, or with the last one. The value of a segment is asked for on the prefix *before its first token*: a prefix that held an
-action of the segment would tell the critic what its value is to be subtracted from.
+tokens, or with the last one. The value of a segment is asked for on the prefix *before its first token*: a prefix that
+held an action of the segment would tell the critic what its value is to be subtracted from.
 
 Positions count the tokens that the policy wrote: results of tools stand in a prefix, and are no actions.
 """
@@ -47,8 +47,8 @@ def of_tokens(values: Sequence[float], starts: Sequence[int], num_tokens: int) -
 
 
 def border_lambdas(starts: Sequence[int], num_tokens: int, gae_lambda: float) -> torch.Tensor:
-    """`(T,)`: the lambda between each token and the next for [`~gae.generalized_advantages`], which is 1 inside a segment:
-    nothing is estimated there, and a discount per token would forget the reward of long completions."""
+    """`(T,)`: the lambda between each token and the next for [`~gae.generalized_advantages`], which is 1 inside a
+    segment: nothing is estimated there, and a discount per token would forget the reward of long completions."""
     lambdas = torch.ones(num_tokens)
     lambdas[[start - 1 for start in starts[1:]]] = gae_lambda
     return lambdas

@@ -1,8 +1,8 @@
 """From dataset rows to `prompt` and `solution`: one prompt builder for training and for evaluation.
 
 A score means nothing when training and evaluation ask the question in different words, so both call [`build_prompt`].
-Adding a training set is adding an entry to `TRAINING_SETS`; benchmarks live in `evaluation/benchmarks.py`, and what both are made
-of in `sets.py`. Mixing several sets and streaming are left out.
+Adding a training set is adding an entry to `TRAINING_SETS`; benchmarks live in `evaluation/benchmarks.py`, and what
+both are made of in `sets.py`. Mixing several sets and streaming are left out.
 """
 
 import inspect
@@ -44,7 +44,8 @@ ANSWER_INSTRUCTION = "Please reason step by step, and put your final answer betw
 
 
 def _from_verl(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows in verl's layout: the last turn of each prompt is the problem, `ground_truth`, inside of `reward_model`, the answer."""
+    """Rows in verl's layout: the last turn of each prompt is the problem, `ground_truth`, inside of `reward_model`,
+    the answer."""
     return [
         {
             "problem": row["prompt"][-1]["content"],
@@ -85,8 +86,9 @@ TRAINING_SETS = {
         problem_column="prompt",
         solution_column="solution",
     ),
-    # Programming problems with inputs and outputs; the reference solutions of this form of the set pass their tests. The other
-    # one is larger, has function calls, too, and is not tested. Neither is pinned: their commits are not known to us.
+    # Programming problems with inputs and outputs; the reference solutions of this form of the set pass their tests.
+    # The other one is larger, has function calls, too, and is not tested. Neither is pinned: their commits are not
+    # known to us.
     "verifiable_coding": ProblemSet(
         "open-r1/verifiable-coding-problems-python_decontaminated-tested-shuffled",
         problem_column="problem_statement",
@@ -121,20 +123,25 @@ class DataArguments:
 
     Args:
         dataset_name (`str`):
-            A named set (`deepscaler`, `gsm8k`, `math`, `dapo_math_17k`; programs: `verifiable_coding`, `prime_coding`),
-            `miniature/<task>`, a path to a `.jsonl`, `.json` or `.parquet` file or to a folder of a dataset, or a dataset id on the Hub.
+            A named set (`deepscaler`, `gsm8k`, `math`, `dapo_math_17k`; programs: `verifiable_coding`,
+            `prime_coding`), `miniature/<task>`, a path to a `.jsonl`, `.json` or `.parquet` file or to a folder of a
+            dataset, or a dataset id on the Hub.
         dataset_path (`str`, *optional*):
             Local file in the column layout of the named set, read instead of the Hub.
         dataset_config (`str`, *optional*): Configuration of the Hub dataset; a named set brings its own.
         dataset_split (`str`, *optional*): Split to train on; `train` unless the named set says otherwise.
         dataset_revision (`str`, *optional*): Commit, tag or branch on the Hub; a named set brings its own.
-        problem_column (`str`, *optional*): Column with the problem as text, or with messages, which are the prompt. By default that of
-            the named set, else the first of `prompt` (text and messages as they stand), `problem`, `question` and `messages`.
-        solution_column (`str`, *optional*): Column with the gold answer. By default that of the named set, else `answer` or `solution`
+        problem_column (`str`, *optional*): Column with the problem as text, or with messages, which are the prompt. By
+        default that of
+            the named set, else the first of `prompt` (text and messages as they stand), `problem`, `question` and
+            `messages`.
+        solution_column (`str`, *optional*): Column with the gold answer. By default that of the named set, else
+        `answer` or `solution`
             (beside `prompt` rather `solution`), else the last turn of `messages`.
         prompt_instruction (`str`): Sentence put behind the problem, after one space. Empty: the problem alone. Sets of
             programming problems bring another default.
-        system_prompt (`str`, *optional*): Content of a system turn put before the problem, instead of the one that a row's own messages
+        system_prompt (`str`, *optional*): Content of a system turn put before the problem, instead of the one that a
+        row's own messages
             (`prompt`) may have.
         max_prompt_length (`int`, *optional*): Longest prompt in tokens, chat template included.
         overlong_prompts (`str`): What happens to longer prompts: `"filter"` drops and counts them, `"error"` stops.
@@ -162,7 +169,8 @@ class DataArguments:
         refuse_illegal_values(self)
         if self.dataset_path is not None and self.dataset_name not in TRAINING_SETS:
             raise ValueError(
-                f"`dataset_path` replaces the download of a named set ({', '.join(TRAINING_SETS)}), but `dataset_name` "
+                f"`dataset_path` replaces the download of a named set ({', '.join(TRAINING_SETS)}), but "
+                "`dataset_name` "
                 f"is {self.dataset_name!r}. Put the path itself into `dataset_name` and name the columns."
             )
         self._check_source_settings()
@@ -183,14 +191,16 @@ class DataArguments:
 
 
 def instruction_for(entry: Any, given: str) -> str:
-    """The sentence behind the problems of a set: the one that is given, or, where none is, the one that the set brings."""
+    """The sentence behind the problems of a set: the one that is given, or, where none is, the one that the set
+    brings."""
     return entry.instruction if entry.instruction is not None and given == PROMPT_INSTRUCTION else given
 
 
 def check_chat_template_kwargs(tokenizer: Any, given: Mapping[str, Any] | None, template: str | None = None) -> None:
     """
     Raises:
-        ValueError: On a key that occurs neither in the chat template (by default the tokenizer's), which would ignore it, nor
+        ValueError: On a key that occurs neither in the chat template (by default the tokenizer's), which would ignore
+        it, nor
             among the parameters of `apply_chat_template`.
     """
     template = template or getattr(tokenizer, "chat_template", None)
@@ -200,8 +210,8 @@ def check_chat_template_kwargs(tokenizer: Any, given: Mapping[str, Any] | None, 
     unknown = [key for key in given if key not in known and not re.search(rf"\b{re.escape(key)}\b", str(template))]
     if unknown:
         raise ValueError(
-            f"chat_template_kwargs: the chat template does not know {', '.join(unknown)}, and would ignore it. Correct "
-            "or remove it, or give the tokenizer another template."
+            f"chat_template_kwargs: the chat template does not know {', '.join(unknown)}, and would ignore it. "
+            "Correct or remove it, or give the tokenizer another template."
         )
 
 
@@ -213,15 +223,16 @@ def load_training_data(
 ) -> "tuple[Dataset, Dataset | None]":
     """
     Load, prepare, filter, shuffle and split the training problems. `tokenizer` measures prompt lengths; its chat
-    template is applied, with `chat_template_kwargs`. `verifier` reads the gold answers if it is to grade them; those that it cannot
-    read are reported.
+    template is applied, with `chat_template_kwargs`. `verifier` reads the gold answers if it is to grade them; those
+    that it cannot read are reported.
 
     Rows without a problem or without a gold answer are dropped and counted in a warning. A `prompt` or `solution`
     column of the source that is not read is replaced; every other column is kept.
 
     Returns:
-        Training and evaluation rows with columns `prompt` (messages, or text where the data holds prompts as text) and `solution`
-        (text; lists of text when a row has several alternatives). The second is `None` for `eval_split_size` 0.
+        Training and evaluation rows with columns `prompt` (messages, or text where the data holds prompts as text) and
+        `solution` (text; lists of text when a row has several alternatives). The second is `None` for
+        `eval_split_size` 0.
 
     Raises:
         ValueError: On an unknown name, file, column or key of `chat_template_kwargs`, an overlong prompt
@@ -234,8 +245,8 @@ def load_training_data(
     dataset = _limit_prompt_length(dataset, args, tokenizer, chat_template_kwargs or {})
     if len(dataset) == 0:
         raise ValueError(
-            f"All prompts of {args.dataset_name!r} are longer than max_prompt_length={args.max_prompt_length} tokens, so there is nothing to "
-            "train on. Raise it."
+            f"All prompts of {args.dataset_name!r} are longer than max_prompt_length={args.max_prompt_length} tokens, "
+            "so there is nothing to train on. Raise it."
         )
     dataset = dataset.shuffle(seed=args.dataset_seed)
     if len(dataset) <= args.eval_split_size:
@@ -271,7 +282,8 @@ def _entry(args: DataArguments) -> ProblemSet:
 def _prepare(
     rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments, verifier: Verifier | None
 ) -> "Dataset":
-    """Add `prompt` and `solution`; drop and count rows without a problem or a gold; report golds that cannot be read."""
+    """Add `prompt` and `solution`; drop and count rows without a problem or a gold; report golds that cannot be
+    read."""
     from datasets import Dataset
 
     names = list(dict.fromkeys(name for row in rows for name in row))
@@ -280,8 +292,8 @@ def _prepare(
     for key in ("problem_column", "solution_column"):
         if getattr(entry, key) not in names:
             raise ValueError(
-                f"`{key}` {getattr(entry, key)!r} is not a column of {args.dataset_path or args.dataset_name!r}. Columns "
-                f"found: {', '.join(names)}. Set `{key}` to one of them."
+                f"`{key}` {getattr(entry, key)!r} is not a column of {args.dataset_path or args.dataset_name!r}. "
+                f"Columns found: {', '.join(names)}. Set `{key}` to one of them."
             )
     instruction = instruction_for(entry, args.prompt_instruction)
     usable, numbers, problems, prompts, solutions = [], [], [], [], []
@@ -290,7 +302,8 @@ def _prepare(
             problem = read_problem(row.get(entry.problem_column), entry.problem_column)
         except ValueError as error:
             raise ValueError(
-                f"`problem_column` {entry.problem_column!r} must hold text or messages, but row {index} {error}. Name another column."
+                f"`problem_column` {entry.problem_column!r} must hold text or messages, but row {index} {error}. Name "
+                "another column."
             ) from error
         try:
             gold = gold_answer(row.get(entry.solution_column), entry.answer_in)
@@ -312,8 +325,9 @@ def _prepare(
         logger.warning(f"{dropped} that have no problem or no gold answer.")
     if not usable:
         raise ValueError(
-            f"None of the {len(rows)} rows of {args.dataset_name!r} has both a problem ({entry.problem_column!r}) and a "
-            f"gold answer ({entry.solution_column!r}): text, a number, a list of alternatives, or the tests of a program."
+            f"None of the {len(rows)} rows of {args.dataset_name!r} has both a problem ({entry.problem_column!r}) and "
+            f"a gold answer ({entry.solution_column!r}): text, a number, a list of alternatives, or the tests of a "
+            "program."
         )
     for doubt in doubts(args.dataset_name, problems, solutions):
         logger.warning(doubt)
@@ -326,8 +340,8 @@ def _prepare(
         return Dataset.from_dict(columns | {"prompt": prompts, "solution": solutions})
     except (ArrowException, OverflowError, UnicodeError) as error:
         raise ValueError(
-            f"The columns of {args.dataset_path or args.dataset_name!r} cannot become those of a dataset: {error}. Write the "
-            "values of a column alike, for example all as text."
+            f"The columns of {args.dataset_path or args.dataset_name!r} cannot become those of a dataset: {error}. "
+            "Write the values of a column alike, for example all as text."
         ) from error
 
 
@@ -349,7 +363,7 @@ def _limit_prompt_length(
             "`overlong_prompts: filter` to drop them."
         )
     logger.warning(
-        f"Dropped {len(overlong)} of {len(dataset)} prompts of {args.dataset_name} that are longer than max_prompt_length "
-        f"{limit} tokens (longest: {max(lengths)})."
+        f"Dropped {len(overlong)} of {len(dataset)} prompts of {args.dataset_name} that are longer than "
+        f"max_prompt_length {limit} tokens (longest: {max(lengths)})."
     )
     return dataset.select([i for i, length in enumerate(lengths) if length <= limit])

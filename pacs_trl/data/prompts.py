@@ -1,4 +1,5 @@
-"""Prompts: built from problems or taken from the data, their lengths in tokens, and how many tokens a model has room for."""
+"""Prompts: built from problems or taken from the data, their lengths in tokens, and how many tokens a model has room
+for."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,8 +23,8 @@ def build_prompt(
 
 def prompt_of(problem: str | list, *, as_it_stands: bool, instruction: str, system_prompt: str | None) -> str | list:
     """
-    Return the prompt of a problem: messages, and with `as_it_stands` text, are prompts already; of messages only the system turn is
-    replaced by `system_prompt`.
+    Return the prompt of a problem: messages, and with `as_it_stands` text, are prompts already; of messages only the
+    system turn is replaced by `system_prompt`.
 
     Raises:
         ValueError: If `instruction` or `system_prompt` would be ignored.
@@ -32,23 +33,23 @@ def prompt_of(problem: str | list, *, as_it_stands: bool, instruction: str, syst
         return build_prompt(problem, instruction=instruction, system_prompt=system_prompt)
     if instruction not in ("", PROMPT_INSTRUCTION):
         raise ValueError(
-            f"prompt_instruction={instruction!r} would be ignored, because the data holds whole prompts. Remove it, or name a column "
-            "of bare problems by problem_column."
+            f"prompt_instruction={instruction!r} would be ignored, because the data holds whole prompts. Remove it, "
+            "or name a column of bare problems by problem_column."
         )
     if system_prompt is None:
         return problem
     if isinstance(problem, str):
         raise ValueError(
-            f"system_prompt={system_prompt!r} would be ignored, because the data holds prompts as text, which the model continues. "
-            "Remove it, or set problem_column: prompt to have messages built from this text."
+            f"system_prompt={system_prompt!r} would be ignored, because the data holds prompts as text, which the "
+            "model continues. Remove it, or set problem_column: prompt to have messages built from this text."
         )
     return [{"role": "system", "content": system_prompt}, *(turn for turn in problem if turn["role"] != "system")]
 
 
 def read_problem(cell: Any, column: str) -> str | list[dict[str, Any]] | None:
     """
-    Return the text or messages in a cell, `None` if it is empty. Only in a column `prompt` may messages end with an assistant's
-    turn; of other conversations the prompt ends with the last user turn.
+    Return the text or messages in a cell, `None` if it is empty. Only in a column `prompt` may messages end with an
+    assistant's turn; of other conversations the prompt ends with the last user turn.
 
     Raises:
         ValueError: If the cell holds anything else.
@@ -108,8 +109,10 @@ def check_chat_template(tokenizer: Any) -> None:
     """
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError(
-            f"The prompts are messages, but the tokenizer of {tokenizer.name_or_path!r} has no chat template. Save the "
-            "tokenizer of an instruction-tuned model of the family beside the weights, or write chat_template.jinja there."
+            f"The prompts are messages, but the tokenizer of {tokenizer.name_or_path!r} has no chat template. Save "
+            "the "
+            "tokenizer of an instruction-tuned model of the family beside the weights, or write chat_template.jinja "
+            "there."
         )
 
 
@@ -126,8 +129,8 @@ def context_length(config: Any) -> int | None:
 
 
 def length_with_fixed_positions(config: Any) -> int | None:
-    """Tokens up to which a sequence's positions do not depend on the longest one of its batch; `None` if they never do.
-    RoPE of the types `longrope` and `dynamic` changes its frequencies beyond that length, for the whole batch."""
+    """Tokens up to which a sequence's positions do not depend on the longest one of its batch; `None` if they never
+    do. RoPE of the types `longrope` and `dynamic` changes its frequencies beyond that length, for the whole batch."""
     config = config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     lengths = []

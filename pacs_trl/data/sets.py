@@ -38,17 +38,21 @@ class ProblemSet:
 
     Args:
         hub_id (`str`): Dataset repository on the Hub.
-        revision (`str`, *optional*): Commit of that repository: the rows of a result do not change under it. Without it the
+        revision (`str`, *optional*): Commit of that repository: the rows of a result do not change under it. Without
+        it the
             newest is loaded.
         config (`str`, *optional*): Configuration of the repository.
         split (`str`): Split to load.
         problem_column, solution_column (`str`): Columns of the problem (text or messages) and of the gold answer.
-        as_it_stands (`bool`): Whether text in `problem_column` is the whole prompt, which gets neither an instruction nor a chat
+        as_it_stands (`bool`): Whether text in `problem_column` is the whole prompt, which gets neither an instruction
+        nor a chat
             template.
-        id_column (`str`, *optional*): Column that names a row in samples and grades; without it a row is named by its position.
-        answer_in (`str`): How the gold is read out of `solution_column`: `"column"` (the whole value), `"last_box"` (the
-            content of the last `\\boxed{}`) or `"tests"` (tests of a program, see `verification/cases.py`). A cell with a mapping
-            holds tests in any case.
+        id_column (`str`, *optional*): Column that names a row in samples and grades; without it a row is named by its
+        position.
+        answer_in (`str`): How the gold is read out of `solution_column`: `"column"` (the whole value), `"last_box"`
+        (the
+            content of the last `\\boxed{}`) or `"tests"` (tests of a program, see `verification/cases.py`). A cell
+            with a mapping holds tests in any case.
         instruction (`str`, *optional*): Sentence behind the problem where the usual one does not fit.
         files (`tuple[str, ...]`): Files of the repository that are read, JSON lines, for one that names no splits.
         rows_of (`Callable`, *optional*): Turns the rows as they are stored into rows with these columns.
@@ -99,8 +103,8 @@ def own_columns(
     column = problem_column or found[0]
     if column == "prompt" and not problem_column and len(found) > 1:
         logger.warning(
-            f"The prompts of {entry.title or entry.hub_id} are taken from its column `prompt` as they stand, not from `{found[1]}`. "
-            f"Set problem_column: {found[1]} for the other."
+            f"The prompts of {entry.title or entry.hub_id} are taken from its column `prompt` as they stand, not from "
+            f"`{found[1]}`. Set problem_column: {found[1]} for the other."
         )
     golds = ("solution", "answer") if column == "prompt" else ("answer", "solution")
     solution = solution_column or next((name for name in golds if name in names), "")
@@ -112,8 +116,8 @@ def own_columns(
 
 def load_rows(name: str, entry: ProblemSet, path: str | Path | None = None) -> list[dict[str, Any]]:
     """
-    The rows of a set: those of a file if `path` is given, the problems of a task if it is named `miniature/<task>`, else those
-    on the Hub.
+    The rows of a set: those of a file if `path` is given, the problems of a task if it is named `miniature/<task>`,
+    else those on the Hub.
 
     Raises:
         `ValueError`: for a file that cannot be read, an unknown task or split of one, or a Hub that cannot be reached.
@@ -141,10 +145,12 @@ def _stored_rows(name: str, entry: ProblemSet, path: str | Path | None) -> list[
     except OSError as error:  # no connection, no such dataset, no rights
         if Path(name).is_dir():
             raise ValueError(
-                f"The directory {name!r} is no data set: {error}. Name a file in it, or a folder that the datasets library reads."
+                f"The directory {name!r} is no data set: {error}. Name a file in it, or a folder that the datasets "
+                "library reads."
             ) from error
         raise ValueError(
-            f"{entry.title or name} ({entry.hub_id}) could not be loaded from the Hub: {error}. Without a connection, download "
+            f"{entry.title or name} ({entry.hub_id}) could not be loaded from the Hub: {error}. Without a connection, "
+            "download "
             "its rows elsewhere and name the file: in training by `dataset_path` (of a set that has a name here) or "
             "`dataset_name`, in evaluation by name=PATH."
         ) from error
@@ -238,8 +244,8 @@ def doubts(name: str, problems: Sequence[str], golds: Sequence[str | list[str]])
     long = [text for text in texts if len(text) > _LONGEST_ANSWER and text[0] != "{" and last_boxed(text) is None]
     if long:
         sentences.append(
-            f"{len(long)} gold answers of {name} are longer than {_LONGEST_ANSWER} characters, {_quoted(long[0])}: only "
-            "the final answer is compared"
+            f"{len(long)} gold answers of {name} are longer than {_LONGEST_ANSWER} characters, {_quoted(long[0])}: "
+            "only the final answer is compared"
         )
     return [f"{sentence}." for sentence in sentences]
 
@@ -261,16 +267,19 @@ def report_unreadable_golds(
     shown = ", ".join(f"row {i if rows is None else rows[i]}: {_quoted(golds[i])}" for i in found[:_MAX_SHOWN])
     more = f", and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
     logger.warning(
-        f"{len(found)} of {len(golds)} gold answers of {name} cannot be read as mathematical expressions ({shown}{more}). No "
-        "completion can be graded correct, except perhaps one with the same text in its box: give the final answer alone."
+        f"{len(found)} of {len(golds)} gold answers of {name} cannot be read as mathematical expressions "
+        f"({shown}{more}). No "
+        "completion can be graded correct, except perhaps one with the same text in its box: give the final answer "
+        "alone."
     )
 
 
 def gold_answer(value: Any, answer_in: str = "column") -> str | list[str] | None:
     """
-    The gold answer held by one cell of a set (text, number, or a list of alternatives, see [`~verification.gold_texts`];
-    tests of a program; or a conversation, whose last assistant turn holds it, in a box if there is one): alternatives when there are
-    several, `None` when there is none. For `answer_in` see [`ProblemSet`].
+    The gold answer held by one cell of a set (text, number, or a list of alternatives, see
+    [`~verification.gold_texts`]; tests of a program; or a conversation, whose last assistant turn holds it, in a box
+    if there is one): alternatives when there are several, `None` when there is none. For `answer_in` see
+    [`ProblemSet`].
 
     Raises:
         `ValueError`: for tests of programs in another language than Python.

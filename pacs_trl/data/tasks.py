@@ -1,12 +1,14 @@
 r"""Arithmetic problems with one right answer each: the data of the miniature world.
 
-Three small tasks of rising difficulty; sums of three to seven terms, digits and tens, whose sizes are benchmarks of rising
-difficulty: the answer is one of some hundreds of numbers, so that guessing does not find it; and sums with parentheses, a
-notation that nothing else has, the other domain. And programs, whose answers are tests (`pacs_trl/verification/cases.py`) and whose
-completions run in the sandbox, and products, which a small model can only guess, or have a tool compute. A problem is a short text, its answer is an integer (or tests), and it comes with worked
-solutions that the supervised warm start may show. The solutions of one problem differ in the order of their steps, so a trained
-policy has something to be diverse about; each ends in `\boxed{answer}`, so that the ordinary mathematical verifier grades it, or
-is a block of Python. A task whose answers are not unique (countdown) would need a verifier of its own and is left out.
+Three small tasks of rising difficulty; sums of three to seven terms, digits and tens, whose sizes are benchmarks of
+rising difficulty: the answer is one of some hundreds of numbers, so that guessing does not find it; and sums with
+parentheses, a notation that nothing else has, the other domain. And programs, whose answers are tests
+(`pacs_trl/verification/cases.py`) and whose completions run in the sandbox, and products, which a small model can only
+guess, or have a tool compute. A problem is a short text, its answer is an integer (or tests), and it comes with worked
+solutions that the supervised warm start may show. The solutions of one problem differ in the order of their steps, so
+a trained policy has something to be diverse about; each ends in `\boxed{answer}`, so that the ordinary mathematical
+verifier grades it, or is a block of Python. A task whose answers are not unique (countdown) would need a verifier of
+its own and is left out.
 
 The whole problem space of a task (of sums: a fixed sample of it) is enumerated and cut in two by a hash of the
 problem's canonical form, in which commuted operands are equal: `12+34` and `34+12` are never on different sides.
@@ -88,8 +90,8 @@ def _equation() -> Iterator[WorkedProblem]:
             )
 
 
-# Sums: what they are made of, the sizes that are benchmarks, problems in the fixed sample of a size, and worked solutions of a
-# problem.
+# Sums: what they are made of, the sizes that are benchmarks, problems in the fixed sample of a size, and worked
+# solutions of a problem.
 TERMS = (*range(1, 10), *range(10, 100, 10))
 SUM_SIZES = (3, 4, 5, 6, 7)
 NUM_SUMS = 3000
@@ -143,7 +145,8 @@ def _sums() -> Iterator[WorkedProblem]:
 
 
 def _arithmetic() -> Iterator[WorkedProblem]:
-    """What the models of the tables are taught: sums one term shorter than those they are trained on, and some additions."""
+    """What the models of the tables are taught: sums one term shorter than those they are trained on, and some
+    additions."""
     shorter = [problem for num_terms in SUM_SIZES for problem in _terms(num_terms - 1)]
     additions = random.Random(0).sample(list(_addition()), NUM_ADDITIONS)
     yield from {problem.text: problem for problem in additions + shorter}.values()  # `10+20` is both
@@ -154,7 +157,8 @@ PROGRAM_FORMS = ("{a}*int(input())+{b}", "{b}+{a}*int(input())", "int(input())*{
 
 
 def _programs() -> Iterator[WorkedProblem]:
-    """`0:7,1:10`: two values of a line; the program reads a number and prints the value there, which tests ask for elsewhere."""
+    """`0:7,1:10`: two values of a line; the program reads a number and prints the value there, which tests ask for
+    elsewhere."""
     for a, b in product(range(2, 12), range(100)):
         cases = [{"input": f"{x}\n", "output": f"{a * x + b}\n"} for x in PROGRAM_INPUTS]
         text = f"0:{b},1:{a + b}"
@@ -172,7 +176,8 @@ NUM_GUESSES = 2
 
 
 def _products() -> Iterator[WorkedProblem]:
-    """`47*38`: two numbers of two digits; the product is guessed, or asked of the tool `run_python`, in one solution of three."""
+    """`47*38`: two numbers of two digits; the product is guessed, or asked of the tool `run_python`, in one solution
+    of three."""
     for a, b in product(range(10, 100), repeat=2):
         text, boxed = f"{a}*{b}", rf"\boxed{{{a * b}}}"
         call = {"type": "function", "function": {"name": "run_python", "arguments": {"code": f"print({text})"}}}
@@ -186,11 +191,11 @@ def _products() -> Iterator[WorkedProblem]:
 
 def looks_right(row: dict[str, str], completion: str) -> bool:
     """
-    Whether a completion ends in the answer of a problem, or is one of the programs that solve it, as text, or the call of a tool
-    that says the answer.
+    Whether a completion ends in the answer of a problem, or is one of the programs that solve it, as text, or the call
+    of a tool that says the answer.
 
-    Answers are integers without leading zeros: comparing text is what a verifier would do, only quicker. A program may be right in
-    another form, which this does not see.
+    Answers are integers without leading zeros: comparing text is what a verifier would do, only quicker. A program may
+    be right in another form, which this does not see.
     """
     if not row["answer"].startswith("{"):
         return completion.endswith(rf"\boxed{{{row['answer']}}}") or completion == CALL.format(row["problem"])

@@ -24,9 +24,11 @@ class EvaluationArguments:
     Arguments of `pacs-trl evaluate`; a recipe (`--config`) holds the same keys.
 
     Args:
-        model (`str`): Checkpoint directory, Hub id, `miniature/<task>` for its warm start, or the name under which a server
+        model (`str`): Checkpoint directory, Hub id, `miniature/<task>` for its warm start, or the name under which a
+        server
             offers the model.
-        benchmarks (`str`): Names separated by commas; `name=PATH` reads a local file, `miniature/<task>` a generated set, and
+        benchmarks (`str`): Names separated by commas; `name=PATH` reads a local file, `miniature/<task>` a generated
+        set, and
             the path of a `.jsonl`, `.json` or `.parquet` file is a set of your own.
         output_dir (`str`): Where samples, grades and results go.
         n (`int`): Samples per problem.
@@ -39,7 +41,8 @@ class EvaluationArguments:
         top_k (`int`): Number of tokens kept; 0 keeps every token.
         max_new_tokens (`int`): Completions are cut at this many tokens.
         seed (`int`): Seed of all samples.
-        prompt_instruction (`str`): Sentence behind the problem; empty for the problem alone. LiveCodeBench and GPQA bring another
+        prompt_instruction (`str`): Sentence behind the problem; empty for the problem alone. LiveCodeBench and GPQA
+        bring another
             default, `miniature/<task>` an empty one.
         system_prompt (`str`, *optional*): Content of a system turn.
         chat_template_kwargs (`str` or mapping, *optional*): JSON passed to the chat template.
@@ -52,7 +55,8 @@ class EvaluationArguments:
         enforce_eager (`bool`): vLLM: start without compilation; pays off when little is sampled.
         base_url (`str`): Server: address of the API.
         concurrency (`int`): Server: requests in flight.
-        problem_column (`str`, *optional*): Column of the problem in files of your own; found as in training if left out.
+        problem_column (`str`, *optional*): Column of the problem in files of your own; found as in training if left
+        out.
         solution_column (`str`, *optional*): Column of the gold answer in files of your own, likewise.
         max_problems (`int`, *optional*): Only the first so many problems of each benchmark (for trying things out).
         token_entropy_samples (`int`): Measure the token entropy of so many samples per problem; 0: none.
@@ -100,8 +104,8 @@ class EvaluationArguments:
             raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {self.engine!r}.")
         if self.base_url != type(self).base_url and self.engine != "server":
             raise ValueError(
-                f"base_url={self.base_url!r} would be ignored, and the model loaded here, with engine {self.engine!r}. Set engine: server, "
-                "or remove the key."
+                f"base_url={self.base_url!r} would be ignored, and the model loaded here, with engine "
+                f"{self.engine!r}. Set engine: server, or remove the key."
             )
         if self.engine == "server" and self.token_entropy_samples:
             raise ValueError(
@@ -113,8 +117,8 @@ class EvaluationArguments:
             raise ValueError(f"k must be whole numbers separated by commas, got {self.k!r}.") from None
         if not ks or min(ks) < 1 or max(ks) > self.n:
             raise ValueError(
-                f"pass@k needs 1 <= k <= n, got k = {self.k} with n = {self.n} samples. Raise n, or leave out the larger "
-                "k."
+                f"pass@k needs 1 <= k <= n, got k = {self.k} with n = {self.n} samples. Raise n, or leave out the "
+                "larger k."
             )
         for name in ("batch_size", "tensor_parallel_size", "concurrency", "max_model_len"):
             value = getattr(self, name)

@@ -3,12 +3,12 @@
     pacs-trl audit --completions outputs/run/completions/completions_00010.parquet
 
 A score is a claim about a grader as much as about a model. This command takes saved rollouts (the tables that TRL's
-`log_completions` writes, the sample files of `pacs-trl evaluate` together with `--benchmark`, or any JSON lines or Parquet
-file), grades each completion with the authors' protocol, with TRL's `accuracy_reward` and by comparing the text of the last
-box, and prints the verdicts side by side. Golds so small that a grader takes 0.0 for them are named. It changes nothing.
-Where the truth is known, from a column of labels by hand (--true_column) or a protocol that is taken for it (--truth), it says how
-often the others err.
-With --programs it runs the reference solutions of a set of programming problems instead (`audit_programs.py`).
+`log_completions` writes, the sample files of `pacs-trl evaluate` together with `--benchmark`, or any JSON lines or
+Parquet file), grades each completion with the authors' protocol, with TRL's `accuracy_reward` and by comparing the
+text of the last box, and prints the verdicts side by side. Golds so small that a grader takes 0.0 for them are named.
+It changes nothing. Where the truth is known, from a column of labels by hand (--true_column) or a protocol that is
+taken for it (--truth), it says how often the others err. With --programs it runs the reference solutions of a set of
+programming problems instead (`audit_programs.py`).
 """
 
 import argparse
@@ -81,7 +81,8 @@ def read_completions(args: argparse.Namespace) -> tuple[list[str | None], list[A
     gold_of = _gold_lookup(args, columns)
     if args.true_column and args.true_column not in columns:
         raise ValueError(
-            f"`--true_column` {args.true_column!r} is not a column of {args.completions}. Columns found: {', '.join(columns)}."
+            f"`--true_column` {args.true_column!r} is not a column of {args.completions}. Columns found: "
+            f"{', '.join(columns)}."
         )
     texts, golds, truths = [], [], []
     for row in rows:
@@ -136,7 +137,8 @@ def grade(texts: list[str | None], golds: list[Any], protocol: str, num_workers:
 
 
 def _compare_text(text: str | None, gold: Any) -> Outcome:
-    """The strictest grader: the last box against the gold, character by character but for white space and dollar signs."""
+    """The strictest grader: the last box against the gold, character by character but for white space and dollar
+    signs."""
     expected = {_bare(last_boxed(alternative) or alternative) for alternative in gold_texts(gold)}
     if not expected:
         return Outcome.GOLD_UNPARSEABLE
@@ -172,7 +174,8 @@ _ZEROS = (r"\boxed{0.0}", r"\boxed{0}")
 def grade_with_zeros(
     texts: list[str | None], golds: list[Any], protocol: str, num_workers: int | None
 ) -> tuple[list[Outcome], list[Any]]:
-    """As [`grade`]; and the golds, each once, that are so small that the protocol takes 0.0 for them, though they are not 0."""
+    """As [`grade`]; and the golds, each once, that are so small that the protocol takes 0.0 for them, though they are
+    not 0."""
     distinct = list({gold_texts(gold): gold for gold in golds}.values())
     zeros = [zero for zero in _ZEROS for _ in distinct]
     outcomes = grade([*texts, *zeros], [*golds, *distinct, *distinct], protocol, num_workers)
@@ -187,7 +190,8 @@ def print_tiny_golds(tiny: dict[str, list[Any]]) -> None:
     for protocol, golds in tiny.items():
         if golds:
             print(
-                f"\n{protocol}: {len(golds)} gold answers are so small that 0.0 is graded correct (decimal numbers are "
+                f"\n{protocol}: {len(golds)} gold answers are so small that 0.0 is graded correct (decimal numbers "
+                "are "
                 f"compared after rounding to 6 places), for example {', '.join(repr(str(gold)) for gold in golds[:3])}"
             )
 

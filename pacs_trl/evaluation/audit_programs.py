@@ -1,8 +1,10 @@
-"""Reference solutions of a set of programming problems against its tests: a problem whose own solution fails teaches nothing.
+"""Reference solutions of a set of programming problems against its tests: a problem whose own solution fails teaches
+nothing.
 
     pacs-trl audit --programs verifiable_coding
 
-Lists the problems whose reference solution fails, with the outcome and the class of the error, and those whose tests cannot be read.
+Lists the problems whose reference solution fails, with the outcome and the class of the error, and those whose tests
+cannot be read.
 """
 
 import argparse
@@ -27,7 +29,8 @@ def audit_programs(args: argparse.Namespace) -> int:
     if name not in TRAINING_SETS and not path:
         raise ValueError(
             f"`--programs` {args.programs!r} is no set of programs: name one of "
-            f"{', '.join(name for name, entry in TRAINING_SETS.items() if entry.answer_in == 'tests')}, NAME=FILE or FILE."
+            f"{', '.join(name for name, entry in TRAINING_SETS.items() if entry.answer_in == 'tests')}, NAME=FILE or "
+            "FILE."
         )
     if args.max_problems is not None and args.max_problems < 1:
         raise ValueError(

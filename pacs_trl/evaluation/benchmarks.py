@@ -1,8 +1,9 @@
 """The benchmarks of the paper as data: adding one is adding one entry to `BENCHMARKS`.
 
 An entry says where the rows are and which columns hold the problem and the answer; it holds no prompt and no grader,
-because those are the ones of training (`pacs_trl.data.build_prompt`, and `Verifier` or `CodeVerifier` of `pacs_trl.verification`). Raise `version`
-whenever the rows or the way an answer is read change: results of different versions are never put in one table.
+because those are the ones of training (`pacs_trl.data.build_prompt`, and `Verifier` or `CodeVerifier` of
+`pacs_trl.verification`). Raise `version` whenever the rows or the way an answer is read change: results of different
+versions are never put in one table.
 """
 
 import hashlib
@@ -74,9 +75,9 @@ BENCHMARKS = {
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem: `id` is unique in its benchmark, `problem` is text or messages, `solution` is the gold answer (or alternatives)
-    for the verifier. Of a multiple choice `problem` is the question alone, and `options` are the answers in stored order, of which
-    `solution` is the letter."""
+    """One problem: `id` is unique in its benchmark, `problem` is text or messages, `solution` is the gold answer (or
+    alternatives) for the verifier. Of a multiple choice `problem` is the question alone, and `options` are the answers
+    in stored order, of which `solution` is the letter."""
 
     id: str
     problem: str | list[dict]
@@ -89,7 +90,8 @@ class Problem:
         return dict(zip(stored, random.Random(seed).sample(stored, len(stored)), strict=True))
 
     def of_sample(self, seed: int) -> tuple[str | list[dict], str | list[str]]:
-        """Return problem and gold answer for the sample with this seed: each sample shows the options in an order of its own."""
+        """Return problem and gold answer for the sample with this seed: each sample shows the options in an order of
+        its own."""
         if not self.options:
             return self.problem, self.solution
         letters = self._letters(seed)
@@ -103,9 +105,9 @@ class Problem:
 
 @dataclass(frozen=True)
 class LoadedBenchmark:
-    """Problems with the facts that results need: `source` is plain data (id, revision, split, version, digest); `instruction` is the
-    sentence that the benchmark brings, if it does; of `is_code`, the answers are tests of programs; with `as_it_stands`, problems
-    that are text are whole prompts."""
+    """Problems with the facts that results need: `source` is plain data (id, revision, split, version, digest);
+    `instruction` is the sentence that the benchmark brings, if it does; of `is_code`, the answers are tests of
+    programs; with `as_it_stands`, problems that are text are whole prompts."""
 
     name: str
     title: str
@@ -135,8 +137,8 @@ def load_benchmark(
     """
     if max_problems is not None and max_problems < 1:
         raise ValueError(
-            f"max_problems must be at least 1, got {max_problems}: with no problems there is nothing to evaluate. Leave it out "
-            "for all problems."
+            f"max_problems must be at least 1, got {max_problems}: with no problems there is nothing to evaluate. "
+            "Leave it out for all problems."
         )
     name, path = name_and_path(spec)
     if path:
@@ -152,8 +154,8 @@ def load_benchmark(
         source = {fact: getattr(entry, fact) for fact in ("hub_id", "config", "split", "revision")}
     else:
         raise ValueError(
-            f"Unknown benchmark {name!r}. Choose from {', '.join(BENCHMARKS)}, miniature/<task>, point one of them at a "
-            "local file with name=PATH, or give the path of a file of your own (.jsonl, .json or .parquet)."
+            f"Unknown benchmark {name!r}. Choose from {', '.join(BENCHMARKS)}, miniature/<task>, point one of them at "
+            "a local file with name=PATH, or give the path of a file of your own (.jsonl, .json or .parquet)."
         )
     rows = load_rows(name, entry, path or None)
     if path and name not in BENCHMARKS:
@@ -186,8 +188,8 @@ def _problem(name: str, entry: ProblemSet, index: int, row: dict) -> Problem:
     missing = [column for column in columns if column not in row]
     if missing:
         raise ValueError(
-            f"Benchmark {name} reads the columns {columns}, but row {index} has no {missing}. Columns found: {list(row)}. Of a "
-            "file of your own, name them with problem_column and solution_column."
+            f"Benchmark {name} reads the columns {columns}, but row {index} has no {missing}. Columns found: "
+            f"{list(row)}. Of a file of your own, name them with problem_column and solution_column."
         )
     answer = gold_answer(row[entry.solution_column], entry.answer_in)
     if answer is None:
@@ -212,8 +214,8 @@ def _check_problems(spec: str, problems: list[Problem]) -> None:
     for row, problem in enumerate(problems):
         if problem.id in first_row:
             raise ValueError(
-                f"Benchmark {spec} has the problem id {problem.id!r} twice, in rows {first_row[problem.id]} and {row}; "
-                "samples are stored by id, so ids must be unique."
+                f"Benchmark {spec} has the problem id {problem.id!r} twice, in rows {first_row[problem.id]} and "
+                f"{row}; samples are stored by id, so ids must be unique."
             )
         first_row[problem.id] = row
         if not problem.problem:

@@ -36,7 +36,8 @@ class EngineClock:
             yield answer
 
     def summary(self) -> dict[str, float]:
-        """Seconds, completions and tokens of this invocation; `overhead_share` is what is neither loading nor drawing."""
+        """Seconds, completions and tokens of this invocation; `overhead_share` is what is neither loading nor
+        drawing."""
         wall = time.perf_counter() - self._started
         overhead = wall - self._load_seconds - self._engine_seconds
         return {

@@ -1,9 +1,9 @@
 """Diversity of correct responses (appendix E of the paper).
 
 The score of a problem is one minus the mean cosine similarity over all pairs of its correct responses; the score of a
-model is the mean over problems. The paper does not say what a problem with fewer than two correct responses counts: here it
-is left out. Two models are compared on the problems that remain for both, otherwise the better model would be judged on harder
-problems.
+model is the mean over problems. The paper does not say what a problem with fewer than two correct responses counts:
+here it is left out. Two models are compared on the problems that remain for both, otherwise the better model would be
+judged on harder problems.
 
 Embeddings come from a sentence-transformers model; `experiments/diversity.py` compares two models.
 """
@@ -72,15 +72,16 @@ def sentence_embedder(name: str, *, batch_size: int = 16) -> Embedder:
         from sentence_transformers import SentenceTransformer
     except ImportError as error:
         raise ValueError(
-            "Embeddings need sentence-transformers, which is not installed in this environment. Install it with `pip install "
-            "'sentence-transformers>=5'`, or this package with the extra `diversity`."
+            "Embeddings need sentence-transformers, which is not installed in this environment. Install it with `pip "
+            "install 'sentence-transformers>=5'`, or this package with the extra `diversity`."
         ) from error
     model = SentenceTransformer(name)
     return lambda texts: model.encode(list(texts), batch_size=batch_size, convert_to_numpy=True)
 
 
 def correct_responses(results_dir: Path, benchmark: str, *, limit: int | None = None) -> dict[str, list[str]]:
-    """Correct completions per problem from the samples and grades that `pacs-trl evaluate` left, in order of sample."""
+    """Correct completions per problem from the samples and grades that `pacs-trl evaluate` left, in order of
+    sample."""
     grades, records = read_graded(results_dir, benchmark)
     return {
         problem: [records[problem, i]["completion"] for i, outcome in enumerate(outcomes) if outcome == "1"][:limit]

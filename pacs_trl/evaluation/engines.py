@@ -3,10 +3,10 @@
 An engine takes requests and yields (request, completion) pairs in any order, as soon as they are finished, so that the
 caller can store each one. What a seed guarantees differs:
 
-- transformers: a batch is a fixed set of requests (`batch_size` neighbours) and every row has its own random stream, so
-  an interrupted and resumed run gives the same text as an uninterrupted one, bit for bit, on the same machine.
-- vLLM: every request carries its seed, but which requests share a forward pass depends on timing. Rounding can change a
-  token, so a resumed run draws equally valid samples that are not always the same text. Stored samples never change.
+- transformers: a batch is a fixed set of requests (`batch_size` neighbours) and every row has its own random stream,
+  so an interrupted and resumed run gives the same text as an uninterrupted one, bit for bit, on the same machine.
+- vLLM: every request carries its seed, but which requests share a forward pass depends on timing. Rounding can change
+  a token, so a resumed run draws equally valid samples that are not always the same text. Stored samples never change.
 - server: the seed is sent with each request; what it means is the server's business.
 """
 
@@ -40,7 +40,8 @@ class TransformersEngine:
     def load(
         cls, model: str, *, revision: str | None = None, dtype: str = "auto", device: str | None = None, **kwargs
     ):
-        """Load a checkpoint directory or a Hub id; `kwargs` as in the class. `device` defaults to a GPU if there is one."""
+        """Load a checkpoint directory or a Hub id; `kwargs` as in the class. `device` defaults to a GPU if there is
+        one."""
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -52,7 +53,8 @@ class TransformersEngine:
             if "ignore_mismatched_sizes" not in str(error):
                 raise
             raise ValueError(
-                f"The weights in {model} do not have the shapes of the model that they are loaded into. Where it is an adapter, "
+                f"The weights in {model} do not have the shapes of the model that they are loaded into. Where it is "
+                "an adapter, "
                 "set base_model_name_or_path in its adapter_config.json to the model that it was trained on."
             ) from error
         return cls(loaded.to(device).eval(), tokenizer, **kwargs)
@@ -110,7 +112,8 @@ class VLLMEngine:
                     yield requests[int(output.request_id)], completion
 
     def close(self) -> None:
-        """End vLLM's processes and free its memory: that happens with the last reference, and there are circles of them."""
+        """End vLLM's processes and free its memory: that happens with the last reference, and there are circles of
+        them."""
         self.llm = None
         gc.collect()
 
@@ -241,7 +244,8 @@ def start_engine(args: EvaluationArguments) -> Any:
     The engine that the arguments ask for, ready to `generate` and to be closed.
 
     Raises:
-        `ValueError`: if vLLM is not installed, the chat template would ignore a key of `chat_template_kwargs`, or a server
+        `ValueError`: if vLLM is not installed, the chat template would ignore a key of `chat_template_kwargs`, or a
+        server
             does not offer the model.
     """
     template = args.template_kwargs

@@ -1,8 +1,8 @@
 """A checkpoint in, results.json out.
 
-Samples go to `OUTPUT_DIR/samples/BENCHMARK.jsonl` as they are drawn, grades to `OUTPUT_DIR/grades/BENCHMARK.json`, counts
-and pass@k to `OUTPUT_DIR/results.json`. Running the same command again draws only what is missing; raising `n` draws only
-the additional samples. Prompts and grading are those of training.
+Samples go to `OUTPUT_DIR/samples/BENCHMARK.jsonl` as they are drawn, grades to `OUTPUT_DIR/grades/BENCHMARK.json`,
+counts and pass@k to `OUTPUT_DIR/results.json`. Running the same command again draws only what is missing; raising `n`
+draws only the additional samples. Prompts and grading are those of training.
 """
 
 import json
@@ -48,7 +48,8 @@ def evaluate(
     Args:
         args ([`EvaluationArguments`]): What to evaluate and how to sample.
         verifier ([`~pacs_trl.verification.Verifier`]): Grades; the one of training, for comparable numbers.
-        code_verifier ([`~pacs_trl.verification.code.CodeVerifier`], *optional*): Runs the programs of benchmarks of code.
+        code_verifier ([`~pacs_trl.verification.code.CodeVerifier`], *optional*): Runs the programs of benchmarks of
+        code.
         max_failure_share (`float`): Refuse a benchmark of which more than this share could not be verified.
         progress (`bool`): Whether to show a progress bar.
 
@@ -148,7 +149,8 @@ def load_benchmarks(args: EvaluationArguments) -> list[LoadedBenchmark]:
 def missing_requests(
     args: EvaluationArguments, benchmark: LoadedBenchmark, stored: set[tuple[str, int]]
 ) -> list[Request]:
-    """What is left to draw, in whole groups of the engine: a group with a hole in it is drawn again as it was before."""
+    """What is left to draw, in whole groups of the engine: a group with a hole in it is drawn again as it was
+    before."""
     requests = []
     for problem in benchmark.problems:
         for sample in range(args.n):
@@ -185,9 +187,10 @@ def _check_failures(benchmark: LoadedBenchmark, outcomes: Mapping[str, int], max
     failures = {o.name.lower(): outcomes[o.name.lower()] for o in kinds if outcomes[o.name.lower()]}
     if sum(failures.values()) > max_share * sum(outcomes.values()):
         raise ValueError(
-            f"{benchmark.title}: of {sum(outcomes.values())} completions these could not be verified: {failures}, which is "
-            f"more than verification_max_failure_share {max_share}. The samples are kept; check the gold answers and the "
-            "verification limits, or raise the share, and run the same command again."
+            f"{benchmark.title}: of {sum(outcomes.values())} completions these could not be verified: {failures}, "
+            "which is "
+            f"more than verification_max_failure_share {max_share}. The samples are kept; check the gold answers and "
+            "the verification limits, or raise the share, and run the same command again."
         )
 
 
@@ -214,7 +217,8 @@ def _prompt_facts(args: EvaluationArguments) -> dict[str, Any]:
 
 
 def _prompt_digest(args: EvaluationArguments) -> str:
-    """Digest of one fixed problem as the model sees it, chat template included (without it when a server applies it)."""
+    """Digest of one fixed problem as the model sees it, chat template included (without it when a server applies
+    it)."""
     prompt = args.prompt_of("What is $1 + 1$?")
     if args.engine == "server":
         return digest({"messages": prompt})
@@ -259,7 +263,8 @@ def _add_token_entropy(
 
 @contextmanager
 def _progress_bar(title: str, total: int, *, enabled: bool) -> Iterator[Any]:
-    """Yields `advance(num_tokens)`; shows completions, tokens per second and the remaining time, unless into a pipe or file."""
+    """Yields `advance(num_tokens)`; shows completions, tokens per second and the remaining time, unless into a pipe or
+    file."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -1,7 +1,9 @@
-"""Benchmarks whose rows need more than a name of columns: LiveCodeBench and GPQA, turned into rows of a problem and an answer.
+"""Benchmarks whose rows need more than a name of columns: LiveCodeBench and GPQA, turned into rows of a problem and an
+answer.
 
-LiveCodeBench packs its private tests as base64, zlib and pickle. A pickle can run any program, so they are unpacked by a program
-in the sandbox, like those of a model. The prompt, its sentence and the sampling are ours, not those of the benchmarks' own runners.
+LiveCodeBench packs its private tests as base64, zlib and pickle. A pickle can run any program, so they are unpacked by
+a program in the sandbox, like those of a model. The prompt, its sentence and the sampling are ours, not those of the
+benchmarks' own runners.
 """
 
 import json
@@ -19,11 +21,12 @@ _LIVECODEBENCH_PRELUDE = "\n".join(
         *(
             f"from {name} import *"
             for name in (
-                "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json"
-                " builtins typing"
+                "string re datetime collections heapq bisect copy math random statistics itertools functools operator "
+                "io sys json builtins typing"
             ).split()
         ),
-        "import string, re, datetime, collections, heapq, bisect, copy, math, random, statistics, itertools, functools",
+        "import string, re, datetime, collections, heapq, bisect, copy, math, random, statistics, itertools, "
+        "functools",
         "import operator, io, sys, json",
         "sys.setrecursionlimit(50000)",
     ]
@@ -40,7 +43,8 @@ def livecodebench_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     Problems of the window, with their public and private tests.
 
     Raises:
-        `ValueError`: for a row without one of LiveCodeBench's columns, tests that cannot be unpacked, or an empty window.
+        `ValueError`: for a row without one of LiveCodeBench's columns, tests that cannot be unpacked, or an empty
+        window.
     """
     first, last = LIVECODEBENCH_WINDOW
     try:
@@ -101,7 +105,8 @@ def _unpack(texts: list[str]):
 
 def gpqa_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """
-    Multiple choice: question, options and the letter of the right one, which comes first; each sample has an order of its own.
+    Multiple choice: question, options and the letter of the right one, which comes first; each sample has an order of
+    its own.
 
     Raises:
         `ValueError`: for a row without one of GPQA's columns.

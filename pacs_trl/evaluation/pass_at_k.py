@@ -1,8 +1,8 @@
 """pass@k from counts: the unbiased estimator of Chen et al. (2021, arXiv 2107.03374) and intervals over problems.
 
-Kept apart from sampling and grading so that it needs numpy only and can be checked against exact enumeration. It leaves
-out the variance inside one problem: a problem's value already carries the noise of its own n samples, so the spread over
-problems covers both sources.
+Kept apart from sampling and grading so that it needs numpy only and can be checked against exact enumeration. It
+leaves out the variance inside one problem: a problem's value already carries the noise of its own n samples, so the
+spread over problems covers both sources.
 """
 
 from statistics import NormalDist
@@ -12,7 +12,8 @@ import numpy as np
 
 
 class Interval(NamedTuple):
-    """A mean over problems with an interval; floats, or arrays of shape `(K,)`, all in [0, 1] (differences in [-1, 1])."""
+    """A mean over problems with an interval; floats, or arrays of shape `(K,)`, all in [0, 1] (differences in [-1,
+    1])."""
 
     mean: float | np.ndarray
     lower: float | np.ndarray
@@ -51,8 +52,8 @@ def pass_at_k(n, c, k):
         )
     if ks.min() < 1 or ks.max() > n.min():
         raise ValueError(
-            f"pass@k needs 1 <= k <= n: k is {ks.min() if ks.min() < 1 else ks.max()} and the smallest n is {n.min()}. "
-            "Draw more samples or ask for smaller k."
+            f"pass@k needs 1 <= k <= n: k is {ks.min() if ks.min() < 1 else ks.max()} and the smallest n is "
+            f"{n.min()}. Draw more samples or ask for smaller k."
         )
 
     values = np.empty(n.shape + (ks.size,))

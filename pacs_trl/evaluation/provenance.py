@@ -1,7 +1,7 @@
 """Which weights, which library versions, which machine: the facts that make a number repeatable.
 
-A checkpoint directory is identified by its content, not by its path or name: samples of an overwritten checkpoint are not
-mistaken for those of the new one, and a copy is the same model.
+A checkpoint directory is identified by its content, not by its path or name: samples of an overwritten checkpoint are
+not mistaken for those of the new one, and a copy is the same model.
 """
 
 import hashlib
@@ -58,7 +58,8 @@ def model_identity(model: str, revision: str | None = None) -> dict[str, Any]:
 
 
 def checkpoint_digest(path: Path) -> str:
-    """First 16 hex digits of a SHA-256 over the configuration and weight files: names, sizes and three blocks of each."""
+    """First 16 hex digits of a SHA-256 over the configuration and weight files: names, sizes and three blocks of
+    each."""
     sha = hashlib.sha256()
     for file in sorted(file for pattern in _IDENTIFYING_FILES for file in path.glob(pattern)):
         size = file.stat().st_size
@@ -110,7 +111,8 @@ def training_facts(num_processes: int) -> dict[str, Any]:
 
 @cache  # what runs is what was read when the process began
 def source_commit() -> str | None:
-    """Commit of the source tree this package runs from, with "+changes" if tracked files differ; None when installed."""
+    """Commit of the source tree this package runs from, with "+changes" if tracked files differ; None when
+    installed."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None

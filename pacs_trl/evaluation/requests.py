@@ -38,8 +38,8 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled completion: `text` without special tokens, `num_tokens` with the end token, `finish_reason` "stop" (end
-    token produced) or "length" (cut at the limit)."""
+    """One sampled completion: `text` without special tokens, `num_tokens` with the end token, `finish_reason` "stop"
+    (end token produced) or "length" (cut at the limit)."""
 
     text: str
     num_tokens: int
@@ -57,8 +57,8 @@ class Request:
 
 
 def sample_seed(seed: int, problem_id: str, sample: int) -> int:
-    """Seed of one completion, in [0, 2**53): a hash, so that neighbouring samples share nothing, and a whole number that
-    survives JSON everywhere."""
+    """Seed of one completion, in [0, 2**53): a hash, so that neighbouring samples share nothing, and a whole number
+    that survives JSON everywhere."""
     digest = hashlib.sha256(f"{seed}/{problem_id}/{sample}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 11
 

@@ -23,8 +23,8 @@ CONFIDENCE = 0.95
 
 
 class GradedSample(NamedTuple):
-    """What counts of one completion: `outcome` as the verifier gives it (1.0 correct, 0.0 wrong, None if the gold answer
-    cannot be read), `answer` the content of the last box or None."""
+    """What counts of one completion: `outcome` as the verifier gives it (1.0 correct, 0.0 wrong, None if the gold
+    answer cannot be read), `answer` the content of the last box or None."""
 
     problem: str
     outcome: float | None
@@ -101,8 +101,8 @@ def read_results(path: str | Path) -> dict[str, Any]:
     version = results.get("schema_version") if isinstance(results, dict) else None
     if version != RESULTS_SCHEMA:
         raise ValueError(
-            f"{path} has results schema {version}, this version reads {RESULTS_SCHEMA}. Evaluate again from the stored "
-            "samples (nothing is sampled twice) to rewrite it."
+            f"{path} has results schema {version}, this version reads {RESULTS_SCHEMA}. Evaluate again from the "
+            "stored samples (nothing is sampled twice) to rewrite it."
         )
     return results
 
@@ -129,9 +129,8 @@ def require_same_protocol(results: Sequence[dict[str, Any]], names: Sequence[str
             other = j if lines and not other else other
         if lines:
             raise ValueError(
-                f"{names[other]} and {names[i]} were measured under different protocols and cannot stand in one table:\n  "
-                + "\n  ".join(lines)
-                + "\nEvaluate one of them again under the other's protocol."
+                f"{names[other]} and {names[i]} were measured under different protocols and cannot stand in one "
+                "table:\n  " + "\n  ".join(lines) + "\nEvaluate one of them again under the other's protocol."
             )
 
 

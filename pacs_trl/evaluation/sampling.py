@@ -79,14 +79,14 @@ def generate_tokens(
     One completion per row of tokens and seed, in one call of `generate`, which gets `more`.
 
     Returns:
-        Tokens of equally many per row, whatever follows the end of one, and their log-probabilities as they were drawn; `None`
-        at temperature 0.
+        Tokens of equally many per row, whatever follows the end of one, and their log-probabilities as they were
+        drawn; `None` at temperature 0.
     """
     longest = max(len(row) for row in rows)
     input_ids = torch.tensor([[pad_token_id] * (longest - len(row)) + list(row) for row in rows])  # (B, prompt)
     attention_mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-    # Neutral values are spelled out: `generate` fills what is unset from the model's own generation config, and shipped
-    # checkpoints carry a repetition penalty there.
+    # Neutral values are spelled out: `generate` fills what is unset from the model's own generation config, and
+    # shipped checkpoints carry a repetition penalty there.
     generation_config = GenerationConfig(
         do_sample=False,
         num_beams=1,
@@ -126,9 +126,9 @@ class SeededSampler(LogitsProcessor):
     """
     Turns greedy search into sampling with one random stream per row.
 
-    The scores of a row are warped (temperature, top-k, top-p), the token whose slice of the cumulative distribution holds
-    the row's next uniform is chosen, and every other score becomes -inf, so that the arg max of `generate` takes it. `logps` keeps
-    their log-probabilities.
+    The scores of a row are warped (temperature, top-k, top-p), the token whose slice of the cumulative distribution
+    holds the row's next uniform is chosen, and every other score becomes -inf, so that the arg max of `generate` takes
+    it. `logps` keeps their log-probabilities.
     """
 
     def __init__(self, settings: SamplingSettings, seeds: Sequence[int], prompt_length: int):
@@ -149,14 +149,16 @@ class SeededSampler(LogitsProcessor):
         probabilities = self.warpers(input_ids, scores.float()).softmax(-1)  # (B, V)
         cumulative = probabilities.double().cumsum(-1)
         threshold = self.uniforms[:, step : step + 1].to(scores.device) * cumulative[:, -1:]
-        # right=True: the first slice that ends strictly above the threshold, so a token of probability 0 is never taken.
+        # right=True: the first slice that ends strictly above the threshold, so a token of probability 0 is never
+        # taken.
         token = torch.searchsorted(cumulative, threshold, right=True).clamp(max=scores.shape[-1] - 1)
         self.logps.append(probabilities.gather(-1, token)[:, 0].log())
         return torch.full_like(scores, -torch.inf).scatter_(-1, token, 0.0)
 
 
 def stop_token_ids(model, tokenizer) -> set[int]:
-    """End tokens of the tokenizer and of the model's generation config (Qwen ends turns with one, texts with another)."""
+    """End tokens of the tokenizer and of the model's generation config (Qwen ends turns with one, texts with
+    another)."""
     declared = model.generation_config.eos_token_id
     declared = declared if isinstance(declared, list) else [declared]
     return {token for token in [*declared, tokenizer.eos_token_id] if token is not None}

@@ -1,9 +1,9 @@
 """Sampled completions on disk: an append-only JSONL file that survives kill -9 at any moment.
 
-The first line says what the samples are (model, benchmark, prompt, sampling settings); every other line is one completion.
-A file made with other settings is refused, so that two experiments never share a store. One process writes at a time: the
-file is never replaced, so whoever holds its lock is its only writer, from the first line on.
-The file knows nothing of engines or grading, and needs the standard library only.
+The first line says what the samples are (model, benchmark, prompt, sampling settings); every other line is one
+completion. A file made with other settings is refused, so that two experiments never share a store. One process writes
+at a time: the file is never replaced, so whoever holds its lock is its only writer, from the first line on. The file
+knows nothing of engines or grading, and needs the standard library only.
 """
 
 import fcntl
@@ -22,8 +22,9 @@ class SampleStore:
     """
     The completions of one benchmark, keyed by (problem id, sample number).
 
-    Each record holds `problem`, `sample`, `seed`, `settings` (digest of the first line), `num_tokens`, `finish_reason` and
-    `completion`. Opening repairs a last line that was cut by a crash; `repaired` then holds a sentence that says so.
+    Each record holds `problem`, `sample`, `seed`, `settings` (digest of the first line), `num_tokens`, `finish_reason`
+    and `completion`. Opening repairs a last line that was cut by a crash; `repaired` then holds a sentence that says
+    so.
 
     Args:
         path (`Path`): The file; made, with its first line, if it does not exist.
@@ -91,7 +92,8 @@ class SampleStore:
             self._file.close()
 
     def _first_line(self, settings: dict[str, Any]) -> bytes:
-        """The first line, written now if the file is new or if a crash cut this very line, and nothing else is in it."""
+        """The first line, written now if the file is new or if a crash cut this very line, and nothing else is in
+        it."""
         whole = json.dumps({"format": STORE_FORMAT, "settings": settings}).encode() + b"\n"
         found = self._file.readline()
         if found == whole or not whole.startswith(found):
@@ -125,8 +127,8 @@ class SampleStore:
     def _repair(self, start: int, line_number: int) -> None:
         if self._file.readline():
             raise ValueError(
-                f"{self.path} is damaged in line {line_number}, before its last line. A crash can only cut the last line, so "
-                "something else wrote to this file: remove the damaged line by hand, or sample afresh."
+                f"{self.path} is damaged in line {line_number}, before its last line. A crash can only cut the last "
+                "line, so something else wrote to this file: remove the damaged line by hand, or sample afresh."
             )
         dropped = self._file.tell() - start
         self._file.seek(start)
@@ -155,8 +157,8 @@ def read_graded(
     output_dir: str | Path, benchmark: str
 ) -> tuple[dict[str, str], dict[tuple[str, int], dict[str, Any]]]:
     """
-    The grades of each problem, one character per sample (1 correct, 0 wrong, - not gradable), and the graded records by
-    (problem id, sample number); the store may hold more.
+    The grades of each problem, one character per sample (1 correct, 0 wrong, - not gradable), and the graded records
+    by (problem id, sample number); the store may hold more.
 
     Raises:
         `ValueError`: if there are no grades, or a graded sample is missing.
@@ -164,8 +166,8 @@ def read_graded(
     path = evaluation_file(output_dir, "grades", benchmark)
     if not path.is_file():
         raise ValueError(
-            f"There is no {path}: this needs samples and grades, so the whole output directory of `pacs-trl evaluate`, not "
-            "its results.json alone."
+            f"There is no {path}: this needs samples and grades, so the whole output directory of `pacs-trl "
+            "evaluate`, not its results.json alone."
         )
     grades = json.loads(path.read_text(encoding="utf-8"))
     samples = evaluation_file(output_dir, "samples", benchmark)
@@ -173,7 +175,8 @@ def read_graded(
     graded = [(problem, sample) for problem, outcomes in grades.items() for sample in range(len(outcomes))]
     if missing := [key for key in graded if key not in records]:
         raise ValueError(
-            f"{samples} lacks sample {missing[0][1]} of problem {missing[0][0]!r}, which {path} grades. Evaluate again."
+            f"{samples} lacks sample {missing[0][1]} of problem {missing[0][0]!r}, which {path} grades. Evaluate "
+            "again."
         )
     return grades, {key: records[key] for key in graded}
 

@@ -1,8 +1,9 @@
 """Which problems tuning keeps, gains and loses: the support measures of "The Invisible Leash" (arXiv 2507.14843).
 
 A problem with one right answer is in the empirical support of a model if at least one of n samples is correct; with n
-samples an answer of probability above -ln(0.05)/n is found with 95 % certainty, so both models need the same n. Everything
-here is arithmetic on counts and answers: it needs no model. Token entropy, which does, is in `token_entropy.py`.
+samples an answer of probability above -ln(0.05)/n is found with 95 % certainty, so both models need the same n.
+Everything here is arithmetic on counts and answers: it needs no model. Token entropy, which does, is in
+`token_entropy.py`.
 """
 
 import math
@@ -19,7 +20,8 @@ MISS_PROBABILITY = 0.05
 
 class Support(NamedTuple):
     """
-    Problems by support in the base and the tuned model, and the ratios of the paper; a ratio without a denominator is nan.
+    Problems by support in the base and the tuned model, and the ratios of the paper; a ratio without a denominator is
+    nan.
 
     - `preserved` (P), `expanded` (E, tuned only), `shrunk` (S, base only), `out_of_support` (O): counts of problems.
     - `retention`: support retention rate P / (P + S).

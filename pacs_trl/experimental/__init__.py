@@ -1,8 +1,8 @@
 """Methods related to PACS, one module each; nothing outside this folder depends on them.
 
-`method: NAME` in a recipe trains with the module `NAME` of this folder: with its class whose name ends with `Trainer`, configured by
-its class whose name ends with `Config`. Each trainer is a subclass of [`PACSTrainer`] that overrides one of its extension points
-(docs/method.md). Modules that begin with an underscore are no methods.
+`method: NAME` in a recipe trains with the module `NAME` of this folder: with its class whose name ends with `Trainer`,
+configured by its class whose name ends with `Config`. Each trainer is a subclass of [`PACSTrainer`] that overrides one
+of its extension points (docs/method.md). Modules that begin with an underscore are no methods.
 """
 
 import importlib

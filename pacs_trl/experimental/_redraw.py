@@ -1,8 +1,8 @@
 """Generate again inside a generation, for some of its prompts: what DARS and guidance share.
 
-A generation is first drawn as without any of this: `num_generations` completions of each prompt, on the process that has it. Then
-the methods change it. They see the rows of all processes and decide the same on each; a draw is shared out evenly, whichever process
-the prompts came from.
+A generation is first drawn as without any of this: `num_generations` completions of each prompt, on the process that
+has it. Then the methods change it. They see the rows of all processes and decide the same on each; a draw is shared
+out evenly, whichever process the prompts came from.
 """
 
 from collections import defaultdict, deque

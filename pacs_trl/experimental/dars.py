@@ -1,11 +1,13 @@
-"""DARS ([arXiv 2508.13755](https://huggingface.co/papers/2508.13755)): more completions of hard prompts; and refill, other prompts for uniform groups.
+"""DARS ([arXiv 2508.13755](https://huggingface.co/papers/2508.13755)): more completions of hard prompts; and refill,
+other prompts for uniform groups.
 
-Extension point: generate more or different completions. DARS generates again for hard prompts, until the cumulative advantage of a
-group is what an easier one has; DARS-B is the same with the breadth of a whole generation in one optimizer step. The authors drop
-groups that are still all right or all wrong, and learn from `R - mean`; here every group stays, and one of a single class has no gradient
-by itself. Refill is DAPO's dynamic sampling ([arXiv 2503.14476](https://huggingface.co/papers/2503.14476)), which generates until a batch
-is full of mixed groups; here so many rounds as the configuration allows. See docs/adaptive_rollouts.md; vectors of the authors' code are
-in `tests/data/dars_vectors.json`.
+Extension point: generate more or different completions. DARS generates again for hard prompts, until the cumulative
+advantage of a group is what an easier one has; DARS-B is the same with the breadth of a whole generation in one
+optimizer step. The authors drop groups that are still all right or all wrong, and learn from `R - mean`; here every
+group stays, and one of a single class has no gradient by itself. Refill is DAPO's dynamic sampling ([arXiv
+2503.14476](https://huggingface.co/papers/2503.14476)), which generates until a batch is full of mixed groups; here so
+many rounds as the configuration allows. See docs/adaptive_rollouts.md; vectors of the authors' code are in
+`tests/data/dars_vectors.json`.
 """
 
 import math
@@ -35,10 +37,11 @@ def additional_completions(
     Return the completions to generate on top of `num_generations`.
 
     With the success rate `u` and the cumulative advantage `S(u) = 2 u (1 - u)` per completion (with `use_std`
-    `2 sqrt(u (1 - u))`), a prompt with `u` below 1/2 gets as many as lift `N S` to its peak `P`, the value at `u = 1/2`:
-    `ceil((P - N S) / S)` for `"equal_treatment"`; to `2 (1 - u) P` for `"hardness_weighted"`; but no more than
-    `max_generations` in all. Half a right completion is the least that is taken for `u`, so that a prompt without any has a `u`
-    at all; that holds for soft labels too, which would otherwise ask for more the closer their sum comes to 0.
+    `2 sqrt(u (1 - u))`), a prompt with `u` below 1/2 gets as many as lift `N S` to its peak `P`, the value at `u =
+    1/2`: `ceil((P - N S) / S)` for `"equal_treatment"`; to `2 (1 - u) P` for `"hardness_weighted"`; but no more than
+    `max_generations` in all. Half a right completion is the least that is taken for `u`, so that a prompt without any
+    has a `u` at all; that holds for soft labels too, which would otherwise ask for more the closer their sum comes to
+    0.
 
     Args:
         num_correct (`float`):
@@ -60,8 +63,8 @@ def additional_completions(
     """
     if not 0 <= num_correct <= num_generations:
         raise ValueError(
-            f"num_correct must lie between 0 and num_generations={num_generations}, got {num_correct}: it is the number of "
-            "right completions, or the sum of labels in [0, 1]."
+            f"num_correct must lie between 0 and num_generations={num_generations}, got {num_correct}: it is the "
+            "number of right completions, or the sum of labels in [0, 1]."
         )
     rate = max(num_correct, 0.5) / num_generations
     if rate >= 0.5:
@@ -76,7 +79,8 @@ def additional_completions(
 
 
 def within_budget(wanted: Sequence[int], hardness: Sequence[float], budget: int | None) -> list[int]:
-    """What each prompt gets of `budget` completions: the hardest first, of equally hard ones the first, the last one in part."""
+    """What each prompt gets of `budget` completions: the hardest first, of equally hard ones the first, the last one
+    in part."""
     left = math.inf if budget is None else budget
     granted = [0] * len(wanted)
     for i in sorted(range(len(wanted)), key=lambda i: -hardness[i]):
@@ -89,8 +93,8 @@ def extend_hard_groups(again: Redraw, *, schedule: Schedule, max_generations: in
     """
     Generate more completions of the prompts that `schedule` calls hard.
 
-    The success rate is the mean of the labels that there are, scaled to `num_generations` completions. A prompt without any label
-    says nothing about how hard it is, and gets no more.
+    The success rate is the mean of the labels that there are, scaled to `num_generations` completions. A prompt
+    without any label says nothing about how hard it is, and gets no more.
 
     Args:
         again ([`Redraw`]):
@@ -129,7 +133,8 @@ def _order(seed: int, epoch: int, num_prompts: int) -> list[int]:
 
 
 def prompts_from(position: int, seed: int, num_prompts: int) -> Iterator[int]:
-    """Rows of the data set from the `position`-th on, without end: one shuffled order of all of them after the other."""
+    """Rows of the data set from the `position`-th on, without end: one shuffled order of all of them after the
+    other."""
     while True:
         epoch, place = divmod(position, num_prompts)
         yield _order(seed, epoch, num_prompts)[place]
@@ -138,7 +143,8 @@ def prompts_from(position: int, seed: int, num_prompts: int) -> Iterator[int]:
 
 def refill_uniform_groups(again: Redraw, max_rounds: int) -> None:
     """
-    Draw other prompts in place of uniform groups, and of those without two labels, until none is left or for `max_rounds`.
+    Draw other prompts in place of uniform groups, and of those without two labels, until none is left or for
+    `max_rounds`.
 
     Args:
         again ([`Redraw`]):
@@ -185,13 +191,13 @@ class DARSConfig(RedrawingConfig):
 
     Parameters:
         adaptive_rollouts (`str`, *optional*):
-            `"equal_treatment"` or `"hardness_weighted"` generates more completions of hard prompts, as DARS does; with `None` every
-            prompt has `num_generations`.
+            `"equal_treatment"` or `"hardness_weighted"` generates more completions of hard prompts, as DARS does; with
+            `None` every prompt has `num_generations`.
         max_generations (`int`, *optional*):
             With `adaptive_rollouts`: most completions of a prompt. The authors use 32 (`"equal_treatment"`) and 64.
         adaptive_rollouts_budget (`int`, *optional*):
-            With `adaptive_rollouts`: most completions on top of a generation, on all processes together; the hardest prompts
-            come first. `None` is no bound but `max_generations`.
+            With `adaptive_rollouts`: most completions on top of a generation, on all processes together; the hardest
+            prompts come first. `None` is no bound but `max_generations`.
         refill_uniform_groups (`bool`, *optional*, defaults to `False`):
             Whether to generate completions of other prompts in place of groups that are all right or all wrong.
         max_refill_rounds (`int`, *optional*, defaults to `3`):
@@ -229,8 +235,8 @@ class DARSConfig(RedrawingConfig):
             errors.append("Nothing more would be generated: set adaptive_rollouts, refill_uniform_groups, or both.")
         if not given.refill_uniform_groups and given.max_refill_rounds != 3:
             errors.append(
-                f"max_refill_rounds={given.max_refill_rounds} would be ignored without refill_uniform_groups. Set it, or remove "
-                "the key."
+                f"max_refill_rounds={given.max_refill_rounds} would be ignored without refill_uniform_groups. Set it, "
+                "or remove the key."
             )
         if adaptive is None:
             return errors + [
@@ -240,8 +246,8 @@ class DARSConfig(RedrawingConfig):
             ]
         if most is None or most <= size:
             errors.append(
-                f"max_generations={most} must be above num_generations={size}: it is the most completions of a prompt. The "
-                f"authors generate up to {size * (4 if adaptive == 'equal_treatment' else 8)}."
+                f"max_generations={most} must be above num_generations={size}: it is the most completions of a "
+                f"prompt. The authors generate up to {size * (4 if adaptive == 'equal_treatment' else 8)}."
             )
         elif given.group_layout == "whole" and not given.max_tokens_per_micro_batch:
             if given.per_device_train_batch_size < most:
@@ -251,14 +257,15 @@ class DARSConfig(RedrawingConfig):
                 )
         if budget is not None and step is not None and budget % step.num_processes:
             errors.append(
-                f"adaptive_rollouts_budget={budget} must be a multiple of the {step.num_processes} processes, which generate "
-                "equally many."
+                f"adaptive_rollouts_budget={budget} must be a multiple of the {step.num_processes} processes, which "
+                "generate equally many."
             )
         return errors
 
 
 class DARSTrainer(RedrawingTrainer):
-    """[`PACSTrainer`] that generates more completions of hard prompts, and other prompts in place of uniform groups."""
+    """[`PACSTrainer`] that generates more completions of hard prompts, and other prompts in place of uniform
+    groups."""
 
     _name = "DARS"
     _config_class = DARSConfig

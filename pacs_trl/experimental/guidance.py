@@ -1,10 +1,11 @@
-"""Guidance ([arXiv 2506.11425](https://huggingface.co/papers/2506.11425)): where all completions of a prompt are wrong, some are generated again with help.
+"""Guidance ([arXiv 2506.11425](https://huggingface.co/papers/2506.11425)): where all completions of a prompt are
+wrong, some are generated again with help.
 
-Extension point: generate more or different completions. Help is a hint in the prompt, or a second turn with a failed attempt and what
-the verifier says of it, as in Agent-RLVR. Right answers take the places of wrong ones, and are learned from as answers to the plain
-prompt. A failed guided attempt is dropped, since as a negative of another prompt it would only be pushed down, unless all are to be
-learned from by their rewards. No engine has generated these rows from the plain prompt, so they have no `sampling_logps`.
-See docs/adaptive_rollouts.md.
+Extension point: generate more or different completions. Help is a hint in the prompt, or a second turn with a failed
+attempt and what the verifier says of it, as in Agent-RLVR. Right answers take the places of wrong ones, and are
+learned from as answers to the plain prompt. A failed guided attempt is dropped, since as a negative of another prompt
+it would only be pushed down, unless all are to be learned from by their rewards. No engine has generated these rows
+from the plain prompt, so they have no `sampling_logps`. See docs/adaptive_rollouts.md.
 """
 
 import inspect
@@ -38,13 +39,18 @@ HINT = "\n\nHint: {hint}"
 WRONG = "Your final answer is wrong. Find the mistake and solve the problem again."
 # What the verifier says of an attempt; never the gold answer.
 FEEDBACK = {
-    Outcome.NO_ANSWER: "No final answer was found in your solution. Solve the problem again and state the final answer.",
+    Outcome.NO_ANSWER: (
+        "No final answer was found in your solution. Solve the problem again and state the final answer."
+    ),
     Outcome.TIMEOUT: "Your final answer could not be checked. Solve the problem again and simplify the final answer.",
     Outcome.TOO_LONG: "Your solution is too long to be read. Solve the problem again, in fewer words.",
 }
 # Of programs: the first test that failed, and never what was expected there.
 FAILED = "Your program is wrong. {failed} Find the mistake and write the whole program again."
-NO_PROGRAM = "No program was found in your solution. Write the whole program in a block that begins with ```python and is closed."
+NO_PROGRAM = (
+    "No program was found in your solution. "
+    "Write the whole program in a block that begins with ```python and is closed."
+)
 
 
 def check_guidance(
@@ -68,8 +74,8 @@ def check_guidance(
     """
     if hint is not None and guidance != "hint":
         raise ValueError(
-            f"The function that gives hints would never be asked with guidance={guidance!r}. Set guidance='hint', or leave the "
-            "function out."
+            f"The function that gives hints would never be asked with guidance={guidance!r}. Set guidance='hint', or "
+            "leave the function out."
         )
     if hint is not None:
         try:
@@ -79,31 +85,33 @@ def check_guidance(
             wrong = str(error)
         if wrong:
             raise ValueError(
-                f"{hint!r} cannot be asked for hints: {wrong}. It must be a function `hint(row, failed_completions)`, which returns text "
-                "or None."
+                f"{hint!r} cannot be asked for hints: {wrong}. It must be a function `hint(row, failed_completions)`, "
+                "which returns text or None."
             )
     if guidance == "feedback" and tools:
         raise ValueError(
-            "guidance='feedback' puts a failed attempt into the prompt as one message, and attempts with tools have several. Use "
-            "guidance='hint'."
+            "guidance='feedback' puts a failed attempt into the prompt as one message, and attempts with tools have "
+            "several. Use guidance='hint'."
         )
     if environments is not None:
         raise ValueError(
-            f"guidance={guidance!r} writes into the prompt, and with an environment_factory the environment does. Leave one out."
+            f"guidance={guidance!r} writes into the prompt, and with an environment_factory the environment does. "
+            "Leave one out."
         )
     columns = getattr(dataset, "column_names", None)
     if guidance == "hint" and hint is None and columns is not None and "hint" not in columns:
         raise ValueError(
-            f"guidance='hint' needs a column `hint`, and the training set has {', '.join(columns)}. Add the column (empty where "
-            "there is no hint), give GuidanceTrainer a function `hint(row, failed_completions)` (in a recipe: hint_function), or set "
-            "guidance='feedback'."
+            f"guidance='hint' needs a column `hint`, and the training set has {', '.join(columns)}. Add the column "
+            "(empty where "
+            "there is no hint), give GuidanceTrainer a function `hint(row, failed_completions)` (in a recipe: "
+            "hint_function), or set guidance='feedback'."
         )
     if not isinstance(dataset, Dataset):
         return
     if guidance == "feedback" and len(dataset) and not is_conversational(dataset[0]):
         raise ValueError(
-            "guidance='feedback' answers a failed attempt in a second turn, and the prompts are texts, which have no turns. Make "
-            "them lists of messages (`pacs_trl.data.build_prompt`), or use guidance='hint'."
+            "guidance='feedback' answers a failed attempt in a second turn, and the prompts are texts, which have no "
+            "turns. Make them lists of messages (`pacs_trl.data.build_prompt`), or use guidance='hint'."
         )
     if hint is None and guidance == "hint":
         hints = dataset.select_columns([name for name in ("hint", "solution") if name in dataset.column_names])
@@ -112,8 +120,8 @@ def check_guidance(
         told = sum(contains_answer(row["hint"], row.get("solution")) for row in hints)
         if told:
             logger.warning(
-                "%d of %d hints contain the gold answer word for word. An answer that is copied from its hint teaches to write "
-                "the answer without the way to it. Take the answers out of the hints.",
+                "%d of %d hints contain the gold answer word for word. An answer that is copied from its hint teaches "
+                "to write the answer without the way to it. Take the answers out of the hints.",
                 told,
                 len(dataset),
             )
@@ -295,16 +303,16 @@ class GuidanceConfig(RedrawingConfig):
 
     Parameters:
         guidance (`str`, *optional*, defaults to `"hint"`):
-            Help for prompts without a right answer: `"hint"` puts the column `hint` (or what a function says) into the prompt,
-            `"feedback"` a failed attempt and the verifier's message. Right guided answers replace wrong ones, up to half of a
-            group, and are learned from under the plain prompt.
+            Help for prompts without a right answer: `"hint"` puts the column `hint` (or what a function says) into the
+            prompt, `"feedback"` a failed attempt and the verifier's message. Right guided answers replace wrong ones,
+            up to half of a group, and are learned from under the plain prompt.
         hint_function (`str`, *optional*):
             With `guidance="hint"`: `package.module.function` that gives the hints, instead of the column `hint`.
         max_guided_fraction (`float`, *optional*, defaults to `0.25`):
             Most guided attempts of an optimizer step, as a share of its completions.
         guided_completions (`str`, *optional*, defaults to `"right"`):
-            Guided attempts that are learned from: `"right"` ones, or `"all"` with a reward, which take the places of wrong answers
-            whatever their own reward is.
+            Guided attempts that are learned from: `"right"` ones, or `"all"` with a reward, which take the places of
+            wrong answers whatever their own reward is.
         guided_weight (`float`, *optional*, defaults to `1.0`):
             Factor on the gradient of guided completions.
     """
@@ -330,8 +338,8 @@ class GuidanceConfig(RedrawingConfig):
         errors = super().errors(given, step)
         if given.hint_function is not None and given.guidance != "hint":
             errors.append(
-                f"hint_function={given.hint_function!r} would be ignored with guidance={given.guidance!r}. Set guidance='hint', or "
-                "remove the key."
+                f"hint_function={given.hint_function!r} would be ignored with guidance={given.guidance!r}. Set "
+                "guidance='hint', or remove the key."
             )
         if given.class_weighting == "only_negative" and given.guided_completions == "right":
             errors.append(
@@ -341,8 +349,8 @@ class GuidanceConfig(RedrawingConfig):
         if step is not None and _guided_rows(given, step) < 1:
             rows = min(step.rows_per_update, step.rows_per_generation)
             errors.append(
-                f"max_guided_fraction={given.max_guided_fraction} of the {rows} completions of an optimizer step is not one. Raise "
-                f"it to {1 / rows:.3g} or more."
+                f"max_guided_fraction={given.max_guided_fraction} of the {rows} completions of an optimizer step is "
+                f"not one. Raise it to {1 / rows:.3g} or more."
             )
         return errors
 
@@ -352,9 +360,10 @@ class GuidanceTrainer(RedrawingTrainer):
     [`PACSTrainer`] that generates guided attempts for groups without a right answer.
 
     Args:
-        hint (`Callable`, *optional*): With `guidance="hint"`: `hint(row, failed_completions)` returns the hint for a row of
-            the data set, all of whose completions (texts) are wrong, or `None`. By default that of `hint_function`, or the column
-            `hint`. The main process calls it.
+        hint (`Callable`, *optional*): With `guidance="hint"`: `hint(row, failed_completions)` returns the hint for a
+        row of
+            the data set, all of whose completions (texts) are wrong, or `None`. By default that of `hint_function`, or
+            the column `hint`. The main process calls it.
 
     All other arguments are those of [`PACSTrainer`].
     """

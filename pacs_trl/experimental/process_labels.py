@@ -1,17 +1,20 @@
 """Labels inside of completions (process labels): PACS on prefixes.
 
-Extension point: labels of a completion. A reward function returns (position, label) pairs for each completion, the last of which is its
-outcome. The score of a position is the proxy of the prefix that ends there, compared with aligned prefixes of the other completions of
-the prompt. With one position for every completion everything is that of `objective.py`, which the update then calls itself.
+Extension point: labels of a completion. A reward function returns (position, label) pairs for each completion, the
+last of which is its outcome. The score of a position is the proxy of the prefix that ends there, compared with aligned
+prefixes of the other completions of the prompt. With one position for every completion everything is that of
+`objective.py`, which the update then calls itself.
 
-**Alignment** is by progress, steps with steps and outcomes with outcomes: position `k < K_i` of a completion with `K_i` positions is
-compared with position `ceil(k (K_j - 1) / (K_i - 1))` of each other completion that has steps; `k = K_i` with `K_j`. (`ceil(k K_j /
-K_i)` would compare a step with an outcome wherever `j` has few positions.) A position that finds none has no score.
+**Alignment** is by progress, steps with steps and outcomes with outcomes: position `k < K_i` of a completion with
+`K_i` positions is compared with position `ceil(k (K_j - 1) / (K_i - 1))` of each other completion that has steps; `k =
+K_i` with `K_j`. (`ceil(k K_j / K_i)` would compare a step with an outcome wherever `j` has few positions.) A position
+that finds none has no score.
 
-**Weights.** The classes of the aligned set of a position, itself and what it is compared with, have equal say in it. The positions of a
-completion that have a score share the weight 1.
+**Weights.** The classes of the aligned set of a position, itself and what it is compared with, have equal say in it.
+The positions of a completion that have a score share the weight 1.
 
-Letters for shapes: `M` positions of all completions one after another, `B` completions, `G` those of the largest group.
+Letters for shapes: `M` positions of all completions one after another, `B` completions, `G` those of the largest
+group.
 """
 
 import math
@@ -39,8 +42,8 @@ from ..update.step import MicroBatch, StepRollouts
 
 
 def aligned_positions(own: int, other: int) -> np.ndarray:
-    """Positions of a completion with `other` of them that those of one with `own` are compared with, `(own,)`; they count from 1,
-    and 0 is none."""
+    """Positions of a completion with `other` of them that those of one with `own` are compared with, `(own,)`; they
+    count from 1, and 0 is none."""
     steps = -(-np.arange(1, own) * (other - 1) // max(own - 1, 1))
     return np.append(steps, other)
 
@@ -51,10 +54,12 @@ class Prefixes:
 
     Args:
         groups ([`Groups`]): The completions by their outcomes.
-        labels (sequence of `B` sequences of `float`): Of the positions of each completion in [0, 1], at least the outcome.
+        labels (sequence of `B` sequences of `float`): Of the positions of each completion in [0, 1], at least the
+        outcome.
 
     Attributes:
-        row, labels (`(M,)`): The completion of each position, and its label; NaN for a completion that is not scorable.
+        row, labels (`(M,)`): The completion of each position, and its label; NaN for a completion that is not
+        scorable.
         outcomes (`(B,)`), starts (list of `B` `int`): The last and the first position of each completion.
         compared (`(M, G - 1)`): Positions that each is compared with; -1 is none.
         scored (bool, `(M,)`): Whether there are any.
@@ -80,8 +85,8 @@ class Prefixes:
         self.scored = (self.compared >= 0).any(dim=1)
 
     def weights(self, class_weighting: ClassWeighting) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights and targets of the positions, both `(M,)`: those of the classes in the aligned set of each, the weights times its
-        share of the completion; 0 for a position without a score."""
+        """Weights and targets of the positions, both `(M,)`: those of the classes in the aligned set of each, the
+        weights times its share of the completion; 0 for a position without a score."""
         others = self.labels[self.compared].masked_fill(self.compared < 0, math.nan)
         aligned = torch.cat([self.labels[:, None], others], dim=1)  # (M, G)
         kinds = {"num_generations": aligned.shape[1], "class_weighting": class_weighting}
@@ -100,9 +105,9 @@ class Prefixes:
         return (self.compared >= 0).sum(dim=1).clamp(min=1)
 
     def total(self, residuals: torch.Tensor) -> torch.Tensor:
-        """From derivatives `e` with respect to scores those with respect to prefix proxies, `(M,)`: `e_m - sum_u e_u / n_u` over the
-        positions `u` that are compared with `m`, each with `n_u`. Exactly 0 where all these are equal, and `m` counts as often as it
-        is counted; rows whose coefficients are 0 are left out."""
+        """From derivatives `e` with respect to scores those with respect to prefix proxies, `(M,)`: `e_m - sum_u e_u /
+        n_u` over the positions `u` that are compared with `m`, each with `n_u`. Exactly 0 where all these are equal,
+        and `m` counts as often as it is counted; rows whose coefficients are 0 are left out."""
         shares = (self.compared >= 0).double() / self._number[:, None]
         used = torch.zeros(len(residuals), dtype=torch.float64)
         used.index_add_(0, self.compared.clamp(min=0).flatten(), shares.flatten())
@@ -123,8 +128,8 @@ def prefix_proxies(
     pacs_beta: float = 1.0,
     proxy: Proxy = "log_ratio",
 ) -> torch.Tensor:
-    """[`objective.sequence_proxies`] of the prefixes of `rows` that end with the tokens `ends` (-1: none), both `(M,)`; one float64
-    sum along each row, so that labels of every token take no more memory."""
+    """[`objective.sequence_proxies`] of the prefixes of `rows` that end with the tokens `ends` (-1: none), both
+    `(M,)`; one float64 sum along each row, so that labels of every token take no more memory."""
     terms = (logps if proxy == "mean_logp" else logps.float() - ref_logps.float()).masked_fill(~mask, 0.0)
     found = F.pad(terms.double().cumsum(dim=1), (1, 0))[rows, ends + 1]
     if proxy == "mean_logp":
@@ -136,7 +141,8 @@ def dense_loss(
     proxies: torch.Tensor, prefixes: Prefixes, *, class_weighting: ClassWeighting = "balanced"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    `1 / N * sum_ik w_ik BCE(sigmoid(psi_ik), y_ik)` over the positions with a score, `N` the completions whose outcome has one.
+    `1 / N * sum_ik w_ik BCE(sigmoid(psi_ik), y_ik)` over the positions with a score, `N` the completions whose outcome
+    has one.
 
     Args:
         proxies (`torch.Tensor` of shape `(M,)`): Of each prefix, summed up to its position.
@@ -156,8 +162,8 @@ def dense_loss(
 def dense_coefficients(
     proxies: torch.Tensor, prefixes: Prefixes, *, class_weighting: ClassWeighting = "balanced"
 ) -> torch.Tensor:
-    """Derivative of [`dense_loss`] with respect to the proxy of each prefix, `(M,)`, its use in the scores of others included: with `e
-    = w (sigmoid(psi) - y) / N` that is [`Prefixes.total`]. Arguments as there."""
+    """Derivative of [`dense_loss`] with respect to the proxy of each prefix, `(M,)`, its use in the scores of others
+    included: with `e = w (sigmoid(psi) - y) / N` that is [`Prefixes.total`]. Arguments as there."""
     scores = prefixes.scores(proxies)
     weights, targets = prefixes.weights(class_weighting)
     return prefixes.total(weights.to(scores) * (torch.sigmoid(scores) - targets.to(scores)) / _num_rows(prefixes))
@@ -188,7 +194,8 @@ def checked_labels(name: str, i: int, given: Any, num_tokens: int) -> tuple[list
     Positions and labels that the reward function `name` has returned for completion `i`.
 
     Raises:
-        `ValueError`: if they are no pairs of a position and a label in [0, 1], the positions are not in order, or one lies outside of
+        `ValueError`: if they are no pairs of a position and a label in [0, 1], the positions are not in order, or one
+        lies outside of
             the completion.
     """
     where = f"The reward function {name!r} returned {given!r:.100} for completion {i}."
@@ -200,7 +207,8 @@ def checked_labels(name: str, i: int, given: Any, num_tokens: int) -> tuple[list
         positions, labels = [operator.index(p) for p, _ in given], [float(y) for _, y in given]
     except (TypeError, ValueError):
         raise ValueError(
-            f"{where} Process labels are (position, label) pairs, positions whole numbers; the last one is the outcome."
+            f"{where} Process labels are (position, label) pairs, positions whole numbers; the last one is the "
+            "outcome."
         ) from None
     if not positions:
         raise ValueError(
@@ -224,7 +232,8 @@ def prefix_metrics(
     proxies: torch.Tensor, scores: torch.Tensor, prefixes: Prefixes, *, class_weighting: ClassWeighting = "balanced"
 ) -> dict[str, float]:
     """
-    Metrics of labels before the outcomes, of one optimizer step, over all processes; those of [`critic_metrics`] are of outcomes.
+    Metrics of labels before the outcomes, of one optimizer step, over all processes; those of [`critic_metrics`] are
+    of outcomes.
 
     Args:
         proxies, scores (`torch.Tensor` of shape `(M,)`), prefixes ([`Prefixes`]): See [`dense_loss`].
@@ -342,20 +351,20 @@ class ProcessLabelsConfig(PACSConfig):
         errors = super().errors(given, step)
         if given.score_estimator != "rloo":
             errors.append(
-                f"score_estimator={given.score_estimator!r} is not supported with process labels: the score of a prefix is its "
-                "proxy minus the mean of the aligned ones. Use 'rloo'."
+                f"score_estimator={given.score_estimator!r} is not supported with process labels: the score of a "
+                "prefix is its proxy minus the mean of the aligned ones. Use 'rloo'."
             )
         if given.actor_term_coef:
             errors.append(
-                f"actor_term_coef={given.actor_term_coef} is not supported with process labels: the actor term weighs a "
-                "completion by the likelihood of its one label. Remove the key."
+                f"actor_term_coef={given.actor_term_coef} is not supported with process labels: the actor term weighs "
+                "a completion by the likelihood of its one label. Remove the key."
             )
         return errors
 
 
 class ProcessLabelsTrainer(PACSTrainer):
-    """[`PACSTrainer`] one of whose reward functions may return (position, label) pairs for each completion: positions as inclusive
-    indices into `completion_ids`, the last one the outcome."""
+    """[`PACSTrainer`] one of whose reward functions may return (position, label) pairs for each completion: positions
+    as inclusive indices into `completion_ids`, the last one the outcome."""
 
     _name = "process_labels"
     _config_class = ProcessLabelsConfig
@@ -371,8 +380,8 @@ class ProcessLabelsTrainer(PACSTrainer):
         weight = self.reward_weights[index].item()
         if self._extra_of_rows is not None:
             raise ValueError(
-                f"{name!r} is the second reward function that returned (position, label) pairs, and positions of two functions "
-                "need not be the same. Return all labels by one function, and numbers by the others."
+                f"{name!r} is the second reward function that returned (position, label) pairs, and positions of two "
+                "functions need not be the same. Return all labels by one function, and numbers by the others."
             )
         pairs = [
             None if reward is None else checked_labels(name, i, reward, len(ids))
@@ -380,8 +389,8 @@ class ProcessLabelsTrainer(PACSTrainer):
         ]
         if any(not -1e-6 <= weight * y <= 1 + 1e-6 for each in pairs if each for y in each[1][:-1]):
             raise ValueError(
-                f"Labels of PACS must lie in [0, 1], but reward_weights has {weight:g} for {name!r}, which takes its labels of "
-                "steps out of it. Set a weight in [0, 1]."
+                f"Labels of PACS must lie in [0, 1], but reward_weights has {weight:g} for {name!r}, which takes its "
+                "labels of steps out of it. Set a weight in [0, 1]."
             )
         self._extra_of_rows = [{} if each is None else _extra(*each, weight) for each in pairs]
         return [None if each is None else each[1][-1] for each in pairs]

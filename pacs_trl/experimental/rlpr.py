@@ -1,10 +1,11 @@
-"""RLPR ([arXiv 2506.18254](https://huggingface.co/papers/2506.18254)): labels without a verifier, from the policy's probability of the reference answer.
+"""RLPR ([arXiv 2506.18254](https://huggingface.co/papers/2506.18254)): labels without a verifier, from the policy's
+probability of the reference answer.
 
-Extension points: rewards that need the policy's log-probs, and labels of a completion. `probability_reward` puts the reference answer in
-the place of a completion's own answer, and takes the mean probability of its tokens, `s`. Without the reasoning, behind the prompt
-alone, it is `s0`, which says how far the answer could be guessed: found when a run begins, under its policy, for the whole training set.
-Checkpoints keep it, so that a run that goes on knows it. The spread filter removes groups whose labels lie close together. See
-docs/weights_and_labels.md.
+Extension points: rewards that need the policy's log-probs, and labels of a completion. `probability_reward` puts the
+reference answer in the place of a completion's own answer, and takes the mean probability of its tokens, `s`. Without
+the reasoning, behind the prompt alone, it is `s0`, which says how far the answer could be guessed: found when a run
+begins, under its policy, for the whole training set. Checkpoints keep it, so that a run that goes on knows it. The
+spread filter removes groups whose labels lie close together. See docs/weights_and_labels.md.
 """
 
 import hashlib
@@ -44,10 +45,11 @@ class Edited(NamedTuple):
 
 def with_reference(text: str | None, answer: str, prompt: Any = None) -> Edited | None:
     """
-    Return the text up to the answer, the white space behind that (in tags a space if none), the reference answer, and the end.
+    Return the text up to the answer, the white space behind that (in tags a space if none), the reference answer, and
+    the end.
 
-    The answer stands in `<answer> ... </answer>`, whose first tag must be there once; or, in a text without that tag that was
-    generated from a prompt without it, in its only `\\boxed{...}`. `None` for any other text.
+    The answer stands in `<answer> ... </answer>`, whose first tag must be there once; or, in a text without that tag
+    that was generated from a prompt without it, in its only `\\boxed{...}`. `None` for any other text.
     """
     in_tags = TAGS[0] in (text or "") or TAGS[0] in str(prompt)
     opening, closing = (TAGS[0], f" {TAGS[1]}") if in_tags else (BOX, "}")
@@ -63,9 +65,9 @@ def is_well_formed(text: str | None, prompt: Any = None) -> bool:
     """
     Return whether a completion has the form that its prompt names.
 
-    A prompt with `<think>` asks for `<think> ... </think> ... <answer> ... </answer>` from the first character on, each tag once
-    (`format_mode=R1` of the authors); any other one for the two answer tags once each, in order (`R1_nothink`). Where neither
-    prompt nor text has an answer tag it is one box that is closed.
+    A prompt with `<think>` asks for `<think> ... </think> ... <answer> ... </answer>` from the first character on,
+    each tag once (`format_mode=R1` of the authors); any other one for the two answer tags once each, in order
+    (`R1_nothink`). Where neither prompt nor text has an answer tag it is one box that is closed.
     """
     text, asked = text or "", str(prompt)
     tags = (*THINK, *TAGS) if THINK[0] in asked else TAGS
@@ -95,18 +97,20 @@ def check_reference_answers(dataset: Any, tools: Any = None) -> None:
     if not isinstance(dataset, Dataset) or "solution" not in dataset.column_names:
         columns = ", ".join(dataset.column_names or []) if isinstance(dataset, Dataset | IterableDataset) else ""
         raise ValueError(
-            "probability_reward looks at the answers of the whole training set first: it must have a length (streaming=False) and a "
+            "probability_reward looks at the answers of the whole training set first: it must have a length "
+            "(streaming=False) and a "
             f"column `solution`. This one is a {type(dataset).__name__} with {columns or 'no known columns'}."
         )
     if tools:
         raise ValueError(
-            "tools make no sense with probability_reward: it takes the probability of the answer behind one turn of reasoning, and what a "
-            "tool said would be missing. Remove tools, or use another reward."
+            "tools make no sense with probability_reward: it takes the probability of the answer behind one turn of "
+            "reasoning, and what a tool said would be missing. Remove tools, or use another reward."
         )
     empty = [i for i, answer in enumerate(dataset["solution"]) if not reference_text(answer)]
     if empty:
         raise ValueError(
-            f"{len(empty)} of {len(dataset)} reference answers are empty, the first in row {empty[0]}: probability_reward has nothing "
+            f"{len(empty)} of {len(dataset)} reference answers are empty, the first in row {empty[0]}: "
+            "probability_reward has nothing "
             "whose probability it could take. Leave these rows out, or fill the column of answers."
         )
 
@@ -131,8 +135,9 @@ class ReferenceProbability:
         self.without: dict[str, float] = {}  # by prompt and answer
 
     def after_reasoning(self, prompts: Sequence, texts: Sequence[str | None], answers: Sequence[Any]) -> list[float]:
-        """Mean probability of each reference answer behind the reasoning of a completion; 0 for a malformed one, and for one that
-        the answer makes longer than `max_completion_length` tokens. All processes must call it equally often."""
+        """Mean probability of each reference answer behind the reasoning of a completion; 0 for a malformed one, and
+        for one that the answer makes longer than `max_completion_length` tokens. All processes must call it equally
+        often."""
         edited = [
             with_reference(text, reference_text(answer), prompt)
             for prompt, text, answer in zip(prompts, texts, answers, strict=True)
@@ -140,8 +145,8 @@ class ReferenceProbability:
         return self._mean(prompts, edited, self.trainer.args.max_completion_length)
 
     def without_reasoning(self, prompts: Sequence, answers: Sequence[Any]) -> list[float]:
-        """The same right behind the prompt, under the policy at the start of the run. Of prompts outside of the training set it is
-        that of today. All processes must call it equally often."""
+        """The same right behind the prompt, under the policy at the start of the run. Of prompts outside of the
+        training set it is that of today. All processes must call it equally often."""
         keys = [_key(*pair) for pair in zip(prompts, answers, strict=True)]
         missing = {key: i for i, key in enumerate(keys) if key not in self.without}
         found = self.without | self._score_without([(key, prompts[i], answers[i]) for key, i in missing.items()])
@@ -168,9 +173,10 @@ class ReferenceProbability:
         known = self._training_problems().keys()
         if missing := known - self.without.keys():
             raise ValueError(
-                f"Of {len(missing)} of {len(known)} training problems the probability of the answer without reasoning is not known: "
-                f"{checkpoint / FILE} is missing, or of other data. It belongs to the policy at the start of the run, which this one "
-                "is no longer. Put file and data back, or start a new run."
+                f"Of {len(missing)} of {len(known)} training problems the probability of the answer without reasoning "
+                "is not known: "
+                f"{checkpoint / FILE} is missing, or of other data. It belongs to the policy at the start of the run, "
+                "which this one is no longer. Put file and data back, or start a new run."
             )
 
     def _training_problems(self) -> dict[str, tuple[str, Any, Any]]:
@@ -214,17 +220,20 @@ def probability_reward(
     **kwargs: Any,
 ) -> list[float]:
     """
-    Return how likely the policy finds the reference answer after its own reasoning, beside how likely without: no verifier.
+    Return how likely the policy finds the reference answer after its own reasoning, beside how likely without: no
+    verifier.
 
-    `0.9 * max(0, s - s0) + 0.1 * format`: `s` is the mean probability of the tokens of the reference answer in the place of the
-    completion's own one, `s0` that right behind the prompt under the policy at the start of the run, `format` whether the tags that the
-    prompt names stand in the completion once each (or, without tags, one box). `s` is 0 where the answer cannot be found.
+    `0.9 * max(0, s - s0) + 0.1 * format`: `s` is the mean probability of the tokens of the reference answer in the
+    place of the completion's own one, `s0` that right behind the prompt under the policy at the start of the run,
+    `format` whether the tags that the prompt names stand in the completion once each (or, without tags, one box). `s`
+    is 0 where the answer cannot be found.
 
     Args:
         completions (`list`), prompts (`list`): Plain (`str`) or conversational.
         solution (`list`): Reference answers: any text; of a list of alternatives the first.
         reference_probability ([`ReferenceProbability`]): Passed by [`RLPRTrainer`].
-        truncated (`list[bool]`, *optional*): Likewise: which completions do not end with an end-of-sequence token. Of these `s` is 0
+        truncated (`list[bool]`, *optional*): Likewise: which completions do not end with an end-of-sequence token. Of
+        these `s` is 0
             unless they have the form that `format` asks for, see `verification_grade_truncated`.
         log_metric (`Callable`, *optional*): Passed by TRL.
         **kwargs: Further columns that TRL passes; unused.
@@ -236,8 +245,10 @@ def probability_reward(
         raise ValueError("`probability_reward` needs a trainer that knows the policy's log-probs: set `method: rlpr`.")
     if solution is None:
         raise ValueError(
-            "`probability_reward` takes the probability of what stands in a column named `solution`, which the dataset does not have. "
-            f"Columns it was given: {', '.join(sorted(kwargs)) or 'none'}. Rename the column of reference answers to `solution`."
+            "`probability_reward` takes the probability of what stands in a column named `solution`, which the "
+            "dataset does not have. "
+            f"Columns it was given: {', '.join(sorted(kwargs)) or 'none'}. Rename the column of reference answers to "
+            "`solution`."
         )
     texts = [completion_text(completion) for completion in completions]
     formats = [float(reference_probability.is_well_formed(*pair)) for pair in zip(texts, prompts, strict=True)]
@@ -251,7 +262,8 @@ def probability_reward(
     return [0.9 * max(0.0, s - s0) + 0.1 * f for s, s0, f in zip(after, without, formats, strict=True)]
 
 
-# As in RLPR: the first steps are not looked at, the mean of the next ones begins the moving average, which then decays so.
+# As in RLPR: the first steps are not looked at, the mean of the next ones begins the moving average, which then decays
+# so.
 _IGNORED, _COLLECTED, _DECAY = 5, 5, 0.99
 
 
@@ -260,10 +272,12 @@ class SpreadFilter:
     Compares the spread of a group, the standard deviation of its labels, with a moving average over generations.
 
     Args:
-        share (`float`): A group below `share` times the average gets no verdict. RLPR: 0.5 with Qwen, 0.9 with Llama, 1 with Gemma.
+        share (`float`): A group below `share` times the average gets no verdict. RLPR: 0.5 with Qwen, 0.9 with Llama,
+        1 with Gemma.
 
     Attributes:
-        state (list of `float`): Mean spreads of the generations so far, until the average begins; then only the average, behind the
+        state (list of `float`): Mean spreads of the generations so far, until the average begins; then only the
+        average, behind the
             number of generations.
     """
 
@@ -315,8 +329,8 @@ class RLPRConfig(PACSConfig):
 
     Parameters:
         spread_filter (`float`, *optional*):
-            Groups whose labels have a standard deviation below this share of its moving average are masked out, as in RLPR (0.5 with
-            Qwen models): for soft labels, which are never all equal. It begins after ten generations.
+            Groups whose labels have a standard deviation below this share of its moving average are masked out, as in
+            RLPR (0.5 with Qwen models): for soft labels, which are never all equal. It begins after ten generations.
     """
 
     spread_filter: float | None = field(
@@ -332,7 +346,8 @@ class RLPRConfig(PACSConfig):
 
 
 class RLPRTrainer(PACSTrainer):
-    """[`PACSTrainer`] whose reward functions may ask for probabilities of reference answers, and whose labels may be filtered."""
+    """[`PACSTrainer`] whose reward functions may ask for probabilities of reference answers, and whose labels may be
+    filtered."""
 
     _name = "RLPR"
     _config_class = RLPRConfig

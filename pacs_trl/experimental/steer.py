@@ -1,4 +1,5 @@
-"""STEER ([arXiv 2510.10150](https://huggingface.co/papers/2510.10150)): tokens whose update changes the entropy most count less.
+"""STEER ([arXiv 2510.10150](https://huggingface.co/papers/2510.10150)): tokens whose update changes the entropy most
+count less.
 
 Extension point: weights per token. See docs/weights_and_labels.md.
 """
@@ -21,8 +22,8 @@ from ..update.token_weights import TokenValues, TokenWeights
 Mapping = Literal["exponential", "linear"]
 _WEIGHT = Range("weights lie around 1, and at 2 a token would count twice", above=0, below=2)
 
-# As in the authors' code: probabilities stay this far from 0 and 1, and the exponential mapping takes a largest change below the
-# second number for the second number.
+# As in the authors' code: probabilities stay this far from 0 and 1, and the exponential mapping takes a largest change
+# below the second number for the second number.
 _LEAST_PROBABILITY = 1e-8
 _LEAST_LARGEST_CHANGE = 0.02
 
@@ -31,12 +32,15 @@ def entropy_slopes(
     logps: torch.Tensor, old_logps: torch.Tensor, entropies: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
     """
-    Return `p (1 - p) (log p + H) / p_old`, STEER's estimate of the fall of a token's entropy per unit of its advantage.
+    Return `p (1 - p) (log p + H) / p_old`, STEER's estimate of the fall of a token's entropy per unit of its
+    advantage.
 
-    It is the effect of the sampled token's logit on the entropy of the softmax; the fall of the other logits is left out.
+    It is the effect of the sampled token's logit on the entropy of the softmax; the fall of the other logits is left
+    out.
 
     Args:
-        logps, old_logps (`torch.Tensor` of shape `(B, T)`): Log-probabilities under the policy as it is, and as it was when it
+        logps, old_logps (`torch.Tensor` of shape `(B, T)`): Log-probabilities under the policy as it is, and as it was
+        when it
             generated.
         entropies (`torch.Tensor` of shape `(B, T)`): `H`, of the policy that generated, in nats.
         mask (`torch.Tensor` of shape `(B, T)`): 1 (True) for tokens that count.
@@ -64,15 +68,16 @@ def steer_weights(
     """
     Return weights that are the smaller the more an update of the token changes its entropy.
 
-    With the change `o = |A * slope|` of [`entropy_slopes`]: `"exponential"` is `max(weight_min, exp(-k o))` with `k = -log(weight_min)
-    / max(largest o, 0.02)`; `"linear"` falls from `weight_max` at the smallest `o` to `weight_min` at the largest, and is their mean
-    where all are equal.
+    With the change `o = |A * slope|` of [`entropy_slopes`]: `"exponential"` is `max(weight_min, exp(-k o))` with `k =
+    -log(weight_min) / max(largest o, 0.02)`; `"linear"` falls from `weight_max` at the smallest `o` to `weight_min` at
+    the largest, and is their mean where all are equal.
 
     Args:
         logps, old_logps, entropies, mask: See [`entropy_slopes`].
         advantages (`torch.Tensor` of shape `(B,)` or `(B, T)`): `A`.
-        mapping (`str`), weight_min (`float`), weight_max (`float`): As said; `"exponential"` does not read `weight_max`.
-        extremes (pair of `float`, *optional*): Smallest and largest `o`. By default those of the given tokens.
+        mapping (`str`), weight_min (`float`), weight_max (`float`): As said; `"exponential"` does not read
+        `weight_max`. extremes (pair of `float`, *optional*): Smallest and largest `o`. By default those of the given
+        tokens.
 
     Returns:
         `torch.Tensor` of shape `(B, T)` without gradient. Tokens outside the mask have no meaning.
@@ -179,19 +184,21 @@ class STEERConfig(PACSConfig):
         exponential = given.token_weight_mapping == "exponential"
         if exponential and most != 1.2:
             errors.append(
-                f"token_weight_max={most} would be ignored with token_weight_mapping='exponential', whose weights end at 1. "
-                "Remove the key, or use 'linear'."
+                f"token_weight_max={most} would be ignored with token_weight_mapping='exponential', whose weights end "
+                "at 1. Remove the key, or use 'linear'."
             )
         if least >= (1 if exponential else most):
             errors.append(
                 f"token_weight_min={least} must be below {'1' if exponential else f'token_weight_max={most}'} with "
-                f"token_weight_mapping={given.token_weight_mapping!r}. The authors use 0.8, and 1.2 for the largest weight."
+                f"token_weight_mapping={given.token_weight_mapping!r}. The authors use 0.8, and 1.2 for the largest "
+                "weight."
             )
         return errors
 
 
 class STEERTrainer(PACSTrainer):
-    """[`PACSTrainer`] that weights tokens with [`SteerWeights`]; a first update on a rollout takes a forward pass more."""
+    """[`PACSTrainer`] that weights tokens with [`SteerWeights`]; a first update on a rollout takes a forward pass
+    more."""
 
     _name = "STEER"
     _config_class = STEERConfig

@@ -1,11 +1,13 @@
-"""VERL ([arXiv 2509.23808](https://huggingface.co/papers/2509.23808)): completions whose hidden states span more directions count more.
+"""VERL ([arXiv 2509.23808](https://huggingface.co/papers/2509.23808)): completions whose hidden states span more
+directions count more.
 
-Extension point: coefficients per completion. VERL takes the effective rank of a completion for exploration, and its first and second
-differences over the tokens for exploitation. The formulas are the paper's; the flags of the authors' launch script
-(github.com/hf618/VERL, 3de68f1) switch the bonus off. See docs/weights_and_labels.md.
+Extension point: coefficients per completion. VERL takes the effective rank of a completion for exploration, and its
+first and second differences over the tokens for exploitation. The formulas are the paper's; the flags of the authors'
+launch script (github.com/hf618/VERL, 3de68f1) switch the bonus off. See docs/weights_and_labels.md.
 
-Cost: one Gram matrix `(n, n)` of at most 512 tokens, of which every prefix has a block, and its eigenvalues, `n^3` for each prefix; for
-the effective rank of a whole completion of `T` tokens and width `D` the eigenvalues of the smaller Gram matrix, `min(T, D)^3`.
+Cost: one Gram matrix `(n, n)` of at most 512 tokens, of which every prefix has a block, and its eigenvalues, `n^3` for
+each prefix; for the effective rank of a whole completion of `T` tokens and width `D` the eigenvalues of the smaller
+Gram matrix, `min(T, D)^3`.
 
 Letters for shapes: `T` tokens of a completion, `D` width of the model, `B` completions.
 """
@@ -64,7 +66,8 @@ def _rank_of_gram(gram: torch.Tensor) -> float:
 
 def rank_velocity_and_acceleration(hidden_states: torch.Tensor, stride: int) -> tuple[float, float]:
     """
-    Return how the effective rank grows over a completion: with the ranks `E_1, E_2, ...` of the prefixes of `stride + 1`, `2 stride + 1`,
+    Return how the effective rank grows over a completion: with the ranks `E_1, E_2, ...` of the prefixes of `stride +
+    1`, `2 stride + 1`,
     ... tokens and `d_j = E_j - mean(E_1, ..., E_(j-1))`, the mean of `d_j`, and the mean of `d_j - d_(j-1)`.
 
     Args:
@@ -94,8 +97,8 @@ def rank_velocity_and_acceleration(hidden_states: torch.Tensor, stride: int) -> 
 def hidden_states(
     scorer: Scorer, model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]
 ) -> list[torch.Tensor]:
-    """Return the final hidden states, after the last norm, at the completion tokens of each row: `(C, D)`. Arguments as of
-    [`Scorer.score`]."""
+    """Return the final hidden states, after the last norm, at the completion tokens of each row: `(C, D)`. Arguments
+    as of [`Scorer.score`]."""
     prompts, completions = ([np.asarray(ids, dtype=np.int64) for ids in rows] for rows in (prompt_ids, completion_ids))
     laid_out, places = (scorer._padded if scorer.packing is None else scorer._packed)(prompts, completions)
     kept: list[torch.Tensor] = []
@@ -112,11 +115,13 @@ class Verl:
     """
     VERL's bonus on the advantages of completions; its running means are the state of a run.
 
-    With `dev(x) = clip((x - m) / |m|, -5, 5)` against the running mean `m` of each metric, `t = sigmoid(2 dev(acceleration))` and
-    `Phi = t tanh(dev(rank)) + (1 - t) tanh(dev(velocity))`, an advantage `A` becomes `A + min(relu(Phi), |A| / 2)`.
+    With `dev(x) = clip((x - m) / |m|, -5, 5)` against the running mean `m` of each metric, `t = sigmoid(2
+    dev(acceleration))` and `Phi = t tanh(dev(rank)) + (1 - t) tanh(dev(velocity))`, an advantage `A` becomes `A +
+    min(relu(Phi), |A| / 2)`.
 
     Attributes:
-        means (list of 3 `float`, *optional*): Of effective rank, velocity and acceleration, over the steps so far; `None` before the
+        means (list of 3 `float`, *optional*): Of effective rank, velocity and acceleration, over the steps so far;
+        `None` before the
             first. The authors begin at 0, where every deviation is cut off.
     """
 
@@ -214,8 +219,8 @@ class VERLConfig(PACSConfig):
 
     Parameters:
         bonus_tokens (`str`, *optional*, defaults to `"all"`):
-            Tokens of a completion that get the bonus: `"all"`, `"last"` (the authors' code), or `"none"`: hidden states are only
-            measured. The bonus takes a forward pass more per optimizer step.
+            Tokens of a completion that get the bonus: `"all"`, `"last"` (the authors' code), or `"none"`: hidden
+            states are only measured. The bonus takes a forward pass more per optimizer step.
         hidden_state_stride (`int`, *optional*, defaults to `40`):
             Tokens between the prefixes of a completion whose effective ranks are compared.
         hidden_state_every_steps (`int`, *optional*):
@@ -242,15 +247,16 @@ class VERLConfig(PACSConfig):
         if not only_measures and (every is not None or given.hidden_state_rows != 64):
             name = "hidden_state_rows" if every is None else "hidden_state_every_steps"
             errors.append(
-                f"{name}={getattr(given, name)} would be ignored with bonus_tokens={given.bonus_tokens!r}, which measures all "
-                "completions with a gradient in every step. Remove the key."
+                f"{name}={getattr(given, name)} would be ignored with bonus_tokens={given.bonus_tokens!r}, which "
+                "measures all completions with a gradient in every step. Remove the key."
             )
         if only_measures and every is None:
             errors.append("bonus_tokens='none' would do nothing without hidden_state_every_steps. Set it.")
         if longest is not None and 2 * stride + 1 > longest:
             errors.append(
-                f"hidden_state_stride={stride} is too long for completions of max_completion_length={longest} tokens: velocity "
-                f"compares prefixes of {stride + 1} and {2 * stride + 1} tokens. Set it to at most {max(1, (longest - 1) // 2)}."
+                f"hidden_state_stride={stride} is too long for completions of max_completion_length={longest} tokens: "
+                f"velocity compares prefixes of {stride + 1} and {2 * stride + 1} tokens. Set it to at most "
+                f"{max(1, (longest - 1) // 2)}."
             )
         return errors
 

@@ -1,8 +1,9 @@
 r"""Traces for a critic's supervised start, by an oracle: `python -m pacs_trl.miniature.oracle --help`.
 
-The true success rate of a prefix is estimated by letting the policy continue it many times. It is written out behind a short worked
-reason: each calculation of the prefix is done again (`38y` or `38n`), and the terms of the problem that are not used yet follow, with
-an `x` if something was used that is no term: `38y45n|7<2>`. A model that learns this has to look for what makes the rate.
+The true success rate of a prefix is estimated by letting the policy continue it many times. It is written out behind a
+short worked reason: each calculation of the prefix is done again (`38y` or `38n`), and the terms of the problem that
+are not used yet follow, with an `x` if something was used that is no term: `38y45n|7<2>`. A model that learns this has
+to look for what makes the rate.
 """
 
 import random
@@ -77,7 +78,8 @@ def oracle_traces(
         prompt ([`CriticPrompt`]): Whose tags the answers have.
         completions (`int`): Of each problem.
         samples (`int`): Continuations of each state.
-        states (`int`): Of each completion besides the beginning, which counts once per problem: places drawn at random.
+        states (`int`): Of each completion besides the beginning, which counts once per problem: places drawn at
+        random.
         seed (`int`): Of everything that is drawn.
     """
     questions = [

@@ -1,7 +1,8 @@
-r"""Labels of the steps of a sum, for the miniature alone: every step can be checked, since each adds one term to what came before.
+r"""Labels of the steps of a sum, for the miniature alone: every step can be checked, since each adds one term to what
+came before.
 
-`30+8=38,38+7=\boxed{45}` for `7+30+8`: a step ends with its comma, and is right if it and all steps before it hold. The outcome is
-what `math_reward` says of the whole.
+`30+8=38,38+7=\boxed{45}` for `7+30+8`: a step ends with its comma, and is right if it and all steps before it hold.
+The outcome is what `math_reward` says of the whole.
 """
 
 import re
@@ -17,8 +18,8 @@ _STEP = re.compile(r"(\d+)\+(\d+)=(\d+)")
 
 
 def steps_hold(problem: str, steps: list[str]) -> list[bool]:
-    """Of each step `a+b=c` of a sum like `7+30+8`, whether it and all before it hold: `c` is the sum, `a` the last `c` (at first a
-    term), and `b` a term that has not been added."""
+    """Of each step `a+b=c` of a sum like `7+30+8`, whether it and all before it hold: `c` is the sum, `a` the last `c`
+    (at first a term), and `b` a term that has not been added."""
     left, total, found = problem.split("+"), None, []
     for step in steps:
         match = _STEP.fullmatch(step)

@@ -15,10 +15,11 @@ END_TOKEN = "<|im_end|>"
 ROLE_HEADERS = [f"{START_TOKEN}{role}\n" for role in ("system", "user", "assistant")]
 BOX_TOKEN = r"\boxed{"
 
-# The `generation` block marks what the assistant wrote, its end token included: TRL trains on exactly this span when it
-# is asked for the loss on assistant turns only. The line break after the end token belongs to the next turn's header.
-# A call of a tool is `@name|argument=value`, so few tokens that a small model writes it; what the tool says is a turn of the user,
-# cut to its last characters, where an error of Python says what it is. A prompt does not list the tools.
+# The `generation` block marks what the assistant wrote, its end token included: TRL trains on exactly this span when
+# it is asked for the loss on assistant turns only. The line break after the end token belongs to the next turn's
+# header. A call of a tool is `@name|argument=value`, so few tokens that a small model writes it; what the tool says is
+# a turn of the user, cut to its last characters, where an error of Python says what it is. A prompt does not list the
+# tools.
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + ('user' if message.role == 'tool' else message.role) + '\n' }}

@@ -1,10 +1,10 @@
 r"""A short supervised warm start: a miniature model that knows the format of an answer but is seldom right.
 
 Reinforcement learning needs a policy that is right now and then. This trains one with TRL's SFTTrainer on worked
-solutions until the running average of its weights is right often enough, and then goes back between the last two averages
-that were measured to where the accuracy on held-out problems is the target. So every seed, machine and number of threads
-starts with the same accuracy, low enough that most of what the model can learn is left. The result is an ordinary checkpoint
-with its tokenizer, made once and kept in a directory named after everything that decides it.
+solutions until the running average of its weights is right often enough, and then goes back between the last two
+averages that were measured to where the accuracy on held-out problems is the target. So every seed, machine and number
+of threads starts with the same accuracy, low enough that most of what the model can learn is left. The result is an
+ordinary checkpoint with its tokenizer, made once and kept in a directory named after everything that decides it.
 """
 
 import copy
@@ -38,23 +38,25 @@ CACHE_DIR = Path("outputs/miniature/warm_start")
 
 Weights = dict[str, torch.Tensor]
 
-# Longest completion that is sampled to measure the accuracy; worked solutions have at most 67 tokens, those of the small
-# tasks 27.
+# Longest completion that is sampled to measure the accuracy; worked solutions have at most 67 tokens, those of the
+# small tasks 27.
 MAX_COMPLETION_LENGTH = 72
 
-# Of the running average of the weights. Single steps swing by several points of accuracy; their average rises steadily.
+# Of the running average of the weights. Single steps swing by several points of accuracy; their average rises
+# steadily.
 AVERAGE_DECAY = 0.99
 
 # First of the sampling seeds of the calibration: no probe and no evaluation has them.
 CALIBRATION_SEED = 1_000_000
 
-# What differs from the defaults of WarmStartSettings. The smallest model wants larger steps; at the default it would take
-# thousands of them. In the mixture of the tables the hard sums are seldom right, so the easy ones have to be more often.
+# What differs from the defaults of WarmStartSettings. The smallest model wants larger steps; at the default it would
+# take thousands of them. In the mixture of the tables the hard sums are seldom right, so the easy ones have to be more
+# often.
 SIZE_SETTINGS = {"tiny": {"learning_rate": 2e-3}}
 TASK_SETTINGS = {"arithmetic": {"target_accuracy": 0.2}}
 
-# A warm start inside `accelerate launch` or torchrun is made by one process alone, on the CPU: what belongs to the group
-# of processes around it must not reach it.
+# A warm start inside `accelerate launch` or torchrun is made by one process alone, on the CPU: what belongs to the
+# group of processes around it must not reach it.
 _DISTRIBUTED_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _DISTRIBUTED_PREFIXES = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_")
 
@@ -111,8 +113,8 @@ def warm_start(task: str, *, cache_dir: str | Path = CACHE_DIR, **settings) -> P
     """
     Directory of a warm-started miniature model, made on first use.
 
-    The work is done in a process of its own, on the CPU: the caller may be one of several distributed processes, may own
-    a GPU, and keeps its random state. An interrupted run leaves nothing under the final name.
+    The work is done in a process of its own, on the CPU: the caller may be one of several distributed processes, may
+    own a GPU, and keeps its random state. An interrupted run leaves nothing under the final name.
 
     Args:
         task (`str`):
@@ -123,8 +125,8 @@ def warm_start(task: str, *, cache_dir: str | Path = CACHE_DIR, **settings) -> P
             Further fields of [`WarmStartSettings`].
 
     Returns:
-        `Path`: checkpoint with tokenizer, ready for `model_name_or_path`; `warm_start.json` in it holds the settings, the
-        number of steps and the measurements of the calibration.
+        `Path`: checkpoint with tokenizer, ready for `model_name_or_path`; `warm_start.json` in it holds the settings,
+        the number of steps and the measurements of the calibration.
 
     Raises:
         `ValueError`: if the task or the size is unknown, or `cache_dir` is not a directory.
@@ -158,8 +160,8 @@ def warm_start(task: str, *, cache_dir: str | Path = CACHE_DIR, **settings) -> P
             json.dumps(asdict(wanted)),
             f"{partial}/model",
         ]
-        # Standard output gets the trainer's metrics; its progress bar and warnings go to standard error, which stays visible.
-        # In a group of its own: Ctrl-C reaches this process alone, which ends that one without its traceback.
+        # Standard output gets the trainer's metrics; its progress bar and warnings go to standard error, which stays
+        # visible. In a group of its own: Ctrl-C reaches this process alone, which ends that one without its traceback.
         subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, process_group=0)
         try:
             os.rename(f"{partial}/model", directory)
@@ -175,8 +177,9 @@ def train_warm_start(settings: WarmStartSettings, output_dir: str | Path) -> dic
     Train a warm start in this process and save model, tokenizer and `warm_start.json` to `output_dir`.
 
     Returns:
-        `dict`: `"steps"` taken and the `"calibration"`, pairs of a place between two averages of the weights and the accuracy
-        there; the last place is the result's, and its accuracy that of the straight line between the nearest two others.
+        `dict`: `"steps"` taken and the `"calibration"`, pairs of a place between two averages of the weights and the
+        accuracy there; the last place is the result's, and its accuracy that of the straight line between the nearest
+        two others.
 
     Raises:
         `RuntimeError`: if the target is not reached in `max_steps`.
@@ -223,8 +226,8 @@ def train_warm_start(settings: WarmStartSettings, output_dir: str | Path) -> dic
     if calibration:
         if calibration.result is None:
             raise RuntimeError(
-                f"The warm start of {settings.task}/{settings.size} with seed {settings.seed} did not reach target_accuracy="
-                f"{settings.target_accuracy} in max_steps={settings.max_steps} steps (last measured: "
+                f"The warm start of {settings.task}/{settings.size} with seed {settings.seed} did not reach "
+                f"target_accuracy={settings.target_accuracy} in max_steps={settings.max_steps} steps (last measured: "
                 f"{calibration.probed:.3f}). Raise max_steps, or lower target_accuracy."
             )
         weights, outcome["calibration"] = calibration.result

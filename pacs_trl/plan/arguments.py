@@ -25,7 +25,8 @@ def read_plan_arguments(argv: Sequence[str], known: Collection[str] | None = Non
     """
     parser = Parser(
         "plan",
-        "What a recipe will do, what it needs and what is wrong with it. Needs no GPU. Exit status 1: it has conflicts.",
+        "What a recipe will do, what it needs and what is wrong with it. Needs no GPU. Exit status 1: it has "
+        "conflicts.",
         epilog="Any key of the recipe may follow as --key value; `pacs-trl train --help` lists them.",
     )
     parser.add_argument("--config", required=True, metavar="RECIPE.yaml", help="recipe of `pacs-trl train`")

@@ -1,7 +1,8 @@
 """`pacs-trl plan`: what a recipe will do, and what is wrong with it, before any GPU is touched.
 
-Nothing is downloaded, no weights are loaded; modules of reward functions are imported. Conflicts (exit status 1) are settings that
-would stop the run or make it another one than written; notes are worth knowing. Whether data of the Hub exist is left to the run.
+Nothing is downloaded, no weights are loaded; modules of reward functions are imported. Conflicts (exit status 1) are
+settings that would stop the run or make it another one than written; notes are worth knowing. Whether data of the Hub
+exist is left to the run.
 """
 
 import re
@@ -23,8 +24,8 @@ from .launch import Launch, read_launch
 from .prompts import UNKNOWN, Prompts, measure
 
 
-# bfloat16 keeps 8 significant bits: adding less than 2^-9 of a weight changes nothing. Adam moves a weight by about the
-# learning rate, and weights of these models are about 0.02.
+# bfloat16 keeps 8 significant bits: adding less than 2^-9 of a weight changes nothing. Adam moves a weight by about
+# the learning rate, and weights of these models are about 0.02.
 _SMALLEST_BF16_LEARNING_RATE = 2**-9 * 0.02
 
 
@@ -66,8 +67,9 @@ def main(argv: Sequence[str]) -> int:
 
 def check_recipe(path: str, overrides: Sequence[str], num_processes: int | None) -> tuple[Recipe | None, list[str]]:
     """
-    [`~recipe.Recipe.from_settings`] of a file and the `--key value` pairs that win over it, also with what is wrong with
-    names: of the model's directory, of reward functions. Raises a `ValueError` if there is no such file, or no mapping in it.
+    [`~recipe.Recipe.from_settings`] of a file and the `--key value` pairs that win over it, also with what is wrong
+    with names: of the model's directory, of reward functions. Raises a `ValueError` if there is no such file, or no
+    mapping in it.
     """
     recipe, errors = Recipe.from_settings(read_arguments(["--config", path, *overrides]), num_processes)
     if recipe is not None:
@@ -77,7 +79,8 @@ def check_recipe(path: str, overrides: Sequence[str], num_processes: int | None)
 
 
 def _model_conflicts(model: ModelConfig, critic: str) -> list[str]:
-    """The local directory (also of the critic) or miniature task that is not there (nothing is made or downloaded), and LoRA's targets."""
+    """The local directory (also of the critic) or miniature task that is not there (nothing is made or downloaded),
+    and LoRA's targets."""
     conflicts, name, targets = [], model.model_name_or_path or "", model.lora_target_modules
     task = name.removeprefix("miniature/").partition("/")[0]
     if name.startswith("miniature/") and task not in TASKS:
@@ -114,7 +117,8 @@ def data_notes(name: str | None) -> list[str]:
 
 
 def batch_notes(path: str, recipe: Recipe) -> list[str]:
-    """What a launch and a command line make of the batch that the file is written for, if it says `expected_processes`."""
+    """What a launch and a command line make of the batch that the file is written for, if it says
+    `expected_processes`."""
     expected, now = recipe.run.expected_processes, recipe.step
     written, _ = Recipe.from_settings(read_arguments(["--config", path]), expected)
     if expected is None or now is None or written is None or written.step is None:
@@ -123,8 +127,8 @@ def batch_notes(path: str, recipe: Recipe) -> list[str]:
     sizes = {"A generation": "prompts_per_generation", "An optimizer step": "prompts_per_update"}
     pairs = [(what, getattr(now, name), getattr(then, name)) for what, name in sizes.items()]
     return [
-        f"{what} has {size:,g} prompts instead of {meant:,g}. The recipe is written for {expected} processes, this launch has "
-        f"{now.num_processes}; gradient_accumulation_steps and steps_per_generation make up for it."
+        f"{what} has {size:,g} prompts instead of {meant:,g}. The recipe is written for {expected} processes, this "
+        f"launch has {now.num_processes}; gradient_accumulation_steps and steps_per_generation make up for it."
         for what, size, meant in pairs
         if size != meant
     ]
@@ -169,18 +173,20 @@ def _batch_findings(recipe: Recipe, problems: int | None) -> tuple[list[str], li
         below = training.save_steps // updates * updates
         nearest = " or ".join(f"{n:g}" for n in (below, below + updates) if n)
         notes.append(
-            f"save_steps={training.save_steps} is not a multiple of the {updates} updates per generation (nearest: {nearest}); "
-            "checkpoints then hold rollouts too, and resuming stays exact."
+            f"save_steps={training.save_steps} is not a multiple of the {updates} updates per generation (nearest: "
+            f"{nearest}); checkpoints then hold rollouts too, and resuming stays exact."
         )
     if problems is not None and problems < step.prompts_per_generation:
         conflicts.append(
-            f"A generation needs {step.prompts_per_generation:.0f} different prompts, but {problems} problems are trained on "
-            f"(max_train_samples={recipe.data.max_train_samples}, eval_split_size={recipe.data.eval_split_size}). Use more "
-            "of them, or lower steps_per_generation."
+            f"A generation needs {step.prompts_per_generation:.0f} different prompts, but {problems} problems are "
+            "trained on "
+            f"(max_train_samples={recipe.data.max_train_samples}, eval_split_size={recipe.data.eval_split_size}). Use "
+            "more of them, or lower steps_per_generation."
         )
     if training.max_steps > 0 and training.max_steps % updates:
         notes.append(
-            f"max_steps={training.max_steps} counts optimizer steps and ends in the middle of a generation of {updates} updates."
+            f"max_steps={training.max_steps} counts optimizer steps and ends in the middle of a generation of "
+            f"{updates} updates."
         )
     return conflicts, notes
 
@@ -191,7 +197,8 @@ def _engine_conflicts(recipe: Recipe, launch: Launch, estimate: Estimate) -> lis
     is_alone = recipe.run.method == "genac" and training.use_vllm and training.critic_vllm_server_base_url is None
     if is_alone and not estimate.unknown and estimate.shape != estimate.critic_shape:
         conflicts.append(
-            f"The critic {training.critic_model_name_or_path!r} has another shape than the policy, and one vLLM engine serves both in "
+            f"The critic {training.critic_model_name_or_path!r} has another shape than the policy, and one vLLM "
+            "engine serves both in "
             "turn. Use a critic of the policy's shape, or vllm_mode: server with critic_vllm_server_base_url."
         )
     if not (training.use_vllm and training.vllm_mode == "colocate"):

@@ -1,4 +1,5 @@
-"""What a run needs: GPU memory, floating-point operations and hours, from the shape of the model and the sizes of a step.
+"""What a run needs: GPU memory, floating-point operations and hours, from the shape of the model and the sizes of a
+step.
 
 Estimates for planning, accurate to perhaps a factor of 1.5, from formulas that are stated where they are used. Pure
 functions of numbers; nothing is loaded. Mixture-of-experts models are left out.
@@ -16,7 +17,8 @@ GIB = 2**30
 
 
 class Gpu(NamedTuple):
-    """Data sheet of a GPU: bytes, dense bfloat16 FLOP/s and bytes/s; and the shares that training and generation reach."""
+    """Data sheet of a GPU: bytes, dense bfloat16 FLOP/s and bytes/s; and the shares that training and generation
+    reach."""
 
     name: str
     memory_bytes: float
@@ -26,8 +28,8 @@ class Gpu(NamedTuple):
     decoding_share: float = 0.6  # of `bandwidth`
 
 
-# NVIDIA's data sheets (docs/hardware.md), of the SXM modules where there are several. A GB is taken as 1e9 bytes; of a peak that is
-# given with sparsity, half.
+# NVIDIA's data sheets (docs/hardware.md), of the SXM modules where there are several. A GB is taken as 1e9 bytes; of a
+# peak that is given with sparsity, half.
 GPUS = {
     "h200": Gpu("H200", 141e9, 989e12, 4.8e12),
     "h100-80": Gpu("H100", 80e9, 989e12, 3.35e12),
@@ -41,8 +43,9 @@ H200 = GPUS["h200"]
 @dataclass(frozen=True)
 class ModelShape:
     """
-    A dense decoder with grouped-query attention and a gated MLP (Llama, Qwen2, Qwen3), with the numbers of its `config.json`.
-    `tied`: input embedding and output head are one matrix. `qkv_bias` is Qwen2's, `qk_norm` (per head) Qwen3's.
+    A dense decoder with grouped-query attention and a gated MLP (Llama, Qwen2, Qwen3), with the numbers of its
+    `config.json`. `tied`: input embedding and output head are one matrix. `qkv_bias` is Qwen2's, `qk_norm` (per head)
+    Qwen3's.
     """
 
     num_layers: int
@@ -78,20 +81,21 @@ class ModelShape:
 
     def forward_flops(self, tokens: float, mean_length: float) -> float:
         """2 per weight and token (the embedding only looks up), and 4 per layer, width and attended position, of which
-        causal attention has `mean_length / 2` on average over tokens: of rows of unequal length, the mean of their squares
-        over their mean."""
+        causal attention has `mean_length / 2` on average over tokens: of rows of unequal length, the mean of their
+        squares over their mean."""
         weights = self.num_layers * self.layer_parameters + self.vocabulary * self.hidden
         attention = 2 * self.num_layers * self.attention_width * mean_length
         return tokens * (2 * weights + attention)
 
     def activation_bytes(self, tokens: int, *, checkpointing: bool, precision: str = "bfloat16") -> float:
         """
-        What a micro-batch keeps for its backward pass: with gradient checkpointing the input of each layer, and everything
-        inside one; without it, everything inside all of them; and the last norm. Of a layer that is the two norms (input,
-        its normalized copy, and the result as the input of three and of two projections), queries and keys before and after
-        their norm, what attention reads and returns, and four times the inside of the MLP. A norm of bfloat16 numbers
-        computes in float32 and keeps that copy as well. `precision` is `"bfloat16"` (weights in bfloat16, also those that FSDP2 and DeepSpeed gather), `"autocast"` (float32
-        weights and stream, bfloat16 products, whose inputs are cast once for each projection) or `"float32"`.
+        What a micro-batch keeps for its backward pass: with gradient checkpointing the input of each layer, and
+        everything inside one; without it, everything inside all of them; and the last norm. Of a layer that is the two
+        norms (input, its normalized copy, and the result as the input of three and of two projections), queries and
+        keys before and after their norm, what attention reads and returns, and four times the inside of the MLP. A
+        norm of bfloat16 numbers computes in float32 and keeps that copy as well. `precision` is `"bfloat16"` (weights
+        in bfloat16, also those that FSDP2 and DeepSpeed gather), `"autocast"` (float32 weights and stream, bfloat16
+        products, whose inputs are cast once for each projection) or `"float32"`.
         """
         # bytes per number: of the stream between layers, around norms of the stream, of q/k norms, of matrix products
         stream, norms, head_norms, products = {
@@ -175,10 +179,10 @@ def lora_parameters(shape: ModelShape, rank: int, targets: str | list[str] | Non
 
 def training_state_bytes(trained: float, frozen: float, *, frozen_bytes: int, sharding: str, processes: int) -> float:
     """
-    Bytes of weights, gradients and Adam moments on one GPU, for so many trained and frozen parameters. A trained weight takes 16
-    bytes: float32 weight, gradient and two moments. Sharded (`"full"`: FSDP, ZeRO-3) each GPU holds `1 / processes` of it.
-    ZeRO-2 (`"gradients"`) keeps a bfloat16 copy of all weights and shards the rest. Unsharded training (`"none"`) adds the
-    bfloat16 copy that autocast keeps.
+    Bytes of weights, gradients and Adam moments on one GPU, for so many trained and frozen parameters. A trained
+    weight takes 16 bytes: float32 weight, gradient and two moments. Sharded (`"full"`: FSDP, ZeRO-3) each GPU holds `1
+    / processes` of it. ZeRO-2 (`"gradients"`) keeps a bfloat16 copy of all weights and shards the rest. Unsharded
+    training (`"none"`) adds the bfloat16 copy that autocast keeps.
     """
     if sharding == "full":
         return (16 * trained + frozen_bytes * frozen) / processes
@@ -189,9 +193,10 @@ def training_state_bytes(trained: float, frozen: float, *, frozen_bytes: int, sh
 
 def checkpoint_bytes(trained: float, *, weight_bytes: int = 4, snapshot: bool = False, row_tokens: float = 0) -> float:
     """
-    Bytes of a checkpoint on disk, without what is small: weights, two moments of Adam in the same precision, another copy of what
-    is trained for a snapshot reference, and the tokens of completions that have been drawn and not learned from (`row_tokens`):
-    token, mask and two log-probabilities take 13 bytes. The frozen weights beside an adapter are not written.
+    Bytes of a checkpoint on disk, without what is small: weights, two moments of Adam in the same precision, another
+    copy of what is trained for a snapshot reference, and the tokens of completions that have been drawn and not
+    learned from (`row_tokens`): token, mask and two log-probabilities take 13 bytes. The frozen weights beside an
+    adapter are not written.
     """
     return weight_bytes * trained * (3 + snapshot) + 13 * row_tokens
 
@@ -208,18 +213,19 @@ def training_forward_equivalents(
     kl: bool = False,
 ) -> float:
     """
-    Cost of learning from a generation batch, in forward passes over it with a model of the policy's size, for `updates`
-    optimizer steps over all `iterations`.
+    Cost of learning from a generation batch, in forward passes over it with a model of the policy's size, for
+    `updates` optimizer steps over all `iterations`.
 
     An iteration takes 3 (forward, and twice that backward), 4 with gradient checkpointing. Passes without gradient:
 
-    - GRPO and PPO score the batch once if the policy has moved on before its last update, or to correct for the mismatch
-      of engine and trainer (`correction`); once more under the KL reference. PPO lets the critic do what the policy does,
-      and judge the batch once. GenAC is GRPO here, and always scores the batch, to cut it; its critic is counted elsewhere.
-    - PACS scores the rows of all updates but the first under the rollout policy, once, for the `reference` `"rollout"` or
-      for `correction`; the rows of every update under a `"snapshot"` (`"none"`: a proxy without reference) and under the KL
-      reference. If groups are `split` over micro-batches, a pass finds the proxies of each update first, unless they are
-      known to be 0: on the first update after a rollout, if the rollout policy is the reference.
+    - GRPO and PPO score the batch once if the policy has moved on before its last update, or to correct for the
+      mismatch of engine and trainer (`correction`); once more under the KL reference. PPO lets the critic do what the
+      policy does, and judge the batch once. GenAC is GRPO here, and always scores the batch, to cut it; its critic is
+      counted elsewhere.
+    - PACS scores the rows of all updates but the first under the rollout policy, once, for the `reference` `"rollout"`
+      or for `correction`; the rows of every update under a `"snapshot"` (`"none"`: a proxy without reference) and
+      under the KL reference. If groups are `split` over micro-batches, a pass finds the proxies of each update first,
+      unless they are known to be 0: on the first update after a rollout, if the rollout policy is the reference.
     """
     gradient = iterations * (4 if checkpointing else 3)
     if method != "pacs":
@@ -238,8 +244,8 @@ def training_forward_equivalents(
 
 
 def mean_square_length(mean: float, longest: float) -> float:
-    """Mean of squared completion lengths, for lengths that fall off exponentially and are cut off at `longest`: 1.7 times the
-    square of a mean of 35 % of the longest, and the square itself if all are cut off."""
+    """Mean of squared completion lengths, for lengths that fall off exponentially and are cut off at `longest`: 1.7
+    times the square of a mean of 35 % of the longest, and the square itself if all are cut off."""
     if mean >= longest:
         return float(longest) ** 2
     low, high = 0.0, 1e6 * longest  # the exponential's own mean, of which cutting off takes some
@@ -254,9 +260,9 @@ def decoding_seconds(
     shape: ModelShape, rows: float, prompt: float, mean: float, longest: int, *, kv_cache_bytes: float, gpu: Gpu
 ) -> float:
     """
-    Time of generating `rows` completions on one GPU, bound by memory bandwidth. Each decoding step reads the bfloat16 weights once
-    and the keys and values of all sequences so far. A completion of length l reads its prompt l times and itself l / 2 times, so
-    squared lengths count. There are as many waves as the cache needs to hold all sequences.
+    Time of generating `rows` completions on one GPU, bound by memory bandwidth. Each decoding step reads the bfloat16
+    weights once and the keys and values of all sequences so far. A completion of length l reads its prompt l times and
+    itself l / 2 times, so squared lengths count. There are as many waves as the cache needs to hold all sequences.
     """
     cache_needed = rows * (prompt + mean) * shape.kv_bytes_per_token
     waves = max(1.0, cache_needed / max(kv_cache_bytes, 1.0))

@@ -1,4 +1,5 @@
-"""What a recipe comes to on a launch, in lines of text: the step, the run, GPU memory and hours. Formulas are in `cost.py`."""
+"""What a recipe comes to on a launch, in lines of text: the step, the run, GPU memory and hours. Formulas are in
+`cost.py`."""
 
 import math
 
@@ -44,10 +45,11 @@ def _size(size: float) -> str:
 
 class Estimate:
     """
-    What is known of a run beforehand. `dtype` is that of the loaded weights, `precision` that of activations (see [`~cost.ModelShape.activation_bytes`]). FSDP and
-    DeepSpeed train float32 copies of half-precision weights, but only under mixed precision, for which the recipe wins over
-    the accelerate file. `num_problems` is that of `prompts`; of a named set it is counted before overlong prompts are left out,
-    of others it is `None`. Sizes are bytes on one GPU; there are none where the shape of a model is not known, the policy's or the critic's.
+    What is known of a run beforehand. `dtype` is that of the loaded weights, `precision` that of activations (see
+    [`~cost.ModelShape.activation_bytes`]). FSDP and DeepSpeed train float32 copies of half-precision weights, but only
+    under mixed precision, for which the recipe wins over the accelerate file. `num_problems` is that of `prompts`; of
+    a named set it is counted before overlong prompts are left out, of others it is `None`. Sizes are bytes on one GPU;
+    there are none where the shape of a model is not known, the policy's or the critic's.
     """
 
     def __init__(self, recipe: Recipe, launch: Launch, gpu: Gpu = H200, prompts: Prompts = UNKNOWN):
@@ -125,7 +127,8 @@ class Estimate:
         self.peak = max(self.beside_engine + self.engine, self.update)
 
     def _tokens(self, rows: int) -> int:
-        """Of a micro-batch of the longest rows, as many of one group as there are; each with its prompt where groups are not known."""
+        """Of a micro-batch of the longest rows, as many of one group as there are; each with its prompt where groups
+        are not known."""
         shares = self.shares_prompts and self.step is not None
         saved = rows - math.ceil(rows / self.step.num_generations) if shares else 0
         return rows * self.longest - saved * (self.longest_prompt - 1)
@@ -162,9 +165,10 @@ class Estimate:
             (not self.recipe.model.use_peft, "train an adapter (use_peft: true)"),
         ]
         return (
-            f"An update needs {self.update / GIB:.0f} GiB on each GPU (training state {self.state / GIB:.0f}, activations "
-            f"{self.activations / GIB:.0f}), and an {self.gpu.name} has {self.gpu.memory_bytes / GIB:.0f}. To make it fit: "
-            f"{'; or '.join(words for helps, words in remedies if helps)}."
+            f"An update needs {self.update / GIB:.0f} GiB on each GPU (training state {self.state / GIB:.0f}, "
+            "activations "
+            f"{self.activations / GIB:.0f}), and an {self.gpu.name} has {self.gpu.memory_bytes / GIB:.0f}. To make it "
+            f"fit: {'; or '.join(words for helps, words in remedies if helps)}."
         )
 
     def engine_conflict(self) -> str | None:
@@ -181,9 +185,10 @@ class Estimate:
         ]
         helping = [words for helps, words in remedies if helps] or ["vllm_mode: server"]
         return (
-            f"vllm_gpu_memory_utilization={training.vllm_gpu_memory_utilization:g} takes {self.engine / GIB:.0f} GiB of an "
-            f"{self.gpu.name}'s {total / GIB:.0f}, and training needs {self.beside_engine / GIB:.0f} GiB beside it. Set "
-            f"{', or '.join(helping)}."
+            f"vllm_gpu_memory_utilization={training.vllm_gpu_memory_utilization:g} takes {self.engine / GIB:.0f} GiB "
+            "of an "
+            f"{self.gpu.name}'s {total / GIB:.0f}, and training needs {self.beside_engine / GIB:.0f} GiB beside it. "
+            f"Set {', or '.join(helping)}."
         )
 
     def lines(self, mean_length: int) -> list[str]:
@@ -209,8 +214,8 @@ class Estimate:
             "Step",
             f"  generation batch   {step.prompts_per_generation:.0f} prompts x {step.num_generations} completions = "
             f"{step.rows_per_generation} rows, {step.rows_per_generation // step.num_processes} per process",
-            f"  optimizer step     {step.prompts_per_update:g} prompts x {step.num_generations} = {step.rows_per_update} "
-            f"rows ({step.per_device_train_batch_size} rows x {step.num_processes} processes x "
+            f"  optimizer step     {step.prompts_per_update:g} prompts x {step.num_generations} = "
+            f"{step.rows_per_update} rows ({step.per_device_train_batch_size} rows x {step.num_processes} processes x "
             f"{step.gradient_accumulation_steps} accumulation steps)",
             f"  updates            {updates}",
         ]
@@ -231,8 +236,8 @@ class Estimate:
             f"  optimizer steps    {optimizer_steps}",
             f"  rollout steps      {rollouts}{f' ({epochs:.1f} epochs of {size} problems)' if size else ''}",
             f"  completions        {completions:,}",
-            f"  tokens generated   {_count(completions * mean_length)} at a mean of {mean_length} per completion, at most "
-            f"{_count(most)}",
+            f"  tokens generated   {_count(completions * mean_length)} at a mean of {mean_length} per completion, at "
+            f"most {_count(most)}",
         ]
 
     def _memory(self) -> list[str]:
@@ -291,10 +296,12 @@ class Estimate:
         return passes
 
     def learning(self, mean_length: int) -> tuple[float, float, float]:
-        """FLOP and seconds of all that is learnt from a generation, and the forward passes that they are reckoned as."""
+        """FLOP and seconds of all that is learnt from a generation, and the forward passes that they are reckoned
+        as."""
         training, shape, gpu, prompt = self.training, self.shape, self.gpu, self._prompt
         longest, rows = training.max_completion_length, self.step.rows_per_generation
-        # GRPO is TRL's, which pads every row to the longest of the generation, and among so many one reaches the limit.
+        # GRPO is TRL's, which pads every row to the longest of the generation, and among so many one reaches the
+        # limit.
         computed = attended = prompt + longest
         if self.recipe.run.method != "grpo":
             sharing = self._rows_of_a_prompt(prompt, mean_length)
@@ -310,8 +317,9 @@ class Estimate:
         return flops, flops / (self.launch.num_processes * gpu.flops * gpu.training_share), passes
 
     def _critic_time(self, mean_length: int) -> tuple[float, float, float, str]:
-        """FLOP and seconds of learning from the answers of a generation, seconds of writing them, and all that in words. Of a
-        completion every segment is counted that there may be, and a question holds half a completion on average."""
+        """FLOP and seconds of learning from the answers of a generation, seconds of writing them, and all that in
+        words. Of a completion every segment is counted that there may be, and a question holds half a completion on
+        average."""
         training, shape, gpu, gpus = self.training, self.critic_shape, self.gpu, self.launch.num_processes
         answers, longest = most_answers(training, self.step), training.critic_max_new_tokens
         question, mean = _TEMPLATE + self._prompt + mean_length // 2, max(1, round(0.35 * longest))
@@ -324,7 +332,8 @@ class Estimate:
             how = {"kv_cache_bytes": cache, "gpu": gpu}
             writing = cost.decoding_seconds(shape, answers / gpus, question, mean, longest, **how)
             written = f"{_seconds(writing)} to write them"
-        words = f"at most {answers:,} answers of {mean} tokens per rollout step; {written}, {_seconds(learning)} to learn from them"
+        words = f"at most {answers:,} answers of {mean} tokens per rollout step; {written}"
+        words += f", {_seconds(learning)} to learn from them"
         return flops, learning, writing, f"{words} ({passes:g} forward passes)"
 
     @property
@@ -363,8 +372,8 @@ class Estimate:
         generating, generation = self.generating(mean_length), "not counted: it depends on the server"
         if generating:
             generation = (
-                f"{_seconds(generating)}: weights read once per token of the longest completion, keys and values of all "
-                f"completions, at {gpu.decoding_share:.0%} of {gpu.bandwidth / 1e12:.3g} TB/s"
+                f"{_seconds(generating)}: weights read once per token of the longest completion, keys and values of "
+                f"all completions, at {gpu.decoding_share:.0%} of {gpu.bandwidth / 1e12:.3g} TB/s"
                 f"{'' if training.use_vllm else ' (vLLM; without it many times slower)'}"
             )
         critic = []
@@ -377,17 +386,20 @@ class Estimate:
         if times > 1 and generating:
             fresh = rollouts * (learning + times * generating) / 3600
             reuse = [
-                f"  reuse              {times} updates on every completion: as many with num_iterations=1 would draw {times} times "
-                f"as many completions, {_duration(fresh)} instead of {_duration(hours)}"
+                f"  reuse              {times} updates on every completion: as many with num_iterations=1 would draw "
+                f"{times} times as many completions, {_duration(fresh)} instead of {_duration(hours)}"
             ]
         return [
             "",
-            f"Time on {gpu.name} (estimate; grading, weight transfer and saving not counted; prompts of {prompt} tokens)",
-            f"  learning           {flops:.1e} FLOP per rollout step: {passes:g} forward passes of 2 x parameters x tokens "
-            f"plus attention{padding}; {_seconds(learning)} at {gpu.training_share:.0%} of {gpu.flops / 1e12:.0f} TFLOP/s",
+            f"Time on {gpu.name} (estimate; grading, weight transfer and saving not counted; prompts of {prompt} "
+            "tokens)",
+            f"  learning           {flops:.1e} FLOP per rollout step: {passes:g} forward passes of 2 x parameters x "
+            "tokens "
+            f"plus attention{padding}; {_seconds(learning)} at {gpu.training_share:.0%} of {gpu.flops / 1e12:.0f} "
+            "TFLOP/s",
             f"  generation         {generation}",
             *critic,
             *reuse,
-            f"  all                {_duration(hours)} on {gpus} GPU{'s' * (gpus > 1)}, {_duration(gpu_hours, 'GPU ', 0)}, "
-            f"{rollouts * flops:.1e} FLOP for learning",
+            f"  all                {_duration(hours)} on {gpus} GPU{'s' * (gpus > 1)}, "
+            f"{_duration(gpu_hours, 'GPU ', 0)}, {rollouts * flops:.1e} FLOP for learning",
         ]

@@ -1,4 +1,5 @@
-"""The launch that an accelerate file describes, read without accelerate's machine: how many processes, what they shard.
+"""The launch that an accelerate file describes, read without accelerate's machine: how many processes, what they
+shard.
 
 What accelerate would refuse is refused here, because `pacs-trl plan` is run where nothing is launched.
 """
@@ -32,9 +33,9 @@ _IGNORED = "accelerate ignores keys of {} that it does not know, and would shard
 @dataclass(frozen=True)
 class Launch:
     """
-    How a run is started: on how many GPUs, how they share the training state (`"none"`, `"gradients"` or `"full"`), the same
-    in words; `distributed_type` of the accelerate file, its FSDP version (1 or 2), and its mixed precision, which counts
-    where the recipe asks for neither `bf16` nor `fp16`.
+    How a run is started: on how many GPUs, how they share the training state (`"none"`, `"gradients"` or `"full"`),
+    the same in words; `distributed_type` of the accelerate file, its FSDP version (1 or 2), and its mixed precision,
+    which counts where the recipe asks for neither `bf16` nor `fp16`.
     """
 
     num_processes: int
@@ -48,8 +49,8 @@ class Launch:
 def read_launch(accelerate_config: str | None, num_processes: int | None) -> tuple[Launch | None, list[str]]:
     """
     The launch that an accelerate file describes, or without one a single process or plain data parallelism; on
-    `num_processes` where the command line says so. `None` with what accelerate would refuse or ignore, or what this package
-    is not run with.
+    `num_processes` where the command line says so. `None` with what accelerate would refuse or ignore, or what this
+    package is not run with.
     """
     if num_processes is not None and num_processes < 1:
         return None, [f"--num-processes must be at least 1, got {num_processes}."]
@@ -100,8 +101,8 @@ def _launch(config: dict, num_processes: int | None, path: str) -> tuple[Launch,
         errors.append(f"num_processes must be at least 1, got {count!r}. Set it there or with --num-processes.")
     elif kind == "NO" and count > 1:
         errors.append(
-            f"distributed_type NO starts one process, but num_processes is {count}. Use ddp.yaml or fsdp2.yaml, or set "
-            "--num-processes 1."
+            f"distributed_type NO starts one process, but num_processes is {count}. Use ddp.yaml or fsdp2.yaml, or "
+            "set --num-processes 1."
         )
     precision = config.get("mixed_precision")
     if precision is None:
@@ -141,8 +142,8 @@ def _zero_stage(section: dict, mixed_precision: object) -> tuple[int | None, str
             )
         if not Path(str(file)).is_file():
             errors.append(
-                f"deepspeed_config_file {file!r} does not exist (seen from {Path.cwd()}), so the ZeRO stage is not known. "
-                "Correct the path, or set zero_stage in its place."
+                f"deepspeed_config_file {file!r} does not exist (seen from {Path.cwd()}), so the ZeRO stage is not "
+                "known. Correct the path, or set zero_stage in its place."
             )
             return None, None, errors
         try:

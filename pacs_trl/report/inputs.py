@@ -1,6 +1,7 @@
 """Readers of the JSON files that reports, model cards and uploads are made from.
 
-A file that was cut short, edited or copied in part lacks fields: asking for one raises an error that names file and field.
+A file that was cut short, edited or copied in part lacks fields: asking for one raises an error that names file and
+field.
 """
 
 import json

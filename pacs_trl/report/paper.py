@@ -1,7 +1,8 @@
 """Numbers that the paper published, from `paper.yaml`, to print beside ours.
 
-Mislabel in v1: its abstract calls 59.78 % PACS's pass@256 on AIME 2025, but in the authors' own Table 2 that number is in the
-AIME 2024 block (+13.32 over PPO, +14.36 over GRPO, as the abstract says). PACS's pass@256 on AIME 2025 is 58.22 %.
+Mislabel in v1: its abstract calls 59.78 % PACS's pass@256 on AIME 2025, but in the authors' own Table 2 that number is
+in the AIME 2024 block (+13.32 over PPO, +14.36 over GRPO, as the abstract says). PACS's pass@256 on AIME 2025 is 58.22
+%.
 """
 
 from pathlib import Path

@@ -1,8 +1,8 @@
 """Figures from results files, training logs and the diversity file, as PNG and SVG at column width.
 
-Colours are those of Okabe and Ito, distinct for every common form of colour blindness; each line also has its own marker
-and dash. A method has the same in every figure (`looks`). Each function takes plain data, draws one figure and saves it; nothing is
-shown and no global state is changed.
+Colours are those of Okabe and Ito, distinct for every common form of colour blindness; each line also has its own
+marker and dash. A method has the same in every figure (`looks`). Each function takes plain data, draws one figure and
+saves it; nothing is shown and no global state is changed.
 """
 
 import itertools
@@ -225,8 +225,8 @@ def evaluation_figure(histories: Mapping[str, Sequence[Sequence[dict[str, float]
 def ablation_figure(
     results: Mapping[float, Sequence[dict[str, Any]]], benchmarks: Mapping[str, str], name: str, path: Path
 ) -> list[Path]:
-    """pass@k against a setting such as beta (log scale), one line per k: the mean over the benchmarks, then a panel for
-    each. Several results of one value are runs with different seeds."""
+    """pass@k against a setting such as beta (log scale), one line per k: the mean over the benchmarks, then a panel
+    for each. Several results of one value are runs with different seeds."""
     with matplotlib.rc_context(STYLE):
         parts = {title: [benchmark] for benchmark, title in benchmarks.items()}
         if len(parts) > 1:
@@ -299,8 +299,8 @@ def reliability_bins(scores: Sequence[float], labels: Sequence[float], *, num_bi
         labels (sequence of `float`): Labels in [0, 1].
 
     Returns:
-        `dict` with arrays of shape `(num_bins,)`: `count`, mean `probability` and mean `label` (nan in empty bins), and the
-        expected calibration error `sum_b count_b / N * |label_b - probability_b|`.
+        `dict` with arrays of shape `(num_bins,)`: `count`, mean `probability` and mean `label` (nan in empty bins),
+        and the expected calibration error `sum_b count_b / N * |label_b - probability_b|`.
 
     Raises:
         `ValueError`: if the lengths differ or there is nothing to show.
@@ -320,7 +320,8 @@ def reliability_bins(scores: Sequence[float], labels: Sequence[float], *, num_bi
 
 
 def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """`color`, `marker` and `linestyle` of each line of a figure: those of `METHODS` by name, and of `OTHERS` in order."""
+    """`color`, `marker` and `linestyle` of each line of a figure: those of `METHODS` by name, and of `OTHERS` in
+    order."""
     others = itertools.cycle(OTHERS)
     chosen = {name: METHODS.get(name) or next(others) for name in names}
     return {name: dict(zip(("color", "marker", "linestyle"), look, strict=True)) for name, look in chosen.items()}

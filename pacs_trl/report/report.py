@@ -32,7 +32,8 @@ def build_report(
         paths (sequence of `Path`): Results files or the directories that hold them.
         output_dir (`Path`): Where everything is written.
         published (`str`, *optional*): Base model whose published numbers stand beside ours, for example "Qwen3-8B".
-        baseline (`str`, *optional*): Method that the others are compared with in every table. The report begins with it, or else
+        baseline (`str`, *optional*): Method that the others are compared with in every table. The report begins with
+        it, or else
             with the method of the first file, as what was there before.
         figures (`bool`): Whether to draw the pass@k figure.
 
@@ -56,7 +57,8 @@ def build_report(
     if changes := tables.before_and_after(results, names, before):
         changes = tables.to_markdown(tables.BEFORE_AND_AFTER_HEADER, changes)
         markdown.append(
-            f"# Before and after\n\nBefore is {tables.one_line(before)}; percent, 95 % intervals over problems.\n\n{changes}"
+            f"# Before and after\n\nBefore is {tables.one_line(before)}; percent, 95 % intervals over "
+            f"problems.\n\n{changes}"
         )
     if figures:
         markdown.append("![pass@k](pass_at_k.png)\n")
@@ -179,7 +181,7 @@ def _sources(rows: Sequence[tables.Row]) -> str:
 def _protocol_text(protocol: dict[str, Any]) -> str:
     sampling, prompt, verifier = protocol["sampling"], protocol["prompt"], protocol["verifier"]
     return (
-        f"Sampling: temperature {sampling['temperature']}, top-p {sampling['top_p']}, top-k {sampling['top_k']}, at most "
-        f"{sampling['max_new_tokens']} tokens. Prompt: the problem, then {prompt['instruction']!r}; system turn: "
+        f"Sampling: temperature {sampling['temperature']}, top-p {sampling['top_p']}, top-k {sampling['top_k']}, at "
+        f"most {sampling['max_new_tokens']} tokens. Prompt: the problem, then {prompt['instruction']!r}; system turn: "
         f"{prompt['system_prompt']!r}. Verifier: {verifier['name']} {verifier['version']}.\n"
     )

@@ -1,8 +1,9 @@
 """Tables of the paper's shape from results files: one table per benchmark, rows are methods, columns are k.
 
-Ours carry a 95 % interval over problems, computed from the counts. A published number has none, so the interval of "ours - published" is ours,
-shifted. Several files with one method label are runs with different training seeds: their values are averaged problem by
-problem, and the standard deviation over runs is given as well. Nothing here needs torch.
+Ours carry a 95 % interval over problems, computed from the counts. A published number has none, so the interval of
+"ours - published" is ours, shifted. Several files with one method label are runs with different training seeds: their
+values are averaged problem by problem, and the standard deviation over runs is given as well. Nothing here needs
+torch.
 """
 
 import csv
@@ -64,7 +65,8 @@ def pass_at_k_rows(
     Args:
         results: Parsed results files, already known to share a protocol.
         benchmark (`str`): Name of the benchmark.
-        published (sequence of [`PublishedTable`]): Published blocks of the same benchmark; a method of the same name gets a
+        published (sequence of [`PublishedTable`]): Published blocks of the same benchmark; a method of the same name
+        gets a
             row "ours - published".
         baseline (`str`, *optional*): One of our methods; every other one gets a paired difference to it.
 
@@ -140,7 +142,8 @@ def _interval_cells(interval: Interval, ks: Sequence[int]) -> dict[int, Measured
 def pass_at_k_cells(
     group: Sequence[dict[str, Any]], benchmarks: Sequence[str], ks: Sequence[int]
 ) -> dict[int, Measured]:
-    """pass@k of one method, in which each benchmark weighs the same: mean over its runs, interval over problems, spread over runs."""
+    """pass@k of one method, in which each benchmark weighs the same: mean over its runs, interval over problems,
+    spread over runs."""
     cells = _interval_cells(pass_interval(*(problem_values(group, name, ks)[1] for name in benchmarks)), ks)
     if len(group) == 1:
         return cells
@@ -165,8 +168,9 @@ def paired_difference(
     runs: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]], benchmarks: Sequence[str], ks: Sequence[int]
 ) -> dict[int, Measured]:
     """
-    pass@k of some runs minus that of others, percent, over the problems that both were graded on; a benchmark weighs the same
-    whatever its size, as in the paper's average, in which 30 problems of AIME count as much as the 500 of MATH 500.
+    pass@k of some runs minus that of others, percent, over the problems that both were graded on; a benchmark weighs
+    the same whatever its size, as in the paper's average, in which 30 problems of AIME count as much as the 500 of
+    MATH 500.
 
     Raises:
         `ValueError`: if they share no problem of a benchmark.
@@ -184,8 +188,8 @@ def paired_difference(
 
 
 def before_and_after(results: Sequence[dict[str, Any]], names: Mapping[str, str], before: str) -> list[list[str]]:
-    """The smallest and the largest k of one method, of each other one, and the paired difference; first the mean over all
-    benchmarks, if every file has them all."""
+    """The smallest and the largest k of one method, of each other one, and the paired difference; first the mean over
+    all benchmarks, if every file has them all."""
     grouped = methods(results)
     parts = {title: [name] for name, title in names.items()}
     if len(parts) > 1 and all(names.keys() <= result["benchmarks"].keys() for result in results):
@@ -207,8 +211,8 @@ def before_and_after(results: Sequence[dict[str, Any]], names: Mapping[str, str]
 
 
 def support_rows(results: Sequence[dict[str, Any]], benchmark: str, baseline: str) -> list[list[str]]:
-    """Preserved, expanded, shrunk and out-of-support problems of every run against the first run of the baseline, with the
-    four ratios. Pairs with different numbers of samples are left out: a larger n finds more support."""
+    """Preserved, expanded, shrunk and out-of-support problems of every run against the first run of the baseline, with
+    the four ratios. Pairs with different numbers of samples are left out: a larger n finds more support."""
     grouped = methods([result for result in results if benchmark in result["benchmarks"]])
     base = _scorable(grouped[baseline][0], benchmark)
     lines = []

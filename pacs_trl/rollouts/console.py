@@ -1,8 +1,8 @@
-"""What a run says on the console: a short line per logged step in place of Trainer's dict of all metrics, which go to the
-trackers and to trainer_state.json.
+"""What a run says on the console: a short line per logged step in place of Trainer's dict of all metrics, which go to
+the trackers and to trainer_state.json.
 
-Left as a user of TRL knows it: `disable_tqdm=True` prints the dict, a notebook shows its table, and `remove_callback(ProgressCallback)`
-ends all of it.
+Left as a user of TRL knows it: `disable_tqdm=True` prints the dict, a notebook shows its table, and
+`remove_callback(ProgressCallback)` ends all of it.
 """
 
 import sys
@@ -24,7 +24,8 @@ NUMBERS = {
 
 
 class ConsoleCallback(ProgressCallback):
-    """A line per logged step and per evaluation, rewards before and after at the end, and a bar where it goes to a terminal."""
+    """A line per logged step and per evaluation, rewards before and after at the end, and a bar where it goes to a
+    terminal."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.current_step = state.global_step
@@ -56,8 +57,11 @@ def shorten_console(callbacks: list[TrainerCallback]) -> None:
 
 
 def step_line(logs: Mapping[str, Any], step: int, max_steps: int) -> str | None:
-    """`step 12/30  reward 0.37  entropy 0.19  length 21  truncated 0.05  grad_norm 0.12  1.2 s` of what is logged; `None` if that is
-    of no step."""
+    """
+    `step 12/30  reward 0.37  entropy 0.19  length 21  truncated 0.05  grad_norm 0.12  1.2 s` of what is logged.
+
+    `None` if that is of no step.
+    """
     prefix = "eval_" if "eval_reward" in logs else ""
     if f"{prefix}reward" not in logs:
         return None
@@ -71,7 +75,8 @@ def step_line(logs: Mapping[str, Any], step: int, max_steps: int) -> str | None:
 
 
 def change_of_reward(log_history: Sequence[Mapping[str, Any]]) -> str | None:
-    """Rewards at the begin and at the end of a run, over a tenth of its logged steps each; `None` of fewer than two."""
+    """Rewards at the begin and at the end of a run, over a tenth of its logged steps each; `None` of fewer than
+    two."""
     rewards = [log["reward"] for log in log_history if log.get("reward") is not None]
     count = max(1, len(rewards) // 10)
     if len(rewards) < 2:

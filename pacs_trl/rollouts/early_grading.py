@@ -1,8 +1,8 @@
 """Grading that overlaps with generation: completions that vLLM has finished are graded while it draws the others.
 
 Their grades wait in the cache of the shared verifier, where `math_reward` finds them, so labels, their order and their
-metrics are those of a run without it. The engine must hand out completions one by one: a colocated one does (`engine.py`), a
-server answers for the whole batch at once.
+metrics are those of a run without it. The engine must hand out completions one by one: a colocated one does
+(`engine.py`), a server answers for the whole batch at once.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,9 +1,9 @@
 """TRL's vLLM engine with what a run needs to be repeated and to end in order.
 
-- Every request has a seed. TRL seeds a colocated engine once, and its random state is not part of a checkpoint; with a seed
-  per request a resumed run asks for what the first would have asked for.
-- When a server stops answering, all processes learn of it, by the same exception. TRL's is raised on the main process while
-  the others wait for its completions for ever.
+- Every request has a seed. TRL seeds a colocated engine once, and its random state is not part of a checkpoint; with a
+  seed per request a resumed run asks for what the first would have asked for.
+- When a server stops answering, all processes learn of it, by the same exception. TRL's is raised on the main process
+  while the others wait for its completions for ever.
 - Completions that a colocated engine has finished are graded while it draws the others.
 - A prompt that stands in a draw several times is asked of a server once, for so many completions.
 - The time that weights take to reach vLLM is measured.
@@ -103,8 +103,9 @@ class CountingClient:
     """
     TRL's client of a vLLM server, for draws with another number of completions of each prompt. All else is its own.
 
-    Such a draw has each prompt as often as it is wanted, one completion each. The server gives the same answer to equal prompts of
-    a request with a seed, so they are counted, and each number is a request of its own; they run at the same time.
+    Such a draw has each prompt as often as it is wanted, one completion each. The server gives the same answer to
+    equal prompts of a request with a seed, so they are counted, and each number is a request of its own; they run at
+    the same time.
     """
 
     def __init__(self, client):
@@ -146,8 +147,8 @@ class Engine(VLLMGeneration):
         generation ([`~trl.generation.vllm_generation.VLLMGeneration`]):
             The one that TRL has built.
         next_seeds (`Callable`):
-            `next_seeds(n)` returns the seeds of the next `n` requests of this process. Asked for requests without a seed in
-            `generation_kwargs`.
+            `next_seeds(n)` returns the seeds of the next `n` requests of this process. Asked for requests without a
+            seed in `generation_kwargs`.
         timer ([`StepTimer`]):
             Gets the time of weight synchronization.
         early_grading ([`EarlyGrading`], *optional*):
@@ -173,11 +174,11 @@ class Engine(VLLMGeneration):
     @contextmanager
     def lent_to(self, model, **sampling: Any) -> Iterator[None]:
         """
-        Inside, the engine has the weights of another model of the same architecture, and draws by other settings. Afterwards those
-        of its own model have to be sent again.
+        Inside, the engine has the weights of another model of the same architecture, and draws by other settings.
+        Afterwards those of its own model have to be sent again.
 
-        Two engines would share a GPU worse: vLLM lets one engine of a process sleep, and weights are sent before every generation
-        anyway.
+        Two engines would share a GPU worse: vLLM lets one engine of a process sleep, and weights are sent before every
+        generation anyway.
         """
         own = {name: getattr(self, name) for name in ("model", "_weight_metadata", *sampling)}
         vars(self).update(sampling, model=model, _weight_metadata=None)
@@ -190,7 +191,8 @@ class Engine(VLLMGeneration):
     def sync_weights(self) -> None:
         """
         Raises:
-            [`ServerFailure`]: if a server does not answer. One that dies later, while weights are being sent, can leave NCCL
+            [`ServerFailure`]: if a server does not answer. One that dies later, while weights are being sent, can
+            leave NCCL
                 waiting for its peer.
         """
         with self._timer.part("weight_sync"):

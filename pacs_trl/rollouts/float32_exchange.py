@@ -1,9 +1,11 @@
-"""What FSDP2 rounds to bfloat16 under accelerate's mixed precision, and should not: gradients, and what a model returns.
+"""What FSDP2 rounds to bfloat16 under accelerate's mixed precision, and should not: gradients, and what a model
+returns.
 
 accelerate 1.15 gives every module `MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=bf16, output_dtype=bf16)`. Then
 gradients are summed over micro-batches and processes with 8 significant bits, where verl and DDP have float32. And
-log-probabilities, which the fused head computes in float32, are rounded on their way out: one of -0.5 to the next multiple of
-2^-9, which is more than an update moves it, and the proxy sums thousands of them. Arithmetic inside the model stays bf16.
+log-probabilities, which the fused head computes in float32, are rounded on their way out: one of -0.5 to the next
+multiple of 2^-9, which is more than an update moves it, and the proxy sums thousands of them. Arithmetic inside the
+model stays bf16.
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """Settings that a trainer has been built from, and that can no longer be changed.
 
-A trainer, its engine, and its update copy most settings when they are constructed, so that a later `trainer.args.KEY = VALUE`
-would be ignored, while checkpoints record the new value. Only what is named here is read again.
+A trainer, its engine, and its update copy most settings when they are constructed, so that a later `trainer.args.KEY =
+VALUE` would be ignored, while checkpoints record the new value. Only what is named here is read again.
 """
 
 import re
@@ -47,6 +47,6 @@ def check_kept(kept: Mapping[str, Any], args: Any) -> None:
     ]
     if changed:
         raise ValueError(
-            f"Settings were changed after they had been built into the trainer, which would ignore them: {', '.join(changed)}. "
-            "Construct a new trainer with these settings, or restore them."
+            "Settings were changed after they had been built into the trainer, which would ignore them: "
+            f"{', '.join(changed)}. Construct a new trainer with these settings, or restore them."
         )

@@ -22,8 +22,8 @@ def check_lora_targets(
     """
     Refuse LoRA targets that the model does not have.
 
-    As in peft, a list holds names of modules (or their last parts), a single text is "all-linear" or a regular expression
-    for the full name. TRL hands on a list of one name as text; such a text becomes a list again.
+    As in peft, a list holds names of modules (or their last parts), a single text is "all-linear" or a regular
+    expression for the full name. TRL hands on a list of one name as text; such a text becomes a list again.
 
     Args:
         peft_config ([`~peft.LoraConfig`]):
@@ -56,8 +56,8 @@ def check_lora_targets(
             re.compile(targets)
         except re.error as error:
             raise ValueError(
-                f"LoRA's target {targets!r} is read as a regular expression for full names of modules and is none ({error}). "
-                "Give names as a list, an expression, or all-linear."
+                f"LoRA's target {targets!r} is read as a regular expression for full names of modules and is none "
+                f"({error}). Give names as a list, an expression, or all-linear."
             ) from None
         missing = [] if any(re.fullmatch(targets, name) for name in names) else [targets]
     else:
@@ -70,7 +70,8 @@ def check_lora_targets(
     nearest = difflib.get_close_matches(missing[0], linear, n=1)
     hint = f" Did you mean {nearest[0]}?" if nearest else ""
     raise ValueError(
-        f"LoRA is to be put on {', '.join(missing)}, but {model_name} ({type(architecture).__name__}) has no such module.{hint} "
+        f"LoRA is to be put on {', '.join(missing)}, but {model_name} ({type(architecture).__name__}) has no such "
+        f"module.{hint} "
         f"Its linear layers are {', '.join(linear)}. Set target_modules (in a recipe lora_target_modules) to some of "
         "these, or to all-linear."
     )

@@ -17,11 +17,12 @@ DENSE = "dense/mixed_fraction"  # process labels teach in uniform groups, too
 
 class NoSignalCallback(TrainerCallback):
     """
-    Warns once in a run, also if it is resumed, after `PATIENCE` optimizer steps in a row in which all groups were uniform or all
-    completions truncated. The metrics that it reads are equal on all processes.
+    Warns once in a run, also if it is resumed, after `PATIENCE` optimizer steps in a row in which all groups were
+    uniform or all completions truncated. The metrics that it reads are equal on all processes.
 
     Args:
-        trainer ([`RolloutTrainer`]): Keeps in its checkpoints what is remembered, `signal`: the number of such steps (`"none_in"`), and
+        trainer ([`RolloutTrainer`]): Keeps in its checkpoints what is remembered, `signal`: the number of such steps
+        (`"none_in"`), and
             the metrics of the last generation.
     """
 
@@ -52,22 +53,24 @@ def likely_causes(reward: float, truncated: float, max_completion_length: int) -
     causes = []
     if truncated >= 0.5:
         causes.append(
-            f"completions are cut off at max_completion_length={max_completion_length} (raise it), or the model does not end its turn "
-            "(check chat template and end-of-sequence token)"
+            f"completions are cut off at max_completion_length={max_completion_length} (raise it), or the model does "
+            "not end its turn (check chat template and end-of-sequence token)"
         )
     if reward == 0:
         causes.append(
-            "the answers are not in the form that the reward function reads, or the problems are too hard (read completions with "
-            "log_completions: true, and grade them with `pacs-trl audit`)"
+            "the answers are not in the form that the reward function reads, or the problems are too hard (read "
+            "completions with log_completions: true, and grade them with `pacs-trl audit`)"
         )
     elif reward == 1:
         causes.append("the problems are too easy (take harder ones)")
     else:
         causes.append(
-            "the completions of a prompt are alike (raise temperature or num_generations), or the reward function does not depend on them"
+            "the completions of a prompt are alike (raise temperature or num_generations), or the reward function "
+            "does not depend on them"
         )
     return (
-        f"Nothing to learn from in {PATIENCE} optimizer steps in a row: in each of them, every group had equal rewards or every completion "
-        f"was truncated (at last: mean reward {reward:.2f}, truncated share {truncated:.2f}). Likely causes: {'; '.join(causes)}. "
-        "See docs/troubleshooting.md, 'The reward is flat'."
+        f"Nothing to learn from in {PATIENCE} optimizer steps in a row: in each of them, every group had equal "
+        "rewards or every completion "
+        f"was truncated (at last: mean reward {reward:.2f}, truncated share {truncated:.2f}). Likely causes: "
+        f"{'; '.join(causes)}. See docs/troubleshooting.md, 'The reward is flat'."
     )

@@ -1,8 +1,8 @@
 """What PACSTrainer and the baselines add to the runs of TRL's GRPOTrainer, whatever is learnt in them.
 
-A checkpoint holds what is needed to continue bit by bit, also in the middle of a generation batch, and each call of `train`
-begins from a checkpoint or from nothing, whatever the trainer has done before. See `resume.py` for what TRL's checkpoints leave
-out and for the files.
+A checkpoint holds what is needed to continue bit by bit, also in the middle of a generation batch, and each call of
+`train` begins from a checkpoint or from nothing, whatever the trainer has done before. See `resume.py` for what TRL's
+checkpoints leave out and for the files.
 """
 
 from collections.abc import Iterable, Iterator
@@ -86,8 +86,8 @@ class ResumableTrainer(GRPOTrainer):
         for name in ("bf16_full_eval", "fp16_full_eval"):
             if getattr(self.args, name) and not self.is_in_train:
                 raise ValueError(
-                    f"{name}=True would round the trained weights themselves, and training would go on with them. Remove the key, "
-                    "or load the model in that precision for an evaluation alone."
+                    f"{name}=True would round the trained weights themselves, and training would go on with them. "
+                    "Remove the key, or load the model in that precision for an evaluation alone."
                 )
         step, number = self._evaluations
         self._evaluations = (self.state.global_step, number + 1 if step == self.state.global_step else 1)
@@ -121,7 +121,8 @@ class ResumableTrainer(GRPOTrainer):
             return place
         if self.state.global_step < max_steps:
             self.accelerator.print(
-                f"Continuing from {resume_from_checkpoint}, after optimizer step {self.state.global_step} of {max_steps}."
+                f"Continuing from {resume_from_checkpoint}, after optimizer step {self.state.global_step} of "
+                f"{max_steps}."
             )
             return place
         self.accelerator.print(
@@ -141,7 +142,8 @@ class ResumableTrainer(GRPOTrainer):
                 f"{str(error).splitlines()[1].strip()} Resume with the model that the run was started with."
             ) from error
         if Path(resume_from_checkpoint, "ref", ADAPTER_SAFE_WEIGHTS_NAME).is_file():
-            # The trained adapter lies beside that of the KL reference, and transformers before 5.23 loads the latter alone.
+            # The trained adapter lies beside that of the KL reference, and transformers before 5.23 loads the latter
+            # alone.
             self.model.load_adapter(resume_from_checkpoint, "default", is_trainable=True)
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
@@ -176,7 +178,8 @@ class ResumableTrainer(GRPOTrainer):
             super().save_model(output_dir, _internal_call=True)  # who pushes is said in `published_trainer.py`
 
     def _save_beside_shards(self, output_dir: str, with_shards: bool) -> None:
-        """Where FSDP saves weights in shards Trainer leaves out configuration and tokenizer, without which they are no model."""
+        """Where FSDP saves weights in shards Trainer leaves out configuration and tokenizer, without which they are no
+        model."""
         if self.args.should_save:
             self._save(output_dir, state_dict={})
             for name in (SAFE_WEIGHTS_NAME, ADAPTER_SAFE_WEIGHTS_NAME):  # comes with it, without any weight
@@ -263,8 +266,9 @@ class ResumableTrainer(GRPOTrainer):
 
 
 class _StepBegin(TrainerCallback):
-    """Remembers where an optimizer step began, which only Trainer knows: the last one of an epoch may be shorter. Checks that no
-    callback or reward function has changed a setting: before the step, and before the state after it is saved."""
+    """Remembers where an optimizer step began, which only Trainer knows: the last one of an epoch may be shorter.
+    Checks that no callback or reward function has changed a setting: before the step, and before the state after it is
+    saved."""
 
     def __init__(self, trainer: ResumableTrainer):
         self.trainer = trainer

@@ -1,9 +1,9 @@
 """What a run needs to continue from a checkpoint exactly as if it had never stopped, beyond what Trainer saves.
 
-TRL's trainer continues exactly only where a generation batch ends: the rows it still has to learn from, its step counter,
-the order of later epochs and the random state of vLLM are not part of its checkpoints. The trainers here save the first
-two with the functions below, and make the other two functions of seeds and counters. A process may be killed while it
-writes, so a checkpoint is looked at before it is used.
+TRL's trainer continues exactly only where a generation batch ends: the rows it still has to learn from, its step
+counter, the order of later epochs and the random state of vLLM are not part of its checkpoints. The trainers here save
+the first two with the functions below, and make the other two functions of seeds and counters. A process may be killed
+while it writes, so a checkpoint is looked at before it is used.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ from ..update.rows import Rollout, from_state, to_state
 
 logger = logging.getLogger(__name__)
 
-# transformers loads an optimizer onto `args.device`, which is "cpu:0" with several processes on CPUs, a name that torch.load
-# does not know.
+# transformers loads an optimizer onto `args.device`, which is "cpu:0" with several processes on CPUs, a name that
+# torch.load does not know.
 torch.serialization.register_package(
     50, lambda storage: None, lambda storage, location: storage if location.startswith("cpu:") else None
 )
@@ -81,8 +81,8 @@ SHARED_SETTINGS = (
 
 
 class EpochSampler(Sampler):
-    """TRL's sampler, shuffled by seed and epoch. TRL's own goes on with the generator of the epoch before, so that a run
-    resumed after the first epoch would see the order of the first one again."""
+    """TRL's sampler, shuffled by seed and epoch. TRL's own goes on with the generator of the epoch before, so that a
+    run resumed after the first epoch would see the order of the first one again."""
 
     def __init__(self, sampler: RepeatSampler, epoch: Callable[[], int]):
         self.sampler = sampler
@@ -105,7 +105,8 @@ def request_seed(stream: str, index: int) -> int:
 
 @contextmanager
 def own_random_numbers(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed the global generators of Python, NumPy, the CPU, and `device` inside, and restore their states afterwards."""
+    """Seed the global generators of Python, NumPy, the CPU, and `device` inside, and restore their states
+    afterwards."""
     accelerator = None if device.type == "cpu" else torch.get_device_module(device)
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     of_accelerator = accelerator and accelerator.get_rng_state()
@@ -126,7 +127,8 @@ def own_random_numbers(seed: int, device: torch.device) -> Iterator[None]:
 
 def rows_to_save(steps: Sequence[Sequence[Rollout]], process: int, num_processes: int) -> dict[tuple[int, int], dict]:
     """
-    This process's part of the rows of a generation batch: those it learns from, and its share of those nobody has scored.
+    This process's part of the rows of a generation batch: those it learns from, and its share of those nobody has
+    scored.
 
     Args:
         steps (sequence of sequences of [`Rollout`]):
@@ -193,8 +195,8 @@ def check_same_adapter(checkpoint: str, adapter: PeftConfig | None) -> None:
         checkpoint (`str`):
             Directory of a checkpoint.
         adapter ([`~peft.PeftConfig`], *optional*):
-            Adapter that the run trains; `None` if it trains the whole model. Modules given by one word are not compared:
-            peft finds their names when it has the model.
+            Adapter that the run trains; `None` if it trains the whole model. Modules given by one word are not
+            compared: peft finds their names when it has the model.
 
     Raises:
         `ValueError`: if one is an adapter and the other a whole model, or they are different adapters.
@@ -217,8 +219,8 @@ def check_same_adapter(checkpoint: str, adapter: PeftConfig | None) -> None:
     bases = [name and Path(name).name for name in (saved["base_model_name_or_path"], adapter.base_model_name_or_path)]
     if all(bases) and bases[0] != bases[1]:
         logger.warning(
-            "%s holds an adapter of %s, and this run trains one of %s. Resume with the model that the run was started with, "
-            "unless it has only moved.",
+            "%s holds an adapter of %s, and this run trains one of %s. Resume with the model that the run was started "
+            "with, unless it has only moved.",
             checkpoint,
             saved["base_model_name_or_path"],
             adapter.base_model_name_or_path,
@@ -226,7 +228,8 @@ def check_same_adapter(checkpoint: str, adapter: PeftConfig | None) -> None:
 
 
 def cannot_write(error: BaseException) -> bool:
-    """Whether a file could not be written because a disk is full or broken. safetensors and torch say so in texts only."""
+    """Whether a file could not be written because a disk is full or broken. safetensors and torch say so in texts
+    only."""
     if isinstance(error, OSError):
         return error.errno in NO_ROOM
     texts = [f"os error {number})" for number in NO_ROOM] + ["PytorchStreamWriter", "unexpected pos", "iostream error"]
@@ -250,8 +253,8 @@ def reporting_full_disk(output_dir: str) -> Iterator[None]:
             f"from {last}, the last complete checkpoint" if last else "from the beginning: no checkpoint is complete"
         )
         raise FailedRun(
-            f"The run in {output_dir} can no longer write files: {str(error).splitlines()[0].rstrip('.')}. Free some space, "
-            f"and continue with `--resume_from_checkpoint last`, {where}."
+            f"The run in {output_dir} can no longer write files: {str(error).splitlines()[0].rstrip('.')}. Free some "
+            f"space, and continue with `--resume_from_checkpoint last`, {where}."
         ) from error
 
 
@@ -291,8 +294,8 @@ def defect(checkpoint: str | Path) -> str | None:
 
 def last_checkpoint(output_dir: str | Path) -> str | None:
     """
-    The last checkpoint of a run that is whole. A process that was killed while it wrote leaves one that is not, which a
-    warning names.
+    The last checkpoint of a run that is whole. A process that was killed while it wrote leaves one that is not, which
+    a warning names.
 
     Args:
         output_dir (`str` or `Path`):
@@ -308,8 +311,8 @@ def last_checkpoint(output_dir: str | Path) -> str | None:
         if wrong is None:
             return str(checkpoint)
         logger.warning(
-            "%s is not complete: %s. The process was stopped while it was being written, so it is passed over; the run "
-            "will write it again.",
+            "%s is not complete: %s. The process was stopped while it was being written, so it is passed over; the "
+            "run will write it again.",
             checkpoint,
             wrong,
         )
@@ -326,6 +329,6 @@ def check_complete(checkpoint: str) -> None:
         other = last_checkpoint(Path(checkpoint).parent)
         remedy = f"Resume from {other}" if other else "Start a new run"
         raise ValueError(
-            f"{checkpoint} is not complete: {wrong}. It is no checkpoint, or the process was stopped while it was being written. "
-            f"{remedy}."
+            f"{checkpoint} is not complete: {wrong}. It is no checkpoint, or the process was stopped while it was "
+            f"being written. {remedy}."
         )

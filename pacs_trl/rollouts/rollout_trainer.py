@@ -72,7 +72,8 @@ _MOST_UNREWARDED = 3
 
 
 class RolloutTrainer(PublishedTrainer):
-    """[`~trl.GRPOTrainer`] that can generate again for some prompts, and checks what it is given before it loads the model."""
+    """[`~trl.GRPOTrainer`] that can generate again for some prompts, and checks what it is given before it loads the
+    model."""
 
     _config_class: type[GRPOConfig] = GRPOConfig
     _padding_free = "auto"  # see `Scorer`
@@ -117,7 +118,8 @@ class RolloutTrainer(PublishedTrainer):
             arguments (`dict`): All other arguments of the trainer.
 
         Raises:
-            `ValueError`: if a data set has no prompts, the vLLM that `args` asks for cannot work, or the model has not the
+            `ValueError`: if a data set has no prompts, the vLLM that `args` asks for cannot work, or the model has not
+            the
                 modules that LoRA is for.
         """
         super()._prepare_loading(model, args, arguments)
@@ -235,8 +237,8 @@ class RolloutTrainer(PublishedTrainer):
         numbers = gather_object([number])
         if len(set(numbers)) > 1:
             raise ValueError(
-                f"Processes disagree on the number of {what}: {numbers}. Groups would be torn apart, or a process would "
-                "wait forever. All processes must load the same data with the same seed."
+                f"Processes disagree on the number of {what}: {numbers}. Groups would be torn apart, or a process "
+                "would wait forever. All processes must load the same data with the same seed."
             )
 
     def _check_number_of_prompts(self) -> None:
@@ -301,8 +303,8 @@ class RolloutTrainer(PublishedTrainer):
         """
         Draw completions of some prompts with the current policy, and have them judged.
 
-        Within a generation it may be called again, for some of the prompts and with another number of completions. Requests go
-        on with the next seeds, and a run that is resumed draws the same.
+        Within a generation it may be called again, for some of the prompts and with another number of completions.
+        Requests go on with the next seeds, and a run that is resumed draws the same.
 
         Args:
             inputs (sequence of `dict`):
@@ -310,8 +312,8 @@ class RolloutTrainer(PublishedTrainer):
             num_generations (`int`):
                 Completions of each.
             groups (sequence of `int`, *optional*):
-                [`Rollout.group`] of each input's completions, if they join others of the same prompt. By default each input is
-                a new group.
+                [`Rollout.group`] of each input's completions, if they join others of the same prompt. By default each
+                input is a new group.
 
         Returns:
             `list[Rollout]`: the rows of this process, the completions of a prompt adjacent.
@@ -371,7 +373,8 @@ class RolloutTrainer(PublishedTrainer):
         return complete
 
     def _stop_without_server(self, failure: ServerFailure, engine: Engine | None = None) -> NoReturn:
-        """Save the state between the last two optimizer steps, on all processes, and raise. `engine`: whose server it is."""
+        """Save the state between the last two optimizer steps, on all processes, and raise. `engine`: whose server it
+        is."""
         url, model = server_url(self.args), self.model
         if engine is not None:
             url, model = engine.server_base_url, engine.model
@@ -410,9 +413,10 @@ class RolloutTrainer(PublishedTrainer):
 
     def _stop_without_rewards(self) -> NoReturn:
         raise FailedRun(
-            f"The reward functions ({', '.join(self.reward_func_names)}) returned None for every completion of the first "
-            f"{self._unrewarded} generation batches, so nothing has been learned. Return numbers in [0, 1], and check the "
-            "columns that the functions read."
+            f"The reward functions ({', '.join(self.reward_func_names)}) returned None for every completion of the "
+            "first "
+            f"{self._unrewarded} generation batches, so nothing has been learned. Return numbers in [0, 1], and check "
+            "the columns that the functions read."
         )
 
     def are_truncated(self, completion_ids: Sequence[Sequence[int]]) -> list[bool]:
@@ -429,8 +433,8 @@ class RolloutTrainer(PublishedTrainer):
         return with_checked_result(self._with_own_arguments(function, name), name)
 
     def reward_arguments(self) -> dict[str, Any]:
-        """Return what reward functions with a parameter of that name get besides the columns of the data set. Extension point: rewards
-        that need the policy's log-probs."""
+        """Return what reward functions with a parameter of that name get besides the columns of the data set.
+        Extension point: rewards that need the policy's log-probs."""
         return {"score": self.score}
 
     def _with_own_arguments(self, function: Callable, name: str) -> Callable:
@@ -441,8 +445,8 @@ class RolloutTrainer(PublishedTrainer):
             return function
         if is_async_callable(function):
             raise ValueError(
-                f"The reward function {name!r} is asynchronous and asks for `{next(iter(own))}`, whose forward passes all processes make "
-                "together, in one order. Write it as a plain function."
+                f"The reward function {name!r} is asynchronous and asks for `{next(iter(own))}`, whose forward passes "
+                "all processes make together, in one order. Write it as a plain function."
             )
 
         @wraps(function)
@@ -476,7 +480,8 @@ class RolloutTrainer(PublishedTrainer):
                 Tokens of each row; at least one of the prompt.
 
         Returns:
-            `list[torch.Tensor]`: of each row, float32 of shape `(C,)` on the CPU, in nats, at the `temperature` of training.
+            `list[torch.Tensor]`: of each row, float32 of shape `(C,)` on the CPU, in nats, at the `temperature` of
+            training.
         """
         self._choose_forward_passes()
         size = self.args.per_device_train_batch_size

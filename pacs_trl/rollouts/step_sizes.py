@@ -13,7 +13,8 @@ class Step:
     What a generation and an optimizer step consist of; rows are completions.
 
     Attributes:
-        per_device_train_batch_size, gradient_accumulation_steps, steps_per_generation, num_generations, num_iterations (`int`):
+        per_device_train_batch_size, gradient_accumulation_steps, steps_per_generation, num_generations, num_iterations
+        (`int`):
             As in the configuration.
         num_processes (`int`):
             Number of processes.
@@ -80,8 +81,8 @@ class Step:
         """
         if self.num_generations < 2:
             return [
-                f"num_generations must be at least 2, got {self.num_generations}: the score of a completion compares it "
-                "with the other completions of its prompt. The paper uses 8."
+                f"num_generations must be at least 2, got {self.num_generations}: the score of a completion compares "
+                "it with the other completions of its prompt. The paper uses 8."
             ]
         # the second rule follows from the first when the steps are equal; one remedy at a time
         ragged = self._ragged("steps_per_generation", "generation batch")
@@ -97,8 +98,10 @@ class Step:
             )
         elif not whole_updates and self.num_iterations > 1:
             ragged.append(
-                f"num_iterations={self.num_iterations} repeats a generation batch, but with gradient_accumulation_steps="
-                f"{self.gradient_accumulation_steps} > steps_per_generation={self.steps_per_generation} the repetitions "
+                f"num_iterations={self.num_iterations} repeats a generation batch, but with "
+                "gradient_accumulation_steps="
+                f"{self.gradient_accumulation_steps} > steps_per_generation={self.steps_per_generation} the "
+                "repetitions "
                 f"would fall into one optimizer step. Set steps_per_generation={self.gradient_accumulation_steps} or "
                 "num_iterations=1."
             )

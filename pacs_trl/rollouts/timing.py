@@ -1,8 +1,8 @@
 """Where the time of an optimizer step goes: one clock per process, parts that never overlap, a table at the end.
 
-Only what runs between the begin and the end of an optimizer step is counted; saving, evaluation and the loading of data
-lie outside. On a GPU kernels run behind the clock, so a part that ends without waiting for its result gives time to the
-next one; all parts here end with a value on the CPU, except the optimizer.
+Only what runs between the begin and the end of an optimizer step is counted; saving, evaluation and the loading of
+data lie outside. On a GPU kernels run behind the clock, so a part that ends without waiting for its result gives time
+to the next one; all parts here end with a value on the CPU, except the optimizer.
 """
 
 import time
@@ -96,8 +96,9 @@ class StepTimer:
         ]
         for name in (*self.parts, "total"):
             seconds = self.totals[name]
+            share = seconds / total if total else 0
             lines.append(
-                f"  {name:13}{seconds:10.2f}{seconds / max(self.num_steps, 1):10.3f}{seconds / total if total else 0:8.1%}"
+                f"  {name:13}{seconds:10.2f}{seconds / max(self.num_steps, 1):10.3f}{share:8.1%}"
                 f"{'  ' + self.parts[name] if name in self.parts else ''}"
             )
         return "\n".join(lines)

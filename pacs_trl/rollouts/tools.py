@@ -1,6 +1,8 @@
-"""Tools that a model may call before it answers: what TRL's tool calls need of functions and templates, said before a model is loaded.
+"""Tools that a model may call before it answers: what TRL's tool calls need of functions and templates, said before a
+model is loaded.
 
-TRL runs the tools, in the trainer and without a limit of time, takes what they say out of the loss, and counts calls and failures.
+TRL runs the tools, in the trainer and without a limit of time, takes what they say out of the loss, and counts calls
+and failures.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +27,8 @@ def check_tools(tools: list[Callable] | None) -> None:
     names = [check_tool(tool) for tool in tools or []]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(
-            f"tools: two functions are called {' and '.join(sorted(twice))}, and the model calls a tool by its name. Rename one of them."
+            f"tools: two functions are called {' and '.join(sorted(twice))}, and the model calls a tool by its name. "
+            "Rename one of them."
         )
 
 
@@ -40,8 +43,8 @@ def check_tool(function: Callable) -> str:
         return get_json_schema(function)["function"]["name"]
     except (DocstringParsingException, TypeHintParsingException, AttributeError, NameError, TypeError) as error:
         raise ValueError(
-            f"tools: {function!r:.100} cannot be described to the model ({error}). A tool is a function whose arguments have type hints, "
-            "and a docstring with a line for each of them under `Args:`."
+            f"tools: {function!r:.100} cannot be described to the model ({error}). A tool is a function whose "
+            "arguments have type hints, and a docstring with a line for each of them under `Args:`."
         ) from error
 
 
@@ -61,20 +64,22 @@ def check_tool_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
             get_training_chat_template(tokenizer)
     except ValueError as error:
         raise ValueError(
-            f"The chat template of {name!r} cannot be used with tools: {error} Take a model that was trained to call tools "
-            "(Qwen2.5, Qwen3), or remove the key tools."
+            f"The chat template of {name!r} cannot be used with tools: {error} Take a model that was trained to call "
+            "tools (Qwen2.5, Qwen3), or remove the key tools."
         ) from error
 
 
 def shared_turns_error(args: GRPOConfig, num_processes: int | None, is_sharded: bool = False) -> str | None:
-    """What is wrong where processes draw together, of which each asks for another turn only while its own completions call tools.
-    `is_sharded` says that the model is spread over the processes."""
+    """What is wrong where processes draw together, of which each asks for another turn only while its own completions
+    call tools. `is_sharded` says that the model is spread over the processes."""
     alone = args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size == 1 if args.use_vllm else not is_sharded
     if alone or num_processes in (None, 1):
         return None
     return (
-        f"tools with {num_processes} processes that draw together (a vLLM server, vllm_tensor_parallel_size above 1, or FSDP and ZeRO-3 "
-        "without vLLM) would wait for ever: a process whose completions call no tool asks for no further turn. Set use_vllm: true, "
+        f"tools with {num_processes} processes that draw together (a vLLM server, vllm_tensor_parallel_size above 1, "
+        "or FSDP and ZeRO-3 "
+        "without vLLM) would wait for ever: a process whose completions call no tool asks for no further turn. Set "
+        "use_vllm: true, "
         "vllm_mode: colocate and vllm_tensor_parallel_size: 1, so that each process has an engine of its own."
     )
 

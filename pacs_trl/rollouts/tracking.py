@@ -1,8 +1,8 @@
 """One run per tracker, however often training stops and resumes.
 
 TRL and transformers send the metrics to wandb, trackio and TensorBoard. This module adds an identity of the run that
-outlives the process, the recipe, and the completions of every logged step under a key of their own (TRL logs them all under
-`completions`, where a tracker shows only the latest). The trackers' own environment variables win.
+outlives the process, the recipe, and the completions of every logged step under a key of their own (TRL logs them all
+under `completions`, where a tracker shows only the latest). The trackers' own environment variables win.
 """
 
 import importlib
@@ -32,7 +32,8 @@ def tracked_run(training: GRPOConfig, settings: dict[str, Any], *, resuming: boo
     Send everything logged inside to one run of each tracker in `report_to`; a resumed run continues the one it was in.
 
     The identity in `output_dir/run_id` is the run id of wandb, part of the name under which trackio finds a run, and
-    the folder of TensorBoard's events. Of `settings`, the resolved recipe, trackers get what is [`~redaction.published`].
+    the folder of TensorBoard's events. Of `settings`, the resolved recipe, trackers get what is
+    [`~redaction.published`].
 
     Yields:
         [`TrackingCallback`]: to be added to the trainer, which must be built inside.
@@ -80,8 +81,8 @@ def _require_key(wandb) -> None:
 
 class TrackingCallback(TrainerCallback):
     """
-    Send to wandb and trackio the recipe, the completions of each logged step as the table `completions/step_<step>`, and
-    at the end of training the table `timing`: `time/<part>` of every logged step.
+    Send to wandb and trackio the recipe, the completions of each logged step as the table `completions/step_<step>`,
+    and at the end of training the table `timing`: `time/<part>` of every logged step.
 
     TRL writes the completions of a step after it has called the callbacks, so they are sent with the next log.
     """

@@ -57,8 +57,8 @@ def _check_required_columns(function: Callable, name: str, columns: list[str], p
     given = {*_ALWAYS_GIVEN, *passed, *columns} - {"prompt", "completion"}  # TRL passes these in the plural only
     if missing := [parameter for parameter in required if parameter not in given]:
         raise ValueError(
-            f"The reward function {get_callable_name(function)!r} requires {', '.join(missing)}, but {name} has no such column, "
-            f"only {', '.join(columns)}. Rename a column, or give the parameter a default value."
+            f"The reward function {get_callable_name(function)!r} requires {', '.join(missing)}, but {name} has no "
+            f"such column, only {', '.join(columns)}. Rename a column, or give the parameter a default value."
         )
 
 
@@ -71,13 +71,15 @@ def check_prompts(name: str, dataset: Any) -> None:
         messages = prompt if isinstance(prompt, list) else []
         if not (prompt and isinstance(prompt, str) or messages and all(message.get("role") for message in messages)):
             raise ValueError(
-                f"Row {i} of {name} has the prompt {prompt!r:.100}. It must be text, or a list of messages that each have a role: the "
-                "model is asked what stands there. Leave such rows out, or make them with `pacs_trl.data.build_prompt`."
+                f"Row {i} of {name} has the prompt {prompt!r:.100}. It must be text, or a list of messages that each "
+                "have a role: the model is asked what stands there. Leave such rows out, or make them with "
+                "`pacs_trl.data.build_prompt`."
             )
 
 
 def check_golds(dataset: Any) -> None:
-    """Report gold answers of a training set that the shared verifier cannot read, unless it was asked before; not of a stream."""
+    """Report gold answers of a training set that the shared verifier cannot read, unless it was asked before; not of a
+    stream."""
     if isinstance(dataset, Dataset) and "solution" in dataset.column_names:
         report_unreadable_golds("the training set", dataset["solution"][:], shared_verifier())
 
@@ -98,7 +100,8 @@ def check_prompt_lengths(
         contexts (`dict`): See [`context_lengths`].
 
     Raises:
-        `ValueError`: if a prompt and `max_completion_length` tokens exceed the context, `max_tokens_per_micro_batch` (in
+        `ValueError`: if a prompt and `max_completion_length` tokens exceed the context, `max_tokens_per_micro_batch`
+        (in
             training) or, with vLLM, `vllm_max_model_length`; or messages cannot be tokenized.
     """
     of_engine = {"vllm_max_model_length": args.vllm_max_model_length if args.use_vllm else None}
@@ -119,7 +122,8 @@ def check_prompt_lengths(
                 limit = f"the context of the model, {limit}"
                 remedy = f"Lower max_completion_length to {max(room - max(lengths), 0)}"
             raise ValueError(
-                f"Row {overlong[0]} of {name} has a prompt of {lengths[overlong[0]]} tokens. With max_completion_length={completion}, "
+                f"Row {overlong[0]} of {name} has a prompt of {lengths[overlong[0]]} tokens. With "
+                f"max_completion_length={completion}, "
                 f"{len(overlong)} of {len(lengths)} prompts do not fit into {limit}={room}. {remedy}, or "
                 f"leave out prompts of more than {max(room - completion, 0)} tokens (in a recipe: max_prompt_length)."
             )
@@ -133,7 +137,8 @@ def check_columns(name: str, columns: Iterable[str]) -> None:
     columns = list(columns)
     if "prompt" not in columns:
         raise ValueError(
-            f"{name} has no column `prompt`, only {', '.join(columns) or 'none'}. The model is asked what stands there: "
+            f"{name} has no column `prompt`, only {', '.join(columns) or 'none'}. The model is asked what stands "
+            "there: "
             "text, or a list of messages. Rename the column of problems, or make it with `pacs_trl.data.build_prompt`."
         )
 
@@ -147,8 +152,8 @@ def check_number_of_prompts(num_prompts: int, args: GRPOConfig) -> None:
     if num_prompts < needed:
         raise ValueError(
             f"The training set has {num_prompts} prompts, but a generation batch needs {needed} different ones "
-            f"(generation_batch_size={args.generation_batch_size} / num_generations={args.num_generations}). Use more prompts, "
-            "or lower steps_per_generation, gradient_accumulation_steps or per_device_train_batch_size."
+            f"(generation_batch_size={args.generation_batch_size} / num_generations={args.num_generations}). Use more "
+            "prompts, or lower steps_per_generation, gradient_accumulation_steps or per_device_train_batch_size."
         )
 
 
@@ -164,8 +169,10 @@ def check_evaluation_batch(per_device_eval_batch_size: int, num_processes: int, 
     below = per_device_eval_batch_size // unit * unit
     legal = " or ".join(str(n) for n in (below, below + unit) if n > 0)
     raise ValueError(
-        f"A batch of an evaluation must hold whole groups of num_generations_eval={num_generations} completions, but it "
-        f"has per_device_eval_batch_size={per_device_eval_batch_size} x {num_processes} processes = {size}. Nearest legal "
+        f"A batch of an evaluation must hold whole groups of num_generations_eval={num_generations} completions, but "
+        "it "
+        f"has per_device_eval_batch_size={per_device_eval_batch_size} x {num_processes} processes = {size}. Nearest "
+        "legal "
         f"values: per_device_eval_batch_size={legal}, or another num_generations_eval (by default num_generations)."
     )
 
@@ -179,25 +186,26 @@ _HAVE_SETTINGS |= dict.fromkeys(("n", "num_return_sequences"), "num_generations"
 def check_generation_kwargs(args: GRPOConfig) -> None:
     """
     Raises:
-        `ValueError`: if `generation_kwargs` say what a setting of its own says, so that completions would be drawn in another way
+        `ValueError`: if `generation_kwargs` say what a setting of its own says, so that completions would be drawn in
+        another way
             than they are scored, or what generation ignores.
     """
     given = args.generation_kwargs or {}
     if "seed" in given and args.use_vllm:
         raise ValueError(
-            f"generation_kwargs={{'seed': {given['seed']}}} would draw the same completion for every row of a group. Remove it: a seed "
-            "for each request follows from `seed`."
+            f"generation_kwargs={{'seed': {given['seed']}}} would draw the same completion for every row of a group. "
+            "Remove it: a seed for each request follows from `seed`."
         )
     if double := sorted(given.keys() & _HAVE_SETTINGS):
         settings = ", ".join(dict.fromkeys(_HAVE_SETTINGS[key] for key in double))
         raise ValueError(
-            f"generation_kwargs must not have {', '.join(double)}: completions would be drawn with another value than the run is "
-            f"planned and scored with. Set {settings} instead."
+            f"generation_kwargs must not have {', '.join(double)}: completions would be drawn with another value than "
+            f"the run is planned and scored with. Set {settings} instead."
         )
     if not args.use_vllm and (unknown := sorted(given.keys() - vars(GenerationConfig()))):  # vLLM refuses them itself
         raise ValueError(
-            f"generation_kwargs have {', '.join(unknown)}, which transformers does not know and would ignore. Correct or remove it; "
-            "the keys are those of transformers.GenerationConfig."
+            f"generation_kwargs have {', '.join(unknown)}, which transformers does not know and would ignore. Correct "
+            "or remove it; the keys are those of transformers.GenerationConfig."
         )
 
 
@@ -234,8 +242,8 @@ def check_reward_function(function: Callable, name: str) -> None:
         inspect.signature(function).bind_partial(**dict.fromkeys(_ALWAYS_GIVEN))
     except TypeError as error:
         raise ValueError(
-            f"The reward function {name!r} cannot be called with prompts, completions and further columns ({error}). Write it as "
-            f"`def {name}(completions, **kwargs)`."
+            f"The reward function {name!r} cannot be called with prompts, completions and further columns ({error}). "
+            f"Write it as `def {name}(completions, **kwargs)`."
         ) from error
     except ValueError:  # one that says nothing of its parameters
         pass
@@ -258,7 +266,8 @@ def with_result(function: Callable, convert: Callable[[Any, dict], Any]) -> Call
 
 
 def with_checked_result(function: Callable, name: str) -> Callable:
-    """Return a reward function that raises a `ValueError`, which names it, on anything but an iterable of numbers and `None`."""
+    """Return a reward function that raises a `ValueError`, which names it, on anything but an iterable of numbers and
+    `None`."""
     return with_result(function, lambda rewards, given: _as_numbers(rewards, name, given))
 
 
@@ -274,7 +283,8 @@ def _as_numbers(rewards: Any, name: str, given: dict) -> list[float | None]:
         raise ValueError(f"The reward function {name!r} returned {rewards!r:.100}. {expected}") from None
     if len(rewards) != len(given.get("completions", rewards)):
         raise ValueError(
-            f"The reward function {name!r} returned {len(rewards)} entries for {len(given['completions'])} completions. {expected}"
+            f"The reward function {name!r} returned {len(rewards)} entries for {len(given['completions'])} "
+            f"completions. {expected}"
         )
     for i, reward in enumerate(rewards):
         try:
@@ -287,7 +297,7 @@ def _as_numbers(rewards: Any, name: str, given: dict) -> list[float | None]:
             ) from None
     if nans := [i for i, reward in enumerate(rewards) if reward is not None and math.isnan(reward)]:
         raise ValueError(
-            f"The reward function {name!r} returned NaN for {len(nans)} of {len(rewards)} completions, the first is completion "
-            f"{nans[0]}. Fix the computation, or return None where a completion has no verdict."
+            f"The reward function {name!r} returned NaN for {len(nans)} of {len(rewards)} completions, the first is "
+            f"completion {nans[0]}. Fix the computation, or return None where a completion has no verdict."
         )
     return rewards

@@ -1,8 +1,8 @@
 """What transformers and TRL refuse between settings of a run, as values and all at once.
 
-Their configurations say it too, but stop at the first mistake and can only be made where the run is: they count the processes
-that are there and ask this machine's GPU for bfloat16. What depends on the machine of the run is left to them.
-`tests/test_trl_drift.py` notices when their rules change.
+Their configurations say it too, but stop at the first mistake and can only be made where the run is: they count the
+processes that are there and ask this machine's GPU for bfloat16. What depends on the machine of the run is left to
+them. `tests/test_trl_drift.py` notices when their rules change.
 """
 
 from functools import partial
@@ -41,7 +41,8 @@ def trainer_errors(given: Any, num_processes: int | None) -> list[str]:
         ),
         (
             given.fp16_full_eval and given.bf16_full_eval,
-            "fp16_full_eval and bf16_full_eval are both true, and an evaluation has one precision. Remove one of them.",
+            "fp16_full_eval and bf16_full_eval are both true, and an evaluation has one precision. Remove one of "
+            "them.",
         ),
         (
             given.auto_find_batch_size,
@@ -50,28 +51,29 @@ def trainer_errors(given: Any, num_processes: int | None) -> list[str]:
         ),
         (
             given.log_completions_hub_repo is not None and not given.log_completions,
-            f"log_completions_hub_repo={given.log_completions_hub_repo!r} would stay empty, because log_completions is "
-            "false. Set it to true, or remove the repository.",
+            f"log_completions_hub_repo={given.log_completions_hub_repo!r} would stay empty, because log_completions "
+            "is false. Set it to true, or remove the repository.",
         ),
         (
             given.dataloader_prefetch_factor is not None and given.dataloader_num_workers == 0,
-            f"dataloader_prefetch_factor={given.dataloader_prefetch_factor} would be ignored with dataloader_num_workers=0: "
+            f"dataloader_prefetch_factor={given.dataloader_prefetch_factor} would be ignored with "
+            "dataloader_num_workers=0: "
             "batches are loaded when they are needed. Raise dataloader_num_workers, or remove the key.",
         ),
         (
             given.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy") and not evaluates,
-            f"lr_scheduler_type={given.lr_scheduler_type!s} goes by the results of evaluations, and eval_strategy is 'no'. "
-            "Set eval_strategy, or choose another schedule.",
+            f"lr_scheduler_type={given.lr_scheduler_type!s} goes by the results of evaluations, and eval_strategy is "
+            "'no'. Set eval_strategy, or choose another schedule.",
         ),
         (
             low is not None and high is not None and low >= high,
-            f"vllm_importance_sampling_clip_min={low} must be below vllm_importance_sampling_clip_max={high}: ratios are "
-            "kept between them.",
+            f"vllm_importance_sampling_clip_min={low} must be below vllm_importance_sampling_clip_max={high}: ratios "
+            "are kept between them.",
         ),
         (
             given.vllm_importance_sampling_correction and mode.endswith("_truncate") and low is None and high is None,
-            f"vllm_importance_sampling_mode={mode!r} has nothing to truncate at. Set vllm_importance_sampling_clip_min or "
-            "vllm_importance_sampling_clip_max.",
+            f"vllm_importance_sampling_mode={mode!r} has nothing to truncate at. Set "
+            "vllm_importance_sampling_clip_min or vllm_importance_sampling_clip_max.",
         ),
         (
             isinstance(given.pad_to_multiple_of, str) and not _is_multiple(given.pad_to_multiple_of),
@@ -79,13 +81,13 @@ def trainer_errors(given: Any, num_processes: int | None) -> list[str]:
         ),
         (
             given.optim_args is not None and str(given.optim) in ("adamw_torch", "adamw_torch_fused"),
-            f"optim_args={given.optim_args!r} would be ignored: optim={given.optim!s} takes adam_beta1, adam_beta2, adam_epsilon and "
-            "weight_decay. Set those, or choose another optimizer.",
+            f"optim_args={given.optim_args!r} would be ignored: optim={given.optim!s} takes adam_beta1, adam_beta2, "
+            "adam_epsilon and weight_decay. Set those, or choose another optimizer.",
         ),
         (
             given.lr_scheduler_type == "constant" and given.warmup_steps,
-            f"warmup_steps={given.warmup_steps} would be ignored with lr_scheduler_type='constant'. Set constant_with_warmup, or remove "
-            "the key.",
+            f"warmup_steps={given.warmup_steps} would be ignored with lr_scheduler_type='constant'. Set "
+            "constant_with_warmup, or remove the key.",
         ),
         (
             given.sync_ref_model and given.beta == 0,
@@ -93,7 +95,8 @@ def trainer_errors(given: Any, num_processes: int | None) -> list[str]:
         ),
         (
             given.eval_steps is not None and not evaluates,
-            f"eval_steps={given.eval_steps} would be ignored, because eval_strategy is 'no'. Set eval_strategy: steps.",
+            f"eval_steps={given.eval_steps} would be ignored, because eval_strategy is 'no'. Set eval_strategy: "
+            "steps.",
         ),
         (
             given.liger_kernel_config is not None and not given.use_liger_kernel,
@@ -101,12 +104,13 @@ def trainer_errors(given: Any, num_processes: int | None) -> list[str]:
         ),
         (
             given.fsdp_config is not None and not given.fsdp,
-            "fsdp_config would be ignored, because fsdp is not set. Set fsdp, or describe FSDP in the file that accelerate launches with.",
+            "fsdp_config would be ignored, because fsdp is not set. Set fsdp, or describe FSDP in the file that "
+            "accelerate launches with.",
         ),
         (
             bool(unknown := (given.gradient_checkpointing_kwargs or {}).keys() - signature(checkpoint).parameters),
-            f"gradient_checkpointing_kwargs has {', '.join(sorted(unknown))}, which torch.utils.checkpoint.checkpoint does not take. "
-            "Remove it.",
+            f"gradient_checkpointing_kwargs has {', '.join(sorted(unknown))}, which torch.utils.checkpoint.checkpoint "
+            "does not take. Remove it.",
         ),
         *_interval_rules(given),
         *_best_model_rules(given),
@@ -130,8 +134,8 @@ def precision_error(given: Any) -> str | None:
     if not asked or given.use_cpu or is_torch_bf16_gpu_available():
         return None
     return (
-        f"{' and '.join(asked)} needs a GPU that computes in bfloat16, and this machine has none. Train on another machine, or set "
-        "bf16: false (without a GPU also use_cpu: true)."
+        f"{' and '.join(asked)} needs a GPU that computes in bfloat16, and this machine has none. Train on another "
+        "machine, or set bf16: false (without a GPU also use_cpu: true)."
     )
 
 
@@ -162,8 +166,8 @@ def _best_model_rules(given: Any) -> list[tuple[bool, str]]:
         ),
         (
             wants_best and given.save_strategy == given.eval_strategy == "steps" and not multiple,
-            f"load_best_model_at_end=True needs an evaluation of each checkpoint, so save_steps={save} must be a multiple of "
-            f"eval_steps={evaluation}.",
+            f"load_best_model_at_end=True needs an evaluation of each checkpoint, so save_steps={save} must be a "
+            f"multiple of eval_steps={evaluation}.",
         ),
     ]
 

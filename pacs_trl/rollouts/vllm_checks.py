@@ -1,8 +1,9 @@
 """What can be wrong with vLLM before a run starts, found before any weights are loaded: one paragraph and the remedy.
 
-vLLM's own errors come late (after the model is loaded), from a subprocess, or as a hang. Checked here: is it installed, in a
-version that TRL can drive; are memory fraction and ports possible; and in server mode, does a vLLM server answer, with this
-model and with what weight transfer needs. What vLLM itself says clearly (not enough free memory) is left to it.
+vLLM's own errors come late (after the model is loaded), from a subprocess, or as a hang. Checked here: is it
+installed, in a version that TRL can drive; are memory fraction and ports possible; and in server mode, does a vLLM
+server answer, with this model and with what weight transfer needs. What vLLM itself says clearly (not enough free
+memory) is left to it.
 """
 
 import importlib.metadata
@@ -73,8 +74,8 @@ def check_port(port: int, setting: str, remedy: str) -> None:
             probe.bind(("", port))
         except OSError as error:
             raise ValueError(
-                f"{setting}={port} cannot be used on this machine ({error.strerror}): another process, perhaps another "
-                f"run, holds the port. {remedy} `ss -ltnp | grep {port}` shows who holds it."
+                f"{setting}={port} cannot be used on this machine ({error.strerror}): another process, perhaps "
+                f"another run, holds the port. {remedy} `ss -ltnp | grep {port}` shows who holds it."
             ) from error
 
 
@@ -92,8 +93,8 @@ def check_vllm(args: GRPOConfig, model: str) -> None:
     check_version(installed_vllm())
     if args.vllm_mode == "colocate" and args.vllm_enable_sleep_mode and args.device.type == "cpu":
         raise ValueError(
-            "vllm_enable_sleep_mode=True needs a GPU: vLLM's CPU backend cannot give its memory back. Remove it; the CPU "
-            "engine's cache is bounded by the environment variable VLLM_CPU_KVCACHE_SPACE (GiB)."
+            "vllm_enable_sleep_mode=True needs a GPU: vLLM's CPU backend cannot give its memory back. Remove it; the "
+            "CPU engine's cache is bounded by the environment variable VLLM_CPU_KVCACHE_SPACE (GiB)."
         )
     if args.process_index != 0:
         return
@@ -117,7 +118,8 @@ def check_server(
     args: GRPOConfig, model: str, setting: str = "vllm_server_base_url, or vllm_server_host and vllm_server_port"
 ) -> None:
     """
-    Wait up to `vllm_server_timeout` seconds for the server and ask it what it serves; `setting` is where its address stands.
+    Wait up to `vllm_server_timeout` seconds for the server and ask it what it serves; `setting` is where its address
+    stands.
 
     Raises:
         `ValueError`: if no vLLM server answers, or one with another model, with too short a context, or without what
@@ -131,14 +133,14 @@ def check_server(
             (served, *_) = answer.json()["data"]
         except (ValueError, KeyError) as error:
             raise ValueError(
-                f"Something answers at {url}, but it is no vLLM server (GET /v1/models: status {answer.status_code}). Set "
-                f"{setting} to the address of: {command}"
+                f"Something answers at {url}, but it is no vLLM server (GET /v1/models: status {answer.status_code}). "
+                f"Set {setting} to the address of: {command}"
             ) from error
         if model not in (served["id"], served.get("root")):
             raise ValueError(
-                f"The vLLM server at {url} serves {served['id']!r}, but this run trains {model!r}: completions would come "
-                f"from another architecture or fail to take the weights. Start it with: {command} (for the same weights "
-                f"under another name, add --served-model-name {model})"
+                f"The vLLM server at {url} serves {served['id']!r}, but this run trains {model!r}: completions would "
+                f"come from another architecture or fail to take the weights. Start it with: {command} (for the same "
+                f"weights under another name, add --served-model-name {model})"
             )
         length = served.get("max_model_len")
         if length is not None and args.max_completion_length is not None and length <= args.max_completion_length:
@@ -197,6 +199,6 @@ def _wait_for_server(client: httpx.Client, url: str, timeout: float, command: st
         logger.warning("Waiting for the vLLM server at %s (%s).", url, reason)
         time.sleep(_SECONDS_BETWEEN_TRIES)
     raise ValueError(
-        f"No vLLM server answers at {url} after {timeout:g} s (vllm_server_timeout; {reason}). Start it with: {command} "
-        f"and wait until `curl --fail {url}/health` succeeds, or correct {setting}."
+        f"No vLLM server answers at {url} after {timeout:g} s (vllm_server_timeout; {reason}). Start it with: "
+        f"{command} and wait until `curl --fail {url}/health` succeeds, or correct {setting}."
     )

@@ -1,9 +1,9 @@
 """Which values of a setting make sense: types by the dataclasses, ranges by the table below, and what a method
 ignores.
 
-Pure functions of values: the configurations ask when they are made, and `recipe.py` asks before it makes any, so that `train`
-stops and `plan` goes on with all that is wrong with a recipe, also on a machine that could not train it. Rules between
-settings stand with the configurations, those of transformers and TRL in `rollouts/trainer_settings.py`.
+Pure functions of values: the configurations ask when they are made, and `recipe.py` asks before it makes any, so that
+`train` stops and `plan` goes on with all that is wrong with a recipe, also on a machine that could not train it. Rules
+between settings stand with the configurations, those of transformers and TRL in `rollouts/trainer_settings.py`.
 """
 
 import json
@@ -99,8 +99,8 @@ def ignored_settings(config_class: type, given: Any, reasons: Mapping[str, str])
     """A sentence for each setting that a method would ignore, and that is not at its default; `reasons` says why."""
     known = settings_of(config_class)
     return [
-        f"{config_class.__name__} does not take {name}={getattr(given, name)!r}: {reason}, so the value would be ignored. "
-        f"Remove the key (its default is {known[name].default!r}), or train with `method: grpo`."
+        f"{config_class.__name__} does not take {name}={getattr(given, name)!r}: {reason}, so the value would be "
+        f"ignored. Remove the key (its default is {known[name].default!r}), or train with `method: grpo`."
         for name, reason in reasons.items()
         if getattr(given, name) != known[name].default
     ]
@@ -114,7 +114,8 @@ def refuse_illegal_values(config: object) -> None:
 
 
 def illegal_value(name: str, value: Any, setting: Setting) -> str | None:
-    """What is wrong with the value of a setting by the tables, `None` if nothing is; text that spells a number is one."""
+    """What is wrong with the value of a setting by the tables, `None` if nothing is; text that spells a number is
+    one."""
     if value is None and "NoneType" in setting.kinds:
         return None
     number = _number(value) if setting.kinds & {"int", "float"} else None

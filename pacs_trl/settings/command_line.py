@@ -1,8 +1,8 @@
-"""What all command lines of the package have in common, without any library: `--a-b` is `--a_b`, a misspelt name gets the
-nearest one, and settings are given as `--config FILE.yaml [--key value ...]`.
+"""What all command lines of the package have in common, without any library: `--a-b` is `--a_b`, a misspelt name gets
+the nearest one, and settings are given as `--config FILE.yaml [--key value ...]`.
 
-Exit codes: 0; 1 for a run that failed, and for `plan` one that would; 2 for what a user can mend, said in words; 130 after
-Ctrl-C; 143 after SIGTERM.
+Exit codes: 0; 1 for a run that failed, and for `plan` one that would; 2 for what a user can mend, said in words; 130
+after Ctrl-C; 143 after SIGTERM.
 """
 
 import argparse
@@ -84,7 +84,8 @@ def exit_code(program: str, main: Callable[[Sequence[str]], Any], argv: Sequence
 
 
 def _open_streams() -> None:
-    """No line ends a run, wherever it goes: to a closed descriptor, or in an encoding that lacks one of its characters."""
+    """No line ends a run, wherever it goes: to a closed descriptor, or in an encoding that lacks one of its
+    characters."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))
@@ -93,7 +94,8 @@ def _open_streams() -> None:
 
 
 def _quiet_libraries() -> None:
-    """Before they are imported: no progress bars into a pipe or a file, and no warnings that are known to be harmless."""
+    """Before they are imported: no progress bars into a pipe or a file, and no warnings that are known to be
+    harmless."""
     if not sys.stderr.isatty():
         for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
             os.environ.setdefault(name, "1")
@@ -103,7 +105,8 @@ def _quiet_libraries() -> None:
 
 
 def _is_of_a_run(error: Exception) -> bool:
-    """Whether training had begun and code of others raised it, a reward function's or a library's: then it is no advice."""
+    """Whether training had begun and code of others raised it, a reward function's or a library's: then it is no
+    advice."""
     *_, (last, _) = traceback.walk_tb(error.__traceback__)
     return _has_begun(error) and not last.f_globals.get("__name__", "").startswith("pacs_trl.")
 
@@ -218,8 +221,8 @@ def read_settings(argv: Sequence[str], known_to: Callable[[str | None], Mapping[
     known = known_to(method if isinstance(method, str) else None)
     if path and "distributed_type" in settings:
         raise ValueError(
-            f"{path[0]} is a file of accelerate, and no recipe: `accelerate launch --config_file` takes it, and `plan` as "
-            "--accelerate-config."
+            f"{path[0]} is a file of accelerate, and no recipe: `accelerate launch --config_file` takes it, and "
+            "`plan` as --accelerate-config."
         )
     for command, key in RECIPE_OF.items():
         if path and key in settings and key not in known:

@@ -33,7 +33,8 @@ def _unknown_keys(settings: Mapping[str, Any], method: str, known: Mapping[str, 
     for key in sorted(settings.keys() - known[method].keys() - {"env"}):
         owners = [name for name in known if key in known[name]]
         if owners:
-            message = f"`{key}` is a setting of method {' and '.join(owners)}, not of {method}; remove it or change `method`."
+            owner = " and ".join(owners)
+            message = f"`{key}` is a setting of method {owner}, not of {method}; remove it or change `method`."
         else:
             message = (
                 f"`{key}` is not a setting of method {method}.{did_you_mean(key, known[method].keys() | {'config'})}"

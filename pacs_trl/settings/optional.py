@@ -36,8 +36,8 @@ TRACKERS = (
 
 
 def looks_like_path(name: str) -> bool:
-    """Whether the name of a model or a dataset is spelled as a path: a Hub id has at most one slash, and recipes of ours
-    write below `outputs/`."""
+    """Whether the name of a model or a dataset is spelled as a path: a Hub id has at most one slash, and recipes of
+    ours write below `outputs/`."""
     return name.startswith((".", "/", "~", "outputs/")) or name.count("/") > 1
 
 
@@ -73,12 +73,13 @@ def check_model_path(name: str) -> None:
     base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
     if not base:
         raise ValueError(
-            f"{name}/adapter_config.json does not name the base model of the adapter. Set base_model_name_or_path there."
+            f"{name}/adapter_config.json does not name the base model of the adapter. Set base_model_name_or_path "
+            "there."
         )
     if looks_like_path(base) and not Path(base).is_dir():
         raise ValueError(
-            f"The adapter {name!r} belongs to the base model {base!r}, which does not exist (seen from {Path.cwd()}). Put "
-            "the base model there, or set base_model_name_or_path in adapter_config.json to where it is."
+            f"The adapter {name!r} belongs to the base model {base!r}, which does not exist (seen from {Path.cwd()}). "
+            "Put the base model there, or set base_model_name_or_path in adapter_config.json to where it is."
         )
 
 
@@ -91,8 +92,8 @@ def check_whole_model(name: str, user: str, otherwise: str) -> None:
     if Path(name, "adapter_config.json").is_file() and not Path(name, "config.json").is_file():
         raise ValueError(
             f"{name} holds an adapter, and {user} loads whole models. Merge it into its base model first (peft: "
-            "AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload().save_pretrained(...), and the tokenizer), "
-            f"or {otherwise}."
+            "AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload().save_pretrained(...), and the "
+            f"tokenizer), or {otherwise}."
         )
 
 
@@ -112,8 +113,8 @@ def check_writable(name: str, directory: str | Path) -> None:
         tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
         raise ValueError(
-            f"{name}={str(directory)!r} cannot be written to: {error.strerror}. Choose another directory, or make room or "
-            "give the rights."
+            f"{name}={str(directory)!r} cannot be written to: {error.strerror}. Choose another directory, or make "
+            "room or give the rights."
         ) from error
 
 
@@ -149,8 +150,8 @@ def require_vllm_for_evaluation() -> None:
     """
     if find_spec("vllm") is None:
         raise ValueError(
-            f"engine='vllm', but vLLM is not installed in this environment. {VLLM_OF_TRL}. {INSTALL_VLLM}, or sample with "
-            "transformers: `--engine transformers`."
+            f"engine='vllm', but vLLM is not installed in this environment. {VLLM_OF_TRL}. {INSTALL_VLLM}, or sample "
+            "with transformers: `--engine transformers`."
         )
 
 
@@ -172,8 +173,8 @@ def function_of_user(name: str, key: str) -> Callable:
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = "" if place.filename.startswith("<frozen") else f", {place.filename} line {place.lineno}"
         raise ValueError(
-            f"The module of {name!r} cannot be imported here ({type(error).__name__}: {error}{where}). It must be importable from "
-            f"the working directory of the run, which is {Path.cwd()}."
+            f"The module of {name!r} cannot be imported here ({type(error).__name__}: {error}{where}). It must be "
+            f"importable from the working directory of the run, which is {Path.cwd()}."
         ) from error
     if not callable(getattr(module, function_name, None)):
         raise ValueError(f"The module {module_name!r} has no function {function_name!r} ({key}: {name}).")

@@ -1,9 +1,9 @@
 """The completions of an optimizer step as groups, made once from its rows; groups may differ in size.
 
-`objective.py` works on `P` groups of `G` rows each. Here the rows of a step, in any order, are laid into the cells of a
-`(P, G)` grid with `G` the size of the largest group, and results are taken out again. A cell without a row has the label NaN,
-which the objective leaves out of every mean. A row without a verdict has it too, but it is a row: it counts for the KL term,
-the entropy and the metrics, and an empty cell counts for nothing.
+`objective.py` works on `P` groups of `G` rows each. Here the rows of a step, in any order, are laid into the cells of
+a `(P, G)` grid with `G` the size of the largest group, and results are taken out again. A cell without a row has the
+label NaN, which the objective leaves out of every mean. A row without a verdict has it too, but it is a row: it counts
+for the KL term, the entropy and the metrics, and an empty cell counts for nothing.
 """
 
 import math

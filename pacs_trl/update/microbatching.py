@@ -1,10 +1,10 @@
 """Which sequences go into which micro-batch, on which process: pure functions on lengths.
 
-The gradient of an optimizer step is a sum over sequences (see `objective.proxy_coefficients`), so its micro-batches may
-have any composition. A schedule is a list with one entry per process, each a list of micro-batches, each a list of row
-indices. Every process gets the same number of micro-batches, because each forward may be a collective operation
-(FSDP, ZeRO-3); an empty micro-batch stands for a forward of a row whose weight is zero. Schedules depend on nothing but the
-lengths, so all processes compute the same one without talking to each other.
+The gradient of an optimizer step is a sum over sequences (see `objective.proxy_coefficients`), so its micro-batches
+may have any composition. A schedule is a list with one entry per process, each a list of micro-batches, each a list of
+row indices. Every process gets the same number of micro-batches, because each forward may be a collective operation
+(FSDP, ZeRO-3); an empty micro-batch stands for a forward of a row whose weight is zero. Schedules depend on nothing
+but the lengths, so all processes compute the same one without talking to each other.
 """
 
 import heapq
@@ -23,10 +23,11 @@ class RowLengths(NamedTuple):
         prompts, completions (`Sequence[int]`):
             Numbers of tokens.
         texts (`Sequence[int]`, *optional*):
-            The same number for rows with the same prompt, which is computed once in a packed micro-batch; by default all differ.
+            The same number for rows with the same prompt, which is computed once in a packed micro-batch; by default
+            all differ.
         pair_cost (`float`, *optional*, defaults to `0.0`):
-            What it costs that one token attends to one other, in tokens. In a layer of width `h`, a token costs about `12 h^2`
-            multiplications outside attention and `2 h` for every token that it sees: `1 / (6 h)`.
+            What it costs that one token attends to one other, in tokens. In a layer of width `h`, a token costs about
+            `12 h^2` multiplications outside attention and `2 h` for every token that it sees: `1 / (6 h)`.
     """
 
     prompts: Sequence[int]
@@ -45,8 +46,9 @@ class RowLengths(NamedTuple):
 
 
 def micro_batch_tokens(rows: Sequence[int], lengths: RowLengths, *, padded: bool) -> int:
-    """Tokens that a forward over `rows`, possibly none, processes. If `padded`, each counts as the longest of these rows;
-    else they are packed: only real tokens count, and of a prompt that rows share all but the last one count once."""
+    """Tokens that a forward over `rows`, possibly none, processes. If `padded`, each counts as the longest of these
+    rows; else they are packed: only real tokens count, and of a prompt that rows share all but the last one count
+    once."""
     if not rows:
         return 0
     if padded:
@@ -72,7 +74,8 @@ def micro_batch_cost(rows: Sequence[int], lengths: RowLengths, *, padded: bool) 
 
 
 def schedule_cost(schedule: Schedule, lengths: RowLengths, *, padded: bool) -> float:
-    """Cost on the critical path: processes run in lockstep, so each micro-batch costs as much as its most expensive one."""
+    """Cost on the critical path: processes run in lockstep, so each micro-batch costs as much as its most expensive
+    one."""
     return sum(
         max(micro_batch_cost(rows, lengths, padded=padded) for rows in concurrent)
         for concurrent in zip(*schedule, strict=True)
@@ -185,9 +188,11 @@ def _evenly_filled(
     units: list[tuple[list[int], int, float]], num_processes: int, max_rows: int, max_tokens: int | None
 ) -> list[list[int]]:
     """
-    Give each unit, the most expensive first, to the cheapest micro-batch with room; take the smallest number of them that works.
+    Give each unit, the most expensive first, to the cheapest micro-batch with room; take the smallest number of them
+    that works.
 
-    A unit comes with its tokens and its cost. Rows of one prompt that meet here by chance hold less than the sum of their tokens.
+    A unit comes with its tokens and its cost. Rows of one prompt that meet here by chance hold less than the sum of
+    their tokens.
     """
     num_rows, num_tokens = sum(len(rows) for rows, _, _ in units), sum(tokens for _, tokens, _ in units)
     smallest = min((len(rows) for rows, _, _ in units), default=1)

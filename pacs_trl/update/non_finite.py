@@ -28,12 +28,13 @@ class NonFiniteSteps:
         self.total += 1
         if is_applied:
             raise FailedRun(
-                f"The gradient norm of step {step} is {grad_norm}. DeepSpeed has already applied it; start a new run from "
-                "the weights of the last checkpoint (model_name_or_path) with a lower learning rate."
+                f"The gradient norm of step {step} is {grad_norm}. DeepSpeed has already applied it; start a new run "
+                "from the weights of the last checkpoint (model_name_or_path) with a lower learning rate."
             )
         if self.in_a_row >= self.limit:
             raise FailedRun(
-                f"The gradient norm was not finite in {self.in_a_row} optimizer steps in a row (now {grad_norm} at step "
+                f"The gradient norm was not finite in {self.in_a_row} optimizer steps in a row (now {grad_norm} at "
+                "step "
                 f"{step}; max_non_finite_steps={self.limit}). The weights are those before the first of them. Look at "
                 "`pacs/proxy_abs_mean`: lower the learning rate, or set max_grad_norm."
             )

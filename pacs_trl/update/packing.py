@@ -1,16 +1,18 @@
-"""Packed rows: the rows of a micro-batch as one long row without padding, and attention in which each sees only itself.
+"""Packed rows: the rows of a micro-batch as one long row without padding, and attention in which each sees only
+itself.
 
-Rows with the same prompt compute it once. Without its last token it lies in front of them, and each of them begins with that
-token, which predicts the first token of its completion:
+Rows with the same prompt compute it once. Without its last token it lies in front of them, and each of them begins
+with that token, which predicts the first token of its completion:
 
     [prompt without its last token] [last prompt token, completion 1] [last prompt token, completion 2] ...
 
 Positions go on from the prompt in each of these branches; a branch attends to the prompt and to itself.
 
 FlashAttention's variable-length kernels do that if the model was loaded with them. Models loaded with
-`attn_implementation="sdpa"` use PyTorch's own variable-length kernel where it runs (CUDA, half precision), and elsewhere its
-attention for each piece, on any device. Everything else (eager, flex, sliding windows, soft-capped logits, models with state)
-is not packed: see [`packing_backend`], and [`choose_forward_pass`] for what configurations do not tell.
+`attn_implementation="sdpa"` use PyTorch's own variable-length kernel where it runs (CUDA, half precision), and
+elsewhere its attention for each piece, on any device. Everything else (eager, flex, sliding windows, soft-capped
+logits, models with state) is not packed: see [`packing_backend`], and [`choose_forward_pass`] for what configurations
+do not tell.
 """
 
 import inspect
@@ -29,8 +31,8 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 PACKED = "pacs_packed_"  # in front of the name of the attention that the model was loaded with
 
-# Causal models whose layers build a further mask from the data. Packing would leave it out, without effect on log-probs
-# as long as the mask is the constant that it starts as.
+# Causal models whose layers build a further mask from the data. Packing would leave it out, without effect on
+# log-probs as long as the mask is the constant that it starts as.
 _MASKED_BY_THEIR_LAYERS = ("doge",)
 
 
@@ -46,8 +48,8 @@ class PackedRows:
         ids, positions (int64 `np.ndarray` of shape `(N,)`):
             Token ids, and positions in their text.
         texts (`list[list[int]]`):
-            Lengths of the pieces of the packed row, in its order: of a shared prompt and the branches behind it, or of a prompt
-            with its completion.
+            Lengths of the pieces of the packed row, in its order: of a shared prompt and the branches behind it, or of
+            a prompt with its completion.
         places (int64 `np.ndarray`):
             Where the completion tokens of each row are predicted, in the order of the rows.
     """
@@ -109,12 +111,13 @@ def rows_by_prompt(prompts: Sequence[np.ndarray]) -> list[list[int]]:
 
 class MergedAttention(torch.autograd.Function):
     """
-    Branches behind one prompt on a CPU: all their queries see the prompt's keys at once, those of each branch its own keys, and the
-    two results are merged by the logarithms of their sums. The kernels' backward passes take the merged result and sum for their own.
+    Branches behind one prompt on a CPU: all their queries see the prompt's keys at once, those of each branch its own
+    keys, and the two results are merged by the logarithms of their sums. The kernels' backward passes take the merged
+    result and sum for their own.
 
-    Forward and backward take as long as with a mask over prompt and branch where both are short and 0.8 times as long where both are
-    long; with the prompt's queries once more for each branch it is 0.95 to 6.6 times (16 branches of 130 to 576 tokens behind
-    prompts of 32 to 2,000).
+    Forward and backward take as long as with a mask over prompt and branch where both are short and 0.8 times as long
+    where both are long; with the prompt's queries once more for each branch it is 0.95 to 6.6 times (16 branches of
+    130 to 576 tokens behind prompts of 32 to 2,000).
     """
 
     @staticmethod

@@ -1,18 +1,18 @@
 """The gradient of one optimizer step, exact at any composition of its micro-batches.
 
-The PACS loss couples the completions of a prompt, but its gradient is `sum_i c_i * grad r_i` with coefficients `c_i` that
-depend only on the values of the proxies `r` (`objective.proxy_coefficients`). So first the proxies of the whole
-optimizer step are found, then the coefficients, and then `sum_i c_i * r_i` is back-propagated in whatever micro-batches
-are cheapest. The proxies are found in one of three ways:
+The PACS loss couples the completions of a prompt, but its gradient is `sum_i c_i * grad r_i` with coefficients `c_i`
+that depend only on the values of the proxies `r` (`objective.proxy_coefficients`). So first the proxies of the whole
+optimizer step are found, then the coefficients, and then `sum_i c_i * r_i` is back-propagated in whatever
+micro-batches are cheapest. The proxies are found in one of three ways:
 
-- They are exactly 0 on the first update after a rollout, if the reference is the policy at rollout time. No forward pass
-  is needed to know them, and rows of one-class groups have coefficient 0 and are left out.
+- They are exactly 0 on the first update after a rollout, if the reference is the policy at rollout time. No forward
+  pass is needed to know them, and rows of one-class groups have coefficient 0 and are left out.
 - `"whole"` layout: micro-batches hold whole groups, so the forward pass of a micro-batch yields all its coefficients.
 - `"split"` layout: a forward pass without gradient over all rows, then one with gradient over the rows that count.
 
 Dividing: coefficients are divided by the number of scorable rows of the whole optimizer step, over all micro-batches
-and processes. Losses of processes are averaged by DDP, FSDP and DeepSpeed, hence the factor `num_processes`; nothing is
-divided by the number of accumulation steps.
+and processes. Losses of processes are averaged by DDP, FSDP and DeepSpeed, hence the factor `num_processes`; nothing
+is divided by the number of accumulation steps.
 """
 
 import contextlib
@@ -49,7 +49,8 @@ from .token_weights import TokenValues, TokenWeights
 
 
 class Objective(NamedTuple):
-    """The numbers of the objective: those of `objective.py`, and the weights of the actor term, of the KL term (`beta`)."""
+    """The numbers of the objective: those of `objective.py`, and the weights of the actor term, of the KL term
+    (`beta`)."""
 
     pacs_beta: float = 1.0
     proxy: Proxy = "log_ratio"
@@ -91,7 +92,8 @@ class PolicyUpdate:
         objective ([`Objective`]), limits ([`Limits`]): What is learnt, and what micro-batches may be like.
         mismatch ([`Mismatch`]): How the engine's probabilities are compared with the trainer's.
         token_weights (`list[TokenWeights]`): Factors on the gradient of each token.
-        samples_policy (`bool`): Whether completions are drawn from the distribution that is scored, not a truncated one.
+        samples_policy (`bool`): Whether completions are drawn from the distribution that is scored, not a truncated
+        one.
         score_kl_reference (`Callable`, *optional*): [`Scorer.score`] under the policy that the KL term refers to.
     """
 
@@ -129,7 +131,8 @@ class PolicyUpdate:
         return sequence_proxies(logps.detach(), batch.ref_logps, batch.loss_mask, **kinds)
 
     def coefficients(self, step: StepRollouts, rows: list[int], proxies: torch.Tensor) -> torch.Tensor:
-        """Return the coefficients of `rows`, which are whole groups with these proxies, in the mean over the whole step."""
+        """Return the coefficients of `rows`, which are whole groups with these proxies, in the mean over the whole
+        step."""
         groups = step.groups.take(rows)
         share = groups.scorable.sum().item() / max(int(step.groups.scorable.sum()), 1)
         num_tokens = torch.tensor([self.counted_tokens(step.rollouts[i]) for i in rows])
@@ -163,8 +166,8 @@ class PolicyUpdate:
 
     @torch.no_grad()
     def fill_in(self, model, step: StepRollouts, *names: str) -> None:
-        """Fill in `ref_logps`, `old_logps` or `old_entropies` of the rows this process learns from, with the weights `model` has
-        now."""
+        """Fill in `ref_logps`, `old_logps` or `old_entropies` of the rows this process learns from, with the weights
+        `model` has now."""
         for rows, batch in self.micro_batches(step, step.schedule):
             scores = self._score(self.scorer.score, model, batch)
             for name in names:
@@ -187,8 +190,8 @@ class PolicyUpdate:
         """
         Sum of the entropies at the counted tokens of the rows that `schedule` leaves out, the same on all processes.
 
-        On the first update after a rollout it is `-log p` of their sampled tokens where the engine has reported it, whose
-        expectation is the entropy of the distribution it sampled from; else it takes one more forward pass.
+        On the first update after a rollout it is `-log p` of their sampled tokens where the engine has reported it,
+        whose expectation is the entropy of the distribution it sampled from; else it takes one more forward pass.
         """
         forwarded = {i for batches in schedule for rows in batches for i in rows}
         left_out = [i for i, row in enumerate(step.rollouts) if i not in forwarded and row.loss_mask.any()]
@@ -224,8 +227,8 @@ class PolicyUpdate:
             if proxies is not None:
                 coefficients = self.coefficients(step, list(range(len(step.rollouts))), proxies)
                 schedule = self._schedule_rows_that_count(step, coefficients, scored=before is not None)
-            # Before the backward passes, between which FSDP keeps what it has gathered. A pass for the proxies went over
-            # more rows.
+            # Before the backward passes, between which FSDP keeps what it has gathered. A pass for the proxies went
+            # over more rows.
             left_out = self.left_out_entropy(model, step, schedule if before is None else step.schedule)
             metrics: dict[str, float] = {}
             if coefficients is not None:
@@ -262,7 +265,8 @@ class PolicyUpdate:
         return self._summarize(step, proxies, entropy, found.num_rows)
 
     def _schedule_rows_that_count(self, step: StepRollouts, coefficients: torch.Tensor, *, scored: bool) -> Schedule:
-        """Micro-batches of the rows with a gradient; `scored` is whether those of `step.schedule` were forwarded before."""
+        """Micro-batches of the rows with a gradient; `scored` is whether those of `step.schedule` were forwarded
+        before."""
         scheduled = {i for batches in step.schedule for rows in batches for i in rows}
         # With a KL term every row has a gradient; otherwise rows with coefficient 0 have none.
         counting = [
@@ -284,8 +288,9 @@ class PolicyUpdate:
         schedule: Schedule,
         coefficients: torch.Tensor | None,
     ) -> tuple[Forwarded, list[torch.Tensor]]:
-        """Back-propagate `sum_i c_i * sum_t w_it * log pi(o_it)` and the KL term; without `coefficients`, micro-batches hold
-        whole groups. Returns what the forward passes found, and the statistics of the mismatch of each."""
+        """Back-propagate `sum_i c_i * sum_t w_it * log pi(o_it)` and the KL term; without `coefficients`,
+        micro-batches hold whole groups. Returns what the forward passes found, and the statistics of the mismatch of
+        each."""
         found, mismatch = Collector(step.num_places, self.accelerator), []
         compares = step.on_policy and any(row.sampling_logps is not None for row in step.rollouts)
         num_tokens, last = max(step.num_tokens, 1), max(len(schedule[self.accelerator.process_index]) - 1, 0)
@@ -330,7 +335,8 @@ class PolicyUpdate:
         return (torch.exp(log_ratio) - log_ratio - 1).masked_fill(~batch.loss_mask, 0.0).sum()
 
     def _summarize(self, step: StepRollouts, proxies, entropy: float, num_forwarded: float):
-        """Return the loss without the KL term, and the metrics that every step has; `entropy` is summed over all counted tokens."""
+        """Return the loss without the KL term, and the metrics that every step has; `entropy` is summed over all
+        counted tokens."""
         loss, metrics = self.summarize(step, proxies)
         of_step = {
             "entropy": entropy / step.num_tokens if step.num_tokens else math.nan,

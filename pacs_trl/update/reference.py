@@ -1,5 +1,5 @@
-"""The snapshot reference: a copy of the trained weights that stands in for the policy while reference log-probabilities
-are computed.
+"""The snapshot reference: a copy of the trained weights that stands in for the policy while reference
+log-probabilities are computed.
 
 There is no second model. The snapshot holds only the parameters that are trained (for LoRA: the adapter) and only this
 process's shard of them (for FSDP2 and ZeRO-3). To score completions under it, policy and snapshot trade places
@@ -104,7 +104,8 @@ class SnapshotReference:
         expected, found = ([tuple(c.shape) for c in cs] for cs in (self._copies, copies))
         if expected != found:
             raise ValueError(
-                f"The reference snapshot of the checkpoint has {len(found)} parameters and does not fit the model, which "
+                f"The reference snapshot of the checkpoint has {len(found)} parameters and does not fit the model, "
+                "which "
                 f"trains {len(expected)} (shapes compared on this process). Resume with the model, adapter and number "
                 "of processes the checkpoint was written with."
             )

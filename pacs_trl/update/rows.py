@@ -28,7 +28,8 @@ class Rollout:
         old_logps, ref_logps (float32, shape `(C,)`, *optional*): Log-probabilities under the policy that generated,
             for later updates whose token weights need them, and under the reference, once known; only on the process
             that learns from the row.
-        old_entropies (float32, shape `(C,)`, *optional*): Entropies of the policy that generated, with `old_logps` where token
+        old_entropies (float32, shape `(C,)`, *optional*): Entropies of the policy that generated, with `old_logps`
+        where token
             weights need them.
         sampling_logps (float32, shape `(C,)`, *optional*): As the engine that generated reported them; NaN where it
             did not.
@@ -68,15 +69,16 @@ def from_state(state: dict) -> Rollout:
 
 
 def weighted_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The weighted sum of rewards of shape `(B, F)` over those functions that have a verdict; NaN where none has. `(B,)`"""
+    """The weighted sum of rewards of shape `(B, F)` over those functions that have a verdict; NaN where none has.
+    `(B,)`"""
     rewards = (rewards_per_func * weights.to(rewards_per_func.device)).nansum(dim=1)
     return rewards.masked_fill(rewards_per_func.isnan().all(dim=1), torch.nan)
 
 
 def labels_from_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
     """
-    Labels that say how right a completion is, see [`weighted_rewards`]: `(B,)` in [0, 1], NaN where no function has a verdict.
-    `names` are those of the functions.
+    Labels that say how right a completion is, see [`weighted_rewards`]: `(B,)` in [0, 1], NaN where no function has a
+    verdict. `names` are those of the functions.
 
     Raises:
         `ValueError`: if a label would lie outside of [0, 1].
@@ -98,9 +100,9 @@ def labels_from_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor, n
 
 
 def unpad_rollouts(batch: dict[str, torch.Tensor]) -> list[Rollout]:
-    """Rows of what `_generate_and_score_completions` returns, plus `"labels"` and `"groups"` of shape `(B,)`, and `"extra"`,
-    [`Rollout`]'s of each, where a method has them. A completion whose mask is all zero was cut off and is masked by
-    `mask_truncated_completions`: it loses its label."""
+    """Rows of what `_generate_and_score_completions` returns, plus `"labels"` and `"groups"` of shape `(B,)`, and
+    `"extra"`, [`Rollout`]'s of each, where a method has them. A completion whose mask is all zero was cut off and is
+    masked by `mask_truncated_completions`: it loses its label."""
     prompts = without_padding(batch["prompt_ids"], batch["prompt_mask"])
     completions = without_padding(batch["completion_ids"], batch["completion_mask"])
     tool_mask = batch["tool_mask"] if "tool_mask" in batch else batch["completion_mask"]

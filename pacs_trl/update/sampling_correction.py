@@ -1,17 +1,18 @@
 """How far the engine that generated is from the policy that learns, and what to do about it, as pure tensor functions.
 
-vLLM computes probabilities with other kernels, in another precision and in other batches than the trainer, so completions
-are not drawn from exactly the policy that is updated. TRL corrects its losses by importance weights in four modes
-(`vllm_importance_sampling_mode`). Here they get a meaning for PACS: a detached factor on the gradient of each token,
+vLLM computes probabilities with other kernels, in another precision and in other batches than the trainer, so
+completions are not drawn from exactly the policy that is updated. TRL corrects its losses by importance weights in
+four modes (`vllm_importance_sampling_mode`). Here they get a meaning for PACS: a detached factor on the gradient of
+each token,
 
     grad L = sum_i c_i * sum_t w_it * grad log pi(o_it)
 
 with the coefficients `c_i = dL/dr_i` of `objective.proxy_coefficients`. Proxy, score and loss keep their values, so
 coefficients stay functions of labels and proxies alone. The k3 estimator of the KL term is not weighted.
 
-`rho_it = pi_trainer(o_it) / pi_engine(o_it)` is the ratio of a token, at the weights that generated. At sequence level it
-is the product over the counted tokens of the completion, the same for all of them. A token whose probability the engine
-did not report counts as `rho = 1`.
+`rho_it = pi_trainer(o_it) / pi_engine(o_it)` is the ratio of a token, at the weights that generated. At sequence level
+it is the product over the counted tokens of the completion, the same for all of them. A token whose probability the
+engine did not report counts as `rho = 1`.
 
 Letters for shapes: `B` completions, `T` completion tokens.
 """
@@ -28,7 +29,8 @@ CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "s
 
 
 class Mismatch(NamedTuple):
-    """How the mismatch of engine and trainer is measured, and may be corrected: arguments of [`correction_weights`]."""
+    """How the mismatch of engine and trainer is measured, and may be corrected: arguments of
+    [`correction_weights`]."""
 
     mode: CorrectionMode
     clip_min: float | None = None

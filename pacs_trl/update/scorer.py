@@ -1,9 +1,10 @@
 """Forward passes over rows: the only place where prompts and completions go in and log-probabilities come out.
 
 Rows of a micro-batch are packed into one long row without padding where the model allows it (see `packing.py`), else
-padded on the right, behind prompt and completion, where nothing that is causal sees the padding. Either way TRL's fused
-head computes log-probabilities in tiles and keeps one number per token: the logits of 64 rows of 8,192 tokens over
-151,936 words would take 319 GB in float32. `startup_check.py` chooses what gives the model's own log-probabilities.
+padded on the right, behind prompt and completion, where nothing that is causal sees the padding. Either way TRL's
+fused head computes log-probabilities in tiles and keeps one number per token: the logits of 64 rows of 8,192 tokens
+over 151,936 words would take 319 GB in float32. `startup_check.py` chooses what gives the model's own
+log-probabilities.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,8 @@ from .startup_check import choose_forward_pass
 
 
 class Scores(NamedTuple):
-    """Of the completion tokens of each row, one float32 tensor of shape `(C,)` in nats; no entropies if the head gives none."""
+    """Of the completion tokens of each row, one float32 tensor of shape `(C,)` in nats; no entropies if the head gives
+    none."""
 
     logps: list[torch.Tensor]
     entropies: list[torch.Tensor]
@@ -116,8 +118,8 @@ class Scorer:
     def forward(
         self, model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]], **inputs
     ) -> tuple[Any, OfCompletions]:
-        """A forward pass over rows, see [`Scorer.score`]: what the model returns for completion tokens, `(1, M, ...)` in
-        the order of the rows, and what splits it into rows. `inputs` is what else the model is given;
+        """A forward pass over rows, see [`Scorer.score`]: what the model returns for completion tokens, `(1, M, ...)`
+        in the order of the rows, and what splits it into rows. `inputs` is what else the model is given;
         `fused_lm_head=True` asks for log-probabilities of the completion tokens."""
         prompts, completions = ([np.asarray(ids, dtype=np.int64) for ids in of] for of in (prompt_ids, completion_ids))
         longest = max(map(sum, zip(map(len, prompts), map(len, completions), strict=True)))
@@ -194,7 +196,8 @@ def pad_batch(sequences: Sequence[np.ndarray], pad_token_id: int) -> tuple[torch
 
 @contextmanager
 def fused_head(model, temperature: float = 1.0) -> Iterator[None]:
-    """Inside the context a [`Scorer`] can score `model`, which no trainer of TRL has prepared; afterwards it is as before."""
+    """Inside the context a [`Scorer`] can score `model`, which no trainer of TRL has prepared; afterwards it is as
+    before."""
     patched = model.__dict__.get("forward")  # by a trainer, say
     add_fused_lm_head(model, temperature, outputs=("log_probs", "entropy"))
     try:
@@ -227,7 +230,8 @@ def sequence_logps(
     """
     Log-probability of each completion given its prompt, in nats: the sum over its tokens, 0 for an empty completion.
 
-    Arguments as of [`score_rows`]. Returns a float64 `torch.Tensor` of shape `(B,)`, differentiable where gradients are enabled.
+    Arguments as of [`score_rows`]. Returns a float64 `torch.Tensor` of shape `(B,)`, differentiable where gradients
+    are enabled.
     """
     sums = [logps.double().sum() for logps, _ in score_rows(model, prompt_ids, completion_ids, batch_size=batch_size)]
     return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.float64)

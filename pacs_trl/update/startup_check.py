@@ -1,9 +1,9 @@
 """Startup check: choose forward passes that give the model's own log-probs.
 
 Packing, padding and TRL's fused head assume that a model is causal, that its layers pass the inputs of packed
-attention on, and that nothing lies between backbone and head. Where an assumption does not hold, training would silently
-use wrong log-probs. So before training three short sequences are scored as in training and compared with the logits that
-the model gives for each of them alone.
+attention on, and that nothing lies between backbone and head. Where an assumption does not hold, training would
+silently use wrong log-probs. So before training three short sequences are scored as in training and compared with the
+logits that the model gives for each of them alone.
 """
 
 import logging
@@ -83,7 +83,8 @@ def choose_forward_pass(
 
 def warn_of_left_padding(scorer: "Scorer", model: torch.nn.Module, compute_logps: Callable) -> None:
     """
-    Warn if `compute_logps`, TRL's passes over prompts that are padded on the left, does not give `model`'s own log-probs.
+    Warn if `compute_logps`, TRL's passes over prompts that are padded on the left, does not give `model`'s own
+    log-probs.
 
     Args:
         scorer ([`Scorer`]), model (`torch.nn.Module`): As in [`choose_forward_pass`]. All processes must call it.
@@ -106,8 +107,10 @@ def warn_of_left_padding(scorer: "Scorer", model: torch.nn.Module, compute_logps
     difference = (torch.cat(found) - torch.cat(own)).abs().mean().item()
     if not difference <= _tolerance(scorer, model):  # NaN differs too
         logger.warning(
-            f"TRL's loss pads prompts on the left, and the log-probs of this {scorer.config.model_type!r} model then differ "
-            f"from its own by {difference:.2g} nats per token, more or less with the batch size. Use another model, or method pacs."
+            f"TRL's loss pads prompts on the left, and the log-probs of this {scorer.config.model_type!r} model then "
+            "differ "
+            f"from its own by {difference:.2g} nats per token, more or less with the batch size. Use another model, "
+            "or method pacs."
         )
 
 

@@ -59,8 +59,8 @@ class StepRollouts:
 
 class Limits(NamedTuple):
     """
-    What micro-batches may be like: settings of [`PACSConfig`] by other names, the number of processes, and whether rows are
-    padded. `backward_cost` is that of a backward pass in forward passes, `pair_cost` that of [`RowLengths`].
+    What micro-batches may be like: settings of [`PACSConfig`] by other names, the number of processes, and whether
+    rows are padded. `backward_cost` is that of a backward pass in forward passes, `pair_cost` that of [`RowLengths`].
     """
 
     num_processes: int
@@ -95,8 +95,8 @@ def schedule_step(rollouts: list[Rollout], limits: Limits, *, every_row: bool) -
         longest = max(p + c for p, c in zip(lengths.prompts, lengths.completions, strict=True))
         raise ValueError(
             f"max_tokens_per_micro_batch={limits.max_tokens} cannot hold the longest sequence of this "
-            f"generation batch, which has {longest} tokens (prompt and completion). Raise it to at least {longest}, or "
-            "leave out longer prompts (in a recipe: max_prompt_length) and lower max_completion_length."
+            f"generation batch, which has {longest} tokens (prompt and completion). Raise it to at least {longest}, "
+            "or leave out longer prompts (in a recipe: max_prompt_length) and lower max_completion_length."
         )
     units = [rows for rows in groups.members if takes_part[rows].any()]
     whole = schedule_micro_batches(lengths, units, **limits.of_schedule)
@@ -119,7 +119,8 @@ def schedule_step(rollouts: list[Rollout], limits: Limits, *, every_row: bool) -
 
 
 def schedule_rows(rollouts: list[Rollout], rows: list[int], limits: Limits) -> Schedule:
-    """Micro-batches of some rows of an optimizer step. One that nothing is learnt from may be longer than `max_tokens`."""
+    """Micro-batches of some rows of an optimizer step. One that nothing is learnt from may be longer than
+    `max_tokens`."""
     lengths, bounds = row_lengths(rollouts, limits.pair_cost), limits.of_schedule
     if limits.max_tokens is not None:
         bounds["max_tokens"] = max([limits.max_tokens, *(lengths.prompts[i] + lengths.completions[i] for i in rows)])
@@ -139,8 +140,8 @@ def row_lengths(rollouts: list[Rollout], pair_cost: float = 0.0) -> RowLengths:
 @dataclass
 class MicroBatch:
     """What is known of the completion tokens of `B` rows, `(B, T)`, padded on the right to the longest of these
-    completions: `loss_mask` (bool, tokens that count), `ref_logps`, `old_logps` and `old_entropies` (float32, 0 where a row has
-    none) and `sampling_logps` (float32, NaN where a row has none), see [`Rollout`]."""
+    completions: `loss_mask` (bool, tokens that count), `ref_logps`, `old_logps` and `old_entropies` (float32, 0 where
+    a row has none) and `sampling_logps` (float32, NaN where a row has none), see [`Rollout`]."""
 
     rollouts: list[Rollout]
     loss_mask: torch.Tensor

@@ -2,8 +2,8 @@
 
     grad L = sum_i c_i * sum_t w_it * grad log pi(o_it),        w_it = product of the weights given to the update
 
-Weights see detached values only, so they scale the gradient and leave proxies, scores and loss alone. The KL term is not
-weighted.
+Weights see detached values only, so they scale the gradient and leave proxies, scores and loss alone. The KL term is
+not weighted.
 """
 
 from typing import NamedTuple
@@ -20,8 +20,8 @@ class TokenValues(NamedTuple):
         logps, entropies: Of the policy as it is now.
         old_logps, old_entropies: Of the policy that generated, computed by the trainer: never a snapshot.
         sampling_logps: As `old_logps`, reported by the engine; NaN where it reported none.
-        coefficients (shape `(B, 1)` or `(B, T)`): Derivatives of the loss with respect to the log-probability of a counted token.
-        mask (bool): Tokens that count; elsewhere the others have no meaning.
+        coefficients (shape `(B, 1)` or `(B, T)`): Derivatives of the loss with respect to the log-probability of a
+        counted token. mask (bool): Tokens that count; elsewhere the others have no meaning.
     """
 
     logps: torch.Tensor
@@ -35,10 +35,12 @@ class TokenValues(NamedTuple):
 
 class TokenWeights:
     """
-    Weights of the tokens of an optimizer step. A subclass defines `__call__`; the rest is for weights that depend on the whole step.
+    Weights of the tokens of an optimizer step. A subclass defines `__call__`; the rest is for weights that depend on
+    the whole step.
 
     Attributes:
-        num_row_values (`int`): How many values [`row_values`] returns. Above 0 they are known, of all rows and all processes, before
+        num_row_values (`int`): How many values [`row_values`] returns. Above 0 they are known, of all rows and all
+        processes, before
             the first backward pass, which may take a forward pass more.
     """
 

@@ -1,10 +1,10 @@
 """One completion against one gold answer: 1.0, 0.0 or None, in processes that can be killed.
 
-sympy evaluates what a model writes. It holds the interpreter while it does, so neither a thread nor a signal handler can
-stop it for certain, and a single power tower can stall a training node. Grading therefore runs in worker processes with
-limits on processor time, wall-clock time and memory: `pool.py` says who watches whom, and
-`worker.py` holds the grading itself. This module is the side that trainer and evaluation see. It needs only
-the standard library, because the workers import it too.
+sympy evaluates what a model writes. It holds the interpreter while it does, so neither a thread nor a signal handler
+can stop it for certain, and a single power tower can stall a training node. Grading therefore runs in worker processes
+with limits on processor time, wall-clock time and memory: `pool.py` says who watches whom, and `worker.py` holds the
+grading itself. This module is the side that trainer and evaluation see. It needs only the standard library, because
+the workers import it too.
 """
 
 import os
@@ -63,14 +63,15 @@ class Grade(NamedTuple):
 
 
 def completion_text(completion: Any) -> str | None:
-    """Text of a completion, plain (`str`) or conversational (content of its last message); `None` for anything else, also for one
-    that ends with what a tool said, since no room was left for an answer."""
+    """Text of a completion, plain (`str`) or conversational (content of its last message); `None` for anything else,
+    also for one that ends with what a tool said, since no room was left for an answer."""
     if isinstance(completion, list) and completion and isinstance(completion[-1], dict):
         completion = None if completion[-1].get("role") == "tool" else completion[-1].get("content")
     return completion if isinstance(completion, str) else None
 
 
-# What GSM8K marks as the final answer, at the end of a text. The JSON of tests may hold the mark too, and a quotation mark behind it.
+# What GSM8K marks as the final answer, at the end of a text. The JSON of tests may hold the mark too, and a quotation
+# mark behind it.
 _AFTER_HASHES = re.compile(r"(?:\A|\s)####\s*([^\n\"]+)\Z")
 _THOUSANDS = re.compile(r"-?\$?\d{1,3}(,\d{3})+(\.\d+)?")
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
@@ -78,9 +79,9 @@ _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
 def gold_texts(gold: Any) -> tuple[str, ...]:
     """The alternative gold answers in one cell of a `solution` column, as texts: of a text, a number, or a list of
-    these (any of which is right), without the missing ones (`None`, NaN, blank) and what is neither (a tensor, a mapping, whose
-    text no answer would equal); empty when there is no gold at all. 27.0 becomes "27", and a worked solution that ends in
-    `#### 1,200`, as in GSM8K, becomes "1200"."""
+    these (any of which is right), without the missing ones (`None`, NaN, blank) and what is neither (a tensor, a
+    mapping, whose text no answer would equal); empty when there is no gold at all. 27.0 becomes "27", and a worked
+    solution that ends in `#### 1,200`, as in GSM8K, becomes "1200"."""
     if isinstance(gold, list | tuple):
         return tuple(text for item in gold for text in gold_texts(item))
     if not isinstance(gold, str | Number) or gold != gold:  # NaN, which is how tables spell a missing number
@@ -95,7 +96,8 @@ def gold_texts(gold: Any) -> tuple[str, ...]:
 
 
 def _plain(text: str) -> str:
-    """The characters of a text. The pool cannot read an instance of a subclass: it has not imported what defines that."""
+    """The characters of a text. The pool cannot read an instance of a subclass: it has not imported what defines
+    that."""
     return str.__str__(text)
 
 
@@ -109,8 +111,8 @@ def last_boxed(text: str) -> str | None:
     """
     Content of the last `\\boxed{...}` with balanced braces in `text`, `None` when there is none.
 
-    One pass, in time linear in the length, because this also runs in the trainer's process, where it holds the interpreter.
-    A text of more than `MAX_CHARACTERS` has no box: it is not read.
+    One pass, in time linear in the length, because this also runs in the trainer's process, where it holds the
+    interpreter. A text of more than `MAX_CHARACTERS` has no box: it is not read.
     """
     if len(text) > MAX_CHARACTERS:
         return None
@@ -148,8 +150,8 @@ class Verifier:
     Grades completions in parallel, within limits, in order.
 
     Starting takes about a second and happens in the background, with the `with` statement, [`start`] or the first
-    [`grade`]. Any thread may call any method; batches of different threads queue. A process forked from one that holds a
-    verifier gets workers of its own.
+    [`grade`]. Any thread may call any method; batches of different threads queue. A process forked from one that holds
+    a verifier gets workers of its own.
 
     Args:
         num_workers (`int`, *optional*): Worker processes. Defaults to the processors of this rank, at most 16.
@@ -160,7 +162,8 @@ class Verifier:
         max_characters (`int`): Longer completions are not graded.
         protocol (`str`): `"authors"` (the PACS authors' grader) or `"trl"` (TRL's `accuracy_reward`).
         cache_size (`int`): Number of outcomes that are kept.
-        grade_truncated (`bool`): Grade a truncated completion like any other. By default only its last closed box is graded,
+        grade_truncated (`bool`): Grade a truncated completion like any other. By default only its last closed box is
+        graded,
             and without one it has no answer.
 
     Example:
@@ -202,7 +205,8 @@ class Verifier:
         if not 0.0 < self.cpu_seconds <= self.timeout_seconds:
             raise ValueError(
                 f"`cpu_seconds` must be positive and at most `timeout_seconds`, got {self.cpu_seconds} and "
-                f"{self.timeout_seconds}: an item cannot use more processor time than passes, so a larger limit would never act."
+                f"{self.timeout_seconds}: an item cannot use more processor time than passes, so a larger limit would "
+                "never act."
             )
         if self.memory_limit_mb < 256:
             raise ValueError(
@@ -240,8 +244,8 @@ class Verifier:
     ) -> list[float | None]:
         """
         Labels of completions: 1.0 for right, 0.0 for wrong, `None` when the gold is missing or unparseable. What is no
-        text counts as no answer; for the solutions, one per completion, see [`gold_texts`]. `truncated` says which completions
-        do not end with an end-of-sequence token; by default all do.
+        text counts as no answer; for the solutions, one per completion, see [`gold_texts`]. `truncated` says which
+        completions do not end with an end-of-sequence token; by default all do.
 
         Raises:
             ValueError: When the two lengths differ.
@@ -272,8 +276,8 @@ class Verifier:
 
     def unreadable_golds(self, solutions: Sequence[Any]) -> list[int]:
         """
-        Positions of the solutions that are missing or not read as a mathematical expression, so that no completion, or at most
-        one with the same text in its box, is graded correct.
+        Positions of the solutions that are missing or not read as a mathematical expression, so that no completion, or
+        at most one with the same text in its box, is graded correct.
 
         Each gold is read and found once in the life of the verifier. Reading takes about 5 ms, so of more than
         `_MAX_GOLDS` different ones that are not plain numbers, that many or fewer are read, at equal distances.
@@ -392,11 +396,13 @@ class VerificationArguments:
 
     Args:
         verification_protocol (`str`): `"authors"` (the PACS authors' grader) or `"trl"` (TRL's `accuracy_reward`).
-        verification_num_workers (`int`, *optional*): Worker processes per rank; by default its share of the processors.
+        verification_num_workers (`int`, *optional*): Worker processes per rank; by default its share of the
+        processors.
         verification_timeout_seconds (`float`): Wall-clock limit per completion.
         verification_cpu_seconds (`float`): CPU time limit per completion.
         verification_memory_limit_mb (`int`): Address space of a worker, in MiB.
-        verification_grade_truncated (`bool`): Grade completions that were cut at the length limit like any other. By default
+        verification_grade_truncated (`bool`): Grade completions that were cut at the length limit like any other. By
+        default
             only a closed box of such a completion counts.
         verification_max_failure_share (`float`): Training stops when more than this share of the recent completions
             failed to be verified for reasons other than being wrong. 1.0 never stops.
@@ -405,7 +411,8 @@ class VerificationArguments:
         code_cpu_seconds (`float`): CPU time limit of a program per test.
         code_timeout_seconds (`float`): Wall-clock limit of a program per test.
         code_memory_limit_mb (`int`): Address space of a program, in MiB.
-        code_label (`str`): `"all"`: 1 for a program that passes every test, else 0; `"share"`: the share of tests that it passes.
+        code_label (`str`): `"all"`: 1 for a program that passes every test, else 0; `"share"`: the share of tests that
+        it passes.
         code_sandbox_url (`str`, *optional*): SandboxFusion server that runs programs instead of this machine.
     """
 
@@ -451,7 +458,8 @@ class VerificationArguments:
 
 
 def _forget_what_the_parent_was_doing() -> None:
-    """In a forked process: its copies of locks may be held by threads that it has not, and the pools are its parent's."""
+    """In a forked process: its copies of locks may be held by threads that it has not, and the pools are its
+    parent's."""
     global _shared_lock
     _shared_lock = threading.RLock()
     for verifier in _verifiers:

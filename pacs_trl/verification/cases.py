@@ -5,8 +5,9 @@ Pure functions of texts and numbers, in time linear in their length: they run in
     {"type": "stdin_stdout", "cases": [{"input": "1 2\\n", "output": "3\\n"}, ...]}
     {"type": "function", "name": "add", "cases": [{"input": [1, 2], "output": 3}, ...]}
 
-or the same as JSON text, which is how a data set holds it. Further keys, all optional: `compare` (see [`ProblemTests`]), `prelude`
-(source put before every program, such as imports), `writable` (a folder to write to), `language` ("python").
+or the same as JSON text, which is how a data set holds it. Further keys, all optional: `compare` (see
+[`ProblemTests`]), `prelude` (source put before every program, such as imports), `writable` (a folder to write to),
+`language` ("python").
 """
 
 import json
@@ -31,11 +32,14 @@ class ProblemTests(NamedTuple):
     What a program is run on.
 
     Args:
-        function (`str`, *optional*): Name of the function (or method of `Solution`) that is called; `None` for programs that read
+        function (`str`, *optional*): Name of the function (or method of `Solution`) that is called; `None` for
+        programs that read
             their input and write their output.
         cases (`tuple[tuple[str, Any], ...]`): Input text (arguments as JSON) and expected output (text or value).
-        compare (`str`): `"floats"`: equal tokens, and where a decimal fraction is expected any number within 1e-6 of it; `"tokens"`:
-            equal tokens (values); `"lines"`: LiveCodeBench's rule, equal lines, or lines of equal decimal numbers (values).
+        compare (`str`): `"floats"`: equal tokens, and where a decimal fraction is expected any number within 1e-6 of
+        it; `"tokens"`:
+            equal tokens (values); `"lines"`: LiveCodeBench's rule, equal lines, or lines of equal decimal numbers
+            (values).
         prelude (`str`): Source put before the program.
         writable (`bool`): Whether the program has a folder to write to.
     """
@@ -126,7 +130,8 @@ def json_of_tests(value: Any) -> str | None:
 
 
 def _from_verification_info(cases: list[dict]) -> dict[str, Any] | None:
-    """Cases with `type`, `input`, `output` and, for functions, `fn_name`; of functions, the output is in a list of its own."""
+    """Cases with `type`, `input`, `output` and, for functions, `fn_name`; of functions, the output is in a list of its
+    own."""
     if not cases or len({(case.get("type"), case.get("fn_name")) for case in cases}) != 1:
         return None
     if cases[0].get("type") != "function_call":
@@ -182,7 +187,8 @@ print("\\n" + json.dumps(_value), file=sys.__stdout__)
 
 
 def runnable(tests: ProblemTests, source: str) -> str:
-    """The program that reads an input and writes an output: the given one, or one that calls its function with JSON."""
+    """The program that reads an input and writes an output: the given one, or one that calls its function with
+    JSON."""
     source = f"{tests.prelude}\n{source}" if tests.prelude else source
     return source if tests.function is None else _CALL.format(source=source, name=tests.function)
 

@@ -1,9 +1,10 @@
 """Programs against tests: what a completion's code does is its label, and what it may do is next to nothing.
 
-The trainer holds the tests. A program gets the input of one case at a time, in a process of its own that a worker forks and
-confines (`sandbox.py`), and what it wrote is compared here; no expected output ever enters a process that runs or forks programs.
-How far the confinement holds is measured at the start by a program that tries to break it. Languages other than Python,
-packages outside the standard library, and problems with several right outputs are left out.
+The trainer holds the tests. A program gets the input of one case at a time, in a process of its own that a worker
+forks and
+confines (`sandbox.py`), and what it wrote is compared here; no expected output ever enters a process that runs or
+forks programs. How far the confinement holds is measured at the start by a program that tries to break it. Languages
+other than Python, packages outside the standard library, and problems with several right outputs are left out.
 """
 
 import json
@@ -31,8 +32,8 @@ ISOLATION = ("landlock+seccomp", "seccomp", "landlock", "rlimits")
 
 
 class CodeGrade(NamedTuple):
-    """Outcome of one completion, the seconds it took, the share of the tests that it passed, why not all of them, and what it did on
-    the first that failed, without what was expected: a sentence for its author."""
+    """Outcome of one completion, the seconds it took, the share of the tests that it passed, why not all of them, and
+    what it did on the first that failed, without what was expected: a sentence for its author."""
 
     outcome: Outcome
     seconds: float
@@ -46,18 +47,21 @@ class CodeVerifier:
     """
     Runs programs against tests, in parallel, confined, within limits, in order.
 
-    Any thread may call any method; batches of different threads queue. A process forked from one that holds a verifier gets
-    workers of its own.
+    Any thread may call any method; batches of different threads queue. A process forked from one that holds a verifier
+    gets workers of its own.
 
     Args:
-        num_workers (`int`, *optional*): Programs that run at a time. Defaults to the processors of this rank, at most 16.
+        num_workers (`int`, *optional*): Programs that run at a time. Defaults to the processors of this rank, at most
+        16.
         cpu_seconds (`float`): Processor time of a program on one case. The limit that normally decides.
         timeout_seconds (`float`): Time on the clock of a program on one case.
         memory_limit_mb (`int`): Address space of a program, in MiB.
         output_limit_mb (`int`): Largest output, and largest file, in MiB.
-        isolation (`str`): The least confinement that will do: `"landlock+seccomp"`, `"seccomp"`, `"landlock"` or `"rlimits"`. What
+        isolation (`str`): The least confinement that will do: `"landlock+seccomp"`, `"seccomp"`, `"landlock"` or
+        `"rlimits"`. What
             the kernel has is used in any case; less than this is refused.
-        stop_early (`bool`): Whether the first case that fails is the last one that is run. Without it, `share` is that of all cases.
+        stop_early (`bool`): Whether the first case that fails is the last one that is run. Without it, `share` is that
+        of all cases.
         sandbox_url (`str`, *optional*): A SandboxFusion server that runs the programs instead.
         cache_size (`int`): Number of grades that are kept.
 
@@ -66,7 +70,8 @@ class CodeVerifier:
     ```python
     tests = {"type": "function", "name": "add", "cases": [{"input": [1, 2], "output": 3}]}
     with CodeVerifier(num_workers=2) as verifier:
-        verifier.grade(["```python\\ndef add(a, b):\\n    return a + b\\n```", "no idea"], [tests, tests])  # [1.0, 0.0]
+        program = "```python\\ndef add(a, b):\\n    return a + b\\n```"
+        verifier.grade([program, "no idea"], [tests, tests])  # [1.0, 0.0]
     ```
     """
 
@@ -92,7 +97,8 @@ class CodeVerifier:
         if not 0.0 < self.cpu_seconds <= self.timeout_seconds:
             raise ValueError(
                 f"`cpu_seconds` must be positive and at most `timeout_seconds`, got {self.cpu_seconds} and "
-                f"{self.timeout_seconds}: a program cannot use more processor time than passes, so a larger limit would never act."
+                f"{self.timeout_seconds}: a program cannot use more processor time than passes, so a larger limit "
+                "would never act."
             )
         if self.memory_limit_mb < 128:
             raise ValueError(
@@ -144,11 +150,12 @@ class CodeVerifier:
             tests (`Sequence`): Mappings or JSON texts, one per completion; see `cases.py`.
 
         Returns:
-            `list[float | None]`: 1.0 for a program that passes every test, else 0.0; `None` when the tests cannot be read.
+            `list[float | None]`: 1.0 for a program that passes every test, else 0.0; `None` when the tests cannot be
+            read.
 
         Raises:
-            ValueError: When the two lengths differ, or programs cannot be run at all, or not confined as `isolation` asks.
-            RuntimeError: When two workers broke down on a program.
+            ValueError: When the two lengths differ, or programs cannot be run at all, or not confined as `isolation`
+            asks. RuntimeError: When two workers broke down on a program.
         """
         return [grade.outcome.label for grade in self.grade_detailed(completions, tests)]
 
@@ -156,7 +163,8 @@ class CodeVerifier:
         """As [`grade`], with everything that is known of each completion. Counts the outcomes in `counts`."""
         if len(completions) != len(tests):
             raise ValueError(
-                f"Every completion needs its tests, but there are {len(completions)} completions and {len(tests)} tests."
+                f"Every completion needs its tests, but there are {len(completions)} completions and {len(tests)} "
+                "tests."
             )
         with self._lock:
             grades = self._grade(completions, tests)
@@ -305,9 +313,11 @@ class CodeVerifier:
             self._end_workers()
             raise ValueError(
                 f"Programs that a model writes would run here with {level.text}, but `code_isolation` asks for "
-                f"{self.isolation}; {' and '.join(sorted(missing))} does not hold: {level.reasons}. Such programs could read and "
-                "write what you can (docs/code.md says what succeeds at each level). Use a kernel from 5.13 on with Landlock "
-                "switched on, and a container whose own profile allows both; or name a SandboxFusion server (`code_sandbox_url`); "
+                f"{self.isolation}; {' and '.join(sorted(missing))} does not hold: {level.reasons}. Such programs "
+                "could read and "
+                "write what you can (docs/code.md says what succeeds at each level). Use a kernel from 5.13 on with "
+                "Landlock switched on, and a container whose own profile allows both; or name a SandboxFusion server "
+                "(`code_sandbox_url`); "
                 f"or, on a machine that has nothing to lose, set `code_isolation` to {_within(level.layers)}."
             )
         if self.level != level:

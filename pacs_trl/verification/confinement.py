@@ -1,9 +1,10 @@
 """What a process gives up before it runs the program of a model: three layers, each of which holds without the others.
 
-`seccomp`: a list of the system calls that an interpreter needs to compute; all others fail. `landlock`: which files may be opened, as
-far as the kernel's version of it goes also TCP, signals and abstract sockets. Limits: processor time, memory, sizes, open files,
-capabilities. None needs root, a library or an installed package; the kernel keeps all of them for good, for the process and
-whatever it starts. Nothing here knows of programs or tests: `sandbox.py` says who gives up what, and when.
+`seccomp`: a list of the system calls that an interpreter needs to compute; all others fail. `landlock`: which files
+may be opened, as far as the kernel's version of it goes also TCP, signals and abstract sockets. Limits: processor
+time, memory, sizes, open files, capabilities. None needs root, a library or an installed package; the kernel keeps all
+of them for good, for the process and whatever it starts. Nothing here knows of programs or tests: `sandbox.py` says
+who gives up what, and when.
 """
 
 import ctypes
@@ -28,17 +29,18 @@ X32 = 0x4000_0000  # a bit in the number of a call of the x32 convention
 AUDIT_NAMES = {"x86_64": 0xC000_003E, "aarch64": 0xC000_00B7}
 # Allowed with any arguments: name, number on x86_64, on aarch64 (asm-generic); "-" where there is none.
 _ALLOWED = """
-read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68, lseek 8 62, close 3 57, close_range 436 436,
-fstat 5 80, newfstatat 262 79, stat 4 -, lstat 6 -, statx 332 291, access 21 -, faccessat 269 48, faccessat2 439 439,
-readlink 89 -, readlinkat 267 78, getdents64 217 61, getcwd 79 17, chdir 80 49, umask 95 166, ftruncate 77 46,
-mmap 9 222, munmap 11 215, mprotect 10 226, mremap 25 216, madvise 28 233, brk 12 214, futex 202 98, rseq 334 293,
-set_robust_list 273 99, get_robust_list 274 100, set_tid_address 218 96, sched_yield 24 124, sched_getaffinity 204 123,
-clock_gettime 228 113, clock_getres 229 114, clock_nanosleep 230 115, nanosleep 35 101, gettimeofday 96 169, time 201 -,
-getpid 39 172, gettid 186 178, getppid 110 173, getuid 102 174, geteuid 107 175, getgid 104 176, getegid 108 177, getpgrp 111 -,
-getpgid 121 155, getsid 124 156, getrandom 318 278, sysinfo 99 179, uname 63 160, getrusage 98 165, times 100 153,
-getrlimit 97 163, rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139, rt_sigtimedwait 128 137, sigaltstack 131 132,
-restart_syscall 219 128, pause 34 -, alarm 37 -, setitimer 38 103, getitimer 36 102, exit 60 93, exit_group 231 94,
-dup 32 23, dup2 33 -, dup3 292 24, pipe 22 -, pipe2 293 59, poll 7 -, ppoll 271 73, select 23 -, pselect6 270 72
+read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68, lseek 8 62, close 3 57,
+close_range 436 436, fstat 5 80, newfstatat 262 79, stat 4 -, lstat 6 -, statx 332 291, access 21 -, faccessat 269 48,
+faccessat2 439 439, readlink 89 -, readlinkat 267 78, getdents64 217 61, getcwd 79 17, chdir 80 49, umask 95 166,
+ftruncate 77 46, mmap 9 222, munmap 11 215, mprotect 10 226, mremap 25 216, madvise 28 233, brk 12 214, futex 202 98,
+rseq 334 293, set_robust_list 273 99, get_robust_list 274 100, set_tid_address 218 96, sched_yield 24 124,
+sched_getaffinity 204 123, clock_gettime 228 113, clock_getres 229 114, clock_nanosleep 230 115, nanosleep 35 101,
+gettimeofday 96 169, time 201 -, getpid 39 172, gettid 186 178, getppid 110 173, getuid 102 174, geteuid 107 175,
+getgid 104 176, getegid 108 177, getpgrp 111 -, getpgid 121 155, getsid 124 156, getrandom 318 278, sysinfo 99 179,
+uname 63 160, getrusage 98 165, times 100 153, getrlimit 97 163, rt_sigaction 13 134, rt_sigprocmask 14 135,
+rt_sigreturn 15 139, rt_sigtimedwait 128 137, sigaltstack 131 132, restart_syscall 219 128, pause 34 -, alarm 37 -,
+setitimer 38 103, getitimer 36 102, exit 60 93, exit_group 231 94, dup 32 23, dup2 33 -, dup3 292 24, pipe 22 -,
+pipe2 293 59, poll 7 -, ppoll 271 73, select 23 -, pselect6 270 72
 """
 # With a folder to write to, also these.
 _ALLOWED_IN_FOLDER = """
@@ -46,7 +48,8 @@ mkdir 83 -, mkdirat 258 34, unlink 87 -, unlinkat 263 35, rmdir 84 -, rename 82 
 """
 # Looked at by their arguments.
 _OTHERS = """
-open 2 -, openat 257 56, clone 56 220, clone3 435 435, fcntl 72 25, ioctl 16 29, kill 62 129, tgkill 234 131, prlimit64 302 261
+open 2 -, openat 257 56, clone 56 220, clone3 435 435, fcntl 72 25, ioctl 16 29, kill 62 129, tgkill 234 131,
+prlimit64 302 261
 """
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
@@ -68,7 +71,8 @@ class Rule(NamedTuple):
 
 def assemble(rules: Sequence[Rule], machine: str) -> list[tuple[int, int, int, int]]:
     """
-    The filter: the first rule that fits decides; a call that none fits is refused, and one of another architecture kills.
+    The filter: the first rule that fits decides; a call that none fits is refused, and one of another architecture
+    kills.
 
     Args:
         rules (sequence of [`Rule`]): In the order in which they are tried.
@@ -161,7 +165,8 @@ def _check(result: int, what: str) -> int:
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # of every architecture
 _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE = 1 << 1, 1 << 2, 1 << 3, 1 << 14
 _IN_FOLDER = 0b10_0001_1011_0000  # remove, make and move folders and files; no links, pipes, sockets, devices
-# Number of the rights that versions 1, 2, ... of Landlock know; an unknown one would be an error, a left out one no rule.
+# Number of the rights that versions 1, 2, ... of Landlock know; an unknown one would be an error, a left out one no
+# rule.
 _NUM_RIGHTS = (13, 14, 15, 15, 16)
 
 
@@ -174,8 +179,8 @@ def landlock_ruleset(readable: Sequence[str], folder: str | None = None) -> int:
     """
     A descriptor of rules that allow to read `readable`, to use /dev/null, and to write in `folder`.
 
-    Everything else of what this kernel can refuse is refused: other files, TCP (version 4), device controls (5), signals and
-    abstract sockets that lead out (6).
+    Everything else of what this kernel can refuse is refused: other files, TCP (version 4), device controls (5),
+    signals and abstract sockets that lead out (6).
     """
     version = landlock_version()
     rights = (1 << _NUM_RIGHTS[min(version, len(_NUM_RIGHTS)) - 1]) - 1
@@ -205,7 +210,8 @@ def restrict_files(ruleset: int) -> None:
 
 
 def readable_places() -> list[str]:
-    """The standard library without installed packages, the folders of the shared libraries at hand, and random bytes."""
+    """The standard library without installed packages, the folders of the shared libraries at hand, and random
+    bytes."""
     library = os.path.dirname(os.__file__)
     places = [entry.path for entry in os.scandir(library) if entry.name not in ("site-packages", "dist-packages")]
     with open("/proc/self/maps") as maps:

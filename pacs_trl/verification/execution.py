@@ -1,4 +1,5 @@
-"""Who runs a program for the trainer, and what comes back: a worker on this machine (`sandbox.py`), or a SandboxFusion server."""
+"""Who runs a program for the trainer, and what comes back: a worker on this machine (`sandbox.py`), or a SandboxFusion
+server."""
 
 import fcntl
 import json
@@ -24,8 +25,8 @@ class Execution(NamedTuple):
     One run of a program.
 
     Args:
-        outcome ([`Outcome`], *optional*): `None` for one that ended by itself without an error; else `ERROR`, `TIMEOUT` or `KILLED`.
-        output, messages (`str`): What it wrote, and the end of what it complained.
+        outcome ([`Outcome`], *optional*): `None` for one that ended by itself without an error; else `ERROR`,
+        `TIMEOUT` or `KILLED`. output, messages (`str`): What it wrote, and the end of what it complained.
         seconds (`float`): On the clock.
     """
 
@@ -45,7 +46,8 @@ class Execution(NamedTuple):
 
 
 class Level(NamedTuple):
-    """How far programs are confined: the layers that hold, in words for people, and what is known of those that do not."""
+    """How far programs are confined: the layers that hold, in words for people, and what is known of those that do
+    not."""
 
     layers: tuple[str, ...]
     text: str
@@ -85,7 +87,8 @@ class LocalWorker:
         self.connection.settimeout(60.0)
         folder = tempfile.mkdtemp(prefix="pacs_trl_code_")
         package_root = str(Path(__file__).resolve().parents[2])
-        start = f"import sys; sys.path.append({package_root!r}); from pacs_trl.verification.sandbox import main; sys.path.pop(); main()"
+        start = f"import sys; sys.path.append({package_root!r}); "
+        start += "from pacs_trl.verification.sandbox import main; sys.path.pop(); main()"
         settings = {"connection": theirs.fileno(), "parent_pid": os.getpid(), "folder": folder, "layers": list(layers)}
         # As `python -I -S`, but for one variable: the order of sets, hence an output, is the same in every run.
         process = subprocess.Popen(

@@ -1,9 +1,9 @@
 """The process between the trainer and the grading processes: it forks, feeds, watches and replaces them.
 
 The trainer starts it as a fresh interpreter (`client.py`), so nothing of the trainer is imported again or forked
-(no torch, no CUDA, no threads, no user `__main__`), and a notebook, a test or `python -c` may be the parent. Having read
-math-verify once, it forks a replacement for a killed worker in milliseconds. It never grades itself, hence is always
-awake: it ends with its parent, whatever killed that, and takes the workers along.
+(no torch, no CUDA, no threads, no user `__main__`), and a notebook, a test or `python -c` may be the parent. Having
+read math-verify once, it forks a replacement for a killed worker in milliseconds. It never grades itself, hence is
+always awake: it ends with its parent, whatever killed that, and takes the workers along.
 """
 
 import gc

@@ -1,14 +1,16 @@
 """One program of a model at a time, in a process that can compute and do next to nothing else.
 
-This file is a program of its own: `code.py` starts it as a fresh interpreter, one for each worker, with the standard library and no
-other package, no environment and no argument of the run. It imports what programs import, and then forks a process for each
-program that it is sent: as open files (program, input, output, messages), which it never reads, so that no process inherits
-another one's program or output, and no expected output is anywhere near. The new process gives up what it could do harm
-with, layer by layer, before it reads its program; this one watches its clocks, and ends it with everything that it left behind.
+This file is a program of its own: `code.py` starts it as a fresh interpreter, one for each worker, with the standard
+library and no other package, no environment and no argument of the run. It imports what programs import, and then
+forks a process for each program that it is sent: as open files (program, input, output, messages), which it never
+reads, so that no process inherits another one's program or output, and no expected output is anywhere near. The new
+process gives up what it could do harm with, layer by layer, before it reads its program; this one watches its clocks,
+and ends it with everything that it left behind.
 
-Layers: `rlimits` (always, with capabilities and the environment dropped, a session and a folder of its own), `landlock` (files,
-TCP, signals and abstract sockets, as far as the kernel's version of it goes) and `seccomp` (a list of the system calls that an
-interpreter needs; all others fail). Which of them hold is measured by `code.py`, not believed.
+Layers: `rlimits` (always, with capabilities and the environment dropped, a session and a folder of its own),
+`landlock` (files, TCP, signals and abstract sockets, as far as the kernel's version of it goes) and `seccomp` (a list
+of the system calls that an interpreter needs; all others fail). Which of them hold is measured by `code.py`, not
+believed.
 """
 
 import atexit
@@ -34,8 +36,9 @@ from . import confinement
 
 # Imported once, for all programs.
 PRELOADED = """
-abc array bisect calendar cmath collections contextlib copy csv dataclasses datetime decimal enum fractions functools heapq io
-itertools json math numbers operator pprint queue random re statistics string textwrap timeit types typing unicodedata
+abc array bisect calendar cmath collections contextlib copy csv dataclasses datetime decimal enum fractions functools
+heapq io itertools json math numbers operator pprint queue random re statistics string textwrap timeit types typing
+unicodedata
 """
 
 
@@ -134,7 +137,8 @@ class Worker:
     def _try_filter(self) -> str:
         """Whether a process can be put under the filter: "available", or why not."""
         if self.machine not in confinement.AUDIT_NAMES:
-            return f"there is no table of system calls for {self.machine}, only for {' and '.join(confinement.AUDIT_NAMES)}"
+            known = " and ".join(confinement.AUDIT_NAMES)
+            return f"there is no table of system calls for {self.machine}, only for {known}"
         pid = os.fork()
         if pid == 0:
             try:
@@ -163,7 +167,8 @@ class Worker:
         run_program(source)
 
     def _confine(self, files: list[int], folder: str, writable: bool, confine: int) -> None:
-        """Give up, in the new process, what a program does not need. The order matters: each step needs what later ones take."""
+        """Give up, in the new process, what a program does not need. The order matters: each step needs what later
+        ones take."""
         os.setsid()
         confinement.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the worker
         confinement.prctl(4, 1)  # its own /proc/self is its own

@@ -1,8 +1,8 @@
 """Grading one completion, and the loop of the process that does it.
 
 This is the only code that calls math-verify. It runs in processes that the pool (`pool.py`) forks and may
-kill at any instant, so it holds no state worth keeping. Limits that the kernel enforces are set here: processor time per
-item and address space. Wall-clock limits are not: a process that hangs cannot be trusted to watch its own clock.
+kill at any instant, so it holds no state worth keeping. Limits that the kernel enforces are set here: processor time
+per item and address space. Wall-clock limits are not: a process that hangs cannot be trusted to watch its own clock.
 """
 
 import math
@@ -23,7 +23,8 @@ from . import Outcome
 from .client import receive
 
 
-# Completions repeat their answers. math-verify keeps the last 20 that it has read; this keeps more of the same function.
+# Completions repeat their answers. math-verify keeps the last 20 that it has read; this keeps more of the same
+# function.
 math_verify.parser.parse_latex_cached = lru_cache(maxsize=4096)(math_verify.parser.parse_latex_cached.__wrapped__)
 
 
@@ -72,8 +73,9 @@ def _parsed_golds(golds: tuple[str, ...], protocol: str) -> list[tuple]:
 
 
 def grade_one(text: str, golds: tuple[str, ...], protocol: str) -> Outcome:
-    """Grade one completion against alternative gold answers, any of which is right, by a key of `PROTOCOLS`: `CORRECT`, `WRONG`,
-    `NO_ANSWER` or `GOLD_UNPARSEABLE`. An empty completion asks for the golds alone: the last of these if none is an expression."""
+    """Grade one completion against alternative gold answers, any of which is right, by a key of `PROTOCOLS`:
+    `CORRECT`, `WRONG`, `NO_ANSWER` or `GOLD_UNPARSEABLE`. An empty completion asks for the golds alone: the last of
+    these if none is an expression."""
     parsed_golds = _parsed_golds(golds, protocol)
     if not text:  # what math-verify cannot read as an expression it compares as text
         parsed_golds = [gold for gold in parsed_golds if not all(isinstance(item, str) for item in gold)]

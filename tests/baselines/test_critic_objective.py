@@ -27,7 +27,8 @@ def test_rewards_by_hand():
 
 class TestWeights:
     def test_by_hand(self):
-        # right: 0.9 - (0.5 + 0.1) / 2 = 0.6, 0.5 - 1.0 / 2 = 0, 0.1 - 1.4 / 2 = -0.6; the only wrong one keeps its reward
+        # right: 0.9 - (0.5 + 0.1) / 2 = 0.6, 0.5 - 1.0 / 2 = 0, 0.1 - 1.4 / 2 = -0.6; the only wrong one keeps its
+        # reward
         rewards, outcomes = torch.tensor([0.9, 0.5, 0.7, 0.1]), torch.tensor([1.0, 0.8, 0.5, 1.0])
         found = reinforce_weights(rewards, outcomes, "outcome")
         torch.testing.assert_close(found, torch.tensor([0.6, 0.0, 0.7, -0.6]))
@@ -64,7 +65,8 @@ def test_losses_by_hand_and_their_gradient():
 
 def test_scores_by_hand():
     found = value_scores(torch.tensor([0.8, NAN, 0.2, 0.5]), torch.tensor([1.0, 1.0, 0.0, 0.0]))
-    # rewards 0.96, 0, 0.96, 0.75; squared errors 0.04, 1, 0.04, 0.25; residuals 0.2, 1, -0.2, -0.5 have variance 0.316875
+    # rewards 0.96, 0, 0.96, 0.75; squared errors 0.04, 1, 0.04, 0.25; residuals 0.2, 1, -0.2, -0.5 have variance
+    # 0.316875
     expected = {"reward": 0.6675, "brier": 0.3325, "explained_variance": 1 - 0.316875 / 0.25, "unparsed": 0.25}
     assert found == pytest.approx(expected)
     assert all(math.isnan(value) for value in value_scores(torch.tensor([]), torch.tensor([])).values())

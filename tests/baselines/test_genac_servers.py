@@ -1,4 +1,5 @@
-"""A critic of another size on a vLLM server of its own: what each server gets, how a run ends without one, and what is refused."""
+"""A critic of another size on a vLLM server of its own: what each server gets, how a run ends without one, and what is
+refused."""
 
 import socket
 
@@ -45,7 +46,8 @@ def free_port() -> int:
 
 
 def test_each_server_has_the_weights_of_its_model(tmp_path, model_path, servers):
-    """The policy's are sent once for each generation; both draw by their own settings, with seeds that never repeat."""
+    """The policy's are sent once for each generation; both draw by their own settings, with seeds that never
+    repeat."""
     settings, policy, critic, sent = servers
     trainer = build(tmp_path, model_path, **settings)
     critic_before = trainable_weights(trainer.critic)

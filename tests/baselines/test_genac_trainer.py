@@ -82,7 +82,8 @@ class Notes(CriticRecorder):
     "settings", [{}, {"critic_baseline": "none", "gae_lambda": 0.5, "critic_extra_states": False}]
 )
 def test_two_updates_equal_the_long_way(tmp_path, model_path, settings):
-    """Gradients of the critic by autograd in float64, one answer at a time; advantages from the values that were read."""
+    """Gradients of the critic by autograd in float64, one answer at a time; advantages from the values that were
+    read."""
     notes, replay = Notes(), Replay(unverifiable=0.2)
     trainer = build(
         tmp_path, model_path, replay=replay, callbacks=[notes], num_iterations=2, whiten_advantages=False, **settings
@@ -125,8 +126,8 @@ def test_two_updates_equal_the_long_way(tmp_path, model_path, settings):
 
 @pytest.mark.trains
 def test_what_the_critic_is_asked(tmp_path, model_path):
-    """Prefixes before the first token of each segment, no solution; the pooled outcome at the beginning, and the state before
-    the last token."""
+    """Prefixes before the first token of each segment, no solution; the pooled outcome at the beginning, and the state
+    before the last token."""
     replay = Replay(truncated=0.0, uniform_groups=0)
     notes = Notes()
     trainer = notes.watch(build(tmp_path, model_path, replay=replay, callbacks=[notes], max_steps=2, read=False))

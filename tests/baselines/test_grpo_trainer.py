@@ -90,7 +90,8 @@ def test_other_settings_of_its_loss_are_refused(tmp_path, model_path, straight):
 
 
 def test_left_padding_that_changes_log_probs_is_named(tmp_path, caplog):
-    """TRL pads prompts on the left without positions: absolute positions then depend on the longest prompt of the batch."""
+    """TRL pads prompts on the left without positions: absolute positions then depend on the longest prompt of the
+    batch."""
     settings = {"use_cpu": True, "bf16": False, "num_generations": 4, "max_completion_length": 8, "max_steps": 1}
     settings |= {"per_device_train_batch_size": 8, "report_to": "none", "save_strategy": "no"}
     sizes = {"vocab_size": len(TOKENIZER), "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}

@@ -78,7 +78,8 @@ def test_a_resumed_run_is_bit_identical(tmp_path, model_path, finished_run, upda
 
 
 def test_a_second_run_draws_rows_of_its_own(tmp_path, model_path):
-    """Stopped in the middle of a generation of two updates; the used trainer then equals a fresh one with its weights."""
+    """Stopped in the middle of a generation of two updates; the used trainer then equals a fresh one with its
+    weights."""
     settings = {"steps_per_generation": 4, "max_steps": 3}
     used = build(tmp_path, model_path, **settings)
     used.train()
@@ -186,6 +187,6 @@ def test_a_recipe_trains_both_models_on_the_miniature_world_and_continues(tmp_pa
     ("key", "is_news"), [("score.weight", False), ("lm_head.weight", False), ("model.norm.weight", True)]
 )
 def test_that_the_value_head_is_new_is_no_news(key, is_news):
-    text = f"Model LOAD REPORT from: x\nKey          | Status  |\n-------------+---------+-\nscore.bias   | MISSING |\n{key} | MISSING |\n"
+    text = f"Model LOAD REPORT from: x\nKey          | Status  |\n-------------+---------+-\nscore.bias   | MISSING |\n{key} | MISSING |\n"  # noqa: E501
     assert _is_news(logging.makeLogRecord({"msg": text})) == is_news
     assert _is_news(logging.makeLogRecord({"msg": "Something else | of which we know nothing"}))

@@ -111,10 +111,16 @@ def assert_close_gradients(actual: dict, expected: dict, relative: float = 1e-4)
     [
         ({}, Replay(unverifiable=0.2)),
         ({"loss_type": "dapo", "gamma": 0.9, "gae_lambda": 0.8, "value_clip_range": 0.01}, Replay(tools=True)),
-        # ratios far from 1, so that both sides of the clip and the dual clip act; values that come nearer to their targets, and
-        # so at least one of them, move by more than their range
+        # ratios far from 1, so that both sides of the clip and the dual clip act; values that come nearer to their
+        # targets, and so at least one of them, move by more than their range
         (
-            {"learning_rate": 40.0, "critic_learning_rate": 0.05, "value_clip_range": 1e-6, "delta": 1.3, "epsilon": 0.1},
+            {
+                "learning_rate": 40.0,
+                "critic_learning_rate": 0.05,
+                "value_clip_range": 1e-6,
+                "delta": 1.3,
+                "epsilon": 0.1,
+            },
             Replay(soft=True),
         ),
         ({"whiten_advantages": False, "delta": None, "value_clip_range": None, "gae_lambda": 0.5}, Replay(seed=1)),
@@ -176,7 +182,8 @@ def test_no_padding_goes_through_policy_critic_and_kl_reference(tmp_path, model_
     rows = replay.rows(0, 16)
     completions = sum(len(row.completion_ids) for row in rows)
     generation = sum(len(row.prompt_ids) for row in rows) + completions
-    # two micro-batches each: of all, the reference, then two updates; a prompt that rows of a micro-batch share counts once
+    # two micro-batches each: of all, the reference, then two updates; a prompt that rows of a micro-batch share counts
+    # once
     for name, passes in {"model": 3, "critic": 3, "ref_model": 1}.items():
         assert {rows for rows, _ in tokens[name]} == {1} and len(tokens[name]) == 2 * passes
         assert passes * completions < sum(length for _, length in tokens[name]) <= passes * generation

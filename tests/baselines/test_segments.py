@@ -42,7 +42,8 @@ def test_thinning_is_even_and_keeps_the_last_token():
 
 
 def test_no_value_knows_an_action_that_it_baselines():
-    """A critic that reads off the actions of its prefix would give a segment away; asked before its first token, it cannot."""
+    """A critic that reads off the actions of its prefix would give a segment away; asked before its first token, it
+    cannot."""
     rng = random.Random(shifted(0))
     for _ in range(50):
         actions = list(range(rng.randrange(1, 40)))
@@ -56,7 +57,8 @@ def test_no_value_knows_an_action_that_it_baselines():
 
 
 def target_by_definition(t, starts, values, reward, length, gamma, lam):
-    """What token `t` leads to: the reward, discounted by token, or with 1 - lambda at each border the value behind it."""
+    """What token `t` leads to: the reward, discounted by token, or with 1 - lambda at each border the value behind
+    it."""
     if t == length - 1:
         return reward
     later = target_by_definition(t + 1, starts, values, reward, length, gamma, lam)

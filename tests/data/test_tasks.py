@@ -63,7 +63,8 @@ class TestTasks:
     def test_a_fifth_is_held_out_and_looks_like_the_rest(self, task):
         train, test = problems(task, "train"), problems(task, "test")
         assert 0.17 < len(test) / (len(train) + len(test)) < 0.23
-        # Same distribution of answer lengths: no share differs by more than 2 percentage points, or two standard errors.
+        # Same distribution of answer lengths: no share differs by more than 2 percentage points, or two standard
+        # errors.
         tolerance = max(0.02, 2 * (0.25 / len(test)) ** 0.5)
         train_lengths, test_lengths = (Counter(len(row["answer"]) for row in rows) for rows in (train, test))
         for length in train_lengths | test_lengths:
@@ -118,7 +119,8 @@ def test_the_taught_mixture_is_shorter_sums_and_some_additions():
 
 
 def test_nothing_that_is_taught_or_trained_has_parentheses():
-    """The other domain of the tables; without its parentheses a held-out problem of it is held out of the others too."""
+    """The other domain of the tables; without its parentheses a held-out problem of it is held out of the others
+    too."""
     assert all("(" in row["problem"] for row in problems("grouped", "test"))
     for task in set(ARITHMETIC) - {"grouped"}:
         assert not any("(" in row["problem"] for row in problems(task, "train"))

@@ -1,7 +1,7 @@
 """Runs on every process of a group: trains each scenario and writes what this process saw.
 
-Each scenario is a function of `(rank, directory)` that returns something `torch.save` can write. `test_two_processes.py`
-compares the results with one process.
+Each scenario is a function of `(rank, directory)` that returns something `torch.save` can write.
+`test_two_processes.py` compares the results with one process.
 """
 
 import os
@@ -194,7 +194,8 @@ def label_out_of_range(rank, directory):
 
 
 def resumed(rank, directory, lora=False, more=None, reward=None, steps=(1, 3, 4, 5), **settings):
-    """Completions are sampled; a run continued after each of some steps ends with the same bits as one without stop."""
+    """Completions are sampled; a run continued after each of some steps ends with the same bits as one without
+    stop."""
     shared = {**EIGHTH, **ADAM, "steps_per_generation": 16, "save_strategy": "steps", "save_steps": 1, "max_steps": 6}
 
     def run(name, resume=None):
@@ -218,7 +219,8 @@ def resumed_snapshot(rank, directory):
 
 
 def resumed_shards(rank, directory, how):
-    """In the middle of a generation, where the snapshot is renewed, and at its border; after every step with DDP, above."""
+    """In the middle of a generation, where the snapshot is renewed, and at its border; after every step with DDP,
+    above."""
     return resumed(rank, directory, reference="snapshot", steps=(3, 4), **how)
 
 
@@ -263,7 +265,8 @@ def probabilities(directory, **how):
 
 
 def drawn_again(rank, directory, **how):
-    """Each process draws eight more of one of its prompts, and its rewards ask for another number of log-probabilities."""
+    """Each process draws eight more of one of its prompts, and its rewards ask for another number of
+    log-probabilities."""
     drawn, logps = [], []
 
     class DrawsAgain(PACSTrainer):

@@ -1,7 +1,8 @@
-"""PPO and GenAC on two processes equal themselves on one: weights of policy and critic, with DDP and with FSDP2, and a resumed run.
+"""PPO and GenAC on two processes equal themselves on one: weights of policy and critic, with DDP and with FSDP2, and a
+resumed run.
 
-The rollouts are recorded (see replay.py), so that one process and two learn from the same rows; with two updates on all rows
-of each generation, the order in which TRL shuffles them does not matter.
+The rollouts are recorded (see replay.py), so that one process and two learn from the same rows; with two updates on
+all rows of each generation, the order in which TRL shuffles them does not matter.
 """
 
 import os

@@ -1,4 +1,5 @@
-"""SIGTERM or Ctrl-C that reaches one of two ranks, or their launcher: both save the same step and exit; the next launch continues."""
+"""SIGTERM or Ctrl-C that reaches one of two ranks, or their launcher: both save the same step and exit; the next
+launch continues."""
 
 import json
 import os

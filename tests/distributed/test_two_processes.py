@@ -111,7 +111,8 @@ def test_lora(tmp_path, ddp):
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero3"])
 def test_shared_prompts_change_the_last_digits_only(request, kind):
-    """Two steps of gradient descent with rows that share their prompt: what they change is that of padded rows but for rounding."""
+    """Two steps of gradient descent with rows that share their prompt: what they change is that of padded rows but for
+    rounding."""
     for shared, padded in both(request.getfixturevalue(kind), "shared prompts"):
         assert len(shared["weights"]) == len(padded["weights"]) == 2
         before = shared["weights"][0]
@@ -221,7 +222,8 @@ def test_fsdp2_resumes_snapshot_and_rows(fsdp2):
 
 
 def test_fsdp2_checkpoints_of_shards_are_models(fsdp2):
-    """Of each checkpoint and of what is saved at the end: weights, configuration and tokenizer, for everybody to load."""
+    """Of each checkpoint and of what is saved at the end: weights, configuration and tokenizer, for everybody to
+    load."""
     final = both(fsdp2, "resumed snapshot")[0]["final"]
     run = fsdp2 / "runs" / str(list(FSDP2).index("resumed snapshot")) / "straight"
     for directory in (run / "checkpoint-6", run):
@@ -235,8 +237,8 @@ def test_fsdp2_checkpoints_of_shards_are_models(fsdp2):
 
 
 def test_fsdp2_exchanges_float32_under_bf16(fsdp2):
-    """Log-probabilities and reduced gradients have more than bfloat16's 8 significant bits; with the policy of accelerate
-    both were multiples of them."""
+    """Log-probabilities and reduced gradients have more than bfloat16's 8 significant bits; with the policy of
+    accelerate both were multiples of them."""
     for result in both(fsdp2, "exchanged in bf16"):
         assert result["logps"] and all(result["gradients"])
         assert set(result["policies"]) == {"grpo policy", "ppo policy", "ppo critic"}

@@ -115,7 +115,8 @@ def test_programs_run_in_the_sandbox(arguments, verifier, monkeypatch):
 
 
 def test_each_sample_of_gpqa_has_an_order_of_options_of_its_own(arguments, verifier, monkeypatch):
-    """Samples 0, 2, 4, 6 name the right option, the others the first one that is shown; orders survive a resumed run."""
+    """Samples 0, 2, 4, 6 name the right option, the others the first one that is shown; orders survive a resumed
+    run."""
     rights = {
         "Which particle carries no": "neutron",
         "How many chromosomes does": "23",

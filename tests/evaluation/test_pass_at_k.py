@@ -96,8 +96,8 @@ def wilson(p, n, z=1.959964):
 
 
 def test_pass_interval_by_hand():
-    # Values 0, 0, 1 and half a problem of each kind: c = 1.5/4; squares 3 * 0.375^2 + 1 * 0.625^2 + half of the two 0.2656,
-    # together 0.9375 = 4 c (1 - c). Var = 0.9375 / 9 and n_eff = c (1 - c) / Var = 9/4.
+    # Values 0, 0, 1 and half a problem of each kind: c = 1.5/4; squares 3 * 0.375^2 + 1 * 0.625^2 + half of the two
+    # 0.2656, together 0.9375 = 4 c (1 - c). Var = 0.9375 / 9 and n_eff = c (1 - c) / Var = 9/4.
     assert pass_interval([0.0, 0.0, 1.0]) == pytest.approx(wilson(1 / 3, 9 / 4), abs=1e-6)
     # Values 1/4 and 1/2: c = 1.25/3 = 5/12; squares (2/12)^2 + (1/12)^2 + (5/12)^2 / 2 + (7/12)^2 / 2 = 42/144.
     # Var = 42/144 / 4 and n_eff = (35/144) / (42/576) = 10/3.
@@ -162,8 +162,8 @@ def rare(share, difficulty):
     ],
 )
 def test_pass_interval_covers_the_truth(num_problems, n, k, draw):
-    """Of 1,000 benchmarks drawn from a world of problems, 95 % should have an interval with the mean of that world in it;
-    93 % are three standard errors less."""
+    """Of 1,000 benchmarks drawn from a world of problems, 95 % should have an interval with the mean of that world in
+    it; 93 % are three standard errors less."""
     rng = np.random.default_rng(shifted(0))
     truth = (1 - (1 - draw(rng, 2_000_000)) ** k).mean()
     counts = rng.binomial(n, np.clip(draw(rng, (1_000, num_problems)), 0, 1))
@@ -239,8 +239,8 @@ def test_the_function_wins_over_the_submodule_of_the_same_name():
 
 
 def test_paired_interval_by_hand():
-    # Four problems that neither model solves: Wilson's upper end for n_eff = 16/5 is z^2 / (n_eff + z^2) = 0.545549, and
-    # the two have no correlation. All solved is the same.
+    # Four problems that neither model solves: Wilson's upper end for n_eff = 16/5 is z^2 / (n_eff + z^2) = 0.545549,
+    # and the two have no correlation. All solved is the same.
     for value in (0.0, 1.0):
         found = paired_interval(([value] * 4, [value] * 4))
         assert found == pytest.approx((0.0, -0.545549, 0.545549), abs=1e-6)

@@ -97,7 +97,8 @@ def test_one_writer_at_a_time(tmp_path):
 
 
 def test_a_store_that_another_process_makes_at_the_same_moment_is_not_replaced(tmp_path, monkeypatch):
-    """Both looked before either had made the file: the one that comes second must not put its own in the first one's place."""
+    """Both looked before either had made the file: the one that comes second must not put its own in the first one's
+    place."""
     path = tmp_path / "new" / "s.jsonl"
     with SampleStore(path, SETTINGS) as first:
         first.append("p0", 0, 1000, "text", 5, "stop")

@@ -74,14 +74,16 @@ def test_shares_in_turns():
 
 @lru_cache
 def group_weight(right: int, size: int, weighting: str) -> float:
-    """Sum of the absolute coefficients of a group at proxy 0, times the number of completions that the loss is divided by."""
+    """Sum of the absolute coefficients of a group at proxy 0, times the number of completions that the loss is divided
+    by."""
     labels = torch.tensor([1.0] * right + [0.0] * (size - right), dtype=torch.float64)
     found = proxy_coefficients(0 * labels, labels, num_generations=size, class_weighting=weighting)
     return size * found.abs().sum().item()
 
 
 def expectations(rate: float, schedule: dict | None) -> dict[str, float]:
-    """Of a prompt with a success rate, exactly: completions, share of mixed groups, mean label, weight of its group."""
+    """Of a prompt with a success rate, exactly: completions, share of mixed groups, mean label, weight of its
+    group."""
     found = dict.fromkeys(("completions", "mixed", "label", "none", "balanced"), 0.0)
     for first in range(9):
         more = additional_completions(first, 8, **schedule) if schedule else 0

@@ -1,4 +1,5 @@
-"""Labels inside of completions: a case on paper, autograd, one position against plain PACS, and a policy that can be enumerated."""
+"""Labels inside of completions: a case on paper, autograd, one position against plain PACS, and a policy that can be
+enumerated."""
 
 import itertools
 import math
@@ -45,13 +46,15 @@ PROXIES, LABELS = double([1.0, 3.0, 2.0]), [[1.0, 1.0], [0.0]]
 
 
 def test_on_paper():
-    # The step finds no other, so it has no score; outcomes: 3 - 2 and 2 - 3, one of each class: weights 1, mean of softplus(-1) twice
+    # The step finds no other, so it has no score; outcomes: 3 - 2 and 2 - 3, one of each class: weights 1, mean of
+    # softplus(-1) twice
     prefixes = prefixes_of(LABELS, [0, 0])
     loss, scores = dense_loss(PROXIES, prefixes)
     assert scores.tolist() == [0.0, 1.0, -1.0] and loss.item() == pytest.approx(math.log1p(math.exp(-1)))
     # e = (sigmoid(1) - 1) / 2 = -0.1345 and its opposite; each minus that of the other
     assert dense_coefficients(PROXIES, prefixes).tolist() == pytest.approx([0.0, -0.26894, 0.26894], abs=1e-5)
-    # with a step in both: half of the weight of a row for each position; step scores 1 - 0.5 and back, both labels 1: weights 1
+    # with a step in both: half of the weight of a row for each position; step scores 1 - 0.5 and back, both labels 1:
+    # weights 1
     loss, scores = dense_loss(double([1.0, 3.0, 0.5, 2.0]), prefixes_of([[1.0, 1.0], [1.0, 0.0]], [0, 0]))
     assert scores.tolist() == [0.5, 1.0, -0.5, -1.0]
     softplus = [math.log1p(math.exp(x)) for x in (-0.5, -1.0, 0.5, -1.0)]
@@ -82,7 +85,8 @@ def test_coefficients_are_the_total_derivative(seed, class_weighting):
 
 
 def test_one_position_is_plain_pacs():
-    """Trainers call the functions of objective.py then (`test_policy_update.py` compares bits); these agree with them."""
+    """Trainers call the functions of objective.py then (`test_policy_update.py` compares bits); these agree with
+    them."""
     proxies, labels, _ = random_case(0, with_steps=False)
     groups, outcomes = [i // 4 for i in range(12)], double([y for (y,) in labels])
     loss, scores = dense_loss(proxies, prefixes_of(labels, groups))
@@ -110,8 +114,8 @@ def test_tokens_get_the_prefixes_that_contain_them():
 
 
 def test_expected_gradient_of_an_enumerated_policy():
-    """Two tokens of two kinds, labels after each: at proxy 0 without class weights, two completions drawn independently have the
-    policy gradient of the mean label in expectation."""
+    """Two tokens of two kinds, labels after each: at proxy 0 without class weights, two completions drawn
+    independently have the policy gradient of the mean label in expectation."""
     logits = double([0.3, -0.4, 0.9]).requires_grad_()  # of a 1 at first, after a 0, after a 1
 
     def logps(tokens):
@@ -163,7 +167,8 @@ def halves(completions, completion_ids, **kwargs):
 
 @pytest.mark.trains
 def test_labels_of_steps_beside_numbers(tmp_path):
-    """Steps have the weight of their function, and a completion without pairs has the others' outcome; also in evaluation, and from a function that is waited for."""
+    """Steps have the weight of their function, and a completion without pairs has the others' outcome; also in
+    evaluation, and from a function that is waited for."""
 
     async def half_of_them(completions, **kwargs):
         return [None if i % 4 == 3 else pairs for i, pairs in enumerate(halves(completions, **kwargs))]

@@ -1,4 +1,5 @@
-"""Guided attempts, more completions of hard prompts, and other prompts in place of uniform groups: what is drawn, learnt and kept."""
+"""Guided attempts, more completions of hard prompts, and other prompts in place of uniform groups: what is drawn,
+learnt and kept."""
 
 import hashlib
 import os
@@ -51,7 +52,8 @@ def share(*values) -> float:
 
 
 def reward(prompts, completion_ids, solution, **kwargs) -> list[float | None]:
-    """Half of the problems are nearly never solved, but for a hint or a second try; the others always, often or half of the time."""
+    """Half of the problems are nearly never solved, but for a hint or a second try; the others always, often or half
+    of the time."""
     rates = {0: 0.1, 1: 0.1, 2: 1.0, 3: 0.5}
     helped = ["Hint" in str(prompt) or len(prompt) > 1 for prompt in prompts]
     chances = [0.7 if help else rates[int(answer) % 4] for help, answer in zip(helped, solution)]
@@ -588,7 +590,8 @@ class Killed(WatchedBoth):
 
 
 def run_with_kills(directory, model_path, num_kills, seed, max_steps) -> list[int]:
-    """Train in processes that are killed in later draws; what the killed ones returned. The last one saves the model."""
+    """Train in processes that are killed in later draws; what the killed ones returned. The last one saves the
+    model."""
     rng, codes = random.Random(shifted(seed)), []
     settings = WEIGHTED | HINTS | REFILL | {"max_steps": max_steps}
     for attempt in range(num_kills + 1):

@@ -48,7 +48,8 @@ def test_the_reference_takes_the_place_of_the_answer(text, expected, well_formed
 
 THINKING = [{"role": "user", "content": "Reason in <think> </think>, answer in <answer> </answer>. What is it?"}]
 ANSWERING = "Put the answer between <answer> and </answer>. What is it?"
-FORMATS = {  # text: well formed after a prompt that asks for think and answer tags, and after one for answer tags alone
+# text: well formed after a prompt that asks for think and answer tags, and after one for answer tags alone
+FORMATS = {
     "both": ("<think>a</think>\n<answer> b </answer>", True, True),
     "text behind": ("<think>a</think> so <answer> b </answer>.", True, True),
     "text in front": ("Well <think>a</think> <answer> b </answer>", False, True),
@@ -86,7 +87,8 @@ class Given:
 
 
 def test_the_label_on_paper():
-    # .9 (.8 - .2) + .1; .9 * 0 + .1, since reasoning has not helped; malformed: 0; .9 * 1 + 0, an answer that is not closed
+    # .9 (.8 - .2) + .1; .9 * 0 + .1, since reasoning has not helped; malformed: 0; .9 * 1 + 0, an answer that is not
+    # closed
     completions, logged = ["<answer>a</answer>", "<answer>b</answer>", "c", "<answer>d"], {}
     labels = probability_reward(
         completions, ["q"] * 4, ["a"] * 4, reference_probability=Given(), log_metric=logged.__setitem__
@@ -193,8 +195,9 @@ def test_a_run_and_its_continuation(tmp_path, more):
 
 @pytest.mark.trains
 def test_a_second_run_begins_with_its_own_policy(tmp_path):
-    """The same trainer, whose weights have moved, and whose output directory holds what the first run knew. What is asked of other
-    prompts is of today, too, and not remembered: an evaluation before a stop would be known to one run and not to its continuation."""
+    """The same trainer, whose weights have moved, and whose output directory holds what the first run knew. What is
+    asked of other prompts is of today, too, and not remembered: an evaluation before a stop would be known to one run
+    and not to its continuation."""
     trainer = build_trainer(
         tmp_path,
         trainer_class=RLPRTrainer,
@@ -254,8 +257,9 @@ def test_answers_that_are_too_long_count_as_malformed(tmp_path):
 
 class TestSpreadFilter:
     def test_on_paper(self):
-        """Spreads (unbiased): (0, 1) sqrt(1/2) = .707; (.4, .6) sqrt(.02) = .141. Five generations are ignored, five collected: their
-        mean is (.707 + .141) / 2 = .424, and half of it drops the second group from the eleventh on."""
+        """Spreads (unbiased): (0, 1) sqrt(1/2) = .707; (.4, .6) sqrt(.02) = .141. Five generations are ignored, five
+        collected: their mean is (.707 + .141) / 2 = .424, and half of it drops the second group from the eleventh
+        on."""
         spread = SpreadFilter(0.5)
         labels = torch.tensor([0.0, 1.0, 0.4, 0.6])
         for _ in range(10):

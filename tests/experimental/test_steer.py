@@ -68,7 +68,8 @@ def test_on_paper():
 
 
 def test_the_estimate_is_not_the_first_order_change():
-    """docs/weights_and_labels.md: beside the sampled token's logit all others fall, and the sign of the whole differs."""
+    """docs/weights_and_labels.md: beside the sampled token's logit all others fall, and the sign of the whole
+    differs."""
     generator, shares = torch.Generator().manual_seed(0), []  # not shifted: the numbers stand in the docs
     for num_tokens in (32, 1000):
         logits = (3 * torch.randn(8000, num_tokens, generator=generator, dtype=torch.float64)).requires_grad_()
@@ -89,8 +90,8 @@ def test_the_estimate_is_not_the_first_order_change():
 
 
 def test_properties():
-    """The sign of an advantage does not matter; parts of a step have the weights of the whole if they know its extremes; no
-    change, and no token at all, have a weight."""
+    """The sign of an advantage does not matter; parts of a step have the weights of the whole if they know its
+    extremes; no change, and no token at all, have a weight."""
     generator = torch.Generator().manual_seed(shifted(0))
     logps, old_logps = (-3 * torch.rand(6, 5, generator=generator) for _ in range(2))
     entropies, advantages = 2 * torch.rand(6, 5, generator=generator), torch.randn(6, generator=generator)
@@ -112,7 +113,8 @@ def test_properties():
 
 
 def test_metrics_on_paper():
-    """The tokens of `ON_PAPER` as two micro-batches, A = -2 and N = 4; a row without a coefficient counts for the extremes alone."""
+    """The tokens of `ON_PAPER` as two micro-batches, A = -2 and N = 4; a row without a coefficient counts for the
+    extremes alone."""
     logps, old_logps, entropies, _, mask = (x.float() for x in ON_PAPER)
     coefficients, slopes = torch.tensor([0.5, 0.0]), torch.tensor([[0.0, 0.0], [0.375, 0.0]])
     steer = SteerWeights()
@@ -143,8 +145,8 @@ LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
 
 @pytest.mark.parametrize("more", [{}, {"peft_config": LORA}], ids=["all weights", "LoRA"])
 def test_a_run_and_its_continuation(tmp_path, more):
-    """From the middle of a generation, where old log-probabilities and entropies are no longer those of the policy; with the
-    running means of VERL."""
+    """From the middle of a generation, where old log-probabilities and entropies are no longer those of the policy;
+    with the running means of VERL."""
     settings = {
         **{"reference": "snapshot", "hidden_state_stride": 3},
         **{"steps_per_generation": 2, "num_iterations": 2, "max_steps": 4, "save_strategy": "steps", "save_steps": 1},
@@ -187,7 +189,8 @@ LINEAR = {"token_weight_mapping": "linear", "token_weight_max": 1.5}
     ],
 )
 def test_gradient_of_steer(tmp_path, settings):
-    """Weights depend on the extremes of the whole step, whatever its micro-batches, and on the policy that generated."""
+    """Weights depend on the extremes of the whole step, whatever its micro-batches, and on the policy that
+    generated."""
     replay = Replay(tools=settings.pop("tools", False), unverifiable=0.1)
     trainer, _ = train_and_compare(tmp_path, replay, **(TWO_UPDATES | STEER | settings))
     for update, entry in enumerate(trainer.state.log_history[:4]):

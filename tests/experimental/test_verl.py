@@ -32,8 +32,8 @@ CASES = VECTORS["effective_rank"]
 def test_vectors_of_the_authors_code(vector):
     states = torch.tensor(vector["hidden_states"])
     assert effective_rank(states) == pytest.approx(vector["effective_rank"][0], rel=1e-5)
-    # Their Gram matrices are float32, in which each eigenvalue that should be 0 adds a singular value of about 3e-4 of the largest,
-    # and a prefix of n tokens has n - D of them: their ranks are up to 0.03 too high.
+    # Their Gram matrices are float32, in which each eigenvalue that should be 0 adds a singular value of about 3e-4 of
+    # the largest, and a prefix of n tokens has n - D of them: their ranks are up to 0.03 too high.
     found = rank_velocity_and_acceleration(states, vector["stride"])
     assert found == pytest.approx((vector["velocity"], vector["acceleration"]), abs=0.015)
 
@@ -43,8 +43,9 @@ def test_on_paper():
     square = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])
     assert effective_rank(square) == pytest.approx(2.0, abs=1e-6)
     assert effective_rank(torch.tensor([[1.0, 2.0], [3.0, 6.0], [-1.0, -2.0]])) == pytest.approx(1.0, abs=1e-6)
-    # stride 1: prefixes of 2, 3 and 4 tokens. 2 tokens span one direction: E_1 = 1, and E_3 = 2. The first three centred have the
-    # Gram matrix of (1, 0), (-1, 0), (0, 1): eigenvalues 2 and 2/3, singular values in the ratio sqrt(3) : 1
+    # stride 1: prefixes of 2, 3 and 4 tokens. 2 tokens span one direction: E_1 = 1, and E_3 = 2. The first three
+    # centred have the Gram matrix of (1, 0), (-1, 0), (0, 1): eigenvalues 2 and 2/3, singular values in the ratio
+    # sqrt(3) : 1
     shares = [math.sqrt(3) / (1 + math.sqrt(3)), 1 / (1 + math.sqrt(3))]
     second = math.exp(-sum(p * math.log(p) for p in shares))
     first, last = second - 1, 2 - (1 + second) / 2
@@ -90,8 +91,8 @@ class TestVerl:
 
     def test_on_paper(self):
         verl = Verl()
-        # Means begin at the first step's: 4, 1, 0. Row 0: deviations 1/2, 1/2, 0, so t = 1/2 and Phi = tanh(1/2) = 0.462; A = 1 may
-        # grow by 1/2 of it. Row 1: Phi < 0. Row 2: Phi = 0. Row 3 does not count.
+        # Means begin at the first step's: 4, 1, 0. Row 0: deviations 1/2, 1/2, 0, so t = 1/2 and Phi = tanh(1/2) =
+        # 0.462; A = 1 may grow by 1/2 of it. Row 1: Phi < 0. Row 2: Phi = 0. Row 3 does not count.
         found = verl.shaped(self.COEFFICIENTS, self.RANKS, num_rows=4)
         assert found.tolist() == pytest.approx([-(1 + math.tanh(0.5)) / 4, 0.25, -0.05, 0.0])
         assert verl.means == pytest.approx([4.0, 1.0, 0.0])
@@ -168,8 +169,8 @@ def test_only_so_many_rows_are_measured(tmp_path, monkeypatch):
 @pytest.mark.parametrize("tokens", ["all", "last"])
 @pytest.mark.parametrize("group_layout", ["whole", "split"])
 def test_gradient_of_verl(tmp_path, monkeypatch, group_layout, tokens):
-    """The sum of log-probabilities by the coefficients that ranks have shaped, of all tokens or of the last one that the policy
-    wrote, in float64; rows that do not count stay out."""
+    """The sum of log-probabilities by the coefficients that ranks have shaped, of all tokens or of the last one that
+    the policy wrote, in float64; rows that do not count stay out."""
     last = tokens == "last"
     replay, recorder, kept, shaped = Replay(tools=last), Recorder(), [], Verl.shaped
 

@@ -94,7 +94,8 @@ def test_rloo_with_rescaled_beta_is_dr_grpo(groups):
 
 def test_rules_by_hand():
     assert [renewal_is_due(share) for share in (0.0, 0.05, 0.06)] == [False, False, True]
-    # scores of half the spread want twice the beta; never more than that, never less than half, and nothing from zero scores
+    # scores of half the spread want twice the beta; never more than that, never less than half, and nothing from zero
+    # scores
     assert [next_beta(3.0, std) for std in (0.5, 0.1, 2.0, 50.0, 0.0, float("nan"))] == [6.0, 6.0, 1.5, 1.5, 3.0, 3.0]
 
 
@@ -114,7 +115,8 @@ def test_rules_act(tmp_path, monkeypatch, arm):
     update = trainer.update.run
     trainer.update.run = lambda *a, **k: betas.append(trainer.update.objective.pacs_beta) or update(*a, **k)
     trainer.train()
-    # the first update of a rollout says nothing about the spread; the three after it halve beta each, the last one unseen
+    # the first update of a rollout says nothing about the spread; the three after it halve beta each, the last one
+    # unseen
     assert betas == ([1.0, 1.0, 0.5, 0.25] if spread else [10.0] * 4)
     assert len(renewed) == (0 if spread else 4)
 

@@ -44,7 +44,8 @@ def test_guided_arms(arm):
 
 
 def test_backward_sums():
-    """A hint is the sum itself; a warm start never sees the two belong together, nor a backward sum that reads as its own answer."""
+    """A hint is the sum itself; a warm start never sees the two belong together, nor a backward sum that reads as its
+    own answer."""
     assert guided.backwards("53+79") == "97#35"
     rows = guided.sums(seed=0)
     assert {row["hint"] for row in rows[: guided.NUM_TRAINED]} == {None} and len(rows) == 2 * guided.NUM_TRAINED
@@ -66,7 +67,8 @@ def test_backward_sums():
 
 
 def test_table_of_guided_attempts():
-    """Four samples: pass@1 of counts 0 and 2 is a quarter, pass@4 a half; the one that was never solved before is solved in 2 of 4."""
+    """Four samples: pass@1 of counts 0 and 2 is a quarter, pass@4 a half; the one that was never solved before is
+    solved in 2 of 4."""
     counts = {
         "0": {guided.START: {"forward": [4, 0], "backward": [1, 0]}, "plain": {"forward": [4, 4], "backward": [0, 2]}}
     }

@@ -1,4 +1,5 @@
-"""Three critics in one table: values at the same prefixes, their measures by hand, and arms whose settings are legal."""
+"""Three critics in one table: values at the same prefixes, their measures by hand, and arms whose settings are
+legal."""
 
 import copy
 import math
@@ -91,7 +92,8 @@ RATES = [i / 10 for i in range(8)]
 
 @pytest.mark.trains
 def test_a_value_head_learns_the_rates_of_its_traces(policy):
-    """The first update moves every weight by the learning rate, against the gradient of the mean squared error in float64."""
+    """The first update moves every weight by the learning rate, against the gradient of the mean squared error in
+    float64."""
     rate = 1e-4
     start, moved = (
         taught_critics.taught_head(policy, TRACES, RATES, epochs=n, learning_rate=rate, seed=shifted(0))
@@ -128,7 +130,8 @@ def test_tables_of_critics_that_were_taught(policy):
     assert found["unread"] == [1.0] * 3 and {*found["most probable"], *found["drawn"], *found["behind"]} == {0.0}
     ladder = {"tiny": found | {"drawn": [0.1] * 8, "head": RATES, "parameters": 100_000}}
     text = "\n".join(taught_critics.table_of_ladder(ladder, TRACES, TRACES, 16))
-    # rates 0 to 0.7: the mean is 52.5 thousandths off, 0.1 is 52.5 + 1000 * 0.25^2, the head nothing; only `n` and `x` are mistakes
+    # rates 0 to 0.7: the mean is 52.5 thousandths off, 0.1 is 52.5 + 1000 * 0.25^2, the head nothing; only `n` and `x`
+    # are mistakes
     assert "| the mean | 52.5 | +0.0 (+0.0 to +0.0) | - | 0.350 | 0.350 |" in text
     assert (
         "| tiny, 0.1M: mean of 8 answers | 115.0 | +62.5 (" in text

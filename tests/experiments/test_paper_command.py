@@ -1,6 +1,8 @@
-"""The tables of the paper as runs: every cell has its recipe at both scales, a run resumes, and the report says what was run.
+"""The tables of the paper as runs: every cell has its recipe at both scales, a run resumes, and the report says what
+was run.
 
-What a table shows is checked on runs made up by hand; that training and evaluation fit together, on a run of two steps.
+What a table shows is checked on runs made up by hand; that training and evaluation fit together, on a run of two
+steps.
 """
 
 import json
@@ -134,7 +136,8 @@ class TestRecipes:
             settings = [settings_of(twin) for twin in (cell, full[cell.label])]
             if not full[cell.label].recipe.startswith("evaluation/"):
                 assert {k: settings[0].get(k) for k in OBJECTIVE} == {k: settings[1].get(k) for k in OBJECTIVE}, cell
-                # The baselines of the miniature clip at 1.0; the authors' micro-batch, which decides the bound, has no twin.
+                # The baselines of the miniature clip at 1.0; the authors' micro-batch, which decides the bound, has no
+                # twin.
                 full_norm = 1.0 if settings[1]["max_grad_norm"] == 0.125 else settings[1]["max_grad_norm"]
                 assert settings[0]["max_grad_norm"] == full_norm, cell
 
@@ -211,7 +214,8 @@ class TestReport:
 
     def test_a_published_number_inside_the_interval(self, tmp_path, monkeypatch):
         draw_nothing(monkeypatch)
-        # Six problems at 37.5 % on average and six at 100 %; BeyondAIME was published as 27.16 for PACS, 24.39 for GRPO
+        # Six problems at 37.5 % on average and six at 100 %; BeyondAIME was published as 27.16 for PACS, 24.39 for
+        # GRPO
         for cell, counts in ((self.good, [1, 2] * 3), (self.bad, [4] * 6)):
             record(tmp_path, cell, 0, {name: counts for name in TWINS})
         write_tables([self.table("pass_at_k", published="Qwen3-4B")], tmp_path, twins=False)

@@ -24,7 +24,8 @@ def test_doubled_and_apart(before, after, expected):
 
 
 def run_of(seed: int) -> dict:
-    """A run in which the warm start is right in 1 of 8 completions of each of 100 problems, PACS in 4 and GRPO in 3."""
+    """A run in which the warm start is right in 1 of 8 completions of each of 100 problems, PACS in 4 and GRPO in
+    3."""
     results = {}
     for method, right in {"warm start": 1, "PACS": 4, "GRPO": 3}.items():
         problems = [{"id": str(i), "n": 8, "c": right, "ungraded": 0} for i in range(100)]

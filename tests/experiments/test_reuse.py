@@ -33,7 +33,8 @@ from pacs_trl.update.groups import Groups
 
 
 def flow_of_the_loss(way, beta, size, right, *, weighted, steps=4000):
-    """Gap after a descent of all log-ratios of a group on the loss itself, in float64 by autograd; `way` in first steps."""
+    """Gap after a descent of all log-ratios of a group on the loss itself, in float64 by autograd; `way` in first
+    steps."""
     labels = torch.tensor([1.0] * right + [0.0] * (size - right), dtype=torch.float64)
     log_ratios, rate = torch.zeros(size, dtype=torch.float64, requires_grad=True), None
     kinds = {"num_generations": size, "class_weighting": "balanced" if weighted else "none"}
@@ -87,8 +88,8 @@ def test_the_way_is_read_off_a_gap_and_predicts_another():
     ((cell, way, gap),) = predicted(cells)  # of the seeds that both have, 0 and 1
     assert cell == (ten, {0: 20.0, 1: 20.0}, {0: 0.5, 1: 0.6}, {0: 0.3, 1: 0.2})
     assert way == pytest.approx(7 * math.e / 8) and gap == gap_of_flow(way, 10.0)
-    # 2 (40 / 7) way + 1 = 28.2 = y + e^y: y = 3.22, a gap of 7 / 40 y; left are 2 / (1 + e^y), and for one right of eight
-    # 1 / (1 + e^5.64) + 1 / (1 + e^(5.64 / 7))
+    # 2 (40 / 7) way + 1 = 28.2 = y + e^y: y = 3.22, a gap of 7 / 40 y; left are 2 / (1 + e^y), and for one right of
+    # eight 1 / (1 + e^5.64) + 1 / (1 + e^(5.64 / 7))
     assert table(cells)[2:] == [f"| {ten.name} | 2 | 2.38 | 0.56 | 0.55 | 0.98 | 0.08 | 0.31 | 0.25 |"]
 
 

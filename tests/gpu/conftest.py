@@ -55,7 +55,8 @@ def pytest_configure(config):
     if DEVICE == "cpu":
         pytest.exit(
             f"torch {torch.__version__} finds no CUDA device, so there is nothing to report about a GPU. Install "
-            "a driver and a torch built for CUDA (`make gpu-check TORCH=...`), or try the tests with `pytest tests/gpu`.",
+            "a driver and a torch built for CUDA (`make gpu-check TORCH=...`), or try the tests with `pytest "
+            "tests/gpu`.",
             returncode=2,
         )
     config.pluginmanager.register(GpuReport(config, directory.absolute(), machine(gpus())))

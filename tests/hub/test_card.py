@@ -67,7 +67,7 @@ def untrained(tmp_path_factory, tokenizer):
 def trained(untrained, tmp_path_factory):
     """The folder of a run from a shipped recipe, with a checkpoint inside."""
     directory = tmp_path_factory.mktemp("runs") / "pacs"
-    sizes = "--per_device_train_batch_size 8 --num_generations 4 --max_completion_length 8 --max_steps 5 --disable_tqdm true"
+    sizes = "--per_device_train_batch_size 8 --num_generations 4 --max_completion_length 8 --max_steps 5 --disable_tqdm true"  # noqa: E501
     saves = "--save_strategy steps --save_steps 5 --save_total_limit 1"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(warm_start, "warm_start", lambda task: untrained)

@@ -1,4 +1,5 @@
-"""What reaches wandb, trackio and TensorBoard, read back from what they wrote, in a run that is stopped and resumed."""
+"""What reaches wandb, trackio and TensorBoard, read back from what they wrote, in a run that is stopped and
+resumed."""
 
 import json
 import os
@@ -59,7 +60,8 @@ def train_steps(output_dir, model, max_steps, *more):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Two steps, and two more after resuming: the output folder, wandb's folders of both parts, the log, the recipe."""
+    """Two steps, and two more after resuming: the output folder, wandb's folders of both parts, the log, the
+    recipe."""
     folder = tmp_path_factory.mktemp("tracking")
     model, output_dir = folder / "model", folder / "run"
     tokenizer = build_tokenizer()
@@ -77,13 +79,14 @@ def runs(tmp_path_factory):
     return output_dir, parts, trainer.state.log_history, recipe
 
 
-# wandb -----------------------------------------------------------------------------------------------------------------
+# wandb
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def wandb_records(folder: Path) -> list:
     """
-    The records of an offline run. The file is a log in the format of LevelDB: after 7 bytes that name the version, blocks
-    of 32 KiB hold fragments with checksum (4 bytes), length (2) and type (1 whole, 2 first, 3 middle, 4 last).
+    The records of an offline run. The file is a log in the format of LevelDB: after 7 bytes that name the version,
+    blocks of 32 KiB hold fragments with checksum (4 bytes), length (2) and type (1 whole, 2 first, 3 middle, 4 last).
     """
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -204,7 +207,8 @@ def test_resumed_run_has_the_same_id(runs):
     assert [part.name.split("-")[-1] for part in parts] == [identity] * 2
 
 
-# trackio and TensorBoard -----------------------------------------------------------------------------------------------
+# trackio and TensorBoard
+# -----------------------------------------------------------------------------------------------
 
 
 def trackio_rows(run) -> list[dict]:
@@ -244,7 +248,8 @@ def test_tensorboard_has_one_folder_with_the_same(runs):
         assert found == pytest.approx({step: logged[name] for step, logged in expected.items() if name in logged})
 
 
-# Identities ------------------------------------------------------------------------------------------------------------
+# Identities
+# ------------------------------------------------------------------------------------------------------------
 
 
 def identity_of(output_dir, *, resuming, report_to="wandb"):

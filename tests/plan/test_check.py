@@ -12,7 +12,7 @@ NULLS = ("--num_generations", "null", "--learning_rate", "null", "--steps_per_ge
 WHOLE = (*EIGHT, "--gradient_accumulation_steps", "32", "--steps_per_generation=128")
 BF16, GRPO, PPO, FEW = {"dtype": "bfloat16"}, {"method": "grpo"}, {"method": "ppo"}, {"max_train_samples": 1000}
 GENAC = {"method": "genac"}
-SERVERS = {"use_vllm": True, "vllm_mode": "server", "vllm_server_host": "policy", "critic_model_name_or_path": "Qwen/Qwen3-0.6B",
+SERVERS = {"use_vllm": True, "vllm_mode": "server", "vllm_server_host": "policy", "critic_model_name_or_path": "Qwen/Qwen3-0.6B",  # noqa: E501
            "critic_vllm_server_base_url": "http://critic:8000"}  # fmt: skip
 ODD, WRITTEN, PAIRS = {"save_steps": 30}, {"expected_processes": 64}, {"vllm_tensor_parallel_size": 2}
 BIG, SMALL, UNKNOWN = ({"model_name_or_path": n} for n in ("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B", "someone/something"))
@@ -56,7 +56,7 @@ SAID = {
     "unknown model": ((), UNKNOWN, 0, "not estimated, because the shape of 'someone/something' is not known"),
     # 2 x 40315 // 1024 generations x 4
     "epochs": (SIXTY_FOUR, {"max_steps": None, "num_train_epochs": 2}, 0, "optimizer steps    312"),
-    "no data file": ((), {"dataset_name": "mine.jsonl"}, 0, "The data file 'mine.jsonl' does not exist here (seen from /"),
+    "no data file": ((), {"dataset_name": "mine.jsonl"}, 0, "The data file 'mine.jsonl' does not exist here (seen from /"),  # noqa: E501
     "unknown data": ((), {"max_steps": None, "dataset_name": "a/b"}, 0, "unknown: max_steps is not set"),
     "end within a generation": ((), {"max_steps": 481}, 0, "ends in the middle of a generation"),
     "text that is no YAML": (("--system_prompt", "Answer {briefly: "), {}, 0),
@@ -65,7 +65,7 @@ SAID = {
     "mean length 1001": (("--mean-length", "1001"), {}, 1, f"{LENGTHS}, got 1001", "no: tokens generated"),
     "too few problems": (FSDP2, FEW, 1, "A generation needs 1024 different prompts, but 1000 problems are trained on"),
     "just enough": (FSDP2, {"max_train_samples": 1024}, 0),
-    "recipe, launch": (NOBODY, BAD, 1, "4 conflict(s)", "no tool 'run_pyton'", "--num-processes must be at least 1, got 0",
+    "recipe, launch": (NOBODY, BAD, 1, "4 conflict(s)", "no tool 'run_pyton'", "--num-processes must be at least 1, got 0",  # noqa: E501
                        "num_iterations"),
     "contradiction and launch": ((), BIG | SCORE, 1, "2 conflict(s)", "score_estimator='grpo' cannot", "DOES NOT FIT"),
     "three processes": (THREE, FIVE, 1, "=5 must be a multiple of gradient_accumulation_steps=4", "=4 or 8"),
@@ -86,19 +86,19 @@ SAID = {
     "vLLM server": ((), FITTING | {"vllm_mode": "server", "vllm_gpu_memory_utilization": 0.9}, 0),
     "unbounded": (("--max_completion_length", "null"), {}, 1, "max_completion_length is not set"),
     "PPO with DeepSpeed": (ZERO2, PPO, 1, "DeepSpeed"),
-    "no critic": (FSDP2, PPO | {"critic_model_name_or_path": "./no/critic"}, 1, "directory './no/critic' does not exist"),
+    "no critic": (FSDP2, PPO | {"critic_model_name_or_path": "./no/critic"}, 1, "directory './no/critic' does not exist"),  # noqa: E501
     "GenAC with DeepSpeed": (ZERO2, GENAC, 1, "GenAC trains two models, which DeepSpeed does not do"),
     # 8192 completions x (16 segments and the state before the last token); 35 % of 1024 tokens
     "GenAC": (FSDP2, GENAC, 0, "at most 139,264 answers of 358 tokens per rollout step"),
-    "GenAC, budget": (FSDP2, GENAC | {"critic_budget": 100_000}, 1, "critic_budget=100000 is less than the 139264 answers"),
-    "GenAC, short engine": (FSDP2, GENAC | VLLM | {"vllm_max_model_length": 2000}, 1, "plus critic_max_new_tokens=1024",
+    "GenAC, budget": (FSDP2, GENAC | {"critic_budget": 100_000}, 1, "critic_budget=100000 is less than the 139264 answers"),  # noqa: E501
+    "GenAC, short engine": (FSDP2, GENAC | VLLM | {"vllm_max_model_length": 2000}, 1, "plus critic_max_new_tokens=1024",  # noqa: E501
                             "Set it to at least 2524"),
     "GenAC, two shapes": (FSDP2, GENAC | FITTING | {"critic_model_name_or_path": "Qwen/Qwen3-0.6B"}, 1,
                           "The critic 'Qwen/Qwen3-0.6B' has another shape than the policy, and one vLLM engine"),
     "GenAC, two servers": (FSDP2, GENAC | SERVERS, 0, "per rollout step; written by a server"),
-    "unknown critic": (FSDP2, PPO | {"critic_model_name_or_path": "me/mine"}, 0, "the shape of 'me/mine' is not known"),
+    "unknown critic": (FSDP2, PPO | {"critic_model_name_or_path": "me/mine"}, 0, "the shape of 'me/mine' is not known"),  # noqa: E501
     "nothing": ((), {"dataset_name": None, "model_name_or_path": None}, 1, "names no data", "names no model"),
-    "no directory": ((), {"model_name_or_path": "./nope"}, 1, "1 conflict(s)", "The model directory './nope' does not exist"),
+    "no directory": ((), {"model_name_or_path": "./nope"}, 1, "1 conflict(s)", "The model directory './nope' does not exist"),  # noqa: E501
     "no task": ((), {"model_name_or_path": "miniature/no"}, 1, "1 conflict(s)", "There is no miniature task 'no'"),
     "no expression": ((), NO_EXPRESSION, 1, "'*_proj' alone is a regular expression, and this is none"),
     "nulls": (NULLS, {}, 1, "2 conflict(s)", "num_generations must be a whole number of at least 2, got None",

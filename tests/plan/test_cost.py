@@ -53,7 +53,8 @@ def test_forward_flops_equal_the_counter_of_torch():
     length = 50
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         transformers_model(SMALL, "eager")(input_ids=torch.zeros(2, length, dtype=torch.long))
-    # Eager attention computes the masked half too, as causal attention over twice the length would. Norms have no products.
+    # Eager attention computes the masked half too, as causal attention over twice the length would. Norms have no
+    # products.
     assert counter.get_total_flops() == pytest.approx(SMALL.forward_flops(2 * length, 2 * length), rel=0.01)
 
 

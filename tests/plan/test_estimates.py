@@ -56,7 +56,8 @@ def test_an_update_over_two_generations_takes_as_long_as_two(planned):
 
 
 def test_what_reuse_saves(planned):
-    """480 updates on 30 generations, 16 on each: the generations that as many updates would take otherwise are three times 30 more."""
+    """480 updates on 30 generations, 16 on each: the generations that as many updates would take otherwise are three
+    times 30 more."""
     settings = {"num_iterations": 4}
     learning = float(planned("learning", **settings).split("; ")[1].split()[0])
     generation = float(planned("generation  ", **settings).split()[0])
@@ -135,7 +136,8 @@ SMALL_CRITIC = {"critic_model_name_or_path": "Qwen/Qwen3-0.6B"}
 
 
 def test_the_critic_has_a_size_of_its_own(planned):
-    """Of PPO both judge and learn from 8192 rows of 256 + 350 tokens; of GenAC the critic's answers are the longer rows."""
+    """Of PPO both judge and learn from 8192 rows of 256 + 350 tokens; of GenAC the critic's answers are the longer
+    rows."""
     small = model_shape("Qwen/Qwen3-0.6B")
     for method in (PPO, GENAC):
         state = float(planned("training state", **method | SMALL_CRITIC).split()[0])

@@ -55,7 +55,8 @@ def test_everything_at_once(results_factory, training_directory, tmp_path, capsy
 
 
 def test_begins_with_before_and_after(results_factory, tmp_path):
-    """Before is the baseline, or else the method of the first file; the mean stands above the benchmarks, and tables are folded."""
+    """Before is the baseline, or else the method of the first file; the mean stands above the benchmarks, and tables
+    are folded."""
     files = [results_factory("mine", 0.4), results_factory("trained", 0.6)]
     for baseline in (None, "mine", "trained"):
         build_report(files, tmp_path / "out", baseline=baseline, figures=True)
@@ -228,7 +229,8 @@ def test_figures_are_repeatable(results_factory, tmp_path):
 
 
 def test_reliability_bins_worked_by_hand():
-    # sigmoid(0) = 0.5, sigmoid(ln 3) = 0.75, sigmoid(-ln 3) = 0.25, in four bins of width 0.25 (0.25 opens the second).
+    # sigmoid(0) = 0.5, sigmoid(ln 3) = 0.75, sigmoid(-ln 3) = 0.25, in four bins of width 0.25 (0.25 opens the
+    # second).
     scores = [0.0, 0.0, np.log(3) + 1e-9, -np.log(3) + 1e-9, -100.0, 100.0]
     bins = plots.reliability_bins(scores, [1, 0, 1, 0, 0, 1], num_bins=4)
     assert bins["count"].tolist() == [1, 1, 2, 2]

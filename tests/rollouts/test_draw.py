@@ -1,4 +1,5 @@
-"""Drawing again inside one generation, for some of its prompts and with another number; rewards that need the policy."""
+"""Drawing again inside one generation, for some of its prompts and with another number; rewards that need the
+policy."""
 
 import pytest
 import torch

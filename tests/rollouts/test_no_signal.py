@@ -1,4 +1,5 @@
-"""One warning for a run that cannot learn: with its causes, after ten optimizer steps without signal, also over a resume."""
+"""One warning for a run that cannot learn: with its causes, after ten optimizer steps without signal, also over a
+resume."""
 
 import logging
 

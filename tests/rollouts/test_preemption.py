@@ -1,5 +1,5 @@
-"""SIGTERM or Ctrl-C in the middle of a step: the step is finished and saved, the process exits with code 143 or 130, the next one
-continues."""
+"""SIGTERM or Ctrl-C in the middle of a step: the step is finished and saved, the process exits with code 143 or 130,
+the next one continues."""
 
 import json
 import os
@@ -75,8 +75,8 @@ CRITIC = ["--critic_prompt", "miniature", "--critic_max_new_tokens", "4", "--cri
 
 @pytest.mark.parametrize("method", ["pacs", "ppo", "grpo", "genac"])
 def test_stopped_in_the_middle_of_a_generation_and_continued(tmp_path, model_path, method, capsys, monkeypatch):
-    """Without any checkpoint asked for, and with `save_only_model`: what is saved can be continued from. A second signal
-    comes while it is being written."""
+    """Without any checkpoint asked for, and with `save_only_model`: what is saved can be continued from. A second
+    signal comes while it is being written."""
     more = CRITIC if method == "genac" else []
     run(tmp_path / "straight", model_path, *more, method=method)
     before = signal.getsignal(signal.SIGTERM)

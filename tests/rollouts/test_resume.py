@@ -206,7 +206,8 @@ def test_a_used_trainer_resumes_like_a_fresh_one(tmp_path):
 
 
 def test_a_second_run_starts_from_nothing_but_the_weights(tmp_path):
-    """Stopped in the middle of a generation, and after a non-finite step: neither its rows nor its counters are left."""
+    """Stopped in the middle of a generation, and after a non-finite step: neither its rows nor its counters are
+    left."""
     settings = {"optim": "sgd", "weight_decay": 0.0, "reference": "snapshot", "max_steps": 2, "save_strategy": "no"}
     used = trainer_of(tmp_path, **settings)
     used.train()

@@ -1,4 +1,5 @@
-"""What is refused before a run with vLLM starts, and what happens when its server dies: a server on this machine plays vLLM."""
+"""What is refused before a run with vLLM starts, and what happens when its server dies: a server on this machine plays
+vLLM."""
 
 import socket
 from pathlib import Path
@@ -227,7 +228,8 @@ def test_server_that_dies(tmp_path, installed, server, model, schedule, fails, s
 
 
 def test_server_that_is_healthy_but_refuses(tmp_path, installed, server, model, monkeypatch):
-    """A prompt that does not fit, say: starting the server again would not help, and the error does not say that it is down."""
+    """A prompt that does not fit, say: starting the server again would not help, and the error does not say that it is
+    down."""
     monkeypatch.setitem(server.answers, "/v1/completions", 400)
     with pytest.raises(RuntimeError, match="is healthy, but did not generate after optimizer step 0 .*400"):
         trainer_with(server, model, tmp_path).train()

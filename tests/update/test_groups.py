@@ -16,7 +16,8 @@ SIZES = [4, 1, 9, 2, 3, 5, 8, 6, 7, 2]
 
 
 def ragged_case(seed: int = 0):
-    """Proxies, labels and groups of rows in random order: all sizes from 1 to 9, a group of one class, one without verdicts."""
+    """Proxies, labels and groups of rows in random order: all sizes from 1 to 9, a group of one class, one without
+    verdicts."""
     generator = torch.Generator().manual_seed(shifted(seed))
     group_of_row = [group for group, size in enumerate(SIZES) for _ in range(size)]
     shuffled = torch.randperm(len(group_of_row), generator=generator).tolist()

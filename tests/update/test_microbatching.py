@@ -72,7 +72,8 @@ def test_packed_schedule_by_hand():
 
 
 def test_long_rows_are_dear():
-    """Where pairs count, 24 + 24 * 24 / 2 is more than two of 12 + 12 * 12 / 2 and three of 8 + 8 * 8 / 2: 312 and 288."""
+    """Where pairs count, 24 + 24 * 24 / 2 is more than two of 12 + 12 * 12 / 2 and three of 8 + 8 * 8 / 2: 312 and
+    288."""
     completions = [24, 12, 12, 8, 8, 8]
     even = schedule_micro_batches(RowLengths([0] * 6, completions), units(range(6)), num_processes=2, max_rows=6)
     dear = schedule_micro_batches(
@@ -83,7 +84,8 @@ def test_long_rows_are_dear():
 
 
 def test_rows_of_one_prompt_stay_together_where_that_is_cheaper():
-    """Two prompts of 100 tokens with four rows each, on two processes: 99 + 4 + 100 tokens, or 198 + 4 + 100 if scattered."""
+    """Two prompts of 100 tokens with four rows each, on two processes: 99 + 4 + 100 tokens, or 198 + 4 + 100 if
+    scattered."""
     completions = [40, 10, 20, 30] * 2
     long = schedule_micro_batches(
         RowLengths([100] * 8, completions, [0] * 4 + [1] * 4), units(range(8)), num_processes=2, max_rows=4

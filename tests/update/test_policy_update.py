@@ -1,7 +1,8 @@
 """One optimizer step of the trainer equals autograd through the loss of all its rows.
 
-Every case trains a few updates on recorded rollouts and compares each gradient and each logged loss with the long way in
-float64 (see replay.py). 2e-5 of the norm is what rounding explains; it leaves no room for a wrong factor, mask, label or row.
+Every case trains a few updates on recorded rollouts and compares each gradient and each logged loss with the long way
+in float64 (see replay.py). 2e-5 of the norm is what rounding explains; it leaves no room for a wrong factor, mask,
+label or row.
 """
 
 import math
@@ -179,7 +180,8 @@ def test_gradient_with_kl_term(tmp_path, model_path, unverifiable, group_layout)
 
 
 def test_no_row_counts(tmp_path):
-    """Every group of the first update has one class, so that all coefficients are 0 and all micro-batches are empty."""
+    """Every group of the first update has one class, so that all coefficients are 0 and all micro-batches are
+    empty."""
     settings = {"max_tokens_per_micro_batch": 30, "max_steps": 1}
     _, (step,) = train_and_compare(tmp_path, Replay(uniform_groups=2), **settings)
     assert step.loss > 0
@@ -283,7 +285,8 @@ KEPT = {
 
 @pytest.mark.parametrize("settings", KEPT.values(), ids=KEPT)
 def test_shared_prompts_change_the_last_digits_only(tmp_path, model_path, settings):
-    """Behind prompts of 30 tokens and more, with masks of tools: each gradient is that of padded rows but for rounding."""
+    """Behind prompts of 30 tokens and more, with masks of tools: each gradient is that of padded rows but for
+    rounding."""
     replay = Replay(
         tools=True, edit=lambda _, rows: [replace(r, prompt_ids=[*range(30), *r.prompt_ids]) for r in rows]
     )
@@ -328,7 +331,8 @@ def test_token_weights_scale_the_gradient_only(tmp_path, settings):
 
 @pytest.mark.parametrize("reference", ["rollout", "snapshot"])
 def test_token_weights_are_multiplied_and_see_the_policy_that_generated(tmp_path, reference):
-    """One that always says 2 doubles the gradient of the correction. Old log-probabilities are never those of the snapshot."""
+    """One that always says 2 doubles the gradient of the correction. Old log-probabilities are never those of the
+    snapshot."""
     settings = CORRECTION | {"vllm_importance_sampling_mode": "token_truncate"} | TWO_UPDATES
     settings |= {"reference": reference, "group_layout": "whole", "max_steps": 4}
     replays, recorders, seen = [Replay(uniform_groups=0) for _ in range(2)], [Recorder(), Recorder()], []

@@ -141,7 +141,8 @@ def test_nothing_to_compare():
     ("gap", "size", "outside"), [(-5.0, 0.0, 0.0), (1.5, 1.0, 1.0), (2.5, math.nan, 1.0), (5.0, math.nan, 1.0)]
 )
 def test_ratios_beyond_the_numbers(gap, size, outside):
-    """Of 200 tokens: in float64 e^-1000 is 0, e^300 and its square are numbers, e^500 is one and its square is none, e^1000 is none."""
+    """Of 200 tokens: in float64 e^-1000 is 0, e^300 and its square are numbers, e^500 is one and its square is none,
+    e^1000 is none."""
     sampling_logps, mask = torch.full((2, 200), -1.0), torch.ones(2, 200, dtype=torch.bool)
     compared = sampling_logps.double() + gap, sampling_logps, mask
     metrics = mismatch_metrics(mismatch_statistics(*compared, mode="sequence_mask", clip_max=3.0))

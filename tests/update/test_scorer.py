@@ -1,5 +1,6 @@
-"""Rows that share a forward pass, packed or padded, give the log-probabilities, entropies and gradients of rows that stand
-alone; which models are packed; what models are left like; and that no tensor of the size of the logits is ever made."""
+"""Rows that share a forward pass, packed or padded, give the log-probabilities, entropies and gradients of rows that
+stand alone; which models are packed; what models are left like; and that no tensor of the size of the logits is ever
+made."""
 
 import inspect
 from contextlib import contextmanager
@@ -128,7 +129,8 @@ def test_gradient_equals_that_of_rows_alone(checkpointing, padding_free, rows):
         torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
-# Prompts that rows share ----------------------------------------------------------------------------------------------
+# Prompts that rows share
+# ----------------------------------------------------------------------------------------------
 
 
 def test_packed_row_by_hand():
@@ -293,7 +295,8 @@ def test_the_stand_in_is_called_as_the_kernel_is():
 
 
 def test_attention_to_a_long_prompt_takes_memory_for_its_tokens_only():
-    """Behind a prompt of 300 tokens no mask over branch and prompt, (100, 400), nor copies of the prompt's keys are made."""
+    """Behind a prompt of 300 tokens no mask over branch and prompt, (100, 400), nor copies of the prompt's keys are
+    made."""
     rows, inputs = attention_inputs([[300, 100, 60, 40], [250]], dtype=torch.float32, head=4)
     with LargestTensor() as largest:
         attended(rows, inputs)
@@ -494,7 +497,8 @@ def test_padding_lies_behind_the_completion():
     assert ids.dtype == mask.dtype == torch.long
 
 
-# Models of others, and the size of what is computed ---------------------------------------------------------------------
+# Models of others, and the size of what is computed
+# ---------------------------------------------------------------------
 
 NUM_ROWS, NUM_TOKENS, NUM_WORDS = 8, 40, 3_000
 

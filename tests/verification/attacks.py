@@ -1,10 +1,12 @@
-"""Programs that try to break out of the sandbox, or to be rewarded without being right. They are bounded, so that none harms
-the machine where a layer is switched off: files below the test's folder, a server and a victim of the test, few processes.
+"""Programs that try to break out of the sandbox, or to be rewarded without being right. They are bounded, so that none
+harms the machine where a layer is switched off: files below the test's folder, a server and a victim of the test, few
+processes.
 
-An attack prints BREACH when it has done what it must not. `T` holds what the test has laid out: `secret` (a file), `target` and
-`folder` (to write), `late` (a file that a process writes that outlives its program), `tcp`, `udp`, `unix`, `abstract` (servers),
-`victim`, `trainer` (process ids), `variable` (in the trainer's environment). `stopped_by` names the layers each of which stops it, Landlock
-from a version on; "limits" are always there, "root" are those of root.
+An attack prints BREACH when it has done what it must not. `T` holds what the test has laid out: `secret` (a file),
+`target` and `folder` (to write), `late` (a file that a process writes that outlives its program), `tcp`, `udp`,
+`unix`, `abstract` (servers), `victim`, `trainer` (process ids), `variable` (in the trainer's environment).
+`stopped_by` names the layers each of which stops it, Landlock from a version on; "limits" are always there, "root" are
+those of root.
 """
 
 from typing import NamedTuple
@@ -124,7 +126,8 @@ _SHORT = [
     (
         "clone with flags in memory",
         SECCOMP,
-        "pid = call(435, struct.pack('8Q', 0, 0, 0, 0, 17, 0, 0, 0), 64)\nos._exit(0) if pid == 0 else breach(pid > 0)",
+        "pid = call(435, struct.pack('8Q', 0, 0, 0, 0, 17, 0, 0, 0), 64)\nos._exit(0) if pid == 0 else breach(pid > "
+        "0)",
     ),
     ("a process pool", SECCOMP, "import multiprocessing as m; p = m.Process(target=breach); p.start(); p.join()"),
     ("signal the worker", SCOPE, "os.kill(os.getppid(), 0); breach()"),

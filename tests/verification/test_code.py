@@ -88,10 +88,12 @@ class TestOutcomes:
             "print(sum(map(int, open('/dev/stdin').read().split())))",
             "import os\nprint(sum(map(int, os.read(0, 100).split())))",
             "import fileinput\nfor line in fileinput.input():\n    print(sum(map(int, line.split())))",
-            "import io, os\ninput = io.BytesIO(os.read(0, os.fstat(0).st_size)).readline\nprint(sum(map(int, input().split())))",
+            "import io, os\ninput = io.BytesIO(os.read(0, os.fstat(0).st_size)).readline\nprint(sum(map(int, "
+            "input().split())))",
             f"def main():\n    {READ}    print(a + b)\nif __name__ == '__main__':\n    main()",
             f"import threading\ndef f():\n    {READ}    print(a + b)\nthreading.Thread(target=f).start()",
-            f"import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(1 << 26)\ndef f(n):\n    return f(n - 1) if n else 0\n"
+            "import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(1 << 26)\ndef f(n):\n    "
+            "return f(n - 1) if n else 0\n"
             f"def g():\n    {READ}    print(a + b + f(20000))\nt = threading.Thread(target=g)\nt.start()\nt.join()",
             f"{READ}import sys\nsys.stdout.write(str(a + b))\nsys.exit()",
             f"{READ}print(a + b)\nquit()",

@@ -166,7 +166,8 @@ class TestKilledProcesses:
         with Verifier(num_workers=1, cpu_seconds=1.0) as verifier:
             (worker,) = workers_of(verifier)
             pool = verifier._pool.pid
-            # what a scheduler sends to all disturbs nothing: the trainer finishes its step, and needs its labels for that
+            # what a scheduler sends to all disturbs nothing: the trainer finishes its step, and needs its labels for
+            # that
             assert interfere(10, worker, pool, number=signal.SIGTERM) == [Outcome.TIMEOUT, *[Outcome.CORRECT] * 2]
             assert verifier._pool.pid == pool
             known = len(verifier._cache)

@@ -55,8 +55,8 @@ def shared_engine():
     keep_plain_products(monkeypatch.setattr)
 
     def engine(**kwargs):
-        # After the first start evaluation has its engines in this process too, and one that is closed tears down what all of
-        # them need. The broken one is kept: it would tear down the new one when it is collected.
+        # After the first start evaluation has its engines in this process too, and one that is closed tears down what
+        # all of them need. The broken one is kept: it would tear down the new one when it is collected.
         if not started or not model_parallel_is_initialized():
             started.append(LLM(**kwargs, enforce_eager=True, dtype="float32"))
         return started[-1]

@@ -122,7 +122,8 @@ def test_correction(tmp_path, checkpoint, colocated, mode):
 
 
 def test_token_weights_and_labels_of_steps(tmp_path, checkpoint, colocated):
-    """STEER beside the correction of what the engine says; labels in two places beside verdicts that are found early."""
+    """STEER beside the correction of what the engine says; labels in two places beside verdicts that are found
+    early."""
 
     def even_tokens(completion_ids, **kwargs):
         labels = [[(t, float(ids[t] % 2 == 0)) for t in sorted({0, len(ids) - 1})] for ids in completion_ids]

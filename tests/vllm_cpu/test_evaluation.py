@@ -1,7 +1,7 @@
 """Evaluation with vLLM on the CPU: offline, and through its server, spoken to as to any OpenAI-compatible one.
 
-The server is started by its module: the command `vllm serve` asks for the version of a distribution named vllm, which the
-CPU build does not have. It is the same server.
+The server is started by its module: the command `vllm serve` asks for the version of a distribution named vllm, which
+the CPU build does not have. It is the same server.
 """
 
 import os
@@ -43,7 +43,7 @@ def base_url(checkpoint, tmp_path_factory):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     log = tmp_path_factory.mktemp("serve") / "log"
-    options = f"--served-model-name tiny --port {port} --host 127.0.0.1 --dtype float32 --max-model-len 64 --enforce-eager".split()
+    options = f"--served-model-name tiny --port {port} --host 127.0.0.1 --dtype float32 --max-model-len 64 --enforce-eager".split()  # noqa: E501
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint]
     with log.open("w") as output:
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}

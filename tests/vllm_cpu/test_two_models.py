@@ -43,8 +43,8 @@ def trainer(tmp_path, checkpoint, colocated):
 
 
 def test_the_engine_has_the_weights_of_the_model_that_writes(trainer):
-    """Right after each of its calls it says what that model says, and not what the other one does; its prefix cache is on. What it
-    drew is learnt from at a ratio of 1."""
+    """Right after each of its calls it says what that model says, and not what the other one does; its prefix cache is
+    on. What it drew is learnt from at a ratio of 1."""
     engine, found, drawn = trainer.vllm_generation, [], []
     generate, losses = engine.generate, trainer._answer_losses
 
