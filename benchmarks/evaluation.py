@@ -22,8 +22,8 @@ import numpy as np
 from pacs_trl.evaluation import bootstrap_interval, pass_at_k
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.engines import TransformersEngine
-from pacs_trl.evaluation.evaluate import evaluate, load_benchmarks, missing_requests
 from pacs_trl.evaluation.results import write_results
+from pacs_trl.evaluation.run import evaluate, load_benchmarks, missing_requests
 from pacs_trl.report.report import build_report
 from pacs_trl.verification import Verifier
 

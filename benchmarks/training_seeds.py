@@ -16,7 +16,7 @@ from experiments.paper.cells import RECIPES, Options, evaluation_settings
 from experiments.paper.render import COMPARED_KS, TWINS
 from experiments.paper.runs import start_of, train_once
 from pacs_trl.evaluation.arguments import EvaluationArguments
-from pacs_trl.evaluation.evaluate import evaluate
+from pacs_trl.evaluation.run import evaluate
 from pacs_trl.recipe import read_recipe
 from pacs_trl.verification import shared_verifier
 

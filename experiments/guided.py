@@ -27,8 +27,8 @@ from pacs_trl.data import build_prompt
 from pacs_trl.data.tasks import demonstrations, problems
 from pacs_trl.evaluation import pass_at_k
 from pacs_trl.evaluation.arguments import EvaluationArguments
-from pacs_trl.evaluation.evaluate import evaluate
 from pacs_trl.evaluation.requests import SamplingSettings
+from pacs_trl.evaluation.run import evaluate
 from pacs_trl.evaluation.sampling import sample_completions
 from pacs_trl.experimental.guidance import with_hint
 from pacs_trl.miniature.model import build_model

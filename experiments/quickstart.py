@@ -33,7 +33,7 @@ from matplotlib.figure import Figure
 from experiments.paper.runs import start_of, train_once
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.benchmarks import load_benchmark
-from pacs_trl.evaluation.evaluate import evaluate
+from pacs_trl.evaluation.run import evaluate
 from pacs_trl.evaluation.store import read_graded
 from pacs_trl.recipe import Recipe, read_recipe
 from pacs_trl.report import plots

@@ -166,7 +166,7 @@ def run(arm: Arm | None, task: str, seed: int, results_dir: Path, work_dir: Path
     is done."""
     from experiments.paper.runs import start_of, train_once
     from pacs_trl.evaluation.arguments import EvaluationArguments
-    from pacs_trl.evaluation.evaluate import evaluate
+    from pacs_trl.evaluation.run import evaluate
     from pacs_trl.recipe import read_recipe
     from pacs_trl.rollouts import rollout_trainer
     from pacs_trl.rollouts.timing import StepTimer

@@ -1,4 +1,4 @@
-"""`pacs-trl evaluate`: an evaluation from its command line. The work is done by `evaluation/evaluate.py`."""
+"""`pacs-trl evaluate`: an evaluation from its command line. The work is done by `evaluation/run.py`."""
 
 from collections.abc import Sequence
 from contextlib import closing
@@ -8,7 +8,7 @@ from pathlib import Path
 from .data.sets import MINIATURE
 from .data.tasks import check_task
 from .evaluation.arguments import EvaluationArguments, read_evaluation
-from .evaluation.evaluate import evaluate, load_benchmarks
+from .evaluation.run import evaluate, load_benchmarks
 from .settings.optional import require_vllm_for_evaluation
 
 

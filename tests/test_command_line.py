@@ -191,7 +191,7 @@ def test_a_mistake_is_said_in_words_and_ends_with_2(monkeypatch, capsys, argv, w
 )
 def test_what_is_not_installed_is_said_before_any_run(monkeypatch, capsys, tmp_path, argv, words):
     monkeypatch.setattr("pacs_trl.settings.optional.find_spec", lambda name: None)
-    monkeypatch.setattr("pacs_trl.evaluation.evaluate.identify_model", lambda args: {"name": "m", "digest": "d"})
+    monkeypatch.setattr("pacs_trl.evaluation.run.identify_model", lambda args: {"name": "m", "digest": "d"})
     status, _, errors = called(
         monkeypatch, capsys, *(str(tmp_path / "out") if word == "DIR" else word for word in argv)
     )

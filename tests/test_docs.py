@@ -86,7 +86,7 @@ RUN_ELSEWHERE = {
     "pacs-trl report": "tests/report/test_report.py, tests/evaluation/test_whole_path.py",
     "python -m experiments.paper": "tests/experiments/test_paper_command.py",
     "python -m experiments": "tests/experiments/test_analysis.py",
-    "python -m experiments.diversity": "tests/evaluation/test_diversity.py",
+    "python -m experiments.compare_diversity": "tests/evaluation/test_diversity.py",
     "python -m pacs_trl.miniature.oracle": "tests/miniature/test_oracle.py",
     "python -m experiments.critic": "tests/evaluation/test_critic.py",
     "python -m experiments.genac": "tests/experiments/test_genac.py",

@@ -5,7 +5,7 @@ model is the mean over problems. The paper does not say what a problem with fewe
 here it is left out. Two models are compared on the problems that remain for both, otherwise the better model would be
 judged on harder problems.
 
-Embeddings come from a sentence-transformers model; `experiments/diversity.py` compares two models.
+Embeddings come from a sentence-transformers model; `experiments/compare_diversity.py` compares two models.
 """
 
 import zlib

@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--published", default=None, help="base model of the paper, for example Qwen3-8B")
     parser.add_argument("--baseline", default=None, help="method that the others are compared with")
     parser.add_argument("--training", nargs="+", default=[], metavar="METHOD=DIR", help="runs with trainer_state.json")
-    parser.add_argument("--diversity", type=Path, default=None, help="file of experiments/diversity.py")
+    parser.add_argument("--diversity", type=Path, default=None, help="file of experiments/compare_diversity.py")
     parser.add_argument("--reliability", type=Path, default=None, help="JSONL with `score` and `label` per completion")
     args = parser.parse_args(argv)
     require_matplotlib("A report")

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from pacs_trl.evaluation.arguments import EvaluationArguments
-from pacs_trl.evaluation.evaluate import evaluate
+from pacs_trl.evaluation.run import evaluate
 from pacs_trl.verification import Outcome, Verifier
 
 

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from experiments.critic import critic_records, main
 from pacs_trl.evaluation.arguments import EvaluationArguments
-from pacs_trl.evaluation.evaluate import evaluate
+from pacs_trl.evaluation.run import evaluate
 
 
 @pytest.fixture(scope="module")

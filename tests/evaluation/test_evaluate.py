@@ -19,9 +19,9 @@ from pacs_trl.data import PROMPT_INSTRUCTION
 from pacs_trl.evaluation import pass_at_k
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.engines import TransformersEngine, identify_model
-from pacs_trl.evaluation.evaluate import evaluate, load_benchmarks, missing_requests
 from pacs_trl.evaluation.requests import Completion
 from pacs_trl.evaluation.results import read_results
+from pacs_trl.evaluation.run import evaluate, load_benchmarks, missing_requests
 from pacs_trl.settings.optional import check_model_path
 from pacs_trl.verification import Verifier
 from pacs_trl.verification.code import CodeVerifier
@@ -83,7 +83,7 @@ def test_truncated_samples_are_graded_as_in_training(arguments, verifier, monkey
         def close(self):
             pass
 
-    monkeypatch.setattr("pacs_trl.evaluation.evaluate.start_engine", lambda args: Babbler())
+    monkeypatch.setattr("pacs_trl.evaluation.run.start_engine", lambda args: Babbler())
     changes = {"benchmarks": "miniature/addition", "max_problems": 2, "n": 3, "k": "1"}
     results = evaluate(EvaluationArguments(**{**arguments, **changes}), verifier, progress=False)
     assert [problem["c"] for problem in results["benchmarks"]["miniature/addition"]["problems"]] == [2, 2]
@@ -103,7 +103,7 @@ def test_programs_run_in_the_sandbox(arguments, verifier, monkeypatch):
         def close(self):
             pass
 
-    monkeypatch.setattr("pacs_trl.evaluation.evaluate.start_engine", lambda args: Programmer())
+    monkeypatch.setattr("pacs_trl.evaluation.run.start_engine", lambda args: Programmer())
     changes = {"benchmarks": "miniature/programs", "max_problems": 3, "n": 4, "k": "1,2"}
     args = EvaluationArguments(**{**arguments, **changes})
     with CodeVerifier(num_workers=1, isolation="rlimits") as programs:
@@ -136,7 +136,7 @@ def test_each_sample_of_gpqa_has_an_order_of_options_of_its_own(arguments, verif
         def close(self):
             pass
 
-    monkeypatch.setattr("pacs_trl.evaluation.evaluate.start_engine", lambda args: Student())
+    monkeypatch.setattr("pacs_trl.evaluation.run.start_engine", lambda args: Student())
     path = Path(__file__).parents[1] / "data" / "gpqa_diamond.jsonl"
     changes = {
         "benchmarks": f"gpqa_diamond={path}",

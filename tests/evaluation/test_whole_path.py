@@ -12,8 +12,8 @@ from optional import needs
 
 from pacs_trl import train
 from pacs_trl.evaluation.arguments import EvaluationArguments
-from pacs_trl.evaluation.evaluate import evaluate
 from pacs_trl.evaluation.results import read_results
+from pacs_trl.evaluation.run import evaluate
 from pacs_trl.hub import push
 from pacs_trl.report.report import main as report
 

@@ -1,3 +1,3 @@
-"""The engine of generation, see `tests/engines.py`."""
+"""The engine of generation, see `tests/generation_engines.py`."""
 
-from engines import engine  # noqa: F401
+from generation_engines import engine  # noqa: F401

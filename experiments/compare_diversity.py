@@ -1,6 +1,6 @@
 """Diversity of the correct responses of one or two models, and the two-dimensional view of figure 5b.
 
-    python -m experiments.diversity DIR_A DIR_B --benchmark aime_2024 --output diversity.json
+    python -m experiments.compare_diversity DIR_A DIR_B --benchmark aime_2024 --output diversity.json
 
 Writes one JSON file that `pacs-trl report --diversity` draws from. What diversity is:
 `pacs_trl/evaluation/diversity.py`.
@@ -82,7 +82,7 @@ def compare(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line: one or two result directories in, one JSON file for the report out."""
-    parser = Parser("diversity", __doc__.split("\n")[0], prog="python -m experiments.diversity")
+    parser = Parser("compare_diversity", __doc__.split("\n")[0], prog="python -m experiments.compare_diversity")
     parser.add_argument("results", nargs="+", type=Path, help="one or two output directories of `pacs-trl evaluate`")
     parser.add_argument("--benchmark", required=True, help="one that every directory has")
     parser.add_argument("--embedder", default=DEFAULT_EMBEDDER, help="Hub id, directory, or 'hashing'")
@@ -133,4 +133,4 @@ def _diversity_file(args: argparse.Namespace) -> dict:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code("python -m experiments.diversity", main, sys.argv[1:]))
+    sys.exit(exit_code("python -m experiments.compare_diversity", main, sys.argv[1:]))
