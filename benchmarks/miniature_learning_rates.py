@@ -20,9 +20,9 @@ METHODS = ("pacs", "grpo", "ppo")
 TRAINING_SEED = 100
 
 
-def reward_at_the_end(twin: str, method: str, rate: float, max_steps: int, work_dir: Path) -> float:
-    output_dir = work_dir / f"{twin}-{method}-{rate:g}-{max_steps}"
-    arguments = ["--config", str(RECIPES / twin / f"{method}.yaml"), "--save_strategy", "no"]
+def reward_at_the_end(model: str, method: str, rate: float, max_steps: int, work_dir: Path) -> float:
+    output_dir = work_dir / f"{model}-{method}-{rate:g}-{max_steps}"
+    arguments = ["--config", str(RECIPES / model / f"{method}.yaml"), "--save_strategy", "no"]
     arguments += ["--learning_rate", str(rate), "--max_steps", str(max_steps), "--seed", str(TRAINING_SEED)]
     history = train_once(arguments, start_of(read_recipe(arguments), seed=0), output_dir)
     rewards = [log["reward"] for log in history if "reward" in log]
@@ -31,17 +31,17 @@ def reward_at_the_end(twin: str, method: str, rate: float, max_steps: int, work_
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--twins", nargs="+", default=["twin-4b", "twin-8b"])
+    parser.add_argument("--models", nargs="+", default=["sums-0.1m", "sums-1m"])
     parser.add_argument("--rates", type=float, nargs="+", default=[3e-5, 1e-4, 3e-4, 1e-3])
     parser.add_argument("--max_steps", type=int, default=60)
     parser.add_argument("--work_dir", type=Path, default=Path("outputs/miniature_learning_rates"))
     args = parser.parse_args()
     print("| model | method | " + " | ".join(f"{rate:g}" for rate in args.rates) + " |")
     print("| --- | --- |" + " ---: |" * len(args.rates))
-    for twin in args.twins:
+    for model in args.models:
         for method in METHODS:
-            rewards = [reward_at_the_end(twin, method, r, args.max_steps, args.work_dir) for r in args.rates]
-            print(f"| {twin} | {method} | " + " | ".join(f"{reward:.3f}" for reward in rewards) + " |", flush=True)
+            rewards = [reward_at_the_end(model, method, r, args.max_steps, args.work_dir) for r in args.rates]
+            print(f"| {model} | {method} | " + " | ".join(f"{reward:.3f}" for reward in rewards) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def run(cell: str, warm_start_seed: int, training_seed: int, work_dir: Path) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--cells", nargs="+", default=["twin-4b/pacs", "twin-4b/grpo"])
+    parser.add_argument("--cells", nargs="+", default=["sums-0.1m/pacs", "sums-0.1m/grpo"])
     parser.add_argument("--warm_start_seed", type=int, default=1)
     parser.add_argument("--training_seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--work_dir", type=Path, default=Path("outputs/training_seeds"))

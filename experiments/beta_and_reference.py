@@ -16,7 +16,7 @@ from statistics import mean
 import matplotlib
 
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "miniature" / "twin-4b" / "pacs.yaml"
+RECIPE = Path(__file__).parents[1] / "recipes" / "miniature" / "sums-0.1m" / "pacs.yaml"
 BETAS = (0.1, 1.0, 10.0)
 PANELS = {
     "reward": "reward",

@@ -61,9 +61,9 @@ KS = (1, 8, 64)
 def cell_of(arm: str, task: str) -> Cell:
     name = arm.lower().replace(", ", "_").replace(" ", "_")
     if arm == START:
-        return Cell(arm, "miniature/twin-4b/pacs", False, settings=TASKS[task], name=f"draws/{task}/{name}")
+        return Cell(arm, "miniature/sums-0.1m/pacs", False, settings=TASKS[task], name=f"draws/{task}/{name}")
     settings = ARMS[arm] | TASKS[task] | SAVED
-    return Cell(arm, "miniature/twin-4b/pacs", settings=settings, name=f"draws/{task}/{name}")
+    return Cell(arm, "miniature/sums-0.1m/pacs", settings=settings, name=f"draws/{task}/{name}")
 
 
 def curve(history: list[dict], first: int) -> list[tuple[int, float, float]]:

@@ -34,9 +34,9 @@ DOMAINS = {TASK: "sums of four terms", "grouped": "sums with parentheses"}
 ALONE = 32  # optimizer steps of the critic alone: the first eight generations
 SAVED = {"save_strategy": "steps", "save_steps": 40, "save_total_limit": 1}
 ARMS: dict[str, tuple[str, dict[str, Any]]] = {
-    "PPO": ("twin-4b/ppo", {"critic_warmup_steps": ALONE}),
-    "PACS": ("twin-4b/pacs", {}),
-    "GRPO": ("twin-4b/grpo", {}),
+    "PPO": ("sums-0.1m/ppo", {"critic_warmup_steps": ALONE}),
+    "PACS": ("sums-0.1m/pacs", {}),
+    "GRPO": ("sums-0.1m/grpo", {}),
     "GenAC": ("genac", {"critic_prompt": "miniature"}),
     "GenAC, not conditioned": ("genac", {"critic_prompt": "miniature_unconditioned"}),
 }

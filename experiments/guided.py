@@ -36,7 +36,7 @@ from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.verification import shared_verifier
 
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "miniature" / "twin-4b" / "pacs.yaml"
+RECIPE = Path(__file__).parents[1] / "recipes" / "miniature" / "sums-0.1m" / "pacs.yaml"
 SIZE, NUM_TAUGHT, WARM_START_STEPS, BATCH, LENGTH = "tiny", 2000, 1500, 16, 32
 NUM_TRAINED, NUM_HELD_OUT = 512, 64  # problems of each kind
 FAR = 30

@@ -23,7 +23,7 @@ from pacs_trl.report.plots import PAGE_WIDTH, PANEL_HEIGHT, STYLE, looks
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results/miniature"
-MODELS = {"twin-4b": "0.1M parameters", "twin-8b": "1M parameters"}
+MODELS = {"sums-0.1m": "0.1M parameters", "sums-1m": "1M parameters"}
 CELLS = {"warm start": "base", "PPO": "ppo", "GRPO": "grpo", "PACS": "pacs"}
 CLOCKED = "clock.json"
 WINDOW = 8  # rollouts in a running mean

@@ -88,9 +88,9 @@ def flipped_20(completions, prompts, trainer_state, **kwargs) -> list[float | No
 
 def cell_of(arm: str, method: str, settings: dict, rate: float) -> Cell:
     if method == "none":
-        return Cell(arm, "miniature/twin-4b/pacs", trained=False, settings=TASK, name="weights/warm_start")
+        return Cell(arm, "miniature/sums-0.1m/pacs", trained=False, settings=TASK, name="weights/warm_start")
     name = f"{arm}_{rate:g}".lower().replace(" %", "").replace(",", "").replace(" ", "_")
-    recipe = f"miniature/twin-4b/{'grpo' if method == 'GRPO' else 'pacs'}"
+    recipe = f"miniature/sums-0.1m/{'grpo' if method == 'GRPO' else 'pacs'}"
     settings = METHODS[method] | settings | TASK | SAVED | {"max_steps": 160, "learning_rate": rate}
     return Cell(arm, recipe, settings=settings, name=f"weights/{name}")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from optional import needs
+from optional_packages import needs
 
 from pacs_trl import cli
 from pacs_trl.data import PROMPT_INSTRUCTION

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from optional import require
+from optional_packages import require
 
 from pacs_trl import cli
 from pacs_trl.cli import COMMANDS

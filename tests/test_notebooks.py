@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from optional import needs
+from optional_packages import needs
 from transformers import TrainerControl, TrainerState
 
 from shared import LivePlot, pacs_trl, prepare

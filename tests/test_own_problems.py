@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from optional import needs
+from optional_packages import needs
 from seeds import shifted
 
 from pacs_trl import cli

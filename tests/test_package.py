@@ -32,7 +32,7 @@ def numbers(version: str) -> list[int]:
 
 
 def pinned(file: str) -> dict[str, str]:
-    lines = (ROOT / file).read_text().lower().splitlines()
+    lines = (ROOT / "requirements" / file).read_text().lower().splitlines()
     return dict(line.split("==") for line in lines if not line.startswith("#"))
 
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from optional import needs
+from optional_packages import needs
 
 import pacs_trl
 

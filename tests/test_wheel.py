@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from optional import needs
+from optional_packages import needs
 
 
 ROOT = Path(__file__).parents[1]

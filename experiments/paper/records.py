@@ -4,8 +4,8 @@ Samples, grades and whole logs stay in the work directory; kept are counts of co
 what a figure draws of a training log. A line is one of three things, and lines can be taken out:
 
     {"measured": DIGEST, "protocol": ..., "benchmarks": {NAME: {"ids": ..., "n", "k"}}} how runs were evaluated
-    {"cell": "twin-4b/pacs", "settings": {...}}   what all runs of a cell were made with
-    {"cell": "twin-4b/pacs", "seed": 0, "measured": DIGEST, "correct": {NAME: [93, 128, ...]}, ...}            one run
+    {"cell": "sums-0.1m/pacs", "settings": {...}} what all runs of a cell were made with
+    {"cell": "sums-0.1m/pacs", "seed": 0, "measured": DIGEST, "correct": {NAME: [93, 128, ...]}, ...} one run
 
 `correct` has one count for each of `ids`, null where the gold answer could not be read. Diversities stand by
 problem, with six decimals, and curves by step.

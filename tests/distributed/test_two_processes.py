@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.utils import merge_fsdp_weights
-from optional import require
+from optional_packages import require
 from peft import get_peft_model
 from processes import on_two
 from replay import (

@@ -8,7 +8,7 @@ import huggingface_hub.constants
 import pytest
 from huggingface_hub import HfApi, ModelCard
 from loopback_hub import LoopbackHub
-from optional import needs
+from optional_packages import needs
 
 from pacs_trl import train
 from pacs_trl.evaluation.arguments import EvaluationArguments

@@ -4,7 +4,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
-from optional import needs
+from optional_packages import needs
 
 from experiments import draws, guided, weights
 from pacs_trl.plan.check import check_recipe

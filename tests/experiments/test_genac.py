@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from optional import needs
+from optional_packages import needs
 from replay import RELATIVE, TOKENIZER, tiny_model
 from seeds import shifted
 from transformers import AutoModelForTokenClassification

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import yaml
 from finished_runs import record, rows_of
-from optional import matplotlib  # noqa: F401 (skips without it)
+from optional_packages import matplotlib  # noqa: F401 (skips without it)
 
 from experiments.paper import cells as paper_cells
 from experiments.paper.command import Options, main, read_table, run_cell, table_names
@@ -109,7 +109,7 @@ class TestRecipes:
             for cell in (cell for name in table_names(scale) for cell in read_table(name, scale).cells):
                 made_by.setdefault(cell.run, set()).add((cell.recipe, cell.trained, *cell.evaluations, *cell.words))
         assert {run: makers for run, makers in made_by.items() if len(makers) > 1} == {}
-        assert "evaluation/table1/limo" in made_by and "twin-4b/base" in made_by
+        assert "evaluation/table1/limo" in made_by and "sums-0.1m/base" in made_by
         makers = [maker for (maker,) in made_by.values()]
         assert len(set(makers)) == len(makers)  # nothing is run under two names
 
@@ -149,9 +149,9 @@ class TestRecipes:
             assert recipe == settings_of(cell), cell
             assert cell.name == cell.run and not set(cell.settings) & {"seed", "output_dir"}
             read[cell.run] = recipe
-        assert read["twin-4b/beta_0.1"]["pacs_beta"] == 0.1 and read["qwen3-8b/ppo"]["max_steps"] == 1280
+        assert read["sums-0.1m/beta_0.1"]["pacs_beta"] == 0.1 and read["qwen3-8b/ppo"]["max_steps"] == 1280
 
-    @pytest.mark.parametrize("path", sorted((RECIPES / "miniature").glob("twin-*/*.yaml")), ids=lambda p: p.stem)
+    @pytest.mark.parametrize("path", sorted((RECIPES / "miniature").glob("sums-*/*.yaml")), ids=lambda p: p.stem)
     def test_the_batch_is_four_updates_per_generation(self, path):
         recipe = read_recipe(["--config", str(path)])
         training = recipe.training
@@ -356,7 +356,7 @@ class TestMiniatureRuns:
     ):
         monkeypatch.chdir(tmp_path)
         where = ["--results_dir", "results", "--work_dir", "work"]
-        cells = "twin-4b/base,twin-4b/pacs,twin-4b/grpo,twin-4b/ppo"
+        cells = "sums-0.1m/base,sums-0.1m/pacs,sums-0.1m/grpo,sums-0.1m/ppo"
         arguments = ["all", "--cells", cells, "--seeds", "0", *SHORT, *where]
         assert main(arguments) == 0
         first = capsys.readouterr().out.partition("# Table 1")[2]
@@ -369,16 +369,16 @@ class TestMiniatureRuns:
             assert (
                 found.diversity.keys() == found.results["benchmarks"].keys() == {*TWINS.values(), "miniature/grouped"}
             )
-        (pacs,) = records.runs("twin-4b/pacs", "PACS")
+        (pacs,) = records.runs("sums-0.1m/pacs", "PACS")
         assert [log["step"] for log in pacs.training["log_history"]] == [1, 2]
-        settings = json.loads(Path("work/twin-4b/pacs/seed-0/settings.json").read_text())
-        assert settings == records.settings("twin-4b/pacs") | {"seed": 0} and settings["training"]["max_steps"] == 2
+        settings = json.loads(Path("work/sums-0.1m/pacs/seed-0/settings.json").read_text())
+        assert settings == records.settings("sums-0.1m/pacs") | {"seed": 0} and settings["training"]["max_steps"] == 2
         assert pacs.training["checkpoints"] == []
         assert not list(Path("work").rglob("checkpoint-*"))
-        base = json.loads(Path("work/twin-4b/base/seed-0/evaluation/results.json").read_text())
+        base = json.loads(Path("work/sums-0.1m/base/seed-0/evaluation/results.json").read_text())
         assert base["model"]["name"].startswith("arithmetic-tiny-0-") and base["n"] == 2 and base["k"] == [1]
         counts = {name: [p["c"] for p in entry["problems"]] for name, entry in base["benchmarks"].items()}
-        (kept,) = records.runs("twin-4b/base", "Base")
+        (kept,) = records.runs("sums-0.1m/base", "Base")
         assert {name: [p["c"] for p in e["problems"]] for name, e in kept.results["benchmarks"].items()} == counts
 
         draw_nothing(monkeypatch)
@@ -392,23 +392,23 @@ class TestMiniatureRuns:
             ("--num_samples", "base", "evaluation.n"),
             ("--max_problems", "base", "evaluation.max_problems"),
         ):
-            expected = f"twin-4b/{cell} in results/records.jsonl was made with other .* \\({changed}: 2 != 3\\)"
+            expected = f"sums-0.1m/{cell} in results/records.jsonl was made with other .* \\({changed}: 2 != 3\\)"
             for seed in "01":  # also of a seed that is not there: one table cannot hold both
                 with pytest.raises(ValueError, match=expected):
-                    main([*arguments, "--cells", f"twin-4b/{cell}", option, "3", "--seeds", seed])
+                    main([*arguments, "--cells", f"sums-0.1m/{cell}", option, "3", "--seeds", seed])
 
         # killed between training and the end of the evaluation: neither is done again
         lines = Path("results/records.jsonl").read_text().splitlines(keepends=True)
-        others = [line for line in lines if '"cell":"twin-4b/pacs"' not in line]
+        others = [line for line in lines if '"cell":"sums-0.1m/pacs"' not in line]
         assert len(others) == len(lines) - 2
         Path("results/records.jsonl").write_text("".join(others))
         monkeypatch.undo()
         monkeypatch.chdir(tmp_path)
         draw_nothing(monkeypatch)
         monkeypatch.setattr("pacs_trl.train.main", None)
-        before = Path("work/twin-4b/pacs/seed-0/evaluation/samples/miniature_terms_3.jsonl").read_text()
+        before = Path("work/sums-0.1m/pacs/seed-0/evaluation/samples/miniature_terms_3.jsonl").read_text()
         assert main(arguments) == 0
-        assert Path("work/twin-4b/pacs/seed-0/evaluation/samples/miniature_terms_3.jsonl").read_text() == before
+        assert Path("work/sums-0.1m/pacs/seed-0/evaluation/samples/miniature_terms_3.jsonl").read_text() == before
         assert Path("results/records.jsonl").read_text() == "".join(lines)
 
     def test_checkpoints_are_measured_in_the_order_of_their_steps_with_fewer_samples(self, tmp_path, monkeypatch):
@@ -428,44 +428,42 @@ class TestMiniatureRuns:
 
     def test_a_work_directory_belongs_to_the_settings_it_was_begun_with(self, tmp_path, monkeypatch):
         def interrupted(*arguments):
-            (Path("work/twin-4b/pacs/seed-0/model/checkpoint-1")).mkdir(parents=True, exist_ok=True)
+            (Path("work/sums-0.1m/pacs/seed-0/model/checkpoint-1")).mkdir(parents=True, exist_ok=True)
             raise RuntimeError("killed")
 
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr("pacs_trl.train.main", interrupted)
         monkeypatch.setattr("pacs_trl.miniature.warm_start.warm_start", lambda *_, **__: Path("start"))
         cell, options = (
-            Cell("PACS", "miniature/twin-4b/pacs"),
+            Cell("PACS", "miniature/sums-0.1m/pacs"),
             Options((0,), 2, 2, 2, 2, Path("results"), Path("work")),
         )
         for _ in range(2):  # the second finds what the first has begun
             with pytest.raises(RuntimeError, match="killed"):
                 run_cell(cell, 0, options)
-        with pytest.raises(
-            ValueError, match=r"work/twin-4b/pacs/seed-0 was made with other settings .*\(training.max_steps: 2 != 3\)"
-        ):
+        with pytest.raises(ValueError, match=r"seed-0 was made with other settings .*\(training.max_steps: 2 != 3\)"):
             run_cell(cell, 0, options._replace(max_steps=3))
-        Path("work/twin-4b/pacs/seed-0/settings.json").unlink()
-        with pytest.raises(ValueError, match="work/twin-4b/pacs/seed-0 has no settings, .*choose another --work_dir"):
+        Path("work/sums-0.1m/pacs/seed-0/settings.json").unlink()
+        with pytest.raises(ValueError, match="seed-0 has no settings, .*choose another --work_dir"):
             run_cell(cell, 0, options)
 
     def test_a_record_without_settings_is_refused(self, tmp_path):
-        cell = Cell("PACS", "miniature/twin-4b/pacs")
+        cell = Cell("PACS", "miniature/sums-0.1m/pacs")
         record(tmp_path, cell, 0, {name: [1, 2] for name in TWINS.values()})
         with pytest.raises(
-            ValueError, match="twin-4b/pacs in .*records.jsonl has no settings, .*choose another --results_dir"
+            ValueError, match="sums-0.1m/pacs in .*records.jsonl has no settings, .*choose another --results_dir"
         ):
             run_cell(cell, 0, Options((0,), results_dir=tmp_path, work_dir=tmp_path / "work"))
 
     def test_the_same_seed_gives_the_same_run(self, tmp_path, monkeypatch, forked_warm_starts):
         monkeypatch.chdir(tmp_path)
-        cell = Cell("PACS", "miniature/twin-4b/pacs")
+        cell = Cell("PACS", "miniature/sums-0.1m/pacs")
         samples = []
         for name in ("first", "second"):
             options = Options((5,), 2, 2, 2, 2, Path(name, "results"), Path(name, "work"))
             run_cell(cell, 5, options)
             samples.append(
-                Path(name, "work/twin-4b/pacs/seed-5/evaluation/samples/miniature_terms_5.jsonl").read_text()
+                Path(name, "work/sums-0.1m/pacs/seed-5/evaluation/samples/miniature_terms_5.jsonl").read_text()
             )
         assert samples[0] == samples[1]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from finished_runs import results_of, rows_of
-from optional import matplotlib  # noqa: F401 (skips without it)
+from optional_packages import matplotlib  # noqa: F401 (skips without it)
 
 from experiments.paper import command as paper_command
 from experiments.paper.command import Options, full_commands, main, read_table

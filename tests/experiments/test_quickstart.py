@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from optional import matplotlib  # noqa: F401 (skips without it)
+from optional_packages import matplotlib  # noqa: F401 (skips without it)
 
 from experiments import quickstart
 from experiments.quickstart import doubled_and_apart, draw, summary

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from optional import matplotlib  # noqa: F401 (skips without it)
+from optional_packages import matplotlib  # noqa: F401 (skips without it)
 from replay import TOKENIZER, Recorder, Replay, addition_dataset, build_trainer, stored_label, tiny_model
 from seeds import shifted
 from trl import GRPOConfig

@@ -10,7 +10,7 @@ import torch
 import yaml
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.utils import validate_repo_id
-from optional import needs
+from optional_packages import needs
 from peft import LoraConfig
 from replay import build_trainer
 from results_world import make_results

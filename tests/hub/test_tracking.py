@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 import yaml
-from optional import needs
+from optional_packages import needs
 from seeds import shifted
 
 from pacs_trl import PACSConfig, train

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from optional import matplotlib  # noqa: F401 (skips without it)
+from optional_packages import matplotlib  # noqa: F401 (skips without it)
 
 from pacs_trl.cli import run
 from pacs_trl.report import plots

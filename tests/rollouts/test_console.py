@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from optional import IPython  # noqa: F401 (skips without it)
+from optional_packages import IPython  # noqa: F401 (skips without it)
 from transformers import PrinterCallback, ProgressCallback
 from transformers.utils.notebook import NotebookProgressCallback
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 import trl
-from optional import require
+from optional_packages import require
 from peft import PromptTuningConfig, get_peft_model
 from replay import TOKENIZER, tiny_model
 from seeds import shifted

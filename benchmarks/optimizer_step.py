@@ -1,7 +1,7 @@
 """Time and memory of one optimizer step: PACSTrainer against TRL's GRPOTrainer on the same recorded rollouts.
 
     make bench                                  # CPU size, nine minutes on two cores
-    python -m benchmarks.step --size gpu        # Qwen3-1.7B architecture, random weights, bf16, one GPU
+    python -m benchmarks.optimizer_step --size gpu        # Qwen3-1.7B architecture, random weights, bf16, one GPU
 
 All variants run in one process, one step after another in turn, `--repeats` times after a first one that is not timed
 (peak memory is measured in it); medians are reported. A step is everything between having the completions and having
