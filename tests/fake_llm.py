@@ -40,10 +40,6 @@ class FakeEngine:
             raise ValueError("The prompt is too long")
         self.waiting[request_id] = (prompt["prompt_token_ids"], params)
 
-    def abort_request(self, request_ids):
-        for request_id in request_ids:
-            self.waiting.pop(request_id, None)
-
     def has_unfinished_requests(self):
         return bool(self.waiting)
 
@@ -69,7 +65,6 @@ class FakeLLM:
         self.request_counter = itertools.count()
         self.llm_engine = FakeEngine()
         self.requests: list[tuple[list[int], SamplingParams]] = []
-        self.own_calls = 0
         add = self.llm_engine.add_request
 
         def add_and_note(request_id, prompt, params):
@@ -85,7 +80,6 @@ class FakeLLM:
         pass
 
     def generate(self, prompts, sampling_params, use_tqdm=True):
-        self.own_calls += 1
         for prompt, params in zip(prompts, sampling_params, strict=True):
             self.llm_engine.add_request(str(next(self.request_counter)), prompt, params)
         outputs = []

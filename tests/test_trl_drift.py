@@ -160,10 +160,6 @@ REPEATED = {
         "6b861df6",
         "ActorCriticTrainer._loss_denominator (what the sums are divided by)",
     ),
-    (GRPOTrainer, "_generate"): (
-        "c4318367",
-        "RolloutTrainer._choose_early_grading (when a completion is its decoded text)",
-    ),
     (VLLMGeneration, "generate"): (
         "f902129a",
         "Engine.generate (what the other processes wait for), SeededLLM.generate",

@@ -1,7 +1,7 @@
 """GRPO: the loss of TRL's GRPOTrainer as it is, on rollouts that are drawn as those of PACS and PPO are.
 
 It learns what TRL's own trainer learns, bit for bit in the first epoch (later ones are shuffled by seed and epoch).
-What it adds is said in `rollout_trainer.py` and `resumable_trainer.py`: seeds per request, early grading, the checks
+What it adds is said in `rollout_trainer.py` and `resumable_trainer.py`: seeds per request, the checks
 before the start, an orderly end, and checkpoints to continue from in the middle of a generation batch.
 """
 

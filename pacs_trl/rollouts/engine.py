@@ -4,7 +4,6 @@
   seed per request a resumed run asks for what the first would have asked for.
 - When a server stops answering, all processes learn of it, by the same exception. TRL's is raised on the main process
   while the others wait for its completions for ever.
-- Completions that a colocated engine has finished are graded while it draws the others.
 - A prompt that stands in a draw several times is asked of a server once, for so many completions.
 - The time that weights take to reach vLLM is measured.
 """
@@ -18,7 +17,6 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 from trl.generation.vllm_generation import VLLMGeneration
 
-from .early_grading import EarlyGrading
 from .timing import StepTimer
 
 
@@ -48,14 +46,11 @@ class SeededLLM:
             The engine.
         next_seeds (`Callable`):
             `next_seeds(n)` returns the seeds of the next `n` requests.
-        early_grading ([`EarlyGrading`], *optional*):
-            Gets each completion of the rows that it expects as soon as it is finished.
     """
 
-    def __init__(self, llm, next_seeds: Callable[[int], list[int]], early_grading: EarlyGrading | None = None):
+    def __init__(self, llm, next_seeds: Callable[[int], list[int]]):
         self.llm = llm
         self._next_seeds = next_seeds
-        self._early_grading = early_grading
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.llm, name)
@@ -71,32 +66,7 @@ class SeededLLM:
         seedless = [each for each in params if each.seed is None]
         for request, seed in zip(seedless, self._next_seeds(len(seedless)), strict=True):
             request.seed = seed
-        if self._early_grading is None or not self._early_grading.expects_rows:
-            return self.llm.generate(prompts, sampling_params=params, **kwargs)
-        return self._generate_and_pass_on(prompts, params)
-
-    def _generate_and_pass_on(self, prompts: Sequence, params: Sequence) -> list:
-        """vLLM's own `generate` returns when all are finished; here each one is passed on when it is."""
-        engine = self.llm.llm_engine
-        places: dict[str, int] = {}  # of the requests that are not finished
-        outputs: list = [None] * len(prompts)
-        try:
-            for place, (prompt, request) in enumerate(zip(prompts, params, strict=True)):
-                request.output_kind = type(request.output_kind).FINAL_ONLY
-                request_id = str(next(self.llm.request_counter))
-                engine.add_request(request_id, prompt, request)
-                places[request_id] = place
-            while engine.has_unfinished_requests():
-                finished = [each for each in engine.step() if each.finished and each.request_id in places]
-                for output in finished:
-                    outputs[places.pop(output.request_id)] = output
-                self._early_grading.add(
-                    (each.prompt_token_ids, drawn.token_ids) for each in finished for drawn in each.outputs
-                )
-        except BaseException:
-            engine.abort_request(list(places))  # or the next call would draw them
-            raise
-        return outputs
+        return self.llm.generate(prompts, sampling_params=params, **kwargs)
 
 
 class CountingClient:
@@ -151,8 +121,6 @@ class Engine(VLLMGeneration):
             seed in `generation_kwargs`.
         timer ([`StepTimer`]):
             Gets the time of weight synchronization.
-        early_grading ([`EarlyGrading`], *optional*):
-            Colocated: gets finished completions. A server answers for all rows at once.
     """
 
     def __init__(
@@ -161,13 +129,12 @@ class Engine(VLLMGeneration):
         *,
         next_seeds: Callable[[int], list[int]],
         timer: StepTimer,
-        early_grading: EarlyGrading | None = None,
     ):
         vars(self).update(vars(generation))
         self._next_seeds = next_seeds
         self._timer = timer
         if self.mode == "colocate":
-            self.llm = SeededLLM(self.llm, next_seeds, early_grading)
+            self.llm = SeededLLM(self.llm, next_seeds)
         elif self.accelerator.is_main_process:
             self.vllm_client = CountingClient(self.vllm_client)
 

@@ -2,7 +2,6 @@
 
 - Every request to vLLM has a seed, so a resumed run draws what the first would have drawn ([`Engine`]).
 - When a vLLM server dies, all processes save the state after the last optimizer step together and stop.
-- Completions that a colocated engine has finished are graded while it draws the others.
 - More completions of some prompts can be drawn within a generation (`draw`), and rewards may ask for the policy's
   log-probabilities (`score`).
 - What would fail after minutes is looked for before the model is loaded.
@@ -10,7 +9,6 @@
 - Every step says in a line what came of it, and where its time went.
 """
 
-import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -39,7 +37,6 @@ from ..update.rows import Rollout, unpad_rollouts, weighted_rewards
 from ..update.scorer import Scorer
 from ..update.startup_check import choose_forward_pass, disable_noise
 from .console import shorten_console
-from .early_grading import EarlyGrading
 from .engine import Engine, ServerFailure
 from .float32_exchange import keep_float32
 from .lora import check_lora_targets
@@ -174,18 +171,11 @@ class RolloutTrainer(PublishedTrainer):
         self.grades_programs = code_reward in self.reward_funcs
         if self.grades_answers and self.accelerator.is_main_process:
             check_golds(self.train_dataset)
-        self._early_grading = self._choose_early_grading()
-        self._solutions: list = []  # of the rows that are being generated
         self._num_groups = 0  # drawn so far
         self._forward_passes_are_chosen = False
         self._extra_of_rows: list[dict] | None = None  # `Rollout.extra` of this process, where a method has it
         if self.use_vllm:
-            self.vllm_generation = Engine(
-                self.vllm_generation,
-                next_seeds=self._next_seeds,
-                timer=self.timer,
-                early_grading=self._early_grading,
-            )
+            self.vllm_generation = Engine(self.vllm_generation, next_seeds=self._next_seeds, timer=self.timer)
         if self.rollout_func is not None:
             self.rollout_func = self._complete_rollouts(self.rollout_func)
         if self.tools:
@@ -271,21 +261,10 @@ class RolloutTrainer(PublishedTrainer):
         run = f"{self.args.seed}/{stream}/evaluation/{self.state.global_step}"
         return [request_seed(run, first + i) for i in range(num_requests)]
 
-    def _choose_early_grading(self) -> EarlyGrading | None:
-        """Where completions come one by one, and `math_reward` grades the text that their tokens spell."""
-        if not self.use_vllm or self.vllm_mode != "colocate" or self.tools or not self.grades_answers:
-            return None
-        if any(getattr(self._tokenizer, name, None) is not None for name in ("response_template", "response_schema")):
-            return None
-        return EarlyGrading(
-            lambda ids: self._tokenizer.batch_decode(ids, skip_special_tokens=True), self.are_truncated
-        )
-
     def _generate_and_score_completions(self, inputs):
         self._choose_forward_passes()  # an evaluation without training, say
         self._check_equal_on_all_processes("rows of a generation batch", len(inputs))
         check_columns("The data set", inputs[0])
-        self._solutions = [row.get("solution") for row in inputs]
         with self.timer.part("other"):
             batch = super()._generate_and_score_completions(inputs)
         rows = self.accelerator.process_index * len(inputs) + torch.arange(len(inputs))  # among those of all processes
@@ -340,9 +319,7 @@ class RolloutTrainer(PublishedTrainer):
         return generated
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        grading = self._early_grading
-        with contextlib.nullcontext() if grading is None else grading.expecting(prompt_ids, self._solutions):
-            completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
         self._end_empty_completions(completion_ids, logprobs)
         return completion_ids, logprobs
 
@@ -399,8 +376,6 @@ class RolloutTrainer(PublishedTrainer):
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         self._extra_of_rows = None
         with self.timer.part("verification"):
-            if self._early_grading is not None:
-                self._early_grading.wait()
             truncated = self.are_truncated(completion_ids_list)
             inputs = [{**row, "truncated": cut} for row, cut in zip(inputs, truncated, strict=True)]
             rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)

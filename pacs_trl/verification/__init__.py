@@ -267,13 +267,6 @@ class Verifier:
             self.counts.update(grade.outcome for grade in grades)
         return grades
 
-    def grade_early(
-        self, completions: Sequence[Any], solutions: Sequence[Any], truncated: Sequence[bool] | None = None
-    ) -> None:
-        """Have the grades ready for a later call with the same arguments, which alone counts them."""
-        with self._lock:
-            self._grade(completions, [gold_texts(solution) for solution in solutions], truncated)
-
     def unreadable_golds(self, solutions: Sequence[Any]) -> list[int]:
         """
         Positions of the solutions that are missing or not read as a mathematical expression, so that no completion, or

@@ -1,9 +1,7 @@
-"""A vLLM engine beside the trainer: weights, memory, seeds, grading during generation, resuming, mismatch.
+"""A vLLM engine beside the trainer: weights, memory, seeds, resuming, mismatch.
 
 With a vLLM for CPUs the tests that need no CUDA run on the CPU.
 """
-
-import threading
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ import torch
 from benchmarks.gpu import COLOCATED, MAX_COMPLETION, save_model, trainer_on
 from benchmarks.proxy_noise import compute_logps
 from benchmarks.shared_engine import share_engine
-from pacs_trl.verification import Verifier
 
 
 pytestmark = pytest.mark.needs(package="vllm")
@@ -38,7 +35,7 @@ def train_and_watch(directory, engine: dict, fraction: float, sleep: bool, tenso
     Train six steps (four with sleep mode), one generation each; weights are sent before the first four only.
 
     Returns the difference of log-probs and the GiB in use after each generation, the GiB that the engine takes and may
-    take, the names of the threads that ask for grades, and, without sleep mode, completions of seeds.
+    take, and, without sleep mode, completions of seeds.
     """
     device = engine["device"]
     share_engine(device, engine["dtype"])
@@ -47,7 +44,7 @@ def train_and_watch(directory, engine: dict, fraction: float, sleep: bool, tenso
     settings |= {"vllm_tensor_parallel_size": tensor_parallel, "max_steps": 4 if sleep else 6}
     trainer = trainer_on(checkpoint, directory / "run", device, **settings)
     found = {"engine GiB": gib_in_use(device) - before, "share GiB": fraction * total_gib(device)}
-    found |= {"rows": [], "threads": grading_threads()}
+    found["rows"] = []
     generation = trainer.vllm_generation
     sync, generate = generation.sync_weights, generation.generate
     generation.sync_weights = lambda: sync() if trainer.state.global_step < 4 else None
@@ -78,18 +75,6 @@ def total_gib(device: str) -> float:
     return torch.cuda.mem_get_info()[1] / 2**30 if device == "cuda" else 0.0
 
 
-def grading_threads() -> list[str]:
-    """Return a list that grows by the name of the thread that sends completions to the verifier."""
-    request, threads = Verifier._request, []
-
-    def request_and_note(self, items):
-        threads.extend([threading.current_thread().name.rstrip("_0123456789")] * bool(items))
-        return request(self, items)
-
-    Verifier._request = request_and_note
-    return threads
-
-
 def completions_of_seeds(trainer) -> list[list[tuple]]:
     """Generate twice from one prompt with the seeds 1, 2, 1, 3."""
     from vllm import SamplingParams
@@ -106,7 +91,6 @@ def completions_of_seeds(trainer) -> list[list[tuple]]:
 def check_weights(found: dict, dtype: str, sleep: bool) -> None:
     differences = [row["mean difference"] for row in found["rows"]]
     assert max(differences[:4]) < MAX_MISMATCH[dtype]
-    assert set(found["threads"]) == {"early_grading"}
     if not sleep:
         assert differences[5] > 3 * max(differences[:4])  # weights that stay behind are noticed
         first, second = found["seeds"]
@@ -122,7 +106,7 @@ def check_weights(found: dict, dtype: str, sleep: bool) -> None:
     ],
 )
 def test_weights_reach_the_engine(alone, tmp_path, record_property, engine, fraction, sleep):
-    """Completions are graded during generation, equal seeds give equal completions, and memory stays in its share."""
+    """Equal seeds give equal completions, and memory stays in its share."""
     found = alone(train_and_watch, tmp_path, engine, fraction, sleep)
     record_property("rows", found["rows"])
     check_weights(found, engine["dtype"], sleep)

@@ -5,13 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_llm import FakeLLM, OutputKind, SamplingParams, play_colocated
+from fake_llm import SamplingParams, play_colocated
 from replay import addition_dataset, build_trainer, digit_reward, trainable_weights
 from seeds import shifted
 from transformers import AutoModelForCausalLM
 
-from pacs_trl.rewards import math_reward
-from pacs_trl.rollouts.early_grading import EarlyGrading
 from pacs_trl.rollouts.engine import SeededLLM
 from pacs_trl.rollouts.resume import request_seed
 
@@ -61,53 +59,6 @@ def prompts(*ids):
     return [{"prompt_token_ids": list(each)} for each in ids]
 
 
-@pytest.fixture
-def graded(monkeypatch):
-    """Early grading, and the batches of completions that it has passed on."""
-    early = EarlyGrading(decode=lambda completions: completions, is_truncated=lambda completions: [False])
-    batches = []
-    monkeypatch.setattr(early, "add", lambda finished: batches.append(list(finished)))
-    return early, batches
-
-
-def test_what_is_expected_is_passed_on_one_by_one_and_returned_in_order(graded):
-    early, batches = graded
-    llm, own = SeededLLM(FakeLLM(), Counting(), early), SeededLLM(FakeLLM(), Counting())
-    asked = prompts([5], [6], [7, 8])
-    with early.expecting([[5], [6], [7, 8]], ["1", "2", "3"]):
-        outputs = llm.generate(asked, SamplingParams(), use_tqdm=False)
-    expected = own.generate(asked, SamplingParams(), use_tqdm=False)
-    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in expected]
-    assert [o.prompt_token_ids for o in outputs] == [[5], [6], [7, 8]]
-    # as they finish: the last request first, one per step
-    tokens = [o.outputs[0].token_ids for o in outputs]
-    assert batches == [[([7, 8], tokens[2])], [([6], tokens[1])], [([5], tokens[0])]]
-    assert all(params.output_kind is OutputKind.FINAL_ONLY for _, params in llm.llm.requests)
-    # nobody waits for anything: vLLM's own way
-    llm.generate(asked, SamplingParams(), use_tqdm=False)
-    assert (llm.own_calls, len(batches)) == (1, 3)
-
-
-def test_nothing_is_left_in_the_engine_after_an_error(graded, monkeypatch):
-    early, _ = graded
-    llm = SeededLLM(FakeLLM(), Counting(), early)
-    with early.expecting([[5]], ["1"]):
-        with pytest.raises(ValueError, match="too long"):
-            llm.generate(prompts([5], [1] * 101), SamplingParams())
-        step = llm.llm_engine.step
-
-        def interrupted():
-            step()
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(llm.llm_engine, "step", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate(prompts([5], [6], [7]), SamplingParams())
-        monkeypatch.setattr(llm.llm_engine, "step", step)
-        assert len(llm.generate(prompts([5]), SamplingParams())) == 1
-    assert not llm.llm_engine.waiting
-
-
 def trainer_of(output_dir, model_path, settings, **more):
     arguments = {"train_dataset": addition_dataset(64), **more.pop("arguments", {})}
     reward = more.pop("reward", digit_reward)
@@ -149,21 +100,6 @@ def test_a_rollout_function_gets_seeds_too(tmp_path, model_path, colocated):
     trainer = trainer_of(tmp_path, model_path, colocated, arguments={"rollout_func": rollout})
     trainer.train()
     assert seeds_of(trainer) == [request_seed(f"{shifted(42)}/0", i) for i in range(32)]
-
-
-def test_early_grading_changes_nothing_but_when(tmp_path, model_path, colocated):
-    runs = []
-    for early in (True, False):
-        trainer = trainer_of(tmp_path / str(early), model_path, colocated, reward=[math_reward, digit_reward])
-        assert trainer._early_grading is not None
-        if not early:
-            trainer.vllm_generation.llm._early_grading = trainer._early_grading = None
-        trainer.train()
-        runs.append(
-            [[entry[name] for name in ("loss", "reward", "num_tokens")] for entry in trainer.state.log_history[:4:2]]
-        )
-        assert trainer.vllm_generation.llm.own_calls == (0 if early else 2)
-    assert runs[0] == runs[1]
 
 
 def test_an_evaluation_takes_no_seeds_from_training(tmp_path, model_path, colocated):

@@ -387,7 +387,7 @@ class TestText:
     )
     def test_only_a_closed_box_of_a_truncated_completion_counts(self, verifier, text, label, label_if_graded):
         assert verifier.grade([text, text], ["9", "9"], truncated=[True, False]) == [label, label_if_graded]
-        verifier.grade_early([text], ["9"], truncated=[True])
+        verifier.grade_detailed([text], ["9"], truncated=[True])
         verifier.grade_truncated = True
         try:
             assert verifier.grade([text], ["9"], truncated=[True]) == [label_if_graded]

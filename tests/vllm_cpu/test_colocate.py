@@ -1,7 +1,5 @@
 """PACS with a real vLLM engine in the trainer's process, on the CPU."""
 
-import threading
-
 import pytest
 import torch
 from replay import DarsAndGuidanceTrainer, addition_dataset, build_trainer, trainable_weights
@@ -10,8 +8,6 @@ from transformers import AutoModelForCausalLM
 from pacs_trl import rewards
 from pacs_trl.experimental.process_labels import ProcessLabelsTrainer
 from pacs_trl.experimental.steer import STEERTrainer
-from pacs_trl.rollouts import early_grading
-from pacs_trl.verification import Verifier
 
 
 pytestmark = pytest.mark.trains
@@ -122,8 +118,7 @@ def test_correction(tmp_path, checkpoint, colocated, mode):
 
 
 def test_token_weights_and_labels_of_steps(tmp_path, checkpoint, colocated):
-    """STEER beside the correction of what the engine says; labels in two places beside verdicts that are found
-    early."""
+    """STEER beside the correction of what the engine says; labels in two places beside verdicts."""
 
     def even_tokens(completion_ids, **kwargs):
         labels = [[(t, float(ids[t] % 2 == 0)) for t in sorted({0, len(ids) - 1})] for ids in completion_ids]
@@ -139,7 +134,7 @@ def test_token_weights_and_labels_of_steps(tmp_path, checkpoint, colocated):
     judged = trainer_on(checkpoint, tmp_path / "steps", updates, reward=functions, trainer_class=ProcessLabelsTrainer)
     judged.train()
     logs = [entry for entry in judged.state.log_history if "loss" in entry]
-    assert judged._early_grading is not None and all(0 < entry["dense/label_mean"] < 1 for entry in logs)
+    assert all(0 < entry["dense/label_mean"] < 1 for entry in logs)
     assert [entry["pacs/proxy_abs_mean"] > 0 for entry in logs] == [False, True] * 2
 
 
@@ -157,44 +152,6 @@ def test_stopped_and_resumed(tmp_path, checkpoint, colocated, offset):
     (weights, history), (again, history_again) = runs
     assert history_again == history
     assert all(torch.equal(weights[name], again[name]) for name in weights)
-
-
-@pytest.mark.parametrize("later", [{}, LATER_DRAWS], ids=["first draw", "later draws"])
-def test_verification_is_over_when_generation_is(tmp_path, checkpoint, colocated, monkeypatch, later):
-    """Every completion is graded before the reward function asks, and the run is the one without that."""
-    request, asked, runs = Verifier._request, [], []
-
-    def request_and_note(self, items):
-        asked.append((threading.current_thread().name.rstrip("_0123456789"), len(items)))
-        return request(self, items)
-
-    monkeypatch.setattr(Verifier, "_request", request_and_note)
-    for early in (True, False):
-        verifier = Verifier(num_workers=1)  # with an empty cache
-        for module in (rewards, early_grading):
-            monkeypatch.setattr(module, "shared_verifier", lambda verifier=verifier: verifier)
-        settings = colocated | later
-        trainer = trainer_on(
-            checkpoint,
-            tmp_path / str(early),
-            settings,
-            reward=rewards.math_reward,
-            max_steps=3,
-            trainer_class=DarsAndGuidanceTrainer if later else None,
-        )
-        if not early:
-            trainer.vllm_generation.llm._early_grading = trainer._early_grading = None
-        asked.clear()
-        trainer.train()
-        verifier.close()
-        assert sum(number for _, number in asked) > 0
-        assert {thread for thread, _ in asked} == {"early_grading" if early else "MainThread"}
-        names = [name for name in trainer.state.log_history[0] if "verification" in name or name in ("reward", "loss")]
-        runs.append([{name: entry.get(name) for name in names} for entry in trainer.state.log_history[:3]])
-    for entry in runs[0] + runs[1]:
-        del entry["time/verification"]
-    assert runs[0] == runs[1]
-    assert "verification/wrong" in runs[0][0]
 
 
 def test_hard_prompts_are_drawn_again(tmp_path, checkpoint, colocated):
