@@ -15,6 +15,7 @@ from statistics import mean, stdev
 import matplotlib
 
 from experiments.beta_and_reference import RECIPE, running_mean
+from experiments.figures import save
 from pacs_trl.pacs_trainer import PACSTrainer
 
 
@@ -102,8 +103,7 @@ def draw(by_arm: dict[str, list[list[float]]], path: Path) -> None:
             axes.set_xlabel("rollout")
             axes.legend(title="band: one standard deviation over seeds", title_fontsize=7)
         panels[0].set_ylabel("reward")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=200)
+        save(figure, path)
 
 
 def main(argv: list[str] | None = None) -> None:

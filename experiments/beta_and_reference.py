@@ -15,6 +15,8 @@ from statistics import mean
 
 import matplotlib
 
+from experiments.figures import save
+
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "miniature" / "sums-0.1m" / "pacs.yaml"
 BETAS = (0.1, 1.0, 10.0)
@@ -74,8 +76,7 @@ def draw(histories: dict[str, dict[str, list[dict]]], path: Path) -> None:
         note = {"title": "thin lines: logged; thick: running mean of the last ten updates", "title_fontsize": 7}
         handles = grid[0, 0].get_legend_handles_labels()
         figure.legend(*handles, loc="outside lower center", ncols=len(BETAS), **note)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=200)
+        save(figure, path)
 
 
 def running_mean(values: Sequence[float], width: int) -> list[float]:

@@ -230,6 +230,8 @@ def draw(found: dict[str, dict[int, dict[str, Any]]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    from experiments.figures import save
+
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True, layout="constrained")
     for k, (arm, runs) in enumerate(found.items()):
         for i, run in enumerate(runs.values()):
@@ -242,7 +244,7 @@ def draw(found: dict[str, dict[int, dict[str, Any]]], path: Path) -> None:
     axes[0].legend(fontsize=8)
     for axis in axes:
         axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)
+    save(figure, path, dpi=150)
     plt.close(figure)
 
 

@@ -21,6 +21,7 @@ import matplotlib
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from experiments.figures import save
 from pacs_trl.data.tasks import problems
 from pacs_trl.evaluation.requests import SamplingSettings
 from pacs_trl.evaluation.sampling import sample_completions
@@ -197,8 +198,7 @@ def draw(rows: Sequence[dict], path: Path) -> None:
             axes.minorticks_off()
             axes.set_ylim(0, 1.05 * max(1.0, *(row[key] for row in rows)))
         figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=200)
+        save(figure, path)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

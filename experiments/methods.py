@@ -15,6 +15,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from experiments.figures import save
 from experiments.paper.records import Records, Run
 from experiments.paper.runs import start_of, train_once
 from pacs_trl.recipe import read_recipe
@@ -103,14 +104,13 @@ def draw(records: Records, seconds: dict[str, dict[str, list[float]]], path: Pat
                 panel.set_xscale("log", base=2)
                 panel.set_xticks(ks, [str(k) for k in ks])
         figure.legend(*grid[0, 1].get_legend_handles_labels(), loc="outside lower center", ncols=len(CELLS))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=200)
+        save(figure, path)
 
 
 def main() -> None:
     """Command line: writes the picture."""
     parser = argparse.ArgumentParser(prog="python -m experiments.methods", description=__doc__)
-    parser.add_argument("--results_dir", type=Path, default=RESULTS, help=f"has records.jsonl, {CLOCKED}")
+    parser.add_argument("--results_dir", type=Path, default=RESULTS, help=f"has records.jsonl.gz, {CLOCKED}")
     parser.add_argument("--output", type=Path, default=ROOT / "docs/images/methods.png")
     parser.add_argument("--clock", action="store_true", help="train, for the times")
     parser.add_argument("--work_dir", type=Path, default=Path("outputs/methods"), help="of these runs")

@@ -30,6 +30,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
+from experiments.figures import save
 from experiments.paper.runs import start_of, train_once
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.benchmarks import load_benchmark
@@ -200,8 +201,7 @@ def draw(results: Sequence[dict[str, Any]], logs: Mapping[str, Sequence[list[dic
         seeds = len(logs["PACS"])
         note = plots.RUNS + (f" ({seeds} seeds)" if seeds > 1 else "")
         plots.legend_below(figure, [panels["pass_at_k"]], note)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=200)
+        save(figure, path)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

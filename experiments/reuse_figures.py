@@ -13,6 +13,7 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
+from experiments.figures import save
 from experiments.paper.records import Records, Run
 from experiments.reuse import LARGE, RESULTS, Arm
 from experiments.reuse_tables import curve, solved
@@ -52,8 +53,7 @@ def draw(found: dict[tuple[str, int], list[Run]], path: Path) -> None:
         middle.set(title="reward", xlabel="rollouts", ylim=(0, None))
         right.set(title="reward", xlabel="processor seconds", ylim=(0, None))
         figure.legend(*middle.get_legend_handles_labels(), loc="outside lower center", ncols=6)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=200)
+        save(figure, path)
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
+from experiments.figures import save
 from experiments.paper.records import Records
 from experiments.reuse import RESULTS, STAGES, Arm
 from experiments.reuse_tables import curve, solved
@@ -177,8 +178,7 @@ def draw(cells: Sequence[Cell], path: Path) -> None:
             for pair in zip(left.get_legend_handles_labels(), right.get_legend_handles_labels(), strict=True)
         ]
         figure.legend(*handles, loc="outside lower center", ncols=len(handles[0]))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=200)
+        save(figure, path)
 
 
 def main() -> None:

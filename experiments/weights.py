@@ -173,6 +173,8 @@ def draw(found: dict[str, dict[int, Measured]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    from experiments.figures import save
+
     arms = [arm for arm, runs in found.items() if runs][::-1]
     figure, axes = plt.subplots(1, 3, figsize=(10, 0.9 + 0.35 * len(arms)), sharey=True, layout="constrained")
     shown = ((0, "pass@1, %"), (len(KS) - 1, f"pass@{KS[-1]}, %"), (len(KS), "entropy at the end, nats"))
@@ -183,7 +185,7 @@ def draw(found: dict[str, dict[int, Measured]], path: Path) -> None:
             axis.plot([mean(points)], [place], "|", color="black", markersize=14, markeredgewidth=2)
         axis.set(title=title, yticks=range(len(arms)), yticklabels=arms)
         axis.grid(axis="x", alpha=0.3)
-    figure.savefig(path, dpi=150)
+    save(figure, path, dpi=150)
     plt.close(figure)
 
 

@@ -1,5 +1,6 @@
 """Finished runs made up by hand, for the tests of tables."""
 
+import gzip
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,16 @@ def record(results_dir: Path, cell: Cell, seed: int, counts: Mapping[str, Sequen
     checkpoints = [{"step": 2, **{f"eval_{name}/pass@1": 0.5 for name in counts}}]
     training = {"log_history": logs, "checkpoints": checkpoints} if cell.trained else None
     records.record(results_dir, cell.run, records.Run(seed, results_of(counts, **settings), diversity, training))
+
+
+def text_of(results_dir: Path) -> str:
+    """The text of the records of a directory."""
+    return gzip.decompress((results_dir / records.FILE_NAME).read_bytes()).decode()
+
+
+def write_text(results_dir: Path, text: str) -> None:
+    """Replace the text of the records of a directory."""
+    (results_dir / records.FILE_NAME).write_bytes(gzip.compress(text.encode()))
 
 
 def rows_of(page: Path):

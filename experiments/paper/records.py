@@ -1,4 +1,4 @@
-"""The finished runs of a results directory in one file, `records.jsonl`, from which every table and figure is made.
+"""The finished runs of a results directory in one file, `records.jsonl.gz`, from which every table and figure is made.
 
 Samples, grades and whole logs stay in the work directory; kept are counts of correct completions, diversities, and
 what a figure draws of a training log. A line is one of three things, and lines can be taken out:
@@ -12,8 +12,10 @@ problem, with six decimals, and curves by step.
 """
 
 import fcntl
+import gzip
 import json
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +26,7 @@ from pacs_trl.evaluation.store import differences, digest
 from pacs_trl.report.inputs import parse_json
 
 
-FILE_NAME = "records.jsonl"
+FILE_NAME = "records.jsonl.gz"
 
 # Of a training log, what the figures draw.
 CURVES = ("reward", "entropy", "completions/mean_length")
@@ -63,7 +65,7 @@ class Records:
         self._measured: dict[str, dict[str, Any]] = {}
         self._settings: dict[str, dict[str, Any]] = {}
         self._runs: dict[tuple[str, int], dict[str, Any]] = {}
-        for number, text in enumerate(self.path.read_bytes().splitlines() if self.path.is_file() else (), start=1):
+        for number, text in enumerate(self._text().splitlines(), start=1):
             self._read(text, f"{self.path}, line {number},")
         for line in self._runs.values():
             self._check_counts(line)
@@ -112,6 +114,16 @@ class Records:
             if cell in self._settings:
                 yield {"cell": cell, "settings": self._settings[cell]}
             yield from (self._runs[cell, seed] for seed in self.seeds(cell))
+
+    def _text(self) -> bytes:
+        if not self.path.is_file():
+            return b""
+        try:
+            return gzip.decompress(self.path.read_bytes())
+        except (OSError, EOFError, zlib.error) as error:
+            raise ValueError(
+                f"{self.path} is damaged: {error}. Restore it, or choose another --results_dir."
+            ) from error
 
     def _read(self, text: bytes, where: str) -> None:
         line = parse_json(text, where)
@@ -186,7 +198,7 @@ def record(results_dir: Path, cell: str, run: Run, settings: dict[str, Any] | No
         records.add(cell, run, settings)
         text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in records.lines())
         temporary = results_dir / f".{FILE_NAME}.{os.getpid()}"
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(gzip.compress(text.encode(), mtime=0))
         os.replace(temporary, records.path)
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from experiments.figures import shrink
 from pacs_trl.evaluation.pass_at_k import bootstrap_interval
 from pacs_trl.evaluation.results import read_results, require_same_protocol
 from pacs_trl.report import paper, tables
@@ -76,8 +77,11 @@ class Table(NamedTuple):
 
 def write_tables(selected: Sequence[Table], results_dir: Path, *, twins: bool) -> str:
     """
-    Each table as Markdown and, where it has one, its figure: `NAME.md`, `.png` and `.svg` beside the records. Of
-    `twins` if benchmarks and models are the miniature ones. Returns the text of all tables.
+    Write each table as `NAME.md` and its figure, if it has one, as `NAME.png` beside the records. Return the text of
+    all tables.
+
+    Args:
+        twins (`bool`): Whether benchmarks and models are the miniature ones.
     """
     sections = []
     results_dir.mkdir(parents=True, exist_ok=True)
@@ -92,6 +96,9 @@ def write_tables(selected: Sequence[Table], results_dir: Path, *, twins: bool) -
             seeds = f"{min(counts.values())} of each"
         text = f"# {table.title}\n\nSeeds: {seeds}.\n\n{body}"
         (results_dir / f"{table.name}.md").write_text(text)
+        if (figure := results_dir / f"{table.name}.png").is_file():
+            shrink(figure)
+            figure.with_suffix(".svg").unlink(missing_ok=True)
         sections.append(text)
     return "\n".join(sections)
 

@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from finished_runs import results_of, rows_of
+from finished_runs import results_of, rows_of, text_of
 from optional_packages import matplotlib  # noqa: F401 (skips without it)
 
 from experiments.paper import command as paper_command
@@ -237,16 +237,16 @@ class TestRecords:
 
     def test_a_report_collects_what_lies_there(self, stand_ins, capsys):
         main(["table_3", "figure_3", "--cells", "qwen3-8b/pacs", "--seeds", "4", *self.where, "--run"])
-        path = Path("results/records.jsonl")
-        content = path.read_text()
+        path = Path("results/records.jsonl.gz")
+        content = text_of(Path("results"))
         path.unlink()
         main(["table_3", "figure_3", *self.where, "--report_only"])
-        assert path.read_text() == content
+        assert text_of(Path("results")) == content
         results = "results/qwen3-8b/pacs/seed-4/v2"
         for gone in ("work/qwen3-8b/pacs/seed-4", f"{results}/grades", results):  # it stays as it was recorded
             shutil.rmtree(gone)
             main(["table_3", "figure_3", *self.where, "--report_only"])
-            assert path.read_text() == content
+            assert text_of(Path("results")) == content
 
     def test_diversity_is_measured_where_a_table_shows_it(self, stand_ins):
         main(["table_2", "--cells", "PACS", "--seeds", "4", *self.where, "--run"])
@@ -262,10 +262,10 @@ class TestRecords:
 
     def test_an_unfinished_evaluation_is_no_record(self, stand_ins, capsys):
         main(["v1_table_1", "--cells", "PACS", "--seeds", "0", *self.where, "--run"])
-        Path("results/records.jsonl").unlink()
+        Path("results/records.jsonl.gz").unlink()
         Path("results/qwen2.5-3b/pacs/seed-0/v1/results.json").unlink()
         capsys.readouterr()
         main(["v1_table_1", "--cells", "PACS", "--seeds", "0", *self.where])
         (line,) = printed(capsys)
         assert "recipes/evaluation/v1.yaml" in line
-        assert not Path("results/records.jsonl").exists()
+        assert not Path("results/records.jsonl.gz").exists()

@@ -5,7 +5,7 @@ import multiprocessing
 
 import numpy as np
 import pytest
-from finished_runs import results_of
+from finished_runs import results_of, text_of, write_text
 
 from experiments.paper.records import Records, Run, record
 
@@ -63,26 +63,26 @@ def test_a_run_is_a_line_and_what_belongs_to_none_goes(tmp_path):
     for seed in (1, 0, 1):
         record(tmp_path, "m/pacs", a_run(seed), {"training": None})
     record(tmp_path, "m/grpo", a_run(results=results_of(COUNTS, n=8)), {"training": None})
-    lines = (tmp_path / "records.jsonl").read_text().splitlines(keepends=True)
+    lines = text_of(tmp_path).splitlines(keepends=True)
     kinds = [sorted(json.loads(line))[-1] if "seed" not in line else json.loads(line)["seed"] for line in lines]
     assert kinds == ["protocol", "protocol", "settings", 0, "settings", 0, 1]
     assert Records(tmp_path).seeds("m/pacs") == [0, 1] and Records(tmp_path).seeds("m/ppo") == []
-    (tmp_path / "records.jsonl").write_text("".join(line for line in lines if '"m/grpo"' not in line))
+    write_text(tmp_path, "".join(line for line in lines if '"m/grpo"' not in line))
     record(tmp_path, "m/pacs", a_run(0), {"training": None})
-    left = (tmp_path / "records.jsonl").read_text().splitlines(keepends=True)
+    left = text_of(tmp_path).splitlines(keepends=True)
     assert left == [line for line in lines if '"m/grpo"' not in line and '"n":8' not in line]
 
 
 def test_runs_of_one_cell_have_one_kind_of_settings(tmp_path):
     record(tmp_path, "m/pacs", a_run(0), {"training": {"alpha": 0.5, "beta": 1.0}})
-    before = (tmp_path / "records.jsonl").read_text()
+    before = text_of(tmp_path)
     record(tmp_path, "m/pacs", a_run(0), {"training": {"beta": 1.0, "alpha": 0.5}})
-    assert (tmp_path / "records.jsonl").read_text() == before
+    assert text_of(tmp_path) == before
     with pytest.raises(
-        ValueError, match="m/pacs in .*records.jsonl was made with other settings .*training.beta: 1.0 != 2.0"
+        ValueError, match="m/pacs in .*records.jsonl.gz was made with other settings .*training.beta: 1.0 != 2.0"
     ):
         record(tmp_path, "m/pacs", a_run(1), {"training": {"alpha": 0.5, "beta": 2.0}})
-    assert (tmp_path / "records.jsonl").read_text() == before
+    assert text_of(tmp_path) == before
 
 
 def _record_many(directory, cell):
@@ -98,15 +98,15 @@ def test_two_processes_lose_nothing_of_each_others(tmp_path):
     for process in processes:
         process.join()
     assert [Records(tmp_path).seeds(f"m/{name}") for name in "ab"] == [list(range(8))] * 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".records.jsonl.lock", "records.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".records.jsonl.gz.lock", "records.jsonl.gz"]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda line: "<<<<<<< HEAD", "records.jsonl, line 3, is damaged: it is not JSON"),
-        (lambda line: line[: len(line) // 2], "records.jsonl, line 3, is damaged: it is not JSON"),
-        (lambda line: "[]", "records.jsonl, line 3, is damaged"),
+        (lambda line: "<<<<<<< HEAD", "records.jsonl.gz, line 3, is damaged: it is not JSON"),
+        (lambda line: line[: len(line) // 2], "records.jsonl.gz, line 3, is damaged: it is not JSON"),
+        (lambda line: "[]", "records.jsonl.gz, line 3, is damaged"),
         (lambda line: line + "\n" + line, "line 4, is the second run of m/pacs with seed 0"),
         (lambda line: line.replace('"correct"', '"wrong"'), "line 3, is damaged: it has no `correct`"),
         (lambda line: line.replace('"curves"', '"curve"'), "line 3, is damaged: it has no `curves`"),
@@ -126,10 +126,17 @@ def test_two_processes_lose_nothing_of_each_others(tmp_path):
 )
 def test_a_damaged_file_is_named(tmp_path, change, message):
     record(tmp_path, "m/pacs", a_run(), {"training": None})
-    path = tmp_path / "records.jsonl"
-    measured, settings, run = path.read_text().splitlines()
+    measured, settings, run = text_of(tmp_path).splitlines()
     damaged = change(run)
     assert damaged != run
-    path.write_text("\n".join([measured, settings, damaged]) + "\n")
+    write_text(tmp_path, "\n".join([measured, settings, damaged]) + "\n")
     with pytest.raises(ValueError, match=message):
+        Records(tmp_path)
+
+
+def test_a_truncated_file_is_named(tmp_path):
+    record(tmp_path, "m/pacs", a_run(), {"training": None})
+    path = tmp_path / "records.jsonl.gz"
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ValueError, match="records.jsonl.gz is damaged"):
         Records(tmp_path)
