@@ -139,7 +139,8 @@ def logged(trainer, key):
 @pytest.mark.trains
 @pytest.mark.parametrize("method", ["pacs", "grpo"])
 def test_updates_log_how_far_they_find_the_log_ratios(tmp_path, method):
-    settings = {"num_iterations": 3, "steps_per_generation": 1, "max_steps": 6}
+    # steps so small that each moves the log-ratios on in the same direction
+    settings = {"num_iterations": 3, "steps_per_generation": 1, "max_steps": 6, "learning_rate": 1e-4}
     if method == "pacs":
         trainer = build_trainer(tmp_path, trainer_class=MeasuredPACS, replay=Replay(uniform_groups=0), **settings)
     else:
