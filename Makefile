@@ -28,7 +28,7 @@ NUMERIC := experiments/test_analysis test_objective update/test_groups update/te
 	update/test_reference update/test_sampling_correction update/test_scorer \
 	experimental/test_process_labels experimental/test_verl experimental/test_steer \
 	experimental/test_rlpr experimental/test_dars \
-	baselines/test_critic_objective baselines/test_gae baselines/test_ppo_trainer baselines/test_segments \
+	baselines/test_gae baselines/test_ppo_trainer experimental/test_critic_math \
 	evaluation/test_critic evaluation/test_diversity evaluation/test_pass_at_k evaluation/test_sampling evaluation/test_support miniature/test_model
 
 # `make compat` runs all tests with the lower bounds of setup.cfg, with the newest versions, and without optional extras, each in an

@@ -383,6 +383,28 @@ def ppo(output: Path, model: str) -> None:
     shutil.copytree(output / "run" / "checkpoint-1" / "critic", output / "weights" / "critic")
 
 
+def genac(output: Path, model: str) -> None:
+    """Two updates of policy and critic, whose untrained answers count as values all the same."""
+    try:
+        module = importlib.import_module("pacs_trl.experimental.genac")
+    except ImportError:  # before it was an experimental method
+        module = pacs_trl
+    settings = SETTINGS | {"num_iterations": 1, "max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    settings |= {"critic_prompt": "miniature", "critic_max_new_tokens": 8, "critic_pretraining_steps": 0}
+    trainer = module.GenACTrainer(
+        model,
+        label_or_none,
+        args=module.GenACConfig(str(output / "run"), **settings, max_segments=3, gae_lambda=0.5),
+        train_dataset=dataset(),
+        processing_class=TOKENIZER,
+        rollout_func=Rows(),
+    )
+    trainer._prompt.parse = lambda text: len(text) % 11 / 10
+    trainer.train()
+    keep(trainer, output)
+    shutil.copytree(output / "run" / "checkpoint-2" / "critic", output / "weights" / "critic")
+
+
 def train(output: Path, model: str, **settings) -> None:
     """`pacs_trl.train` on a recipe, the way users run it."""
     from pacs_trl.train import main
@@ -442,7 +464,7 @@ SCENARIOS |= {
     name: functools.partial(experimental, method=method, settings=settings, more=more, before=before)
     for name, (method, settings, more, before) in EXPERIMENTAL.items()
 }
-SCENARIOS |= {f.__name__: f for f in (two_processes, resume, ppo, grpo, generated, evaluate)}
+SCENARIOS |= {f.__name__: f for f in (two_processes, resume, ppo, genac, grpo, generated, evaluate)}
 
 
 def main() -> None:

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:  # the names below, for type checkers and editors
-    from .baselines.genac_config import GenACConfig
-    from .baselines.genac_trainer import GenACTrainer
     from .baselines.ppo_config import PPOConfig
     from .baselines.ppo_trainer import PPOTrainer
     from .pacs_config import PACSConfig
@@ -20,13 +18,11 @@ __version__ = "0.1.0"
 _PUBLIC_NAMES = {
     "PACSConfig": "pacs_trl.pacs_config",
     "PACSTrainer": "pacs_trl.pacs_trainer",
-    "GenACConfig": "pacs_trl.baselines.genac_config",
-    "GenACTrainer": "pacs_trl.baselines.genac_trainer",
     "PPOConfig": "pacs_trl.baselines.ppo_config",
     "PPOTrainer": "pacs_trl.baselines.ppo_trainer",
 }
 
-__all__ = ["GenACConfig", "GenACTrainer", "PACSConfig", "PACSTrainer", "PPOConfig", "PPOTrainer", "__version__"]
+__all__ = ["PACSConfig", "PACSTrainer", "PPOConfig", "PPOTrainer", "__version__"]
 
 
 def __getattr__(name):

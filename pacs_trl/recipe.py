@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from trl import GRPOConfig, ModelConfig
 
 from . import experimental
-from .baselines.genac_config import GenACConfig
 from .baselines.ppo_config import PPOConfig
 from .data import DataArguments
 from .pacs_config import PACSConfig
@@ -40,7 +39,7 @@ class GRPOArguments(PublishedArguments, GRPOConfig):
         return []
 
 
-METHODS = {"pacs": PACSConfig, "grpo": GRPOArguments, "ppo": PPOConfig, "genac": GenACConfig}
+METHODS = {"pacs": PACSConfig, "grpo": GRPOArguments, "ppo": PPOConfig}
 
 # What transformers 5.23 calls what all versions know by the older name.
 SECOND_NAMES = {
@@ -59,8 +58,8 @@ class RunArguments:
 
     Args:
         method (`str`, *optional*, defaults to `"pacs"`):
-            `"pacs"`, or a baseline on the same data and rewards: `"grpo"` (TRL's loss), `"ppo"`, or `"genac"`, an
-            actor whose critic reasons in words; or the name of a module in `pacs_trl.experimental`.
+            `"pacs"`, or a baseline on the same data and rewards: `"grpo"` (TRL's loss) or `"ppo"`; or the name of a
+            module in `pacs_trl.experimental`.
         reward_funcs (`list[str]`, *optional*, defaults to `["math_reward"]`):
             Names from `pacs_trl.rewards`, or `package.module.function` of your own, importable from the working
             directory. With several, `reward_weights` says how they add up.

@@ -50,7 +50,7 @@ _IN_HOME = re.compile(
     r"(?<![\w.])(?:(?:/home|/Users|/root)(?:/[^\s'\",;:/]+)+|~/[^\s'\",;:]+|[A-Za-z]:\\Users(?:\\[^\s'\",;:\\]+)+)/?"
 )
 _NAME_OF_A_PATH = re.compile(
-    r"(^|_)(path|dir|folder|file|files|checkpoint|deepspeed|fsdp_config|dataset_name|sft_dataset|critic_prompt)$"
+    r"(^|_)(path|dir|folder|file|files|checkpoint|deepspeed|fsdp_config|dataset_name|critic_prompt)$"
 )
 _GENERATED = "miniature/"  # models and tasks of the miniature world: names, not files
 

@@ -23,7 +23,6 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig, get_peft_config, get_quantization_config
 
 from . import experimental, rewards
-from .baselines.critic_prompt import shipped
 from .data import TRAINING_SETS, load_training_data
 from .data.sets import MINIATURE
 from .data.tasks import TOOL_TASKS, check_task
@@ -138,10 +137,6 @@ def _trainer_class(method: str) -> type:
         from .baselines.ppo_trainer import PPOTrainer
 
         return PPOTrainer
-    if method == "genac":
-        from .baselines.genac_trainer import GenACTrainer
-
-        return GenACTrainer
     if method == "pacs":
         from .pacs_trainer import PACSTrainer
 
@@ -164,14 +159,15 @@ def _with_model_arguments(recipe: Recipe):
 def _from_any_folder(settings: dict) -> dict:
     """What repeats the run: models and data of this machine by their whole path, since `outputs/model` would be a Hub
     id when read from another folder, and no checkpoint to resume from."""
-    paths = ("model_name_or_path", "critic_model_name_or_path", "dataset_path", "critic_sft_dataset", "critic_prompt")
-    names = {key: settings.get(key) for key in paths}
+    names = {key: settings.get(key) for key in ("model_name_or_path", "critic_model_name_or_path", "dataset_path")}
+    if Path(settings.get("critic_prompt") or "").is_file():
+        names["critic_prompt"] = settings["critic_prompt"]
     if settings["dataset_name"] not in TRAINING_SETS:
         names["dataset_name"] = settings["dataset_name"]
     local = {
         key: str(Path(name).resolve())
         for key, name in names.items()
-        if name and not name.startswith(MINIATURE) and name not in shipped() and Path(name).exists()
+        if name and not name.startswith(MINIATURE) and Path(name).exists()
     }
     return {key: value for key, value in settings.items() if key != "resume_from_checkpoint"} | local
 

@@ -87,9 +87,10 @@ RUN_ELSEWHERE = {
     "python -m experiments.paper": "tests/experiments/test_paper_command.py",
     "python -m experiments": "tests/experiments/test_analysis.py",
     "python -m experiments.compare_diversity": "tests/evaluation/test_diversity.py",
-    "python -m pacs_trl.miniature.oracle": "tests/miniature/test_oracle.py",
+    "python -m experiments.genac.oracle": "tests/experiments/test_oracle.py",
+    "python -m experiments.genac.supervised_start": "tests/experiments/test_oracle.py",
     "python -m experiments.critic": "tests/evaluation/test_critic.py",
-    "python -m experiments.genac": "tests/experiments/test_genac.py",
+    "python -m experiments.genac.comparison": "tests/experiments/test_critics.py",
     "python -m experiments.weights": "tests/experiments/test_draws.py",
     "python -m experiments.quickstart": "tests/experiments/test_quickstart.py",
 }
@@ -213,7 +214,7 @@ def check_command(monkeypatch, words: list[str]) -> None:
             check_module(monkeypatch, launch.training_script, launch.training_script_args, processes)
         case ["python", "-m", "experiments.paper", *rest]:
             check_module(monkeypatch, "experiments.paper.command", rest)
-        case ["python", "-m", name, *rest] if name.startswith("pacs_trl."):
+        case ["python", "-m", name, *rest] if name.startswith(("pacs_trl.", "experiments.genac.")):
             if rest:
                 check_module(monkeypatch, name, rest)
         case ["python", "-m", name, *rest] if name.startswith("benchmarks."):

@@ -100,7 +100,7 @@ WRONG = [
     ({"model_init_kwargs": "abc"}, "model_init_kwargs must be a mapping, got 'abc', which is no JSON of one"),
     ({"parallelism_config": "x"}, "parallelism_config must be left out, as no recipe can spell it"),
     ({"dataset_name": "absent"}, "The recipe names no data: `dataset_name` is missing"),
-    ({"method": "pcas"}, "`method` must be one of pacs, grpo, ppo, genac"),
+    ({"method": "pcas"}, "`method` must be one of pacs, grpo, ppo, dars"),
     (
         {"pacs_betta": 1.0, "epsilon": 0.3, "per_device_train_batch_size": 3},
         "`pacs_betta` is not a setting of method pacs. Did you mean `pacs_beta`?",

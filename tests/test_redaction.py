@@ -142,7 +142,6 @@ def test_paths_are_shortened_to_names(tmp_path, monkeypatch):
     given = {
         "model_name_or_path": "outputs/model",  # there is such a folder, so this is no Hub id
         "critic_model_name_or_path": "outputs/mine/critic/",
-        "critic_sft_dataset": "/data/traces.jsonl",
         "critic_prompt": "genac",
         "output_dir": "outputs/run",
         "dataset_name": "/data/sets/train.jsonl",
@@ -155,7 +154,6 @@ def test_paths_are_shortened_to_names(tmp_path, monkeypatch):
     assert published(given) == given | {
         "model_name_or_path": "model",
         "critic_model_name_or_path": "critic",
-        "critic_sft_dataset": "traces.jsonl",
         "output_dir": "run",
         "dataset_name": "train.jsonl",
         "dataset_path": "x.parquet",

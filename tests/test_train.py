@@ -202,7 +202,7 @@ def test_resume_and_refusal_to_start_over(tmp_path, model_path, capsys):
     [
         (["--lerning_rate", "1"], "`lerning_rate` is not a setting of method pacs. Did you mean `learning_rate`"),
         (["--method", "grpo", "--pacs_beta", "2"], "`pacs_beta` is a setting of method pacs, not of grpo"),
-        (["--method", "dpo"], "`method` must be one of pacs, grpo, ppo, genac"),
+        (["--method", "dpo"], "`method` must be one of pacs, grpo, ppo, dars"),
         (["--epsilon", "0.3"], "PACSConfig does not take epsilon=0.3"),
         (["--tools", "run_pyton"], "no tool 'run_pyton' in pacs_trl, which has run_python"),
         (["--tools", "run_python"], "chat template of '.*' cannot be used with tools: Unrecognized chat template"),

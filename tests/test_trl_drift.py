@@ -19,11 +19,12 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import RepeatSampler
 
-from pacs_trl import GenACTrainer, PACSConfig, PACSTrainer, PPOTrainer
+from pacs_trl import PACSConfig, PACSTrainer, PPOTrainer
 from pacs_trl.baselines.actor_critic import ActorCriticTrainer
 from pacs_trl.baselines.grpo_trainer import GRPOTrainer as BaselineGRPOTrainer
 from pacs_trl.experimental._redraw import RedrawingTrainer
 from pacs_trl.experimental.dars import DARSTrainer
+from pacs_trl.experimental.genac import GenACTrainer
 from pacs_trl.experimental.rlpr import RLPRTrainer
 from pacs_trl.pacs_config import SHAPES_ONLY_GRPO
 from pacs_trl.rollouts.published_trainer import PublishedTrainer

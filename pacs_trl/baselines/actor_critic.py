@@ -1,17 +1,10 @@
-"""What trainers with a critic share: TRL's GRPOTrainer, whose advantages come from a second model that learns beside
-the policy.
+"""Base class of trainers with a critic: TRL's GRPOTrainer, whose advantages come from a second model that is trained
+beside the policy.
 
 Generation, rewards, the clipped policy loss, KL term and logging are the parent's, so that these methods and GRPO
-differ in the advantage only: here each token has its own. A subclass says what the critic is (`_create_critic`), which
-values it gives the tokens of a generation batch (`_judge`), and how it learns from a micro-batch (`_learn_critic`).
-What is added to the parent:
-
-- `_generate_and_score_completions` lets the critic judge the rollouts and replaces the advantages.
-- `_compute_loss` lets the critic learn from a micro-batch before the policy does.
-- All forward passes are those of a [`Scorer`], over rows without padding.
-- A checkpoint holds the critic and its optimizer.
-
-The critic is a model of its own, next to the policy (`second_model.py`).
+differ in the advantage only: here each token has its own. A subclass defines the critic (`_create_critic`), its values
+for the tokens of a generation batch (`_value_tokens`), and its loss on a micro-batch (`_train_critic`). All forward
+passes are those of a [`Scorer`], over rows without padding.
 """
 
 import contextlib
@@ -30,33 +23,31 @@ from ..rollouts.kept_settings import OF_OPTIMIZER
 from ..rollouts.rollout_trainer import RolloutTrainer
 from ..update.rows import without_padding
 from ..update.startup_check import choose_forward_pass, disable_noise
-from .actor_critic_config import ActorCriticConfig
 from .gae import explained_variance, generalized_advantages, masked_mean_and_variance, whiten
+from .ppo_config import ActorCriticConfig
 from .second_model import SecondModel
 
 
 def critic_path(policy: str | PreTrainedModel, args: ActorCriticConfig) -> str:
     """
-    Where the weights of the critic come from: `critic_model_name_or_path`, or where those of the policy do.
+    Return `critic_model_name_or_path`, by default the path of the policy.
 
     Raises:
         `ValueError`: if the policy was built in memory and no path for the critic is given.
     """
-    path = args.critic_model_name_or_path
-    if path is None:
-        path = policy if isinstance(policy, str) else get_config_model_id(policy.config)
-    if not path:
-        raise ValueError(
-            "The critic starts from the policy's weights, but the policy was built in memory and has no path. Save it "
-            "and pass the directory as `model`, or set critic_model_name_or_path."
-        )
-    return path
+    own = policy if isinstance(policy, str) else get_config_model_id(policy.config)
+    if path := args.critic_model_name_or_path or own:
+        return path
+    raise ValueError(
+        "The policy was built in memory, so there is no path from which its critic could be loaded. Save it and pass "
+        "the directory as `model`, or set critic_model_name_or_path."
+    )
 
 
 def load_critic(policy: str | PreTrainedModel, args: ActorCriticConfig, architecture: type | None = None, **more: Any):
     """
-    A critic from [`critic_path`], ready to be trained. `model_init_kwargs` apply to it too, except the dtype, which is
-    float32, and the revision, if it has a path of its own.
+    Load a critic from [`critic_path`] for training, in float32. `model_init_kwargs` apply to it too, except the
+    revision if it has a path of its own.
 
     Args:
         architecture (`type`, *optional*): Of transformers; by default that of the checkpoint, a causal language model.
@@ -83,15 +74,8 @@ class ActorCriticTrainer(RolloutTrainer):
     args: ActorCriticConfig
     _critic_has_values = False  # instead of logits
     _own_shared_settings: tuple[str, ...] = (
-        "gamma",
-        "gae_lambda",
-        "whiten_advantages",
-        "epsilon",
-        "epsilon_high",
-        "delta",
-        "loss_type",
-        "critic_learning_rate",
-        "world_size",
+        *("gamma", "gae_lambda", "whiten_advantages", "epsilon", "epsilon_high", "delta", "loss_type"),
+        *("critic_learning_rate", "world_size"),
     )
     _step_names: tuple[str, ...] = ("approx_kl",)  # metrics of an optimizer step, means over the tokens of the policy
 
@@ -133,29 +117,25 @@ class ActorCriticTrainer(RolloutTrainer):
             choose_forward_pass(self._critic_scorer, self.critic, values=values, training=training)
         super()._choose_forward_passes()
 
-    # What a critic is ---------------------------------------------------------------------------------------------
-
     @abstractmethod
     def _create_critic(self, policy: str | PreTrainedModel, args, arguments: dict[str, Any]) -> torch.nn.Module:
-        """The critic of a policy or of its path; `arguments` are those of `_prepare_loading`."""
+        """Return the critic of a policy or of its path; `arguments` are those of `_prepare_loading`."""
 
     @abstractmethod
-    def _judge(self, inputs: Sequence[dict], batch: dict) -> tuple[torch.Tensor, float | torch.Tensor]:
-        """Values of the tokens of a generation batch, `(B, T)`, and lambda for [`generalized_advantages`]. What is put
-        into `batch` is there when the critic learns."""
+    def _value_tokens(self, inputs: Sequence[dict], batch: dict) -> tuple[torch.Tensor, float | torch.Tensor]:
+        """Return values of the tokens of a generation batch, `(B, T)`, and lambda for [`generalized_advantages`].
+        Entries added to `batch` are there in `_train_critic`."""
 
     @abstractmethod
-    def _learn_critic(self, inputs: dict) -> None:
-        """Learn from a micro-batch, and take a step with the last one of an optimizer step."""
-
-    # Rollouts -----------------------------------------------------------------------------------------------------
+    def _train_critic(self, inputs: dict) -> None:
+        """Back-propagate a micro-batch, and update the critic at the last one of an optimizer step."""
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
         rewards = output["labels"]
         output["has_verdict"] = ~rewards.isnan()
         mask = self._value_mask(output)
-        values, gae_lambda = self._judge(inputs, output)
+        values, gae_lambda = self._value_tokens(inputs, output)
         advantages, returns = generalized_advantages(
             rewards.nan_to_num(0.0), values, mask, gamma=self.args.gamma, gae_lambda=gae_lambda
         )
@@ -189,8 +169,6 @@ class ActorCriticTrainer(RolloutTrainer):
             logged.pop()
         logged.extend(means)
 
-    # Optimizer step -----------------------------------------------------------------------------------------------
-
     def training_step(self, model, inputs, num_items_in_batch=None):
         with contextlib.ExitStack() as self._until_backward:
             return super().training_step(model, inputs, num_items_in_batch)
@@ -199,7 +177,7 @@ class ActorCriticTrainer(RolloutTrainer):
         if not self.model.training:
             return super()._compute_loss(model, inputs)
         self._until_backward.enter_context(self.scorer.attention())
-        self._learn_critic(inputs)  # first, so that its activations are gone when the policy needs the memory
+        self._train_critic(inputs)  # first, so that its activations are gone when the policy needs the memory
         loss = super()._compute_loss(model, inputs)
         log_ratio = self._last_logps - inputs.get("old_per_token_logps", self._last_logps)
         mask = self._value_mask(inputs)
@@ -241,15 +219,15 @@ class ActorCriticTrainer(RolloutTrainer):
         return logps, of_rows("entropy") if compute_entropy else None, aux_loss
 
     def _loss_denominator(self, inputs: dict) -> torch.Tensor | float:
-        """What the parent divides the policy's summed token losses by; processes are averaged afterwards."""
-        accumulation_steps = self.current_gradient_accumulation_steps
+        """Divisor of the policy's summed token losses, as in the parent; processes are averaged afterwards."""
         if self.loss_type == "dr_grpo":
-            return len(inputs["completion_ids"]) * self.max_completion_length * accumulation_steps
+            rows = len(inputs["completion_ids"]) * self.current_gradient_accumulation_steps
+            return rows * self.max_completion_length
         return self._share_of_generation(inputs["num_items_in_batch"])
 
     def _share_of_generation(self, tokens: torch.Tensor) -> torch.Tensor:
-        """What the losses of tokens are divided by for their mean over an optimizer step, of so many tokens of all
-        processes in the generation; processes are averaged afterwards."""
+        """Divisor for the mean over the tokens of an optimizer step, from their number in the generation, over all
+        processes."""
         share = self.current_gradient_accumulation_steps / self.args.steps_per_generation
         return tokens.clamp(min=1.0) / self.accelerator.num_processes * share
 
@@ -266,8 +244,6 @@ class ActorCriticTrainer(RolloutTrainer):
         if self.state.global_step < self.args.critic_alone_steps:
             model.zero_grad(set_to_none=True)  # optimizers leave parameters without a gradient alone
         return grad_norm
-
-    # Checkpoints --------------------------------------------------------------------------------------------------
 
     def _reset_run(self) -> None:
         super()._reset_run()

@@ -1,8 +1,7 @@
-"""The mathematics of PPO that GRPO does not have: advantages from a critic, and the loss of a scalar one. Pure
-functions.
+"""Advantages from a critic, and the loss of a scalar one. Pure functions; the policy's loss is TRL's.
 
-Shapes: `B` completions of up to `T` tokens. A mask is `True` for tokens that the policy wrote; tool results, padding
-and rows without a verdict are `False` and have no influence on anything. The policy's loss is TRL's.
+Shapes: `B` completions of up to `T` tokens. A mask is `True` for tokens that the policy generated; tool results,
+padding and completions without a verdict are `False` and have no influence on anything.
 """
 
 from collections.abc import Callable
@@ -20,16 +19,15 @@ def generalized_advantages(
     Generalized advantage estimation (Schulman et al. 2016, eq. 16) with one reward, on the last token.
 
     `delta_t = r_t + gamma * V_{t+1} - V_t`, `A_t = delta_t + gamma * lambda * A_{t+1}`. Tokens that the policy did not
-    write are skipped: the successor of a token is the next token of its own.
+    generate are skipped: the successor of a token is the next token of its own.
 
     Args:
         rewards (`torch.Tensor` of shape `(B,)`): Reward of each completion.
-        values (`torch.Tensor` of shape `(B, T)`): `V_t`, the critic's estimate before token `t` is written.
+        values (`torch.Tensor` of shape `(B, T)`): `V_t`, the critic's estimate before token `t`.
         mask (bool `torch.Tensor` of shape `(B, T)`): Tokens that count.
         gamma (`float`): Discount per token, in [0, 1].
-        gae_lambda (`float` or `torch.Tensor` of shape `(B, T)`): In [0, 1]; 1 gives `A_t = R - V_t` at `gamma=1`. One
-        per token
-            is that between the token and its successor.
+        gae_lambda (`float` or `torch.Tensor` of shape `(B, T)`): In [0, 1], between a token and its successor; 1 gives
+            `A_t = R - V_t` at `gamma=1`.
 
     Returns:
         Advantages and returns (`A_t + V_t`, the critic's targets), both `(B, T)` and 0 where `mask` is `False`.

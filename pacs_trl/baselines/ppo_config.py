@@ -1,17 +1,116 @@
-"""Settings of the PPO baseline besides those of any actor with a critic."""
+"""Settings of methods with a critic, of PPO, and what is refused because neither reads it."""
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
+from typing import Any
 
-from ..settings import with_help
-from .actor_critic_config import ActorCriticConfig
+from trl import GRPOConfig
+
+from ..redaction import PublishedArguments
+from ..rollouts.step_sizes import Step, step_errors
+from ..settings import OF_OTHER_LOSSES, ignored_settings, illegal_values, with_help
+
+
+# Settings of GRPOConfig that make GRPO's advantage or belong to losses without PPO's clipping.
+_SHAPES_ONLY_GRPO = {
+    "scale_rewards": "rewards are not normalized within a group; see whiten_advantages",
+    "multi_objective_aggregation": "the reward is the weighted sum of the reward functions",
+    "importance_sampling_level": "the ratio of each token is clipped",
+    "off_policy_mask_threshold": "it needs one advantage per completion",
+    **OF_OTHER_LOSSES,
+}
+
+
+@with_help
+@dataclass
+class ActorCriticConfig(PublishedArguments, GRPOConfig):
+    r"""
+    Settings that [`PPOConfig`] and [`~experimental.genac.GenACConfig`] share.
+
+    Inherits every parameter of [`~trl.GRPOConfig`]; defaults are the settings of the PACS authors' PPO baseline.
+    `epsilon`, `epsilon_high` and `delta` clip the policy's ratio as they do in GRPO, `max_grad_norm` clips the
+    gradients of policy and critic, each on its own, and `weight_decay` and `lr_scheduler_type` apply to both.
+    Parameters that shape GRPO's advantage (`scale_rewards`, ...) are refused when moved off their default.
+
+    Parameters:
+        > Parameters that control the critic
+
+        critic_model_name_or_path (`str`, *optional*):
+            Initial weights of the critic: a causal language model, which for PPO gets a new value head. By default the
+            policy's own path. They are float32, with autocast under `bf16`, also when the policy is a LoRA adapter.
+        critic_learning_rate (`float`, *optional*, defaults to `1e-5`):
+            Learning rate of the critic.
+        startup_check (`bool`, *optional*, defaults to `True`):
+            Whether to compare the log-probs of three short sequences, computed as in training, with the model's own
+            logits before training, for policy and critic. Where they differ, slower passes that agree are used, with a
+            warning, or the run ends.
+
+        > Parameters that control the advantage
+
+        gamma (`float`, *optional*, defaults to `1.0`):
+            Discount per token.
+        gae_lambda (`float`, *optional*, defaults to `1.0`):
+            Lambda of generalized advantage estimation. At 1 the advantage is the reward minus the value.
+        whiten_advantages (`bool`, *optional*, defaults to `True`):
+            Whether to shift and scale advantages to mean 0 and variance 1 over the tokens of the generation batch.
+
+        > Parameters with another default than in GRPOConfig
+
+        delta (`float`, *optional*, defaults to `3.0`):
+            Upper bound of the ratio. Above `1 + epsilon` it acts on negative advantages only and is the dual clip of
+            PPO implementations, there called `clip_ratio_c`. `None` leaves it out.
+        loss_type (`str`, *optional*, defaults to `"dr_grpo"`):
+            Normalization of token losses, for policy and critic: `"dr_grpo"`, their sum divided by completions times
+            `max_completion_length` (the authors' code), or `"dapo"`, their mean over the tokens of the optimizer step
+            (the paper's formula).
+        disable_dropout (`bool`, *optional*, defaults to `True`):
+            The ratio compares two forward passes; dropout would fill it with noise.
+        vllm_importance_sampling_correction (`bool`, *optional*, defaults to `False`):
+            Off, as in the authors' code.
+    """
+
+    critic_model_name_or_path: str | None = None
+    critic_learning_rate: float = 1e-5
+    startup_check: bool = True
+    gamma: float = 1.0
+    gae_lambda: float = 1.0
+    whiten_advantages: bool = True
+    delta: float | None = 3.0
+    loss_type: str = field(default="dr_grpo", metadata={"choices": ["dr_grpo", "dapo"]})
+    disable_dropout: bool = True
+    vllm_importance_sampling_correction: bool = False
+
+    def __post_init__(self):
+        num_processes = int(os.environ.get("WORLD_SIZE", 1))
+        step = None if step_errors(self, num_processes) else Step.of(self, num_processes)  # TRL refuses wrong sizes
+        if errors := [*illegal_values(self), *self.errors(self, step)]:
+            raise ValueError(" ".join(errors))
+        super().__post_init__()
+
+    @classmethod
+    def errors(cls, given: Any, step: Step | None) -> list[str]:
+        """Return errors between settings, see [`~pacs_config.PACSConfig.errors`]."""
+        errors = ignored_settings(cls, given, _SHAPES_ONLY_GRPO)
+        highest_ratio = 1 + (given.epsilon if given.epsilon_high is None else given.epsilon_high)
+        if given.delta is not None and given.delta <= highest_ratio:
+            errors.append(
+                f"delta={given.delta} would also clip positive advantages: it must be above 1 + epsilon_high = "
+                f"{highest_ratio}. The authors use 3.0; None turns it off."
+            )
+        if given.fp16:
+            errors.append(
+                "fp16=True is not supported with a critic: policy and critic would share one loss scale. Set "
+                "bf16=True or train in float32."
+            )
+        return errors
 
 
 @with_help
 @dataclass
 class PPOConfig(ActorCriticConfig):
     r"""
-    Configuration class for the [`PPOTrainer`]: that of [`ActorCriticConfig`], and what a value head needs. The critic
-    is always trained in full, also when the policy is a LoRA adapter.
+    Configuration class for the [`PPOTrainer`]: that of [`ActorCriticConfig`], and two settings of the value head. The
+    critic is always trained in full, also when the policy is a LoRA adapter.
 
     Parameters:
         critic_warmup_steps (`int`, *optional*, defaults to `0`):

@@ -1,8 +1,5 @@
-"""PPOTrainer: an actor with a critic that has a value head (see `actor_critic.py` for all that is not about the
-head)."""
+"""PPOTrainer: an actor with a critic that has a value head."""
 
-import logging
-import re
 import textwrap
 
 import torch
@@ -12,12 +9,6 @@ from ..update.rows import without_padding
 from .actor_critic import ActorCriticTrainer, load_critic, padded
 from .gae import clipped_value_losses
 from .ppo_config import PPOConfig
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    """Unlike a report that a critic made of a policy has a new head, as it should."""
-    keys = re.findall(r"^(\S+) +\|", record.getMessage(), flags=re.MULTILINE)
-    return not keys or not all(key.startswith(("Key", "score.", "lm_head.")) for key in keys)
 
 
 class PPOTrainer(ActorCriticTrainer):
@@ -60,15 +51,10 @@ class PPOTrainer(ActorCriticTrainer):
         """One output per token: the weights of a causal language model under a new value head, unless they have
         one."""
         set_seed(args.seed)  # of the value head
-        loading = logging.getLogger("transformers.modeling_utils")
-        loading.addFilter(_is_news)
-        try:
-            return load_critic(policy, args, AutoModelForTokenClassification, num_labels=1)
-        finally:
-            loading.removeFilter(_is_news)
+        return load_critic(policy, args, AutoModelForTokenClassification, num_labels=1)
 
     @torch.no_grad()
-    def _judge(self, inputs, batch):
+    def _value_tokens(self, inputs, batch):
         """In micro-batches of the size that the update uses."""
         self.critic.eval()
         size = self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
@@ -86,7 +72,7 @@ class PPOTrainer(ActorCriticTrainer):
         values = self._critic_scorer.values(self.critic, prompts, completions)
         return padded(values, batch["completion_ids"].size(1))
 
-    def _learn_critic(self, inputs: dict) -> None:
+    def _train_critic(self, inputs: dict) -> None:
         mask = self._value_mask(inputs)
         with self._second_model.accumulating(), self._critic_scorer.attention():
             losses, clipped = clipped_value_losses(

@@ -1,13 +1,13 @@
-"""A model that learns beside the policy, with an optimizer of its own: a critic, say.
+"""A model that is trained beside the policy with its own optimizer.
 
-Policy and second model are prepared by accelerate each on its own. One module around both would need one optimizer
-with two learning rates, and everything that reads `trainer.model` (generation, vLLM, PEFT, saving) would have to look
-inside it. DeepSpeed, which wants one engine, is not supported.
+Accelerate prepares the two models separately. One module around both would need one optimizer with two learning rates,
+and everything that reads `trainer.model` (generation, vLLM, PEFT, saving) would have to look inside it. DeepSpeed,
+which wants one engine, is not supported.
 """
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -23,32 +23,28 @@ class SecondModel:
 
     Args:
         trainer ([`ResumableTrainer`]): The policy's.
-        model ([`~transformers.PreTrainedModel`]): What learns. `self.model` is the prepared one.
+        model ([`~transformers.PreTrainedModel`]): The model to train. `self.model` is the prepared one.
         learning_rate (`float`): Of this model.
-        directory (`str`): Where its files lie in a checkpoint.
+        directory (`str`): Of its files in a checkpoint.
     """
 
     def __init__(self, trainer: ResumableTrainer, model: PreTrainedModel, *, learning_rate: float, directory: str):
         self.trainer = trainer
         self.directory = directory
-        self.model, self.optimizer = trainer.accelerator.prepare(model, self.create_optimizer(model, learning_rate))
-        self.scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
-
-    def create_optimizer(self, model: PreTrainedModel, learning_rate: float) -> torch.optim.Optimizer:
-        args = self.trainer.args
-        decayed = set(self.trainer.get_decay_parameter_names(model))
+        decayed = set(trainer.get_decay_parameter_names(model))
         groups = [
             {
                 "params": [p for name, p in model.named_parameters() if (name in decayed) == decay],
-                "weight_decay": args.weight_decay if decay else 0.0,
+                "weight_decay": trainer.args.weight_decay if decay else 0.0,
             }
             for decay in (True, False)
         ]
-        optimizer_class, kwargs = self.trainer.get_optimizer_cls_and_kwargs(args, model)
-        return optimizer_class(groups, **{**kwargs, "lr": learning_rate})
+        optimizer_class, kwargs = trainer.get_optimizer_cls_and_kwargs(trainer.args, model)
+        optimizer = optimizer_class(groups, **{**kwargs, "lr": learning_rate})
+        self.model, self.optimizer = trainer.accelerator.prepare(model, optimizer)
+        self.scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
 
     def create_scheduler(self, num_training_steps: int) -> None:
-        """Begin a run of so many optimizer steps."""
         args = self.trainer.args
         self.scheduler = get_scheduler(
             args.lr_scheduler_type,
@@ -58,16 +54,14 @@ class SecondModel:
             scheduler_specific_kwargs=args.lr_scheduler_kwargs,
         )
 
-    @contextmanager
-    def accumulating(self, last: bool = True) -> Iterator[None]:
-        """Goes around the forward and backward pass of a micro-batch, or of a part of one: processes exchange
-        gradients after the last one only."""
+    def accumulating(self, last: bool = True) -> AbstractContextManager:
+        """Wrap the forward and backward pass of a micro-batch, or of a part of one: processes exchange gradients after
+        the last one only."""
         accelerator = self.trainer.accelerator
-        with nullcontext() if last and accelerator.sync_gradients else accelerator.no_sync(self.model):
-            yield
+        return nullcontext() if last and accelerator.sync_gradients else accelerator.no_sync(self.model)
 
     def step(self) -> float:
-        """Learn from the gradients since the last step, and return their norm before clipping."""
+        """Update the weights, and return the norm of the gradient before clipping."""
         trainer = self.trainer
         max_norm = trainer.args.max_grad_norm if trainer.args.max_grad_norm else math.inf
         grad_norm = trainer.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
@@ -89,26 +83,15 @@ class SecondModel:
             trainer.model, trainer.model_wrapped, trainer.optimizer, trainer.lr_scheduler = policy
 
     def save(self, checkpoint: str | Path) -> None:
-        """Weights, optimizer and scheduler, into a checkpoint of the trainer; on all processes."""
+        """Save weights, optimizer and scheduler into a checkpoint of the trainer; on all processes."""
         directory = str(Path(checkpoint) / self.directory)
         with self._in_place_of_policy():
-            ResumableTrainer.save_model(self.trainer, directory, _internal_call=True)  # it needs no card
+            ResumableTrainer.save_model(self.trainer, directory, _internal_call=True)  # without a model card
             GRPOTrainer._save_optimizer_and_scheduler(self.trainer, directory)
 
     def load(self, checkpoint: str | Path) -> None:
-        """
-        Inverse of `save`.
-
-        Raises:
-            `ValueError`: if the checkpoint holds no such model.
-        """
+        """Inverse of `save`."""
         directory = Path(checkpoint) / self.directory
-        if not directory.is_dir():
-            raise ValueError(
-                f"{checkpoint} holds no {self.directory}: it was not written by {type(self.trainer).__name__}, or "
-                "with save_only_model=True, and cannot be continued. Start a new run from its weights with "
-                "model_name_or_path instead."
-            )
         with self._in_place_of_policy():
             self.trainer._load_from_checkpoint(str(directory), self.trainer.model)
             GRPOTrainer._load_optimizer_and_scheduler(self.trainer, str(directory))

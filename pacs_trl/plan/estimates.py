@@ -3,7 +3,6 @@
 
 import math
 
-from ..baselines.genac_config import most_answers
 from ..recipe import Recipe
 from . import cost
 from .cost import GIB, H200, Gpu
@@ -321,7 +320,8 @@ class Estimate:
         words. Of a completion every segment is counted that there may be, and a question holds half a completion on
         average."""
         training, shape, gpu, gpus = self.training, self.critic_shape, self.gpu, self.launch.num_processes
-        answers, longest = most_answers(training, self.step), training.critic_max_new_tokens
+        longest = training.critic_max_new_tokens
+        answers = self.step.rows_per_generation * (training.max_segments + bool(training.critic_extra_states))
         question, mean = _TEMPLATE + self._prompt + mean_length // 2, max(1, round(0.35 * longest))
         passes = training.num_iterations * (4 if training.gradient_checkpointing else 3)
         flops = passes * shape.forward_flops(answers * (question + mean), question + mean)

@@ -20,22 +20,22 @@ _EVERY_METHOD = (
     ("data", "data/__init__.py", "DataArguments"),
     _VERIFICATION,
 )
-_CRITIC = ("critic, advantage, clipped loss", "baselines/actor_critic_config.py", "ActorCriticConfig")
+_CRITIC = ("critic, advantage, clipped loss", "baselines/ppo_config.py", "ActorCriticConfig")
 _OF_METHOD = {
     "pacs": (("PACS", "pacs_config.py", "PACSConfig"),),
     "grpo": (),
     "ppo": (("PPO", "baselines/ppo_config.py", "PPOConfig"), _CRITIC),
-    "genac": (("GenAC", "baselines/genac_config.py", "GenACConfig"), _CRITIC),
 }
 
 
 def _groups_of(method: str) -> tuple[tuple[str, str, str], ...]:
-    """Return the groups of a method; of one in `pacs_trl.experimental` those of PACS too."""
+    """Return the groups of a method; of one in `pacs_trl.experimental` those of the configuration that it extends."""
     file = Path("experimental", f"{method}.py")
     if method in _OF_METHOD or not (_PACKAGE / file).is_file():
         return _OF_METHOD.get(method, _OF_METHOD["pacs"])
-    (name,) = re.findall(r"^class (\w+Config)\b", (_PACKAGE / file).read_text(encoding="utf-8"), re.MULTILINE)
-    return (method, str(file), name), *_OF_METHOD["pacs"]
+    source = (_PACKAGE / file).read_text(encoding="utf-8")
+    ((name, base),) = re.findall(r"^class (\w+Config)\((\w+)\)", source, re.MULTILINE)
+    return (method, str(file), name), *((_CRITIC,) if base == "ActorCriticConfig" else _OF_METHOD["pacs"])
 
 
 _OF_THE_LIBRARIES = (

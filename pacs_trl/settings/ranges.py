@@ -116,11 +116,8 @@ RANGES = {
     "segment_probability": Range("it is a probability; None leaves the rule out", above=0, most=1),
     "segment_length": count("tokens of a segment"),
     "max_segments": count("segments of a completion"),
-    "critic_budget": count("answers of the critic in a generation"),
     "critic_ratio_cap": Range("it bounds ratios of probabilities, which are 1 where nothing differs", least=1),
     "critic_pretraining_steps": count("optimizer steps in which only the critic learns", least=0),
-    "critic_sft_epochs": count("passes over the traces"),
-    "critic_sft_learning_rate": Range("without learning, the traces would be ignored", above=0),
     "ref_model_mixup_alpha": Range("it is the share of the policy in the KL reference", least=0, most=1),
     "ref_model_sync_steps": count("optimizer steps between updates of the KL reference"),
     # optimizer and schedule

@@ -1,6 +1,5 @@
 """What PPOTrainer does around the loss: LoRA, saving, resuming, the critic's start, and a recipe."""
 
-import logging
 import shutil
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import actor_critics
 import pytest
 import torch
 import yaml
+from actor_critics import assert_same_logs, assert_same_models
 from peft import LoraConfig
 from replay import digit_reward, tiny_model, trainable_weights
 from seeds import shifted
@@ -15,7 +15,6 @@ from test_ppo_trainer import build, recorded
 from transformers import AutoModelForCausalLM
 
 from pacs_trl import PPOConfig, PPOTrainer
-from pacs_trl.baselines.ppo_trainer import _is_news
 from pacs_trl.rollouts.resume import last_checkpoint
 from pacs_trl.train import main
 
@@ -64,17 +63,10 @@ def test_the_card_is_that_of_the_policy(finished_run):
 
 @pytest.mark.parametrize("update", [1, 2, 3])
 def test_a_resumed_run_is_bit_identical(tmp_path, model_path, finished_run, update):
-    checkpoint = f"{finished_run.args.output_dir}/checkpoint-{update}"
     resumed = build(tmp_path, model_path, **ADAM)
-    resumed.train(resume_from_checkpoint=checkpoint)
-    for model, reference in ((resumed.model, finished_run.model), (resumed.critic, finished_run.critic)):
-        for name, weight in reference.named_parameters():
-            assert torch.equal(weight, model.get_parameter(name)), name
-    timing = {"step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "epoch", "step"}
-    for mine, theirs in zip(resumed.state.log_history[update:-1], finished_run.state.log_history[update:-1]):
-        assert {k: v for k, v in mine.items() if k not in timing and not k.startswith("time/")} == {
-            k: v for k, v in theirs.items() if k not in timing and not k.startswith("time/")
-        }
+    resumed.train(resume_from_checkpoint=f"{finished_run.args.output_dir}/checkpoint-{update}")
+    assert_same_models(resumed, finished_run)
+    assert_same_logs(resumed, finished_run, update)
 
 
 def test_a_second_run_draws_rows_of_its_own(tmp_path, model_path):
@@ -89,19 +81,14 @@ def test_a_second_run_draws_rows_of_its_own(tmp_path, model_path):
     for trainer in (used, fresh):
         torch.manual_seed(shifted(3))
         trainer.train()
-    for model, reference in ((used.model, fresh.model), (used.critic, fresh.critic)):
-        for name, weight in reference.named_parameters():
-            assert torch.equal(weight, model.get_parameter(name)), name
+    assert_same_models(used, fresh)
 
 
 class TestResumeRefuses:
-    @pytest.mark.parametrize(
-        ("name", "then", "now"),
-        [("gae_lambda", 1.0, 0.9), ("temperature", 1.0, 0.7), ("critic_learning_rate", 0.001, 0.1)],
-    )
-    def test_other_settings(self, tmp_path, model_path, finished_run, name, then, now):
+    @pytest.mark.parametrize(("name", "now"), [("gae_lambda", 0.9), ("critic_learning_rate", 0.1)])
+    def test_other_settings(self, tmp_path, model_path, finished_run, name, now):
         trainer = build(tmp_path, model_path, **(ADAM | {name: now}))
-        with pytest.raises(ValueError, match=f"{name}: {then} in the checkpoint, {now} now"):
+        with pytest.raises(ValueError, match=name):
             trainer.train(resume_from_checkpoint=f"{finished_run.args.output_dir}/checkpoint-2")
 
     def test_a_torn_checkpoint(self, tmp_path, model_path, finished_run):
@@ -110,14 +97,8 @@ class TestResumeRefuses:
         torn = tmp_path / "checkpoint-3" / "critic" / "optimizer.pt"
         torn.write_bytes(torn.read_bytes()[:100])
         assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
-        with pytest.raises(ValueError, match=r"critic/optimizer.pt is torn.*Resume from .*checkpoint-2"):
+        with pytest.raises(ValueError, match="critic/optimizer.pt"):
             build(tmp_path, model_path, **ADAM).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-
-    def test_a_checkpoint_without_critic(self, tmp_path, model_path, finished_run):
-        checkpoint = shutil.copytree(f"{finished_run.args.output_dir}/checkpoint-2", tmp_path / "checkpoint-2")
-        shutil.rmtree(checkpoint / "critic")
-        with pytest.raises(ValueError, match="holds no critic"):
-            build(tmp_path, model_path, **ADAM).train(resume_from_checkpoint=str(checkpoint))
 
 
 class TestCritic:
@@ -153,23 +134,15 @@ def test_a_recipe_trains_both_models_on_the_miniature_world_and_continues(tmp_pa
         "output_dir": str(tmp_path / "run"),
         "save_strategy": "steps",
         "save_steps": 1,
-    } | {
-        name: actor_critics.SETTINGS[name]
-        for name in ("use_cpu", "bf16", "max_completion_length", "gradient_checkpointing")
     }
-    recipe |= {"num_generations": 4, "per_device_train_batch_size": 8, "steps_per_generation": 2, "logging_steps": 1}
+    names = ("use_cpu", "bf16", "max_completion_length", "gradient_checkpointing", "num_generations", "logging_steps")
+    recipe |= {name: actor_critics.SETTINGS[name] for name in (*names, "per_device_train_batch_size")}
+    recipe |= {"steps_per_generation": 2, "learning_rate": 1e-3, "critic_learning_rate": 1e-3}
     recipe["lr_scheduler_type"] = "constant"  # a linear one would have ended with the first run
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    arguments = [
-        "--config",
-        str(tmp_path / "recipe.yaml"),
-        "--learning_rate",
-        "1e-3",
-        "--critic_learning_rate",
-        "1e-3",
-    ]
-    first = main([*arguments, "--max_steps", "1"])
-    second = main([*arguments, "--max_steps", "2", "--resume_from_checkpoint", "last"])
+    words = ["--config", str(tmp_path / "recipe.yaml")]
+    first = main([*words, "--max_steps", "1"])
+    second = main([*words, "--max_steps", "2", "--resume_from_checkpoint", "last"])
     start = tiny_model()
     for name, weight in start.named_parameters():
         assert not torch.equal(weight, first.model.get_parameter(name)), name
@@ -181,12 +154,3 @@ def test_a_recipe_trains_both_models_on_the_miniature_world_and_continues(tmp_pa
     assert {"ppo/value_loss", "ppo/value_clip_fraction", "ppo/critic_grad_norm", "ppo/approx_kl"} <= logs[1].keys()
     assert {"ppo/explained_variance", "ppo/value_mean", "ppo/return_mean", "entropy"} <= logs[0].keys()
     assert "ppo" in (tmp_path / "run" / "README.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("key", "is_news"), [("score.weight", False), ("lm_head.weight", False), ("model.norm.weight", True)]
-)
-def test_that_the_value_head_is_new_is_no_news(key, is_news):
-    text = f"Model LOAD REPORT from: x\nKey          | Status  |\n-------------+---------+-\nscore.bias   | MISSING |\n{key} | MISSING |\n"  # noqa: E501
-    assert _is_news(logging.makeLogRecord({"msg": text})) == is_news
-    assert _is_news(logging.makeLogRecord({"msg": "Something else | of which we know nothing"}))

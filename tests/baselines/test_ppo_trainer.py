@@ -12,14 +12,8 @@ import actor_critics
 import pytest
 import torch
 import trl
-from replay import (
-    TOKENIZER,
-    Recorder,
-    Replay,
-    load_weights,
-    tiny_model,
-    trainable_weights,
-)
+from actor_critics import CriticRecorder, assert_close_gradients
+from replay import TOKENIZER, Replay, load_weights, tiny_model, trainable_weights
 from seeds import shifted
 from tolerances import rounding_atol
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -38,21 +32,6 @@ def recorded(output_dir, model_path, **more):
     recorder = CriticRecorder()
     recorder.trainer = build(output_dir, model_path, callbacks=[recorder], **more)
     return recorder.trainer, recorder
-
-
-class CriticRecorder(Recorder):
-    """Keeps the critic's weights of every optimizer step as well, before and after it learns."""
-
-    def __init__(self):
-        super().__init__()
-        self.critics = []
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        super().on_step_begin(args, state, control, **kwargs)
-        self.critics.append(trainable_weights(self.trainer.critic))
-
-    def on_train_end(self, args, state, control, **kwargs):
-        self.critics.append(trainable_weights(self.trainer.critic))
 
 
 def rows_as_float64(model, critic, row):
@@ -95,15 +74,6 @@ def ppo_losses(rows, scored, old, args, *, tools):
         value_loss = value_loss + error
     count = len(advantages) if args.loss_type == "dapo" else len(rows) * args.max_completion_length
     return policy_loss / count, value_loss / count, value_loss.item() / len(advantages)
-
-
-def assert_close_gradients(actual: dict, expected: dict, relative: float = 1e-4):
-    assert actual.keys() == expected.keys()
-    largest = max(g.abs().max() for g in expected.values())
-    assert largest > 0
-    for name, gradient in expected.items():
-        error = (actual[name] - gradient).abs().max() / largest
-        assert error < relative, f"{name}: {error}"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from accelerate.utils import DistributedType
 from processes import on_two
 from replay import TOKENIZER, Replay, addition_dataset, stored_label, tiny_model
 
-from pacs_trl import GenACConfig, GenACTrainer, PPOConfig, PPOTrainer
+from pacs_trl import PPOConfig, PPOTrainer
+from pacs_trl.experimental.genac import GenACConfig, GenACTrainer
 
 
 pytestmark = pytest.mark.trains

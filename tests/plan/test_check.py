@@ -90,7 +90,6 @@ SAID = {
     "GenAC with DeepSpeed": (ZERO2, GENAC, 1, "GenAC trains two models, which DeepSpeed does not do"),
     # 8192 completions x (16 segments and the state before the last token); 35 % of 1024 tokens
     "GenAC": (FSDP2, GENAC, 0, "at most 139,264 answers of 358 tokens per rollout step"),
-    "GenAC, budget": (FSDP2, GENAC | {"critic_budget": 100_000}, 1, "critic_budget=100000 is less than the 139264 answers"),  # noqa: E501
     "GenAC, short engine": (FSDP2, GENAC | VLLM | {"vllm_max_model_length": 2000}, 1, "plus critic_max_new_tokens=1024",  # noqa: E501
                             "Set it to at least 2524"),
     "GenAC, two shapes": (FSDP2, GENAC | FITTING | {"critic_model_name_or_path": "Qwen/Qwen3-0.6B"}, 1,

@@ -8,9 +8,9 @@ import torch
 from replay import TOKENIZER, addition_dataset, build_trainer, digit_reward, trainable_weights
 
 from pacs_trl import PACSTrainer
-from pacs_trl.baselines.genac_trainer import GenACTrainer
 from pacs_trl.baselines.grpo_trainer import GRPOTrainer
 from pacs_trl.baselines.ppo_trainer import PPOTrainer
+from pacs_trl.experimental.genac import GenACTrainer
 
 
 SETTINGS = {

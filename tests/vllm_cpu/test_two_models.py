@@ -6,7 +6,7 @@ from replay import addition_dataset
 from test_colocate import even_start, greedy_by_engine, greedy_by_model
 from transformers import AutoTokenizer
 
-from pacs_trl import GenACConfig, GenACTrainer
+from pacs_trl.experimental.genac import GenACConfig, GenACTrainer
 from pacs_trl.miniature.model import build_model
 
 

@@ -1,7 +1,8 @@
-"""The values of three kinds of critics on the same prefixes, for `experiments/genac.py`: GenAC's answers, PPO's value
+"""The values of three kinds of critics on the same prefixes, for `comparison.py`: GenAC's answers, PPO's value
 head, and the score that PACS trains."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -9,14 +10,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
+from experiments.genac.supervised_start import Trace
 from experiments.paper.cells import RECIPES
-from pacs_trl.baselines.critic_answers import AfterAnswer, generate_answers, question_ids
-from pacs_trl.baselines.critic_objective import mean_ranking_accuracy, value_scores
-from pacs_trl.baselines.critic_prompt import Actor, CriticPrompt, State
-from pacs_trl.baselines.critic_traces import Trace
 from pacs_trl.data.tasks import looks_right, problems
 from pacs_trl.evaluation.requests import SamplingSettings, render_prompt
 from pacs_trl.evaluation.sampling import sample_completions
+from pacs_trl.experimental._critic_answers import generate_answers, question_ids
+from pacs_trl.experimental._critic_math import critic_rewards
+from pacs_trl.experimental._critic_prompt import Actor, CriticPrompt, State
 from pacs_trl.objective import group_scores
 from pacs_trl.recipe import read_recipe
 from pacs_trl.update.scorer import Scorer, score_rows
@@ -87,7 +88,7 @@ def values_in_words(path: Path, rows: list[dict], template: str) -> list[list[fl
         for place in row["places"]
     ]
     answers = written(path, [Trace(state, rate, "") for state in states], template)
-    prompt = CriticPrompt.read(template)
+    prompt = CriticPrompt(template)
     values = [math.nan if (value := prompt.parse(answer)) is None else value for answer in answers]
     return [values[i : i + len(PLACES)] for i in range(0, len(values), len(PLACES))]
 
@@ -98,17 +99,17 @@ def written(
     """What a critic answers about the states of traces, by default what is most probable, behind what it is given of
     each answer (`begun`)."""
     critic, tokenizer = load(path)
-    prompt = CriticPrompt.read(template)
+    prompt = CriticPrompt(template)
     args = read_recipe(["--config", str(RECIPES / "miniature" / "genac.yaml")]).training
     texts = [prompt.render(t.state, Actor("", TOKENS, t.success_rate)) for t in traces]
     begun = begun or [""] * len(texts)
     questions = [
         ids + tokenizer(first, add_special_tokens=False)["input_ids"]
-        for ids, first in zip(question_ids(tokenizer, texts, args), begun, strict=True)
+        for ids, first in zip(question_ids(tokenizer, texts, args.chat_template_kwargs), begun, strict=True)
     ]
-    how = SamplingSettings(temperature=temperature, top_p=1.0, max_new_tokens=args.critic_max_new_tokens)
-    ending = AfterAnswer(tokenizer, prompt.tags[1], critic.config.vocab_size)
-    answers = generate_answers(critic, tokenizer, questions, range(len(questions)), how, ending=ending, batch_size=512)
+    sampling = SamplingSettings(temperature=temperature, top_p=1.0, max_new_tokens=args.critic_max_new_tokens)
+    how = {"settings": sampling, "tag": prompt.tags[1], "batch_size": 512}
+    answers = generate_answers(critic, tokenizer, questions, range(len(questions)), **how)
     return [first + tokenizer.decode(ids) for first, (ids, _) in zip(begun, answers, strict=True)]
 
 
@@ -138,3 +139,50 @@ def measures(rows: list[dict], values: list[list[float]]) -> dict[str, Any]:
     errors = (outcomes - flat.nan_to_num(0.0)).square().view(-1, GROUP * len(PLACES)).mean(dim=1)
     counts = {"prefixes": len(flat), "right": int(sum(r["right"] for r in rows))}
     return value_scores(flat, outcomes) | ranking | counts | {"errors": [round(x, 4) for x in errors.tolist()]}
+
+
+def value_scores(values: torch.Tensor, outcomes: torch.Tensor) -> dict[str, float]:
+    """
+    Of the values of any critic: `reward`, the mean of `1 - (R - v)^2` where a value that could not be read counts 0;
+    `brier`, the mean of `(R - v)^2` with such a value as 0; `explained_variance` of the outcomes; `unparsed`, the
+    share of such values.
+    """
+    if len(values) == 0:
+        return dict.fromkeys(("reward", "brier", "explained_variance", "unparsed"), math.nan)
+    read = values.double().nan_to_num(0.0)
+    residual, total = (outcomes - read).var(correction=0), outcomes.double().var(correction=0)
+    return {
+        "reward": critic_rewards(values, outcomes).double().mean().item(),
+        "brier": (outcomes - read).square().mean().item(),
+        "explained_variance": (1.0 - residual / total).item() if total > 0 else math.nan,
+        "unparsed": values.isnan().double().mean().item(),
+    }
+
+
+def ranking_accuracy(values: Sequence[float], right: Sequence[bool], candidates: int) -> float:
+    """
+    How often the highest value is that of a right completion, over all choices of so many candidates of one prompt
+    that hold both right and wrong ones; equal values share. NaN where there is no such choice.
+
+    Choices need not be gone through: the highest value of a choice is v or less in `C(n_v, m)` of them, `n_v` being
+    the number of completions with no higher value.
+    """
+    num_right = sum(right)
+    uniform = math.comb(num_right, candidates) + math.comb(len(right) - num_right, candidates)
+    mixed = math.comb(len(right), candidates) - uniform
+    if mixed == 0:
+        return math.nan
+    hits, below = 0.0, 0
+    for value in sorted(set(values)):
+        tied = [is_right for other, is_right in zip(values, right, strict=True) if other == value]
+        highest = math.comb(below + len(tied), candidates) - math.comb(below, candidates)
+        hits += highest * sum(tied) / len(tied)
+        below += len(tied)
+    return (hits - math.comb(num_right, candidates)) / mixed
+
+
+def mean_ranking_accuracy(groups: Sequence[tuple[Sequence[float], Sequence[bool]]], candidates: int) -> float:
+    """Mean of [`ranking_accuracy`] over the prompts that have one, each given by its values and grades."""
+    found = [ranking_accuracy(values, right, candidates) for values, right in groups]
+    found = [accuracy for accuracy in found if accuracy == accuracy]
+    return sum(found) / len(found) if found else math.nan

@@ -1,35 +1,29 @@
-"""GenACTrainer: what the critic is asked, what is learnt from its answers by the long way, resuming, and bad input."""
+"""GenACTrainer: questions, gradients of the critic by the long way, resuming, engines and servers, and bad input."""
 
 import copy
 import itertools
-import json
 import math
+import socket
 
 import actor_critics
 import pytest
 import torch
 import yaml
+from actor_critics import ADAM, CriticRecorder, assert_close_gradients, assert_same_logs, assert_same_models
 from fake_llm import play_colocated
+from loopback_vllm import LoopbackVLLM, play_installed, server_settings
 from peft import LoraConfig
-from replay import (
-    TOKENIZER,
-    Replay,
-    addition_dataset,
-    load_weights,
-    tiny_model,
-    trainable_weights,
-)
-from test_ppo_trainer import CriticRecorder, assert_close_gradients
+from replay import TOKENIZER, Replay, addition_dataset, load_weights, tiny_model, trainable_weights
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
+from trl.generation import vllm_client
 
-from pacs_trl import GenACConfig, GenACTrainer
-from pacs_trl.baselines.critic_answers import check_critic
-from pacs_trl.baselines.critic_objective import reinforce_weights
-from pacs_trl.baselines.critic_prompt import CriticPrompt, State
-from pacs_trl.baselines.critic_traces import Trace, write_traces
-from pacs_trl.recipe import Recipe
+from pacs_trl.experimental._critic_answers import check_critic
+from pacs_trl.experimental._critic_math import reinforce_weights
+from pacs_trl.experimental._critic_prompt import CriticPrompt
+from pacs_trl.experimental.genac import GenACConfig, GenACTrainer
+from pacs_trl.settings.command_line import FailedRun
 from pacs_trl.train import main
 
 
@@ -42,7 +36,7 @@ SETTINGS = actor_critics.SETTINGS | {
 
 
 def build(output_dir, model_path, *, read=True, **settings):
-    """An untrained critic writes no tags; with `read` most of what it writes counts as some value all the same."""
+    """An untrained critic generates no tags; with `read` most of its answers count as some value all the same."""
     trainer = actor_critics.build(GenACTrainer, output_dir, model_path, **(SETTINGS | settings))
     parse = trainer._prompt.parse
     if read:
@@ -153,70 +147,44 @@ def test_what_the_critic_is_asked(tmp_path, model_path):
     assert log["genac/unparsed"] == 1.0 and log["genac/brier"] == pytest.approx(
         sum(a.outcome**2 for a in asked) / len(asked)
     )
-    assert log["genac/critic_reward"] == 0.0 and log["genac/segments"] <= 3 and log["genac/ranking_accuracy_2"] == 0.5
+    assert log["genac/critic_reward"] == 0.0 and log["genac/segments"] <= 3 and log["time/critic"] > 0
+    assert log["time/total"] >= log["time/critic"] + log["time/generation"]
 
 
-ADAM = actor_critics.ADAM | {"critic_pretraining_steps": 1}
+ALONE = ADAM | {"critic_pretraining_steps": 1}
 
 
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory, model_path):
-    """Four updates over two generations, a checkpoint after each; before them a supervised start."""
-    directory = tmp_path_factory.mktemp("run")
-    states = [State(f"1+{i}", "", 0) for i in range(8)]
-    write_traces(directory / "traces.jsonl", [Trace(s, 0.5, f"fine<{i}>") for i, s in enumerate(states)])
-    traces = {"critic_sft_dataset": str(directory / "traces.jsonl"), "critic_sft_learning_rate": 1e-3}
-    notes = Notes()
-    trainer = build(
-        directory / "run", model_path, callbacks=[notes], save_strategy="steps", save_steps=1, **ADAM, **traces
-    )
-    start = trainable_weights(trainer.critic), trainable_weights(trainer.model)
+    """Four updates over two generations, a checkpoint after each."""
+    notes, directory = Notes(), tmp_path_factory.mktemp("run")
+    trainer = build(directory, model_path, callbacks=[notes], save_strategy="steps", save_steps=1, **ALONE)
     notes.watch(trainer).train()
-    return trainer, notes, traces, start
+    return trainer, notes
 
 
-def test_the_critic_starts_on_traces_and_learns_alone_at_first(finished_run):
-    _, notes, _, (critic, policy) = finished_run
-    assert any(not torch.equal(weight, notes.critics[0][name]) for name, weight in critic.items())
-    assert all(torch.equal(weight, notes.weights[1][name]) for name, weight in policy.items())
-    assert any(not torch.equal(weight, notes.weights[2][name]) for name, weight in policy.items())
+def test_the_critic_learns_alone_at_first(finished_run):
+    _, notes = finished_run
+    assert all(torch.equal(weight, notes.weights[1][name]) for name, weight in notes.weights[0].items())
+    assert any(not torch.equal(weight, notes.weights[2][name]) for name, weight in notes.weights[1].items())
     for before, after in zip(notes.critics, notes.critics[1:]):
         assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
-def test_a_second_run_goes_on_with_the_critic_of_the_first(tmp_path, model_path, finished_run, capsys):
-    _, _, traces, _ = finished_run
-    trainer = build(tmp_path, model_path, **ADAM | {"max_steps": 1}, **traces)
-    trainer.train()
-    assert "Supervised start of the critic: 8 traces" in capsys.readouterr().out
-    trainer.train()
-    assert "Supervised start" not in capsys.readouterr().out and trainer.state.global_step == 1
-
-
 @pytest.mark.parametrize("update", [1, 2, 3])
 def test_a_resumed_run_is_bit_identical(tmp_path, model_path, finished_run, update):
-    """Both models, both optimizers, answers that were drawn and not learnt from, and what the critic is told."""
-    trainer, _, traces, _ = finished_run
-    resumed = build(tmp_path, model_path, **ADAM, **traces)
+    """Both models, both optimizers, answers that were generated and not learned from, and the success rate."""
+    trainer, _ = finished_run
+    resumed = build(tmp_path, model_path, **ALONE)
     resumed.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-{update}")
-    for model, reference in ((resumed.model, trainer.model), (resumed.critic, trainer.critic)):
-        for name, weight in reference.named_parameters():
-            assert torch.equal(weight, model.get_parameter(name)), name
-    for mine, theirs in zip(resumed.state.log_history[update:-1], trainer.state.log_history[update:-1]):
-        kept = [k for k in theirs if not k.startswith(("time/", "step_time")) and k != "epoch"]
-        assert str({k: mine[k] for k in kept}) == str({k: theirs[k] for k in kept})  # nan is nan
-
-
-def test_other_settings_are_not_continued(tmp_path, model_path, finished_run):
-    trainer = build(tmp_path, model_path, **(ADAM | {"max_segments": 2}))
-    with pytest.raises(ValueError, match="max_segments: 3 in the checkpoint, 2 now"):
-        trainer.train(resume_from_checkpoint=f"{finished_run[0].args.output_dir}/checkpoint-2")
+    assert_same_models(resumed, trainer)
+    assert_same_logs(resumed, trainer, update)
 
 
 def test_adapters_for_both(tmp_path, model_path):
     """Of the critic only the adapter learns and is saved, and a run goes on from it."""
     peft = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    settings = ADAM | {"critic_lora_r": 4, "gradient_checkpointing": True, "max_steps": 3, "save_steps": 2}
+    settings = ALONE | {"critic_lora_r": 4, "gradient_checkpointing": True, "max_steps": 3, "save_steps": 2}
     recorder = CriticRecorder()
     whole = build(
         tmp_path / "whole", model_path, callbacks=[recorder], peft_config=peft, save_strategy="steps", **settings
@@ -228,9 +196,7 @@ def test_adapters_for_both(tmp_path, model_path):
     assert (tmp_path / "whole" / "checkpoint-2" / "critic" / "adapter" / "adapter_model.safetensors").is_file()
     resumed = build(tmp_path / "resumed", model_path, peft_config=peft, **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
-    for model, reference in ((resumed.model, whole.model), (resumed.critic, whole.critic)):
-        for name, weight in reference.named_parameters():
-            assert torch.equal(weight, model.get_parameter(name)), name
+    assert_same_models(resumed, whole)
 
 
 def test_evaluation_is_greedy_and_teaches_nothing(tmp_path, model_path):
@@ -241,14 +207,6 @@ def test_evaluation_is_greedy_and_teaches_nothing(tmp_path, model_path):
     assert "answers" not in notes.batches[0] and trainer._success_rate is None
     assert all(torch.equal(weight, trainer.critic.get_parameter(name)) for name, weight in before.items())
     assert {each.segment is None for each in notes.asked[0]} == {False}
-
-
-def test_the_time_of_the_critic_stands_in_the_table(tmp_path, model_path):
-    trainer = build(tmp_path, model_path, max_steps=1)
-    trainer.train()
-    log = trainer.state.log_history[0]
-    assert log["time/critic"] > 0 and "values that the critic writes" in trainer.timer.table()
-    assert log["time/total"] >= log["time/critic"] + log["time/generation"]
 
 
 def test_one_engine_serves_both_in_turn(tmp_path, model_path, monkeypatch):
@@ -278,89 +236,138 @@ def test_one_engine_serves_both_in_turn(tmp_path, model_path, monkeypatch):
     assert trainer.state.log_history[0]["genac/critic_grad_norm"] > 0
 
 
+@pytest.fixture(scope="module")
+def critic_path(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("critic"))
+    tiny_model(hidden_size=16).save_pretrained(path)
+    TOKENIZER.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def servers(model_path, critic_path, monkeypatch):
+    """Settings of a run, the servers of policy and critic, and the widths of the weights that each has got."""
+    play_installed(monkeypatch.setattr)
+    update, sent = vllm_client.VLLMClient.update_named_params, {}
+
+    def note(self, metadata, named_params):
+        named = list(named_params)
+        sent.setdefault(self.base_url, []).append({weight.size(-1) for name, weight in named if "embed" in name})
+        update(self, metadata, named)
+
+    monkeypatch.setattr(vllm_client.VLLMClient, "update_named_params", note)
+    with LoopbackVLLM(model_path) as policy, LoopbackVLLM(critic_path) as critic:
+        own = {"critic_vllm_server_base_url": f"{critic.url}/", "critic_model_name_or_path": critic_path}
+        yield server_settings(policy.url) | own | {"vllm_group_port": free_port() - 1}, policy, critic, sent
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def test_each_server_has_the_weights_of_its_model(tmp_path, model_path, servers):
+    """The policy's are sent once for each generation; both draw by their own settings, with seeds that never
+    repeat."""
+    settings, policy, critic, sent = servers
+    trainer = build(tmp_path, model_path, **settings)
+    critic_before = trainable_weights(trainer.critic)
+    trainer.train()
+    assert sent == {policy.url: [{32}] * 2, critic.url: [{16}] * 2}
+    assert [body["max_tokens"] for body in policy.requests] == [16] * 2 and "stop" not in policy.requests[0]
+    assert {(body["max_tokens"], *body["stop"]) for body in critic.requests} == {(6, ">")}
+    assert len({*policy.seeds, *critic.seeds}) >= 4  # equal questions of a call share theirs
+    assert not {*policy.seeds} & {*critic.seeds}
+    log = trainer.state.log_history[0]
+    assert log["time/weight_sync"] > 0 and log["time/critic"] > 0
+    assert any(not torch.equal(weight, trainer.critic.get_parameter(n)) for n, weight in critic_before.items())
+
+
+def test_a_run_ends_in_order_when_the_critics_server_dies_and_goes_on(tmp_path, model_path, servers):
+    """The state after the last optimizer step is saved, and a run that goes on comes to the same weights."""
+    settings, policy, critic, _ = servers
+    whole = build(tmp_path / "whole", model_path, **settings)
+    whole.train()
+    in_first = critic.seeds.count(critic.seeds[0])  # requests of a generation share their seed
+    critic.fail_generation = len(critic.seeds) + in_first  # in the second generation of the next run
+    trainer = build(tmp_path / "run", model_path, **settings)
+    with pytest.raises(FailedRun) as stopped:
+        trainer.train()
+    assert critic.url in str(stopped.value) and settings["critic_model_name_or_path"] in str(stopped.value)
+    critic.dead, critic.fail_generation = False, None
+    resumed = build(tmp_path / "run", model_path, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+    assert_same_models(resumed, whole)
+
+
 class TestBadInput:
-    """One clear error each, before any weights are loaded."""
+    """Before any weights are loaded."""
 
     @pytest.fixture(autouse=True)
     def nothing_is_loaded(self, monkeypatch):
-        def load(*args, **kwargs):
-            raise AssertionError("weights were loaded")
-
-        monkeypatch.setattr("pacs_trl.baselines.actor_critic.create_model_from_path", load)
-        monkeypatch.setattr("trl.trainer.grpo_trainer.create_model_from_path", load)
+        monkeypatch.setattr("pacs_trl.baselines.actor_critic.create_model_from_path", None)
+        monkeypatch.setattr("trl.trainer.grpo_trainer.create_model_from_path", None)
 
     @pytest.mark.parametrize(
-        ("settings", "message"),
+        "settings",
         [
-            ({"critic_prompt": "no/template"}, "critic_prompt='no/template' is neither a text file"),
-            ({"critic_sft_dataset": "no.jsonl"}, "a supervised start needs a file of traces"),
-            ({"critic_sft_dataset": "empty.jsonl"}, "'empty.jsonl' holds no traces"),
-            ({"critic_sft_dataset": "torn.jsonl"}, "line 1 is no JSON object"),
-            ({"critic_sft_dataset": "wrong.jsonl"}, "line 1 has no tokens_used and no success_rate of the right type"),
-            ({"critic_sft_dataset": "tags.jsonl"}, "line 1 has no answer like <7>"),
-            ({"critic_sft_epochs": 2}, "critic_sft_epochs=2 would be ignored without critic_sft_dataset"),
-            (
-                {"critic_budget": 50},
-                r"less than the 64 answers .*16 completions x 4 .*Lower max_segments to 2 or less",
-            ),
-            ({"max_completion_length": None}, "max_completion_length=None is not supported by GenAC"),
-            ({"segment_probability": 1.5}, "segment_probability must be above 0 and at most 1"),
-            ({"critic_baseline": "mean"}, "critic_baseline must be one of outcome, none; got 'mean'"),
-            ({"scale_rewards": "batch"}, "would be ignored"),
+            {"critic_prompt": "no/template"},
+            {"max_completion_length": None},
+            {"segment_probability": 1.5},
+            {"critic_baseline": "mean"},
+            {"scale_rewards": "batch"},
+            {"critic_vllm_server_base_url": "http://critic:8000"},
+            {"critic_vllm_server_base_url": "http://critic:8000"}
+            | {"use_vllm": True, "vllm_mode": "server", "vllm_server_host": "critic"},
         ],
     )
-    def test_settings(self, tmp_path, monkeypatch, settings, message):
-        monkeypatch.chdir(tmp_path)
-        row = {"problem": "1+1", "response": "", "tokens_used": 0, "success_rate": None, "answer": "no tags"}
-        (tmp_path / "empty.jsonl").write_text("\n")
-        (tmp_path / "torn.jsonl").write_text('{"problem": \n')
-        (tmp_path / "wrong.jsonl").write_text(
-            json.dumps({"problem": "", "response": "", "answer": "<1>", "tokens_used": "3"})
-        )
-        (tmp_path / "tags.jsonl").write_text(json.dumps(row))
-        with pytest.raises(ValueError, match=message):
+    def test_settings(self, settings):
+        with pytest.raises(ValueError, match=next(iter(settings))):
             GenACConfig("unused", **(SETTINGS | settings))
-        recipe = {
-            "method": "genac",
-            "model_name_or_path": "m",
-            "dataset_name": "miniature/addition",
-            **SETTINGS,
-            **settings,
-        }
-        assert any(message.split(" ")[0] in error for error in Recipe.from_settings(recipe, 1)[1])
 
     def test_context(self, tmp_path, model_path):
-        with pytest.raises(ValueError, match=r"room for 512 tokens \(max_position_embeddings\).* take 5\d\d: \d+ of"):
+        with pytest.raises(ValueError, match="room for 512 tokens.* critic_max_new_tokens=490"):
             build(tmp_path, model_path, critic_max_new_tokens=490)
 
     def test_vocabulary(self, tmp_path, model_path):
         words = Tokenizer(WordLevel({"[UNK]": 0, "1": 1}, unk_token="[UNK]"))
         critic = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="[UNK]", pad_token="[UNK]")
         critic.save_pretrained(tmp_path / "critic")
-        with pytest.raises(ValueError, match="/critic cannot write <0>: its tokenizer does not give the tags back"):
+        with pytest.raises(ValueError, match="critic_prompt"):
             build(tmp_path, model_path, critic_model_name_or_path=str(tmp_path / "critic"))
 
-    def test_vllm_with_two_shapes(self):
+    def test_vllm_with_two_shapes(self, monkeypatch):
         args = GenACConfig("unused", **SETTINGS)
         args.use_vllm = True
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("transformers.AutoConfig.from_pretrained", lambda *a, **k: tiny_model(hidden_size=64).config)
-            with pytest.raises(ValueError, match=r"differ \(hidden_size 32 and 64\), and one vLLM engine serves both"):
-                check_critic(tiny_model(), "critic", args, TOKENIZER, CriticPrompt.read("miniature"), ["1+1"])
+        other = tiny_model(hidden_size=64).config
+        monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda *a, **k: other)
+        with pytest.raises(ValueError, match="critic_vllm_server_base_url"):
+            check_critic(tiny_model(), "critic", args, TOKENIZER, CriticPrompt("miniature"), ["1+1"])
+
+    @pytest.mark.parametrize(
+        ("broken", "message"),
+        [
+            ({"answers": {"/health": 404}}, "critic_vllm_server_base_url"),
+            ({"models": {"data": [{"id": "m", "max_model_len": 512}]}}, "serves 'm'"),
+            ({"max_model_len": 22}, "max_completion_length=22"),
+        ],
+    )
+    def test_server(self, tmp_path, model_path, servers, broken, message):
+        settings, _, critic, _ = servers
+        if "max_model_len" in broken:
+            critic.models["data"][0] |= broken
+        else:
+            vars(critic).update(broken)
+        with pytest.raises(ValueError, match=message):
+            build(tmp_path, model_path, **settings)
 
 
 def test_a_recipe_trains_both_models_on_the_miniature_world_and_continues(tmp_path, model_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "miniature").mkdir()  # of the same name as a template
-    names = (
-        "use_cpu",
-        "bf16",
-        "max_completion_length",
-        "gradient_checkpointing",
-        "critic_prompt",
-        "critic_max_new_tokens",
-    )
-    recipe = {
+    names = ("use_cpu", "bf16", "max_completion_length", "gradient_checkpointing", "critic_prompt", "logging_steps")
+    recipe = {name: SETTINGS[name] for name in (*names, "critic_max_new_tokens", "num_generations")} | {
         "method": "genac",
         "model_name_or_path": model_path,
         "dataset_name": "miniature/addition",
@@ -371,15 +378,14 @@ def test_a_recipe_trains_both_models_on_the_miniature_world_and_continues(tmp_pa
         "save_strategy": "steps",
         "save_steps": 1,
         "lr_scheduler_type": "constant",
-        "num_generations": 4,
         "per_device_train_batch_size": 8,
         "steps_per_generation": 2,
-        "logging_steps": 1,
         "critic_pretraining_steps": 0,
-    } | {name: SETTINGS[name] for name in names}
+        "learning_rate": 1e-3,
+        "critic_learning_rate": 1e-3,
+    }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    rates = ["--learning_rate", "1e-3", "--critic_learning_rate", "1e-3"]
-    words = ["--config", str(tmp_path / "recipe.yaml"), *rates]
+    words = ["--config", str(tmp_path / "recipe.yaml")]
     first = main([*words, "--max_steps", "1"])
     second = main([*words, "--max_steps", "2", "--resume_from_checkpoint", "last"])
     for name, weight in first.model.named_parameters():

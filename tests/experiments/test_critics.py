@@ -2,7 +2,9 @@
 legal."""
 
 import copy
+import itertools
 import math
+import random
 
 import pytest
 import torch
@@ -11,11 +13,13 @@ from replay import RELATIVE, TOKENIZER, tiny_model
 from seeds import shifted
 from transformers import AutoModelForTokenClassification
 
-from experiments import critic_values as critics
-from experiments import genac, taught_critics
+from experiments.genac import comparison as genac
+from experiments.genac import critic_values as critics
+from experiments.genac import taught_critics
+from experiments.genac.critic_values import mean_ranking_accuracy, ranking_accuracy, value_scores
+from experiments.genac.supervised_start import Trace
 from experiments.paper.cells import RECIPES
-from pacs_trl.baselines.critic_prompt import CriticPrompt, State
-from pacs_trl.baselines.critic_traces import Trace
+from pacs_trl.experimental._critic_prompt import CriticPrompt, State
 from pacs_trl.plan.check import check_recipe
 
 
@@ -79,7 +83,7 @@ def test_values_of_all_critics_at_the_same_prefixes(tmp_path, policy):
     torch.testing.assert_close(torch.tensor(of_head[3]), expected, rtol=1e-4, atol=1e-5)
     assert [values[0] for values in of_score] == [0.5] * 16  # nothing is known of the beginning
     assert all(math.isnan(value) for values in in_words for value in values)  # it was never taught the tags
-    assert CriticPrompt.read("miniature").tags == ("<", ">")
+    assert CriticPrompt("miniature").tags == ("<", ">")
     found = [
         {name: {task: critics.measures(rows, of_head) for task in genac.DOMAINS} for name in ("the mean", "head")}
     ]
@@ -158,3 +162,37 @@ def test_arms_are_compared_at_the_seconds_of_the_slowest_without_a_writing_criti
     assert "| GenAC | 55.0 | +20.0 ± 0.0 | 2.5 |" in text
     genac.draw(found, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 0
+
+
+def test_scores_by_hand():
+    found = value_scores(torch.tensor([0.8, math.nan, 0.2, 0.5]), torch.tensor([1.0, 1.0, 0.0, 0.0]))
+    # rewards 0.96, 0, 0.96, 0.75; squared errors 0.04, 1, 0.04, 0.25; residuals 0.2, 1, -0.2, -0.5 have variance
+    # 0.316875
+    expected = {"reward": 0.6675, "brier": 0.3325, "explained_variance": 1 - 0.316875 / 0.25, "unparsed": 0.25}
+    assert found == pytest.approx(expected)
+    assert all(math.isnan(value) for value in value_scores(torch.tensor([]), torch.tensor([])).values())
+    assert math.isnan(value_scores(torch.tensor([0.3]), torch.tensor([1.0]))["explained_variance"])
+
+
+class TestRanking:
+    def test_by_hand(self):
+        # pairs with one right and one wrong: (0.9, 0.4) and (0.4, 0.4), of which the tie counts half
+        assert ranking_accuracy([0.9, 0.4, 0.4], [True, False, True], 2) == 0.75
+        assert ranking_accuracy([0.1, 0.9], [True, False], 2) == 0.0
+        assert math.isnan(ranking_accuracy([0.1, 0.9], [True, True], 2))
+        assert math.isnan(ranking_accuracy([0.1, 0.9], [True, False], 4))
+        assert mean_ranking_accuracy([([0.1, 0.9], [True, False]), ([1, 0], [True, False]), ([1], [True])], 2) == 0.5
+
+    @pytest.mark.parametrize("candidates", [2, 4, 8])
+    def test_equals_going_through_all_choices(self, candidates):
+        rng = random.Random(candidates)
+        for _ in range(20):
+            values = [rng.randrange(4) / 4 for _ in range(8)]
+            right = [rng.random() < 0.4 for _ in range(8)]
+            hits = []
+            for chosen in itertools.combinations(range(8), candidates):
+                if len({right[i] for i in chosen}) == 2:
+                    best = [i for i in chosen if values[i] == max(values[j] for j in chosen)]
+                    hits.append(sum(right[i] for i in best) / len(best))
+            expected = sum(hits) / len(hits) if hits else math.nan
+            assert ranking_accuracy(values, right, candidates) == pytest.approx(expected, nan_ok=True)

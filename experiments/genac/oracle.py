@@ -1,4 +1,4 @@
-r"""Traces for a critic's supervised start, by an oracle: `python -m pacs_trl.miniature.oracle --help`.
+r"""Traces of an oracle for a critic's supervised start: `python -m experiments.genac.oracle --help`.
 
 The true success rate of a prefix is estimated by letting the policy continue it many times. It is written out behind a
 short worked reason: each calculation of the prefix is done again (`38y` or `38n`), and the terms of the problem that
@@ -15,13 +15,13 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ..baselines.critic_prompt import CriticPrompt, State
-from ..baselines.critic_traces import Trace, write_traces
-from ..data.tasks import looks_right, problems
-from ..evaluation.requests import SamplingSettings, render_prompt, sample_seed
-from ..evaluation.sampling import generate_tokens, stop_token_ids
-from ..settings.command_line import Parser, exit_code
-from .warm_start import MAX_COMPLETION_LENGTH, warm_start
+from experiments.genac.supervised_start import Trace, model_path, write_traces
+from pacs_trl.data.tasks import looks_right, problems
+from pacs_trl.evaluation.requests import SamplingSettings, render_prompt, sample_seed
+from pacs_trl.evaluation.sampling import generate_tokens, stop_token_ids
+from pacs_trl.experimental._critic_prompt import CriticPrompt, State
+from pacs_trl.miniature.warm_start import MAX_COMPLETION_LENGTH
+from pacs_trl.settings.command_line import Parser, exit_code
 
 
 _CALCULATION = re.compile(r"(\d+)([+\-*/])(\d+)=(?:\\boxed\{)?(-?\d+)(?=[,}])")
@@ -82,12 +82,8 @@ def oracle_traces(
         random.
         seed (`int`): Of everything that is drawn.
     """
-    questions = [
-        tokenizer(render_prompt(tokenizer, [{"role": "user", "content": r["problem"]}]), add_special_tokens=False)[
-            "input_ids"
-        ]
-        for r in rows
-    ]
+    texts = [render_prompt(tokenizer, [{"role": "user", "content": row["problem"]}]) for row in rows]
+    questions = tokenizer(texts, add_special_tokens=False)["input_ids"]
 
     def draw(prompts: list[list[int]], stream: str) -> list[list[int]]:
         return _drawn(model, tokenizer, prompts, stream, seed, batch_size)
@@ -115,45 +111,28 @@ def oracle_traces(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line: a policy and a task in, a file of traces out."""
-    parser = Parser("oracle", __doc__.split("\n")[0], prog="python -m pacs_trl.miniature.oracle")
-    parser.add_argument(
-        "--model", required=True, help="checkpoint of the policy, or miniature/TASK[/SIZE] for a warm start"
-    )
-    parser.add_argument(
-        "--task", required=True, help="miniature task whose training problems are asked, for example terms"
-    )
-    parser.add_argument("--output", type=Path, required=True, help="file of traces, for critic_sft_dataset")
-    parser.add_argument(
-        "--critic_prompt", default="miniature", help="template whose tags the answers have (default: miniature)"
-    )
+    parser = Parser("oracle", __doc__.split("\n")[0], prog="python -m experiments.genac.oracle")
+    parser.add_argument("--model", required=True, help="policy: checkpoint, or miniature/TASK[/SIZE] for a warm start")
+    parser.add_argument("--task", required=True, help="miniature task with the training problems, such as terms")
+    parser.add_argument("--output", type=Path, required=True, help="file of traces")
+    parser.add_argument("--critic_prompt", default="miniature", help="template of the answers (default: miniature)")
     parser.add_argument("--problems", type=int, default=300, help="problems (default: 300)")
     parser.add_argument("--completions", type=int, default=2, help="completions of each (default: 2)")
-    parser.add_argument(
-        "--states", type=int, default=3, help="states of each completion, besides the beginning (default: 3)"
-    )
+    parser.add_argument("--states", type=int, default=3, help="states of each completion besides the beginning")
     parser.add_argument("--samples", type=int, default=16, help="continuations of each state (default: 16)")
     parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn (default: 0)")
     args = parser.parse_args(argv)
-    for name, least in (("problems", 1), ("completions", 1), ("states", 0), ("samples", 1)):
-        if getattr(args, name) < least:
-            raise ValueError(f"--{name}={getattr(args, name)} must be at least {least}: it counts what is drawn.")
-    if args.output.is_dir():
-        raise ValueError(
-            f"--output={args.output} is a directory. Name the file of the traces, such as traces.jsonl in it."
-        )
-    prompt = CriticPrompt.read(args.critic_prompt)
+    prompt = CriticPrompt(args.critic_prompt)
     rows = problems(args.task, "train", args.problems, seed=args.seed)
-    start = "miniature/"
-    path = str(warm_start(args.model.removeprefix(start))) if args.model.startswith(start) else args.model
+    path = model_path(args.model)
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(path)
     how = {name: getattr(args, name) for name in ("completions", "states", "samples", "seed")}
     traces = oracle_traces(model, tokenizer, rows, prompt, **how)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     write_traces(args.output, traces)
     print(f"{len(traces)} traces of a policy that is right in {traces[0].success_rate:.1%}; written to {args.output}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code("python -m pacs_trl.miniature.oracle", main, sys.argv[1:]))
+    sys.exit(exit_code("python -m experiments.genac.oracle", main, sys.argv[1:]))

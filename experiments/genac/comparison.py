@@ -1,4 +1,4 @@
-"""Does a critic that reasons know more, and does its actor learn more? `python -m experiments.genac --seeds 0 1 2`
+"""Does a critic that reasons know more, and does its actor learn more? `python -m experiments.genac.comparison`
 
 On sums of four terms and a policy of 0.1 million parameters, in three stages. `ladder`: critics of several sizes are
 taught by an oracle's traces, in words and by a value head, and judged by the true success rates of states that they
@@ -19,12 +19,12 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from experiments import critic_values as critics
+from experiments.genac import critic_values as critics
+from experiments.genac.taught_critics import POLICY, TASK, ladder, make_traces, publish, taught, teach, words
 from experiments.paper.cells import RECIPES, Options, run_cell
 from experiments.paper.records import Records
 from experiments.paper.render import Cell
 from experiments.paper.runs import train_once
-from experiments.taught_critics import POLICY, TASK, ladder, make_traces, publish, taught, teach, words
 from pacs_trl.evaluation.pass_at_k import paired_bootstrap
 from pacs_trl.miniature.model import MODEL_SIZES
 from pacs_trl.miniature.warm_start import warm_start

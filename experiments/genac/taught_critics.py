@@ -1,7 +1,7 @@
 """What can a critic be taught to say at all? Critics of several sizes, supervised on an oracle's traces, in words and
 by a value head.
 
-Judged by the true success rates of states that they have not seen; the first stage of `experiments/genac.py`, whose
+Judged by the true success rates of states that they have not seen; the first stage of `comparison.py`, whose
 critics start here.
 """
 
@@ -14,16 +14,15 @@ from typing import Any
 import torch
 from transformers import AutoModelForTokenClassification
 
-from experiments.critic_values import BATCH, TOKENS, load, written
-from experiments.paper.cells import RECIPES
-from experiments.paper.runs import train_once
-from pacs_trl.baselines.critic_prompt import CriticPrompt
-from pacs_trl.baselines.critic_traces import Trace, read_traces, write_traces
+from experiments.genac.critic_values import BATCH, TOKENS, load, written
+from experiments.genac.oracle import oracle_traces
+from experiments.genac.supervised_start import Trace, read_traces, write_traces
+from experiments.genac.supervised_start import teach as fine_tune
 from pacs_trl.data.tasks import problems
 from pacs_trl.evaluation.pass_at_k import paired_bootstrap
 from pacs_trl.evaluation.requests import render_prompt
+from pacs_trl.experimental._critic_prompt import Actor, CriticPrompt
 from pacs_trl.miniature.model import MODEL_SIZES
-from pacs_trl.miniature.oracle import oracle_traces
 from pacs_trl.miniature.warm_start import SIZE_SETTINGS, WarmStartSettings, warm_start
 from pacs_trl.update.scorer import Scorer
 
@@ -49,10 +48,9 @@ def make_traces(file: Path, seeds: list[int], num_problems: int, split: str, sam
         for seed in seeds:
             model, tokenizer = load(warm_start(POLICY["model_name_or_path"].partition("/")[2], seed=seed))
             rows = problems(TASK, split, num_problems, seed=seed)
-            traces += oracle_traces(model, tokenizer, rows, CriticPrompt.read("miniature"), seed=seed, samples=samples)
-        file.parent.mkdir(parents=True, exist_ok=True)
+            traces += oracle_traces(model, tokenizer, rows, CriticPrompt("miniature"), seed=seed, samples=samples)
         write_traces(file, traces)
-    return read_traces(file, CriticPrompt.read("miniature"))
+    return read_traces(file)
 
 
 def learning_rate(size: str) -> float:
@@ -62,30 +60,24 @@ def learning_rate(size: str) -> float:
 
 def taught(work: Path, size: str, template: str) -> Path:
     """Where the critic of a size lies after its supervised start."""
-    return work / f"taught_{size}_{template}" / "checkpoint-1" / "critic"
+    return work / f"taught_{size}_{template}"
 
 
 def teach(work: Path, size: str, template: str, traces: Path, seed: int, steps: int | None = None) -> None:
-    """The supervised start of [`~baselines.genac_trainer.GenACTrainer`], and one step that changes nothing."""
-    policy, critic = (warm_start(f"{TASK}/{each}", seed=seed) for each in ("tiny", size))
-    settings = POLICY | {
-        "critic_model_name_or_path": critic,
-        "critic_prompt": template,
-        "critic_sft_dataset": traces,
-        "critic_sft_epochs": EPOCHS if steps is None else 1,
-        "critic_sft_learning_rate": learning_rate(size),
-        "critic_batch_size": BATCH,
-        "critic_learning_rate": 1e-12,
-        "critic_pretraining_steps": 1,
-        "max_segments": 1,
-        "critic_extra_states": False,
-        "max_steps": 1,
-        "save_strategy": "steps",
-        "save_steps": 1,
-    }
+    """The supervised start of a critic, once."""
     path = taught(work, size, template)
-    recipe = ["--config", str(RECIPES / "miniature" / "genac.yaml"), *words(settings)]
-    train_once(recipe, policy, path.parents[1])
+    if not (path / "config.json").is_file():
+        fine_tune(
+            warm_start(f"{TASK}/{size}", seed=seed),
+            read_traces(traces),
+            path,
+            template=template,
+            actor=Actor("", TOKENS, None),
+            num_train_epochs=EPOCHS if steps is None else 1,
+            learning_rate=learning_rate(size),
+            per_device_train_batch_size=BATCH,
+            seed=seed,
+        )
 
 
 def states_of(traces: list[Trace], tokenizer) -> tuple[list[list[int]], list[list[int]]]:
@@ -134,7 +126,7 @@ def judge_taught(path: Path, traces: list[Trace]) -> dict[str, Any]:
     """A critic that was taught, on traces that it has not seen: by state the value that it most probably says, the
     mean of `DRAWS` that it says at temperature 1, and the same behind the oracle's reasons; what cannot be read counts
     0, its share stands beside. And how much of its reasons is right."""
-    prompt = CriticPrompt.read("miniature")
+    prompt = CriticPrompt("miniature")
     reasons = [t.answer[: t.answer.rindex(prompt.tags[0])] for t in traces]
 
     def values(texts: list[str]) -> list[float]:
@@ -158,7 +150,7 @@ def judge_taught(path: Path, traces: list[Trace]) -> dict[str, Any]:
 
 def judge_size(size: str, seed: int, work: Path, traces: list[Trace], held_out: list[Trace]) -> dict[str, Any]:
     """What a critic of this size says after the traces, in words and by a head."""
-    prompt, start = CriticPrompt.read("miniature"), warm_start(f"{TASK}/{size}", seed=seed)
+    prompt, start = CriticPrompt("miniature"), warm_start(f"{TASK}/{size}", seed=seed)
     found = judge_taught(taught(work, size, "miniature"), held_out)
     rates = [prompt.parse(t.answer) for t in traces]
     head = taught_head(start, traces, rates, EPOCHS, learning_rate(size), seed)
@@ -170,7 +162,7 @@ def judge_size(size: str, seed: int, work: Path, traces: list[Trace], held_out: 
 def table_of_ladder(found: dict[str, Any], traces: list[Trace], held_out: list[Trace], samples: int) -> list[str]:
     """Mean squared errors against the true rates, in thousandths, and how much better than the mean, with intervals
     over problems; and what is said where the oracle's reason has a mistake, and where it has none."""
-    prompt = CriticPrompt.read("miniature")
+    prompt = CriticPrompt("miniature")
     rates = [prompt.parse(t.answer) for t in held_out]
     constant = mean(prompt.parse(t.answer) for t in traces)
     names = [t.state.problem for t in held_out]
@@ -217,7 +209,7 @@ def table_of_ladder(found: dict[str, Any], traces: list[Trace], held_out: list[T
 
 def ladder(args, traces: Path) -> None:
     held_out = make_traces(args.work_dir / "held_out.jsonl", args.seeds[:1], args.problems, "test", 2 * args.samples)
-    known = read_traces(traces, CriticPrompt.read("miniature"))
+    known = read_traces(traces)
     file = args.results_dir / "ladder.json"
     for size in args.sizes:
         found = json.loads(file.read_text()) if file.is_file() else {}

@@ -1,4 +1,4 @@
-"""Segments of a completion: cuts by hand, what a value may know, and advantages against loops."""
+"""Segments of a completion, and rewards, weights and losses of a critic's answers: by hand, and against loops."""
 
 import math
 import random
@@ -9,7 +9,60 @@ from seeds import shifted
 from tolerances import rounding_atol
 
 from pacs_trl.baselines.gae import generalized_advantages
-from pacs_trl.baselines.segments import border_lambdas, of_tokens, segment_starts
+from pacs_trl.experimental._critic_math import (
+    border_lambdas,
+    critic_rewards,
+    reinforce_losses,
+    reinforce_weights,
+    segment_starts,
+    values_of_tokens,
+)
+
+
+NAN = math.nan
+
+
+def test_rewards_by_hand():
+    found = critic_rewards(torch.tensor([1.0, 0.0, 0.5, NAN]), torch.tensor([1.0, 1.0, 0.25, 0.0]))
+    torch.testing.assert_close(found, torch.tensor([1.0, 0.0, 0.9375, 0.0]))  # 1 - 0, 1 - 1, 1 - 1/16, unread
+
+
+class TestWeights:
+    def test_by_hand(self):
+        # right: 0.9 - (0.5 + 0.1) / 2 = 0.6, 0.5 - 1.0 / 2 = 0, 0.1 - 1.4 / 2 = -0.6; the only wrong one keeps its
+        # reward
+        rewards, outcomes = torch.tensor([0.9, 0.5, 0.7, 0.1]), torch.tensor([1.0, 0.8, 0.5, 1.0])
+        found = reinforce_weights(rewards, outcomes, "outcome")
+        torch.testing.assert_close(found, torch.tensor([0.6, 0.0, 0.7, -0.6]))
+        assert torch.equal(reinforce_weights(rewards, outcomes, "none"), rewards)
+
+    def test_equal_a_loop_and_sum_to_zero_on_each_side(self):
+        rewards, outcomes = torch.rand(40), torch.rand(40).round()
+        found = reinforce_weights(rewards, outcomes, "outcome")
+        for i in range(40):
+            others = [rewards[j].item() for j in range(40) if j != i and outcomes[j] == outcomes[i]]
+            assert found[i].item() == pytest.approx(rewards[i].item() - sum(others) / len(others), abs=1e-6)
+        assert found[outcomes == 1].sum().item() == pytest.approx(0.0, abs=1e-5)
+
+    def test_over_processes(self):
+        rewards, outcomes = torch.rand(12), torch.tensor([1.0, 0.0] * 6)
+        whole = reinforce_weights(rewards, outcomes, "outcome")
+        parts = [slice(0, 5), slice(5, 12)]
+        totals: list[torch.Tensor] = []
+        for part in parts:
+            reinforce_weights(rewards[part], outcomes[part], "outcome", lambda own: totals.append(own) or own)
+        for part in parts:
+            found = reinforce_weights(rewards[part], outcomes[part], "outcome", lambda own: sum(totals))
+            torch.testing.assert_close(found, whole[part])
+
+
+def test_losses_by_hand_and_their_gradient():
+    logps = torch.tensor([-1.0, -1.0, -1.0, -1.0], requires_grad=True)
+    drawn = torch.tensor([-1.0, -1.0 + math.log(2), -1.0 - math.log(8), NAN])  # ratios 1, 1/2, 8 and unknown
+    losses = reinforce_losses(logps, drawn, torch.tensor([0.5, -1.0, 1.0, 1.0]), cap=2.0)
+    torch.testing.assert_close(losses, torch.tensor([0.5, -0.5, 2.0, 1.0]))
+    losses.sum().backward()
+    torch.testing.assert_close(logps.grad, torch.tensor([-0.5, 0.5, -2.0, -1.0]))
 
 
 @pytest.mark.parametrize(
@@ -49,7 +102,7 @@ def test_no_value_knows_an_action_that_it_baselines():
         actions = list(range(rng.randrange(1, 40)))
         starts = segment_starts([rng.random() for _ in actions], threshold=0.5, length=7, most=5)
         seen = [set(actions[:start]) for start in starts]
-        places = of_tokens(range(len(starts)), starts, len(actions)).int().tolist()
+        places = values_of_tokens(range(len(starts)), starts, len(actions)).int().tolist()
         for action in actions:
             assert action not in seen[places[action]]
         leaking = [set(actions[:end]) for end in [*starts[1:], len(actions)]]  # asked at a segment's end
@@ -73,7 +126,7 @@ def test_advantages_equal_the_definition(gamma, lam):
     for length in (1, 2, 9, 30):
         starts = segment_starts([rng.random() for _ in range(length)], threshold=0.3, length=8, most=6)
         values, reward = [rng.random() for _ in starts], rng.random()
-        of_each = of_tokens(values, starts, length)[None]
+        of_each = values_of_tokens(values, starts, length)[None]
         advantages, _ = generalized_advantages(
             torch.tensor([reward]),
             of_each,
@@ -93,7 +146,7 @@ def test_advantages_equal_the_definition(gamma, lam):
 def test_segments_of_one_token_are_generalized_advantages():
     values, mask = torch.rand(1, 6), torch.ones(1, 6, dtype=torch.bool)
     starts = segment_starts([0.0] * 6, threshold=0.2, length=None, most=16)
-    torch.testing.assert_close(of_tokens(values[0].tolist(), starts, 6)[None], values)
+    torch.testing.assert_close(values_of_tokens(values[0].tolist(), starts, 6)[None], values)
     expected = generalized_advantages(torch.ones(1), values, mask, gamma=0.9, gae_lambda=0.5)[0]
     found = generalized_advantages(
         torch.ones(1), values, mask, gamma=0.9, gae_lambda=border_lambdas(starts, 6, 0.5)[None]

@@ -1,0 +1,154 @@
+"""Answers of a generative critic with transformers, and the checks of a critic before its weights are loaded."""
+
+import copy
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+
+import torch
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
+
+from ..evaluation.requests import SamplingSettings
+from ..evaluation.sampling import generate_tokens, stop_token_ids
+from ..rollouts.vllm_checks import check_port, check_server
+from ._critic_prompt import HIGHEST, Actor, CriticPrompt, State
+
+
+class AfterTag(StoppingCriteria):
+    """
+    Ends an answer behind the closing tag, which may be spelled with any tokens.
+
+    Args:
+        tokenizer: Of the critic.
+        tag (`str`): The closing tag.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, tag: str):
+        self.tokenizer, self.tag = tokenizer, tag
+        self.prompt_length = 0
+
+    def __call__(self, input_ids, scores, **kwargs) -> torch.Tensor:
+        first = max(self.prompt_length, input_ids.shape[1] - 4 * len(self.tag))  # a character takes up to four tokens
+        texts = self.tokenizer.batch_decode(input_ids[:, first:])
+        return torch.tensor([self.tag in text for text in texts], device=input_ids.device)
+
+    def length(self, ids: Sequence[int], stop_ids: set[int]) -> int:
+        """Return the number of tokens of an answer up to its end, which it has."""
+        end = next((i for i, token in enumerate(ids, 1) if token in stop_ids), len(ids))
+        return min(end, 1 + bisect_left(range(1, end), True, key=lambda i: self.tag in self.tokenizer.decode(ids[:i])))
+
+
+def generate_answers(
+    model,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    seeds: Sequence[int],
+    settings: SamplingSettings,
+    *,
+    tag: str,
+    batch_size: int,
+    synced: bool = False,
+) -> list[tuple[list[int], list[float]]]:
+    """
+    Generate one answer for each prompt; prompts of about one length share a batch.
+
+    Args:
+        prompts (sequence of sequences of `int`), seeds (sequence of `int`): Tokens and seed of each answer.
+        settings ([`SamplingSettings`]): Temperature and bounds of all.
+        tag (`str`): Ends an answer.
+        batch_size (`int`): Most answers of a call of `generate`.
+        synced (`bool`): Whether processes make their forward passes together.
+
+    Returns:
+        `list`: tokens of each answer, and their log-probabilities (NaN at temperature 0).
+    """
+    stop_ids, ending = stop_token_ids(model, tokenizer), AfterTag(tokenizer, tag)
+    answers: list = [None] * len(prompts)
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    for start in range(0, len(order), batch_size):
+        chosen = order[start : start + batch_size]
+        rows = [prompts[i] for i in chosen]
+        ending.prompt_length = max(map(len, rows))
+        generated, logps = generate_tokens(
+            model,
+            rows,
+            [seeds[i] for i in chosen],
+            settings,
+            pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+            stop_ids=stop_ids,
+            stopping_criteria=[ending],
+            synced_gpus=synced,
+        )
+        for row, i in enumerate(chosen):
+            length = ending.length(generated[row], stop_ids)
+            known = [float("nan")] * length if logps is None else logps[row][:length]
+            answers[i] = generated[row][:length], known
+    return answers
+
+
+def question_ids(tokenizer, texts: Sequence[str], chat_template_kwargs: dict | None = None) -> list[list[int]]:
+    """Return the tokens of questions, as turns of a user where the tokenizer has a chat template."""
+    if tokenizer.chat_template is not None:
+        how = {"tokenize": False, "add_generation_prompt": True, **(chat_template_kwargs or {})}
+        texts = [tokenizer.apply_chat_template([{"role": "user", "content": text}], **how) for text in texts]
+    return tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
+
+
+def problem_of(prompt: str | list[dict]) -> str:
+    """Return the user's turns of a prompt as text."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(turn["content"] for turn in prompt if turn["role"] == "user")
+
+
+def check_critic(
+    policy: str | PreTrainedModel,
+    path: str,
+    args,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: CriticPrompt,
+    prompts: Iterable[str | list[dict]],
+) -> None:
+    """
+    Raises:
+        `ValueError`: if the critic cannot write the tags, its context is too short for the longest question and
+            answer, one engine would serve models of two shapes, or the critic's own server does not answer as it
+            should.
+    """
+    for score in (prompt.write(i / HIGHEST) for i in range(HIGHEST + 1)):
+        ids = tokenizer(score, add_special_tokens=False)["input_ids"]
+        if tokenizer.decode(ids, skip_special_tokens=True) != score:
+            raise ValueError(
+                f"The critic {path} cannot write {score}: its tokenizer does not give the tags back. Use a "
+                "critic_prompt with tags that its vocabulary has, or another critic."
+            )
+    trust = {"trust_remote_code": args.trust_remote_code}
+    config = AutoConfig.from_pretrained(path, **trust)
+    room = config.get_text_config().max_position_embeddings
+    if args.use_vllm and args.vllm_max_model_length is not None:
+        room = min(room, args.vllm_max_model_length)
+    longest = max({problem_of(each) for each in prompts}, key=len, default="")
+    state, actor = State(longest, "", args.max_completion_length), Actor(path, args.max_completion_length, 1.0)
+    (question,) = question_ids(tokenizer, [prompt.render(state, actor)], args.chat_template_kwargs)
+    needed = len(question) + args.max_completion_length + args.critic_max_new_tokens
+    if needed > room:
+        raise ValueError(
+            f"The critic {path} has room for {room} tokens, and {len(question)} of the longest question without a "
+            f"response, max_completion_length={args.max_completion_length} and "
+            f"critic_max_new_tokens={args.critic_max_new_tokens} are {needed}. Lower the last two, or shorten the "
+            "template."
+        )
+    if args.critic_vllm_server_base_url is not None:
+        if args.process_index == 0:  # checked as that of the policy is
+            own = copy.copy(args)
+            own.vllm_server_base_url = args.critic_vllm_server_base_url
+            own.max_completion_length = args.max_completion_length + args.critic_max_new_tokens
+            check_port(args.vllm_group_port + 1, "vllm_group_port + 1", "Set vllm_group_port to another one.")
+            check_server(own, path, "critic_vllm_server_base_url")
+    elif args.use_vllm:
+        own = AutoConfig.from_pretrained(policy, **trust) if isinstance(policy, str) else policy.config
+        names = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
+        if any(getattr(own, name, None) != getattr(config, name, None) for name in names):
+            raise ValueError(
+                f"The critic {path} has another architecture than the policy, and one vLLM engine serves both in "
+                "turn. Use a critic like the policy, critic_vllm_server_base_url, or use_vllm: false."
+            )

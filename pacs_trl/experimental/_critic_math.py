@@ -1,0 +1,99 @@
+"""Segments of a completion, and the rewards and loss of a generative critic (GenAC, arXiv 2604.10701). Pure functions.
+
+A segment ends with a token that the policy was unsure of, after a number of tokens, or with the last one. Positions
+count the tokens that the policy generated; results of tools stand in a prefix, and are no actions.
+
+Letters for shapes: `T` tokens of a completion, `N` answers of the critic (one for each state), `M` tokens of answers.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+
+def segment_starts(
+    probabilities: Sequence[float], *, threshold: float | None, length: int | None, most: int
+) -> list[int]:
+    """
+    Return the first token of each segment of a completion.
+
+    Args:
+        probabilities (sequence of `T` `float`): Of the tokens under the policy that generated them.
+        threshold (`float`, *optional*): A token below it ends its segment.
+        length (`int`, *optional*): So does every token whose number is a multiple of this.
+        most (`int`): Segments at most; of more ends, evenly spaced ones are kept, and the last token.
+
+    Returns:
+        `list[int]`: rising, the first one 0; empty for an empty completion.
+    """
+    number = len(probabilities)
+    ends = [
+        t
+        for t, probability in enumerate(probabilities)
+        if (threshold is not None and probability < threshold)
+        or (length is not None and (t + 1) % length == 0)
+        or t == number - 1
+    ]
+    kept = min(most, len(ends))
+    ends = [ends[(i + 1) * len(ends) // kept - 1] for i in range(kept)]
+    return [0, *(end + 1 for end in ends[:-1])] if ends else []
+
+
+def values_of_tokens(values: Sequence[float], starts: Sequence[int], num_tokens: int) -> torch.Tensor:
+    """Return the value of the segment of each token, `(T,)`."""
+    lengths = [end - start for start, end in zip(starts, [*starts[1:], num_tokens], strict=True)]
+    return torch.tensor(values, dtype=torch.float32).repeat_interleave(torch.tensor(lengths, dtype=torch.long))
+
+
+def border_lambdas(starts: Sequence[int], num_tokens: int, gae_lambda: float) -> torch.Tensor:
+    """Return the lambda between each token and the next for [`~gae.generalized_advantages`], `(T,)`: `gae_lambda` at
+    the borders of segments, 1 inside, where a discount per token would forget the reward of long completions."""
+    lambdas = torch.ones(num_tokens)
+    lambdas[[start - 1 for start in starts[1:]]] = gae_lambda
+    return lambdas
+
+
+def critic_rewards(values: torch.Tensor, outcomes: torch.Tensor) -> torch.Tensor:
+    """Return `1 - (R - v)^2` of each answer, `(N,)` in [0, 1], and 0 where the value could not be read (NaN)."""
+    return (1.0 - (outcomes - values).square()).nan_to_num(0.0)
+
+
+def reinforce_weights(
+    rewards: torch.Tensor,
+    outcomes: torch.Tensor,
+    baseline: str,
+    reduce: Callable[[torch.Tensor], torch.Tensor] = lambda total: total,
+) -> torch.Tensor:
+    """
+    Return the factor on the log-probability of each answer, `(N,)`: its reward minus a baseline.
+
+    Args:
+        rewards, outcomes (`torch.Tensor` of shape `(N,)`): Of all answers of this process.
+        baseline (`str`): `"outcome"`, the mean reward of the others whose completion ended as this one did, right
+            (above 0.5) or wrong, and 0 where there is none; `"none"`, 0 throughout.
+        reduce (`Callable`, *optional*): Sums over processes.
+    """
+    if baseline == "none":
+        return rewards
+    right = (outcomes > 0.5).long()
+    of_outcome = torch.nn.functional.one_hot(right, 2).to(torch.float64)  # (N, 2)
+    sums, counts = reduce(torch.stack([rewards.double() @ of_outcome, of_outcome.sum(dim=0)]))
+    others = (sums[right] - rewards) / (counts[right] - 1.0).clamp(min=1.0)
+    return (rewards - others.masked_fill(counts[right] == 1, 0.0)).to(rewards.dtype)
+
+
+def reinforce_losses(
+    logps: torch.Tensor, sampling_logps: torch.Tensor, weights: torch.Tensor, cap: float
+) -> torch.Tensor:
+    """
+    Return the loss of each token of an answer, `(M,)`: `-min(pi / pi_old, cap) * weight * log pi`, the ratio without
+    gradient. It differs from 1 after an update, and by the rounding of an engine.
+
+    Args:
+        logps (`torch.Tensor` of shape `(M,)`): Under the critic that learns.
+        sampling_logps (`torch.Tensor` of shape `(M,)`): When the answer was generated; NaN gives a ratio of 1.
+        weights (`torch.Tensor` of shape `(M,)`): See [`reinforce_weights`].
+        cap (`float`): Upper bound of ratios.
+    """
+    ratios = (logps.detach() - sampling_logps).nan_to_num(0.0).exp().clamp(max=cap)
+    return -ratios * weights * logps

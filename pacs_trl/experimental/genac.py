@@ -1,0 +1,412 @@
+"""GenAC ([arXiv 2604.10701](https://huggingface.co/papers/2604.10701)): PPO's actor with a critic that reasons before
+it states a value.
+
+The critic is a causal language model. Before each segment of a completion it is asked, in words, how likely the
+completion is to end right (`_critic_prompt.py`), and its answer ends with an integer. Answers are rewarded by how near
+they came, and learned from by REINFORCE. Everything else is PPO's (`baselines/actor_critic.py`). No official code
+exists. With vLLM one engine serves both models in turn and is sent the weights of the one that generates; or the
+critic has a server of its own. See docs/genac.md.
+"""
+
+import math
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from accelerate.utils import gather_object
+from peft import LoraConfig, get_peft_model
+from transformers import AutoTokenizer, PreTrainedModel
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_generation
+from trl.trainer.utils import add_fused_lm_head, get_config_model_id
+
+from ..baselines.actor_critic import ActorCriticTrainer, critic_path, load_critic
+from ..baselines.ppo_config import ActorCriticConfig
+from ..evaluation.requests import SamplingSettings
+from ..rollouts.engine import Engine, ServerFailure
+from ..rollouts.resume import request_seed
+from ..rollouts.step_sizes import Step
+from ..rollouts.timing import PARTS
+from ..rollouts.vllm_checks import server_url
+from ..settings import with_help
+from ..update.rows import labels_from_rewards, without_padding
+from ._critic_answers import check_critic, generate_answers, problem_of, question_ids
+from ._critic_math import (
+    border_lambdas,
+    critic_rewards,
+    reinforce_losses,
+    reinforce_weights,
+    segment_starts,
+    values_of_tokens,
+)
+from ._critic_prompt import Actor, CriticPrompt, State
+
+
+_SUCCESS_RATE_DECAY = 0.9
+
+
+@with_help
+@dataclass
+class GenACConfig(ActorCriticConfig):
+    r"""
+    Configuration class for the [`GenACTrainer`]: that of [`ActorCriticConfig`], and settings of a critic that writes
+    its values. Defaults are the paper's where it states them.
+
+    Parameters:
+        critic_learning_rate (`float`, *optional*, defaults to `1e-6`):
+            Learning rate of the critic.
+        critic_prompt (`str`, *optional*, defaults to `"genac"`):
+            Question to the critic: a template file, or `genac`, `genac_unconditioned`, `miniature` or
+            `miniature_unconditioned`. The unconditioned ones leave out who acts, how often it is right and how far it
+            is.
+        critic_max_new_tokens (`int`, *optional*, defaults to `1024`):
+            Tokens of an answer.
+        critic_vllm_server_base_url (`str`, *optional*):
+            Address of a vLLM server of the critic's own, beside the policy's (`vllm_mode: server`). Its weights go
+            through the port after `vllm_group_port`. Without it the policy's engine serves both in turn.
+        critic_batch_size (`int`, *optional*):
+            Answers of a forward pass, and of a call of `generate` without vLLM; by default
+            `per_device_train_batch_size`.
+        critic_lora_r (`int`, *optional*):
+            Train an adapter of this rank on all linear layers of the critic, instead of the critic in full.
+        segment_probability (`float`, *optional*, defaults to `0.2`):
+            A token whose probability under the policy is below it ends a segment. `None` leaves the rule out.
+        segment_length (`int`, *optional*, defaults to `512`):
+            So does every token whose number in the completion is a multiple of it. `None` leaves the rule out.
+        max_segments (`int`, *optional*, defaults to `16`):
+            Segments of a completion; more are thinned out evenly. The critic is asked once for each.
+        critic_extra_states (`bool`, *optional*, defaults to `True`):
+            Whether the critic also learns from the state before the last token of each completion, and at the
+            beginning from the mean reward of the prompt instead of each completion's own.
+        critic_baseline (`str`, *optional*, defaults to `"outcome"`):
+            Baseline of the reward of an answer: `"outcome"`, the mean reward of the other answers of the generation
+            about completions with the same outcome, or `"none"`.
+        critic_ratio_cap (`float`, *optional*, defaults to `2.0`):
+            Upper bound of the importance weight between the critic that learns and the one that generated the answer.
+        critic_pretraining_steps (`int`, *optional*, defaults to `100`):
+            Optimizer steps at the start in which only the critic learns.
+    """
+
+    critic_learning_rate: float = 1e-6
+    critic_prompt: str = "genac"
+    critic_max_new_tokens: int = 1024
+    critic_vllm_server_base_url: str | None = None
+    critic_batch_size: int | None = None
+    critic_lora_r: int | None = None
+    segment_probability: float | None = 0.2
+    segment_length: int | None = 512
+    max_segments: int = 16
+    critic_extra_states: bool = True
+    critic_baseline: Literal["outcome", "none"] = "outcome"
+    critic_ratio_cap: float = 2.0
+    critic_pretraining_steps: int = 100
+
+    @property
+    def critic_alone_steps(self) -> int:
+        return self.critic_pretraining_steps
+
+    @classmethod
+    def errors(cls, given: Any, step: Step | None) -> list[str]:
+        errors = super().errors(given, step)
+        try:
+            CriticPrompt(given.critic_prompt)
+        except ValueError as error:
+            errors.append(str(error))
+        if given.max_completion_length is None:
+            errors.append(
+                "max_completion_length=None is not supported by GenAC: the critic is told the limit, and its context "
+                "must hold the longest response. Set a number."
+            )
+        own_server = given.critic_vllm_server_base_url
+        if own_server is not None and not (given.use_vllm and given.vllm_mode == "server"):
+            errors.append(
+                f"critic_vllm_server_base_url={own_server!r} would be ignored without a server of the policy: set "
+                "use_vllm: true and vllm_mode: server, or remove the key."
+            )
+        elif own_server is not None and own_server.rstrip("/") == server_url(given):
+            errors.append(
+                f"critic_vllm_server_base_url={own_server!r} is the policy's server, which would generate with the "
+                "critic's weights. Name another one, or remove the key: one server can serve both in turn."
+            )
+        return errors
+
+
+class Asked(NamedTuple):
+    """
+    A state of a completion that the critic is asked about.
+
+    Attributes:
+        row (`int`): The completion.
+        segment (`int`, *optional*): The segment that begins there; `None` for a state that is only learned from.
+        state ([`State`]): Of the question.
+        outcome (`float`): Target of the value.
+    """
+
+    row: int
+    segment: int | None
+    state: State
+    outcome: float
+
+
+class GenACTrainer(ActorCriticTrainer):
+    """
+    Trainer for Generative Actor-Critic.
+
+    The rollouts are those of [`~trl.GRPOTrainer`], with rewards in [0, 1]. Logs the metrics of [`~trl.GRPOTrainer`]
+    and `genac/*`, see docs/metrics.md. Arguments are those of [`~trl.GRPOTrainer`], `args` a [`GenACConfig`].
+    """
+
+    args: GenACConfig
+    _own_shared_settings = (
+        *ActorCriticTrainer._own_shared_settings,
+        *("critic_prompt", "critic_max_new_tokens", "critic_lora_r", "critic_extra_states", "critic_baseline"),
+        *("segment_probability", "segment_length", "max_segments", "critic_ratio_cap", "critic_pretraining_steps"),
+    )
+    _counters = (*ActorCriticTrainer._counters, "_success_rate", "_num_answers")
+    _tag_names = ["trl", "genac"]
+    _name = "GenAC"
+    _config_class = GenACConfig
+    _paper = {
+        "title": "Bringing Value Models Back: Generative Critics for Value Modeling in LLM Reinforcement Learning",
+        "id": "2604.10701",
+        # docstyle-ignore
+        "citation": textwrap.dedent("""\
+            @article{shan2026bringing,
+                title        = {{Bringing Value Models Back: Generative Critics for Value Modeling in LLM
+                                Reinforcement Learning}},
+                author       = {Zikang Shan and Han Zhong and Liwei Wang and Li Zhao},
+                year         = 2026,
+                eprint       = {arXiv:2604.10701},
+            }"""),
+    }
+
+    def _create_critic(self, policy: str | PreTrainedModel, args: GenACConfig, arguments: dict[str, Any]):
+        self._prompt = CriticPrompt(args.critic_prompt)
+        path, tokenizer = critic_path(policy, args), arguments["processing_class"]
+        if tokenizer is None or args.critic_model_name_or_path is not None:
+            trust = {"trust_remote_code": args.trust_remote_code}
+            tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", **trust)
+        self._critic_tokenizer, dataset = tokenizer, arguments["train_dataset"]
+        prompts = dataset["prompt"] if hasattr(dataset, "__len__") else []
+        check_critic(policy, path, args, tokenizer, self._prompt, prompts)
+        critic = load_critic(policy, args)
+        add_fused_lm_head(critic, outputs=("log_probs",))
+        if args.critic_lora_r is None:
+            return critic
+        if args.gradient_checkpointing:
+            critic.enable_input_require_grads()
+        rank = args.critic_lora_r
+        return get_peft_model(critic, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+
+    def _prepare_learning(self) -> None:
+        super()._prepare_learning()
+        args = self.args
+        self._batch_size = args.critic_batch_size or args.per_device_train_batch_size
+        self.timer.parts = {"critic": "values that the critic writes", **PARTS}
+        size = sum(parameter.numel() for parameter in self.model.parameters())
+        in_words = f"{size / 1e9:.1f}B" if size >= 1e8 else f"{size / 1e6:.1f}M"
+        self._actor_name = f"{get_config_model_id(self.model.config).rsplit('/')[-1]}, {in_words} parameters"
+        self._critic_engine: Engine | None = None
+        if args.critic_vllm_server_base_url is not None:
+            server = VLLMGeneration(
+                self.accelerator.unwrap_model(self.critic),
+                self.accelerator,
+                self._critic_tokenizer,
+                mode="server",
+                server_base_url=args.critic_vllm_server_base_url.rstrip("/"),
+                server_timeout=args.vllm_server_timeout,
+                group_port=args.vllm_group_port + 1,
+            )
+            self._critic_engine = Engine(server, next_seeds=self._next_seeds, timer=self.timer)
+
+    def _labels_of(self, rewards_per_func):
+        return labels_from_rewards(rewards_per_func, self.reward_weights, self.reward_func_names)
+
+    def _value_tokens(self, inputs, batch):
+        mask = self._value_mask(batch)
+        owns = [row.nonzero()[:, 0].tolist() for row in mask.cpu()]  # tokens of the policy, by position
+        starts = self._segments(batch, owns)
+        asked = self._states(inputs, batch, owns, starts)
+        answers = self._ask([each.state for each in asked])
+        read = [self._prompt.parse(self._critic_tokenizer.decode(ids)) for _, ids, _ in answers]
+        values = torch.tensor([math.nan if value is None else value for value in read])
+
+        of_segments: list[list[float]] = [[] for _ in owns]
+        for each, value in zip(asked, read, strict=True):
+            if each.segment is not None:
+                of_segments[each.row].append(value or 0.0)
+        of_rows = torch.zeros(mask.shape, device=mask.device)
+        lambdas = torch.ones(mask.shape, device=mask.device)
+        for i, own in enumerate(owns):
+            if own:
+                of_rows[i, own] = values_of_tokens(of_segments[i], starts[i], len(own)).to(mask.device)
+                lambdas[i, own] = border_lambdas(starts[i], len(own), self.args.gae_lambda).to(mask.device)
+        self._log_answers(asked, values, answers)
+        if self.model.training:
+            self._keep_answers(batch, asked, answers, values)
+            rate = self._labels.nanmean().item()
+            if rate == rate:
+                decay = _SUCCESS_RATE_DECAY if self._success_rate is not None else 0.0
+                self._success_rate = decay * (self._success_rate or 0.0) + (1 - decay) * rate
+        return of_rows, lambdas
+
+    @torch.no_grad()
+    def _segments(self, batch: dict, owns: list[list[int]]) -> list[list[int]]:
+        """Of each completion where its segments begin, counted over the tokens of the policy."""
+        args, length = self.args, batch["completion_ids"].size(1)
+        probabilities = torch.ones(batch["completion_ids"].shape)
+        if args.segment_probability is not None:
+            logps = batch.get("sampling_per_token_logps", batch.get("old_per_token_logps"))
+            if logps is None:
+                ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+                attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+                with disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs):
+                    logps, *_ = self._get_per_token_logps_and_entropies(
+                        self.model, ids, attention, length, batch_size=args.per_device_train_batch_size
+                    )
+            probabilities = logps.exp().nan_to_num(1.0).cpu()
+        rule = {"threshold": args.segment_probability, "length": args.segment_length, "most": args.max_segments}
+        return [segment_starts(probabilities[i, own].tolist(), **rule) for i, own in enumerate(owns)]
+
+    def _states(self, inputs, batch: dict, owns: list[list[int]], starts: list[list[int]]) -> list[Asked]:
+        """A state per segment, and in training the one before the last token."""
+        extra = self.model.training and self.args.critic_extra_states
+        n = self.num_generations if self.model.training else self.num_generations_eval
+        means = self._labels.view(-1, n).nanmean(dim=1).repeat_interleave(n)  # of the prompts, on all processes
+        labels, pooled = batch["labels"].tolist(), means[self.accelerator.process_index * len(inputs) :].tolist()
+        completions = without_padding(batch["completion_ids"], batch["completion_mask"])
+        asked = []
+        for i, own in enumerate(owns):
+            problem = problem_of(inputs[i]["prompt"])
+            segments: list[tuple[int | None, int]] = list(enumerate(starts[i]))
+            if extra and own and starts[i][-1] != len(own) - 1:
+                segments.append((None, len(own) - 1))
+            for segment, start in segments:
+                prefix = completions[i][: own[start]]
+                text = self._tokenizer.decode(prefix, skip_special_tokens=True)
+                outcome = pooled[i] if extra and start == 0 else labels[i]
+                asked.append(Asked(i, segment, State(problem, text, len(prefix)), outcome))
+        return asked
+
+    def _ask(self, states: Sequence[State]) -> list[tuple[list[int], list[int], list[float]]]:
+        """Of each state the tokens of question and answer, and the log-probabilities of the latter."""
+        actor = Actor(self._actor_name, self.max_completion_length, self._success_rate)
+        texts = [self._prompt.render(state, actor) for state in states]
+        questions = question_ids(self._critic_tokenizer, texts, self.args.chat_template_kwargs)
+        # Processes generate together, so each needs equally many questions; answers to the padding are discarded.
+        counts = gather_object([len(questions)])
+        if max(counts) == 0:  # no completion has a verdict
+            return []
+        padded = questions + [[self._critic_tokenizer.eos_token_id]] * (max(counts) - len(questions))
+        first = self._num_answers + sum(counts[: self.accelerator.process_index])
+        self._num_answers += sum(counts) * self.model.training
+        seeds = [request_seed(f"{self.args.seed}/critic", first + i) for i in range(len(padded))]
+        try:
+            with self.timer.part("critic"):
+                answers = self._ask_engine(padded) if self.use_vllm else self._ask_model(padded, seeds)
+        except ServerFailure as failure:
+            self._stop_without_server(failure, self._critic_engine)
+        return [(question, *answer) for question, answer in zip(questions, answers, strict=False)]
+
+    def _ask_model(self, questions: list[list[int]], seeds: list[int]) -> list[tuple[list[int], list[float]]]:
+        temperature, most = 1.0 if self.model.training else 0.0, self.args.critic_max_new_tokens
+        settings = SamplingSettings(temperature=temperature, top_p=1.0, max_new_tokens=most)
+        checkpointing = {"gradient_checkpointing_kwargs": self.args.gradient_checkpointing_kwargs}
+        how = {"tag": self._prompt.tags[1], "batch_size": self._batch_size, "synced": self.is_fsdp_enabled}
+        with (
+            unwrap_model_for_generation(self.critic, self.accelerator, **checkpointing) as critic,
+            self._dist.summon_full_params(self.critic, recurse=False),
+        ):
+            return generate_answers(critic, self._critic_tokenizer, questions, seeds, settings, **how)
+
+    def _ask_engine(self, questions: list[list[int]]) -> list[tuple[list[int], list[float]]]:
+        sampling = {
+            "temperature": 1.0 if self.model.training else 0.0,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": None,
+            "repetition_penalty": 1.0,
+            "max_completion_length": self.args.critic_max_new_tokens,
+            "structured_outputs_regex": None,
+            "generation_kwargs": {"stop": [self._prompt.tags[1]], "include_stop_str_in_output": True},
+        }
+        engine = self._critic_engine
+        if engine is None:
+            engine, self._last_loaded_step = self.vllm_generation, -1  # the policy's weights are sent again
+        with engine.lent_to(self.accelerator.unwrap_model(self.critic), **sampling):
+            _, ids, logps, _ = engine.generate(prompts=questions, images=None, num_generations=1)
+        end = self._critic_tokenizer.eos_token_id
+        known = [[math.nan if one[0] is None else one[0] for one in row] for row in logps]
+        return [(list(own), row) if own else ([end], [math.nan]) for own, row in zip(ids, known, strict=True)]
+
+    def _log_answers(self, asked: list[Asked], values: torch.Tensor, answers) -> None:
+        """Over the answers of all processes."""
+        pairs = zip(asked, values.tolist(), answers, strict=True)
+        known = gather_object([(v, e.outcome, e.segment is not None, len(ids)) for e, v, (_, ids, _) in pairs])
+        num_rows = sum(gather_object([len({each.row for each in asked})]))
+        found, outcomes = (torch.tensor([each[i] for each in known]) for i in range(2))
+        self._log_values(
+            critic_reward=critic_rewards(found, outcomes).double().mean().item(),
+            brier=(outcomes - found.double().nan_to_num(0.0)).square().mean().item(),
+            unparsed=found.isnan().double().mean().item(),
+            segments=sum(each[2] for each in known) / max(num_rows, 1),
+            answer_length=sum(each[3] for each in known) / max(len(known), 1),
+            success_rate=math.nan if self._success_rate is None else self._success_rate,
+        )
+
+    def _keep_answers(self, batch: dict, asked: list[Asked], answers, values: torch.Tensor) -> None:
+        """Store the answers with the rows that they are about, so that they are shuffled and saved with them."""
+        outcomes, device = torch.tensor([each.outcome for each in asked]), self.accelerator.device
+        rewards = critic_rewards(values, outcomes).to(device)
+        weights = reinforce_weights(rewards, outcomes.to(device), self.args.critic_baseline, self._sum).tolist()
+        batch["answers"] = [[] for _ in batch["labels"]]
+        for each, (question, ids, logps), weight in zip(asked, answers, weights, strict=True):
+            batch["answers"][each.row].append({"question": question, "ids": ids, "logps": logps, "weight": weight})
+        batch["answer_tokens"] = self._sum(torch.tensor(sum(len(ids) for _, ids, _ in answers), device=device))
+
+    def _train_critic(self, inputs: dict) -> None:
+        answers = [answer for row in inputs["answers"] for answer in row]
+        denominator = self._share_of_generation(inputs["answer_tokens"])
+        total = torch.zeros((), device=self.accelerator.device)
+        with self._critic_scorer.attention():
+            for part, is_last in self._parts(answers):
+                with self._second_model.accumulating(is_last):
+                    losses = self._answer_losses(part)
+                    self.accelerator.backward(losses.sum() / denominator)
+                total += losses.detach().sum() / denominator
+        self._critic_loss = self._critic_loss + total
+        if self.accelerator.sync_gradients:
+            loss = self._sum(self._critic_loss).item() / self.accelerator.num_processes
+            self._critic_loss = torch.zeros_like(total)
+            self._log_values(critic_loss=loss, critic_grad_norm=self._second_model.step())
+
+    def _parts(self, answers: list[dict]) -> Iterator[tuple[list[dict], bool]]:
+        """Forward passes over answers, equally many on all processes, and whether each is the last."""
+        size = self._batch_size
+        number = max(1, *gather_object([-(-len(answers) // size)]))
+        nothing = {"question": [0], "ids": [0], "logps": [0.0], "weight": 0.0}
+        for i in range(number):
+            yield answers[i * size : (i + 1) * size] or [nothing], i == number - 1
+
+    def _answer_losses(self, answers: list[dict]) -> torch.Tensor:
+        """Of the tokens of some answers, one after the other."""
+        scores = self._critic_scorer.score(self.critic, *([a[name] for a in answers] for name in ("question", "ids")))
+        logps = torch.cat(scores.logps)
+        old_logps = torch.tensor([x for answer in answers for x in answer["logps"]], device=logps.device)
+        weights = torch.tensor([a["weight"] for a in answers for _ in a["ids"]], device=logps.device)
+        return reinforce_losses(logps, old_logps, weights, self.args.critic_ratio_cap)
+
+    def _reset_run(self) -> None:
+        super()._reset_run()
+        self._success_rate: float | None = None  # smoothed; the critic is told it
+        self._num_answers = 0  # so far, of all processes; without vLLM their seeds
+        self._critic_loss = torch.zeros((), device=self.accelerator.device)
+
+    def _own_state(self):
+        return super()._own_state() | {"success_rate": self._success_rate, "num_answers": self._num_answers}
+
+    def _load_own_state(self, checkpoint, state):
+        super()._load_own_state(checkpoint, state)
+        self._success_rate, self._num_answers = state["success_rate"], state["num_answers"]

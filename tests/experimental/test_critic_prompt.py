@@ -1,0 +1,70 @@
+"""The question to a generative critic, and how its answers are read."""
+
+import pytest
+
+from pacs_trl.experimental._critic_prompt import Actor, CriticPrompt, State, shipped
+
+
+ACTOR = Actor("Qwen3-4B, 4.0B parameters", token_limit=8192, success_rate=0.37)
+STATE = State("What is {problem} of $\\frac{1}{2}$?", "I think {score}", tokens_used=12)
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_shipped_templates_say_the_state_and_condition_or_not(name):
+    text = CriticPrompt(name).render(STATE, ACTOR)
+    assert STATE.problem in text and STATE.response in text  # braces of a user's text are left alone
+    conditioned = "unconditioned" not in name
+    assert all((word in text) == conditioned for word in ("37%", "8192"))
+    assert ("Qwen3-4B" in text) == (name == "genac")
+    assert ("unknown" in CriticPrompt(name).render(STATE, ACTOR._replace(success_rate=None))) == conditioned
+
+
+def test_in_context_conditioning_asks_for_the_abilities_of_the_actor():
+    """The paper's template has the critic infer them from the partial response, beside model size and success rate."""
+    asked = {name: "Infer the model's abilities" in CriticPrompt(name).template for name in shipped()}
+    assert [name for name, found in asked.items() if found] == ["genac"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "value"),
+    [
+        ("It will work. <answer>7</answer>", 0.7),
+        ("<answer>0</answer>", 0.0),
+        ("<answer> 10 </answer>", 1.0),
+        ("<answer>3</answer> no, <answer>4</answer>", 0.4),  # the last one
+        ("<answer>11</answer>", None),
+        ("<answer>7.5</answer>", None),
+        ("<answer>-1</answer>", None),
+        ("<answer>seven</answer>", None),
+        ("<answer>٣</answer>", None),  # int() would read it
+        ("<answer>7", None),
+        ("7", None),
+        ("", None),
+    ],
+)
+def test_answers(answer, value):
+    assert CriticPrompt("genac").parse(answer) == value
+
+
+def test_what_is_written_is_read():
+    prompt = CriticPrompt("miniature")
+    assert prompt.tags == ("<", ">") and prompt.write(0.44) == "<4>"
+    assert all(prompt.parse("30+8=38 " + prompt.write(i / 10)) == i / 10 for i in range(11))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{response} <a>{score}</a>",
+        "",
+        "{problem} {response} {score}",
+        "{problem}{score}{response}",
+        "{problem} {response} <{score}> or <{score}>",
+        "{problem} {solution} {response} <a>{score}</a>",  # no gold answer can be in the question
+    ],
+)
+def test_templates_that_are_none(tmp_path, template):
+    (tmp_path / "template.txt").write_text(template)
+    for name in (str(tmp_path / "template.txt"), "no/such/file.txt", "."):
+        with pytest.raises(ValueError, match="critic_prompt"):
+            CriticPrompt(name)
