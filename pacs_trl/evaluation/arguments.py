@@ -16,6 +16,12 @@ from .requests import SamplingSettings
 
 ENGINES = ("transformers", "vllm", "server")
 DEFAULT_KS = (1, 4, 8, 16, 32, 64)
+# Smallest legal values; in training some of these settings have others.
+_LEAST = {
+    **dict.fromkeys(("n", "max_new_tokens", "max_problems", "batch_size", "tensor_parallel_size"), 1),
+    **dict.fromkeys(("concurrency", "max_model_len"), 1),
+    **dict.fromkeys(("temperature", "top_k", "token_entropy_samples"), 0),
+}
 
 
 @dataclass
@@ -25,11 +31,9 @@ class EvaluationArguments:
 
     Args:
         model (`str`): Checkpoint directory, Hub id, `miniature/<task>` for its warm start, or the name under which a
-        server
-            offers the model.
+            server offers the model.
         benchmarks (`str`): Names separated by commas; `name=PATH` reads a local file, `miniature/<task>` a generated
-        set, and
-            the path of a `.jsonl`, `.json` or `.parquet` file is a set of your own.
+            set, and the path of a `.jsonl`, `.json` or `.parquet` file is a set of your own.
         output_dir (`str`): Where samples, grades and results go.
         n (`int`): Samples per problem.
         k (`str`, *optional*): Values of k separated by commas, each at most `n`. By default 1, 4, 8, 16, 32 and 64, as
@@ -39,15 +43,14 @@ class EvaluationArguments:
         temperature (`float`): Divides the logits; 0 is greedy decoding.
         top_p (`float`): Nucleus mass in (0, 1]; 1 keeps every token.
         top_k (`int`): Number of tokens kept; 0 keeps every token.
-        max_new_tokens (`int`): Completions are cut at this many tokens.
+        max_new_tokens (`int`): Completions are truncated at this many tokens.
         seed (`int`): Seed of all samples.
         prompt_instruction (`str`): Sentence behind the problem; empty for the problem alone. LiveCodeBench and GPQA
-        bring another
-            default, `miniature/<task>` an empty one.
+            bring another default, `miniature/<task>` an empty one.
         system_prompt (`str`, *optional*): Content of a system turn.
         chat_template_kwargs (`str` or mapping, *optional*): JSON passed to the chat template.
         engine (`str`): `"transformers"`, `"vllm"` or `"server"`.
-        batch_size (`int`): Rows per call of the transformers engine.
+        batch_size (`int`): Completions per call of the transformers engine.
         dtype (`str`): Weight dtype; "auto" keeps that of the checkpoint.
         tensor_parallel_size (`int`): vLLM: GPUs per copy of the model.
         gpu_memory_utilization (`float`): vLLM: share of GPU memory.
@@ -55,8 +58,8 @@ class EvaluationArguments:
         enforce_eager (`bool`): vLLM: start without compilation; pays off when little is sampled.
         base_url (`str`): Server: address of the API.
         concurrency (`int`): Server: requests in flight.
-        problem_column (`str`, *optional*): Column of the problem in files of your own; found as in training if left
-        out.
+        problem_column (`str`, *optional*): Column of the problem in files of your own; by default found as in
+            training.
         solution_column (`str`, *optional*): Column of the gold answer in files of your own, likewise.
         max_problems (`int`, *optional*): Only the first so many problems of each benchmark (for trying things out).
         token_entropy_samples (`int`): Measure the token entropy of so many samples per problem; 0: none.
@@ -94,45 +97,30 @@ class EvaluationArguments:
     def __post_init__(self):
         if self.k is None:
             self.k = [k for k in DEFAULT_KS if k <= max(1, self.n)]
-        if isinstance(self.k, int | list):  # a YAML list or a single number is as good as text
+        if isinstance(self.k, int | list):  # as YAML has it
             self.k = ",".join(map(str, self.k if isinstance(self.k, list) else [self.k]))
         if isinstance(self.benchmarks, list):
             self.benchmarks = ",".join(self.benchmarks)
+        if not all(k.strip().isdecimal() and 1 <= int(k) <= self.n for k in self.k.split(",")):
+            raise ValueError(
+                f"k must be whole numbers from 1 to n, separated by commas; got k = {self.k} with n = {self.n}. "
+                "Raise n, or leave out the larger k."
+            )
+        for name, least in _LEAST.items():
+            if (value := getattr(self, name)) is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}. Raise it, or remove the key.")
+        for name in ("top_p", "gpu_memory_utilization"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name} is a share in (0, 1], got {getattr(self, name)}. Choose one in this range.")
         if not isinstance(self.template_kwargs, dict | None):
             raise ValueError(f"chat_template_kwargs must be a JSON object, got {self.chat_template_kwargs!r}.")
-        if self.engine not in ENGINES:
-            raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {self.engine!r}.")
         if self.base_url != type(self).base_url and self.engine != "server":
             raise ValueError(
                 f"base_url={self.base_url!r} would be ignored, and the model loaded here, with engine "
                 f"{self.engine!r}. Set engine: server, or remove the key."
             )
         if self.engine == "server" and self.token_entropy_samples:
-            raise ValueError(
-                "A server does not return distributions. Leave token_entropy_samples at 0 with engine 'server'."
-            )
-        try:
-            ks = self.ks
-        except ValueError:
-            raise ValueError(f"k must be whole numbers separated by commas, got {self.k!r}.") from None
-        if not ks or min(ks) < 1 or max(ks) > self.n:
-            raise ValueError(
-                f"pass@k needs 1 <= k <= n, got k = {self.k} with n = {self.n} samples. Raise n, or leave out the "
-                "larger k."
-            )
-        for name in ("batch_size", "tensor_parallel_size", "concurrency", "max_model_len"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}.")
-        if self.token_entropy_samples < 0:
-            raise ValueError(
-                f"token_entropy_samples counts samples per problem, got {self.token_entropy_samples}. Use 0 for none."
-            )
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(
-                f"gpu_memory_utilization is a share of the GPU's memory in (0, 1], got {self.gpu_memory_utilization}."
-            )
-        _ = self.sampling  # its own checks
+            raise ValueError("token_entropy_samples needs distributions, which a server does not return. Set it to 0.")
 
     @property
     def ks(self) -> list[int]:
@@ -140,7 +128,7 @@ class EvaluationArguments:
 
     @property
     def group_size(self) -> int:
-        """Requests that are always drawn together, because the text of each depends on it."""
+        """Requests that are always generated together, because the text of each depends on it."""
         return self.batch_size if self.engine == "transformers" else 1
 
     @property
@@ -172,7 +160,7 @@ def read_evaluation(argv: Sequence[str]) -> tuple[EvaluationArguments, Verificat
     if asks_for_help(argv):
         print_evaluation_help()
     both = settings_of(*parts)
-    # temperature and others have other ranges here than in training; they are checked above
+    # Ranges are those of EvaluationArguments, not those of training settings of the same name.
     own = {name: both[name]._replace(range=None) for name in settings_of(EvaluationArguments)}
     known = both | own
     settings = read_settings(argv, lambda method: known)

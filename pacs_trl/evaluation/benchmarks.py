@@ -1,15 +1,15 @@
 """The benchmarks of the paper as data: adding one is adding one entry to `BENCHMARKS`.
 
-An entry says where the rows are and which columns hold the problem and the answer; it holds no prompt and no grader,
-because those are the ones of training (`pacs_trl.data.build_prompt`, and `Verifier` or `CodeVerifier` of
-`pacs_trl.verification`). Raise `version` whenever the rows or the way an answer is read change: results of different
-versions are never put in one table.
+An entry says where the rows are and which columns hold the problem and the answer; prompt and grader are those of
+training. Raise `version` whenever the rows or the way an answer is read change: results of different versions are
+never put in one table.
 """
 
 import hashlib
 import json
 import logging
 import random
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from ..data.sets import (
     own_columns,
 )
 from ..verification.cases import json_of_tests
-from .forms import GPQA_INSTRUCTION, gpqa_rows, livecodebench_rows
+from .out_of_domain import GPQA_INSTRUCTION, gpqa_rows, livecodebench_rows
 
 
 logger = logging.getLogger(__name__)
@@ -76,8 +76,8 @@ BENCHMARKS = {
 @dataclass(frozen=True)
 class Problem:
     """One problem: `id` is unique in its benchmark, `problem` is text or messages, `solution` is the gold answer (or
-    alternatives) for the verifier. Of a multiple choice `problem` is the question alone, and `options` are the answers
-    in stored order, of which `solution` is the letter."""
+    alternatives) for the verifier. In multiple choice `problem` is the question alone, `options` are the answers in
+    stored order, and `solution` is a letter."""
 
     id: str
     problem: str | list[dict]
@@ -90,8 +90,7 @@ class Problem:
         return dict(zip(stored, random.Random(seed).sample(stored, len(stored)), strict=True))
 
     def of_sample(self, seed: int) -> tuple[str | list[dict], str | list[str]]:
-        """Return problem and gold answer for the sample with this seed: each sample shows the options in an order of
-        its own."""
+        """Problem and gold answer for the sample with this seed, which shows options in an order of its own."""
         if not self.options:
             return self.problem, self.solution
         letters = self._letters(seed)
@@ -99,15 +98,15 @@ class Problem:
         return f"{self.problem}\n\n{listed}", next(s for s, stored in letters.items() if stored == self.solution)
 
     def comparable(self, answer: str | None, seed: int) -> str | None:
-        """Return an answer of the sample with this seed such that equal answers of two samples mean the same."""
+        """An answer of the sample with this seed such that equal answers of two samples mean the same."""
         return self._letters(seed).get(answer or "", answer) if self.options else answer
 
 
 @dataclass(frozen=True)
 class LoadedBenchmark:
     """Problems with the facts that results need: `source` is plain data (id, revision, split, version, digest);
-    `instruction` is the sentence that the benchmark brings, if it does; of `is_code`, the answers are tests of
-    programs; with `as_it_stands`, problems that are text are whole prompts."""
+    `instruction` is the benchmark's own, if it has one; with `is_code`, answers are tests of programs; with
+    `as_it_stands`, problems that are text are whole prompts."""
 
     name: str
     title: str
@@ -126,20 +125,15 @@ def load_benchmark(
 
     Args:
         spec (`str`): A name from `BENCHMARKS`; `name=PATH` to read the same columns from a local `.jsonl`, `.json` or
-            `.parquet` file; such a PATH alone (or with a name of your own) for a file of
-            your own; or `miniature/<task>` for the test split of a task of the miniature world.
+            `.parquet` file; such a PATH alone (or with another name) for a file of your own; or `miniature/<task>` for
+            the test split of a miniature task.
         max_problems (`int`, *optional*): Keep the first so many problems.
         columns (`Mapping[str, str]`, *optional*): `problem_column` and `solution_column` of files of your own.
 
     Raises:
-        `ValueError`: for an unknown name, a missing file or column, a row that is no mapping, an empty benchmark, an
-        empty problem or answer, two rows with one id, or a `max_problems` below 1.
+        `ValueError`: for an unknown name, a missing file or column, an empty benchmark, an empty problem or answer, or
+        two rows with one id.
     """
-    if max_problems is not None and max_problems < 1:
-        raise ValueError(
-            f"max_problems must be at least 1, got {max_problems}: with no problems there is nothing to evaluate. "
-            "Leave it out for all problems."
-        )
     name, path = name_and_path(spec)
     if path:
         entry, source = BENCHMARKS.get(name), {"file": Path(path).name}
@@ -163,11 +157,17 @@ def load_benchmark(
         names = list(dict.fromkeys(column for row in rows for column in row))
         entry = own_columns(entry, names, given.get("problem_column"), given.get("solution_column"))
     problems = [_problem(name, entry, i, row) for i, row in enumerate(rows)][:max_problems]
-    _check_problems(spec, problems)
+    if repeated := [row_id for row_id, count in Counter(p.id for p in problems).items() if count > 1]:
+        raise ValueError(
+            f"Benchmark {spec} has the problem id {repeated[0]!r} twice. Samples are stored by id: make ids unique."
+        )
     for doubt in doubts(name, [problem_text(p.problem) for p in problems], [p.solution for p in problems]):
         logger.warning(doubt)
     is_code = json_of_tests(problems[0].solution) is not None
-    source |= {"version": entry.version, "num_problems": len(problems), "digest": problems_digest(problems)}
+    # Equal digests mean the same questions.
+    content = json.dumps([[p.id, p.problem, p.solution, *p.options] for p in problems], ensure_ascii=False)
+    digest = hashlib.sha256(content.encode()).hexdigest()[:16]
+    source |= {"version": entry.version, "num_problems": len(problems), "digest": digest}
     return LoadedBenchmark(name, entry.title, problems, source, entry.instruction, is_code, entry.as_it_stands)
 
 
@@ -177,46 +177,20 @@ def name_and_path(spec: str) -> tuple[str, str]:
     return (Path(name).stem, name) if not path and Path(name).suffix in FILE_FORMATS else (name, path)
 
 
-def problems_digest(problems: list[Problem]) -> str:
-    """First 16 hex digits of the SHA-256 over ids, problems and answers: equal digests mean the same questions."""
-    content = json.dumps([[p.id, p.problem, p.solution, *p.options] for p in problems], ensure_ascii=False)
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
-
-
 def _problem(name: str, entry: ProblemSet, index: int, row: dict) -> Problem:
     columns = [entry.problem_column, entry.solution_column] + ([entry.id_column] if entry.id_column else [])
-    missing = [column for column in columns if column not in row]
-    if missing:
+    if missing := [column for column in columns if column not in row]:
         raise ValueError(
             f"Benchmark {name} reads the columns {columns}, but row {index} has no {missing}. Columns found: "
-            f"{list(row)}. Of a file of your own, name them with problem_column and solution_column."
+            f"{list(row)}. In a file of your own, name them with problem_column and solution_column."
         )
     answer = gold_answer(row[entry.solution_column], entry.answer_in)
-    if answer is None:
-        raise ValueError(
-            f"Benchmark {name} finds no gold answer in column {entry.solution_column!r} of row {index}: "
-            f"{str(row[entry.solution_column])[-80:]!r}."
-        )
     try:
         problem = read_problem(row[entry.problem_column], entry.problem_column)
     except ValueError as error:
-        raise ValueError(
-            f"Benchmark {name} has neither text nor messages as the problem of row {index}: it {error}."
-        ) from error
-    name_of_row = str(row[entry.id_column]) if entry.id_column else str(index)
-    return Problem(name_of_row, problem or "", answer, tuple(row["options"]) if entry.rows_of is gpqa_rows else ())
-
-
-def _check_problems(spec: str, problems: list[Problem]) -> None:
-    if not problems:
-        raise ValueError(f"Benchmark {spec} has no problems; there is nothing to evaluate.")
-    first_row: dict[str, int] = {}
-    for row, problem in enumerate(problems):
-        if problem.id in first_row:
-            raise ValueError(
-                f"Benchmark {spec} has the problem id {problem.id!r} twice, in rows {first_row[problem.id]} and "
-                f"{row}; samples are stored by id, so ids must be unique."
-            )
-        first_row[problem.id] = row
-        if not problem.problem:
-            raise ValueError(f"Benchmark {spec} has no problem text in row {row} (id {problem.id!r}).")
+        raise ValueError(f"Benchmark {name} has neither text nor messages in row {index}: it {error}.") from error
+    if answer is None or problem is None:
+        column = entry.problem_column if problem is None else entry.solution_column
+        raise ValueError(f"Benchmark {name} has nothing in column {column!r} of row {index}: {row[column]!r:.80}.")
+    row_id = str(row[entry.id_column]) if entry.id_column else str(index)
+    return Problem(row_id, problem, answer, tuple(row["options"]) if entry.rows_of is gpqa_rows else ())

@@ -32,11 +32,9 @@ def mean_pairwise_distance(embeddings: np.ndarray) -> float:
         `ValueError`: if there are fewer than two embeddings, or one has length 0.
     """
     embeddings = np.asarray(embeddings, dtype=np.float64)
-    if len(embeddings) < 2:
-        raise ValueError(f"A distance between responses needs at least two of them, got {len(embeddings)}.")
     lengths = np.linalg.norm(embeddings, axis=1, keepdims=True)
-    if (lengths == 0).any():
-        raise ValueError("An embedding of length 0 has no direction to compare.")
+    if len(embeddings) < 2 or (lengths == 0).any():
+        raise ValueError("A distance needs at least two embeddings, none of them of length 0. Check the embedder.")
     total = (embeddings / lengths).sum(axis=0)  # |sum v|^2 = K + 2 * sum of the cosines of all pairs
     num_responses = len(embeddings)
     return float(1 - (total @ total - num_responses) / (num_responses * (num_responses - 1)))

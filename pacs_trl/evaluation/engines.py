@@ -1,13 +1,13 @@
-"""What draws completions: transformers `generate` on this machine, vLLM on GPUs, or an OpenAI-compatible server.
+"""Engines that generate completions: transformers `generate`, vLLM, or an OpenAI-compatible server.
 
 An engine takes requests and yields (request, completion) pairs in any order, as soon as they are finished, so that the
-caller can store each one. What a seed guarantees differs:
+caller can store each one. A seed guarantees different things:
 
-- transformers: a batch is a fixed set of requests (`batch_size` neighbours) and every row has its own random stream,
-  so an interrupted and resumed run gives the same text as an uninterrupted one, bit for bit, on the same machine.
-- vLLM: every request carries its seed, but which requests share a forward pass depends on timing. Rounding can change
-  a token, so a resumed run draws equally valid samples that are not always the same text. Stored samples never change.
-- server: the seed is sent with each request; what it means is the server's business.
+- transformers: a batch is a fixed set of requests (`batch_size` neighbors) and every request has its own random
+  stream, so a resumed run gives the same text as an uninterrupted one, bit for bit, on the same machine.
+- vLLM: every request carries its seed, but which requests share a forward pass depends on timing, and rounding can
+  change a token: a resumed run generates equally valid samples, not always the same text.
+- server: the seed is sent with each request.
 """
 
 import gc
@@ -28,8 +28,7 @@ from .requests import Completion, Request, SamplingSettings, render_prompt
 
 
 class TransformersEngine:
-    """Batched `generate` of a causal language model that is already loaded; the engine of CPU runs. `batch_size` rows
-    per call are also the group of requests that is always drawn together."""
+    """Batched `generate` of a causal language model, `batch_size` requests per call; the engine of CPU runs."""
 
     def __init__(self, model, tokenizer, *, batch_size: int = 64, chat_template_kwargs: dict | None = None):
         self.model, self.tokenizer = model, tokenizer
@@ -37,15 +36,11 @@ class TransformersEngine:
         self.chat_template_kwargs = chat_template_kwargs
 
     @classmethod
-    def load(
-        cls, model: str, *, revision: str | None = None, dtype: str = "auto", device: str | None = None, **kwargs
-    ):
-        """Load a checkpoint directory or a Hub id; `kwargs` as in the class. `device` defaults to a GPU if there is
-        one."""
+    def load(cls, model: str, *, revision: str | None = None, dtype: str = "auto", **kwargs):
+        """Load a checkpoint directory or a Hub id, on a GPU if there is one; `kwargs` as in the class."""
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         tokenizer = AutoTokenizer.from_pretrained(model, revision=revision)
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(model, revision=revision, dtype=dtype)
@@ -53,11 +48,10 @@ class TransformersEngine:
             if "ignore_mismatched_sizes" not in str(error):
                 raise
             raise ValueError(
-                f"The weights in {model} do not have the shapes of the model that they are loaded into. Where it is "
-                "an adapter, "
-                "set base_model_name_or_path in its adapter_config.json to the model that it was trained on."
+                f"The weights in {model} do not have the shapes of the model that they are loaded into. For an "
+                "adapter, set base_model_name_or_path in its adapter_config.json to the model it was trained on."
             ) from error
-        return cls(loaded.to(device).eval(), tokenizer, **kwargs)
+        return cls(loaded.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer, **kwargs)
 
     def generate(
         self, requests: Sequence[Request], settings: SamplingSettings
@@ -75,14 +69,13 @@ class TransformersEngine:
 
 
 class VLLMEngine:
-    """vLLM in this process: continuous batching, prefix caching (the n samples of a problem share its prompt), tensor
-    parallelism. `settings` are those of `vllm.LLM`."""
+    """vLLM in this process, with prefix caching: the n samples of a problem share its prompt. `settings` are those of
+    `vllm.LLM`, whose own `generate` would return when all requests are finished, and lose them in a crash."""
 
     def __init__(self, model: str, *, chat_template_kwargs: dict | None = None, **settings: Any):
         from vllm import LLM
 
-        bars = sys.stderr.isatty()
-        self.llm = LLM(model=model, enable_prefix_caching=True, use_tqdm_on_load=bars, **settings)
+        self.llm = LLM(model=model, enable_prefix_caching=True, use_tqdm_on_load=sys.stderr.isatty(), **settings)
         self.chat_template_kwargs = chat_template_kwargs
 
     def generate(
@@ -107,36 +100,36 @@ class VLLMEngine:
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.finished:
-                    drawn = output.outputs[0]
-                    completion = Completion(drawn.text, len(drawn.token_ids), drawn.finish_reason)
+                    found = output.outputs[0]
+                    completion = Completion(found.text, len(found.token_ids), found.finish_reason)
                     yield requests[int(output.request_id)], completion
 
     def close(self) -> None:
-        """End vLLM's processes and free its memory: that happens with the last reference, and there are circles of
-        them."""
+        """End vLLM's processes and free its memory, which happens with the last reference; some are cyclic."""
         self.llm = None
         gc.collect()
 
 
 class ServerEngine:
     """
-    An OpenAI-compatible server, for example `vllm serve MODEL`; conversations go to `/chat/completions`.
+    An OpenAI-compatible server, for example `vllm serve MODEL`, asked through `/chat/completions`.
 
     The server applies its own chat template. Start it without a reasoning parser, or the verifier does not see the
     thoughts. A request that fails for a reason that can pass (connection, time-out, status 408, 429 or 5xx) is
-    repeated up to `max_attempts` times, with waiting that doubles from `first_wait_seconds` on; `num_retries` counts
-    the repetitions. The API key is read from the environment variable `OPENAI_API_KEY`, if set.
+    repeated up to `max_attempts` times, waiting `first_wait_seconds`, then twice as long, and so on. The API key is
+    read from the environment variable `OPENAI_API_KEY`, if set.
 
     Args:
         base_url (`str`): For example `http://localhost:8000/v1`.
         model (`str`): Name under which the server offers the model.
         concurrency (`int`): Requests in flight.
-        timeout_seconds (`float`): Limit of one request; long completions take minutes.
         chat_template_kwargs (`dict`, *optional*): Sent along (an extension that vLLM understands).
 
     Raises:
         `ValueError`: if the server does not answer or does not offer the model.
     """
+
+    timeout_seconds = 3600.0  # of one request; long completions take minutes
 
     def __init__(
         self,
@@ -144,7 +137,6 @@ class ServerEngine:
         model: str,
         *,
         concurrency: int = 64,
-        timeout_seconds: float = 3600.0,
         max_attempts: int = 5,
         first_wait_seconds: float = 1.0,
         chat_template_kwargs: dict | None = None,
@@ -154,20 +146,19 @@ class ServerEngine:
         self.model, self.concurrency = model, concurrency
         self.max_attempts, self.first_wait_seconds = max_attempts, first_wait_seconds
         self.chat_template_kwargs = chat_template_kwargs
-        self.num_retries = 0
         key = os.environ.get("OPENAI_API_KEY")
         self._client = httpx.Client(
             base_url=base_url.rstrip("/") + "/",
             headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx.Timeout(timeout_seconds, connect=10.0),
+            timeout=httpx.Timeout(self.timeout_seconds, connect=10.0),
             limits=httpx.Limits(max_connections=concurrency),
         )
         try:
             offered = [entry["id"] for entry in self._client.get("models").raise_for_status().json()["data"]]
         except httpx.HTTPError as error:
-            raise ValueError(f"No OpenAI-compatible server answers at {base_url}: {error}") from error
+            raise ValueError(f"No OpenAI-compatible server answers at base_url {base_url}: {error}") from error
         if model not in offered:
-            raise ValueError(f"The server at {base_url} does not offer {model!r}; it offers {offered}.")
+            raise ValueError(f"The server at {base_url} does not offer {model!r}. Choose from {offered}.")
 
     def generate(
         self, requests: Sequence[Request], settings: SamplingSettings
@@ -207,21 +198,19 @@ class ServerEngine:
     def _post(self, body: dict) -> dict:
         from huggingface_hub.utils import httpx
 
-        for attempt in range(1, self.max_attempts + 1):
+        for attempt in range(self.max_attempts):
+            if attempt:
+                time.sleep(self.first_wait_seconds * 2 ** (attempt - 1))
             try:
                 response = self._client.post("chat/completions", json=body)
-                if response.status_code not in (408, 429) and response.status_code < 500:
-                    if response.is_error:
-                        raise ValueError(
-                            f"The server refused a request ({response.status_code}): {response.text[:500]}"
-                        )
-                    return response.json()
-                reason = f"status {response.status_code}"
             except httpx.TransportError as error:
                 reason = f"{type(error).__name__}: {error}"
-            if attempt < self.max_attempts:
-                self.num_retries += 1
-                time.sleep(self.first_wait_seconds * 2 ** (attempt - 1))
+                continue
+            if response.is_success:
+                return response.json()
+            reason = f"status {response.status_code}"
+            if response.status_code not in (408, 429) and response.status_code < 500:
+                raise ValueError(f"The server refused a request ({response.status_code}): {response.text[:500]}")
         raise FailedRun(f"A request failed {self.max_attempts} times, last with {reason}; stored samples are kept.")
 
 
@@ -241,12 +230,11 @@ def identify_model(args: EvaluationArguments) -> dict[str, Any]:
 
 def start_engine(args: EvaluationArguments) -> Any:
     """
-    The engine that the arguments ask for, ready to `generate` and to be closed.
+    The engine that the arguments name, ready to `generate` and to be closed.
 
     Raises:
         `ValueError`: if vLLM is not installed, the chat template would ignore a key of `chat_template_kwargs`, or a
-        server
-            does not offer the model.
+            server does not offer the model.
     """
     template = args.template_kwargs
     if args.engine == "server":
@@ -258,23 +246,13 @@ def start_engine(args: EvaluationArguments) -> Any:
 
         check_chat_template_kwargs(AutoTokenizer.from_pretrained(args.model, revision=args.revision), template)
     common: dict[str, Any] = {"revision": args.revision, "dtype": args.dtype, "chat_template_kwargs": template}
-    if args.engine == "vllm":
-        return VLLMEngine(
-            args.model,
-            tensor_parallel_size=args.tensor_parallel_size,
-            gpu_memory_utilization=args.gpu_memory_utilization,
-            max_model_len=args.max_model_len,
-            enforce_eager=args.enforce_eager,
-            **common,
-        )
-    return TransformersEngine.load(args.model, batch_size=args.batch_size, **common)
+    if args.engine == "transformers":
+        return TransformersEngine.load(args.model, batch_size=args.batch_size, **common)
+    own = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager")
+    return VLLMEngine(args.model, **{name: getattr(args, name) for name in own}, **common)
 
 
 def engine_facts(args: EvaluationArguments) -> dict[str, Any]:
-    """What the results say about the engine."""
-    facts: dict[str, Any] = {"name": args.engine, "dtype": args.dtype}
-    if args.engine == "transformers":
-        facts["batch_size"] = args.batch_size
-    if args.engine == "vllm":
-        facts["tensor_parallel_size"] = args.tensor_parallel_size
-    return facts
+    """The engine's entry in the results."""
+    own = {"transformers": ("batch_size",), "vllm": ("tensor_parallel_size",)}.get(args.engine, ())
+    return {"name": args.engine, "dtype": args.dtype} | {name: getattr(args, name) for name in own}

@@ -1,9 +1,6 @@
-"""Grading while the engine is still drawing: the verifier's processes work on the last chunk during the next one.
+"""Background grading: the verifier's processes grade one chunk of completions while the engine generates the next."""
 
-One background thread feeds the verifier in the order of arrival; at the end only the last chunk is waited for.
-"""
-
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -14,22 +11,20 @@ from .benchmarks import Problem
 from .results import GradedSample
 
 
-# Small enough to start early and to overlap, large enough that handing a chunk over costs nothing.
 CHUNK_SIZE = 128
-# Chunks that may wait: bounds the memory when a store full of completions is read back faster than it can be graded.
+# Chunks that may wait: bounds the memory when stored completions are read faster than they can be graded.
 MAX_WAITING = 32
 
 
 class BackgroundGrader:
-    """Grades stored records in order, in the background, with a verifier that nobody else uses meanwhile.
-    `problems` hold the gold answers; `outcomes` counts what became of the completions (correct,
-    wrong, no_answer, timeout, ...)."""
+    """Grades stored records with a verifier that nobody else uses meanwhile. `problems` hold the gold answers;
+    `outcomes` counts the results (correct, wrong, no_answer, timeout, ...)."""
 
     def __init__(self, verifier: Verifier | CodeVerifier, problems: Sequence[Problem]):
         self._verifier, self._problems = verifier, {problem.id: problem for problem in problems}
         self.outcomes: Counter[str] = Counter()
         self._pool = ThreadPoolExecutor(max_workers=1)
-        self._waiting: list[Future[dict[tuple[str, int], GradedSample]]] = []
+        self._waiting: deque[Future] = deque()
         self._graded: dict[tuple[str, int], GradedSample] = {}
         self._chunk: list[dict[str, Any]] = []
 
@@ -44,24 +39,21 @@ class BackgroundGrader:
         self._chunk.append(record)
         if len(self._chunk) == CHUNK_SIZE:
             self._submit()
+        if len(self._waiting) > MAX_WAITING:
+            self._waiting.popleft().result()
 
     def finish(self) -> dict[tuple[str, int], GradedSample]:
-        """Wait for the rest; outcomes by (problem, sample)."""
+        """Wait for the rest; graded samples by (problem, sample)."""
         self._submit()
-        while self._waiting:
-            self._collect()
+        for future in self._waiting:
+            future.result()
         return self._graded
 
     def _submit(self) -> None:
-        chunk, self._chunk = self._chunk, []
-        if len(self._waiting) >= MAX_WAITING:
-            self._collect()
-        self._waiting.append(self._pool.submit(self._grade, chunk))
+        self._waiting.append(self._pool.submit(self._grade, self._chunk))
+        self._chunk = []
 
-    def _collect(self) -> None:
-        self._graded |= self._waiting.pop(0).result()
-
-    def _grade(self, chunk: Sequence[dict[str, Any]]) -> dict[tuple[str, int], GradedSample]:
+    def _grade(self, chunk: Sequence[dict[str, Any]]) -> None:
         completions = [record["completion"] for record in chunk]
         problems = [self._problems[record["problem"]] for record in chunk]
         solutions = [problem.of_sample(record["seed"])[1] for problem, record in zip(problems, chunk, strict=True)]
@@ -71,13 +63,11 @@ class BackgroundGrader:
             truncated = [record["finish_reason"] == "length" for record in chunk]
             grades = self._verifier.grade_detailed(completions, solutions, truncated)
         self.outcomes.update(grade.outcome.name.lower() for grade in grades)
-        return {
-            (record["problem"], record["sample"]): GradedSample(
+        for problem, record, grade in zip(problems, chunk, grades, strict=True):
+            self._graded[record["problem"], record["sample"]] = GradedSample(
                 problem=record["problem"],
                 outcome=grade.outcome.label,
                 num_tokens=record["num_tokens"],
                 finish_reason=record["finish_reason"],
                 answer=problem.comparable(last_boxed(record["completion"]), record["seed"]),
             )
-            for problem, record, grade in zip(problems, chunk, grades, strict=True)
-        }

@@ -1,8 +1,7 @@
 """pass@k from counts: the unbiased estimator of Chen et al. (2021, arXiv 2107.03374) and intervals over problems.
 
-Kept apart from sampling and grading so that it needs numpy only and can be checked against exact enumeration. It
-leaves out the variance inside one problem: a problem's value already carries the noise of its own n samples, so the
-spread over problems covers both sources.
+Needs numpy only. The variance inside one problem is not modeled: a problem's value already carries the noise of its
+own n samples, so the spread over problems covers both sources.
 """
 
 from statistics import NormalDist
@@ -40,8 +39,6 @@ def pass_at_k(n, c, k):
         `ValueError`: if a count is not an integer or lies outside the ranges above.
     """
     n, c, ks = _as_counts("n", n), _as_counts("c", c), _as_counts("k", k)
-    if ks.ndim > 1:
-        raise ValueError(f"k must be an int or a flat sequence of ints, got an array of shape {ks.shape}.")
     n, c = np.broadcast_arrays(n, c)
     if n.size == 0:
         raise ValueError("pass@k needs at least one problem, got an empty array of counts.")
@@ -79,11 +76,8 @@ def pass_interval(*benchmarks, confidence: float = 0.95) -> Interval:
     the same.
 
     Wilson's interval (1927) for a proportion of `n_eff = p (1 - p) / Var(mean)` problems that are solved always or
-    never. The spread that Var comes from is measured with one more problem in each benchmark, half of it solved and
-    half not. Without it few or hard problems get an interval that is far too short, or none, as long as the rare one
-    that is solved has not turned up; a percentile bootstrap has the same fault. Where all values are equal to 0 or 1
-    this is Wilson's interval for nearly as many problems as there are; with some hundred problems it is as short as
-    the bootstrap's.
+    never. Var is measured with one more problem in each benchmark, half of it solved and half not: without it, few or
+    hard problems get an interval that is far too short (as they do from a percentile bootstrap).
 
     Args:
         benchmarks (arrays of shape `(P,)` or `(P, K)`): pass@k in [0, 1] of each problem (and k), benchmark by
@@ -94,17 +88,14 @@ def pass_interval(*benchmarks, confidence: float = 0.95) -> Interval:
         [`Interval`] of floats, or of arrays of shape `(K,)`.
 
     Raises:
-        `ValueError`: if a benchmark has no problem, a value lies outside [0, 1], or `confidence` outside (0, 1).
+        `ValueError`: if a benchmark has no problem or a value lies outside [0, 1].
     """
-    _check_confidence(confidence)
     means, centres, variances = [], [], []
     for benchmark in benchmarks:
         values = np.asarray(benchmark, dtype=np.float64)
         num_problems = values.shape[0]
-        if num_problems == 0:
-            raise ValueError("An interval over problems needs at least one problem, got none.")
-        if not (values.min() >= 0 and values.max() <= 1):
-            raise ValueError(f"pass@k is a share in [0, 1], got values in [{values.min()}, {values.max()}].")
+        if num_problems == 0 or not (values.min() >= 0 and values.max() <= 1):
+            raise ValueError(f"An interval needs at least one problem and pass@k in [0, 1], got {benchmark!r:.80}.")
         centre = (values.sum(axis=0) + 0.5) / (num_problems + 1)
         squares = ((values - centre) ** 2).sum(axis=0) + 0.5 * (centre**2 + (1 - centre) ** 2)
         means.append(values.mean(axis=0))
@@ -130,23 +121,18 @@ def paired_interval(*pairs, confidence: float = 0.95) -> Interval:
     The interval is built from those of the two models ([`pass_interval`]) and the correlation r of their values over
     problems (Newcombe 1998, method 10; Zou and Donner 2008). With means p1, p2 and intervals [l1, u1], [l2, u2] its
     lower end is `d - sqrt((p2 - l2)^2 - 2 r (p2 - l2) (u1 - p1) + (u1 - p1)^2)` with `d = p2 - p1`, its upper end
-    likewise. It has a width also where all values of both models are 0, or all are 1; a bootstrap has none there.
+    likewise.
 
     Args:
         pairs (tuples of two arrays of shape `(P,)` or `(P, K)`): pass@k in [0, 1] of each problem (and k), of the
             baseline and of the candidate, row by row of the same problems; benchmark by benchmark.
-        confidence (`float`): Coverage of the interval, in (0, 1).
-
-    Returns:
-        [`Interval`] of floats, or of arrays of shape `(K,)`.
-
-    Raises:
-        `ValueError`: as [`pass_interval`], and if the shapes of a pair differ.
+        confidence (`float`): Coverage; returns and raises as [`pass_interval`], also if the shapes of a pair differ.
     """
     arrays = [[np.asarray(values, dtype=np.float64) for values in pair] for pair in pairs]
     products = []  # of the deviations from the mean: of both, of the baseline, of the candidate
     for baseline, candidate in arrays:
-        _check_same_shape(baseline, candidate)
+        if baseline.shape != candidate.shape:
+            raise ValueError(f"Pairs need the same problems, got shapes {baseline.shape} and {candidate.shape}.")
         x, y = (values - values.mean(axis=0) for values in (baseline, candidate))
         products.append([(a * b).sum(axis=0) / len(x) ** 2 for a, b in ((x, y), (x, x), (y, y))])
     first, second = (pass_interval(*which, confidence=confidence) for which in zip(*arrays, strict=True))
@@ -166,10 +152,7 @@ def paired_interval(*pairs, confidence: float = 0.95) -> Interval:
 def bootstrap_interval(values, *, confidence: float = 0.95, num_resamples: int = 2000, seed: int = 0) -> Interval:
     """
     Mean over problems with a percentile bootstrap interval over problems, for values that are not shares, such as
-    distances.
-
-    Its coverage falls short of `confidence` with few problems, see docs/evaluation.md; for pass@k there are
-    [`pass_interval`] and [`paired_interval`].
+    distances. Its coverage falls short of `confidence` with few problems, see docs/evaluation.md.
 
     Args:
         values (array of shape `(P,)` or `(P, K)`): One value per problem (and per k).
@@ -177,16 +160,9 @@ def bootstrap_interval(values, *, confidence: float = 0.95, num_resamples: int =
         num_resamples (`int`), seed (`int`): Of the resampling; the same seed draws the same problems for every column.
 
     Returns:
-        [`Interval`] of floats, or of arrays of shape `(K,)`. With one problem the interval has no width: it says
-        nothing.
-
-    Raises:
-        `ValueError`: if there is no problem or `confidence` is outside (0, 1).
+        [`Interval`] of floats, or of arrays of shape `(K,)`. With one problem the interval has no width.
     """
     values = np.asarray(values, dtype=np.float64)
-    if values.shape[0] == 0:
-        raise ValueError("A bootstrap over problems needs at least one problem, got none.")
-    _check_confidence(confidence)
     num_problems = values.shape[0]
     draws = np.random.default_rng(seed).integers(0, num_problems, size=(num_resamples, num_problems))
     # as multiplicities, so that memory is num_resamples * P and one matrix product does the rest
@@ -198,34 +174,9 @@ def bootstrap_interval(values, *, confidence: float = 0.95, num_resamples: int =
     return Interval(float(mean), float(lower), float(upper)) if values.ndim == 1 else Interval(mean, lower, upper)
 
 
-def paired_bootstrap(
-    baseline, candidate, *, confidence: float = 0.95, num_resamples: int = 2000, seed: int = 0
-) -> Interval:
-    """
-    Interval of `mean(candidate) - mean(baseline)` when both were measured on the same problems, row by row.
-
-    Pairing removes the spread between easy and hard problems, so the interval is narrower than the two separate ones
-    suggest. Arguments as in [`bootstrap_interval`]; both arrays have shape `(P,)` or `(P, K)`.
-
-    Raises:
-        `ValueError`: if the shapes differ.
-    """
-    baseline, candidate = np.asarray(baseline, dtype=np.float64), np.asarray(candidate, dtype=np.float64)
-    _check_same_shape(baseline, candidate)
-    return bootstrap_interval(candidate - baseline, confidence=confidence, num_resamples=num_resamples, seed=seed)
-
-
-def _check_same_shape(baseline: np.ndarray, candidate: np.ndarray) -> None:
-    if baseline.shape != candidate.shape:
-        raise ValueError(
-            f"A paired comparison needs the same problems and k on both sides, got shapes {baseline.shape} and "
-            f"{candidate.shape}."
-        )
-
-
-def _check_confidence(confidence: float) -> None:
-    if not 0.0 < confidence < 1.0:
-        raise ValueError(f"confidence is a probability strictly between 0 and 1, got {confidence}.")
+def paired_bootstrap(baseline, candidate, **options) -> Interval:
+    """[`bootstrap_interval`] of `mean(candidate) - mean(baseline)`, both measured on the same problems."""
+    return bootstrap_interval(np.subtract(candidate, baseline), **options)
 
 
 def _as_counts(name: str, counts) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""Which weights, which library versions, which machine: the facts that make a number repeatable.
+"""Weights, library versions, and machine of a run: the facts that make a number repeatable.
 
-A checkpoint directory is identified by its content, not by its path or name: samples of an overwritten checkpoint are
-not mistaken for those of the new one, and a copy is the same model.
+A checkpoint directory is identified by its content: samples of an overwritten checkpoint are not mistaken for those of
+the new one, and a copy is the same model.
 """
 
 import hashlib
@@ -117,11 +117,10 @@ def source_commit() -> str | None:
     if not (root / ".git").exists():
         return None
     try:
-        commit = _git(root, "rev-parse", "HEAD")
-        return commit + ("+changes" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+        commit, changes = (
+            subprocess.run(["git", *words], cwd=root, check=True, capture_output=True, text=True).stdout.strip()
+            for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def _git(root: Path, *arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=root, check=True, capture_output=True, text=True).stdout.strip()
+    return commit + ("+changes" if changes else "")

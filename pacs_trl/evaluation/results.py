@@ -1,11 +1,10 @@
 """The results file: counts per problem, pass@k with intervals, and everything needed to judge or repeat them.
 
-It is what the report, the model card and the Hub metadata are made from, so it holds plain data only and reading it
-needs neither torch nor the samples. Raise `RESULTS_SCHEMA` when a key changes its meaning.
+Report, model card and Hub metadata are made from it; it holds plain data only, and reading it needs neither torch nor
+the samples. Raise `RESULTS_SCHEMA` when a key changes its meaning.
 """
 
 import json
-import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -42,20 +41,26 @@ def summarize(problem_ids: Sequence[str], samples: Iterable[GradedSample], ks: S
     of truncated completions is over all of them.
 
     Raises:
-        `ValueError`: if a problem has no sample, or if no problem could be scored.
+        `ValueError`: if no problem could be scored.
     """
     by_problem: dict[str, list[GradedSample]] = {problem: [] for problem in problem_ids}
     for sample in samples:
         by_problem[sample.problem].append(sample)
-    empty = [problem for problem, drawn in by_problem.items() if not drawn]
-    if empty:
-        raise ValueError(
-            f"{len(empty)} problems have no samples, the first is {empty[0]!r}; sampling is not finished."
-        )
-    problems = [_problem_entry(problem, drawn) for problem, drawn in by_problem.items()]
+    problems: list[dict[str, Any]] = [
+        {
+            "id": problem,
+            "n": len(generated),
+            "c": sum(sample.outcome == 1.0 for sample in generated),
+            "ungraded": sum(sample.outcome is None for sample in generated),
+            "truncated": sum(sample.finish_reason == "length" for sample in generated),
+            "mean_tokens": sum(sample.num_tokens for sample in generated) / len(generated),
+            "answer_entropy": answer_entropy([sample.answer for sample in generated]),
+        }
+        for problem, generated in by_problem.items()
+    ]
     scorable = [p for p in problems if p["ungraded"] == 0]
     if not scorable:
-        raise ValueError("No problem could be scored: the verifier reads none of the gold answers.")
+        raise ValueError("The verifier reads none of the gold answers. Check the answers and verification_protocol.")
     return {
         "problems": problems,
         "unscorable": [p["id"] for p in problems if p["ungraded"]],
@@ -78,7 +83,7 @@ def pass_at_k_table(n: Sequence[int], c: Sequence[int], ks: Sequence[int]) -> di
 def write_results(path: Path, results: dict[str, Any]) -> None:
     """Write a results file whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(_finite(results), indent=1) + "\n", encoding="utf-8")
+    temporary.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     os.replace(temporary, path)
 
 
@@ -132,25 +137,3 @@ def require_same_protocol(results: Sequence[dict[str, Any]], names: Sequence[str
                 f"{names[other]} and {names[i]} were measured under different protocols and cannot stand in one "
                 "table:\n  " + "\n  ".join(lines) + "\nEvaluate one of them again under the other's protocol."
             )
-
-
-def _problem_entry(problem: str, drawn: list[GradedSample]) -> dict[str, Any]:
-    graded = [sample.outcome for sample in drawn if sample.outcome is not None]
-    return {
-        "id": problem,
-        "n": len(drawn),
-        "c": sum(outcome == 1.0 for outcome in graded),
-        "ungraded": len(drawn) - len(graded),
-        "truncated": sum(sample.finish_reason == "length" for sample in drawn),
-        "mean_tokens": sum(sample.num_tokens for sample in drawn) / len(drawn),
-        "answer_entropy": answer_entropy([sample.answer for sample in drawn]),
-    }
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no nan: a number that could not be computed is null."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,19 +1,21 @@
-"""A checkpoint in, results.json out.
+"""Evaluate a checkpoint: sample, grade, count, and write results.json.
 
-Samples go to `OUTPUT_DIR/samples/BENCHMARK.jsonl` as they are drawn, grades to `OUTPUT_DIR/grades/BENCHMARK.json`,
-counts and pass@k to `OUTPUT_DIR/results.json`. Running the same command again draws only what is missing; raising `n`
-draws only the additional samples. Prompts and grading are those of training.
+Samples go to `OUTPUT_DIR/samples/BENCHMARK.jsonl` as they are generated, grades to `OUTPUT_DIR/grades/BENCHMARK.json`,
+counts and pass@k to `OUTPUT_DIR/results.json`. Running the same command again generates only what is missing; raising
+`n` adds samples. Prompts and grading are those of training.
 """
 
 import json
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from tqdm.auto import tqdm
 
 from ..data import instruction_for
 from ..data.sets import report_unreadable_golds
@@ -23,12 +25,11 @@ from ..verification.code import CodeVerifier
 from . import provenance
 from .arguments import EvaluationArguments
 from .benchmarks import LoadedBenchmark, load_benchmark
-from .clock import EngineClock
 from .engines import TransformersEngine, engine_facts, identify_model, start_engine
 from .grading import BackgroundGrader
 from .requests import Request, render_prompt, sample_seed
 from .results import RESULTS_SCHEMA, GradedSample, summarize, write_results
-from .store import SampleStore, digest, evaluation_file
+from .store import SampleStore, digest, evaluation_file, read_samples
 
 
 logger = logging.getLogger(__name__)
@@ -43,21 +44,20 @@ def evaluate(
     progress: bool = True,
 ) -> dict[str, Any]:
     """
-    Sample, grade and count; writes and returns the results.
+    Sample, grade and count; write and return the results.
 
     Args:
         args ([`EvaluationArguments`]): What to evaluate and how to sample.
         verifier ([`~pacs_trl.verification.Verifier`]): Grades; the one of training, for comparable numbers.
-        code_verifier ([`~pacs_trl.verification.code.CodeVerifier`], *optional*): Runs the programs of benchmarks of
-        code.
+        code_verifier ([`~pacs_trl.verification.code.CodeVerifier`], *optional*): Runs the programs of code benchmarks.
         max_failure_share (`float`): Refuse a benchmark of which more than this share could not be verified.
-        progress (`bool`): Whether to show a progress bar.
+        progress (`bool`): Whether to show a progress bar on a terminal.
 
     Raises:
         `ValueError`: before any model is loaded, if an argument, a benchmark, the model or a store does not fit; after
             grading, if too much of a benchmark could not be verified.
     """
-    clock = EngineClock()
+    started = time.perf_counter()
     if args.engine != "server":
         check_model_path(args.model)
     benchmarks = load_benchmarks(args)
@@ -68,49 +68,62 @@ def evaluate(
     for benchmark in (b for b in benchmarks if not b.is_code):
         ids, golds = [p.id for p in benchmark.problems], [p.solution for p in benchmark.problems]
         report_unreadable_golds(benchmark.title, golds, verifier, ids)
-    output_dir = Path(args.output_dir)
     entries: dict[str, Any] = {}
+    num_tokens = 0
     with ExitStack() as stack:
         stores = [stack.enter_context(_open_store(args, model, benchmark)) for benchmark in benchmarks]
-        for store in stores:
-            if store.repaired:
-                logger.warning(store.repaired)
         requests = [missing_requests(args, b, store.keys) for b, store in zip(benchmarks, stores, strict=True)]
         engine = None
         if any(requests):
-            with clock.loading():
-                engine = start_engine(args)
+            engine = start_engine(args)
             stack.callback(engine.close)
         for benchmark, store, missing in zip(benchmarks, stores, requests, strict=True):
             grading = code_verifier if benchmark.is_code else verifier
             with BackgroundGrader(grading, benchmark.problems) as grader:
-                for record in store.records():
-                    if record["sample"] < args.n:
-                        grader.add(record)
-                with _progress_bar(benchmark.title, len(missing), enabled=progress and bool(missing)) as advance:
-                    for request, completion in clock.timed(engine, missing, args.sampling):
-                        if (request.problem_id, request.sample) not in store.keys:
-                            grader.add(
-                                store.append(request.problem_id, request.sample, request.seed, **asdict(completion))
-                            )
-                        advance(completion.num_tokens)
+                bar = tqdm(total=len(missing), desc=benchmark.title, disable=None if progress and missing else True)
+                num_tokens += _sample(args, store, missing, engine, grader, bar)
                 graded = grader.finish()
             _check_failures(benchmark, grader.outcomes, max_failure_share)
-            entries[benchmark.name] = benchmark_entry(benchmark, graded.values(), grader.outcomes, args.ks)
+            entries[benchmark.name] = {
+                "title": benchmark.title,
+                "source": benchmark.source,
+                "verification": dict(grader.outcomes),
+                **summarize([problem.id for problem in benchmark.problems], graded.values(), args.ks),
+            }
             if benchmark.is_code:
                 entries[benchmark.name]["programs"] = code_verifier.facts()
-            _write_grades(output_dir, benchmark, graded, args.n)
+            _write_grades(args, benchmark, graded)
     if args.token_entropy_samples:
-        _add_token_entropy(args, model, benchmarks, entries)
-    results = _results(args, model, verifier, entries, clock)
-    write_results(output_dir / "results.json", results)
+        _add_token_entropy(args, benchmarks, entries)
+    timing = {"wall_seconds": round(time.perf_counter() - started, 3), "num_tokens": num_tokens}
+    results = _results(args, model, verifier, entries) | {"timing": timing}
+    write_results(Path(args.output_dir) / "results.json", results)
     return results
 
 
-def _results(
-    args: EvaluationArguments, model: dict, verifier: Verifier, entries: dict, clock: EngineClock
-) -> dict[str, Any]:
-    """What results.json holds."""
+def _sample(
+    args: EvaluationArguments,
+    store: SampleStore,
+    missing: Sequence[Request],
+    engine: Any,
+    grader: BackgroundGrader,
+    bar: tqdm,
+) -> int:
+    """Generate and store what is missing, and hand all samples to the grader; the number of generated tokens."""
+    num_tokens = 0
+    for record in read_samples(store.path):
+        if record["sample"] < args.n:
+            grader.add(record)
+    with bar:
+        for request, completion in engine.generate(missing, args.sampling) if missing else ():
+            if (request.problem_id, request.sample) not in store.keys:
+                grader.add(store.append(request.problem_id, request.sample, request.seed, *completion))
+            num_tokens += completion.num_tokens
+            bar.update()
+    return num_tokens
+
+
+def _results(args: EvaluationArguments, model: dict, verifier: Verifier, entries: dict) -> dict[str, Any]:
     return {
         "schema_version": RESULTS_SCHEMA,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -119,14 +132,23 @@ def _results(
         "n": args.n,
         "k": args.ks,
         "seed": args.seed,
-        "protocol": protocol(args, verifier),
+        "protocol": {
+            "sampling": asdict(args.sampling),
+            "prompt": _prompt_facts(args),
+            "verifier": {
+                "name": "math_verify",
+                "version": provenance.versions()["math-verify"],
+                "protocol": verifier.protocol,
+                "cpu_seconds": verifier.cpu_seconds,
+                "grade_truncated": verifier.grade_truncated,
+            },
+        },
         "prompt_digest": _prompt_digest(args),
         "engine": engine_facts(args),
         "benchmarks": entries,
         "versions": provenance.versions(),
         "hardware": provenance.hardware(),
         "commit": provenance.source_commit(),
-        "timing": clock.summary(),
     }
 
 
@@ -142,15 +164,15 @@ def load_benchmarks(args: EvaluationArguments) -> list[LoadedBenchmark]:
         )
     names = [benchmark.name for benchmark in benchmarks]
     if len(set(names)) < len(names):
-        raise ValueError(f"Each benchmark may be named once, got {', '.join(names)}.")
+        raise ValueError(f"benchmarks names one twice: {', '.join(names)}. Name each benchmark once.")
     return benchmarks
 
 
 def missing_requests(
     args: EvaluationArguments, benchmark: LoadedBenchmark, stored: set[tuple[str, int]]
 ) -> list[Request]:
-    """What is left to draw, in whole groups of the engine: a group with a hole in it is drawn again as it was
-    before."""
+    """Requests that are not stored, in whole groups of the engine: a group with a missing sample is generated again,
+    as it was before."""
     requests = []
     for problem in benchmark.problems:
         for sample in range(args.n):
@@ -162,24 +184,23 @@ def missing_requests(
     return [r for group in groups if any((r.problem_id, r.sample) not in stored for r in group) for r in group]
 
 
-def benchmark_entry(
-    benchmark: LoadedBenchmark, graded: Iterable[GradedSample], outcomes: Mapping[str, int], ks: Sequence[int]
-) -> dict[str, Any]:
-    """The entry of one benchmark in the results."""
-    summary = summarize([problem.id for problem in benchmark.problems], graded, ks)
-    return {"title": benchmark.title, "source": benchmark.source, "verification": dict(outcomes), **summary}
-
-
-def protocol(args: EvaluationArguments, verifier: Verifier) -> dict[str, Any]:
-    """What must be equal for two results to stand in one table."""
-    grader = {
-        "name": "math_verify",
-        "version": provenance.versions()["math-verify"],
-        "protocol": verifier.protocol,
-        "cpu_seconds": verifier.cpu_seconds,
-        "grade_truncated": verifier.grade_truncated,
+def _prompt_facts(args: EvaluationArguments) -> dict[str, Any]:
+    return {
+        "instruction": args.prompt_instruction,
+        "system_prompt": args.system_prompt,
+        "chat_template_kwargs": args.template_kwargs,
     }
-    return {"sampling": asdict(args.sampling), "prompt": _prompt_facts(args), "verifier": grader}
+
+
+def _prompt_digest(args: EvaluationArguments) -> str:
+    """Digest of one fixed problem as the model sees it, chat template included unless a server applies it."""
+    prompt = args.prompt_of("What is $1 + 1$?")
+    if args.engine == "server":
+        return digest({"messages": prompt})
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(args.model, revision=args.revision)
+    return digest({"text": render_prompt(tokenizer, prompt, args.template_kwargs)})
 
 
 def _check_failures(benchmark: LoadedBenchmark, outcomes: Mapping[str, int], max_share: float) -> None:
@@ -188,7 +209,6 @@ def _check_failures(benchmark: LoadedBenchmark, outcomes: Mapping[str, int], max
     if sum(failures.values()) > max_share * sum(outcomes.values()):
         raise ValueError(
             f"{benchmark.title}: of {sum(outcomes.values())} completions these could not be verified: {failures}, "
-            "which is "
             f"more than verification_max_failure_share {max_share}. The samples are kept; check the gold answers and "
             "the verification limits, or raise the share, and run the same command again."
         )
@@ -202,90 +222,43 @@ def _open_store(args: EvaluationArguments, model: dict[str, Any], benchmark: Loa
         "prompt": _prompt_facts(args) | {"instruction": instruction_for(benchmark, args.prompt_instruction)},
         "sampling": asdict(args.sampling),
         "seed": args.seed,
-        # The batch is part of what decides the text of the transformers engine; see engines.py.
+        # The batch decides the text of the transformers engine; see engines.py.
         "engine": {"name": args.engine, "dtype": args.dtype, "batch_size": engine_facts(args).get("batch_size")},
     }
-    return SampleStore(evaluation_file(args.output_dir, "samples", benchmark.name), settings)
-
-
-def _prompt_facts(args: EvaluationArguments) -> dict[str, Any]:
-    return {
-        "instruction": args.prompt_instruction,
-        "system_prompt": args.system_prompt,
-        "chat_template_kwargs": args.template_kwargs,
-    }
-
-
-def _prompt_digest(args: EvaluationArguments) -> str:
-    """Digest of one fixed problem as the model sees it, chat template included (without it when a server applies
-    it)."""
-    prompt = args.prompt_of("What is $1 + 1$?")
-    if args.engine == "server":
-        return digest({"messages": prompt})
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(args.model, revision=args.revision)
-    return digest({"text": render_prompt(tokenizer, prompt, args.template_kwargs)})
+    store = SampleStore(evaluation_file(args.output_dir, "samples", benchmark.name), settings)
+    if store.repaired:
+        logger.warning(store.repaired)
+    return store
 
 
 def _write_grades(
-    output_dir: Path, benchmark: LoadedBenchmark, graded: dict[tuple[str, int], GradedSample], n: int
+    args: EvaluationArguments, benchmark: LoadedBenchmark, graded: dict[tuple[str, int], GradedSample]
 ) -> None:
     """One character per sample, in order: 1 correct, 0 wrong (or a soft outcome below 1), - not gradable."""
     grades = {}
     for problem in benchmark.problems:
-        outcomes = [graded[problem.id, sample].outcome for sample in range(n)]
+        outcomes = [graded[problem.id, sample].outcome for sample in range(args.n)]
         grades[problem.id] = "".join("-" if o is None else "1" if o == 1.0 else "0" for o in outcomes)
-    path = evaluation_file(output_dir, "grades", benchmark.name)
+    path = evaluation_file(args.output_dir, "grades", benchmark.name)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(grades, indent=0) + "\n", encoding="utf-8")
 
 
 def _add_token_entropy(
-    args: EvaluationArguments, model: dict[str, Any], benchmarks: Sequence[LoadedBenchmark], entries: dict[str, Any]
+    args: EvaluationArguments, benchmarks: Sequence[LoadedBenchmark], entries: dict[str, Any]
 ) -> None:
     """Teacher-forced entropy of the first samples of each problem, averaged over completions."""
-    from .token_entropy import completion_entropies
+    from .sampling import completion_entropies
 
     engine = TransformersEngine.load(
         args.model, revision=args.revision, dtype=args.dtype, chat_template_kwargs=args.template_kwargs
     )
     for benchmark in benchmarks:
         problems = {problem.id: problem for problem in benchmark.problems}
-        with _open_store(args, model, benchmark) as store:
-            kept = [r for r in store.records() if r["sample"] < args.token_entropy_samples and r["completion"]]
-        kept.sort(key=lambda r: (r["problem"], r["sample"]))  # the store has them in the order of their arrival
-        asked = [args.prompt_of(problems[r["problem"]].of_sample(r["seed"])[0], benchmark) for r in kept]
-        texts = [render_prompt(engine.tokenizer, prompt, args.template_kwargs) for prompt in asked]
+        stored = read_samples(evaluation_file(args.output_dir, "samples", benchmark.name))
+        kept = [r for r in stored if r["sample"] < args.token_entropy_samples and r["completion"]]
+        kept.sort(key=lambda r: (r["problem"], r["sample"]))  # stored in the order of their arrival
+        prompts = [args.prompt_of(problems[r["problem"]].of_sample(r["seed"])[0], benchmark) for r in kept]
+        texts = [render_prompt(engine.tokenizer, prompt, args.template_kwargs) for prompt in prompts]
         entropies = completion_entropies(engine.model, engine.tokenizer, texts, [r["completion"] for r in kept])
         entries[benchmark.name]["token_entropy"] = sum(entropies) / len(entropies) if entropies else None
-
-
-@contextmanager
-def _progress_bar(title: str, total: int, *, enabled: bool) -> Iterator[Any]:
-    """Yields `advance(num_tokens)`; shows completions, tokens per second and the remaining time, unless into a pipe or
-    file."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]:.0f} tokens/s"),
-        TimeRemainingColumn(),
-    )
-    started, tokens = time.perf_counter(), 0
-    console = Console()
-    if not (enabled and (console.is_terminal or console.is_jupyter)):  # rich 13.0 ends even a disabled bar with a line
-        yield lambda num_tokens: None
-        return
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task(title, total=total, rate=0.0)
-
-        def advance(num_tokens: int) -> None:
-            nonlocal tokens
-            tokens += num_tokens
-            bar.update(task, advance=1, rate=tokens / (time.perf_counter() - started))
-
-        yield advance

@@ -1,9 +1,8 @@
-"""The in-process sampler, for CPUs and tests: transformers `generate` with one stream of random numbers per
-completion.
+"""The in-process sampler, for CPUs and tests: transformers `generate` with one random stream per completion.
 
 Random numbers never come from a global generator: each completion owns a stream of uniforms that depends on its seed
 alone, and a token is the inverse of the cumulative distribution at the next uniform. A completion therefore does not
-depend on which other rows share its batch, up to the rounding of the forward pass; with the same batches it is
+depend on which others share its batch, up to the rounding of the forward pass; with the same batches it is
 bit-for-bit the same.
 """
 
@@ -15,6 +14,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from ..update.scorer import score_rows
 from .requests import Completion, Prompt, SamplingSettings, render_prompt, sample_seed
 
 
@@ -61,8 +61,13 @@ def generate_batch(
     rows = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     stop_ids = stop_token_ids(model, tokenizer)
-    drawn, _ = generate_tokens(model, rows, seeds, settings, pad_token_id=pad_token_id, stop_ids=stop_ids)
-    return [_completion(tokenizer, tokens, stop_ids) for tokens in drawn]
+    generated, _ = generate_tokens(model, rows, seeds, settings, pad_token_id=pad_token_id, stop_ids=stop_ids)
+    completions = []
+    for tokens in generated:
+        length = next((i + 1 for i, token in enumerate(tokens) if token in stop_ids), None)
+        text = tokenizer.decode(tokens[:length], skip_special_tokens=True)
+        completions.append(Completion(text, length or len(tokens), "stop" if length else "length"))
+    return completions
 
 
 def generate_tokens(
@@ -164,7 +169,14 @@ def stop_token_ids(model, tokenizer) -> set[int]:
     return {token for token in [*declared, tokenizer.eos_token_id] if token is not None}
 
 
-def _completion(tokenizer, tokens: list[int], stop_ids: set[int]) -> Completion:
-    length = next((i + 1 for i, token in enumerate(tokens) if token in stop_ids), None)
-    text = tokenizer.decode(tokens[:length], skip_special_tokens=True)
-    return Completion(text, length or len(tokens), "stop" if length else "length")
+@torch.no_grad()
+def completion_entropies(
+    model, tokenizer, texts: Sequence[str], completions: Sequence[str], *, batch_size: int = 8
+) -> list[float]:
+    """Mean token entropy of each completion of a rendered prompt, in nats, under the causal language model that
+    generated it: one teacher-forced pass, the same for every engine; nan for an empty completion."""
+    prompt_ids, completion_ids = (
+        [tokenizer(text, add_special_tokens=False)["input_ids"] for text in column] for column in (texts, completions)
+    )
+    scores = score_rows(model, prompt_ids, completion_ids, batch_size=batch_size)
+    return [entropies.double().mean().item() for _, entropies in scores]

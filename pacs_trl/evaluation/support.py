@@ -1,9 +1,7 @@
-"""Which problems tuning keeps, gains and loses: the support measures of "The Invisible Leash" (arXiv 2507.14843).
+"""Support measures of "The Invisible Leash" (arXiv 2507.14843): problems that tuning keeps, gains and loses.
 
-A problem with one right answer is in the empirical support of a model if at least one of n samples is correct; with n
-samples an answer of probability above -ln(0.05)/n is found with 95 % certainty, so both models need the same n.
-Everything here is arithmetic on counts and answers: it needs no model. Token entropy, which does, is in
-`token_entropy.py`.
+A problem is in the empirical support of a model if at least one of n samples is correct; with n samples an answer of
+probability above -ln(0.05)/n is found with 95 % certainty, so both models need the same n.
 """
 
 import math
@@ -46,19 +44,8 @@ def support(base_correct, tuned_correct, num_samples: int) -> Support:
     """
     Compare two models problem by problem: their correct samples per problem, int `(P,)` in the same order, of
     `num_samples` each.
-
-    Raises:
-        `ValueError`: if the shapes differ, there is no problem, or a count exceeds `num_samples`.
     """
-    base_correct, tuned_correct = np.asarray(base_correct), np.asarray(tuned_correct)
-    if base_correct.shape != tuned_correct.shape or base_correct.size == 0:
-        raise ValueError(
-            f"Support compares two models on the same problems; got counts of shapes {base_correct.shape} and "
-            f"{tuned_correct.shape}."
-        )
-    if max(base_correct.max(), tuned_correct.max()) > num_samples:
-        raise ValueError(f"A problem has more correct samples than num_samples = {num_samples}.")
-    base, tuned = base_correct > 0, tuned_correct > 0
+    base, tuned = np.asarray(base_correct) > 0, np.asarray(tuned_correct) > 0
     p, e = int((base & tuned).sum()), int((~base & tuned).sum())
     s, o = int((base & ~tuned).sum()), int((~base & ~tuned).sum())
     retention, discovery = _ratio(p, p + s), _ratio(e, p + e)
@@ -77,14 +64,9 @@ def support(base_correct, tuned_correct, num_samples: int) -> Support:
 
 def answer_entropy(answers: Sequence[Hashable]) -> float:
     """
-    Entropy in nats of the final answers of one problem, `-sum_j f_j/N ln(f_j/N)`, in [0, ln N]; a missing one (`None`)
-    counts as an answer of its own.
-
-    Raises:
-        `ValueError`: if there are no answers.
+    Entropy in nats of the final answers of one problem (at least one), `-sum_j f_j/N ln(f_j/N)`, in [0, ln N]; a
+    missing one (`None`) counts as an answer of its own.
     """
-    if not answers:
-        raise ValueError("The entropy of answers needs at least one answer.")
     # In one order, or the last digit would tell which sample an engine has finished first.
     shares = np.array(sorted(Counter(answers).values())) / len(answers)
     return float(-(shares * np.log(shares)).sum()) + 0.0  # + 0.0 turns -0.0 into 0.0

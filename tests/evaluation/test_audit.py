@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 
 from pacs_trl.evaluation.audit import main
+from pacs_trl.evaluation.benchmarks import load_benchmark
 
 
 DATA = Path(__file__).parents[1] / "data"
@@ -33,8 +34,9 @@ def counts(output):
 
 
 def test_three_protocols_side_by_side(path, capsys):
-    assert main(["--completions", path, "--num-workers", "1"]) == 0
+    assert main(["--completions", path, "--num-workers", "1", "--examples", "2"]) == 0
     output = capsys.readouterr().out
+    assert output.count("  row ") == 6
     assert counts(output) == {
         "correct": ["4", "2", "2"],
         "wrong": ["1", "1", "2"],
@@ -46,12 +48,6 @@ def test_three_protocols_side_by_side(path, capsys):
     assert "row 4: authors correct, trl gold_unparseable" in output
     assert "authors and text disagree on the label of 2 of 5" in output
     assert "accuracy              0.8000    0.5000    0.4000" in output
-
-
-def test_number_of_examples_and_choice_of_protocols(path, capsys):
-    main(["--completions", path, "--protocols", "authors", "text", "--examples", "1", "--num-workers", "1"])
-    output = capsys.readouterr().out
-    assert output.count("  row ") == 1 and "trl" not in output
 
 
 def test_golds_that_zero_is_graded_correct_for(tmp_path, capsys):
@@ -89,8 +85,6 @@ def test_groups_are_unrolled(tmp_path, capsys):
 
 
 def test_sample_file_takes_its_golds_from_the_benchmark(tmp_path, capsys):
-    from pacs_trl.evaluation.benchmarks import load_benchmark
-
     problem = load_benchmark("miniature/addition").problems[0]
     file = tmp_path / "samples.jsonl"
     lines = [
@@ -99,32 +93,26 @@ def test_sample_file_takes_its_golds_from_the_benchmark(tmp_path, capsys):
         {"problem": problem.id, "sample": 1, "completion": r"\boxed{-1}"},
     ]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    main(
-        [
-            "--completions",
-            str(file),
-            "--benchmark",
-            "miniature/addition",
-            "--protocols",
-            "authors",
-            "--num-workers",
-            "1",
-        ]
-    )
+    options = ["--benchmark", "miniature/addition", "--protocols", "authors", "--num-workers", "1"]
+    main(["--completions", str(file), *options])
     output = capsys.readouterr().out
     assert "2 completions" in output and "correct                    1" in output
 
 
-def test_errors(tmp_path, path):
-    with pytest.raises(ValueError, match="Columns found: completion, solution"):
-        main(["--completions", path, "--solution-column", "gold"])
-    with pytest.raises(ValueError, match="`--completion_column` 'text'"):
-        main(["--completions", path, "--completion-column", "text"])
-    with pytest.raises(ValueError, match="does not exist"):
-        main(["--completions", str(tmp_path / "nowhere.jsonl")])
-    with pytest.raises(ValueError, match=".jsonl, .json or .parquet"):
-        (tmp_path / "completions.csv").write_text("completion,solution\n")
-        main(["--completions", str(tmp_path / "completions.csv")])
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        (["--solution-column", "gold"], "solution_column"),
+        (["--completion-column", "text"], "completion_column"),
+        (["--true-column", "hand"], "true_column"),
+        (["--true-column", "solution"], "true_column"),
+        (["--completions", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--completions", __file__], ".jsonl, .json or .parquet"),
+    ],
+)
+def test_errors(path, changes, key):
+    with pytest.raises(ValueError, match=key):
+        main(["--completions", path, *changes])
 
 
 class TestPrograms:
@@ -152,12 +140,10 @@ class TestPrograms:
             "row 1 (1): gold_unparseable: Only Python programs are run, but these tests are for 'cpp'"
             in capsys.readouterr().out
         )
-        with pytest.raises(ValueError, match="no column 'gold_standard_solution'. Columns found: answer, code"):
+        with pytest.raises(ValueError, match="reference_column"):
             main(["--programs", str(file)])
-        with pytest.raises(ValueError, match="is no set of programs: name one of verifiable_coding, prime_coding"):
+        with pytest.raises(ValueError, match="programs.*verifiable_coding"):
             main(["--programs", "codes"])
-        with pytest.raises(ValueError, match="`--max_problems` must be at least 1, got 0"):
-            main(["--programs", str(file), "--max_problems", "0"])
 
 
 def test_how_often_a_grader_errs(tmp_path, capsys):
@@ -168,19 +154,9 @@ def test_how_often_a_grader_errs(tmp_path, capsys):
     common = ["--completions", str(file), "--num-workers", "1", "--examples", "0"]
     main([*common, "--protocols", "authors", "text", "--true-column", "by_hand"])
     output = capsys.readouterr().out
-    assert "authors against by_hand, 4 completions that both judge\n  false_positive 0.5000 (95 % interval" in output
+    assert "authors against by_hand, 4 completions with both labels\n  false_positive 0.5000 (95 % interval" in output
     assert "1 of 2 wrong ones\n  false_negative 0.0000" in output
-    assert "2 of 2 right ones\n  the verdicts say nothing about the truth" in output  # the text comparison misses both
+    assert "2 of 2 right ones\n  these labels are no better" in output  # the text comparison misses both
     main([*common, "--protocols", "authors", "--truth", "text"])
     output = capsys.readouterr().out
     assert "authors against text, 5 completions" in output and "2 of 3 wrong ones" in output
-    with pytest.raises(ValueError, match="'hand' is not a column of .* by_hand, completion, solution"):
-        main([*common, "--true-column", "hand"])
-    with pytest.raises(ValueError, match="a label must be 1 or true, 0 or false, or null, got '0.5'"):
-        main(["--completions", _with_label(tmp_path, "0.5"), "--true-column", "by_hand"])
-
-
-def _with_label(tmp_path, label) -> str:
-    file = tmp_path / "one.jsonl"
-    file.write_text(json.dumps(ROWS[0] | {"by_hand": label}))
-    return str(file)

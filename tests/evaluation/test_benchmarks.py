@@ -124,19 +124,6 @@ def small_verifier():
         yield verifier
 
 
-@pytest.mark.parametrize(
-    ("name", "rows", "message"),
-    [
-        ("livecodebench", [{"question_id": "a"}], "no column 'contest_date'"),
-        ("livecodebench", [{"contest_date": "2020-01-01", "private_test_cases": "[]"}], "None of the 1 rows"),
-        ("gpqa_diamond", [{"Question": "?"}], "Row 0 of GPQA has no column 'Correct Answer'"),
-    ],
-)
-def test_rows_of_another_form(name, rows, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        load_benchmark(f"{name}={write(tmp_path / 'rows.jsonl', rows)}")
-
-
 def test_miniature_task():
     benchmark = load_benchmark("miniature/addition", max_problems=7)
     assert len(benchmark.problems) == 7
@@ -186,27 +173,42 @@ def test_a_file_of_ones_own(tmp_path):
         ("1+1", "2")
     ] and columns.items() <= other.source.items()
     assert load_benchmark("miniature/addition", max_problems=1, columns=columns).source.keys().isdisjoint(columns)
-    with pytest.raises(
-        ValueError,
-        match=r"no \['answer'\]. Columns found: \['question', 'gold'\]. .* name them with problem_column",
-    ):
+    with pytest.raises(ValueError, match="problem_column"):
         load_benchmark(str(path))
 
 
+ROW = {"problem": "1+1", "answer": "2", "unique_id": "a"}
+
+
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "file", "content", "message"),
     [
-        ("rows.jsonl", '{"problem": "1+1", "answer": "2"}\n\n{"problem": 1\n', "line 3 of .*rows.jsonl is not JSON"),
-        ("rows.json", "[{]", "rows.json is not JSON"),
-        ("rows.json", '{"problem": "1+1"}', "rows.json must hold a list of problems, got dict"),
-        ("rows.jsonl", '"1+1"', "needs one JSON object with columns per problem, but row 0 is '1\\+1'"),
-        ("rows.parquet", "PAR1 and no more", "rows.parquet is not a Parquet file"),
+        ("math_500", "r.jsonl", '{"problem": "1+1", "answer": "2"}\n\n{"problem": 1\n', "line 3 of .*r.jsonl"),
+        ("math_500", "r.json", "[{]", "r.json"),
+        ("math_500", "r.json", '{"problem": "1+1"}', "r.json.*dict"),
+        ("math_500", "r.jsonl", '"1+1"', "row 0"),
+        ("math_500", "r.parquet", "PAR1 and no more", "r.parquet"),
+        ("math_500", "r.txt", "", ".jsonl, .json or .parquet"),
+        ("math_500", "r.json", [], "r.json"),
+        ("math_500", "r.json", [{"problem": "1+1", "answer": "2"}], "unique_id"),
+        ("math_500", "r.json", [ROW | {"answer": None}], "answer"),
+        ("math_500", "r.json", [ROW | {"problem": " "}], "problem"),
+        ("math_500", "r.json", [ROW, ROW], "id 'a'"),
+        ("livecodebench", "r.json", [{"question_id": "a"}], "contest_date"),
+        ("livecodebench", "r.json", [{"contest_date": "2020-01-01", "private_test_cases": "[]"}], "2024-07-01"),
+        ("gpqa_diamond", "r.json", [{"Question": "?"}], "Correct Answer"),
     ],
 )
-def test_a_damaged_file_is_named(tmp_path, name, content, message):
-    (tmp_path / name).write_text(content)
+def test_a_file_that_cannot_be_used(name, file, content, message, tmp_path):
+    (tmp_path / file).write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(ValueError, match=message):
-        load_benchmark(f"math_500={tmp_path / name}")
+        load_benchmark(f"{name}={tmp_path / file}")
+
+
+@pytest.mark.parametrize("spec", ["math500", "miniature/chess", "math_500=/nowhere/rows.jsonl"])
+def test_bad_names(spec):
+    with pytest.raises(ValueError, match=spec.split("=")[-1].removeprefix("miniature/")):
+        load_benchmark(spec)
 
 
 def test_a_hub_that_cannot_be_reached(monkeypatch):
@@ -214,45 +216,5 @@ def test_a_hub_that_cannot_be_reached(monkeypatch):
         raise ConnectionError("offline mode")
 
     monkeypatch.setattr("datasets.load_dataset", no_connection)
-    with pytest.raises(ValueError, match="AIME 2024 .* could not be loaded from the Hub: offline mode.*name=PATH"):
+    with pytest.raises(ValueError, match="AIME 2024.*offline mode"):
         load_benchmark("aime_2024")
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([], "no problems"),
-        ([{"problem": "1+1", "answer": "2"}], r"no \['unique_id'\]. Columns found: \['problem', 'answer'\]"),
-        ([{"problem": "1+1", "answer": None, "unique_id": "a"}], "no gold answer"),
-        ([{"problem": " ", "answer": "2", "unique_id": "a"}], "no problem text"),
-        ([{"problem": p, "answer": "2", "unique_id": "a"} for p in ("1+1", "2+0")], "id 'a' twice, in rows 0 and 1"),
-    ],
-)
-def test_bad_rows(tmp_path, rows, message):
-    with pytest.raises(ValueError, match=message):
-        load_benchmark(f"math_500={write(tmp_path / 'rows.jsonl', rows)}")
-
-
-@pytest.mark.parametrize("count", [0, -1])
-def test_a_number_of_problems_below_one(count):
-    with pytest.raises(ValueError, match=f"max_problems must be at least 1, got {count}"):
-        load_benchmark("miniature/addition", max_problems=count)
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("math500", "Unknown benchmark 'math500'. Choose from math_500"),
-        ("miniature/chess", "no miniature task 'chess'"),
-        ("math_500=/nowhere/rows.jsonl", "does not exist"),
-    ],
-)
-def test_bad_names(spec, message):
-    with pytest.raises(ValueError, match=message):
-        load_benchmark(spec)
-
-
-def test_bad_suffix(tmp_path):
-    (tmp_path / "rows.txt").write_text("")
-    with pytest.raises(ValueError, match="jsonl, .json or .parquet"):
-        load_benchmark(f"math_500={tmp_path / 'rows.txt'}")

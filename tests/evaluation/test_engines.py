@@ -88,27 +88,27 @@ def test_server_engine_repeats_what_can_pass(server):
     FakeServer.failures = [503, 429, 500]
     engine = ServerEngine(server, "tiny", concurrency=1, first_wait_seconds=0.001)
     assert len(list(engine.generate(make_requests(), SETTINGS))) == 12
-    assert engine.num_retries == 3
+    assert FakeServer.failures == []
 
 
 def test_server_engine_gives_up_with_the_reason(server):
     FakeServer.failures = [503] * 3
     engine = ServerEngine(server, "tiny", concurrency=1, max_attempts=3, first_wait_seconds=0.001)
-    with pytest.raises(RuntimeError, match="failed 3 times, last with status 503"):
+    with pytest.raises(RuntimeError, match="503"):
         list(engine.generate(make_requests(1, 1), SETTINGS))
     FakeServer.failures = [400]
-    with pytest.raises(ValueError, match=r"refused a request \(400\): .*busy"):
+    with pytest.raises(ValueError, match="400.*busy"):
         list(engine.generate(make_requests(1, 1), SETTINGS))
 
 
 def test_server_engine_checks_the_address_and_the_model(server):
-    with pytest.raises(ValueError, match=r"does not offer 'huge'; it offers \['tiny'\]"):
+    with pytest.raises(ValueError, match="'huge'.*tiny"):
         ServerEngine(server, "huge")
-    with pytest.raises(ValueError, match="No OpenAI-compatible server answers"):
+    with pytest.raises(ValueError, match="base_url"):
         ServerEngine("http://127.0.0.1:9/v1", "tiny")
 
 
-def test_transformers_engine_draws_in_order(boxing_model):
+def test_transformers_engine_keeps_the_order(boxing_model):
     requests = make_requests()
     engine = TransformersEngine(*boxing_model, batch_size=5)
     answers = list(engine.generate(requests, SETTINGS))

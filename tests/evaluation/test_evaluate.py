@@ -10,6 +10,7 @@ import resource
 import shutil
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from peft import LoraConfig, get_peft_model
@@ -22,7 +23,6 @@ from pacs_trl.evaluation.engines import TransformersEngine, identify_model
 from pacs_trl.evaluation.requests import Completion
 from pacs_trl.evaluation.results import read_results
 from pacs_trl.evaluation.run import evaluate, load_benchmarks, missing_requests
-from pacs_trl.settings.optional import check_model_path
 from pacs_trl.verification import Verifier
 from pacs_trl.verification.code import CodeVerifier
 
@@ -72,38 +72,42 @@ def test_results_agree_with_the_samples(run, arguments, sums):
     assert results == read_results(arguments["output_dir"])
 
 
-def test_truncated_samples_are_graded_as_in_training(arguments, verifier, monkeypatch):
-    class Babbler:
-        def generate(self, requests, settings):
-            for request in requests:
-                first, second = map(int, request.prompt[-1]["content"].split("+"))
-                form, reason = [("{} of", "length"), (r"\boxed{{{}}} of", "length"), ("{}", "stop")][request.sample]
-                yield request, Completion(form.format(first + second), 3, reason)
+@pytest.fixture
+def play(monkeypatch):
+    """Put an engine whose completions are those of a function of the request in place of a model."""
 
-        def close(self):
-            pass
+    def play(complete):
+        def generate(requests, settings):
+            return ((request, complete(request)) for request in requests)
 
-    monkeypatch.setattr("pacs_trl.evaluation.run.start_engine", lambda args: Babbler())
+        engine = SimpleNamespace(generate=generate, close=lambda: None)
+        monkeypatch.setattr("pacs_trl.evaluation.run.start_engine", lambda args: engine)
+
+    return play
+
+
+def test_truncated_samples_are_graded_as_in_training(arguments, verifier, play):
+    def complete(request):
+        first, second = map(int, request.prompt[-1]["content"].split("+"))
+        form, reason = [("{} of", "length"), (r"\boxed{{{}}} of", "length"), ("{}", "stop")][request.sample]
+        return Completion(form.format(first + second), 3, reason)
+
+    play(complete)
     changes = {"benchmarks": "miniature/addition", "max_problems": 2, "n": 3, "k": "1"}
     results = evaluate(EvaluationArguments(**{**arguments, **changes}), verifier, progress=False)
     assert [problem["c"] for problem in results["benchmarks"]["miniature/addition"]["problems"]] == [2, 2]
     assert results["protocol"]["verifier"]["grade_truncated"] is False
 
 
-def test_programs_run_in_the_sandbox(arguments, verifier, monkeypatch):
+def test_programs_run_in_the_sandbox(arguments, verifier, play):
     """Every second sample is the program that solves its problem; the level stands in the results."""
 
-    class Programmer:
-        def generate(self, requests, settings):
-            for request in requests:
-                first, second = (int(v.partition(":")[2]) for v in request.prompt[-1]["content"].split(","))
-                source = f"print(int(input())*{second - first}+{first + request.sample % 2})"
-                yield request, Completion(f"```python\n{source}\n```", 9, "stop")
+    def complete(request):
+        first, second = (int(v.partition(":")[2]) for v in request.prompt[-1]["content"].split(","))
+        source = f"print(int(input())*{second - first}+{first + request.sample % 2})"
+        return Completion(f"```python\n{source}\n```", 9, "stop")
 
-        def close(self):
-            pass
-
-    monkeypatch.setattr("pacs_trl.evaluation.run.start_engine", lambda args: Programmer())
+    play(complete)
     changes = {"benchmarks": "miniature/programs", "max_problems": 3, "n": 4, "k": "1,2"}
     args = EvaluationArguments(**{**arguments, **changes})
     with CodeVerifier(num_workers=1, isolation="rlimits") as programs:
@@ -114,7 +118,7 @@ def test_programs_run_in_the_sandbox(arguments, verifier, monkeypatch):
     assert entry["programs"]["confinement"] == programs.level.text and entry["programs"]["cpu_seconds"] == 2.0
 
 
-def test_each_sample_of_gpqa_has_an_order_of_options_of_its_own(arguments, verifier, monkeypatch):
+def test_each_sample_of_gpqa_has_an_order_of_options_of_its_own(arguments, verifier, play):
     """Samples 0, 2, 4, 6 name the right option, the others the first one that is shown; orders survive a resumed
     run."""
     rights = {
@@ -124,19 +128,14 @@ def test_each_sample_of_gpqa_has_an_order_of_options_of_its_own(arguments, verif
     }
     asked = []
 
-    class Student:
-        def generate(self, requests, settings):
-            for request in requests:
-                text = request.prompt[-1]["content"].partition(" \n\nPlease")[0]
-                letters = {name: letter for letter, name in (line.split(") ") for line in text.splitlines()[-4:])}
-                asked.append((request.problem_id, request.sample, tuple(letters)))
-                right = next(letters[name] for start, name in rights.items() if text.startswith(start))
-                yield request, Completion(f"\\boxed{{{'A' if request.sample % 2 else right}}}", 3, "stop")
+    def complete(request):
+        text = request.prompt[-1]["content"].partition(" \n\nPlease")[0]
+        letters = {name: letter for letter, name in (line.split(") ") for line in text.splitlines()[-4:])}
+        asked.append((request.problem_id, request.sample, tuple(letters)))
+        right = next(letters[name] for start, name in rights.items() if text.startswith(start))
+        return Completion(f"\\boxed{{{'A' if request.sample % 2 else right}}}", 3, "stop")
 
-        def close(self):
-            pass
-
-    monkeypatch.setattr("pacs_trl.evaluation.run.start_engine", lambda args: Student())
+    play(complete)
     path = Path(__file__).parents[1] / "data" / "gpqa_diamond.jsonl"
     changes = {
         "benchmarks": f"gpqa_diamond={path}",
@@ -164,15 +163,7 @@ def test_each_sample_of_gpqa_has_an_order_of_options_of_its_own(arguments, verif
         evaluate(EvaluationArguments(**arguments | changes | {"seed": 1}), verifier, progress=False)
 
 
-def test_running_again_draws_nothing(run, arguments, monkeypatch):
-    first = run(arguments)
-    content = store_path(arguments).read_bytes()
-    monkeypatch.setattr(TransformersEngine, "load", lambda *a, **k: pytest.fail("the engine was loaded for nothing"))
-    assert without_the_clock(run(arguments)) == without_the_clock(first)
-    assert store_path(arguments).read_bytes() == content
-
-
-@pytest.mark.parametrize("kept", [0, 1, 19, 20, 47, 95])
+@pytest.mark.parametrize("kept", [0, 20, 47])
 def test_any_prefix_of_the_store_is_completed_to_the_same_result(run, arguments, tmp_path, kept):
     first = run(arguments)
     lines = store_path(arguments).read_bytes().splitlines(keepends=True)
@@ -206,24 +197,24 @@ def test_more_samples_keep_the_old_ones(run, arguments):
     assert all(p["n"] == 4 for p in run(arguments, n=4, k="1,4")["benchmarks"]["math_500"]["problems"])
 
 
+def command_line(arguments, **changes):
+    changes = {"verification_num_workers": 1} | changes
+    return [f"--{key}={value}" for key, value in {**arguments, **changes}.items()]
+
+
 def test_two_benchmarks_and_the_command_line(arguments, sums, capsys):
-    argv = [f"--{key}={value}" for key, value in arguments.items() if key != "benchmarks"]
-    assert (
-        main(
-            [
-                *argv,
-                f"--benchmarks=math_500={sums},miniature/addition",
-                "--max_problems=5",
-                "--n=2",
-                "--k=1,2",
-                "--verification_num_workers=1",
-            ]
-        )
-        == 0
-    )
-    out = capsys.readouterr().out
-    assert "MATH 500: truncated " in out and "addition: truncated " in out and "results.json" in out
-    assert list(read_results(arguments["output_dir"])["benchmarks"]) == ["math_500", "miniature/addition"]
+    """No bar goes into a pipe, and the share of truncated completions is printed before pass@1."""
+    benchmarks = f"math_500={sums},miniature/addition"
+    changes = {"max_problems": 3, "n": 4, "k": 1, "max_new_tokens": 2}
+    assert main(command_line(arguments, benchmarks=benchmarks, **changes)) == 0
+    first, second, last = capsys.readouterr().out.splitlines()
+    assert second.startswith("addition: truncated ") and last.startswith("results: ")
+    results = read_results(arguments["output_dir"])["benchmarks"]
+    assert list(results) == ["math_500", "miniature/addition"]
+    records = [json.loads(line) for line in store_path(arguments).read_text().splitlines()[1:]]
+    cut = sum(record["finish_reason"] == "length" for record in records)
+    assert len(records) == 12 and cut > 0 and results["math_500"]["truncated_share"] == cut / 12
+    assert first.startswith(f"MATH 500: truncated {100 * cut / 12:.1f} %  pass@1 ")
 
 
 def test_a_recipe_and_an_override(arguments, tmp_path, capsys):
@@ -235,76 +226,54 @@ def test_a_recipe_and_an_override(arguments, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "key"),
     [
-        ({"k": "1,16"}, "1 <= k <= n, got k = 1,16 with n = 8"),
-        ({"k": "0"}, "1 <= k <= n"),
-        ({"k": "one"}, "whole numbers"),
-        ({"engine": "magic"}, "engine must be one of"),
-        ({"engine": "server", "token_entropy_samples": 1}, "server"),
-        ({"base_url": "http://x/v1"}, "would be ignored, and the model loaded here, with engine 'transformers'"),
-        ({"chat_template_kwargs": '{"enable_thinkng": false}'}, "the chat template does not know enable_thinkng"),
-        ({"batch_size": 0}, "batch_size must be at least 1"),
-        ({"temperature": -1.0}, "temperature"),
-        ({"model": "/no/such/directory"}, "does not exist"),
-        ({"model": "no/such/directory/at/all"}, "does not exist"),
-        ({"model": "./nothing"}, "The model directory './nothing' does not exist"),
-        ({"model": "~/nothing"}, "`~` is not expanded here: write the whole path"),
-        ({"model": "outputs/nothing"}, "The model directory 'outputs/nothing' does not exist"),
-        ({"model": "./nothing", "benchmarks": "math_500"}, "The model directory './nothing' does not exist"),
-        ({"model": "ADAPTER"}, "belongs to the base model '/no/base', which does not exist"),
-        ({"benchmarks": "aime_1066"}, "Unknown benchmark"),
-        ({"benchmarks": "miniature/addition,miniature/addition"}, "once"),
-        ({"max_problems": 0}, "no problems"),
-        (
-            {"problem_column": "question"},
-            "problem_column would be ignored: math_500=",
+        *(({"k": k}, "k must") for k in ("1,16", "0", "one")),
+        ({"engine": "magic"}, "engine"),
+        ({"engine": "server", "token_entropy_samples": 1}, "token_entropy_samples"),
+        ({"base_url": "http://x/v1"}, "base_url"),
+        ({"chat_template_kwargs": '{"enable_thinkng": false}'}, "enable_thinkng"),
+        ({"chat_template_kwargs": "[1]"}, "chat_template_kwargs"),
+        *(({"model": m}, "does not exist") for m in ("/no/dir", "outputs/nothing")),
+        ({"model": "~/nothing"}, "~/nothing"),
+        ({"model": "./nothing", "benchmarks": "math_500"}, "./nothing"),
+        ({"model": "ADAPTER"}, "'/no/base'"),
+        ({"model": "EMPTY"}, "config.json"),
+        ({"model": "SHARDS"}, "accelerate merge-weights"),
+        ({"model": "ADAPTER", "engine": "vllm"}, "ADAPTER"),
+        ({"model": "miniature/adition"}, "adition"),
+        ({"benchmarks": "aime_1066"}, "aime_1066"),
+        ({"benchmarks": "miniature/addition,miniature/addition"}, "benchmarks"),
+        ({"problem_column": "question"}, "problem_column"),
+        *(
+            ({name: 0}, name)
+            for name in ("n", "max_problems", "batch_size", "max_model_len", "top_p", "max_new_tokens")
         ),
-        ({"model": "miniature/adition"}, "no miniature task 'adition'"),
-        ({"max_problems": -1}, "max_problems must be at least 1, got -1"),
-        ({"token_entropy_samples": -1}, "token_entropy_samples counts samples"),
-        ({"gpu_memory_utilization": "nan"}, "gpu_memory_utilization must be finite, got 'nan'"),
-        ({"max_model_len": 0}, "max_model_len must be at least 1"),
+        *(({name: -1}, name) for name in ("temperature", "top_k", "max_problems", "token_entropy_samples")),
+        ({"gpu_memory_utilization": "nan"}, "gpu_memory_utilization"),
+        ({"config": "nowhere.yaml"}, "nowhere.yaml"),
     ],
 )
-def test_refused_before_any_work(arguments, tmp_path, monkeypatch, changes, message, capsys):
+def test_refused_before_any_work(arguments, tmp_path, monkeypatch, changes, key, capsys):
     monkeypatch.setattr(TransformersEngine, "load", lambda *a, **k: pytest.fail("the engine was loaded"))
     monkeypatch.setattr("datasets.load_dataset", lambda *a, **k: pytest.fail("the Hub was searched"))
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "ADAPTER").mkdir()
+    for directory in ("ADAPTER", "EMPTY", "SHARDS/pytorch_model_fsdp_0"):
+        (tmp_path / directory).mkdir(parents=True)
+    (tmp_path / "SHARDS" / "config.json").write_text("{}")
     (tmp_path / "ADAPTER" / "adapter_config.json").write_text('{"base_model_name_or_path": "/no/base"}')
-    argv = [f"--{key}={value}" for key, value in {**arguments, **changes}.items()]
-    assert main(argv) == 2
-    assert message in capsys.readouterr().err
+    assert main(command_line(arguments, **changes)) == 2
+    assert key in capsys.readouterr().err
 
 
 def test_a_miniature_model_is_its_warm_start(arguments, checkpoint, monkeypatch):
     made = []
     monkeypatch.setattr("pacs_trl.miniature.warm_start.warm_start", lambda task: made.append(task) or checkpoint)
-    argv = [f"--{key}={value}" for key, value in {**arguments, "model": "miniature/addition/tiny"}.items()]
-    assert main([*argv, "--max_problems=2", "--verification_num_workers=1"]) == 0
+    assert main(command_line(arguments, model="miniature/addition/tiny", max_problems=2)) == 0
     results = read_results(arguments["output_dir"])
     assert (
         made == ["addition/tiny"] and results["method"] == "warm start" and results["model"]["name"] == checkpoint.name
     )
-
-
-def test_no_bar_goes_into_a_pipe(arguments, capsys):
-    argv = [f"--{key}={value}" for key, value in arguments.items()]
-    assert main([*argv, "--max_problems=2", "--verification_num_workers=1"]) == 0
-    first, last = capsys.readouterr().out.splitlines()
-    assert first.startswith("MATH 500: truncated ") and last.startswith("results: ")
-
-
-def test_the_share_of_truncated_completions_is_printed_next_to_pass_at_1(arguments, capsys):
-    """By hand from the samples: those that were cut at the limit."""
-    changes = {"max_problems": 3, "n": 4, "k": 1, "max_new_tokens": 2, "verification_num_workers": 1}
-    assert main([f"--{key}={value}" for key, value in {**arguments, **changes}.items()]) == 0
-    records = [json.loads(line) for line in store_path(arguments).read_text().splitlines()[1:]]
-    cut = sum(record["finish_reason"] == "length" for record in records)
-    assert len(records) == 12 and cut > 0
-    assert f"truncated {100 * cut / 12:.1f} %  pass@1 " in capsys.readouterr().out
-    assert read_results(arguments["output_dir"])["benchmarks"]["math_500"]["truncated_share"] == cut / 12
 
 
 @pytest.mark.parametrize(
@@ -315,16 +284,6 @@ def test_the_default_k_go_as_far_as_n(n, ks):
     assert arguments.ks == ks and dataclasses.replace(arguments, method="x").ks == ks
 
 
-def test_a_recipe_that_does_not_exist(capsys):
-    assert main(["--config", "nowhere.yaml"]) == 2
-    assert "nowhere.yaml" in capsys.readouterr().err
-
-
-def test_a_directory_without_a_model_is_refused(run, arguments, tmp_path):
-    with pytest.raises(ValueError, match="neither config.json nor adapter_config.json"):
-        run(arguments, model=str(tmp_path))
-
-
 def test_an_adapter_of_another_base_model(run, arguments, boxing_model, tmp_path):
     base, tokenizer = boxing_model
     wide = copy.deepcopy(base.config)
@@ -333,14 +292,8 @@ def test_an_adapter_of_another_base_model(run, arguments, boxing_model, tmp_path
     adapter = get_peft_model(copy.deepcopy(base), LoraConfig(r=2, target_modules=["q_proj"]))
     adapter.peft_config["default"].base_model_name_or_path = str(tmp_path / "wide")
     adapter.save_pretrained(tmp_path / "adapter"), tokenizer.save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ValueError, match="weights in .*adapter do not have the shapes.*set base_model_name_or_path"):
+    with pytest.raises(ValueError, match="base_model_name_or_path"):
         run(arguments, model=str(tmp_path / "adapter"))
-
-
-def test_an_adapter_is_not_given_to_vllm(run, arguments, tmp_path):
-    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "a/base"}')
-    with pytest.raises(ValueError, match="holds an adapter.*Merge it into its base model"):
-        run(arguments, model=str(tmp_path), engine="vllm")
 
 
 def test_an_overwritten_checkpoint_does_not_share_its_samples(run, arguments, boxing_model, tmp_path):
@@ -362,7 +315,8 @@ def test_a_copy_under_another_name_is_the_same_model(run, arguments, checkpoint,
         shutil.copytree(checkpoint, tmp_path / name)
     template = tmp_path / "other-template" / "chat_template.jinja"
     template.write_text(template.read_text() + " ")
-    monkeypatch.setattr(TransformersEngine, "load", lambda *a, **k: pytest.fail("drawn again"))
+    monkeypatch.setattr(TransformersEngine, "load", lambda *a, **k: pytest.fail("generated again"))
+    assert without_the_clock(run(arguments)) == without_the_clock(first)
     again = run(arguments, model=str(tmp_path / "copy"))
     assert again["benchmarks"] == first["benchmarks"] and again["model"] == first["model"] | {"name": "copy"}
     with pytest.raises(
@@ -373,27 +327,25 @@ def test_a_copy_under_another_name_is_the_same_model(run, arguments, checkpoint,
 
 def test_a_disk_that_is_full_keeps_what_was_drawn(run, arguments, tmp_path, capsys):
     undisturbed = run({**arguments, "output_dir": str(tmp_path / "undisturbed")})
-    argv = [f"--{key}={value}" for key, value in arguments.items()]
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4000, hard))  # a file cannot grow any further
     try:
-        assert main([*argv, "--verification_num_workers=1"]) == 2
+        assert main(command_line(arguments)) == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert "refuses: [Errno 27] File too large" in error and "is kept. Make room" in error
+    assert "File too large" in capsys.readouterr().err.splitlines()[-1]
     assert 10 < len(store_path(arguments).read_bytes().splitlines()) < 97
     assert run(arguments)["benchmarks"] == undisturbed["benchmarks"]
 
 
 def test_a_file_system_that_is_read_only(arguments, monkeypatch, capsys):
-    def refuse(path, *more, **options):
+    def refuse(path, mode):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
-    monkeypatch.setattr("pacs_trl.evaluation.store.os.open", refuse)
-    assert main([f"--{key}={value}" for key, value in arguments.items()]) == 2
+    monkeypatch.setattr("pacs_trl.evaluation.store.open", refuse, raising=False)
+    assert main(command_line(arguments)) == 2
     error = capsys.readouterr().err
-    assert "Read-only file system" in error and "math_500.jsonl" in error and len(error.splitlines()) == 1
+    assert "math_500.jsonl" in error and len(error.splitlines()) == 1
 
 
 def test_the_address_of_a_server_is_kept_without_its_password(arguments):
@@ -403,16 +355,7 @@ def test_the_address_of_a_server_is_kept_without_its_password(arguments):
 
 def test_too_many_failures_are_refused(arguments):
     with Verifier(num_workers=1, max_characters=3) as verifier:
-        with pytest.raises(ValueError, match="of 96 completions these could not be verified: {'too_long': 9"):
+        with pytest.raises(ValueError, match="too_long"):
             evaluate(EvaluationArguments(**arguments), verifier, progress=False)
         results = evaluate(EvaluationArguments(**arguments), verifier, max_failure_share=1.0, progress=False)
     assert results["benchmarks"]["math_500"]["verification"]["too_long"] > 90
-
-
-def test_a_checkpoint_in_fsdp_shards_names_the_command_that_merges_them(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "pytorch_model_fsdp_0").mkdir()
-    with pytest.raises(ValueError, match="accelerate merge-weights .*pytorch_model_fsdp_0"):
-        check_model_path(str(tmp_path))
-    (tmp_path / "model.safetensors").touch()
-    check_model_path(str(tmp_path))

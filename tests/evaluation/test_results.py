@@ -35,10 +35,8 @@ def test_summary_worked_by_hand():
     assert summary["mean_tokens"] == pytest.approx(40 / 3) and summary["truncated_share"] == pytest.approx(1 / 3)
 
 
-def test_summary_refuses_gaps():
-    with pytest.raises(ValueError, match="1 problems have no samples, the first is 'b'"):
-        summarize(["a", "b"], samples("a", [1.0]), [1])
-    with pytest.raises(ValueError, match="none of the gold answers"):
+def test_summary_without_readable_golds():
+    with pytest.raises(ValueError, match="gold answers"):
         summarize(["a"], samples("a", [None]), [1])
 
 
@@ -52,10 +50,9 @@ def document(**changes):
     return base | changes
 
 
-def test_round_trip_and_nan(tmp_path):
-    write_results(tmp_path / "results.json", document(extra=float("nan"), list=(1, 2)))
-    results = read_results(tmp_path)
-    assert results["extra"] is None and results["list"] == [1, 2]
+def test_round_trip(tmp_path):
+    write_results(tmp_path / "results.json", document(extra=1))
+    assert read_results(tmp_path) == document(extra=1)
     assert list(tmp_path.iterdir()) == [tmp_path / "results.json"]
 
 
@@ -76,25 +73,17 @@ def test_same_protocol():
     require_same_protocol([document(), document(), document(benchmarks=other_benchmark)], ["a", "b", "c"])
 
 
+def changed(**source):
+    return {"benchmarks": {"aime_2024": {"source": {"version": 1, "digest": "d", "num_problems": 1} | source}}}
+
+
 @pytest.mark.parametrize(
     ("changes", "difference"),
     [
-        (
-            {"protocol": {"sampling": {"temperature": 1.0}, "verifier": {"version": "0.9.0"}}},
-            "protocol.sampling.temperature: 0.6 != 1.0",
-        ),
-        (
-            {"protocol": {"sampling": {"temperature": 0.6}, "verifier": {"version": "0.8.0"}}},
-            "protocol.verifier.version: '0.9.0' != '0.8.0'",
-        ),
-        (
-            {"benchmarks": {"aime_2024": {"source": {"version": 2, "digest": "d", "num_problems": 1}}}},
-            "aime_2024.version: 1 != 2",
-        ),
-        (
-            {"benchmarks": {"aime_2024": {"source": {"version": 1, "digest": "x", "num_problems": 1}}}},
-            "aime_2024.digest: 'd' != 'x'",
-        ),
+        ({"protocol": {"sampling": {"temperature": 1.0}}}, "protocol.sampling.temperature: 0.6 != 1.0"),
+        ({"protocol": {"verifier": {"version": "0.8.0"}}}, "protocol.verifier.version: '0.9.0' != '0.8.0'"),
+        (changed(version=2), "aime_2024.version: 1 != 2"),
+        (changed(digest="x"), "aime_2024.digest: 'd' != 'x'"),
     ],
 )
 def test_mixed_protocols_are_refused_with_the_difference(changes, difference):
@@ -104,8 +93,7 @@ def test_mixed_protocols_are_refused_with_the_difference(changes, difference):
 
 
 def test_the_other_file_is_named_right():
-    elsewhere = {"math_500": {"source": {"version": 1, "digest": "d", "num_problems": 1}}}
-    changed = {"math_500": {"source": {"version": 1, "digest": "x", "num_problems": 1}}}
-    documents = [document(), document(benchmarks=elsewhere), document(benchmarks=changed)]
+    elsewhere, other = ({"math_500": changed(digest=d)["benchmarks"]["aime_2024"]} for d in "dx")
+    documents = [document(), document(benchmarks=elsewhere), document(benchmarks=other)]
     with pytest.raises(ValueError, match="second and third"):
         require_same_protocol(documents, ["first", "second", "third"])

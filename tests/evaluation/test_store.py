@@ -2,7 +2,6 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -21,9 +20,10 @@ def fill(path, count=3):
 
 
 def test_round_trip(tmp_path):
-    with SampleStore(fill(tmp_path / "a" / "s.jsonl"), SETTINGS) as store:
-        assert store.keys == {("p0", 0), ("p1", 1), ("p2", 2)} and len(store) == 3 and store.repaired is None
-        records = list(store.records())
+    path = fill(tmp_path / "a" / "s.jsonl")
+    with SampleStore(path, SETTINGS) as store:
+        assert store.keys == {("p0", 0), ("p1", 1), ("p2", 2)} and store.repaired is None
+    records = list(read_samples(path))
     assert records[1] == {
         "problem": "p1",
         "sample": 1,
@@ -33,12 +33,8 @@ def test_round_trip(tmp_path):
         "finish_reason": "stop",
         "completion": "text 1 \u00e9 \u2028 line\nbreak",
     }
-
-
-def test_to_parquet_and_back(tmp_path):
-    path = fill(tmp_path / "s.jsonl")
-    pd.DataFrame(read_samples(path)).to_parquet(tmp_path / "s.parquet")
-    assert pd.read_parquet(tmp_path / "s.parquet").to_dict("records") == list(read_samples(path))
+    pd.DataFrame(records).to_parquet(tmp_path / "s.parquet")
+    assert pd.read_parquet(tmp_path / "s.parquet").to_dict("records") == records
 
 
 def test_other_settings_are_refused_with_the_difference(tmp_path):
@@ -57,8 +53,7 @@ def test_every_cut_of_the_last_line_is_repaired(tmp_path):
     for cut in range(last + 1, len(whole)):
         path.write_bytes(whole[:cut])
         with SampleStore(path, SETTINGS) as store:
-            assert store.keys == {("p0", 0), ("p1", 1)}
-            assert f"removed {cut - last} bytes" in store.repaired
+            assert store.keys == {("p0", 0), ("p1", 1)} and store.repaired
             store.append("p2", 2, 1002, "text 2 \u00e9 \u2028 line\nbreak", 7, "stop")
         assert path.read_bytes() == whole
 
@@ -69,7 +64,7 @@ def test_garbage_at_the_end_is_repaired(tmp_path, garbage):
     whole = path.read_bytes()
     path.write_bytes(whole + garbage)
     with SampleStore(path, SETTINGS) as store:
-        assert len(store) == 3 and store.repaired
+        assert len(store.keys) == 3 and store.repaired
     assert path.read_bytes() == whole
 
 
@@ -77,35 +72,25 @@ def test_damage_before_the_last_line_is_refused(tmp_path):
     path = fill(tmp_path / "s.jsonl")
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([lines[0], lines[1][:20] + b"\n", *lines[2:]]))
-    with pytest.raises(ValueError, match="damaged in line 2"):
+    with pytest.raises(ValueError, match="line 2"):
         SampleStore(path, SETTINGS)
 
 
 def test_duplicates_are_refused(tmp_path):
     path = fill(tmp_path / "s.jsonl")
     path.write_bytes(path.read_bytes() + path.read_bytes().splitlines(keepends=True)[1])
-    with pytest.raises(ValueError, match="sample 0 of problem p0 twice"):
+    with pytest.raises(ValueError, match="p0"):
         SampleStore(path, SETTINGS)
 
 
 def test_one_writer_at_a_time(tmp_path):
-    path = fill(tmp_path / "s.jsonl")
-    with SampleStore(path, SETTINGS):
-        with pytest.raises(ValueError, match="written by another process"):
-            SampleStore(path, SETTINGS)
-    SampleStore(path, SETTINGS).close()
-
-
-def test_a_store_that_another_process_makes_at_the_same_moment_is_not_replaced(tmp_path, monkeypatch):
-    """Both looked before either had made the file: the one that comes second must not put its own in the first one's
-    place."""
     path = tmp_path / "new" / "s.jsonl"
     with SampleStore(path, SETTINGS) as first:
         first.append("p0", 0, 1000, "text", 5, "stop")
-        monkeypatch.setattr(Path, "exists", lambda self: False)
-        with pytest.raises(ValueError, match="written by another process"):
+        with pytest.raises(ValueError, match="another process"):
             SampleStore(path, SETTINGS)
         first.append("p1", 1, 1001, "text", 5, "stop")
+    SampleStore(path, SETTINGS).close()
     assert [record["problem"] for record in read_samples(path)] == ["p0", "p1"]
     assert list(path.parent.iterdir()) == [path]
 
@@ -125,10 +110,10 @@ def write_one(path, sample):
                 store.append("p", sample, sample, "text", 5, "stop")
             return
         except ValueError as error:
-            assert "written by another process" in str(error)
+            assert "another process" in str(error)
 
 
-def test_every_cut_of_the_first_line_is_mended(tmp_path):
+def test_every_cut_of_the_first_line_is_repaired(tmp_path):
     path = fill(tmp_path / "s.jsonl", count=0)
     whole = path.read_bytes()
     for cut in range(len(whole)):
@@ -136,7 +121,7 @@ def test_every_cut_of_the_first_line_is_mended(tmp_path):
         SampleStore(path, SETTINGS).close()
         assert path.read_bytes() == whole
     path.write_bytes(whole[:-9])
-    with pytest.raises(ValueError, match="not a sample store"):  # the beginning of other settings is not ours to mend
+    with pytest.raises(ValueError, match="not a sample store"):  # the beginning of other settings is not repaired
         SampleStore(path, {"other": 1})
     assert path.read_bytes() == whole[:-9]
 
@@ -161,7 +146,7 @@ def test_grades_and_the_samples_they_are_of(tmp_path):
             store.append("p", sample, 7, f"text {sample}", 3, "stop")
     grades = evaluation_file(tmp_path, "grades", "miniature/terms")
     assert grades == tmp_path / "grades" / "miniature_terms.json"
-    with pytest.raises(ValueError, match="There is no .*miniature_terms.json.*whole output directory"):
+    with pytest.raises(ValueError, match="miniature_terms.json"):
         read_graded(tmp_path, "miniature/terms")
     grades.parent.mkdir()
     grades.write_text('{"p": "1-"}')  # the store holds more than was graded
@@ -171,5 +156,5 @@ def test_grades_and_the_samples_they_are_of(tmp_path):
         ("p", 1): "text 1",
     }
     grades.write_text('{"p": "1-00"}')
-    with pytest.raises(ValueError, match="lacks sample 3 of problem 'p', which .* grades. Evaluate again"):
+    with pytest.raises(ValueError, match="miniature_terms"):
         read_graded(tmp_path, "miniature/terms")

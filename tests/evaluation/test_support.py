@@ -7,8 +7,8 @@ import pytest
 import torch
 from replay import TOKENIZER, tiny_model
 
+from pacs_trl.evaluation.sampling import completion_entropies
 from pacs_trl.evaluation.support import answer_entropy, support
-from pacs_trl.evaluation.token_entropy import completion_entropies
 
 
 def from_counts(preserved, expanded, shrunk, out):
@@ -29,6 +29,7 @@ def test_worked_by_hand():
     result = from_counts(4, 3, 1, 2)
     assert result[4:8] == pytest.approx((4 / 5, 3 / 7, 2 / (5 / 4 + 7 / 3), 2 / 8))
     assert result.threshold == pytest.approx(math.log(20) / 8)
+    assert support([1], [1], 8192).threshold == pytest.approx(3.66e-4, rel=1e-2)  # as the paper prints it
 
 
 @pytest.mark.parametrize(
@@ -50,23 +51,10 @@ def test_published_table(counts, retention, discovery, net_change):
     assert result.discovery_score == pytest.approx(2 * p * e / (p * p + 2 * p * e + e * s), rel=1e-12)
 
 
-def test_the_threshold_of_the_paper():
-    assert support([1], [1], 8192).threshold == pytest.approx(3.66e-4, rel=1e-2)
-
-
 def test_ratios_without_a_denominator_are_nan():
     result = support([0, 0], [0, 0], 4)
     assert result.out_of_support == 2
     assert all(math.isnan(value) for value in result[4:8])
-
-
-@pytest.mark.parametrize(
-    ("base", "tuned", "message"),
-    [([1], [1, 2], "same problems"), ([], [], "same problems"), ([9], [1], "more correct")],
-)
-def test_refused(base, tuned, message):
-    with pytest.raises(ValueError, match=message):
-        support(base, tuned, 8)
 
 
 def test_answer_entropy():
@@ -76,8 +64,6 @@ def test_answer_entropy():
     assert answer_entropy(list(range(32))) == pytest.approx(math.log(32))
     answers = ["7", "8", *["9"] * 5]  # whose sum has another last digit in another order
     assert len({answer_entropy(order) for order in (answers, answers[::-1], answers[1:] + answers[:1])}) == 1
-    with pytest.raises(ValueError, match="at least one"):
-        answer_entropy([])
 
 
 def test_completion_entropies_against_a_loop():

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from pacs_trl.evaluation.token_entropy import completion_entropies
+from pacs_trl.evaluation.sampling import completion_entropies
 from pacs_trl.update import packing
 from pacs_trl.update.packing import PACKED, PackedRows, packed_attention, packing_backend
 from pacs_trl.update.scorer import Scorer, fused_head, pad_batch, score_rows, sequence_logps

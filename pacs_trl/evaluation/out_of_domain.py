@@ -1,9 +1,7 @@
-"""Benchmarks whose rows need more than a name of columns: LiveCodeBench and GPQA, turned into rows of a problem and an
-answer.
+"""LiveCodeBench and GPQA: conversion of their rows into rows with a problem and an answer.
 
 LiveCodeBench packs its private tests as base64, zlib and pickle. A pickle can run any program, so they are unpacked by
-a program in the sandbox, like those of a model. The prompt, its sentence and the sampling are ours, not those of the
-benchmarks' own runners.
+a program in the sandbox. Prompt and sampling are ours, not those of the benchmarks' own runners.
 """
 
 import json
@@ -16,18 +14,14 @@ from ..verification.code import CodeVerifier
 # The window of the PACS paper's evaluation, both days included: 322 problems by the grid of its scores.
 LIVECODEBENCH_WINDOW = ("2024-07-01", "2025-01-01")
 # What LiveCodeBench's runner puts before a program.
-_LIVECODEBENCH_PRELUDE = "\n".join(
+_MODULES = (
+    "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json"
+).split()
+_PRELUDE = "\n".join(
     [
-        *(
-            f"from {name} import *"
-            for name in (
-                "string re datetime collections heapq bisect copy math random statistics itertools functools operator "
-                "io sys json builtins typing"
-            ).split()
-        ),
-        "import string, re, datetime, collections, heapq, bisect, copy, math, random, statistics, itertools, "
-        "functools",
-        "import operator, io, sys, json",
+        *(f"from {name} import *" for name in (*_MODULES, "builtins", "typing")),
+        f"import {', '.join(_MODULES[:12])}",
+        f"import {', '.join(_MODULES[12:])}",
         "sys.setrecursionlimit(50000)",
     ]
 )
@@ -55,41 +49,33 @@ def livecodebench_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         for row, text in zip(chosen, packed, strict=True):
             private = text if text.lstrip().startswith("[") else next(unpacked)
             cases = json.loads(row["public_test_cases"]) + json.loads(private)
-            name = json.loads(row["metadata"]).get("func_name")
-            converted.append(
-                {
-                    "id": row["question_id"],
-                    "problem": _livecodebench_problem(row["question_content"], row.get("starter_code")),
-                    "answer": _livecodebench_tests(cases, name),
-                }
-            )
+            tests = _tests(cases, json.loads(row["metadata"]).get("func_name"))
+            task = "Read the input from standard input and write the answer to standard output."
+            if row.get("starter_code"):
+                task = f"Complete this code:\n```python\n{row['starter_code'].strip()}\n```"
+            problem = f"{row['question_content'].strip()}\n\n{task}"
+            converted.append({"id": row["question_id"], "problem": problem, "answer": tests})
     except KeyError as error:
-        raise ValueError(f"A row of LiveCodeBench has no column {error}.") from error
+        raise ValueError(f"A row of LiveCodeBench has no column {error}. Use the files of the Hub.") from error
     if not converted:
-        raise ValueError(f"None of the {len(rows)} rows of LiveCodeBench is from {first} to {last}.")
+        raise ValueError(f"None of the {len(rows)} rows of LiveCodeBench is from {first} to {last}. Use other files.")
     return converted
 
 
-def _livecodebench_problem(question: str, starter_code: str | None) -> str:
-    if not starter_code:
-        return f"{question.strip()}\n\nRead the input from standard input and write the answer to standard output."
-    return f"{question.strip()}\n\nComplete this code:\n```python\n{starter_code.strip()}\n```"
-
-
-def _livecodebench_tests(cases: list[dict[str, str]], name: str | None) -> dict[str, Any]:
-    common = {"prelude": _LIVECODEBENCH_PRELUDE}
+def _tests(cases: list[dict[str, str]], name: str | None) -> dict[str, Any]:
+    """The tests of a program, or of the function of this name."""
     if name is None:
         read: list[dict[str, Any]] = [{"input": case["input"], "output": case["output"]} for case in cases]
-        return {"type": "stdin_stdout", "cases": read, "compare": "lines", **common}
+        return {"type": "stdin_stdout", "cases": read, "compare": "lines", "prelude": _PRELUDE}
     read = [
         {"input": [json.loads(line) for line in case["input"].split("\n")], "output": json.loads(case["output"])}
         for case in cases
     ]
-    return {"type": "function", "name": name, "cases": read, "compare": "tokens", **common}
+    return {"type": "function", "name": name, "cases": read, "compare": "tokens", "prelude": _PRELUDE}
 
 
 def _unpack(texts: list[str]):
-    """What pickles of a text hold, one after the other."""
+    """The texts in pickles, one after the other."""
     if not texts:
         return
     limits = {"cpu_seconds": 60.0, "timeout_seconds": 120.0, "memory_limit_mb": 4096, "output_limit_mb": 1024}
@@ -105,21 +91,22 @@ def _unpack(texts: list[str]):
 
 def gpqa_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """
-    Multiple choice: question, options and the letter of the right one, which comes first; each sample has an order of
-    its own.
+    Multiple choice: question, options and the letter of the right one, which is stored first; each sample shows the
+    options in an order of its own.
 
     Raises:
         `ValueError`: for a row without one of GPQA's columns.
     """
-    converted = []
-    for index, row in enumerate(rows):
-        try:
-            options = [row["Correct Answer"], *(row[f"Incorrect Answer {number}"] for number in (1, 2, 3))]
-            question = row["Question"].strip()
-        except KeyError as error:
-            raise ValueError(f"Row {index} of GPQA has no column {error}.") from error
-        options = [option.strip() for option in options]
-        converted.append(
-            {"id": row.get("Record ID") or str(index), "problem": question, "options": options, "answer": "A"}
-        )
-    return converted
+    names = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+    try:
+        return [
+            {
+                "id": row.get("Record ID") or str(index),
+                "problem": row["Question"].strip(),
+                "options": [row[name].strip() for name in names],
+                "answer": "A",
+            }
+            for index, row in enumerate(rows)
+        ]
+    except KeyError as error:
+        raise ValueError(f"A row of GPQA has no column {error}. Use the data set of the Hub.") from error
