@@ -1,4 +1,4 @@
-"""What a second draw costs, by its tokens: `python -m benchmarks.later_draws`, a minute on one core.
+"""What a second draw costs, by its tokens: `python -m benchmarks.second_stage`, a minute on one core.
 
 Every answer of the model, whose weights are random, is wrong, so adaptive rollouts draw as many completions again as
 there were at first (the budget). Both draws are timed whole, from the prompts to the rows: generation, grading and all
