@@ -26,6 +26,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOTrainer
 
+from benchmarks import table_of
 from benchmarks.recorded import (
     NUM_GENERATIONS,
     PROMPT_TOKENS,
@@ -39,7 +40,6 @@ from benchmarks.recorded import (
     shape_of,
 )
 from benchmarks.shared_engine import share_engine
-from benchmarks.tables import table_of
 from pacs_trl import PACSConfig, PACSTrainer
 from pacs_trl.data.tasks import problems
 from pacs_trl.miniature.tokenizer import build_tokenizer

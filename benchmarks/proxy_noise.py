@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from transformers import Qwen3ForCausalLM
 
+from benchmarks import table_of
 from benchmarks.recorded import build_model, shape_of
-from benchmarks.tables import table_of
 from pacs_trl.update.microbatching import schedule_micro_batches
 from pacs_trl.update.rows import Rollout
 from pacs_trl.update.scorer import Scorer, fused_head
@@ -82,11 +82,11 @@ def scheduled(rollouts: list[Rollout], max_rows: int, *, padded: bool) -> list[l
 SAME = "in the same micro-batches"
 COMPOSITIONS = [
     (SAME, lambda r: scheduled(r, ROWS_PER_FORWARD, padded=False), True),
-    ("packed, half as many rows", lambda r: scheduled(r, ROWS_PER_FORWARD // 2, padded=False), True),
+    ("packed, half as many completions", lambda r: scheduled(r, ROWS_PER_FORWARD // 2, padded=False), True),
     ("padded, sorted by length", lambda r: scheduled(r, ROWS_PER_FORWARD, padded=True), False),
     ("padded, in order of generation", lambda r: np.arange(len(r)).reshape(-1, ROWS_PER_FORWARD).tolist(), False),
-    ("padded, all rows at once", lambda r: [list(range(len(r)))], False),
-    ("every row alone", lambda r: [[i] for i in range(len(r))], False),
+    ("padded, all at once", lambda r: [list(range(len(r)))], False),
+    ("every completion alone", lambda r: [[i] for i in range(len(r))], False),
 ]
 
 
@@ -120,7 +120,7 @@ def drift(device: str, model: str, completion_max: int) -> list[dict]:
                 table.append(
                     {
                         "precision": precision,
-                        "reference scored": name,
+                        "reference computed": name,
                         "mean abs proxy": proxies.mean().item(),
                         "max abs proxy": proxies.max().item(),
                         "mean abs distance from float32": errors.mean().item(),

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import table_of
+from benchmarks import table_of
 from pacs_trl.evaluation.provenance import source_commit, versions
 from pacs_trl.evaluation.results import write_results
 from pacs_trl.redaction import published
