@@ -33,7 +33,7 @@ from pacs_trl.evaluation.sampling import sample_completions
 from pacs_trl.experimental.guidance import with_hint
 from pacs_trl.miniature.model import build_model
 from pacs_trl.miniature.tokenizer import build_tokenizer
-from pacs_trl.verification import shared_verifier
+from pacs_trl.verification.shared import shared_verifier
 
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "miniature" / "sums-0.1m" / "pacs.yaml"

@@ -170,7 +170,7 @@ def run(arm: Arm | None, task: str, seed: int, results_dir: Path, work_dir: Path
     from pacs_trl.recipe import read_recipe
     from pacs_trl.rollouts import rollout_trainer
     from pacs_trl.rollouts.timing import StepTimer
-    from pacs_trl.verification import shared_verifier
+    from pacs_trl.verification.shared import shared_verifier
 
     cell = (arm or Arm("PACS", task=task)).cell
     name = cell.run if arm else f"{task}/start"

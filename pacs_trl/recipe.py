@@ -26,7 +26,7 @@ from .rollouts.trainer_settings import precision_error, trainer_errors
 from .settings import Setting, settings_of
 from .settings.command_line import did_you_mean, read_settings
 from .settings.keys import NEEDED, values_and_errors
-from .verification import VerificationArguments
+from .verification.shared import VerificationArguments
 
 
 @dataclass

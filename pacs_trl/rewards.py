@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .settings.command_line import FailedRun
-from .verification import Outcome, completion_text, last_boxed, shared_arguments, shared_code_verifier, shared_verifier
+from .verification import Outcome, completion_text, last_boxed
+from .verification.shared import shared_arguments, shared_code_verifier, shared_verifier
 
 
 logger = logging.getLogger(__name__)

@@ -38,8 +38,7 @@ from .rollouts.tracking import tracked_run
 from .rollouts.trainer_checks import OWN_PARAMETERS, check_dataset, check_number_of_prompts, check_reward_function
 from .rollouts.vllm_checks import check_version, check_vllm, installed_vllm
 from .settings.optional import check_model_path, check_whole_model, check_writable, function_of_user, require_trackers
-from .verification import configure_verification, shared_code_verifier, shared_verifier
-from .verification.tool import run_python
+from .verification.shared import configure_verification, run_python, shared_code_verifier, shared_verifier
 
 
 def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):

@@ -8,7 +8,8 @@ from datasets import Dataset
 from pacs_trl import rewards
 from pacs_trl.rewards import VerificationFailure, code_reward, format_reward, math_reward
 from pacs_trl.rollouts.trainer_checks import check_golds
-from pacs_trl.verification import MAX_CHARACTERS, VerificationArguments, configure_verification, shared_verifier
+from pacs_trl.verification import MAX_CHARACTERS
+from pacs_trl.verification.shared import VerificationArguments, configure_verification, shared_verifier
 
 
 ENDLESS = r"\boxed{9^{9^9} - 1}"

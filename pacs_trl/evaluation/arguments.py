@@ -10,7 +10,7 @@ from ..data import PROMPT_INSTRUCTION, instruction_for, prompt_of
 from ..settings import settings_of, typed_settings
 from ..settings.command_line import asks_for_help, did_you_mean, environment_errors, read_settings
 from ..settings.help import print_evaluation_help
-from ..verification import VerificationArguments
+from ..verification.shared import VerificationArguments
 from .requests import SamplingSettings
 
 

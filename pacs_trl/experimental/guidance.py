@@ -26,7 +26,8 @@ from ..settings.optional import function_of_user
 from ..settings.ranges import Range
 from ..update.groups import split_into_steps
 from ..update.rows import Rollout
-from ..verification import Outcome, gold_texts, shared_code_verifier, shared_verifier
+from ..verification import Outcome, gold_texts
+from ..verification.shared import shared_code_verifier, shared_verifier
 from ._redraw import RIGHT, Redraw, RedrawingConfig, RedrawingTrainer, in_equal_shares, judged_labels
 
 

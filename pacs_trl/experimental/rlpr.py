@@ -26,7 +26,7 @@ from ..pacs_trainer import PACSTrainer
 from ..rewards import completion_text
 from ..settings import with_help
 from ..settings.ranges import Range
-from ..verification import shared_arguments
+from ..verification.shared import shared_arguments
 
 
 FILE = "probability_without_reasoning.json"

@@ -18,7 +18,7 @@ from trl.trainer.utils import get_callable_name, is_async_callable
 from .. import rewards
 from ..data.prompts import prompt_lengths
 from ..data.sets import report_unreadable_golds
-from ..verification import shared_verifier
+from ..verification.shared import shared_verifier
 
 
 def check_dataset(name: str, dataset: Any, reward_funcs: Any = (), passed: Collection[str] = ()) -> None:

@@ -13,7 +13,7 @@ from .command_line import Parser, asks_for_help, words_by_key
 _PACKAGE = Path(__file__).parents[1]
 
 # Title, file and dataclass of each group of settings.
-_VERIFICATION = ("verification", "verification/__init__.py", "VerificationArguments")
+_VERIFICATION = ("verification", "verification/shared.py", "VerificationArguments")
 _EVALUATION = (("evaluation", "evaluation/arguments.py", "EvaluationArguments"), _VERIFICATION)
 _EVERY_METHOD = (
     ("run", "recipe.py", "RunArguments"),

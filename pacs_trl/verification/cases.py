@@ -5,16 +5,15 @@ Pure functions of texts and numbers, in time linear in their length: they run in
     {"type": "stdin_stdout", "cases": [{"input": "1 2\\n", "output": "3\\n"}, ...]}
     {"type": "function", "name": "add", "cases": [{"input": [1, 2], "output": 3}, ...]}
 
-or the same as JSON text, which is how a data set holds it. Further keys, all optional: `compare` (see
-[`ProblemTests`]), `prelude` (source put before every program, such as imports), `writable` (a folder to write to),
-`language` ("python").
+or the same as JSON text, which is how a dataset holds it. Optional keys: `compare` (see [`ProblemTests`]), `prelude`
+(source put before every program, such as imports), `language` ("python").
 """
 
 import json
 import math
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from decimal import Decimal, InvalidOperation
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -29,35 +28,29 @@ _MOST_TIMES, _AT_LEAST = 4, 1 << 16
 
 class ProblemTests(NamedTuple):
     """
-    What a program is run on.
+    Tests of one programming problem.
 
     Args:
         function (`str`, *optional*): Name of the function (or method of `Solution`) that is called; `None` for
-        programs that read
-            their input and write their output.
+            programs that read their input and write their output.
         cases (`tuple[tuple[str, Any], ...]`): Input text (arguments as JSON) and expected output (text or value).
         compare (`str`): `"floats"`: equal tokens, and where a decimal fraction is expected any number within 1e-6 of
-        it; `"tokens"`:
-            equal tokens (values); `"lines"`: LiveCodeBench's rule, equal lines, or lines of equal decimal numbers
-            (values).
+            it; `"tokens"`: equal tokens (values); `"lines"`: LiveCodeBench's rule, equal lines, or lines of equal
+            decimal numbers (values).
         prelude (`str`): Source put before the program.
-        writable (`bool`): Whether the program has a folder to write to.
     """
 
     function: str | None
     cases: tuple[tuple[str, Any], ...]
     compare: Compare = "floats"
     prelude: str = ""
-    writable: bool = False
 
 
-def read_tests(value: Any) -> ProblemTests:
-    """
-    Tests as a mapping or as JSON text.
+class OtherLanguage(ValueError):
+    """The tests are for programs in another language than Python."""
 
-    Raises:
-        ValueError: When they are missing, of another language, or do not have the form above.
-    """
+
+def _mapping_of(value: Any) -> Mapping:
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -66,65 +59,66 @@ def read_tests(value: Any) -> ProblemTests:
     if not isinstance(value, Mapping):
         raise ValueError(f"Tests must be a mapping with `type` and `cases`, got {str(value)[:80]!r}.")
     if (language := value.get("language", "python")) not in ("python", "python3"):
-        raise ValueError(
-            f"Only Python programs are run, but these tests are for {language!r}: leave such problems out."
-        )
-    kind, name, compare = value.get("type"), value.get("name"), value.get("compare", "floats")
-    if kind not in ("stdin_stdout", "function"):
-        raise ValueError(f"`type` of tests must be 'stdin_stdout' or 'function', got {kind!r}.")
-    if kind == "function" and not (isinstance(name, str) and name.isidentifier()):
-        raise ValueError(f"`name` of tests must be that of the function to call, got {name!r}.")
-    if compare not in get_args(Compare):
-        raise ValueError(f"`compare` of tests must be one of {', '.join(get_args(Compare))}, got {compare!r}.")
-    cases = value.get("cases")
-    if not isinstance(cases, list | tuple) or not cases:
-        raise ValueError(f"`cases` of tests must be a list with at least one case, got {str(cases)[:80]!r}.")
-    read = tuple(_read_case(case, index, kind) for index, case in enumerate(cases))
-    prelude = value.get("prelude") or ""
-    if not isinstance(prelude, str):
-        raise ValueError(f"`prelude` of tests must be source text, got {str(prelude)[:80]!r}.")
-    return ProblemTests(name if kind == "function" else None, read, compare, prelude, value.get("writable") is True)
+        raise OtherLanguage(f"These tests are for {language!r}, but only Python programs are run. Leave them out.")
+    return value
 
 
-def _read_case(case: Any, index: int, kind: str) -> tuple[str, Any]:
-    if not isinstance(case, Mapping) or not {"input", "output"} <= case.keys():
-        raise ValueError(f"Case {index} of the tests must have `input` and `output`, got {str(case)[:80]!r}.")
-    given, expected = case["input"], case["output"]
-    if kind == "function":
-        if not isinstance(given, list | tuple):
-            raise ValueError(f"`input` of case {index} must be the list of arguments, got {str(given)[:80]!r}.")
-        try:
+def read_tests(value: Any) -> ProblemTests:
+    """
+    Read tests from a mapping or JSON text.
+
+    Raises:
+        ValueError: When they are missing, of another language, or do not have the form above.
+    """
+    value = _mapping_of(value)
+    kind, name, cases = value.get("type"), value.get("name"), value.get("cases")
+    compare, prelude = value.get("compare", "floats"), value.get("prelude") or ""
+    is_function = kind == "function"
+    rules = (
+        ("type", kind, is_function or kind == "stdin_stdout", "'stdin_stdout' or 'function'"),
+        ("name", name, not is_function or isinstance(name, str) and name.isidentifier(), "the function to call"),
+        ("compare", compare, compare in get_args(Compare), f"one of {', '.join(get_args(Compare))}"),
+        ("cases", cases, isinstance(cases, list | tuple) and cases, "a list with at least one case"),
+        ("prelude", prelude, isinstance(prelude, str), "source text"),
+    )
+    for key, found, holds, allowed in rules:
+        if not holds:
+            raise ValueError(f"`{key}` of tests must be {allowed}, got {str(found)[:80]!r}.")
+    read = tuple(_read_case(case, index, is_function) for index, case in enumerate(cases))
+    return ProblemTests(name if is_function else None, read, compare, prelude)
+
+
+def _read_case(case: Any, index: int, is_function: bool) -> tuple[str, Any]:
+    try:
+        given, expected = case["input"], case["output"]
+        if is_function and isinstance(given, list | tuple):
             return json.dumps(given), json.loads(json.dumps(expected))
-        except (TypeError, RecursionError) as error:  # a number of numpy's, a set, a thousand lists in each other
-            raise ValueError(f"Case {index} of the tests cannot be written as JSON: {error}.") from error
-    if not isinstance(given, str) or not isinstance(expected, str):
-        raise ValueError(f"`input` and `output` of case {index} must be text, got {str(case)[:80]!r}.")
-    return given, expected
+        if not is_function and isinstance(given, str) and isinstance(expected, str):
+            return given, expected
+        error: Exception | None = None
+    except (KeyError, TypeError, RecursionError) as raised:  # a set, a thousand lists in each other
+        error = raised
+    form = "the list of arguments and a value of JSON" if is_function else "text"
+    raise ValueError(
+        f"Case {index} of the tests must have `input` and `output`, {form}, got {str(case)[:80]!r}."
+    ) from error
 
 
 def json_of_tests(value: Any) -> str | None:
     """
-    Tests as the JSON text that a data set holds, from a mapping or JSON text of the form above, or from the
+    Return tests as the JSON text that a dataset holds, from a mapping or JSON text of the form above, or from the
     `verification_info` of open-r1's and PrimeIntellect's sets; `None` when there is no case or it cannot be read.
 
     Raises:
-        ValueError: When the tests are of another language.
+        OtherLanguage: When the tests are for another language.
     """
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            return None
-    if not isinstance(value, Mapping):
-        return None
-    if (language := value.get("language", "python")) not in ("python", "python3"):
-        raise ValueError(
-            f"Only Python programs are run, but these tests are for {language!r}: leave such problems out."
-        )
     try:
+        value = _mapping_of(value)
         value = _from_verification_info(value["test_cases"] or []) if "test_cases" in value else value
         read_tests(value)
         return json.dumps(value, ensure_ascii=False)
+    except OtherLanguage:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # of any other form
         return None
 
@@ -200,32 +194,26 @@ def is_expected(tests: ProblemTests, expected: Any, output: str) -> bool:
     Raises:
         ValueError: When a function has returned nothing that can be read.
     """
-    if tests.function is None:
-        return _is_short(output, len(expected)) and _equal_texts(expected, output, tests.compare)
     try:
-        if not _is_short(output, len(json.dumps(expected))):
+        size = len(expected if tests.function is None else json.dumps(expected))
+        if len(output) > _MOST_TIMES * size + _AT_LEAST:
             return False
+        if tests.function is None:
+            return _equal_texts(expected, output, tests.compare)
         value = json.loads(output.strip().rpartition("\n")[2])
         return _equal_values(expected, value, tolerant=tests.compare == "floats")
     except RecursionError as error:
         raise ValueError("a value nested too deeply") from error
 
 
-def _is_short(output: str, expected: int) -> bool:
-    return len(output) <= _MOST_TIMES * expected + _AT_LEAST
-
-
 def _equal_texts(expected: str, output: str, compare: Compare) -> bool:
+    equal: Callable[[str, str], bool] = {"lines": _equal_decimals, "floats": _is_close, "tokens": str.__eq__}[compare]
     if compare == "lines":
         ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (expected, output))
-        return len(ours) == len(theirs) and all(
-            one == other or _equal_decimals(one, other) for one, other in zip(ours, theirs, strict=True)
-        )
-    ours, theirs = expected.split(), output.split()
-    return len(ours) == len(theirs) and all(
-        one == other or (compare == "floats" and _is_close(one, other))
-        for one, other in zip(ours, theirs, strict=True)
-    )
+    else:
+        ours, theirs = expected.split(), output.split()
+    pairs = zip(ours, theirs, strict=False)
+    return len(ours) == len(theirs) and all(one == other or equal(one, other) for one, other in pairs)
 
 
 def _equal_decimals(expected: str, output: str) -> bool:
@@ -247,22 +235,15 @@ def _is_close(expected: str, output: str) -> bool:
 
 
 def _equal_values(expected: Any, value: Any, tolerant: bool) -> bool:
-    if isinstance(expected, list):
-        return (
-            isinstance(value, list)
-            and len(expected) == len(value)
-            and all(_equal_values(one, other, tolerant) for one, other in zip(expected, value, strict=True))
-        )
-    if isinstance(expected, dict):
-        return (
-            isinstance(value, dict)
-            and expected.keys() == value.keys()
-            and all(_equal_values(expected[key], value[key], tolerant) for key in expected)
+    if isinstance(expected, list) and isinstance(value, list):
+        pairs = zip(expected, value, strict=False)
+        return len(expected) == len(value) and all(_equal_values(one, other, tolerant) for one, other in pairs)
+    if isinstance(expected, dict) and isinstance(value, dict):
+        return expected.keys() == value.keys() and all(
+            _equal_values(expected[k], value[k], tolerant) for k in expected
         )
     if tolerant and isinstance(expected, float) and isinstance(value, int | float):
-        if (
-            not math.isfinite(expected) or abs(value) > sys.float_info.max
-        ):  # a whole number may be too large for a float
+        if not math.isfinite(expected) or abs(value) > sys.float_info.max:  # an int may be too large for a float
             return False
         return math.isclose(expected, value, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
     return expected == value

@@ -42,10 +42,6 @@ rt_sigreturn 15 139, rt_sigtimedwait 128 137, sigaltstack 131 132, restart_sysca
 setitimer 38 103, getitimer 36 102, exit 60 93, exit_group 231 94, dup 32 23, dup2 33 -, dup3 292 24, pipe 22 -,
 pipe2 293 59, poll 7 -, ppoll 271 73, select 23 -, pselect6 270 72
 """
-# With a folder to write to, also these.
-_ALLOWED_IN_FOLDER = """
-mkdir 83 -, mkdirat 258 34, unlink 87 -, unlinkat 263 35, rmdir 84 -, rename 82 -, renameat 264 38, renameat2 316 276
-"""
 # Looked at by their arguments.
 _OTHERS = """
 open 2 -, openat 257 56, clone 56 220, clone3 435 435, fcntl 72 25, ioctl 16 29, kill 62 129, tgkill 234 131,
@@ -104,15 +100,14 @@ def assemble(rules: Sequence[Rule], machine: str) -> list[tuple[int, int, int, i
     return [*program, (RETURN, 0, 0, NOT_PERMITTED)]
 
 
-def rules_for(machine: str, pid: int, *, may_open_for_writing: bool, has_folder: bool) -> list[Rule]:
+def rules_for(machine: str, pid: int, *, may_open_for_writing: bool) -> list[Rule]:
     """
-    What an interpreter needs to compute, and nothing else.
+    Return rules that allow what an interpreter needs to compute, and nothing else.
 
     Args:
         machine (`str`): Key of `AUDIT_NAMES`.
         pid (`int`): The process, which may send signals to itself alone.
         may_open_for_writing (`bool`): Whether something else (Landlock) decides which files are written.
-        has_folder (`bool`): Whether there is a folder in which files come and go.
     """
     column = list(AUDIT_NAMES).index(machine)
 
@@ -121,7 +116,6 @@ def rules_for(machine: str, pid: int, *, may_open_for_writing: bool, has_folder:
         return {name: int(number[column]) for name, *number in entries if number[column] != "-"}
 
     rules = [Rule(number) for number in numbers(_ALLOWED).values()]
-    rules += [Rule(number) for number in numbers(_ALLOWED_IN_FOLDER).values() if has_folder]
     special = numbers(_OTHERS)
     for name, flags in (("open", 1), ("openat", 2)):
         if name in special:
@@ -164,7 +158,6 @@ def _check(result: int, what: str) -> int:
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # of every architecture
 _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE = 1 << 1, 1 << 2, 1 << 3, 1 << 14
-_IN_FOLDER = 0b10_0001_1011_0000  # remove, make and move folders and files; no links, pipes, sockets, devices
 # Number of the rights that versions 1, 2, ... of Landlock know; an unknown one would be an error, a left out one no
 # rule.
 _NUM_RIGHTS = (13, 14, 15, 15, 16)
@@ -175,9 +168,9 @@ def landlock_version() -> int:
     return _check(_libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint(1)), "Landlock")
 
 
-def landlock_ruleset(readable: Sequence[str], folder: str | None = None) -> int:
+def landlock_ruleset(readable: Sequence[str]) -> int:
     """
-    A descriptor of rules that allow to read `readable`, to use /dev/null, and to write in `folder`.
+    Return a descriptor of rules that allow to read `readable` and to use /dev/null.
 
     Everything else of what this kernel can refuse is refused: other files, TCP (version 4), device controls (5),
     signals and abstract sockets that lead out (6).
@@ -189,7 +182,6 @@ def landlock_ruleset(readable: Sequence[str], folder: str | None = None) -> int:
     for path, wanted in (
         *((path, _READ_FILE | _READ_DIR) for path in readable),
         ("/dev/null", _READ_FILE | _WRITE_FILE | _TRUNCATE),
-        *([(folder, _READ_FILE | _READ_DIR | _WRITE_FILE | _TRUNCATE | _IN_FOLDER)] if folder else []),
     ):
         try:
             place = os.open(path, os.O_PATH | os.O_CLOEXEC)

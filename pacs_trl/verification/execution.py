@@ -1,5 +1,4 @@
-"""Who runs a program for the trainer, and what comes back: a worker on this machine (`sandbox.py`), or a SandboxFusion
-server."""
+"""Execution of programs by a worker on this machine (`sandbox.py`) or by a SandboxFusion server."""
 
 import fcntl
 import json
@@ -26,8 +25,9 @@ class Execution(NamedTuple):
 
     Args:
         outcome ([`Outcome`], *optional*): `None` for one that ended by itself without an error; else `ERROR`,
-        `TIMEOUT` or `KILLED`. output, messages (`str`): What it wrote, and the end of what it complained.
-        seconds (`float`): On the clock.
+            `TIMEOUT`, or `KILLED`.
+        output, messages (`str`): What it wrote to the standard output, and the end of its standard error.
+        seconds (`float`): Wall-clock time.
     """
 
     outcome: Outcome | None
@@ -103,10 +103,12 @@ class LocalWorker:
         self.pid, self.folder = process.pid, folder
         # Runs when the worker is forgotten or the interpreter ends, unless it has been called before.
         self.end = weakref.finalize(self, end_process, process, self.connection, os.getpid(), folder)
-        self.report: dict[str, Any] | None = None
+        self.report: dict[str, Any] = {}  # which layers it has, sent once it is ready
 
-    def run(self, program: str, text: str, writable: bool) -> Execution:
-        self._wait_until_ready()
+    def run(self, program: str, text: str) -> Execution:
+        """Run a program on an input. Raises an `OSError` when the worker has ended or stays silent."""
+        if not self.report:
+            self.report = self._receive()
         contents = [content.encode("utf-8", "surrogatepass") for content in (program, text)] + [b"", b""]
         files = [os.memfd_create("program", os.MFD_CLOEXEC) for _ in contents]
         try:
@@ -116,12 +118,9 @@ class LocalWorker:
                 os.lseek(file, 0, os.SEEK_SET)
             for file in files[2:]:
                 fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
-            socket.send_fds(self.connection, [json.dumps({"writable": writable}).encode()], files)
+            socket.send_fds(self.connection, [b"run"], files)
             self.connection.settimeout(self.limits["timeout_seconds"] + 60.0)  # should it stall, the trainer must not
-            answer = self.connection.recv(1 << 16)
-            if not answer:
-                raise ConnectionResetError("the worker ended without an answer")
-            report = json.loads(answer)
+            report = self._receive()
             output = os.pread(files[2], self.limits["output_limit_mb"] << 20, 0)
             messages = os.pread(files[3], 4000, max(0, os.fstat(files[3]).st_size - 4000))
         finally:
@@ -129,16 +128,15 @@ class LocalWorker:
                 os.close(file)
         if report["refusal"]:
             raise RuntimeError(f"A program could not be confined, and was not run: {report['refusal']}.")
-        return Execution(
-            _outcome(report["code"], report["limit"]),
-            output.decode("utf-8", "replace"),
-            messages.decode("utf-8", "replace") or (report["limit"] or ""),
-            report["seconds"],
-        )
+        outcome = None if report["code"] == 0 else Outcome.KILLED if report["code"] < 0 else Outcome.ERROR
+        if report["timed_out"]:
+            outcome = Outcome.TIMEOUT
+        words = messages.decode("utf-8", "replace") or "timeout" * report["timed_out"]
+        return Execution(outcome, output.decode("utf-8", "replace"), words, report["seconds"])
 
     def measure(self) -> Level:
         """Which layers hold, by a program that tries what each of them forbids."""
-        execution = self.run(_PROBE, str(self.limits["memory_limit_mb"] << 20), False)
+        execution = self.run(_PROBE, str(self.limits["memory_limit_mb"] << 20))
         try:
             holds = json.loads(execution.output)
         except ValueError:
@@ -147,24 +145,17 @@ class LocalWorker:
             ) from None
         if not holds["rlimits"]:
             raise ValueError("The limits of this system do not hold: a program could take more memory than it may.")
-        report = self.report or {}
         layers = tuple(layer for layer in LAYERS if holds[layer])
-        names = {"landlock": f"landlock {report['landlock']}", "seccomp": "seccomp"}
+        names = {"landlock": f"landlock {self.report['landlock']}", "seccomp": "seccomp"}
         text = " + ".join([*(names[layer] for layer in layers), "rlimits"]) if layers else "rlimits only"
-        return Level(layers, text, "; ".join(f"{layer}: {report[layer]}" for layer in LAYERS if not holds[layer]))
+        reasons = "; ".join(f"{layer}: {self.report[layer]}" for layer in LAYERS if not holds[layer])
+        return Level(layers, text, reasons)
 
-    def _wait_until_ready(self) -> None:
-        if self.report is None:
-            answer = self.connection.recv(1 << 16)
-            if not answer:
-                raise ConnectionResetError("the worker could not start")
-            self.report = json.loads(answer)
-
-
-def _outcome(code: int, limit: str | None) -> Outcome | None:
-    if limit is not None:
-        return Outcome.TIMEOUT if limit == "timeout" else Outcome.KILLED
-    return None if code == 0 else Outcome.KILLED if code < 0 else Outcome.ERROR
+    def _receive(self) -> dict[str, Any]:
+        answer = self.connection.recv(1 << 16)
+        if not answer:
+            raise ConnectionResetError("the worker has ended")
+        return json.loads(answer)
 
 
 class SandboxFusion:
@@ -173,7 +164,7 @@ class SandboxFusion:
     def __init__(self, url: str, cpu_seconds: float, timeout_seconds: float, memory_limit_mb: int):
         self.url, self.timeout_seconds, self.memory_limit_mb = url.rstrip("/"), timeout_seconds, memory_limit_mb
 
-    def run(self, program: str, text: str, writable: bool) -> Execution:
+    def run(self, program: str, text: str) -> Execution:
         request = {
             "code": program,
             "stdin": text,
@@ -198,7 +189,7 @@ class SandboxFusion:
         )
 
     def measure(self) -> Level:
-        self.run("print(1)", "", False)
+        self.run("print(1)", "")
         return Level((), f"SandboxFusion at {self.url}")
 
     def end(self) -> None:

@@ -1,8 +1,8 @@
-"""The process between the trainer and the grading processes: it forks, feeds, watches and replaces them.
+"""The process between the trainer and the grading processes: it forks, feeds, watches, and replaces them.
 
 The trainer starts it as a fresh interpreter (`client.py`), so nothing of the trainer is imported again or forked
-(no torch, no CUDA, no threads, no user `__main__`), and a notebook, a test or `python -c` may be the parent. Having
-read math-verify once, it forks a replacement for a killed worker in milliseconds. It never grades itself, hence is
+(no torch, no CUDA, no threads, no user `__main__`), and a notebook, a test, or `python -c` may be the parent. Having
+imported math-verify once, it forks a replacement for a killed worker in milliseconds. It never grades itself, hence is
 always awake: it ends with its parent, whatever killed that, and takes the workers along.
 """
 
@@ -10,7 +10,6 @@ import gc
 import json
 import logging
 import os
-import select
 import signal
 import socket
 import sys
@@ -18,13 +17,14 @@ import time
 import traceback
 from collections import deque
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
 
 from . import Outcome
-from .client import receive, send
+from .client import connection_of
 from .worker import grade_one, serve
 
 
-# How often the parent is looked for when nothing happens, in seconds. A closed connection is noticed at once.
+# How often to check that the parent lives when nothing happens. A closed connection is noticed at once.
 _POLL_SECONDS = 1.0
 # Items and characters that a worker gets at a time: enough to keep it busy, few enough to leave some for the others.
 _MAX_CHUNK_ITEMS = 32
@@ -43,19 +43,18 @@ _WARM_UP = [
 @dataclass
 class _Worker:
     pid: int
-    connection: socket.socket
-    assigned: deque[int] = field(default_factory=deque)  # indices of the items it has, in order; the first is at work
+    connection: Connection
+    assigned: deque[int] = field(default_factory=deque)  # indices of its items, in order; it works on the first
     started: float = 0.0  # when it began the first of them
 
 
 class _Pool:
     """Workers and the connection to the parent. One batch at a time."""
 
-    def __init__(self, connection: socket.socket, parent_pid: int, settings: dict):
-        self.connection = connection
-        self.parent_pid = parent_pid
-        self.timeout_seconds = settings.pop("timeout_seconds")
-        num_workers = settings.pop("num_workers")
+    def __init__(
+        self, connection: Connection, *, parent_pid: int, num_workers: int, timeout_seconds: float, **settings
+    ):
+        self.connection, self.parent_pid, self.timeout_seconds = connection, parent_pid, timeout_seconds
         self.worker_settings = settings
         self.workers: list[_Worker] = []
         for _ in range(num_workers):
@@ -63,8 +62,10 @@ class _Pool:
 
     def run(self) -> None:
         """Answer one batch after the other until the parent closes the connection."""
-        while (items := receive(self.connection, on_timeout=self._exit_without_parent)) is not None:
-            send(self.connection, self._grade(items))
+        while True:
+            while not self.connection.poll(_POLL_SECONDS):
+                self._exit_without_parent()
+            self.connection.send(self._grade(self.connection.recv()))
 
     def kill(self) -> None:
         for worker in self.workers:
@@ -76,91 +77,83 @@ class _Pool:
         pid = os.fork()
         if pid == 0:
             try:
-                # The ends that it inherited would keep the connections of others open after their owner has gone.
+                # The inherited ends would keep the connections of others open after their owner has gone.
                 for connection in (ours, self.connection, *(worker.connection for worker in self.workers)):
                     connection.close()
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-                serve(theirs, **self.worker_settings)
-            except (ConnectionError, MemoryError):  # the pool has gone, or the item at work is one for the killed
+                serve(Connection(theirs.detach()), **self.worker_settings)
+            except (EOFError, ConnectionError, MemoryError):  # the pool has gone, or the item needs too much memory
                 pass
             except Exception:
                 traceback.print_exc()
             finally:  # skips the exit handlers of the process it was copied from
                 os._exit(0)
         theirs.close()
-        return _Worker(pid, ours)
+        return _Worker(pid, connection_of(ours, self.timeout_seconds))
 
     def _grade(self, items: list[tuple[str, tuple[str, ...]]]) -> list[tuple[int, float]]:
-        """Outcome and seconds of each item, in order."""
-        self._replace_the_dead()
+        """Return outcome and seconds of each item, in order."""
+        for slot, worker in enumerate(self.workers):  # what killed one between two batches was no item
+            if os.waitpid(worker.pid, os.WNOHANG)[0]:
+                worker.connection.close()
+                self.workers[slot] = self._fork()
         results: list[tuple[int, float]] = [(-1, 0.0)] * len(items)
         todo = deque(range(len(items)))
         while todo or any(worker.assigned for worker in self.workers):
             for slot, worker in enumerate(self.workers):
                 if todo and not worker.assigned and not self._assign(worker, todo, items):
                     self._bury(slot, todo, results)
-            busy = [slot for slot, worker in enumerate(self.workers) if worker.assigned]
-            deadline = min((self.workers[slot].started for slot in busy), default=0.0) + self.timeout_seconds
+            busy = {worker.connection: slot for slot, worker in enumerate(self.workers) if worker.assigned}
+            deadline = min((self.workers[slot].started for slot in busy.values()), default=0.0) + self.timeout_seconds
             patience = min(_POLL_SECONDS, max(0.0, deadline - time.monotonic()))
-            sockets = [self.connection, *(self.workers[slot].connection for slot in busy)]
-            readable = select.select(sockets, [], [], patience)[0]
+            ready = wait([self.connection, *busy], patience)
             self._exit_without_parent()
-            if self.connection in readable:  # the parent sends nothing while it waits for an answer: it has hung up
+            if self.connection in ready:  # the parent sends nothing while it waits for an answer: it has hung up
                 sys.exit(0)
-            for slot in busy:
-                worker = self.workers[slot]
-                if worker.connection in readable:
-                    if not self._collect(worker, results):
+            for connection, slot in busy.items():
+                if connection in ready:
+                    if not self._collect(self.workers[slot], results):
                         self._bury(slot, todo, results)
-                elif time.monotonic() - worker.started > self.timeout_seconds:
+                elif time.monotonic() - self.workers[slot].started > self.timeout_seconds:
                     self._bury(slot, todo, results, Outcome.TIMEOUT)
         return results
 
     def _assign(self, worker: _Worker, todo: deque[int], items: list) -> bool:
-        """Give a worker its next chunk. False when it does not take it."""
+        """Send a worker its next chunk. False when it does not take it."""
         size = max(1, min(_MAX_CHUNK_ITEMS, len(todo) // (2 * len(self.workers))))
         characters = 0
         while todo and len(worker.assigned) < size and characters < _MAX_CHUNK_CHARACTERS:
             worker.assigned.append(todo.popleft())
             characters += len(items[worker.assigned[-1]][0])
         worker.started = time.monotonic()
-        worker.connection.settimeout(self.timeout_seconds)
         try:
-            send(worker.connection, [items[index] for index in worker.assigned])
+            worker.connection.send([items[index] for index in worker.assigned])
         except OSError:
             return False
         return True
 
     def _collect(self, worker: _Worker, results: list) -> bool:
-        """Take the outcomes that a worker has sent. False when it has ended instead."""
+        """Take the next outcome of a worker. False when it has ended instead."""
         try:
-            outcomes = worker.connection.recv(_MAX_CHUNK_ITEMS)
-        except ConnectionResetError:
-            outcomes = b""
+            outcome = worker.connection.recv()
+        except (EOFError, ConnectionResetError):
+            return False
         now = time.monotonic()
-        for outcome in outcomes:
-            results[worker.assigned.popleft()] = (outcome, now - worker.started)
-            worker.started = now
-        return bool(outcomes)
+        results[worker.assigned.popleft()] = (outcome, now - worker.started)
+        worker.started = now
+        return True
 
     def _bury(self, slot: int, todo: deque[int], results: list, outcome: Outcome = Outcome.KILLED) -> None:
-        """Replace a worker. The item at work gets an outcome, the rest of its chunk goes back to the queue."""
+        """Replace a worker. The item it worked on gets an outcome, the rest of its chunk goes back to the queue."""
         worker = self.workers[slot]
         os.kill(worker.pid, signal.SIGKILL)  # a no-op for one that has ended by itself
         status = os.waitpid(worker.pid, 0)[1]
-        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:  # its processor time was up
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:  # its CPU time was up
             outcome = Outcome.TIMEOUT
-        results[worker.assigned.popleft()] = (outcome, time.monotonic() - worker.started)
+        results[worker.assigned.popleft()] = (int(outcome), time.monotonic() - worker.started)
         todo.extendleft(reversed(worker.assigned))
         worker.connection.close()
         self.workers[slot] = self._fork()
-
-    def _replace_the_dead(self) -> None:
-        """Workers that something killed between two batches. Once per batch: an item is to blame later on."""
-        for slot, worker in enumerate(self.workers):
-            if os.waitpid(worker.pid, os.WNOHANG)[0]:
-                worker.connection.close()
-                self.workers[slot] = self._fork()
 
     def _exit_without_parent(self) -> None:
         # A closed connection would say so too, unless another child of the parent has inherited its end.
@@ -172,17 +165,16 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a scheduler sends it to all; the pool ends after its parent
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
+    connection = Connection(os.dup(0))
     os.dup2(2, 1)  # stray output must not reach the connection
-    connection = socket.socket(fileno=os.dup(0))
-    connection.settimeout(_POLL_SECONDS)
     for text, gold in _WARM_UP:
         grade_one(text, (gold,), settings["protocol"])
     gc.collect()
     gc.freeze()  # the collector would touch, hence copy, the pages that forked workers share
-    pool = _Pool(connection, settings.pop("parent_pid"), settings)
+    pool = _Pool(connection, **settings)
     try:
         pool.run()
-    except ConnectionError:  # the parent has gone while its answer was being sent
+    except (EOFError, ConnectionError):  # the parent has closed the connection, or has gone
         pass
     finally:
         pool.kill()

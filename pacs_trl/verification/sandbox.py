@@ -54,18 +54,16 @@ class Worker:
 
     def __init__(self, connection: socket.socket, settings: dict[str, Any]):
         self.connection, self.settings = connection, settings
-        self.layers = settings["layers"]
         self.machine = os.uname().machine
-        self.readable = confinement.readable_places()
         self.ruleset: int | None = None
         report: dict[str, Any] = {"landlock": "switched off", "seccomp": "switched off"}
-        if "landlock" in self.layers:
+        if "landlock" in settings["layers"]:
             try:
                 report["landlock"] = confinement.landlock_version()
-                self.ruleset = confinement.landlock_ruleset(self.readable)
+                self.ruleset = confinement.landlock_ruleset(confinement.readable_places())
             except OSError as error:
                 report["landlock"] = str(error)
-        if "seccomp" in self.layers:
+        if "seccomp" in settings["layers"]:
             report["seccomp"] = self._try_filter()
         self.has_seccomp = report["seccomp"] == "available"
         # Whoever a program leaves behind becomes a child of this process, which ends it.
@@ -80,28 +78,28 @@ class Worker:
         while os.getppid() == self.settings["parent_pid"]:
             if not poll.poll(1000):
                 continue
-            request, files, _, _ = socket.recv_fds(self.connection, 4096, 4)
+            _, files, _, _ = socket.recv_fds(self.connection, 4096, 4)
             if len(files) < 4:
                 return
-            report = self._run(files, json.loads(request))
+            report = self._run(files)
             for file in files:
                 os.close(file)
             self.connection.sendall(json.dumps(report).encode())
 
-    def _run(self, files: list[int], request: dict[str, Any]) -> dict[str, Any]:
+    def _run(self, files: list[int]) -> dict[str, Any]:
         folder = os.path.join(self.settings["folder"], "work")
         os.mkdir(folder, 0o700)
         confined, confine = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.close(confined)
-            self._become_program(files, folder, request["writable"], confine)
+            self._become_program(files, folder, confine)
         os.close(confine)
         with os.fdopen(confined, "rb") as pipe:
             refusal = pipe.read()  # closed by the program once it is confined, or filled with the reason why it is not
         started = time.monotonic()
         try:
-            limit = self._wait(pid, started, folder if request["writable"] else None)
+            timed_out = self._times_out(pid, started)
         finally:  # also when the parent has gone
             end_group(pid)
             _, status, usage = os.wait4(pid, 0)
@@ -109,11 +107,12 @@ class Worker:
             remove(folder)
         code, cpu = os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
         if code in (-signal.SIGKILL, -signal.SIGXCPU) and cpu >= self.settings["cpu_seconds"]:
-            limit = limit or "timeout"  # the kernel was quicker
-        return {"refusal": refusal.decode(), "code": code, "limit": limit, "seconds": time.monotonic() - started}
+            timed_out = True  # the kernel was quicker
+        seconds = time.monotonic() - started
+        return {"refusal": refusal.decode(), "code": code, "timed_out": timed_out, "seconds": seconds}
 
-    def _wait(self, pid: int, started: float, folder: str | None) -> str | None:
-        """Wait for the end of a process. The limit that it has reached, if it is one."""
+    def _times_out(self, pid: int, started: float) -> bool:
+        """Wait for the end of a process. True when it reaches a limit of time instead."""
         ended, clock = os.pidfd_open(pid), (~pid << 3) | 2  # the kernel's name for the processor time of a process
         try:
             poll = select.poll()
@@ -123,12 +122,10 @@ class Worker:
                 left = self.settings["timeout_seconds"] - (time.monotonic() - started)
                 left = min(left, self.settings["cpu_seconds"] - time.clock_gettime(clock))
                 if left <= 0:
-                    return "timeout"
-                if folder and bytes_in(folder) > self.settings["output_limit_mb"] << 20:
-                    return "disk"
-                ready = [file for file, _ in poll.poll(1 + 1000 * min(left, 0.02 if folder else left))]
+                    return True
+                ready = [file for file, _ in poll.poll(1 + 1000 * left)]
                 if ended in ready:
-                    return None
+                    return False
                 if ready:  # the parent sends nothing while it waits: it has hung up
                     sys.exit(0)
         finally:
@@ -142,22 +139,22 @@ class Worker:
         pid = os.fork()
         if pid == 0:
             try:
-                self._install_filter(has_folder=False)
+                self._install_filter()
                 os._exit(0)
             except BaseException as error:  # nothing may go on from here as if it were the worker
                 os._exit(getattr(error, "errno", None) or 255)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         return "available" if code == 0 else f"the kernel refuses the filter ({os.strerror(abs(code))})"
 
-    def _install_filter(self, *, has_folder: bool) -> None:
+    def _install_filter(self) -> None:
         confinement.prctl(38, 1)  # PR_SET_NO_NEW_PRIVS
-        writing = has_folder or self.ruleset is not None
-        rules = confinement.rules_for(self.machine, os.getpid(), may_open_for_writing=writing, has_folder=has_folder)
+        has_rules = self.ruleset is not None
+        rules = confinement.rules_for(self.machine, os.getpid(), may_open_for_writing=has_rules)
         confinement.install_filter(confinement.assemble(rules, self.machine))
 
-    def _become_program(self, files: list[int], folder: str, writable: bool, confine: int) -> NoReturn:
+    def _become_program(self, files: list[int], folder: str, confine: int) -> NoReturn:
         try:
-            self._confine(files, folder, writable, confine)
+            self._confine(files, folder, confine)
             with open(files[0], "rb") as file:
                 source = file.read()
             os.close(confine)
@@ -166,7 +163,7 @@ class Worker:
             os._exit(1)
         run_program(source)
 
-    def _confine(self, files: list[int], folder: str, writable: bool, confine: int) -> None:
+    def _confine(self, files: list[int], folder: str, confine: int) -> None:
         """Give up, in the new process, what a program does not need. The order matters: each step needs what later
         ones take."""
         os.setsid()
@@ -175,14 +172,11 @@ class Worker:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.chdir(folder)
         os.environ.clear()
-        ruleset = self.ruleset
-        if ruleset is not None and writable:
-            ruleset = confinement.landlock_ruleset(self.readable, folder)
         program, *streams = files
         for target, file in enumerate(streams):  # input, output, messages
             os.dup2(file, target)
         first = 3
-        for file in sorted({program, confine} | ({ruleset} if ruleset is not None else set())):
+        for file in sorted({program, confine} | ({self.ruleset} if self.ruleset is not None else set())):
             os.closerange(first, file)
             first = file + 1
         os.closerange(first, confinement.MAX_OPEN_FILES)
@@ -191,11 +185,11 @@ class Worker:
             bound_processes=not self.has_seccomp,
         )
         confinement.prctl(38, 1)  # PR_SET_NO_NEW_PRIVS
-        if ruleset is not None:
-            confinement.restrict_files(ruleset)
+        if self.ruleset is not None:
+            confinement.restrict_files(self.ruleset)
         confinement.drop_capabilities()
         if self.has_seccomp:
-            self._install_filter(has_folder=writable)
+            self._install_filter()
 
 
 def end_group(pid: int) -> None:
@@ -232,19 +226,6 @@ def remove(folder: str) -> None:
             if not os.path.islink(os.path.join(path, name)):
                 os.chmod(os.path.join(path, name), 0o700)
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def bytes_in(folder: str) -> int:
-    """Space that files take in a folder, and in those in it; an empty file counts as a block."""
-    total = 0
-    for path, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += max(4096, 512 * os.lstat(os.path.join(path, name)).st_blocks)
-            except FileNotFoundError:
-                pass
-        total += 4096
-    return total
 
 
 def run_program(source: bytes) -> NoReturn:

@@ -8,10 +8,10 @@ per item and address space. Wall-clock limits are not: a process that hangs cann
 import math
 import resource
 import signal
-import socket
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import product
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import math_verify.parser
@@ -20,7 +20,6 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from sympy import Add, Basic, Integer, Mul, Number, Pow, factorial
 
 from . import Outcome
-from .client import receive
 
 
 # Completions repeat their answers. math-verify keeps the last 20 that it has read; this keeps more of the same
@@ -152,19 +151,19 @@ def log2_lower_bound(expression: Any) -> float | None:
     return max(0.0, 2.0**last * (last - 1.4427))  # Stirling: n! >= (n / e)**n, and log2(e) < 1.4427
 
 
-def serve(connection: socket.socket, *, protocol: str, cpu_seconds: float, memory_limit_mb: int) -> None:
+def serve(connection: Connection, *, protocol: str, cpu_seconds: float, memory_limit_mb: int) -> None:
     """
-    Grade chunks of items until the pool closes the connection: one byte of outcome per item, in order.
+    Grade chunks of items until the pool closes the connection, and send the outcome of each item as it is known.
 
-    The interval timer counts the processor time of this process and its signal is left at the default action, which is
-    the end of the process: nothing that holds the interpreter, and no parent that is stuck itself, can prevent it.
+    The interval timer counts the CPU time of this process and its signal is left at the default action, which is the
+    end of the process: nothing that holds the interpreter, and no parent that is stuck itself, can prevent it.
     """
     resource.setrlimit(resource.RLIMIT_AS, (memory_limit_mb << 20, memory_limit_mb << 20))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    while (chunk := receive(connection)) is not None:
-        for text, golds in chunk:
+    while True:
+        for text, golds in connection.recv():
             signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
             outcome = grade_one(text, golds, protocol)
             signal.setitimer(signal.ITIMER_PROF, 0.0)
-            connection.sendall(bytes([outcome]))
+            connection.send(int(outcome))

@@ -40,7 +40,7 @@ from pacs_trl.rewards import code_reward, math_reward
 from pacs_trl.settings.command_line import FailedRun
 from pacs_trl.verification import Outcome
 from pacs_trl.verification.code import CodeVerifier
-from pacs_trl.verification.tool import run_python
+from pacs_trl.verification.shared import run_python
 
 
 pytestmark = pytest.mark.trains
@@ -422,7 +422,7 @@ def test_feedback_on_programs_is_the_first_test_that_failed(tmp_path, model_path
 
     monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", generate)
     verifier = CodeVerifier(num_workers=1, isolation="rlimits")
-    monkeypatch.setattr("pacs_trl.verification._shared_code_verifier", verifier)
+    monkeypatch.setattr("pacs_trl.verification.shared._code_verifier", verifier)
     more = {"train_dataset": Dataset.from_list(rows)}
     settings = {"max_steps": 1, "save_strategy": "no", "max_completion_length": 64}
     trainer = built(tmp_path, model_path, FEEDBACK, more, reward=code_reward, **settings)

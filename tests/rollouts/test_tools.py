@@ -17,7 +17,7 @@ from pacs_trl.rewards import math_reward
 from pacs_trl.rollouts.tools import check_tool_template, check_tools
 from pacs_trl.train import tool_function
 from pacs_trl.verification import completion_text
-from pacs_trl.verification.tool import run_python
+from pacs_trl.verification.shared import run_python
 
 
 TOKENIZER = build_tokenizer(tools=True)
@@ -183,7 +183,7 @@ def test_tools_that_cannot_be_told(tmp_path, tools, message):
 
 
 def test_names_of_tools():
-    assert tool_function("run_python") is tool_function("pacs_trl.verification.tool.run_python") is run_python
+    assert tool_function("run_python") is tool_function("pacs_trl.verification.shared.run_python") is run_python
     for name, message in {
         "run_pyton": "no tool 'run_pyton' in pacs_trl, which has run_python. Write tools of your own as package",
         "math.nothing": "no function 'nothing' .tools: math.nothing",

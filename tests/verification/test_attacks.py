@@ -1,4 +1,4 @@
-"""The attacks of `attacks.py` with every layer, with one, and with none: who gets out, and that nobody is rewarded."""
+"""The attacks of `data/attacks.txt` with every layer, with one, and with none: who gets out; nobody is rewarded."""
 
 import os
 import re
@@ -6,14 +6,42 @@ import socket
 import subprocess
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-from attacks import ATTACKS, FUNCTIONS
 
 from pacs_trl.verification import Outcome
 from pacs_trl.verification.code import CodeVerifier
 
 
+class Attack(NamedTuple):
+    name: str
+    stopped_by: list[str]
+    source: str
+
+
+PRELUDE = """
+import os, sys, time, signal, ctypes, socket, struct, threading
+libc = ctypes.CDLL(None, use_errno=True)
+def breach(condition=True):
+    if condition:
+        print("BREACH", flush=True)
+def call(number, *arguments):
+    return libc.syscall(ctypes.c_long(number), *(ctypes.c_long(a) if isinstance(a, int) else a for a in arguments))
+"""
+
+
+def read_attacks():
+    _, *blocks = (Path(__file__).parents[1] / "data" / "attacks.txt").read_text().split("\n### ")
+    for block in blocks:
+        header, _, source = block.partition("\n")
+        name, _, layers = header.partition(" | ")
+        yield Attack(name, layers.split(", "), source)
+
+
+READ = list(read_attacks())
+FUNCTIONS = [attack.source for attack in READ if attack.stopped_by == ["function"]]
+ATTACKS = [attack._replace(source=PRELUDE + attack.source) for attack in READ if attack.stopped_by != ["function"]]
 EXPECTED = "EXPECTED-" + os.urandom(8).hex()
 LIMITS = {"cpu_seconds": 0.5, "timeout_seconds": 1.0, "memory_limit_mb": 256, "output_limit_mb": 4}
 
@@ -25,8 +53,8 @@ def block(source):
 class Recording(CodeVerifier):
     """Keeps what the programs wrote."""
 
-    def _run(self, program, text, writable):
-        execution = super()._run(program, text, writable)
+    def _run(self, program, text):
+        execution = super()._run(program, text)
         self.executions[program.partition("\n")[0]] = execution
         return execution
 
@@ -147,13 +175,13 @@ def test_attacks(layers, tmp_path, monkeypatch):
             == [1.0] * 2
         )
         grades = verifier.grade_detailed([block(program) for program in programs], [tests] * len(programs))
-        workers = [verifier._workers.get() for _ in range(2)]
+        workers = [verifier._pool.get() for _ in range(2)]
         assert not any(children(worker.pid) for worker in workers)
         for worker in workers:
             assert os.listdir(worker.folder) == []
-            verifier._workers.put(worker)
+            verifier._pool.put(worker)
         functions = {"type": "function", "name": "answer", "cases": [{"input": [], "output": EXPECTED}]}
-        labels = verifier.grade([block(program) for program in FUNCTIONS.values()], [functions] * len(FUNCTIONS))
+        labels = verifier.grade([block(program) for program in FUNCTIONS], [functions] * len(FUNCTIONS))
 
         got_out = {
             attack.name

@@ -131,35 +131,29 @@ class TestReading:
         assert tests == ProblemTests("f", (('[1, "a"]', [1, 2]),))
 
     @pytest.mark.parametrize(
-        ("value", "message"),
+        ("value", "key"),
         [
-            (None, "must be a mapping"),
-            ("{", "must be JSON"),
-            ("[" * 100_000, "must be JSON"),
-            ([], "must be a mapping"),
-            ({}, "`type` of tests must be"),
-            (STDIN | {"type": "unit"}, "'stdin_stdout' or 'function', got 'unit'"),
-            (STDIN | {"cases": []}, "at least one case"),
-            (STDIN | {"cases": [{"input": "1"}]}, "Case 0 of the tests must have `input` and `output`"),
-            (STDIN | {"cases": [{"input": 1, "output": "2"}]}, "must be text"),
-            (STDIN | {"compare": "near"}, "one of floats, tokens, lines, got 'near'"),
-            (STDIN | {"language": "cpp"}, "Only Python programs are run, but these tests are for 'cpp'"),
-            ({"type": "function", "cases": STDIN["cases"]}, "`name` of tests"),
-            ({"type": "function", "name": "f; import os", "cases": STDIN["cases"]}, "`name` of tests"),
-            ({"type": "function", "name": "f", "cases": [{"input": 1, "output": 2}]}, "the list of arguments"),
-            (
-                {"type": "function", "name": "f", "cases": [{"input": [{1}], "output": 2}]},
-                "0 .* cannot be written as JSON",
-            ),
-            (
-                {"type": "function", "name": "f", "cases": [{"input": [], "output": {(1, 2): 3}}]},
-                "as JSON: keys must be",
-            ),
-            (STDIN | {"prelude": ["import math"]}, "`prelude` of tests must be source text"),
+            (None, "mapping"),
+            ("{", "JSON"),
+            ("[" * 100_000, "JSON"),
+            ([], "mapping"),
+            ({}, "type"),
+            (STDIN | {"type": "unit"}, "unit"),
+            (STDIN | {"cases": []}, "cases"),
+            (STDIN | {"cases": [{"input": "1"}]}, "Case 0"),
+            (STDIN | {"cases": [{"input": 1, "output": "2"}]}, "Case 0"),
+            (STDIN | {"compare": "near"}, "compare"),
+            (STDIN | {"language": "cpp"}, "cpp"),
+            ({"type": "function", "cases": STDIN["cases"]}, "name"),
+            ({"type": "function", "name": "f; import os", "cases": STDIN["cases"]}, "name"),
+            ({"type": "function", "name": "f", "cases": [{"input": 1, "output": 2}]}, "Case 0"),
+            ({"type": "function", "name": "f", "cases": [{"input": [{1}], "output": 2}]}, "Case 0"),
+            ({"type": "function", "name": "f", "cases": [{"input": [], "output": {(1, 2): 3}}]}, "Case 0"),
+            (STDIN | {"prelude": ["import math"]}, "prelude"),
         ],
     )
-    def test_malformed(self, value, message):
-        with pytest.raises(ValueError, match=message):
+    def test_malformed(self, value, key):
+        with pytest.raises(ValueError, match=key):
             read_tests(value)
 
     def test_columns_of_data_sets(self):
@@ -169,21 +163,15 @@ class TestReading:
         read = json.loads(json_of_tests({"language": "python", "test_cases": calls}))
         assert read == {"type": "function", "name": "f", "cases": [{"input": [1, 2], "output": 3}]}
         assert json.loads(json_of_tests(STDIN)) == STDIN
-        for broken in (
+        broken = [None, [], [{}], 5, [5], "[]", [{"type": ["function"]}], [calls[0] | {"output": "[" * 5000}]]
+        for value in (
             None,
             "",
             "x",
             3,
             {},
-            {"test_cases": []},
-            {"test_cases": [{}]},
-            {"test_cases": 5},
-            {"test_cases": [5]},
-            {"test_cases": "[]"},
-            {"test_cases": [{"type": ["function"]}]},
-            {"test_cases": [calls[0] | {"output": "[" * 5000}]},
-            {"test_cases": calls + info["test_cases"]},
+            *({"test_cases": cases} for cases in (*broken, calls + info["test_cases"])),
         ):
-            assert json_of_tests(broken) is None
+            assert json_of_tests(value) is None
         with pytest.raises(ValueError, match="for 'cpp'"):
             json_of_tests(info | {"language": "cpp"})

@@ -12,15 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from pacs_trl.verification import (
-    Outcome,
-    VerificationArguments,
-    code,
-    execution,
-)
+from pacs_trl.verification import Grade, Outcome, execution
 from pacs_trl.verification.code import CodeVerifier
 from pacs_trl.verification.execution import Level
-from pacs_trl.verification.tool import MAX_REPLY, run_python
+from pacs_trl.verification.shared import MAX_REPLY, VerificationArguments, run_python
 
 
 SUM = {"type": "stdin_stdout", "cases": [{"input": "1 2\n", "output": "3\n"}, {"input": "5 6\n", "output": "11\n"}]}
@@ -51,8 +46,12 @@ def verifier():
         yield v
 
 
-def outcomes_of(verifier, programs, tests):
-    return [grade.outcome for grade in verifier.grade_detailed([block(p) for p in programs], [tests] * len(programs))]
+def workers_of(verifier):
+    """Its workers, which stay in the pool."""
+    workers = [verifier._pool.get() for _ in range(verifier.num_workers)]
+    for worker in workers:
+        verifier._pool.put(worker)
+    return workers
 
 
 class TestOutcomes:
@@ -129,7 +128,7 @@ class TestOutcomes:
         ],
     )
     def test_functions(self, verifier, program, outcome):
-        assert outcomes_of(verifier, [program], ADD) == [outcome]
+        assert verifier.grade_detailed([block(program)], [ADD])[0].outcome is outcome
 
     def test_what_an_author_is_told_is_never_what_was_expected(self, verifier):
         programs = [
@@ -174,11 +173,7 @@ class TestOutcomes:
         ]
         assert verifier.grade([block("print(3)")] * 5, unreadable) == [None] * 5
         grade = verifier.grade_detailed([block("print(3)")], [SUM | {"language": "cpp"}])[0]
-        assert "Only Python programs are run" in grade.error
-
-    def test_lengths_must_agree(self, verifier):
-        with pytest.raises(ValueError, match="2 completions and 1 tests"):
-            verifier.grade(["", ""], [SUM])
+        assert "cpp" in grade.error
 
     def test_share_of_tests(self):
         with CodeVerifier(num_workers=1, isolation="rlimits", stop_early=False) as verifier:
@@ -193,45 +188,17 @@ class TestOutcomes:
         with CodeVerifier(num_workers=1, isolation="rlimits") as other:
             assert other.run([program], [""])[0].output == verifier.run([program], [""])[0].output
 
-    def test_a_folder_to_write_to(self, verifier):
-        program = (
-            "import os\nopen('x', 'w').write('3')\nos.mkdir('d')\nos.rename('x', 'd/x')\nprint(open('d/x').read())"
-        )
-        outcomes = outcomes_of(
-            verifier, [program], {"type": "stdin_stdout", "cases": [{"input": "", "output": "3"}], "writable": True}
-        )
-        assert outcomes == [Outcome.CORRECT]
-        many = "for i in range(10**6):\n    open(str(i), 'wb').write(bytes(1 << 16))"
-        (grade,) = verifier.grade_detailed([block(many)], [SUM | {"writable": True}])
-        assert grade.outcome in (Outcome.KILLED, Outcome.TIMEOUT)
-        if verifier.level.layers == ("landlock", "seccomp"):
-            assert (
-                outcomes_of(verifier, ["open('../x', 'w')", "open('/tmp/x', 'w')"], SUM | {"writable": True})
-                == [Outcome.ERROR] * 2
-            )
 
-
-class TestRemembering:
-    def test_equal_programs_run_once(self, verifier, monkeypatch):
-        runs = []
-        monkeypatch.setattr(
-            CodeVerifier, "_grade_one", lambda self, *job: runs.append(job) or code.CodeGrade(Outcome.WRONG, 0.1, 0.0)
-        )
-        fresh = block("print('a program of this test')")
-        assert verifier.grade([fresh, fresh], [SUM, dict(reversed(SUM.items()))]) == [0.0, 0.0]
-        assert verifier.grade([fresh], [SUM]) == [0.0]
-        assert len(runs) == 1
-        verifier.grade([fresh], [ADD])
-        assert len(runs) == 2
-
-    def test_a_kill_is_not_remembered(self, verifier, monkeypatch):
-        runs = []
-        monkeypatch.setattr(
-            CodeVerifier, "_grade_one", lambda self, *job: runs.append(job) or code.CodeGrade(Outcome.KILLED, 0.1, 0.0)
-        )
-        for _ in range(2):
-            verifier.grade([block("print('another program of this test')")], [SUM])
-        assert len(runs) == 2
+@pytest.mark.parametrize(("outcome", "num_runs"), [(Outcome.WRONG, 1), (Outcome.KILLED, 2)])
+def test_equal_programs_run_once_and_a_kill_is_not_cached(verifier, monkeypatch, outcome, num_runs):
+    runs = []
+    monkeypatch.setattr(CodeVerifier, "_grade_one", lambda self, *job: runs.append(job) or Grade(outcome, 0.1))
+    fresh = block(f"print('a program of this test', {outcome})")
+    assert verifier.grade([fresh, fresh], [SUM, json.dumps(SUM)]) == [0.0, 0.0]
+    assert verifier.grade([fresh], [SUM]) == [0.0]
+    assert len(runs) == num_runs
+    verifier.grade([fresh], [ADD])
+    assert len(runs) == num_runs + 1
 
 
 class TestLevels:
@@ -245,12 +212,9 @@ class TestLevels:
     def test_less_than_asked_for_is_refused(self, layers, missing):
         verifier = CodeVerifier(num_workers=2)
         verifier._layers = layers
-        with pytest.raises(
-            ValueError,
-            match=f"asks for landlock.seccomp; {missing} does not hold: .*switched off.*set `code_isolation`",
-        ):
+        with pytest.raises(ValueError, match=f"{missing} does not hold: .*switched off.* `code_isolation`"):
             verifier.grade([block("print(3)")], [SUM])
-        assert verifier._workers.empty()
+        assert verifier._pool is None
 
     def test_a_layer_that_does_not_hold_is_not_believed(self, monkeypatch):
         """The probe decides, not what the worker says that it has installed."""
@@ -258,34 +222,11 @@ class TestLevels:
         with pytest.raises(ValueError, match="seccomp does not hold|landlock and seccomp"):
             CodeVerifier(num_workers=1).start()
 
-    def test_no_program_runs_where_it_cannot_be_confined(self, verifier):
-        with CodeVerifier(num_workers=1, isolation="rlimits", memory_limit_mb=128) as small:
-            worker = small._workers.get()
-            worker.limits["timeout_seconds"] = 2.0
-            small._workers.put(worker)
-            assert small.grade([block(READ + "print(a + b)")], [SUM]) == [1.0]
-
-    @pytest.mark.parametrize(
-        ("settings", "message"),
-        [
-            ({"num_workers": 0}, "`num_workers` must be at least 1"),
-            ({"cpu_seconds": 7.0}, "at most `timeout_seconds`"),
-            ({"cpu_seconds": 0.0}, "must be positive"),
-            ({"memory_limit_mb": 64}, "at least 128"),
-            ({"output_limit_mb": 0}, "at least 1"),
-            ({"isolation": "docker"}, "must be one of landlock.seccomp, seccomp"),
-        ],
-    )
-    def test_settings(self, settings, message):
-        with pytest.raises(ValueError, match=message):
-            CodeVerifier(**settings)
-
     def test_arguments(self):
-        built = VerificationArguments(
-            code_label="share", code_cpu_seconds=1.0, verification_num_workers=3
-        ).build_code()
-        assert (built.stop_early, built.cpu_seconds, built.num_workers) == (False, 1.0, 3)
-        with pytest.raises(ValueError, match="`code_label` must be 'all' or 'share'"):
+        built = VerificationArguments(code_label="share", code_cpu_seconds=1.0, verification_num_workers=3)
+        verifier = built.build_code()
+        assert (verifier.stop_early, verifier.cpu_seconds, verifier.num_workers) == (False, 1.0, 3)
+        with pytest.raises(ValueError, match="code_label"):
             VerificationArguments(code_label="some")
 
 
@@ -295,43 +236,34 @@ class TestProcesses:
         before, folders = descriptors(), sorted(os.listdir(os.environ["TMPDIR"]))
         for number in range(200):
             verifier.grade([block(f"print({number})"), block(f"raise SystemExit({number})")], [SUM, SUM])
-        workers = [verifier._workers.get() for _ in range(2)]
-        for worker in workers:
+        for worker in workers_of(verifier):
             assert not Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text()
             assert len(os.listdir(f"/proc/{worker.pid}/fd")) < 10 and not os.listdir(worker.folder)
-            verifier._workers.put(worker)
         assert descriptors() == before and sorted(os.listdir(os.environ["TMPDIR"])) == folders
 
     def test_closing_ends_everything(self):
         with CodeVerifier(num_workers=2, isolation="rlimits") as verifier:
-            workers = [verifier._workers.get() for _ in range(2)]
-            for worker in workers:
-                verifier._workers.put(worker)
+            workers = workers_of(verifier)
         assert not any(is_running(worker.pid) or os.path.exists(worker.folder) for worker in workers)
         assert verifier.grade([block(READ + "print(a + b)")], [SUM]) == [1.0]  # starts anew
         verifier.close()
 
     def test_a_killed_worker_is_replaced(self):
         with CodeVerifier(num_workers=1, isolation="rlimits") as verifier:
-            worker = verifier._workers.get()
-            verifier._workers.put(worker)
-            os.kill(worker.pid, signal.SIGKILL)
+            os.kill(workers_of(verifier)[0].pid, signal.SIGKILL)
             assert verifier.grade([block(READ + f"print(a + b) # {i}") for i in range(2)], [SUM] * 2) == [1.0] * 2
 
-    def test_workers_that_cannot_start(self, monkeypatch):
-        monkeypatch.setattr(sys, "executable", "/bin/false")
-        with pytest.raises(ValueError, match="no worker could be started .*TMPDIR"):
+    def test_workers_that_cannot_start(self, monkeypatch, tmp_path):
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match="TMPDIR"):
+            patch.setattr(sys, "executable", "/bin/false")
             CodeVerifier(num_workers=2).start()
-
-    def test_no_folder_for_temporary_files(self, monkeypatch, tmp_path):
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
-        with pytest.raises(ValueError, match="no worker could be started .*nowhere.* Look at TMPDIR"):
+        with pytest.raises(ValueError, match="nowhere.* TMPDIR"):
             CodeVerifier(num_workers=2).start()
 
     def test_the_signal_that_a_scheduler_sends_to_all_disturbs_nothing(self, verifier):
-        workers = [verifier._workers.get() for _ in range(2)]
+        workers = workers_of(verifier)
         for worker in workers:
-            verifier._workers.put(worker)
             os.kill(worker.pid, signal.SIGTERM)
         assert verifier.grade([block(READ + "print(a + b) # after the signal")], [SUM]) == [1.0]
         assert all(is_running(worker.pid) for worker in workers)
@@ -375,9 +307,9 @@ import time
 from pacs_trl.verification.code import CodeVerifier
 verifier = CodeVerifier(num_workers=2, isolation="rlimits", cpu_seconds=60.0, timeout_seconds=60.0)
 verifier.start()
-workers = [verifier._workers.get() for _ in range(2)]
+workers = [verifier._pool.get() for _ in range(2)]
 for worker in workers:
-    verifier._workers.put(worker)
+    verifier._pool.put(worker)
 print(*(worker.pid for worker in workers), *(worker.folder for worker in workers), flush=True)
 verifier.run(["import time; time.sleep(60)", "while True: pass"], ["", ""])
 """
@@ -434,16 +366,14 @@ def test_sandbox_fusion():
         server.server_close()
     assert [grade.outcome for grade in grades] == [Outcome.CORRECT, Outcome.TIMEOUT, Outcome.ERROR]
     assert grades[2].error == "KeyError"
-    with pytest.raises(
-        ValueError, match="no worker could be started .*does not run programs.*Look at `code_sandbox_url`"
-    ):
+    with pytest.raises(ValueError, match="does not run programs.*`code_sandbox_url`"):
         CodeVerifier(num_workers=1, sandbox_url="http://127.0.0.1:9").grade([block("print(3)")], [SUM])
 
 
 class TestTool:
     @pytest.fixture(autouse=True)
     def shared(self, verifier, monkeypatch):
-        monkeypatch.setattr("pacs_trl.verification._shared_code_verifier", verifier)
+        monkeypatch.setattr("pacs_trl.verification.shared._code_verifier", verifier)
 
     def test_what_the_model_is_told(self):
         assert run_python("print(sum(map(int, input().split())))", "1 2") == "3\n"
@@ -458,7 +388,4 @@ class TestTool:
 
         schema = get_json_schema(run_python)["function"]
         assert schema["name"] == "run_python" and schema["description"].startswith("Run a Python program")
-        assert schema["parameters"]["required"] == ["code"] and set(schema["parameters"]["properties"]) == {
-            "code",
-            "input",
-        }
+        assert schema["parameters"]["required"] == ["code"] and list(schema["parameters"]["properties"])[1] == "input"

@@ -46,8 +46,8 @@ def interpret(program, machine, number, *arguments):
             place += if_true if {EQUAL: accumulator == constant, AT_LEAST: accumulator >= constant}[code] else if_false
 
 
-def filter_for(machine="x86_64", may_open_for_writing=True, has_folder=False):
-    return assemble(rules_for(machine, PID, may_open_for_writing=may_open_for_writing, has_folder=has_folder), machine)
+def filter_for(machine="x86_64", may_open_for_writing=True):
+    return assemble(rules_for(machine, PID, may_open_for_writing=may_open_for_writing), machine)
 
 
 def test_first_rule_that_fits():
@@ -132,11 +132,6 @@ def test_without_landlock_nothing_is_opened_for_writing(flags):
     assert interpret(alone, "x86_64", 257, 0, 0, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY) == ALLOW
 
 
-def test_a_folder_brings_the_calls_that_change_it():
-    assert interpret(filter_for(has_folder=True), "x86_64", 258) == ALLOW
-    assert interpret(filter_for(has_folder=True), "x86_64", 88) == NOT_PERMITTED  # symlink
-
-
 def test_numbers_are_those_of_the_kernel_headers():
     """Where a machine has them; names that a header has not are no test."""
     header = "/usr/include/x86_64-linux-gnu/asm/unistd_64.h"
@@ -144,7 +139,7 @@ def test_numbers_are_those_of_the_kernel_headers():
         pytest.skip(f"no {header}")
     with open(header) as file:
         known = {line.split()[1]: int(line.split()[2]) for line in file if line.startswith("#define __NR_")}
-    tables = (confinement._ALLOWED, confinement._ALLOWED_IN_FOLDER, confinement._OTHERS)
+    tables = (confinement._ALLOWED, confinement._OTHERS)
     for name, number, _ in (entry.split() for table in tables for entry in table.split(",")):
         assert number == "-" or known[f"__NR_{name}"] == int(number)
 

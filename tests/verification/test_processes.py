@@ -14,9 +14,9 @@ import pytest
 from accelerate import Accelerator
 from processes import on_two
 
-from pacs_trl import verification
 from pacs_trl.rewards import math_reward
-from pacs_trl.verification import Outcome, Verifier, shared_verifier
+from pacs_trl.verification import Outcome, Verifier, shared
+from pacs_trl.verification.shared import shared_verifier
 
 
 HOSTILE = [
@@ -91,12 +91,9 @@ def threading_result(work):
 
 
 class TestHostile:
-    def test_corpus_is_large_and_described(self):
-        assert len(HOSTILE) >= 60
-        assert len({row["description"] for row in HOSTILE}) == len(HOSTILE)
-
     def test_every_attack_is_answered_in_time_and_the_pool_lives_on(self):
         texts, golds = [text_of(row) for row in HOSTILE], [row["gold"] for row in HOSTILE]
+        assert len({row["description"] for row in HOSTILE}) == len(HOSTILE) >= 60
         with Verifier(num_workers=2, cpu_seconds=0.15, timeout_seconds=3.0, cache_size=0) as verifier:
             verifier.grade([box(i) for i in range(100)], range(100))
             memory = resident_mb()
@@ -189,7 +186,7 @@ class TestKilledProcesses:
 
     def test_pool_that_cannot_start(self, monkeypatch):
         monkeypatch.setattr(sys, "executable", "/bin/false")
-        with pytest.raises(RuntimeError, match="broke down twice on a batch of 1 completions"):
+        with pytest.raises(RuntimeError, match="broke down twice"):
             Verifier(num_workers=1).grade([box(1)], [1])
 
 
@@ -288,14 +285,14 @@ class TestForkedParent:
     def test_child_of_a_process_that_is_grading(self, monkeypatch):
         """The lock that another thread holds at the fork is held for ever in the child, which has no such thread."""
         with Verifier(num_workers=1) as verifier:
-            monkeypatch.setattr(verification, "_shared_verifier", verifier)
+            monkeypatch.setattr(shared, "_verifier", verifier)
             workers_of(verifier)
             sent, answer = threading.Event(), threading.Event()
             request = verifier._request
             verifier._request = lambda items: (sent.set(), answer.wait(240), request(items))[-1]
             batch = InBackground(verifier, [box(1), box(2)], [1, 1])
             assert sent.wait(120)
-            with verification._shared_lock:
+            with shared._lock:
                 child = os.fork()
                 if child == 0:
                     signal.alarm(120)  # a child that hangs is ended
