@@ -6,8 +6,8 @@
     python -m benchmarks.gpu --device cpu --model tiny --completion_max 48  # to try it out
 
 Weights are random and nothing is downloaded. `make gpu-check` runs these measurements and writes them into its report.
-The number of completions per forward pass is the largest that `plan` says fits; if it does not, half as many are
-tried. PACS gets the same number as tokens, because it packs completions.
+The number of completions per forward pass is the largest that `plan` says fits. PACS gets the same number as tokens,
+because it packs completions.
 """
 
 import argparse
@@ -94,27 +94,16 @@ def measure_steps(
 
 
 def _largest_that_fits(size: Size, repeats: int, rate: float, settings: dict) -> list[dict[str, Any]]:
-    """Measure with as many completions per forward pass as fit; rows list the numbers for which `plan` was wrong."""
-    rows, out_of_memory, gpu = NUM_GENERATIONS, [], known_gpu(rate, settings["device"])
-    while True:
-        estimate = estimate_of(size, rows, gpu, **settings)
-        if estimate.update <= estimate.usable or rows == 1:
-            try:
-                found = _steps(size, rows, repeats, rate, **settings)
-                break
-            except torch.OutOfMemoryError as error:
-                if rows == 1:
-                    raise
-                print(error, flush=True)
-                out_of_memory.append(rows)
-            gc.collect()
-            torch.cuda.empty_cache()
+    """Measure with as many completions per forward pass as fit according to `plan`."""
+    rows, gpu = NUM_GENERATIONS, known_gpu(rate, settings["device"])
+    while (estimate := estimate_of(size, rows, gpu, **settings)).update > estimate.usable and rows > 1:
         rows //= 2
+    found = _steps(size, rows, repeats, rate, **settings)
     gc.collect()  # the next method needs the memory
     if settings["device"] == "cuda":
         torch.cuda.empty_cache()
     planned = planned_beside(estimate, found[0], size.completion_max, gpu.training_share, settings["device"])
-    return [{"rows per forward": rows, **row, **planned, "out of memory with rows": out_of_memory} for row in found]
+    return [{"rows per forward": rows, **row, **planned} for row in found]
 
 
 def planned_beside(

@@ -1,4 +1,4 @@
-"""Benchmarks run at tiny sizes; times are asserted nowhere, arithmetic is."""
+"""Benchmarks at tiny sizes, and their arithmetic."""
 
 import json
 import sys
@@ -7,7 +7,6 @@ from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from benchmarks import gpu
 from benchmarks.recorded import Size, config_of, shape_of
@@ -47,7 +46,7 @@ def test_gpu_steps_and_what_checkpointing_saves(benchmark, capsys):
         benchmark("gpu", *TINY, *arguments)
         rows = json.load(open("found.json"))
         assert [(row["method"], row["uniform"]) for row in rows][:2] == [("pacs", 0.0), ("pacs", 0.5)]
-        assert all(row["tokens/s"] > 0 and row["out of memory with rows"] == [] for row in rows)
+        assert all(row["tokens/s"] > 0 for row in rows)
         memory |= {(name, row["method"]): row["GiB"] for row in rows}
         assert "| model | method |" in capsys.readouterr().out
     assert all(memory["yes", method] < memory["no", method] / 2 for method in ("pacs", "grpo"))
@@ -84,20 +83,6 @@ def test_model_flops_by_hand():
     assert tokens == 12 and flops == pytest.approx(3 * shape.forward_flops(9, 74 / 12))
 
 
-def test_half_as_many_rows_when_memory_runs_out(tmp_path, monkeypatch):
-    """Out of memory with 8 and 4 rows: 2 are measured, and the rows say where `plan` was wrong."""
-    steps = gpu._steps
-
-    def out_of_memory(size, rows, *args, **kwargs):
-        if rows > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return steps(size, rows, *args, **kwargs)
-
-    monkeypatch.setattr(gpu, "_steps", out_of_memory)
-    (row,) = measure_grpo(tmp_path)
-    assert row["rows per forward"] == 2 and row["out of memory with rows"] == [8, 4]
-
-
 def test_rows_are_as_many_as_plan_says_fit(tmp_path, monkeypatch):
     """A GPU with room for less than 4 rows gets 2, and nothing is tried that cannot fit."""
     shape = shape_of("tiny")
@@ -106,10 +91,6 @@ def test_rows_are_as_many_as_plan_says_fit(tmp_path, monkeypatch):
     named = {"method": "grpo", "checkpointing": False, "lora": False, "directory": tmp_path, "device": "cpu"}
     memory = 1.1 * gpu.estimate_of(size, 2, device, **named).update / 0.95
     monkeypatch.setattr(gpu, "known_gpu", lambda rate, name: device._replace(memory_bytes=memory))
-    (row,) = measure_grpo(tmp_path)
-    assert row["rows per forward"] == 2 and row["out of memory with rows"] == []
-
-
-def measure_grpo(directory) -> list[dict]:
     settings = {"methods": ("grpo",), "completion_max": 48, "repeats": 1, "matmul": 64}
-    return gpu.measure_steps("cpu", directory, "tiny", False, **settings)
+    (row,) = gpu.measure_steps("cpu", tmp_path, "tiny", False, **settings)
+    assert row["rows per forward"] == 2

@@ -24,6 +24,14 @@ SHORTER = {
 }
 
 
+@pytest.fixture
+def model(tmp_path) -> str:
+    tokenizer = build_tokenizer()
+    build_model(tokenizer, "tiny", seed=shifted(0)).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
 def commands() -> list[list[str]]:
     page = (ROOT / "docs/your_own_problems.md").read_text()
     block = re.search(r"```bash\n(.*?)```", page, flags=re.DOTALL)[1]
@@ -31,10 +39,7 @@ def commands() -> list[list[str]]:
 
 
 @needs("matplotlib")
-def test_train_evaluate_report(tmp_path, monkeypatch, capsys):
-    tokenizer = build_tokenizer()
-    build_model(tokenizer, "tiny", seed=shifted(0)).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
+def test_train_evaluate_report(tmp_path, monkeypatch, capsys, model):
     rng = random.Random(shifted(0))
     pairs = [(rng.randrange(100), rng.randrange(100)) for _ in range(50)]
     lines = [json.dumps({"problem": f"{a}+{b}", "answer": str(a + b), "level": a % 3}) + "\n" for a, b in pairs]
@@ -45,9 +50,9 @@ def test_train_evaluate_report(tmp_path, monkeypatch, capsys):
     names = []
     for program, name, *arguments in commands():
         assert program == "pacs-trl"
-        model = ["--model_name_or_path", str(tmp_path / "model")] if name == "train" else []
-        arguments = [str(tmp_path / "model") if word == "miniature/addition" else word for word in arguments]
-        monkeypatch.setattr("sys.argv", [program, name, *arguments, *model, *SHORTER[name]])
+        named = ["--model_name_or_path", model] if name == "train" else []
+        arguments = [model if word == "miniature/addition" else word for word in arguments]
+        monkeypatch.setattr("sys.argv", [program, name, *arguments, *named, *SHORTER[name]])
         assert cli.main() == 0, capsys.readouterr().err
         names.append(name)
     assert names == ["evaluate", "train", "evaluate", "report"]
@@ -60,10 +65,7 @@ def test_train_evaluate_report(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("form", ["text", "messages"])
-def test_prompts_as_trl_takes_them(tmp_path, monkeypatch, capsys, form):
-    tokenizer = build_tokenizer()
-    build_model(tokenizer, "tiny", seed=shifted(0)).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
+def test_prompts_as_trl_takes_them(tmp_path, monkeypatch, capsys, model, form):
     texts = [f"{a}+{a}" for a in range(1, 41)]
     rows = [{"prompt": text, "solution": "2"} for text in texts]
     if form == "messages":
@@ -72,7 +74,7 @@ def test_prompts_as_trl_takes_them(tmp_path, monkeypatch, capsys, form):
         ]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model, recipes = str(tmp_path / "model"), ROOT / "recipes"
+    recipes = ROOT / "recipes"
     arguments = ["--dataset_name", str(path), "--model_name_or_path", model, "--output_dir", str(tmp_path / "out")]
     recipe = ["--config", str(recipes / "miniature/pacs.yaml")]
     monkeypatch.setattr("sys.argv", ["pacs-trl", "train", *recipe, *arguments, *SHORTER["train"]])
@@ -88,19 +90,16 @@ def test_prompts_as_trl_takes_them(tmp_path, monkeypatch, capsys, form):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"problem": "1+1", "answer": "2"}] * 5, "has 5 prompts, but a generation batch needs 32 different ones"),
-        ([{"task": "1+1", "answer": "2"}] * 50, "`problem_column` 'problem' is not a column"),
-        ([{"problem": "1+1", "answer": None}] * 50, "has both a problem .* and a gold answer"),
+        ([{"problem": "1+1", "answer": "2"}] * 5, "5 prompts"),
+        ([{"task": "1+1", "answer": "2"}] * 50, "problem_column"),
+        ([{"problem": "1+1", "answer": None}] * 50, "gold answer"),
     ],
 )
-def test_a_file_that_does_not_fit(tmp_path, monkeypatch, capsys, rows, message):
-    tokenizer = build_tokenizer()
-    build_model(tokenizer, "tiny", seed=shifted(0)).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
+def test_a_file_that_does_not_fit(tmp_path, monkeypatch, capsys, model, rows, message):
     path = tmp_path / "mine.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = ["--config", str(ROOT / "recipes/miniature/pacs.yaml"), "--dataset_name", str(path)]
-    arguments += ["--model_name_or_path", str(tmp_path / "model"), "--output_dir", str(tmp_path / "out")]
+    arguments += ["--model_name_or_path", model, "--output_dir", str(tmp_path / "out")]
     monkeypatch.setattr("sys.argv", ["pacs-trl", "train", *arguments])
     assert cli.main() == 2
-    assert re.search(message, capsys.readouterr().err)
+    assert message in capsys.readouterr().err

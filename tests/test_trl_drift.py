@@ -201,23 +201,13 @@ def string_keys(function, variable: str) -> set[str]:
 # What `unpad_rollouts` reads.
 READ = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "sampling_per_token_logps"}
 # Of GRPO's loss, or images, which PACSTrainer refuses. PACS computes the importance weights itself.
-LEFT_OUT = {
-    "advantages",
-    "num_items_in_batch",
-    "old_per_token_logps",
-    "ref_per_token_logps",
-    "importance_sampling_ratio",
-    "pixel_values",
-    "image_grid_thw",
-    "pixel_attention_mask",
-    "spatial_shapes",
-    "image_sizes",
-    "image_position_ids",
-    "token_type_ids",
-    "mm_token_type_ids",
-    "num_images",
-    "num_tiles",
-}
+LEFT_OUT = set(
+    """
+    advantages num_items_in_batch old_per_token_logps ref_per_token_logps importance_sampling_ratio pixel_values
+    image_grid_thw pixel_attention_mask spatial_shapes image_sizes image_position_ids token_type_ids
+    mm_token_type_ids num_images num_tiles
+    """.split()
+)
 
 
 def test_what_scoring_returns():
@@ -309,19 +299,10 @@ def test_trainer_still_calls_the_hooks():
 
 def test_attributes_that_are_read():
     source = inspect.getsource(GRPOTrainer.__init__)
-    for name in (
-        "_step",
-        "_buffered_inputs",
-        "_last_loaded_step",
-        "_logs",
-        "_pending_extra_logs",
-        "_pending_metrics",
-        "_current_train_step_time",
-        "reward_weights",
-        "_metrics",
-        "num_generations_eval",
-        "ref_model",
-    ):
+    names = (
+        "_step _buffered_inputs _last_loaded_step _logs _pending_extra_logs _pending_metrics reward_weights _metrics"
+    )
+    for name in (*names.split(), "_current_train_step_time", "num_generations_eval", "ref_model"):
         assert f"self.{name} =" in source, f"GRPOTrainer no longer sets {name}"
     assert "output_router_logits" in source and "self.aux_loss_enabled" in source
     sampler = RepeatSampler([1, 2], mini_repeat_count=1, shuffle=True, seed=3)
