@@ -54,7 +54,7 @@ EXTERNAL = (
         "source",
         "pip install jupyterlab",
     ),
-    *("jupyter", "python -m lcb_runner", "for", "until", "done", "cat", "ssh", "srun", "trap", "wait"),
+    *("jupyter", "for", "until", "done", "cat", "ssh", "srun", "trap", "wait"),
 )
 
 

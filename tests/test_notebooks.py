@@ -14,7 +14,7 @@ import pytest
 from optional_packages import needs
 from transformers import TrainerControl, TrainerState
 
-from shared import LivePlot, pacs_trl
+from notebook_tools import LivePlot, pacs_trl
 
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))

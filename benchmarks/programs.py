@@ -1,6 +1,6 @@
 """Programs per second: the sandbox beside two common local ways, on the same programs and tests, in turn in one run.
 
-    python -m benchmarks.code [--programs 200] [--rounds 3]
+    python -m benchmarks.programs [--programs 200] [--rounds 3]
 
 `subprocess` is how open-r1's evaluation script runs a test case: `python3 -c PROGRAM`, one process a case, no limits
 but a clock. `exec` is the scheme of verl's prime_code: a forked process with a manager for its answers a program,
