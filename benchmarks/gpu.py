@@ -1,20 +1,12 @@
 """Optimizer steps on one GPU: seconds and memory beside TRL's GRPO and the estimate of `pacs-trl plan`; a soak test.
 
-    python -m benchmarks.gpu                                                # Qwen3-1.7B architecture, bf16, 40 GiB
-    python -m benchmarks.gpu --model Qwen3-8B --lora --checkpointing --completion_max 4096
-    python -m benchmarks.gpu --soak 60 --model small                        # an hour of training; memory must not grow
-    python -m benchmarks.gpu --device cpu --model tiny --completion_max 48  # to try it out
-
-Weights are random and nothing is downloaded. `make gpu-check` runs these measurements and writes them into its report.
+`make gpu-check` runs these measurements and writes them into its report. Weights are random and nothing is downloaded.
 The number of completions per forward pass is the largest that `plan` says fits. PACS gets the same number as tokens,
 because it packs completions.
 """
 
-import argparse
 import gc
-import json
 import statistics
-import tempfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +18,6 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOTrainer
 
-from benchmarks import table_of
 from benchmarks.recorded import (
     NUM_GENERATIONS,
     PROMPT_TOKENS,
@@ -315,31 +306,3 @@ def soak(device: str, directory: Path, model: str, seconds: float) -> list[dict[
     metrics = (entry[name] for entry in logs for name in ("loss", "entropy", "grad_norm"))
     row["finite"] = all(abs(value) < 1e6 for value in metrics) and logs[-1]["pacs/non_finite_steps"] == 0
     return [row]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--model", default="Qwen3-1.7B", help="a Qwen3 model that `plan` knows, or small or tiny")
-    parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
-    parser.add_argument("--lora", action="store_true", help="PACS only")
-    parser.add_argument("--completion_max", type=int, default=8192)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--soak", type=float, metavar="MINUTES", help="run the soak test instead")
-    parser.add_argument("--output", type=Path, help="write the rows to this JSON file")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        if args.soak:
-            rows = soak(args.device, Path(directory), args.model, 60 * args.soak)
-        else:
-            matmul, methods = (8192 if args.device == "cuda" else 256), ("pacs",) if args.lora else ("pacs", "grpo")
-            settings = {"methods": methods, "completion_max": args.completion_max, "repeats": args.repeats}
-            settings |= {"matmul": matmul, "lora": args.lora}
-            rows = measure_steps(args.device, Path(directory), args.model, args.checkpointing, **settings)
-    print(table_of(rows))
-    if args.output:
-        args.output.write_text(json.dumps(rows, indent=1))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,31 +1,20 @@
 """Benchmarks at tiny sizes, and their arithmetic."""
 
 import json
-import sys
 from dataclasses import replace
-from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import gpu
+from benchmarks import gpu, optimizer_step
 from benchmarks.recorded import Size, config_of, shape_of
 
 
-@pytest.fixture
-def benchmark(monkeypatch, tmp_path):
-    """Run a module of `benchmarks/` with arguments, where it may write."""
+def test_every_part_of_an_optimizer_step(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
-
-    def run(name: str, *arguments: str) -> None:
-        monkeypatch.setattr(sys, "argv", [name, *arguments])
-        import_module(f"benchmarks.{name}").main()
-
-    return run
-
-
-def test_every_part_of_an_optimizer_step(benchmark, capsys):
-    benchmark("optimizer_step", "--size", "tiny", "--repeats", "1", "--prompt_tokens", "16", "--output", "found.json")
+    arguments = ["--size", "tiny", "--repeats", "1", "--prompt_tokens", "16", "--output", "found.json"]
+    monkeypatch.setattr("sys.argv", ["optimizer_step", *arguments])
+    optimizer_step.main()
     rows = json.load(open("found.json"))
     assert {row["title"] for row in rows} == {
         "One update per generation",
@@ -35,27 +24,6 @@ def test_every_part_of_an_optimizer_step(benchmark, capsys):
     }
     assert all(row["peak MB"] > 0 for row in rows)
     assert "model FLOP utilization" in capsys.readouterr().out
-
-
-TINY = ("--device", "cpu", "--model", "tiny", "--completion_max", "48", "--repeats", "1", "--output", "found.json")
-
-
-def test_gpu_steps_and_what_checkpointing_saves(benchmark, capsys):
-    memory = {}
-    for name, arguments in {"no": (), "yes": ("--checkpointing",), "LoRA": ("--lora",)}.items():
-        benchmark("gpu", *TINY, *arguments)
-        rows = json.load(open("found.json"))
-        assert [(row["method"], row["uniform"]) for row in rows][:2] == [("pacs", 0.0), ("pacs", 0.5)]
-        assert all(row["tokens/s"] > 0 for row in rows)
-        memory |= {(name, row["method"]): row["GiB"] for row in rows}
-        assert "| model | method |" in capsys.readouterr().out
-    assert all(memory["yes", method] < memory["no", method] / 2 for method in ("pacs", "grpo"))
-
-
-def test_gpu_soak(benchmark, capsys):
-    benchmark("gpu", *TINY, "--soak", "0.001")
-    (row,) = json.load(open("found.json"))
-    assert row["first step"] == 1 and row["finite"]
 
 
 def test_plan_beside_a_measurement_by_hand():
