@@ -108,7 +108,7 @@ def planned_beside(
     """
     activations = estimate.activations + estimate.gathered + estimate.collected
     state = estimate.state if device == "cuda" else 0.0  # on a CPU only what autograd keeps is measured
-    _, seconds, _ = estimate.learning(round(0.35 * completion_max))
+    _, seconds = estimate.learning(round(0.35 * completion_max))
     return {
         "plan GiB": (state + activations) / 2**30,
         "error of memory, %": 100 * ((state + activations) / 2**30 / measured["GiB"] - 1),

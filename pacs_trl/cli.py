@@ -34,7 +34,7 @@ COMMANDS = {
 # What answers help and wrong options of the commands whose modules take seconds to import.
 EARLY = {
     "train": ("pacs_trl.settings.help", "answer_train_help"),
-    "plan": ("pacs_trl.plan.arguments", "read_plan_arguments"),
+    "plan": ("pacs_trl.plan", "read_plan_arguments"),
 }
 
 

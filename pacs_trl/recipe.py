@@ -7,26 +7,31 @@ other dataclasses below. [`Recipe.from_settings`] reads them into values and a l
 
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from transformers import AutoTokenizer
 from trl import GRPOConfig, ModelConfig
 
-from . import experimental
+from . import experimental, rewards
 from .baselines.ppo_config import PPOConfig
 from .data import DataArguments
+from .data.sets import MINIATURE
+from .data.tasks import TOOL_TASKS, check_task
 from .pacs_config import PACSConfig
 from .redaction import PublishedArguments
 from .rollouts.step_sizes import Step, step_errors
-from .rollouts.tools import shared_turns_error
+from .rollouts.tools import check_tool, shared_turns_error
+from .rollouts.trainer_checks import check_reward_function
 from .rollouts.trainer_settings import precision_error, trainer_errors
 from .settings import Setting, settings_of
 from .settings.command_line import did_you_mean, read_settings
 from .settings.keys import NEEDED, values_and_errors
-from .verification.shared import VerificationArguments
+from .settings.optional import function_of_user
+from .verification.shared import VerificationArguments, run_python
 
 
 @dataclass
@@ -312,3 +317,45 @@ def _relation_errors(run: RunArguments, data: DataArguments, training: Any) -> l
             "of the rewards is the label of PACS, from 0 (wrong) to 1 (right)."
         )
     return errors
+
+
+def load_tokenizer(recipe: Recipe, **kwargs: Any):
+    """Tokenizer of the model of a recipe; `kwargs` are those of `from_pretrained`. Raises an `OSError` if it is not
+    there."""
+    from .miniature.tokenizer import build_tokenizer
+
+    name = recipe.model.model_name_or_path
+    if name.startswith(MINIATURE):
+        task = name.removeprefix(MINIATURE).partition("/")[0]
+        check_task(task)
+        return build_tokenizer(task in TOOL_TASKS)
+    where = {"revision": recipe.model.model_revision, "trust_remote_code": recipe.training.trust_remote_code}
+    return AutoTokenizer.from_pretrained(name, padding_side="left", **where, **kwargs)
+
+
+def reward_function(name: str) -> Callable:
+    """A function of `pacs_trl.rewards` by its name, any other by its dotted path, also from the working directory."""
+    if "." not in name:
+        function = getattr(rewards, name, None)
+        if callable(function) and name.endswith("_reward"):
+            return function
+        own = sorted(n for n in vars(rewards) if n.endswith("_reward") and not n.startswith("_"))
+        raise ValueError(
+            f"There is no reward function {name!r} in pacs_trl.rewards, which has {', '.join(own)}. Write functions "
+            "of your own as package.module.function."
+        )
+    function = function_of_user(name, "reward_funcs")
+    check_reward_function(function, name.rpartition(".")[2])
+    return function
+
+
+def tool_function(name: str) -> Callable:
+    """`run_python`, or a tool of the user by its dotted path, also from the working directory."""
+    if "." not in name and name != run_python.__name__:
+        raise ValueError(
+            f"There is no tool {name!r} in pacs_trl, which has {run_python.__name__}. Write tools of your own as "
+            "package.module.function."
+        )
+    function = function_of_user(name, "tools") if "." in name else run_python
+    check_tool(function)
+    return function

@@ -25,19 +25,17 @@ from trl import GRPOConfig, get_peft_config, get_quantization_config
 from . import experimental, rewards
 from .data import TRAINING_SETS, load_training_data
 from .data.sets import MINIATURE
-from .data.tasks import TOOL_TASKS, check_task
 from .miniature.model import build_model
-from .miniature.tokenizer import build_tokenizer
-from .recipe import Recipe, RunArguments, read_recipe
+from .recipe import Recipe, RunArguments, load_tokenizer, read_recipe, reward_function, tool_function
 from .rollouts.lora import check_lora_targets
 from .rollouts.preemption import NAMES, check_no_jit_checkpoint, stop_on_signal
 from .rollouts.resume import check_complete, check_same_adapter, last_checkpoint
 from .rollouts.step_sizes import Step
-from .rollouts.tools import check_tool, check_tool_template, check_tools
+from .rollouts.tools import check_tool_template, check_tools
 from .rollouts.tracking import tracked_run
-from .rollouts.trainer_checks import OWN_PARAMETERS, check_dataset, check_number_of_prompts, check_reward_function
+from .rollouts.trainer_checks import OWN_PARAMETERS, check_dataset, check_number_of_prompts
 from .rollouts.vllm_checks import check_version, check_vllm, installed_vllm
-from .settings.optional import check_model_path, check_whole_model, check_writable, function_of_user, require_trackers
+from .settings.optional import check_model_path, check_whole_model, check_writable, require_trackers
 from .verification.shared import configure_verification, run_python, shared_code_verifier, shared_verifier
 
 
@@ -203,18 +201,6 @@ def _checked_model(recipe: Recipe):
     return peft_config, tokenizer
 
 
-def load_tokenizer(recipe: Recipe, **kwargs: Any):
-    """Tokenizer of the model of a recipe; `kwargs` are those of `from_pretrained`. Raises an `OSError` if it is not
-    there."""
-    name = recipe.model.model_name_or_path
-    if name.startswith(MINIATURE):
-        task = name.removeprefix(MINIATURE).partition("/")[0]
-        check_task(task)
-        return build_tokenizer(task in TOOL_TASKS)
-    where = {"revision": recipe.model.model_revision, "trust_remote_code": recipe.training.trust_remote_code}
-    return AutoTokenizer.from_pretrained(name, padding_side="left", **where, **kwargs)
-
-
 def _make_warm_start(recipe: Recipe):
     """Put the checkpoint of a miniature model in the place of its name; returns its tokenizer."""
     from .miniature.warm_start import warm_start
@@ -223,34 +209,6 @@ def _make_warm_start(recipe: Recipe):
         path = str(warm_start(recipe.model.model_name_or_path.removeprefix(MINIATURE)))
     recipe.model.model_name_or_path = path
     return AutoTokenizer.from_pretrained(path, padding_side="left")
-
-
-def reward_function(name: str) -> Callable:
-    """A function of `pacs_trl.rewards` by its name, any other by its dotted path, also from the working directory."""
-    if "." not in name:
-        function = getattr(rewards, name, None)
-        if callable(function) and name.endswith("_reward"):
-            return function
-        own = sorted(n for n in vars(rewards) if n.endswith("_reward") and not n.startswith("_"))
-        raise ValueError(
-            f"There is no reward function {name!r} in pacs_trl.rewards, which has {', '.join(own)}. Write functions "
-            "of your own as package.module.function."
-        )
-    function = function_of_user(name, "reward_funcs")
-    check_reward_function(function, name.rpartition(".")[2])
-    return function
-
-
-def tool_function(name: str) -> Callable:
-    """`run_python`, or a tool of the user by its dotted path, also from the working directory."""
-    if "." not in name and name != run_python.__name__:
-        raise ValueError(
-            f"There is no tool {name!r} in pacs_trl, which has {run_python.__name__}. Write tools of your own as "
-            "package.module.function."
-        )
-    function = function_of_user(name, "tools") if "." in name else run_python
-    check_tool(function)
-    return function
 
 
 def _functions(run: RunArguments) -> tuple[list[Callable], list[Callable] | None]:

@@ -21,7 +21,7 @@ from optional_packages import require
 
 from pacs_trl import cli
 from pacs_trl.cli import COMMANDS
-from pacs_trl.plan.arguments import read_plan_arguments
+from pacs_trl.plan import read_plan_arguments
 from pacs_trl.plan.check import check_recipe
 from pacs_trl.plan.launch import read_launch
 

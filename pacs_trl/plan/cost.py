@@ -1,8 +1,7 @@
-"""What a run needs: GPU memory, floating-point operations and hours, from the shape of the model and the sizes of a
-step.
+"""GPU memory, floating-point operations, and hours of a run, from the shape of the model and the sizes of a step.
 
-Estimates for planning, accurate to perhaps a factor of 1.5, from formulas that are stated where they are used. Pure
-functions of numbers; nothing is loaded. Mixture-of-experts models are left out.
+Estimates for planning, accurate to perhaps a factor of 1.5. Pure functions of numbers; nothing is loaded. Dense models
+only.
 """
 
 import json
@@ -89,13 +88,13 @@ class ModelShape:
 
     def activation_bytes(self, tokens: int, *, checkpointing: bool, precision: str = "bfloat16") -> float:
         """
-        What a micro-batch keeps for its backward pass: with gradient checkpointing the input of each layer, and
-        everything inside one; without it, everything inside all of them; and the last norm. Of a layer that is the two
-        norms (input, its normalized copy, and the result as the input of three and of two projections), queries and
-        keys before and after their norm, what attention reads and returns, and four times the inside of the MLP. A
-        norm of bfloat16 numbers computes in float32 and keeps that copy as well. `precision` is `"bfloat16"` (weights
-        in bfloat16, also those that FSDP2 and DeepSpeed gather), `"autocast"` (float32 weights and stream, bfloat16
-        products, whose inputs are cast once for each projection) or `"float32"`.
+        Return the bytes that a micro-batch keeps for its backward pass: with gradient checkpointing the input of each
+        layer and everything inside one, without it everything inside all layers; and the last norm. Inside a layer are
+        the two norms (input, its normalized copy, and the result as the input of three and of two projections),
+        queries and keys before and after their norm, input and output of attention, and four times the inside of the
+        MLP. A norm of bfloat16 numbers computes in float32 and keeps that copy as well. `precision` is `"bfloat16"`
+        (weights in bfloat16, also those that FSDP2 and DeepSpeed gather), `"autocast"` (float32 weights and stream,
+        bfloat16 products, whose inputs are cast once for each projection), or `"float32"`.
         """
         # bytes per number: of the stream between layers, around norms of the stream, of q/k norms, of matrix products
         stream, norms, head_norms, products = {
@@ -159,21 +158,20 @@ def model_shape(name: str | None) -> ModelShape | None:
 
 
 def lora_parameters(shape: ModelShape, rank: int, targets: str | list[str] | None) -> int:
-    """Of adapters on projections of every layer, named as for peft: by a list of names, or by one text, which is
-    `"all-linear"` (here also `None`), a name, or a regular expression for the full name of a module."""
+    """Return the parameters of adapters on projections of every layer. `targets` as for peft: names, or one text,
+    which is `"all-linear"` (also `None`), a name, or a regular expression for the full name of a module."""
     hidden, attention, mlp = shape.hidden, shape.attention_width, shape.hidden + shape.intermediate
     keys, query = hidden + shape.num_kv_heads * shape.head_dim, hidden + attention
     widths = {f"mlp.{name}_proj": mlp for name in ("gate", "up", "down")}
     widths |= {f"self_attn.{name}_proj": width for name, width in zip("qokv", (query, query, keys, keys), strict=True)}
-    if targets in (None, "all-linear", ["all-linear"]):
-        return shape.num_layers * rank * sum(widths.values())
     modules = {f"model.layers.{i}.{name}": width for i in range(shape.num_layers) for name, width in widths.items()}
-    if not isinstance(targets, str) or targets.isidentifier():
-        names = [targets] if isinstance(targets, str) else targets or []
-        targets = rf".*\.({'|'.join(map(re.escape, names))})"
+    if targets in (None, "all-linear", ["all-linear"]):
+        targets = ".*"
+    elif not isinstance(targets, str) or targets.isidentifier():
+        targets = rf".*\.({'|'.join(map(re.escape, [targets] if isinstance(targets, str) else targets))})"
     try:
         return rank * sum(width for name, width in modules.items() if re.fullmatch(targets, name))
-    except re.error:  # said as a conflict
+    except re.error:  # a conflict of the recipe
         return 0
 
 
@@ -193,10 +191,9 @@ def training_state_bytes(trained: float, frozen: float, *, frozen_bytes: int, sh
 
 def checkpoint_bytes(trained: float, *, weight_bytes: int = 4, snapshot: bool = False, row_tokens: float = 0) -> float:
     """
-    Bytes of a checkpoint on disk, without what is small: weights, two moments of Adam in the same precision, another
-    copy of what is trained for a snapshot reference, and the tokens of completions that have been drawn and not
-    learned from (`row_tokens`): token, mask and two log-probabilities take 13 bytes. The frozen weights beside an
-    adapter are not written.
+    Return the bytes of a checkpoint on disk: weights, two moments of Adam in the same precision, a copy of what is
+    trained for a snapshot reference, and 13 bytes (token, mask, two log-probs) for each token of completions that are
+    not learned from yet (`row_tokens`). The frozen weights beside an adapter are not written.
     """
     return weight_bytes * trained * (3 + snapshot) + 13 * row_tokens
 
@@ -213,23 +210,22 @@ def training_forward_equivalents(
     kl: bool = False,
 ) -> float:
     """
-    Cost of learning from a generation batch, in forward passes over it with a model of the policy's size, for
+    Return the cost of learning from a generation, in forward passes over it with a model of the policy's size, for
     `updates` optimizer steps over all `iterations`.
 
     An iteration takes 3 (forward, and twice that backward), 4 with gradient checkpointing. Passes without gradient:
 
-    - GRPO and PPO score the batch once if the policy has moved on before its last update, or to correct for the
-      mismatch of engine and trainer (`correction`); once more under the KL reference. PPO lets the critic do what the
-      policy does, and judge the batch once. GenAC is GRPO here, and always scores the batch, to cut it; its critic is
-      counted elsewhere.
-    - PACS scores the rows of all updates but the first under the rollout policy, once, for the `reference` `"rollout"`
-      or for `correction`; the rows of every update under a `"snapshot"` (`"none"`: a proxy without reference) and
-      under the KL reference. If groups are `split` over micro-batches, a pass finds the proxies of each update first,
-      unless they are known to be 0: on the first update after a rollout, if the rollout policy is the reference.
+    - GRPO and PPO compute log-probs of the batch once if the policy changes before its last update or to correct the
+      mismatch of engine and trainer (`correction`); once more under the KL reference. PPO's critic doubles the
+      gradient, and computes values of the batch once.
+    - PACS computes log-probs of the rows of all updates but the first, once, for the `reference` `"rollout"` or for
+      `correction`; of every update under a `"snapshot"` (`"none"`: a proxy without reference) and the KL reference.
+      If groups are `split` over micro-batches, another pass finds the proxies of each update, unless they are 0: on
+      the first update after a rollout with the rollout reference.
     """
     gradient = iterations * (4 if checkpointing else 3)
     if method != "pacs":
-        scoring = int(updates > 1 or correction or method == "genac") + int(kl)
+        scoring = int(updates > 1 or correction) + int(kl)
         return 2 * gradient + scoring + 1 if method == "ppo" else gradient + scoring
     share = iterations / updates  # of the batch that an optimizer step learns from
     later_rows = 1 - share if iterations == 1 else 1

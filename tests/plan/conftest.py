@@ -6,6 +6,9 @@ import pytest
 import yaml
 
 from pacs_trl.plan.check import main
+from pacs_trl.plan.estimates import Estimate
+from pacs_trl.plan.launch import Launch
+from pacs_trl.recipe import Recipe
 
 
 RECIPE = {
@@ -33,3 +36,16 @@ def plan(tmp_path, capsys, monkeypatch, request):
         return status, capsys.readouterr().out
 
     return run
+
+
+@pytest.fixture
+def estimate_of():
+    """The estimate of `RECIPE` with changes on 64 processes with FSDP2."""
+
+    def estimate(**changes) -> Estimate:
+        settings = {key: value for key, value in (RECIPE | changes).items() if value is not None}
+        recipe, errors = Recipe.from_settings(settings, 64)
+        assert not errors
+        return Estimate(recipe, Launch(64, "full", "64 processes", "FSDP", 2, "bf16"))
+
+    return estimate

@@ -1,4 +1,4 @@
-"""Lines of a plan, with the working beside them: the run, learning, memory."""
+"""Numbers of a plan, with the working beside them: the run, learning, memory."""
 
 import pytest
 
@@ -14,58 +14,35 @@ WIDE, ALIGNED = {"gradient_accumulation_steps": 32}, {"gradient_accumulation_ste
 KEPT = ALIGNED | {"gradient_checkpointing": False}
 HALVES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "steps_per_generation": 32}
 CORRECTED = {"use_vllm": True, "vllm_enable_sleep_mode": True, "vllm_gpu_memory_utilization": 0.3}
-
-
-@pytest.fixture
-def planned(plan):
-    """The line behind a word, on 64 processes with FSDP2."""
-
-    def line(word: str, *arguments: str, **changes) -> str:
-        launch = ("--accelerate-config", "recipes/accelerate_configs/fsdp2_8x8.yaml")
-        status, output = plan(*launch, *arguments, **changes)
-        assert status == 0, output
-        return output.split(f"  {word} ", 1)[1].split("\n", 1)[0].strip()
-
-    return line
+SMALL_CRITIC = {"critic_model_name_or_path": "Qwen/Qwen3-0.6B"}
 
 
 RUN = [
     # 480 updates learn from 960 generations of 8192 rows
-    ("rollout steps", WIDE, "960 (24.4 epochs of 40315 problems)"),
-    ("completions", WIDE, "7,864,320"),
-    ("tokens generated", WIDE, "3,932.2 million at a mean of 500"),
-    ("updates", WIDE, "one optimizer step per 2 generations"),
+    (WIDE, 480, 960),
     # 40315 // 1024 = 39 generations an epoch, so 20 optimizer steps, the last of them over one generation
-    ("optimizer steps", WIDE | {"max_steps": None, "num_train_epochs": 3}, "60"),
-    ("rollout steps", {"max_train_samples": 2048}, "120 (60.0 epochs of 2048 problems)"),
-    ("rollout steps", FEW, "120 (60.0 epochs of 2048 problems)"),
-    ("rollout steps", {"eval_split_size": 315}, "120 (3.1 epochs of 40000 problems)"),
-    ("optimizer steps", FEW | {"max_steps": None, "num_train_epochs": 2}, "16"),
+    (WIDE | {"max_steps": None, "num_train_epochs": 3}, 60, 120),
+    (FEW | {"max_steps": None, "num_train_epochs": 2}, 16, 4),
 ]
 
 
-@pytest.mark.parametrize(("word", "settings", "expected"), RUN)
-def test_run(planned, word, settings, expected):
-    line = planned(word, "--mean-length", "500", **settings)
-    assert line == expected if word != "tokens generated" else line.startswith(expected)
+@pytest.mark.parametrize(("settings", "optimizer_steps", "rollouts"), RUN)
+def test_run(estimate_of, settings, optimizer_steps, rollouts):
+    estimate = estimate_of(**settings)
+    assert estimate.optimizer_steps() == optimizer_steps
+    assert estimate.step.rollouts(optimizer_steps) == rollouts
 
 
-def test_an_update_over_two_generations_takes_as_long_as_two(planned):
-    wide, single = (planned("all", **sizes) for sizes in (WIDE, ALIGNED | {"max_steps": 960}))
-    assert float(wide.split()[0]) == float(single.split()[0]) > 0
+@pytest.mark.parametrize(
+    ("settings", "number"), [({"max_train_samples": 2048}, 2048), (FEW, 2048), ({"eval_split_size": 315}, 40_000)]
+)
+def test_number_of_problems(estimate_of, settings, number):
+    assert estimate_of(**settings).num_problems == number
 
 
-def test_what_reuse_saves(planned):
-    """480 updates on 30 generations, 16 on each: the generations that as many updates would take otherwise are three
-    times 30 more."""
-    settings = {"num_iterations": 4}
-    learning = float(planned("learning", **settings).split("; ")[1].split()[0])
-    generation = float(planned("generation  ", **settings).split()[0])
-    words = planned("reuse", **settings).split()
-    fresh, unit, *_, now, unit_now = words[-6:]
-    assert unit == unit_now == "minutes" and [now, unit] == planned("all", **settings).split()[:2]
-    # both numbers of seconds are rounded: by 0.5 and 4 x 0.5 seconds, 1.25 minutes in 30 generations
-    assert float(fresh) == pytest.approx(30 * (learning + 4 * generation) / 60, abs=1.3)
+def test_an_update_over_two_generations_takes_as_long_as_two(estimate_of):
+    wide, single = (estimate_of(**sizes).gpu_hours(350) for sizes in (WIDE, ALIGNED | {"max_steps": 960}))
+    assert wide == pytest.approx(single) and wide > 0
 
 
 def cases(table: dict[float, list[dict]]) -> list[tuple[float, dict]]:
@@ -81,15 +58,15 @@ PASSES = {
     4 + 1: [SNAPSHOT, GRPO],
     4 + 1 + 1: [SNAPSHOT | SPLIT, GRPO | KL],
     2 * 4 + 1: [TWICE],
-    2 * 4 + 1 + 1: [GRPO | KL | TWICE, PPO],  # rollouts are scored once, whatever is learnt from them
+    2 * 4 + 1 + 1: [GRPO | KL | TWICE, PPO],  # log-probs of rollouts are computed once, however often they are reused
     2 * 4 + 1 + 1 + 1: [PPO | KL],
     2 * (2 * 4) + 1 + 1 + 1: [PPO | KL | TWICE],
 }
 
 
 @pytest.mark.parametrize(("passes", "settings"), cases(PASSES))
-def test_forward_passes(planned, passes, settings):
-    assert float(planned("learning", **settings).split(": ")[1].split()[0]) == pytest.approx(passes)
+def test_forward_passes(estimate_of, passes, settings):
+    assert estimate_of(**settings).forward_passes() == pytest.approx(passes)
 
 
 BOUNDED, PADDED = {"max_tokens_per_micro_batch": 2256}, {"padding_free": "never"}
@@ -105,15 +82,13 @@ SHARED = [
 
 
 @pytest.mark.parametrize(("settings", "sharing", "tokens"), SHARED)
-def test_a_prompt_counts_once_in_a_micro_batch(planned, settings, sharing, tokens):
-    assert f"micro-batch of {tokens} tokens" in planned("activations", **settings)
-    learning = planned("learning", "--mean-length", "500", **settings)
+def test_a_prompt_counts_once_in_a_micro_batch(estimate_of, settings, sharing, tokens):
+    estimate = estimate_of(**settings)
     computed = 255 / sharing + 1 + 500
     attended = (256**2 / sharing + 2 * 256 * 500 + mean_square_length(500, 1000)) / computed
     flops = model_shape("Qwen/Qwen3-4B").forward_flops(8192 * computed, attended)
-    passes = float(learning.split(": ")[1].split()[0])
-    assert learning.startswith(f"{passes * flops:.1e} FLOP")
-    assert (f"a prompt once for {sharing} completions" in learning) == (sharing > 1)
+    assert estimate.tokens == tokens
+    assert estimate.learning(500)[0] == pytest.approx(estimate.forward_passes() * flops)
 
 
 BYTES_PER_WEIGHT = {
@@ -125,35 +100,29 @@ BYTES_PER_WEIGHT = {
 
 
 @pytest.mark.parametrize(("size", "settings"), cases(BYTES_PER_WEIGHT))
-def test_training_state(planned, size, settings):
+def test_training_state(estimate_of, size, settings):
     """16 bytes per trained weight, 4 for a copy; 1 / 64 of them on each process."""
-    line = planned("training state", **settings)
-    assert float(line.split()[0]) == pytest.approx(size * PARAMETERS / 64 / GIB, abs=0.05)
-    assert ("and the KL reference" in line) == ("beta" in settings) == ("KL" in line)
+    assert estimate_of(**settings).state == pytest.approx(size * PARAMETERS / 64)
 
 
-SMALL_CRITIC = {"critic_model_name_or_path": "Qwen/Qwen3-0.6B"}
+def test_checkpoint(estimate_of):
+    """12 bytes x 4.02e9 = 45.0 GiB with float32 weights, another 4 for a snapshot."""
+    for settings, size in (({}, 12), (SNAPSHOT, 16), (PPO, 24)):
+        assert f"{size * PARAMETERS / GIB:.1f} GiB   on disk" in "\n".join(estimate_of(**settings).lines(350))
 
 
-def test_the_critic_has_a_size_of_its_own(planned):
-    """Of PPO both judge and learn from 8192 rows of 256 + 350 tokens; of GenAC the critic's answers are the longer
-    rows."""
-    small = model_shape("Qwen/Qwen3-0.6B")
-    for method in (PPO, GENAC):
-        state = float(planned("training state", **method | SMALL_CRITIC).split()[0])
-        assert state == pytest.approx(16 * (PARAMETERS + small.parameters) / 64 / GIB, abs=0.05)
-    learning = planned("learning", **PPO | SMALL_CRITIC)
+def test_the_critic_has_a_size_of_its_own(estimate_of):
+    """Of PPO both compute log-probs or values of 8192 rows of 256 + 350 tokens, and learn from them."""
+    small, policy = model_shape("Qwen/Qwen3-0.6B"), model_shape("Qwen/Qwen3-4B")
+    estimate = estimate_of(**PPO | SMALL_CRITIC)
+    assert estimate.state == pytest.approx(16 * (PARAMETERS + small.parameters) / 64)
     attended = (256**2 + 2 * 256 * 350 + mean_square_length(350, 1000)) / 606
-    of_policy, of_critic = (s.forward_flops(8192 * 606, attended) for s in (model_shape("Qwen/Qwen3-4B"), small))
-    assert learning.startswith(f"{5 * of_policy + 5 * of_critic:.1e} FLOP")
-    own, same = (float(planned("critic", **GENAC | more).split("; ")[1].split()[0]) for more in (SMALL_CRITIC, {}))
-    assert 0 < own < same  # its cache is nearly as large
-    assert "micro-batch of 26384 tokens of the critic" in planned("activations", **GENAC)  # 8 x (2024 + 250 + 1024)
-    assert "micro-batch of 16192 tokens," in planned("activations", **GENAC | SMALL_CRITIC)
+    flops = sum(5 * shape.forward_flops(8192 * 606, attended) for shape in (policy, small))
+    assert estimate.learning(350)[0] == pytest.approx(flops)
 
 
-def test_with_lora_the_kl_reference_is_the_policy_without_adapter(planned):
-    assert planned("training state", **LORA | KL) == planned("training state", **LORA)
+def test_with_lora_the_kl_reference_is_the_policy_without_adapter(estimate_of):
+    assert estimate_of(**LORA | KL).state == estimate_of(**LORA).state
     targets = [{"lora_r": 512, "lora_target_modules": [name]} for name in ("q_proj", "o_proj")]
-    query, output, narrow = (planned("training state", **LORA | changes) for changes in (*targets, {"lora_r": 1}))
+    query, output, narrow = (estimate_of(**LORA | changes).state for changes in (*targets, {"lora_r": 1}))
     assert query == output != narrow

@@ -52,23 +52,14 @@ def test_prompts_of_a_file_are_measured(small):
     status, output = small()
     assert status == 0, output
     assert f"  prompts            9 of {mean:.0f} tokens on average, {longest} at most (measured)" in output
-    assert "rollout steps      9 (1.0 epochs of 9 problems)" in output and f"prompts of {round(mean)} tokens" in output
+    assert "rollout steps      9 (1.0 epochs of 9 problems)" in output
     assert "optimizer steps    36" in small(max_steps=None, num_train_epochs=4)[1]
     # 8 completions, their prompt once, of the one group in a micro-batch
     assert f"micro-batch of {8 * 1000 + longest + 7} tokens" in output
     status, output = small(max_prompt_length=len(ids[0]))
     assert f"  prompts            6 of {len(ids[0])} tokens on average, {len(ids[0])} at most" in output
     status, output = small(model_name_or_path="Qwen/Qwen3-0.6B")  # not on this machine
-    assert status == 0 and "  prompts            9\n" in output
-
-
-def test_a_small_run_is_told_in_small_units(small):
-    status, output = small()
-    assert " 0.0 " not in output.split("Run\n")[1] and "0.0 hours" not in output and " 0 GPU" not in output
-    assert "MiB   16 bytes per trained weight" in output and "tokens generated   25,200 at a mean of 350" in output
-    status, output = small(model_name_or_path="Qwen/Qwen3-0.6B", max_steps=300)
-    (line,) = [line for line in output.splitlines() if line.startswith("  all ")]
-    assert "minutes on 1 GPU" in line and "GPU minutes" in line
+    assert status == 0 and "  prompts            9 (measured)\n" in output
 
 
 def test_a_tokenizer_without_a_chat_template(small, model):
