@@ -9,7 +9,8 @@ import argparse
 
 import numpy as np
 
-from pacs_trl.evaluation import bootstrap_interval, paired_bootstrap, paired_interval, pass_interval
+from experiments.bootstrap import bootstrap_interval, paired_bootstrap
+from pacs_trl.evaluation import paired_interval, pass_interval
 
 
 NUM_BENCHMARKS, NUM_SAMPLES = 2_000, 128

@@ -18,10 +18,10 @@ from statistics import mean
 from typing import NamedTuple
 
 from experiments.arms import arms_parser, options_of, over_seeds
+from experiments.bootstrap import paired_bootstrap
 from experiments.paper.cells import Options, run_cell
 from experiments.paper.records import Records
 from experiments.paper.render import Cell
-from pacs_trl.evaluation.pass_at_k import paired_bootstrap
 from pacs_trl.rewards import math_reward
 
 

@@ -19,13 +19,13 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from experiments.bootstrap import paired_bootstrap
 from experiments.genac import critic_values as critics
 from experiments.genac.taught_critics import POLICY, TASK, ladder, make_traces, publish, taught, teach, words
 from experiments.paper.cells import RECIPES, Options, run_cell
 from experiments.paper.records import Records
 from experiments.paper.render import Cell
 from experiments.paper.runs import train_once
-from pacs_trl.evaluation.pass_at_k import paired_bootstrap
 from pacs_trl.miniature.model import MODEL_SIZES
 from pacs_trl.miniature.warm_start import warm_start
 

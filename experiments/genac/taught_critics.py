@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForTokenClassification
 
+from experiments.bootstrap import paired_bootstrap
 from experiments.genac.critic_values import BATCH, TOKENS, load, written
 from experiments.genac.oracle import oracle_traces
 from experiments.genac.supervised_start import Trace, read_traces, write_traces
 from experiments.genac.supervised_start import teach as fine_tune
 from pacs_trl.data.tasks import problems
-from pacs_trl.evaluation.pass_at_k import paired_bootstrap
 from pacs_trl.evaluation.requests import render_prompt
 from pacs_trl.experimental._critic_prompt import Actor, CriticPrompt
 from pacs_trl.miniature.model import MODEL_SIZES

@@ -50,8 +50,8 @@ def run_cell(cell: Cell, seed: int, options: Options) -> None:
     Raises:
         `ValueError`: if the cell was recorded, or the work directory begun, with other settings.
     """
+    from experiments.diversity import hashing_embedder
     from pacs_trl.evaluation.arguments import EvaluationArguments
-    from pacs_trl.evaluation.diversity import hashing_embedder
     from pacs_trl.recipe import read_recipe
 
     arguments = ["--config", str(RECIPES / f"{cell.recipe}.yaml"), *cell.words]
@@ -138,7 +138,7 @@ def read_training(model: Path, checkpoints: list[dict[str, float]]) -> dict[str,
 
 def diversities(evaluation_dir: Path, benchmarks: Iterable[str], embed: Callable) -> dict[str, dict[str, float]]:
     """benchmark -> problem -> diversity of its correct completions, where there are at least two."""
-    from pacs_trl.evaluation.diversity import correct_responses, problem_diversities
+    from experiments.diversity import correct_responses, problem_diversities
 
     return {name: problem_diversities(correct_responses(evaluation_dir, name), embed) for name in benchmarks}
 

@@ -134,7 +134,7 @@ def collect(cell: Cell, options: Options, *, diversity: bool = False) -> None:
         if cell.trained and (model / "trainer_state.json").is_file():
             run = run._replace(training=read_training(model, _measured_checkpoints(directory)))
         if diversity and (parts[0] / "grades").is_dir() and not run.diversity:
-            from pacs_trl.evaluation.diversity import DEFAULT_EMBEDDER, sentence_embedder
+            from experiments.diversity import DEFAULT_EMBEDDER, sentence_embedder
 
             embed = sentence_embedder(DEFAULT_EMBEDDER)
             run = run._replace(diversity=diversities(parts[0], DIVERSITY_BENCHMARKS, embed))

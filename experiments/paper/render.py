@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from experiments.bootstrap import bootstrap_interval
 from experiments.figures import shrink
-from pacs_trl.evaluation.pass_at_k import bootstrap_interval
 from pacs_trl.evaluation.results import read_results, require_same_protocol
 from pacs_trl.report import paper, tables
 

@@ -27,6 +27,9 @@ from .arguments import EvaluationArguments
 from .requests import Completion, Request, SamplingSettings, render_prompt
 
 
+Answers = Iterator[tuple[Request, Completion]]
+
+
 class TransformersEngine:
     """Batched `generate` of a causal language model, `batch_size` requests per call; the engine of CPU runs."""
 
@@ -53,9 +56,7 @@ class TransformersEngine:
             ) from error
         return cls(loaded.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer, **kwargs)
 
-    def generate(
-        self, requests: Sequence[Request], settings: SamplingSettings
-    ) -> Iterator[tuple[Request, Completion]]:
+    def generate(self, requests: Sequence[Request], settings: SamplingSettings) -> Answers:
         from .sampling import generate_batch
 
         for start in range(0, len(requests), self.batch_size):
@@ -78,9 +79,7 @@ class VLLMEngine:
         self.llm = LLM(model=model, enable_prefix_caching=True, use_tqdm_on_load=sys.stderr.isatty(), **settings)
         self.chat_template_kwargs = chat_template_kwargs
 
-    def generate(
-        self, requests: Sequence[Request], settings: SamplingSettings
-    ) -> Iterator[tuple[Request, Completion]]:
+    def generate(self, requests: Sequence[Request], settings: SamplingSettings) -> Answers:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -130,21 +129,13 @@ class ServerEngine:
     """
 
     timeout_seconds = 3600.0  # of one request; long completions take minutes
+    max_attempts = 5
+    first_wait_seconds = 1.0
 
-    def __init__(
-        self,
-        base_url: str,
-        model: str,
-        *,
-        concurrency: int = 64,
-        max_attempts: int = 5,
-        first_wait_seconds: float = 1.0,
-        chat_template_kwargs: dict | None = None,
-    ):
+    def __init__(self, base_url: str, model: str, *, concurrency: int = 64, chat_template_kwargs: dict | None = None):
         from huggingface_hub.utils import httpx
 
         self.model, self.concurrency = model, concurrency
-        self.max_attempts, self.first_wait_seconds = max_attempts, first_wait_seconds
         self.chat_template_kwargs = chat_template_kwargs
         key = os.environ.get("OPENAI_API_KEY")
         self._client = httpx.Client(
@@ -160,9 +151,7 @@ class ServerEngine:
         if model not in offered:
             raise ValueError(f"The server at {base_url} does not offer {model!r}. Choose from {offered}.")
 
-    def generate(
-        self, requests: Sequence[Request], settings: SamplingSettings
-    ) -> Iterator[tuple[Request, Completion]]:
+    def generate(self, requests: Sequence[Request], settings: SamplingSettings) -> Answers:
         with ThreadPoolExecutor(self.concurrency) as pool:
             futures = {pool.submit(self._complete, request, settings): request for request in requests}
             try:
@@ -190,10 +179,8 @@ class ServerEngine:
         if self.chat_template_kwargs:
             body["chat_template_kwargs"] = self.chat_template_kwargs
         answer = self._post(body)
-        choice = answer["choices"][0]
-        return Completion(
-            choice["message"]["content"] or "", answer["usage"]["completion_tokens"], choice["finish_reason"]
-        )
+        choice, num_tokens = answer["choices"][0], answer["usage"]["completion_tokens"]
+        return Completion(choice["message"]["content"] or "", num_tokens, choice["finish_reason"])
 
     def _post(self, body: dict) -> dict:
         from huggingface_hub.utils import httpx

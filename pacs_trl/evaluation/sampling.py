@@ -27,29 +27,27 @@ def sample_completions(
     settings: SamplingSettings | None = None,
     seed: int = 0,
     batch_size: int = 64,
-    chat_template_kwargs: dict | None = None,
 ) -> list[list[Completion]]:
     """
-    `n` completions for each prompt from a causal language model that is already loaded, `list[list[Completion]]` in
-    the order of `prompts`.
+    Sample `n` completions for each prompt from a causal language model that is already loaded.
 
     Args:
         model, tokenizer: Of transformers. The training mode is restored; no global random state is read or changed.
         prompts (sequence of conversations or strings): Strings are continued as they are.
         n (`int`): Completions per prompt.
-        settings ([`SamplingSettings`], *optional*): How tokens are drawn.
+        settings ([`SamplingSettings`], *optional*): How tokens are sampled.
         seed (`int`): Completion `j` of prompt `i` depends on `(seed, i, j)`.
-        batch_size (`int`): Rows per call of `generate`.
-        chat_template_kwargs (`dict`, *optional*): Passed to the chat template, for example `enable_thinking`.
+        batch_size (`int`): Completions per call of `generate`.
     """
     rows = [(i, j) for i in range(len(prompts)) for j in range(n)]
-    texts = [render_prompt(tokenizer, prompt, chat_template_kwargs) for prompt in prompts]
+    texts = [render_prompt(tokenizer, prompt) for prompt in prompts]
     completions: list[list[Completion]] = [[] for _ in prompts]
     for start in range(0, len(rows), batch_size):
         batch = rows[start : start + batch_size]
         seeds = [sample_seed(seed, str(i), j) for i, j in batch]
-        drawn = generate_batch(model, tokenizer, [texts[i] for i, _ in batch], seeds, settings or SamplingSettings())
-        for (i, _), completion in zip(batch, drawn, strict=True):
+        batch_texts = [texts[i] for i, _ in batch]
+        found = generate_batch(model, tokenizer, batch_texts, seeds, settings or SamplingSettings())
+        for (i, _), completion in zip(batch, found, strict=True):
             completions[i].append(completion)
     return completions
 
@@ -81,11 +79,11 @@ def generate_tokens(
     **more,
 ) -> tuple[list[list[int]], list[list[float]] | None]:
     """
-    One completion per row of tokens and seed, in one call of `generate`, which gets `more`.
+    One completion per list of prompt tokens and seed, in one call of `generate`, which gets `more`.
 
     Returns:
-        Tokens of equally many per row, whatever follows the end of one, and their log-probabilities as they were
-        drawn; `None` at temperature 0.
+        Tokens (equally many per completion, also behind an end token) and the log-probs they were sampled with;
+        `None` at temperature 0.
     """
     longest = max(len(row) for row in rows)
     input_ids = torch.tensor([[pad_token_id] * (longest - len(row)) + list(row) for row in rows])  # (B, prompt)

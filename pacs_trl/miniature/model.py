@@ -21,12 +21,16 @@ class ModelSize(NamedTuple):
 HEAD_DIM = 32
 
 MODEL_SIZES: dict[str, ModelSize] = {
-    "tiny": ModelSize(
-        num_layers=2, hidden_size=64, intermediate_size=128
-    ),  # about 0.1M parameters: unit tests, twin of Qwen3-4B
+    # about 0.1M parameters: unit tests, twin of Qwen3-4B
+    "tiny": ModelSize(num_layers=2, hidden_size=64, intermediate_size=128),
     "small": ModelSize(num_layers=4, hidden_size=128, intermediate_size=512),  # about 1M: quickstart, twin of Qwen3-8B
     "base": ModelSize(num_layers=5, hidden_size=160, intermediate_size=640),  # about 2M
 }
+
+
+def check_size(size: str) -> None:
+    if size not in MODEL_SIZES:
+        raise ValueError(f"There is no model size {size!r}. Choose one of {', '.join(MODEL_SIZES)}.")
 
 
 def build_model(tokenizer: PreTrainedTokenizerBase, size: str = "small", seed: int = 0) -> Qwen3ForCausalLM:
@@ -34,22 +38,17 @@ def build_model(tokenizer: PreTrainedTokenizerBase, size: str = "small", seed: i
     Build a randomly initialized miniature model.
 
     Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Fixes the vocabulary size and the padding and end ids.
-        size (`str`, *optional*, defaults to `"small"`):
-            Key of `MODEL_SIZES`.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the weights. The global random state is left untouched.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): Fixes the vocabulary size and the padding and end ids.
+        size (`str`): Key of `MODEL_SIZES`.
+        seed (`int`): Seed of the weights. The global random state is left untouched.
 
     Returns:
-        [`~transformers.Qwen3ForCausalLM`]:
-            float32 model on the CPU with tied embeddings; the same seed gives the same weights.
+        [`~transformers.Qwen3ForCausalLM`]: float32 model on the CPU with tied embeddings.
 
     Raises:
         `ValueError`: if `size` is unknown.
     """
-    if size not in MODEL_SIZES:
-        raise ValueError(f"unknown model size {size!r}; choose one of {', '.join(MODEL_SIZES)}")
+    check_size(size)
     num_layers, hidden_size, intermediate_size = MODEL_SIZES[size]
     num_heads = hidden_size // HEAD_DIM
     config = Qwen3Config(

@@ -1,8 +1,7 @@
-r"""A byte-level tokenizer, so that the miniature model can read any text without a vocabulary being downloaded.
+r"""A byte-level tokenizer, so that the miniature model reads any text and no vocabulary is downloaded.
 
-Every byte is one token: numbers are read digit by digit, and real GSM8K or MATH text works without unknown tokens.
-The only longer tokens are the ChatML role headers and `\boxed{`; rendered text is plain ChatML all the same, and the
-short sequences are what makes training on a CPU quick. There are no merges and nothing is learned from data.
+Every byte is one token. The only longer tokens are the ChatML role headers and `\boxed{`, which make sequences short;
+rendered text is plain ChatML. There are no merges.
 """
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -15,11 +14,8 @@ END_TOKEN = "<|im_end|>"
 ROLE_HEADERS = [f"{START_TOKEN}{role}\n" for role in ("system", "user", "assistant")]
 BOX_TOKEN = r"\boxed{"
 
-# The `generation` block marks what the assistant wrote, its end token included: TRL trains on exactly this span when
-# it is asked for the loss on assistant turns only. The line break after the end token belongs to the next turn's
-# header. A call of a tool is `@name|argument=value`, so few tokens that a small model writes it; what the tool says is
-# a turn of the user, cut to its last characters, where an error of Python says what it is. A prompt does not list the
-# tools.
+# The `generation` block marks the assistant's turn with its end token, for `assistant_only_loss`. A tool call is
+# `@name|argument=value`; the tool's answer is a user turn with its last characters, where Python names an error.
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + ('user' if message.role == 'tool' else message.role) + '\n' }}
@@ -45,7 +41,7 @@ CHAT_TEMPLATE = """\
     {{- '<|im_start|>assistant\n' }}
 {%- endif %}"""
 
-# How such calls are read. One that is cut off, before its end token, is none.
+# A call that is truncated before its end token is none.
 RESPONSE_TEMPLATE = {
     "defaults": {"role": "assistant"},
     "start_anchor": ROLE_HEADERS[2],
@@ -71,11 +67,11 @@ def build_tokenizer(tools: bool = False) -> PreTrainedTokenizerFast:
     `\boxed{` follow. Padding is on the left, as generation needs it.
 
     Args:
-        tools (`bool`): Whether calls of tools are read in responses, which TRL else takes as the text that they are.
+        tools (`bool`): Whether tool calls are parsed in responses, which are plain text otherwise.
 
     Returns:
-        [`~transformers.PreTrainedTokenizerFast`]:
-            A tokenizer with a ChatML chat template, `<|im_end|>` as end and `<|endoftext|>` as padding token.
+        [`~transformers.PreTrainedTokenizerFast`]: With a ChatML chat template, `<|im_end|>` as end and
+        `<|endoftext|>` as padding token.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: token_id for token_id, symbol in enumerate(alphabet)}

@@ -1,10 +1,9 @@
-r"""A short supervised warm start: a miniature model that knows the format of an answer but is seldom right.
+r"""Supervised warm start: a miniature model that knows the format of an answer but is seldom right.
 
-Reinforcement learning needs a policy that is right now and then. This trains one with TRL's SFTTrainer on worked
-solutions until the running average of its weights is right often enough, and then goes back between the last two
-averages that were measured to where the accuracy on held-out problems is the target. So every seed, machine and number
-of threads starts with the same accuracy, low enough that most of what the model can learn is left. The result is an
-ordinary checkpoint with its tokenizer, made once and kept in a directory named after everything that decides it.
+TRL's SFTTrainer trains on worked solutions until the running average of the weights is right often enough; then the
+weights are set between the last two measured averages, where the accuracy on held-out problems is the target. Every
+seed, machine and number of threads therefore starts with the same accuracy. The result is an ordinary checkpoint with
+its tokenizer, made once and kept in a directory named after everything that decides it.
 """
 
 import copy
@@ -38,25 +37,21 @@ CACHE_DIR = Path("outputs/miniature/warm_start")
 
 Weights = dict[str, torch.Tensor]
 
-# Longest completion that is sampled to measure the accuracy; worked solutions have at most 67 tokens, those of the
-# small tasks 27.
+# Worked solutions have at most 67 tokens.
 MAX_COMPLETION_LENGTH = 72
 
-# Of the running average of the weights. Single steps swing by several points of accuracy; their average rises
-# steadily.
+# Single steps swing by several points of accuracy; their average rises steadily.
 AVERAGE_DECAY = 0.99
 
-# First of the sampling seeds of the calibration: no probe and no evaluation has them.
+# No probe and no evaluation uses sampling seeds from here on.
 CALIBRATION_SEED = 1_000_000
 
-# What differs from the defaults of WarmStartSettings. The smallest model wants larger steps; at the default it would
-# take thousands of them. In the mixture of the tables the hard sums are seldom right, so the easy ones have to be more
-# often.
+# The smallest model needs larger steps. In the task of the tables the hard sums are seldom right, so the easy ones
+# have to be more often.
 SIZE_SETTINGS = {"tiny": {"learning_rate": 2e-3}}
 TASK_SETTINGS = {"arithmetic": {"target_accuracy": 0.2}}
 
-# A warm start inside `accelerate launch` or torchrun is made by one process alone, on the CPU: what belongs to the
-# group of processes around it must not reach it.
+# Variables of `accelerate launch` and torchrun, which must not reach the one process that makes a warm start.
 _DISTRIBUTED_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _DISTRIBUTED_PREFIXES = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_")
 
@@ -67,27 +62,17 @@ class WarmStartSettings:
     Everything that decides a warm start, apart from the code.
 
     Args:
-        task (`str`):
-            Key of `tasks.TASKS`.
-        size (`str`, *optional*, defaults to `"small"`):
-            Key of `model.MODEL_SIZES`.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the initial weights, of the demonstrations and of their order.
-        target_accuracy (`float` or `None`, *optional*, defaults to `0.15`):
-            Share of right completions (temperature 1) over the held-out problems of the task that the result has. With
-            `None` nothing is measured and training ends with `max_steps`, to try things out.
-        max_steps (`int`, *optional*, defaults to `6000`):
-            Optimizer steps after which the target must have been passed.
-        probe_steps (`int`, *optional*, defaults to `50`):
-            Optimizer steps between two measurements of the accuracy.
-        num_probes (`int`, *optional*, defaults to `256`):
-            Training problems of such a measurement, one completion each.
-        num_calibration_samples (`int`, *optional*, defaults to `6`):
-            Completions of every held-out problem in a measurement between two averages of the weights.
-        batch_size (`int`, *optional*, defaults to `16`):
-            Demonstrations per optimizer step.
-        learning_rate (`float`, *optional*, defaults to `7e-4`):
-            Learning rate of AdamW, constant after 20 steps of linear warm-up.
+        task (`str`): Key of `tasks.TASKS`.
+        size (`str`): Key of `model.MODEL_SIZES`.
+        seed (`int`): Seed of the initial weights, of the demonstrations and of their order.
+        target_accuracy (`float` or `None`): Share of right completions (temperature 1) over the held-out problems of
+            the task that the result has. With `None` training ends after `max_steps`, unmeasured, to try things out.
+        max_steps (`int`): Optimizer steps after which the target must have been passed.
+        probe_steps (`int`): Optimizer steps between two measurements of the accuracy.
+        num_probes (`int`): Training problems of such a measurement, one completion each.
+        num_calibration_samples (`int`): Completions of every held-out problem in a measurement between two averages.
+        batch_size (`int`): Demonstrations per optimizer step.
+        learning_rate (`float`): Learning rate of AdamW, constant after 20 steps of linear warm-up.
     """
 
     task: str
@@ -111,25 +96,20 @@ class WarmStartSettings:
 
 def warm_start(task: str, *, cache_dir: str | Path = CACHE_DIR, **settings) -> Path:
     """
-    Directory of a warm-started miniature model, made on first use.
-
-    The work is done in a process of its own, on the CPU: the caller may be one of several distributed processes, may
-    own a GPU, and keeps its random state. An interrupted run leaves nothing under the final name.
+    Directory of a warm-started miniature model, made on first use, in a process of its own on the CPU: the caller may
+    be one of several distributed processes, and keeps its random state. An interrupted run leaves nothing behind.
 
     Args:
-        task (`str`):
-            Key of `tasks.TASKS`, or `TASK/SIZE`.
-        cache_dir (`str` or `Path`, *optional*, defaults to `outputs/miniature/warm_start`):
-            Where warm starts are kept, one directory for each set of settings.
-        **settings:
-            Further fields of [`WarmStartSettings`].
+        task (`str`): Key of `tasks.TASKS`, or `TASK/SIZE`.
+        cache_dir (`str` or `Path`): Where warm starts are kept, one directory for each set of settings.
+        **settings: Further fields of [`WarmStartSettings`].
 
     Returns:
         `Path`: checkpoint with tokenizer, ready for `model_name_or_path`; `warm_start.json` in it holds the settings,
         the number of steps and the measurements of the calibration.
 
     Raises:
-        `ValueError`: if the task or the size is unknown, or `cache_dir` is not a directory.
+        `ValueError`: if the task or the size is unknown.
         `subprocess.CalledProcessError`: if training fails.
     """
     task, _, size = task.partition("/")
@@ -137,13 +117,10 @@ def warm_start(task: str, *, cache_dir: str | Path = CACHE_DIR, **settings) -> P
     settings = SIZE_SETTINGS.get(settings.get("size"), {}) | TASK_SETTINGS.get(task, {}) | settings
     wanted = WarmStartSettings(task=task, **settings)
     tasks.check_task(task)
-    if wanted.size not in models.MODEL_SIZES:
-        raise ValueError(f"unknown model size {wanted.size!r}; choose one of {', '.join(models.MODEL_SIZES)}")
+    models.check_size(wanted.size)
     directory = Path(cache_dir) / f"{task}-{wanted.size}-{wanted.seed}-{wanted.digest()}"
     if directory.is_dir():
         return directory
-    if Path(cache_dir).exists() and not Path(cache_dir).is_dir():
-        raise ValueError(f"cache_dir {str(cache_dir)!r} is a file; name a directory for the warm starts")
     Path(cache_dir).mkdir(parents=True, exist_ok=True)
     environment = {
         name: value
@@ -153,21 +130,15 @@ def warm_start(task: str, *, cache_dir: str | Path = CACHE_DIR, **settings) -> P
     if not sys.stderr.isatty():  # no bars into a pipe or a file
         environment |= {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
     with tempfile.TemporaryDirectory(dir=cache_dir, prefix=".partial-") as partial:
-        command = [
-            sys.executable,
-            "-m",
-            "pacs_trl.miniature.warm_start",
-            json.dumps(asdict(wanted)),
-            f"{partial}/model",
-        ]
-        # Standard output gets the trainer's metrics; its progress bar and warnings go to standard error, which stays
-        # visible. In a group of its own: Ctrl-C reaches this process alone, which ends that one without its traceback.
+        arguments = [json.dumps(asdict(wanted)), f"{partial}/model"]
+        command = [sys.executable, "-m", "pacs_trl.miniature.warm_start", *arguments]
+        # The trainer writes metrics to standard output, progress and warnings to standard error. In a process group of
+        # its own: Ctrl-C reaches this process alone, which ends that one without its traceback.
         subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, process_group=0)
         try:
             os.rename(f"{partial}/model", directory)
         except OSError:
-            # Another process has finished the same, equal warm start in the meantime.
-            if not directory.is_dir():
+            if not directory.is_dir():  # else another process has finished an equal warm start in the meantime
                 raise
     return directory
 
@@ -178,23 +149,18 @@ def train_warm_start(settings: WarmStartSettings, output_dir: str | Path) -> dic
 
     Returns:
         `dict`: `"steps"` taken and the `"calibration"`, pairs of a place between two averages of the weights and the
-        accuracy there; the last place is the result's, and its accuracy that of the straight line between the nearest
-        two others.
+        accuracy there; the last pair is the result's, interpolated from the nearest two others.
 
     Raises:
         `RuntimeError`: if the target is not reached in `max_steps`.
     """
     has_tools = settings.task in tasks.TOOL_TASKS
     model_tokenizer = build_tokenizer(has_tools)
-    rows = [
-        {
-            "prompt": [{"role": "user", "content": row["problem"]}],
-            "completion": row["solution"]
-            if isinstance(row["solution"], list)
-            else [{"role": "assistant", "content": row["solution"]}],
-        }
-        for row in demonstrations(settings.task, seed=settings.seed)[: settings.max_steps * settings.batch_size]
-    ]
+    rows = []
+    for row in demonstrations(settings.task, seed=settings.seed)[: settings.max_steps * settings.batch_size]:
+        solution = row["solution"]
+        turns = solution if isinstance(solution, list) else [{"role": "assistant", "content": solution}]
+        rows.append({"prompt": [{"role": "user", "content": row["problem"]}], "completion": turns})
     model = build_model(model_tokenizer, settings.size, settings.seed)
     calibration = None if settings.target_accuracy is None else Calibration(settings, model, model_tokenizer)
     trainer = SFTTrainer(
@@ -226,8 +192,7 @@ def train_warm_start(settings: WarmStartSettings, output_dir: str | Path) -> dic
     if calibration:
         if calibration.result is None:
             raise RuntimeError(
-                f"The warm start of {settings.task}/{settings.size} with seed {settings.seed} did not reach "
-                f"target_accuracy={settings.target_accuracy} in max_steps={settings.max_steps} steps (last measured: "
+                f"The warm start {settings} did not reach its target_accuracy (last measured: "
                 f"{calibration.probed:.3f}). Raise max_steps, or lower target_accuracy."
             )
         weights, outcome["calibration"] = calibration.result
@@ -240,13 +205,10 @@ def train_warm_start(settings: WarmStartSettings, output_dir: str | Path) -> dic
 
 class Calibration(TrainerCallback):
     """
-    Averages the weights, probes the average every `probe_steps` steps and stops training once the target lies behind.
+    Averages the weights, probes the average every `probe_steps` steps and stops training once the target is passed.
 
-    Attributes:
-        result (`tuple` or `None`):
-            Weights whose accuracy on the held-out problems is the target, and the (place, accuracy) that led there.
-        probed (`float`):
-            What the last probe measured.
+    `result` then holds weights whose accuracy on the held-out problems is the target, and the (place, accuracy) pairs
+    that led there; `probed` is the accuracy of the last probe.
     """
 
     def __init__(self, settings: WarmStartSettings, model: PreTrainedModel, processing_class):
@@ -274,11 +236,8 @@ class Calibration(TrainerCallback):
         self.earlier = self.earlier[:1] + self.earlier[1:][-3:] + [_weights(self.average.module)]
 
     def _calibrate(self) -> tuple[Weights, list[tuple[float, float]]] | None:
-        """
-        Between the present average and an earlier one: two steps of regula falsi, and the root of the last chord.
-
-        `None` if the held-out problems say, unlike the probe, that the target lies ahead.
-        """
+        """Two steps of regula falsi between the present average and an earlier one, and the root of the last chord;
+        `None` if the present average is below the target on held-out problems."""
         end = _weights(self.average.module)
         high = (1.0, self._accuracy(end, num_samples=2))
         if high[1] < self.target:

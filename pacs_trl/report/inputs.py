@@ -1,7 +1,6 @@
 """Readers of the JSON files that reports, model cards and uploads are made from.
 
-A file that was cut short, edited or copied in part lacks fields: asking for one raises an error that names file and
-field.
+A file that was truncated, edited or copied in part lacks fields; reading one raises an error with file and field.
 """
 
 import json
@@ -12,11 +11,8 @@ from typing import Any
 from ..evaluation.results import read_results
 
 
-_RESULTS = (
-    *("method", "n", "k", "protocol", "benchmarks", "created", "model", "prompt_digest", "engine", "hardware"),
-    *("versions", "commit"),
-)
-_TRAINING = ("created", "num_processes", "hardware", "commit", "versions")
+_RESULTS = "method n k protocol benchmarks created model prompt_digest engine hardware versions commit".split()
+_TRAINING = "created num_processes hardware commit versions".split()
 
 
 class Document(dict):
@@ -42,7 +38,7 @@ def parse_json(text: str | bytes, where: str, fields: Sequence[str] = ()) -> Doc
     except ValueError as error:  # JSON or UTF-8
         raise ValueError(f"{where} is damaged: it is not JSON ({error}). Write it again.") from error
     if not isinstance(content, Document):
-        raise ValueError(f"{where} is damaged: it must be a JSON object, got {str(content)[:60]!r}. Write it again.")
+        raise ValueError(f"{where} is damaged: it must be a JSON object, got {content!r:.60}. Write it again.")
     for field in fields:
         content[field]
     return content
@@ -58,7 +54,7 @@ def read_described(path: str | Path) -> Document:
     Read a results file of `pacs-trl evaluate`.
 
     Raises:
-        `ValueError`: if it cannot be read, lacks a field, or holds no graded benchmark.
+        `ValueError`: if it cannot be read or holds no graded benchmark.
     """
     results = parse_json(json.dumps(read_results(path)), str(path), _RESULTS)
     graded = [any(not problem["ungraded"] for problem in of["problems"]) for of in results["benchmarks"].values()]

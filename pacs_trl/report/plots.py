@@ -1,8 +1,8 @@
 """Figures from results files, training logs and the diversity file, as PNG and SVG at column width.
 
-Colours are those of Okabe and Ito, distinct for every common form of colour blindness; each line also has its own
-marker and dash. A method has the same in every figure (`looks`). Each function takes plain data, draws one figure and
-saves it; nothing is shown and no global state is changed.
+Colors are those of Okabe and Ito, distinct for every common form of color blindness; each line also has its own marker
+and dash. A method has the same in every figure (`looks`). Each function takes plain data and saves one figure; no
+global state is changed.
 """
 
 import itertools
@@ -292,11 +292,7 @@ def reliability_figure(
 
 def reliability_bins(scores: Sequence[float], labels: Sequence[float], *, num_bins: int = 10) -> dict[str, Any]:
     """
-    Completions in equal bins of sigmoid(psi).
-
-    Args:
-        scores (sequence of `float`): psi, one per completion.
-        labels (sequence of `float`): Labels in [0, 1].
+    Completions in equal bins of sigmoid(psi), for psi and a label in [0, 1] per completion.
 
     Returns:
         `dict` with arrays of shape `(num_bins,)`: `count`, mean `probability` and mean `label` (nan in empty bins),

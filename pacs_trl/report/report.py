@@ -1,10 +1,9 @@
-"""`pacs-trl report`: results files in, tables and figures out.
+"""`pacs-trl report`: tables and figures from results files.
 
-Writes `tables.md`, `tables.csv` and the figures that the given inputs allow into one directory. Reads JSON
-only: no model, no samples, neither torch nor vllm.
+Writes `tables.md`, `tables.csv` and the figures that the given inputs allow into one directory. Reads JSON only and
+needs neither torch nor vLLM.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,9 +31,8 @@ def build_report(
         paths (sequence of `Path`): Results files or the directories that hold them.
         output_dir (`Path`): Where everything is written.
         published (`str`, *optional*): Base model whose published numbers stand beside ours, for example "Qwen3-8B".
-        baseline (`str`, *optional*): Method that the others are compared with in every table. The report begins with
-        it, or else
-            with the method of the first file, as what was there before.
+        baseline (`str`, *optional*): Method that the others are compared with in every table; the first table compares
+            with it, or else with the method of the first file.
         figures (`bool`): Whether to draw the pass@k figure.
 
     Returns:
@@ -44,8 +42,6 @@ def build_report(
         `ValueError`: if a file cannot be read or the files were measured under different protocols.
     """
     results = [read_described(path) for path in paths]
-    if not results:
-        raise ValueError("A report needs at least one results file.")
     require_same_protocol(results, [str(path) for path in paths])
     names = tables.benchmarks(results)
     by_method = tables.methods(results)
@@ -91,17 +87,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--published", default=None, help="base model of the paper, for example Qwen3-8B")
     parser.add_argument("--baseline", default=None, help="method that the others are compared with")
     parser.add_argument("--training", nargs="+", default=[], metavar="METHOD=DIR", help="runs with trainer_state.json")
-    parser.add_argument("--diversity", type=Path, default=None, help="file of experiments/compare_diversity.py")
+    parser.add_argument("--diversity", type=Path, default=None, help="file of experiments/diversity.py")
     parser.add_argument("--reliability", type=Path, default=None, help="JSONL with `score` and `label` per completion")
     args = parser.parse_args(argv)
     require_matplotlib("A report")
-    print("\n".join(map(str, _build_all(args))))
-    return 0
-
-
-def _build_all(args: argparse.Namespace) -> list[Path]:
     if not (args.results or args.training or args.diversity or args.reliability):
-        raise ValueError("Nothing to report: give results files, --training, --diversity or --reliability.")
+        raise ValueError("Nothing to report. Give results files, --training, --diversity or --reliability.")
     from . import plots
 
     files = []
@@ -116,7 +107,8 @@ def _build_all(args: argparse.Namespace) -> list[Path]:
         files += plots.diversity_figure(read_json(args.diversity), args.output_dir / "diversity")
     if args.reliability:
         files += plots.reliability_figure(*scores_and_labels(args.reliability), args.output_dir / "reliability")
-    return files
+    print("\n".join(map(str, files)))
+    return 0
 
 
 def scores_and_labels(path: Path) -> tuple[list[float], list[float]]:
@@ -132,9 +124,7 @@ def scores_and_labels(path: Path) -> tuple[list[float], list[float]]:
             record = json.loads(line)
             score, label = record["score"], record["label"]
         except (ValueError, KeyError, TypeError):
-            raise ValueError(
-                f"Line {number} of {path} must be a JSON object with `score` (psi) and `label`, got {line[:80]!r}."
-            ) from None
+            raise ValueError(f"Line {number} of {path} lacks `score` (psi) or `label`: {line[:80]!r}.") from None
         if label is not None:  # None: the completion could not be graded
             scores.append(score)
             labels.append(label)
@@ -149,25 +139,16 @@ def training_histories(pairs: Sequence[str]) -> dict[str, list[list[dict[str, An
         `ValueError`: if a directory (or its last checkpoint) has no trainer_state.json.
     """
     histories: dict[str, list[list[dict[str, Any]]]] = {}
-    for method, directory in map(_pair, pairs):
+    for pair in pairs:
+        method, separator, directory = pair.partition("=")
         found = [Path(directory) / "trainer_state.json"]
-        found += sorted(Path(directory).glob("checkpoint-*/trainer_state.json"), key=_checkpoint_step, reverse=True)
+        checkpoints = Path(directory).glob("checkpoint-*/trainer_state.json")
+        found += sorted(checkpoints, key=lambda path: int(path.parent.name.rsplit("-", 1)[1]), reverse=True)
         state = next((path for path in found if path.is_file()), None)
-        if state is None:
-            raise ValueError(f"Neither {directory} nor a checkpoint in it has a trainer_state.json.")
+        if state is None or not separator:
+            raise ValueError(f"--training takes METHOD=DIR with a trainer_state.json in DIR, got {pair!r}.")
         histories.setdefault(method, []).append(read_log_history(state))
     return histories
-
-
-def _checkpoint_step(path: Path) -> int:
-    return int(path.parent.name.rsplit("-", 1)[1])
-
-
-def _pair(text: str) -> tuple[str, str]:
-    name, separator, value = text.partition("=")
-    if not separator:
-        raise ValueError(f"Expected NAME=PATH, got {text!r}.")
-    return name, value
 
 
 def _sources(rows: Sequence[tables.Row]) -> str:

@@ -2,8 +2,7 @@
 
 Ours carry a 95 % interval over problems, computed from the counts. A published number has none, so the interval of
 "ours - published" is ours, shifted. Several files with one method label are runs with different training seeds: their
-values are averaged problem by problem, and the standard deviation over runs is given as well. Nothing here needs
-torch.
+values are averaged problem by problem, and the standard deviation over runs is given as well.
 """
 
 import csv
@@ -65,9 +64,8 @@ def pass_at_k_rows(
     Args:
         results: Parsed results files, already known to share a protocol.
         benchmark (`str`): Name of the benchmark.
-        published (sequence of [`PublishedTable`]): Published blocks of the same benchmark; a method of the same name
-        gets a
-            row "ours - published".
+        published (sequence of [`PublishedTable`]): Published tables of the same benchmark; a method of the same name
+            gets a row "ours - published".
         baseline (`str`, *optional*): One of our methods; every other one gets a paired difference to it.
 
     Raises:
@@ -78,17 +76,20 @@ def pass_at_k_rows(
     if baseline is not None and baseline not in runs:
         raise ValueError(f"The baseline {baseline!r} has no results on {benchmark}; there are {', '.join(runs)}.")
     ks = common_ks([run for group in runs.values() for run in group])
-    rows = [
-        Row(method, "ours", "", _sample_counts(group, benchmark), len(group), pass_at_k_cells(group, [benchmark], ks))
-        for method, group in runs.items()
-    ]
-    ours = {row.method: row for row in rows}
+    rows = []
+    for method, group in runs.items():
+        counts = sorted({p["n"] for run in group for p in run["benchmarks"][benchmark]["problems"]})
+        n = str(counts[0]) if len(counts) == 1 else f"{counts[0]}-{counts[-1]}"
+        rows.append(Row(method, "ours", "", n, len(group), pass_at_k_cells(group, [benchmark], ks)))
+    ours = {row.method: row.cells for row in rows}
     differences = []
     for table in published:
         for method, values in table.values.items():
             rows.append(Row(method, "published", table.source, "", 0, {k: Measured(v) for k, v in values.items()}))
             if method in ours:
-                differences.append(_published_difference(ours[method], values, table.source))
+                cells = {k: cell for k, cell in ours[method].items() if k in values}
+                shifted = {k: Measured(*(np.array(c[:3]) - values[k]).tolist()) for k, c in cells.items()}
+                differences.append(Row(f"{method}, ours - published", "difference", table.source, "", 0, shifted))
     for method in runs:
         if baseline is not None and method != baseline:
             cells = paired_difference(runs[method], runs[baseline], [benchmark], ks)
@@ -113,14 +114,9 @@ def problem_values(group: Sequence[dict[str, Any]], benchmark: str, ks: Sequence
     counts = [_scorable(run, benchmark) for run in group]
     ids = [problem for problem in counts[0] if all(problem in other for other in counts)]
     if not ids:
-        raise ValueError(
-            f"{group[0]['method']}: the runs share no problem of {benchmark} that was graded in all of them."
-        )
-    values = []
-    for run in counts:
-        n, c = np.array([run[problem] for problem in ids]).T
-        values.append(pass_at_k(n, c, list(ks)))
-    return ids, np.mean(values, axis=0)
+        raise ValueError(f"The runs of {group[0]['method']} share no graded problem of {benchmark}. Evaluate again.")
+    n, c = np.array([[run[problem] for problem in ids] for run in counts]).transpose(2, 0, 1)  # (runs, P) each
+    return ids, pass_at_k(n, c, list(ks)).mean(axis=0)
 
 
 def _scorable(run: dict[str, Any], benchmark: str) -> dict[str, tuple[int, int]]:
@@ -128,15 +124,10 @@ def _scorable(run: dict[str, Any], benchmark: str) -> dict[str, tuple[int, int]]
     return {p["id"]: (p["n"], p["c"]) for p in run["benchmarks"][benchmark]["problems"] if not p["ungraded"]}
 
 
-def percent(interval: Interval) -> Measured:
-    """A cell from the mean and the interval of a share, or of a difference of shares."""
-    return Measured(*(100 * float(number) for number in interval))
-
-
 def _interval_cells(interval: Interval, ks: Sequence[int]) -> dict[int, Measured]:
     """Percent with interval per k, from an interval of arrays of shape `(K,)`."""
-    mean, lower, upper = map(np.asarray, interval)
-    return {k: percent(Interval(*column)) for k, *column in zip(ks, mean, lower, upper, strict=True)}
+    columns = zip(ks, *map(np.asarray, interval), strict=True)
+    return {k: Measured(*(100 * float(number) for number in column)) for k, *column in columns}
 
 
 def pass_at_k_cells(
@@ -147,21 +138,10 @@ def pass_at_k_cells(
     cells = _interval_cells(pass_interval(*(problem_values(group, name, ks)[1] for name in benchmarks)), ks)
     if len(group) == 1:
         return cells
-    by_run = {k: [100 * statistics.mean(_share(run, name, k) for name in benchmarks) for run in group] for k in ks}
-    return {k: cell._replace(spread=statistics.stdev(by_run[k])) for k, cell in cells.items()}
-
-
-def _share(run: dict[str, Any], benchmark: str, k: int) -> float:
-    return run["benchmarks"][benchmark]["pass_at_k"][str(k)]["value"]
-
-
-def _published_difference(ours: Row, published: dict[int, float], source: str) -> Row:
-    cells = {}
-    for k, cell in ours.cells.items():
-        if k in published:
-            lower, upper = (None if end is None else end - published[k] for end in (cell.lower, cell.upper))
-            cells[k] = Measured(cell.value - published[k], lower, upper)
-    return Row(f"{ours.method}, ours - published", "difference", source, "", 0, cells)
+    for k in ks:
+        values = [[run["benchmarks"][name]["pass_at_k"][str(k)]["value"] for name in benchmarks] for run in group]
+        cells[k] = cells[k]._replace(spread=statistics.stdev(100 * statistics.mean(of_run) for of_run in values))
+    return cells
 
 
 def paired_difference(
@@ -179,11 +159,12 @@ def paired_difference(
     for name in benchmarks:
         (ids, values), (base_ids, base_values) = (problem_values(group, name, ks) for group in (runs, base))
         position = {problem: i for i, problem in enumerate(base_ids)}
-        shared = [i for i, problem in enumerate(ids) if problem in position]
+        shared = [(position[problem], i) for i, problem in enumerate(ids) if problem in position]
         if not shared:
-            names = f"{runs[0]['method']} and {base[0]['method']}"
-            raise ValueError(f"{names} share no problem of {name} that was graded for both.")
-        pairs.append((base_values[[position[ids[i]] for i in shared]], values[shared]))
+            methods = f"{runs[0]['method']} and {base[0]['method']}"
+            raise ValueError(f"{methods} share no graded problem of {name}. Evaluate them on the same problems.")
+        first, second = map(list, zip(*shared, strict=True))
+        pairs.append((base_values[first], values[second]))
     return _interval_cells(paired_interval(*pairs), ks)
 
 
@@ -306,8 +287,3 @@ def cell_text(cell: Measured | None, signed: bool = False, *, digits: int = 2, m
         text += f" ± {cell.spread:.{digits}f}"
     ends = min(digits, 1) if digits < 3 else digits
     return text if cell.lower is None else f"{text} [{cell.lower:.{ends}f}, {cell.upper:.{ends}f}]"
-
-
-def _sample_counts(group: Sequence[dict[str, Any]], benchmark: str) -> str:
-    counts = sorted({p["n"] for run in group for p in run["benchmarks"][benchmark]["problems"]})
-    return str(counts[0]) if len(counts) == 1 else f"{counts[0]}-{counts[-1]}"

@@ -9,16 +9,17 @@ import torch
 from seeds import shifted
 from tolerances import rounding_atol
 
-from experiments import compare_diversity
-from experiments.compare_diversity import compare, principal_components
-from pacs_trl.evaluation.arguments import EvaluationArguments
-from pacs_trl.evaluation.diversity import (
+from experiments import diversity
+from experiments.diversity import (
+    compare,
     correct_responses,
     hashing_embedder,
     mean_pairwise_distance,
+    principal_components,
     problem_diversities,
     sentence_embedder,
 )
+from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.run import evaluate
 from pacs_trl.settings.command_line import exit_code
 
@@ -94,7 +95,7 @@ def test_the_command_line(arguments, verifier, tmp_path, capsys):
     responses = correct_responses(tmp_path / "a", "math_500")
     assert len(responses) == 12 and sum(map(len, responses.values())) > 12
     argv = [str(tmp_path / "a"), str(tmp_path / "b"), "--embedder", "hashing", "--output", str(tmp_path / "d.json")]
-    main = partial(exit_code, "diversity", compare_diversity.main)
+    main = partial(exit_code, "diversity", diversity.main)
     assert main([*argv, "--benchmark", "math_500"]) == 0
     report = json.loads((tmp_path / "d.json").read_text())
     assert [model["method"] for model in report["models"]] == ["A", "B"]

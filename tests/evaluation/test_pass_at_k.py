@@ -13,7 +13,8 @@ import torch
 from seeds import shifted
 from tolerances import rounding_atol
 
-from pacs_trl.evaluation import bootstrap_interval, paired_bootstrap, paired_interval, pass_at_k, pass_interval
+from experiments.bootstrap import bootstrap_interval, paired_bootstrap
+from pacs_trl.evaluation import paired_interval, pass_at_k, pass_interval
 
 
 def exact(n, c, k):

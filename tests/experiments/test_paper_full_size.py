@@ -174,7 +174,7 @@ def stand_ins(tmp_path, monkeypatch):
         lines.append(line)
         run_stand_in(line)
 
-    from pacs_trl.evaluation import diversity
+    from experiments import diversity
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(paper_command, "run_line", run_line)

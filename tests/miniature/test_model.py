@@ -12,15 +12,10 @@ def tokenizer():
     return build_tokenizer()
 
 
-def test_default_size_has_about_a_million_parameters(tokenizer):
-    model = build_model(tokenizer)
-    assert 0.9e6 < model.num_parameters() < 1.1e6
-    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
-
-
-def test_the_twins_differ_by_a_factor_of_two(tokenizer):
-    small, base = (build_model(tokenizer, size).num_parameters() for size in ("small", "base"))
-    assert 1.8 < base / small < 2.2
+def test_sizes(tokenizer):
+    small, base = (build_model(tokenizer, size) for size in ("small", "base"))
+    assert 0.9e6 < small.num_parameters() < 1.1e6 and 1.8 < base.num_parameters() / small.num_parameters() < 2.2
+    assert small.get_input_embeddings().weight is small.get_output_embeddings().weight
 
 
 @pytest.mark.parametrize("size", MODEL_SIZES)
@@ -54,5 +49,5 @@ def test_save_and_load_round_trip(tokenizer, tmp_path):
 
 
 def test_unknown_size_names_the_choices(tokenizer):
-    with pytest.raises(ValueError, match="unknown model size 'huge'; choose one of tiny, small, base"):
+    with pytest.raises(ValueError, match="huge.*tiny"):
         build_model(tokenizer, "huge")

@@ -29,12 +29,6 @@ def test_any_text_round_trips(tokenizer, text):
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_every_byte_is_one_token(tokenizer):
-    text = "añ=12"
-    assert len(tokenizer(text)["input_ids"]) == len(text.encode())
-    assert len(tokenizer) == 256 + 7
-
-
 def test_chat_template_renders_chatml(tokenizer):
     assert tokenizer.apply_chat_template(CONVERSATION, tokenize=False) == (
         "<|im_start|>user\n47+38<|im_end|>\n<|im_start|>assistant\n" + CONVERSATION[1]["content"] + "<|im_end|>\n"
@@ -46,11 +40,9 @@ def test_chat_template_renders_chatml(tokenizer):
 def test_role_headers_and_box_are_single_tokens(tokenizer):
     ids = tokenizer.apply_chat_template(CONVERSATION[:1], add_generation_prompt=True)["input_ids"]
     # header, 5 characters, end, line break, header
-    assert len(ids) == 9
+    assert len(ids) == 9 and len(tokenizer) == 256 + 7
+    assert len(tokenizer("añ=12")["input_ids"]) == len("añ=12".encode())
     assert tokenizer.tokenize(r"\boxed{85}") == [BOX_TOKEN, "8", "5", "}"]
-
-
-def test_decoding_drops_special_tokens_and_keeps_the_box(tokenizer):
     ids = tokenizer(r"\boxed{85}<|im_end|><|endoftext|>")["input_ids"]
     assert tokenizer.decode(ids, skip_special_tokens=True) == r"\boxed{85}"
 

@@ -119,4 +119,3 @@ def test_diversity_and_out_of_domain():
 def test_unknown_model():
     with pytest.raises(ValueError, match="Qwen3-14B"):
         published("Qwen3-14B", "aime_2024")
-    assert published("Qwen2.5-3B", "beyond_aime") == []

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 from functools import partial
 
 import numpy as np
@@ -30,15 +29,8 @@ def test_everything_at_once(results_factory, training_directory, tmp_path, capsy
     (tmp_path / "diversity.json").write_text(json.dumps({"models": models, "explained": [0.3, 0.2]}))
     records = [{"score": score, "label": label} for score, label in [(-1.0, 0.0), (0.5, 1.0), (2.0, 1.0), (0.0, None)]]
     (tmp_path / "critic.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    argv = [
-        *map(str, directories),
-        "--output_dir",
-        str(tmp_path / "out"),
-        "--published",
-        "Qwen3-8B",
-        "--baseline",
-        "Base",
-    ]
+    argv = [*map(str, directories), "--output_dir", str(tmp_path / "out")]
+    argv += ["--published", "Qwen3-8B", "--baseline", "Base"]
     argv += ["--training", *runs, "--diversity", str(tmp_path / "diversity.json")]
     assert main([*argv, "--reliability", str(tmp_path / "critic.jsonl")]) == 0
     written = {path.name for path in (tmp_path / "out").iterdir()}
@@ -68,13 +60,9 @@ def test_begins_with_before_and_after(results_factory, tmp_path):
         assert {row[2] for row in table} == ({"trained"} if baseline != "trained" else {"mine"})
         assert all(("+" in row[5]) == (baseline != "trained") for row in table[::2])
         assert text.index("![pass@k]") < text.index("<details><summary>AIME 2024</summary>")
-    build_report(files[:1], tmp_path / "one")
-    assert (tmp_path / "one" / "tables.md").read_text().startswith("![pass@k](pass_at_k.png)")
-
-
-def test_v1_tables_come_with_the_mislabel(results_factory, tmp_path):
-    build_report([results_factory("PACS", 0.5)], tmp_path / "out", published="Qwen2.5-7B", figures=False)
-    assert "59.78 %" in (tmp_path / "out" / "tables.md").read_text()
+    build_report(files[:1], tmp_path / "one", published="Qwen2.5-7B")
+    text = (tmp_path / "one" / "tables.md").read_text()
+    assert text.startswith("![pass@k](pass_at_k.png)") and "59.78 %" in text  # the mislabelled number of v1
 
 
 def test_mixed_protocols_are_refused(results_factory, tmp_path, capsys):
@@ -94,7 +82,7 @@ def test_mixed_protocols_are_refused(results_factory, tmp_path, capsys):
     [
         ([], "Nothing to report"),
         (["nowhere"], "no results file"),
-        (["--training", "PACS"], "Expected NAME=PATH"),
+        (["--training", "PACS"], "METHOD=DIR"),
         (["--training", "PACS=nowhere"], "trainer_state.json"),
         (["--diversity", "nowhere.json"], "nowhere.json"),
         (["--reliability", "nowhere.jsonl"], "nowhere.jsonl"),
@@ -106,33 +94,23 @@ def test_refusals(argv, message, tmp_path, capsys, monkeypatch):
     assert message in capsys.readouterr().err
 
 
-def without(document, *path):
-    """A copy without one field."""
-    copy = json.loads(json.dumps(document))
-    inner = copy
-    for key in path[:-1]:
-        inner = inner[key]
-    del inner[path[-1]]
-    return copy
-
-
 @pytest.mark.parametrize(
     "path",
     [
         ("method",),
-        ("k",),
-        ("benchmarks",),
-        ("engine", "name"),
-        ("protocol", "verifier"),
         ("commit",),
-        ("benchmarks", "math_500", "problems"),
+        ("engine", "name"),
         ("benchmarks", "math_500", "problems", 3, "ungraded"),
         ("benchmarks", "math_500", "mean_tokens"),
     ],
 )
 def test_a_missing_field_is_named_with_its_file(results_factory, tmp_path, path, capsys):
     file = results_factory("PACS", 0.5) / "results.json"
-    file.write_text(json.dumps(without(json.loads(file.read_text()), *path)))
+    inner = document = json.loads(file.read_text())
+    for key in path[:-1]:
+        inner = inner[key]
+    del inner[path[-1]]
+    file.write_text(json.dumps(document))
     assert main([str(file), "--output_dir", str(tmp_path / "out")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert str(file) in line and f"`{path[-1]}`" in line
@@ -185,13 +163,8 @@ def test_critic_records_are_checked_line_by_line(tmp_path):
     assert scores_and_labels(path) == ([0.5, -1], [1.0, 0.0])
     for bad in ('{"psi": 1}', "{", "3"):
         path.write_text('{"score": 0.5, "label": 1.0}\n' + bad + "\n")
-        with pytest.raises(ValueError, match="Line 2 of .*critic.jsonl must be a JSON object with `score`"):
+        with pytest.raises(ValueError, match="Line 2 of .*critic.jsonl"):
             scores_and_labels(path)
-
-
-def test_unknown_base_model(results_factory, tmp_path, capsys):
-    assert main([str(results_factory("PACS", 0.5)), "--output_dir", str(tmp_path / "o"), "--published", "Llama"]) == 2
-    assert "Choose from Qwen2.5-3B" in capsys.readouterr().err
 
 
 def test_the_last_checkpoint_is_read(training_directory, tmp_path):
@@ -212,14 +185,6 @@ def test_needs_neither_torch_nor_vllm(results_factory, tmp_path):
     assert out.splitlines()[-1] == "0 []"
 
 
-def test_fifty_files(results_factory, tmp_path):
-    small = {"benchmarks": ("aime_2024",), "n": 16, "ks": (1, 8)}
-    directories = [results_factory(f"method{i % 10}", 0.5, seed=i, **small) for i in range(50)]
-    started = time.perf_counter()
-    build_report(directories, tmp_path / "out", published="Qwen3-8B", baseline="method0")
-    assert time.perf_counter() - started < 60  # a guard against a hang; the measured time is in docs/evaluation.md
-
-
 def test_figures_are_repeatable(results_factory, tmp_path):
     directory = results_factory("PACS", 0.5)
     build_report([directory], tmp_path / "a")
@@ -237,7 +202,7 @@ def test_reliability_bins_worked_by_hand():
     np.testing.assert_allclose(bins["probability"], [0.0, 0.25, 0.5, 0.875], atol=1e-8)
     np.testing.assert_allclose(bins["label"], [0, 0, 0.5, 1])
     assert bins["calibration_error"] == pytest.approx((0.0 + 0.25 + 2 * 0.0 + 2 * 0.125) / 6, abs=1e-8)
-    with pytest.raises(ValueError, match="one label per score"):
+    with pytest.raises(ValueError, match="label"):
         plots.reliability_bins([0.0], [])
 
 
@@ -249,7 +214,7 @@ def test_a_method_looks_the_same_whichever_others_a_figure_has():
 
 
 def test_nothing_to_draw(tmp_path):
-    with pytest.raises(ValueError, match="none of reward, entropy"):
+    with pytest.raises(ValueError, match="reward, entropy"):
         plots.training_figure({"": {"PACS": [[{"step": 1, "loss": 0.7}]]}}, tmp_path / "t")
-    with pytest.raises(ValueError, match="no eval_<benchmark>/pass@<k>: log them, or evaluate checkpoints"):
+    with pytest.raises(ValueError, match="pass@"):
         plots.evaluation_figure({"PACS": [[{"step": 1, "loss": 0.7}]]}, tmp_path / "t")

@@ -1,31 +1,98 @@
-"""Diversity of the correct responses of one or two models, and the two-dimensional view of figure 5b.
+"""Diversity of the correct responses of one or two models (appendix E of the paper), and the view of figure 5b.
 
-    python -m experiments.compare_diversity DIR_A DIR_B --benchmark aime_2024 --output diversity.json
+    python -m experiments.diversity DIR_A DIR_B --benchmark aime_2024 --output diversity.json
 
-Writes one JSON file that `pacs-trl report --diversity` draws from. What diversity is:
-`pacs_trl/evaluation/diversity.py`.
+Writes one JSON file that `pacs-trl report --diversity` draws from. The diversity of a problem is one minus the mean
+cosine similarity over all pairs of its correct responses; that of a model is the mean over problems. The paper does
+not say how a problem with fewer than two correct responses counts: here it is left out, and two models are compared on
+the problems that remain for both.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from pacs_trl.evaluation.diversity import (
-    DEFAULT_EMBEDDER,
-    Embedder,
-    correct_responses,
-    hashing_embedder,
-    problem_diversities,
-    sentence_embedder,
-)
-from pacs_trl.evaluation.pass_at_k import Interval, bootstrap_interval, paired_bootstrap
+from experiments.bootstrap import bootstrap_interval, paired_bootstrap
+from pacs_trl.evaluation import Interval
 from pacs_trl.evaluation.results import read_results, require_same_protocol
+from pacs_trl.evaluation.store import read_graded
 from pacs_trl.settings.command_line import Parser, exit_code
+
+
+# The paper says "Qwen3-0.6B embedding model"; this is the one published under that description.
+DEFAULT_EMBEDDER = "Qwen/Qwen3-Embedding-0.6B"
+
+Embedder = Callable[[Sequence[str]], np.ndarray]
+
+
+def mean_pairwise_distance(embeddings: np.ndarray) -> float:
+    """
+    `1 - mean over pairs m < n of cos(v_m, v_n)`, the diversity of one problem, in [0, 2]: of the embeddings `(K, D)`
+    of its correct responses, K >= 2; 0 if all point the same way.
+
+    Raises:
+        `ValueError`: if there are fewer than two embeddings, or one has length 0.
+    """
+    embeddings = np.asarray(embeddings, dtype=np.float64)
+    lengths = np.linalg.norm(embeddings, axis=1, keepdims=True)
+    if len(embeddings) < 2 or (lengths == 0).any():
+        raise ValueError("A distance needs at least two embeddings, none of them of length 0. Check the embedder.")
+    total = (embeddings / lengths).sum(axis=0)  # |sum v|^2 = K + 2 * sum of the cosines of all pairs
+    num_responses = len(embeddings)
+    return float(1 - (total @ total - num_responses) / (num_responses * (num_responses - 1)))
+
+
+def problem_diversities(responses: Mapping[str, Sequence[str]], embed: Embedder) -> dict[str, float]:
+    """Diversity of each problem with at least two correct responses; `responses` maps problem ids to correct texts."""
+    kept = {problem: texts for problem, texts in responses.items() if len(texts) >= 2}
+    if not kept:
+        return {}
+    embeddings = embed([text for texts in kept.values() for text in texts])
+    ends = np.cumsum([len(texts) for texts in kept.values()])[:-1]
+    return {p: mean_pairwise_distance(part) for p, part in zip(kept, np.split(embeddings, ends), strict=True)}
+
+
+def hashing_embedder(texts: Sequence[str], *, dimension: int = 512) -> np.ndarray:
+    """Bags of character trigrams hashed into `dimension` bins: needs no model; for tests and for a first look."""
+    embeddings = np.zeros((len(texts), dimension))
+    for row, text in enumerate(texts):
+        for start in range(max(1, len(text) - 2)):
+            embeddings[row, zlib.crc32(text[start : start + 3].encode()) % dimension] += 1.0
+    return embeddings
+
+
+def sentence_embedder(name: str, *, batch_size: int = 16) -> Embedder:
+    """
+    An embedder from a sentence-transformers model: a Hub id or a directory.
+
+    Raises:
+        `ValueError`: if sentence-transformers is not installed.
+    """
+    try:
+        from sentence_transformers import SentenceTransformer
+    except ImportError as error:
+        raise ValueError(
+            "Embeddings need sentence-transformers, which is not installed in this environment. Install it with `pip "
+            "install 'sentence-transformers>=5'`, or this package with the extra `diversity`."
+        ) from error
+    model = SentenceTransformer(name)
+    return lambda texts: model.encode(list(texts), batch_size=batch_size, convert_to_numpy=True)
+
+
+def correct_responses(results_dir: Path, benchmark: str, *, limit: int | None = None) -> dict[str, list[str]]:
+    """Correct completions per problem from the samples and grades that `pacs-trl evaluate` left, in order of
+    sample."""
+    grades, records = read_graded(results_dir, benchmark)
+    return {
+        problem: [records[problem, i]["completion"] for i, outcome in enumerate(outcomes) if outcome == "1"][:limit]
+        for problem, outcomes in grades.items()
+    }
 
 
 class Projection(NamedTuple):
@@ -82,7 +149,7 @@ def compare(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line: one or two result directories in, one JSON file for the report out."""
-    parser = Parser("compare_diversity", __doc__.split("\n")[0], prog="python -m experiments.compare_diversity")
+    parser = Parser("diversity", __doc__.split("\n")[0], prog="python -m experiments.diversity")
     parser.add_argument("results", nargs="+", type=Path, help="one or two output directories of `pacs-trl evaluate`")
     parser.add_argument("--benchmark", required=True, help="one that every directory has")
     parser.add_argument("--embedder", default=DEFAULT_EMBEDDER, help="Hub id, directory, or 'hashing'")
@@ -133,4 +200,4 @@ def _diversity_file(args: argparse.Namespace) -> dict:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code("python -m experiments.compare_diversity", main, sys.argv[1:]))
+    sys.exit(exit_code("python -m experiments.diversity", main, sys.argv[1:]))
