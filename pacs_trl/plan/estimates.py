@@ -285,11 +285,13 @@ class Estimate:
             return []
         gpu, (flops, learning), generating = self.gpu, self.learning(mean_length), self.generating(mean_length)
         bandwidth = f"{gpu.decoding_share:.0%} of {gpu.bandwidth / 1e12:.3g} TB/s"
-        generation = f"{generating:.2g} s per rollout step, at {bandwidth}"
+        generation = f"{generating:.3g} s per rollout step, at {bandwidth}"
+        generates_answers = self.critic and self.recipe.run.method != "ppo"
+        critic = [("critic", "not counted: what it generates")] if generates_answers else []
         return [
             (
                 "learning",
-                f"{learning:.2g} s per rollout step: {flops:.1e} FLOP, {self.forward_passes():g} forward passes, at "
+                f"{learning:.3g} s per rollout step: {flops:.1e} FLOP, {self.forward_passes():g} forward passes, at "
                 f"{gpu.training_share:.0%} of {gpu.flops / 1e12:.0f} TFLOP/s",
             ),
             ("generation", generation if generating else "not counted: it depends on the server"),
