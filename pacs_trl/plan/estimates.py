@@ -295,11 +295,7 @@ class Estimate:
                 f"{gpu.training_share:.0%} of {gpu.flops / 1e12:.0f} TFLOP/s",
             ),
             ("generation", generation if generating else "not counted: it depends on the server"),
-            *(
-                [("critic", "not counted: what it generates")]
-                if self.critic and self.recipe.run.method != "ppo"
-                else []
-            ),
+            *critic,
             (
                 "all",
                 f"{_duration(gpu_hours / self.num_gpus)} on {self.num_gpus} GPU{'s' * (self.num_gpus > 1)}, "
