@@ -23,7 +23,8 @@ from benchmarks import table_of
 from benchmarks.recorded import build_model, shape_of
 from pacs_trl.update.microbatching import schedule_micro_batches
 from pacs_trl.update.rows import Rollout
-from pacs_trl.update.scorer import Scorer, fused_head
+from pacs_trl.update.score_rows import fused_head
+from pacs_trl.update.scorer import Scorer
 from pacs_trl.update.step import row_lengths
 
 

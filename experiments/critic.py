@@ -22,7 +22,7 @@ from pacs_trl.evaluation.results import read_results
 from pacs_trl.evaluation.store import read_graded
 from pacs_trl.objective import ScoreEstimator, group_scores
 from pacs_trl.settings.command_line import Parser, exit_code
-from pacs_trl.update.scorer import sequence_logps
+from pacs_trl.update.score_rows import sequence_logps
 
 
 LABELS = {"1": 1.0, "0": 0.0, "-": float("nan")}  # as `pacs-trl evaluate` writes grades

@@ -94,7 +94,7 @@ class DelayedPACS(_Past, MeasuredPACS):
         with self._oldest():
             prepared = super()._prepare_inputs(generation_batch)
             if self.correct:
-                self.update.fill_in(self.model_wrapped, self.update.schedule(self._pending), "ref_logps")
+                self.update.cache_logps(self.model_wrapped, self.update.schedule(self._pending), "ref_logps")
         return prepared
 
     def _policy_is_reference(self) -> bool:

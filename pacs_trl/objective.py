@@ -1,17 +1,18 @@
 """The PACS objective as pure tensor functions: proxy, score, class weights, loss, and the derivative of the loss.
 
-This file is the whole of the method's mathematics. It knows nothing of trainers, configurations, logging, processes
-or micro-batches. Equation numbers refer to version 2 of the paper, https://huggingface.co/papers/2509.02522.
+This file is all of the method's mathematics, without trainers, configurations, logging, processes, or micro-batches.
+Equation numbers refer to version 2 of the paper, https://huggingface.co/papers/2509.02522.
 
-Letters used for shapes: `P` prompts, `G` generations per prompt (`num_generations`), `B = P * G` completions with the
-`G` completions of a prompt adjacent, `T` completion tokens.
+Shapes and arguments of all functions: `P` prompts, `G = num_generations` (`int`, at least 2) completions per prompt,
+`B = P * G` completions with those of a prompt adjacent, `T` completion tokens. `labels` has shape `(B,)` and lies in
+[0, 1]; NaN marks a completion without a verdict (the verifier could not read the gold answer, or the completion was
+truncated and is masked). `proxies` and `scores` have shape `(B,)`.
 
-Rows that cannot be judged. A label of NaN marks a completion without a verdict (the verifier could not read the gold
-answer, or the completion was cut off and is masked). Such a row leaves its group: baseline, class weights and mean run
-over the rows that remain. A group in which fewer than two rows remain contributes nothing. A row that takes part is
-called *scorable* below; scores and coefficients of all other rows are 0.
+A completion without a verdict leaves its group: baseline, class weights, and mean are computed over the others. A
+group with fewer than two of these contributes nothing. A completion that takes part is called *scorable*; scores and
+coefficients of all others are 0.
 
-Every reduction runs in float32, or in float64 if that is what comes in, never in half precision.
+Every reduction runs in float32, or in float64 for float64 input, never in half precision.
 """
 
 from typing import Literal, NamedTuple
@@ -49,27 +50,19 @@ def sequence_proxies(
     proxy: Proxy = "log_ratio",
 ) -> torch.Tensor:
     """
-    Implicit reward of each completion, r-hat of eq. 7.
+    Return the implicit reward of each completion, r-hat of eq. 7, float32 `(B,)` (float64 for float64 input).
 
     `"log_ratio"`: `pacs_beta * sum_t mask * (logps - ref_logps)`, a plain sum over tokens without length
     normalization. `"mean_logp"`: `pacs_beta * sum_t mask * logps / sum_t mask`, which has no reference (second reward
-    method of the authors' code, not in the paper). Padding may hold any value, NaN included; a completion without a
-    single unmasked token has proxy 0.
+    method of the authors' code, not in the paper).
 
     Args:
-        logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probabilities of the completion tokens under the policy, in nats.
-        ref_logps (`torch.Tensor` of shape `(B, T)`):
-            The same tokens under the reference policy. Not read by `"mean_logp"`.
-        completion_mask (`torch.Tensor` of shape `(B, T)`):
-            1 (True) for tokens that count, 0 for padding and for tokens the policy did not write.
-        pacs_beta (`float`, *optional*, defaults to `1.0`):
-            Scale of the proxy.
-        proxy (`str`, *optional*, defaults to `"log_ratio"`):
-            `"log_ratio"` or `"mean_logp"`.
-
-    Returns:
-        `torch.Tensor` of shape `(B,)`, float32 (float64 for float64 input).
+        logps, ref_logps (`torch.Tensor` of shape `(B, T)`): Log-probs of the completion tokens under policy and
+            reference, in nats; padding may hold any value, NaN included. `"mean_logp"` does not read `ref_logps`.
+        completion_mask (`torch.Tensor` of shape `(B, T)`): 1 (True) for tokens that count, 0 for padding and for
+            tokens the policy did not write. Without any 1 the proxy is 0.
+        pacs_beta (`float`): Scale of the proxy.
+        proxy (`str`): `"log_ratio"` or `"mean_logp"`.
     """
     mask = completion_mask.bool()
     if proxy == "log_ratio":
@@ -84,19 +77,8 @@ def sequence_proxies(
 
 def scorable_rows(labels: torch.Tensor, num_generations: int) -> torch.Tensor:
     """
-    Rows that take part in the loss: their label is not NaN and their group holds at least two such rows.
-
-    Args:
-        labels (`torch.Tensor` of shape `(B,)`):
-            Labels in [0, 1], NaN for rows without a verdict.
-        num_generations (`int`):
-            `G`, at least 2; must divide `B`.
-
-    Returns:
-        Boolean `torch.Tensor` of shape `(B,)`.
-
-    Raises:
-        `ValueError`: if `num_generations` is below 2 or does not divide the number of rows.
+    Return which completions take part in the loss, bool `(B,)`: their label is not NaN and their group holds at least
+    two such completions. Raises a `ValueError` if the labels do not form whole groups of at least two.
     """
     if num_generations < 2 or labels.numel() % num_generations != 0:
         raise ValueError(
@@ -134,11 +116,11 @@ def _group_std(centered: torch.Tensor, scorable: torch.Tensor) -> torch.Tensor:
 
 def _grpo_scale(std: torch.Tensor) -> torch.Tensor:
     """
-    What the "grpo" score divides by: `std + 1e-6`, and 1 in a group whose proxies are all equal.
+    Return the divisor of the "grpo" score: `std + 1e-6`, and 1 in a group whose proxies are all equal.
 
-    Equal proxies are what every group has whenever policy and reference are the same. Division by 1e-6 would make
-    those gradients a million times larger than all others, and leaving the groups out would leave nothing to learn
-    from, then or ever. Their score is 0 and their gradient that of "dr_grpo".
+    Proxies are all equal whenever policy and reference are the same. Division by 1e-6 would make those gradients a
+    million times larger than all others, and without these groups no gradient would be left. Their score is 0 and
+    their gradient that of "dr_grpo".
     """
     return torch.where(std > 0, std + GRPO_STD_EPSILON, 1.0)
 
@@ -147,25 +129,13 @@ def group_scores(
     proxies: torch.Tensor, labels: torch.Tensor, *, num_generations: int, score_estimator: ScoreEstimator = "rloo"
 ) -> torch.Tensor:
     """
-    Score psi of each completion: the logit that is compared with its label.
+    Return the score psi of each completion, `(B,)`: the logit that is compared with its label. 0 for completions that
+    are not scorable; of the labels only that is read. Differentiable in `proxies`.
 
-    With `n` scorable rows in the group and `mean`, `std` over them: `"rloo"` is `r_i - mean of the others` (eq. 6),
-    `"dr_grpo"` is `r_i - mean` (eq. 11), `"grpo"` is `(r_i - mean) / (std + 1e-6)` with the unbiased std (eq. 10; not
-    divided in a group whose proxies are all equal), and `"none"` is `r_i`. `psi_rloo = n / (n - 1) * psi_dr_grpo`
+    With `n` scorable completions in the group and `mean`, `std` over them: `"rloo"` is `r_i - mean of the others` (eq.
+    6), `"dr_grpo"` is `r_i - mean` (eq. 11), `"grpo"` is `(r_i - mean) / (std + 1e-6)` with the unbiased std (eq. 10;
+    not divided in a group whose proxies are all equal), and `"none"` is `r_i`. `psi_rloo = n / (n - 1) * psi_dr_grpo`
     holds exactly: the two differ by a rescaled `pacs_beta`.
-
-    Args:
-        proxies (`torch.Tensor` of shape `(B,)`):
-            Implicit rewards, see [`sequence_proxies`].
-        labels (`torch.Tensor` of shape `(B,)`):
-            Only read for which rows are scorable.
-        num_generations (`int`):
-            `G`.
-        score_estimator (`str`, *optional*, defaults to `"rloo"`):
-            One of the four above.
-
-    Returns:
-        `torch.Tensor` of shape `(B,)`; 0 for rows that are not scorable. Differentiable in `proxies`.
     """
     scorable = scorable_rows(labels, num_generations).view(-1, num_generations)
     grouped = _at_least_float32(proxies).view(-1, num_generations)  # (P, G)
@@ -192,29 +162,18 @@ def class_weights(
     class_weighting: ClassWeighting = "balanced",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Weight and target of each completion in the loss (section 3.5; the paper gives words only, the formula for labels 0
-    and 1 is the authors' code).
+    Return weight and target of each completion in the loss, both `(B,)` (section 3.5; the paper gives words only, the
+    formula for labels 0 and 1 is the authors' code). Both are 0 for completions that are not scorable; weights are
+    float32 and at least 0.
 
     The classes weigh the two halves of the cross-entropy, `p * softplus(-psi) + q * softplus(psi)`. `"balanced"`:
-    inside each group, with `n` scorable rows, `p = R * n / (2 sum R)` and `q = (1 - R) * n / (2 sum (1 - R))`, so that
-    correct and wrong completions of a prompt have equal say; a group of one class keeps `p = R`, `q = 1 - R`, as in
-    `"none"`. `"only_positive"` is `p = R`, `q = 0` and `"only_negative"` is `p = 0`, `q = 1 - R`.
+    inside each group, with `n` scorable completions, `p = R * n / (2 sum R)` and `q = (1 - R) * n / (2 sum (1 - R))`,
+    so that correct and wrong completions of a prompt have equal say; a group of one class keeps `p = R`, `q = 1 - R`,
+    as in `"none"`. `"only_positive"` is `p = R`, `q = 0` and `"only_negative"` is `p = 0`, `q = 1 - R`.
 
     The same number is `w * BCE(sigmoid(psi), y)` with the weight `w = p + q` and the target `y = p / w` (`R` where `w`
     is 0). For labels 0 and 1 the target is the label. For soft labels it is not: with one weight for both halves, as
     in `w * BCE(sigmoid(psi), R)`, the best completion of a group whose mean label is low would be pushed down.
-
-    Args:
-        labels (`torch.Tensor` of shape `(B,)`):
-            Labels in [0, 1], NaN for rows without a verdict.
-        num_generations (`int`):
-            `G`.
-        class_weighting (`str`, *optional*, defaults to `"balanced"`):
-            One of the four above.
-
-    Returns:
-        The weights `w`, float32 of shape `(B,)`, at least 0, and the targets `y` in [0, 1], of shape `(B,)`, float32
-        (float64 for float64 labels). Both are 0 for rows that are not scorable.
     """
     scorable = scorable_rows(labels, num_generations).view(-1, num_generations)
     known = _at_least_float32(labels).view(-1, num_generations).masked_fill(~scorable, 0.0)  # (P, G)
@@ -251,24 +210,11 @@ def loss_from_proxies(
     num_rows: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    PACS loss (eq. 8) from proxies that are already summed over tokens.
+    Return the PACS loss (eq. 8) from proxies that are already summed over tokens, and the scores `(B,)`.
 
-    `loss = 1 / num_rows * sum_i w_i * BCE(sigmoid(psi_i), y_i)` over the scorable rows, in nats, with the weights and
-    targets of [`class_weights`].
-
-    Args:
-        proxies (`torch.Tensor` of shape `(B,)`):
-            Implicit rewards.
-        labels (`torch.Tensor` of shape `(B,)`):
-            Labels in [0, 1], NaN for rows without a verdict.
-        num_generations (`int`), score_estimator (`str`), class_weighting (`str`):
-            See [`group_scores`] and [`class_weights`].
-        num_rows (`int`, *optional*):
-            What divides the sum. Defaults to the number of scorable rows in this call. A caller that holds only a
-            part of an optimizer step passes the number of scorable rows of the whole step.
-
-    Returns:
-        The scalar loss, 0 if no row is scorable, and the scores of shape `(B,)`.
+    `loss = 1 / num_rows * sum_i w_i * BCE(sigmoid(psi_i), y_i)` over the scorable completions, in nats, with
+    [`group_scores`] and the weights and targets of [`class_weights`]; 0 if none is scorable. `num_rows` defaults to
+    the number of scorable completions; a caller with a part of an optimizer step passes that of the whole step.
     """
     scorable = scorable_rows(labels, num_generations)
     scores = group_scores(proxies, labels, num_generations=num_generations, score_estimator=score_estimator)
@@ -292,35 +238,12 @@ def pacs_loss(
     proxy: Proxy = "log_ratio",
 ) -> PACSLoss:
     """
-    PACS loss (eq. 8) of whole groups, from token log-probabilities.
-
-    Args:
-        logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probabilities of the completion tokens under the policy, with the `G` completions of a prompt
-            adjacent.
-        ref_logps (`torch.Tensor` of shape `(B, T)`):
-            The same tokens under the reference policy; no gradient flows into it from `"mean_logp"`.
-        completion_mask (`torch.Tensor` of shape `(B, T)`):
-            1 for tokens that count.
-        labels (`torch.Tensor` of shape `(B,)`):
-            Verifier outcome in [0, 1]; NaN for rows without a verdict.
-        num_generations (`int`):
-            `G`, at least 2.
-        pacs_beta (`float`, *optional*, defaults to `1.0`):
-            Scale of the proxy.
-        score_estimator (`str`, *optional*, defaults to `"rloo"`):
-            `"rloo"`, `"dr_grpo"`, `"grpo"` or `"none"`.
-        class_weighting (`str`, *optional*, defaults to `"balanced"`):
-            `"balanced"`, `"none"`, `"only_positive"` or `"only_negative"`.
-        proxy (`str`, *optional*, defaults to `"log_ratio"`):
-            `"log_ratio"` or `"mean_logp"`.
+    Return the PACS loss (eq. 8) of whole groups from token log-probs: [`sequence_proxies`], then
+    [`loss_from_proxies`], with their arguments. No gradient flows into `ref_logps` from `"mean_logp"`.
 
     Returns:
         [`PACSLoss`]: `.loss` (scalar, differentiable), `.scores` and `.proxies` of shape `(B,)`. The loss is the mean
-        over scorable rows and is not divided by anything else.
-
-    Raises:
-        `ValueError`: if the rows do not form whole groups.
+        over scorable completions and is not divided by anything else.
     """
     proxies = sequence_proxies(logps, ref_logps, completion_mask, pacs_beta=pacs_beta, proxy=proxy)
     loss, scores = loss_from_proxies(
@@ -343,27 +266,17 @@ def proxy_coefficients(
     class_weighting: ClassWeighting = "balanced",
 ) -> torch.Tensor:
     """
-    Exact derivative of [`loss_from_proxies`] with respect to each proxy, in closed form and without a graph.
+    Return the exact derivative of [`loss_from_proxies`] with respect to each proxy, `(B,)`, in closed form.
 
-    With the weighted residual `e_i = w_i * (sigmoid(psi_i) - y_i) / N` (eq. 4), `n` scorable rows per group:
+    With the weighted residual `e_i = w_i * (sigmoid(psi_i) - y_i) / N` (eq. 4), `n` scorable completions per group:
     `"rloo"`: `n / (n - 1) * (e_i - mean e)`; `"dr_grpo"`: `e_i - mean e`; `"none"`: `e_i`; `"grpo"`, with
     `s = std + 1e-6` (1 if `std` is 0): `(e_i - mean e) / s - (r_i - mean r) / ((n - 1) * std * s) * sum_j e_j psi_j`.
 
-    The gradient of the loss in the weights is `sum_i c_i * grad r_i`. Parameters do not move inside one optimizer
-    step, so this sum may be back-propagated in micro-batches of any composition, once all proxies of the step are
-    known.
+    The gradient of the loss in the weights is `sum_i c_i * grad r_i`. Parameters do not move inside an optimizer step,
+    so this sum may be back-propagated in micro-batches of any composition, once all proxies of the step are known.
 
-    Args:
-        proxies (`torch.Tensor` of shape `(B,)`):
-            Implicit rewards of all completions of the optimizer step.
-        labels (`torch.Tensor` of shape `(B,)`):
-            Labels in [0, 1], NaN for rows without a verdict.
-        num_generations (`int`), score_estimator (`str`), class_weighting (`str`):
-            See [`group_scores`] and [`class_weights`].
-
-    Returns:
-        `torch.Tensor` of shape `(B,)`. Coefficients of a group sum to 0 for `"rloo"` and `"dr_grpo"`. Exactly 0 for
-        unscorable rows, and, except for `"none"`, for all rows of a group with equal labels and equal proxies.
+    Coefficients of a group sum to 0 for `"rloo"` and `"dr_grpo"`. They are exactly 0 for unscorable completions, and,
+    except for `"none"`, for all completions of a group with equal labels and equal proxies.
     """
     scorable = scorable_rows(labels, num_generations)
     scores = group_scores(proxies, labels, num_generations=num_generations, score_estimator=score_estimator)
@@ -399,24 +312,15 @@ def actor_coefficients(
     class_weighting: ClassWeighting = "balanced",
 ) -> torch.Tensor:
     """
-    Coefficients of the actor term of eq. 5, centered in the group.
+    Return the coefficients of the actor term of eq. 5, centered in the group: the factor of `grad log pi(o_i | q)`
+    (the plain token sum, without `pacs_beta`), `(B,)`.
 
     With `ell_i = w_i * (y_i log sigmoid(psi_i) + (1 - y_i) log(1 - sigmoid(psi_i)))` (eq. 2 with the weight and target
     of [`class_weights`]), the actor term of the gradient is `-1/N * sum_i ell_i * grad log pi(o_i | q)`. Since `ell <=
     0`, it would push every sampled completion down; subtracting the mean of the other completions of the prompt leaves
-    its expectation over completions drawn independently unchanged for scores that do not look at the group, and
+    its expectation over completions drawn independently unchanged for scores that do not depend on the group, and
     removes that bias of a finite sample. Eq. 5 has neither the weights nor the centering; the authors' code has no
     actor term.
-
-    Args:
-        scores (`torch.Tensor` of shape `(B,)`):
-            psi, see [`group_scores`].
-        labels (`torch.Tensor` of shape `(B,)`), num_generations (`int`), class_weighting (`str`):
-            As in [`proxy_coefficients`].
-
-    Returns:
-        `torch.Tensor` of shape `(B,)`: the factor of `grad log pi(o_i | q)` (the plain token sum, without
-        `pacs_beta`).
     """
     scorable = scorable_rows(labels, num_generations)
     weights, targets = class_weights(labels, num_generations=num_generations, class_weighting=class_weighting)

@@ -1,43 +1,119 @@
-"""PACSTrainer: TRL's GRPOTrainer with another loss.
+"""PACSTrainer: the objective of PACS on the exact optimizer step, and the metrics of its implicit critic."""
 
-Generation, tools, vLLM, rewards, collation and logging are the parent's. What differs:
-
-- `_labels_of` makes rewards the labels of PACS.
-- `_prepare_inputs` keeps a generation batch as whole groups of ragged rows, divided into optimizer steps.
-- `training_step` runs the parent's schedule, but does the work of an optimizer step at once, at its last slot: see
-  `policy_update.py`.
-- A checkpoint also holds the rows that wait for later optimizer steps, and the snapshot reference.
-"""
-
+import math
 import textwrap
-import time
-from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from accelerate.utils import DistributedType, gather_object
-from accelerate.utils.memory import clear_device_cache
-from trl.trainer.utils import use_adapter
 
+from .objective import (
+    ClassWeighting,
+    Proxy,
+    ScoreEstimator,
+    actor_coefficients,
+    class_weights,
+    group_scores,
+    loss_from_proxies,
+    proxy_coefficients,
+    sequence_proxies,
+)
 from .pacs_config import PACSConfig
-from .rollouts.resume import merge_rows, rows_to_save
-from .rollouts.rollout_trainer import RolloutTrainer
-from .update.groups import split_into_steps
-from .update.non_finite import NonFiniteSteps
-from .update.policy_update import Objective, PolicyUpdate
-from .update.reference import SnapshotReference, is_sharded
-from .update.rows import Rollout, labels_from_rewards, unpad_rollouts
-from .update.sampling_correction import Mismatch, MismatchCorrection
-from .update.scorer import Scores
-from .update.step import Limits, StepRollouts
-from .update.token_weights import TokenWeights
+from .rollouts.exact_trainer import ExactUpdateTrainer
+from .update.groups import Groups
 
 
-class PACSTrainer(RolloutTrainer):
+# |psi| beyond this leaves sigmoid(psi) * (1 - sigmoid(psi)) below 0.7 %: the completion has next to no gradient.
+SATURATED_SCORE = 5.0
+
+
+class PACSObjective(NamedTuple):
+    """Objective of PACS for [`PolicyUpdate`]: settings of `objective.py`, and the weights of the actor term and the KL
+    term (`beta`)."""
+
+    pacs_beta: float = 1.0
+    proxy: Proxy = "log_ratio"
+    score_estimator: ScoreEstimator = "rloo"
+    class_weighting: ClassWeighting = "balanced"
+    actor_term_coef: float = 0.0
+    kl_coef: float = 0.0
+
+    @property
+    def has_reference(self) -> bool:
+        return self.proxy == "log_ratio"
+
+    def proxies(self, logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return sequence_proxies(logps.detach(), ref_logps, mask, pacs_beta=self.pacs_beta, proxy=self.proxy)
+
+    def slopes(self, num_tokens: torch.Tensor) -> torch.Tensor:
+        """Return the derivatives of proxies with respect to the log-prob of any of their `num_tokens` tokens."""
+        slopes = torch.full(num_tokens.shape, self.pacs_beta)
+        return slopes / num_tokens.clamp(min=1) if self.proxy == "mean_logp" else slopes
+
+    def coefficients(self, groups: Groups, proxies: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
+        score, weighting = {"score_estimator": self.score_estimator}, {"class_weighting": self.class_weighting}
+        found = self.slopes(num_tokens) * groups.apply(proxy_coefficients, proxies, **score, **weighting)
+        if self.actor_term_coef:
+            scores = groups.apply(group_scores, proxies, **score)
+            actor = groups.apply(actor_coefficients, scores, **weighting)
+            found = found + self.actor_term_coef * actor
+        return found
+
+    def loss(self, groups: Groups, proxies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss without the KL term, and scores."""
+        kinds = {"score_estimator": self.score_estimator, "class_weighting": self.class_weighting}
+        return groups.apply(loss_from_proxies, proxies, **kinds)
+
+    def summarize(self, groups: Groups, proxies: torch.Tensor) -> tuple[float, dict[str, float]]:
+        loss, scores = self.loss(groups, proxies)
+        return loss.item(), critic_metrics(proxies, scores, groups, class_weighting=self.class_weighting)
+
+
+@torch.no_grad()
+def critic_metrics(
+    proxies: torch.Tensor, scores: torch.Tensor, groups: Groups, *, class_weighting: ClassWeighting = "balanced"
+) -> dict[str, float]:
+    """
+    Return the metrics `pacs/*` of one optimizer step over all processes; docs/metrics.md has formulas and healthy
+    ranges.
+
+    Args:
+        proxies, scores (`torch.Tensor` of shape `(B,)`): See [`objective.pacs_loss`].
+        groups ([`Groups`]): Labels and groups of these completions.
+        class_weighting (`str`): See [`objective.class_weights`]; decides the targets that the critic is rated against.
+
+    Returns:
+        `dict[str, float]`: NaN where a metric has no value in this step: everything if no completion is scorable;
+        accuracy and Brier score while all proxies are 0 or no group is mixed.
+    """
+    scorable = groups.scorable
+    _, targets = groups.apply(class_weights, class_weighting=class_weighting)
+    probabilities = torch.sigmoid(scores)
+    has_opinion = (proxies[scorable] != 0).any()
+    rated = groups.rows_of(groups.mixed) & scorable & has_opinion
+
+    def mean(values: torch.Tensor, where: torch.Tensor) -> float:
+        return values[where].float().mean().item() if where.any() else math.nan
+
+    return {
+        "pacs/score_mean": mean(scores, scorable),
+        "pacs/score_std": scores[scorable].std().item() if scorable.sum() > 1 else math.nan,
+        "pacs/proxy_abs_mean": mean(proxies.abs(), scorable),
+        "pacs/residual_abs_mean": mean((probabilities - targets).abs(), scorable),
+        "pacs/label_mean": mean(groups.labels, scorable),
+        "pacs/critic_accuracy": mean((probabilities > 0.5) == (targets > 0.5), rated),
+        "pacs/critic_brier": mean((probabilities - targets) ** 2, rated),
+        "pacs/uniform_group_fraction": mean(~groups.mixed, groups.judged),
+        "pacs/saturated_score_fraction": mean(scores.abs() > SATURATED_SCORE, scorable),
+        "pacs/unscorable_fraction": 1.0 - scorable.float().mean().item(),
+    }
+
+
+class PACSTrainer(ExactUpdateTrainer):
     """
     Trainer for PACS (imPlicit Actor Critic coupling via a Supervised learning framework), introduced in [Implicit
     Actor Critic Coupling via a Supervised Learning Framework for RLVR](https://huggingface.co/papers/2509.02522).
 
-    The verifier's outcome is the label, a score made of the policy's own log-probabilities is the logit, and binary
+    The verifier's reward is the label, a score made of the policy's own log-probs is the logit, and binary
     cross-entropy is the loss. Takes the arguments of [`~trl.GRPOTrainer`]; rewards must lie in [0, 1].
 
     Example:
@@ -68,7 +144,6 @@ class PACSTrainer(RolloutTrainer):
     _tag_names = ["trl", "pacs"]
     _name = "PACS"
     _config_class = PACSConfig
-    _update_class = PolicyUpdate
     _paper = {
         "title": "Implicit Actor Critic Coupling via a Supervised Learning Framework for RLVR",
         "id": "2509.02522",
@@ -83,251 +158,13 @@ class PACSTrainer(RolloutTrainer):
             }"""),
     }
 
-    def _prepare_learning(self) -> None:
-        self._check_support()
-        self.update = self._create_update()
-        self.vllm_importance_sampling_correction = False  # the parent's, which costs a forward pass of its own
-
-    def _check_support(self) -> None:
-        if self._is_vlm:
-            raise ValueError(
-                f"PACSTrainer supports text models only, got the vision-language model {type(self.model).__name__}: "
-                "image tensors cannot be moved between micro-batches row by row. Use a text model."
-            )
-        if self.args.vllm_importance_sampling_correction and not self.use_vllm and self.rollout_func is None:
-            raise ValueError(
-                "vllm_importance_sampling_correction=True would be ignored: transformers generates with the trained "
-                "weights themselves, so there is nothing to correct. Set use_vllm=True, or remove the key."
-            )
-        if self.aux_loss_enabled:
-            raise ValueError(
-                f"{type(self.model).__name__} is a mixture of experts whose configuration asks for the router's "
-                "auxiliary "
-                f"loss (router_aux_loss_coef={self.router_aux_loss_coef}), which PACS does not add: it would depend "
-                "on which rows share a micro-batch. Set router_aux_loss_coef=0.0 to train without it."
-            )
-        if self.args.reset_optimizer_on_reference_reset and self.is_deepspeed_enabled:
-            raise ValueError(
-                "reset_optimizer_on_reference_reset=True is not supported with DeepSpeed, which keeps the optimizer's "
-                "state in buffers of its own. Use DDP or FSDP2, or set it to False."
-            )
-
-    @property
-    def _padding_free(self) -> str:
-        return self.args.padding_free
-
-    @property
-    def _mismatch(self) -> Mismatch:
+    def create_objective(self) -> PACSObjective:
         args = self.args
-        return Mismatch(
-            args.vllm_importance_sampling_mode,
-            args.vllm_importance_sampling_clip_min,
-            args.vllm_importance_sampling_clip_max,
+        return PACSObjective(
+            args.pacs_beta,
+            args.proxy,
+            args.score_estimator,
+            args.class_weighting,
+            args.actor_term_coef,
+            kl_coef=args.beta,
         )
-
-    def token_weights(self) -> list[TokenWeights]:
-        """Return factors on the gradient of each token. Extension point: weights per token."""
-        correct = self.args.vllm_importance_sampling_correction
-        return [MismatchCorrection(self._mismatch)] if correct else []
-
-    def _create_update(self) -> PolicyUpdate:
-        args = self.args
-        untruncated = args.top_p == 1.0 and not args.top_k and not args.min_p and args.repetition_penalty == 1.0
-        return self._update_class(
-            self.scorer,
-            self.accelerator,
-            objective=Objective(
-                args.pacs_beta,
-                args.proxy,
-                args.score_estimator,
-                args.class_weighting,
-                args.actor_term_coef,
-                kl_coef=args.beta,
-            ),
-            limits=Limits(
-                self.accelerator.num_processes,
-                args.per_device_train_batch_size,
-                args.max_tokens_per_micro_batch,
-                group_layout=args.group_layout,
-                backward_cost=3 if args.gradient_checkpointing else 2,  # a backward pass costs two forward passes
-                pair_cost=1 / (6 * self.scorer.config.get_text_config().hidden_size),
-            ),
-            mismatch=self._mismatch,
-            token_weights=self.token_weights(),
-            # The temperature, which the loss has too, may stand between the policy and the sampler, and nothing else.
-            samples_policy=untruncated and not args.generation_kwargs,
-            score_kl_reference=self._score_kl_reference if args.beta != 0 else None,
-        )
-
-    # Rollouts -----------------------------------------------------------------------------------------------------
-
-    def _rewind_step(self) -> None:
-        super()._rewind_step()
-        self._pending = []
-
-    def _labels_of(self, rewards_per_func):
-        return labels_from_rewards(rewards_per_func, self.reward_weights, self.reward_func_names)
-
-    def _prepare_inputs(self, generation_batch):
-        if not self.model.training:
-            return self._generate_and_score_completions(generation_batch)
-        if self._at_generation_boundary():
-            num_steps = self.args.steps_per_generation // self.args.gradient_accumulation_steps
-            first = self._draw_generation(generation_batch)
-            rollouts = self.complete_generation(generation_batch, first, max(num_steps, 1))
-            if num_steps <= 1 and self.num_iterations == 1:
-                self._pending += rollouts
-            else:
-                self._steps = [self.update.schedule(rows) for rows in split_into_steps(rollouts, num_steps)]
-                self._score_rollout_reference()
-        return generation_batch
-
-    def _draw_generation(self, generation_batch) -> list[Rollout]:
-        """Return this process's first completions for the optimizer steps until the next generation."""
-        return unpad_rollouts(self._generate_and_score_completions(generation_batch))
-
-    def complete_generation(self, generation_batch, rollouts: list[Rollout], num_steps: int) -> list[Rollout]:
-        """Return the rows of all processes, which `num_steps` optimizer steps share, from this process's first ones.
-        Extension point: generate more or different completions."""
-        return gather_object(rollouts)
-
-    def _score_rollout_reference(self) -> None:
-        """Log-probabilities under the policy that generated, for the updates in which it will have moved on."""
-        is_reference = self.args.reference == "rollout" and self.args.proxy == "log_ratio"
-        names = ["ref_logps"] * is_reference + ["old_logps", "old_entropies"] * bool(self.update.token_weights)
-        later = self._steps if self.num_iterations > 1 else self._steps[1:]
-        with self.timer.part("log_probs"):
-            for step in later if names else ():
-                self.update.fill_in(self.model_wrapped, step, *names)
-
-    # Optimizer step -----------------------------------------------------------------------------------------------
-
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        started = time.perf_counter()
-        model.train()
-        if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
-            self.optimizer.train()
-        if (
-            self.args.torch_empty_cache_steps is not None
-            and self.state.global_step % self.args.torch_empty_cache_steps == 0
-        ):
-            clear_device_cache()
-        self._prepare_inputs(inputs)
-        loss = 0.0
-        if self.accelerator.sync_gradients:  # the last slot of the optimizer step
-            with self.timer.part("update"):
-                loss = self._run_update(model)
-        self._step += 1
-        self._current_train_step_time += time.perf_counter() - started
-        if self.accelerator.sync_gradients:
-            self._metrics["train"]["step_time"].append(self._current_train_step_time)
-            self._current_train_step_time = 0.0
-        return torch.tensor(loss, device=self.args.device)
-
-    def _run_update(self, model) -> float:
-        if self._pending:
-            step, first_update = self.update.schedule(self._pending), True
-            self._pending = []
-        else:
-            update = self._step // self.args.gradient_accumulation_steps
-            step = self._steps[update % len(self._steps)]
-            first_update = update % (len(self._steps) * self.num_iterations) == 0
-        step.on_policy = first_update
-        if self.args.reference == "snapshot":
-            with self.timer.part("log_probs"):
-                self._score_snapshot(model, step)
-        proxies_are_zero = first_update and self._policy_is_reference()
-        loss, metrics = self.update.run(model, step, proxies_are_zero=proxies_are_zero)
-        for name, value in metrics.items():
-            self._metrics["train"][name].append(value)
-        return loss
-
-    def _take_snapshot(self, model) -> SnapshotReference:
-        return SnapshotReference(model, offload=self.args.reference_offload)
-
-    def _score_snapshot(self, model, step: StepRollouts) -> None:
-        if self._snapshot is None:
-            self._snapshot = self._take_snapshot(model)
-        every = self.args.reference_reset_steps
-        if every is not None and self.state.global_step > 0 and self.state.global_step % every == 0:
-            self._snapshot.renew()
-            if self.args.reset_optimizer_on_reference_reset:
-                self.optimizer.state.clear()
-        with self._snapshot.in_place_of_policy():
-            self.update.fill_in(model, step, "ref_logps")
-
-    def _score_kl_reference(self, model, prompt_ids, completion_ids) -> Scores:
-        if self.ref_model is not None:
-            return self.ref_scorer.score(self.ref_model, prompt_ids, completion_ids)
-        unwrapped = self.accelerator.unwrap_model(self.model)
-        with use_adapter(unwrapped, adapter_name="ref" if "ref" in unwrapped.peft_config else None):
-            return self.scorer.score(model, prompt_ids, completion_ids)
-
-    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        """The parent asks for the policy and the KL reference when it has generated. The update scores them, when and
-        where it needs them."""
-        return None, None, None
-
-    def _compute_loss(self, model, inputs):
-        """Loss of a batch in evaluation: the same formula, without gradient."""
-        if self.model.training:
-            raise RuntimeError("PACSTrainer trains through `training_step`; `compute_loss` is for evaluation only.")
-        rollouts = gather_object(unpad_rollouts(inputs))
-        if self.num_generations_eval < 2:
-            return torch.tensor(0.0, device=self.args.device)  # a score needs a second completion of the prompt
-        step = self.update.schedule(rollouts)
-        if self._snapshot is not None:
-            with self._snapshot.in_place_of_policy():
-                self.update.fill_in(model, step, "ref_logps")
-        loss, metrics = self.update.evaluate(model, step, proxies_are_zero=self._policy_is_reference())
-        for name, value in metrics.items():
-            self._metrics["eval"][name].append(value)
-        return torch.tensor(loss, device=self.args.device)
-
-    def _policy_is_reference(self) -> bool:
-        """Whether the policy that generated is the reference (without a snapshot yet, the initial policy is)."""
-        return self.args.proxy == "log_ratio" and self._snapshot is None
-
-    def _get_grad_norm(self, model, grad_norm=None):
-        grad_norm = super()._get_grad_norm(model, grad_norm)
-        deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
-        leaves_out = self._non_finite.leaves_out(float(grad_norm), self.state.global_step + 1, is_applied=deepspeed)
-        if (
-            leaves_out and self.accelerator.scaler is None
-        ):  # fp16 training: the scaler finds and skips such steps itself
-            model.zero_grad(set_to_none=True)  # optimizers leave parameters without a gradient alone
-        self._metrics["train"]["pacs/non_finite_steps"].append(self._non_finite.total)
-        return grad_norm
-
-    # Checkpoints --------------------------------------------------------------------------------------------------
-
-    def _reset_run(self) -> None:
-        super()._reset_run()
-        self._pending: list[Rollout] = []  # rows of generation batches that fill one optimizer step together
-        self._steps: list[StepRollouts] = []  # the optimizer steps of the current generation batch
-        self._snapshot: SnapshotReference | None = None
-        self._non_finite = NonFiniteSteps(self.args.max_non_finite_steps)
-
-    def _save_run(self, directory: Path) -> None:
-        super()._save_run(directory)
-        process = self.accelerator.process_index
-        if self._snapshot is not None and (process == 0 or is_sharded(self.model_wrapped)):
-            torch.save(self._snapshot.state_dict(), directory / f"pacs_reference_{process}.pt")
-
-    def _own_state(self) -> dict:
-        waiting = [] if self._at_generation_boundary() else [step.rollouts for step in self._steps]
-        return {
-            "non_finite": [self._non_finite.in_a_row, self._non_finite.total],
-            "rollouts": rows_to_save(waiting, self.accelerator.process_index, self.accelerator.num_processes),
-        }
-
-    def _load_own_state(self, checkpoint: Path, state: dict) -> None:
-        self._non_finite.in_a_row, self._non_finite.total = state["non_finite"]
-        files = checkpoint.glob(f"{self._state_name}_*.pt")
-        parts = [torch.load(file, map_location="cpu", weights_only=True)["rollouts"] for file in files]
-        self._steps = [self.update.schedule(rollouts) for rollouts in merge_rows(parts)]
-        if self.args.reference == "snapshot":
-            process = self.accelerator.process_index if is_sharded(self.model_wrapped) else 0
-            copies = torch.load(checkpoint / f"pacs_reference_{process}.pt", map_location="cpu", weights_only=True)
-            self._snapshot = self._take_snapshot(self.model_wrapped)
-            self._snapshot.load_state_dict(copies)

@@ -27,9 +27,10 @@ from .data import TRAINING_SETS, load_training_data
 from .data.sets import MINIATURE
 from .miniature.model import build_model
 from .recipe import Recipe, RunArguments, load_tokenizer, read_recipe, reward_function, tool_function
+from .rollouts.checkpoint import check_complete, check_same_adapter, last_checkpoint
 from .rollouts.lora import check_lora_targets
 from .rollouts.preemption import NAMES, check_no_jit_checkpoint, stop_on_signal
-from .rollouts.resume import check_complete, check_same_adapter, last_checkpoint
+from .rollouts.publication import upload
 from .rollouts.step_sizes import Step
 from .rollouts.tools import check_tool_template, check_tools
 from .rollouts.tracking import tracked_run
@@ -109,7 +110,7 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
         "metric of every logged step."
     )
     if training.push_to_hub:
-        trainer.upload(training.output_dir)
+        upload(trainer, training.output_dir)
     return trainer
 
 

@@ -441,12 +441,10 @@ def _ragged_loss(proxies, labels, sizes: Sequence[int]) -> PACSLoss:
     """Eq. 8 with the score of eq. 6 as loops over groups of different sizes."""
     total, scores, groups = torch.zeros((), dtype=torch.float64), torch.zeros_like(proxies), _judged(labels, sizes)
     for group in groups:
-        num_positive = sum(labels[i] for i in group)
+        right = sum(labels[i] for i in group)
         for i in group:
             score = proxies[i] - sum(proxies[j] for j in group if j != i) / (len(group) - 1)
-            up, down = labels[i], 1 - labels[i]
-            if 0 < num_positive < len(group):
-                up, down = up * len(group) / 2 / num_positive, down * len(group) / 2 / (len(group) - num_positive)
+            up, down = _halves(labels[i], right, len(group), "balanced")
             total = total - up * torch.sigmoid(score).log() - down * torch.sigmoid(-score).log()
             scores[i] = score.detach()
     return PACSLoss(total / max(sum(map(len, groups)), 1), scores, proxies)
@@ -481,11 +479,17 @@ def _dense_loss(logps, ref_logps, mask, rows: list[Row], labels, args: PACSConfi
     return PACSLoss(total / max(sum(map(len, groups)), 1), torch.zeros(len(rows), dtype=torch.float64), outcomes)
 
 
-def _cross_entropy(score, truth: float, others: list[float], args: PACSConfig) -> torch.Tensor:
-    up, down, number, right = truth, 1 - truth, len(others) + 1, truth + sum(others)
-    if args.class_weighting == "balanced" and 0 < right < number:
+def _halves(label, right, number: int, class_weighting: str) -> tuple:
+    """Weights of the halves of the cross-entropy of a completion, of whose `number` compared labels the sum is
+    `right`."""
+    up, down = label, 1 - label
+    if class_weighting == "balanced" and 0 < right < number:
         up, down = up * number / 2 / right, down * number / 2 / (number - right)
-    up, down = up * (args.class_weighting != "only_negative"), down * (args.class_weighting != "only_positive")
+    return up * (class_weighting != "only_negative"), down * (class_weighting != "only_positive")
+
+
+def _cross_entropy(score, truth: float, others: list[float], args: PACSConfig) -> torch.Tensor:
+    up, down = _halves(truth, truth + sum(others), len(others) + 1, args.class_weighting)
     return -up * torch.sigmoid(score).log() - down * torch.sigmoid(-score).log()
 
 
@@ -494,17 +498,9 @@ def _actor_term(logps, scores, labels, args: PACSConfig, sizes: Sequence[int]) -
     times the log-probability of the completion; summed, divided by the number of rows that count, and negated."""
     total, num_rows = torch.zeros((), dtype=torch.float64), 0
     for group in _judged(labels, sizes):
-        positive = sum(labels[i] for i in group)
-        negative = len(group) - positive
-        ell = {}
+        right, ell = sum(labels[i] for i in group), {}
         for i in group:
-            up, down = labels[i], 1 - labels[i]
-            if args.class_weighting == "balanced" and positive > 0 and negative > 0:
-                up, down = up * len(group) / (2 * positive), down * len(group) / (2 * negative)
-            elif args.class_weighting == "only_positive":
-                down = 0.0
-            elif args.class_weighting == "only_negative":
-                up = 0.0
+            up, down = _halves(labels[i], right, len(group), args.class_weighting)
             p = torch.sigmoid(scores[i])
             ell[i] = up * p.log() + down * (1 - p).log()
         num_rows += len(group)

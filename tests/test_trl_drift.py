@@ -27,8 +27,7 @@ from pacs_trl.experimental.dars import DARSTrainer
 from pacs_trl.experimental.genac import GenACTrainer
 from pacs_trl.experimental.rlpr import RLPRTrainer
 from pacs_trl.pacs_config import SHAPES_ONLY_GRPO
-from pacs_trl.rollouts.published_trainer import PublishedTrainer
-from pacs_trl.rollouts.resumable_trainer import ResumableTrainer
+from pacs_trl.rollouts.exact_trainer import ExactUpdateTrainer
 from pacs_trl.rollouts.rollout_trainer import RolloutTrainer
 
 
@@ -56,8 +55,7 @@ PARAMETERS = {
     "_init_training_state": "max_steps num_update_steps_per_epoch num_train_epochs resume_from_checkpoint trial",
     "_prepare_for_training": "max_steps train_dataloader resume_from_checkpoint",
     "_save_checkpoint": "model trial",
-    "evaluate": "eval_dataset ignore_keys metric_key_prefix",
-    "predict": "test_dataset ignore_keys metric_key_prefix",
+    "evaluation_loop": "dataloader description prediction_loss_only ignore_keys metric_key_prefix",
     "get_eval_dataloader": "eval_dataset",
     "train": "resume_from_checkpoint trial ignore_keys_for_eval",
     "_push_from_checkpoint": "checkpoint_folder",
@@ -72,9 +70,8 @@ PARAMETERS = {
 
 def overridden() -> list[str]:
     trainers = (
-        ResumableTrainer,
-        PublishedTrainer,
         RolloutTrainer,
+        ExactUpdateTrainer,
         PACSTrainer,
         RedrawingTrainer,
         DARSTrainer,
@@ -125,10 +122,10 @@ def tree(function) -> ast.AST:
 # Written anew or copied in part, so that any change of theirs may have to be repeated: the hashes, from the oldest
 # version on, and where.
 REPEATED = {
-    (GRPOTrainer, "training_step"): ("96c13325", "PACSTrainer.training_step"),
-    (GRPOTrainer, "_prepare_inputs"): ("b6f38f7a", "PACSTrainer._prepare_inputs"),
+    (GRPOTrainer, "training_step"): ("96c13325", "ExactUpdateTrainer.training_step"),
+    (GRPOTrainer, "_prepare_inputs"): ("b6f38f7a", "ExactUpdateTrainer._prepare_inputs"),
     # from 5.19 on it asks `loss_is_scaled_for_ga` before it divides the loss, which ours never does
-    (Trainer, "training_step"): ("30049257 c0c9c88c", "PACSTrainer.training_step"),
+    (Trainer, "training_step"): ("30049257 c0c9c88c", "ExactUpdateTrainer.training_step"),
     (GRPOTrainer, "_compute_loss"): (
         "6b861df6",
         "ActorCriticTrainer._loss_denominator (what the sums are divided by)",

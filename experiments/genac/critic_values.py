@@ -20,7 +20,8 @@ from pacs_trl.experimental._critic_math import critic_rewards
 from pacs_trl.experimental._critic_prompt import Actor, CriticPrompt, State
 from pacs_trl.objective import group_scores
 from pacs_trl.recipe import read_recipe
-from pacs_trl.update.scorer import Scorer, score_rows
+from pacs_trl.update.score_rows import score_rows
+from pacs_trl.update.scorer import Scorer
 
 
 TOKENS = 48  # of a completion: sums of four terms

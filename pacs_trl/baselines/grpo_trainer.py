@@ -1,7 +1,7 @@
 """GRPO: the loss of TRL's GRPOTrainer as it is, on rollouts that are drawn as those of PACS and PPO are.
 
 It learns what TRL's own trainer learns, bit for bit in the first epoch (later ones are shuffled by seed and epoch).
-What it adds is said in `rollout_trainer.py` and `resumable_trainer.py`: seeds per request, the checks
+What it adds is said in `rollouts/rollout_trainer.py`: seeds per request, the checks
 before the start, an orderly end, and checkpoints to continue from in the middle of a generation batch.
 """
 
@@ -17,7 +17,6 @@ from ..update.startup_check import warn_of_left_padding
 class GRPOTrainer(RolloutTrainer):
     """[`~trl.GRPOTrainer`], with the same arguments, whose rollouts can be drawn again."""
 
-    _learns_with_scorer = False  # TRL's passes are GRPO's
     # those that only GRPO's loss reads, and how the rows of a generation batch are spread
     _own_shared_settings = (*SHAPES_ONLY_GRPO, "world_size")
 

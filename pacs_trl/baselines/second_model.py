@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel, get_scheduler
 from trl import GRPOTrainer
 
-from ..rollouts.resumable_trainer import ResumableTrainer
+from ..rollouts.rollout_trainer import RolloutTrainer
 
 
 class SecondModel:
@@ -22,13 +22,13 @@ class SecondModel:
     Optimizer and scheduler are of the policy's kinds, and the gradient is clipped to the same norm, on its own.
 
     Args:
-        trainer ([`ResumableTrainer`]): The policy's.
+        trainer ([`RolloutTrainer`]): The policy's.
         model ([`~transformers.PreTrainedModel`]): The model to train. `self.model` is the prepared one.
         learning_rate (`float`): Of this model.
         directory (`str`): Of its files in a checkpoint.
     """
 
-    def __init__(self, trainer: ResumableTrainer, model: PreTrainedModel, *, learning_rate: float, directory: str):
+    def __init__(self, trainer: RolloutTrainer, model: PreTrainedModel, *, learning_rate: float, directory: str):
         self.trainer = trainer
         self.directory = directory
         decayed = set(trainer.get_decay_parameter_names(model))
@@ -86,7 +86,7 @@ class SecondModel:
         """Save weights, optimizer and scheduler into a checkpoint of the trainer; on all processes."""
         directory = str(Path(checkpoint) / self.directory)
         with self._in_place_of_policy():
-            ResumableTrainer.save_model(self.trainer, directory, _internal_call=True)  # without a model card
+            self.trainer.save_weights(directory, is_checkpoint=True)
             GRPOTrainer._save_optimizer_and_scheduler(self.trainer, directory)
 
     def load(self, checkpoint: str | Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from ..update.scorer import score_rows
+from ..update.score_rows import score_rows
 from .requests import Completion, Prompt, SamplingSettings, render_prompt, sample_seed
 
 

@@ -25,8 +25,8 @@ from trl.trainer.utils import add_fused_lm_head, get_config_model_id
 from ..baselines.actor_critic import ActorCriticTrainer, critic_path, load_critic
 from ..baselines.ppo_config import ActorCriticConfig
 from ..evaluation.requests import SamplingSettings
+from ..rollouts.checkpoint import request_seed
 from ..rollouts.engine import Engine, ServerFailure
-from ..rollouts.resume import request_seed
 from ..rollouts.step_sizes import Step
 from ..rollouts.timing import PARTS
 from ..rollouts.vllm_checks import server_url

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from .resume import plain_settings
+from .checkpoint import plain_settings
 
 
 # Read by Trainer whenever it needs them. A setting that is missing here, of a later version, say, counts as built in.
@@ -17,7 +17,7 @@ _LIVE_GROUPS = ("dataloader", "eval", "hub", "logging", "lr_scheduler", "save", 
 _LIVE = {
     *("output_dir", "run_name", "project", "push_to_hub", "resume_from_checkpoint", "ignore_data_skip"),
     *("num_train_epochs", "max_steps", "max_grad_norm", "torch_empty_cache_steps", "include_num_input_tokens_seen"),
-    *("per_device_eval_batch_size", "prediction_loss_only", "bf16_full_eval", "fp16_full_eval"),
+    *("per_device_eval_batch_size", "prediction_loss_only"),
     *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
     *("do_train", "do_eval", "do_predict", "restore_callback_states_from_checkpoint"),
 }

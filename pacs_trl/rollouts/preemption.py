@@ -1,9 +1,7 @@
-"""An orderly end on SIGTERM, which schedulers send before they take a machine away (preemption, time limit), and on
-Ctrl-C.
+"""An orderly end on Ctrl-C and on SIGTERM, which schedulers send before they take a machine away.
 
 The running optimizer step is finished, its state is saved, and the process ends with a code of its own, so that the
-next `--resume_from_checkpoint last` loses nothing. transformers has `enable_jit_checkpoint`, which is refused: each
-process decides for itself when to save, possibly in the middle of a step, and the run then ends like a finished one.
+next `--resume_from_checkpoint last` loses nothing.
 """
 
 import contextlib
@@ -25,11 +23,8 @@ NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 class StopOnSignal(TrainerCallback):
     """
     Saves and stops at the end of the optimizer step in which any process received SIGTERM or SIGINT, on all processes
-    alike.
-
-    A second SIGINT stops at once. An evaluation that is due at this step is left out: a scheduler waits for seconds or
-    minutes, and what counts is the checkpoint. Before and after training the signals do what they did before, and a
-    SIGINT that is ignored (a shell does so in the background) stays ignored.
+    alike; an evaluation that is due is left out. A second SIGINT stops at once. Before and after training the signals
+    do what they did before, and a SIGINT that is ignored (a shell does so in the background) stays ignored.
 
     Attributes:
         stopped (`signal.Signals`, *optional*): the signal that stopped training before its end.
@@ -77,13 +72,8 @@ class StopOnSignal(TrainerCallback):
 
 @contextmanager
 def stop_on_signal() -> Iterator[StopOnSignal]:
-    """
-    Inside the context SIGTERM and SIGINT end training in an orderly way, once it has begun. In another thread than the
-    main one they do what they did before.
-
-    Yields:
-        [`StopOnSignal`]: to be added to the trainer; after training, `stopped` says whether to leave.
-    """
+    """Let SIGTERM and SIGINT inside the context end training in an orderly way, in the main thread. Yields the
+    callback to be added to the trainer; after training, its `stopped` says whether to leave."""
     callback = StopOnSignal()
     try:
         yield callback
@@ -92,10 +82,7 @@ def stop_on_signal() -> Iterator[StopOnSignal]:
 
 
 def check_no_jit_checkpoint(args: TrainingArguments) -> None:
-    """
-    Raises:
-        `ValueError`: if `enable_jit_checkpoint` is set.
-    """
+    """Refuse transformers' `enable_jit_checkpoint`: each process decides for itself when to save."""
     if args.enable_jit_checkpoint:
         raise ValueError(
             "enable_jit_checkpoint=True may save in the middle of an optimizer step, at another one on each process. "

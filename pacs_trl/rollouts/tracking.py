@@ -1,8 +1,8 @@
 """One run per tracker, however often training stops and resumes.
 
 TRL and transformers send the metrics to wandb, trackio and TensorBoard. This module adds an identity of the run that
-outlives the process, the recipe, and the completions of every logged step under a key of their own (TRL logs them all
-under `completions`, where a tracker shows only the latest). The trackers' own environment variables win.
+outlives the process, the recipe, and the completions of every logged step under a key of their own (TRL logs them
+under one key, where a tracker shows only the latest). The trackers' own environment variables win.
 """
 
 import importlib
@@ -30,16 +30,11 @@ _WITH_TABLES = ("wandb", "trackio")  # TensorBoard has no tables
 def tracked_run(training: GRPOConfig, settings: dict[str, Any], *, resuming: bool) -> Iterator["TrackingCallback"]:
     """
     Send everything logged inside to one run of each tracker in `report_to`; a resumed run continues the one it was in.
+    Yields the callback to be added to the trainer, which must be built inside.
 
     The identity in `output_dir/run_id` is the run id of wandb, part of the name under which trackio finds a run, and
     the folder of TensorBoard's events. Of `settings`, the resolved recipe, trackers get what is
-    [`~redaction.published`].
-
-    Yields:
-        [`TrackingCallback`]: to be added to the trainer, which must be built inside.
-
-    Raises:
-        `ValueError`: if wandb has no key and stdin is not a terminal.
+    [`~redaction.published`]. Raises a `ValueError` if wandb has no key and stdin is not a terminal.
     """
     callback = TrackingCallback(settings)
     if not training.report_to or not PartialState().is_main_process:

@@ -1,9 +1,9 @@
-"""The completions of an optimizer step as groups, made once from its rows; groups may differ in size.
+"""The completions of an optimizer step as groups, which may differ in size.
 
-`objective.py` works on `P` groups of `G` rows each. Here the rows of a step, in any order, are laid into the cells of
-a `(P, G)` grid with `G` the size of the largest group, and results are taken out again. A cell without a row has the
-label NaN, which the objective leaves out of every mean. A row without a verdict has it too, but it is a row: it counts
-for the KL term, the entropy and the metrics, and an empty cell counts for nothing.
+`objective.py` works on `P` groups of `G` completions each. Here the completions of a step, in any order, are laid into
+a `(P, G)` grid with `G` the size of the largest group, and results are taken out again. An empty cell has the label
+NaN, which the objective leaves out of every mean. So has a completion without a verdict, but it counts for the KL
+term, the entropy, and the metrics.
 """
 
 import math
@@ -57,17 +57,16 @@ class Groups:
         return grid[self._cells]
 
     def rows_of(self, groups: torch.Tensor) -> torch.Tensor:
-        """The rows of the groups that are True in a bool `(P,)`, as a bool `(B,)`."""
+        """Return a bool `(B,)` for the rows of the groups that are True in a bool `(P,)`."""
         return self._of_rows(groups.repeat_interleave(self.size))
 
     def take(self, rows: Sequence[int]) -> "Groups":
-        """Of `rows`, whole groups, which become rows 0, 1, ... in this order."""
+        """Return the groups of `rows`, whole groups, which become rows 0, 1, ... in this order."""
         return Groups(self.labels[rows], (self._cells[rows] // self.size).tolist())
 
     def apply(self, function: Callable, *values: torch.Tensor, **kinds):
-        """A function of `objective.py` on these rows: `function(*values, labels, num_generations=..., **kinds)`, for
-        example [`objective.group_scores`], where each of `values` has shape `(B,)`. What it returns has `(B,)` for `(P
-        * G,)`."""
+        """Call a function of `objective.py` on these rows: `function(*values, labels, num_generations=..., **kinds)`
+        with `values` of shape `(B,)`. Its results of shape `(P * G,)` become `(B,)`."""
         results = function(*map(self._to_grid, values), self._grid_labels, num_generations=self.size, **kinds)
         if isinstance(results, tuple):
             return tuple(result if result.dim() == 0 else self._of_rows(result) for result in results)
@@ -75,7 +74,8 @@ class Groups:
 
 
 def split_into_steps(rollouts: Sequence[Rollout], num_steps: int) -> list[list[Rollout]]:
-    """Rows of each optimizer step of a generation batch: whole groups in their order, about equally many."""
+    """Return the rows of each optimizer step of a generation batch: whole groups in their order, about equally
+    many."""
     groups = sorted({row.group for row in rollouts})
     step_of = {group: i * num_steps // len(groups) for i, group in enumerate(groups)}
     steps: list[list[Rollout]] = [[] for _ in range(num_steps)]

@@ -1,10 +1,10 @@
-"""Which sequences go into which micro-batch, on which process: pure functions on lengths.
+"""Micro-batch scheduling for ragged rollouts: pure functions on lengths.
 
-The gradient of an optimizer step is a sum over sequences (see `objective.proxy_coefficients`), so its micro-batches
+The gradient of an optimizer step is a sum over completions (see `objective.proxy_coefficients`), so its micro-batches
 may have any composition. A schedule is a list with one entry per process, each a list of micro-batches, each a list of
-row indices. Every process gets the same number of micro-batches, because each forward may be a collective operation
-(FSDP, ZeRO-3); an empty micro-batch stands for a forward of a row whose weight is zero. Schedules depend on nothing
-but the lengths, so all processes compute the same one without talking to each other.
+row indices. Every process gets the same number of micro-batches, because each forward pass may be a collective
+operation (FSDP, ZeRO-3); an empty one stands for a forward pass of a row with weight zero. Schedules depend on nothing
+but the lengths, so all processes compute the same one without communication.
 """
 
 import heapq
@@ -17,17 +17,14 @@ Schedule = list[list[list[int]]]
 
 class RowLengths(NamedTuple):
     """
-    Number of prompt tokens and completion tokens of each row, in the order of the rows, and what is shared.
+    Lengths of rows, and which of them share a prompt.
 
     Attributes:
-        prompts, completions (`Sequence[int]`):
-            Numbers of tokens.
-        texts (`Sequence[int]`, *optional*):
-            The same number for rows with the same prompt, which is computed once in a packed micro-batch; by default
-            all differ.
-        pair_cost (`float`, *optional*, defaults to `0.0`):
-            What it costs that one token attends to one other, in tokens. In a layer of width `h`, a token costs about
-            `12 h^2` multiplications outside attention and `2 h` for every token that it sees: `1 / (6 h)`.
+        prompts, completions (`Sequence[int]`): Numbers of tokens.
+        texts (`Sequence[int]`, *optional*): The same number for rows with the same prompt, which is computed once in a
+            packed micro-batch; by default all differ.
+        pair_cost (`float`): Cost of one token attending to another one, in tokens. In a layer of width `h`, a token
+            costs about `12 h^2` multiplications outside attention and `2 h` for every token that it sees: `1 / (6 h)`.
     """
 
     prompts: Sequence[int]
@@ -36,7 +33,7 @@ class RowLengths(NamedTuple):
     pair_cost: float = 0.0
 
     def by_text(self, rows: Sequence[int]) -> list[list[int]]:
-        """`rows` by their prompts."""
+        """Return `rows` grouped by prompt."""
         if not self.texts:
             return [[i] for i in rows]
         found: dict[int, list[int]] = {}
@@ -46,9 +43,8 @@ class RowLengths(NamedTuple):
 
 
 def micro_batch_tokens(rows: Sequence[int], lengths: RowLengths, *, padded: bool) -> int:
-    """Tokens that a forward over `rows`, possibly none, processes. If `padded`, each counts as the longest of these
-    rows; else they are packed: only real tokens count, and of a prompt that rows share all but the last one count
-    once."""
+    """Return the tokens that a forward pass over `rows`, possibly none, processes. If `padded`, each row counts as the
+    longest; else only real tokens count, and of a shared prompt all but the last one count once."""
     if not rows:
         return 0
     if padded:
@@ -60,7 +56,7 @@ def micro_batch_tokens(rows: Sequence[int], lengths: RowLengths, *, padded: bool
 
 
 def micro_batch_cost(rows: Sequence[int], lengths: RowLengths, *, padded: bool) -> float:
-    """What a forward over `rows` costs, in tokens: [`micro_batch_tokens`] and their attention. Arguments as there."""
+    """Return the cost of a forward pass over `rows` in tokens: [`micro_batch_tokens`] and their attention."""
     tokens = micro_batch_tokens(rows, lengths, padded=padded)
     if not lengths.pair_cost or not rows:
         return tokens
@@ -74,8 +70,8 @@ def micro_batch_cost(rows: Sequence[int], lengths: RowLengths, *, padded: bool) 
 
 
 def schedule_cost(schedule: Schedule, lengths: RowLengths, *, padded: bool) -> float:
-    """Cost on the critical path: processes run in lockstep, so each micro-batch costs as much as its most expensive
-    one."""
+    """Return the cost on the critical path: processes run in lockstep, so a micro-batch costs as much as the most
+    expensive one that runs at the same time."""
     return sum(
         max(micro_batch_cost(rows, lengths, padded=padded) for rows in concurrent)
         for concurrent in zip(*schedule, strict=True)
@@ -94,22 +90,21 @@ def schedule_micro_batches(
     """
     Distribute rows over processes and micro-batches.
 
-    Padded micro-batches hold rows of similar length, so that little is padding. Packed ones hold
-    rows of all lengths, so that all are equally large; rows with the same prompt stay together where computing it once
-    saves more than the better balance of scattered rows. Micro-batches that run at the same time on different
-    processes get similar sizes, and every process gets a similar total.
+    Padded micro-batches hold rows of similar length, so that little is padding. Packed ones hold rows of all lengths,
+    so that all are equally large; rows with the same prompt stay together where computing it once saves more than the
+    better balance of scattered rows. Micro-batches that run at the same time on different processes get similar sizes,
+    and every process gets a similar total.
 
     Args:
         lengths (`RowLengths`): Lengths of all rows.
-        units (sequence of sequences of `int`): The rows to place, each in exactly one micro-batch; the rows of a unit
-            share one.
+        units (sequence of sequences of `int`): The rows to place; those of a unit share a micro-batch.
         num_processes (`int`): Number of processes.
         max_rows (`int`): Most rows in a micro-batch. Not used if `max_tokens` is given.
         max_tokens (`int`, *optional*): Most tokens in a micro-batch, as [`micro_batch_tokens`] counts them.
         padded (`bool`): Whether rows are padded or packed.
 
     Returns:
-        `list[list[list[int]]]`: the schedule, or `None` if some unit does not fit into a micro-batch.
+        The schedule, or `None` if some unit does not fit into a micro-batch.
     """
     if max_tokens is not None:
         max_rows = max(sum(map(len, units)), 1)
@@ -135,7 +130,8 @@ def schedule_micro_batches(
 
 
 def _parts_of_texts(units: Sequence[Sequence[int]], lengths: RowLengths, max_rows: int) -> Iterator[list[list[int]]]:
-    """Single rows joined with those of the same prompt: all of them, then in 2, 4, ... parts of about equal length."""
+    """Yield single rows joined with those of the same prompt: all of them, then in 2, 4, ... parts of about equal
+    length."""
     if any(len(unit) != 1 for unit in units):
         return
     texts = lengths.by_text([i for (i,) in units])
@@ -145,9 +141,8 @@ def _parts_of_texts(units: Sequence[Sequence[int]], lengths: RowLengths, max_row
         for rows in texts:
             longest_first = sorted(rows, key=lambda i: -lengths.completions[i])
             n = max(min(num_parts, len(rows)), -(-len(rows) // max_rows))
-            ends = [*range(n), *reversed(range(n))]  # forth and back, as teams are picked
-            dealt = [[row for k, row in enumerate(longest_first) if ends[k % len(ends)] == part] for part in range(n)]
-            parts += dealt
+            order = [*range(n), *reversed(range(n))]  # back and forth, which balances the lengths
+            parts += [[row for k, row in enumerate(longest_first) if order[k % len(order)] == i] for i in range(n)]
         yield parts
         num_parts *= 2
 
@@ -173,11 +168,8 @@ def _neighbours_in_length(
     micro_batches: list[list[int]] = []
     for unit in units:
         joined = micro_batches[-1] + unit if micro_batches else []
-        if (
-            micro_batches
-            and len(joined) <= max_rows
-            and (max_tokens is None or micro_batch_tokens(joined, lengths, padded=True) <= max_tokens)
-        ):
+        fits = max_tokens is None or micro_batch_tokens(joined, lengths, padded=True) <= max_tokens
+        if joined and fits and len(joined) <= max_rows:
             micro_batches[-1] = joined
         else:
             micro_batches.append(list(unit))
@@ -187,13 +179,8 @@ def _neighbours_in_length(
 def _evenly_filled(
     units: list[tuple[list[int], int, float]], num_processes: int, max_rows: int, max_tokens: int | None
 ) -> list[list[int]]:
-    """
-    Give each unit, the most expensive first, to the cheapest micro-batch with room; take the smallest number of them
-    that works.
-
-    A unit comes with its tokens and its cost. Rows of one prompt that meet here by chance hold less than the sum of
-    their tokens.
-    """
+    """Give each unit, a tuple of rows, tokens, and cost, the most expensive first, to the cheapest micro-batch with
+    room; take the smallest number of micro-batches that works."""
     num_rows, num_tokens = sum(len(rows) for rows, _, _ in units), sum(tokens for _, tokens, _ in units)
     smallest = min((len(rows) for rows, _, _ in units), default=1)
     fewest = -(-num_rows // max_rows) if max_tokens is None else -(-num_tokens // max_tokens)

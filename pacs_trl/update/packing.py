@@ -1,18 +1,17 @@
 """Packed rows: the rows of a micro-batch as one long row without padding, and attention in which each sees only
 itself.
 
-Rows with the same prompt compute it once. Without its last token it lies in front of them, and each of them begins
-with that token, which predicts the first token of its completion:
+A shared prompt is computed once. Without its last token it lies in front of its completions, and each of them begins
+with that token, which predicts the first token of the completion:
 
     [prompt without its last token] [last prompt token, completion 1] [last prompt token, completion 2] ...
 
-Positions go on from the prompt in each of these branches; a branch attends to the prompt and to itself.
+Positions continue from the prompt in each of these branches; a branch attends to the prompt and to itself.
 
 FlashAttention's variable-length kernels do that if the model was loaded with them. Models loaded with
 `attn_implementation="sdpa"` use PyTorch's own variable-length kernel where it runs (CUDA, half precision), and
-elsewhere its attention for each piece, on any device. Everything else (eager, flex, sliding windows, soft-capped
-logits, models with state) is not packed: see [`packing_backend`], and [`choose_forward_pass`] for what configurations
-do not tell.
+elsewhere its attention for each piece. Everything else (eager, flex, sliding windows, soft-capped logits, models with
+state) is not packed: see [`packing_backend`], and [`choose_forward_pass`] for what configurations do not say.
 """
 
 import inspect
@@ -41,17 +40,14 @@ class PackedRows:
     Rows of a micro-batch as one row.
 
     Args:
-        prompts, completions (sequences of `B` int64 `np.ndarray`):
-            Tokens of each row: at least one of the prompt, of the completion possibly none.
+        prompts, completions (sequences of `B` int64 `np.ndarray`): Tokens of each row: at least one of the prompt, of
+            the completion possibly none.
 
     Attributes:
-        ids, positions (int64 `np.ndarray` of shape `(N,)`):
-            Token ids, and positions in their text.
-        texts (`list[list[int]]`):
-            Lengths of the pieces of the packed row, in its order: of a shared prompt and the branches behind it, or of
-            a prompt with its completion.
-        places (int64 `np.ndarray`):
-            Where the completion tokens of each row are predicted, in the order of the rows.
+        ids, positions (int64 `np.ndarray` of shape `(N,)`): Token ids, and positions in their text.
+        texts (`list[list[int]]`): Lengths of the pieces of the packed row, in its order: of a shared prompt and the
+            branches behind it, or of a prompt with its completion.
+        places (int64 `np.ndarray`): Where the completion tokens of each row are predicted, in the order of the rows.
     """
 
     def __init__(self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray]):
@@ -82,7 +78,7 @@ class PackedRows:
         self.places = np.concatenate([np.arange(i, i + len(c)) for i, c in zip(starts, completions, strict=True)])
 
     def kernel_inputs(self) -> dict[str, Any]:
-        """What variable-length kernels want to know, as transformers passes it on; `key_places` is ours."""
+        """Return the inputs of variable-length kernels, as transformers passes them on; `key_places` is ours."""
         lengths = [length for text in self.texts for length in text]
         behind = [text[0] if piece else 0 for text in self.texts for piece in range(len(text))]  # tokens of the prompt
         seen = [prompt + length for prompt, length in zip(behind, lengths, strict=True)]
@@ -102,7 +98,7 @@ class PackedRows:
 
 
 def rows_by_prompt(prompts: Sequence[np.ndarray]) -> list[list[int]]:
-    """Rows with equal prompts, in the order in which prompts first appear."""
+    """Return rows with equal prompts, in the order in which prompts first appear."""
     found: dict[bytes, list[int]] = {}
     for i, prompt in enumerate(prompts):
         found.setdefault(prompt.tobytes(), []).append(i)
@@ -111,13 +107,9 @@ def rows_by_prompt(prompts: Sequence[np.ndarray]) -> list[list[int]]:
 
 class MergedAttention(torch.autograd.Function):
     """
-    Branches behind one prompt on a CPU: all their queries see the prompt's keys at once, those of each branch its own
-    keys, and the two results are merged by the logarithms of their sums. The kernels' backward passes take the merged
-    result and sum for their own.
-
-    Forward and backward take as long as with a mask over prompt and branch where both are short and 0.8 times as long
-    where both are long; with the prompt's queries once more for each branch it is 0.95 to 6.6 times (16 branches of
-    130 to 576 tokens behind prompts of 32 to 2,000).
+    Attention of branches behind one prompt on a CPU: all their queries see the prompt's keys at once, those of each
+    branch its own keys, and the two results are merged by the logarithms of their sums. The kernels' backward passes
+    take the merged result and sum for their own.
     """
 
     @staticmethod
@@ -229,9 +221,9 @@ for _implementation in ("flash_attention_2", "flash_attention_3"):
 
 
 def packing_backend(model: PreTrainedModel) -> str | None:
-    """How rows of a model, unwrapped (no PEFT, DDP or FSDP), can be packed: `"flash"` for models loaded with
-    FlashAttention, `"sdpa"` for models whose attention is plain causal attention run by SDPA, `None` if the rows have
-    to be padded."""
+    """Return how rows of a model, unwrapped (no PEFT, DDP or FSDP), can be packed: `"flash"` for models loaded with
+    FlashAttention, `"sdpa"` for models whose attention is plain causal attention run by SDPA, `None` if they have to
+    be padded."""
     config = model.config
     layer_types = getattr(config, "layer_types", None)
     full_attention = (

@@ -1,25 +1,25 @@
-"""The gradient of one optimizer step, exact at any composition of its micro-batches.
+"""The gradient of one optimizer step, exact for any composition of its micro-batches.
 
-The PACS loss couples the completions of a prompt, but its gradient is `sum_i c_i * grad r_i` with coefficients `c_i`
-that depend only on the values of the proxies `r` (`objective.proxy_coefficients`). So first the proxies of the whole
-optimizer step are found, then the coefficients, and then `sum_i c_i * r_i` is back-propagated in whatever
-micro-batches are cheapest. The proxies are found in one of three ways:
+The loss couples the completions of a prompt, but its gradient is `sum_i c_i * sum_t w_it * grad log pi(o_it)`, and the
+coefficients `c_i` depend only on the values of the proxies (`objective.proxy_coefficients`). So first the proxies of
+the whole optimizer step are computed, then the coefficients, and then the sum is back-propagated in whatever
+micro-batches are cheapest. The proxies come from one of three sources:
 
 - They are exactly 0 on the first update after a rollout, if the reference is the policy at rollout time. No forward
-  pass is needed to know them, and rows of one-class groups have coefficient 0 and are left out.
+  pass is needed, and completions of uniform groups have coefficient 0 and are left out.
 - `"whole"` layout: micro-batches hold whole groups, so the forward pass of a micro-batch yields all its coefficients.
-- `"split"` layout: a forward pass without gradient over all rows, then one with gradient over the rows that count.
+- `"split"` layout: a forward pass without gradient over all completions, then one with gradient over those that count.
 
-Dividing: coefficients are divided by the number of scorable rows of the whole optimizer step, over all micro-batches
-and processes. Losses of processes are averaged by DDP, FSDP and DeepSpeed, hence the factor `num_processes`; nothing
-is divided by the number of accumulation steps.
+Loss normalization: coefficients are divided by the number of scorable completions of the whole optimizer step, over
+all micro-batches and processes. Losses of processes are averaged by DDP, FSDP and DeepSpeed, hence the factor
+`num_processes`; nothing is divided by the number of accumulation steps.
 """
 
 import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -27,58 +27,82 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch.nn.utils.rnn import pad_sequence
 
-from ..objective import (
-    ClassWeighting,
-    Proxy,
-    ScoreEstimator,
-    actor_coefficients,
-    group_scores,
-    loss_from_proxies,
-    proxy_coefficients,
-    sequence_proxies,
-)
-from .forwarded import Collector, Forwarded
 from .groups import Groups
-from .metrics import critic_metrics
 from .microbatching import Schedule
 from .rows import Rollout
-from .sampling_correction import Mismatch, merge_statistics, mismatch_metrics, mismatch_statistics
 from .scorer import Scorer, Scores
-from .step import FILLER, Limits, MicroBatch, StepRollouts, collate, schedule_rows, schedule_step
-from .token_weights import TokenValues, TokenWeights
+from .step import FILLER, MicroBatch, MicroBatchConfig, StepRollouts, collate, schedule_rows, schedule_step
+from .token_weights import (
+    Mismatch,
+    TokenValues,
+    TokenWeights,
+    merge_statistics,
+    mismatch_metrics,
+    mismatch_statistics,
+)
 
 
-class Objective(NamedTuple):
-    """The numbers of the objective: those of `objective.py`, and the weights of the actor term, of the KL term
-    (`beta`)."""
+class Objective(Protocol):
+    """A loss over groups and its derivatives. `kl_coef` is the weight of the KL term, `has_reference` whether its
+    proxies read `ref_logps`."""
 
-    pacs_beta: float = 1.0
-    proxy: Proxy = "log_ratio"
-    score_estimator: ScoreEstimator = "rloo"
-    class_weighting: ClassWeighting = "balanced"
-    actor_term_coef: float = 0.0
-    kl_coef: float = 0.0
+    @property
+    def kl_coef(self) -> float: ...
 
-    def loss(self, groups: Groups, proxies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss without the KL term, and scores."""
-        kinds = {"score_estimator": self.score_estimator, "class_weighting": self.class_weighting}
-        return groups.apply(loss_from_proxies, proxies, **kinds)
+    @property
+    def has_reference(self) -> bool: ...
+
+    def proxies(self, logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return the value of each completion that the coefficients depend on, `(B,)` without gradient, from `(B,
+        T)`."""
 
     def coefficients(self, groups: Groups, proxies: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
-        """Derivatives of the loss with respect to the log-probability of any counted token of each row, float32
-        `(B,)`, from the proxies of the rows and the numbers of their counted tokens, both `(B,)`."""
-        score, weighting = {"score_estimator": self.score_estimator}, {"class_weighting": self.class_weighting}
-        found = self.slopes(num_tokens) * groups.apply(proxy_coefficients, proxies, **score, **weighting)
-        if self.actor_term_coef:
-            scores = groups.apply(group_scores, proxies, **score)
-            actor = groups.apply(actor_coefficients, scores, **weighting)
-            found = found + self.actor_term_coef * actor
-        return found
+        """Return the derivatives of the loss with respect to the log-prob of any counted token of each completion,
+        float32 `(B,)`, from the proxies of the completions and the numbers of their counted tokens, both `(B,)`."""
 
-    def slopes(self, num_tokens: torch.Tensor) -> torch.Tensor:
-        """Derivatives of proxies with respect to the log-probability of any of their `num_tokens` counted tokens."""
-        slopes = torch.full(num_tokens.shape, self.pacs_beta)
-        return slopes / num_tokens.clamp(min=1) if self.proxy == "mean_logp" else slopes
+    def summarize(self, groups: Groups, proxies: torch.Tensor) -> tuple[float, dict[str, float]]:
+        """Return the loss without the KL term, and metrics."""
+
+
+class Forwarded(NamedTuple):
+    """
+    Results of forward passes over some completions of a step, from all processes.
+
+    Attributes:
+        proxies (`torch.Tensor` of shape `(B,)`, on the CPU): 0 for completions without a forward pass.
+        row_values (`torch.Tensor` of shape `(K, B)`): See [`TokenWeights`].
+        entropy, num_rows, kl (`float`): Sum of the entropies of the counted tokens, number of completions, and sum of
+            the KL estimator.
+    """
+
+    proxies: torch.Tensor
+    row_values: torch.Tensor
+    entropy: float
+    num_rows: float
+    kl: float
+
+
+class _Collector:
+    """Collects the results of forward passes; one reduction over processes at the end."""
+
+    def __init__(self, num_places: int, accelerator: Accelerator, num_row_values: int = 0):
+        self.accelerator = accelerator
+        self.of_rows = torch.zeros(1 + num_row_values, num_places, device=accelerator.device)
+        self.sums = torch.zeros(3, device=accelerator.device)  # see `Forwarded`
+
+    def add(self, places: list[int], proxies, entropies, loss_mask, kl=None, row_values=()) -> None:
+        if not places:
+            return
+        of_rows = torch.stack([proxies.detach(), *row_values]).to(self.of_rows.dtype)
+        self.of_rows[:, torch.tensor(places, device=of_rows.device)] = of_rows
+        entropy = entropies.detach().masked_fill(~loss_mask, 0.0).sum()
+        kl = torch.zeros_like(entropy) if kl is None else kl.detach().to(entropy.dtype)
+        self.sums += torch.stack([entropy, torch.full_like(entropy, len(loss_mask)), kl])
+
+    def reduce(self) -> Forwarded:
+        values = self.accelerator.reduce(torch.cat([self.of_rows.flatten(), self.sums]), reduction="sum").cpu()
+        of_rows = values[:-3].view(self.of_rows.shape)
+        return Forwarded(of_rows[0], of_rows[1:], *values[-3:].tolist())
 
 
 @dataclass(eq=False)
@@ -89,18 +113,18 @@ class PolicyUpdate:
     Args:
         scorer ([`Scorer`]): Of the policy.
         accelerator ([`~accelerate.Accelerator`]): Runs the backward pass and reduces over processes.
-        objective ([`Objective`]), limits ([`Limits`]): What is learnt, and what micro-batches may be like.
+        objective ([`Objective`]), limits ([`MicroBatchConfig`]): The loss, and bounds on micro-batches.
         mismatch ([`Mismatch`]): How the engine's probabilities are compared with the trainer's.
         token_weights (`list[TokenWeights]`): Factors on the gradient of each token.
-        samples_policy (`bool`): Whether completions are drawn from the distribution that is scored, not a truncated
-        one.
+        samples_policy (`bool`): Whether completions are sampled from the distribution that is trained, not a truncated
+            one.
         score_kl_reference (`Callable`, *optional*): [`Scorer.score`] under the policy that the KL term refers to.
     """
 
     scorer: Scorer
     accelerator: Accelerator
     objective: Objective
-    limits: Limits
+    limits: MicroBatchConfig
     mismatch: Mismatch
     token_weights: list[TokenWeights] = field(default_factory=list)
     samples_policy: bool = True
@@ -109,26 +133,25 @@ class PolicyUpdate:
     # Whether the coefficients of a whole step must be known before its first backward pass, for `shape_coefficients`.
     coefficients_first = False
 
-    # Extension points ---------------------------------------------------------------------------------------------
+    # Extension points -----------------------------------------------------------------------------------------------
 
     def shape_coefficients(
         self, model, step: StepRollouts, coefficients: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Return other coefficients for all rows of a step, and metrics; needs `coefficients_first`."""
+        """Return other coefficients for all completions of a step, and metrics; needs `coefficients_first`."""
         return coefficients, {}
 
     def token_coefficients(self, batch: MicroBatch, coefficients: torch.Tensor) -> torch.Tensor:
-        """Return the coefficients of the tokens of a micro-batch, `(B, T)` or `(B, 1)`, from those of its rows."""
+        """Return the coefficients of the tokens of a micro-batch, `(B, T)` or `(B, 1)`, from those of completions."""
         return coefficients[:, None]
 
     def counted_tokens(self, row: Rollout) -> int:
-        """Return the number of tokens that the proxy of a row sums over."""
+        """Return the number of tokens that the proxy of a completion sums over."""
         return int(row.loss_mask.sum())
 
     def proxies(self, logps: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """Return the proxies of the rows of a micro-batch, `(B,)`, from their log-probabilities."""
-        kinds: dict = {"pacs_beta": self.objective.pacs_beta, "proxy": self.objective.proxy}
-        return sequence_proxies(logps.detach(), batch.ref_logps, batch.loss_mask, **kinds)
+        """Return the proxies of the completions of a micro-batch, `(B,)`, from their log-probs."""
+        return self.objective.proxies(logps, batch.ref_logps, batch.loss_mask)
 
     def coefficients(self, step: StepRollouts, rows: list[int], proxies: torch.Tensor) -> torch.Tensor:
         """Return the coefficients of `rows`, which are whole groups with these proxies, in the mean over the whole
@@ -141,22 +164,24 @@ class PolicyUpdate:
 
     def summarize(self, step: StepRollouts, proxies: torch.Tensor) -> tuple[float, dict[str, float]]:
         """Return the loss without the KL term, and the metrics of the objective."""
-        loss, scores = self.objective.loss(step.groups, proxies)
-        weighting = self.objective.class_weighting
-        return loss.item(), critic_metrics(proxies, scores, step.groups, class_weighting=weighting)
+        return self.objective.summarize(step.groups, proxies)
 
-    # Forward passes -----------------------------------------------------------------------------------------------
+    # Forward passes -------------------------------------------------------------------------------------------------
 
     def schedule(self, rollouts: list[Rollout]) -> StepRollouts:
-        every_row = self.objective.kl_coef != 0  # the KL term is a mean over all tokens, whatever the verdict
+        every_row = self.objective.kl_coef != 0  # the KL term is a mean over all tokens, with or without a verdict
         return schedule_step(rollouts, self._limits, every_row=every_row)
 
+    def schedule_rows(self, step: StepRollouts, rows: list[int]) -> Schedule:
+        """Return micro-batches of some completions of a step."""
+        return schedule_rows(step.rollouts, rows, self._limits)
+
     @property
-    def _limits(self) -> Limits:
+    def _limits(self) -> MicroBatchConfig:
         return self.limits._replace(padded=self.scorer.packing is None)
 
     def micro_batches(self, step: StepRollouts, schedule: Schedule) -> Iterator[tuple[list[int], MicroBatch]]:
-        """Yield this process's micro-batches: rows and what is known of them."""
+        """Yield this process's micro-batches: indices of completions, and their values."""
         # Without any row there is still one forward and backward pass, of a filler: gradients must exist and be zero.
         for rows in schedule[self.accelerator.process_index] or [[]]:
             yield rows, collate([step.rollouts[i] for i in rows] or [FILLER], self.accelerator.device)
@@ -165,9 +190,9 @@ class PolicyUpdate:
         return score(model, [row.prompt_ids for row in batch.rollouts], [row.completion_ids for row in batch.rollouts])
 
     @torch.no_grad()
-    def fill_in(self, model, step: StepRollouts, *names: str) -> None:
-        """Fill in `ref_logps`, `old_logps` or `old_entropies` of the rows this process learns from, with the weights
-        `model` has now."""
+    def cache_logps(self, model, step: StepRollouts, *names: str) -> None:
+        """Store `ref_logps`, `old_logps` or `old_entropies` of the completions this process learns from, under the
+        weights that `model` has now."""
         for rows, batch in self.micro_batches(step, step.schedule):
             scores = self._score(self.scorer.score, model, batch)
             for name in names:
@@ -178,7 +203,7 @@ class PolicyUpdate:
 
     @torch.no_grad()
     def _forward(self, model, step: StepRollouts, schedule: Schedule) -> Forwarded:
-        found = Collector(step.num_places, self.accelerator, sum(w.num_row_values for w in self.token_weights))
+        found = _Collector(step.num_places, self.accelerator, sum(w.num_row_values for w in self.token_weights))
         for rows, batch in self.micro_batches(step, schedule):
             logps, entropies = self._score(self.scorer.score, model, batch).padded()
             tokens = self._token_values(step, batch, logps, entropies, logps.new_zeros(len(logps), 1))
@@ -188,7 +213,8 @@ class PolicyUpdate:
 
     def left_out_entropy(self, model, step: StepRollouts, schedule: Schedule) -> float:
         """
-        Sum of the entropies at the counted tokens of the rows that `schedule` leaves out, the same on all processes.
+        Return the sum of the entropies at the counted tokens of the completions that `schedule` leaves out, the same
+        on all processes.
 
         On the first update after a rollout it is `-log p` of their sampled tokens where the engine has reported it,
         whose expectation is the entropy of the distribution it sampled from; else it takes one more forward pass.
@@ -202,7 +228,7 @@ class PolicyUpdate:
                 return -float(np.concatenate(sampled).sum(dtype=np.float64))
         return self._forward(model, step, self.schedule_rows(step, left_out)).entropy if left_out else 0.0
 
-    # One optimizer step -------------------------------------------------------------------------------------------
+    # One optimizer step ---------------------------------------------------------------------------------------------
 
     def run(self, model, step: StepRollouts, *, proxies_are_zero: bool) -> tuple[float, dict[str, float]]:
         """
@@ -210,26 +236,27 @@ class PolicyUpdate:
 
         Args:
             model: The wrapped model, in training mode.
-            step ([`StepRollouts`]): With `ref_logps` filled in, unless `proxies_are_zero` or the proxy has no
-                reference.
-            proxies_are_zero (`bool`): Whether policy and reference are the same, so that no forward pass is needed to
-                know the proxies.
+            step ([`StepRollouts`]): With `ref_logps`, unless `proxies_are_zero` or the objective has no reference.
+            proxies_are_zero (`bool`): Whether policy and reference are the same, so that no forward pass is needed for
+                the proxies.
 
         Returns:
-            Loss (mean over scorable rows, KL term included), the same on all processes, and metrics.
+            Loss (mean over scorable completions, KL term included), the same on all processes, and metrics.
         """
         row_values_first = any(weights.num_row_values for weights in self.token_weights)
         with self.scorer.attention():
+            # The proxies of the whole step, unless the forward passes that are back-propagated yield them by group.
             before, coefficients, schedule = None, None, step.schedule
             if not proxies_are_zero and (row_values_first or self.coefficients_first or not step.whole_groups):
                 before = self._forward(model, step, step.schedule)
             proxies = torch.zeros(step.num_places) if proxies_are_zero else before and before.proxies
+            # From them the coefficients, and micro-batches of the completions with a gradient.
             if proxies is not None:
                 coefficients = self.coefficients(step, list(range(len(step.rollouts))), proxies)
                 schedule = self._schedule_rows_that_count(step, coefficients, scored=before is not None)
-            # Before the backward passes, between which FSDP keeps what it has gathered. A pass for the proxies went
-            # over more rows.
-            left_out = self.left_out_entropy(model, step, schedule if before is None else step.schedule)
+            # Before the backward passes, between which FSDP keeps gathered weights. A pass for the proxies covered
+            # more completions.
+            entropy = self.left_out_entropy(model, step, schedule if before is None else step.schedule)
             metrics: dict[str, float] = {}
             if coefficients is not None:
                 coefficients, metrics = self.shape_coefficients(model, step, coefficients)
@@ -237,7 +264,7 @@ class PolicyUpdate:
                 self._begin_weights(step, coefficients, before or self._forward(model, step, schedule))
             found, mismatch = self._back_propagate(model, step, schedule, coefficients)
         proxies = found.proxies if proxies is None else proxies
-        loss, of_step = self._summarize(step, proxies, left_out + (before or found).entropy, found.num_rows)
+        loss, of_step = self._summarize(step, proxies, entropy + (before or found).entropy, found.num_rows)
         metrics |= of_step
         if mismatch:
             parts = self.accelerator.gather(merge_statistics(torch.stack(mismatch))[None])
@@ -249,6 +276,13 @@ class PolicyUpdate:
             loss += self.objective.kl_coef * metrics["kl"]
         return loss, metrics
 
+    def evaluate(self, model, step: StepRollouts, *, proxies_are_zero: bool) -> tuple[float, dict[str, float]]:
+        """Compute loss and metrics as in [`run`], without gradient and without the KL term."""
+        found = self._forward(model, step, step.schedule)
+        proxies = torch.zeros_like(found.proxies) if proxies_are_zero else found.proxies
+        entropy = found.entropy + self.left_out_entropy(model, step, step.schedule)
+        return self._summarize(step, proxies, entropy, found.num_rows)
+
     def _begin_weights(self, step: StepRollouts, coefficients, found: Forwarded) -> None:
         counted = torch.tensor([bool(row.loss_mask.any()) for row in step.rollouts])
         num_rows, first = max(int(step.groups.scorable.sum()), 1), 0
@@ -257,41 +291,26 @@ class PolicyUpdate:
             weights.begin(coefficients, found.row_values[first:last], counted, num_rows)
             first = last
 
-    def evaluate(self, model, step: StepRollouts, *, proxies_are_zero: bool) -> tuple[float, dict[str, float]]:
-        """Loss and metrics as in [`run`], without gradient and without the KL term."""
-        found = self._forward(model, step, step.schedule)
-        proxies = torch.zeros_like(found.proxies) if proxies_are_zero else found.proxies
-        entropy = found.entropy + self.left_out_entropy(model, step, step.schedule)
-        return self._summarize(step, proxies, entropy, found.num_rows)
-
     def _schedule_rows_that_count(self, step: StepRollouts, coefficients: torch.Tensor, *, scored: bool) -> Schedule:
-        """Micro-batches of the rows with a gradient; `scored` is whether those of `step.schedule` were forwarded
-        before."""
+        """Return micro-batches of the completions with a gradient; `scored` is whether those of `step.schedule` had a
+        forward pass before."""
         scheduled = {i for batches in step.schedule for rows in batches for i in rows}
-        # With a KL term every row has a gradient; otherwise rows with coefficient 0 have none.
+        # With a KL term every completion has a gradient; otherwise those with coefficient 0 have none.
         counting = [
             i for i in sorted(scheduled) if self.objective.kl_coef != 0 or coefficients[step.places([i])].any()
         ]
-        # Log-probabilities under the policy that generated lie on the process that `step.schedule` gave the row to.
+        # Log-probs under the policy that generated are on the process that `step.schedule` gave the completion to.
         rows_may_move = step.on_policy or not self.token_weights
         keeps = not rows_may_move or (scored and len(counting) == len(scheduled))
         return step.schedule if keeps else self.schedule_rows(step, counting)
 
-    def schedule_rows(self, step: StepRollouts, rows: list[int]) -> Schedule:
-        """Return micro-batches of some rows of a step."""
-        return schedule_rows(step.rollouts, rows, self._limits)
-
     def _back_propagate(
-        self,
-        model,
-        step: StepRollouts,
-        schedule: Schedule,
-        coefficients: torch.Tensor | None,
+        self, model, step: StepRollouts, schedule: Schedule, coefficients: torch.Tensor | None
     ) -> tuple[Forwarded, list[torch.Tensor]]:
         """Back-propagate `sum_i c_i * sum_t w_it * log pi(o_it)` and the KL term; without `coefficients`,
-        micro-batches hold whole groups. Returns what the forward passes found, and the statistics of the mismatch of
+        micro-batches hold whole groups. Returns the results of the forward passes, and the mismatch statistics of
         each."""
-        found, mismatch = Collector(step.num_places, self.accelerator), []
+        found, mismatch = _Collector(step.num_places, self.accelerator), []
         compares = step.on_policy and any(row.sampling_logps is not None for row in step.rollouts)
         num_tokens, last = max(step.num_tokens, 1), max(len(schedule[self.accelerator.process_index]) - 1, 0)
         for k, (rows, batch) in enumerate(self.micro_batches(step, schedule)):
@@ -306,8 +325,7 @@ class PolicyUpdate:
                     of_rows = self.coefficients(step, rows, proxies.cpu())
                 of_tokens = self.token_coefficients(batch, of_rows.to(logps.device))
                 if compares:
-                    compared = logps, batch.sampling_logps, batch.loss_mask
-                    mismatch.append(mismatch_statistics(*compared, **self.mismatch._asdict()))
+                    mismatch.append(mismatch_statistics(logps, batch.sampling_logps, batch.loss_mask, self.mismatch))
                 weighted, tokens = logps, self._token_values(step, batch, logps, entropies, of_tokens)
                 for weights in self.token_weights:
                     weighted = weighted * weights(tokens)
@@ -335,8 +353,8 @@ class PolicyUpdate:
         return (torch.exp(log_ratio) - log_ratio - 1).masked_fill(~batch.loss_mask, 0.0).sum()
 
     def _summarize(self, step: StepRollouts, proxies, entropy: float, num_forwarded: float):
-        """Return the loss without the KL term, and the metrics that every step has; `entropy` is summed over all
-        counted tokens."""
+        """Return the loss without the KL term, and the metrics of every step; `entropy` is summed over all counted
+        tokens."""
         loss, metrics = self.summarize(step, proxies)
         of_step = {
             "entropy": entropy / step.num_tokens if step.num_tokens else math.nan,

@@ -1,11 +1,8 @@
-"""The snapshot reference: a copy of the trained weights that stands in for the policy while reference
-log-probabilities are computed.
+"""The snapshot reference: a copy of the trained weights that replaces the policy while reference log-probs are
+computed.
 
 There is no second model. The snapshot holds only the parameters that are trained (for LoRA: the adapter) and only this
-process's shard of them (for FSDP2 and ZeRO-3). To score completions under it, policy and snapshot trade places
-parameter by parameter and trade back afterwards.
-
-The other reference of PACS, the policy at rollout time, needs no code of its own: see `PACSTrainer`.
+process's shard of them (for FSDP2 and ZeRO-3). Policy and snapshot trade places parameter by parameter, and back.
 """
 
 from collections.abc import Iterator
@@ -93,21 +90,18 @@ class SnapshotReference:
             copy.copy_(_local_shard(parameter))
 
     def state_dict(self) -> list[torch.Tensor]:
-        """The copies, in the order of the model's trained parameters; this process's shard of them."""
+        """Return the copies, this process's shards, in the order of the model's trained parameters."""
         return self._copies
 
     def load_state_dict(self, copies: list[torch.Tensor]) -> None:
-        """
-        Raises:
-            `ValueError`: if number or shapes differ from the model's trained parameters on this process.
-        """
+        """Load copies; raises a `ValueError` if their shapes are not those of the model's parameters on this
+        process."""
         expected, found = ([tuple(c.shape) for c in cs] for cs in (self._copies, copies))
         if expected != found:
             raise ValueError(
                 f"The reference snapshot of the checkpoint has {len(found)} parameters and does not fit the model, "
-                "which "
-                f"trains {len(expected)} (shapes compared on this process). Resume with the model, adapter and number "
-                "of processes the checkpoint was written with."
+                f"which trains {len(expected)} (shapes compared on this process). Resume with the model, adapter and "
+                "number of processes the checkpoint was written with."
             )
         for own, saved in zip(self._copies, copies, strict=True):
             own.copy_(saved)

@@ -1,7 +1,7 @@
-"""Rollouts as ragged rows: what is kept of a generation batch between generating it and learning from it.
+"""Completions as ragged rows: what is kept of a generation batch between generation and update.
 
 TRL returns a generation batch as tensors padded to its longest completion. Here each completion becomes one
-[`Rollout`] without padding, so that rows can be dropped, reordered, moved to another process, and saved.
+[`Rollout`] without padding, so that completions can be dropped, reordered, moved to another process, and saved.
 """
 
 from collections.abc import Sequence
@@ -21,16 +21,12 @@ class Rollout:
         prompt_ids (int32, shape `(P,)`), completion_ids (int32, shape `(C,)`): Token ids without padding.
         loss_mask (bool, shape `(C,)`): `True` for tokens the policy wrote; `False` for tool results and environment
             feedback.
-        label (`float`): Verifier outcome in [0, 1]; NaN if there is no verdict or the completion was cut off and is
-            masked.
-        group (`int`): The prompt: the same number for all its completions, another one for every other prompt of an
-            optimizer step.
-        old_logps, ref_logps (float32, shape `(C,)`, *optional*): Log-probabilities under the policy that generated,
-            for later updates whose token weights need them, and under the reference, once known; only on the process
-            that learns from the row.
-        old_entropies (float32, shape `(C,)`, *optional*): Entropies of the policy that generated, with `old_logps`
-        where token
-            weights need them.
+        label (`float`): Label in [0, 1]; NaN if there is no verdict or the completion was truncated and is masked.
+        group (`int`): The same number for all completions of a prompt, another one for every other prompt of a step.
+        old_logps, ref_logps (float32, shape `(C,)`, *optional*): Log-probs under the policy that generated, for later
+            updates whose token weights need them, and under the reference, once known; only on the process that learns
+            from the completion.
+        old_entropies (float32, shape `(C,)`, *optional*): Entropies of the policy that generated, with `old_logps`.
         sampling_logps (float32, shape `(C,)`, *optional*): As the engine that generated reported them; NaN where it
             did not.
         weight (`float`): Factor on the gradient of the completion.
@@ -69,8 +65,8 @@ def from_state(state: dict) -> Rollout:
 
 
 def weighted_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The weighted sum of rewards of shape `(B, F)` over those functions that have a verdict; NaN where none has.
-    `(B,)`"""
+    """Return the weighted sum `(B,)` of rewards `(B, F)` over those functions that have a verdict; NaN where none
+    has."""
     rewards = (rewards_per_func * weights.to(rewards_per_func.device)).nansum(dim=1)
     return rewards.masked_fill(rewards_per_func.isnan().all(dim=1), torch.nan)
 
@@ -100,9 +96,9 @@ def labels_from_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor, n
 
 
 def unpad_rollouts(batch: dict[str, torch.Tensor]) -> list[Rollout]:
-    """Rows of what `_generate_and_score_completions` returns, plus `"labels"` and `"groups"` of shape `(B,)`, and
-    `"extra"`, [`Rollout`]'s of each, where a method has them. A completion whose mask is all zero was cut off and is
-    masked by `mask_truncated_completions`: it loses its label."""
+    """Return the rows of what `_generate_and_score_completions` returns, plus `"labels"` and `"groups"` of shape
+    `(B,)`, and `"extra"` where a method has it. A completion whose mask is all zero was truncated and is masked by
+    `mask_truncated_completions`: it loses its label."""
     prompts = without_padding(batch["prompt_ids"], batch["prompt_mask"])
     completions = without_padding(batch["completion_ids"], batch["completion_mask"])
     tool_mask = batch["tool_mask"] if "tool_mask" in batch else batch["completion_mask"]
@@ -127,6 +123,6 @@ def unpad_rollouts(batch: dict[str, torch.Tensor]) -> list[Rollout]:
 
 
 def without_padding(values: torch.Tensor, mask: torch.Tensor) -> list[np.ndarray]:
-    """Of each row, the values where the mask is not 0; both have shape `(B, N)`."""
+    """Return the values of each row where the mask is not 0; both have shape `(B, N)`."""
     on_cpu, kept = values.cpu().numpy(), mask.cpu().numpy() > 0
     return [row[where] for row, where in zip(on_cpu, kept, strict=True)]

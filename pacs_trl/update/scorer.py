@@ -1,36 +1,34 @@
-"""Forward passes over rows: the only place where prompts and completions go in and log-probabilities come out.
+"""Forward passes: the only place where prompts and completions go in and log-probs come out.
 
-Rows of a micro-batch are packed into one long row without padding where the model allows it (see `packing.py`), else
-padded on the right, behind prompt and completion, where nothing that is causal sees the padding. Either way TRL's
-fused head computes log-probabilities in tiles and keeps one number per token: the logits of 64 rows of 8,192 tokens
-over 151,936 words would take 319 GB in float32. `startup_check.py` chooses what gives the model's own
-log-probabilities.
+The rows of a micro-batch are packed into one long row without padding where the model allows it (see `packing.py`),
+else padded on the right, behind prompt and completion, where nothing that is causal sees the padding. Either way TRL's
+fused head computes log-probs in tiles and keeps one number per token: the logits of 64 rows of 8,192 tokens over
+151,936 words would take 319 GB in float32. `startup_check.py` chooses the pass that gives the model's own log-probs.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from peft import PeftModel
 from torch.nn.utils.rnn import pad_sequence
-from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
+from trl.trainer.utils import FusedCausalLMOutput
 
 from ..data.prompts import length_with_fixed_positions
 from .packing import PackedRows, packed_attention, packing_backend
-from .startup_check import choose_forward_pass
 
 
 class Scores(NamedTuple):
-    """Of the completion tokens of each row, one float32 tensor of shape `(C,)` in nats; no entropies if the head gives
+    """Values of the completion tokens of each row, float32 of shape `(C,)` in nats; no entropies if the head gives
     none."""
 
     logps: list[torch.Tensor]
     entropies: list[torch.Tensor]
 
     def padded(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same as two tensors of shape `(B, T)`, 0 behind the end of a row."""
+        """Return both as tensors of shape `(B, T)`, 0 behind the end of a row."""
         return pad_sequence(self.logps, batch_first=True), pad_sequence(self.entropies, batch_first=True)
 
 
@@ -40,8 +38,8 @@ OfCompletions = Callable[[torch.Tensor], list[torch.Tensor]]
 
 class Scorer:
     """
-    Makes forward passes. Completions are scored with TRL's fused head, which TRL's trainers put on their models
-    ([`fused_head`] on others), or with the model's own head where `self.fused` is `False`.
+    Makes forward passes with TRL's fused head, which TRL's trainers put on their models ([`fused_head`] on others), or
+    with the model's own head where `self.fused` is `False`.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): The model before it is wrapped for
@@ -49,8 +47,8 @@ class Scorer:
         device (`torch.device`): Where the passes run.
         pad_token_id (`int`): Fills the padding.
         padding_free (`str`): `"auto"` packs rows where the model allows it, `"always"` insists on it, `"never"` pads.
-            `packing` says what came of it.
-        temperature (`float`): What the model's own logits are divided by; the fused head has its own.
+            `packing` holds the resolved backend.
+        temperature (`float`): Divides the model's own logits; the fused head has its own.
         autocast (`Callable`, *optional*): Makes the context of a forward pass.
 
     Raises:
@@ -88,12 +86,12 @@ class Scorer:
             )
 
     def attention(self) -> AbstractContextManager:
-        """Goes around a forward pass and its backward pass: gradient checkpointing runs the forward again there."""
+        """Wrap a forward pass and its backward pass, in which gradient checkpointing runs the forward pass again."""
         return packed_attention(self.config, self.packing)
 
     def score(self, model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]) -> Scores:
         """
-        Log-probabilities of given completions, and the entropies of the distributions they were drawn from.
+        Compute log-probs of given completions, and the entropies of the distributions they were sampled from.
 
         Args:
             model: The model, wrapped or not.
@@ -101,7 +99,7 @@ class Scorer:
                 least one of the prompt, of the completion possibly none.
 
         Returns:
-            [`Scores`], differentiable in the log-probabilities where gradients are enabled.
+            [`Scores`], differentiable in the log-probs where gradients are enabled.
         """
         outputs, of_completions = self.forward(model, prompt_ids, completion_ids, fused_lm_head=True)
         entropies = [] if outputs.entropy is None else of_completions(outputs.entropy)
@@ -110,17 +108,17 @@ class Scorer:
     def values(
         self, model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
-        """What a model with one output per token says one position before each completion token, of each row float32
-        `(C,)`. Arguments as of [`Scorer.score`]."""
+        """Compute the values of a model with one output per token, one position before each completion token, float32
+        `(C,)` of each row. Arguments as in [`Scorer.score`]."""
         outputs, of_completions = self.forward(model, prompt_ids, completion_ids, use_cache=False)
         return of_completions(outputs.logits[..., 0].float())
 
     def forward(
         self, model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]], **inputs
     ) -> tuple[Any, OfCompletions]:
-        """A forward pass over rows, see [`Scorer.score`]: what the model returns for completion tokens, `(1, M, ...)`
-        in the order of the rows, and what splits it into rows. `inputs` is what else the model is given;
-        `fused_lm_head=True` asks for log-probabilities of the completion tokens."""
+        """Return what the model returns for the completion tokens of rows, `(1, M, ...)` in their order, and a
+        function that splits it into rows. `inputs` is what else the model is given; `fused_lm_head=True` asks for
+        log-probs."""
         prompts, completions = ([np.asarray(ids, dtype=np.int64) for ids in of] for of in (prompt_ids, completion_ids))
         longest = max(map(sum, zip(map(len, prompts), map(len, completions), strict=True)))
         if self.max_length is not None and longest > self.max_length:
@@ -175,7 +173,7 @@ class Scorer:
         return inputs if self.packing == "flash" else inputs | {"packed": rows}, rows.places
 
     def _padded(self, prompts: list[np.ndarray], completions: list[np.ndarray]) -> tuple[dict, np.ndarray]:
-        """Inputs, and where completion tokens are predicted, counted over all rows."""
+        """Return inputs, and where completion tokens are predicted, counted over all rows."""
         ids, mask = pad_batch(
             [np.concatenate(row) for row in zip(prompts, completions, strict=True)], self.pad_token_id
         )
@@ -192,46 +190,3 @@ def pad_batch(sequences: Sequence[np.ndarray], pad_token_id: int) -> tuple[torch
         ids[i, : len(sequence)] = torch.from_numpy(sequence)
         mask[i, : len(sequence)] = 1
     return ids, mask
-
-
-@contextmanager
-def fused_head(model, temperature: float = 1.0) -> Iterator[None]:
-    """Inside the context a [`Scorer`] can score `model`, which no trainer of TRL has prepared; afterwards it is as
-    before."""
-    patched = model.__dict__.get("forward")  # by a trainer, say
-    add_fused_lm_head(model, temperature, outputs=("log_probs", "entropy"))
-    try:
-        yield
-    finally:
-        del model.forward
-        if patched is not None:
-            model.forward = patched
-
-
-def score_rows(
-    model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]], *, batch_size: int = 64
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Log-probabilities and entropies of completions under a model that nobody trains here, at temperature 1, and that
-    is as before afterwards: of each row, two float32 `torch.Tensor` of shape `(C,)` in nats. Rows as in
-    [`Scorer.score`], `batch_size` of them per forward pass."""
-    scorer = Scorer(model, model.device)
-    with fused_head(model):
-        choose_forward_pass(scorer, model, training=False)
-    for start in range(0, len(prompt_ids), batch_size):
-        some = slice(start, start + batch_size)
-        with fused_head(model):
-            scores = scorer.score(model, prompt_ids[some], completion_ids[some])
-        yield from zip(*scores, strict=True)
-
-
-def sequence_logps(
-    model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]], *, batch_size: int = 64
-) -> torch.Tensor:
-    """
-    Log-probability of each completion given its prompt, in nats: the sum over its tokens, 0 for an empty completion.
-
-    Arguments as of [`score_rows`]. Returns a float64 `torch.Tensor` of shape `(B,)`, differentiable where gradients
-    are enabled.
-    """
-    sums = [logps.double().sum() for logps, _ in score_rows(model, prompt_ids, completion_ids, batch_size=batch_size)]
-    return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.float64)

@@ -1,21 +1,19 @@
 """Startup check: choose forward passes that give the model's own log-probs.
 
-Packing, padding and TRL's fused head assume that a model is causal, that its layers pass the inputs of packed
+Packing, padding, and TRL's fused head assume that a model is causal, that its layers pass the inputs of packed
 attention on, and that nothing lies between backbone and head. Where an assumption does not hold, training would
-silently use wrong log-probs. So before training three short sequences are scored as in training and compared with the
-logits that the model gives for each of them alone.
+silently use wrong log-probs. So before training, the log-probs of three short sequences are computed as in training
+and compared with the logits that the model gives for each of them alone.
 """
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 
+from .scorer import Scorer
 
-if TYPE_CHECKING:
-    from .scorer import Scorer
 
 logger = logging.getLogger(__name__)
 
@@ -27,15 +25,14 @@ SAME = 2  # tokens with which the completions of one prompt begin
 
 
 def choose_forward_pass(
-    scorer: "Scorer", model: torch.nn.Module, *, values: bool = False, training: bool = True
+    scorer: Scorer, model: torch.nn.Module, *, values: bool = False, training: bool = True
 ) -> None:
     """
     Set `scorer.packing` and `scorer.fused` to the cheapest forward pass that agrees with `model` itself, and warn if
     that is not the one they were set to. All processes must call it. Weights, modes and random state stay as they are.
 
     Args:
-        scorer ([`Scorer`]): Of the model.
-        model (`torch.nn.Module`): The model as it is trained, wrapped or not.
+        scorer ([`Scorer`]), model (`torch.nn.Module`): The model as it is trained, wrapped or not, and its scorer.
         values (`bool`): Whether the model has one output per token instead of logits.
         training (`bool`): Whether to compare passes in training mode, which must be deterministic; else in evaluation
             mode.
@@ -81,13 +78,12 @@ def choose_forward_pass(
         )
 
 
-def warn_of_left_padding(scorer: "Scorer", model: torch.nn.Module, compute_logps: Callable) -> None:
+def warn_of_left_padding(scorer: Scorer, model: torch.nn.Module, compute_logps: Callable) -> None:
     """
-    Warn if `compute_logps`, TRL's passes over prompts that are padded on the left, does not give `model`'s own
-    log-probs.
+    Warn if `compute_logps`, TRL's passes over prompts that are padded on the left, does not give the model's own
+    log-probs. All processes must call it.
 
     Args:
-        scorer ([`Scorer`]), model (`torch.nn.Module`): As in [`choose_forward_pass`]. All processes must call it.
         compute_logps (`Callable`): Of the model, token ids and attention mask `(B, P + C)`, and `C`; returns `(B, C)`.
     """
     prompts, completions = _sequences(scorer.config.get_text_config().vocab_size)
@@ -108,15 +104,14 @@ def warn_of_left_padding(scorer: "Scorer", model: torch.nn.Module, compute_logps
     if not difference <= _tolerance(scorer, model):  # NaN differs too
         logger.warning(
             f"TRL's loss pads prompts on the left, and the log-probs of this {scorer.config.model_type!r} model then "
-            "differ "
-            f"from its own by {difference:.2g} nats per token, more or less with the batch size. Use another model, "
-            "or method pacs."
+            f"differ from its own by {difference:.2g} nats per token, depending on the batch. Use another model, or "
+            "method pacs."
         )
 
 
 def disable_noise(*models: torch.nn.Module | None) -> None:
-    """Set the rates of dropout, dropped layers and router noise that layers keep as numbers to 0: TRL's
-    `disable_dropout` reaches modules of dropout only."""
+    """Set rates of dropout, dropped layers, and router noise that layers keep as numbers to 0, which TRL's
+    `disable_dropout` does not reach."""
     for module in (module for model in models if model is not None for module in model.modules()):
         for name, value in vars(module).items():
             if isinstance(value, float) and ("drop" in name or "jitter" in name):
@@ -145,7 +140,7 @@ def _undisturbed(model: torch.nn.Module, device: torch.device) -> Iterator[None]
 
 
 def _own_outputs(
-    scorer: "Scorer", model, prompt: Sequence[int], completion: Sequence[int], *, values: bool
+    scorer: Scorer, model, prompt: Sequence[int], completion: Sequence[int], *, values: bool
 ) -> torch.Tensor:
     with scorer.autocast():
         logits = model(input_ids=torch.tensor([[*prompt, *completion]], device=scorer.device), use_cache=False).logits
@@ -156,7 +151,7 @@ def _own_outputs(
     return logps.gather(1, torch.tensor(completion, device=scorer.device)[:, None])[:, 0]
 
 
-def _tolerance(scorer: "Scorer", model: torch.nn.Module) -> float:
+def _tolerance(scorer: Scorer, model: torch.nn.Module) -> float:
     with scorer.autocast():
         rounds = torch.is_autocast_enabled(scorer.device.type)
     rounds |= torch.get_float32_matmul_precision() != "highest" or torch.backends.cuda.matmul.allow_tf32
@@ -164,6 +159,6 @@ def _tolerance(scorer: "Scorer", model: torch.nn.Module) -> float:
     return HALF_PRECISION_TOLERANCE if rounds else TOLERANCE
 
 
-def _candidates(scorer: "Scorer", values: bool) -> list[tuple[str | None, bool]]:
+def _candidates(scorer: Scorer, values: bool) -> list[tuple[str | None, bool]]:
     packings = [scorer.packing] if scorer.padding_free == "always" else dict.fromkeys([scorer.packing, None])
     return [(packing, fused) for fused in ([True] if values else [True, False]) for packing in packings]

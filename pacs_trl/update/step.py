@@ -1,4 +1,4 @@
-"""The rows of one optimizer step, and which of them go through the model together."""
+"""The completions of one optimizer step, and which of them go through the model together."""
 
 import math
 from dataclasses import dataclass
@@ -24,16 +24,15 @@ FILLER = Rollout(
 @dataclass
 class StepRollouts:
     """
-    All rows of one optimizer step, the same on every process, and how they are scored.
+    All completions of one optimizer step, the same on every process, and the micro-batches of their forward passes.
 
     Attributes:
         rollouts (`list[Rollout]`), groups ([`Groups`]): Whole groups; their labels.
-        schedule (`Schedule`): Micro-batches of every forward pass over all rows. Reference and policy are scored in
-            the same ones: with equal weights they then give equal bits, also in half precision.
+        schedule (`Schedule`): Micro-batches of every forward pass over all completions, the same for reference and
+            policy: with equal weights they then give equal bits, also in half precision.
         whole_groups (`bool`): Whether the micro-batches of `schedule` hold whole groups.
-        on_policy (`bool`): Whether the weights are still those that generated the rows. The forward pass itself then
-            tells how far the engine is from the trainer, and token weights take it for that of the policy that
-            generated.
+        on_policy (`bool`): Whether the weights are still those that generated. The forward pass itself then yields
+            `old_logps`, and tells how far the engine is from the trainer.
     """
 
     rollouts: list[Rollout]
@@ -43,12 +42,12 @@ class StepRollouts:
     on_policy: bool = False
 
     def places(self, rows: list[int]) -> list[int]:
-        """Return where the proxies and coefficients of some rows stand among those of the step."""
+        """Return the indices of the proxies and coefficients of some completions among those of the step."""
         return rows
 
     @property
     def num_places(self) -> int:
-        """Proxies of the step: one for each row."""
+        """Number of proxies of the step: one for each completion."""
         return len(self.rollouts)
 
     @property
@@ -57,11 +56,9 @@ class StepRollouts:
         return sum(int(row.loss_mask.sum()) for row in self.rollouts)
 
 
-class Limits(NamedTuple):
-    """
-    What micro-batches may be like: settings of [`PACSConfig`] by other names, the number of processes, and whether
-    rows are padded. `backward_cost` is that of a backward pass in forward passes, `pair_cost` that of [`RowLengths`].
-    """
+class MicroBatchConfig(NamedTuple):
+    """Bounds on micro-batches: settings of [`PACSConfig`] by other names, and whether rows are padded. `backward_cost`
+    is that of a backward pass in forward passes, `pair_cost` that of [`RowLengths`]."""
 
     num_processes: int
     max_rows: int
@@ -76,14 +73,14 @@ class Limits(NamedTuple):
         return {name: getattr(self, name) for name in ("num_processes", "max_rows", "max_tokens", "padded")}
 
 
-def schedule_step(rollouts: list[Rollout], limits: Limits, *, every_row: bool) -> StepRollouts:
+def schedule_step(rollouts: list[Rollout], limits: MicroBatchConfig, *, every_row: bool) -> StepRollouts:
     """
-    Decide the composition of the forward passes over the rows of an optimizer step, whole groups, from their lengths.
-    `every_row` is whether rows that are not scorable count too, as they do for the KL term.
+    Decide the composition of the forward passes over the completions of an optimizer step, whole groups, from their
+    lengths. `every_row` is whether completions that are not scorable count too, as they do for the KL term.
 
     Raises:
-        `ValueError`: if a row is longer than `max_tokens`, or if `group_layout` is `"whole"` and a group does not fit
-        into a micro-batch.
+        `ValueError`: if a completion with its prompt is longer than `max_tokens`, or `group_layout` is `"whole"` and a
+            group does not fit into a micro-batch.
     """
     groups = Groups(torch.tensor([row.label for row in rollouts]), [row.group for row in rollouts])
     takes_part = groups.scorable
@@ -118,9 +115,8 @@ def schedule_step(rollouts: list[Rollout], limits: Limits, *, every_row: bool) -
     return StepRollouts(rollouts, groups, split, whole_groups=False)
 
 
-def schedule_rows(rollouts: list[Rollout], rows: list[int], limits: Limits) -> Schedule:
-    """Micro-batches of some rows of an optimizer step. One that nothing is learnt from may be longer than
-    `max_tokens`."""
+def schedule_rows(rollouts: list[Rollout], rows: list[int], limits: MicroBatchConfig) -> Schedule:
+    """Return micro-batches of some completions of a step. One without a gradient may be longer than `max_tokens`."""
     lengths, bounds = row_lengths(rollouts, limits.pair_cost), limits.of_schedule
     if limits.max_tokens is not None:
         bounds["max_tokens"] = max([limits.max_tokens, *(lengths.prompts[i] + lengths.completions[i] for i in rows)])
@@ -130,7 +126,7 @@ def schedule_rows(rollouts: list[Rollout], rows: list[int], limits: Limits) -> S
 
 
 def row_lengths(rollouts: list[Rollout], pair_cost: float = 0.0) -> RowLengths:
-    """What schedules are made of; equal prompts are found by their tokens."""
+    """Return the lengths of completions and prompts; equal prompts are found by their tokens."""
     texts: dict[bytes, int] = {}
     same = [texts.setdefault(row.prompt_ids.tobytes(), len(texts)) for row in rollouts]
     lengths = [len(r.prompt_ids) for r in rollouts], [len(r.completion_ids) for r in rollouts]
@@ -139,9 +135,9 @@ def row_lengths(rollouts: list[Rollout], pair_cost: float = 0.0) -> RowLengths:
 
 @dataclass
 class MicroBatch:
-    """What is known of the completion tokens of `B` rows, `(B, T)`, padded on the right to the longest of these
-    completions: `loss_mask` (bool, tokens that count), `ref_logps`, `old_logps` and `old_entropies` (float32, 0 where
-    a row has none) and `sampling_logps` (float32, NaN where a row has none), see [`Rollout`]."""
+    """Values of the completion tokens of `B` rows, `(B, T)`, padded on the right to the longest of these completions:
+    `loss_mask` (bool), `ref_logps`, `old_logps` and `old_entropies` (float32, 0 where a row has none) and
+    `sampling_logps` (float32, NaN where a row has none), see [`Rollout`]."""
 
     rollouts: list[Rollout]
     loss_mask: torch.Tensor

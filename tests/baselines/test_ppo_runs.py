@@ -15,7 +15,7 @@ from test_ppo_trainer import build, recorded
 from transformers import AutoModelForCausalLM
 
 from pacs_trl import PPOConfig, PPOTrainer
-from pacs_trl.rollouts.resume import last_checkpoint
+from pacs_trl.rollouts.checkpoint import last_checkpoint
 from pacs_trl.train import main
 
 

@@ -12,7 +12,7 @@ from processes import start
 from replay import TOKENIZER, digit_reward, tiny_model
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from pacs_trl.rollouts.resume import last_checkpoint
+from pacs_trl.rollouts.checkpoint import last_checkpoint
 from pacs_trl.train import main
 
 

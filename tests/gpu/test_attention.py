@@ -9,7 +9,8 @@ from seeds import shifted
 
 from benchmarks.recorded import Size, build_model, recorded_rollouts, shape_of
 from pacs_trl.update import packing
-from pacs_trl.update.scorer import Scorer, fused_head
+from pacs_trl.update.score_rows import fused_head
+from pacs_trl.update.scorer import Scorer
 
 
 # Float32 leaves the order of sums: of a log-prob over a vocabulary and some layers, of a gradient over all tokens.

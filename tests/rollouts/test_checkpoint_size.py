@@ -8,7 +8,7 @@ from replay import Replay, build_trainer, tiny_model
 from seeds import shifted
 
 from pacs_trl.plan.cost import checkpoint_bytes
-from pacs_trl.rollouts.resume import rows_to_save
+from pacs_trl.rollouts.checkpoint import rows_to_save
 from pacs_trl.update.rows import Rollout
 
 

@@ -10,7 +10,7 @@ from trl import GRPOConfig
 
 from pacs_trl import PACSTrainer, PPOConfig, PPOTrainer
 from pacs_trl.baselines.grpo_trainer import GRPOTrainer
-from pacs_trl.rollouts.resume import request_seed
+from pacs_trl.rollouts.checkpoint import request_seed
 
 
 class DrawsAgain(PACSTrainer):

@@ -10,8 +10,8 @@ from replay import addition_dataset, build_trainer, digit_reward, trainable_weig
 from seeds import shifted
 from transformers import AutoModelForCausalLM
 
+from pacs_trl.rollouts.checkpoint import request_seed
 from pacs_trl.rollouts.engine import SeededLLM
-from pacs_trl.rollouts.resume import request_seed
 
 
 class Counting:

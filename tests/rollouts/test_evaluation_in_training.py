@@ -116,6 +116,5 @@ def test_evaluations_have_random_numbers_of_their_own(tmp_path, model_path):
 
 
 def test_casting_the_weights_for_an_evaluation_is_refused(tmp_path):
-    trainer = build_trainer(tmp_path, more={"eval_dataset": addition_dataset(4)}, bf16_full_eval=True)
-    with pytest.raises(ValueError, match="bf16_full_eval=True"):
-        trainer.evaluate()
+    with pytest.raises(ValueError, match="bf16_full_eval"):
+        build_trainer(tmp_path, bf16_full_eval=True)

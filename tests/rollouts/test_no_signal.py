@@ -8,10 +8,10 @@ from replay import TOKENIZER, Replay, addition_dataset, build_trainer, config
 
 from pacs_trl.baselines.grpo_trainer import GRPOTrainer
 from pacs_trl.baselines.ppo_trainer import PPOTrainer
-from pacs_trl.rollouts.no_signal import PATIENCE, likely_causes
+from pacs_trl.rollouts.callbacks import PATIENCE
 
 
-WARNING = "Nothing to learn from"
+WARNING = "nothing to learn from"
 TINY = ("use_cpu", "bf16", "per_device_train_batch_size", "num_generations", "gradient_checkpointing", "save_strategy")
 
 
@@ -88,20 +88,6 @@ def test_over_a_resume(tmp_path, caplog, offset, expected):
         trainer.train(resume_from_checkpoint=resume)
         found.append(len(warnings(caplog)))
     assert found == expected
-
-
-@pytest.mark.parametrize(
-    ("reward", "truncated", "words", "others"),
-    [
-        (0.0, 1.0, ["max_completion_length=64", "form"], ["temperature", "harder"]),
-        (0.0, 0.1, ["form"], ["max_completion_length", "temperature"]),
-        (1.0, 0.0, ["harder"], ["max_completion_length", "form"]),
-        (0.5, 0.0, ["temperature"], ["max_completion_length", "harder"]),
-    ],
-)
-def test_causes(reward, truncated, words, others):
-    text = likely_causes(reward, truncated, 64)
-    assert all(word in text for word in words) and not any(word in text for word in others)
 
 
 def test_only_the_first_process_speaks(tmp_path, caplog):

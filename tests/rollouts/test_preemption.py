@@ -12,8 +12,8 @@ from replay import digit_reward
 from safetensors.torch import load_file
 
 from pacs_trl import train
+from pacs_trl.rollouts.checkpoint import last_checkpoint
 from pacs_trl.rollouts.preemption import stop_on_signal
-from pacs_trl.rollouts.resume import last_checkpoint
 from pacs_trl.rollouts.rollout_trainer import RolloutTrainer
 from pacs_trl.settings.command_line import exit_code
 

@@ -8,9 +8,9 @@ import torch
 from replay import Recorder, Replay, build_trainer, in_graph_step, rows_of_update, tiny_model
 
 from pacs_trl.objective import group_scores
+from pacs_trl.pacs_trainer import critic_metrics
 from pacs_trl.update.groups import Groups
-from pacs_trl.update.metrics import critic_metrics
-from pacs_trl.update.sampling_correction import mismatch_metrics
+from pacs_trl.update.token_weights import mismatch_metrics
 
 
 pytestmark = pytest.mark.trains

@@ -32,7 +32,7 @@ from replay import (
 from seeds import shifted
 
 from pacs_trl.experimental.process_labels import ProcessLabelsTrainer
-from pacs_trl.update.scorer import sequence_logps
+from pacs_trl.update.score_rows import sequence_logps
 from pacs_trl.update.token_weights import TokenWeights
 
 

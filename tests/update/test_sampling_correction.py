@@ -7,7 +7,8 @@ import pytest
 import torch
 from seeds import shifted
 
-from pacs_trl.update.sampling_correction import (
+from pacs_trl.update.token_weights import (
+    Mismatch,
     correction_weights,
     merge_statistics,
     mismatch_metrics,
@@ -34,20 +35,20 @@ BY_HAND = {
 
 @pytest.mark.parametrize("mode", MODES)
 def test_weights_by_hand(mode):
-    weights = correction_weights(LOGPS, SAMPLING, MASK, mode=mode, clip_min=1.0, clip_max=3.0)
+    weights = correction_weights(LOGPS, SAMPLING, MASK, Mismatch(mode=mode, clip_min=1.0, clip_max=3.0))
     assert weights[0].tolist() == pytest.approx(BY_HAND[mode][0]) and weights.dtype == torch.float32
     assert weights[1, :2].tolist() == pytest.approx(BY_HAND[mode][1])
 
 
 def test_sequence_within_its_bounds():
-    weights = correction_weights(LOGPS, SAMPLING, MASK, mode="sequence_mask", clip_max=5.0)
+    weights = correction_weights(LOGPS, SAMPLING, MASK, Mismatch(mode="sequence_mask", clip_max=5.0))
     assert weights[0].tolist() == pytest.approx([4.0, 4.0, 4.0])
     assert weights[1, :2].tolist() == [0.0, 0.0]
 
 
 def test_metrics_by_hand():
     """Differences ln 2 * (1, 1, 2, 3): mean 7/4 ln 2. Ratios 2, 1/2, 4, 8: sum 14.5, squares 84.25, n = 4."""
-    metrics = mismatch_metrics(mismatch_statistics(LOGPS, SAMPLING, MASK, mode="token_mask", clip_max=3.0))
+    metrics = mismatch_metrics(mismatch_statistics(LOGPS, SAMPLING, MASK, Mismatch(mode="token_mask", clip_max=3.0)))
     assert metrics == pytest.approx(
         {
             "sampling/sampling_logp_difference/mean": 1.75 * LN2,
@@ -61,7 +62,9 @@ def test_metrics_by_hand():
         rel=1e-6,
     )
     # Per completion: ratios 4 and 8.
-    metrics = mismatch_metrics(mismatch_statistics(LOGPS, SAMPLING, MASK, mode="sequence_mask", clip_max=5.0))
+    metrics = mismatch_metrics(
+        mismatch_statistics(LOGPS, SAMPLING, MASK, Mismatch(mode="sequence_mask", clip_max=5.0))
+    )
     assert metrics["sampling/importance_sampling_ratio/mean"] == pytest.approx(6.0)
     assert metrics["sampling/effective_sample_size"] == pytest.approx(144 / (2 * 80))
     assert metrics["sampling/outside_fraction"] == 0.5
@@ -78,16 +81,16 @@ def random_batch(seed, rows=6, tokens=7):
 @pytest.mark.parametrize("mode", MODES)
 def test_equal_probabilities_change_nothing(mode):
     logps, _, mask = random_batch(0)
-    weights = correction_weights(logps, logps.clone(), mask, mode=mode, clip_min=0.5, clip_max=2.0)
+    weights = correction_weights(logps, logps.clone(), mask, Mismatch(mode=mode, clip_min=0.5, clip_max=2.0))
     assert torch.equal(weights, torch.ones_like(weights))
-    metrics = mismatch_metrics(mismatch_statistics(logps, logps.clone(), mask, mode=mode))
+    metrics = mismatch_metrics(mismatch_statistics(logps, logps.clone(), mask, Mismatch(mode=mode)))
     assert metrics["sampling/effective_sample_size"] == pytest.approx(1.0, abs=1e-12)
     assert metrics["sampling/sampling_logp_difference/max"] == metrics["sampling/outside_fraction"] == 0.0
 
 
 def test_weights_carry_no_gradient():
     logps, sampling, mask = random_batch(1)
-    weights = correction_weights(logps.requires_grad_(), sampling, mask, mode="token_truncate")
+    weights = correction_weights(logps.requires_grad_(), sampling, mask, Mismatch(mode="token_truncate"))
     assert not weights.requires_grad
 
 
@@ -96,7 +99,7 @@ def test_weights_carry_no_gradient():
 def test_against_loops(mode, bounds):
     logps, sampling, mask = random_batch(2)
     low, high = bounds
-    found = correction_weights(logps, sampling, mask, mode=mode, clip_min=low, clip_max=high)
+    found = correction_weights(logps, sampling, mask, Mismatch(mode=mode, clip_min=low, clip_max=high))
     everything = []
     for i in range(len(logps)):
         counted = [t for t in range(logps.shape[1]) if mask[i, t]]
@@ -114,7 +117,9 @@ def test_against_loops(mode, bounds):
             elif (low is not None and value < low) or (high is not None and value > high):
                 value = 0.0
             assert found[i, t].item() == pytest.approx(value, rel=1e-6), (i, t)
-    metrics = mismatch_metrics(mismatch_statistics(logps, sampling, mask, mode=mode, clip_min=low, clip_max=high))
+    metrics = mismatch_metrics(
+        mismatch_statistics(logps, sampling, mask, Mismatch(mode=mode, clip_min=low, clip_max=high))
+    )
     assert metrics["sampling/importance_sampling_ratio/min"] == pytest.approx(min(everything))
     assert metrics["sampling/importance_sampling_ratio/max"] == pytest.approx(max(everything))
     size = sum(everything) ** 2 / (len(everything) * sum(r * r for r in everything))
@@ -125,15 +130,17 @@ def test_against_loops(mode, bounds):
 def test_parts_add_up_to_the_whole(mode):
     logps, sampling, mask = random_batch(3)
     bounds = {"mode": mode, "clip_min": 0.8, "clip_max": 1.2}
-    whole = mismatch_statistics(logps, sampling, mask, **bounds)
+    whole = mismatch_statistics(logps, sampling, mask, Mismatch(**bounds))
     cuts = [slice(0, 2), slice(2, 5), slice(5, 6), slice(6, 6)]
-    parts = torch.stack([mismatch_statistics(logps[c], sampling[c], mask[c], **bounds) for c in cuts])
+    parts = torch.stack([mismatch_statistics(logps[c], sampling[c], mask[c], Mismatch(**bounds)) for c in cuts])
     assert merge_statistics(parts).tolist() == pytest.approx(whole.tolist())
 
 
 def test_nothing_to_compare():
     nothing = torch.full((2, 3), math.nan)
-    metrics = mismatch_metrics(mismatch_statistics(torch.zeros(2, 3), nothing, torch.ones(2, 3), mode="token_mask"))
+    metrics = mismatch_metrics(
+        mismatch_statistics(torch.zeros(2, 3), nothing, torch.ones(2, 3), Mismatch(mode="token_mask"))
+    )
     assert all(math.isnan(value) for value in metrics.values())
 
 
@@ -145,6 +152,6 @@ def test_ratios_beyond_the_numbers(gap, size, outside):
     e^1000 is none."""
     sampling_logps, mask = torch.full((2, 200), -1.0), torch.ones(2, 200, dtype=torch.bool)
     compared = sampling_logps.double() + gap, sampling_logps, mask
-    metrics = mismatch_metrics(mismatch_statistics(*compared, mode="sequence_mask", clip_max=3.0))
+    metrics = mismatch_metrics(mismatch_statistics(*compared, Mismatch(mode="sequence_mask", clip_max=3.0)))
     assert metrics["sampling/effective_sample_size"] == pytest.approx(size, nan_ok=True)
     assert metrics["sampling/outside_fraction"] == outside

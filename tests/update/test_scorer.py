@@ -13,17 +13,17 @@ import transformers
 import trl
 from optional_packages import require
 from peft import PromptTuningConfig, get_peft_model
-from replay import TOKENIZER, tiny_model
+from replay import tiny_model
 from seeds import shifted
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from pacs_trl.evaluation.sampling import completion_entropies
 from pacs_trl.update import packing
 from pacs_trl.update.packing import PACKED, PackedRows, packed_attention, packing_backend
-from pacs_trl.update.scorer import Scorer, fused_head, pad_batch, score_rows, sequence_logps
+from pacs_trl.update.score_rows import fused_head, score_rows, sequence_logps
+from pacs_trl.update.scorer import Scorer, pad_batch
 
 
 # float32 noise of sums in another order
@@ -136,31 +136,18 @@ def test_gradient_equals_that_of_rows_alone(checkpointing, padding_free, rows):
 def test_packed_row_by_hand():
     prompts, completions = ([np.array(ids, dtype=np.int64) for ids in part] for part in SHARED)
     rows = PackedRows(prompts, completions)
-    assert rows.ids.tolist() == [5, 6] + [7, 20, 21] + [7, 22] + [7, 23, 24, 25] + [8, 30, 31, 32, 33] + [8] + [
-        9,
-        10,
-        11,
-        12,
-        13,
-        40,
-    ]
-    assert rows.positions.tolist() == [0, 1] + [2, 3, 4] + [2, 3] + [2, 3, 4, 5] + [0, 1, 2, 3, 4] + [0] + [
-        0,
-        1,
-        2,
-        3,
-        4,
-        5,
-    ]
+    ids = [5, 6] + [7, 20, 21] + [7, 22] + [7, 23, 24, 25] + [8, 30, 31, 32, 33] + [8] + [9, 10, 11, 12, 13, 40]
+    assert rows.ids.tolist() == ids
+    positions = [0, 1] + [2, 3, 4] + [2, 3] + [2, 3, 4, 5] + [0, 1, 2, 3, 4] + [0] + [0, 1, 2, 3, 4, 5]
+    assert rows.positions.tolist() == positions
     assert rows.texts == [[2, 3, 2, 4], [5], [1], [6]]  # a prompt and its branches; rows of one token share nothing
     # 20, 21 are predicted at 2 and 3, and so on, in the order of the rows
     assert rows.places.tolist() == [2, 3] + [11, 12, 13, 14] + [5] + [21] + [] + [7, 8, 9]
     inputs = rows.kernel_inputs()
     assert inputs["cu_seq_lens_q"].tolist() == [0, 2, 5, 7, 11, 16, 17, 23]
     assert inputs["cu_seq_lens_k"].tolist() == [0, 2, 7, 11, 17, 22, 23, 29]
-    assert inputs["key_places"].tolist() == [0, 1] + [0, 1, 2, 3, 4] + [0, 1, 5, 6] + [0, 1, 7, 8, 9, 10] + list(
-        range(11, 23)
-    )
+    keys = [0, 1] + [0, 1, 2, 3, 4] + [0, 1, 5, 6] + [0, 1, 7, 8, 9, 10]
+    assert inputs["key_places"].tolist() == keys + list(range(11, 23))
 
 
 @contextmanager
@@ -303,26 +290,12 @@ def test_attention_to_a_long_prompt_takes_memory_for_its_tokens_only():
     assert largest.elements == inputs[0].numel() == 4 * 750 * 4
 
 
-def varlen_attention(
-    module,
-    query,
-    key,
-    value,
-    attention_mask,
-    cu_seq_lens_q,
-    cu_seq_lens_k,
-    max_length_q,
-    max_length_k,
-    scaling=None,
-    **kwargs,
-):
+def varlen_attention(module, query, key, value, mask, cu_seq_lens_q, cu_seq_lens_k, scaling=None, **kwargs):
     """What FlashAttention's variable-length kernel computes: causal, aligned at the last query and the last key."""
     assert module.config._attn_implementation == "flash_attention_2"  # the kernels are looked up by it
-    out = []
-    for q0, q1, k0, k1 in zip(
-        cu_seq_lens_q[:-1], cu_seq_lens_q[1:], cu_seq_lens_k[:-1], cu_seq_lens_k[1:], strict=True
-    ):
-        assert q1 - q0 <= max_length_q and k1 - k0 <= max_length_k
+    out, bounds = [], (cu_seq_lens_q[:-1], cu_seq_lens_q[1:], cu_seq_lens_k[:-1], cu_seq_lens_k[1:])
+    for q0, q1, k0, k1 in zip(*bounds, strict=True):
+        assert q1 - q0 <= kwargs["max_length_q"] and k1 - k0 <= kwargs["max_length_k"]
         mask = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool).tril(k1 - k0 - (q1 - q0))
         parts = query[:, :, q0:q1], key[:, :, k0:k1], value[:, :, k0:k1]
         out.append(F.scaled_dot_product_attention(*parts, attn_mask=mask, scale=scaling, enable_gqa=True))
@@ -376,85 +349,10 @@ def test_attention_is_restored():
         assert config._attn_implementation == "sdpa"
 
 
-SMALL = {
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-GPT = {"vocab_size": 128, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-
-
-def build(name, attention="sdpa", **settings):
-    torch.manual_seed(shifted(0))
-    config = getattr(transformers, f"{name}Config")(**(SMALL | settings))
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.ndim > 1:
-                p.normal_(0, 0.2)
-    return model
-
-
-PACKABLE = {
-    "Llama": {},
-    "Qwen2": {},
-    "Qwen3": {"head_dim": 8},
-    "Qwen3Moe": {**EXPERTS, "head_dim": 8},
-    "Gemma": {"head_dim": 8},
-    "Phi3": {},
-    "Olmo2": {},
-    "SmolLM3": {},
-    "Granite": {},
-    "Cohere": {},
-    "GPTNeoX": {},
-    "GPT2": GPT,
-    "OPT": {"ffn_dim": 64, "word_embed_proj_dim": 32},
-}
-
-
-@pytest.mark.parametrize(("name", "settings"), PACKABLE.items(), ids=PACKABLE)
-def test_architectures_that_pack(name, settings):
-    model = with_fused_head(build(name, **settings))
-    with torch.no_grad():
-        for logps, prompt, completion in zip(packed(model).logps, PROMPTS, COMPLETIONS, strict=True):
-            ids = torch.tensor([prompt + completion])
-            expected = model(ids, labels=ids, fused_lm_head=True).log_probs[0, -len(completion) :]
-            torch.testing.assert_close(logps, expected, rtol=1e-4, atol=1e-4)
-
-
-WINDOW = {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True, "sliding_window": 4}
-PADDED = {
-    "sliding windows": ("Mistral", {"sliding_window": 4}),
-    "some layers with windows": ("Qwen3", {"head_dim": 8, **WINDOW}),
-    # which transformers 5.23 does not run with SDPA any more
-    "soft-capped attention": ("Gemma2", {"head_dim": 8, "layer_types": ["full_attention"] * 2, "attention": None}),
-    "convolutions": ("Lfm2", {"layer_types": ["conv", "full_attention"]}),
-    "masks made by the layers": ("Doge", {}),
-}
-
-
-@pytest.mark.parametrize(("name", "settings"), PADDED.values(), ids=PADDED)
-def test_architectures_that_are_padded(name, settings):
-    assert packing_backend(build(name, **settings)) is None
-
-
 def test_backend_follows_the_attention_implementation():
     model = tiny_model()
-    for implementation, backend in {
-        "sdpa": "sdpa",
-        "eager": None,
-        "flex_attention": None,
-        "flash_attention_2": "flash",
-        "flash_attention_3": "flash",
-    }.items():
+    backends = {"sdpa": "sdpa", "eager": None, "flex_attention": None}
+    for implementation, backend in (backends | {f"flash_attention_{n}": "flash" for n in (2, 3)}).items():
         model.config._attn_implementation = implementation
         assert packing_backend(model) == backend
 
@@ -478,17 +376,6 @@ def test_flash_kernels_get_row_boundaries_and_lengths():
     # only completions are labels
     assert seen["shift_labels"].tolist() == [[20, 21] + [30, 31, 32, 33] + [40]]
     assert [row.tolist() for row in logps] == [[0, 1], [2, 3, 4, 5], [6]]
-
-
-@pytest.mark.parametrize("padding_free", ["always", "never"])
-def test_tokenizer_pads_with_a_token_that_rows_may_contain(padding_free):
-    """Padding is found by the mask, never by the token."""
-    model = with_fused_head(tiny_model())
-    completions = [[TOKENIZER.pad_token_id, 21], *COMPLETIONS[1:]]
-    scorer = Scorer(model, CPU, pad_token_id=TOKENIZER.pad_token_id, padding_free=padding_free)
-    with torch.no_grad():
-        logps, _ = scorer.score(model, PROMPTS, completions)
-        torch.testing.assert_close(logps[0], alone(model, PROMPTS[0], completions[0])[0], **TIGHT)
 
 
 def test_padding_lies_behind_the_completion():

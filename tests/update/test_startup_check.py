@@ -10,7 +10,8 @@ from architectures import build
 from replay import Replay, build_trainer, tiny_model
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
-from pacs_trl.update.scorer import Scorer, score_rows
+from pacs_trl.update.score_rows import score_rows
+from pacs_trl.update.scorer import Scorer
 from pacs_trl.update.startup_check import choose_forward_pass, disable_noise
 
 

@@ -1,0 +1,87 @@
+"""Callbacks of every trainer: the state at the start of an optimizer step, and a warning for runs that cannot
+learn."""
+
+import logging
+
+from transformers import TrainerCallback
+
+from .kept_settings import check_kept
+
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = 10  # optimizer steps
+
+TRUNCATED = "completions/clipped_ratio"
+# Share of uniform groups: of the optimizer step (PACS), or of its generations.
+UNIFORM = ("pacs/uniform_group_fraction", "frac_reward_zero_std")
+DENSE = "dense/mixed_fraction"  # with process labels uniform groups have a gradient, too
+
+
+class StepStart(TrainerCallback):
+    """
+    Stores the state at the start of an optimizer step; only Trainer knows where a step starts, as the last one of an
+    epoch may be shorter. Checks that no callback or reward function has changed a setting: before the step, and before
+    the state after it is saved.
+    """
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+        self._state: dict | None = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._state = None
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        check_kept(self.trainer._kept_settings, args)
+        self._state = {name: getattr(self.trainer, name) for name in self.trainer._counters}
+        self._metrics = {name: list(values) for name, values in self.trainer._metrics["train"].items()}
+        self._tokens = state.num_input_tokens_seen
+
+    def on_step_end(self, args, state, control, **kwargs):
+        check_kept(self.trainer._kept_settings, args)
+        self._state = None
+
+    def rewind(self) -> None:
+        """Return to the start of an optimizer step that cannot be finished: its completions are generated again."""
+        for name, value in (self._state or {}).items():
+            setattr(self.trainer, name, value)
+        if self._state is not None:
+            self.trainer.state.num_input_tokens_seen = self._tokens
+            self.trainer._metrics["train"].clear()
+            self.trainer._metrics["train"].update(self._metrics)
+
+
+class NoSignalCallback(TrainerCallback):
+    """
+    Warns once in a run, also if it is resumed, after `PATIENCE` optimizer steps in a row in which all groups were
+    uniform or all completions truncated. The metrics that it reads are equal on all processes.
+
+    Args:
+        trainer ([`RolloutTrainer`]): Its attribute `signal`, which checkpoints contain, holds the number of such steps
+            (`"none_in"`) and the metrics of the last generation.
+    """
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+        self._lengths: dict[str, int] = {}
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._lengths = {name: len(values) for name, values in self.trainer._metrics["train"].items()}
+
+    def on_step_end(self, args, state, control, **kwargs):
+        metrics, signal = self.trainer._metrics["train"], self.trainer.signal
+        if signal["none_in"] >= PATIENCE:
+            return
+        for name in (TRUNCATED, *UNIFORM, DENSE, "reward"):
+            if new := metrics.get(name, [])[self._lengths.get(name, 0) :]:
+                signal[name] = min(new)  # one per generation; without a generation those of the last one hold
+        uniform = next(signal[name] for name in UNIFORM if name in signal) == 1.0 and not signal.get(DENSE, 0.0) > 0
+        signal["none_in"] = signal["none_in"] + 1 if uniform or signal[TRUNCATED] == 1.0 else 0
+        if signal["none_in"] == PATIENCE and state.is_world_process_zero:
+            logger.warning(
+                f"There is nothing to learn from in {PATIENCE} optimizer steps in a row: in each of them every group "
+                f"had equal rewards or every completion was truncated (now: mean reward {signal['reward']:.2f}, "
+                f"truncated share {signal[TRUNCATED]:.2f}, max_completion_length={args.max_completion_length}). See "
+                "docs/troubleshooting.md, 'The reward is flat', for likely causes."
+            )

@@ -1,0 +1,393 @@
+"""Checkpoints that continue a run bit for bit: state, seeds, comparison of settings, and detection of damaged files.
+
+TRL's trainer continues exactly only where a generation batch ends. Its checkpoints lack the completions that later
+optimizer steps will learn from, the step counter, the order of later epochs, and the random state of vLLM. The first
+two are saved here; the other two become functions of seeds and counters. A process may be killed while it writes, so a
+checkpoint is checked before it is used.
+"""
+
+import hashlib
+import json
+import logging
+import random
+import re
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import save_fsdp_model, set_seed
+from peft import PeftConfig
+from safetensors import SafetensorError, safe_open
+from torch.utils.data import Sampler
+from transformers.integrations.fsdp import get_fsdp_ckpt_kwargs
+from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_NAME
+from trl.trainer.utils import RepeatSampler
+
+from ..settings.command_line import NO_ROOM, FailedRun
+from ..update.rows import Rollout, from_state, to_state
+
+
+logger = logging.getLogger(__name__)
+
+# transformers loads an optimizer onto `args.device`, which is "cpu:0" with several processes on CPUs, a name that
+# torch.load does not know.
+torch.serialization.register_package(
+    50, lambda storage: None, lambda storage, location: storage if location.startswith("cpu:") else None
+)
+
+# Settings that a checkpoint and the run that resumes from it must share, whatever the method.
+SHARED_SETTINGS = (
+    # the data of a step
+    *("seed", "shuffle_dataset", "num_generations", "num_iterations", "steps_per_generation"),
+    *("gradient_accumulation_steps", "generation_batch_size", "max_completion_length", "max_tool_calling_iterations"),
+    *("chat_template_kwargs", "generation_kwargs", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+    *("vllm_structured_outputs_regex", "reward_weights", "mask_truncated_completions"),
+    # the loss, whose logits the temperature divides too
+    *("beta", "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps", "disable_dropout"),
+    *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
+    *("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"),
+    # the optimizer: the checkpoint's values would silently win
+    *("optim", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
+)
+
+
+# Seeds --------------------------------------------------------------------------------------------------------------
+
+
+class EpochSampler(Sampler):
+    """TRL's sampler, shuffled by seed and epoch. TRL continues with the generator of the previous epoch, so a run
+    resumed after the first epoch would repeat its order."""
+
+    def __init__(self, sampler: RepeatSampler, epoch: Callable[[], int]):
+        self.sampler = sampler
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        if self.sampler.shuffle:
+            self.sampler.generator.manual_seed(self.sampler.seed + self.epoch())
+        return iter(self.sampler)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
+def request_seed(stream: str, index: int) -> int:
+    """Return a seed in [0, 2^31) for one request to vLLM; different for every stream (run seed and engine) and
+    request."""
+    digest = hashlib.sha256(f"{stream}/{index}".encode()).digest()
+    return int.from_bytes(digest[:4], "little") >> 1
+
+
+def next_seeds(trainer: Any, num_requests: int) -> list[int]:
+    """Return the seeds of the next requests of this process to vLLM."""
+    # Processes that share one engine by tensor parallelism must agree on the seeds; a server has one stream.
+    of_engine = trainer.accelerator.process_index // trainer.args.vllm_tensor_parallel_size
+    run = f"{trainer.args.seed}/{0 if trainer.vllm_mode == 'server' else of_engine}"
+    if trainer.model.training:
+        first = trainer._num_requests
+        trainer._num_requests += num_requests
+    else:  # an evaluation has seeds of its own, so that training generates the same with and without it
+        step, first = trainer._evaluation_requests
+        first = first if step == trainer.state.global_step else 0
+        trainer._evaluation_requests = (trainer.state.global_step, first + num_requests)
+        run += f"/evaluation/{trainer.state.global_step}"
+    return [request_seed(run, first + i) for i in range(num_requests)]
+
+
+@contextmanager
+def own_random_numbers(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed all random number generators inside, and restore their states afterwards."""
+    states, devices = (random.getstate(), np.random.get_state()), [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
+        set_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+# Completions --------------------------------------------------------------------------------------------------------
+
+
+def rows_to_save(steps: Sequence[Sequence[Rollout]], process: int, num_processes: int) -> dict[tuple[int, int], dict]:
+    """
+    Return this process's part of a generation batch, by (optimizer step, row): the completions it learns from, and its
+    share of those without log-probs.
+
+    Args:
+        steps (sequence of sequences of [`Rollout`]): Completions of each optimizer step, the same on every process
+            except for `ref_logps` and `old_logps`.
+        process, num_processes (`int`): This process and the number of processes.
+    """
+    return {
+        (k, i): to_state(row)
+        for k, rows in enumerate(steps)
+        for i, row in enumerate(rows)
+        if row.ref_logps is not None or row.old_logps is not None or i % num_processes == process
+    }
+
+
+def merge_rows(parts: Sequence[dict[tuple[int, int], dict]]) -> list[list[Rollout]]:
+    """Inverse of [`rows_to_save`], from the parts of all processes."""
+    rows: dict[tuple[int, int], dict] = {}
+    for part in parts:
+        for index, row in part.items():
+            if index not in rows or row["ref_logps"] is not None or row["old_logps"] is not None:
+                rows[index] = row
+    steps: list[list[Rollout]] = [[] for _ in range(1 + max((k for k, _ in rows), default=-1))]
+    for k, i in sorted(rows):
+        steps[k].append(from_state(rows[k, i]))
+    return steps
+
+
+# Settings -----------------------------------------------------------------------------------------------------------
+
+
+def plain_settings(args: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Return settings by name as JSON represents them, so that those of a checkpoint can be compared."""
+    return json.loads(json.dumps({name: getattr(args, name) for name in names}, default=str))
+
+
+def check_same_settings(checkpoint: str, saved: dict[str, Any], current: dict[str, Any]) -> None:
+    """Raise a `ValueError` that names the settings in which a run differs from its checkpoint."""
+    differing = [
+        f"{name}: {saved.get(name)!r} in the checkpoint, {value!r} now"
+        for name, value in current.items()
+        if saved.get(name) != value
+    ]
+    if differing:
+        raise ValueError(
+            f"{checkpoint} was written with other settings: {'; '.join(differing)}. Restore these settings, or start "
+            "a new run from its weights with model_name_or_path."
+        )
+
+
+# Settings of LoRA that a checkpoint and the run that resumes from it must share.
+_ADAPTER_SETTINGS = ("r", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save", "use_rslora", "use_dora")
+
+
+def check_same_adapter(checkpoint: str, adapter: PeftConfig | None) -> None:
+    """
+    Compare the adapter of a checkpoint with that of the run that resumes from it.
+
+    Args:
+        checkpoint (`str`): Directory of a checkpoint.
+        adapter ([`~peft.PeftConfig`], *optional*): Adapter that the run trains; `None` if it trains the whole model.
+            Modules given by one word are not compared: peft finds their names when it has the model.
+
+    Raises:
+        `ValueError`: if one is an adapter and the other a whole model, or they are different adapters.
+    """
+    file = Path(checkpoint, ADAPTER_CONFIG_NAME)
+    saved = json.loads(file.read_text()) if file.is_file() else None
+    if (saved is None) != (adapter is None):
+        kinds = ("a whole model", "an adapter (LoRA)")
+        raise ValueError(
+            f"{checkpoint} holds {kinds[saved is not None]}, but this run trains {kinds[adapter is not None]}. Set "
+            f"use_peft: {str(saved is not None).lower()} to continue that run, or choose another output_dir."
+        )
+    if saved is None or adapter is None:
+        return
+    given = {name: getattr(adapter, name, None) for name in _ADAPTER_SETTINGS}
+    if isinstance(given["target_modules"], str) or given["target_modules"] is None:
+        del given["target_modules"]
+    plain = [{k: sorted(v) if isinstance(v, list | set) else v for k, v in each.items()} for each in (saved, given)]
+    check_same_settings(checkpoint, *plain)
+    bases = [saved["base_model_name_or_path"], adapter.base_model_name_or_path]
+    if all(bases) and Path(bases[0]).name != Path(bases[1]).name:
+        logger.warning(
+            "%s holds an adapter of %s, and this run trains one of %s. Resume with the model that the run was started "
+            "with, unless it has only moved.",
+            *(checkpoint, *bases),
+        )
+
+
+# State --------------------------------------------------------------------------------------------------------------
+
+
+# Attributes of a trainer in its checkpoints, with an underscore in front.
+_STATE = ("step", "num_requests", "unrewarded")
+
+
+def save_state(trainer: Any, directory: Path) -> None:
+    """Save what this process needs to continue, beyond what Trainer saves."""
+    state = {name: getattr(trainer, f"_{name}") for name in _STATE} | {
+        "settings": _shared_settings(trainer),
+        "signal": trainer.signal,
+        "metrics": dict(trainer._metrics["train"]),
+        **trainer._own_state(),
+    }
+    torch.save(state, directory / f"{trainer._state_name}_{trainer.accelerator.process_index}.pt")
+
+
+def save_last_step(trainer: Any) -> None:
+    """Save a checkpoint after the last optimizer step, on all processes, unless there is one."""
+    step = trainer.state.global_step
+    if step > 0 and trainer._saved_step != step:  # else it would be written over, and lost if that is interrupted
+        save_only_model, trainer.args.save_only_model = trainer.args.save_only_model, False
+        trainer._save_checkpoint(trainer.model, trial=None)
+        trainer.args.save_only_model = save_only_model
+
+
+def load_state(trainer: Any, directory: Path) -> None:
+    """Inverse of [`save_state`]; raises a `ValueError` if the run has other settings."""
+    file = state_file(directory, trainer._state_name, trainer.accelerator.process_index)
+    state = torch.load(file, map_location="cpu", weights_only=True)
+    check_same_settings(str(directory), state["settings"], _shared_settings(trainer))
+    for name in _STATE:
+        setattr(trainer, f"_{name}", state[name])
+    trainer.signal = state["signal"]
+    trainer._metrics["train"].update(state["metrics"])
+    trainer._load_own_state(directory, state)
+    if directory.resolve().parent == Path(trainer.args.output_dir).resolve():
+        trainer._saved_step = trainer.state.global_step
+
+
+def _shared_settings(trainer: Any) -> dict[str, Any]:
+    settings = plain_settings(trainer.args, (*SHARED_SETTINGS, *trainer._own_shared_settings))
+    return settings | {"reward functions": trainer.reward_func_names}
+
+
+# Files --------------------------------------------------------------------------------------------------------------
+
+
+def save_beside_shards(trainer: Any, output_dir: str, with_shards: bool) -> None:
+    """Save configuration and tokenizer, which Trainer leaves out where FSDP saves weights in shards, and the shards
+    if asked to."""
+    if trainer.args.should_save:
+        trainer._save(output_dir, state_dict={})
+        for name in (SAFE_WEIGHTS_NAME, ADAPTER_SAFE_WEIGHTS_NAME):  # written without any weight
+            Path(output_dir, name).unlink(missing_ok=True)
+    if with_shards:
+        plugin = trainer.accelerator.state.fsdp_plugin
+        save_fsdp_model(plugin, trainer.accelerator, trainer.model, output_dir, **get_fsdp_ckpt_kwargs())
+
+
+@contextmanager
+def reporting_full_disk(output_dir: str) -> Iterator[None]:
+    """Turn an error of a full or broken disk into a [`FailedRun`] that says where the run can be continued."""
+    try:
+        yield
+    except Exception as error:
+        if not _cannot_write(error):
+            raise
+        last = last_checkpoint(output_dir)
+        where = f"from {last}" if last else "from the beginning: no checkpoint is complete"
+        raise FailedRun(
+            f"The run in {output_dir} can no longer write files: {str(error).splitlines()[0].rstrip('.')}. Free some "
+            f"space, and continue with `--resume_from_checkpoint last`, {where}."
+        ) from error
+
+
+def _cannot_write(error: BaseException) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in NO_ROOM
+    # safetensors and torch say so in their messages only
+    texts = [f"os error {number})" for number in NO_ROOM] + ["PytorchStreamWriter", "unexpected pos", "iostream error"]
+    of_library = isinstance(error, SafetensorError) or type(error) is RuntimeError
+    return of_library and any(text in str(error) for text in texts)
+
+
+@contextmanager
+def reporting_other_shapes(checkpoint: str) -> Iterator[None]:
+    """Say in a `ValueError` that weights do not have the shapes of the model that they are loaded into."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "size mismatch" not in str(error):
+            raise
+        raise ValueError(
+            f"The weights in {checkpoint} do not fit the model of this run: {str(error).splitlines()[1].strip()} "
+            "Resume with the model that the run was started with."
+        ) from error
+
+
+def defect(checkpoint: str | Path) -> str | None:
+    """
+    Return why a checkpoint is not complete: the first file that is missing or truncated. `None` for a complete one.
+
+    `trainer_state.json` is written last, when all processes have written their files. Truncation is detected from the
+    footers, so large files are not read.
+    """
+    checkpoint = Path(checkpoint)
+    try:
+        json.loads((checkpoint / "trainer_state.json").read_text())
+    except OSError:
+        return "it has no trainer_state.json, which is written last"
+    except ValueError:
+        return "its trainer_state.json is truncated"
+    for file in sorted(checkpoint.rglob("*")):
+        saved_by_torch = file.suffix in (".pt", ".pth") or file.name == "optimizer.bin"
+        truncated = saved_by_torch and not zipfile.is_zipfile(file)
+        if file.suffix == ".safetensors":
+            try:
+                with safe_open(file, framework="pt"):
+                    pass
+            except SafetensorError:
+                truncated = True
+        if truncated:
+            return f"its {file.relative_to(checkpoint)} is truncated"
+    return None
+
+
+def last_checkpoint(output_dir: str | Path) -> str | None:
+    """Return the last complete checkpoint of a run, whose directory need not exist. Incomplete ones, left by a process
+    that was killed while it wrote, are skipped with a warning."""
+    steps = (re.fullmatch(r"checkpoint-(\d+)", path.name) for path in Path(output_dir).glob("checkpoint-*"))
+    for step in sorted((int(match[1]) for match in steps if match), reverse=True):
+        checkpoint = Path(output_dir) / f"checkpoint-{step}"
+        if (wrong := defect(checkpoint)) is None:
+            return str(checkpoint)
+        logger.warning("%s is not complete: %s. It is skipped; the run will write it again.", checkpoint, wrong)
+    return None
+
+
+def check_complete(checkpoint: str) -> None:
+    """Raise a `ValueError` if a checkpoint does not exist or is not complete; name the last one beside it that is."""
+    if not Path(checkpoint).is_dir():
+        raise ValueError(f"The checkpoint {checkpoint!r} does not exist (seen from {Path.cwd()}). Correct the path.")
+    if (wrong := defect(checkpoint)) is not None:
+        other = last_checkpoint(Path(checkpoint).parent)
+        remedy = f"Resume from {other}" if other else "Start a new run"
+        raise ValueError(
+            f"{checkpoint} is not complete: {wrong}. It is no checkpoint, or the process was stopped while it was "
+            f"being written. {remedy}."
+        )
+
+
+def checkpoint_to_resume(
+    given: str | bool, output_dir: str, adapter: PeftConfig | None, state_name: str, process: int
+) -> str:
+    """
+    Return the checkpoint that a run continues from, checked: the last complete one in `output_dir` if `given` is
+    `True`.
+
+    Raises:
+        `ValueError`: if it is not complete, of another trainer, or of another kind of model.
+    """
+    checkpoint = last_checkpoint(output_dir) if given is True else str(given)
+    if checkpoint is None:
+        raise ValueError(f"There is no complete checkpoint in {output_dir} to resume from. Start a new run.")
+    check_complete(checkpoint)
+    state_file(Path(checkpoint), state_name, process)
+    check_same_adapter(checkpoint, adapter)
+    return checkpoint
+
+
+def state_file(checkpoint: Path, name: str, process: int) -> Path:
+    """Return the state that `process` has saved under `name`, or that of process 0 if it did not exist then. Raises a
+    `ValueError` if the checkpoint has none."""
+    for index in (process, 0):
+        if (file := checkpoint / f"{name}_{index}.pt").is_file():
+            return file
+    inside = last_checkpoint(checkpoint)
+    remedy = f"Did you mean {inside}?" if inside else "Start a new run from its weights with model_name_or_path."
+    raise ValueError(
+        f"{checkpoint} has no {name}_{process}.pt: it was written by another trainer or with save_only_model=True, "
+        f"and cannot be continued. {remedy}"
+    )

@@ -1,0 +1,291 @@
+"""The trainer whose optimizer steps are exact for any micro-batch split, for any objective of [`PolicyUpdate`].
+
+Generation, tools, vLLM, rewards, collation, and logging are the parent's. Different are:
+
+- `_prepare_inputs` keeps a generation batch as whole groups without padding, divided into optimizer steps.
+- `training_step` follows the parent's schedule, but does all the work of an optimizer step at once, at its last slot:
+  see `update/policy_update.py`.
+- A checkpoint also holds the completions that wait for later optimizer steps, and the snapshot reference.
+"""
+
+import math
+import time
+from abc import abstractmethod
+from pathlib import Path
+
+import torch
+from accelerate.utils import DistributedType, gather_object
+from accelerate.utils.memory import clear_device_cache
+from trl.trainer.utils import use_adapter
+
+from ..settings.command_line import FailedRun
+from ..update.groups import split_into_steps
+from ..update.policy_update import Objective, PolicyUpdate
+from ..update.reference import SnapshotReference, is_sharded
+from ..update.rows import Rollout, labels_from_rewards, unpad_rollouts
+from ..update.scorer import Scores
+from ..update.step import MicroBatchConfig, StepRollouts
+from ..update.token_weights import Mismatch, MismatchCorrection, TokenWeights
+from .checkpoint import merge_rows, rows_to_save
+from .rollout_trainer import RolloutTrainer
+
+
+class ExactUpdateTrainer(RolloutTrainer):
+    """
+    [`RolloutTrainer`] that takes exact optimizer steps of the objective that `create_objective` returns. Its
+    configuration has the settings of the update in [`PACSConfig`].
+    """
+
+    _update_class = PolicyUpdate
+    _counters = (*RolloutTrainer._counters, "_pending")
+
+    @abstractmethod
+    def create_objective(self) -> Objective:
+        """Return the objective: the pair of coefficients per completion and weights per token."""
+
+    def token_weights(self) -> list[TokenWeights]:
+        """Return factors on the gradient of each token. Extension point: weights per token."""
+        correct = self.args.vllm_importance_sampling_correction
+        return [MismatchCorrection(self.update.mismatch)] if correct else []
+
+    def complete_generation(self, generation_batch, rollouts: list[Rollout], num_steps: int) -> list[Rollout]:
+        """Return the completions of all processes, which `num_steps` optimizer steps share, from the first ones of
+        this process. Extension point: generate more or different completions."""
+        return gather_object(rollouts)
+
+    def _prepare_learning(self) -> None:
+        self._check_support()
+        self.update = self._create_update()
+        self.update.token_weights = self.token_weights()
+        self.vllm_importance_sampling_correction = False  # the parent's, which costs a forward pass of its own
+
+    def _check_support(self) -> None:
+        name = type(self).__name__
+        if self._is_vlm:
+            raise ValueError(
+                f"{name} supports text models only, got the vision-language model {type(self.model).__name__}: image "
+                "tensors cannot be moved between micro-batches one by one. Use a text model."
+            )
+        if self.args.vllm_importance_sampling_correction and not self.use_vllm and self.rollout_func is None:
+            raise ValueError(
+                "vllm_importance_sampling_correction=True would be ignored: transformers generates with the trained "
+                "weights themselves, so there is nothing to correct. Set use_vllm=True, or remove the key."
+            )
+        if self.aux_loss_enabled:
+            raise ValueError(
+                f"{type(self.model).__name__} is a mixture of experts with an auxiliary loss of the router "
+                f"(router_aux_loss_coef={self.router_aux_loss_coef}), which would depend on the micro-batches. Set "
+                "router_aux_loss_coef=0.0 to train without it."
+            )
+        if self.args.reset_optimizer_on_reference_reset and self.is_deepspeed_enabled:
+            raise ValueError(
+                "reset_optimizer_on_reference_reset=True is not supported with DeepSpeed, which keeps the optimizer's "
+                "state in buffers of its own. Use DDP or FSDP2, or set it to False."
+            )
+
+    @property
+    def _padding_free(self) -> str:
+        return self.args.padding_free
+
+    def _create_update(self) -> PolicyUpdate:
+        args = self.args
+        untruncated = args.top_p == 1.0 and not args.top_k and not args.min_p and args.repetition_penalty == 1.0
+        return self._update_class(
+            self.scorer,
+            self.accelerator,
+            objective=self.create_objective(),
+            limits=MicroBatchConfig(
+                self.accelerator.num_processes,
+                args.per_device_train_batch_size,
+                args.max_tokens_per_micro_batch,
+                group_layout=args.group_layout,
+                backward_cost=3 if args.gradient_checkpointing else 2,  # a backward pass costs two forward passes
+                pair_cost=1 / (6 * self.scorer.config.get_text_config().hidden_size),
+            ),
+            mismatch=Mismatch(
+                args.vllm_importance_sampling_mode,
+                args.vllm_importance_sampling_clip_min,
+                args.vllm_importance_sampling_clip_max,
+            ),
+            # The temperature, by which the loss divides too, may differ from 1, and nothing else.
+            samples_policy=untruncated and not args.generation_kwargs,
+            score_kl_reference=self._score_kl_reference if args.beta != 0 else None,
+        )
+
+    # Rollouts -------------------------------------------------------------------------------------------------------
+
+    def _labels_of(self, rewards_per_func):
+        return labels_from_rewards(rewards_per_func, self.reward_weights, self.reward_func_names)
+
+    def _prepare_inputs(self, generation_batch):
+        if not self.model.training:
+            return self._generate_and_score_completions(generation_batch)
+        if self._at_generation_boundary():
+            num_steps = self.args.steps_per_generation // self.args.gradient_accumulation_steps
+            first = self._draw_generation(generation_batch)
+            rollouts = self.complete_generation(generation_batch, first, max(num_steps, 1))
+            if num_steps <= 1 and self.num_iterations == 1:
+                self._pending = self._pending + rollouts
+            else:
+                self._steps = [self.update.schedule(rows) for rows in split_into_steps(rollouts, num_steps)]
+                self._cache_rollout_logps()
+        return generation_batch
+
+    def _draw_generation(self, generation_batch) -> list[Rollout]:
+        """Return this process's first completions for the optimizer steps until the next generation."""
+        return unpad_rollouts(self._generate_and_score_completions(generation_batch))
+
+    def _cache_rollout_logps(self) -> None:
+        """Compute log-probs under the policy that generated, for the updates in which it will have moved on."""
+        is_reference = self.args.reference == "rollout" and self.update.objective.has_reference
+        names = ["ref_logps"] * is_reference + ["old_logps", "old_entropies"] * bool(self.update.token_weights)
+        later = self._steps if self.num_iterations > 1 else self._steps[1:]
+        with self.timer.part("log_probs"):
+            for step in later if names else ():
+                self.update.cache_logps(self.model_wrapped, step, *names)
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        """The parent asks for the policy and the KL reference after generation. The update computes them, when and
+        where it needs them."""
+        return None, None, None
+
+    # Optimizer step -------------------------------------------------------------------------------------------------
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        started = time.perf_counter()
+        model.train()
+        if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
+            self.optimizer.train()
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            clear_device_cache()
+        self._prepare_inputs(inputs)
+        loss = 0.0
+        if self.accelerator.sync_gradients:  # the last slot of the optimizer step
+            with self.timer.part("update"):
+                loss = self._run_update(model)
+        self._step += 1
+        self._current_train_step_time += time.perf_counter() - started
+        if self.accelerator.sync_gradients:
+            self._metrics["train"]["step_time"].append(self._current_train_step_time)
+            self._current_train_step_time = 0.0
+        return torch.tensor(loss, device=self.args.device)
+
+    def _run_update(self, model) -> float:
+        if self._pending:
+            step, first_update = self.update.schedule(self._pending), True
+            self._pending = []
+        else:
+            update = self._step // self.args.gradient_accumulation_steps
+            step = self._steps[update % len(self._steps)]
+            first_update = update % (len(self._steps) * self.num_iterations) == 0
+        step.on_policy = first_update
+        if self.args.reference == "snapshot":
+            with self.timer.part("log_probs"):
+                self._cache_snapshot_logps(model, step)
+        proxies_are_zero = first_update and self._policy_is_reference()
+        loss, metrics = self.update.run(model, step, proxies_are_zero=proxies_are_zero)
+        for name, value in metrics.items():
+            self._metrics["train"][name].append(value)
+        return loss
+
+    def _take_snapshot(self, model) -> SnapshotReference:
+        return SnapshotReference(model, offload=self.args.reference_offload)
+
+    def _cache_snapshot_logps(self, model, step: StepRollouts) -> None:
+        if self._snapshot is None:
+            self._snapshot = self._take_snapshot(model)
+        every = self.args.reference_reset_steps
+        if every is not None and self.state.global_step > 0 and self.state.global_step % every == 0:
+            self._snapshot.renew()
+            if self.args.reset_optimizer_on_reference_reset:
+                self.optimizer.state.clear()
+        with self._snapshot.in_place_of_policy():
+            self.update.cache_logps(model, step, "ref_logps")
+
+    def _policy_is_reference(self) -> bool:
+        """Whether the policy that generated is the reference (without a snapshot yet, the initial policy is)."""
+        return self.update.objective.has_reference and self._snapshot is None
+
+    def _score_kl_reference(self, model, prompt_ids, completion_ids) -> Scores:
+        if self.ref_model is not None:
+            return self.ref_scorer.score(self.ref_model, prompt_ids, completion_ids)
+        unwrapped = self.accelerator.unwrap_model(self.model)
+        with use_adapter(unwrapped, adapter_name="ref" if "ref" in unwrapped.peft_config else None):
+            return self.scorer.score(model, prompt_ids, completion_ids)
+
+    def _compute_loss(self, model, inputs):
+        """Compute the loss of a batch in evaluation: the same formula, without gradient."""
+        if self.model.training:
+            raise RuntimeError("This trainer trains through `training_step`; `compute_loss` is for evaluation only.")
+        rollouts = gather_object(unpad_rollouts(inputs))
+        if self.num_generations_eval < 2:
+            return torch.tensor(0.0, device=self.args.device)  # a score needs a second completion of the prompt
+        step = self.update.schedule(rollouts)
+        if self._snapshot is not None:
+            with self._snapshot.in_place_of_policy():
+                self.update.cache_logps(model, step, "ref_logps")
+        loss, metrics = self.update.evaluate(model, step, proxies_are_zero=self._policy_is_reference())
+        for name, value in metrics.items():
+            self._metrics["eval"][name].append(value)
+        return torch.tensor(loss, device=self.args.device)
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        """Leave out, and count, optimizer steps whose gradient is not finite; too many in a row are an error."""
+        grad_norm = super()._get_grad_norm(model, grad_norm)
+        in_a_row, total = self._non_finite
+        if math.isfinite(float(grad_norm)):  # the same on all processes
+            self._non_finite = 0, total
+        else:
+            self._non_finite = in_a_row + 1, total + 1
+            self._skip_step(model, float(grad_norm))
+        self._metrics["train"]["pacs/non_finite_steps"].append(self._non_finite[1])
+        return grad_norm
+
+    def _skip_step(self, model, grad_norm: float) -> None:
+        step, (in_a_row, _), limit = self.state.global_step + 1, self._non_finite, self.args.max_non_finite_steps
+        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+            raise FailedRun(
+                f"The gradient norm of step {step} is {grad_norm}, and DeepSpeed has already applied the gradient. "
+                "Start a new run from the weights of the last checkpoint (model_name_or_path) with a lower learning "
+                "rate."
+            )
+        if in_a_row >= limit:
+            raise FailedRun(
+                f"The gradient norm was not finite in {in_a_row} optimizer steps in a row (now {grad_norm} at step "
+                f"{step}; max_non_finite_steps={limit}). The weights are those before the first of them. Look at "
+                "`pacs/proxy_abs_mean`: lower the learning rate, or set max_grad_norm."
+            )
+        if self.accelerator.scaler is None:  # in fp16 the scaler finds and skips such steps itself
+            model.zero_grad(set_to_none=True)  # optimizers leave parameters without a gradient alone
+
+    # Checkpoints ----------------------------------------------------------------------------------------------------
+
+    def _reset_run(self) -> None:
+        super()._reset_run()
+        self._pending: list[Rollout] = []  # completions of generations that fill one optimizer step together
+        self._steps: list[StepRollouts] = []  # the optimizer steps of the current generation batch
+        self._snapshot: SnapshotReference | None = None
+        self._non_finite = 0, 0  # optimizer steps without a finite gradient: in a row up to the last one, and in all
+
+    def _save_run(self, directory: Path) -> None:
+        super()._save_run(directory)
+        process = self.accelerator.process_index
+        if self._snapshot is not None and (process == 0 or is_sharded(self.model_wrapped)):
+            torch.save(self._snapshot.state_dict(), directory / f"pacs_reference_{process}.pt")
+
+    def _own_state(self) -> dict:
+        waiting = [] if self._at_generation_boundary() else [step.rollouts for step in self._steps]
+        rollouts = rows_to_save(waiting, self.accelerator.process_index, self.accelerator.num_processes)
+        return {"non_finite": self._non_finite, "rollouts": rollouts}
+
+    def _load_own_state(self, checkpoint: Path, state: dict) -> None:
+        self._non_finite = tuple(state["non_finite"])
+        files = checkpoint.glob(f"{self._state_name}_*.pt")
+        parts = [torch.load(file, map_location="cpu", weights_only=True)["rollouts"] for file in files]
+        self._steps = [self.update.schedule(rollouts) for rollouts in merge_rows(parts)]
+        if self.args.reference == "snapshot":
+            process = self.accelerator.process_index if is_sharded(self.model_wrapped) else 0
+            copies = torch.load(checkpoint / f"pacs_reference_{process}.pt", map_location="cpu", weights_only=True)
+            self._snapshot = self._take_snapshot(self.model_wrapped)
+            self._snapshot.load_state_dict(copies)
