@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from trl.trainer.utils import create_model_from_path, disable_dropout_in_model, get_config_model_id
 
+from ..rollouts.construction import create_scorer
 from ..rollouts.kept_settings import OF_OPTIMIZER
 from ..rollouts.rollout_trainer import RolloutTrainer
 from ..update.rows import without_padding
@@ -89,7 +90,7 @@ class ActorCriticTrainer(RolloutTrainer):
             raise ValueError(
                 f"{name} supports text models only, got {type(self.model).__name__}: the critic sees no images."
             )
-        self._critic_scorer = self._create_scorer(self.critic, temperature=1.0)
+        self._critic_scorer = create_scorer(self, self.critic, temperature=1.0)
         # transformers takes an adapter one folder below a checkpoint for one of the policy's
         directory = "critic/adapter" if isinstance(self.critic, PeftModel) else "critic"
         rate = self.args.critic_learning_rate

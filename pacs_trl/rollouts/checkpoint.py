@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import save_fsdp_model, set_seed
-from peft import PeftConfig
+from peft import PeftConfig, PeftModel
 from safetensors import SafetensorError, safe_open
 from torch.utils.data import Sampler
 from transformers.integrations.fsdp import get_fsdp_ckpt_kwargs
@@ -96,6 +96,14 @@ def next_seeds(trainer: Any, num_requests: int) -> list[int]:
         trainer._evaluation_requests = (trainer.state.global_step, first + num_requests)
         run += f"/evaluation/{trainer.state.global_step}"
     return [request_seed(run, first + i) for i in range(num_requests)]
+
+
+def evaluation_seed(trainer: Any) -> int:
+    """Return the seed of this process for an evaluation: another one for each at the same optimizer step."""
+    step, number = trainer._evaluations
+    trainer._evaluations = (trainer.state.global_step, number + 1 if step == trainer.state.global_step else 1)
+    process, step = trainer.accelerator.process_index, trainer.state.global_step
+    return request_seed(f"{trainer.args.seed}/{process}/evaluation/{step}", trainer._evaluations[1])
 
 
 @contextmanager
@@ -248,6 +256,16 @@ def load_state(trainer: Any, directory: Path) -> None:
         trainer._saved_step = trainer.state.global_step
 
 
+def is_finished(trainer: Any, checkpoint: str, max_steps: int) -> bool:
+    """Return whether a checkpoint is the end of its run, and print how the run continues."""
+    finished, after = trainer.state.global_step >= max_steps, f"optimizer step {trainer.state.global_step}"
+    if finished:
+        trainer.accelerator.print(f"{checkpoint} is the end of a finished run ({after}), so nothing is left to train.")
+    else:
+        trainer.accelerator.print(f"Continuing from {checkpoint}, after {after} of {max_steps}.")
+    return finished
+
+
 def _shared_settings(trainer: Any) -> dict[str, Any]:
     settings = plain_settings(trainer.args, (*SHARED_SETTINGS, *trainer._own_shared_settings))
     return settings | {"reward functions": trainer.reward_func_names}
@@ -360,9 +378,7 @@ def check_complete(checkpoint: str) -> None:
         )
 
 
-def checkpoint_to_resume(
-    given: str | bool, output_dir: str, adapter: PeftConfig | None, state_name: str, process: int
-) -> str:
+def checkpoint_to_resume(trainer: Any, given: str | bool) -> str:
     """
     Return the checkpoint that a run continues from, checked: the last complete one in `output_dir` if `given` is
     `True`.
@@ -370,12 +386,13 @@ def checkpoint_to_resume(
     Raises:
         `ValueError`: if it is not complete, of another trainer, or of another kind of model.
     """
-    checkpoint = last_checkpoint(output_dir) if given is True else str(given)
+    checkpoint = last_checkpoint(trainer.args.output_dir) if given is True else str(given)
     if checkpoint is None:
-        raise ValueError(f"There is no complete checkpoint in {output_dir} to resume from. Start a new run.")
+        raise ValueError(f"There is no complete checkpoint in {trainer.args.output_dir}. Start a new run.")
     check_complete(checkpoint)
-    state_file(Path(checkpoint), state_name, process)
-    check_same_adapter(checkpoint, adapter)
+    state_file(Path(checkpoint), trainer._state_name, trainer.accelerator.process_index)
+    adapters = trainer.model.peft_config if isinstance(trainer.model, PeftModel) else {}
+    check_same_adapter(checkpoint, adapters.get("default"))
     return checkpoint
 
 

@@ -11,13 +11,15 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from peft import LoraConfig
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, ProcessorMixin
+from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOConfig
 from trl.trainer.utils import get_config_model_id, is_async_callable
 
 from ..data.prompts import context_lengths
+from ..update.scorer import Scorer
 from .lora import check_lora_targets
 from .preemption import check_no_jit_checkpoint
-from .tools import check_tools
+from .tools import check_tools, shared_turns_error
 from .trainer_checks import (
     OWN_PARAMETERS,
     check_dataset,
@@ -107,6 +109,25 @@ def check_lengths(model: str | PreTrainedModel, args: GRPOConfig, arguments: dic
         arguments["tools"],
         context_lengths(config),
     )
+
+
+def create_scorer(trainer: Any, model: Any, temperature: float | None = None) -> Scorer:
+    """Return a scorer; `temperature` is that of the fused head if TRL has not put one on the model."""
+    return Scorer(
+        model,
+        trainer.accelerator.device,
+        pad_token_id=trainer._tokenizer.pad_token_id,
+        padding_free=trainer._padding_free,
+        temperature=trainer.temperature if temperature is None else temperature,
+        autocast=trainer.accelerator.autocast,
+    )
+
+
+def check_shared_turns(trainer: Any) -> None:
+    """Refuse tools where processes would have to take their turns together."""
+    is_sharded = trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled()
+    if error := shared_turns_error(trainer.args, trainer.accelerator.num_processes, is_sharded):
+        raise ValueError(error)
 
 
 def check_equal_on_all_processes(what: str, number: int) -> None:

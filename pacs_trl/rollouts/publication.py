@@ -17,11 +17,18 @@ from ..hub import README_FILE, RECIPE_FILE, TRAINING_FACTS_FILE, kept_readme, pu
 from ..redaction import without_secrets
 
 
+def card_facts(model_name: str | None, dataset_name: str | None, tags: str | list[str] | None) -> dict[str, Any]:
+    """Return the arguments of `create_model_card` that are given."""
+    tags = [tags] if isinstance(tags, str) else tags
+    given = {"model_name": model_name, "dataset_name": dataset_name, "tags": tags}
+    return {key: value for key, value in given.items() if value is not None}
+
+
 def describe_model(trainer: Any, directory: Path) -> None:
     """Write provenance, recipe, and card beside a saved model."""
-    card_facts = trainer._card_facts
-    tags = sorted({*(trainer.model.model_tags or ()), *card_facts.get("tags", ())})
-    facts = training_facts(trainer.accelerator.num_processes) | {"paper": trainer._paper} | card_facts | {"tags": tags}
+    given = trainer._card_facts
+    tags = sorted({*(trainer.model.model_tags or ()), *given.get("tags", ())})
+    facts = training_facts(trainer.accelerator.num_processes) | {"paper": trainer._paper} | given | {"tags": tags}
     if trainer.recipe is None:
         facts["settings"] = without_secrets(_settings_from_python(trainer))
     else:
@@ -29,7 +36,7 @@ def describe_model(trainer: Any, directory: Path) -> None:
         (directory / RECIPE_FILE).write_text(recipe, encoding="utf-8")
     content = json.dumps(facts, indent=1, default=str) + "\n"
     (directory / TRAINING_FACTS_FILE).write_text(content, encoding="utf-8")
-    name = trainer.hub_model_id or trainer.args.hub_model_id or card_facts.get("model_name")
+    name = trainer.hub_model_id or trainer.args.hub_model_id or given.get("model_name")
     write_card(directory, name or Path(trainer.args.output_dir).resolve().name, trainer.recipe, json.loads(content))
 
 

@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from accelerate.utils import gather_object
-from peft import PeftModel
 from torch import nn
-from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import get_config_model_id
@@ -27,7 +25,6 @@ from ..hub import LOG_FILE
 from ..rewards import code_reward, math_reward
 from ..settings.command_line import FailedRun
 from ..update.rows import Rollout, unpad_rollouts, weighted_rewards
-from ..update.scorer import Scorer
 from ..update.startup_check import choose_forward_pass, disable_noise
 from . import checkpoint, construction, publication
 from .callbacks import NoSignalCallback, StepStart
@@ -35,10 +32,9 @@ from .console import shorten_console
 from .engine import Engine, ServerFailure, checked_rollouts, end_empty_completions, failed_run
 from .kept_settings import OF_OPTIMIZER, check_kept, settings_of_construction
 from .timing import StepTimer
-from .tools import shared_turns_error, turns
+from .tools import turns
 from .trainer_checks import (
     check_columns,
-    check_dataset,
     check_evaluation_batch,
     check_golds,
     with_checked_result,
@@ -69,8 +65,7 @@ class RolloutTrainer(GRPOTrainer):
         def __init__(self, *args, **kwargs):
             given = _SIGNATURE.bind(self, *args, **kwargs)
             given.apply_defaults()
-            _, *arguments = given.arguments.items()
-            self._construct(**dict(arguments))
+            self._construct(**dict(list(given.arguments.items())[1:]))
 
     def _construct(self, model, reward_funcs, args, **arguments: Any) -> None:
         if args is None:
@@ -117,14 +112,12 @@ class RolloutTrainer(GRPOTrainer):
         if self.rollout_func is not None:
             self.rollout_func = checked_rollouts(self.rollout_func, self._tokenizer.eos_token_id, self._log_empty)
         if self.tools:
-            is_sharded = self.is_fsdp_enabled or is_deepspeed_zero3_enabled()
-            if error := shared_turns_error(self.args, self.accelerator.num_processes, is_sharded):
-                raise ValueError(error)
+            construction.check_shared_turns(self)
         if not self._is_vlm:  # a processor takes more keys than its template
             check_chat_template_kwargs(self.processing_class, self.chat_template_kwargs, self.chat_template)
-            self.scorer = self._create_scorer(self.model)
+            self.scorer = construction.create_scorer(self, self.model)
             if self.ref_model is not None:  # of the KL term
-                self.ref_scorer = self._create_scorer(self.accelerator.unwrap_model(self.ref_model))
+                self.ref_scorer = construction.create_scorer(self, self.accelerator.unwrap_model(self.ref_model))
         self.reward_funcs = [
             function if isinstance(function, nn.Module) else self._wrap_reward(i, function, name)
             for i, (function, name) in enumerate(zip(self.reward_funcs, self.reward_func_names, strict=True))
@@ -136,17 +129,6 @@ class RolloutTrainer(GRPOTrainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         construction.exchange_float32(self.accelerator)
-
-    def _create_scorer(self, model, temperature: float | None = None) -> Scorer:
-        """`temperature` is that of the fused head if the model was not given one by TRL."""
-        return Scorer(
-            model,
-            self.accelerator.device,
-            pad_token_id=self._tokenizer.pad_token_id,
-            padding_free=self._padding_free,
-            temperature=self.temperature if temperature is None else temperature,
-            autocast=self.accelerator.autocast,
-        )
 
     def _choose_forward_passes(self) -> None:
         """Run [`choose_forward_pass`] once, before anything is generated, on all processes together."""
@@ -162,7 +144,6 @@ class RolloutTrainer(GRPOTrainer):
 
     def get_eval_dataloader(self, eval_dataset=None):
         check_evaluation_batch(self.args.eval_batch_size, self.accelerator.num_processes, self.num_generations_eval)
-        check_dataset("eval_dataset", eval_dataset)
         return super().get_eval_dataloader(eval_dataset)
 
     def _get_train_sampler(self, dataset=None):
@@ -193,16 +174,13 @@ class RolloutTrainer(GRPOTrainer):
         self, inputs: Sequence[dict[str, Any]], num_generations: int, groups: Sequence[int] | None = None
     ) -> list[Rollout]:
         """
-        Generate completions of some prompts with the current policy, also within a generation, and compute their
-        rewards.
+        Generate completions of some prompts with the current policy, also within a generation, and compute rewards.
+        Returns those of this process, the completions of a prompt adjacent.
 
         Args:
             inputs (sequence of `dict`): Rows of the dataset, equally many on every process.
             num_generations (`int`): Completions of each.
             groups (sequence of `int`, *optional*): [`Rollout.group`] of each input's completions, if they join others.
-
-        Returns:
-            `list[Rollout]`: those of this process, the completions of a prompt adjacent.
         """
         before = self.num_generations, self.num_generations_eval
         self.num_generations = self.num_generations_eval = num_generations
@@ -282,27 +260,17 @@ class RolloutTrainer(GRPOTrainer):
             `list[torch.Tensor]`: of each completion float32 `(C,)` on the CPU, in nats, at the training `temperature`.
         """
         self._choose_forward_passes()
-        size = self.args.per_device_train_batch_size
-        passes = max(gather_object([-(-len(prompt_ids) // size)]))
-        logps: list[torch.Tensor] = []
+        passes = max(gather_object([-(-len(prompt_ids) // self.args.per_device_train_batch_size)]))
         with self.timer.part("log_probs"):
-            for start in range(0, passes * size, size):
-                prompts, completions = prompt_ids[start : start + size], completion_ids[start : start + size]
-                if len(prompts) == 0:  # other processes have more
-                    prompts, completions = [[0]], [[0]]
-                logps += [values.cpu() for values in self.scorer.score(self.model_wrapped, prompts, completions).logps]
-        return logps[: len(prompt_ids)]
+            size = self.args.per_device_train_batch_size
+            return self.scorer.score_in_batches(self.model_wrapped, prompt_ids, completion_ids, size, passes)
 
     # Runs -----------------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
         check_kept(self._kept_settings, self.args)
         if resume_from_checkpoint:
-            adapters = self.model.peft_config if isinstance(self.model, PeftModel) else {}
-            process = self.accelerator.process_index
-            resume_from_checkpoint = checkpoint.checkpoint_to_resume(
-                resume_from_checkpoint, self.args.output_dir, adapters.get("default"), self._state_name, process
-            )
+            resume_from_checkpoint = checkpoint.checkpoint_to_resume(self, resume_from_checkpoint)
         with checkpoint.reporting_full_disk(self.args.output_dir):
             output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         if self._unrewarded and self.state.global_step >= self.state.max_steps:
@@ -316,11 +284,7 @@ class RolloutTrainer(GRPOTrainer):
     def evaluation_loop(self, *args, **kwargs):
         """Evaluate without changing what is trained before or after it."""
         check_kept(self._kept_settings, self.args)
-        step, number = self._evaluations
-        self._evaluations = (self.state.global_step, number + 1 if step == self.state.global_step else 1)
-        run = f"{self.args.seed}/{self.accelerator.process_index}/evaluation/{self.state.global_step}"
-        seed = checkpoint.request_seed(run, self._evaluations[1])
-        with checkpoint.own_random_numbers(seed, self.accelerator.device):
+        with checkpoint.own_random_numbers(checkpoint.evaluation_seed(self), self.accelerator.device):
             return super().evaluation_loop(*args, **kwargs)
 
     def _reset_run(self) -> None:
@@ -353,13 +317,8 @@ class RolloutTrainer(GRPOTrainer):
 
     def _init_training_state(self, max_steps, updates_per_epoch, num_train_epochs, resume, trial):
         place = super()._init_training_state(max_steps, updates_per_epoch, num_train_epochs, resume, trial)
-        if resume is None:
+        if resume is None or not checkpoint.is_finished(self, resume, max_steps):
             return place
-        after = f"optimizer step {self.state.global_step} of {max_steps}"
-        if self.state.global_step < max_steps:
-            self.accelerator.print(f"Continuing from {resume}, after {after}.")
-            return place
-        self.accelerator.print(f"{resume} is the end of a finished run ({after}), so there is nothing to train.")
         return num_train_epochs, 0  # after the last epoch; Trainer would take one more step
 
     def _stop_without_rewards(self) -> NoReturn:
@@ -446,9 +405,7 @@ class RolloutTrainer(GRPOTrainer):
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None) -> None:
         """Write the card in `output_dir` again; before a model is saved there, keep these facts for its card."""
-        given = {"model_name": model_name, "dataset_name": dataset_name}
-        given["tags"] = [tags] if isinstance(tags, str) else tags
-        self._card_facts |= {key: value for key, value in given.items() if value is not None}
+        self._card_facts |= publication.card_facts(model_name, dataset_name, tags)
         if self._is_saved and self.args.should_save:  # TRL calls this before every checkpoint, too
             publication.describe_model(self, Path(self.args.output_dir))
 

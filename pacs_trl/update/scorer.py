@@ -105,6 +105,17 @@ class Scorer:
         entropies = [] if outputs.entropy is None else of_completions(outputs.entropy)
         return Scores(of_completions(outputs.log_probs), entropies)
 
+    def score_in_batches(
+        self, model, prompt_ids: Sequence, completion_ids: Sequence, batch_size: int, num_batches: int
+    ) -> list[torch.Tensor]:
+        """Compute log-probs in `num_batches` forward passes, which may be more than there are rows for. Returns one
+        float32 `(C,)` per row on the CPU."""
+        logps: list[torch.Tensor] = []
+        for start in range(0, num_batches * batch_size, batch_size):
+            prompts, completions = (ids[start : start + batch_size] or [[0]] for ids in (prompt_ids, completion_ids))
+            logps += [values.cpu() for values in self.score(model, prompts, completions).logps]
+        return logps[: len(prompt_ids)]
+
     def values(
         self, model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
