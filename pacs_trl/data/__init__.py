@@ -1,8 +1,8 @@
-"""From dataset rows to `prompt` and `solution`: one prompt builder for training and for evaluation.
+"""Training problems: from the rows of a dataset to `prompt` and `solution`.
 
-A score means nothing when training and evaluation ask the question in different words, so both call [`build_prompt`].
-Adding a training set is adding an entry to `TRAINING_SETS`; benchmarks live in `evaluation/benchmarks.py`, and what
-both are made of in `sets.py`. Mixing several sets and streaming are left out.
+Training and evaluation share one prompt builder, [`build_prompt`]. Adding a training set is adding an entry to
+`TRAINING_SETS`; benchmarks are in `evaluation/benchmarks.py`, and what both are made of in `sets.py`. Mixing several
+sets and streaming are not supported.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from pyarrow import ArrowException
 
 from ..settings import refuse_illegal_values
 from ..verification import Verifier
-from .prompts import PROMPT_INSTRUCTION, problem_text, prompt_lengths, prompt_of, read_problem
+from .prompts import PROMPT_INSTRUCTION, is_conversation, problem_text, prompt_lengths, prompt_of, read_problem
 from .prompts import build_prompt as build_prompt
 from .sets import (
     CODE_INSTRUCTION,
@@ -25,7 +25,7 @@ from .sets import (
     GSM8K,
     MINIATURE,
     ProblemSet,
-    doubts,
+    dataset_warnings,
     gold_answer,
     load_rows,
     own_columns,
@@ -39,29 +39,32 @@ if TYPE_CHECKING:  # slow to import, and the arguments below are asked for their
 
 logger = logging.getLogger(__name__)
 
-# The same for free-text answers, which no verifier reads.
+# The sentence behind problems with free-text answers, which no verifier reads.
 ANSWER_INSTRUCTION = "Please reason step by step, and put your final answer between <answer> and </answer>."
+
+# DAPO-Math-17k wraps each problem into its own instruction, which contradicts the \boxed{} one.
+_DAPO_WRAPPER = re.compile(
+    r"\ASolve the following math problem step by step\. The last line of your response should be of the form "
+    r"Answer: \$Answer \(without quotes\) where \$Answer is the answer to the problem\.\s*(?P<problem>.*?)\s*"
+    r"Remember to put your answer on its own line after \"Answer:\"\.\s*\Z",
+    re.DOTALL,
+)
+
+
+def _without_wrapper(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row | {"prompt": _DAPO_WRAPPER.sub(r"\g<problem>", row.get("prompt") or "")} for row in rows]
 
 
 def _from_verl(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows in verl's layout: the last turn of each prompt is the problem, `ground_truth`, inside of `reward_model`,
     the answer."""
-    return [
-        {
-            "problem": row["prompt"][-1]["content"],
-            "answer": (row.get("reward_model") or row).get("ground_truth"),
-        }
-        | row
-        if isinstance(row.get("prompt"), list)
-        else row
-        for row in rows
-    ]
-
-
-def _system_turn(row: dict[str, Any]) -> str | None:
-    """Return the system turn of a row whose `prompt` holds messages, if it has one."""
-    turns = row.get("prompt") if isinstance(row.get("prompt"), list) else []
-    return next((t["content"] for t in turns if isinstance(t, dict) and t.get("role") == "system"), None)
+    read = []
+    for row in rows:
+        if isinstance(row.get("prompt"), list):
+            answer = (row.get("reward_model") or row).get("ground_truth")
+            row = {"problem": row["prompt"][-1]["content"], "answer": answer} | row
+        read.append(row)
+    return read
 
 
 TRAINING_SETS = {
@@ -85,6 +88,7 @@ TRAINING_SETS = {
         config="en",
         problem_column="prompt",
         solution_column="solution",
+        rows_of=_without_wrapper,
     ),
     # Programming problems with inputs and outputs; the reference solutions of this form of the set pass their tests.
     # The other one is larger, has function calls, too, and is not tested. Neither is pinned: their commits are not
@@ -107,14 +111,6 @@ TRAINING_SETS = {
     ),
 }
 
-# DAPO-Math-17k wraps each problem into its own instruction, which contradicts the \boxed{} one.
-_DAPO_WRAPPER = re.compile(
-    r"\ASolve the following math problem step by step\. The last line of your response should be of the form "
-    r"Answer: \$Answer \(without quotes\) where \$Answer is the answer to the problem\.\s*(?P<problem>.*?)\s*"
-    r"Remember to put your answer on its own line after \"Answer:\"\.\s*\Z",
-    re.DOTALL,
-)
-
 
 @dataclass
 class DataArguments:
@@ -132,20 +128,17 @@ class DataArguments:
         dataset_split (`str`, *optional*): Split to train on; `train` unless the named set says otherwise.
         dataset_revision (`str`, *optional*): Commit, tag or branch on the Hub; a named set brings its own.
         problem_column (`str`, *optional*): Column with the problem as text, or with messages, which are the prompt. By
-        default that of
-            the named set, else the first of `prompt` (text and messages as they stand), `problem`, `question` and
-            `messages`.
+            default that of the named set, else the first of `prompt` (text and messages as they stand), `problem`,
+            `question` and `messages`.
         solution_column (`str`, *optional*): Column with the gold answer. By default that of the named set, else
-        `answer` or `solution`
-            (beside `prompt` rather `solution`), else the last turn of `messages`.
+            `answer` or `solution` (beside `prompt` first `solution`), else the last turn of `messages`.
         prompt_instruction (`str`): Sentence put behind the problem, after one space. Empty: the problem alone. Sets of
             programming problems bring another default.
-        system_prompt (`str`, *optional*): Content of a system turn put before the problem, instead of the one that a
-        row's own messages
-            (`prompt`) may have.
-        max_prompt_length (`int`, *optional*): Longest prompt in tokens, chat template included.
-        overlong_prompts (`str`): What happens to longer prompts: `"filter"` drops and counts them, `"error"` stops.
-        max_train_samples (`int`, *optional*): Use only so many problems, drawn after the shuffle.
+        system_prompt (`str`, *optional*): Content of a system turn put before the problem, instead of the one that the
+            messages of a row (`prompt`) may have.
+        max_prompt_length (`int`, *optional*): Longest prompt in tokens, chat template included. Longer ones are
+            dropped and counted.
+        max_train_samples (`int`, *optional*): Use only so many problems, chosen after the shuffle.
         dataset_seed (`int`): Seed of the shuffle; the same seed gives the same rows in the same order.
         eval_split_size (`int`): Number of problems held out for evaluation during training. 0: none.
     """
@@ -160,39 +153,28 @@ class DataArguments:
     prompt_instruction: str = PROMPT_INSTRUCTION
     system_prompt: str | None = None
     max_prompt_length: int | None = None
-    overlong_prompts: str = "filter"
     max_train_samples: int | None = None
     dataset_seed: int = 42
     eval_split_size: int = 0
 
     def __post_init__(self):
         refuse_illegal_values(self)
-        if self.dataset_path is not None and self.dataset_name not in TRAINING_SETS:
+        is_named, is_miniature = self.dataset_name in TRAINING_SETS, self.dataset_name.startswith(MINIATURE)
+        is_file = self.dataset_path is not None or Path(self.dataset_name).suffix in FILE_FORMATS
+        of_hub = ("dataset_config", "dataset_revision", *(("dataset_split",) if is_file else ()))
+        ignored = [name for name in of_hub if (is_file or is_miniature) and getattr(self, name) is not None]
+        if self.dataset_path is not None and not is_named:
+            ignored.append("dataset_path")
+        if ignored:
             raise ValueError(
-                f"`dataset_path` replaces the download of a named set ({', '.join(TRAINING_SETS)}), but "
-                "`dataset_name` "
-                f"is {self.dataset_name!r}. Put the path itself into `dataset_name` and name the columns."
-            )
-        self._check_source_settings()
-
-    def _check_source_settings(self):
-        """Settings of the Hub say nothing about a file or a miniature task."""
-        settings = {"dataset_config": self.dataset_config, "dataset_revision": self.dataset_revision}
-        if self.dataset_path is not None or Path(self.dataset_name).suffix in FILE_FORMATS:
-            settings["dataset_split"] = self.dataset_split
-        elif not self.dataset_name.startswith(MINIATURE):
-            return
-        given = [name for name, value in settings.items() if value is not None]
-        if given:
-            raise ValueError(
-                f"`{given[0]}` is {settings[given[0]]!r}, but {self.dataset_path or self.dataset_name!r} is not read "
-                "from the Hub and has none. Remove the setting."
+                f"`{ignored[0]}` would be ignored with dataset_name {self.dataset_name!r} and dataset_path "
+                f"{self.dataset_path!r}. Remove it; `dataset_path` replaces the download of a named set "
+                f"({', '.join(TRAINING_SETS)}), and other settings are those of the Hub."
             )
 
 
 def instruction_for(entry: Any, given: str) -> str:
-    """The sentence behind the problems of a set: the one that is given, or, where none is, the one that the set
-    brings."""
+    """Return the sentence behind the problems of a set: the given one, or, where none is given, that of the set."""
     return entry.instruction if entry.instruction is not None and given == PROMPT_INSTRUCTION else given
 
 
@@ -200,8 +182,7 @@ def check_chat_template_kwargs(tokenizer: Any, given: Mapping[str, Any] | None, 
     """
     Raises:
         ValueError: On a key that occurs neither in the chat template (by default the tokenizer's), which would ignore
-        it, nor
-            among the parameters of `apply_chat_template`.
+            it, nor among the parameters of `apply_chat_template`.
     """
     template = template or getattr(tokenizer, "chat_template", None)
     if not given or template is None:
@@ -222,12 +203,12 @@ def load_training_data(
     verifier: Verifier | None = None,
 ) -> "tuple[Dataset, Dataset | None]":
     """
-    Load, prepare, filter, shuffle and split the training problems. `tokenizer` measures prompt lengths; its chat
+    Load, prepare, filter, shuffle, and split the training problems. `tokenizer` measures prompt lengths; its chat
     template is applied, with `chat_template_kwargs`. `verifier` reads the gold answers if it is to grade them; those
     that it cannot read are reported.
 
-    Rows without a problem or without a gold answer are dropped and counted in a warning. A `prompt` or `solution`
-    column of the source that is not read is replaced; every other column is kept.
+    Rows without a problem or a gold answer and overlong prompts are dropped and counted in a warning. A `prompt` or
+    `solution` column of the source that is not read is replaced; every other column is kept.
 
     Returns:
         Training and evaluation rows with columns `prompt` (messages, or text where the data holds prompts as text) and
@@ -235,35 +216,9 @@ def load_training_data(
         `eval_split_size` 0.
 
     Raises:
-        ValueError: On an unknown name, file, column or key of `chat_template_kwargs`, an overlong prompt
-            (`overlong_prompts: error`), or when too few rows are left.
+        ValueError: On an unknown name, file, column, or key of `chat_template_kwargs`, or when too few rows are left.
     """
     check_chat_template_kwargs(tokenizer, chat_template_kwargs)
-    entry = _entry(args)
-    path = args.dataset_name if Path(args.dataset_name).suffix in FILE_FORMATS else args.dataset_path
-    dataset = _prepare(load_rows(args.dataset_name, entry, path), entry, args, verifier)
-    dataset = _limit_prompt_length(dataset, args, tokenizer, chat_template_kwargs or {})
-    if len(dataset) == 0:
-        raise ValueError(
-            f"All prompts of {args.dataset_name!r} are longer than max_prompt_length={args.max_prompt_length} tokens, "
-            "so there is nothing to train on. Raise it."
-        )
-    dataset = dataset.shuffle(seed=args.dataset_seed)
-    if len(dataset) <= args.eval_split_size:
-        raise ValueError(
-            f"`eval_split_size` is {args.eval_split_size}, but only {len(dataset)} usable rows of "
-            f"{args.dataset_name!r} are left, so there is nothing to train on. Lower it or use more data."
-        )
-    # The held-out rows come first, so that they stay the same whatever `max_train_samples` is.
-    evaluation = dataset.select(range(args.eval_split_size)) if args.eval_split_size else None
-    stop = len(dataset)
-    if args.max_train_samples is not None:
-        stop = min(stop, args.eval_split_size + args.max_train_samples)
-    return dataset.select(range(args.eval_split_size, stop)), evaluation
-
-
-def _entry(args: DataArguments) -> ProblemSet:
-    """The named set, or one of the user's own, with what the arguments say otherwise."""
     given = {
         "revision": args.dataset_revision,
         "config": args.dataset_config,
@@ -273,64 +228,73 @@ def _entry(args: DataArguments) -> ProblemSet:
         "answer_in": "column" if args.solution_column else None,  # a column that the user names is taken as it is
     }
     instruction = "" if args.dataset_name.startswith(MINIATURE) else None
-    entry = TRAINING_SETS.get(
-        args.dataset_name, ProblemSet(args.dataset_name, revision="main", instruction=instruction)
-    )
-    return replace(entry, **{key: value for key, value in given.items() if value is not None})
+    entry = ProblemSet(args.dataset_name, revision="main", instruction=instruction)
+    entry = TRAINING_SETS.get(args.dataset_name, entry)
+    entry = replace(entry, **{key: value for key, value in given.items() if value is not None})
+    path = args.dataset_name if Path(args.dataset_name).suffix in FILE_FORMATS else args.dataset_path
+    dataset = _prepare(load_rows(args.dataset_name, entry, path), entry, args, verifier)
+    if (limit := args.max_prompt_length) is not None:
+        lengths = prompt_lengths(dataset["prompt"], tokenizer, chat_template_kwargs)
+        fitting = [i for i, length in enumerate(lengths) if length <= limit]
+        if len(fitting) < len(dataset):
+            logger.warning(
+                f"Dropped {len(dataset) - len(fitting)} of {len(dataset)} prompts of {args.dataset_name} that are "
+                f"longer than max_prompt_length {limit} tokens (longest: {max(lengths)})."
+            )
+        dataset = dataset.select(fitting)
+    if len(dataset) <= args.eval_split_size:
+        raise ValueError(
+            f"Only {len(dataset)} rows of {args.dataset_name!r} have a problem, a gold answer, and at most "
+            f"max_prompt_length={limit} tokens, and eval_split_size={args.eval_split_size}, so there is nothing to "
+            "train on. Change these settings or use more data."
+        )
+    dataset = dataset.shuffle(seed=args.dataset_seed)
+    # The held-out rows come first, so that they stay the same whatever `max_train_samples` is.
+    evaluation = dataset.select(range(args.eval_split_size)) if args.eval_split_size else None
+    stop = min(len(dataset), args.eval_split_size + (args.max_train_samples or len(dataset)))
+    return dataset.select(range(args.eval_split_size, stop)), evaluation
 
 
 def _prepare(
     rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments, verifier: Verifier | None
 ) -> "Dataset":
-    """Add `prompt` and `solution`; drop and count rows without a problem or a gold; report golds that cannot be
-    read."""
+    """Add `prompt` and `solution`; drop and count rows without a problem or a gold; report unreadable golds."""
     from datasets import Dataset
 
-    names = list(dict.fromkeys(name for row in rows for name in row))
+    names, source = list(dict.fromkeys(name for row in rows for name in row)), args.dataset_path or args.dataset_name
     if args.dataset_name not in TRAINING_SETS:
         entry = own_columns(entry, names, args.problem_column, args.solution_column)
     for key in ("problem_column", "solution_column"):
         if getattr(entry, key) not in names:
             raise ValueError(
-                f"`{key}` {getattr(entry, key)!r} is not a column of {args.dataset_path or args.dataset_name!r}. "
-                f"Columns found: {', '.join(names)}. Set `{key}` to one of them."
+                f"`{key}` {getattr(entry, key)!r} is not a column of {source!r}. Columns found: {', '.join(names)}. "
+                f"Set `{key}` to one of them."
             )
     instruction = instruction_for(entry, args.prompt_instruction)
     usable, numbers, problems, prompts, solutions = [], [], [], [], []
     for index, row in enumerate(rows):
         try:
             problem = read_problem(row.get(entry.problem_column), entry.problem_column)
-        except ValueError as error:
-            raise ValueError(
-                f"`problem_column` {entry.problem_column!r} must hold text or messages, but row {index} {error}. Name "
-                "another column."
-            ) from error
-        try:
             gold = gold_answer(row.get(entry.solution_column), entry.answer_in)
         except ValueError as error:
-            raise ValueError(f"Row {index} of {args.dataset_path or args.dataset_name!r}: {error}") from error
-        if problem and gold is not None:
-            usable.append(row)
-            numbers.append(index)
-            problems.append(problem_text(problem))
-            system_prompt = args.system_prompt
-            if isinstance(problem, str) and not entry.as_it_stands:
-                problem = _DAPO_WRAPPER.sub(r"\g<problem>", problem)
-                system_prompt = _system_turn(row) if system_prompt is None else system_prompt
-            made = {"as_it_stands": entry.as_it_stands, "instruction": instruction, "system_prompt": system_prompt}
-            prompts.append(prompt_of(problem, **made))
-            solutions.append(gold)
+            raise ValueError(f"Row {index} of {source!r}: {error}") from error
+        if not problem or gold is None:
+            continue
+        system_prompt = args.system_prompt
+        if system_prompt is None and isinstance(problem, str) and not entry.as_it_stands:
+            turns = row["prompt"] if is_conversation(row.get("prompt")) else []  # as verl, whose problem is a turn
+            system_prompt = next((turn["content"] for turn in turns if turn["role"] == "system"), None)
+        made = {"as_it_stands": entry.as_it_stands, "instruction": instruction, "system_prompt": system_prompt}
+        prompts.append(prompt_of(problem, **made))
+        usable.append(row)
+        numbers.append(index)
+        problems.append(problem_text(problem))
+        solutions.append(gold)
     if len(usable) < len(rows):
         dropped = f"Dropped {len(rows) - len(usable)} of {len(rows)} rows of {args.dataset_name}"
         logger.warning(f"{dropped} that have no problem or no gold answer.")
-    if not usable:
-        raise ValueError(
-            f"None of the {len(rows)} rows of {args.dataset_name!r} has both a problem ({entry.problem_column!r}) and "
-            f"a gold answer ({entry.solution_column!r}): text, a number, a list of alternatives, or the tests of a "
-            "program."
-        )
-    for doubt in doubts(args.dataset_name, problems, solutions):
-        logger.warning(doubt)
+    for warning in dataset_warnings(args.dataset_name, problems, solutions):
+        logger.warning(warning)
     if verifier is not None:
         report_unreadable_golds(args.dataset_name, solutions, verifier, numbers)
     if any(isinstance(solution, list) for solution in solutions):  # a column has one type
@@ -340,30 +304,6 @@ def _prepare(
         return Dataset.from_dict(columns | {"prompt": prompts, "solution": solutions})
     except (ArrowException, OverflowError, UnicodeError) as error:
         raise ValueError(
-            f"The columns of {args.dataset_path or args.dataset_name!r} cannot become those of a dataset: {error}. "
-            "Write the values of a column alike, for example all as text."
+            f"The columns of {source!r} cannot become those of a dataset: {error}. Write the values of a column "
+            "alike, for example all as text."
         ) from error
-
-
-def _limit_prompt_length(
-    dataset: "Dataset", args: DataArguments, tokenizer: Any, chat_template_kwargs: Mapping[str, Any]
-) -> "Dataset":
-    """Drop and count the prompts over `max_prompt_length` tokens, or stop because of them, as configured."""
-    limit = args.max_prompt_length
-    if limit is None:
-        return dataset
-    lengths = prompt_lengths(dataset["prompt"], tokenizer, chat_template_kwargs)
-    overlong = [i for i, length in enumerate(lengths) if length > limit]
-    if not overlong:
-        return dataset
-    if args.overlong_prompts == "error":
-        raise ValueError(
-            f"{len(overlong)} of {len(dataset)} prompts are longer than `max_prompt_length` {limit} tokens; the first "
-            f"is row {overlong[0]} with {lengths[overlong[0]]}. Raise the limit to {max(lengths)} or set "
-            "`overlong_prompts: filter` to drop them."
-        )
-    logger.warning(
-        f"Dropped {len(overlong)} of {len(dataset)} prompts of {args.dataset_name} that are longer than "
-        f"max_prompt_length {limit} tokens (longest: {max(lengths)})."
-    )
-    return dataset.select([i for i, length in enumerate(lengths) if length <= limit])

@@ -1,5 +1,4 @@
-"""Prompts: built from problems or taken from the data, their lengths in tokens, and how many tokens a model has room
-for."""
+"""Prompts: built from problems or taken from the data; their lengths, and how many tokens a model has room for."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -48,16 +47,14 @@ def prompt_of(problem: str | list, *, as_it_stands: bool, instruction: str, syst
 
 def read_problem(cell: Any, column: str) -> str | list[dict[str, Any]] | None:
     """
-    Return the text or messages in a cell, `None` if it is empty. Only in a column `prompt` may messages end with an
-    assistant's turn; of other conversations the prompt ends with the last user turn.
-
-    Raises:
-        ValueError: If the cell holds anything else.
+    Return the text or messages in a cell, `None` if it is empty; raise a `ValueError` for anything else. Only in a
+    column `prompt` may messages end with an assistant's turn; of other conversations the prompt ends with the last
+    user turn.
     """
     if cell is None or isinstance(cell, str):
         return cell if cell and cell.strip() else None
     if not is_conversation(cell):
-        raise ValueError(f"holds {cell!r:.80}")
+        raise ValueError(f"`problem_column` {column!r} must hold text or messages, got {cell!r:.80}.")
     if column == "prompt":
         return cell or None
     return cell[: max((i + 1 for i, turn in enumerate(cell) if turn["role"] == "user"), default=0)] or None
@@ -78,12 +75,8 @@ def prompt_lengths(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     tools: Sequence[Any] | None = None,
 ) -> list[int]:
-    """
-    Count the tokens of each prompt: messages (all prompts or none) by the chat template, text as it stands.
-
-    Raises:
-        `ValueError`: if prompts are messages and the tokenizer has no chat template.
-    """
+    """Count the tokens of each prompt: messages (all prompts or none) by the chat template, text as it stands. Raises
+    a `ValueError` if prompts are messages and the tokenizer has no chat template."""
     if len(prompts) == 0:
         return []
     if not isinstance(prompts[0], str):
@@ -103,16 +96,11 @@ def prompt_lengths(
 
 
 def check_chat_template(tokenizer: Any) -> None:
-    """
-    Raises:
-        `ValueError`: if a tokenizer cannot turn messages into text.
-    """
+    """Raise a `ValueError` if a tokenizer cannot turn messages into text."""
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError(
             f"The prompts are messages, but the tokenizer of {tokenizer.name_or_path!r} has no chat template. Save "
-            "the "
-            "tokenizer of an instruction-tuned model of the family beside the weights, or write chat_template.jinja "
-            "there."
+            "the tokenizer of an instruction-tuned model of the family beside the weights, or chat_template.jinja."
         )
 
 

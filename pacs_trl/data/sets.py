@@ -1,7 +1,7 @@
-"""Where sets of problems are, for training and for evaluation: on the Hub, in a file, or made by `tasks.py`.
+"""Where sets of problems come from, for training and evaluation: the Hub, a file, or a task of `tasks.py`.
 
-One description, one loader and one reader of files. What is asked of a row differs, and is said where the set is used:
-`load_training_data` drops a problem without an answer and counts it, `load_benchmark` stops.
+One description, one loader, and one reader of files. `load_training_data` drops a problem without an answer and counts
+it, `load_benchmark` stops.
 """
 
 import json
@@ -25,8 +25,8 @@ FILE_FORMATS = (".jsonl", ".json", ".parquet")
 MINIATURE = "miniature/"
 
 
-# Golds that are no answers: words for a missing one, and whole solutions.
-_SAYS_NOTHING = {"nan", "none", "null", "n/a", "na", "?", "-", "unknown", "todo", "tbd"}
+# Golds that say that there is none, and the length from which one is not a final answer.
+_MISSING = {"nan", "none", "null", "n/a", "na", "?", "-", "unknown", "todo", "tbd"}
 _LONGEST_ANSWER = 300
 _MAX_SHOWN = 10
 
@@ -34,27 +34,22 @@ _MAX_SHOWN = 10
 @dataclass(frozen=True)
 class ProblemSet:
     """
-    Where a set of problems is, and how one row becomes a problem and a gold answer.
+    A set of problems, and how one row becomes a problem and a gold answer.
 
     Args:
         hub_id (`str`): Dataset repository on the Hub.
-        revision (`str`, *optional*): Commit of that repository: the rows of a result do not change under it. Without
-        it the
-            newest is loaded.
+        revision (`str`, *optional*): Commit of that repository; without it the newest is loaded.
         config (`str`, *optional*): Configuration of the repository.
         split (`str`): Split to load.
         problem_column, solution_column (`str`): Columns of the problem (text or messages) and of the gold answer.
         as_it_stands (`bool`): Whether text in `problem_column` is the whole prompt, which gets neither an instruction
-        nor a chat
-            template.
-        id_column (`str`, *optional*): Column that names a row in samples and grades; without it a row is named by its
-        position.
+            nor a chat template.
+        id_column (`str`, *optional*): Column that names a row in samples and grades; by default its position.
         answer_in (`str`): How the gold is read out of `solution_column`: `"column"` (the whole value), `"last_box"`
-        (the
-            content of the last `\\boxed{}`) or `"tests"` (tests of a program, see `verification/cases.py`). A cell
-            with a mapping holds tests in any case.
+            (the content of the last `\\boxed{}`), or `"tests"` (tests of a program, see `verification/cases.py`). A
+            cell with a mapping holds tests in any case.
         instruction (`str`, *optional*): Sentence behind the problem where the usual one does not fit.
-        files (`tuple[str, ...]`): Files of the repository that are read, JSON lines, for one that names no splits.
+        files (`tuple[str, ...]`): JSON lines files of the repository that are read, if it names no splits.
         rows_of (`Callable`, *optional*): Turns the rows as they are stored into rows with these columns.
         title (`str`): Name in tables.
         version (`int`): Version of a benchmark's entry: raised whenever its rows or the way an answer is read change.
@@ -116,138 +111,99 @@ def own_columns(
 
 def load_rows(name: str, entry: ProblemSet, path: str | Path | None = None) -> list[dict[str, Any]]:
     """
-    The rows of a set: those of a file if `path` is given, the problems of a task if it is named `miniature/<task>`,
-    else those on the Hub.
+    Load the rows of a set: those of a file if `path` is given, the problems of a task if it is named
+    `miniature/<task>`, else those on the Hub or in a folder.
 
     Raises:
-        `ValueError`: for a file that cannot be read, an unknown task or split of one, or a Hub that cannot be reached.
+        `ValueError`: for a file that cannot be read, an unknown task or split, or a Hub that cannot be reached.
     """
     rows = _stored_rows(name, entry, path)
     return rows if entry.rows_of is None else entry.rows_of(rows)
 
 
 def _stored_rows(name: str, entry: ProblemSet, path: str | Path | None) -> list[dict[str, Any]]:
-    if path is not None or Path(name).is_file():  # the second is refused: its ending is another one
+    if path is not None or Path(name).is_file():
         return read_rows(Path(path or name))
     if name.startswith(MINIATURE):
         return problems(name.removeprefix(MINIATURE), entry.split)
     if looks_like_path(name) and not Path(name).exists():
         raise ValueError(f"The data {name!r} does not exist (seen from {Path.cwd()}).")
-    from datasets import load_dataset
+    from datasets import Dataset, load_dataset, load_from_disk
 
     if any((Path(entry.hub_id) / file).is_file() for file in ("state.json", "dataset_dict.json")):
-        return _saved_rows(entry.hub_id, entry.split)
+        saved = load_from_disk(entry.hub_id)
+        if not isinstance(saved, Dataset) and entry.split not in saved:
+            raise ValueError(f"dataset_split: {name!r} has no split {entry.split!r}. It has {', '.join(saved)}.")
+        return (saved if isinstance(saved, Dataset) else saved[entry.split]).to_list()
     try:
         if entry.files:
             files = [f"hf://datasets/{entry.hub_id}@{entry.revision or 'main'}/{file}" for file in entry.files]
             return load_dataset("json", data_files=files, split="train").to_list()
         return load_dataset(entry.hub_id, entry.config, split=entry.split, revision=entry.revision).to_list()
-    except OSError as error:  # no connection, no such dataset, no rights
-        if Path(name).is_dir():
-            raise ValueError(
-                f"The directory {name!r} is no data set: {error}. Name a file in it, or a folder that the datasets "
-                "library reads."
-            ) from error
+    except OSError as error:  # no connection, no such dataset, no rights, a folder of something else
         raise ValueError(
-            f"{entry.title or name} ({entry.hub_id}) could not be loaded from the Hub: {error}. Without a connection, "
-            "download "
-            "its rows elsewhere and name the file: in training by `dataset_path` (of a set that has a name here) or "
+            f"{entry.title or name} ({entry.hub_id}) could not be loaded: {error}. Without a connection, download its "
+            "rows elsewhere and name the file: in training by `dataset_path` (of a set that has a name here) or "
             "`dataset_name`, in evaluation by name=PATH."
         ) from error
 
 
-def _saved_rows(name: str, split: str) -> list[dict[str, Any]]:
-    """The rows of a folder that `save_to_disk` has written."""
-    from datasets import DatasetDict, load_from_disk
-
-    dataset = load_from_disk(name)
-    if not isinstance(dataset, DatasetDict):
-        return dataset.to_list()
-    if split not in dataset:
-        raise ValueError(f"dataset_split: {name!r} has no split {split!r}. It has {', '.join(dataset)}.")
-    return dataset[split].to_list()
-
-
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """
-    The rows of a `.jsonl`, `.json` or `.parquet` file as they stand: columns may hold values of several types.
+    Read the rows of a `.jsonl`, `.json`, or `.parquet` file as they stand: columns may hold values of several types.
 
     Raises:
         `ValueError`: if there is no such file, its ending is another one, or it is damaged.
     """
-    if path.suffix not in FILE_FORMATS:
-        raise ValueError(f"{str(path)!r} is no data file that can be read: it must end in .jsonl, .json or .parquet.")
-    if not path.is_file():
-        raise ValueError(f"The data file {str(path)!r} does not exist (seen from {Path.cwd()}).")
+    if path.suffix not in FILE_FORMATS or not path.is_file():
+        raise ValueError(
+            f"The data file {str(path)!r} does not exist (seen from {Path.cwd()}), or does not end in "
+            f"{', '.join(FILE_FORMATS)}."
+        )
+    import pyarrow.parquet
+
+    number = 0
     try:
-        rows = _parse(path)
-        if not rows:
-            raise ValueError("it holds no problems.")
-    except ValueError as error:
+        if path.suffix == ".parquet":
+            rows = pyarrow.parquet.read_table(path).to_pylist()  # lists stay lists; pandas would make arrays of them
+        elif path.suffix == ".json":
+            rows = json.loads(path.read_bytes())
+        else:
+            rows = []
+            for line in path.read_bytes().split(b"\n"):  # other line ends may be inside a text
+                number += 1
+                rows += [json.loads(line)] if line.strip() else []
+            number = 0
+        if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+            raise ValueError("it must hold problems, one JSON object with columns each")
+    except (ValueError, RecursionError, OSError, pyarrow.ArrowException) as error:
+        where = f", line {number}" if number else ""
         hint = " A file with one object per line must end in .jsonl." if path.suffix == ".json" else ""
-        raise ValueError(f"The data file {str(path)!r} cannot be read as {path.suffix}: {error}{hint}") from error
+        raise ValueError(f"The data file {str(path)!r}{where} cannot be read: {error}.{hint}") from error
     return rows
 
 
-def _parse(path: Path) -> list[dict[str, Any]]:
-    if path.suffix == ".parquet":
-        import pyarrow.parquet
-
-        try:
-            return pyarrow.parquet.read_table(path).to_pylist()  # lists stay lists; pandas would make arrays of them
-        except (pyarrow.ArrowException, OSError) as error:
-            raise ValueError(f"{path.name} is not a Parquet file: {error}.") from error
-    content = path.read_bytes()
-    if path.suffix == ".json":
-        rows = _from_json(content, path.name)
-        if not isinstance(rows, list):
-            raise ValueError(f"{path.name} must hold a list of problems, got {type(rows).__name__}.")
-    else:
-        lines = enumerate(content.split(b"\n"), 1)  # other line ends may stand inside a text
-        rows = [_from_json(line, f"line {i} of {path.name}") for i, line in lines if line.strip()]
-    for index, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise ValueError(
-                f"it needs one JSON object with columns per problem, but row {index} is {str(row)[:80]!r}."
-            )
-    return rows
-
-
-def _from_json(content: bytes, where: str) -> Any:
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON: {error}.") from error
-
-
-def doubts(name: str, problems: Sequence[str], golds: Sequence[str | list[str]]) -> list[str]:
-    """What is odd about the problems and golds of a set, a sentence for each kind: a run would take it as it is."""
+def dataset_warnings(name: str, problems: Sequence[str], golds: Sequence[str | list[str]]) -> list[str]:
+    """Return a sentence for each oddity of the problems and golds of a set that a run would not notice."""
     sentences: list[str] = []
     first: dict[str, int] = {}
     repeated = [(first[text], i) for i, text in enumerate(map(str.strip, problems)) if first.setdefault(text, i) != i]
     if repeated:
-        differing = [(i, j) for i, j in repeated if golds[i] != golds[j]]
-        sentences.append(
-            f"{len(repeated)} of {len(problems)} problems of {name} repeat another, "
-            f"{_quoted(problems[repeated[0][1]])}"
-        )
-        if differing:
+        text = f"{len(repeated)} of {len(problems)} problems of {name} repeat another, "
+        text += _quoted(problems[repeated[0][1]])
+        if differing := [(i, j) for i, j in repeated if golds[i] != golds[j]]:
             i, j = differing[0]
-            sentences[-1] += (
-                f"; {len(differing)} of them with another answer, {_quoted(problems[j])} with {_quoted(golds[i])} and "
-                f"{_quoted(golds[j])}"
-            )
+            text += f"; {len(differing)} of them with another answer, {_quoted(problems[j])} with {_quoted(golds[i])} "
+            text += f"and {_quoted(golds[j])}"
+        sentences.append(f"{text}.")
     texts = [text for gold in golds for text in ([gold] if isinstance(gold, str) else gold)]
-    empty = [text for text in texts if text.lower() in _SAYS_NOTHING]
-    if empty:
-        sentences.append(f"{len(empty)} gold answers of {name} say that there is none, {empty[0]!r}: leave them empty")
-    long = [text for text in texts if len(text) > _LONGEST_ANSWER and text[0] != "{" and last_boxed(text) is None]
-    if long:
+    if empty := [text for text in texts if text.lower() in _MISSING]:
         sentences.append(
-            f"{len(long)} gold answers of {name} are longer than {_LONGEST_ANSWER} characters, {_quoted(long[0])}: "
-            "only the final answer is compared"
+            f"{len(empty)} gold answers of {name} say that there is none, {empty[0]!r}: leave them empty."
         )
-    return [f"{sentence}." for sentence in sentences]
+    if long := [t for t in texts if len(t) > _LONGEST_ANSWER and t[0] != "{" and last_boxed(t) is None]:
+        sentences.append(f"{len(long)} gold answers of {name} are no final answers: {_quoted(long[0])}.")
+    return sentences
 
 
 def _quoted(value: str | list[str]) -> str:
@@ -261,24 +217,22 @@ def report_unreadable_golds(
     name: str, golds: Sequence[str | list[str]], verifier: Verifier, rows: Sequence[Any] | None = None
 ) -> None:
     """Warn of golds of a set that the verifier cannot read, with row (by default the position) and text."""
-    found = verifier.unreadable_golds(golds)
-    if not found:
+    if not (found := verifier.unreadable_golds(golds)):
         return
     shown = ", ".join(f"row {i if rows is None else rows[i]}: {_quoted(golds[i])}" for i in found[:_MAX_SHOWN])
     more = f", and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
     logger.warning(
         f"{len(found)} of {len(golds)} gold answers of {name} cannot be read as mathematical expressions "
-        f"({shown}{more}). No "
-        "completion can be graded correct, except perhaps one with the same text in its box: give the final answer "
-        "alone."
+        f"({shown}{more}). No completion can be graded correct, except perhaps one with the same text in its box: "
+        "give the final answer alone."
     )
 
 
 def gold_answer(value: Any, answer_in: str = "column") -> str | list[str] | None:
     """
-    The gold answer held by one cell of a set (text, number, or a list of alternatives, see
-    [`~verification.gold_texts`]; tests of a program; or a conversation, whose last assistant turn holds it, in a box
-    if there is one): alternatives when there are several, `None` when there is none. For `answer_in` see
+    Return the gold answer in one cell of a set: alternatives when there are several, `None` when there is none. A cell
+    holds text, a number, or a list of alternatives (see [`~verification.gold_texts`]), tests of a program, or a
+    conversation, whose last assistant turn has the answer, in a box if there is one. For `answer_in` see
     [`ProblemSet`].
 
     Raises:

@@ -1,14 +1,9 @@
-r"""Arithmetic problems with one right answer each: the data of the miniature world.
+r"""Problems with one right answer each, for the miniature models: arithmetic, programs, and products for a tool.
 
-Three small tasks of rising difficulty; sums of three to seven terms, digits and tens, whose sizes are benchmarks of
-rising difficulty: the answer is one of some hundreds of numbers, so that guessing does not find it; and sums with
-parentheses, a notation that nothing else has, the other domain. And programs, whose answers are tests
-(`pacs_trl/verification/cases.py`) and whose completions run in the sandbox, and products, which a small model can only
-guess, or have a tool compute. A problem is a short text, its answer is an integer (or tests), and it comes with worked
-solutions that the supervised warm start may show. The solutions of one problem differ in the order of their steps, so
-a trained policy has something to be diverse about; each ends in `\boxed{answer}`, so that the ordinary mathematical
-verifier grades it, or is a block of Python. A task whose answers are not unique (countdown) would need a verifier of
-its own and is left out.
+The answer of a sum is one of some hundreds of numbers, so that guessing does not find it; sums with parentheses are
+another domain. The answers of programs are tests (`pacs_trl/verification/cases.py`). Each problem comes with worked
+solutions for the supervised warm start, which differ in the order of their steps, so that a trained policy has
+something to be diverse about; each ends in `\boxed{answer}`, or is a block of Python.
 
 The whole problem space of a task (of sums: a fixed sample of it) is enumerated and cut in two by a hash of the
 problem's canonical form, in which commuted operands are equal: `12+34` and `34+12` are never on different sides.
@@ -49,29 +44,6 @@ def _addition() -> Iterator[WorkedProblem]:
             answer=a + b,
             solutions=(rf"{tens},{units},\boxed{{{a + b}}}", rf"{units},{tens},\boxed{{{a + b}}}"),
         )
-
-
-def _expression() -> Iterator[WorkedProblem]:
-    """`3+4*12`: a product of two factors and a third number added or subtracted, on either side."""
-    for a, b, c in product(range(2, 10), range(2, 10), range(1, 50)):
-        low, high = min(a, b), max(a, b)
-        for sign in "+-":
-            first, second = f"{a}*{b}", f"{a * b}"
-            answer = a * b + c if sign == "+" else a * b - c
-            yield WorkedProblem(
-                text=f"{first}{sign}{c}",
-                canonical=f"{low}*{high}{sign}{c}",
-                answer=answer,
-                solutions=(rf"{first}={second},{second}{sign}{c}=\boxed{{{answer}}}",),
-            )
-            answer = c + a * b if sign == "+" else c - a * b
-            yield WorkedProblem(
-                text=f"{c}{sign}{first}",
-                # c+a*b is a*b+c with its terms commuted; c-a*b has its own canonical form.
-                canonical=f"{low}*{high}+{c}" if sign == "+" else f"{c}-{low}*{high}",
-                answer=answer,
-                solutions=(rf"{first}={second},{c}{sign}{second}=\boxed{{{answer}}}",),
-            )
 
 
 def _equation() -> Iterator[WorkedProblem]:
@@ -191,11 +163,9 @@ def _products() -> Iterator[WorkedProblem]:
 
 def looks_right(row: dict[str, str], completion: str) -> bool:
     """
-    Whether a completion ends in the answer of a problem, or is one of the programs that solve it, as text, or the call
-    of a tool that says the answer.
+    Whether a completion ends in the answer of a problem, is one of the worked programs, or the right call of a tool.
 
-    Answers are integers without leading zeros: comparing text is what a verifier would do, only quicker. A program may
-    be right in another form, which this does not see.
+    Compares text, which is faster than a verifier; a program that is right in another form is not recognized.
     """
     if not row["answer"].startswith("{"):
         return completion.endswith(rf"\boxed{{{row['answer']}}}") or completion == CALL.format(row["problem"])
@@ -205,7 +175,6 @@ def looks_right(row: dict[str, str], completion: str) -> bool:
 
 TASKS: dict[str, Callable[[], Iterator[WorkedProblem]]] = {
     "addition": _addition,
-    "expression": _expression,
     "equation": _equation,
     **{f"terms_{n}": partial(_terms, n) for n in SUM_SIZES},
     "terms": _sums,
@@ -228,10 +197,7 @@ def _split(task: str, split: Split) -> tuple[WorkedProblem, ...]:
 
 
 def check_task(task: str) -> None:
-    """
-    Raises:
-        `ValueError`: if there is no such task.
-    """
+    """Raise a `ValueError` if there is no such task."""
     if task not in TASKS:
         raise ValueError(f"There is no miniature task {task!r}. The tasks are: {', '.join(TASKS)}.")
 
@@ -241,14 +207,7 @@ def _sample(task: str, split: Split, num_problems: int | None, rng: random.Rando
     if split not in ("train", "test"):
         raise ValueError(f"The split of a miniature task (`dataset_split`) must be 'train' or 'test', got {split!r}.")
     population = _split(task, split)
-    if num_problems is None:
-        num_problems = len(population)
-    if not 1 <= num_problems <= len(population):
-        raise ValueError(
-            f"num_problems must lie between 1 and {len(population)}, the size of the {split} split of {task!r}, "
-            f"but is {num_problems}; leave it out to get the whole split"
-        )
-    return rng.sample(population, num_problems)
+    return rng.sample(population, len(population) if num_problems is None else num_problems)
 
 
 def problems(task: str, split: Split, num_problems: int | None = None, seed: int = 0) -> list[dict[str, str]]:
@@ -259,7 +218,7 @@ def problems(task: str, split: Split, num_problems: int | None = None, seed: int
     Args:
         task (`str`): Key of `TASKS`.
         split (`str`): `"train"` or `"test"`; no problem is in both, not even with its operands commuted.
-        num_problems (`int`, *optional*): How many; the whole split if left out.
+        num_problems (`int`, *optional*): How many; by default the whole split.
         seed (`int`): Seed of the choice and of the order.
 
     Raises:
@@ -270,8 +229,8 @@ def problems(task: str, split: Split, num_problems: int | None = None, seed: int
 
 
 def demonstrations(task: str, num_problems: int | None = None, seed: int = 0) -> list[dict]:
-    r"""As [`problems`] of the train split, with a `"solution"` each: the worked text that ends in `\boxed{answer}`,
-    chosen at random among the equally good ones, or the program; with a call of a tool the messages."""
+    r"""As [`problems`] of the train split, with a `"solution"` each, chosen at random among the worked ones: text that
+    ends in `\boxed{answer}`, a program, or messages with a call of a tool."""
     rng = random.Random(seed)
     drawn = _sample(task, "train", num_problems, rng)
     return [

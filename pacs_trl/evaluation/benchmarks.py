@@ -21,7 +21,7 @@ from ..data.sets import (
     GSM8K,
     MINIATURE,
     ProblemSet,
-    doubts,
+    dataset_warnings,
     gold_answer,
     load_rows,
     own_columns,
@@ -161,8 +161,8 @@ def load_benchmark(
         raise ValueError(
             f"Benchmark {spec} has the problem id {repeated[0]!r} twice. Samples are stored by id: make ids unique."
         )
-    for doubt in doubts(name, [problem_text(p.problem) for p in problems], [p.solution for p in problems]):
-        logger.warning(doubt)
+    for warning in dataset_warnings(name, [problem_text(p.problem) for p in problems], [p.solution for p in problems]):
+        logger.warning(warning)
     is_code = json_of_tests(problems[0].solution) is not None
     # Equal digests mean the same questions.
     content = json.dumps([[p.id, p.problem, p.solution, *p.options] for p in problems], ensure_ascii=False)

@@ -165,7 +165,6 @@ CHOICES = {
     "verification_protocol": ("authors", "trl"),
     "code_isolation": ("landlock+seccomp", "seccomp", "landlock", "rlimits"),
     "code_label": ("all", "share"),
-    "overlong_prompts": ("filter", "error"),
     "importance_sampling_level": ("token", "sequence"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"),

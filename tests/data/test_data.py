@@ -1,7 +1,6 @@
 """Named sets in their Hub column layout, files, prompts, filters and splits of `pacs_trl.data`."""
 
 import json
-import logging
 import re
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from pacs_trl.data import (
     gold_answer,
     load_training_data,
 )
-from pacs_trl.data.sets import CODE_INSTRUCTION, _quoted, doubts
+from pacs_trl.data.sets import CODE_INSTRUCTION, _quoted, dataset_warnings
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.benchmarks import load_benchmark
 from pacs_trl.miniature.tokenizer import build_tokenizer
@@ -54,41 +53,26 @@ def load(name, **kwargs):
     return load_training_data(DataArguments(dataset_name=name, **kwargs), WordTokenizer(), template)
 
 
-class TestPrompt:
-    def test_problem_one_space_instruction(self):
-        assert build_prompt(" What is 1+1?\n") == [
-            {
-                "role": "user",
-                "content": "What is 1+1? Please reason step by step, and put your final answer within \\boxed{}.",
-            }
-        ]
-
-    def test_system_turn_and_no_instruction(self):
-        assert build_prompt("2+2?", instruction="", system_prompt="Be brief.") == [
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": "2+2?"},
-        ]
+def test_prompts_by_hand():
+    asked = "What is 1+1? Please reason step by step, and put your final answer within \\boxed{}."
+    assert build_prompt(" What is 1+1?\n") == [{"role": "user", "content": asked}]
+    system, user = build_prompt("2+2?", instruction="", system_prompt="Be brief.")
+    assert system == {"role": "system", "content": "Be brief."} and user == {"role": "user", "content": "2+2?"}
 
 
-class TestGoldAnswer:
-    @pytest.mark.parametrize(
-        ("value", "gold"),
-        [
-            ("  \\frac12 ", "\\frac12"),
-            (27.0, "27"),
-            (0.5, "0.5"),
-            (12, "12"),
-            (["7"], "7"),
-            (["7", 8.0], ["7", "8"]),
-            (None, None),
-            ([None, ""], None),
-        ],
-    )
-    def test_text_number_list_and_nothing(self, value, gold):
-        assert gold_answer(value) == gold
-
-    def test_gsm8k_answer_follows_the_hashes(self):
-        assert gold_answer("She has 2*600=1,200 left.\n#### 1,200") == "1200"
+@pytest.mark.parametrize(
+    ("value", "gold"),
+    [
+        ("  \\frac12 ", "\\frac12"),
+        (27.0, "27"),
+        (["7"], "7"),
+        (["7", 8.0], ["7", "8"]),
+        (None, None),
+        ([None, ""], None),
+    ],
+)
+def test_gold_answer(value, gold):
+    assert gold_answer(value) == gold
 
 
 class TestNamedSets:
@@ -109,12 +93,8 @@ class TestNamedSets:
         assert same >= 490  # the rest differ by spelling only, which grading sees through
 
     def test_deepscaler_rows_drop_those_without_an_answer(self, tmp_path, caplog):
-        rows = [
-            {"problem": "1+1", "answer": "2", "solution": "long text"},
-            {"problem": "?", "answer": "", "solution": "x"},
-        ]
-        with caplog.at_level(logging.WARNING, logger="pacs_trl.data"):
-            train, _ = load("deepscaler", dataset_path=write_jsonl(tmp_path / "d.jsonl", rows))
+        rows = [{"problem": "1+1", "answer": "2", "solution": "long"}, {"problem": "?", "answer": "", "solution": "x"}]
+        train, _ = load("deepscaler", dataset_path=write_jsonl(tmp_path / "d.jsonl", rows))
         assert train["solution"][:] == ["2"]
         assert "Dropped 1 of 2 rows" in caplog.text
 
@@ -124,10 +104,7 @@ class TestNamedSets:
             "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\nFind $x$.\n\n"
             'Remember to put your answer on its own line after "Answer:".'
         )
-        rows = [
-            {"prompt": wrapped, "solution": "34", "ability": "MATH"},
-            {"prompt": "Find $x$.", "solution": "34", "ability": "MATH"},
-        ]
+        rows = [{"prompt": prompt, "solution": "34", "ability": "MATH"} for prompt in (wrapped, "Find $x$.")]
         train, _ = load("dapo_math_17k", dataset_path=write_jsonl(tmp_path / "d.jsonl", rows))
         assert train["prompt"][0] == train["prompt"][1] == build_prompt("Find $x$.")
 
@@ -150,13 +127,7 @@ class TestNamedSets:
 
     def test_free_text_answers_in_verls_layout(self, tmp_path):
         turns = [{"role": "system", "content": "Think."}, {"role": "user", "content": "Why is the sky blue?"}]
-        rows = [
-            {
-                "prompt": turns,
-                "reward_model": {"ground_truth": "Rayleigh scattering", "style": "rule"},
-                "ability": "physics",
-            }
-        ]
+        rows = [{"prompt": turns, "reward_model": {"ground_truth": "Rayleigh scattering"}, "ability": "physics"}]
         train, _ = load("rlpr", dataset_path=write_jsonl(tmp_path / "r.jsonl", rows))
         system, user = train[0]["prompt"]
         assert system == {"role": "system", "content": "Think."}  # that of the data
@@ -195,16 +166,18 @@ class TestNamedSets:
             load(file, solution_column="tests")
 
 
-class TestMiniature:
-    def test_tasks_are_training_sets(self):
-        train, evaluation = load("miniature/addition", max_train_samples=30, eval_split_size=10)
-        assert (len(train), len(evaluation)) == (30, 10)
-        assert train[0]["prompt"] == [{"role": "user", "content": train[0]["problem"]}]
-        assert train[0]["solution"] == train[0]["answer"]
-
-    def test_unknown_task_lists_the_tasks(self):
-        with pytest.raises(ValueError, match="no miniature task 'division'.*addition"):
-            load("miniature/division")
+def test_miniature_tasks_are_training_sets():
+    train, evaluation = load("miniature/addition", max_train_samples=30, eval_split_size=10)
+    assert (len(train), len(evaluation)) == (30, 10)
+    assert train[0]["prompt"] == [{"role": "user", "content": train[0]["problem"]}]
+    assert train[0]["solution"] == train[0]["answer"]
+    assert len(load("miniature/addition", dataset_split="test", max_train_samples=3)[0]) == 3
+    for name, split, named in (
+        ("miniature/division", None, "division"),
+        ("miniature/addition", "dev", "dataset_split"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            load(name, dataset_split=split)
 
 
 class TestFiles:
@@ -232,29 +205,29 @@ class TestFiles:
         train, _ = load(path)
         assert sorted(train["solution"][:]) == [["1", "2"], ["3"]]
 
-    def test_column_error_lists_the_columns(self, tmp_path):
-        path = write_jsonl(tmp_path / "d.jsonl", [{"task": "1+1", "gold": "2"}])
-        with pytest.raises(ValueError, match="`problem_column` .*Columns found: task, gold"):
-            load(path)
-        with pytest.raises(ValueError, match="`solution_column` 'answer'"):
-            load(path, problem_column="task")
-
-    @pytest.mark.parametrize("problem", [[{"content": "1+1"}], ["1+1"], 7, {"role": "user"}])
-    def test_problem_must_be_text_or_messages(self, tmp_path, problem):
-        path = write_jsonl(
-            tmp_path / "d.jsonl", [{"problem": "1+1", "answer": "2"}, {"problem": problem, "answer": "2"}]
-        )
-        with pytest.raises(ValueError, match="`problem_column` 'problem' must hold text or messages, but row 1"):
-            load(path)
+    @pytest.mark.parametrize(
+        ("rows", "settings", "key"),
+        [
+            ([{"task": "1+1", "gold": "2"}], {}, "problem_column"),
+            ([{"task": "1+1", "gold": "2"}], {"problem_column": "task"}, "solution_column"),
+            ([{"problem": "1+1", "answer": ""}], {}, "max_prompt_length"),
+            *(
+                (
+                    [{"problem": "1+1", "answer": "2"}, {"problem": problem, "answer": "2"}],
+                    {},
+                    "Row 1 .*problem_column",
+                )
+                for problem in ([{"content": "1+1"}], ["1+1"], 7, {"role": "user"})
+            ),
+        ],
+    )
+    def test_rows_that_cannot_be_used(self, tmp_path, rows, settings, key):
+        with pytest.raises(ValueError, match=key):
+            load(write_jsonl(tmp_path / "d.jsonl", rows), **settings)
 
     def test_missing_file(self):
-        with pytest.raises(ValueError, match="does not exist"):
+        with pytest.raises(ValueError, match="nowhere.jsonl"):
             load("nowhere.jsonl")
-
-    def test_no_usable_row(self, tmp_path):
-        path = write_jsonl(tmp_path / "d.jsonl", [{"problem": "1+1", "answer": ""}])
-        with pytest.raises(ValueError, match="None of the 1 rows"):
-            load(path)
 
 
 def turn(role, content):
@@ -263,25 +236,16 @@ def turn(role, content):
 
 SYSTEM, USER, REPLY = turn("system", "Be brief."), turn("user", "1+1"), turn("assistant", "It is \\boxed{2}.")
 AGAIN = turn("user", "2+2")
-ASKED = build_prompt("1+1")
+ASKED, OTHER = build_prompt("1+1"), turn("system", "S")
+NAMED, COLUMNS = {"problem_column": "problem"}, {"problem_column": "chat", "solution_column": "gold"}
 FORMS = {  # rows, settings; prompt and solution
     "text prompt": ({"prompt": "1+1=", "solution": "2"}, {}, "1+1=", "2"),
     "messages as prompt": ({"prompt": [SYSTEM, USER], "solution": "2"}, {}, [SYSTEM, USER], "2"),
     "prompt and answer": ({"prompt": [USER], "answer": 2}, {}, [USER], "2"),
     "prompt wins": ({"prompt": [USER], "problem": "3+3", "solution": "2", "answer": "6"}, {}, [USER], "2"),
-    "unless it is named": (
-        {"prompt": [USER], "problem": "1+1", "answer": "2"},
-        {"problem_column": "problem"},
-        ASKED,
-        "2",
-    ),
+    "unless it is named": ({"prompt": [USER], "problem": "1+1", "answer": "2"}, NAMED, ASKED, "2"),
     "a problem named prompt": ({"prompt": "1+1", "solution": "2"}, {"problem_column": "prompt"}, ASKED, "2"),
-    "another system turn": (
-        {"prompt": [SYSTEM, USER], "solution": "2"},
-        {"system_prompt": "S"},
-        [turn("system", "S"), USER],
-        "2",
-    ),
+    "another system turn": ({"prompt": [SYSTEM, USER], "solution": "2"}, {"system_prompt": "S"}, [OTHER, USER], "2"),
     "question": ({"question": "1+1", "answer": "1 + 1 = 2\n#### 2"}, {}, ASKED, "2"),
     "question and solution": ({"question": "1+1", "solution": "2"}, {}, ASKED, "2"),
     "answer wins": ({"problem": "1+1", "answer": "2", "solution": "Add."}, {}, ASKED, "2"),
@@ -291,12 +255,7 @@ FORMS = {  # rows, settings; prompt and solution
     "messages that end with the user": ({"messages": [SYSTEM, USER], "answer": "2"}, {}, [SYSTEM, USER], "2"),
     "messages and a solution": ({"messages": [USER, REPLY], "solution": "2.0"}, {}, [USER], "2.0"),
     "problem wins over messages": ({"problem": "1+1", "answer": "2", "messages": [AGAIN, REPLY]}, {}, ASKED, "2"),
-    "messages in another column": (
-        {"chat": [USER, REPLY], "gold": "2"},
-        dict(problem_column="chat", solution_column="gold"),
-        [USER],
-        "2",
-    ),
+    "messages in another column": ({"chat": [USER, REPLY], "gold": "2"}, COLUMNS, [USER], "2"),
 }
 
 
@@ -335,7 +294,7 @@ class TestFormsOfTRL:
             ({"prompt": "1+1", "solution": "2"}, {"prompt_instruction": "Say."}, "prompt_instruction.*'Say.'"),
             ({"messages": [USER, REPLY]}, {"prompt_instruction": "Say."}, "prompt_instruction.*'Say.'"),
             ({"prompt": "1+1", "solution": "2"}, {"system_prompt": "S"}, "system_prompt.*text"),
-            ({"prompt": "1+1", "target": "2"}, {}, "`solution_column` 'solution' .*Columns found: prompt, target"),
+            ({"prompt": "1+1", "target": "2"}, {}, "solution_column"),
         ],
     )
     def test_settings_that_would_be_ignored(self, tmp_path, row, settings, message):
@@ -359,29 +318,20 @@ class TestLengthSplitAndShuffle:
         return write_jsonl(tmp_path / "d.jsonl", rows)
 
     def test_overlong_prompts_are_dropped_and_counted(self, path, caplog):
-        with caplog.at_level(logging.WARNING, logger="pacs_trl.data"):
-            train, _ = load(path, max_prompt_length=12, prompt_instruction="")
+        train, _ = load(path, max_prompt_length=12, prompt_instruction="")
         assert sorted(map(int, train["solution"])) == list(range(12))
         assert "Dropped 8 of 20 prompts" in caplog.text and "longest: 20" in caplog.text
-
-    def test_template_options_count(self, path):
-        train, _ = load(
-            path, max_prompt_length=12, prompt_instruction="", chat_template_kwargs={"num_extra_tokens": 2}
-        )
-        assert len(train) == 10
+        template = {"chat_template_kwargs": {"num_extra_tokens": 2}}
+        assert len(load(path, max_prompt_length=12, prompt_instruction="", **template)[0]) == 10
 
     def test_a_key_that_the_template_would_ignore_is_refused(self, path):
         tokenizer = build_tokenizer()
         for known in ("messages", "tools", None):  # in the template, a parameter, none
             check_chat_template_kwargs(tokenizer, known and {known: []})
-        with pytest.raises(ValueError, match="does not know enable_thinkng, and would ignore it"):
+        with pytest.raises(ValueError, match="enable_thinkng"):
             load_training_data(DataArguments(dataset_name=path), tokenizer, {"enable_thinkng": False})
         tokenizer.chat_template = "{{ messages }}{% if enable_thinkng is defined %}x{% endif %}"
         load_training_data(DataArguments(dataset_name=path), tokenizer, {"enable_thinkng": False})
-
-    def test_overlong_prompts_can_stop_the_run(self, path):
-        with pytest.raises(ValueError, match="8 of 20 prompts are longer .* Raise the limit to 20"):
-            load(path, max_prompt_length=12, prompt_instruction="", overlong_prompts="error")
 
     def test_same_seed_same_rows_and_disjoint_splits(self, path):
         train, evaluation = load(path, eval_split_size=5)
@@ -398,44 +348,25 @@ class TestLengthSplitAndShuffle:
         assert len(few) == 3 and same["solution"][:] == evaluation["solution"][:]
 
     def test_nothing_left_to_train_on(self, path):
-        with pytest.raises(ValueError, match="only 20 usable rows"):
-            load(path, eval_split_size=20)
+        for settings in ({"eval_split_size": 20}, {"max_prompt_length": 1}):
+            with pytest.raises(ValueError, match="eval_split_size"):
+                load(path, **settings)
 
 
-class TestArguments:
-    @pytest.mark.parametrize(
-        ("kwargs", "message"),
-        [
-            ({"overlong_prompts": "cut"}, "overlong_prompts must be one of filter, error; got 'cut'"),
-            ({"max_prompt_length": 0}, "max_prompt_length must be a whole number of at least 1, got 0"),
-            ({"eval_split_size": -1}, "eval_split_size must be a whole number of at least 0, got -1"),
-            ({"dataset_path": "x.jsonl"}, "replaces the download of a named set"),
-            ({"dataset_name": "x.jsonl", "dataset_split": "test"}, "`dataset_split` is 'test', but 'x.jsonl'"),
-            ({"dataset_name": "gsm8k", "dataset_path": "x.jsonl", "dataset_revision": "v1"}, "`dataset_revision`"),
-            ({"dataset_name": "miniature/addition", "dataset_config": "en"}, "`dataset_config` is 'en'"),
-        ],
-    )
-    def test_refused_values(self, kwargs, message):
-        with pytest.raises(ValueError, match=message):
-            DataArguments(**{"dataset_name": "some/hub_id", **kwargs})
-
-    def test_split_of_a_miniature_task(self):
-        test, _ = load("miniature/addition", dataset_split="test", max_train_samples=3)
-        assert len(test) == 3
-        with pytest.raises(ValueError, match="'train' or 'test', got 'validation'"):
-            load("miniature/addition", dataset_split="validation")
-
-    def test_yaml_recipe_reads_them_beside_the_trainer_arguments(self, tmp_path):
-        from trl import GRPOConfig, ModelConfig, TrlParser
-
-        recipe = tmp_path / "recipe.yaml"
-        recipe.write_text(
-            "dataset_name: gsm8k\nmax_prompt_length: 512\nuse_cpu: true\nbf16: false\n", encoding="utf-8"
-        )
-        parser = TrlParser((DataArguments, GRPOConfig, ModelConfig))
-        data_args, _, _ = parser.parse_args_and_config(["--config", str(recipe), "--overlong_prompts", "error"])
-        assert (data_args.dataset_name, data_args.max_prompt_length) == ("gsm8k", 512)
-        assert data_args.overlong_prompts == "error"
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"max_prompt_length": 0}, "max_prompt_length"),
+        ({"eval_split_size": -1}, "eval_split_size"),
+        ({"dataset_path": "x.jsonl"}, "dataset_path"),
+        ({"dataset_name": "x.jsonl", "dataset_split": "test"}, "dataset_split"),
+        ({"dataset_name": "gsm8k", "dataset_path": "x.jsonl", "dataset_revision": "v1"}, "dataset_revision"),
+        ({"dataset_name": "miniature/addition", "dataset_config": "en"}, "dataset_config"),
+    ],
+)
+def test_refused_settings(settings, key):
+    with pytest.raises(ValueError, match=key):
+        DataArguments(**{"dataset_name": "some/hub_id", **settings})
 
 
 @pytest.mark.parametrize(
@@ -451,7 +382,7 @@ class TestArguments:
 )
 def test_a_damaged_file_is_named(tmp_path, name, content):
     (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=f"The data file '.*{name}' cannot be read as") as caught:
+    with pytest.raises(ValueError, match=f"{name}.* cannot be read") as caught:
         load_training_data(DataArguments(dataset_name=str(tmp_path / name)), None)
     assert ("must end in .jsonl" in str(caught.value)) == name.endswith(".json")
 
@@ -470,7 +401,7 @@ def test_training_and_evaluation_read_a_file_alike(tmp_path):
     problems = load_benchmark(path).problems
     rows[1]["level"] = 7  # a column that the first row does not have
     write_jsonl(tmp_path / "rows.jsonl", rows[:2] + [rows[2] | {"answer": ["3.0", "3"]}])
-    with pytest.raises(ValueError, match="The columns of .* cannot become those of a dataset: .*alike"):
+    with pytest.raises(ValueError, match="The columns of .* cannot become"):
         load(path)
     write_jsonl(tmp_path / "rows.jsonl", [row | {"answer": [str(a) for a in row["answer"]]} for row in rows])
     train, _ = load(path)
@@ -497,7 +428,7 @@ def test_unreadable_golds_are_reported_with_row_and_text(tmp_path, caplog):
 def test_long_texts_are_quoted_to_the_end():
     """Their middle is left out, not the closing quotation mark."""
     problem, answers = "How many apples? " * 20, ["17 apples, " * 9, "18 apples, " * 9]
-    (sentence,) = doubts("my set", [problem, problem], answers)
+    (sentence,) = dataset_warnings("my set", [problem, problem], answers)
     assert re.findall("'[^']*'", sentence) == [_quoted(text) for text in (problem, problem, *answers)]
     assert sentence.endswith("'.") and len(sentence) < 350 and "..." in _quoted(problem)
 
@@ -521,12 +452,8 @@ def test_what_is_odd_is_warned_of_in_training_and_evaluation(tmp_path, caplog):
         repeated, empty, long = (record.message for record in caplog.records)
         assert "2 of 7 problems of " in repeated and "repeat another, ' 1+1 '" in repeated
         assert "; 1 of them with another answer, ' 1+1 ' with '2' and '3'." in repeated
-        assert "1 gold answers" in empty and "say that there is none, 'N/A': leave them empty." in empty
-        assert "1 gold answers" in long and "longer than 300 characters, 'We add." in long
+        assert "1 gold answers" in empty and "'N/A'" in empty and "1 gold answers" in long and "'We add." in long
     caplog.clear()
-    load(
-        write_jsonl(
-            tmp_path / "fine.jsonl", [{"problem": "1+1", "answer": ["2", "two"]}, {"problem": "1-1", "answer": ["0"]}]
-        )
-    )
+    fine = [{"problem": "1+1", "answer": ["2", "two"]}, {"problem": "1-1", "answer": ["0"]}]
+    load(write_jsonl(tmp_path / "fine.jsonl", fine))
     assert not caplog.records

@@ -35,7 +35,7 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
 
 class TestTraining:
     def test_a_target_out_of_reach_is_an_error_that_names_it(self, tmp_path):
-        settings = WarmStartSettings("expression", seed=shifted(0), **{**TINY, "target_accuracy": 0.5})
+        settings = WarmStartSettings("equation", seed=shifted(0), **{**TINY, "target_accuracy": 0.5})
         with pytest.raises(RuntimeError, match="target_accuracy=0.5"):
             train_warm_start(settings, tmp_path)
 

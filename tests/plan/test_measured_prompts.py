@@ -88,7 +88,7 @@ def test_what_training_would_say_of_the_data(small, tmp_path, monkeypatch):
         ({"reward_funcs": ["strict.graded"]}, "'graded' requires difficulty"),
         ({"problem_column": "question"}, "`problem_column` 'question' is not a column"),
         ({"max_tokens_per_micro_batch": 1010}, "do not fit into max_tokens_per_micro_batch=1010"),
-        ({"max_prompt_length": 3}, "longer than max_prompt_length=3"),
+        ({"max_prompt_length": 3}, "max_prompt_length=3"),
         ({"num_generations": 8, "per_device_train_batch_size": 80}, "10 different prompts, but 9 problems"),
     ):
         status, output = small(**changes)
