@@ -60,7 +60,7 @@ def compare(title: str, runners: dict[str, Runner], repeats: int, flops_rate: fl
                 "slowest": max(values),
                 "real tokens / s": (sum(len(r["prompt_ids"]) for r in rollouts) + completion_tokens) / updates,
                 "peak MB": peaks[name] / 1e6,
-                "times faster": statistics.median(seconds[BASELINE]) / median,
+                "times faster than TRL": statistics.median(seconds[BASELINE]) / median,
                 "model FLOP utilization": None if skips else flops_rate * once / updates,
             }
         )

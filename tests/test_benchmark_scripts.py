@@ -32,7 +32,7 @@ def test_plan_beside_a_measurement_by_hand():
     Two seconds for one: half the time, so half the share.
     """
     estimate = SimpleNamespace(state=10 * 2**30, activations=8 * 2**30, gathered=2**30, collected=2**30)
-    estimate.learning = lambda mean_tokens: (0.0, 1.0, 0.0)
+    estimate.learning = lambda mean_tokens: (0.0, 1.0)
     columns = gpu.planned_beside(estimate, {"GiB": 30.0, "seconds": 2.0}, 100, 0.35, "cuda")
     assert columns["error of memory, %"] == pytest.approx(-100 / 3) and columns["error of time, %"] == pytest.approx(
         -50
