@@ -19,9 +19,9 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.bootstrap import bootstrap_interval, paired_bootstrap
+from experiments.graded import read_graded
 from pacs_trl.evaluation import Interval
 from pacs_trl.evaluation.results import read_results, require_same_protocol
-from pacs_trl.evaluation.store import read_graded
 from pacs_trl.settings.command_line import Parser, exit_code
 
 

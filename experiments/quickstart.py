@@ -8,6 +8,7 @@ the summary are written here.
 import sys
 from importlib import import_module
 
+from experiments.graded import read_graded
 from pacs_trl.settings.command_line import Parser, exit_code
 from pacs_trl.settings.optional import require_matplotlib
 
@@ -35,7 +36,6 @@ from experiments.paper.runs import start_of, train_once
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.benchmarks import load_benchmark
 from pacs_trl.evaluation.run import evaluate
-from pacs_trl.evaluation.store import read_graded
 from pacs_trl.recipe import Recipe, read_recipe
 from pacs_trl.report import plots
 from pacs_trl.report.tables import Measured, methods, pass_at_k_cells, pass_at_k_rows

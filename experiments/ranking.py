@@ -22,9 +22,9 @@ import torch
 
 from experiments.arms import mean_difference
 from experiments.critic import critic_records
+from experiments.graded import read_graded
 from experiments.paper.runs import start_of
 from experiments.reuse import RESULTS, TASKS, Arm
-from pacs_trl.evaluation.store import read_graded
 from pacs_trl.objective import group_scores
 from pacs_trl.recipe import read_recipe
 from pacs_trl.report.plots import reliability_bins

@@ -1,8 +1,7 @@
 """One cell of a miniature table, in this process: warm start, training, evaluation, and its record.
 
-Everything that a run leaves stays in its work directory; what the tables need of it is taken into the records of the
-results
-directory (`records.py`). Full-size cells (`full.py`) do the same with what their commands leave.
+The files of a run stay in its work directory; the numbers that tables need go into the records of the results
+directory (`records.py`).
 """
 
 import json
@@ -144,13 +143,11 @@ def diversities(evaluation_dir: Path, benchmarks: Iterable[str], embed: Callable
 
 
 def _begin(work: Path, settings: dict[str, Any]) -> None:
-    """Say in a work directory what it is for before anything else lies there, or check that it was begun for the
-    same."""
+    """Write the settings of a work directory first, or check that it was begun with the same."""
     path = work / "settings.json"
     if work.is_dir() and any(work.iterdir()):
         found = json.loads(path.read_text()) if path.is_file() else None
         remedy = "Remove that directory to run the cell again, or choose another --work_dir."
-        require_same_settings(found, settings, str(work), remedy)
-        return
+        return require_same_settings(found, settings, str(work), remedy)
     work.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(settings, indent=1) + "\n")

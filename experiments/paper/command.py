@@ -32,12 +32,8 @@ SIZES = ("max_steps", "warm_start_steps", "num_samples", "max_problems")
 
 def read_table(name: str, scale: str) -> Table:
     """
-    A table with the cells that exist at a scale.
-
-    Args:
-        name (`str`): Name of a file in `experiments/paper/tables/`, without `.yaml`, or of a table that it shows
-        `also`.
-        scale (`str`): `"miniature"` or `"full"`.
+    A table with the cells that exist at a scale, "miniature" or "full", by the name of a file in
+    `experiments/paper/tables/` (without `.yaml`) or of a table that it shows `also`.
 
     Raises:
         `ValueError`: if there is no such table, or not at that scale.
@@ -67,10 +63,7 @@ def _cell(label: str, entry: dict[str, Any], scale: str, evaluations: Sequence[s
 
 
 def table_names(scale: str | None = None) -> list[str]:
-    """
-    Names of all tables, or of those that exist at a scale, in the order of the paper: version 2 before version 1,
-    tables before figures, by number.
-    """
+    """Names of all tables, or of those that exist at a scale, in the order of the paper."""
     return [
         name
         for name, content in _contents(TABLES).items()
@@ -132,9 +125,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _hours(gpu_hours: float | None) -> str:
-    return (
-        "no estimate" if gpu_hours is None else f"about {gpu_hours:,.{0 if gpu_hours >= 10 else 1}f} GPU hours (H200)"
-    )
+    if gpu_hours is None:
+        return "no estimate"
+    return f"about {gpu_hours:,.{0 if gpu_hours >= 10 else 1}f} GPU hours (H200)"
 
 
 def _parser() -> Parser:
@@ -157,17 +150,12 @@ def _parser() -> Parser:
 
 
 def _refuse_ignored(arguments: argparse.Namespace) -> None:
-    """Refuse settings that this call would not read."""
-    sizes = [f"--{name}" for name in SIZES if getattr(arguments, name) is not None]
-    if arguments.scale == "full" and sizes:
-        raise ValueError(
-            f"{', '.join(sizes)} would be ignored at full scale: a full-size cell is what its recipe and its "
-            "evaluation say. Leave it out, or add the setting to the printed commands by hand."
-        )
-    if arguments.scale == "miniature" and arguments.run:
-        raise ValueError("--run is for `--scale full`; miniature cells are run anyway. Leave it out.")
-    if arguments.report_only and arguments.run:
-        raise ValueError("--report_only runs nothing, so that --run would be ignored. Leave one of them out.")
+    full = arguments.scale == "full"
+    ignored = [f"--{name}" for name in SIZES if full and getattr(arguments, name) is not None]
+    if arguments.run and (arguments.report_only or not full):
+        ignored.append("--run")
+    if ignored:
+        raise ValueError(f"{', '.join(ignored)} would be ignored with this --scale or --report_only. Leave it out.")
 
 
 def _shown(tables: Sequence[Table], shows: str, cell: Cell) -> bool:
@@ -176,17 +164,13 @@ def _shown(tables: Sequence[Table], shows: str, cell: Cell) -> bool:
 
 
 def _chosen(tables: Sequence[Table], names: str | None) -> list[Cell]:
-    """The cells of some tables, each run once however many tables show it."""
+    """The cells of some tables that have one of the names or labels, each run once however many tables show it."""
     by_run = {cell.run: cell for table in tables for cell in table.cells}
     if names is None:
         return list(by_run.values())
     wanted = {name.strip() for name in names.split(",")}
-    labels = {cell.run: {cell.run} for cell in by_run.values()}
-    for table in tables:
-        for cell in table.cells:
-            labels[cell.run].add(cell.label)
-    unknown = wanted - set().union(*labels.values())
-    if unknown:
-        known = ", ".join(sorted(set().union(*labels.values())))
-        raise ValueError(f"There are no cells {', '.join(sorted(unknown))} here, but {known}.")
+    labels = {run: {run, *(c.label for table in tables for c in table.cells if c.run == run)} for run in by_run}
+    known = set().union(*labels.values())
+    if unknown := wanted - known:
+        raise ValueError(f"There are no cells {', '.join(sorted(unknown))} here, but {', '.join(sorted(known))}.")
     return [cell for cell in by_run.values() if labels[cell.run] & wanted]

@@ -16,8 +16,7 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,10 +33,6 @@ CURVES = ("reward", "entropy", "completions/mean_length")
 # How an evaluation was made: with what has to be the same in one table, and for whoever wants to know.
 _CIRCUMSTANCES = ("protocol", "n", "k", "prompt_digest", "engine", "versions", "hardware", "commit")
 
-_MEASURED = ("measured", "protocol", "n", "k", "benchmarks")
-_RUN = ("cell", "seed", "measured", "correct", "diversity")
-_TRAINED = ("curves", "checkpoints")
-
 
 class Run(NamedTuple):
     """What one finished run left."""
@@ -53,9 +48,6 @@ class Records:
     """
     The records of a results directory, empty where there is no file.
 
-    Args:
-        results_dir (`Path`): Has the file, or will have it.
-
     Raises:
         `ValueError`: naming file and line, if it is damaged.
     """
@@ -65,10 +57,20 @@ class Records:
         self._measured: dict[str, dict[str, Any]] = {}
         self._settings: dict[str, dict[str, Any]] = {}
         self._runs: dict[tuple[str, int], dict[str, Any]] = {}
-        for number, text in enumerate(self._text().splitlines(), start=1):
-            self._read(text, f"{self.path}, line {number},")
-        for line in self._runs.values():
-            self._check_counts(line)
+        try:
+            content = gzip.decompress(self.path.read_bytes()) if self.path.is_file() else b""
+        except (OSError, EOFError, zlib.error) as error:
+            raise ValueError(
+                f"{self.path} is damaged: {error}. Restore it, or choose another --results_dir."
+            ) from error
+        for number, text in enumerate(content.splitlines(), start=1):
+            line = parse_json(text, f"{self.path}, line {number},")
+            if "seed" in line:
+                self._runs[line["cell"], line["seed"]] = line
+            elif "settings" in line:
+                self._settings[line["cell"]] = line["settings"]
+            else:
+                self._measured[line["measured"]] = line
 
     def seeds(self, cell: str) -> list[int]:
         """Those with which a cell, by the name of its run, is finished."""
@@ -95,14 +97,20 @@ class Records:
         if settings is not None and not self.seeds(cell):
             self._settings[cell] = settings
         line = {"cell": cell, "seed": run.seed, "measured": digest(facts)}
-        line["correct"] = {name: _counts(entry["problems"]) for name, entry in run.results["benchmarks"].items()}
+        line["correct"] = {
+            name: [None if problem["ungraded"] else problem["c"] for problem in entry["problems"]]
+            for name, entry in run.results["benchmarks"].items()
+        }
         line["diversity"] = {
             name: {problem: round(value, 6) + 0.0 for problem, value in scores.items()}  # -0.0 + 0.0 is 0.0
             for name, scores in run.diversity.items()
         }
         if run.training is not None:
-            keys = run.training.get("curves", CURVES)
-            line["curves"] = {key: _curve(run.training["log_history"], key) for key in keys}
+            logs = run.training["log_history"]  # a step without a forward pass has no entropy
+            line["curves"] = {
+                key: {str(log["step"]): log[key] for log in logs if log.get(key) is not None}
+                for key in run.training.get("curves", CURVES)
+            }
             line["checkpoints"] = run.training["checkpoints"]
         self._runs[cell, run.seed] = line
 
@@ -114,47 +122,6 @@ class Records:
             if cell in self._settings:
                 yield {"cell": cell, "settings": self._settings[cell]}
             yield from (self._runs[cell, seed] for seed in self.seeds(cell))
-
-    def _text(self) -> bytes:
-        if not self.path.is_file():
-            return b""
-        try:
-            return gzip.decompress(self.path.read_bytes())
-        except (OSError, EOFError, zlib.error) as error:
-            raise ValueError(
-                f"{self.path} is damaged: {error}. Restore it, or choose another --results_dir."
-            ) from error
-
-    def _read(self, text: bytes, where: str) -> None:
-        line = parse_json(text, where)
-        if "seed" in line:
-            for field in (*_RUN, *(_TRAINED if any(name in line for name in _TRAINED) else ())):
-                line[field]
-            key = line["cell"], line["seed"]
-            if key in self._runs:
-                raise ValueError(f"{where} is the second run of {key[0]} with seed {key[1]}. Take one of them out.")
-            self._runs[key] = line
-        elif "settings" in line:
-            self._settings[line["cell"]] = line["settings"]
-        else:
-            for field in _MEASURED:
-                line[field]
-            self._measured[line["measured"]] = line
-
-    def _check_counts(self, line: dict[str, Any]) -> None:
-        where = f"{self.path}: the run of {line['cell']} with seed {line['seed']}"
-        if line["measured"] not in self._measured:
-            raise ValueError(f"{where} was measured as {line['measured']}, and there is no line of that name.")
-        benchmarks = self._measured[line["measured"]]["benchmarks"]
-        for name, about in benchmarks.items():
-            counts = line["correct"][name]
-            graded = [count for count in counts if count is not None]
-            whole = len(counts) == len(about["ids"]) and all(type(c) is int and 0 <= c <= about["n"] for c in graded)
-            if not whole or not graded or max(about["k"]) > about["n"]:
-                raise ValueError(
-                    f"{where} is damaged: correct.{name} must have {len(about['ids'])} counts from 0 to n = "
-                    f"{about['n']}, not all of them null, and n be at least k = {max(about['k'])}."
-                )
 
     def _run(self, line: dict[str, Any], label: str) -> Run:
         facts = self._measured[line["measured"]]
@@ -170,28 +137,25 @@ class Records:
             benchmarks[name] = about | {"problems": problems, "pass_at_k": shares}
         training = None
         if "curves" in line:
-            training = {"log_history": _log_history(line["curves"]), "checkpoints": line["checkpoints"]}
+            logs: dict[int, dict[str, Any]] = {}
+            for key, points in line["curves"].items():
+                for step, value in points.items():
+                    logs.setdefault(int(step), {"step": int(step)})[key] = value
+            training = {"log_history": [logs[step] for step in sorted(logs)], "checkpoints": line["checkpoints"]}
         return Run(line["seed"], facts | {"method": label, "benchmarks": benchmarks}, line["diversity"], training)
 
 
 def record(results_dir: Path, cell: str, run: Run, settings: dict[str, Any] | None = None) -> None:
     """
-    Take a finished run into the records of a results directory.
-
-    Other processes may do so at the same time: one after the other reads what is there, adds its run and replaces the
-    file.
-
-    Args:
-        results_dir (`Path`): Is made if it does not exist.
-        cell (`str`): Name of the cell.
-        run ([`Run`]): Replaces one with the same seed.
-        settings (`dict`, *optional*): What all runs of the cell are made with.
+    Take a finished run of a cell into the records of a results directory, in place of one with the same seed. Other
+    processes may do so at the same time; `settings` are those of all runs of the cell.
 
     Raises:
         `ValueError`: if a run of the cell was recorded with other settings.
     """
     results_dir.mkdir(parents=True, exist_ok=True)
-    with _alone(results_dir):
+    with (results_dir / f".{FILE_NAME}.lock").open("w") as lock:  # the file itself is replaced
+        fcntl.flock(lock, fcntl.LOCK_EX)
         records = Records(results_dir)
         if settings is not None:
             records.require_same_settings(cell, settings)
@@ -209,24 +173,11 @@ def require_same_settings(found: dict[str, Any] | None, wanted: dict[str, Any], 
     Raises:
         `ValueError`: naming what differs.
     """
-    if found is None:
+    lines = ["it has none"] if found is None else differences(found, wanted)
+    if lines:
         raise ValueError(
-            f"{where} has no settings, so that nothing says whether it was made with those that its recipe has now, "
-            f"and one table cannot hold others. {remedy}"
+            f"{where} was made with other settings than those of its recipe: {'; '.join(lines)}. {remedy}"
         )
-    if lines := differences(found, wanted):
-        raise ValueError(
-            f"{where} was made with other settings than its recipe has now ({'; '.join(lines)}), and one table cannot "
-            f"hold both. {remedy}"
-        )
-
-
-@contextmanager
-def _alone(results_dir: Path) -> Iterator[None]:
-    """Wait for the lock of the records. It is a file of its own, because theirs is replaced."""
-    with (results_dir / f".{FILE_NAME}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _facts(results: dict[str, Any]) -> dict[str, Any]:
@@ -242,20 +193,3 @@ def _facts(results: dict[str, Any]) -> dict[str, Any]:
             "k": sorted(map(int, entry["pass_at_k"])),
         }
     return facts
-
-
-def _counts(problems: Sequence[dict[str, Any]]) -> list[int | None]:
-    return [None if problem["ungraded"] else problem["c"] for problem in problems]
-
-
-def _curve(log_history: Sequence[dict[str, Any]], key: str) -> dict[str, float]:
-    """By step. One that only updated has no reward, one without a forward pass no entropy."""
-    return {str(log["step"]): log[key] for log in log_history if log.get(key) is not None}
-
-
-def _log_history(curves: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
-    logs: dict[int, dict[str, Any]] = {}
-    for key, points in curves.items():
-        for step, value in points.items():
-            logs.setdefault(int(step), {"step": int(step)})[key] = value
-    return [logs[step] for step in sorted(logs)]

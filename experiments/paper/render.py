@@ -120,16 +120,12 @@ Runs = dict[str, list[Run]]
 
 
 def _require_one_protocol(table: Table, runs: Runs, results_dir: Path) -> None:
-    """Different models may differ in their chat format, which is theirs, and in nothing else; not in the question."""
+    """Different models may differ in their chat format and in nothing else."""
     results = _all_results(runs)
     if table.own_prompts:
-        results = [r | {"protocol": r["protocol"] | {"prompt": _question(r["protocol"])}} for r in results]
+        questions = [{"instruction": result["protocol"]["prompt"]["instruction"]} for result in results]
+        results = [r | {"protocol": r["protocol"] | {"prompt": q}} for r, q in zip(results, questions, strict=True)]
     require_same_protocol(results, [f"{result['method']} in {results_dir}" for result in results])
-
-
-def _question(protocol: dict[str, Any]) -> dict[str, Any]:
-    chat_format = ("system_prompt", "chat_template_kwargs")
-    return {key: value for key, value in protocol["prompt"].items() if key not in chat_format}
 
 
 def _names(twins: bool, model: str | None = None) -> dict[str, str]:
@@ -145,7 +141,7 @@ def _cells(runs: Sequence[Run], benchmarks: Sequence[str], ks: Sequence[int]) ->
 
 
 def _text(cell: tables.Measured | None, digits: int = 1) -> str:
-    return tables.cell_text(cell, digits=digits, missing="-")
+    return tables.cell_text(cell, digits=digits) or "-"
 
 
 def _rows(
@@ -156,8 +152,7 @@ def _rows(
     of: str | None = None,
     digits: int = 1,
 ) -> list[list[str]]:
-    """Ours, and if anything is published that, and whether it lies in our interval; the latter not for a twin `of`
-    something."""
+    """Ours, and if anything is published that, and (not for a twin `of` something) whether it lies in our interval."""
     rows = [[label, *(_text(cell, digits) for cell in ours)]]
     if any(number is not None for number in published):
         shown = ["-" if number is None else f"{number:.{max(digits, 2)}f}" for number in published]
@@ -184,16 +179,13 @@ def _benchmark_ks(runs: Runs, name: str, published: dict[str, dict[int, float]])
     return sorted(map(int, set.intersection(*measured) if measured else {k for v in published.values() for k in v}))
 
 
-def _published(table: Table, paper_name: str) -> dict[str, dict[int, float]]:
-    """label -> k -> percent."""
-    blocks = paper.published(table.published, paper_name) if table.published else []
-    return {label: values for block in blocks for label, values in block.values.items()}
-
-
 def _pass_at_k(table: Table, runs: Runs, path: Path, twins: bool) -> str:
     """The mean over the benchmarks, the differences, the figure, and folded away a table for each benchmark."""
     names = _names(twins, table.published)
-    theirs = {name: _published(table, paper_name) for paper_name, name in names.items()}
+    theirs: dict[str, dict[str, dict[int, float]]] = {}  # benchmark -> label -> k -> percent
+    for paper_name, name in names.items():
+        blocks = paper.published(table.published, paper_name) if table.published else []
+        theirs[name] = {label: values for block in blocks for label, values in block.values.items()}
     ks_of = {name: _benchmark_ks(runs, name, theirs[name]) for name in names.values()}
     shared = [k for k in next(iter(ks_of.values())) if all(k in ks for ks in ks_of.values())]
 
@@ -226,9 +218,8 @@ def _pass_at_k(table: Table, runs: Runs, path: Path, twins: bool) -> str:
 def _comparisons(
     table: Table, runs: Runs, ks: list[int], theirs: dict[str, dict[str, dict[int, float]]]
 ) -> tuple[list[list[str]], dict[str, dict[int, list[float]]]]:
-    """Differences of pairs, over the problems of all benchmarks and the seeds that both have, and whether their sign
-    is the paper's: only said where the interval leaves out 0 and every seed has the same sign. Also those of every
-    seed."""
+    """Rows of the differences of pairs over the seeds that both have, and the differences by seed. Whether their sign
+    is the paper's is only said where the interval leaves out 0 and every seed has the same sign."""
     rows: list[list[str]] = []
     by_seed: dict[str, dict[int, list[float]]] = {}
     for first, second in table.compare:
@@ -371,11 +362,11 @@ def _ablation(table: Table, runs: Runs, path: Path, twins: bool) -> str:
     names, results = list(_names(twins).values()), _all_results(runs)
     if not results:
         return "No run of this figure is finished.\n"
-    from pacs_trl.report import plots
+    from .beta_figure import ablation_figure
 
     ks, titles = tables.common_ks(results), tables.benchmarks(results)
     finished = {float(label): [run.results for run in group] for label, group in runs.items() if group}
-    plots.ablation_figure(finished, {name: titles[name] for name in names}, "beta", path)
+    ablation_figure(finished, {name: titles[name] for name in names}, path)
     rows = [[label, *map(_text, _cells(group, names, ks))] for label, group in runs.items()]
     header = ["mean over the benchmarks", *(f"k={k}" for k in ks)]
     return f"![pass@k against beta]({path.name}.png)\n\n{tables.to_markdown(header, rows)}"

@@ -10,7 +10,7 @@ import platform
 import subprocess
 from datetime import UTC, datetime
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import Distribution, version
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +71,8 @@ def _text_digest(path: Path) -> str:
 @cache
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that decide a result; packages that are not installed are left out."""
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    installed = {package: version(package) for package in _PACKAGES if next(Distribution.discover(name=package), None)}
+    return {"python": platform.python_version(), **installed}
 
 
 def hardware() -> dict[str, Any]:

@@ -19,6 +19,7 @@ from .support import answer_entropy
 
 RESULTS_SCHEMA = 1
 CONFIDENCE = 0.95
+_COMPARED = ("version", "digest", "num_problems")  # of the source of a benchmark
 
 
 class GradedSample(NamedTuple):
@@ -81,7 +82,7 @@ def pass_at_k_table(n: Sequence[int], c: Sequence[int], ks: Sequence[int]) -> di
 
 
 def write_results(path: Path, results: dict[str, Any]) -> None:
-    """Write a results file whole or not at all."""
+    """Write a results file atomically."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     os.replace(temporary, path)
@@ -124,16 +125,14 @@ def require_same_protocol(results: Sequence[dict[str, Any]], names: Sequence[str
     """
     first_with: dict[str, int] = {}
     for i, result in enumerate(results):
-        lines = differences(results[0]["protocol"], result["protocol"], key="protocol")
-        other = 0
-        for benchmark, entry in result["benchmarks"].items():
-            j = first_with.setdefault(benchmark, i)
-            theirs, ours = results[j]["benchmarks"][benchmark]["source"], entry["source"]
-            for fact in ("version", "digest", "num_problems"):
-                lines += differences(theirs[fact], ours[fact], key=f"{benchmark}.{fact}")
-            other = j if lines and not other else other
-        if lines:
-            raise ValueError(
-                f"{names[other]} and {names[i]} were measured under different protocols and cannot stand in one "
-                "table:\n  " + "\n  ".join(lines) + "\nEvaluate one of them again under the other's protocol."
-            )
+        others = {name: first_with.setdefault(name, i) for name in result["benchmarks"]}
+        pairs = [(0, "protocol", results[0]["protocol"], result["protocol"])]
+        for name, j in others.items():
+            sources = (results[at]["benchmarks"][name]["source"] for at in (j, i))
+            pairs.append((j, name, *({fact: source[fact] for fact in _COMPARED} for source in sources)))
+        for j, key, theirs, ours in pairs:
+            if lines := differences(theirs, ours, key=key):
+                raise ValueError(
+                    f"{names[j]} and {names[i]} were measured under different protocols and cannot stand in one "
+                    "table:\n  " + "\n  ".join(lines) + "\nEvaluate one of them again under the other's protocol."
+                )

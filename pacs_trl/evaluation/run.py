@@ -79,8 +79,8 @@ def evaluate(
             stack.callback(engine.close)
         for benchmark, store, missing in zip(benchmarks, stores, requests, strict=True):
             grading = code_verifier if benchmark.is_code else verifier
+            bar = tqdm(total=len(missing), desc=benchmark.title, disable=None if progress and missing else True)
             with BackgroundGrader(grading, benchmark.problems) as grader:
-                bar = tqdm(total=len(missing), desc=benchmark.title, disable=None if progress and missing else True)
                 num_tokens += _sample(args, store, missing, engine, grader, bar)
                 graded = grader.finish()
             _check_failures(benchmark, grader.outcomes, max_failure_share)

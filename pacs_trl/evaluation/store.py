@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from typing import Any
 STORE_FORMAT = 1
 
 
-class SampleStore:
+class SampleStore(AbstractContextManager):
     """
     The completions of one benchmark, keyed by (problem id, sample number).
 
@@ -54,12 +55,6 @@ class SampleStore:
             self._file.close()
             raise
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc_info):
-        self.close()
-
     def append(
         self, problem: str, sample: int, seed: int, text: str, num_tokens: int, finish_reason: str
     ) -> dict[str, Any]:
@@ -78,11 +73,10 @@ class SampleStore:
         self.keys.add((problem, sample))
         return record
 
-    def close(self) -> None:
+    def __exit__(self, *exc_info) -> None:
         """Flush to the disk and release the file."""
-        if not self._file.closed:
-            os.fsync(self._file.fileno())
-            self._file.close()
+        os.fsync(self._file.fileno())
+        self._file.close()
 
     def _read_first_line(self, settings: dict[str, Any]) -> None:
         """Compare the first line with the settings; write it if the file is new or a crash truncated this line."""
@@ -97,13 +91,12 @@ class SampleStore:
             self._file.flush()
             return
         try:
-            header = json.loads(found)
-            stored = header["settings"] if header["format"] == STORE_FORMAT else None
+            stored = json.loads(found)
+            lines = differences(stored["settings"], json.loads(expected)["settings"])
+            lines += differences(stored["format"], STORE_FORMAT, key="format")
         except (ValueError, KeyError, TypeError):
-            stored = None
-        if stored is None:
-            raise ValueError(f"{self.path} is not a sample store of format {STORE_FORMAT}. Use another directory.")
-        if lines := differences(stored, json.loads(expected)["settings"]):
+            raise ValueError(f"{self.path} is not a sample store. Use another output directory.") from None
+        if lines:
             raise ValueError(
                 f"{self.path} holds samples made with other settings (stored != requested):\n  "
                 + "\n  ".join(lines)
@@ -155,28 +148,6 @@ def read_samples(path: str | Path) -> Iterator[dict[str, Any]]:
 def evaluation_file(output_dir: str | Path, kind: str, benchmark: str) -> Path:
     """Where `pacs-trl evaluate` keeps the "samples" or the "grades" of a benchmark."""
     return Path(output_dir) / kind / (benchmark.replace("/", "_") + {"samples": ".jsonl", "grades": ".json"}[kind])
-
-
-def read_graded(
-    output_dir: str | Path, benchmark: str
-) -> tuple[dict[str, str], dict[tuple[str, int], dict[str, Any]]]:
-    """
-    The grades of each problem, one character per sample (1 correct, 0 wrong, - not gradable), and the graded records
-    by (problem id, sample number); the store may hold more.
-
-    Raises:
-        `ValueError`: if there are no grades, or a graded sample is missing.
-    """
-    path = evaluation_file(output_dir, "grades", benchmark)
-    if not path.is_file():
-        raise ValueError(f"There is no {path}. Give the whole output directory of `pacs-trl evaluate`.")
-    grades = json.loads(path.read_text(encoding="utf-8"))
-    samples = evaluation_file(output_dir, "samples", benchmark)
-    records = {(record["problem"], record["sample"]): record for record in read_samples(samples)}
-    graded = [(problem, sample) for problem, outcomes in grades.items() for sample in range(len(outcomes))]
-    if missing := [key for key in graded if key not in records]:
-        raise ValueError(f"{samples} lacks sample {missing[0]}, which {path} grades. Evaluate again.")
-    return grades, {key: records[key] for key in graded}
 
 
 def digest(settings: dict[str, Any]) -> str:

@@ -98,7 +98,7 @@ def pass_at_k_figure(
         by_method = methods(results)
         look_of = looks(by_method)
         whole = len(benchmarks) > 1 and all(benchmarks.keys() <= result["benchmarks"].keys() for result in results)
-        figure, panels = _panels(len(benchmarks) + whole + bool(differences))
+        figure, panels = panels_of(len(benchmarks) + whole + bool(differences))
         shown = iter(panels)
         if whole:
             panel, ks = next(shown), common_ks(results)
@@ -116,9 +116,9 @@ def pass_at_k_figure(
                     ks, values = zip(*((k, cell.value) for k, cell in row.cells.items()), strict=True)
                     panel.plot(ks, values, label=f"{row.method} (published)", **hollow)
             percent_against_k(panel, title)
-        _label_rows(panels, "pass@k")
+        label_rows(panels, "pass@k")
         legend_below(figure, panels, INTERVALS)
-        return _save(figure, path)
+        return save_figure(figure, path)
 
 
 def draw_pass_at_k(panel: Axes, cells: Mapping[int, Measured], label: str, look: dict[str, Any]) -> None:
@@ -183,7 +183,7 @@ def training_figure(
         raise ValueError(f"The training logs hold none of {', '.join(key for key, _ in TRAINING_PANELS)}.")
     with matplotlib.rc_context(STYLE):
         columns = len(present) if len(models) > 1 or len(present) == 3 else 2
-        figure, panels = _panels(len(models) * len(present), columns)
+        figure, panels = panels_of(len(models) * len(present), columns)
         shown = iter(panels)
         for model, histories in models.items():
             for key, label in present:
@@ -195,7 +195,7 @@ def training_figure(
                 )
         figure.align_ylabels()
         legend_below(figure, panels, RUNS)
-        return _save(figure, path)
+        return save_figure(figure, path)
 
 
 def evaluation_figure(histories: Mapping[str, Sequence[Sequence[dict[str, float]]]], path: Path) -> list[Path]:
@@ -210,7 +210,7 @@ def evaluation_figure(histories: Mapping[str, Sequence[Sequence[dict[str, float]
         raise ValueError("The training logs hold no eval_<benchmark>/pass@<k>: log them, or evaluate checkpoints.")
     ordered = sorted(keys, key=lambda key: (key.split("/pass@")[0], int(key.rsplit("@", 1)[1])))
     with matplotlib.rc_context(STYLE):
-        figure, panels = _panels(len(ordered))
+        figure, panels = panels_of(len(ordered))
         for panel, key in zip(panels, ordered, strict=True):
             for method, look in looks(histories).items():
                 points = [[(step, 100 * value) for step, value in series(run, key)] for run in histories[method]]
@@ -219,37 +219,7 @@ def evaluation_figure(histories: Mapping[str, Sequence[Sequence[dict[str, float]
             panel.set(title=f"{benchmark}, {k}", xlabel="optimizer step")
             percent_axis(panel)
         legend_below(figure, panels, "thin lines: single runs; thick: their mean")
-        return _save(figure, path)
-
-
-def ablation_figure(
-    results: Mapping[float, Sequence[dict[str, Any]]], benchmarks: Mapping[str, str], name: str, path: Path
-) -> list[Path]:
-    """pass@k against a setting such as beta (log scale), one line per k: the mean over the benchmarks, then a panel
-    for each. Several results of one value are runs with different seeds."""
-    with matplotlib.rc_context(STYLE):
-        parts = {title: [benchmark] for benchmark, title in benchmarks.items()}
-        if len(parts) > 1:
-            parts = {f"mean over {len(parts)} benchmarks": list(benchmarks)} | parts
-        figure, panels = _panels(len(parts))
-        values = sorted(results)
-        ks = common_ks([run for runs in results.values() for run in runs])
-        for panel, (title, averaged) in zip(panels, parts.items(), strict=True):
-            rows = {v: pass_at_k_cells(results[v], averaged, ks) for v in values}
-            for i, k in enumerate(ks):
-                cells = [rows[v][k] for v in values]
-                errors = [[c.value - c.lower for c in cells], [c.upper - c.value for c in cells]]
-                shift = 1.03 ** (i - (len(ks) - 1) / 2)  # so that bars do not cover one another
-                points = [v * shift for v in values], [c.value for c in cells]
-                panel.errorbar(*points, yerr=errors, label=f"k={k}", elinewidth=0.7, **_look(i))
-            panel.set_xscale("log")
-            panel.set_xticks(values, [f"{v:g}" for v in values])
-            panel.minorticks_off()
-            panel.set(title=title, xlabel=name)
-            percent_axis(panel)
-        _label_rows(panels, "pass@k")
-        legend_below(figure, panels, INTERVALS)
-        return _save(figure, path)
+        return save_figure(figure, path)
 
 
 def diversity_figure(diversity: Mapping[str, Any], path: Path) -> list[Path]:
@@ -265,7 +235,7 @@ def diversity_figure(diversity: Mapping[str, Any], path: Path) -> list[Path]:
         axes.set(xlabel=f"first component ({100 * shares[0]:.0f} % of variance)")
         axes.set(ylabel=f"second component ({100 * shares[1]:.0f} %)")
         figure.legend(loc="outside upper center")  # one line each: names can be long
-        return _save(figure, path)
+        return save_figure(figure, path)
 
 
 def reliability_figure(
@@ -280,14 +250,14 @@ def reliability_figure(
         kept = bins["count"] > 0
         error = 1.96 * np.sqrt(bins["label"] * (1 - bins["label"]) / np.maximum(bins["count"], 1))
         points = bins["probability"][kept], bins["label"][kept]
-        axes.errorbar(*points, yerr=error[kept], label="critic, 95 % intervals", elinewidth=0.8, **_look(0))
+        axes.errorbar(*points, yerr=error[kept], label="critic, 95 % intervals", elinewidth=0.8, **line_look(0))
         axes.set(ylabel="share of correct completions", xlim=(0, 1), ylim=(-0.02, 1.02))
         axes.legend(loc="upper left", title=f"calibration error {bins['calibration_error']:.3f}", title_fontsize=7)
         edges = np.linspace(0, 1, num_bins + 1)
         counts.bar(edges[:-1], bins["count"], width=np.diff(edges), align="edge", color=COLORS[0], alpha=0.5)
         counts.set(xlabel=r"$\sigma(\psi)$", ylabel="completions")
         counts.yaxis.set_major_locator(MaxNLocator(3, integer=True))
-        return _save(figure, path)
+        return save_figure(figure, path)
 
 
 def reliability_bins(scores: Sequence[float], labels: Sequence[float], *, num_bins: int = 10) -> dict[str, Any]:
@@ -323,13 +293,13 @@ def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     return {name: dict(zip(("color", "marker", "linestyle"), look, strict=True)) for name, look in chosen.items()}
 
 
-def _look(index: int) -> dict[str, Any]:
+def line_look(index: int) -> dict[str, Any]:
     """Of lines that are no methods."""
     index %= len(COLORS)
     return {"color": COLORS[index], "marker": MARKERS[index], "linestyle": DASHES[index]}
 
 
-def _panels(count: int, columns: int | None = None) -> tuple[Figure, list[Axes]]:
+def panels_of(count: int, columns: int | None = None) -> tuple[Figure, list[Axes]]:
     columns = min(count, columns or (3 if count in (3, 5, 6, 9) else 4))
     rows = math.ceil(count / columns)
     width = COLUMN_WIDTH if columns == 1 else PAGE_WIDTH
@@ -340,7 +310,7 @@ def _panels(count: int, columns: int | None = None) -> tuple[Figure, list[Axes]]
     return figure, panels[:count]
 
 
-def _label_rows(panels: Sequence[Axes], label: str) -> None:
+def label_rows(panels: Sequence[Axes], label: str) -> None:
     """The label of the vertical axis on the first panel of each row."""
     for panel in panels:
         if panel.get_subplotspec().is_first_col():
@@ -389,7 +359,7 @@ def legend_below(figure: Figure, panels: Sequence[Axes], note: str) -> None:
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", **looks)
 
 
-def _save(figure: Figure, path: Path) -> list[Path]:
+def save_figure(figure: Figure, path: Path) -> list[Path]:
     """PNG and SVG; the date is left out, so that the same data gives the same bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     files = [path.with_suffix(".png"), path.with_suffix(".svg")]

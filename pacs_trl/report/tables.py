@@ -278,10 +278,10 @@ def to_csv(rows_by_benchmark: Mapping[str, Sequence[Row]]) -> str:
     return out.getvalue()
 
 
-def cell_text(cell: Measured | None, signed: bool = False, *, digits: int = 2, missing: str = "") -> str:
+def cell_text(cell: Measured | None, signed: bool = False, *, digits: int = 2) -> str:
     """`MEAN ± SPREAD [LOWER, UPPER]`, as far as they are known."""
     if cell is None:
-        return missing
+        return ""
     text = f"{cell.value:{'+' if signed else ''}.{digits}f}"
     if cell.spread is not None:
         text += f" ± {cell.spread:.{digits}f}"

@@ -64,9 +64,9 @@ def test_scores_of_an_evaluation(arguments, checkpoint, policy, sums, verifier, 
 
     same = critic_records(tmp_path / "out", str(checkpoint), str(checkpoint), f"math_500={sums}")
     assert all(record["score"] == 0 for record in same)
-    with pytest.raises(ValueError, match="has no benchmark 'miniature/addition', only math_500"):
+    with pytest.raises(ValueError, match="miniature/addition"):
         critic_records(tmp_path / "out", str(checkpoint), str(checkpoint), "miniature/addition")
     sums_now = tmp_path / "sums.jsonl"
     sums_now.write_text(sums.read_text().replace('"answer": "0"', '"answer": "1"'))
-    with pytest.raises(ValueError, match="have changed since"):
+    with pytest.raises(ValueError, match="math_500"):
         critic_records(tmp_path / "out", str(checkpoint), str(checkpoint), f"math_500={sums_now}")

@@ -1,7 +1,6 @@
 """Diversity against pairs in a loop, the rule for few correct responses, the projection, the command line."""
 
 import json
-from functools import partial
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from experiments.diversity import (
 )
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.run import evaluate
-from pacs_trl.settings.command_line import exit_code
 
 
 def test_worked_by_hand():
@@ -59,7 +57,7 @@ def test_two_models_are_compared_on_common_problems():
     assert [list(model) for model in diversities] == [["a"], ["a"]]
     assert [interval.mean for interval in intervals] == pytest.approx([0.0, 1.0], abs=1e-12)
     assert difference.mean == pytest.approx(1.0)
-    with pytest.raises(ValueError, match="No problem has at least two correct"):
+    with pytest.raises(ValueError, match="two correct"):
         compare([{"a": ["x", "y"]}, {"a": ["x"]}], hashing_embedder)
 
 
@@ -84,37 +82,30 @@ def test_distances_are_refused_without_directions(embeddings):
 
 def test_the_command_line(arguments, verifier, tmp_path, capsys):
     for name, seed in (("a", 0), ("b", 1)):
-        changes = {
-            "output_dir": str(tmp_path / name),
-            "seed": seed,
-            "method": name.upper(),
-            "n": 64,
-            "temperature": 1.3,
-        }
+        changes = {"output_dir": str(tmp_path / name), "seed": seed, "method": name.upper(), "n": 64}
+        changes |= {"temperature": 1.3}
         evaluate(EvaluationArguments(**{**arguments, **changes}), verifier, progress=False)
     responses = correct_responses(tmp_path / "a", "math_500")
     assert len(responses) == 12 and sum(map(len, responses.values())) > 12
     argv = [str(tmp_path / "a"), str(tmp_path / "b"), "--embedder", "hashing", "--output", str(tmp_path / "d.json")]
-    main = partial(exit_code, "diversity", diversity.main)
-    assert main([*argv, "--benchmark", "math_500"]) == 0
+    argv += ["--benchmark", "math_500"]
+    assert diversity.main(argv) == 0
     report = json.loads((tmp_path / "d.json").read_text())
     assert [model["method"] for model in report["models"]] == ["A", "B"]
     assert report["num_problems"] >= 1 and len(report["models"][0]["points"]) > 2 and "A: " in capsys.readouterr().out
-    assert main([*argv, "--benchmark", "aime_2024"]) == 2
-    assert "no benchmark 'aime_2024'" in capsys.readouterr().err
-    shown = [*argv, "--benchmark", "math_500", "--problem"]
     problem = max(report["models"][0]["problems"], key=lambda problem: len(responses[problem]))
-    assert main([*shown, problem]) == 0
+    assert diversity.main([*argv, "--problem", problem]) == 0
     points = json.loads((tmp_path / "d.json").read_text())["models"][0]["points"]
     assert len(points) == len(responses[problem]) < len(report["models"][0]["points"])
-    assert main([*shown, "9+9"]) == 2
-    assert "Problem '9+9' cannot be drawn" in capsys.readouterr().err
+    for words, message in ((["--problem", "9+9"], "9\\+9"), (["--benchmark", "aime_2024"], "aime_2024")):
+        with pytest.raises(ValueError, match=message):
+            diversity.main([*argv, *words])
     (tmp_path / "a" / "grades" / "math_500.json").unlink()
-    assert main([*argv, "--benchmark", "math_500"]) == 2
-    assert "whole output directory of `pacs-trl evaluate`" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="math_500.json"):
+        diversity.main(argv)
 
 
 def test_sentence_transformers_is_named_when_missing(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "sentence_transformers", None)
-    with pytest.raises(ValueError, match="pip install 'sentence-transformers>=5'"):
+    with pytest.raises(ValueError, match="sentence-transformers"):
         sentence_embedder("any")

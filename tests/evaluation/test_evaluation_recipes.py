@@ -1,17 +1,15 @@
-"""Every shipped evaluation recipe loads, says what the paper says, and counts its completions right."""
+"""Every shipped evaluation recipe loads and has the settings of the paper."""
 
-import re
 from pathlib import Path
 
 import pytest
 
 from pacs_trl.evaluation.arguments import read_evaluation
 from pacs_trl.evaluation.benchmarks import BENCHMARKS
-from pacs_trl.report.paper import OUT_OF_DOMAIN, TABLES
+from pacs_trl.report.paper import TABLES
 
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "evaluation"
-NUM_PROBLEMS = {"math_500": 500, "amc_23": 40, "aime_2024": 30, "aime_2025": 30, "beyond_aime": 100, "gsm8k": 1319}
 
 
 def load(name):
@@ -20,9 +18,9 @@ def load(name):
 
 
 def test_all_recipes_are_tested():
-    assert {path.stem for path in RECIPES.glob("*.yaml")} == {
-        *("v1", "v1_math_500", "v2", "miniature", "gpqa_diamond", "livecodebench")
-    }
+    names = ("v1", "v1_math_500", "v2", "miniature", "gpqa_diamond", "livecodebench")
+    assert {path.stem for path in RECIPES.glob("*.yaml")} == set(names)
+    assert load("miniature").benchmarks.startswith("miniature/")
 
 
 @pytest.mark.parametrize(
@@ -37,32 +35,11 @@ def test_the_papers_protocols(name, protocol, max_new_tokens):
     for table in TABLES:
         if table.protocol == protocol and table.benchmark in names:
             assert arguments.ks == sorted(next(iter(table.values.values())))
-    text = (RECIPES / f"{name}.yaml").read_text()
-    completions = sum(NUM_PROBLEMS[benchmark] for benchmark in names) * arguments.n
-    assert f"{completions:,} completions" in text
 
 
-@pytest.mark.parametrize(
-    ("name", "figure", "n", "size"), [("gpqa_diamond", "gpqa", 8, 198), ("livecodebench", "livecodebench", 2, 322)]
-)
-def test_figure_6(name, figure, n, size):
-    arguments, text = load(name), (RECIPES / f"{name}.yaml").read_text()
-    assert arguments.benchmarks == name and arguments.n == n and f"{size} problems" in text
-    assert f"x {n} samples = {size * n:,} completions" in " ".join(text.replace("#", " ").split())
-    for scores in OUT_OF_DOMAIN.values():
-        assert f" {scores[figure]:.2f}" in text
-
-
-@pytest.mark.parametrize(("name", "model"), [("v1", "Qwen2.5-7B"), ("v1_math_500", "Qwen2.5-7B"), ("v2", "Qwen3-8B")])
-def test_expected_numbers_are_the_published_ones(name, model):
-    arguments = load(name)
-    text = " ".join((RECIPES / f"{name}.yaml").read_text().replace("#", " ").split())
-    for table in TABLES:
-        if table.model == model and table.benchmark in arguments.benchmarks.split(",") and "PACS" in table.values:
-            values = list(table.values["PACS"].values())
-            title = BENCHMARKS[table.benchmark].title
-            pair = f"{values[0]:.2f} / {values[-1]:.2f}"
-            assert f"{pair} on {title}" in text or (name == "v1_math_500" and re.search(rf"of {pair}", text))
+@pytest.mark.parametrize(("name", "n"), [("gpqa_diamond", 8), ("livecodebench", 2)])
+def test_figure_6(name, n):
+    assert (load(name).benchmarks, load(name).n) == (name, n)
 
 
 def test_the_two_halves_of_v1_cover_its_tables():

@@ -112,10 +112,8 @@ def test_pass_interval_without_spread_is_plain_wilson(num_problems):
 
 
 def test_pass_interval_of_several_k_and_benchmarks():
-    first, second = (
-        np.random.default_rng(shifted(0)).random((20, 3)),
-        np.random.default_rng(shifted(1)).random((7, 3)) ** 4,
-    )
+    rng = np.random.default_rng(shifted(0))
+    first, second = rng.random((20, 3)), rng.random((7, 3)) ** 4
     interval = pass_interval(first, second)
     for k in range(3):
         assert pass_interval(first[:, k], second[:, k]) == pytest.approx([part[k] for part in interval])
@@ -157,18 +155,14 @@ def test_pass_interval_covers_the_truth(num_problems, n, k, draw):
     assert ((intervals.lower <= truth) & (truth <= intervals.upper)).mean() > 0.93
 
 
-def test_many_problems_have_the_interval_of_the_bootstrap():
-    values = np.random.default_rng(shifted(0)).beta(0.3, 0.7, 500)
-    ours, resampled = pass_interval(values), bootstrap_interval(values)
-    assert ours.upper - ours.lower == pytest.approx(resampled.upper - resampled.lower, rel=0.05)
-
-
 def test_bootstrap_interval_of_two_problems():
     # Values 0 and 1: a resample mean is 0, 1/2 or 1 with chances 1/4, 1/2, 1/4, so the 95 % interval is [0, 1] and the
     # 40 % interval is the single point 1/2.
     assert bootstrap_interval([0.0, 1.0]) == (0.5, 0.0, 1.0)
     assert bootstrap_interval([0.0, 1.0], confidence=0.4) == (0.5, 0.5, 0.5)
     assert bootstrap_interval([0.25]) == (0.25, 0.25, 0.25)
+    base = np.linspace(0, 1, 50)
+    assert paired_bootstrap(base, base + 0.01) == pytest.approx((0.01, 0.01, 0.01), abs=1e-12)
 
 
 def test_bootstrap_against_a_loop():
@@ -179,13 +173,6 @@ def test_bootstrap_against_a_loop():
     np.testing.assert_allclose(interval.lower, np.quantile(means, 0.025, axis=0), rtol=1e-12)
     np.testing.assert_allclose(interval.upper, np.quantile(means, 0.975, axis=0), rtol=1e-12)
     np.testing.assert_allclose(interval.mean, values.mean(axis=0), rtol=1e-14)
-
-
-def test_paired_bootstrap_is_narrower_than_the_spread_of_problems():
-    base = np.linspace(0, 1, 50)
-    interval = paired_bootstrap(base, base + 0.01)
-    assert interval == pytest.approx((0.01, 0.01, 0.01), abs=1e-12)
-    assert paired_bootstrap(base + 0.01, base).mean == pytest.approx(-0.01, abs=1e-12)
 
 
 def test_the_package_needs_no_torch_and_the_function_wins_over_the_submodule_of_its_name():

@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pandas as pd
 import pytest
 
-from pacs_trl.evaluation.store import SampleStore, differences, evaluation_file, read_graded, read_samples
+from experiments.graded import read_graded
+from pacs_trl.evaluation.store import SampleStore, evaluation_file, read_samples
 
 
 SETTINGS = {"model": {"name": "m"}, "sampling": {"temperature": 0.6, "top_p": 0.95}}
@@ -90,7 +91,8 @@ def test_one_writer_at_a_time(tmp_path):
         with pytest.raises(ValueError, match="another process"):
             SampleStore(path, SETTINGS)
         first.append("p1", 1, 1001, "text", 5, "stop")
-    SampleStore(path, SETTINGS).close()
+    with SampleStore(path, SETTINGS):
+        pass
     assert [record["problem"] for record in read_samples(path)] == ["p0", "p1"]
     assert list(path.parent.iterdir()) == [path]
 
@@ -118,10 +120,13 @@ def test_every_cut_of_the_first_line_is_repaired(tmp_path):
     whole = path.read_bytes()
     for cut in range(len(whole)):
         path.write_bytes(whole[:cut])
-        SampleStore(path, SETTINGS).close()
+        with SampleStore(path, SETTINGS):
+            pass
         assert path.read_bytes() == whole
     path.write_bytes(whole[:-9])
-    with pytest.raises(ValueError, match="not a sample store"):  # the beginning of other settings is not repaired
+    with pytest.raises(
+        ValueError, match="another output directory"
+    ):  # the beginning of other settings is not repaired
         SampleStore(path, {"other": 1})
     assert path.read_bytes() == whole[:-9]
 
@@ -131,13 +136,8 @@ def test_every_cut_of_the_first_line_is_repaired(tmp_path):
 )
 def test_other_files_are_refused(tmp_path, content):
     (tmp_path / "s.jsonl").write_text(content)
-    with pytest.raises(ValueError, match="not a sample store"):
+    with pytest.raises(ValueError, match="another output directory"):
         SampleStore(tmp_path / "s.jsonl", SETTINGS)
-
-
-def test_differences():
-    assert differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}, "d": 0}) == ["a.c: 2 != 3", "d: None != 0"]
-    assert differences(SETTINGS, json.loads(json.dumps(SETTINGS))) == []
 
 
 def test_grades_and_the_samples_they_are_of(tmp_path):

@@ -240,12 +240,9 @@ class TestCache:
 
     def test_every_setting_and_the_code_change_the_name(self, tmp_path, monkeypatch):
         base = WarmStartSettings("addition")
-        changed = [WarmStartSettings("equation"), WarmStartSettings("addition", size="base")]
-        changed += [WarmStartSettings("addition", **{key: value}) for key, value in TINY.items()]
-        changed += [WarmStartSettings("addition", num_calibration_samples=3)]
-        changed += [WarmStartSettings("addition", seed=1), WarmStartSettings("addition", learning_rate=1e-3)]
-        digests = {settings.digest() for settings in [base, *changed]}
-        assert len(digests) == 1 + len(changed)
+        changes = TINY | {"num_calibration_samples": 3, "seed": 1, "learning_rate": 1e-3}
+        changed = [WarmStartSettings("addition", **{key: value}) for key, value in changes.items()]
+        assert len({settings.digest() for settings in [base, WarmStartSettings("equation"), *changed]}) == 11
         assert WarmStartSettings("addition").digest() == base.digest()
 
         before = base.digest()

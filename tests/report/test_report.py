@@ -65,18 +65,6 @@ def test_begins_with_before_and_after(results_factory, tmp_path):
     assert text.startswith("![pass@k](pass_at_k.png)") and "59.78 %" in text  # the mislabelled number of v1
 
 
-def test_mixed_protocols_are_refused(results_factory, tmp_path, capsys):
-    first = results_factory("PACS", 0.5)
-    document = json.loads((first / "results.json").read_text())
-    document["protocol"]["sampling"]["temperature"] = 1.0
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "results.json").write_text(json.dumps(document))
-    assert main([str(first), str(tmp_path / "other"), "--output_dir", str(tmp_path / "out")]) == 2
-    error = capsys.readouterr().err
-    assert "protocol.sampling.temperature: 0.6 != 1.0" in error and str(first) in error
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
