@@ -87,18 +87,6 @@ def test_every_offset_of_two_generations(tmp_path):
     assert moved == [False, True, True, True, False, True, True, True, False]
 
 
-@pytest.mark.parametrize("offset", [2, 5])
-def test_saved_rows_are_needed(tmp_path, offset):
-    """The test above can fail: without the rows of the running generation, a resumed run has nothing to learn from."""
-    trained(tmp_path / "straight")
-    checkpoint = tmp_path / "straight" / f"checkpoint-{offset}"
-    state = torch.load(checkpoint / "pacs_state_0.pt", weights_only=True)
-    assert len(state["rollouts"]) == 32
-    torch.save(state | {"rollouts": {}}, checkpoint / "pacs_state_0.pt")
-    with pytest.raises((IndexError, ZeroDivisionError, ValueError)):
-        trained(tmp_path / "resumed", resume=str(checkpoint))
-
-
 def digit_steps(completions, completion_ids, **kwargs):
     """Labels of the first tokens, and of the text."""
     outcomes = digit_reward(completions)
@@ -404,10 +392,6 @@ def test_checkpoint_of_other_settings(tmp_path, checkpoint):
         trained(tmp_path, resume=str(checkpoint), max_steps=3, **OTHER)
     named = {part.rpartition(" ")[2] for part in str(error.value).split(": ")[:-1]}
     assert OTHER.keys() <= named and "temperature: 1.3 in the checkpoint, 1.0 now" in str(error.value)
-
-
-def test_settings_that_do_not_define_the_run_may_change(tmp_path, checkpoint):
-    trained(tmp_path, resume=str(checkpoint), max_steps=3, logging_steps=2, group_layout="split")
 
 
 def test_checkpoint_of_another_trainer(tmp_path, checkpoint):

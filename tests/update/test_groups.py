@@ -49,12 +49,6 @@ def test_by_hand():
     assert weights.tolist() == [1.0, 0.0, 1.0, 1.0, 0.0, 1.0] and targets.tolist() == [1.0, 0.0, 0.0, 1.0, 0.0, 1.0]
 
 
-def test_a_part_of_the_groups():
-    part = by_hand().take([5, 2, 3, 0, 4])
-    assert part.members == [[0, 2], [1, 3, 4]] and part.labels[:4].tolist() == [1.0, 0.0, 1.0, 1.0]
-    assert part.mixed.tolist() == [False, True]
-
-
 @pytest.mark.parametrize("labels", [[1.0], [NAN, NAN], []])
 def test_nothing_to_compare(labels):
     labels = torch.tensor(labels)
@@ -100,14 +94,6 @@ def test_every_row_gets_what_its_group_alone_would_give_it(kinds):
         of_actor = actor_coefficients(scores_of_group, labels[counted], num_generations=len(counted), **weighting)
         torch.testing.assert_close(actor[counted], of_actor * share)
     assert loss.item() == pytest.approx(total, rel=1e-9)
-
-
-def test_coefficients_are_the_derivative_of_the_loss():
-    proxies, labels, group_of_row = ragged_case(1)
-    groups = Groups(labels, group_of_row)
-    proxies.requires_grad_()
-    groups.apply(loss_from_proxies, proxies)[0].backward()
-    torch.testing.assert_close(groups.apply(proxy_coefficients, proxies.detach()), proxies.grad)
 
 
 def test_equal_sizes_change_no_bit():

@@ -104,52 +104,34 @@ def test_rows_of_one_prompt_stay_together_where_that_is_cheaper():
     assert sorted(sorted(batch) for (batch,) in halves) == [[0, 3], [1, 2]]
 
 
-@pytest.mark.parametrize("padded", [True, False])
-@pytest.mark.parametrize("num_processes", [1, 2, 3, 8])
-@pytest.mark.parametrize("limit", [dict(max_rows=4), dict(max_rows=1, max_tokens=2000)])
-@pytest.mark.parametrize("group_size", [1, 2])
-@pytest.mark.parametrize("num_rows", [0, 2, 38, 64])
-@pytest.mark.parametrize("num_generations", [0, 8])
-def test_every_row_once_within_bounds_and_in_lockstep(
-    padded, num_processes, limit, group_size, num_rows, num_generations
-):
-    lengths = lognormal_lengths(64, num_generations=num_generations)
-    chosen = random.Random(shifted(1)).sample(range(64), num_rows)
-    schedule = schedule_micro_batches(
-        lengths, units(chosen, group_size), num_processes=num_processes, padded=padded, **limit
-    )
-    assert rows_of(schedule) == sorted(chosen)
-    assert len(schedule) == num_processes and len({len(batches) for batches in schedule}) == 1
-    for batch in (batch for batches in schedule for batch in batches):
-        if "max_tokens" in limit:
-            assert micro_batch_tokens(batch, lengths, padded=padded) <= limit["max_tokens"]
-        else:
-            assert len(batch) <= limit["max_rows"]
-    home = {row: id(batch) for batches in schedule for batch in batches for row in batch}
-    for i in range(0, num_rows, group_size):
-        assert len({home[row] for row in chosen[i : i + group_size]}) == 1
-
-
-@pytest.mark.parametrize("num_processes", [1, 2, 3])
-@pytest.mark.parametrize("padded", [True, False])
-@pytest.mark.parametrize("limit", [dict(max_rows=9), dict(max_rows=1, max_tokens=4000)])
-def test_units_of_different_sizes(padded, num_processes, limit):
-    lengths, generator = lognormal_lengths(64), random.Random(shifted(2))
-    groups, rest = [], list(range(64))
+def mixed_units(rows):
+    """Units of 1 to 9 rows."""
+    generator, rest, found = random.Random(shifted(2)), list(rows), []
     while rest:
         size = generator.randint(1, 9)
-        groups.append(rest[:size])
+        found.append(rest[:size])
         rest = rest[size:]
-    if "max_tokens" in limit:  # the largest group may need more where it is padded
-        limit["max_tokens"] = max(micro_batch_tokens(group, lengths, padded=padded) for group in groups)
+    return found
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("num_processes", [1, 2, 3, 8])
+@pytest.mark.parametrize("limit", [dict(max_rows=9), dict(max_rows=1, max_tokens=8000)])
+@pytest.mark.parametrize("cut", [units, lambda rows: units(rows, 2), mixed_units])
+@pytest.mark.parametrize("num_rows", [0, 2, 38, 64])
+@pytest.mark.parametrize("num_generations", [0, 8])
+def test_every_row_once_within_bounds_and_in_lockstep(padded, num_processes, limit, cut, num_rows, num_generations):
+    lengths = lognormal_lengths(64, num_generations=num_generations)
+    groups = cut(random.Random(shifted(1)).sample(range(64), num_rows))
     schedule = schedule_micro_batches(lengths, groups, num_processes=num_processes, padded=padded, **limit)
-    assert rows_of(schedule) == list(range(64)) and len({len(batches) for batches in schedule}) == 1
-    batches = [batch for batches in schedule for batch in batches]
+    assert rows_of(schedule) == sorted(sum(groups, []))
+    assert len(schedule) == num_processes and len({len(batches) for batches in schedule}) == 1
+    batches = [batch for of_process in schedule for batch in of_process]
     for batch in batches:
         if "max_tokens" in limit:
             assert micro_batch_tokens(batch, lengths, padded=padded) <= limit["max_tokens"]
         else:
-            assert len(batch) <= 9
+            assert len(batch) <= limit["max_rows"]
     home = {row: i for i, batch in enumerate(batches) for row in batch}
     assert all(len({home[row] for row in group}) == 1 for group in groups)
 
@@ -159,12 +141,6 @@ def test_a_small_unit_finds_the_place_that_a_large_one_left():
     lengths = RowLengths([0] * 8, [9, 9, 9, 8, 8, 8, 1, 1])
     schedule = schedule_micro_batches(lengths, [[0, 1, 2], [3, 4, 5], [6], [7]], num_processes=1, max_rows=4)
     assert sorted(sorted(batch) for batch in schedule[0]) == [[0, 1, 2, 7], [3, 4, 5, 6]]
-
-
-def test_schedules_do_not_depend_on_anything_but_their_input():
-    lengths = lognormal_lengths(64)
-    schedules = [schedule_micro_batches(lengths, units(range(64)), num_processes=2, max_rows=8) for _ in range(2)]
-    assert schedules[0] == schedules[1]
 
 
 @pytest.mark.parametrize("limit", [dict(max_rows=3), dict(max_rows=8, max_tokens=100)])

@@ -99,22 +99,6 @@ def test_holds_trained_parameters_only():
     assert not {c.data_ptr() for c in copies} & {p.data_ptr() for p in model.parameters()}
 
 
-def test_state_survives_saving(model, tmp_path):
-    first = logits(model)
-    torch.save(SnapshotReference(model).state_dict(), tmp_path / "reference.pt")
-    move(model)
-    snapshot = SnapshotReference(model)
-    snapshot.load_state_dict(torch.load(tmp_path / "reference.pt", weights_only=True))
-    with snapshot.in_place_of_policy():
-        assert torch.equal(logits(model), first)
-
-
-def test_state_of_another_model_is_refused(model):
-    other = SnapshotReference(torch.nn.Linear(2, 2)).state_dict()
-    with pytest.raises(ValueError, match="has 2 parameters and does not fit the model, which trains"):
-        SnapshotReference(model).load_state_dict(other)
-
-
 @pytest.mark.trains
 def test_optimizer_and_graph_do_not_see_the_exchange():
     """Parameters keep their identity and their memory, so an optimizer step afterwards moves the policy."""

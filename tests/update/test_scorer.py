@@ -21,9 +21,9 @@ from trl.trainer.utils import add_fused_lm_head
 
 from pacs_trl.evaluation.sampling import completion_entropies
 from pacs_trl.update import packing
-from pacs_trl.update.packing import PACKED, PackedRows, packed_attention, packing_backend
+from pacs_trl.update.packing import PackedRows, packing_backend
 from pacs_trl.update.score_rows import fused_head, score_rows, sequence_logps
-from pacs_trl.update.scorer import Scorer, pad_batch
+from pacs_trl.update.scorer import Scorer
 
 
 # float32 noise of sums in another order
@@ -76,16 +76,6 @@ def test_rows_equal_rows_alone(padding_free, rows):
             assert torch.equal(padded[i, : len(row)], row) and (padded[i, len(row) :] == 0).all()
 
 
-@pytest.mark.parametrize("padding_free", ["always", "never"])
-def test_completions_without_tokens(padding_free):
-    model = with_fused_head(tiny_model())
-    scorer = Scorer(model, CPU, padding_free=padding_free)
-    logps, entropies = scorer.score(model, PROMPTS, [[], [30], []])
-    assert [len(row) for row in logps] == [len(row) for row in entropies] == [0, 1, 0]
-    torch.testing.assert_close(logps[1], alone(model, PROMPTS[1], [30])[0], **TIGHT)
-    assert scorer.score(model, [[5]], [[]]).logps[0].shape == (0,)
-
-
 def test_virtual_tokens_before_the_prompt():
     """Of prompt tuning: the model gives more values than it is given tokens."""
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
@@ -98,14 +88,6 @@ def test_virtual_tokens_before_the_prompt():
             logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, -len(completion) - 1 : -1]
             expected = logits.log_softmax(dim=-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
             torch.testing.assert_close(found, expected, **TIGHT)
-
-
-def test_a_row_does_not_see_the_others():
-    model = with_fused_head(tiny_model())
-    with torch.no_grad():
-        first, _ = packed(model)
-        other, _ = packed(model, [PROMPTS[0], [99], [98] * 5], [COMPLETIONS[0], [97] * 4, [96]])
-    assert torch.equal(first[0], other[0])
 
 
 @pytest.mark.parametrize("rows", [(PROMPTS, COMPLETIONS), SHARED], ids=["all differ", "shared"])
@@ -336,52 +318,12 @@ def test_entropies_only_where_the_head_gives_them():
     assert packed(model).entropies == []
 
 
-def test_attention_is_restored():
-    config = tiny_model().config
-    with pytest.raises(KeyError), packed_attention(config, "sdpa"):
-        assert config._attn_implementation == f"{PACKED}sdpa"
-        with packed_attention(config, "sdpa"):
-            pass
-        assert config._attn_implementation == f"{PACKED}sdpa"
-        raise KeyError
-    assert config._attn_implementation == "sdpa"
-    with packed_attention(config, None):
-        assert config._attn_implementation == "sdpa"
-
-
 def test_backend_follows_the_attention_implementation():
     model = tiny_model()
     backends = {"sdpa": "sdpa", "eager": None, "flex_attention": None}
     for implementation, backend in (backends | {f"flash_attention_{n}": "flash" for n in (2, 3)}).items():
         model.config._attn_implementation = implementation
         assert packing_backend(model) == backend
-
-
-def test_flash_kernels_get_row_boundaries_and_lengths():
-    """Without them, every layer would ask the device where the rows end."""
-    seen = {}
-
-    class Model:
-        def __call__(self, **kwargs):
-            seen.update(kwargs)
-            return type("Output", (), {"log_probs": torch.arange(7.0)[None], "entropy": None})()
-
-    model = tiny_model()
-    model.config._attn_implementation = "flash_attention_2"
-    logps, _ = Scorer(model, CPU).score(Model(), PROMPTS, COMPLETIONS)
-    assert seen["cu_seq_lens_q"].tolist() == seen["cu_seq_lens_k"].tolist() == [0, 5, 10, 16]
-    assert seen["cu_seq_lens_q"].dtype == torch.int32 and seen["max_length_q"] == seen["max_length_k"] == 6
-    assert seen["attention_mask"] is None
-    assert seen["position_ids"].tolist() == [[0, 1, 2, 3, 4] * 2 + [0, 1, 2, 3, 4, 5]]
-    # only completions are labels
-    assert seen["shift_labels"].tolist() == [[20, 21] + [30, 31, 32, 33] + [40]]
-    assert [row.tolist() for row in logps] == [[0, 1], [2, 3, 4, 5], [6]]
-
-
-def test_padding_lies_behind_the_completion():
-    ids, mask = pad_batch([np.array([5, 20, 21]), np.array([6, 7, 8, 30])], pad_token_id=9)
-    assert ids.tolist() == [[5, 20, 21, 9], [6, 7, 8, 30]] and mask.tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
-    assert ids.dtype == mask.dtype == torch.long
 
 
 # Models of others, and the size of what is computed

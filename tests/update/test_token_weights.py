@@ -40,12 +40,6 @@ def test_weights_by_hand(mode):
     assert weights[1, :2].tolist() == pytest.approx(BY_HAND[mode][1])
 
 
-def test_sequence_within_its_bounds():
-    weights = correction_weights(LOGPS, SAMPLING, MASK, Mismatch(mode="sequence_mask", clip_max=5.0))
-    assert weights[0].tolist() == pytest.approx([4.0, 4.0, 4.0])
-    assert weights[1, :2].tolist() == [0.0, 0.0]
-
-
 def test_metrics_by_hand():
     """Differences ln 2 * (1, 1, 2, 3): mean 7/4 ln 2. Ratios 2, 1/2, 4, 8: sum 14.5, squares 84.25, n = 4."""
     metrics = mismatch_metrics(mismatch_statistics(LOGPS, SAMPLING, MASK, Mismatch(mode="token_mask", clip_max=3.0)))
