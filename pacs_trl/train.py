@@ -29,7 +29,7 @@ from .miniature.model import build_model
 from .recipe import Recipe, RunArguments, load_tokenizer, read_recipe, reward_function, tool_function
 from .rollouts.checkpoint import check_complete, check_same_adapter, last_checkpoint
 from .rollouts.lora import check_lora_targets
-from .rollouts.preemption import NAMES, check_no_jit_checkpoint, stop_on_signal
+from .rollouts.preemption import NAMES, stop_on_signal
 from .rollouts.publication import upload
 from .rollouts.step_sizes import Step
 from .rollouts.tools import check_tool_template, check_tools
@@ -58,7 +58,6 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
     """
     recipe = read_recipe(sys.argv[1:] if argv is None else argv)
     training = recipe.training
-    check_no_jit_checkpoint(training)
     checkpoint = _checkpoint_to_resume(training.output_dir, training.resume_from_checkpoint)
     if _is_finished(training, checkpoint):
         done = f"The run in {training.output_dir} is finished, and its model is written: nothing to do."
@@ -237,8 +236,6 @@ def _checkpoint_to_resume(output_dir: str, resume: str | bool | None) -> str | N
         if last is None:
             PartialState().print(f"There is no checkpoint in {output_dir} yet: starting from the beginning.")
         return last
-    if not Path(resume).is_dir():
-        raise ValueError(f"resume_from_checkpoint: the directory {resume!r} does not exist (seen from {Path.cwd()}).")
     check_complete(str(resume))
     return str(resume)
 
