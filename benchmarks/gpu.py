@@ -154,9 +154,7 @@ def estimate_of(
     if lora:
         settings |= {"use_peft": True, "lora_r": LORA["r"], "lora_target_modules": [LORA["target_modules"]]}
         settings |= {"dtype": "bfloat16"}
-    recipe, errors = Recipe.from_settings(settings, 1)
-    assert recipe is not None and not errors, errors
-    return Estimate(recipe, Launch(1, "none", "one process"), gpu)
+    return Estimate(Recipe.from_settings(settings, 1), Launch(1, "none", "one process"), gpu)
 
 
 def _batch(size: Size, rows: int, method: str) -> dict[str, int]:

@@ -16,12 +16,13 @@ import torch
 
 from experiments.graded import read_graded
 from pacs_trl.data import build_prompt, instruction_for
+from pacs_trl.errors import exit_code
 from pacs_trl.evaluation.benchmarks import load_benchmark, name_and_path
 from pacs_trl.evaluation.engines import TransformersEngine
 from pacs_trl.evaluation.requests import render_prompt
 from pacs_trl.evaluation.results import read_results
 from pacs_trl.objective import ScoreEstimator, group_scores
-from pacs_trl.settings.command_line import Parser, exit_code
+from pacs_trl.settings import Parser
 from pacs_trl.update.score_rows import sequence_logps
 
 

@@ -20,9 +20,10 @@ import numpy as np
 
 from experiments.bootstrap import bootstrap_interval, paired_bootstrap
 from experiments.graded import read_graded
+from pacs_trl.errors import exit_code
 from pacs_trl.evaluation import Interval
 from pacs_trl.evaluation.results import read_results, require_same_protocol
-from pacs_trl.settings.command_line import Parser, exit_code
+from pacs_trl.settings import Parser
 
 
 # The paper says "Qwen3-0.6B embedding model"; this is the one published under that description.

@@ -442,9 +442,9 @@ def generated(output: Path, model: str) -> None:
 
 def evaluate(output: Path, model: str) -> None:
     try:
-        from pacs_trl.evaluate import main
+        from pacs_trl.evaluation.run import main
     except ImportError:  # where it was before
-        from pacs_trl.evaluation.evaluate import main
+        from pacs_trl.evaluate import main
 
     results = output / "evaluation"
     settings = {"benchmarks": "miniature/addition,miniature/terms_3", "max_problems": 4, "n": 4, "k": "1,2,4"}

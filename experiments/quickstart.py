@@ -9,8 +9,8 @@ import sys
 from importlib import import_module
 
 from experiments.graded import read_graded
-from pacs_trl.settings.command_line import Parser, exit_code
-from pacs_trl.settings.optional import require_matplotlib
+from pacs_trl.errors import exit_code
+from pacs_trl.settings import Parser, require_matplotlib
 
 
 def _run(argv: list[str]) -> None:

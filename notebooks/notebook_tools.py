@@ -53,7 +53,7 @@ def prepare(*modules: str) -> None:
 
 def pacs_trl(*words) -> None:
     """`pacs-trl WORDS` as in a terminal, with what it prints; an error ends the cell."""
-    command = [sys.executable, "-m", "pacs_trl", *map(str, words)]
+    command = [sys.executable, "-m", "pacs_trl.cli", *map(str, words)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         for line in process.stdout:
             print(line, end="")

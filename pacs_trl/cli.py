@@ -1,6 +1,6 @@
 """The command line: `pacs-trl COMMAND ...`. Each command is the `main` of the module that does the work.
 
-Help is printed before any library is imported. Exit codes: see `settings/command_line.py`.
+Help is printed before any library is imported. Exit codes: see `errors.py`.
 """
 
 import sys
@@ -10,30 +10,25 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from . import __version__
-from .settings.command_line import did_you_mean, exit_code
+from .errors import exit_code
+from .settings import did_you_mean
 
 
 COMMANDS = {
-    "plan": (
-        "pacs_trl.plan.check",
-        "say what a recipe will do, what it needs and what is wrong with it, without a GPU",
-    ),
+    "plan": ("pacs_trl.plan.check", "validate a recipe, and estimate its memory and time, without a GPU"),
     "train": (
         "pacs_trl.train",
-        "train from a recipe, on one process (for several: accelerate launch -m pacs_trl.train)",
+        "train from a recipe, on one process (on several: accelerate launch -m pacs_trl.train)",
     ),
-    "evaluate": ("pacs_trl.evaluate", "sample, grade and count: pass@k of a model on benchmarks"),
-    "audit": (
-        "pacs_trl.evaluation.audit",
-        "grade a file of completions with several protocols and show where they disagree",
-    ),
-    "report": ("pacs_trl.report.report", "tables and figures from results files"),
-    "push": ("pacs_trl.hub", "upload checkpoint, model card, recipe and results to the Hub"),
+    "evaluate": ("pacs_trl.evaluation.run", "sample, grade, and count: pass@k of a model on benchmarks"),
+    "audit": ("pacs_trl.evaluation.audit", "grade a file of completions with several protocols and compare them"),
+    "report": ("pacs_trl.report.report", "make tables and figures of results files"),
+    "push": ("pacs_trl.hub", "upload checkpoint, model card, recipe, and results to the Hub"),
 }
 
-# What answers help and wrong options of the commands whose modules take seconds to import.
+# Functions that answer help and wrong options of the commands whose modules take seconds to import.
 EARLY = {
-    "train": ("pacs_trl.settings.help", "answer_train_help"),
+    "train": ("pacs_trl.settings", "answer_train_help"),
     "plan": ("pacs_trl.plan", "read_plan_arguments"),
 }
 
@@ -41,34 +36,34 @@ EARLY = {
 def main() -> int:
     """Run the command that the process was started with; returns its exit code."""
     name, *argv = sys.argv[1:] or ["--help"]
-    return run(name, argv) if name in COMMANDS else exit_code("pacs-trl", _front_door, [name])
+    return run(name, argv) if name in COMMANDS else exit_code("pacs-trl", _without_command, [name])
 
 
-def _front_door(argv: Sequence[str]) -> int:
+def run(name: str, argv: Sequence[str]) -> int:
+    """Run a command; returns its exit code."""
+
+    def command(argv: Sequence[str]) -> Any:
+        if name in EARLY:
+            module, function = EARLY[name]
+            getattr(import_module(module), function)(argv)
+        return import_module(COMMANDS[name][0]).main(argv)
+
+    return exit_code(f"pacs-trl {name}", command, argv)
+
+
+def _without_command(argv: Sequence[str]) -> int:
     name = argv[0]
     if name in ("-h", "--help", "help"):
         print("usage: pacs-trl COMMAND ...\n")
         for command, (_, help_line) in COMMANDS.items():
             print(f"  {command:10} {help_line}")
-        print("\n`pacs-trl COMMAND --help` says more; `pacs-trl --version` names the versions of what is installed.")
+        print("\n`pacs-trl COMMAND --help` lists options; `pacs-trl --version` lists installed versions.")
         return 0
     if name in ("-V", "--version"):
         print(f"pacs-trl {__version__} ({', '.join(map(_installed, ('trl', 'transformers', 'torch', 'vllm')))})")
         return 0
     near = did_you_mean(name, [*COMMANDS, "--help", "--version"])
     raise ValueError(f"there is no command {name!r}.{near} Choose from {', '.join(COMMANDS)}.")
-
-
-def run(name: str, argv: Sequence[str]) -> int:
-    """Run a command; returns its exit code."""
-
-    def main(argv: Sequence[str]) -> Any:
-        if name in EARLY:
-            module, function = EARLY[name]
-            getattr(import_module(module), function)(argv)
-        return import_module(COMMANDS[name][0]).main(argv)
-
-    return exit_code(f"pacs-trl {name}", main, argv)
 
 
 def _installed(package: str) -> str:

@@ -34,12 +34,12 @@ from huggingface_hub.utils import build_hf_headers, filter_repo_objects, hf_rais
 
 from .data import TRAINING_SETS
 from .data.sets import FILE_FORMATS, MINIATURE
+from .errors import FailedRun
 from .evaluation.provenance import checkpoint_digest
 from .redaction import published
 from .report.inputs import read_described, read_json, read_log_history, read_training_facts
 from .report.tables import one_line, pass_at_k_rows, table_cells, to_markdown
-from .settings import read_mapping
-from .settings.command_line import FailedRun, Parser
+from .settings import Parser, read_mapping
 
 
 logger = logging.getLogger(__name__)

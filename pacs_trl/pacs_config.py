@@ -1,6 +1,5 @@
 """Settings of PACS, every rule between them, and what is refused because the objective would ignore it."""
 
-import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -8,8 +7,8 @@ from trl import GRPOConfig
 
 from .objective import ClassWeighting, Proxy, ScoreEstimator
 from .redaction import PublishedArguments
-from .rollouts.step_sizes import Step, step_errors
-from .settings import OF_OTHER_LOSSES, ignored_settings, illegal_values, with_help
+from .rollouts.step_sizes import Step
+from .settings import OF_OTHER_LOSSES, bounded, ignored_settings, refuse_illegal_values
 
 
 # Settings of GRPOConfig that shape GRPO's own loss. PACS has no ratio, no clipping and no advantage to apply them to.
@@ -32,7 +31,6 @@ SHAPES_ONLY_GRPO = {
 }
 
 
-@with_help
 @dataclass
 class PACSConfig(PublishedArguments, GRPOConfig):
     r"""
@@ -115,31 +113,30 @@ class PACSConfig(PublishedArguments, GRPOConfig):
             and several updates per generation.
     """
 
-    pacs_beta: float = 1.0
+    pacs_beta: float = bounded(1.0, above=0)
     score_estimator: ScoreEstimator = "rloo"
     first_update_score: str | None = field(default=None, metadata={"choices": ["dr_grpo"]})
     class_weighting: ClassWeighting = "balanced"
     proxy: Proxy = "log_ratio"
-    actor_term_coef: float = 0.0
+    actor_term_coef: float = bounded(0.0, least=0)
     reference: Literal["rollout", "snapshot"] = "rollout"
-    reference_reset_steps: int | None = None
+    reference_reset_steps: int | None = bounded(None, least=1)
     reset_optimizer_on_reference_reset: bool = False
     reference_offload: bool = False
-    max_tokens_per_micro_batch: int | None = None
+    max_tokens_per_micro_batch: int | None = bounded(None, least=1)
     padding_free: Literal["auto", "always", "never"] = "auto"
     startup_check: bool = True
     group_layout: Literal["auto", "whole", "split"] = "auto"
-    max_non_finite_steps: int = 3
+    max_non_finite_steps: int = bounded(3, least=1)
     disable_dropout: bool = True
     vllm_importance_sampling_correction: bool = False
 
     def __post_init__(self):
-        num_processes = int(os.environ.get("WORLD_SIZE", 1))
-        batch = step_errors(self, num_processes)
-        step = None if batch else Step.of(self, num_processes)
-        if errors := [*illegal_values(self), *self.errors(self, step), *batch]:
-            raise ValueError(" ".join(errors))
+        refuse_illegal_values(self)
         super().__post_init__()
+        step = Step.of(self, self.world_size)
+        if errors := [*step.errors(), *self.errors(self, step)]:
+            raise ValueError(" ".join(errors))
 
     @classmethod
     def errors(cls, given: Any, step: Step | None) -> list[str]:

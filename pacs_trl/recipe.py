@@ -1,16 +1,13 @@
 """A recipe: one YAML file, plus command-line overrides, that describes one training run.
 
 `method` decides which trainer runs and which settings exist: the fields of that trainer's configuration and of the
-other dataclasses below. [`Recipe.from_settings`] reads them into values and a list of errors, which `train` raises and
-`plan` prints; only `train` goes on to make the configuration. Reading a recipe loads no model, no data and no GPU.
+other dataclasses below. [`Recipe.from_settings`] makes all of them, for a run in this process or for a launch
+elsewhere (`plan`). Reading a recipe loads no model, no data, and no GPU.
 """
 
-import copy
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from enum import Enum
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer
@@ -23,14 +20,18 @@ from .data.sets import MINIATURE
 from .data.tasks import TOOL_TASKS, check_task
 from .pacs_config import PACSConfig
 from .redaction import PublishedArguments
-from .rollouts.step_sizes import Step, step_errors
+from .rollouts.step_sizes import Step
 from .rollouts.tools import check_tool, shared_turns_error
-from .rollouts.trainer_checks import check_reward_function
-from .rollouts.trainer_settings import precision_error, trainer_errors
-from .settings import Setting, settings_of
-from .settings.command_line import did_you_mean, read_settings
-from .settings.keys import NEEDED, values_and_errors
-from .settings.optional import function_of_user
+from .rollouts.trainer_checks import check_generation_kwargs, check_reward_function
+from .settings import (
+    bounded,
+    did_you_mean,
+    function_of_user,
+    read_settings,
+    refuse_illegal_values,
+    set_environment,
+    typed_values,
+)
 from .verification.shared import VerificationArguments, run_python
 
 
@@ -38,22 +39,12 @@ from .verification.shared import VerificationArguments, run_python
 class GRPOArguments(PublishedArguments, GRPOConfig):
     """TRL's configuration, of which trackers get what others may see."""
 
-    @classmethod
-    def errors(cls, given: Any, step: Step | None) -> list[str]:
-        """What is wrong between settings besides what TRL says."""
-        return []
+    def __post_init__(self):
+        refuse_illegal_values(self)
+        super().__post_init__()
 
 
 METHODS = {"pacs": PACSConfig, "grpo": GRPOArguments, "ppo": PPOConfig}
-
-# What transformers 5.23 calls what all versions know by the older name.
-SECOND_NAMES = {
-    "activation_checkpointing": "gradient_checkpointing",
-    "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
-}
-
-# Without these the sizes of a step are not known.
-_SIZES = {field.name for field in fields(Step)} | {"generation_batch_size"}
 
 
 @dataclass
@@ -73,36 +64,26 @@ class RunArguments:
             own, with type hints and a docstring that describes its arguments. The chat template must have tools.
         expected_processes (`int`, *optional*):
             Number of processes that the batch sizes are written for. Another number makes another batch, which
-            `pacs-trl plan` says in words.
+            `pacs-trl plan` reports.
     """
 
     method: str = "pacs"
     reward_funcs: list[str] = field(default_factory=lambda: ["math_reward"])
     tools: list[str] | None = None
-    expected_processes: int | None = None
+    expected_processes: int | None = bounded(None, least=1)
 
     def __post_init__(self):
-        if not self.reward_funcs:
-            raise ValueError("reward_funcs is empty: there would be nothing to learn from. Write [math_reward].")
-        if self.tools == []:
-            raise ValueError("tools is empty: there would be nothing to call. Write [run_python], or remove the key.")
+        refuse_illegal_values(self)
 
 
 class Recipe(NamedTuple):
     """
-    A recipe as values.
+    The dataclasses of a recipe.
 
     Attributes:
-        run, data, model, verification:
-            Dataclasses; plain values of the same names where one has refused them.
-        training:
-            Values of the fields of the method's configuration; that configuration itself once [`Recipe.built`] has
-            made it.
-        settings (`dict`):
-            The keys that were given, with their final values: written to a file, they repeat the run.
-        step ([`Step`], *optional*):
-            What the batch sizes come to on the processes of the run; `None` if they are illegal or those are not
-            known.
+        training: The configuration of the method's trainer.
+        settings (`dict`): The given keys with their values; written to a file, they repeat the run.
+        step ([`Step`]): What the batch sizes come to on the processes of the run.
     """
 
     run: RunArguments
@@ -111,103 +92,63 @@ class Recipe(NamedTuple):
     training: Any
     verification: VerificationArguments
     settings: dict
-    step: Step | None
+    step: Step
 
     @classmethod
-    def from_settings(cls, settings: dict, world_size: int | None) -> tuple["Recipe | None", list[str]]:
+    def from_settings(cls, settings: dict, num_processes: int | None = None) -> "Recipe":
         """
-        What the keys of a recipe come to, and everything that is wrong with them. Asks nothing of this machine.
+        Read the keys of a recipe.
 
         Args:
             settings (`dict`):
-                Keys and values as YAML reads them.
-            world_size (`int`, *optional*):
-                Number of processes of the run; `None` if it is not known, so that batch sizes cannot be judged.
-
-        Returns:
-            [`Recipe`], in which defaults stand for values that are illegal (`None` if there is no such method), and a
-            message for each mistake.
-        """
-        method, names = settings.get("method", "pacs"), method_names()
-        if method not in names:
-            near = did_you_mean(method, names) if isinstance(method, str) else ""
-            return None, [f"`method` must be one of {', '.join(names)}; got {method!r}.{near}"]
-        known = {name: settings_of_method(name) for name in (*METHODS, method)}
-        given, illegal, errors = values_and_errors(settings, method, known)
-        values = {name: setting.default for name, setting in known[method].items()} | given
-        if values["bf16"] is None:  # TRL's default
-            values["bf16"] = not values["fp16"]
-        if "hub_strategy" not in given:
-            values["hub_strategy"] = "end"
-        errors += _second_name_errors(values, given)
-        *parts, training = (_made(part, values, errors) for part in _parts(method))
-        run, data, model, verification = parts
-        step = None
-        if world_size is not None and not illegal & _SIZES:
-            wrong_sizes = step_errors(training, world_size)
-            step = None if wrong_sizes else Step.of(training, world_size)
-            errors += wrong_sizes
-        errors += config_class(method).errors(training, step)
-        errors += trainer_errors(training, world_size)
-        errors += _relation_errors(run, data, training) + _adapter_errors(model, given)
-        if run.tools and (together := shared_turns_error(training, world_size)):
-            errors.append(together)
-        # a recipe is published, a token never
-        kept = {"method": method} | {key: value for key, value in given.items() if key != "hub_token"}
-        return cls(run, data, model, training, verification, dict(sorted(kept.items())), step), errors
-
-    def built(self) -> "Recipe":
-        """
-        The same with the configuration that the trainer takes; it asks this machine for its devices.
+                Keys and values as YAML or [`~settings.read_settings`] give them.
+            num_processes (`int`, *optional*):
+                Processes of a launch elsewhere, of which this machine may lack the devices. `None`: of this run.
 
         Raises:
-            `ValueError`: if this machine cannot do what is asked for.
+            `ValueError`: with what each part refuses.
         """
-        config = config_class(self.run.method)
-        if refused := precision_error(self.training):
-            raise ValueError(refused)
-        try:
-            training = config(**copy.deepcopy(vars(self.training)))
-        except (TypeError, OSError, ImportError) as error:  # how libraries refuse files and missing packages
-            raise ValueError(
-                f"The settings of {config.__name__} are refused: {type(error).__name__}: {error}"
-            ) from error
-        final = {}
-        for key, value in self.settings.items():
-            parts = (self.run, self.data, self.model, training, self.verification)
-            last = next(getattr(part, key) for part in parts if hasattr(part, key))
-            last = last.value if isinstance(last, Enum) else last
-            # TRL turns a list of one LoRA target into text, transformers turns texts and mappings into objects
-            is_plain = isinstance(last, str | int | float | dict | None) and not isinstance(value, list)
-            final[key] = last if is_plain else value
-        return self._replace(training=training, settings=final)
+        method = settings.get("method", "pacs")
+        if method not in method_names():
+            near = did_you_mean(str(method), method_names())
+            raise ValueError(f"`method` must be one of {', '.join(method_names())}; got {method!r}.{near}")
+        parts = (RunArguments, DataArguments, ModelConfig, VerificationArguments, config_class(method))
+        values = typed_values(settings, parts, f"method {method}")
+        if values["model_name_or_path"] is None:
+            raise ValueError("`model_name_or_path` is missing. Set it to a path or a Hub id.")
+        if "hub_strategy" not in settings:
+            values["hub_strategy"] = "end"
+        given = {"method": method}
+        for key in sorted(settings.keys() - {"env", "hub_token"}):
+            name = key if key in values else key.removeprefix("no_")
+            given[name] = values[name] if isinstance(values[name], str | int | float | None) else settings[key]
+        errors, made = [], []
+        for part in (*parts[:-1], _planned(parts[-1], num_processes)):
+            own = {f.name: values[f.name] for f in fields(part) if f.init}
+            try:
+                made.append(part(**own))
+            except (ValueError, TypeError, OSError, ImportError) as error:  # of libraries: files, missing packages
+                errors.append(f"{part.__name__}: {error}")
+        if errors:
+            raise ValueError(" ".join(errors))
+        run, data, model, verification, training = made
+        step = Step.of(training, training.world_size)
+        if errors := [*_relation_errors(run, data, training), *_adapter_errors(model, settings)]:
+            raise ValueError(" ".join(errors))
+        return cls(run, data, model, training, verification, given, step)
 
 
-def _made(part: type, values: dict, errors: list[str]) -> Any:
-    """A part of a recipe. Training configurations are made where the run is, see [`Recipe.built`]."""
-    own = {f.name: values[f.name] for f in fields(part) if f.init}
-    if issubclass(part, GRPOConfig) or None in (own.get(name, "") for name in NEEDED if part is DataArguments):
-        return SimpleNamespace(**own)
-    try:
-        return part(**own)
-    except ValueError as error:
-        errors.append(str(error))
-        return SimpleNamespace(**own)
+def _planned(config: type, num_processes: int | None) -> type:
+    """Return the configuration class of a launch on so many processes, which does not ask for devices here."""
+    if num_processes is None:
+        return config
 
+    def __post_init__(self):
+        self.use_cpu, self.tf32 = True, None
+        config.__post_init__(self)
 
-def _second_name_errors(values: dict, given: dict) -> list[str]:
-    """Give the older of two names the value of the newer one, as transformers does; what is wrong if both were
-    given."""
-    errors = []
-    for new, old in SECOND_NAMES.items():
-        if values.get(new) is not None:
-            if given.get(old, values[new]) != values[new]:
-                errors.append(
-                    f"{new}={values[new]!r} and {old}={given[old]!r} are one setting under two names, of which "
-                    "transformers would take the first. Remove one of them."
-                )
-            values[old] = values[new]
-    return errors
+    own = {"world_size": property(lambda self: num_processes), "__post_init__": __post_init__}
+    return type(config.__name__, (config,), own)
 
 
 # As accelerate reads them, of torchrun and of MPI.
@@ -216,48 +157,24 @@ RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 
 def read_recipe(argv: Sequence[str]) -> Recipe:
     """
-    Read `--config RECIPE.yaml [--key value ...]` for a run on this machine.
-
-    Args:
-        argv (`Sequence[str]`):
-            Command-line arguments; keys given there win over the file.
-
-    Returns:
-        [`Recipe`], with its training configuration built.
+    Read `--config RECIPE.yaml [--key value ...]` for a run in this process; the command line wins over the file.
 
     Raises:
-        `ValueError`: with everything that is wrong: a file that does not exist or is not a mapping, an unknown method
-        or key
-            (with the nearest known one), values of the wrong type or out of range, and contradictions; or with what is
-            missing in the environment of one process of several.
+        `ValueError`: see [`Recipe.from_settings`]; or if no launcher has started this process of several.
     """
-    settings, world_size = read_arguments(argv), int(os.environ.get("WORLD_SIZE", 1))
+    settings, world_size = read_settings(argv), int(os.environ.get("WORLD_SIZE", 1))
     if world_size > 1 and not any(name in os.environ for name in RANKS):
         raise ValueError(
-            f"WORLD_SIZE={world_size} in the environment says that there are {world_size} processes, but no launcher "
-            "has given this one a "
-            "RANK: it would wait for the others forever. Start it with `accelerate launch` or torchrun, or unset "
-            "WORLD_SIZE."
+            f"WORLD_SIZE={world_size} in the environment announces {world_size} processes, but no launcher has given "
+            "this one a RANK: it would wait for the others forever. Start it with `accelerate launch` or torchrun, or "
+            "unset WORLD_SIZE."
         )
-    recipe, errors = Recipe.from_settings(settings, world_size)
-    if errors or recipe is None:
-        raise ValueError(" ".join(errors))
-    os.environ.update({key: str(value) for key, value in (settings.get("env") or {}).items()})
-    return recipe.built()
-
-
-def read_arguments(argv: Sequence[str]) -> dict:
-    """
-    The keys of `--config RECIPE.yaml [--key value ...]`; those of the command line win.
-
-    Raises:
-        `ValueError`: if the file does not exist or is no mapping, or a word of the command line belongs to no key.
-    """
-    return read_settings(argv, settings_of_method)
+    set_environment(settings)
+    return Recipe.from_settings(settings)
 
 
 def method_names() -> list[str]:
-    """Return the methods that there are: the core's and those in `pacs_trl.experimental`."""
+    """Return the names of all methods: the core's and those in `pacs_trl.experimental`."""
     return [*METHODS, *experimental.methods()]
 
 
@@ -266,18 +183,8 @@ def config_class(method: str) -> type:
     return METHODS[method] if method in METHODS else experimental.classes_of(method)[0]
 
 
-def settings_of_method(method: str | None) -> dict[str, Setting]:
-    """The settings of a method by name; those of PACS if there is no such method."""
-    return settings_of(*_parts(method if method in method_names() else "pacs"))
-
-
-def _parts(method: str) -> tuple[type, ...]:
-    """The dataclasses of a recipe, the training configuration last."""
-    return (RunArguments, DataArguments, ModelConfig, VerificationArguments, config_class(method))
-
-
 def _adapter_errors(model: Any, given: dict) -> list[str]:
-    """LoRA's settings without LoRA would train the whole model; who says `use_peft: false` means it."""
+    """Return LoRA's settings without LoRA, which would train the whole model; `use_peft: false` allows it."""
     lora = sorted(name for name in given if name.startswith("lora_") or name in ("use_dora", "use_rslora"))
     if model.use_peft or "use_peft" in given or not lora:
         return []
@@ -288,8 +195,14 @@ def _adapter_errors(model: Any, given: dict) -> list[str]:
 
 
 def _relation_errors(run: RunArguments, data: DataArguments, training: Any) -> list[str]:
-    """What is wrong between settings of different owners."""
+    """Return what is wrong between settings of different dataclasses."""
     errors = []
+    try:
+        check_generation_kwargs(training)
+    except ValueError as error:
+        errors.append(str(error))
+    if run.tools and (together := shared_turns_error(training, training.world_size)):
+        errors.append(together)
     if training.max_tool_calling_iterations is not None and not run.tools:
         errors.append(
             f"max_tool_calling_iterations={training.max_tool_calling_iterations} would be ignored without tools. Set "

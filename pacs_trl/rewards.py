@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .settings.command_line import FailedRun
+from .errors import FailedRun
 from .verification import Outcome, completion_text, last_boxed
 from .verification.shared import shared_arguments, shared_code_verifier, shared_verifier
 

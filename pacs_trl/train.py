@@ -5,13 +5,20 @@ baseline. What is trained on what is the recipe's business (`recipe.py`), how is
 """
 
 import sys
+from importlib import import_module
 
 
-if __name__ == "__main__":  # before the imports below: help, mistakes and Ctrl-C do not wait for them
-    from .cli import run
+if __name__ == "__main__":  # before the imports below: help, errors, and Ctrl-C do not wait for them
+    from .errors import exit_code
+    from .settings import answer_train_help
 
-    sys.exit(run("train", sys.argv[1:]))
+    def command(argv):
+        answer_train_help(argv)
+        return import_module("pacs_trl.train").main(argv)
 
+    sys.exit(exit_code("pacs-trl train", command, sys.argv[1:]))
+
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +32,7 @@ from trl import GRPOConfig, get_peft_config, get_quantization_config
 from . import experimental, rewards
 from .data import TRAINING_SETS, load_training_data
 from .data.sets import MINIATURE
+from .errors import during_run
 from .miniature.model import build_model
 from .recipe import Recipe, RunArguments, load_tokenizer, read_recipe, reward_function, tool_function
 from .rollouts.checkpoint import check_complete, check_same_adapter, last_checkpoint
@@ -35,8 +43,8 @@ from .rollouts.step_sizes import Step
 from .rollouts.tools import check_tool_template, check_tools
 from .rollouts.tracking import tracked_run
 from .rollouts.trainer_checks import OWN_PARAMETERS, check_dataset, check_number_of_prompts
-from .rollouts.vllm_checks import check_version, check_vllm, installed_vllm
-from .settings.optional import check_model_path, check_whole_model, check_writable, require_trackers
+from .rollouts.vllm_checks import check_vllm
+from .settings import check_model_path, check_whole_model, require_vllm
 from .verification.shared import configure_verification, run_python, shared_code_verifier, shared_verifier
 
 
@@ -64,9 +72,9 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
         PartialState().print(f"{done} Raise max_steps or num_train_epochs to train longer.")
         return None
     _check_keeps_model(training.output_dir, checkpoint)
-    check_writable("output_dir", training.output_dir)
-    get_reporting_integration_callbacks(training.report_to)  # refuses names that there are not
-    require_trackers(training.report_to)
+    Path(training.output_dir).mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=training.output_dir).close()  # an OSError now, not with the first checkpoint
+    get_reporting_integration_callbacks(training.report_to)  # raises for unknown names
     configure_verification(recipe.verification)
     reward_funcs, tools = _functions(recipe.run)
     peft_config, tokenizer = _checked_model(recipe)
@@ -99,7 +107,8 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
         trainer.accelerator.print(
             describe_step(Step.of(training, trainer.accelerator.num_processes), len(train_dataset))
         )
-        trainer.train(resume_from_checkpoint=checkpoint)
+        with during_run():
+            trainer.train(resume_from_checkpoint=checkpoint)
         if stopping.stopped is not None:
             _leave(trainer, stopping.stopped)
         trainer.save_model(_internal_call=True)  # no push yet
@@ -179,7 +188,7 @@ def _checked_model(recipe: Recipe):
         check_model_path(critic)
     is_miniature = name.startswith(MINIATURE)
     if training.use_vllm and is_miniature:
-        check_version(installed_vllm())  # the trainer asks for the rest, once there is a path
+        require_vllm("set use_vllm=False")  # the trainer checks the rest, once there is a path
     elif training.use_vllm:
         check_vllm(training, name)
     architecture: Any = name

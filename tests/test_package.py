@@ -2,18 +2,12 @@
 
 import ast
 import configparser
-import importlib
 import re
 import subprocess
 import sys
-from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-import pytest
-
 import pacs_trl
-from pacs_trl.cli import COMMANDS, run
-from pacs_trl.settings import with_help
 
 
 ROOT = Path(__file__).parents[1]
@@ -87,44 +81,3 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
         process.stdout.close()
         errors = process.stderr.read()
     assert "Traceback" not in errors and process.returncode == 1
-
-
-@pytest.mark.parametrize("command", [*COMMANDS, "train --method grpo", "train --method ppo", "train --method genac"])
-def test_help_of_every_command(command, capsys):
-    """argparse fails on a bare percent sign in any of its texts, and only when it prints them."""
-    name, *arguments = command.split()
-    importlib.import_module(COMMANDS[name][0])
-    capsys.readouterr()  # transformers prints a line of its own on import when WANDB_MODE is set
-    with pytest.raises(SystemExit) as exit:
-        run(name, [*arguments, "--help"])
-    assert exit.value.code == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("usage: ") and len(printed) > 300
-    if name == "train":
-        assert "--reward_funcs" in printed and ("--critic_learning_rate" in printed) == (
-            "ppo" in command or "genac" in command
-        )
-
-
-def test_help_is_what_the_docstring_says():
-    @with_help
-    @dataclass
-    class Arguments:
-        """
-        Arguments of nothing.
-
-        Args:
-            share (`float`, *optional*, defaults to `0.5`): In % of
-                what there is (`x` counts).
-
-            > Parameters of another kind
-
-            name (`str`):
-                Name.
-        """
-
-        name: str
-        share: float = field(default=0.5, metadata={"choices": [0.5, 1.0]})
-
-    assert [f.metadata["help"] for f in fields(Arguments)] == ["Name.", "In %% of what there is (`x` counts)."]
-    assert fields(Arguments)[1].metadata["choices"] == [0.5, 1.0] and Arguments("a").share == 0.5

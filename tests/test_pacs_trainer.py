@@ -29,7 +29,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from pacs_trl import PACSConfig, PACSTrainer
 from pacs_trl.data.prompts import prompt_lengths
-from pacs_trl.settings.command_line import FailedRun
+from pacs_trl.errors import FailedRun
 
 
 def logged(trainer, name: str) -> list:

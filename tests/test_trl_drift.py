@@ -134,10 +134,6 @@ REPEATED = {
         "f902129a",
         "Engine.generate (what the other processes wait for), SeededLLM.generate",
     ),
-    (GRPOConfig, "__post_init__"): ("11373fdb", "trainer_settings.trainer_errors"),
-    # from 5.23 on: other words, and the second name of gradient_checkpointing, see `recipe.SECOND_NAMES`
-    (TrainingArguments, "_validate_args"): ("48ce6df0 1bf2be5f", "trainer_settings.trainer_errors"),
-    (TrainingArguments, "__post_init__"): ("6ef85c8d a8ee2e6e", "trainer_settings.trainer_errors"),
 }
 
 

@@ -17,11 +17,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from experiments.genac.supervised_start import Trace, model_path, write_traces
 from pacs_trl.data.tasks import looks_right, problems
+from pacs_trl.errors import exit_code
 from pacs_trl.evaluation.requests import SamplingSettings, render_prompt, sample_seed
 from pacs_trl.evaluation.sampling import generate_tokens, stop_token_ids
 from pacs_trl.experimental._critic_prompt import CriticPrompt, State
 from pacs_trl.miniature.warm_start import MAX_COMPLETION_LENGTH
-from pacs_trl.settings.command_line import Parser, exit_code
+from pacs_trl.settings import Parser
 
 
 _CALCULATION = re.compile(r"(\d+)([+\-*/])(\d+)=(?:\\boxed\{)?(-?\d+)(?=[,}])")

@@ -16,10 +16,11 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
+from pacs_trl.errors import exit_code
 from pacs_trl.experimental._critic_answers import question_ids
 from pacs_trl.experimental._critic_prompt import Actor, CriticPrompt, State
 from pacs_trl.miniature.warm_start import warm_start
-from pacs_trl.settings.command_line import Parser, exit_code
+from pacs_trl.settings import Parser
 
 
 class Trace(NamedTuple):

@@ -2,7 +2,7 @@
 
 import sys
 
-from pacs_trl.settings.command_line import exit_code
+from pacs_trl.errors import exit_code
 
 from .command import PROGRAM, main
 

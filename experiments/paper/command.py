@@ -13,9 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pacs_trl.settings import read_mapping
-from pacs_trl.settings.command_line import Parser
-from pacs_trl.settings.optional import check_writable, require_matplotlib
+from pacs_trl.settings import Parser, read_mapping, require_matplotlib
 
 from .cells import Options, run_cell
 from .full_size import collect, full_commands, run_line
@@ -95,8 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.work_dir or Path("outputs/tables") / arguments.scale,
     )
     if not full:
-        check_writable("--results_dir", options.results_dir)
-        check_writable("--work_dir", options.work_dir)
+        for directory in (options.results_dir, options.work_dir):
+            Path(directory).mkdir(parents=True, exist_ok=True)
     cells = _chosen(tables, arguments.cells)
     lines = []
     for seed in () if arguments.report_only else options.seeds:

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pacs_trl.errors import FailedRun
 from pacs_trl.evaluation.results import read_results, require_same_protocol
 from pacs_trl.plan import cost
 from pacs_trl.report import paper, tables
 from pacs_trl.settings import read_mapping
-from pacs_trl.settings.command_line import FailedRun
 
 from .cells import CHECKPOINT_SAMPLES, RECIPES, Options, diversities, measured_checkpoint, read_training
 from .records import Records, Run, record

@@ -1,14 +1,13 @@
 """Settings of methods with a critic, of PPO, and what is refused because neither reads it."""
 
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
 from trl import GRPOConfig
 
 from ..redaction import PublishedArguments
-from ..rollouts.step_sizes import Step, step_errors
-from ..settings import OF_OTHER_LOSSES, ignored_settings, illegal_values, with_help
+from ..rollouts.step_sizes import Step
+from ..settings import OF_OTHER_LOSSES, bounded, ignored_settings, refuse_illegal_values
 
 
 # Settings of GRPOConfig that make GRPO's advantage or belong to losses without PPO's clipping.
@@ -21,7 +20,6 @@ _SHAPES_ONLY_GRPO = {
 }
 
 
-@with_help
 @dataclass
 class ActorCriticConfig(PublishedArguments, GRPOConfig):
     r"""
@@ -70,10 +68,10 @@ class ActorCriticConfig(PublishedArguments, GRPOConfig):
     """
 
     critic_model_name_or_path: str | None = None
-    critic_learning_rate: float = 1e-5
+    critic_learning_rate: float = bounded(1e-5, above=0)
     startup_check: bool = True
-    gamma: float = 1.0
-    gae_lambda: float = 1.0
+    gamma: float = bounded(1.0, least=0, most=1)
+    gae_lambda: float = bounded(1.0, least=0, most=1)
     whiten_advantages: bool = True
     delta: float | None = 3.0
     loss_type: str = field(default="dr_grpo", metadata={"choices": ["dr_grpo", "dapo"]})
@@ -81,11 +79,10 @@ class ActorCriticConfig(PublishedArguments, GRPOConfig):
     vllm_importance_sampling_correction: bool = False
 
     def __post_init__(self):
-        num_processes = int(os.environ.get("WORLD_SIZE", 1))
-        step = None if step_errors(self, num_processes) else Step.of(self, num_processes)  # TRL refuses wrong sizes
-        if errors := [*illegal_values(self), *self.errors(self, step)]:
-            raise ValueError(" ".join(errors))
+        refuse_illegal_values(self)
         super().__post_init__()
+        if errors := self.errors(self, Step.of(self, self.world_size)):
+            raise ValueError(" ".join(errors))
 
     @classmethod
     def errors(cls, given: Any, step: Step | None) -> list[str]:
@@ -105,7 +102,6 @@ class ActorCriticConfig(PublishedArguments, GRPOConfig):
         return errors
 
 
-@with_help
 @dataclass
 class PPOConfig(ActorCriticConfig):
     r"""
@@ -120,8 +116,8 @@ class PPOConfig(ActorCriticConfig):
             does not clip.
     """
 
-    critic_warmup_steps: int = 0
-    value_clip_range: float | None = 0.5
+    critic_warmup_steps: int = bounded(0, least=0)
+    value_clip_range: float | None = bounded(0.5, above=0)
 
     @property
     def critic_alone_steps(self) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyarrow import ArrowException
 
-from ..settings import refuse_illegal_values
+from ..settings import bounded, refuse_illegal_values
 from ..verification import Verifier
 from .prompts import PROMPT_INSTRUCTION, is_conversation, problem_text, prompt_lengths, prompt_of, read_problem
 from .prompts import build_prompt as build_prompt
@@ -152,10 +152,10 @@ class DataArguments:
     solution_column: str | None = None
     prompt_instruction: str = PROMPT_INSTRUCTION
     system_prompt: str | None = None
-    max_prompt_length: int | None = None
-    max_train_samples: int | None = None
+    max_prompt_length: int | None = bounded(None, least=1)
+    max_train_samples: int | None = bounded(None, least=1)
     dataset_seed: int = 42
-    eval_split_size: int = 0
+    eval_split_size: int = bounded(0, least=0)
 
     def __post_init__(self):
         refuse_illegal_values(self)

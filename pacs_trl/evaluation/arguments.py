@@ -1,15 +1,12 @@
 """The arguments of `pacs-trl evaluate`, checked before anything is loaded."""
 
 import json
-import os
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..data import PROMPT_INSTRUCTION, instruction_for, prompt_of
-from ..settings import settings_of, typed_settings
-from ..settings.command_line import asks_for_help, did_you_mean, environment_errors, read_settings
-from ..settings.help import print_evaluation_help
+from ..settings import asks_for_help, print_help, read_settings, set_environment, typed_values
 from ..verification.shared import VerificationArguments
 from .requests import SamplingSettings
 
@@ -69,7 +66,7 @@ class EvaluationArguments:
     benchmarks: str | list[str]
     output_dir: str
     n: int = 128
-    k: str | int | list[float] | None = None
+    k: list[int] | str | None = None
     method: str | None = None
     revision: str | None = None
     temperature: float = 0.6
@@ -79,7 +76,7 @@ class EvaluationArguments:
     seed: int = 0
     prompt_instruction: str = PROMPT_INSTRUCTION
     system_prompt: str | None = None
-    chat_template_kwargs: str | dict | None = None
+    chat_template_kwargs: dict | str | None = None
     engine: str = field(default="vllm", metadata={"choices": ENGINES})
     batch_size: int = 64
     dtype: str = "auto"
@@ -154,28 +151,18 @@ def read_evaluation(argv: Sequence[str]) -> tuple[EvaluationArguments, Verificat
 
     Raises:
         `SystemExit`: with code 0, after the help.
-        `ValueError`: with everything that is wrong with keys and values.
+        `ValueError`: if a key is unknown or missing, or a value is illegal.
     """
     parts = (EvaluationArguments, VerificationArguments)
     if asks_for_help(argv):
-        print_evaluation_help()
-    both = settings_of(*parts)
-    # Ranges are those of EvaluationArguments, not those of training settings of the same name.
-    own = {name: both[name]._replace(range=None) for name in settings_of(EvaluationArguments)}
-    known = both | own
-    settings = read_settings(argv, lambda method: known)
-    given, illegal = typed_settings(settings, known)
-    errors = [
-        f"`{key}` is not an argument of evaluate.{did_you_mean(key, known.keys() | {'config'})}"
-        for key in sorted(settings.keys() - known.keys() - {"env"})
-    ]
-    errors += [*environment_errors(settings), *illegal.values()]
-    needed = [field.name for field in fields(EvaluationArguments) if field.default is MISSING]
-    errors += [f"`{name}` is missing; `--help` says what it is." for name in needed if settings.get(name) is None]
-    if errors:
-        raise ValueError(" ".join(errors))
-    os.environ.update({key: str(value) for key, value in (settings.get("env") or {}).items()})
-    evaluation, verification = (
-        part(**{f.name: given[f.name] for f in fields(part) if f.name in given}) for part in parts
-    )
+        print_help(
+            "pacs-trl evaluate [--config FILE.yaml] --model MODEL --benchmarks NAMES --output_dir DIR [--key ...]",
+            "Sample, grade, and count: pass@k of a model on benchmarks. The command line wins over the file. The same "
+            "command again samples only what is missing.",
+            [part.__name__ for part in parts],
+        )
+    settings = read_settings(argv)
+    values = typed_values(settings, parts, "pacs-trl evaluate")
+    set_environment(settings)
+    evaluation, verification = (part(**{f.name: values[f.name] for f in fields(part)}) for part in parts)
     return evaluation, verification

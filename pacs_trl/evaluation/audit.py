@@ -21,7 +21,7 @@ from typing import Any
 
 from ..data import TRAINING_SETS
 from ..data.sets import ProblemSet, gold_answer, load_rows, read_rows
-from ..settings.command_line import Parser
+from ..settings import Parser
 from ..verification import MAX_CHARACTERS, Outcome, completion_text, gold_texts, last_boxed
 from ..verification.cases import last_program
 from ..verification.code import CodeVerifier

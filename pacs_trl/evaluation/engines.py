@@ -19,9 +19,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 from ..data import check_chat_template_kwargs
+from ..errors import FailedRun
 from ..redaction import without_secrets
-from ..settings.command_line import FailedRun
-from ..settings.optional import check_whole_model, require_vllm_for_evaluation
+from ..settings import check_whole_model, require_vllm
 from . import provenance
 from .arguments import EvaluationArguments
 from .requests import Completion, Request, SamplingSettings, render_prompt
@@ -227,7 +227,7 @@ def start_engine(args: EvaluationArguments) -> Any:
     if args.engine == "server":
         return ServerEngine(args.base_url, args.model, concurrency=args.concurrency, chat_template_kwargs=template)
     if args.engine == "vllm":
-        require_vllm_for_evaluation()
+        require_vllm("sample with `--engine transformers`")
     if template:  # before anything is loaded
         from transformers import AutoTokenizer
 

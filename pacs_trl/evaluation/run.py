@@ -9,8 +9,8 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict
+from contextlib import ExitStack, closing
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,13 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from ..data import instruction_for
-from ..data.sets import report_unreadable_golds
-from ..settings.optional import check_model_path
+from ..data.sets import MINIATURE, report_unreadable_golds
+from ..data.tasks import check_task
+from ..settings import check_model_path, require_vllm
 from ..verification import Outcome, Verifier
 from ..verification.code import CodeVerifier
 from . import provenance
-from .arguments import EvaluationArguments
+from .arguments import EvaluationArguments, read_evaluation
 from .benchmarks import LoadedBenchmark, load_benchmark
 from .engines import TransformersEngine, engine_facts, identify_model, start_engine
 from .grading import BackgroundGrader
@@ -33,6 +34,38 @@ from .store import SampleStore, digest, evaluation_file, read_samples
 
 
 logger = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `pacs-trl evaluate`: print the share of truncated completions, pass@k, and the file of the results."""
+    args, verification = read_evaluation(argv)
+    args = _with_warm_start(args)
+    with verification.build() as verifier, closing(verification.build_code()) as code_verifier:
+        share = verification.verification_max_failure_share
+        results = evaluate(args, verifier, code_verifier, max_failure_share=share)
+    for entry in results["benchmarks"].values():
+        line = "  ".join(
+            f"pass@{k} {100 * v['value']:.2f} [{100 * v['lower']:.2f}, {100 * v['upper']:.2f}]"
+            for k, v in entry["pass_at_k"].items()
+        )
+        print(f"{entry['title']}: truncated {100 * entry['truncated_share']:.1f} %  {line}")
+        if "programs" in entry:
+            print(f"  programs ran with {entry['programs']['confinement']}")
+    print(f"results: {Path(args.output_dir) / 'results.json'}")
+    return 0
+
+
+def _with_warm_start(args: EvaluationArguments) -> EvaluationArguments:
+    """Replace `miniature/<task>` by the checkpoint that training starts from under this name."""
+    if not args.model.startswith(MINIATURE) or args.engine == "server":
+        return args
+    check_task(args.model.removeprefix(MINIATURE).partition("/")[0])
+    if args.engine == "vllm":
+        require_vllm("sample with `--engine transformers`")
+    load_benchmarks(args)  # refuses wrong ones before the warm start is trained
+    from ..miniature.warm_start import warm_start
+
+    return replace(args, model=str(warm_start(args.model.removeprefix(MINIATURE))), method=args.method or "warm start")
 
 
 def evaluate(

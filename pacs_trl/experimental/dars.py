@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..rollouts.step_sizes import Step
-from ..settings import with_help
-from ..settings.ranges import count
+from ..settings import bounded
 from ._redraw import RIGHT, Redraw, RedrawingConfig, RedrawingTrainer, in_equal_shares, judged_labels
 
 
@@ -183,7 +182,6 @@ def _next_prompts(again: Redraw, number: int) -> list[dict]:
     return found
 
 
-@with_help
 @dataclass
 class DARSConfig(RedrawingConfig):
     """
@@ -205,14 +203,10 @@ class DARSConfig(RedrawingConfig):
     """
 
     adaptive_rollouts: str | None = field(default=None, metadata={"choices": ["equal_treatment", "hardness_weighted"]})
-    max_generations: int | None = field(
-        default=None, metadata={"range": count("completions of a hard prompt", least=2)}
-    )
-    adaptive_rollouts_budget: int | None = field(
-        default=None, metadata={"range": count("completions on top of a generation")}
-    )
+    max_generations: int | None = bounded(None, least=2)
+    adaptive_rollouts_budget: int | None = bounded(None, least=1)
     refill_uniform_groups: bool = False
-    max_refill_rounds: int = field(default=3, metadata={"range": count("draws of other prompts in a generation")})
+    max_refill_rounds: int = bounded(3, least=1)
 
     def most_additional(self, step: Step) -> int:
         most, prompts = super().most_additional(step), int(step.prompts_per_generation)

@@ -30,7 +30,7 @@ from ..rollouts.engine import Engine, ServerFailure
 from ..rollouts.step_sizes import Step
 from ..rollouts.timing import PARTS
 from ..rollouts.vllm_checks import server_url
-from ..settings import with_help
+from ..settings import bounded
 from ..update.rows import labels_from_rewards, without_padding
 from ._critic_answers import check_critic, generate_answers, problem_of, question_ids
 from ._critic_math import (
@@ -47,7 +47,6 @@ from ._critic_prompt import Actor, CriticPrompt, State
 _SUCCESS_RATE_DECAY = 0.9
 
 
-@with_help
 @dataclass
 class GenACConfig(ActorCriticConfig):
     r"""
@@ -89,19 +88,19 @@ class GenACConfig(ActorCriticConfig):
             Optimizer steps at the start in which only the critic learns.
     """
 
-    critic_learning_rate: float = 1e-6
+    critic_learning_rate: float = bounded(1e-6, above=0)
     critic_prompt: str = "genac"
-    critic_max_new_tokens: int = 1024
+    critic_max_new_tokens: int = bounded(1024, least=1)
     critic_vllm_server_base_url: str | None = None
-    critic_batch_size: int | None = None
-    critic_lora_r: int | None = None
-    segment_probability: float | None = 0.2
-    segment_length: int | None = 512
-    max_segments: int = 16
+    critic_batch_size: int | None = bounded(None, least=1)
+    critic_lora_r: int | None = bounded(None, least=1)
+    segment_probability: float | None = bounded(0.2, above=0, most=1)
+    segment_length: int | None = bounded(512, least=1)
+    max_segments: int = bounded(16, least=1)
     critic_extra_states: bool = True
     critic_baseline: Literal["outcome", "none"] = "outcome"
-    critic_ratio_cap: float = 2.0
-    critic_pretraining_steps: int = 100
+    critic_ratio_cap: float = bounded(2.0, least=1)
+    critic_pretraining_steps: int = bounded(100, least=0)
 
     @property
     def critic_alone_steps(self) -> int:

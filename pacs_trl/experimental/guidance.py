@@ -12,7 +12,7 @@ import inspect
 import logging
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -21,9 +21,7 @@ from datasets import Dataset
 from trl.data_utils import is_conversational
 
 from ..rollouts.step_sizes import Step
-from ..settings import with_help
-from ..settings.optional import function_of_user
-from ..settings.ranges import Range
+from ..settings import bounded, function_of_user
 from ..update.groups import split_into_steps
 from ..update.rows import Rollout
 from ..verification import Outcome, gold_texts
@@ -296,7 +294,6 @@ def _guided_rows(given: Any, step: Step) -> int:
     return int(given.max_guided_fraction * min(step.rows_per_update, step.rows_per_generation))
 
 
-@with_help
 @dataclass
 class GuidanceConfig(RedrawingConfig):
     """
@@ -320,14 +317,9 @@ class GuidanceConfig(RedrawingConfig):
 
     guidance: Guidance = "hint"
     hint_function: str | None = None
-    max_guided_fraction: float = field(
-        default=0.25,
-        metadata={"range": Range("it is a share of the completions of an optimizer step", above=0, most=0.5)},
-    )
+    max_guided_fraction: float = bounded(0.25, above=0, most=0.5)
     guided_completions: Literal["right", "all"] = "right"
-    guided_weight: float = field(
-        default=1.0, metadata={"range": Range("it scales the gradient of guided completions", above=0)}
-    )
+    guided_weight: float = bounded(1.0, above=0)
 
     def most_additional(self, step: Step) -> int:
         steps = max(1, step.steps_per_generation // step.gradient_accumulation_steps)

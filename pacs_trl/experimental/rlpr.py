@@ -13,7 +13,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +24,7 @@ from datasets import Dataset, IterableDataset
 from ..pacs_config import PACSConfig
 from ..pacs_trainer import PACSTrainer
 from ..rewards import completion_text
-from ..settings import with_help
-from ..settings.ranges import Range
+from ..settings import bounded
 from ..verification.shared import shared_arguments
 
 
@@ -321,7 +320,6 @@ class SpreadFilter:
         return labels.masked_fill(dropped.repeat_interleave(num_generations), torch.nan), metrics
 
 
-@with_help
 @dataclass
 class RLPRConfig(PACSConfig):
     """
@@ -333,16 +331,7 @@ class RLPRConfig(PACSConfig):
             RLPR (0.5 with Qwen models): for soft labels, which are never all equal. It begins after ten generations.
     """
 
-    spread_filter: float | None = field(
-        default=None,
-        metadata={
-            "range": Range(
-                "it is a share of the mean spread of groups, and at more than 2 nearly no group is left",
-                above=0,
-                most=2,
-            )
-        },
-    )
+    spread_filter: float | None = bounded(None, above=0, most=2)
 
 
 class RLPRTrainer(PACSTrainer):

@@ -5,7 +5,7 @@ Extension point: weights per token. See docs/weights_and_labels.md.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -14,13 +14,11 @@ from accelerate import Accelerator
 from ..pacs_config import PACSConfig
 from ..pacs_trainer import PACSTrainer
 from ..rollouts.step_sizes import Step
-from ..settings import with_help
-from ..settings.ranges import Range
+from ..settings import bounded
 from ..update.token_weights import TokenValues, TokenWeights
 
 
 Mapping = Literal["exponential", "linear"]
-_WEIGHT = Range("weights lie around 1, and at 2 a token would count twice", above=0, below=2)
 
 # As in the authors' code: probabilities stay this far from 0 and 1, and the exponential mapping takes a largest change
 # below the second number for the second number.
@@ -159,7 +157,6 @@ class SteerWeights(TokenWeights):
         return found if on_policy else found | {"steer/measured_entropy_change": sums[3] / num_tokens}
 
 
-@with_help
 @dataclass
 class STEERConfig(PACSConfig):
     """
@@ -175,8 +172,8 @@ class STEERConfig(PACSConfig):
     """
 
     token_weight_mapping: Mapping = "exponential"
-    token_weight_min: float = field(default=0.8, metadata={"range": _WEIGHT})
-    token_weight_max: float = field(default=1.2, metadata={"range": _WEIGHT})
+    token_weight_min: float = bounded(0.8, above=0, below=2)
+    token_weight_max: float = bounded(1.2, above=0, below=2)
 
     @classmethod
     def errors(cls, given: Any, step: Step | None) -> list[str]:

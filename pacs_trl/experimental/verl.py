@@ -14,7 +14,7 @@ Letters for shapes: `T` tokens of a completion, `D` width of the model, `B` comp
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,8 +24,7 @@ import torch
 from ..pacs_config import PACSConfig
 from ..pacs_trainer import PACSTrainer
 from ..rollouts.step_sizes import Step
-from ..settings import with_help
-from ..settings.ranges import count
+from ..settings import bounded
 from ..update.policy_update import PolicyUpdate
 from ..update.scorer import Scorer
 from ..update.step import MicroBatch, StepRollouts
@@ -211,7 +210,6 @@ def rank_metrics(ranks: torch.Tensor, rows: list[int]) -> dict[str, float]:
     return dict(zip(names, ranks[:, rows].mean(dim=1).tolist(), strict=True))
 
 
-@with_help
 @dataclass
 class VERLConfig(PACSConfig):
     """
@@ -230,15 +228,9 @@ class VERLConfig(PACSConfig):
     """
 
     bonus_tokens: Literal["all", "last", "none"] = "all"
-    hidden_state_stride: int = field(
-        default=40, metadata={"range": count("tokens between two prefixes of a completion")}
-    )
-    hidden_state_every_steps: int | None = field(
-        default=None, metadata={"range": count("optimizer steps between measurements of hidden states")}
-    )
-    hidden_state_rows: int = field(
-        default=64, metadata={"range": count("completions whose hidden states are measured")}
-    )
+    hidden_state_stride: int = bounded(40, least=1)
+    hidden_state_every_steps: int | None = bounded(None, least=1)
+    hidden_state_rows: int = bounded(64, least=1)
 
     @classmethod
     def errors(cls, given: Any, step: Step | None) -> list[str]:

@@ -1,20 +1,18 @@
 """`pacs-trl plan` validates a recipe and estimates memory and time; here its options, which need no library."""
 
 from argparse import Namespace
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
-from ..settings.command_line import Parser, did_you_mean, words_by_key
+from ..settings import Parser
 from .cost import GPUS
 
 
-def read_plan_arguments(argv: Sequence[str], known: Collection[str] | None = None) -> Namespace:
+def read_plan_arguments(argv: Sequence[str]) -> Namespace:
     """
-    Read the options of `plan`; `known` are the settings of all methods, once the libraries that define them are
-    imported. Returns the options, and as `overrides` the words of the keys that win over the recipe's.
+    Read the options of `plan`. Returns them, and as `overrides` the words of the keys that win over the recipe's.
 
     Raises:
         `SystemExit`: with code 0 after the help, with 2 if an option has a wrong value.
-        `ValueError`: if an option is neither plan's nor in `known`.
     """
     parser = Parser(
         "plan",
@@ -27,9 +25,5 @@ def read_plan_arguments(argv: Sequence[str], known: Collection[str] | None = Non
     parser.add_argument("--mean_length", type=int, help="expected tokens per completion; by default 35 %% of most")
     parser.add_argument("--gpu", type=str.lower, choices=GPUS, default="h200", help="the card; by default h200")
     own, overrides = parser.parse_known_args(argv)
-    for key in words_by_key(overrides):
-        if known is not None and key.removeprefix("no_") not in known:
-            near = did_you_mean(key, {*known, *vars(own)})
-            raise ValueError(f"`{key}` is neither an option of plan nor a setting of a recipe.{near}")
     own.overrides = overrides
     return own

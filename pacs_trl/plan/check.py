@@ -17,18 +17,9 @@ from ..data import TRAINING_SETS, load_training_data
 from ..data.prompts import check_chat_template, context_lengths, prompt_lengths
 from ..data.sets import FILE_FORMATS, MINIATURE
 from ..data.tasks import check_task
-from ..recipe import (
-    METHODS,
-    Recipe,
-    load_tokenizer,
-    read_arguments,
-    reward_function,
-    settings_of_method,
-    tool_function,
-)
+from ..recipe import Recipe, load_tokenizer, reward_function, tool_function
 from ..rollouts.trainer_checks import OWN_PARAMETERS, check_dataset, check_prompt_lengths
-from ..rollouts.trainer_settings import precision_error
-from ..settings.optional import check_model_path, check_whole_model
+from ..settings import check_model_path, check_whole_model, read_settings
 from . import read_plan_arguments
 from .cost import CONTEXTS, GPUS, H200, Gpu
 from .estimates import UNKNOWN, Estimate, Prompts
@@ -42,28 +33,23 @@ _SMALLEST_BF16_LEARNING_RATE = 2**-9 * 0.02
 
 def main(argv: Sequence[str]) -> int:
     """Print the plan of a recipe; `argv` are the words of the command line. Returns 0, or 1 if there is a conflict."""
-    own = read_plan_arguments(argv, {key for method in METHODS for key in settings_of_method(method)})
+    own = read_plan_arguments(argv)
     launch, conflicts = read_launch(own.accelerate_config, own.num_processes)
     recipe, notes, prompts = None, [], UNKNOWN
-    try:
-        recipe, errors = check_recipe(own.config, own.overrides, launch.num_processes if launch else None)
-        if recipe is not None and not errors:
-            prompts, errors = measure(recipe)
-        conflicts += errors
-    except ValueError as error:
-        conflicts.append(str(error))
+    if launch is not None:
+        recipe, conflicts = check_recipe(own.config, own.overrides, launch.num_processes)
     if recipe is not None and launch is not None:
+        if not conflicts:
+            prompts, conflicts = measure(recipe)
         print(f"{own.config}: {recipe.run.method}, {recipe.model.model_name_or_path}, {recipe.data.dataset_name}")
         print(f"Launched as {launch.description}.")
         gpu, data, longest = GPUS[own.gpu], recipe.data.dataset_name, recipe.training.max_completion_length
         more_conflicts, notes = judge(recipe, launch, gpu, prompts)
         conflicts += more_conflicts
-        if refused := precision_error(recipe.training):
-            notes.append(f"{refused} The estimates are for an {gpu.name}.")
         if data is not None and Path(data).suffix in FILE_FORMATS and not Path(data).is_file():
             notes.append(f"The data file {data!r} does not exist here (seen from {Path.cwd()}).")
         notes += _batch_notes(own.config, recipe)
-        if recipe.step is not None and longest is not None:
+        if longest is not None:
             mean_length = max(1, round(0.35 * longest)) if own.mean_length is None else own.mean_length
             if 1 <= mean_length <= longest:
                 print("\n".join(Estimate(recipe, launch, gpu, prompts).lines(mean_length)))
@@ -76,16 +62,17 @@ def main(argv: Sequence[str]) -> int:
     return 1 if conflicts else 0
 
 
-def check_recipe(path: str, overrides: Sequence[str], num_processes: int | None) -> tuple[Recipe | None, list[str]]:
+def check_recipe(path: str, overrides: Sequence[str], num_processes: int) -> tuple[Recipe | None, list[str]]:
     """
-    [`~recipe.Recipe.from_settings`] of a file and the `--key value` pairs that win over it, also with what is wrong
-    with names: of directories, tasks, functions, and LoRA's targets. Raises a `ValueError` if there is no such file,
-    or no mapping in it.
+    Read a recipe file and the `--key value` pairs that win over it, and check the names in it: of directories, tasks,
+    functions, and LoRA's targets. Returns the recipe (`None` if it cannot be read) and its errors.
     """
-    recipe, errors = Recipe.from_settings(read_arguments(["--config", path, *overrides]), num_processes)
-    if recipe is None:
-        return None, errors
-    name, targets = recipe.model.model_name_or_path or "", recipe.model.lora_target_modules
+    try:
+        recipe = Recipe.from_settings(read_settings(["--config", path, *overrides]), num_processes)
+    except ValueError as error:
+        return None, [str(error)]
+    errors = []
+    name, targets = recipe.model.model_name_or_path, recipe.model.lora_target_modules
     critic = vars(recipe.training).get("critic_model_name_or_path")
     checks = [(reward_function, reward) for reward in recipe.run.reward_funcs]
     checks += [(tool_function, tool) for tool in recipe.run.tools or []]
@@ -109,13 +96,13 @@ def judge(recipe: Recipe, launch: Launch, gpu: Gpu = H200, prompts: Prompts = UN
     """Return conflicts and notes about settings that are legal each on its own: with each other and the launch."""
     estimate = Estimate(recipe, launch, gpu, prompts)
     training, step, data, conflicts, notes = recipe.training, recipe.step, recipe.data, [], []
-    if step is not None and (estimate.num_problems or math.inf) < step.prompts_per_generation:
+    if (estimate.num_problems or math.inf) < step.prompts_per_generation:
         conflicts.append(
             f"A generation needs {step.prompts_per_generation:.0f} different prompts, but {estimate.num_problems} "
             f"problems are trained on (max_train_samples={data.max_train_samples}, eval_split_size="
             f"{data.eval_split_size}). Use more of them, or lower steps_per_generation."
         )
-    if step is not None and training.max_steps > 0 and training.max_steps % step.updates_per_generation:
+    if training.max_steps > 0 and training.max_steps % step.updates_per_generation:
         notes.append(
             f"max_steps={training.max_steps} ends in the middle of a generation, which is for "
             f"{step.updates_per_generation} optimizer steps."
@@ -166,8 +153,8 @@ def _engine_conflicts(recipe: Recipe, launch: Launch, estimate: Estimate) -> lis
 def _batch_notes(path: str, recipe: Recipe) -> list[str]:
     """Say how the batch differs from the one that the file is written for, if it sets `expected_processes`."""
     expected, now = recipe.run.expected_processes, recipe.step
-    written, _ = Recipe.from_settings(read_arguments(["--config", path]), expected)
-    if expected is None or now is None or written is None or written.step is None:
+    written = None if expected is None else check_recipe(path, [], expected)[0]
+    if written is None:
         return []
     names = {"A generation": "prompts_per_generation", "An optimizer step": "prompts_per_update"}
     sizes = [(what, getattr(now, name), getattr(written.step, name)) for what, name in names.items()]

@@ -27,7 +27,7 @@ from transformers.integrations.fsdp import get_fsdp_ckpt_kwargs
 from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_NAME
 from trl.trainer.utils import RepeatSampler
 
-from ..settings.command_line import NO_ROOM, FailedRun
+from ..errors import NO_ROOM, FailedRun
 from ..update.rows import Rollout, from_state, to_state
 
 

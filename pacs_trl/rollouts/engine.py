@@ -16,7 +16,7 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 from trl.generation.vllm_generation import VLLMGeneration
 
-from ..settings.command_line import FailedRun
+from ..errors import FailedRun
 from .timing import StepTimer
 from .vllm_checks import serve_command, server_url
 

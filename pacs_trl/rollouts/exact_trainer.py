@@ -18,7 +18,7 @@ from accelerate.utils import DistributedType, gather_object
 from accelerate.utils.memory import clear_device_cache
 from trl.trainer.utils import use_adapter
 
-from ..settings.command_line import FailedRun
+from ..errors import FailedRun
 from ..update.groups import split_into_steps
 from ..update.policy_update import Objective, PolicyUpdate
 from ..update.reference import SnapshotReference, is_sharded

@@ -21,9 +21,9 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
 from ..data import check_chat_template_kwargs
+from ..errors import FailedRun
 from ..hub import LOG_FILE
 from ..rewards import code_reward, math_reward
-from ..settings.command_line import FailedRun
 from ..update.rows import Rollout, unpad_rollouts, weighted_rewards
 from ..update.startup_check import choose_forward_pass, disable_noise
 from . import checkpoint, construction, publication

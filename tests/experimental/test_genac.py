@@ -19,11 +19,11 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 from trl.generation import vllm_client
 
+from pacs_trl.errors import FailedRun
 from pacs_trl.experimental._critic_answers import check_critic
 from pacs_trl.experimental._critic_math import reinforce_weights
 from pacs_trl.experimental._critic_prompt import CriticPrompt
 from pacs_trl.experimental.genac import GenACConfig, GenACTrainer
-from pacs_trl.settings.command_line import FailedRun
 from pacs_trl.train import main
 
 

@@ -32,12 +32,12 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
 from pacs_trl.data.tasks import problems
+from pacs_trl.errors import FailedRun
 from pacs_trl.experimental.dars import DARSTrainer, additional_completions
 from pacs_trl.experimental.guidance import FAILED, NO_PROGRAM, WRONG, GuidanceConfig, GuidanceTrainer, contains_answer
 from pacs_trl.experimental.guidance import FEEDBACK as FEEDBACK_ON
 from pacs_trl.experimental.process_labels import ProcessLabelsConfig, ProcessLabelsTrainer, ends_of
 from pacs_trl.rewards import code_reward, math_reward
-from pacs_trl.settings.command_line import FailedRun
 from pacs_trl.verification import Outcome
 from pacs_trl.verification.code import CodeVerifier
 from pacs_trl.verification.shared import run_python

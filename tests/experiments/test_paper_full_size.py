@@ -18,13 +18,13 @@ from optional_packages import matplotlib  # noqa: F401 (skips without it)
 from experiments.paper import command as paper_command
 from experiments.paper.command import main
 from experiments.paper.records import Records
+from pacs_trl.errors import FailedRun
 from pacs_trl.evaluation.arguments import read_evaluation
 from pacs_trl.evaluation.results import RESULTS_SCHEMA
 from pacs_trl.evaluation.store import SampleStore
 from pacs_trl.plan.check import check_recipe
 from pacs_trl.report import plots
 from pacs_trl.report.paper import TABLE_1_BENCHMARKS
-from pacs_trl.settings.command_line import FailedRun
 
 
 def printed(capsys) -> list[str]:

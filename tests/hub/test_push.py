@@ -14,10 +14,10 @@ from seeds import shifted
 
 from pacs_trl import PACSConfig, PACSTrainer, train
 from pacs_trl.cli import run
+from pacs_trl.errors import FailedRun
 from pacs_trl.evaluation.provenance import checkpoint_digest, training_facts
 from pacs_trl.hub import published_contents, push
 from pacs_trl.miniature.model import build_model
-from pacs_trl.settings.command_line import FailedRun
 
 
 main = partial(run, "push")

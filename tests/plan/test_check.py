@@ -11,14 +11,13 @@ from pacs_trl.plan.check import check_recipe, main
 FSDP2 = ("--accelerate-config", "recipes/accelerate_configs/fsdp2_8x8.yaml")
 ZERO2 = ("--accelerate-config", "recipes/accelerate_configs/zero2.yaml")
 NOBODY, THREE, EIGHT, SIXTY_FOUR = (("--num-processes", n) for n in ("0", "3", "8", "64"))
-NULLS = ("--num_generations", "null", "--learning_rate", "null", "--steps_per_generation", "null")
 WHOLE = (*EIGHT, "--gradient_accumulation_steps", "32", "--steps_per_generation=128")
 BF16, GRPO, PPO, FEW = {"dtype": "bfloat16"}, {"method": "grpo"}, {"method": "ppo"}, {"max_train_samples": 1000}
 WRITTEN, PAIRS = {"expected_processes": 64}, {"vllm_tensor_parallel_size": 2}
 BIG, SMALL, UNKNOWN = ({"model_name_or_path": n} for n in ("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B", "someone/something"))
 NO_EXPRESSION, SCORE = {"lora_target_modules": ["*_proj"], "use_peft": True}, {"score_estimator": "grpo"}
 BAD, FIVE = (
-    {"num_iterations": 0, "reward_funcs": ["maths_reward"], "tools": ["run_pyton"]},
+    {"reward_funcs": ["maths_reward"], "tools": ["run_pyton"]},
     {"steps_per_generation": 5},
 )
 VLLM = {"use_vllm": True, "max_prompt_length": 500, "vllm_gpu_memory_utilization": 0.3}
@@ -54,8 +53,9 @@ SAID = {
     "mean length 1001": (("--mean-length", "1001"), {}, 1, "mean-length is 1001", "no: tokens generated"),
     "too few problems": (FSDP2, FEW, 1, "1024 different prompts, but 1000 problems"),
     "just enough": (FSDP2, {"max_train_samples": 1024}, 0),
-    "recipe, launch": (NOBODY, BAD, 1, "4 conflict(s)", "'run_pyton'", "--num-processes", "num_iterations"),
-    "contradiction and launch": ((), BIG | SCORE, 1, "2 conflict(s)", "score_estimator", "DOES NOT FIT"),
+    "launch": (NOBODY, {}, 1, "1 conflict(s)", "--num-processes"),
+    "two names": ((), BAD, 1, "2 conflict(s)", "run_pyton", "maths_reward"),
+    "contradiction": ((), SCORE, 1, "1 conflict(s)", "score_estimator"),
     "three processes": (THREE, FIVE, 1, "gradient_accumulation_steps=4"),
     "bfloat16": ((), BF16, 1, "dtype=bfloat16 with learning_rate=1e-06", "Set dtype: float32"),
     "bfloat16, LoRA": ((), BF16 | {"use_peft": True}, 0),
@@ -73,12 +73,12 @@ SAID = {
     "no critic": (FSDP2, PPO | {"critic_model_name_or_path": "./no/critic"}, 1, "'./no/critic'"),
     "GenAC": (FSDP2, {"method": "genac"}, 0, "fits"),
     "unknown critic": (FSDP2, PPO | {"critic_model_name_or_path": "me/mine"}, 0, "'me/mine' is not known"),
-    "nothing": ((), {"dataset_name": None, "model_name_or_path": None}, 1, "names no data", "names no model"),
+    "nothing": ((), {"dataset_name": None}, 1, "dataset_name"),
     "no directory": ((), {"model_name_or_path": "./nope"}, 1, "1 conflict(s)", "'./nope'"),
     "no task": ((), {"model_name_or_path": "miniature/no"}, 1, "1 conflict(s)", "'no'"),
     "no expression": ((), NO_EXPRESSION, 1, "lora_target_modules"),
-    "nulls": (NULLS, {}, 1, "2 conflict(s)", "num_generations", "learning_rate"),
-    "no numbers": (("--num_train_epochs", "two"), {"gradient_accumulation_steps": "four"}, 1, "2 conflict(s)"),
+    "no value": (("--learning_rate", "null"), {}, 1, "1 conflict(s)", "learning_rate"),
+    "no number": (("--num_train_epochs", "two"), {}, 1, "1 conflict(s)", "num_train_epochs", "no: usage:"),
 }  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def test_reward_functions(plan, tmp_path, monkeypatch):
     assert plan("--reward_funcs", "own_rewards.sure")[0] == 0
     names = ("maths_reward", "own_rewards.unsure", "broken_rewards.sure", "nowhere.sure")
     status, output = plan("--reward_funcs", *names)
-    assert status == 1 and "4 conflict(s)" in output and all(name.partition(".")[2] in output for name in names)
+    assert status == 1 and "4 conflict(s)" in output and all(name in output for name in names)
 
 
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MULTI_GPU"])
@@ -126,12 +126,11 @@ def test_ppo_with_fsdp_1(plan, launch_file, config):
 
 def test_recipes_that_are_no_mapping(tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"
-    for text, words in (("a: [1\nb: }", "is not YAML: while parsing"), ("", "got nothing"), ("- a", "got list")):
+    for text in ("a: [1\nb: }", "", "- a"):
         recipe.write_text(text)
         assert main(["--config", str(recipe)]) == 1
-        assert words in capsys.readouterr().out
-    with pytest.raises(ValueError, match="does not exist"):
-        check_recipe("no/such.yaml", [], 1)
+        assert "YAML" in capsys.readouterr().out
+    assert "no/such.yaml" in check_recipe("no/such.yaml", [], 1)[1][0]
 
 
 def test_no_trainer_is_imported():
@@ -141,6 +140,7 @@ def test_no_trainer_is_imported():
         "trl.trainer.grpo_trainer",
         "transformers.trainer",
     )
-    code = f"import sys, pacs_trl.plan.check; print([name for name in {absent} if name in sys.modules])"
+    code = "from pacs_trl.plan.check import main; main(['--config', 'recipes/miniature/pacs.yaml']); import sys; "
+    code += f"print([name for name in {absent} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from transformers import GPT2Config, LlamaConfig, MambaConfig
 
 from pacs_trl.data import PROMPT_INSTRUCTION
@@ -95,18 +96,12 @@ def test_what_training_would_say_of_the_data(small, tmp_path, monkeypatch):
         assert status == 1 and "1 conflict(s)" in output and words in output, output
 
 
-@pytest.mark.parametrize("has_gpu", [False, True])
-def test_bfloat16_without_hardware(small, monkeypatch, has_gpu):
-    """`plan` may run on another machine than the run, so it is a note there."""
-    monkeypatch.setattr("pacs_trl.rollouts.trainer_settings.is_torch_bf16_gpu_available", lambda: has_gpu)
-    status, output = small()
-    assert (
-        status == 0 and ("bf16 needs a GPU that computes in bfloat16, and this machine has none" in output) != has_gpu
-    )
-    assert "bfloat16, and" not in small(bf16=False)[1] + small(use_cpu=True)[1]
-    if not has_gpu:
-        with pytest.raises(ValueError, match="bf16 needs a GPU .* Train on another machine, or set bf16: false"):
-            read_recipe(["--config", "recipes/miniature/pacs.yaml", "--bf16", "true"])
+def test_bfloat16_without_hardware(small):
+    """`plan` may run on another machine than the run."""
+    assert small()[0] == 0
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="bf16"):
+            read_recipe(["--config", "recipes/miniature/pacs.yaml", "--bf16", "true", "--use_cpu", "false"])
 
 
 def test_context_lengths():

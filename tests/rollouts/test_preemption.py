@@ -12,10 +12,10 @@ from replay import digit_reward
 from safetensors.torch import load_file
 
 from pacs_trl import train
+from pacs_trl.errors import exit_code
 from pacs_trl.rollouts.checkpoint import last_checkpoint
 from pacs_trl.rollouts.preemption import stop_on_signal
 from pacs_trl.rollouts.rollout_trainer import RolloutTrainer
-from pacs_trl.settings.command_line import exit_code
 
 
 send_at: int | None = None  # the optimizer step in which signals come, from 0

