@@ -79,25 +79,19 @@ def trained(untrained, tmp_path_factory):
 def test_the_card_of_a_trained_model(trained):
     card = valid_metadata((trained / "README.md").read_text())
     assert card.data.base_model is None and card.data.datasets is None and card.data.license == "apache-2.0"
-    for words in (
-        "This is a miniature model made from scratch, fine-tuned with PACS on `miniature/addition`, using",
-        "pacs-trl train --config recipe.yaml\n",
-        "Trained with 1 process on",
-        "![Reward, entropy, completion length and time per step](training.png)",
-        "@article{li2025implicit",
-        "No evaluation results were recorded",
-    ):
+    for words in ("`miniature/addition`", "pacs-trl train --config recipe.yaml\n", "training.png", "@article{li2025"):
         assert words in card.text
     assert str(trained.parent) not in card.content and kept_readme(trained) is None
     of_checkpoint = (trained / "checkpoint-5" / "README.md").read_text()
     assert block(of_checkpoint, "python") == block(card.text, "python") and valid_metadata(of_checkpoint).text
 
 
-def test_it_is_the_same_after_pushing(trained, hub, tmp_path):
+def test_it_is_the_same_after_pushing_and_its_snippet_runs(trained, hub, tmp_path, monkeypatch, capsys):
     copy = shutil.copytree(trained, tmp_path / "pacs")
     push(copy, REPO, api=HfApi(endpoint=hub.url, token="hf_x"))
     pushed = hub.files[REPO]["README.md"].decode()
     here = (trained / "README.md").read_text()
+    assert run_snippet(trained, here, monkeypatch, capsys)
     named = here.replace("# pacs\n", "# pacs-mini\n").replace("model_name: pacs\n", "model_name: pacs-mini\n")
     named = named.replace('model=".")', f'model="{REPO}")')
     assert pushed.splitlines()[:-1] == named.splitlines()[:-1]  # the last line is the digest
@@ -119,22 +113,13 @@ def test_the_command_repeats_the_run_from_the_repository(trained, untrained, hub
     assert weights.read_bytes() == (trained / "model.safetensors").read_bytes()
 
 
-def test_the_snippet_runs(trained, monkeypatch, capsys):
-    assert run_snippet(trained, (trained / "README.md").read_text(), monkeypatch, capsys)
-
-
 def test_names_break_neither_tables_nor_fences():
     results = make_results("PACS", 0.5, benchmarks=("aime_2024",), ks=(1, 8))
     results["benchmarks"]["aime_2024"]["title"] = "AIME\n\n# 2024 | a"
     results["protocol"] = results["protocol"] | {"prompt": {"instruction": "a\n```\nb\n````", "system_prompt": None}}
     text = build_card("a\nb", results=results, recipe={"dataset_name": "x`\n# y", "method": "p\nq"})
-    for words in (
-        "\n# a b\n",
-        "**AIME # 2024 | a**",
-        "`x' # y`",
-        "P Q",
-        "\n`````text\n<problem> a\n```\nb\n````\n`````\n",
-    ):
+    fenced = "\n`````text\n<problem> a\n```\nb\n````\n`````\n"
+    for words in ("\n# a b\n", "**AIME # 2024 | a**", "`x' # y`", "P Q", fenced):
         assert words in text
     settings = {"generation_kwargs": {"stop": ["a\n```\nb"]}}
     assert build_card("name", training={**FACTS, "settings": settings}).count("\n````") == 2
@@ -172,15 +157,10 @@ def test_an_adapter_that_was_trained_in_python(untrained, tmp_path, monkeypatch,
     for text in ((directory / "README.md").read_text(), (directory / "checkpoint-1" / "README.md").read_text()):
         card = valid_metadata(text)
         assert card.data.base_model is None and card.data.library_name == "peft" and "PEFT" not in text
-        assert "an adapter of the model `base`, fine-tuned with PACS, using" in text and str(tmp_path) not in text
+        assert "`base`" in text and str(tmp_path) not in text
         settings = yaml.safe_load(block(text, "yaml"))
-        assert (
-            settings["max_steps"] == 1
-            and settings["model_init_kwargs"] == {"dtype": "float32"}
-            and "output_dir" not in text
-            and "debug" not in settings  # transformers puts [] in the place of ""
-            and "AcceleratorConfig" not in text
-        )
+        assert settings["max_steps"] == 1 and settings["model_init_kwargs"] == {"dtype": "float32"}
+        assert "output_dir" not in text and "AcceleratorConfig" not in text
     assert run_snippet(directory, text, monkeypatch, capsys)
     trainer.create_model_card(dataset_name="org/problems", tags="math")
     card = ModelCard.load(directory / "README.md")
@@ -199,7 +179,6 @@ def test_a_model_that_was_made_in_python(tmp_path):
     (elsewhere / "results.json").write_text("{")
     trainer.save_model(str(elsewhere))
     card = valid_metadata((elsewhere / "README.md").read_text())
-    assert "This is a model made from scratch, fine-tuned with PACS, using" in card.text
     assert card.data.license == "unknown" and card.data.eval_results is None and "- digit_reward\n" in card.text
     assert (elsewhere / "trainer_state.json").is_file() and not (tmp_path / "run" / "README.md").exists()
     for strategy in ("checkpoint", "all_checkpoints"):
@@ -217,36 +196,27 @@ FACTS = {
 
 
 @pytest.mark.parametrize(
-    ("recipe", "words", "base_model", "dataset"),
+    ("recipe", "base_model", "dataset"),
     [
-        ({}, "This is a language model, fine-tuned with PACS, using", None, None),
-        (
-            {"model_name_or_path": None, "method": "ppo"},
-            "a model made from scratch, fine-tuned with PPO, using",
-            None,
-            None,
-        ),
+        ({}, None, None),
+        ({"model_name_or_path": None, "method": "ppo"}, None, None),
         (
             {"model_name_or_path": "Qwen/Qwen3-4B", "dataset_name": "deepscaler"},
-            "the model [Qwen/Qwen3-4B](https://huggingface.co/Qwen/Qwen3-4B), fine-tuned with PACS on "
-            "[agentica-org/DeepScaleR-Preview-Dataset](https://huggingface.co/datasets/agentica-org/DeepScaleR-Preview-Dataset)",
             "Qwen/Qwen3-4B",
             "agentica-org/DeepScaleR-Preview-Dataset",
         ),
         (
-            {"model_name_or_path": "/home/me/start", "dataset_name": "data/train.jsonl"},  # which is not here any more
-            "the model `start`, fine-tuned with PACS on `data/train.jsonl`, using",
+            {"model_name_or_path": "/home/me/start", "dataset_name": "data/train.jsonl"},
             None,
             None,
-        ),
-        ({"dataset_name": "miniature/sum_5"}, "on `miniature/sum_5`, using", None, None),
+        ),  # not here any more
+        ({"dataset_name": "miniature/sum_5"}, None, None),
     ],
 )
-def test_where_a_model_comes_from(recipe, words, base_model, dataset):
+def test_where_a_model_comes_from(recipe, base_model, dataset):
     """Nothing is linked that is not on the Hub."""
     card = valid_metadata(build_card("name", recipe=recipe))
-    assert words in card.text and card.data.base_model == base_model
-    assert card.data.datasets == (dataset and [dataset])
+    assert card.data.base_model == base_model and card.data.datasets == (dataset and [dataset])
 
 
 def test_the_command_names_the_processes_and_does_not_push():

@@ -166,20 +166,9 @@ def test_wandb_keeps_the_completions_of_every_step(runs):
         assert texts == [completion[0]["content"] for completion in written["completion"]] and len(texts) == 8
 
 
-def test_wandb_gets_the_timing_table(runs):
-    _, parts, log_history, _ = runs
-    for part, steps in zip(parts, ((1, 2), (3, 4))):
-        (path,) = [row["timing/path"] for row in wandb_history(part) if "timing/path" in row]
-        table = json.loads((part / "files" / path).read_text())
-        logged = scalars(log_history, steps)
-        names = table["columns"][1:]
-        assert "time/generation" in names and "time/update" in names and table["columns"][0] == "step"
-        expected = [[step, *(logged[step][f"train/{name}"] for name in names)] for step in steps]
-        assert table["data"] == [pytest.approx(row) for row in expected]
-
-
-def test_wandb_gets_the_resolved_recipe(runs):
-    _, parts, _, recipe = runs
+def test_a_resumed_run_has_the_same_id_and_the_resolved_recipe(runs):
+    output_dir, parts, _, recipe = runs
+    assert {part.name.split("-")[-1] for part in parts} == {(output_dir / "run_id").read_text().strip()}
     resumed = published(recipe) | {"resume_from_checkpoint": "last"}  # not in the recipe beside the model
     assert wandb_config(parts[1])["recipe"] == resumed and recipe["model_name_or_path"].endswith("/model")
     first = wandb_config(parts[0])
@@ -199,12 +188,6 @@ def test_no_tracker_gets_a_secret(runs):
         config = wandb_config(part)
         assert config["_name_or_path"] == "model" and config["output_dir"] == "run"
         assert config["vllm_server_base_url"] == "http://host:8000" and "hub_token" not in config
-
-
-def test_resumed_run_has_the_same_id(runs):
-    output_dir, parts, _, _ = runs
-    identity = (output_dir / "run_id").read_text().strip()
-    assert [part.name.split("-")[-1] for part in parts] == [identity] * 2
 
 
 # trackio and TensorBoard
@@ -280,7 +263,7 @@ def test_wandb_without_a_key(tmp_path, monkeypatch):
         wandb, "setup", lambda: seen.append(list(sys.argv)) or SimpleNamespace(settings=SimpleNamespace(mode="online"))
     )
     monkeypatch.setattr(wandb, "login", lambda prompt, verify: False)
-    with pytest.raises(ValueError, match="report_to names wandb, which has no API key here. Run `wandb login`"):
+    with pytest.raises(ValueError, match="report_to.*wandb"):
         identity_of(tmp_path, resuming=False, report_to="wandb")
     assert seen == [["train.py"]]
     monkeypatch.setattr(wandb, "login", lambda prompt, verify: True)
