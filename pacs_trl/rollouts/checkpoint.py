@@ -161,18 +161,22 @@ def plain_settings(args: Any, names: Sequence[str]) -> dict[str, Any]:
     return json.loads(json.dumps({name: getattr(args, name) for name in names}, default=str))
 
 
-def check_same_settings(checkpoint: str, saved: dict[str, Any], current: dict[str, Any]) -> None:
-    """Raise a `ValueError` that names the settings in which a run differs from its checkpoint."""
+def check_same_settings(
+    holder: str,
+    saved: dict[str, Any],
+    current: dict[str, Any],
+    *,
+    kind: str = "checkpoint",
+    remedy: str = "start a new run from its weights with model_name_or_path",
+) -> None:
+    """Raise a `ValueError` that names the settings in which a run differs from `holder`, a checkpoint or a trainer."""
     differing = [
-        f"{name}: {saved.get(name)!r} in the checkpoint, {value!r} now"
+        f"{name}: {saved.get(name)!r} in the {kind}, {value!r} now"
         for name, value in current.items()
         if saved.get(name) != value
     ]
     if differing:
-        raise ValueError(
-            f"{checkpoint} was written with other settings: {'; '.join(differing)}. Restore these settings, or start "
-            "a new run from its weights with model_name_or_path."
-        )
+        raise ValueError(f"{holder} has other settings: {'; '.join(differing)}. Restore these settings, or {remedy}.")
 
 
 # Settings of LoRA that a checkpoint and the run that resumes from it must share.

@@ -5,11 +5,10 @@ VALUE` would be ignored, while checkpoints record the new value. Only what is na
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from .checkpoint import plain_settings
+from .checkpoint import check_same_settings, plain_settings
 
 
 # Read by Trainer whenever it needs them. A setting that is missing here, of a later version, say, counts as built in.
@@ -35,18 +34,7 @@ def settings_of_construction(args: Any) -> dict[str, Any]:
     return plain_settings(args, sorted(name for name in names if not live.match(name)))
 
 
-def check_kept(kept: Mapping[str, Any], args: Any) -> None:
-    """
-    Raises:
-        `ValueError`: if settings differ from those that a trainer has been built from; names them.
-    """
-    changed = [
-        f"{name} (built in: {kept[name]!r}, now: {value!r})"
-        for name, value in plain_settings(args, list(kept)).items()
-        if value != kept[name]
-    ]
-    if changed:
-        raise ValueError(
-            "Settings were changed after they had been built into the trainer, which would ignore them: "
-            f"{', '.join(changed)}. Construct a new trainer with these settings, or restore them."
-        )
+def check_kept(kept: dict[str, Any], args: Any) -> None:
+    """Raise a `ValueError` that names the settings that were changed after a trainer had been built from them."""
+    remedy = "construct a new trainer with these settings"
+    check_same_settings("The trainer", kept, plain_settings(args, list(kept)), kind="trainer", remedy=remedy)

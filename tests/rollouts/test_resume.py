@@ -388,7 +388,7 @@ OTHER = {
 
 
 def test_checkpoint_of_other_settings(tmp_path, checkpoint):
-    with pytest.raises(ValueError, match="written with other settings") as error:
+    with pytest.raises(ValueError, match="has other settings") as error:
         trained(tmp_path, resume=str(checkpoint), max_steps=3, **OTHER)
     named = {part.rpartition(" ")[2] for part in str(error.value).split(": ")[:-1]}
     assert OTHER.keys() <= named and "temperature: 1.3 in the checkpoint, 1.0 now" in str(error.value)
