@@ -334,7 +334,7 @@ class GenACTrainer(ActorCriticTrainer):
         engine = self._critic_engine
         if engine is None:
             engine, self._last_loaded_step = self.vllm_generation, -1  # the policy's weights are sent again
-        with engine.lent_to(self.accelerator.unwrap_model(self.critic), **sampling):
+        with engine.using_weights_of(self.accelerator.unwrap_model(self.critic), **sampling):
             _, ids, logps, _ = engine.generate(prompts=questions, images=None, num_generations=1)
         end = self._critic_tokenizer.eos_token_id
         known = [[math.nan if one[0] is None else one[0] for one in row] for row in logps]

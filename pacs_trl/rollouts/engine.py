@@ -116,7 +116,7 @@ class Engine(VLLMGeneration):
             self.vllm_client = CountingClient(self.vllm_client)
 
     @contextmanager
-    def lent_to(self, model, **sampling: Any) -> Iterator[None]:
+    def using_weights_of(self, model, **sampling: Any) -> Iterator[None]:
         """Generate inside with the weights of another model of the same architecture, and with other settings.
         Afterwards those of its own model have to be sent again. A second engine would need more memory: vLLM lets one
         engine of a process sleep, and weights are sent before every generation anyway."""
