@@ -75,17 +75,12 @@ def _require_key(wandb) -> None:
 
 
 class TrackingCallback(TrainerCallback):
-    """
-    Send to wandb and trackio the recipe, the completions of each logged step as the table `completions/step_<step>`,
-    and at the end of training the table `timing`: `time/<part>` of every logged step.
-
-    TRL writes the completions of a step after it has called the callbacks, so they are sent with the next log.
-    """
+    """Sends to wandb and trackio the recipe, and the completions of each logged step as the table
+    `completions/step_<step>`. TRL writes them after it has called the callbacks, so they go with the next log."""
 
     def __init__(self, settings: dict[str, Any]):
         self.settings = published(settings)
         self._last_sent = 0  # step
-        self._times: list[dict[str, float]] = []
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._last_sent = state.global_step
@@ -95,12 +90,6 @@ class TrackingCallback(TrainerCallback):
             tracker.config.update({"recipe": self.settings, **name}, allow_val_change=True)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        times = {name: seconds for name, seconds in logs.items() if name.startswith("time/")}
-        if times:
-            self._times.append({"step": state.global_step, **times})
-        if "train_runtime" in logs and self._times:
-            for tracker in _trackers(args, state):
-                tracker.log({"timing": tracker.Table(dataframe=pd.DataFrame(self._times))})
         for file in sorted((Path(args.output_dir) / "completions").glob("completions_*.parquet")):
             step = int(file.stem.removeprefix("completions_"))
             if self._last_sent < step <= state.global_step:
