@@ -1,1 +1,1 @@
-"""Draw: rows of completions, the trainer that draws them, and what a run needs to start, stop and go on."""
+"""Rollouts: the trainers on TRL's GRPOTrainer, vLLM, checkpoints, checks, and the time of each part of a step."""

@@ -1,1 +1,1 @@
-"""Learn: from rows and labels to the gradient of one optimizer step."""
+"""The update: from completions and labels to the gradient of one optimizer step."""
