@@ -8,14 +8,13 @@ settings it competes with. What decides is the reward of the last rollouts, over
 """
 
 import argparse
-import json
 from pathlib import Path
 from statistics import mean, stdev
 
 import matplotlib
 
-from experiments.beta_and_reference import RECIPE, running_mean
 from experiments.figures import save
+from experiments.shared import markdown, run_name, running_mean, trained, write_json
 from pacs_trl.pacs_trainer import PACSTrainer
 
 
@@ -69,14 +68,9 @@ ARMS: dict[str, tuple[type[PACSTrainer], list[str]]] = {
 
 def rewards(arm: str, seed: int, max_steps: int, work_dir: Path) -> list[float]:
     """Mean reward of each rollout of a run, from its directory if it is there already."""
-    from experiments.paper.runs import start_of, train_once
-    from pacs_trl.recipe import read_recipe
-
     trainer_class, settings = ARMS[arm]
-    arguments = ["--config", str(RECIPE), "--save_strategy", "no", *settings]
-    arguments += ["--seed", str(seed), "--max_steps", str(max_steps)]
-    output_dir = work_dir / f"{arm.replace(', ', '-').replace(' ', '-')}-seed-{seed}"
-    history = train_once(arguments, start_of(read_recipe(arguments)), output_dir, trainer_class)
+    arguments = [*settings, "--seed", str(seed), "--max_steps", str(max_steps)]
+    history = trained(arguments, work_dir / f"{run_name(arm)}-seed-{seed}", trainer_class)
     return [entry["reward"] for entry in history if "reward" in entry]
 
 
@@ -116,15 +110,14 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     by_arm = {arm: [rewards(arm, seed, args.max_steps, args.work_dir) for seed in args.seeds] for arm in ARMS}
     draw(by_arm, args.output_dir / "adaptive_rules.png")
-    (args.output_dir / "adaptive_rules.json").write_text(json.dumps(by_arm, separators=(",", ":")) + "\n")
-    print(
-        f"| reference, beta, renewed | reward of the last {LAST_ROLLOUTS} rollouts, each seed | mean | sd over seeds |"
-    )
-    print("| --- | --- | ---: | ---: |")
+    write_json(args.output_dir / "adaptive_rules.json", by_arm)
+    rows = []
     for arm, runs in by_arm.items():
         ends = [mean(run[-LAST_ROLLOUTS:]) for run in runs]
         spread = f"{stdev(ends):.3f}" if len(ends) > 1 else "-"
-        print(f"| {arm} | {', '.join(f'{end:.3f}' for end in ends)} | {mean(ends):.3f} | {spread} |")
+        rows.append([arm, ", ".join(f"{end:.3f}" for end in ends), f"{mean(ends):.3f}", spread])
+    heads = ["reference, beta, renewed", f"reward of the last {LAST_ROLLOUTS} rollouts, each seed", "mean", "sd"]
+    print("\n".join(markdown(heads, rows, 2)))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ scores and saturation. With `--reset_steps` a third reference is added: the snap
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
@@ -16,9 +15,9 @@ from statistics import mean
 import matplotlib
 
 from experiments.figures import save
+from experiments.shared import run_name, running_mean, trained, write_json
 
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "miniature" / "sums-0.1m" / "pacs.yaml"
 BETAS = (0.1, 1.0, 10.0)
 PANELS = {
     "reward": "reward",
@@ -38,12 +37,7 @@ def references(reset_steps: int | None) -> dict[str, list[str]]:
 
 
 def train_one(arguments: Sequence[str], output_dir: Path) -> list[dict]:
-    """Log history of one run, from its directory if it is there already."""
-    from experiments.paper.runs import start_of, train_once
-    from pacs_trl.recipe import read_recipe
-
-    arguments = ["--config", str(RECIPE), "--save_strategy", "no", *arguments]
-    history = train_once(arguments, start_of(read_recipe(arguments)), output_dir)
+    history = trained(arguments, output_dir)
     return [{key: log[key] for key in ("step", *PANELS) if key in log} for log in history if "entropy" in log]
 
 
@@ -79,12 +73,6 @@ def draw(histories: dict[str, dict[str, list[dict]]], path: Path) -> None:
         save(figure, path)
 
 
-def running_mean(values: Sequence[float], width: int) -> list[float]:
-    """Mean of each value and up to `width - 1` before it."""
-    windows = [values[max(0, i + 1 - width) : i + 1] for i in range(len(values))]
-    return [sum(window) / len(window) for window in windows]
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -99,14 +87,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     for reference, settings in references(args.reset_steps).items():
         for beta in args.betas:
             common = ["--seed", str(args.seed), "--max_steps", str(args.max_steps), "--pacs_beta", str(beta)]
-            name = reference.replace(", ", "-").replace(" ", "-")
-            logs = train_one([*settings, *common], args.work_dir / f"{name}-{beta:g}-seed-{args.seed}")
+            name = f"{run_name(reference)}-{beta:g}-seed-{args.seed}"
+            logs = train_one([*settings, *common], args.work_dir / name)
             histories.setdefault(reference, {})[f"{beta:g}"] = logs
             last = logs[-max(1, len(logs) // 10) :]
             means = {key: mean([log[key] for log in last if log.get(key) is not None]) for key in PANELS}
             print(f"{reference}, beta {beta:g}: " + ", ".join(f"{k} {v:.3f}" for k, v in means.items()), flush=True)
     draw(histories, args.output_dir / "beta_and_reference.png")
-    (args.output_dir / "beta_and_reference.json").write_text(json.dumps(histories, separators=(",", ":")) + "\n")
+    write_json(args.output_dir / "beta_and_reference.json", histories)
 
 
 if __name__ == "__main__":

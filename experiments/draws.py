@@ -13,10 +13,10 @@ import math
 from collections.abc import Sequence
 from statistics import mean, stdev
 
-from experiments.arms import arms_parser, options_of, over_seeds
 from experiments.paper.cells import Options, run_cell
 from experiments.paper.records import Records, Run
 from experiments.paper.render import Cell
+from experiments.shared import arms_parser, markdown, options_of, over_seeds, publish, run_name, saved
 from pacs_trl.report.inputs import read_log_history
 
 
@@ -30,7 +30,6 @@ TASKS: dict[str, dict] = {
 }
 SIZES = {"sums": {}, "addition": {"benchmarks": "miniature/addition", "num_samples": 64}}
 TARGETS = {"sums": 0.25, "addition": 0.3}  # mean reward of a generation's first draw
-SAVED = {"save_strategy": "steps", "save_steps": 20, "save_total_limit": 1}
 # 32 prompts x 8, and 128 completions more; four updates in each generation, of 60 generations.
 MORE = {"method": "dars", "max_generations": 32, "adaptive_rollouts_budget": 128, "max_steps": 240}
 ARMS = {
@@ -59,10 +58,10 @@ KS = (1, 8, 64)
 
 
 def cell_of(arm: str, task: str) -> Cell:
-    name = arm.lower().replace(", ", "_").replace(" ", "_")
+    name = run_name(arm)
     if arm == START:
         return Cell(arm, "miniature/sums-0.1m/pacs", False, settings=TASKS[task], name=f"draws/{task}/{name}")
-    settings = ARMS[arm] | TASKS[task] | SAVED
+    settings = ARMS[arm] | TASKS[task] | saved(20)
     return Cell(arm, "miniature/sums-0.1m/pacs", settings=settings, name=f"draws/{task}/{name}")
 
 
@@ -114,7 +113,7 @@ def report(options: Options, task: str) -> list[str]:
         f"steps / completions to {TARGETS[task]:.0%}",
     ]
     columns += [f"pass@{k} minus plain" for k in (KS[0], KS[-1])]
-    lines = [f"| {task} | seeds | {' | '.join(columns)} |", "| --- |" + " ---: |" * (len(columns) + 1)]
+    rows = []
     found = {arm: {run.seed: run for run in records.runs(cell_of(arm, task).run, arm)} for arm in (START, *ARMS)}
     for arm, runs in found.items():
         if not runs:
@@ -134,8 +133,8 @@ def report(options: Options, task: str) -> list[str]:
             cells += [
                 difference([own[i] - plain[i] for own, plain in pairs]) if shown else "" for i in (0, len(KS) - 1)
             ]
-        lines.append(f"| {arm} | {', '.join(map(str, values))} | {' | '.join(cells)} |")
-    return lines
+        rows.append([arm, ", ".join(map(str, values)), *cells])
+    return markdown([task, "seeds", *columns], rows)
 
 
 def main() -> None:
@@ -147,9 +146,7 @@ def main() -> None:
             options = options_of(args, **SIZES[task])
             for arm in (START, *args.arms):
                 run_cell(cell_of(arm, task), seed, options)
-            table = "\n".join(report(options, task))
-            (args.results_dir / f"{task}.md").write_text(table + "\n")
-            print(table, flush=True)
+            publish(args.results_dir / f"{task}.md", report(options, task))
 
 
 if __name__ == "__main__":

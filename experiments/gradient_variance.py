@@ -12,7 +12,6 @@ up to a factor wherever beta is rescaled by (G - 1) / G. The script measures bot
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from experiments.figures import save
+from experiments.shared import write_json
 from pacs_trl.data.tasks import problems
 from pacs_trl.evaluation.requests import SamplingSettings
 from pacs_trl.evaluation.sampling import sample_completions
@@ -212,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     rows = run(args.num_prompts, args.ages, args.learning_rate, args.seed)
     draw(rows, args.output_dir / "gradient_variance.png")
-    (args.output_dir / "gradient_variance.json").write_text(json.dumps(rows, indent=1) + "\n")
+    write_json(args.output_dir / "gradient_variance.json", rows)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 from experiments.paper.runs import train_once
+from experiments.shared import RECIPE, markdown, run_name, saved, words, write_json
 from pacs_trl.data import build_prompt
 from pacs_trl.data.tasks import demonstrations, problems
 from pacs_trl.evaluation import pass_at_k
@@ -36,7 +37,6 @@ from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.verification.shared import shared_verifier
 
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "miniature" / "sums-0.1m" / "pacs.yaml"
 SIZE, NUM_TAUGHT, WARM_START_STEPS, BATCH, LENGTH = "tiny", 2000, 1500, 16, 32
 NUM_TRAINED, NUM_HELD_OUT = 512, 64  # problems of each kind
 FAR = 30
@@ -46,8 +46,7 @@ ARMS = {
     "guided": ["--method", "guidance"],
     "guided, weight 0.25": ["--method", "guidance", "--guided_weight", "0.25"],
 }
-SAVED = f"--max_completion_length {LENGTH} --save_strategy steps --save_steps 40 --max_steps 720".split()
-SAVED += ["--save_total_limit", "1"]
+SAVED = words({"max_completion_length": LENGTH, "max_steps": 720} | saved(40))
 
 
 def backwards(text: str) -> str:
@@ -155,15 +154,15 @@ def report(counts: dict[str, dict[str, dict[str, list[int]]]], num_samples: int)
     never solves."""
     ks = sorted({1, min(8, num_samples), num_samples})
     kinds = ["sums: pass@1", *(f"{kind}: pass@{k}" for kind in ("backward", "never solved before") for k in ks)]
-    lines = [f"| seed | | {' | '.join(kinds)} |", "| ---: | --- |" + " ---: |" * len(kinds)]
+    rows = []
     for seed, arms in counts.items():
         hard = [i for i, right in enumerate(arms[START]["backward"]) if right == 0]
         for arm, found in arms.items():
             never = [found["backward"][i] for i in hard]
             columns = [(found["forward"], 1), *((right, k) for right in (found["backward"], never) for k in ks)]
             shares = [mean(pass_at_k(num_samples, c, k) for c in right) if right else 0.0 for right, k in columns]
-            lines.append(f"| {seed} | {arm} | {' | '.join(f'{100 * share:.1f}' for share in shares)} |")
-    return lines
+            rows.append([seed, arm, *(f"{100 * share:.1f}" for share in shares)])
+    return markdown(["seed", "", *kinds], rows, 2)
 
 
 def measure(start: Path, number: int) -> dict[str, dict[str, float]]:
@@ -227,12 +226,12 @@ def main() -> None:
         kept = [{name: row[name] for name in ("problem", "answer", "hint")} for row in sums(seed)]
         (work / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
         for arm in args.arms:
-            model = work / arm.replace(", ", "_").replace(" ", "_")
-            words = ["--config", str(RECIPE), "--dataset_name", str(work / "train.jsonl"), *SAVED, *ARMS[arm]]
-            words += [] if args.max_steps is None else ["--max_steps", str(args.max_steps)]
-            train_once([*words, "--seed", str(seed)], start, model)
+            model = work / run_name(arm)
+            given = ["--config", str(RECIPE), "--dataset_name", str(work / "train.jsonl"), *SAVED, *ARMS[arm]]
+            given += [] if args.max_steps is None else ["--max_steps", str(args.max_steps)]
+            train_once([*given, "--seed", str(seed)], start, model)
             own[arm] = attempt(model, model.with_name(f"{model.name}-after"), args.samples)
-            (args.output_dir / "counts.json").write_text(json.dumps(counts) + "\n")
+            write_json(args.output_dir / "counts.json", counts)
             print("\n".join(report(counts, args.samples)), flush=True)
 
 

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from experiments.arms import mean_difference
 from experiments.critic import critic_records
 from experiments.graded import read_graded
 from experiments.paper.runs import start_of
 from experiments.reuse import RESULTS, TASKS, Arm
+from experiments.shared import markdown, mean_difference
 from pacs_trl.objective import group_scores
 from pacs_trl.recipe import read_recipe
 from pacs_trl.report.plots import reliability_bins
@@ -109,7 +109,7 @@ def table(lines: Sequence[dict[str, Any]]) -> list[str]:
     calibrations = [f"{name}, {estimator}" for estimator in ESTIMATORS for name in ("Brier", "calibration error")]
     chosen = ["mean", "majority vote", "highest score", "weighted vote"]
     heads = ["completions", "seeds", "base rate", *calibrations, *chosen, "highest score - majority"]
-    rows = [f"| | {' | '.join(heads)} |", "| --- | --- |" + " ---: |" * (len(heads) - 1)]
+    rows = []
     for name, source in dict.fromkeys((line["arm"], line["completions"]) for line in lines):
         own = [line for line in lines if (line["arm"], line["completions"]) == (name, source)]
         cells = [source, str(len(own)), f"{mean(line['rloo']['base rate'] for line in own):.3f}"]
@@ -118,9 +118,8 @@ def table(lines: Sequence[dict[str, Any]]) -> list[str]:
         ]
         cells += [f"{mean(line['chosen'][key] for line in own):.1f}" for key in chosen]
         apart = [line["chosen"]["highest score"] - line["chosen"]["majority vote"] for line in own]
-        cells.append(mean_difference(apart))
-        rows.append(f"| {name} | {' | '.join(cells)} |")
-    return rows
+        rows.append([name, *cells, mean_difference(apart)])
+    return markdown(["", *heads], rows, 2)
 
 
 def main() -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from experiments.arms import mean_difference
 from experiments.paper.records import Records, Run
 from experiments.reuse import KS, LARGE, RESULTS, STAGES, TASKS, Arm
+from experiments.shared import markdown, mean_difference
 from pacs_trl.evaluation import pass_at_k
 
 
@@ -85,7 +85,7 @@ def table(records: Records, arms: Sequence[Arm]) -> list[str]:
     """A row for each arm that has runs: means over seeds ± standard deviation, and the difference to GRPO in its
     place."""
     columns = ["seeds", *(f"pass@{k}" for k in (1, KS[-1])), "reward", "entropy", "gap", "drawing, s", "learning, s"]
-    lines = [f"| | {' | '.join(columns)} | pass@1 minus GRPO |", "| --- |" + " ---: |" * (len(columns) + 1)]
+    rows = []
     for arm in dict.fromkeys(arms):
         runs = records.runs(arm.name, arm.name)
         if not runs:
@@ -101,32 +101,31 @@ def table(records: Records, arms: Sequence[Arm]) -> list[str]:
         ]
         own = {"beta": 1.0, "weights": "balanced", "reference": "rollout"}
         baseline = records.runs(arm._replace(method="GRPO", **own).name, "GRPO")
-        cells.append("" if arm.method == "GRPO" else mean_difference(differences(baseline, runs, 1)))
-        lines.append(f"| {arm.name} | {len(runs)} | {' | '.join(cells)} |")
-    return lines
+        difference = "" if arm.method == "GRPO" else mean_difference(differences(baseline, runs, 1))
+        rows.append([arm.name, len(runs), *cells, difference])
+    return markdown(["", *columns, "pass@1 minus GRPO"], rows)
 
 
 def starts(records: Records) -> list[str]:
     """What the warm starts of a task solve: means over seeds ± standard deviation."""
-    lines = [f"| | seeds | {' | '.join(f'pass@{k}' for k in KS)} |", "| --- |" + " ---: |" * (1 + len(KS))]
+    rows = []
     for task in TASKS:
         if runs := records.runs(f"{task}/start", task):
             values = [[mean(solved(run, k)) for run in runs] for k in KS]
             cells = [f"{mean(v):.1f} ± {stdev(v):.1f}" if len(v) > 1 else f"{v[0]:.1f}" for v in values]
-            lines.append(f"| {task} | {len(runs)} | {' | '.join(cells)} |")
-    return lines
+            rows.append([task, len(runs), *cells])
+    return markdown(["", "seeds", *(f"pass@{k}" for k in KS)], rows)
 
 
 def pairs(records: Records) -> list[str]:
     """Differences by seed, for each of `PAIRS` that has runs."""
-    lines = ["| | minus | seeds | pass@1 | pass@16 |", "| --- | --- |" + " ---: |" * 3]
+    rows = []
     for baseline, candidate in PAIRS:
         runs = [records.runs(arm.name, arm.name) for arm in (baseline, candidate)]
         of_k = [differences(*runs, k) for k in (1, KS[-1])]
         if of_k[0]:
-            cells = " | ".join(map(mean_difference, of_k))
-            lines.append(f"| {candidate.name} | {baseline.name} | {len(of_k[0])} | {cells} |")
-    return lines
+            rows.append([candidate.name, baseline.name, len(of_k[0]), *map(mean_difference, of_k)])
+    return markdown(["", "minus", "seeds", "pass@1", "pass@16"], rows, 2)
 
 
 def sections(results_dir: Path) -> dict[str, list[str]]:

@@ -25,6 +25,7 @@ from experiments.figures import save
 from experiments.paper.records import Records
 from experiments.reuse import RESULTS, STAGES, Arm
 from experiments.reuse_tables import curve, solved
+from experiments.shared import markdown
 from pacs_trl.report.plots import COLORS, DASHES, PAGE_WIDTH, PANEL_HEIGHT, STYLE
 
 
@@ -125,13 +126,13 @@ def table(cells: Sequence[Cell]) -> list[str]:
     """The prediction beside what was measured, before the last update on a rollout."""
     columns = ["seeds", "way of beta 1", "gap predicted", "gap measured", "measured / predicted"]
     columns += ["left with 4 of 8 right", "left with 1 of 8", "left, measured"]
-    lines = [f"| | {' | '.join(columns)} |", "| --- |" + " ---: |" * len(columns)]
+    rows = []
     for cell, way, gap in predicted(cells):
         found, weighted = mean(cell.gaps.values()), cell.arm.weights == "balanced"
         left = [residuals_left(gap, cell.arm.beta, right, weighted=weighted) for right in (4, 1)]
         numbers = [way, gap, found, found / gap, *left, mean(cell.left.values())]
-        lines.append(f"| {cell.arm.name} | {len(cell.gaps)} | {' | '.join(f'{n:.2f}' for n in numbers)} |")
-    return lines
+        rows.append([cell.arm.name, len(cell.gaps), *(f"{n:.2f}" for n in numbers)])
+    return markdown(["", *columns], rows)
 
 
 def draw(cells: Sequence[Cell], path: Path) -> None:

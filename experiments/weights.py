@@ -17,15 +17,14 @@ from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
-from experiments.arms import arms_parser, options_of, over_seeds
 from experiments.bootstrap import paired_bootstrap
 from experiments.paper.cells import Options, run_cell
 from experiments.paper.records import Records
 from experiments.paper.render import Cell
+from experiments.shared import arms_parser, markdown, options_of, over_seeds, publish, run_name, saved
 from pacs_trl.rewards import math_reward
 
 
-SAVED = {"save_strategy": "steps", "save_steps": 20, "save_total_limit": 1}
 TASK = {
     "model_name_or_path": "miniature/terms_4/tiny",
     "dataset_name": "miniature/terms_4",
@@ -89,9 +88,9 @@ def flipped_20(completions, prompts, trainer_state, **kwargs) -> list[float | No
 def cell_of(arm: str, method: str, settings: dict, rate: float) -> Cell:
     if method == "none":
         return Cell(arm, "miniature/sums-0.1m/pacs", trained=False, settings=TASK, name="weights/warm_start")
-    name = f"{arm}_{rate:g}".lower().replace(" %", "").replace(",", "").replace(" ", "_")
+    name = f"{run_name(arm)}_{rate:g}"
     recipe = f"miniature/sums-0.1m/{'grpo' if method == 'GRPO' else 'pacs'}"
-    settings = METHODS[method] | settings | TASK | SAVED | {"max_steps": 160, "learning_rate": rate}
+    settings = METHODS[method] | settings | TASK | saved(20) | {"max_steps": 160, "learning_rate": rate}
     return Cell(arm, recipe, settings=settings, name=f"weights/{name}")
 
 
@@ -137,7 +136,7 @@ def report(found: dict[str, dict[int, Measured]]) -> list[str]:
     """A row for each arm: its values by seed, and the difference to what it is compared with at k = 1, with a 95 %
     interval."""
     names = [*(f"pass@{k}" for k in KS), "entropy"]
-    lines = [f"| | seeds | {' | '.join(names)} | pass@1 minus |", "| --- | --- |" + " ---: |" * (len(names) + 1)]
+    rows = []
     for arm, runs in found.items():
         if not runs:
             continue
@@ -151,8 +150,8 @@ def report(found: dict[str, dict[int, Measured]]) -> list[str]:
         other = f"PACS{arm[arm.index(',') :]}" if "%" in arm else "PACS"
         pairs = [(runs[s], found[other][s]) for s in runs if s in found.get(other, {})]
         difference = f"{other}: {interval(pairs)}" if pairs and arm not in (other, "warm start") else ""
-        lines.append(f"| {arm} | {', '.join(map(str, runs))} | {' | '.join(cells)} | {difference} |")
-    return lines
+        rows.append([arm, ", ".join(map(str, runs)), *cells, difference])
+    return markdown(["", "seeds", *names, "pass@1 minus"], rows, 2)
 
 
 def interval(pairs: list[tuple[Measured, Measured]]) -> str:
@@ -205,10 +204,8 @@ def main() -> None:
             method, settings = ARMS[arm]
             run_cell(cell_of(arm, method, settings, rates[method]), seed, options)
             found = finished(options, rates)
-            table = "\n".join(report(found))
-            (args.results_dir / "table.md").write_text(table + "\n")
+            publish(args.results_dir / "table.md", report(found))
             draw(found, args.results_dir / "weights.png")
-            print(table, flush=True)
 
 
 if __name__ == "__main__":

@@ -16,23 +16,23 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 from experiments.bootstrap import paired_bootstrap
 from experiments.genac import critic_values as critics
-from experiments.genac.taught_critics import POLICY, TASK, ladder, make_traces, publish, taught, teach, words
+from experiments.genac.taught_critics import POLICY, TASK, ladder, make_traces, taught, teach
 from experiments.paper.cells import RECIPES, Options, run_cell
 from experiments.paper.records import Records
 from experiments.paper.render import Cell
 from experiments.paper.runs import train_once
+from experiments.shared import markdown, over_seeds, publish, run_name, saved, words, write_json
 from pacs_trl.miniature.model import MODEL_SIZES
 from pacs_trl.miniature.warm_start import warm_start
 
 
 DOMAINS = {TASK: "sums of four terms", "grouped": "sums with parentheses"}
 ALONE = 32  # optimizer steps of the critic alone: the first eight generations
-SAVED = {"save_strategy": "steps", "save_steps": 40, "save_total_limit": 1}
 ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "PPO": ("sums-0.1m/ppo", {"critic_warmup_steps": ALONE}),
     "PACS": ("sums-0.1m/pacs", {}),
@@ -40,11 +40,6 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "GenAC": ("genac", {"critic_prompt": "miniature"}),
     "GenAC, not conditioned": ("genac", {"critic_prompt": "miniature_unconditioned"}),
 }
-T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # Student's, by the number of seeds
-
-
-def file_name(arm: str) -> str:
-    return arm.lower().replace("'s", "").replace(", ", "_").replace(" ", "_")
 
 
 def settings_of(arm: str, work: Path) -> dict[str, Any]:
@@ -58,8 +53,8 @@ def settings_of(arm: str, work: Path) -> dict[str, Any]:
 
 
 def cell_of(arm: str, work: Path) -> Cell:
-    settings = settings_of(arm, work) | SAVED | {"max_steps": 120}
-    return Cell(arm, f"miniature/{ARMS[arm][0]}", settings=settings, name=f"genac/{file_name(arm)}")
+    settings = settings_of(arm, work) | saved(40) | {"max_steps": 120}
+    return Cell(arm, f"miniature/{ARMS[arm][0]}", settings=settings, name=f"genac/{run_name(arm)}")
 
 
 # The values of three critics -----------------------------------------------------------------------------------------
@@ -76,7 +71,7 @@ def judge_values(seed: int, args) -> dict[str, dict[str, dict[str, Any]]]:
         settings = settings_of(arm, args.work_dir) | {"seed": seed, "max_steps": steps}
         settings |= {"save_strategy": "steps", "save_steps": steps}
         settings |= {key: steps for key in ("critic_warmup_steps", "critic_pretraining_steps") if key in settings}
-        directory = args.work_dir / "values" / f"seed-{seed}" / file_name(arm)
+        directory = args.work_dir / "values" / f"seed-{seed}" / run_name(arm)
         recipe = str(RECIPES / "miniature" / f"{ARMS[arm][0]}.yaml")
         train_once(["--config", recipe, *words(settings)], first, directory)
         critic = directory / f"checkpoint-{steps}" / "critic"
@@ -109,22 +104,15 @@ def table_of_values(found: list[dict]) -> list[str]:
             f"{f['the mean'][task]['right']} of {f['the mean'][task]['prefixes'] // len(critics.PLACES)}"
             for f in found
         )
-        lines += [
-            "",
-            f"{domain}: completions that are right, by seed: {sizes}; {len(critics.PLACES)} prefixes of each.",
-            "",
-        ]
-        lines += [
-            f"| critic | {' | '.join(columns)} | brier minus the mean's |",
-            "| --- |" + " ---: |" * (len(columns) + 1),
-        ]
+        places = f"{len(critics.PLACES)} prefixes of each."
+        lines += ["", f"{domain}: completions that are right, by seed: {sizes}; {places}", ""]
+        rows = []
         for name in found[0]:
             cells = [f"{mean(f[name][task][column] for f in found):.3f}" for column in columns]
             pair = ([error for f in found for error in f[n][task]["errors"]] for n in ("the mean", name))
             gain = paired_bootstrap(*pair)
-            lines.append(
-                f"| {name} | {' | '.join(cells)} | {gain.mean:+.3f} ({gain.lower:+.3f} to {gain.upper:+.3f}) |"
-            )
+            rows.append([name, *cells, f"{gain.mean:+.3f} ({gain.lower:+.3f} to {gain.upper:+.3f})"])
+        lines += markdown(["critic", *columns, "brier minus the mean's"], rows)
     return lines
 
 
@@ -148,7 +136,7 @@ def run_arm(cell: Cell, seed: int, options: Options, file: Path) -> None:
         if "time/total" in entry:
             seconds[-1] += share * entry["time/total"]
     known.setdefault(cell.run, {})[str(seed)] = [round(x, 2) for x in seconds]
-    file.write_text(json.dumps(known) + "\n")
+    write_json(file, known)
 
 
 def read_arms(options: Options, work: Path, file: Path) -> dict[str, dict[int, dict[str, Any]]]:
@@ -182,42 +170,33 @@ def at(run: dict[str, Any], seconds: float) -> float:
     return mean(early[-LAST:]) if early else math.nan
 
 
-def interval(values: list[float]) -> str:
-    """Mean and half of Student's 95 % interval over seeds."""
-    half = f" ± {T_95[len(values)] * stdev(values) / len(values) ** 0.5:.1f}" if len(values) in T_95 else ""
-    return f"{mean(values):+.1f}{half}"
-
-
 def table_of_arms(found: dict[str, dict[int, dict[str, Any]]]) -> list[str]:
     """By seed: right completions as counts, seconds of a core, and the reward at the end and at the seconds at which
     the slowest arm without a critic that writes ends; then each arm against PPO over the seeds that both have."""
     baselines = [runs for arm, runs in found.items() if not arm.startswith("GenAC")]
-    lines = [
-        f"| arm | seed | right / drawn, {', '.join(DOMAINS.values())} | seconds | last reward | reward at equal "
-        "seconds |",
-        "| --- |" + " ---: |" * 5,
-    ]
+    rows: list[list[object]] = []
     for arm, runs in found.items():
         for seed, run in runs.items():
             end = max((own[seed]["ends"][-1] for own in baselines if seed in own), default=math.nan)
             counts = ", ".join(f"{c} / {n}" for c, n in run["counts"].values())
-            lines.append(
-                f"| {arm} | {seed} | {counts} | {run['ends'][-1]:.0f} | {at(run, math.inf):.3f} | {at(run, end):.3f} |"
-            )
-    lines += ["", "| arm | pass@1, % | minus PPO | times PPO's seconds |", "| --- |" + " ---: |" * 3]
+            rewards = (f"{at(run, seconds):.3f}" for seconds in (math.inf, end))
+            rows.append([arm, seed, counts, f"{run['ends'][-1]:.0f}", *rewards])
+    heads = ["arm", "seed", f"right / drawn, {', '.join(DOMAINS.values())}", "seconds", "last reward"]
+    lines, rows = [*markdown([*heads, "reward at equal seconds"], rows), ""], []
     for arm, runs in found.items():
         pairs = [(run, found["PPO"][seed]) for seed, run in runs.items() if seed in found.get("PPO", {})]
         difference = "" if arm == "PPO" or not pairs else _difference(pairs)
         ratio = mean(own["ends"][-1] / other["ends"][-1] for own, other in pairs) if pairs else math.nan
         rates = mean(100 * mean(run["problems"]) for run in runs.values())
-        lines.append(f"| {arm} | {rates:.1f} | {difference} | {ratio:.1f} |")
-    return lines
+        rows.append([arm, f"{rates:.1f}", difference, f"{ratio:.1f}"])
+    return lines + markdown(["arm", "pass@1, %", "minus PPO", "times PPO's seconds"], rows)
 
 
 def _difference(pairs: list[tuple[dict, dict]]) -> str:
     """Over seeds, or of one seed over problems."""
     if len(pairs) > 1:
-        return interval([100 * (mean(own["problems"]) - mean(other["problems"])) for own, other in pairs])
+        values = [100 * (mean(own["problems"]) - mean(other["problems"])) for own, other in pairs]
+        return "{:+.1f} ± {:.1f}".format(*over_seeds(values))
     ((own, other),) = pairs
     gain = paired_bootstrap([100 * x for x in other["problems"]], [100 * x for x in own["problems"]])
     return f"{gain.mean:+.1f} ({gain.lower:+.1f} to {gain.upper:+.1f}, problems)"
@@ -284,7 +263,7 @@ def main() -> None:
         if "values" in args.stages:
             file = args.results_dir / f"values-{seed}.json"
             if not file.is_file():
-                file.write_text(json.dumps(judge_values(seed, args)) + "\n")
+                write_json(file, judge_values(seed, args))
             judged.append(json.loads(file.read_text()))
             publish(args.results_dir / "values.md", table_of_values(judged))
         for arm in ARMS if "arms" in args.stages else ():

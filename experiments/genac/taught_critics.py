@@ -19,6 +19,7 @@ from experiments.genac.critic_values import BATCH, TOKENS, load, written
 from experiments.genac.oracle import oracle_traces
 from experiments.genac.supervised_start import Trace, read_traces, write_traces
 from experiments.genac.supervised_start import teach as fine_tune
+from experiments.shared import markdown, publish, write_json
 from pacs_trl.data.tasks import problems
 from pacs_trl.evaluation.requests import render_prompt
 from pacs_trl.experimental._critic_prompt import Actor, CriticPrompt
@@ -35,10 +36,6 @@ POLICY = {
     "dataset_name": f"miniature/{TASK}",
     "max_completion_length": TOKENS,
 }
-
-
-def words(settings: dict[str, Any]) -> list[str]:
-    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
 
 
 def make_traces(file: Path, seeds: list[int], num_problems: int, split: str, samples: int) -> list[Trace]:
@@ -175,36 +172,31 @@ def table_of_ladder(found: dict[str, Any], traces: list[Trace], held_out: list[T
             of.setdefault(name, []).append(1000 * (value - rate) ** 2)
         return [mean(own) for own in of.values()]
 
-    def row(name: str, values: list[float], *rest: str) -> str:
+    def row(name: str, values: list[float], *rest: str) -> list[str]:
         own = errors(values)
         gain = paired_bootstrap(errors([constant] * len(rates)), own)
         said = (mean(v for v, w in zip(values, wrong, strict=True) if w is side) for side in (True, False))
         spread = stdev(values) * stdev(rates)
         alike = f"{correlation(values, rates):.2f}" if spread else "-"
         cells = [name, f"{mean(own):.1f}", f"{gain.mean:+.1f} ({gain.lower:+.1f} to {gain.upper:+.1f})", alike]
-        cells += [*(f"{value:.3f}" for value in said), *rest]
-        return f"| {' | '.join(cells)} |"
+        return [*cells, *(f"{value:.3f}" for value in said), *rest]
 
     noise = 1000 * mean(rate * (1 - rate) / (samples - 1) for rate in rates)
-    lines = [
-        f"{len(held_out)} states of {len(set(names))} held-out sums; {noise:.1f} of each error is noise of the rates, "
-        f"estimated by {samples} continuations.",
-        "",
-        "| | squared error / 1000 | minus that of the mean | correlation | said after a mistake | said without one | "
-        "cannot be read | calculations right | terms right |",
-        "| --- |" + " ---: |" * 8,
-        row("true rate", rates, "", "", ""),
-        row("the mean", [constant] * len(rates), "", "", ""),
-    ]
+    rows = [row("true rate", rates, "", "", ""), row("the mean", [constant] * len(rates), "", "", "")]
     for size, own in found.items():
         right = [f"{own[name]:.3f}" for name in ("calculations right", "terms right")]
         name = f"{size}, {own['parameters'] / 1e6:.1f}M"
         ways = ("most probable", "the most probable answer", right), ("drawn", f"mean of {DRAWS} answers", ["", ""])
         ways = *ways, ("behind", f"mean of {DRAWS} scores behind the oracle's reason", ["", ""])
         for (key, words, rest), unread in zip(ways, own["unread"], strict=True):
-            lines.append(row(f"{name}: {words}", own[key], f"{unread:.3f}", *rest))
-        lines.append(row(f"{name}: value head", own["head"], "", "", ""))
-    return lines
+            rows.append(row(f"{name}: {words}", own[key], f"{unread:.3f}", *rest))
+        rows.append(row(f"{name}: value head", own["head"], "", "", ""))
+    heads = ["", "squared error / 1000", "minus that of the mean", "correlation", "said after a mistake"]
+    heads += ["said without one", "cannot be read", "calculations right", "terms right"]
+    about = (
+        f"{len(held_out)} states of {len(set(names))} held-out sums; {noise:.1f} of each error is noise of the rates"
+    )
+    return [f"{about}, estimated by {samples} continuations.", "", *markdown(heads, rows)]
 
 
 def ladder(args, traces: Path) -> None:
@@ -216,11 +208,6 @@ def ladder(args, traces: Path) -> None:
         if size not in found:
             teach(args.work_dir, size, "miniature", traces, args.seeds[0], args.max_steps)
             found[size] = judge_size(size, args.seeds[0], args.work_dir, known, held_out)
-            file.write_text(json.dumps(found) + "\n")
+            write_json(file, found)
         found = {name: found[name] for name in MODEL_SIZES if name in found}
         publish(args.results_dir / "ladder.md", table_of_ladder(found, known, held_out, 2 * args.samples))
-
-
-def publish(file: Path, lines: list[str]) -> None:
-    file.write_text("\n".join(lines).strip() + "\n")
-    print("\n".join(["", *lines]), flush=True)

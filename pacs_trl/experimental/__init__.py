@@ -2,7 +2,8 @@
 
 `method: NAME` in a recipe trains with the module `NAME` of this folder: with its class whose name ends with `Trainer`,
 configured by its class whose name ends with `Config`. Each trainer is a subclass of [`PACSTrainer`] that overrides one
-of its extension points (docs/method.md). Modules that begin with an underscore are no methods.
+of its extension points (docs/method.md), or, GenAC, of PPO's base class. Modules that begin with an underscore are
+shared parts.
 """
 
 import importlib

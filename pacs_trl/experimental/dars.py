@@ -1,13 +1,11 @@
 """DARS ([arXiv 2508.13755](https://huggingface.co/papers/2508.13755)): more completions of hard prompts; and refill,
-other prompts for uniform groups.
+other prompts in place of uniform groups.
 
 Extension point: generate more or different completions. DARS generates again for hard prompts, until the cumulative
-advantage of a group is what an easier one has; DARS-B is the same with the breadth of a whole generation in one
-optimizer step. The authors drop groups that are still all right or all wrong, and learn from `R - mean`; here every
-group stays, and one of a single class has no gradient by itself. Refill is DAPO's dynamic sampling ([arXiv
-2503.14476](https://huggingface.co/papers/2503.14476)), which generates until a batch is full of mixed groups; here so
-many rounds as the configuration allows. See docs/adaptive_rollouts.md; vectors of the authors' code are in
-`tests/data/dars_vectors.json`.
+advantage of a group is that of an easier one; DARS-B does so with a whole generation in one optimizer step. The
+authors drop groups that are still uniform; here every group stays, and a uniform one has zero gradient. Refill is
+DAPO's dynamic sampling ([arXiv 2503.14476](https://huggingface.co/papers/2503.14476)) with a bounded number of rounds.
+See docs/adaptive_rollouts.md; vectors of the authors' code are in `tests/data/dars_vectors.json`.
 """
 
 import math
@@ -18,9 +16,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+from ..pacs_config import PACSConfig
 from ..rollouts.step_sizes import Step
 from ..settings import bounded
-from ._redraw import RIGHT, Redraw, RedrawingConfig, RedrawingTrainer, in_equal_shares, judged_labels
+from ._redraw import CORRECT, Redraw, RedrawingTrainer, known_labels
 
 
 Schedule = Literal["equal_treatment", "hardness_weighted"]
@@ -33,37 +32,28 @@ def additional_completions(
     num_correct: float, num_generations: int, *, schedule: Schedule, max_generations: int, use_std: bool = False
 ) -> int:
     """
-    Return the completions to generate on top of `num_generations`.
+    Return the completions to generate on top of `num_generations`, 0 for a success rate of one half and above.
 
     With the success rate `u` and the cumulative advantage `S(u) = 2 u (1 - u)` per completion (with `use_std`
     `2 sqrt(u (1 - u))`), a prompt with `u` below 1/2 gets as many as lift `N S` to its peak `P`, the value at `u =
     1/2`: `ceil((P - N S) / S)` for `"equal_treatment"`; to `2 (1 - u) P` for `"hardness_weighted"`; but no more than
-    `max_generations` in all. Half a right completion is the least that is taken for `u`, so that a prompt without any
-    has a `u` at all; that holds for soft labels too, which would otherwise ask for more the closer their sum comes to
-    0.
+    `max_generations` in all. `u` is at least half a correct completion.
 
     Args:
-        num_correct (`float`):
-            Right completions, or the sum of soft labels.
-        num_generations (`int`):
-            Completions that there are, `N`.
-        schedule (`str`):
-            `"equal_treatment"` or `"hardness_weighted"`.
-        max_generations (`int`):
-            Most completions of a prompt.
-        use_std (`bool`, *optional*, defaults to `False`):
-            Whether advantages are divided by the group's standard deviation.
-
-    Returns:
-        `int`: 0 for a success rate of one half and above.
+        num_correct (`float`): Correct completions, or the sum of soft labels.
+        num_generations (`int`): Completions that there are, `N`.
+        schedule (`str`): `"equal_treatment"` or `"hardness_weighted"`.
+        max_generations (`int`): Most completions of a prompt.
+        use_std (`bool`, *optional*, defaults to `False`): Whether advantages are divided by the group's standard
+            deviation.
 
     Raises:
         `ValueError`: if `num_correct` does not lie between 0 and `num_generations`.
     """
     if not 0 <= num_correct <= num_generations:
         raise ValueError(
-            f"num_correct must lie between 0 and num_generations={num_generations}, got {num_correct}: it is the "
-            "number of right completions, or the sum of labels in [0, 1]."
+            f"num_correct={num_correct} must lie between 0 and num_generations={num_generations}: it is the sum of "
+            "labels in [0, 1]."
         )
     rate = max(num_correct, 0.5) / num_generations
     if rate >= 0.5:
@@ -78,8 +68,8 @@ def additional_completions(
 
 
 def within_budget(wanted: Sequence[int], hardness: Sequence[float], budget: int | None) -> list[int]:
-    """What each prompt gets of `budget` completions: the hardest first, of equally hard ones the first, the last one
-    in part."""
+    """Return the share of each prompt in `budget` completions: the hardest first, of equally hard ones the first, the
+    last one in part."""
     left = math.inf if budget is None else budget
     granted = [0] * len(wanted)
     for i in sorted(range(len(wanted)), key=lambda i: -hardness[i]):
@@ -88,102 +78,21 @@ def within_budget(wanted: Sequence[int], hardness: Sequence[float], budget: int 
     return granted
 
 
-def extend_hard_groups(again: Redraw, *, schedule: Schedule, max_generations: int, budget: int | None) -> None:
-    """
-    Generate more completions of the prompts that `schedule` calls hard.
-
-    The success rate is the mean of the labels that there are, scaled to `num_generations` completions. A prompt
-    without any label says nothing about how hard it is, and gets no more.
-
-    Args:
-        again ([`Redraw`]):
-            The generation; its groups grow.
-        schedule (`str`), max_generations (`int`):
-            See [`additional_completions`].
-        budget (`int`, *optional*):
-            Most completions on top, on all processes together.
-    """
-    size = again.trainer.num_generations
-    groups = {group: labels for group, rows in again.groups.items() if (labels := judged_labels(rows))}
-    correct = [size * sum(labels) / len(labels) for labels in groups.values()]
-    kinds = {"schedule": schedule, "max_generations": max_generations}
-    wanted = [additional_completions(number, size, **kinds) for number in correct]
-    granted = within_budget(wanted, [-number for number in correct], budget)
-    numbers = dict(zip(groups, granted, strict=True))
-    slots = [(group, again.inputs[group]) for group, number in numbers.items() for _ in range(number)]
-    for row in again.draw(slots, "adaptive"):
-        again.groups[row.group].append(row)
-    hopeless = [group for group, number in numbers.items() if number and max(groups[group]) <= RIGHT]
-    rescued = [group for group in hopeless if max(judged_labels(again.groups[group])) > RIGHT]
-    again.log(
-        {
-            "adaptive/wanted": sum(wanted),
-            "adaptive/additional": sum(granted),
-            "adaptive/extended_groups": sum(number > 0 for number in granted),
-            "adaptive/hopeless_groups": len(hopeless),
-            "adaptive/rescued_groups": len(rescued),
-        }
-    )
-
-
 @lru_cache(maxsize=2)
 def _order(seed: int, epoch: int, num_prompts: int) -> list[int]:
     return random.Random(f"{seed}/refill/{epoch}").sample(range(num_prompts), num_prompts)
 
 
 def prompts_from(position: int, seed: int, num_prompts: int) -> Iterator[int]:
-    """Rows of the data set from the `position`-th on, without end: one shuffled order of all of them after the
-    other."""
+    """Yield dataset rows from the `position`-th on, without end: one shuffled order of all of them after the other."""
     while True:
         epoch, place = divmod(position, num_prompts)
         yield _order(seed, epoch, num_prompts)[place]
         position += 1
 
 
-def refill_uniform_groups(again: Redraw, max_rounds: int) -> None:
-    """
-    Draw other prompts in place of uniform groups, and of those without two labels, until none is left or for
-    `max_rounds`.
-
-    Args:
-        again ([`Redraw`]):
-            The generation; a new prompt takes the number of the group that it replaces.
-        max_rounds (`int`):
-            Most rounds.
-    """
-    trainer, rounds, replaced = again.trainer, 0, 0
-    for rounds in range(max_rounds + 1):
-        uniform = [group for group, rows in again.groups.items() if len(set(judged_labels(rows))) < 2]
-        if not uniform or rounds == max_rounds:
-            break
-        again.inputs |= dict(zip(uniform, _next_prompts(again, len(uniform)), strict=True))
-        slots = [(group, again.inputs[group]) for group in uniform for _ in range(trainer.num_generations)]
-        again.groups |= {group: [] for group in uniform}
-        for row in again.draw(slots, "refill"):
-            again.groups[row.group].append(row)
-        replaced += len(uniform)
-    generations = 1 + trainer._step // (trainer.args.steps_per_generation * trainer.num_iterations)
-    epochs = (generations * len(again.groups) + trainer.num_refilled) / len(trainer.train_dataset)
-    again.log({"refill/rounds": rounds, "refill/prompts": replaced, "refill/epochs": epochs})
-
-
-def _next_prompts(again: Redraw, number: int) -> list[dict]:
-    """The next rows of the data set that are not in the generation; any, if a whole epoch has not enough others."""
-    trainer, found, size = again.trainer, [], len(again.trainer.train_dataset)
-    here = [row["prompt"] for row in again.inputs.values()]
-    for looked, index in enumerate(prompts_from(trainer.num_refilled, trainer.args.seed, size)):
-        row = trainer.train_dataset[index]
-        trainer.num_refilled += 1
-        if row["prompt"] not in here or looked >= size:
-            here.append(row["prompt"])
-            found.append(row)
-        if len(found) == number:
-            break
-    return found
-
-
 @dataclass
-class DARSConfig(RedrawingConfig):
+class DARSConfig(PACSConfig):
     """
     Configuration class for the [`DARSTrainer`]: every parameter of [`PACSConfig`], and:
 
@@ -208,53 +117,22 @@ class DARSConfig(RedrawingConfig):
     refill_uniform_groups: bool = False
     max_refill_rounds: int = bounded(3, least=1)
 
-    def most_additional(self, step: Step) -> int:
-        most, prompts = super().most_additional(step), int(step.prompts_per_generation)
-        if self.adaptive_rollouts is not None:
-            kinds: dict = {"schedule": self.adaptive_rollouts, "max_generations": self.max_generations}
-            of_prompt = additional_completions(0, step.num_generations, **kinds)
-            budget = self.adaptive_rollouts_budget
-            wanted = prompts * of_prompt if budget is None else min(budget, prompts * of_prompt)
-            most += in_equal_shares(wanted, step.num_processes)
-        if self.refill_uniform_groups:
-            most += self.max_refill_rounds * in_equal_shares(prompts * step.num_generations, step.num_processes)
-        return most
-
     @classmethod
     def errors(cls, given: Any, step: Step | None) -> list[str]:
         errors = super().errors(given, step)
         adaptive, most, size = given.adaptive_rollouts, given.max_generations, given.num_generations
-        budget = given.adaptive_rollouts_budget
-        if adaptive is None and not given.refill_uniform_groups:
-            errors.append("Nothing more would be generated: set adaptive_rollouts, refill_uniform_groups, or both.")
-        if not given.refill_uniform_groups and given.max_refill_rounds != 3:
-            errors.append(
-                f"max_refill_rounds={given.max_refill_rounds} would be ignored without refill_uniform_groups. Set it, "
-                "or remove the key."
-            )
+        ignored = {"max_refill_rounds": not given.refill_uniform_groups and given.max_refill_rounds != 3}
         if adaptive is None:
-            return errors + [
-                f"{name}={value} would be ignored without adaptive_rollouts. Set it, or remove the key."
-                for name, value in (("max_generations", most), ("adaptive_rollouts_budget", budget))
-                if value is not None
-            ]
-        if most is None or most <= size:
+            ignored["max_generations"] = most is not None
+            ignored["adaptive_rollouts_budget"] = given.adaptive_rollouts_budget is not None
+            if not given.refill_uniform_groups:
+                errors.append("Set adaptive_rollouts, refill_uniform_groups, or both: else it would be PACS.")
+        elif most is None or most <= size:
             errors.append(
                 f"max_generations={most} must be above num_generations={size}: it is the most completions of a "
                 f"prompt. The authors generate up to {size * (4 if adaptive == 'equal_treatment' else 8)}."
             )
-        elif given.group_layout == "whole" and not given.max_tokens_per_micro_batch:
-            if given.per_device_train_batch_size < most:
-                errors.append(
-                    f"group_layout='whole' must hold groups of max_generations={most} completions in a micro-batch of "
-                    f"per_device_train_batch_size={given.per_device_train_batch_size}. Use group_layout='auto'."
-                )
-        if budget is not None and step is not None and budget % step.num_processes:
-            errors.append(
-                f"adaptive_rollouts_budget={budget} must be a multiple of the {step.num_processes} processes, which "
-                "generate equally many."
-            )
-        return errors
+        return errors + [f"{name} would be ignored. Remove the key." for name, is_set in ignored.items() if is_set]
 
 
 class DARSTrainer(RedrawingTrainer):
@@ -271,29 +149,79 @@ class DARSTrainer(RedrawingTrainer):
 
     def _prepare_loading(self, model, args, arguments) -> None:
         super()._prepare_loading(model, args, arguments)
-        dataset = arguments.get("train_dataset")
-        if args.refill_uniform_groups and not hasattr(dataset, "__len__"):
+        if args.refill_uniform_groups and not hasattr(arguments.get("train_dataset"), "__len__"):
             raise ValueError(
-                "refill_uniform_groups=True takes prompts from the whole training set, which must know its length; a "
-                f"{type(dataset).__name__} does not. Load it into memory (streaming=False), or remove the key."
+                "refill_uniform_groups=True takes prompts from the whole training set, and a stream has no length. "
+                "Load it into memory (streaming=False), or remove the key."
             )
 
     def redraw(self, again: Redraw, num_steps: int) -> None:
         super().redraw(again, num_steps)
-        args = self.args
-        if args.adaptive_rollouts is not None:
-            extend_hard_groups(
-                again,
-                schedule=args.adaptive_rollouts,
-                max_generations=args.max_generations,
-                budget=args.adaptive_rollouts_budget,
-            )
-        if args.refill_uniform_groups:
-            refill_uniform_groups(again, args.max_refill_rounds)
+        if self.args.adaptive_rollouts is not None:
+            self._extend_hard_groups(again)
+        if self.args.refill_uniform_groups:
+            self._refill_uniform_groups(again)
+
+    def _extend_hard_groups(self, again: Redraw) -> None:
+        """The success rate is the mean of the labels that there are, scaled to `num_generations` completions. A prompt
+        without any label gets no more."""
+        size, args = self.num_generations, self.args
+        groups = {group: labels for group, rows in again.groups.items() if (labels := known_labels(rows))}
+        correct = [size * sum(labels) / len(labels) for labels in groups.values()]
+        kinds = {"schedule": args.adaptive_rollouts, "max_generations": args.max_generations}
+        wanted = [additional_completions(number, size, **kinds) for number in correct]
+        granted = within_budget(wanted, [-number for number in correct], args.adaptive_rollouts_budget)
+        numbers = dict(zip(groups, granted, strict=True))
+        slots = [(group, again.inputs[group]) for group, number in numbers.items() for _ in range(number)]
+        for row in again.draw(slots, "adaptive"):
+            again.groups[row.group].append(row)
+        hopeless = [group for group, number in numbers.items() if number and max(groups[group]) <= CORRECT]
+        rescued = [group for group in hopeless if max(known_labels(again.groups[group])) > CORRECT]
+        again.log(
+            {
+                "adaptive/wanted": sum(wanted),
+                "adaptive/additional": sum(granted),
+                "adaptive/extended_groups": sum(number > 0 for number in granted),
+                "adaptive/hopeless_groups": len(hopeless),
+                "adaptive/rescued_groups": len(rescued),
+            }
+        )
+
+    def _refill_uniform_groups(self, again: Redraw) -> None:
+        """Replace uniform groups, and those without two labels, until none is left or for `max_refill_rounds`. A new
+        prompt takes the number of the group that it replaces."""
+        rounds, replaced, most = 0, 0, self.args.max_refill_rounds
+        for rounds in range(most + 1):
+            uniform = [group for group, rows in again.groups.items() if len(set(known_labels(rows))) < 2]
+            if not uniform or rounds == most:
+                break
+            again.inputs |= dict(zip(uniform, self._next_prompts(again, len(uniform)), strict=True))
+            slots = [(group, again.inputs[group]) for group in uniform for _ in range(self.num_generations)]
+            again.groups |= {group: [] for group in uniform}
+            for row in again.draw(slots, "refill"):
+                again.groups[row.group].append(row)
+            replaced += len(uniform)
+        generations = 1 + self._step // (self.args.steps_per_generation * self.num_iterations)
+        epochs = (generations * len(again.groups) + self.num_refilled) / len(self.train_dataset)
+        again.log({"refill/rounds": rounds, "refill/prompts": replaced, "refill/epochs": epochs})
+
+    def _next_prompts(self, again: Redraw, number: int) -> list[dict]:
+        """The next dataset rows that are not in the generation; any, if a whole epoch has not enough others."""
+        found, size = [], len(self.train_dataset)
+        here = [row["prompt"] for row in again.inputs.values()]
+        for looked, index in enumerate(prompts_from(self.num_refilled, self.args.seed, size)):
+            row = self.train_dataset[index]
+            self.num_refilled += 1
+            if row["prompt"] not in here or looked >= size:
+                here.append(row["prompt"])
+                found.append(row)
+            if len(found) == number:
+                break
+        return found
 
     def _reset_run(self) -> None:
         super()._reset_run()
-        self.num_refilled = 0  # prompts that were taken in place of uniform groups
+        self.num_refilled = 0  # prompts that replaced uniform groups
 
     def _own_state(self) -> dict:
         return super()._own_state() | {"num_refilled": self.num_refilled}

@@ -2,13 +2,12 @@
 wrong, some are generated again with help.
 
 Extension point: generate more or different completions. Help is a hint in the prompt, or a second turn with a failed
-attempt and what the verifier says of it, as in Agent-RLVR. Right answers take the places of wrong ones, and are
-learned from as answers to the plain prompt. A failed guided attempt is dropped, since as a negative of another prompt
-it would only be pushed down, unless all are to be learned from by their rewards. No engine has generated these rows
-from the plain prompt, so they have no `sampling_logps`. See docs/adaptive_rollouts.md.
+attempt and the verifier's message, as in Agent-RLVR. Correct completions replace wrong ones, and are learned from as
+completions of the plain prompt. A failed guided attempt is dropped, since as a negative of another prompt it would
+only be pushed down, unless all are to be learned from by their rewards. No engine has generated these completions from
+the plain prompt, so they have no `sampling_logps`. See docs/adaptive_rollouts.md.
 """
 
-import inspect
 import logging
 import re
 from collections.abc import Callable, Sequence
@@ -20,13 +19,14 @@ from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset
 from trl.data_utils import is_conversational
 
+from ..pacs_config import PACSConfig
 from ..rollouts.step_sizes import Step
 from ..settings import bounded, function_of_user
 from ..update.groups import split_into_steps
 from ..update.rows import Rollout
 from ..verification import Outcome, gold_texts
 from ..verification.shared import shared_code_verifier, shared_verifier
-from ._redraw import RIGHT, Redraw, RedrawingConfig, RedrawingTrainer, in_equal_shares, judged_labels
+from ._redraw import CORRECT, Redraw, RedrawingTrainer, known_labels
 
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ HintFunction = Callable[[dict, list[str]], str | None]
 
 HINT = "\n\nHint: {hint}"
 WRONG = "Your final answer is wrong. Find the mistake and solve the problem again."
-# What the verifier says of an attempt; never the gold answer.
+# By the outcome of the attempt; never the gold answer.
 FEEDBACK = {
     Outcome.NO_ANSWER: (
         "No final answer was found in your solution. Solve the problem again and state the final answer."
@@ -44,7 +44,7 @@ FEEDBACK = {
     Outcome.TIMEOUT: "Your final answer could not be checked. Solve the problem again and simplify the final answer.",
     Outcome.TOO_LONG: "Your solution is too long to be read. Solve the problem again, in fewer words.",
 }
-# Of programs: the first test that failed, and never what was expected there.
+# Of programs: the first test that failed, and never the expected output.
 FAILED = "Your program is wrong. {failed} Find the mistake and write the whole program again."
 NO_PROGRAM = (
     "No program was found in your solution. "
@@ -52,227 +52,54 @@ NO_PROGRAM = (
 )
 
 
-def check_guidance(
-    guidance: Guidance, hint: HintFunction | None, dataset: Any, *, tools: Any = None, environments: Any = None
-) -> None:
+def check_guidance(guidance: Guidance, hint: HintFunction | None, arguments: dict[str, Any]) -> None:
     """
-    Whether the data have what `guidance` needs; warns of hints that contain the gold answer.
+    Check that the data have the help, and warn of hints that contain the gold answer.
 
     Args:
-        guidance (`str`):
-            Setting of that name.
-        hint (`Callable`, *optional*):
-            Argument `hint` of [`GuidanceTrainer`].
-        dataset:
-            The training set.
-        tools, environments:
-            Arguments `tools` and `environment_factory` of [`PACSTrainer`].
+        guidance (`str`), hint (`Callable`, *optional*): Setting of that name; argument of [`GuidanceTrainer`].
+        arguments (`dict`): The other arguments of the trainer.
 
     Raises:
         `ValueError`: if there are no hints, or a second turn cannot be made.
     """
-    if hint is not None and guidance != "hint":
-        raise ValueError(
-            f"The function that gives hints would never be asked with guidance={guidance!r}. Set guidance='hint', or "
-            "leave the function out."
-        )
-    if hint is not None:
-        try:
-            inspect.signature(hint).bind({}, [])
-            wrong = "it is asynchronous" if inspect.iscoroutinefunction(hint) else ""
-        except (TypeError, ValueError) as error:
-            wrong = str(error)
-        if wrong:
-            raise ValueError(
-                f"{hint!r} cannot be asked for hints: {wrong}. It must be a function `hint(row, failed_completions)`, "
-                "which returns text or None."
-            )
-    if guidance == "feedback" and tools:
-        raise ValueError(
-            "guidance='feedback' puts a failed attempt into the prompt as one message, and attempts with tools have "
-            "several. Use guidance='hint'."
-        )
-    if environments is not None:
-        raise ValueError(
-            f"guidance={guidance!r} writes into the prompt, and with an environment_factory the environment does. "
-            "Leave one out."
-        )
+    dataset = arguments.get("train_dataset")
     columns = getattr(dataset, "column_names", None)
-    if guidance == "hint" and hint is None and columns is not None and "hint" not in columns:
+    first = dataset[0] if isinstance(dataset, Dataset) and len(dataset) else None
+    if guidance == "feedback":
+        has_turns = first is None or is_conversational(first)
+        if hint is not None or arguments.get("tools") or arguments.get("environment_factory") or not has_turns:
+            raise ValueError(
+                "guidance='feedback' adds a second turn to conversational prompts. Remove hint, tools and "
+                "environment_factory, or set guidance='hint'."
+            )
+    elif arguments.get("environment_factory") is not None:
+        raise ValueError("guidance='hint' changes the prompt, and so does an environment_factory. Remove one of them.")
+    elif hint is None and columns is not None and "hint" not in columns:
         raise ValueError(
             f"guidance='hint' needs a column `hint`, and the training set has {', '.join(columns)}. Add the column "
-            "(empty where "
-            "there is no hint), give GuidanceTrainer a function `hint(row, failed_completions)` (in a recipe: "
+            "(empty where there is no hint), pass a function `hint(row, failed_completions)` (in a recipe: "
             "hint_function), or set guidance='feedback'."
         )
-    if not isinstance(dataset, Dataset):
-        return
-    if guidance == "feedback" and len(dataset) and not is_conversational(dataset[0]):
-        raise ValueError(
-            "guidance='feedback' answers a failed attempt in a second turn, and the prompts are texts, which have no "
-            "turns. Make them lists of messages (`pacs_trl.data.build_prompt`), or use guidance='hint'."
-        )
-    if hint is None and guidance == "hint":
-        hints = dataset.select_columns([name for name in ("hint", "solution") if name in dataset.column_names])
-        for row in hints:
-            check_hint(row["hint"])
-        told = sum(contains_answer(row["hint"], row.get("solution")) for row in hints)
-        if told:
+    elif hint is None and first is not None:
+        hints = dataset.select_columns([name for name in ("hint", "solution") if name in columns])
+        if told := sum(contains_answer(row["hint"], row.get("solution")) for row in hints):
             logger.warning(
-                "%d of %d hints contain the gold answer word for word. An answer that is copied from its hint teaches "
-                "to write the answer without the way to it. Take the answers out of the hints.",
-                told,
-                len(dataset),
+                "%d of %d hints contain the gold answer word for word. A completion that copies it learns the answer "
+                "without the way to it. Take the answers out of the hints.",
+                *(told, len(dataset)),
             )
-
-
-def check_hint(hint: Any) -> None:
-    """
-    Raises:
-        `ValueError`: if a hint is neither text nor `None`.
-    """
-    if hint is not None and not isinstance(hint, str):
-        raise ValueError(f"A hint must be text, or None where there is none, got {hint!r:.100}.")
 
 
 def contains_answer(hint: str | None, solution: Any) -> bool:
-    """Whether a gold answer stands in a hint, not as part of a longer word or number."""
+    """Return whether a gold answer is in a hint, not as part of a longer word or number."""
     return bool(hint) and any(
-        re.search(rf"(?<![\w.]){re.escape(text)}(?!\w|\.\d)", hint) for text in gold_texts(solution)
+        re.search(rf"(?<![\w.]){re.escape(text)}(?!\w|\.\d)", str(hint)) for text in gold_texts(solution)
     )
 
 
-def guide_failed_groups(
-    again: Redraw,
-    guidance: Guidance,
-    hint: HintFunction | None,
-    max_fraction: float,
-    num_steps: int,
-    learns_from_all: bool = False,
-) -> None:
-    """
-    Generate guided attempts for groups without a right answer, and put those that are right in place of wrong ones.
-
-    Args:
-        again ([`Redraw`]):
-            The generation.
-        guidance (`str`), hint (`Callable`, *optional*):
-            See [`check_guidance`].
-        max_fraction (`float`):
-            Most attempts of an optimizer step, as a share of its rows. Of a group at most half is attempted.
-        num_steps (`int`):
-            Optimizer steps that share the generation.
-        learns_from_all (`bool`, *optional*):
-            Whether wrong attempts take the places of wrong answers too; one without a reward never does.
-    """
-    trainer = again.trainer
-    # A function of the user's may ask another model, so one process asks for all, and tells all if it cannot.
-    found: list[Any] = [([], {}), None]
-    if trainer.accelerator.is_main_process:
-        try:
-            found[0] = _Helper(again, guidance, hint).attempts(max_fraction, num_steps)
-        except Exception as error:
-            found[1] = f"Failed to generate hints: {type(error).__name__}: {error}"
-            logger.exception(found[1])
-    broadcast_object_list(found, from_process=0)
-    (prompts, counts), failure = found
-    if failure is not None:
-        raise ValueError(failure)
-    slots = [(group, again.inputs[group] | {"prompt": prompt}) for group, prompt in prompts]
-    attempts = again.draw(slots, "guidance")
-    solved = [row for row in attempts if row.label > RIGHT]
-    kept = [row for row in attempts if row.label == row.label] if learns_from_all else solved
-    kept = [_under_plain_prompt(again, row) for row in kept]
-    for row in kept:
-        rows = again.groups[row.group]
-        rows[max(i for i, other in enumerate(rows) if "guided" not in other.extra)] = row
-    again.log({"guidance/attempted": len(slots), "guidance/solved": len(solved), **counts})
-    if kept:
-        again.log({"guidance/logp": _mean_logp(again, kept)})
-
-
-def _under_plain_prompt(again: Redraw, row: Rollout) -> Rollout:
-    unknown = None if row.sampling_logps is None else np.full_like(row.sampling_logps, np.nan)
-    plain = again.groups[row.group][0].prompt_ids
-    weight, extra = again.trainer.args.guided_weight, row.extra | {"guided": np.array(True)}
-    return replace(row, prompt_ids=plain, sampling_logps=unknown, weight=weight, extra=extra)
-
-
-def _mean_logp(again: Redraw, rows: Sequence[Rollout]) -> float:
-    """Per token, under the current policy and the plain prompt."""
-    own = rows[again.process :: again.num_processes]
-    logps = again.trainer.score([row.prompt_ids.tolist() for row in own], [row.completion_ids.tolist() for row in own])
-    sums = gather_object([(float(values.sum()), len(values)) for values in logps])
-    return sum(total for total, _ in sums) / max(sum(number for _, number in sums), 1)
-
-
-class _Helper:
-    """Makes the prompts of guided attempts, on the main process."""
-
-    def __init__(self, again: Redraw, guidance: Guidance, hint: HintFunction | None):
-        self.again, self.guidance, self.hint = again, guidance, hint
-        trainer = again.trainer
-        self.room = trainer.model.config.to_dict().get("max_position_embeddings")
-        if trainer.use_vllm and trainer.args.vllm_max_model_length is not None:
-            self.room = trainer.args.vllm_max_model_length
-        self.too_long = self.told = 0
-
-    def attempts(self, max_fraction: float, num_steps: int) -> tuple[list[tuple[int, Any]], dict[str, int]]:
-        """Pairs of group and prompt, and what is counted."""
-        found = []
-        for rows in split_into_steps(self.again.rollouts, num_steps):
-            failed = [group for group in dict.fromkeys(row.group for row in rows) if self._has_failed(group)]
-            prompts = {group: prompts for group in failed if (prompts := self._prompts(group))}
-            shares = in_turns([len(each) for each in prompts.values()], int(max_fraction * len(rows)))
-            for (group, own), number in zip(prompts.items(), shares, strict=True):
-                found += [(group, prompt) for prompt in own[:number]]
-        return found, {"guidance/too_long": self.too_long, "guidance/answer_in_hint": self.told}
-
-    def _has_failed(self, group: int) -> bool:
-        labels = judged_labels(self.again.groups[group])
-        return bool(labels) and max(labels) <= RIGHT
-
-    def _prompts(self, group: int) -> list[Any]:
-        """For half of a group's places; none without help, or where the prompt would leave no room for an answer."""
-        rows, row_of_data = self.again.groups[group], self.again.inputs[group]
-        texts = self.again.trainer.processing_class.batch_decode(
-            [row.completion_ids for row in rows], skip_special_tokens=True
-        )
-        if self.guidance == "feedback":
-            cut = self.again.trainer.are_truncated([row.completion_ids for row in rows])
-            found = [self._second_turn(row_of_data, *attempt) for attempt in list(zip(texts, cut))[: len(rows) // 2]]
-        else:
-            hint = row_of_data.get("hint") if self.hint is None else self.hint(dict(row_of_data), texts)
-            if not hint:
-                return []
-            check_hint(hint)
-            self.told += contains_answer(hint, row_of_data.get("solution"))
-            found = [with_hint(row_of_data["prompt"], hint)] * (len(rows) // 2)
-        fitting = [prompt for prompt in found if self._fits(prompt)]
-        self.too_long += len(fitting) < len(found)
-        return fitting
-
-    def _second_turn(self, row_of_data: dict, attempt: str, is_truncated: bool) -> list[dict]:
-        message = WRONG
-        if self.again.trainer.grades_answers:
-            solution = [row_of_data.get("solution")]
-            outcome = shared_verifier().grade_detailed([attempt], solution, [is_truncated])[0].outcome
-            message = FEEDBACK.get(outcome, WRONG)
-        elif self.again.trainer.grades_programs:
-            grade = shared_code_verifier().grade_detailed([attempt], [row_of_data.get("solution")])[0]
-            message = FAILED.format(failed=grade.failed) if grade.failed else FEEDBACK[Outcome.TOO_LONG]
-            message = NO_PROGRAM if grade.outcome is Outcome.NO_ANSWER else message
-        turn = [{"role": "assistant", "content": attempt}, {"role": "user", "content": message}]
-        return [*row_of_data["prompt"], *turn]
-
-    def _fits(self, prompt: Any) -> bool:
-        trainer = self.again.trainer
-        length = len(trainer._tokenize_prompts([prompt])[0][0]) + (trainer.max_completion_length or 0)
-        return self.room is None or length <= self.room
-
-
 def with_hint(prompt: Any, hint: str) -> Any:
-    """A prompt, text or messages, with a hint behind its last words."""
+    """Return a prompt, text or messages, with a hint at its end."""
     text = HINT.format(hint=hint)
     if isinstance(prompt, str):
         return prompt + text
@@ -280,7 +107,7 @@ def with_hint(prompt: Any, hint: str) -> Any:
 
 
 def in_turns(limits: Sequence[int], total: int) -> list[int]:
-    """`total` shared out one by one in turns, to none more than its limit."""
+    """Return `total` shared out one by one in turns, to none more than its limit."""
     shares = [0] * len(limits)
     for turn in range(max(limits, default=0)):
         for i, limit in enumerate(limits):
@@ -290,12 +117,8 @@ def in_turns(limits: Sequence[int], total: int) -> list[int]:
     return shares
 
 
-def _guided_rows(given: Any, step: Step) -> int:
-    return int(given.max_guided_fraction * min(step.rows_per_update, step.rows_per_generation))
-
-
 @dataclass
-class GuidanceConfig(RedrawingConfig):
+class GuidanceConfig(PACSConfig):
     """
     Configuration class for the [`GuidanceTrainer`]: every parameter of [`PACSConfig`], and:
 
@@ -321,26 +144,18 @@ class GuidanceConfig(RedrawingConfig):
     guided_completions: Literal["right", "all"] = "right"
     guided_weight: float = bounded(1.0, above=0)
 
-    def most_additional(self, step: Step) -> int:
-        steps = max(1, step.steps_per_generation // step.gradient_accumulation_steps)
-        most = min(steps * _guided_rows(self, step), int(step.prompts_per_generation) * (step.num_generations // 2))
-        return super().most_additional(step) + in_equal_shares(most, step.num_processes)
-
     @classmethod
     def errors(cls, given: Any, step: Step | None) -> list[str]:
         errors = super().errors(given, step)
         if given.hint_function is not None and given.guidance != "hint":
-            errors.append(
-                f"hint_function={given.hint_function!r} would be ignored with guidance={given.guidance!r}. Set "
-                "guidance='hint', or remove the key."
-            )
+            errors.append(f"hint_function would be ignored with guidance={given.guidance!r}. Remove the key.")
         if given.class_weighting == "only_negative" and given.guided_completions == "right":
             errors.append(
-                "class_weighting='only_negative' leaves out the half of the loss that right guided answers have. Use "
+                "class_weighting='only_negative' leaves out the half of the loss of correct guided completions. Use "
                 "class_weighting='balanced'."
             )
-        if step is not None and _guided_rows(given, step) < 1:
-            rows = min(step.rows_per_update, step.rows_per_generation)
+        rows = min(step.rows_per_update, step.rows_per_generation) if step is not None else None
+        if rows is not None and given.max_guided_fraction * rows < 1:
             errors.append(
                 f"max_guided_fraction={given.max_guided_fraction} of the {rows} completions of an optimizer step is "
                 f"not one. Raise it to {1 / rows:.3g} or more."
@@ -354,8 +169,7 @@ class GuidanceTrainer(RedrawingTrainer):
 
     Args:
         hint (`Callable`, *optional*): With `guidance="hint"`: `hint(row, failed_completions)` returns the hint for a
-        row of
-            the data set, all of whose completions (texts) are wrong, or `None`. By default that of `hint_function`, or
+            dataset row, all of whose completions (texts) are wrong, or `None`. By default that of `hint_function`, or
             the column `hint`. The main process calls it.
 
     All other arguments are those of [`PACSTrainer`].
@@ -376,12 +190,92 @@ class GuidanceTrainer(RedrawingTrainer):
         super()._prepare_loading(model, args, arguments)
         if self._hint is None and args.hint_function is not None:
             self._hint = function_of_user(args.hint_function, "hint_function")
-        tools, environments = arguments.get("tools"), arguments.get("environment_factory")
-        check_guidance(
-            args.guidance, self._hint, arguments.get("train_dataset"), tools=tools, environments=environments
-        )
+        check_guidance(args.guidance, self._hint, arguments)
 
     def redraw(self, again: Redraw, num_steps: int) -> None:
+        """Generate guided attempts for groups without a correct completion, and replace wrong ones by them."""
         super().redraw(again, num_steps)
-        args, learns_from_all = self.args, self.args.guided_completions == "all"
-        guide_failed_groups(again, args.guidance, self._hint, args.max_guided_fraction, num_steps, learns_from_all)
+        args = self.args
+        # The user's function may ask another model, so one process asks for all, and tells all if it cannot.
+        found: list[Any] = [([], {}), None]
+        if self.accelerator.is_main_process:
+            try:
+                found[0] = self._attempts(again, num_steps)
+            except Exception as error:
+                found[1] = f"Failed to generate hints: {type(error).__name__}: {error}"
+                logger.exception(found[1])
+        broadcast_object_list(found, from_process=0)
+        (prompts, counts), failure = found
+        if failure is not None:
+            raise ValueError(failure)
+        slots = [(group, again.inputs[group] | {"prompt": prompt}) for group, prompt in prompts]
+        attempts = again.draw(slots, "guidance")
+        solved = [row for row in attempts if row.label > CORRECT]
+        kept = [row for row in attempts if row.label == row.label] if args.guided_completions == "all" else solved
+        kept = [self._under_plain_prompt(again, row) for row in kept]
+        for row in kept:
+            rows = again.groups[row.group]
+            rows[max(i for i, other in enumerate(rows) if "guided" not in other.extra)] = row
+        again.log({"guidance/attempted": len(slots), "guidance/solved": len(solved), **counts})
+        if kept:
+            again.log({"guidance/logp": self._mean_logp(again, kept)})
+
+    def _attempts(self, again: Redraw, num_steps: int) -> tuple[list[tuple[int, Any]], dict[str, int]]:
+        """Pairs of group and prompt, on the main process, and metrics."""
+        counts, found = {"guidance/too_long": 0, "guidance/answer_in_hint": 0}, []
+        for rows in split_into_steps(again.rollouts, num_steps):
+            prompts = {
+                group: self._prompts(again, group, counts) for group in dict.fromkeys(row.group for row in rows)
+            }
+            shares = in_turns(list(map(len, prompts.values())), int(self.args.max_guided_fraction * len(rows)))
+            for (group, own), number in zip(prompts.items(), shares, strict=True):
+                found += [(group, prompt) for prompt in own[:number]]
+        return found, counts
+
+    def _prompts(self, again: Redraw, group: int, counts: dict[str, int]) -> list[Any]:
+        """For half of the completions of a failed group; none without help, or where no completion would fit."""
+        rows, row_of_data = again.groups[group], again.inputs[group]
+        labels, ids = known_labels(rows), [row.completion_ids for row in rows]
+        if not labels or max(labels) > CORRECT:
+            return []
+        texts = self.processing_class.batch_decode(ids, skip_special_tokens=True)
+        if self.args.guidance == "feedback":
+            attempts = list(zip(texts, self.are_truncated(ids), strict=True))[: len(rows) // 2]
+            found = [self._second_turn(row_of_data, *attempt) for attempt in attempts]
+        else:
+            hint = row_of_data.get("hint") if self._hint is None else self._hint(dict(row_of_data), texts)
+            if not hint:
+                return []
+            counts["guidance/answer_in_hint"] += contains_answer(hint, row_of_data.get("solution"))
+            found = [with_hint(row_of_data["prompt"], hint)] * (len(rows) // 2)
+        room = self.model.config.to_dict().get("max_position_embeddings")
+        if self.use_vllm and self.args.vllm_max_model_length is not None:
+            room = self.args.vllm_max_model_length
+        lengths = [len(self._tokenize_prompts([prompt])[0][0]) + (self.max_completion_length or 0) for prompt in found]
+        fitting = [prompt for prompt, length in zip(found, lengths, strict=True) if room is None or length <= room]
+        counts["guidance/too_long"] += len(fitting) < len(found)
+        return fitting
+
+    def _second_turn(self, row_of_data: dict, attempt: str, is_truncated: bool) -> list[dict]:
+        message, solution = WRONG, [row_of_data.get("solution")]
+        if self.grades_answers:
+            outcome = shared_verifier().grade_detailed([attempt], solution, [is_truncated])[0].outcome
+            message = FEEDBACK.get(outcome, WRONG)
+        elif self.grades_programs:
+            grade = shared_code_verifier().grade_detailed([attempt], solution)[0]
+            message = FAILED.format(failed=grade.failed) if grade.failed else FEEDBACK[Outcome.TOO_LONG]
+            message = NO_PROGRAM if grade.outcome is Outcome.NO_ANSWER else message
+        turn = [{"role": "assistant", "content": attempt}, {"role": "user", "content": message}]
+        return [*row_of_data["prompt"], *turn]
+
+    def _under_plain_prompt(self, again: Redraw, row: Rollout) -> Rollout:
+        unknown = None if row.sampling_logps is None else np.full_like(row.sampling_logps, np.nan)
+        plain, extra = again.groups[row.group][0].prompt_ids, row.extra | {"guided": np.array(True)}
+        return replace(row, prompt_ids=plain, sampling_logps=unknown, weight=self.args.guided_weight, extra=extra)
+
+    def _mean_logp(self, again: Redraw, rows: Sequence[Rollout]) -> float:
+        """Per token, under the current policy and the plain prompt."""
+        own = rows[again.process :: again.num_processes]
+        logps = self.score([row.prompt_ids.tolist() for row in own], [row.completion_ids.tolist() for row in own])
+        sums = gather_object([(float(values.sum()), len(values)) for values in logps])
+        return sum(total for total, _ in sums) / max(sum(number for _, number in sums), 1)

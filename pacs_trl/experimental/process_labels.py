@@ -1,4 +1,4 @@
-"""Labels inside of completions (process labels): PACS on prefixes.
+"""Process labels: PACS on prefixes of completions.
 
 Extension point: labels of a completion. A reward function returns (position, label) pairs for each completion, the
 last of which is its outcome. The score of a position is the proxy of the prefix that ends there, compared with aligned
@@ -7,11 +7,9 @@ prefixes of the other completions of the prompt. With one position for every com
 
 **Alignment** is by progress, steps with steps and outcomes with outcomes: position `k < K_i` of a completion with
 `K_i` positions is compared with position `ceil(k (K_j - 1) / (K_i - 1))` of each other completion that has steps; `k =
-K_i` with `K_j`. (`ceil(k K_j / K_i)` would compare a step with an outcome wherever `j` has few positions.) A position
-that finds none has no score.
-
-**Weights.** The classes of the aligned set of a position, itself and what it is compared with, have equal say in it.
-The positions of a completion that have a score share the weight 1.
+K_i` with `K_j`. A position that finds none has no score. **Weights**: the classes of the aligned set of a position,
+itself and those it is compared with, have equal weight in it. The positions of a completion with a score share the
+weight 1. See docs/weights_and_labels.md.
 
 Letters for shapes: `M` positions of all completions one after another, `B` completions, `G` those of the largest
 group.
@@ -41,8 +39,8 @@ from ..update.step import MicroBatch, StepRollouts
 
 
 def aligned_positions(own: int, other: int) -> np.ndarray:
-    """Positions of a completion with `other` of them that those of one with `own` are compared with, `(own,)`; they
-    count from 1, and 0 is none."""
+    """Return the positions, counted from 1, of a completion with `other` of them that those of one with `own` are
+    compared with, `(own,)`; 0 is none."""
     steps = -(-np.arange(1, own) * (other - 1) // max(own - 1, 1))
     return np.append(steps, other)
 
@@ -54,11 +52,10 @@ class Prefixes:
     Args:
         groups ([`Groups`]): The completions by their outcomes.
         labels (sequence of `B` sequences of `float`): Of the positions of each completion in [0, 1], at least the
-        outcome.
+            outcome.
 
     Attributes:
-        row, labels (`(M,)`): The completion of each position, and its label; NaN for a completion that is not
-        scorable.
+        row, labels (`(M,)`): The completion of each position, and its label; NaN for one that is not scorable.
         outcomes (`(B,)`), starts (list of `B` `int`): The last and the first position of each completion.
         compared (`(M, G - 1)`): Positions that each is compared with; -1 is none.
         scored (bool, `(M,)`): Whether there are any.
@@ -84,8 +81,8 @@ class Prefixes:
         self.scored = (self.compared >= 0).any(dim=1)
 
     def weights(self, class_weighting: ClassWeighting) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights and targets of the positions, both `(M,)`: those of the classes in the aligned set of each, the
-        weights times its share of the completion; 0 for a position without a score."""
+        """Return weights and targets of the positions, both `(M,)`: those of the classes in the aligned set of each,
+        the weights times its share of the completion; 0 for a position without a score."""
         others = self.labels[self.compared].masked_fill(self.compared < 0, math.nan)
         aligned = torch.cat([self.labels[:, None], others], dim=1)  # (M, G)
         kinds = {"num_generations": aligned.shape[1], "class_weighting": class_weighting}
@@ -94,7 +91,7 @@ class Prefixes:
         return weights / shares.clamp(min=1)[self.row], targets
 
     def scores(self, proxies: torch.Tensor) -> torch.Tensor:
-        """`psi` from prefix proxies, both `(M,)`: 0 where there is none, and exactly 0 where all proxies are equal."""
+        """Return `psi` from prefix proxies, both `(M,)`: 0 where there is none or all proxies are equal."""
         differences = (proxies[:, None] - proxies[self.compared]).masked_fill(self.compared < 0, 0.0)
         return differences.sum(dim=1) / self._number.to(proxies)
 
@@ -104,9 +101,9 @@ class Prefixes:
         return (self.compared >= 0).sum(dim=1).clamp(min=1)
 
     def total(self, residuals: torch.Tensor) -> torch.Tensor:
-        """From derivatives `e` with respect to scores those with respect to prefix proxies, `(M,)`: `e_m - sum_u e_u /
-        n_u` over the positions `u` that are compared with `m`, each with `n_u`. Exactly 0 where all these are equal,
-        and `m` counts as often as it is counted; rows whose coefficients are 0 are left out."""
+        """Return from derivatives `e` with respect to scores those with respect to prefix proxies, `(M,)`:
+        `e_m - sum_u e_u / n_u` over the positions `u` that are compared with `m`, each with `n_u`. Exactly 0 where all
+        these are equal and their shares sum to 1; rows whose coefficients are 0 are left out."""
         shares = (self.compared >= 0).double() / self._number[:, None]
         used = torch.zeros(len(residuals), dtype=torch.float64)
         used.index_add_(0, self.compared.clamp(min=0).flatten(), shares.flatten())
@@ -127,8 +124,8 @@ def prefix_proxies(
     pacs_beta: float = 1.0,
     proxy: Proxy = "log_ratio",
 ) -> torch.Tensor:
-    """[`objective.sequence_proxies`] of the prefixes of `rows` that end with the tokens `ends` (-1: none), both
-    `(M,)`; one float64 sum along each row, so that labels of every token take no more memory."""
+    """Return [`objective.sequence_proxies`] of the prefixes of `rows` that end with the tokens `ends`, both `(M,)`;
+    one float64 sum along each row, so that labels of every token take no more memory."""
     terms = (logps if proxy == "mean_logp" else logps.float() - ref_logps.float()).masked_fill(~mask, 0.0)
     found = F.pad(terms.double().cumsum(dim=1), (1, 0))[rows, ends + 1]
     if proxy == "mean_logp":
@@ -140,16 +137,13 @@ def dense_loss(
     proxies: torch.Tensor, prefixes: Prefixes, *, class_weighting: ClassWeighting = "balanced"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    `1 / N * sum_ik w_ik BCE(sigmoid(psi_ik), y_ik)` over the positions with a score, `N` the completions whose outcome
-    has one.
+    Return `1 / N * sum_ik w_ik BCE(sigmoid(psi_ik), y_ik)` over the positions with a score, `N` the completions whose
+    outcome has one, and the scores `psi`, `(M,)`, 0 where there is none. Differentiable in `proxies`.
 
     Args:
         proxies (`torch.Tensor` of shape `(M,)`): Of each prefix, summed up to its position.
         prefixes ([`Prefixes`]): The positions.
         class_weighting (`str`): See [`objective.class_weights`].
-
-    Returns:
-        The scalar loss and the scores `psi`, `(M,)`, 0 where there is none. Differentiable in `proxies`.
     """
     scores = prefixes.scores(proxies)
     weights, targets = prefixes.weights(class_weighting)
@@ -161,8 +155,8 @@ def dense_loss(
 def dense_coefficients(
     proxies: torch.Tensor, prefixes: Prefixes, *, class_weighting: ClassWeighting = "balanced"
 ) -> torch.Tensor:
-    """Derivative of [`dense_loss`] with respect to the proxy of each prefix, `(M,)`, its use in the scores of others
-    included: with `e = w (sigmoid(psi) - y) / N` that is [`Prefixes.total`]. Arguments as there."""
+    """Return the derivative of [`dense_loss`] with respect to the proxy of each prefix, `(M,)`, its use in the scores
+    of others included: with `e = w (sigmoid(psi) - y) / N` that is [`Prefixes.total`]. Arguments as there."""
     scores = prefixes.scores(proxies)
     weights, targets = prefixes.weights(class_weighting)
     return prefixes.total(weights.to(scores) * (torch.sigmoid(scores) - targets.to(scores)) / _num_rows(prefixes))
@@ -176,53 +170,36 @@ def token_coefficients(
     coefficients: torch.Tensor, positions: Sequence[int] | np.ndarray, num_tokens: int
 ) -> torch.Tensor:
     """
-    Of one completion, `(C,)`: each token gets the sum of the coefficients of the prefixes that it is in.
+    Return the coefficient of each token of a completion, `(C,)`: the sum of those of the prefixes that it is in.
 
     Args:
         coefficients (`torch.Tensor` of shape `(K,)`): Of its prefixes.
         positions (sequence of `K` `int`): Where they end, inclusive, in order; -1 is the prefix without a token.
         num_tokens (`int`): `C`.
     """
-    places = torch.as_tensor(positions, dtype=torch.long, device=coefficients.device)
-    ends = coefficients.new_zeros(num_tokens + 1).index_add(0, places + 1, coefficients)
+    ends = torch.as_tensor(positions, dtype=torch.long, device=coefficients.device)
+    ends = coefficients.new_zeros(num_tokens + 1).index_add(0, ends + 1, coefficients)
     return ends.flip(0).cumsum(0).flip(0)[1:]
 
 
 def checked_labels(name: str, i: int, given: Any, num_tokens: int) -> tuple[list[int], list[float]]:
     """
-    Positions and labels that the reward function `name` has returned for completion `i`.
+    Return positions and labels that the reward function `name` has returned for completion `i`.
 
     Raises:
-        `ValueError`: if they are no pairs of a position and a label in [0, 1], the positions are not in order, or one
-        lies outside of
-            the completion.
+        `ValueError`: if they are no (position, label) pairs, or positions or labels are out of range.
     """
-    where = f"The reward function {name!r} returned {given!r:.100} for completion {i}."
-    if not isinstance(given, list | tuple):
-        raise ValueError(
-            f"{where} It must return (position, label) pairs for every completion, or a number for every one."
-        )
     try:
         positions, labels = [operator.index(p) for p, _ in given], [float(y) for _, y in given]
     except (TypeError, ValueError):
+        positions, labels = [], []
+    rising = all(earlier < later for earlier, later in zip([-1, *positions], [*positions, num_tokens], strict=True))
+    if not positions or not rising or not all(0 <= label <= 1 for label in labels):
         raise ValueError(
-            f"{where} Process labels are (position, label) pairs, positions whole numbers; the last one is the "
-            "outcome."
-        ) from None
-    if not positions:
-        raise ValueError(
-            f"{where} There must be at least one pair, the outcome. Return None where there is no verdict."
+            f"The reward function {name!r} returned {given!r:.100} for completion {i} of {num_tokens} tokens. Return "
+            "(position, label) pairs for every completion, or a number for every one: rising inclusive indices into "
+            "completion_ids, labels in [0, 1], the last pair the outcome; None without a verdict."
         )
-    if any(later <= earlier for earlier, later in zip(positions, positions[1:], strict=False)):
-        raise ValueError(
-            f"{where} Positions must rise: each is a prefix, and the last one is the outcome. Sort the pairs."
-        )
-    if positions[0] < 0 or positions[-1] >= num_tokens:
-        raise ValueError(
-            f"{where} Positions are inclusive indices into completion_ids, from 0 to {num_tokens - 1} here."
-        )
-    if not all(0 <= label <= 1 for label in labels):
-        raise ValueError(f"{where} Labels must lie in [0, 1]. Rescale them.")
     return positions, labels
 
 
@@ -230,17 +207,8 @@ def checked_labels(name: str, i: int, given: Any, num_tokens: int) -> tuple[list
 def prefix_metrics(
     proxies: torch.Tensor, scores: torch.Tensor, prefixes: Prefixes, *, class_weighting: ClassWeighting = "balanced"
 ) -> dict[str, float]:
-    """
-    Metrics of labels before the outcomes, of one optimizer step, over all processes; those of [`critic_metrics`] are
-    of outcomes.
-
-    Args:
-        proxies, scores (`torch.Tensor` of shape `(M,)`), prefixes ([`Prefixes`]): See [`dense_loss`].
-        class_weighting (`str`): As in [`critic_metrics`].
-
-    Returns:
-        `dict[str, float]`: names with the prefix `dense/`. NaN where a metric has no value in this step.
-    """
+    """Return metrics of the labels before the outcomes, of one optimizer step over all processes, NaN where one has no
+    value in this step; arguments as of [`dense_loss`]. Those of [`critic_metrics`] are of outcomes."""
     known = ~prefixes.labels.isnan()
     step = known.clone()
     step[prefixes.outcomes] = False
@@ -350,14 +318,10 @@ class ProcessLabelsConfig(PACSConfig):
         errors = super().errors(given, step)
         if given.score_estimator != "rloo":
             errors.append(
-                f"score_estimator={given.score_estimator!r} is not supported with process labels: the score of a "
-                "prefix is its proxy minus the mean of the aligned ones. Use 'rloo'."
+                f"score_estimator={given.score_estimator!r} is not supported with process labels. Use 'rloo'."
             )
         if given.actor_term_coef:
-            errors.append(
-                f"actor_term_coef={given.actor_term_coef} is not supported with process labels: the actor term weighs "
-                "a completion by the likelihood of its one label. Remove the key."
-            )
+            errors.append("actor_term_coef is not supported with process labels. Remove the key.")
         return errors
 
 
@@ -373,14 +337,14 @@ class ProcessLabelsTrainer(PACSTrainer):
         return super()._wrap_reward(index, with_result(function, partial(self._outcomes, index, name)), name)
 
     def _outcomes(self, index: int, name: str, rewards: Any, given: dict) -> Any:
-        """Keep the labels of steps that a reward function has returned, and return its outcomes."""
+        """Store the process labels that a reward function has returned, and return its outcomes."""
         if not isinstance(rewards, list) or not any(isinstance(reward, list | tuple) for reward in rewards):
             return rewards
         weight = self.reward_weights[index].item()
         if self._extra_of_rows is not None:
             raise ValueError(
-                f"{name!r} is the second reward function that returned (position, label) pairs, and positions of two "
-                "functions need not be the same. Return all labels by one function, and numbers by the others."
+                f"{name!r} is the second reward function that returned (position, label) pairs, and their positions "
+                "need not be the same. Return all labels by one function, and numbers by the others."
             )
         pairs = [
             None if reward is None else checked_labels(name, i, reward, len(ids))
@@ -388,8 +352,8 @@ class ProcessLabelsTrainer(PACSTrainer):
         ]
         if any(not -1e-6 <= weight * y <= 1 + 1e-6 for each in pairs if each for y in each[1][:-1]):
             raise ValueError(
-                f"Labels of PACS must lie in [0, 1], but reward_weights has {weight:g} for {name!r}, which takes its "
-                "labels of steps out of it. Set a weight in [0, 1]."
+                f"reward_weights has {weight:g} for {name!r}, and takes its labels out of [0, 1]. Set a weight in "
+                "[0, 1]."
             )
         self._extra_of_rows = [{} if each is None else _extra(*each, weight) for each in pairs]
         return [None if each is None else each[1][-1] for each in pairs]

@@ -2,10 +2,9 @@
 probability of the reference answer.
 
 Extension points: rewards that need the policy's log-probs, and labels of a completion. `probability_reward` puts the
-reference answer in the place of a completion's own answer, and takes the mean probability of its tokens, `s`. Without
-the reasoning, behind the prompt alone, it is `s0`, which says how far the answer could be guessed: found when a run
-begins, under its policy, for the whole training set. Checkpoints keep it, so that a run that goes on knows it. The
-spread filter removes groups whose labels lie close together. See docs/weights_and_labels.md.
+reference answer in the place of a completion's own answer, and takes the mean probability of its tokens, `s`. Directly
+after the prompt it is `s0`, computed at the start of a run, under its policy, for the whole training set, and kept in
+checkpoints. The spread filter removes groups whose labels lie close together. See docs/weights_and_labels.md.
 """
 
 import hashlib
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import gather_object
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 
 from ..pacs_config import PACSConfig
 from ..pacs_trainer import PACSTrainer
@@ -28,14 +27,13 @@ from ..settings import bounded
 from ..verification.shared import shared_arguments
 
 
-FILE = "probability_without_reasoning.json"
 THINK = ("<think>", "</think>")
 TAGS = ("<answer>", "</answer>")
 BOX = "\\boxed{"
 
 
 class Edited(NamedTuple):
-    """A completion with the reference answer in the place of its own, and where that begins and ends in the text."""
+    """A completion with the reference answer in the place of its own, and the place of that in the text."""
 
     text: str
     start: int
@@ -44,8 +42,8 @@ class Edited(NamedTuple):
 
 def with_reference(text: str | None, answer: str, prompt: Any = None) -> Edited | None:
     """
-    Return the text up to the answer, the white space behind that (in tags a space if none), the reference answer, and
-    the end.
+    Return the text up to the answer, the white space there (in tags a space if none), the reference answer, and the
+    closing tag.
 
     The answer stands in `<answer> ... </answer>`, whose first tag must be there once; or, in a text without that tag
     that was generated from a prompt without it, in its only `\\boxed{...}`. `None` for any other text.
@@ -83,34 +81,18 @@ def reference_text(answer: Any) -> str:
     return "" if first is None else str(first).strip()
 
 
-def asks_for_reference(function: Any) -> bool:
-    """Whether a reward function has a parameter `reference_probability`."""
-    return callable(function) and "reference_probability" in inspect.signature(function).parameters
-
-
 def check_reference_answers(dataset: Any, tools: Any = None) -> None:
     """
     Raises:
         `ValueError`: if the training set has no length, no reference answers or empty ones, or there are tools.
     """
-    if not isinstance(dataset, Dataset) or "solution" not in dataset.column_names:
-        columns = ", ".join(dataset.column_names or []) if isinstance(dataset, Dataset | IterableDataset) else ""
+    has_answers = isinstance(dataset, Dataset) and "solution" in dataset.column_names and not tools
+    empty = [i for i, answer in enumerate(dataset["solution"] if has_answers else []) if not reference_text(answer)]
+    if not has_answers or empty:
         raise ValueError(
-            "probability_reward looks at the answers of the whole training set first: it must have a length "
-            "(streaming=False) and a "
-            f"column `solution`. This one is a {type(dataset).__name__} with {columns or 'no known columns'}."
-        )
-    if tools:
-        raise ValueError(
-            "tools make no sense with probability_reward: it takes the probability of the answer behind one turn of "
-            "reasoning, and what a tool said would be missing. Remove tools, or use another reward."
-        )
-    empty = [i for i, answer in enumerate(dataset["solution"]) if not reference_text(answer)]
-    if empty:
-        raise ValueError(
-            f"{len(empty)} of {len(dataset)} reference answers are empty, the first in row {empty[0]}: "
-            "probability_reward has nothing "
-            "whose probability it could take. Leave these rows out, or fill the column of answers."
+            "probability_reward needs a training set in memory (streaming=False) with a column `solution`, none of "
+            f"whose answers is empty, and no tools. Remove empty answers (rows {empty[:5]}) and tools, or use another "
+            "reward."
         )
 
 
@@ -121,10 +103,10 @@ def _key(prompt: Any, answer: Any) -> str:
 
 class ReferenceProbability:
     """
-    What a reward function with a parameter `reference_probability` gets.
+    Argument `reference_probability` of reward functions.
 
     Args:
-        trainer ([`RLPRTrainer`]): Scores, renders prompts, knows the training set.
+        trainer ([`RLPRTrainer`]): Computes log-probs, tokenizes prompts, and has the training set.
     """
 
     is_well_formed = staticmethod(is_well_formed)
@@ -134,9 +116,9 @@ class ReferenceProbability:
         self.without: dict[str, float] = {}  # by prompt and answer
 
     def after_reasoning(self, prompts: Sequence, texts: Sequence[str | None], answers: Sequence[Any]) -> list[float]:
-        """Mean probability of each reference answer behind the reasoning of a completion; 0 for a malformed one, and
-        for one that the answer makes longer than `max_completion_length` tokens. All processes must call it equally
-        often."""
+        """Return the mean probability of each reference answer after the reasoning of a completion; 0 for a malformed
+        one, and for one that the answer makes longer than `max_completion_length` tokens. All processes must call it
+        equally often."""
         edited = [
             with_reference(text, reference_text(answer), prompt)
             for prompt, text, answer in zip(prompts, texts, answers, strict=True)
@@ -144,52 +126,28 @@ class ReferenceProbability:
         return self._mean(prompts, edited, self.trainer.args.max_completion_length)
 
     def without_reasoning(self, prompts: Sequence, answers: Sequence[Any]) -> list[float]:
-        """The same right behind the prompt, under the policy at the start of the run. Of prompts outside of the
-        training set it is that of today. All processes must call it equally often."""
+        """Return the same directly after the prompt, under the policy at the start of the run; for prompts outside of
+        the training set, under the current policy. All processes must call it equally often."""
         keys = [_key(*pair) for pair in zip(prompts, answers, strict=True)]
         missing = {key: i for i, key in enumerate(keys) if key not in self.without}
         found = self.without | self._score_without([(key, prompts[i], answers[i]) for key, i in missing.items()])
         return [found[key] for key in keys]
 
     def begin(self) -> None:
-        """Find it for the training set at the start of a run, on all processes together."""
-        accelerator, wanted = self.trainer.accelerator, list(self._training_problems().values())
+        """Compute it for the training set at the start of a run, on all processes together."""
+        accelerator, dataset = self.trainer.accelerator, self.trainer.train_dataset
+        pairs = zip(dataset["prompt"], dataset["solution"], strict=True)
+        wanted = list({_key(*pair): (_key(*pair), *pair) for pair in pairs}.values())
         own = wanted[accelerator.process_index :: accelerator.num_processes]
         self.without = dict(gather_object(list(self._score_without(own).items())))
 
-    def save(self, checkpoint: Path) -> None:
-        """Write down what is known, on one process."""
-        (checkpoint / FILE).write_text(json.dumps(self.without))
-
-    def load(self, checkpoint: Path) -> None:
-        """
-        What the run knew that goes on from a checkpoint.
-
-        Raises:
-            `ValueError`: if it knew nothing, or not of all of these data.
-        """
-        self.without = json.loads((checkpoint / FILE).read_text()) if (checkpoint / FILE).is_file() else {}
-        known = self._training_problems().keys()
-        if missing := known - self.without.keys():
-            raise ValueError(
-                f"Of {len(missing)} of {len(known)} training problems the probability of the answer without reasoning "
-                "is not known: "
-                f"{checkpoint / FILE} is missing, or of other data. It belongs to the policy at the start of the run, "
-                "which this one is no longer. Put file and data back, or start a new run."
-            )
-
-    def _training_problems(self) -> dict[str, tuple[str, Any, Any]]:
-        rows = self.trainer.train_dataset.select_columns(["prompt", "solution"])
-        keys = (_key(row["prompt"], row["solution"]) for row in rows)
-        return {key: (key, row["prompt"], row["solution"]) for key, row in zip(keys, rows, strict=True)}
-
     def _score_without(self, rows: Sequence[tuple[str, Any, Any]]) -> dict[str, float]:
-        answers = [reference_text(answer) for _, _, answer in rows]
+        keys, prompts, answers = zip(*rows, strict=True) if rows else ((), (), ())
+        answers = [reference_text(answer) for answer in answers]
         edited = [Edited(f" {answer} ", 1, 1 + len(answer)) for answer in answers]
-        return dict(zip((row[0] for row in rows), self._mean([row[1] for row in rows], edited, None), strict=True))
+        return dict(zip(keys, self._mean(prompts, edited, None), strict=True))
 
     def _mean(self, prompts: Sequence, edited: Sequence[Edited | None], longest: int | None) -> list[float]:
-        """Mean probability of the tokens of each answer; 0 where there is none."""
         tokenizer, places, rows = self.trainer._tokenizer, {}, []
         for i, each in enumerate(edited):
             if each is None:
@@ -219,21 +177,17 @@ def probability_reward(
     **kwargs: Any,
 ) -> list[float]:
     """
-    Return how likely the policy finds the reference answer after its own reasoning, beside how likely without: no
-    verifier.
-
-    `0.9 * max(0, s - s0) + 0.1 * format`: `s` is the mean probability of the tokens of the reference answer in the
-    place of the completion's own one, `s0` that right behind the prompt under the policy at the start of the run,
-    `format` whether the tags that the prompt names stand in the completion once each (or, without tags, one box). `s`
-    is 0 where the answer cannot be found.
+    Return `0.9 * max(0, s - s0) + 0.1 * format`, without a verifier: `s` is the mean probability of the tokens of the
+    reference answer in the place of the completion's own one, 0 where that cannot be found; `s0` the same directly
+    after the prompt under the policy at the start of the run; `format` whether the tags that the prompt names stand in
+    the completion once each (or, without tags, one box).
 
     Args:
         completions (`list`), prompts (`list`): Plain (`str`) or conversational.
         solution (`list`): Reference answers: any text; of a list of alternatives the first.
         reference_probability ([`ReferenceProbability`]): Passed by [`RLPRTrainer`].
-        truncated (`list[bool]`, *optional*): Likewise: which completions do not end with an end-of-sequence token. Of
-        these `s` is 0
-            unless they have the form that `format` asks for, see `verification_grade_truncated`.
+        truncated (`list[bool]`, *optional*): Passed by the trainer: completions without an end-of-sequence token. Of
+            these `s` is 0 unless they are well formed, see `verification_grade_truncated`.
         log_metric (`Callable`, *optional*): Passed by TRL.
         **kwargs: Further columns that TRL passes; unused.
 
@@ -243,12 +197,7 @@ def probability_reward(
     if reference_probability is None:
         raise ValueError("`probability_reward` needs a trainer that knows the policy's log-probs: set `method: rlpr`.")
     if solution is None:
-        raise ValueError(
-            "`probability_reward` takes the probability of what stands in a column named `solution`, which the "
-            "dataset does not have. "
-            f"Columns it was given: {', '.join(sorted(kwargs)) or 'none'}. Rename the column of reference answers to "
-            "`solution`."
-        )
+        raise ValueError("`probability_reward` needs a column `solution`. Rename the column of reference answers.")
     texts = [completion_text(completion) for completion in completions]
     formats = [float(reference_probability.is_well_formed(*pair)) for pair in zip(texts, prompts, strict=True)]
     if truncated is not None and not shared_arguments().verification_grade_truncated:
@@ -261,8 +210,7 @@ def probability_reward(
     return [0.9 * max(0.0, s - s0) + 0.1 * f for s, s0, f in zip(after, without, formats, strict=True)]
 
 
-# As in RLPR: the first steps are not looked at, the mean of the next ones begins the moving average, which then decays
-# so.
+# As in RLPR: steps that are ignored, steps whose mean starts the moving average, and its decay.
 _IGNORED, _COLLECTED, _DECAY = 5, 5, 0.99
 
 
@@ -271,13 +219,12 @@ class SpreadFilter:
     Compares the spread of a group, the standard deviation of its labels, with a moving average over generations.
 
     Args:
-        share (`float`): A group below `share` times the average gets no verdict. RLPR: 0.5 with Qwen, 0.9 with Llama,
-        1 with Gemma.
+        share (`float`): A group below `share` times the average is masked out. RLPR: 0.5 with Qwen, 0.9 with Llama, 1
+            with Gemma.
 
     Attributes:
-        state (list of `float`): Mean spreads of the generations so far, until the average begins; then only the
-        average, behind the
-            number of generations.
+        state (list of `float`): The number of generations, and their mean spreads until the average begins; then only
+            the average.
     """
 
     def __init__(self, share: float):
@@ -345,7 +292,10 @@ class RLPRTrainer(PACSTrainer):
     def _prepare_loading(self, model, args, arguments) -> None:
         super()._prepare_loading(model, args, arguments)
         functions = arguments["reward_funcs"]
-        self._needs_reference = any(map(asks_for_reference, functions if isinstance(functions, list) else [functions]))
+        functions = functions if isinstance(functions, list) else [functions]
+        self._needs_reference = any(
+            callable(each) and "reference_probability" in inspect.signature(each).parameters for each in functions
+        )
         if self._needs_reference:
             check_reference_answers(arguments["train_dataset"], arguments["tools"])
 
@@ -371,27 +321,17 @@ class RLPRTrainer(PACSTrainer):
             self.reference_probability.begin()
         return prepared
 
-    # Checkpoints --------------------------------------------------------------------------------------------------
-
     def _reset_run(self) -> None:
         super()._reset_run()
         share = self.args.spread_filter
         self._spread_filter = SpreadFilter(share) if share is not None else None
 
-    def _save_run(self, directory: Path) -> None:
-        super()._save_run(directory)
-        if self._needs_reference and self.args.should_save:
-            self.reference_probability.save(directory)
-
-    def _load_run(self, checkpoint: Path) -> None:
-        super()._load_run(checkpoint)
-        if self._needs_reference:
-            self.reference_probability.load(checkpoint)
-
     def _own_state(self) -> dict:
-        return super()._own_state() | {"spreads": self._spread_filter.state if self._spread_filter else None}
+        spreads = self._spread_filter.state if self._spread_filter else None
+        return super()._own_state() | {"spreads": spreads, "without_reasoning": self.reference_probability.without}
 
     def _load_own_state(self, checkpoint: Path, state: dict) -> None:
         super()._load_own_state(checkpoint, state)
+        self.reference_probability.without = state["without_reasoning"]
         if self._spread_filter is not None:
             self._spread_filter.state = state["spreads"]

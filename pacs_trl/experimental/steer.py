@@ -20,8 +20,8 @@ from ..update.token_weights import TokenValues, TokenWeights
 
 Mapping = Literal["exponential", "linear"]
 
-# As in the authors' code: probabilities stay this far from 0 and 1, and the exponential mapping takes a largest change
-# below the second number for the second number.
+# As in the authors' code: bounds of probabilities, and the least value of the largest change that the exponential
+# mapping divides by.
 _LEAST_PROBABILITY = 1e-8
 _LEAST_LARGEST_CHANGE = 0.02
 
@@ -31,15 +31,10 @@ def entropy_slopes(
 ) -> torch.Tensor:
     """
     Return `p (1 - p) (log p + H) / p_old`, STEER's estimate of the fall of a token's entropy per unit of its
-    advantage.
-
-    It is the effect of the sampled token's logit on the entropy of the softmax; the fall of the other logits is left
-    out.
+    advantage: the effect of the sampled token's logit, without the fall of the other logits.
 
     Args:
-        logps, old_logps (`torch.Tensor` of shape `(B, T)`): Log-probabilities under the policy as it is, and as it was
-        when it
-            generated.
+        logps, old_logps (`torch.Tensor` of shape `(B, T)`): Under the policy now, and when it generated.
         entropies (`torch.Tensor` of shape `(B, T)`): `H`, of the policy that generated, in nats.
         mask (`torch.Tensor` of shape `(B, T)`): 1 (True) for tokens that count.
 
@@ -73,9 +68,8 @@ def steer_weights(
     Args:
         logps, old_logps, entropies, mask: See [`entropy_slopes`].
         advantages (`torch.Tensor` of shape `(B,)` or `(B, T)`): `A`.
-        mapping (`str`), weight_min (`float`), weight_max (`float`): As said; `"exponential"` does not read
-        `weight_max`. extremes (pair of `float`, *optional*): Smallest and largest `o`. By default those of the given
-        tokens.
+        mapping (`str`), weight_min (`float`), weight_max (`float`): As above; `"exponential"` ignores `weight_max`.
+        extremes (pair of `float`, *optional*): Smallest and largest `o`. By default those of the given tokens.
 
     Returns:
         `torch.Tensor` of shape `(B, T)` without gradient. Tokens outside the mask have no meaning.
@@ -91,8 +85,6 @@ def steer_weights(
     if mapping == "exponential":
         rate = -math.log(weight_min) / max(largest, _LEAST_LARGEST_CHANGE)
         return torch.exp(-rate * changes).clamp(weight_min, 1.0)
-    if mapping != "linear":
-        raise ValueError(f"`mapping` must be 'exponential' or 'linear', got {mapping!r}.")
     if largest <= least:
         return torch.full_like(changes, (weight_min + weight_max) / 2)
     return weight_max - (changes - least) * (weight_max - weight_min) / (largest - least)
@@ -109,7 +101,7 @@ class SteerWeights(TokenWeights):
     num_row_values = 2
 
     def __init__(self, mapping: Mapping = "exponential", weight_min: float = 0.8, weight_max: float = 1.2):
-        self.mapping, self.weight_min, self.weight_max = mapping, weight_min, weight_max
+        self.kinds: dict[str, Any] = {"mapping": mapping, "weight_min": weight_min, "weight_max": weight_max}
 
     def row_values(self, tokens: TokenValues) -> list[torch.Tensor]:
         """Return the smallest and the largest absolute slope of the entropy at the counted tokens of each row."""
@@ -126,15 +118,7 @@ class SteerWeights(TokenWeights):
     def __call__(self, tokens: TokenValues) -> torch.Tensor:
         compared = tokens.logps, tokens.old_logps, tokens.old_entropies
         advantages = -self.num_rows * tokens.coefficients
-        weights = steer_weights(
-            *compared,
-            advantages,
-            tokens.mask,
-            mapping=self.mapping,
-            weight_min=self.weight_min,
-            weight_max=self.weight_max,
-            extremes=self.extremes,
-        )
+        weights = steer_weights(*compared, advantages, tokens.mask, **self.kinds, extremes=self.extremes)
         predicted = -weights * advantages * entropy_slopes(*compared, tokens.mask)
         values = torch.stack([torch.ones_like(weights), weights, predicted, tokens.entropies - tokens.old_entropies])
         learnt = tokens.mask & (tokens.coefficients != 0)
@@ -180,28 +164,20 @@ class STEERConfig(PACSConfig):
         least, most, errors = given.token_weight_min, given.token_weight_max, super().errors(given, step)
         exponential = given.token_weight_mapping == "exponential"
         if exponential and most != 1.2:
-            errors.append(
-                f"token_weight_max={most} would be ignored with token_weight_mapping='exponential', whose weights end "
-                "at 1. Remove the key, or use 'linear'."
-            )
+            errors.append(f"token_weight_max={most} would be ignored by the exponential mapping. Remove the key.")
         if least >= (1 if exponential else most):
-            errors.append(
-                f"token_weight_min={least} must be below {'1' if exponential else f'token_weight_max={most}'} with "
-                f"token_weight_mapping={given.token_weight_mapping!r}. The authors use 0.8, and 1.2 for the largest "
-                "weight."
-            )
+            errors.append(f"token_weight_min={least} must be below the largest weight. The authors use 0.8.")
         return errors
 
 
 class STEERTrainer(PACSTrainer):
-    """[`PACSTrainer`] that weights tokens with [`SteerWeights`]; a first update on a rollout takes a forward pass
-    more."""
+    """[`PACSTrainer`] with [`SteerWeights`]; the first update on a rollout takes one more forward pass."""
 
     _name = "STEER"
     _config_class = STEERConfig
     _own_shared_settings = (
-        *("token_weight_mapping", "token_weight_min", "token_weight_max"),
         *PACSTrainer._own_shared_settings,
+        *("token_weight_mapping", "token_weight_min", "token_weight_max"),
     )
 
     def token_weights(self) -> list[TokenWeights]:

@@ -1,13 +1,9 @@
 """VERL ([arXiv 2509.23808](https://huggingface.co/papers/2509.23808)): completions whose hidden states span more
 directions count more.
 
-Extension point: coefficients per completion. VERL takes the effective rank of a completion for exploration, and its
-first and second differences over the tokens for exploitation. The formulas are the paper's; the flags of the authors'
-launch script (github.com/hf618/VERL, 3de68f1) switch the bonus off. See docs/weights_and_labels.md.
-
-Cost: one Gram matrix `(n, n)` of at most 512 tokens, of which every prefix has a block, and its eigenvalues, `n^3` for
-each prefix; for the effective rank of a whole completion of `T` tokens and width `D` the eigenvalues of the smaller
-Gram matrix, `min(T, D)^3`.
+Extension point: coefficients per completion. The effective rank of a completion stands for exploration, its first and
+second differences over the tokens for exploitation. Formulas are the paper's; the authors' launch script
+(github.com/hf618/VERL, 3de68f1) switches the bonus off. See docs/weights_and_labels.md.
 
 Letters for shapes: `T` tokens of a completion, `D` width of the model, `B` completions.
 """
@@ -65,9 +61,9 @@ def _rank_of_gram(gram: torch.Tensor) -> float:
 
 def rank_velocity_and_acceleration(hidden_states: torch.Tensor, stride: int) -> tuple[float, float]:
     """
-    Return how the effective rank grows over a completion: with the ranks `E_1, E_2, ...` of the prefixes of `stride +
-    1`, `2 stride + 1`,
-    ... tokens and `d_j = E_j - mean(E_1, ..., E_(j-1))`, the mean of `d_j`, and the mean of `d_j - d_(j-1)`.
+    Return how the effective rank grows over a completion: with the ranks `E_1, E_2, ...` of the prefixes of
+    `stride + 1`, `2 stride + 1`, ... tokens and `d_j = E_j - mean(E_1, ...,
+    E_(j-1))`, the mean of `d_j`, and the mean of `d_j - d_(j-1)`.
 
     Args:
         hidden_states (`torch.Tensor` of shape `(T, D)`): Of the tokens of one completion; the last 512 are looked at.
@@ -75,12 +71,7 @@ def rank_velocity_and_acceleration(hidden_states: torch.Tensor, stride: int) -> 
 
     Returns:
         Velocity and acceleration; 0 where there are too few prefixes (two, and three).
-
-    Raises:
-        `ValueError`: if `stride` is below 1.
     """
-    if stride < 1:
-        raise ValueError(f"`stride` must be at least 1, got {stride}: it counts the tokens between two prefixes.")
     states = hidden_states[-LONGEST_PREFIX:].double()
     gram = states @ states.T
     ranks = []
@@ -120,8 +111,7 @@ class Verl:
 
     Attributes:
         means (list of 3 `float`, *optional*): Of effective rank, velocity and acceleration, over the steps so far;
-        `None` before the
-            first. The authors begin at 0, where every deviation is cut off.
+            `None` before the first. The authors begin at 0, where every deviation is cut off.
     """
 
     def __init__(self):
@@ -235,20 +225,15 @@ class VERLConfig(PACSConfig):
     @classmethod
     def errors(cls, given: Any, step: Step | None) -> list[str]:
         stride, longest, errors = given.hidden_state_stride, given.max_completion_length, super().errors(given, step)
-        every, only_measures = given.hidden_state_every_steps, given.bonus_tokens == "none"
-        if not only_measures and (every is not None or given.hidden_state_rows != 64):
-            name = "hidden_state_rows" if every is None else "hidden_state_every_steps"
-            errors.append(
-                f"{name}={getattr(given, name)} would be ignored with bonus_tokens={given.bonus_tokens!r}, which "
-                "measures all completions with a gradient in every step. Remove the key."
-            )
-        if only_measures and every is None:
+        if given.bonus_tokens == "none" and given.hidden_state_every_steps is None:
             errors.append("bonus_tokens='none' would do nothing without hidden_state_every_steps. Set it.")
+        for name, default in (("hidden_state_every_steps", None), ("hidden_state_rows", 64)):
+            if given.bonus_tokens != "none" and getattr(given, name) != default:
+                errors.append(f"{name} would be ignored without bonus_tokens='none'. Remove the key.")
         if longest is not None and 2 * stride + 1 > longest:
             errors.append(
-                f"hidden_state_stride={stride} is too long for completions of max_completion_length={longest} tokens: "
-                f"velocity compares prefixes of {stride + 1} and {2 * stride + 1} tokens. Set it to at most "
-                f"{max(1, (longest - 1) // 2)}."
+                f"hidden_state_stride={stride} is too long for max_completion_length={longest}: velocity compares "
+                f"prefixes of {stride + 1} and {2 * stride + 1} tokens. Lower it."
             )
         return errors
 

@@ -83,12 +83,6 @@ def test_its_parts_of_a_step_are_timed(straight):
     assert second["time/generation"] == second["time/log_probs"] == 0 and second["time/update"] > 0
 
 
-def test_other_settings_of_its_loss_are_refused(tmp_path, model_path, straight):
-    with pytest.raises(ValueError, match="scale_rewards: 'group' in the checkpoint, 'none' now"):
-        checkpoint = f"{straight.args.output_dir}/checkpoint-3"
-        train(GRPOTrainer, tmp_path, model_path, resume=checkpoint, scale_rewards="none")
-
-
 def test_left_padding_that_changes_log_probs_is_named(tmp_path, caplog):
     """TRL pads prompts on the left without positions: absolute positions then depend on the longest prompt of the
     batch."""

@@ -32,16 +32,6 @@ def test_lora_policy_with_a_full_critic(tmp_path, model_path):
     assert not torch.equal(recorder.critics[0]["model.norm.weight"], recorder.critics[-1]["model.norm.weight"])
 
 
-def test_save_model_writes_the_policy_only(tmp_path, model_path):
-    trainer = build(tmp_path, model_path, max_steps=1)
-    trainer.train()
-    trainer.save_model(str(tmp_path / "final"))
-    assert not (tmp_path / "final" / "critic").exists()
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
-    for name, weight in trainer.model.named_parameters():
-        assert torch.equal(weight, saved.get_parameter(name))
-
-
 ADAM = actor_critics.ADAM | {"lr_scheduler_type": "linear", "num_iterations": 1}
 
 
@@ -54,11 +44,16 @@ def finished_run(tmp_path_factory, model_path):
     return trainer
 
 
-def test_the_card_is_that_of_the_policy(finished_run):
+def test_the_model_is_that_of_the_policy(tmp_path, finished_run):
     checkpoint = Path(finished_run.args.output_dir) / "checkpoint-4"
     card = (checkpoint / "README.md").read_text()
     assert "fine-tuned with PPO" in card and "schulman2017proximal" in card and "- arxiv:1707.06347" in card
     assert not (checkpoint / "critic" / "README.md").exists()
+    finished_run.save_model(str(tmp_path / "final"))
+    assert not (tmp_path / "final" / "critic").exists()
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+    for name, weight in finished_run.model.named_parameters():
+        assert torch.equal(weight, saved.get_parameter(name))
 
 
 @pytest.mark.parametrize("update", [1, 2, 3])

@@ -85,7 +85,6 @@ RUNS = {  # engine, settings, what else the trainer gets
     "feedback": ("transformers", FEEDBACK | TWICE, LORA),
     "refill": ("colocate", REFILL, {}),
     "all guided attempts": ("transformers", HINTS | {"guided_completions": "all", "guided_weight": 0.5} | TWICE, {}),
-    "all": ("transformers", WEIGHTED | HINTS | REFILL, {}),
     "all, several generations in a step": (
         "colocate",
         WEIGHTED | HINTS | REFILL | {"steps_per_generation": 1, "gradient_accumulation_steps": 2},
@@ -165,6 +164,11 @@ def built(output_dir, model_path, settings, more=None, **overrides):
     )
 
 
+def assert_same_weights(found, expected):
+    weights = trainable_weights(found)
+    assert all(torch.equal(weight, weights[name]) for name, weight in trainable_weights(expected).items())
+
+
 def history(trainer, name):
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
@@ -188,8 +192,7 @@ def test_a_run_and_its_continuation(tmp_path, model_path, engine, settings, more
     for step in (1, 2):
         resumed = built(tmp_path / "resumed", model_path, settings, more)
         resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / f"checkpoint-{step}"))
-        weights = trainable_weights(resumed.model)
-        assert all(torch.equal(weight, weights[name]) for name, weight in trainable_weights(straight.model).items())
+        assert_same_weights(resumed.model, straight.model)
         for name in ("loss", "grad_norm", "num_tokens", "adaptive/additional", "guidance/solved", "refill/epochs"):
             assert history(resumed, name) == history(straight, name), name
 
@@ -223,8 +226,7 @@ def test_labels_of_steps_in_later_draws(tmp_path, model_path):
     assert later > 0 and sum(history(straight, "guidance/solved")) > 0
     resumed = built(tmp_path / "resumed", model_path, settings, reward=pairs_of_reward, trainer_class=WatchedAll)
     resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-1"))
-    weights = trainable_weights(resumed.model)
-    assert all(torch.equal(weight, weights[name]) for name, weight in trainable_weights(straight.model).items())
+    assert_same_weights(resumed.model, straight.model)
 
 
 def test_the_schedule_decides_from_the_first_draw(tmp_path, model_path):
@@ -457,13 +459,9 @@ def test_a_function_gives_hints(tmp_path, model_path, caplog):
     assert logged["attempted"] > 0
     assert logged["too_long"] == len(seen) // 4 + (len(seen) % 4 == 3)
     assert logged["answer_in_hint"] == len(seen) // 4 + (len(seen) % 4 >= 2)
-    with pytest.raises(
-        ValueError,
-        match="Failed to generate hints: ValueError: A hint must be text, or None where there is none, got 7",
-    ):
-        built(
-            tmp_path, model_path, HINTS, {"hint": lambda row, failed: 7}, reward=right_with_a_hint, save_strategy="no"
-        ).train()
+    with pytest.raises(ValueError, match="Failed to generate hints: ZeroDivisionError"):
+        more = {"hint": lambda row, failed: 1 / 0}
+        built(tmp_path, model_path, HINTS, more, reward=right_with_a_hint, save_strategy="no").train()
 
 
 def test_other_prompts_take_the_places_of_uniform_groups(tmp_path, model_path):
@@ -494,47 +492,28 @@ def test_refill_of_a_small_data_set(tmp_path, model_path):
     assert history(trainer, "refill/prompts")[0] > 0
 
 
-async def _think(row, failed):
-    return "Think."
-
-
 REFUSED = {
-    "no hints": (
-        {"train_dataset": addition_dataset(8)},
-        HINTS,
-        "needs a column `hint`, and the training set has prompt, solution",
-    ),
-    "a function with feedback": ({"hint": print}, FEEDBACK, "would never be asked with guidance='feedback'"),
-    "a function of a row alone": ({"hint": lambda row: "x"}, HINTS, "cannot be asked for hints: too many positional"),
-    "an asynchronous function": ({"hint": _think}, HINTS, "cannot be asked for hints: it is asynchronous"),
-    "text for a function": ({"hint": "Think."}, HINTS, "'Think.' cannot be asked for hints: .* is not a callable"),
-    "feedback with tools": ({"tools": [run_python]}, FEEDBACK, "attempts with tools have several"),
-    "guidance in an environment": (
-        {"environment_factory": object},
-        HINTS,
-        "with an environment_factory the environment does",
-    ),
-    "numbers as hints": (
-        {"train_dataset": addition_dataset(8).map(lambda row: {"hint": 3})},
-        HINTS,
-        "A hint must be text, or None where there is none, got 3",
-    ),
+    "no hints": ({"train_dataset": addition_dataset(8)}, HINTS, "guidance='hint'"),
+    "a function with feedback": ({"hint": print}, FEEDBACK, "guidance='feedback'"),
+    "feedback with tools": ({"tools": [run_python]}, FEEDBACK, "guidance='feedback'"),
+    "guidance in an environment": ({"environment_factory": object}, HINTS, "environment_factory"),
     "feedback on texts": (
         {"train_dataset": addition_dataset(8).map(lambda row: {"prompt": row["solution"]}, remove_columns="prompt")},
         FEEDBACK,
-        "the prompts are texts, which have no turns",
+        "guidance='feedback'",
     ),
     "refill of a stream": (
         {"train_dataset": addition_dataset(8).to_iterable_dataset()},
         REFILL,
-        "which must know its length; a IterableDataset does not",
+        "refill_uniform_groups",
     ),
+    "no such function": ({}, HINTS | {"hint_function": "math.nothing"}, "hint_function"),
 }
 
 
-@pytest.mark.parametrize(("more", "settings", "message"), REFUSED.values(), ids=REFUSED)
-def test_refused_before_the_model_is_loaded(tmp_path, more, settings, message):
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize(("more", "settings", "key"), REFUSED.values(), ids=REFUSED)
+def test_refused_before_the_model_is_loaded(tmp_path, more, settings, key):
+    with pytest.raises(ValueError, match=key):
         more = {"train_dataset": dataset(8)} | more
         build_trainer(tmp_path, model="no/model", trainer_class=watched(settings), more=more, **settings)
 
@@ -555,21 +534,14 @@ def test_refused_settings(settings, key):
         config("out", GuidanceConfig, **settings)
 
 
-@pytest.mark.parametrize("name", ["math.nothing", "sqrt"])
-def test_hint_functions_that_do_not_exist(tmp_path, name):
-    with pytest.raises(ValueError, match="hint_function"):
-        build_trainer(tmp_path, model="no/model", trainer_class=GuidanceTrainer, hint_function=name)
-
-
 def test_answers_in_hints_are_counted(tmp_path, model_path, caplog):
     data = addition_dataset(8).map(
         lambda row, i: {"hint": f"Say {row['solution']}." if i < 3 else None}, with_indices=True
     )
     built(tmp_path, model_path, HINTS, {"train_dataset": data})
-    assert "3 of 8 hints contain the gold answer word for word" in caplog.text
-    assert (
-        contains_answer("It is 12.", "12") and contains_answer("x=12", ["7", "12"]) and contains_answer("1/2!", "1/2")
-    )
+    assert "3 of 8 hints" in caplog.text
+    held = [("It is 12.", "12"), ("x=12", ["7", "12"]), ("1/2!", "1/2"), (12, "12")]
+    assert all(contains_answer(*pair) for pair in held)
     assert not any(contains_answer(hint, "12") for hint in ("add 312", "12.5 of it", "4.12", "", None))
 
 
@@ -623,5 +595,4 @@ def test_kills_in_later_draws(tmp_path, model_path):
     )
     straight.train()
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "killed", dtype=torch.float32)
-    weights = trainable_weights(again)
-    assert all(torch.equal(weight, weights[name]) for name, weight in trainable_weights(straight.model).items())
+    assert_same_weights(again, straight.model)

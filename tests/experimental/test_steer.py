@@ -108,8 +108,6 @@ def test_properties():
         assert steer_weights(*values[:4], torch.zeros(6, 5), mapping=mapping).isfinite().all()
     broken = logps.clone().fill_(math.nan)
     assert (steer_weights(broken, *values[1:])[mask] == 1.0).all()
-    with pytest.raises(ValueError, match="`mapping` must be 'exponential' or 'linear', got 'cubic'"):
-        steer_weights(*values, mapping="cubic")
 
 
 def test_metrics_on_paper():
@@ -162,7 +160,7 @@ def test_a_run_and_its_continuation(tmp_path, more):
     other = build_trainer(
         tmp_path, trainer_class=both, replay=Replay(), more=more, **(settings | {"token_weight_min": 0.7})
     )
-    with pytest.raises(ValueError, match="token_weight_min: 0.8 in the checkpoint, 0.7 now"):
+    with pytest.raises(ValueError, match="token_weight_min"):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 

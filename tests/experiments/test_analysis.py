@@ -11,7 +11,7 @@ from tolerances import rounding_atol
 
 from experiments import adaptive_rules, methods
 from experiments.adaptive_rules import next_beta, renewal_is_due
-from experiments.beta_and_reference import references, running_mean
+from experiments.beta_and_reference import references
 from experiments.gradient_variance import (
     VARIANTS,
     Batch,
@@ -20,6 +20,7 @@ from experiments.gradient_variance import (
     noise_share,
 )
 from experiments.paper.records import Records
+from experiments.shared import running_mean
 from pacs_trl.miniature.model import build_model
 from pacs_trl.update.reference import SnapshotReference
 from pacs_trl.update.score_rows import sequence_logps

@@ -1,0 +1,99 @@
+"""Helpers of the studies: command line, runs, intervals over seeds, Markdown tables."""
+
+import json
+from argparse import ArgumentParser, Namespace
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from experiments.paper.cells import Options
+
+
+def arms_parser(description: str, name: str, arms: Collection[str]) -> ArgumentParser:
+    """Seeds, arms, and where their runs are: by default in `outputs/NAME`."""
+    names = f"all by default, of {'; '.join(arms)}".replace("%", "%%")
+    parser = ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--arms", nargs="+", choices=list(arms), default=list(arms), metavar="ARM", help=names)
+    parser.add_argument("--results_dir", type=Path, default=Path(f"outputs/{name}/results"))
+    parser.add_argument("--work_dir", type=Path, default=Path(f"outputs/{name}/runs"))
+    parser.add_argument("--max_steps", type=int, help="of every arm, to try things out")
+    return parser
+
+
+def options_of(args: Namespace, **sizes: Any) -> Options:
+    """Options of the runs, of the given sizes or, with `max_steps`, of the smallest."""
+    if args.max_steps is not None:
+        sizes |= {"num_samples": 8, "max_problems": 4, "warm_start_steps": 2}
+    places = {"results_dir": args.results_dir, "work_dir": args.work_dir}
+    return Options(tuple(args.seeds), args.max_steps, **places, **sizes)
+
+
+ROOT = Path(__file__).parents[1]
+RECIPE = ROOT / "recipes" / "miniature" / "sums-0.1m" / "pacs.yaml"
+
+
+def saved(steps: int) -> dict[str, Any]:
+    """Return settings of a run that goes on after an interruption."""
+    return {"save_strategy": "steps", "save_steps": steps, "save_total_limit": 1}
+
+
+def words(settings: dict[str, Any]) -> list[str]:
+    """Return settings as words of a command line."""
+    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+
+
+def run_name(arm: str) -> str:
+    """Return the name of an arm as part of a path."""
+    return arm.lower().replace(" %", "").replace("'s", "").replace(", ", "_").replace(" ", "_")
+
+
+def trained(arguments: Sequence[str], output_dir: Path, trainer_class: type | None = None) -> list[dict[str, Any]]:
+    """Return the log history of a run of `RECIPE` from its warm start, trained unless that is done."""
+    from experiments.paper.runs import start_of, train_once
+    from pacs_trl.recipe import read_recipe
+
+    arguments = ["--config", str(RECIPE), "--save_strategy", "no", *arguments]
+    return train_once(arguments, start_of(read_recipe(arguments)), output_dir, trainer_class)
+
+
+def write_json(file: Path, value: Any) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(value, separators=(",", ":")) + "\n")
+
+
+def publish(file: Path, lines: Sequence[str]) -> None:
+    """Write a page of Markdown, and print it."""
+    file.write_text("\n".join(lines).strip() + "\n")
+    print("\n".join(["", *lines]), flush=True)
+
+
+def markdown(heads: Sequence[str], rows: Sequence[Sequence[object]], num_texts: int = 1) -> list[str]:
+    """Return the lines of a table, whose first columns are texts and the others numbers."""
+    sides = "| --- " * num_texts + "| ---: " * (len(heads) - num_texts)
+    head = f"| {' | '.join(heads)} |".replace("|  |", "| |")
+    return [head, f"{sides}|", *(f"| {' | '.join(map(str, row))} |" for row in rows)]
+
+
+def running_mean(values: Sequence[float], width: int) -> list[float]:
+    """Return the mean of each value and up to `width - 1` before it."""
+    windows = [values[max(0, i + 1 - width) : i + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
+
+
+# 97.5 % of Student's t by the number of seeds
+_STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
+
+
+def over_seeds(values: Sequence[float]) -> tuple[float, float]:
+    """Mean of at least two values, one for each seed, and half the width of its 95 % interval."""
+    return mean(values), _STUDENT[min(len(values), 10)] * stdev(values) / len(values) ** 0.5
+
+
+def mean_difference(values: Sequence[float]) -> str:
+    """Differences by seed: their mean and half of its 95 % interval; of less than three seeds, the mean and their
+    number."""
+    if not values:
+        return ""
+    return f"{mean(values):+.1f} " + (f"± {over_seeds(values)[1]:.1f}" if len(values) > 2 else f"({len(values)})")
