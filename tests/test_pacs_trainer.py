@@ -654,13 +654,6 @@ def test_iterable_dataset(tmp_path):
     assert trainer.state.global_step == 2
 
 
-def test_public_training_step_only(tmp_path):
-    trainer = build_trainer(tmp_path, replay=Replay())
-    with pytest.raises(RuntimeError, match="training_step"):
-        trainer.model.train()
-        trainer.compute_loss(trainer.model, {})
-
-
 @pytest.mark.trains
 def test_training_raises_the_reward(tmp_path):
     """The whole loop learns to begin with an even token: from about 0.5 to 0.95, by 0.32 to 0.50 with twenty seeds."""

@@ -216,8 +216,6 @@ class ExactUpdateTrainer(RolloutTrainer):
 
     def _compute_loss(self, model, inputs):
         """Compute the loss of a batch in evaluation: the same formula, without gradient."""
-        if self.model.training:
-            raise RuntimeError("This trainer trains through `training_step`; `compute_loss` is for evaluation only.")
         rollouts = gather_object(unpad_rollouts(inputs))
         if self.num_generations_eval < 2:
             return torch.tensor(0.0, device=self.args.device)  # a score needs a second completion of the prompt
