@@ -199,12 +199,6 @@ class TestAuthorsNumbers:
         slope = case["beta"] * (1 / mask.sum(-1) if proxy == "mean_logp" else 1)
         assert (coefficients * slope - expected).abs().max() < 1e-9
 
-    def test_cases_cover_every_kind(self):
-        assert len(REFERENCE_CASES) == 30
-        assert {c["estimator"] for c in REFERENCE_CASES} == {"rloo", "grpo", "naive"}
-        assert {c["reward_method"] for c in REFERENCE_CASES} == {"1", "2"}
-        assert {c["weight_mode"] for c in REFERENCE_CASES} >= {"question", "only_positive", "only_negative"}
-
 
 def random_case(seed, num_prompts=5, num_generations=6, soft=False, unlabelled=True):
     generator = torch.Generator().manual_seed(shifted(seed))
@@ -273,16 +267,6 @@ class TestAgainstReferences:
         scale = expected.abs().max().item()
         assert (coefficients - expected).abs().max() < rounding_atol(32, scale, torch.float64)
         assert not coefficients.requires_grad
-
-    def test_coefficients_equal_finite_differences(self, estimator, weighting, soft):
-        proxies, labels = random_case(2, soft=soft)
-        kinds = dict(num_generations=6, score_estimator=estimator, class_weighting=weighting)
-        coefficients = proxy_coefficients(proxies, labels, **kinds)
-        for i in range(0, 30, 4):
-            step = torch.zeros_like(proxies)
-            step[i] = 1e-5
-            up, down = (loss_from_proxies(proxies + s, labels, **kinds)[0].item() for s in (step, -step))
-            assert coefficients[i].item() == pytest.approx((up - down) / 2e-5, abs=1e-9)
 
 
 class TestProperties:

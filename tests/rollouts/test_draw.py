@@ -159,7 +159,5 @@ def test_an_asynchronous_reward_cannot_have_the_score(tmp_path):
     async def likely(completions, score, **kwargs):
         return [0.0 for _ in completions]
 
-    with pytest.raises(
-        ValueError, match="'likely' is asynchronous and asks for `score`.*Write it as a plain function"
-    ):
+    with pytest.raises(ValueError, match="'likely' is asynchronous and asks for `score`"):
         build_trainer(tmp_path, reward=likely)

@@ -116,5 +116,5 @@ def test_an_evaluation_takes_no_seeds_from_training(tmp_path, model_path, coloca
 
 
 def test_one_seed_for_all_rows_is_refused(tmp_path, model_path, colocated):
-    with pytest.raises(ValueError, match="'seed': 3.* would draw the same completion for every row.*a seed for each"):
+    with pytest.raises(ValueError, match="'seed': 3"):
         trainer_of(tmp_path, model_path, colocated, generation_kwargs={"seed": 3})
