@@ -102,11 +102,6 @@ def judge(recipe: Recipe, launch: Launch, gpu: Gpu = H200, prompts: Prompts = UN
             f"problems are trained on (max_train_samples={data.max_train_samples}, eval_split_size="
             f"{data.eval_split_size}). Use more of them, or lower steps_per_generation."
         )
-    if training.max_steps > 0 and training.max_steps % step.updates_per_generation:
-        notes.append(
-            f"max_steps={training.max_steps} ends in the middle of a generation, which is for "
-            f"{step.updates_per_generation} optimizer steps."
-        )
     dtype, rate = estimate.dtype, training.learning_rate
     if dtype != "float32" and not recipe.model.use_peft and rate < _SMALLEST_BF16_LEARNING_RATE:
         lost = f"dtype={dtype} with learning_rate={rate:g}: bfloat16 weights lose steps below about "
@@ -141,12 +136,6 @@ def _engine_conflicts(recipe: Recipe, launch: Launch, estimate: Estimate) -> lis
         return conflicts
     if no_room := estimate.engine_conflict():
         conflicts.append(no_room)
-    needed, room = (recipe.data.max_prompt_length or 0) + longest, training.vllm_max_model_length
-    if room is not None and room < needed:
-        conflicts.append(
-            f"vllm_max_model_length={room} cannot hold max_prompt_length={recipe.data.max_prompt_length} plus "
-            f"max_completion_length={longest}. Set it to at least {needed}."
-        )
     return conflicts
 
 
@@ -215,12 +204,14 @@ def _contexts(recipe: Recipe) -> dict[str, int | None]:
 
 
 def _check_assumed_lengths(recipe: Recipe) -> None:
-    """Raise a `ValueError` if the longest allowed prompt and a completion exceed the context of the model."""
+    """Raise a `ValueError` if the longest allowed prompt and a completion exceed the context of model or engine."""
     prompt, completion = recipe.data.max_prompt_length, recipe.training.max_completion_length or 0
-    for name, context in _contexts(recipe).items():
+    is_colocated = recipe.training.use_vllm and recipe.training.vllm_mode == "colocate"
+    engine = recipe.training.vllm_max_model_length if is_colocated else None
+    for name, context in (_contexts(recipe) | {"vllm_max_model_length": engine}).items():
         if context is not None and (prompt or 1) + completion > context:
             words = "a prompt" if prompt is None else f"max_prompt_length={prompt}"
             raise ValueError(
-                f"{words} plus max_completion_length={completion} exceeds the context of the model, {name}={context}. "
-                "Lower them, or use a model with a longer context."
+                f"{words} plus max_completion_length={completion} exceeds {name}={context}. Lower them, or raise the "
+                "context of model or engine."
             )

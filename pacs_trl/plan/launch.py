@@ -1,8 +1,6 @@
 """The launch that an accelerate file describes: the number of processes and what they shard."""
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
@@ -54,7 +52,9 @@ def read_launch(accelerate_config: str | None, num_processes: int | None) -> tup
             version = int(section.get("fsdp_version", 1))
         elif kind == "DEEPSPEED":
             section = config.deepspeed_config
-            stage, precision = _zero_stage(section, precision)
+            if "deepspeed_config_file" in section:
+                raise ValueError("plan does not read deepspeed_config_file. Set zero_stage in its place.")
+            stage = section.get("zero_stage", 2)  # accelerate's default
             sharding, words = _ZERO_SHARDING[stage], f"DeepSpeed ZeRO-{stage}"
         if ignored := section.keys() - {action.dest for action in launch_command_parser()._actions}:
             raise ValueError(f"accelerate ignores {', '.join(sorted(ignored))}. Correct or remove it.")
@@ -62,12 +62,3 @@ def read_launch(accelerate_config: str | None, num_processes: int | None) -> tup
         return None, [f"{accelerate_config}: {type(error).__name__}: {error}"]
     description = f"{count} process{'es' * (count != 1)}, {words} ({accelerate_config})"
     return Launch(count, sharding, description, kind, version, str(precision or "no").lower()), []
-
-
-def _zero_stage(section: dict, precision: str | None) -> tuple[int, str | None]:
-    """Return ZeRO stage and mixed precision, which a DeepSpeed file decides where there is one."""
-    if (file := section.get("deepspeed_config_file")) is None:
-        return section.get("zero_stage", 2), precision  # accelerate's default
-    content = json.loads(Path(file).read_text())
-    enabled = [name for name in ("bf16", "fp16") if content.get(name, {}).get("enabled") is True]
-    return content["zero_optimization"]["stage"], enabled[0] if enabled else precision

@@ -259,7 +259,6 @@ class Verifier(BaseVerifier):
             normally decides, so that a label does not depend on how busy the machine is.
         memory_limit_mb (`int`): Address space of one worker, in MiB; sympy itself takes about 100.
         cache_size (`int`): Number of grades that are kept.
-        max_characters (`int`): Longer completions are not graded.
         protocol (`str`): `"authors"` (the PACS authors' grader) or `"trl"` (TRL's `accuracy_reward`).
         grade_truncated (`bool`): Grade a truncated completion like any other. By default only its last closed box is
             graded, and without one it has no answer.
@@ -272,12 +271,12 @@ class Verifier(BaseVerifier):
     ```
     """
 
+    max_characters = MAX_CHARACTERS
     # Completions per message to the pool: bounds the memory that a large evaluation takes in transit.
     _MAX_MESSAGE_ITEMS = 2048
     _MAX_GOLDS = 4096  # about 20 CPU seconds
     _POOL_SETTINGS = ("num_workers", "timeout_seconds", "cpu_seconds", "memory_limit_mb", "protocol")
 
-    max_characters: int = MAX_CHARACTERS
     protocol: str = "authors"
     grade_truncated: bool = False
 

@@ -124,23 +124,19 @@ def json_of_tests(value: Any) -> str | None:
 
 
 def _from_verification_info(cases: list[dict]) -> dict[str, Any] | None:
-    """Cases with `type`, `input`, `output` and, for functions, `fn_name`; of functions, the output is in a list of its
-    own."""
+    """Read cases with `type`, `input`, `output`, and for functions `fn_name`, whose output is in a list of its own."""
     if not cases or len({(case.get("type"), case.get("fn_name")) for case in cases}) != 1:
         return None
     if cases[0].get("type") != "function_call":
-        return {
-            "type": "stdin_stdout",
-            "cases": [{"input": case["input"], "output": case["output"]} for case in cases],
-        }
-
-    def value_of(cell: Any) -> Any:
-        return json.loads(cell) if isinstance(cell, str) else cell
-
-    read = [{"input": value_of(case["input"]), "output": value_of(case["output"])} for case in cases]
-    for case in read:
-        if isinstance(case["output"], list) and len(case["output"]) == 1:
-            case["output"] = case["output"][0]
+        kept = [{"input": case["input"], "output": case["output"]} for case in cases]
+        return {"type": "stdin_stdout", "cases": kept}
+    read = []
+    for case in cases:
+        given, output = (
+            json.loads(cell) if isinstance(cell, str) else cell for cell in (case["input"], case["output"])
+        )
+        single = isinstance(output, list) and len(output) == 1
+        read.append({"input": given, "output": output[0] if single else output})
     return {"type": "function", "name": cases[0]["fn_name"], "cases": read}
 
 

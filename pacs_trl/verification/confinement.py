@@ -1,10 +1,9 @@
-"""What a process gives up before it runs the program of a model: three layers, each of which holds without the others.
+"""Confinement of the process that runs a program, in three layers, each of which holds without the others.
 
 `seccomp`: a list of the system calls that an interpreter needs to compute; all others fail. `landlock`: which files
-may be opened, as far as the kernel's version of it goes also TCP, signals and abstract sockets. Limits: processor
-time, memory, sizes, open files, capabilities. None needs root, a library or an installed package; the kernel keeps all
-of them for good, for the process and whatever it starts. Nothing here knows of programs or tests: `sandbox.py` says
-who gives up what, and when.
+may be opened, and as far as the kernel's version goes also TCP, signals, and abstract sockets. Limits: CPU time,
+memory, sizes, open files, capabilities. None needs root, a library, or a package; the kernel keeps all of them for
+good, for the process and whatever it starts.
 """
 
 import ctypes
@@ -66,17 +65,8 @@ class Rule(NamedTuple):
 
 
 def assemble(rules: Sequence[Rule], machine: str) -> list[tuple[int, int, int, int]]:
-    """
-    The filter: the first rule that fits decides; a call that none fits is refused, and one of another architecture
-    kills.
-
-    Args:
-        rules (sequence of [`Rule`]): In the order in which they are tried.
-        machine (`str`): Key of `AUDIT_NAMES`.
-
-    Returns:
-        `list[tuple[int, int, int, int]]`: Instructions (code, jump if true, jump if false, constant).
-    """
+    """Return the filter as instructions (code, jump if true, jump if false, constant): the first rule that fits
+    decides; a call that none fits is refused, and one of another architecture kills."""
     program = [
         (LOAD, 0, 0, ARCHITECTURE),
         (EQUAL, 1, 0, AUDIT_NAMES[machine]),
@@ -101,14 +91,8 @@ def assemble(rules: Sequence[Rule], machine: str) -> list[tuple[int, int, int, i
 
 
 def rules_for(machine: str, pid: int, *, may_open_for_writing: bool) -> list[Rule]:
-    """
-    Return rules that allow what an interpreter needs to compute, and nothing else.
-
-    Args:
-        machine (`str`): Key of `AUDIT_NAMES`.
-        pid (`int`): The process, which may send signals to itself alone.
-        may_open_for_writing (`bool`): Whether something else (Landlock) decides which files are written.
-    """
+    """Return rules that allow what an interpreter needs to compute: signals to itself (`pid`) alone, and opening files
+    for writing only where something else (Landlock) decides which."""
     column = list(AUDIT_NAMES).index(machine)
 
     def numbers(table: str) -> dict[str, int]:
@@ -169,20 +153,15 @@ def landlock_version() -> int:
 
 
 def landlock_ruleset(readable: Sequence[str]) -> int:
-    """
-    Return a descriptor of rules that allow to read `readable` and to use /dev/null.
-
-    Everything else of what this kernel can refuse is refused: other files, TCP (version 4), device controls (5),
-    signals and abstract sockets that lead out (6).
-    """
+    """Return a descriptor of rules that allow to read `readable` and to use /dev/null. Everything else of what this
+    kernel can refuse is refused: other files, TCP (version 4), device controls (5), signals and abstract sockets that
+    lead out (6)."""
     version = landlock_version()
     rights = (1 << _NUM_RIGHTS[min(version, len(_NUM_RIGHTS)) - 1]) - 1
     attributes = struct.pack("=QQQ", rights, 0b11, 0b11)[: 8 if version < 4 else 16 if version < 6 else 24]
     ruleset = _check(_libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0), "Landlock")
-    for path, wanted in (
-        *((path, _READ_FILE | _READ_DIR) for path in readable),
-        ("/dev/null", _READ_FILE | _WRITE_FILE | _TRUNCATE),
-    ):
+    wishes = dict.fromkeys(readable, _READ_FILE | _READ_DIR) | {"/dev/null": _READ_FILE | _WRITE_FILE | _TRUNCATE}
+    for path, wanted in wishes.items():
         try:
             place = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except FileNotFoundError:

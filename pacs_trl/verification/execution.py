@@ -20,15 +20,8 @@ from .confinement import LAYERS
 
 
 class Execution(NamedTuple):
-    """
-    One run of a program.
-
-    Args:
-        outcome ([`Outcome`], *optional*): `None` for one that ended by itself without an error; else `ERROR`,
-            `TIMEOUT`, or `KILLED`.
-        output, messages (`str`): What it wrote to the standard output, and the end of its standard error.
-        seconds (`float`): Wall-clock time.
-    """
+    """One run of a program: its outcome (`None` if it ended by itself without an error; else `ERROR`, `TIMEOUT`, or
+    `KILLED`), its output, the end of its standard error, and its wall-clock seconds."""
 
     outcome: Outcome | None
     output: str
@@ -46,8 +39,7 @@ class Execution(NamedTuple):
 
 
 class Level(NamedTuple):
-    """How far programs are confined: the layers that hold, in words for people, and what is known of those that do
-    not."""
+    """How far programs are confined: the layers that hold, the same in words, and why the others do not."""
 
     layers: tuple[str, ...]
     text: str
@@ -165,18 +157,11 @@ class SandboxFusion:
         self.url, self.timeout_seconds, self.memory_limit_mb = url.rstrip("/"), timeout_seconds, memory_limit_mb
 
     def run(self, program: str, text: str) -> Execution:
-        request = {
-            "code": program,
-            "stdin": text,
-            "language": "python",
-            "run_timeout": self.timeout_seconds,
-            "memory_limit_MB": self.memory_limit_mb,
-        }
-        body, headers = json.dumps(request).encode(), {"Content-Type": "application/json"}
+        request = {"code": program, "stdin": text, "language": "python", "run_timeout": self.timeout_seconds}
+        body = json.dumps(request | {"memory_limit_MB": self.memory_limit_mb}).encode()
         try:
-            with urllib.request.urlopen(
-                urllib.request.Request(f"{self.url}/run_code", body, headers), timeout=self.timeout_seconds + 60.0
-            ) as answer:
+            sent = urllib.request.Request(f"{self.url}/run_code", body, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(sent, timeout=self.timeout_seconds + 60.0) as answer:
                 result = json.load(answer)["run_result"]
             status = result["status"]
         except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:  # TypeError: its result is null

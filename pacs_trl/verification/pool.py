@@ -26,9 +26,8 @@ from .worker import grade_one, serve
 
 # How often to check that the parent lives when nothing happens. A closed connection is noticed at once.
 _POLL_SECONDS = 1.0
-# Items and characters that a worker gets at a time: enough to keep it busy, few enough to leave some for the others.
+# Items that a worker gets at a time: enough to keep it busy, few enough to leave some for the others.
 _MAX_CHUNK_ITEMS = 32
-_MAX_CHUNK_CHARACTERS = 1 << 20
 
 # Graded once before the first fork: the grammar of the LaTeX parser fills its tables on first use (about 0.5 s).
 _WARM_UP = [
@@ -66,11 +65,6 @@ class _Pool:
             while not self.connection.poll(_POLL_SECONDS):
                 self._exit_without_parent()
             self.connection.send(self._grade(self.connection.recv()))
-
-    def kill(self) -> None:
-        for worker in self.workers:
-            os.kill(worker.pid, signal.SIGKILL)
-            os.waitpid(worker.pid, 0)
 
     def _fork(self) -> _Worker:
         ours, theirs = socket.socketpair()
@@ -121,10 +115,7 @@ class _Pool:
     def _assign(self, worker: _Worker, todo: deque[int], items: list) -> bool:
         """Send a worker its next chunk. False when it does not take it."""
         size = max(1, min(_MAX_CHUNK_ITEMS, len(todo) // (2 * len(self.workers))))
-        characters = 0
-        while todo and len(worker.assigned) < size and characters < _MAX_CHUNK_CHARACTERS:
-            worker.assigned.append(todo.popleft())
-            characters += len(items[worker.assigned[-1]][0])
+        worker.assigned.extend(todo.popleft() for _ in range(size))
         worker.started = time.monotonic()
         try:
             worker.connection.send([items[index] for index in worker.assigned])
@@ -177,4 +168,6 @@ def main() -> None:
     except (EOFError, ConnectionError):  # the parent has closed the connection, or has gone
         pass
     finally:
-        pool.kill()
+        for worker in pool.workers:
+            os.kill(worker.pid, signal.SIGKILL)
+            os.waitpid(worker.pid, 0)

@@ -1,16 +1,10 @@
 """One program of a model at a time, in a process that can compute and do next to nothing else.
 
-This file is a program of its own: `code.py` starts it as a fresh interpreter, one for each worker, with the standard
-library and no other package, no environment and no argument of the run. It imports what programs import, and then
-forks a process for each program that it is sent: as open files (program, input, output, messages), which it never
-reads, so that no process inherits another one's program or output, and no expected output is anywhere near. The new
-process gives up what it could do harm with, layer by layer, before it reads its program; this one watches its clocks,
-and ends it with everything that it left behind.
-
-Layers: `rlimits` (always, with capabilities and the environment dropped, a session and a folder of its own),
-`landlock` (files, TCP, signals and abstract sockets, as far as the kernel's version of it goes) and `seccomp` (a list
-of the system calls that an interpreter needs; all others fail). Which of them hold is measured by `code.py`, not
-believed.
+This file is a program of its own: `execution.py` starts it as a fresh interpreter, one for each worker, with the
+standard library only. It forks a process for each program that it is sent: as open files (program, input, output,
+messages), which it never reads, so that no process inherits another one's program or output, and no expected output
+is anywhere near. The new process gives up its rights, layer by layer, before it reads its program (`confinement.py`);
+this one watches its clocks, and ends it with everything that it left behind.
 """
 
 import atexit
@@ -43,18 +37,12 @@ unicodedata
 
 
 class Worker:
-    """
-    Runs the programs that come over a connection, one after the other.
-
-    Args:
-        connection (`socket.socket`): Receives a request with four open files, and sends a report.
-        settings (`dict`): `parent_pid`, `folder` (in which each program gets one of its own), `layers`, and the limits
-            `cpu_seconds`, `timeout_seconds`, `memory_limit_mb` and `output_limit_mb`.
-    """
+    """Runs the programs that come over a connection, one after the other. `settings` are `parent_pid`, `folder` (in
+    which each program gets one of its own), `layers`, `cpu_seconds`, `timeout_seconds`, `memory_limit_mb`, and
+    `output_limit_mb`."""
 
     def __init__(self, connection: socket.socket, settings: dict[str, Any]):
-        self.connection, self.settings = connection, settings
-        self.machine = os.uname().machine
+        self.connection, self.settings, self.machine = connection, settings, os.uname().machine
         self.ruleset: int | None = None
         report: dict[str, Any] = {"landlock": "switched off", "seccomp": "switched off"}
         if "landlock" in settings["layers"]:

@@ -47,7 +47,6 @@ SAID = {
     "unknown model": ((), UNKNOWN, 0, "The shape of 'someone/something' is not known"),
     "no data file": ((), {"dataset_name": "mine.jsonl"}, 0, "'mine.jsonl' does not exist"),
     "unknown data": ((), {"max_steps": None, "dataset_name": "a/b"}, 0, "unknown: max_steps is not set"),
-    "end within a generation": ((), {"max_steps": 481}, 0, "max_steps=481"),
     "text that is no YAML": (("--system_prompt", "Answer {briefly: "), {}, 0),
     "mean length 0": (("--mean-length", "0"), {}, 1, "mean-length is 0", "no: tokens generated"),
     "mean length 1001": (("--mean-length", "1001"), {}, 1, "mean-length is 1001", "no: tokens generated"),
@@ -60,7 +59,7 @@ SAID = {
     "bfloat16": ((), BF16, 1, "dtype=bfloat16 with learning_rate=1e-06", "Set dtype: float32"),
     "bfloat16, LoRA": ((), BF16 | {"use_peft": True}, 0),
     "no saving": ((), GRPO | {"save_strategy": "no"}, 0, "no: checkpoint"),
-    "vLLM, short": ((), VLLM | {"vllm_max_model_length": 1499}, 1, "at least 1500"),
+    "vLLM, short": ((), VLLM | {"vllm_max_model_length": 1499}, 1, "vllm_max_model_length=1499"),
     "vLLM, long enough": ((), VLLM | {"vllm_max_model_length": 1500}, 0),
     "vLLM over processes": (THREE, VLLM | PAIRS, 1, "vllm_tensor_parallel_size=2"),
     "vLLM beside training": ((), LARGE, 1, "vllm_gpu_memory_utilization=0.75 takes 98 GiB of an H200's 131", "0.4 or less"),  # noqa: E501

@@ -1,6 +1,5 @@
 """The launch that an accelerate file describes, and what accelerate would refuse or ignore."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ FILES = [
     ((*FSDP, "fsdp_config: {fsdp_version: two}"), "two"),
     ((*ZERO, "deepspeed_config: {zero_stage: 5}"), "5"),
     ((*ZERO, "deepspeed_config: {zero_stag: 3}"), "zero_stag"),
-    ((*ZERO, "deepspeed_config: {deepspeed_config_file: no/such.json}"), "no/such.json"),
+    ((*ZERO, "deepspeed_config: {deepspeed_config_file: no/such.json}"), "deepspeed_config_file"),
 ]
 
 
@@ -47,18 +46,10 @@ STAGES = [(0, "none"), (1, "gradients"), (2, "gradients"), (3, "full"), (None, "
 
 
 @pytest.mark.parametrize(("stage", "sharding"), STAGES)
-def test_zero_stage(launch_file, tmp_path, stage, sharding):
-    """accelerate's default is 2. A file of DeepSpeed must set it."""
+def test_zero_stage(launch_file, stage, sharding):
+    """accelerate's default is 2."""
     config = "{}" if stage is None else f"{{zero_stage: {stage}}}"
     assert read_launch(launch_file(*ZERO, f"deepspeed_config: {config}"), None)[0].sharding == sharding
-    deepspeed = tmp_path / "deepspeed.json"
-    deepspeed.write_text(json.dumps({"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}))
-    file = launch_file(*ZERO, f"deepspeed_config: {{deepspeed_config_file: {deepspeed}}}")
-    launch, errors = read_launch(file, None)
-    if stage is None:
-        assert launch is None and errors
-    else:
-        assert (launch.sharding, launch.kind, launch.mixed_precision) == (sharding, "DEEPSPEED", "bf16")
 
 
 def test_files_and_numbers_that_do_not_fit():

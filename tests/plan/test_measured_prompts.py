@@ -76,10 +76,10 @@ def test_a_context_that_is_too_short(small):
     assert status == 1 and "1 conflict(s)" in output
     assert "9 of 9 prompts do not fit into the context of the model, max_position_embeddings=4096" in output
     status, output = small(dataset_name="gsm8k", max_prompt_length=96, max_completion_length=4001)
-    assert "max_prompt_length=96 plus max_completion_length=4001 exceeds the context" in output
+    assert "max_prompt_length=96 plus max_completion_length=4001 exceeds max_position_embeddings" in output
     assert small(dataset_name="gsm8k", max_prompt_length=95, max_completion_length=4001)[0] == 0
     math = {"model_name_or_path": "Qwen/Qwen2.5-Math-1.5B", "dataset_name": "gsm8k", "max_completion_length": 4096}
-    assert "a prompt plus max_completion_length=4096 exceeds the context" in small(**math)[1]
+    assert "a prompt plus max_completion_length=4096 exceeds max_position_embeddings" in small(**math)[1]
 
 
 def test_what_training_would_say_of_the_data(small, tmp_path, monkeypatch):

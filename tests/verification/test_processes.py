@@ -144,7 +144,8 @@ class TestLimits:
 
     def test_memory(self):
         large = "x" * 100_000_000  # cannot even be read within the limit
-        with Verifier(num_workers=1, memory_limit_mb=256, timeout_seconds=30.0, max_characters=10**9) as verifier:
+        with Verifier(num_workers=1, memory_limit_mb=256, timeout_seconds=30.0) as verifier:
+            verifier.max_characters = 10**9
             grades = verifier.grade_detailed([box(1), large, box(2)], [1, 9, 2])
         assert [grade.outcome for grade in grades] == [Outcome.CORRECT, Outcome.KILLED, Outcome.CORRECT]
 
