@@ -21,13 +21,9 @@ def build_prompt(
 
 
 def prompt_of(problem: str | list, *, as_it_stands: bool, instruction: str, system_prompt: str | None) -> str | list:
-    """
-    Return the prompt of a problem: messages, and with `as_it_stands` text, are prompts already; of messages only the
-    system turn is replaced by `system_prompt`.
-
-    Raises:
-        ValueError: If `instruction` or `system_prompt` would be ignored.
-    """
+    """Return the prompt of a problem. Messages, and with `as_it_stands` text, are prompts already, of which
+    `system_prompt` replaces the system turn. Raises a `ValueError` if `instruction` or `system_prompt` would be
+    ignored."""
     if isinstance(problem, str) and not as_it_stands:
         return build_prompt(problem, instruction=instruction, system_prompt=system_prompt)
     if instruction not in ("", PROMPT_INSTRUCTION):
@@ -88,9 +84,8 @@ def prompt_lengths(
         if isinstance(batch[0], str):
             ids = tokenizer(text=batch)["input_ids"]
         else:
-            ids = tokenizer.apply_chat_template(
-                batch, add_generation_prompt=True, tokenize=True, return_dict=False, **more
-            )
+            how = {"add_generation_prompt": True, "tokenize": True, "return_dict": False} | more
+            ids = tokenizer.apply_chat_template(batch, **how)
         lengths += map(len, ids)
     return lengths
 
@@ -104,34 +99,33 @@ def check_chat_template(tokenizer: Any) -> None:
         )
 
 
+def _rope_kinds(config: Any) -> list[dict]:
+    rope = getattr(config, "rope_parameters", None) or {}  # one for all layers, or one for each type of layer
+    return [kind for kind in (rope, *rope.values()) if isinstance(kind, dict)]
+
+
 def context_length(config: Any) -> int | None:
     """Return how many tokens a model has positions for (with scaled RoPE, the scaled number); `None` if unbounded."""
     config = config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit <= 0:
         return None
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict) and kind.get("factor")]
+    kinds = [kind for kind in _rope_kinds(config) if kind.get("factor")]
     scaled = [kind["factor"] * kind.get("original_max_position_embeddings", limit) for kind in kinds]
     return int(max([limit, *scaled]))
 
 
 def length_with_fixed_positions(config: Any) -> int | None:
-    """Tokens up to which a sequence's positions do not depend on the longest one of its batch; `None` if they never
-    do. RoPE of the types `longrope` and `dynamic` changes its frequencies beyond that length, for the whole batch."""
+    """Return the tokens up to which a sequence's positions do not depend on the longest one of its batch; `None` if
+    they never do. RoPE of the types `longrope` and `dynamic` changes its frequencies beyond that length."""
     config = config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    lengths = []
-    for kind in (rope, *rope.values()):  # one for all layers, or one for each type of layer
-        rope_type = kind.get("rope_type", "") if isinstance(kind, dict) else ""
-        if rope_type == "longrope":
-            lengths.append(kind["original_max_position_embeddings"])
-        elif "dynamic" in rope_type:
-            lengths.append(config.max_position_embeddings)
+    kinds = {kind.get("rope_type", ""): kind for kind in _rope_kinds(config)}
+    lengths = [kinds["longrope"]["original_max_position_embeddings"]] if "longrope" in kinds else []
+    lengths += [config.max_position_embeddings for rope_type in kinds if "dynamic" in rope_type]
     return min(lengths, default=None)
 
 
 def context_lengths(config: Any) -> dict[str, int | None]:
-    """Bounds on the tokens of a sequence, by the key of the configuration that each comes from."""
+    """Return bounds on the tokens of a sequence, by the key of the configuration that each comes from."""
     fixed = length_with_fixed_positions(config)
     return {"max_position_embeddings": context_length(config), "original_max_position_embeddings": fixed}

@@ -93,19 +93,18 @@ PROBLEM_COLUMNS = ("prompt", "problem", "question", "messages")
 def own_columns(
     entry: ProblemSet, names: Sequence[str], problem_column: str | None, solution_column: str | None
 ) -> ProblemSet:
-    """Find the columns of a set without a name here among those it has, where the user does not name them."""
+    """Find the columns of a set that has no name here, where the user does not name them."""
     found = [column for column in PROBLEM_COLUMNS if column in names] or [entry.problem_column]
     column = problem_column or found[0]
-    if column == "prompt" and not problem_column and len(found) > 1:
+    stands = column == "prompt" and not problem_column
+    if stands and len(found) > 1:
         logger.warning(
             f"The prompts of {entry.title or entry.hub_id} are taken from its column `prompt` as they stand, not from "
             f"`{found[1]}`. Set problem_column: {found[1]} for the other."
         )
     golds = ("solution", "answer") if column == "prompt" else ("answer", "solution")
-    solution = solution_column or next((name for name in golds if name in names), "")
-    if not solution:
-        solution = column if column == "messages" else golds[0]
-    stands = column == "prompt" and not problem_column
+    default = column if column == "messages" else golds[0]
+    solution = solution_column or next((name for name in golds if name in names), default)
     return replace(entry, problem_column=column, solution_column=solution, as_it_stands=stands)
 
 

@@ -62,8 +62,7 @@ def _equation() -> Iterator[WorkedProblem]:
             )
 
 
-# Sums: what they are made of, the sizes that are benchmarks, problems in the fixed sample of a size, and worked
-# solutions of a problem.
+# Sums: terms, sizes that are benchmarks, problems in the fixed sample of a size, and worked solutions of a problem.
 TERMS = (*range(1, 10), *range(10, 100, 10))
 SUM_SIZES = (3, 4, 5, 6, 7)
 NUM_SUMS = 3000

@@ -41,11 +41,8 @@ H200 = GPUS["h200"]
 
 @dataclass(frozen=True)
 class ModelShape:
-    """
-    A dense decoder with grouped-query attention and a gated MLP (Llama, Qwen2, Qwen3), with the numbers of its
-    `config.json`. `tied`: input embedding and output head are one matrix. `qkv_bias` is Qwen2's, `qk_norm` (per head)
-    Qwen3's.
-    """
+    """A dense decoder with grouped-query attention and a gated MLP (Llama, Qwen2, Qwen3), with the numbers of its
+    `config.json`. `tied`: input embedding and output head are one matrix. `qkv_bias` is Qwen2's, `qk_norm` Qwen3's."""
 
     num_layers: int
     hidden: int
@@ -176,12 +173,10 @@ def lora_parameters(shape: ModelShape, rank: int, targets: str | list[str] | Non
 
 
 def training_state_bytes(trained: float, frozen: float, *, frozen_bytes: int, sharding: str, processes: int) -> float:
-    """
-    Bytes of weights, gradients and Adam moments on one GPU, for so many trained and frozen parameters. A trained
-    weight takes 16 bytes: float32 weight, gradient and two moments. Sharded (`"full"`: FSDP, ZeRO-3) each GPU holds `1
-    / processes` of it. ZeRO-2 (`"gradients"`) keeps a bfloat16 copy of all weights and shards the rest. Unsharded
-    training (`"none"`) adds the bfloat16 copy that autocast keeps.
-    """
+    """Return the bytes of weights, gradients, and Adam moments on one GPU. A trained weight takes 16 bytes: float32
+    weight, gradient, and two moments. Sharded (`"full"`: FSDP, ZeRO-3) each GPU holds `1 / processes` of it. ZeRO-2
+    (`"gradients"`) keeps a bfloat16 copy of all weights and shards the rest. Unsharded training (`"none"`) adds the
+    bfloat16 copy that autocast keeps."""
     if sharding == "full":
         return (16 * trained + frozen_bytes * frozen) / processes
     if sharding == "gradients":
@@ -190,11 +185,9 @@ def training_state_bytes(trained: float, frozen: float, *, frozen_bytes: int, sh
 
 
 def checkpoint_bytes(trained: float, *, weight_bytes: int = 4, snapshot: bool = False, row_tokens: float = 0) -> float:
-    """
-    Return the bytes of a checkpoint on disk: weights, two moments of Adam in the same precision, a copy of what is
+    """Return the bytes of a checkpoint on disk: weights, two moments of Adam in the same precision, a copy of what is
     trained for a snapshot reference, and 13 bytes (token, mask, two log-probs) for each token of completions that are
-    not learned from yet (`row_tokens`). The frozen weights beside an adapter are not written.
-    """
+    not learned from yet (`row_tokens`). The frozen weights beside an adapter are not written."""
     return weight_bytes * trained * (3 + snapshot) + 13 * row_tokens
 
 
@@ -255,11 +248,10 @@ def mean_square_length(mean: float, longest: float) -> float:
 def decoding_seconds(
     shape: ModelShape, rows: float, prompt: float, mean: float, longest: int, *, kv_cache_bytes: float, gpu: Gpu
 ) -> float:
-    """
-    Time of generating `rows` completions on one GPU, bound by memory bandwidth. Each decoding step reads the bfloat16
-    weights once and the keys and values of all sequences so far. A completion of length l reads its prompt l times and
-    itself l / 2 times, so squared lengths count. There are as many waves as the cache needs to hold all sequences.
-    """
+    """Return the time of generating `rows` completions on one GPU, bound by memory bandwidth. Each decoding step reads
+    the bfloat16 weights once and the keys and values of all sequences so far. A completion of length l reads its
+    prompt l times and itself l / 2 times, so squared lengths count. There are as many waves as the cache needs to hold
+    all sequences."""
     cache_needed = rows * (prompt + mean) * shape.kv_bytes_per_token
     waves = max(1.0, cache_needed / max(kv_cache_bytes, 1.0))
     weight_reads = waves * longest * 2 * shape.parameters

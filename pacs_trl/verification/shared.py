@@ -3,8 +3,9 @@
 import os
 import threading
 from dataclasses import dataclass
+from typing import Literal
 
-from ..settings import refuse_illegal_values
+from ..settings import bounded, refuse_illegal_values
 from . import Verifier
 from .code import CodeVerifier
 
@@ -35,18 +36,18 @@ class VerificationArguments:
         code_sandbox_url (`str`, *optional*): SandboxFusion server that runs programs instead of this machine.
     """
 
-    verification_protocol: str = "authors"
-    verification_num_workers: int | None = None
-    verification_timeout_seconds: float = 5.0
-    verification_cpu_seconds: float = 0.4
-    verification_memory_limit_mb: int = 1024
+    verification_protocol: Literal["authors", "trl"] = "authors"
+    verification_num_workers: int | None = bounded(None, least=1)
+    verification_timeout_seconds: float = bounded(5.0, above=0)
+    verification_cpu_seconds: float = bounded(0.4, above=0)
+    verification_memory_limit_mb: int = bounded(1024, least=256)
     verification_grade_truncated: bool = False
-    verification_max_failure_share: float = 0.5
-    code_isolation: str = "landlock+seccomp"
-    code_cpu_seconds: float = 2.0
-    code_timeout_seconds: float = 6.0
-    code_memory_limit_mb: int = 512
-    code_label: str = "all"
+    verification_max_failure_share: float = bounded(0.5, least=0, most=1)
+    code_isolation: Literal["landlock+seccomp", "seccomp", "landlock", "rlimits"] = "landlock+seccomp"
+    code_cpu_seconds: float = bounded(2.0, above=0)
+    code_timeout_seconds: float = bounded(6.0, above=0)
+    code_memory_limit_mb: int = bounded(512, least=128)
+    code_label: Literal["all", "share"] = "all"
     code_sandbox_url: str | None = None
 
     def __post_init__(self):

@@ -1,7 +1,6 @@
 """Named sets in their Hub column layout, files, prompts, filters and splits of `pacs_trl.data`."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from pacs_trl.data import (
     gold_answer,
     load_training_data,
 )
-from pacs_trl.data.sets import CODE_INSTRUCTION, _quoted, dataset_warnings
+from pacs_trl.data.sets import CODE_INSTRUCTION
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.benchmarks import load_benchmark
 from pacs_trl.miniature.tokenizer import build_tokenizer
@@ -425,14 +424,6 @@ def test_unreadable_golds_are_reported_with_row_and_text(tmp_path, caplog):
     assert "2 of 4 gold answers" in report and "row 2: 'So it is 4.'" in report and r"row 3: '\\frac{1}{'" in report
 
 
-def test_long_texts_are_quoted_to_the_end():
-    """Their middle is left out, not the closing quotation mark."""
-    problem, answers = "How many apples? " * 20, ["17 apples, " * 9, "18 apples, " * 9]
-    (sentence,) = dataset_warnings("my set", [problem, problem], answers)
-    assert re.findall("'[^']*'", sentence) == [_quoted(text) for text in (problem, problem, *answers)]
-    assert sentence.endswith("'.") and len(sentence) < 350 and "..." in _quoted(problem)
-
-
 ODD = [
     {"problem": "1+1", "answer": "2"},
     {"problem": " 1+1 ", "answer": "3"},
@@ -450,9 +441,9 @@ def test_what_is_odd_is_warned_of_in_training_and_evaluation(tmp_path, caplog):
         caplog.clear()
         read()
         repeated, empty, long = (record.message for record in caplog.records)
-        assert "2 of 7 problems of " in repeated and "repeat another, ' 1+1 '" in repeated
-        assert "; 1 of them with another answer, ' 1+1 ' with '2' and '3'." in repeated
-        assert "1 gold answers" in empty and "'N/A'" in empty and "1 gold answers" in long and "'We add." in long
+        assert "2 of 7 problems" in repeated and "1 of them with another answer, ' 1+1 ' with '2' and '3'." in repeated
+        assert "1 gold answers" in empty and "'N/A'" in empty
+        assert "1 gold answers" in long and "'We add." in long and len(long) < 200
     caplog.clear()
     fine = [{"problem": "1+1", "answer": ["2", "two"]}, {"problem": "1-1", "answer": ["0"]}]
     load(write_jsonl(tmp_path / "fine.jsonl", fine))
