@@ -68,7 +68,7 @@ def test_the_first_epoch_is_that_of_trl_bit_for_bit(tmp_path, model_path, straig
     assert same_weights(trls, straight) and logged(trls) == logged(straight)
 
 
-@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize("step", [1, 2])
 def test_a_resumed_run_is_bit_identical(tmp_path, model_path, straight, step):
     """Between generations, where TRL's own trainer is too, and within them, where it is not."""
     resumed = train(GRPOTrainer, tmp_path, model_path, resume=f"{straight.args.output_dir}/checkpoint-{step}")

@@ -2,13 +2,11 @@
 
 import copy
 import itertools
-import math
 import socket
 
 import actor_critics
 import pytest
 import torch
-import yaml
 from actor_critics import ADAM, CriticRecorder, assert_close_gradients, assert_same_logs, assert_same_models
 from fake_llm import play_colocated
 from loopback_vllm import LoopbackVLLM, play_installed, server_settings
@@ -24,7 +22,6 @@ from pacs_trl.experimental._critic_answers import check_critic
 from pacs_trl.experimental._critic_math import reinforce_weights
 from pacs_trl.experimental._critic_prompt import CriticPrompt
 from pacs_trl.experimental.genac import GenACConfig, GenACTrainer
-from pacs_trl.train import main
 
 
 SETTINGS = actor_critics.SETTINGS | {
@@ -171,7 +168,7 @@ def test_the_critic_learns_alone_at_first(finished_run):
         assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize("update", [1, 2, 3])
+@pytest.mark.parametrize("update", [1, 2])
 def test_a_resumed_run_is_bit_identical(tmp_path, model_path, finished_run, update):
     """Both models, both optimizers, answers that were generated and not learned from, and the success rate."""
     trainer, _ = finished_run
@@ -361,40 +358,3 @@ class TestBadInput:
             vars(critic).update(broken)
         with pytest.raises(ValueError, match=message):
             build(tmp_path, model_path, **settings)
-
-
-def test_a_recipe_trains_both_models_on_the_miniature_world_and_continues(tmp_path, model_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "miniature").mkdir()  # of the same name as a template
-    names = ("use_cpu", "bf16", "max_completion_length", "gradient_checkpointing", "critic_prompt", "logging_steps")
-    recipe = {name: SETTINGS[name] for name in (*names, "critic_max_new_tokens", "num_generations")} | {
-        "method": "genac",
-        "model_name_or_path": model_path,
-        "dataset_name": "miniature/addition",
-        "prompt_instruction": "",
-        "reward_funcs": ["math_reward", "replay.digit_reward"],
-        "reward_weights": [0.5, 0.5],
-        "output_dir": str(tmp_path / "run"),
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "lr_scheduler_type": "constant",
-        "per_device_train_batch_size": 8,
-        "steps_per_generation": 2,
-        "critic_pretraining_steps": 0,
-        "learning_rate": 1e-3,
-        "critic_learning_rate": 1e-3,
-    }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    words = ["--config", str(tmp_path / "recipe.yaml")]
-    first = main([*words, "--max_steps", "1"])
-    second = main([*words, "--max_steps", "2", "--resume_from_checkpoint", "last"])
-    for name, weight in first.model.named_parameters():
-        assert not torch.equal(weight, second.model.get_parameter(name)), name
-    assert yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())["critic_prompt"] == "miniature"
-    card = (tmp_path / "run" / "README.md").read_text()
-    assert "fine-tuned with GenAC" in card and "arxiv:2604.10701" in card and "genac" in card
-    logs = [entry for entry in second.state.log_history if "loss" in entry]
-    assert {"genac/critic_loss", "genac/critic_grad_norm", "genac/approx_kl"} <= logs[1].keys()
-    found = {k: v for k, v in logs[0].items() if k.startswith("genac/")}
-    assert {"genac/explained_variance", "genac/value_mean", "genac/unparsed", "genac/segments"} <= found.keys()
-    assert not math.isnan(found["genac/brier"])
