@@ -8,7 +8,7 @@ counts and pass@k to `OUTPUT_DIR/results.json`. Running the same command again g
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -27,7 +27,7 @@ from . import provenance
 from .arguments import EvaluationArguments, read_evaluation
 from .benchmarks import LoadedBenchmark, load_benchmark
 from .engines import TransformersEngine, engine_facts, identify_model, start_engine
-from .grading import BackgroundGrader
+from .grading import grade_in_background
 from .requests import Request, render_prompt, sample_seed
 from .results import RESULTS_SCHEMA, GradedSample, summarize, write_results
 from .store import SampleStore, digest, evaluation_file, read_samples
@@ -102,7 +102,6 @@ def evaluate(
         ids, golds = [p.id for p in benchmark.problems], [p.solution for p in benchmark.problems]
         report_unreadable_golds(benchmark.title, golds, verifier, ids)
     entries: dict[str, Any] = {}
-    num_tokens = 0
     with ExitStack() as stack:
         stores = [stack.enter_context(_open_store(args, model, benchmark)) for benchmark in benchmarks]
         requests = [missing_requests(args, b, store.keys) for b, store in zip(benchmarks, stores, strict=True)]
@@ -113,14 +112,13 @@ def evaluate(
         for benchmark, store, missing in zip(benchmarks, stores, requests, strict=True):
             grading = code_verifier if benchmark.is_code else verifier
             bar = tqdm(total=len(missing), desc=benchmark.title, disable=None if progress and missing else True)
-            with BackgroundGrader(grading, benchmark.problems) as grader:
-                num_tokens += _sample(args, store, missing, engine, grader, bar)
-                graded = grader.finish()
-            _check_failures(benchmark, grader.outcomes, max_failure_share)
+            records = _records(args, store, missing, engine, bar)
+            graded, outcomes = grade_in_background(grading, benchmark.problems, records)
+            _check_failures(benchmark, outcomes, max_failure_share)
             entries[benchmark.name] = {
                 "title": benchmark.title,
                 "source": benchmark.source,
-                "verification": dict(grader.outcomes),
+                "verification": dict(outcomes),
                 **summarize([problem.id for problem in benchmark.problems], graded.values(), args.ks),
             }
             if benchmark.is_code:
@@ -128,32 +126,24 @@ def evaluate(
             _write_grades(args, benchmark, graded)
     if args.token_entropy_samples:
         _add_token_entropy(args, benchmarks, entries)
-    timing = {"wall_seconds": round(time.perf_counter() - started, 3), "num_tokens": num_tokens}
+    timing = {"wall_seconds": round(time.perf_counter() - started, 3)}
     results = _results(args, model, verifier, entries) | {"timing": timing}
     write_results(Path(args.output_dir) / "results.json", results)
     return results
 
 
-def _sample(
-    args: EvaluationArguments,
-    store: SampleStore,
-    missing: Sequence[Request],
-    engine: Any,
-    grader: BackgroundGrader,
-    bar: tqdm,
-) -> int:
-    """Generate and store what is missing, and hand all samples to the grader; the number of generated tokens."""
-    num_tokens = 0
+def _records(
+    args: EvaluationArguments, store: SampleStore, missing: Sequence[Request], engine: Any, bar: tqdm
+) -> Iterator[dict[str, Any]]:
+    """The stored samples, then those that are missing as they are generated and stored."""
     for record in read_samples(store.path):
         if record["sample"] < args.n:
-            grader.add(record)
+            yield record
     with bar:
         for request, completion in engine.generate(missing, args.sampling) if missing else ():
             if (request.problem_id, request.sample) not in store.keys:
-                grader.add(store.append(request.problem_id, request.sample, request.seed, *completion))
-            num_tokens += completion.num_tokens
+                yield store.append(request.problem_id, request.sample, request.seed, *completion)
             bar.update()
-    return num_tokens
 
 
 def _results(args: EvaluationArguments, model: dict, verifier: Verifier, entries: dict) -> dict[str, Any]:
