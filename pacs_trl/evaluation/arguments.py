@@ -98,26 +98,29 @@ class EvaluationArguments:
             self.k = ",".join(map(str, self.k if isinstance(self.k, list) else [self.k]))
         if isinstance(self.benchmarks, list):
             self.benchmarks = ",".join(self.benchmarks)
+        errors = [
+            f"{name} must be at least {least}, got {getattr(self, name)}."
+            for name, least in _LEAST.items()
+            if getattr(self, name) is not None and getattr(self, name) < least
+        ]
+        errors += [
+            f"{name} is a share in (0, 1], got {getattr(self, name)}."
+            for name in ("top_p", "gpu_memory_utilization")
+            if not 0 < getattr(self, name) <= 1
+        ]
         if not all(k.strip().isdecimal() and 1 <= int(k) <= self.n for k in self.k.split(",")):
-            raise ValueError(
-                f"k must be whole numbers from 1 to n, separated by commas; got k = {self.k} with n = {self.n}. "
-                "Raise n, or leave out the larger k."
-            )
-        for name, least in _LEAST.items():
-            if (value := getattr(self, name)) is not None and value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}. Raise it, or remove the key.")
-        for name in ("top_p", "gpu_memory_utilization"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name} is a share in (0, 1], got {getattr(self, name)}. Choose one in this range.")
+            errors.append(f"k must be whole numbers from 1 to n = {self.n}, separated by commas; got {self.k}.")
         if not isinstance(self.template_kwargs, dict | None):
-            raise ValueError(f"chat_template_kwargs must be a JSON object, got {self.chat_template_kwargs!r}.")
+            errors.append(f"chat_template_kwargs must be a JSON object, got {self.chat_template_kwargs!r}.")
         if self.base_url != type(self).base_url and self.engine != "server":
-            raise ValueError(
+            errors.append(
                 f"base_url={self.base_url!r} would be ignored, and the model loaded here, with engine "
                 f"{self.engine!r}. Set engine: server, or remove the key."
             )
         if self.engine == "server" and self.token_entropy_samples:
-            raise ValueError("token_entropy_samples needs distributions, which a server does not return. Set it to 0.")
+            errors.append("token_entropy_samples needs distributions, which a server does not return. Set it to 0.")
+        if errors:
+            raise ValueError(" ".join(errors))
 
     @property
     def ks(self) -> list[int]:

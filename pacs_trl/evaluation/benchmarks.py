@@ -151,7 +151,12 @@ def load_benchmark(
             f"Unknown benchmark {name!r}. Choose from {', '.join(BENCHMARKS)}, miniature/<task>, point one of them at "
             "a local file with name=PATH, or give the path of a file of your own (.jsonl, .json or .parquet)."
         )
-    rows = load_rows(name, entry, path or None)
+    try:
+        rows = load_rows(name, entry, path or None)
+    except KeyError as error:
+        raise ValueError(
+            f"Benchmark {name} reads the column {error}, which a row lacks. Use the Hub's files."
+        ) from error
     if path and name not in BENCHMARKS:
         given = columns or {}
         names = list(dict.fromkeys(column for row in rows for column in row))

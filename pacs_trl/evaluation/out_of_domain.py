@@ -37,28 +37,25 @@ def livecodebench_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     Problems of the window, with their public and private tests.
 
     Raises:
-        `ValueError`: for a row without one of LiveCodeBench's columns, tests that cannot be unpacked, or an empty
-        window.
+        `KeyError`: for a row without one of LiveCodeBench's columns.
+        `ValueError`: for tests that cannot be unpacked, or an empty window.
     """
     first, last = LIVECODEBENCH_WINDOW
-    try:
-        chosen = [row for row in rows if first <= str(row["contest_date"])[:10] <= last]
-        packed = [row["private_test_cases"] for row in chosen]
-        unpacked = _unpack([text for text in packed if not text.lstrip().startswith("[")])
-        converted = []
-        for row, text in zip(chosen, packed, strict=True):
-            private = text if text.lstrip().startswith("[") else next(unpacked)
-            cases = json.loads(row["public_test_cases"]) + json.loads(private)
-            tests = _tests(cases, json.loads(row["metadata"]).get("func_name"))
-            task = "Read the input from standard input and write the answer to standard output."
-            if row.get("starter_code"):
-                task = f"Complete this code:\n```python\n{row['starter_code'].strip()}\n```"
-            problem = f"{row['question_content'].strip()}\n\n{task}"
-            converted.append({"id": row["question_id"], "problem": problem, "answer": tests})
-    except KeyError as error:
-        raise ValueError(f"A row of LiveCodeBench has no column {error}. Use the files of the Hub.") from error
-    if not converted:
+    chosen = [row for row in rows if first <= str(row["contest_date"])[:10] <= last]
+    if not chosen:
         raise ValueError(f"None of the {len(rows)} rows of LiveCodeBench is from {first} to {last}. Use other files.")
+    packed = [row["private_test_cases"] for row in chosen]
+    unpacked = _unpack([text for text in packed if not text.lstrip().startswith("[")])
+    converted = []
+    for row, text in zip(chosen, packed, strict=True):
+        private = text if text.lstrip().startswith("[") else next(unpacked)
+        cases = json.loads(row["public_test_cases"]) + json.loads(private)
+        tests = _tests(cases, json.loads(row["metadata"]).get("func_name"))
+        task = "Read the input from standard input and write the answer to standard output."
+        if row.get("starter_code"):
+            task = f"Complete this code:\n```python\n{row['starter_code'].strip()}\n```"
+        problem = f"{row['question_content'].strip()}\n\n{task}"
+        converted.append({"id": row["question_id"], "problem": problem, "answer": tests})
     return converted
 
 
@@ -95,18 +92,15 @@ def gpqa_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     options in an order of its own.
 
     Raises:
-        `ValueError`: for a row without one of GPQA's columns.
+        `KeyError`: for a row without one of GPQA's columns.
     """
     names = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
-    try:
-        return [
-            {
-                "id": row.get("Record ID") or str(index),
-                "problem": row["Question"].strip(),
-                "options": [row[name].strip() for name in names],
-                "answer": "A",
-            }
-            for index, row in enumerate(rows)
-        ]
-    except KeyError as error:
-        raise ValueError(f"A row of GPQA has no column {error}. Use the data set of the Hub.") from error
+    return [
+        {
+            "id": row.get("Record ID") or str(index),
+            "problem": row["Question"].strip(),
+            "options": [row[name].strip() for name in names],
+            "answer": "A",
+        }
+        for index, row in enumerate(rows)
+    ]

@@ -40,18 +40,10 @@ def pass_at_k(n, c, k):
     """
     n, c, ks = _as_counts("n", n), _as_counts("c", c), _as_counts("k", k)
     n, c = np.broadcast_arrays(n, c)
-    if n.size == 0:
-        raise ValueError("pass@k needs at least one problem, got an empty array of counts.")
-    if n.min() < 1 or (c < 0).any() or (c > n).any():
-        raise ValueError(
-            f"Counts must satisfy n >= 1 and 0 <= c <= n for every problem; got n in [{n.min()}, {n.max()}] and c in "
-            f"[{c.min()}, {c.max()}]."
-        )
+    if n.size == 0 or n.min() < 1 or (c < 0).any() or (c > n).any():
+        raise ValueError(f"pass@k needs problems with n >= 1 and 0 <= c <= n; got n = {n!s:.80} and c = {c!s:.80}.")
     if ks.min() < 1 or ks.max() > n.min():
-        raise ValueError(
-            f"pass@k needs 1 <= k <= n: k is {ks.min() if ks.min() < 1 else ks.max()} and the smallest n is "
-            f"{n.min()}. Draw more samples or ask for smaller k."
-        )
+        raise ValueError(f"pass@k needs 1 <= k <= n, got k = {ks} and a smallest n of {n.min()}. Ask for smaller k.")
 
     values = np.empty(n.shape + (ks.size,))
     for num_samples in np.unique(n):

@@ -98,13 +98,11 @@ def read_results(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if path.is_dir():
         path = path / "results.json"
-    if not path.is_file():
-        raise ValueError(f"There is no results file {path}; `pacs-trl evaluate` writes one into its output directory.")
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not a results file: {error}.") from error
-    version = results.get("schema_version") if isinstance(results, dict) else None
+        version = results["schema_version"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no results file of `pacs-trl evaluate`: {error}. Evaluate again.") from error
     if version != RESULTS_SCHEMA:
         raise ValueError(
             f"{path} has results schema {version}, this version reads {RESULTS_SCHEMA}. Evaluate again from the "

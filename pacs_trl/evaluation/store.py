@@ -95,7 +95,7 @@ class SampleStore(AbstractContextManager):
             lines = differences(stored["settings"], json.loads(expected)["settings"])
             lines += differences(stored["format"], STORE_FORMAT, key="format")
         except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{self.path} is not a sample store. Use another output directory.") from None
+            lines = ["it is not a sample store"]
         if lines:
             raise ValueError(
                 f"{self.path} holds samples made with other settings (stored != requested):\n  "

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from peft import LoraConfig, get_peft_model
 
 from pacs_trl.cli import run as command
 from pacs_trl.data import PROMPT_INSTRUCTION
@@ -265,18 +264,6 @@ def test_the_default_k_go_as_far_as_n():
     for n, ks in ((1, [1]), (2, [1]), (4, [1, 4]), (31, [1, 4, 8, 16]), (128, [1, 4, 8, 16, 32, 64])):
         arguments = EvaluationArguments(model="m", benchmarks="b", output_dir="o", n=n)
         assert arguments.ks == ks and dataclasses.replace(arguments, method="x").ks == ks
-
-
-def test_an_adapter_of_another_base_model(run, arguments, boxing_model, tmp_path):
-    base, tokenizer = boxing_model
-    wide = copy.deepcopy(base.config)
-    wide.hidden_size *= 2
-    type(base)(wide).save_pretrained(tmp_path / "wide")
-    adapter = get_peft_model(copy.deepcopy(base), LoraConfig(r=2, target_modules=["q_proj"]))
-    adapter.peft_config["default"].base_model_name_or_path = str(tmp_path / "wide")
-    adapter.save_pretrained(tmp_path / "adapter"), tokenizer.save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ValueError, match="base_model_name_or_path"):
-        run(arguments, model=str(tmp_path / "adapter"))
 
 
 def test_a_checkpoint_is_its_content(run, arguments, checkpoint, boxing_model, tmp_path, monkeypatch):
