@@ -107,7 +107,7 @@ def test_sample_file_takes_its_golds_from_the_benchmark(tmp_path, capsys):
         (["--true-column", "hand"], "true_column"),
         (["--true-column", "solution"], "true_column"),
         (["--completions", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["--completions", __file__], ".jsonl, .json or .parquet"),
+        (["--completions", __file__], ".jsonl, .json"),
     ],
 )
 def test_errors(path, changes, key):

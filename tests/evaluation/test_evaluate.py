@@ -245,7 +245,6 @@ def test_refused_before_any_work(arguments, tmp_path, monkeypatch, changes, key,
     monkeypatch.chdir(tmp_path)
     for directory in ("ADAPTER", "EMPTY", "SHARDS/pytorch_model_fsdp_0"):
         (tmp_path / directory).mkdir(parents=True)
-    (tmp_path / "SHARDS" / "config.json").write_text("{}")
     (tmp_path / "ADAPTER" / "adapter_config.json").write_text('{"base_model_name_or_path": "/no/base"}')
     assert main(command_line(arguments, **changes)) == 2
     assert key in capsys.readouterr().err
