@@ -311,8 +311,9 @@ def test_the_address_of_a_server_is_kept_without_its_password(arguments):
     assert identify_model(EvaluationArguments(**arguments))["server"] == "http://host:8000/v1?a=1"
 
 
-def test_too_many_failures_are_refused(arguments):
-    with Verifier(num_workers=1, max_characters=3) as verifier:
+def test_too_many_failures_are_refused(arguments, monkeypatch):
+    monkeypatch.setattr(Verifier, "max_characters", 3)
+    with Verifier(num_workers=1) as verifier:
         with pytest.raises(ValueError, match="too_long"):
             evaluate(EvaluationArguments(**arguments), verifier, progress=False)
         results = evaluate(EvaluationArguments(**arguments), verifier, max_failure_share=1.0, progress=False)
