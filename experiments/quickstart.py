@@ -10,7 +10,8 @@ from importlib import import_module
 
 from experiments.graded import read_graded
 from pacs_trl.errors import exit_code
-from pacs_trl.settings import Parser, require_matplotlib
+from pacs_trl.settings import Parser
+from pacs_trl.settings.names import require_matplotlib
 
 
 def _run(argv: list[str]) -> None:

@@ -20,18 +20,10 @@ from .data.sets import MINIATURE
 from .data.tasks import TOOL_TASKS, check_task
 from .pacs_config import PACSConfig
 from .redaction import PublishedArguments
+from .rollouts.checks import check_generation_kwargs, check_reward_function, shared_turns_error
 from .rollouts.step_sizes import Step
-from .rollouts.tools import check_tool, shared_turns_error
-from .rollouts.trainer_checks import check_generation_kwargs, check_reward_function
-from .settings import (
-    bounded,
-    did_you_mean,
-    function_of_user,
-    read_settings,
-    refuse_illegal_values,
-    set_environment,
-    typed_values,
-)
+from .settings import bounded, did_you_mean, read_settings, refuse_illegal_values, set_environment, typed_values
+from .settings.names import function_of_user
 from .verification.shared import VerificationArguments, run_python
 
 
@@ -218,12 +210,9 @@ def _relation_errors(run: RunArguments, data: DataArguments, training: Any) -> l
             f"eval_strategy={str(training.eval_strategy)!r} needs problems that are held out: set eval_split_size to "
             "their number."
         )
-    functions, weights = run.reward_funcs, training.reward_weights
-    if weights is not None and len(weights) != len(functions):
-        errors.append(
-            f"reward_weights={weights} must have one weight for each of the {len(functions)} reward functions "
-            f"({', '.join(functions)})."
-        )
+    weights = training.reward_weights
+    if weights is not None and len(weights) != len(run.reward_funcs):
+        errors.append(f"reward_weights={weights} must have one weight for each of reward_funcs={run.reward_funcs}.")
     elif weights is not None and hasattr(training, "pacs_beta") and (abs(sum(weights) - 1) > 1e-6 or min(weights) < 0):
         errors.append(
             f"reward_weights={weights} must not be negative and must sum to 1, not {sum(weights):g}: the weighted sum "
@@ -269,6 +258,4 @@ def tool_function(name: str) -> Callable:
             f"There is no tool {name!r} in pacs_trl, which has {run_python.__name__}. Write tools of your own as "
             "package.module.function."
         )
-    function = function_of_user(name, "tools") if "." in name else run_python
-    check_tool(function)
-    return function
+    return function_of_user(name, "tools") if "." in name else run_python

@@ -1,7 +1,7 @@
 """Training from a recipe: `accelerate launch -m pacs_trl.train --config RECIPE.yaml [--key value ...]`.
 
-The same entry point trains a miniature model on two CPU cores and an 8B model on several nodes, with PACS or with a
-baseline. What is trained on what is the recipe's business (`recipe.py`), how is the trainer's.
+The same entry point trains a miniature model on two CPU cores and an 8B model on several nodes, with PACS, a
+baseline, or a method in `experimental`.
 """
 
 import sys
@@ -21,7 +21,7 @@ if __name__ == "__main__":  # before the imports below: help, errors, and Ctrl-C
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from accelerate import PartialState
 from transformers import AutoTokenizer, TrainerState
@@ -30,22 +30,25 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig, get_peft_config, get_quantization_config
 
 from . import experimental, rewards
+from .baselines.grpo_trainer import GRPOTrainer
+from .baselines.ppo_trainer import PPOTrainer
 from .data import TRAINING_SETS, load_training_data
 from .data.sets import MINIATURE
 from .errors import during_run
-from .miniature.model import build_model
+from .pacs_trainer import PACSTrainer
 from .recipe import Recipe, RunArguments, load_tokenizer, read_recipe, reward_function, tool_function
 from .rollouts.checkpoint import check_complete, check_same_adapter, last_checkpoint
-from .rollouts.lora import check_lora_targets
+from .rollouts.checks import OWN_PARAMETERS, check_dataset, check_number_of_prompts
 from .rollouts.preemption import NAMES, stop_on_signal
 from .rollouts.publication import upload
 from .rollouts.step_sizes import Step
-from .rollouts.tools import check_tool_template, check_tools
 from .rollouts.tracking import tracked_run
-from .rollouts.trainer_checks import OWN_PARAMETERS, check_dataset, check_number_of_prompts
 from .rollouts.vllm_checks import check_vllm
-from .settings import check_model_path, check_whole_model, require_vllm
+from .settings.names import check_model_path, check_whole_model, require_vllm
 from .verification.shared import configure_verification, run_python, shared_code_verifier, shared_verifier
+
+
+TRAINERS = {"pacs": PACSTrainer, "grpo": GRPOTrainer, "ppo": PPOTrainer}
 
 
 def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
@@ -53,10 +56,8 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
     Train as the recipe says, save model, model card and the resolved recipe to `output_dir`, and push if asked to.
 
     Args:
-        argv (`Sequence[str]`, *optional*):
-            Command-line arguments, by default those of the process.
-        trainer_class (`type`, *optional*):
-            Takes the place of the trainer of the recipe's method, of which it is a subclass.
+        argv (`Sequence[str]`, *optional*): Command-line arguments, by default those of the process.
+        trainer_class (`type`, *optional*): Subclass of the method's trainer, used instead of it.
 
     Returns:
         The trainer, after training; `None` if the run that was to be resumed is finished already.
@@ -66,14 +67,16 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
     """
     recipe = read_recipe(sys.argv[1:] if argv is None else argv)
     training = recipe.training
-    checkpoint = _checkpoint_to_resume(training.output_dir, training.resume_from_checkpoint)
-    if _is_finished(training, checkpoint):
-        done = f"The run in {training.output_dir} is finished, and its model is written: nothing to do."
-        PartialState().print(f"{done} Raise max_steps or num_train_epochs to train longer.")
+    method, resume = recipe.run.method, str(training.resume_from_checkpoint)
+    trainer_class = trainer_class or TRAINERS.get(method) or experimental.classes_of(method)[1]
+    checkpoint = _checkpoint_to_resume(training.output_dir, resume)
+    if _is_finished(training, resume, checkpoint):
+        PartialState().print(
+            f"The run in {training.output_dir} is finished, and its model is written: nothing to do. Raise max_steps "
+            "or num_train_epochs to train longer."
+        )
         return None
-    _check_keeps_model(training.output_dir, checkpoint)
-    Path(training.output_dir).mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=training.output_dir).close()  # an OSError now, not with the first checkpoint
+    _check_output(training.output_dir, checkpoint)
     get_reporting_integration_callbacks(training.report_to)  # raises for unknown names
     configure_verification(recipe.verification)
     reward_funcs, tools = _functions(recipe.run)
@@ -91,7 +94,7 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
         tracked_run(training, recipe.settings, resuming=checkpoint is not None) as tracking,
         stop_on_signal() as stopping,
     ):
-        trainer = (trainer_class or _trainer_class(recipe.run.method))(
+        trainer = trainer_class(
             model=recipe.model.model_name_or_path,
             reward_funcs=reward_funcs,
             args=_with_model_arguments(recipe),
@@ -104,9 +107,7 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
             tools=tools,
         )
         trainer.recipe = _from_any_folder(recipe.settings)
-        trainer.accelerator.print(
-            describe_step(Step.of(training, trainer.accelerator.num_processes), len(train_dataset))
-        )
+        trainer.accelerator.print(describe_step(recipe.step, len(train_dataset)))
         with during_run():
             trainer.train(resume_from_checkpoint=checkpoint)
         if stopping.stopped is not None:
@@ -134,25 +135,8 @@ def _leave(trainer, signum: int) -> NoReturn:
     raise SystemExit(code)
 
 
-def _trainer_class(method: str) -> type:
-    if method == "grpo":
-        from .baselines.grpo_trainer import GRPOTrainer
-
-        return GRPOTrainer
-    if method == "ppo":
-        from .baselines.ppo_trainer import PPOTrainer
-
-        return PPOTrainer
-    if method == "pacs":
-        from .pacs_trainer import PACSTrainer
-
-        return PACSTrainer
-    return experimental.classes_of(method)[1]
-
-
 def _with_model_arguments(recipe: Recipe):
-    """The training configuration with TRL's model arguments in `model_init_kwargs`, where its trainers look for
-    them."""
+    """Return the training configuration with TRL's model arguments in `model_init_kwargs`."""
     recipe.training.model_init_kwargs = {
         "revision": recipe.model.model_revision,
         "attn_implementation": recipe.model.attn_implementation,
@@ -163,8 +147,8 @@ def _with_model_arguments(recipe: Recipe):
 
 
 def _from_any_folder(settings: dict) -> dict:
-    """What repeats the run: models and data of this machine by their whole path, since `outputs/model` would be a Hub
-    id when read from another folder, and no checkpoint to resume from."""
+    """Return the settings that repeat the run from any folder: models and data of this machine by their whole path,
+    and no checkpoint to resume from."""
     names = {key: settings.get(key) for key in ("model_name_or_path", "critic_model_name_or_path", "dataset_path")}
     if Path(settings.get("critic_prompt") or "").is_file():
         names["critic_prompt"] = settings["critic_prompt"]
@@ -179,39 +163,31 @@ def _from_any_folder(settings: dict) -> dict:
 
 
 def _checked_model(recipe: Recipe):
-    """LoRA configuration (or `None`) and tokenizer of the model, without its weights; both fit what will run them."""
+    """Return the LoRA configuration (or `None`) and the tokenizer of the model, whose weights are not loaded yet."""
     model, training = recipe.model, recipe.training
     name = model.model_name_or_path
-    check_model_path(name)
+    for path in (name, vars(training).get("critic_model_name_or_path") or name):
+        check_model_path(path)
     check_whole_model(name, "training", "name the base model")
-    if critic := vars(training).get("critic_model_name_or_path"):
-        check_model_path(critic)
-    is_miniature = name.startswith(MINIATURE)
-    if training.use_vllm and is_miniature:
+    if training.use_vllm and name.startswith(MINIATURE):
         require_vllm("set use_vllm=False")  # the trainer checks the rest, once there is a path
     elif training.use_vllm:
         check_vllm(training, name)
-    architecture: Any = name
     peft_config = get_peft_config(model)
+    targets = peft_config.target_modules if peft_config is not None else None
+    if isinstance(targets, str) and targets.isidentifier():
+        peft_config.target_modules = {targets}  # TRL turns a list of one name into text, a regular expression for peft
     try:
-        tokenizer = load_tokenizer(recipe)
-        if is_miniature:
-            architecture = build_model(tokenizer, name.removeprefix(MINIATURE).partition("/")[2] or "small")
-        if peft_config is not None:
-            where = {"revision": model.model_revision, "trust_remote_code": training.trust_remote_code}
-            check_lora_targets(peft_config, architecture, **where)
+        return peft_config, load_tokenizer(recipe)
     except OSError as error:  # no connection, no such model, no rights, a folder without a model
         raise ValueError(
             f"The model {name!r} cannot be loaded: {' '.join(str(error).split())} A model is a directory with "
             "config.json and tokenizer, a Hub id, or miniature/TASK."
         ) from error
-    if recipe.run.tools:
-        check_tool_template(tokenizer, name)
-    return peft_config, tokenizer
 
 
 def _make_warm_start(recipe: Recipe):
-    """Put the checkpoint of a miniature model in the place of its name; returns its tokenizer."""
+    """Replace the name of a miniature model by its checkpoint; returns the tokenizer."""
     from .miniature.warm_start import warm_start
 
     with PartialState().main_process_first():
@@ -221,18 +197,20 @@ def _make_warm_start(recipe: Recipe):
 
 
 def _functions(run: RunArguments) -> tuple[list[Callable], list[Callable] | None]:
-    """Reward functions and tools of a recipe; a sandbox that cannot be had is refused now, not in the first step."""
+    """Return the reward functions and tools of a recipe; starts the sandbox, so that it is refused before training."""
     functions = [reward_function(name) for name in run.reward_funcs]
     tools = [tool_function(name) for name in run.tools] if run.tools else None
-    check_tools(tools)
     if rewards.code_reward in functions or run_python in (tools or []):
         PartialState().print(f"Programs run with {shared_code_verifier().start().text}.")
     return functions, tools
 
 
-def _checkpoint_to_resume(output_dir: str, resume: str | bool | None) -> str | None:
-    """The checkpoint to continue from; refuses to start over on top of an unfinished run."""
-    if not _asked_to_resume(resume):
+_NO_RESUME, _LAST = ("none", "false"), ("last", "true")  # values of resume_from_checkpoint besides paths
+
+
+def _checkpoint_to_resume(output_dir: str, resume: str) -> str | None:
+    """Return the checkpoint to continue from; raises a `ValueError` if the run would start over an unfinished one."""
+    if resume.lower() in _NO_RESUME:
         last = get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
         if last is not None:
             raise ValueError(
@@ -240,17 +218,18 @@ def _checkpoint_to_resume(output_dir: str, resume: str | bool | None) -> str | N
                 "`--resume_from_checkpoint last`, or choose another output_dir."
             )
         return None
-    if _means_last(resume):
+    if resume.lower() in _LAST:
         last = last_checkpoint(output_dir)
         if last is None:
             PartialState().print(f"There is no checkpoint in {output_dir} yet: starting from the beginning.")
         return last
-    check_complete(str(resume))
-    return str(resume)
+    check_complete(resume)
+    return resume
 
 
-def _check_keeps_model(output_dir: str, checkpoint: str | None) -> None:
-    """Refuse to write over the model of another run, of which no checkpoint need be left."""
+def _check_output(output_dir: str, checkpoint: str | None) -> None:
+    """Raise a `ValueError` if the model of another run would be overwritten, of which no checkpoint may be left, and
+    an `OSError` if the directory cannot be written to."""
     is_own = checkpoint is not None and Path(checkpoint).resolve().parent == Path(output_dir).resolve()
     holds_model = any((Path(output_dir) / name).is_file() for name in ("config.json", "adapter_config.json"))
     if holds_model and not is_own:
@@ -258,39 +237,29 @@ def _check_keeps_model(output_dir: str, checkpoint: str | None) -> None:
             f"{output_dir} already holds a model, which this run would overwrite without continuing it. Choose "
             "another output_dir, or remove the directory. To train the model further, pass it as model_name_or_path."
         )
+    Path(output_dir).mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=output_dir).close()
 
 
-def _asked_to_resume(resume: str | bool | None) -> bool:
-    return resume is not None and str(resume).lower() not in ("false", "none")
-
-
-def _means_last(resume: str | bool | None) -> bool:
-    return str(resume).lower() in ("true", "last")
-
-
-def _is_finished(training: GRPOConfig, checkpoint: str | None) -> bool:
+def _is_finished(training: GRPOConfig, resume: str, checkpoint: str | None) -> bool:
     """Whether the run to resume has taken all its steps and written its model."""
-    if not _asked_to_resume(training.resume_from_checkpoint):
+    if resume.lower() in _NO_RESUME:
         return False
-
-    def at_the_end(directory: str | None) -> bool:
-        file = Path(str(directory)) / "trainer_state.json"
-        if directory is None or not file.is_file():
-            return False
+    # The state in `output_dir` is written after the model. An earlier checkpoint may be named to go back to it.
+    for directory in [training.output_dir] if resume.lower() in _LAST else [training.output_dir, checkpoint]:
         try:
-            state = TrainerState.load_from_json(str(file))
-        except ValueError:  # torn
+            state = TrainerState.load_from_json(str(Path(str(directory), "trainer_state.json")))
+        except (OSError, ValueError):  # absent or truncated
             return False
-        if training.max_steps > 0:
-            return state.global_step >= training.max_steps
-        return (state.epoch or 0.0) >= training.num_train_epochs
-
-    # That of `output_dir` is written after the model. An earlier checkpoint may be named to go back to it.
-    return at_the_end(training.output_dir) and (_means_last(training.resume_from_checkpoint) or at_the_end(checkpoint))
+        steps_left = training.max_steps > state.global_step
+        epochs_left = training.max_steps <= 0 and training.num_train_epochs > (state.epoch or 0.0)
+        if steps_left or epochs_left:
+            return False
+    return True
 
 
 def describe_step(step: Step, num_prompts: int) -> str:
-    """What a generation and an optimizer step consist of, in one line, since four settings multiply into it."""
+    """Return one line about a generation and an optimizer step, whose sizes are products of four settings."""
     return (
         f"Generation: {step.prompts_per_generation:.0f} of {num_prompts} prompts x {step.num_generations} "
         "completions. "

@@ -131,7 +131,7 @@ def test_a_mistake_is_one_message_and_ends_with_2(monkeypatch, capsys, argv, wor
     ],
 )
 def test_missing_packages_are_named_before_any_run(monkeypatch, capsys, tmp_path, argv, words):
-    monkeypatch.setattr("pacs_trl.settings.find_spec", lambda name: None)
+    monkeypatch.setattr("pacs_trl.settings.names.find_spec", lambda name: None)
     monkeypatch.setattr("pacs_trl.evaluation.run.identify_model", lambda args: {"name": "m", "digest": "d"})
     status, _, errors = called(
         monkeypatch, capsys, *(str(tmp_path / "out") if word == "DIR" else word for word in argv)
@@ -143,7 +143,7 @@ def test_missing_packages_are_named_before_any_run(monkeypatch, capsys, tmp_path
 def test_the_quickstart_asks_for_matplotlib_first(monkeypatch):
     from experiments.quickstart import _run
 
-    monkeypatch.setattr("pacs_trl.settings.find_spec", lambda name: None)
+    monkeypatch.setattr("pacs_trl.settings.names.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="matplotlib"):
         _run([])
 

@@ -109,7 +109,7 @@ def test_sizes_are_legal_where_groups_and_updates_are_whole():
         (1, 3, 4), (1, 2), (1, 2, 3, 6), (1, 2, 3, 4, 6), (2, 4, 5), (1, 2)
     ):
         rows = size * processes
-        whole_groups = rows * steps % group == 0 and rows * accumulation % group == 0
+        whole_groups = rows * accumulation % group == 0  # those of a generation are TRL's to check
         one_generation = steps % accumulation == 0
         several_generations = accumulation % steps == 0 and iterations == 1
         legal = whole_groups and (one_generation or several_generations)

@@ -423,7 +423,7 @@ def test_wrong_type_of_arguments(tmp_path):
 def test_evaluation_batch_with_incomplete_groups(tmp_path, size):
     more = {"eval_dataset": addition_dataset(6)}
     trainer = build_trainer(tmp_path, more=more, num_generations_eval=4, per_device_eval_batch_size=size)
-    with pytest.raises(ValueError, match=f"per_device_eval_batch_size={ {6: '4 or 8', 3: '4'}[size] }"):
+    with pytest.raises(ValueError, match="per_device_eval_batch_size"):
         trainer.evaluate()
 
 

@@ -215,20 +215,18 @@ def test_resume_and_refusal_to_start_over(tmp_path, model_path, capsys):
         (["--dataset_name", "miniature/nothing"], "nothing"),
         (["--dataset_name", str(DATA / "nothing.jsonl")], "nothing.jsonl"),
         (["--dataset_name", "EMPTY.jsonl"], "EMPTY.jsonl"),
-        (["--dataset_name", "BROKEN.jsonl"], "line 2 of BROKEN.jsonl"),
+        (["--dataset_name", "BROKEN.jsonl"], "BROKEN.jsonl', line 2"),
         (["--dataset_name", str(DATA / "math_500.jsonl"), "--problem_column", "question"], "problem_column"),
         (["--dataset_name", "./rows"], "./rows"),
         (["--report_to", "wandbb"], "wandbb"),
         (["--model_name_or_path", "outputs/run/checkpoint-5"], "outputs/run/checkpoint-5"),
         (["--model_name_or_path", "."], "config.json"),
         (["--model_name_or_path", "miniature/additoin"], "additoin"),
-        (["--model_name_or_path", "miniature/addition/big"], "big"),
         (["--model_name_or_path", "no/such-model"], "no/such-model"),
         (["--model_name_or_path", "ADAPTER"], "./no/base"),
         (["--model_name_or_path", "LORA"], "LORA"),
         (["--model_name_or_path", "BASELESS"], "base_model_name_or_path"),
         (["--model_name_or_path", "data.csv"], "data.csv"),
-        (["--use_peft", "--lora_target_modules", "q_proj", "k_prog"], "k_prog"),
     ],
 )
 def test_errors_before_training(tmp_path, model_path, arguments, message, monkeypatch):
@@ -253,6 +251,11 @@ def test_errors_before_training(tmp_path, model_path, arguments, message, monkey
         with pytest.raises(ValueError, match=message):
             run(tmp_path, model, *arguments)
     shared_code_verifier().close()
+
+
+def test_a_lora_target_that_does_not_exist(tmp_path, model_path):
+    with pytest.raises(ValueError, match="k_prog"):
+        run(tmp_path, model_path, "--use_peft", "--lora_target_modules", "q_proj", "k_prog")
 
 
 def test_an_output_directory_that_cannot_be_written_to(tmp_path, model_path):

@@ -13,7 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pacs_trl.settings import Parser, read_mapping, require_matplotlib
+from pacs_trl.settings import Parser, read_mapping
+from pacs_trl.settings.names import require_matplotlib
 
 from .cells import Options, run_cell
 from .full_size import collect, full_commands, run_line

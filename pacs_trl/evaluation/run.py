@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from ..data import instruction_for
 from ..data.sets import MINIATURE, report_unreadable_golds
 from ..data.tasks import check_task
-from ..settings import check_model_path, require_vllm
+from ..settings.names import check_model_path, require_vllm
 from ..verification import Outcome, Verifier
 from ..verification.code import CodeVerifier
 from . import provenance

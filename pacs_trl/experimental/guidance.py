@@ -21,7 +21,8 @@ from trl.data_utils import is_conversational
 
 from ..pacs_config import PACSConfig
 from ..rollouts.step_sizes import Step
-from ..settings import bounded, function_of_user
+from ..settings import bounded
+from ..settings.names import function_of_user
 from ..update.groups import split_into_steps
 from ..update.rows import Rollout
 from ..verification import Outcome, gold_texts

@@ -30,8 +30,8 @@ from torch.nn.utils.rnn import pad_sequence
 from ..objective import ClassWeighting, Proxy, class_weights
 from ..pacs_config import PACSConfig
 from ..pacs_trainer import PACSTrainer, critic_metrics
+from ..rollouts.checks import with_result
 from ..rollouts.step_sizes import Step
-from ..rollouts.trainer_checks import with_result
 from ..update.groups import Groups
 from ..update.policy_update import PolicyUpdate
 from ..update.rows import Rollout

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ..evaluation.results import require_same_protocol
-from ..settings import Parser, require_matplotlib
+from ..settings import Parser
+from ..settings.names import require_matplotlib
 from . import paper, tables
 from .inputs import read_described, read_json, read_log_history
 

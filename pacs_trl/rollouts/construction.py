@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from peft import LoraConfig
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, ProcessorMixin
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOConfig
@@ -17,10 +16,7 @@ from trl.trainer.utils import get_config_model_id, is_async_callable
 
 from ..data.prompts import context_lengths
 from ..update.scorer import Scorer
-from .lora import check_lora_targets
-from .preemption import check_no_jit_checkpoint
-from .tools import check_tools, shared_turns_error
-from .trainer_checks import (
+from .checks import (
     OWN_PARAMETERS,
     check_dataset,
     check_generation_kwargs,
@@ -28,7 +24,9 @@ from .trainer_checks import (
     check_prompt_lengths,
     check_prompts,
     check_reward_functions,
+    shared_turns_error,
 )
+from .preemption import check_no_jit_checkpoint
 from .vllm_checks import check_vllm
 
 
@@ -37,8 +35,7 @@ def check_arguments(model: str | PreTrainedModel, args: GRPOConfig, arguments: d
     Check the arguments of a trainer; `arguments` are all but the model and the configuration.
 
     Raises:
-        `ValueError`: if data or reward functions cannot be used, the vLLM that `args` asks for cannot work, or the
-            model does not have the modules that LoRA is for.
+        `ValueError`: if data or reward functions cannot be used, or the vLLM that `args` asks for cannot work.
     """
     reward_funcs, has_environment = arguments["reward_funcs"], arguments["environment_factory"] is not None
     check_reward_functions(reward_funcs)
@@ -46,7 +43,6 @@ def check_arguments(model: str | PreTrainedModel, args: GRPOConfig, arguments: d
     passed = (*OWN_PARAMETERS, *(["environments"] if has_environment else []))
     for name in ("train_dataset", "eval_dataset"):
         check_dataset(name, arguments[name], given_by_data, passed)
-    check_tools(arguments["tools"])
     if args.push_to_hub and args.hub_strategy not in ("end", "every_save"):
         raise ValueError(
             f"hub_strategy={args.hub_strategy.value!r} is not supported: checkpoints hold the token "
@@ -65,14 +61,6 @@ def check_arguments(model: str | PreTrainedModel, args: GRPOConfig, arguments: d
     check_generation_kwargs(args)
     if args.use_vllm:
         check_vllm(args, _name_of(model))
-    if isinstance(arguments["peft_config"], LoraConfig):
-        given = args.model_init_kwargs or {}
-        check_lora_targets(
-            arguments["peft_config"],
-            model,
-            revision=given.get("revision"),
-            trust_remote_code=given.get("trust_remote_code", args.trust_remote_code),
-        )
 
 
 def with_arguments(function: Callable, name: str, own: dict[str, Any]) -> Callable:

@@ -28,17 +28,11 @@ from ..update.rows import Rollout, unpad_rollouts, weighted_rewards
 from ..update.startup_check import choose_forward_pass, disable_noise
 from . import checkpoint, construction, publication
 from .callbacks import NoSignalCallback, StepStart
+from .checks import check_adapters, check_columns, check_evaluation_batch, check_golds, with_checked_result
 from .console import shorten_console
 from .engine import Engine, ServerFailure, checked_rollouts, end_empty_completions, failed_run
 from .kept_settings import OF_OPTIMIZER, check_kept, settings_of_construction
 from .timing import StepTimer
-from .tools import turns
-from .trainer_checks import (
-    check_columns,
-    check_evaluation_batch,
-    check_golds,
-    with_checked_result,
-)
 
 
 _SIGNATURE = inspect.signature(GRPOTrainer.__init__)
@@ -94,6 +88,7 @@ class RolloutTrainer(GRPOTrainer):
 
     def _prepare_drawing(self) -> None:
         """Prepare generation and rewards, once the model is loaded."""
+        check_adapters(self.model)
         construction.check_prompts_of_generation(self.train_dataset, self.args)
         shorten_console(self.callback_handler.callbacks)
         record = lambda name, seconds: self._metrics["train"][name].append(seconds)  # noqa: E731
@@ -199,7 +194,8 @@ class RolloutTrainer(GRPOTrainer):
         except ServerFailure as failure:
             self._stop_without_server(failure)
         if self.tools:
-            numbers = self.accelerator.gather(torch.tensor(turns(generated[3]), device=self.accelerator.device))
+            turns = [float(sum(turn["role"] == "assistant" for turn in completion)) for completion in generated[3]]
+            numbers = self.accelerator.gather(torch.tensor(turns, device=self.accelerator.device))
             self._metrics["train" if self.model.training else "eval"]["tools/turns"].append(numbers.mean().item())
         return generated
 

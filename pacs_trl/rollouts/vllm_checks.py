@@ -1,9 +1,6 @@
-"""What can be wrong with vLLM before a run starts, found before any weights are loaded: one paragraph and the remedy.
+"""Checks of vLLM before weights are loaded: its version, ports, and the server of a run in server mode.
 
-vLLM's own errors come late (after the model is loaded), from a subprocess, or as a hang. Checked here: is it
-installed, in a version that TRL can drive; are memory fraction and ports possible; and in server mode, does a vLLM
-server answer, with this model and with what weight transfer needs. What vLLM itself says clearly (not enough free
-memory) is left to it.
+vLLM's own errors come late, from a subprocess, or as a hang. What it says clearly is left to it.
 """
 
 import logging
@@ -15,7 +12,7 @@ import torch
 from huggingface_hub.utils import httpx
 from trl import GRPOConfig
 
-from ..settings import require_vllm
+from ..settings.names import require_vllm
 
 
 logger = logging.getLogger(__name__)
@@ -37,10 +34,7 @@ def serve_command(model: str) -> str:
 
 
 def check_port(port: int, setting: str, remedy: str) -> None:
-    """
-    Raises:
-        `ValueError`: if another process listens on `port` of this machine.
-    """
+    """Raise a `ValueError` if another process listens on `port` of this machine."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -48,27 +42,18 @@ def check_port(port: int, setting: str, remedy: str) -> None:
         except OSError as error:
             raise ValueError(
                 f"{setting}={port} cannot be used on this machine ({error.strerror}): another process, perhaps "
-                f"another run, holds the port. {remedy} `ss -ltnp | grep {port}` shows who holds it."
+                f"another run, holds the port. {remedy}"
             ) from error
 
 
 def check_vllm(args: GRPOConfig, model: str) -> None:
     """
-    Everything that can be known before weights are loaded, for a run with `use_vllm=True`.
-
-    Args:
-        args ([`~trl.GRPOConfig`]): Configuration of the run.
-        model (`str`): Name or path of the model that is trained.
+    Check a run with `use_vllm=True` before weights are loaded; `model` is the name or path of what is trained.
 
     Raises:
-        `ValueError`: with the rule, what was found, and the command that mends it.
+        `ValueError`: if version, port, or server do not fit.
     """
     require_vllm("set use_vllm=False to generate with transformers")
-    if args.vllm_mode == "colocate" and args.vllm_enable_sleep_mode and args.device.type == "cpu":
-        raise ValueError(
-            "vllm_enable_sleep_mode=True needs a GPU: vLLM's CPU backend cannot give its memory back. Remove it; the "
-            "CPU engine's cache is bounded by the environment variable VLLM_CPU_KVCACHE_SPACE (GiB)."
-        )
     if args.process_index != 0:
         return
     if args.vllm_mode == "server":
@@ -91,12 +76,11 @@ def check_server(
     args: GRPOConfig, model: str, setting: str = "vllm_server_base_url, or vllm_server_host and vllm_server_port"
 ) -> None:
     """
-    Wait up to `vllm_server_timeout` seconds for the server and ask it what it serves; `setting` is where its address
-    stands.
+    Wait up to `vllm_server_timeout` seconds for the server, and ask it what it serves.
 
     Raises:
-        `ValueError`: if no vLLM server answers, or one with another model, with too short a context, or without what
-            weight transfer needs.
+        `ValueError`: if no vLLM server answers at the address in `setting`, or one with another model, too short a
+            context, or without weight transfer.
     """
     url, command = server_url(args), serve_command(model)
     with httpx.Client(base_url=url, timeout=10.0) as client:

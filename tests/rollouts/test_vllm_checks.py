@@ -19,27 +19,28 @@ from replay import (
 )
 from transformers import AutoModelForCausalLM
 
-from pacs_trl import PPOConfig, PPOTrainer, settings, train
+from pacs_trl import PPOConfig, PPOTrainer, train
 from pacs_trl.rollouts.vllm_checks import check_port, check_vllm, serve_command
+from pacs_trl.settings import names
 
 
 @pytest.mark.parametrize("version", ["0.22.0", "0.31.0", "0.31.2+cpu", "0.27.1rc1", "dev"])
 def test_versions_that_trl_drives(monkeypatch, version):
-    monkeypatch.setattr(settings, "installed_vllm", lambda: version)
-    settings.require_vllm("wait")
+    monkeypatch.setattr(names, "installed_vllm", lambda: version)
+    names.require_vllm("wait")
 
 
 @pytest.mark.parametrize("version", ["0.21.9", "0.32.0", "1.0.0", "0.8.5.post1", None])
 def test_other_versions(monkeypatch, version):
-    monkeypatch.setattr(settings, "installed_vllm", lambda: version)
+    monkeypatch.setattr(names, "installed_vllm", lambda: version)
     with pytest.raises(ValueError, match=f"vLLM {version or 'is not'}"):
-        settings.require_vllm("wait")
+        names.require_vllm("wait")
 
 
 @pytest.mark.parametrize("method", ["grpo", "pacs"])
 def test_recipes_of_every_method_are_checked(tmp_path, monkeypatch, method):
     """Before the model is loaded."""
-    monkeypatch.setattr(settings, "installed_vllm", lambda: "0.12.0")
+    monkeypatch.setattr(names, "installed_vllm", lambda: "0.12.0")
     recipe = Path(__file__).parents[2] / "recipes" / "miniature" / f"{method}.yaml"
     given = {"model_name_or_path": "no/such-model", "use_vllm": True, "output_dir": tmp_path}
     arguments = [part for key, value in given.items() for part in (f"--{key}", str(value))]
@@ -52,7 +53,7 @@ def test_port_in_use():
         other.bind(("", 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(ValueError, match=rf"vllm_group_port={port} cannot be used.*Set it to another.*ss -ltnp"):
+        with pytest.raises(ValueError, match=f"vllm_group_port={port}"):
             check_port(port, "vllm_group_port", "Set it to another.")
     check_port(port, "vllm_group_port", "")
 
@@ -73,12 +74,6 @@ def model(tmp_path_factory):
 def server(model):
     with LoopbackVLLM(model) as server:
         yield server
-
-
-def test_sleep_mode_on_a_cpu(tmp_path, installed):
-    args = config(tmp_path, use_vllm=True, vllm_mode="colocate", vllm_enable_sleep_mode=True)
-    with pytest.raises(ValueError, match="vllm_enable_sleep_mode=True needs a GPU.*VLLM_CPU_KVCACHE_SPACE"):
-        check_vllm(args, "model")
 
 
 def test_colocated_with_a_port_in_use(tmp_path, installed, monkeypatch):

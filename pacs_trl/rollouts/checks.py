@@ -1,0 +1,273 @@
+"""Checks of data, reward functions, tools, and evaluations, before the model is loaded where that is possible.
+
+TRL finds these errors where it trips over them: after the model has been loaded and completions have been generated.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Collection, Iterable
+from functools import wraps
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+from torch import nn
+from transformers import GenerationConfig
+from trl import GRPOConfig
+from trl.trainer.utils import get_callable_name, is_async_callable
+
+from .. import rewards
+from ..data.prompts import prompt_lengths
+from ..data.sets import report_unreadable_golds
+from ..verification.shared import shared_verifier
+
+
+# Keyword arguments of every reward function besides the columns of the dataset: of TRL, and of this package.
+_ALWAYS_GIVEN = ("prompts", "completions", "completion_ids", "truncated", "trainer_state", "log_extra", "log_metric")
+OWN_PARAMETERS = ("score",)
+
+
+def check_dataset(name: str, dataset: Any, reward_funcs: Any = (), passed: Collection[str] = ()) -> None:
+    """
+    Check the columns of a dataset that knows them; those of a stream are checked when its examples come.
+
+    Args:
+        name (`str`): Of the dataset, in errors.
+        dataset: A dataset, a mapping of several, or `None`.
+        reward_funcs: A reward function or a list of them.
+        passed (`Collection[str]`): Further keyword arguments that this trainer passes to reward functions.
+
+    Raises:
+        `ValueError`: if there is no column `prompt`, or a reward function requires a column that is absent.
+    """
+    if isinstance(dataset, dict):
+        for key, part in dataset.items():
+            check_dataset(f"{name}[{key!r}]", part, reward_funcs, passed)
+    elif isinstance(dataset, Dataset | IterableDataset) and dataset.column_names is not None:
+        check_columns(name, dataset.column_names)
+        given = {*_ALWAYS_GIVEN, *passed, *dataset.column_names} - {"prompt", "completion"}  # TRL passes plurals
+        for function in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
+            if not callable(function) or isinstance(function, nn.Module):
+                continue
+            parameters = inspect.signature(function).parameters.values()
+            named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+            if missing := [p.name for p in named if p.default is p.empty and p.name not in given]:
+                raise ValueError(
+                    f"The reward function {get_callable_name(function)!r} requires {', '.join(missing)}, but {name} "
+                    f"only has the columns {', '.join(dataset.column_names)}. Rename a column, or give the parameter "
+                    "a default value."
+                )
+
+
+def check_columns(name: str, columns: Iterable[str]) -> None:
+    """Raise a `ValueError` if there is no `prompt` among the columns."""
+    columns = list(columns)
+    if "prompt" not in columns:
+        raise ValueError(
+            f"{name} has no column `prompt`, the model input, only {', '.join(columns) or 'none'}. Rename the column "
+            "of problems, or make it with `pacs_trl.data.build_prompt`."
+        )
+
+
+def check_prompts(name: str, dataset: Any) -> None:
+    """Raise a `ValueError` if a prompt of a dataset that is no stream is neither text nor messages."""
+    for i, prompt in enumerate(dataset["prompt"] if isinstance(dataset, Dataset) else ()):
+        messages = prompt if isinstance(prompt, list) else []
+        if not (prompt and isinstance(prompt, str) or messages and all(message.get("role") for message in messages)):
+            raise ValueError(
+                f"Row {i} of {name} has the prompt {prompt!r:.100}. It must be text, or a list of messages that each "
+                "have a role; remove such rows, or make them with `pacs_trl.data.build_prompt`."
+            )
+
+
+def check_golds(dataset: Any) -> None:
+    """Report gold answers of a training set, if it is no stream, that the shared verifier cannot read."""
+    if isinstance(dataset, Dataset) and "solution" in dataset.column_names:
+        report_unreadable_golds("the training set", dataset["solution"][:], shared_verifier())
+
+
+def check_prompt_lengths(
+    datasets: dict[str, Any],
+    args: GRPOConfig,
+    load_tokenizer: Callable[[], Any],
+    tools: list[Callable] | None,
+    contexts: dict[str, int | None],
+) -> None:
+    """
+    Check that prompts leave room for a completion where the tokens of a sequence are bounded; not in streams.
+
+    Args:
+        datasets (`dict`): The training set as `train_dataset`, and others.
+        load_tokenizer (`Callable`): Returns the tokenizer that prompts are generated with.
+        contexts (`dict`): See [`context_lengths`].
+
+    Raises:
+        `ValueError`: if a prompt and `max_completion_length` tokens exceed the context, `max_tokens_per_micro_batch`
+            (in training) or, with vLLM, `vllm_max_model_length`; or messages cannot be tokenized.
+    """
+    of_engine = {"vllm_max_model_length": args.vllm_max_model_length if args.use_vllm else None} | contexts
+    of_training = {"max_tokens_per_micro_batch": vars(args).get("max_tokens_per_micro_batch")}
+    completion = args.max_completion_length or 1
+    for name, dataset in datasets.items():
+        limits = of_engine | (of_training if name == "train_dataset" else {})
+        limit, room = min(((key, n) for key, n in limits.items() if n), key=lambda each: each[1], default=("", None))
+        if not isinstance(dataset, Dataset):
+            continue
+        prompts = dataset["prompt"][: len(dataset) if room else 1]  # one shows whether there is a chat template
+        lengths = prompt_lengths(prompts, load_tokenizer(), args.chat_template_kwargs, tools)
+        overlong = [i for i, length in enumerate(lengths) if room is not None and length + completion > room]
+        if room is not None and overlong:
+            remedy = f"Raise it to {max(lengths) + completion}"
+            if limit in contexts:
+                limit = f"the context of the model, {limit}"
+                remedy = f"Lower max_completion_length to {max(room - max(lengths), 0)}"
+            raise ValueError(
+                f"Row {overlong[0]} of {name} has a prompt of {lengths[overlong[0]]} tokens. With "
+                f"max_completion_length={completion}, {len(overlong)} of {len(lengths)} prompts do not fit into "
+                f"{limit}={room}. {remedy}, or remove prompts of more than {max(room - completion, 0)} tokens (in a "
+                "recipe: max_prompt_length)."
+            )
+
+
+def check_number_of_prompts(num_prompts: int, args: GRPOConfig) -> None:
+    """Raise a `ValueError` if a generation batch needs more different prompts than the training set has."""
+    needed = args.generation_batch_size // args.num_generations
+    if num_prompts < needed:
+        raise ValueError(
+            f"The training set has {num_prompts} prompts, but a generation batch needs {needed} different ones "
+            f"(generation_batch_size={args.generation_batch_size} / num_generations={args.num_generations}). Use more "
+            "prompts, or lower steps_per_generation, gradient_accumulation_steps or per_device_train_batch_size."
+        )
+
+
+def check_evaluation_batch(per_device_eval_batch_size: int, num_processes: int, num_generations: int) -> None:
+    """Raise a `ValueError` if a batch of an evaluation would not hold whole groups."""
+    if per_device_eval_batch_size * num_processes % num_generations:
+        unit = num_generations // math.gcd(num_generations, num_processes)
+        raise ValueError(
+            f"A batch of an evaluation must hold whole groups of num_generations_eval={num_generations} completions, "
+            f"but has per_device_eval_batch_size={per_device_eval_batch_size} x {num_processes} processes. Set "
+            f"per_device_eval_batch_size to a multiple of {unit}."
+        )
+
+
+def shared_turns_error(args: GRPOConfig, num_processes: int, is_sharded: bool = False) -> str | None:
+    """Return what is wrong with tools where processes generate together; `is_sharded` says that the model is spread
+    over them. Each asks for another turn only while its own completions call tools."""
+    alone = args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size == 1 if args.use_vllm else not is_sharded
+    if alone or num_processes == 1:
+        return None
+    return (
+        f"tools with {num_processes} processes that generate together (a vLLM server, vllm_tensor_parallel_size above "
+        "1, or FSDP and ZeRO-3 without vLLM) would wait forever: a process whose completions call no tool asks for no "
+        "further turn. Set use_vllm: true, vllm_mode: colocate, and vllm_tensor_parallel_size: 1."
+    )
+
+
+def check_adapters(model: Any) -> None:
+    """Raise a `ValueError` if a LoRA target matches no module, which peft accepts if another target matches one."""
+    for config in getattr(model, "peft_config", {}).values():
+        targets = config.target_modules if isinstance(config.target_modules, set | list) else ()
+        names = getattr(model.base_model, "targeted_module_names", [])
+        if names and (missing := [t for t in targets if not any(f".{name}".endswith(f".{t}") for name in names)]):
+            raise ValueError(
+                f"LoRA's target_modules (in a recipe: lora_target_modules) has {', '.join(sorted(missing))}, and the "
+                "model has no such module. Correct the name, or use all-linear."
+            )
+
+
+# What the log-probs of completions are computed with, and the sizes of a generation.
+_HAVE_SETTINGS = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+_HAVE_SETTINGS |= dict.fromkeys(("max_new_tokens", "max_tokens", "max_length"), "max_completion_length")
+_HAVE_SETTINGS |= dict.fromkeys(("n", "num_return_sequences"), "num_generations")
+
+
+def check_generation_kwargs(args: GRPOConfig) -> None:
+    """
+    Check that `generation_kwargs` change nothing that log-probs are computed with, and are not ignored.
+
+    Raises:
+        `ValueError`: if they do.
+    """
+    given = args.generation_kwargs or {}
+    if "seed" in given and args.use_vllm:
+        raise ValueError(
+            f"generation_kwargs={{'seed': {given['seed']}}} would generate the same completion for a whole group. "
+            "Remove it: a seed for each request follows from `seed`."
+        )
+    if double := sorted(given.keys() & _HAVE_SETTINGS):
+        settings = ", ".join(dict.fromkeys(_HAVE_SETTINGS[key] for key in double))
+        raise ValueError(
+            f"generation_kwargs must not have {', '.join(double)}: log-probs would be computed with another value. "
+            f"Set {settings} instead."
+        )
+    if not args.use_vllm and (unknown := sorted(given.keys() - vars(GenerationConfig()))):  # vLLM refuses them itself
+        raise ValueError(
+            f"generation_kwargs has {', '.join(unknown)}, which transformers would ignore. Correct or remove it; the "
+            "keys are those of transformers.GenerationConfig."
+        )
+
+
+def check_reward_functions(functions: Any) -> None:
+    """Raise a `ValueError` if reward functions cannot be called as TRL calls them, or are something else."""
+    for function in functions if isinstance(functions, list) else [functions]:
+        if function is None or isinstance(function, nn.Module):
+            continue
+        if callable(function):
+            check_reward_function(function, get_callable_name(function))
+        elif not isinstance(function, str) or function in vars(rewards):
+            raise ValueError(
+                f"reward_funcs: {function!r:.100} is not callable. Pass a function or a list of functions, such as "
+                "`from pacs_trl.rewards import math_reward`; text is the name of a reward model."
+            )
+
+
+def check_reward_function(function: Callable, name: str) -> None:
+    """Raise a `ValueError` if a reward function cannot be called as TRL calls it."""
+    try:
+        inspect.signature(function).bind_partial(**dict.fromkeys(_ALWAYS_GIVEN))
+    except TypeError as error:
+        raise ValueError(
+            f"The reward function {name!r} cannot be called with prompts, completions, and further columns ({error}). "
+            f"Write it as `def {name}(completions, **kwargs)`."
+        ) from error
+
+
+def with_result(function: Callable, convert: Callable[[Any, dict], Any]) -> Callable:
+    """Return a reward function, synchronous or not, whose result becomes `convert(result, keyword arguments)`."""
+    if is_async_callable(function):
+
+        @wraps(function)
+        async def call(*args, **kwargs):
+            return convert(await function(*args, **kwargs), kwargs)
+    else:
+
+        @wraps(function)
+        def call(*args, **kwargs):
+            return convert(function(*args, **kwargs), kwargs)
+
+    return call
+
+
+def with_checked_result(function: Callable, name: str) -> Callable:
+    """Return a reward function that raises a `ValueError`, which names it, on anything but an iterable of numbers and
+    `None`."""
+    return with_result(function, lambda rewards, given: _as_numbers(rewards, name))
+
+
+def _as_numbers(rewards: Any, name: str) -> list[float | None]:
+    try:
+        entries = [rewards] if isinstance(rewards, str | bytes | dict) else list(rewards)
+        if any(isinstance(entry, str | bytes | dict) for entry in entries):
+            raise TypeError("text")
+        numbers = [None if entry is None else float(entry) for entry in entries]
+    except (TypeError, ValueError, RuntimeError) as error:  # the last by tensors of several numbers
+        raise ValueError(
+            f"The reward function {name!r} returned {rewards!r:.100} ({error}). It must return one entry per "
+            "completion: a number in [0, 1], or None for no verdict."
+        ) from error
+    if nans := [i for i, number in enumerate(numbers) if number is not None and math.isnan(number)]:
+        raise ValueError(
+            f"The reward function {name!r} returned NaN for {len(nans)} of {len(numbers)} completions, the first is "
+            f"completion {nans[0]}. Fix the computation, or return None where a completion has no verdict."
+        )
+    return numbers
