@@ -1,5 +1,6 @@
-"""Does a rule that adapts beta or the reset help? `python -m experiments.adaptive_rules`, a quarter of an hour on one
-core.
+"""Does a rule that adapts beta or the reset help?
+
+`python -m experiments.adaptive_rules`, a quarter of an hour on one core.
 
 Saturated scores have no gradient, so a rule may act on them in two ways: renew a snapshot reference as soon as too
 many scores are saturated, instead of every so many updates; or scale beta so that the scores keep a spread at which

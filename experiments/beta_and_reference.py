@@ -1,4 +1,6 @@
-"""When beta matters: `python -m experiments.beta_and_reference`, minutes on one core.
+"""When beta matters.
+
+`python -m experiments.beta_and_reference`, minutes on one core.
 
 Against the policy at rollout time the implicit rewards are 0 on the first update and small on the others, the sigmoid
 is nearly linear, and beta only scales the gradient, which Adam takes back. Against a snapshot that is kept, implicit

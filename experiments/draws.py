@@ -1,5 +1,6 @@
-"""Do more completions of hard prompts, and other prompts in place of uniform groups, help? `python -m
-experiments.draws --seeds 0 1 2`
+"""Do more completions of hard prompts, and other prompts in place of uniform groups, help?
+
+`python -m experiments.draws --seeds 0 1 2`
 
 The arms of a seed share their warm start and draw about as many completions: 23,040, as 60 generations of 384 or 90 of
 256, or, without a budget, 34 that grow as they like. What was drawn is printed. Two tasks: sums of three to seven

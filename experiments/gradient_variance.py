@@ -1,4 +1,6 @@
-"""How noisy the gradient is under the three scores: `python -m experiments.gradient_variance`, minutes on one core.
+"""How noisy the gradient is under the three scores.
+
+`python -m experiments.gradient_variance`, minutes on one core.
 
 A miniature policy moves away from its reference, one update after the other. At some ages of the reference, groups of
 completions are sampled, and the gradient of every group alone is taken under the scores "rloo", "dr_grpo" and "grpo".

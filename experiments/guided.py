@@ -1,4 +1,6 @@
-"""Do guided attempts teach what is never solved alone? `python -m experiments.guided --seeds 0 1 2`
+"""Do guided attempts teach what is never solved alone?
+
+`python -m experiments.guided --seeds 0 1 2`
 
 The task is built for it. A sum that is written backwards, `97#35` for `53+79`, means nothing to a warm start that has
 learnt sums, and to do what a hint says, whatever the problem is. Then PACS trains on sums and on backward ones,

@@ -1,4 +1,6 @@
-"""README's first picture, PACS, GRPO and PPO side by side: `python -m experiments.methods`, seconds, runs nothing.
+"""README's first picture, PACS, GRPO and PPO side by side.
+
+`python -m experiments.methods`, seconds, runs nothing.
 
 Made of the records of the miniature tables (three seeds, whose warm start all methods share). These keep no times:
 when a rollout was over is that of seed 0, trained once more with each method, one after another, by `python -m

@@ -1,4 +1,6 @@
-"""The whole project in minutes on two CPU cores: `python -m experiments.quickstart`.
+"""The whole project in minutes on two CPU cores.
+
+`python -m experiments.quickstart`.
 
 One warm start, PACS and GRPO from it through the same `pacs_trl.train` and recipe format as every other run, and
 pass@k on held-out problems before and after with the evaluation of every other run. Only the order of the steps and

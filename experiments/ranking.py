@@ -1,5 +1,6 @@
-"""May the implicit critic be trusted? `python -m experiments.ranking` scores with the models that `experiments.reuse`
-left in its work directory.
+"""May the implicit critic be trusted?
+
+`python -m experiments.ranking` scores with the models that `experiments.reuse` left in its work directory.
 
 For each reference, beta, K and class weights of `ARMS`, held-out completions of the start and of the trained policy
 itself, 16 for each of 250 problems, are scored as in `critic.py`. Does sigma(psi) say how often they are right (Brier

@@ -1,4 +1,6 @@
-"""How often may a rollout be learnt from, and which beta does it take? `python -m experiments.reuse`
+"""How often may a rollout be learned from, and which beta does it take?
+
+`python -m experiments.reuse`
 
 A cell is a task, a method, K updates on each of 40 rollouts of 128 completions (16 prompts x 8) or of 60 of 256, beta,
 class weights and a learning rate. The cells of a seed share warm start and prompts. GRPO clips its ratio (epsilon

@@ -1,4 +1,6 @@
-"""The cells of `reuse.py` that decide, drawn: `python -m experiments.reuse_figures`, seconds, trains nothing.
+"""The cells of `reuse.py` that decide, drawn.
+
+`python -m experiments.reuse_figures`, seconds, trains nothing.
 
 Left: held-out pass@1 against K, a dot for each seed, a line through the means. Middle and right: reward against
 rollouts, and against processor seconds; means over seeds, running over `WINDOW` rollouts. PACS has beta 10 where K is

@@ -1,5 +1,7 @@
-"""What `reuse.py` has recorded, as the tables of docs/results/reuse: `python -m experiments.reuse_tables`, seconds,
-trains nothing."""
+"""What `reuse.py` has recorded, as the tables of docs/results/reuse.
+
+`python -m experiments.reuse_tables`, seconds, trains nothing.
+"""
 
 import argparse
 import math

@@ -1,5 +1,6 @@
-"""How far K updates on a rollout move its log-ratios: the flow of docs/reuse.md. `python -m experiments.trust_region`
-draws it.
+"""How far K updates on a rollout move its log-ratios: the flow of docs/reuse.md.
+
+`python -m experiments.trust_region` draws it.
 
 One group of n completions, m of them right, with one log-ratio for the right ones and one for the wrong ones; the
 *gap* d is their difference in nats. Without scores the gap grows by the same step in every update, and makes a *way*.

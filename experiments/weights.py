@@ -1,5 +1,6 @@
-"""Do STEER, labels of steps, VERL and RLPR do what they are for, and what do verdicts that err cost? `python -m
-experiments.weights --seeds 0 1 2`
+"""Do STEER, labels of steps, VERL and RLPR do what they are for, and what do verdicts that err cost?
+
+`python -m experiments.weights --seeds 0 1 2`
 
 On sums of four terms and a model of 0.1 million parameters: the arms of a seed share their warm start, draw 40
 generations of 256 completions, four updates each, and are measured on 64 held-out sums, 64 completions each. The

@@ -1,4 +1,6 @@
-"""Does a critic that reasons know more, and does its actor learn more? `python -m experiments.genac.comparison`
+"""Does a critic that reasons know more, and does its actor learn more?
+
+`python -m experiments.genac.comparison`
 
 On sums of four terms and a policy of 0.1 million parameters, in three stages. `ladder`: critics of several sizes are
 taught by an oracle's traces, in words and by a value head, and judged by the true success rates of states that they

@@ -1,4 +1,6 @@
-r"""Traces of an oracle for a critic's supervised start: `python -m experiments.genac.oracle --help`.
+r"""Traces of an oracle for a critic's supervised start.
+
+`python -m experiments.genac.oracle --help`.
 
 The true success rate of a prefix is estimated by letting the policy continue it many times. It is written out behind a
 short worked reason: each calculation of the prefix is done again (`38y` or `38n`), and the terms of the problem that

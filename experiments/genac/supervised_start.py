@@ -1,4 +1,6 @@
-"""Fine-tune a critic on traces before GenAC: `python -m experiments.genac.supervised_start --help`.
+"""Fine-tune a critic on traces before GenAC.
+
+`python -m experiments.genac.supervised_start --help`.
 
 The trained model is then `critic_model_name_or_path` of a recipe. Traces are lines of JSON: `problem`, `response`,
 `tokens_used`, `success_rate` of the policy (or null), and `answer`, the reasoning that ends with a score in the tags

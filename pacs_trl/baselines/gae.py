@@ -1,7 +1,7 @@
 """Advantages from a critic, and the loss of a scalar one. Pure functions; the policy's loss is TRL's.
 
 Shapes: `B` completions of up to `T` tokens. A mask is `True` for tokens that the policy generated; tool results,
-padding and completions without a verdict are `False` and have no influence on anything.
+padding and masked completions are `False` and have no influence on anything.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,6 @@
-"""GRPO: the loss of TRL's GRPOTrainer as it is, on rollouts that are drawn as those of PACS and PPO are.
+"""GRPO: the unchanged loss of TRL's GRPOTrainer, on rollouts that are generated as those of PACS and PPO are.
 
-It learns what TRL's own trainer learns, bit for bit in the first epoch (later ones are shuffled by seed and epoch).
-What it adds is said in `rollouts/rollout_trainer.py`: seeds per request, the checks
-before the start, an orderly end, and checkpoints to continue from in the middle of a generation batch.
+Its weights are those of TRL's own trainer, bit for bit in the first epoch (later ones are shuffled by seed and epoch).
 """
 
 import contextlib
@@ -15,7 +13,7 @@ from ..update.startup_check import warn_of_left_padding
 
 
 class GRPOTrainer(RolloutTrainer):
-    """[`~trl.GRPOTrainer`], with the same arguments, whose rollouts can be drawn again."""
+    """[`~trl.GRPOTrainer`], with the same arguments, on the rollouts of [`RolloutTrainer`]."""
 
     # those that only GRPO's loss reads, and how the rows of a generation batch are spread
     _own_shared_settings = (*SHAPES_ONLY_GRPO, "world_size")

@@ -245,12 +245,12 @@ class SpreadFilter:
         mean = grid.nansum(dim=1) / count.clamp(min=1)
         squares = ((grid - mean[:, None]) ** 2).nansum(dim=1)
         spreads = (squares / (count - 1).clamp(min=1)).sqrt()  # unbiased
-        judged = count >= 2
+        has_spread = count >= 2
         number, *means = self.state
-        of_step = spreads[judged].mean().item() if judged.any() else None
+        of_step = spreads[has_spread].mean().item() if has_spread.any() else None
         active = number >= _IGNORED + _COLLECTED and bool(means)
         bound = self.share * means[0] if active else 0.0
-        dropped = judged & (spreads < bound)
+        dropped = has_spread & (spreads < bound)
         if of_step is not None:
             if active:
                 means = [_DECAY * means[0] + (1 - _DECAY) * of_step]
@@ -262,7 +262,7 @@ class SpreadFilter:
         metrics = {
             "spread_filter/spread": float("nan") if of_step is None else of_step,
             "spread_filter/bound": bound,
-            "spread_filter/dropped_fraction": (dropped.sum() / judged.sum().clamp(min=1)).item(),
+            "spread_filter/dropped_fraction": (dropped.sum() / has_spread.sum().clamp(min=1)).item(),
         }
         return labels.masked_fill(dropped.repeat_interleave(num_generations), torch.nan), metrics
 

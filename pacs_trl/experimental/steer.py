@@ -121,9 +121,9 @@ class SteerWeights(TokenWeights):
         weights = steer_weights(*compared, advantages, tokens.mask, **self.kinds, extremes=self.extremes)
         predicted = -weights * advantages * entropy_slopes(*compared, tokens.mask)
         values = torch.stack([torch.ones_like(weights), weights, predicted, tokens.entropies - tokens.old_entropies])
-        learnt = tokens.mask & (tokens.coefficients != 0)
-        self._sums.append(values[:, learnt].double().sum(dim=1))
-        signed = torch.stack([weights, -weights]).masked_fill(~learnt, math.inf)
+        counted = tokens.mask & (tokens.coefficients != 0)
+        self._sums.append(values[:, counted].double().sum(dim=1))
+        signed = torch.stack([weights, -weights]).masked_fill(~counted, math.inf)
         self._bounds.append(signed.flatten(1).amin(dim=1))
         return weights
 
