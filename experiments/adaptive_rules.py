@@ -15,7 +15,7 @@ from statistics import mean, stdev
 import matplotlib
 
 from experiments.figures import save
-from experiments.shared import markdown, run_name, running_mean, trained, write_json
+from experiments.studies import markdown, run_name, running_mean, trained, write_json
 from pacs_trl.pacs_trainer import PACSTrainer
 
 

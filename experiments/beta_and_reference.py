@@ -17,7 +17,7 @@ from statistics import mean
 import matplotlib
 
 from experiments.figures import save
-from experiments.shared import run_name, running_mean, trained, write_json
+from experiments.studies import run_name, running_mean, trained, write_json
 
 
 BETAS = (0.1, 1.0, 10.0)

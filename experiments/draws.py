@@ -17,7 +17,7 @@ from statistics import mean, stdev
 from experiments.paper.cells import Options, run_cell
 from experiments.paper.records import Records, Run
 from experiments.paper.render import Cell
-from experiments.shared import arms_parser, markdown, options_of, over_seeds, publish, run_name, saved
+from experiments.studies import arms_parser, markdown, options_of, over_seeds, publish, run_name, saved
 from pacs_trl.report.inputs import read_log_history
 
 

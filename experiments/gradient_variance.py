@@ -23,7 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from experiments.figures import save
-from experiments.shared import write_json
+from experiments.studies import write_json
 from pacs_trl.data.tasks import problems
 from pacs_trl.evaluation.requests import SamplingSettings
 from pacs_trl.evaluation.sampling import sample_completions

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 from experiments.paper.runs import train_once
-from experiments.shared import RECIPE, markdown, run_name, saved, words, write_json
+from experiments.studies import RECIPE, markdown, run_name, saved, words, write_json
 from pacs_trl.data import build_prompt
 from pacs_trl.data.tasks import demonstrations, problems
 from pacs_trl.evaluation import pass_at_k

@@ -25,7 +25,7 @@ from experiments.critic import critic_records
 from experiments.graded import read_graded
 from experiments.paper.runs import start_of
 from experiments.reuse import RESULTS, TASKS, Arm
-from experiments.shared import markdown, mean_difference
+from experiments.studies import markdown, mean_difference
 from pacs_trl.objective import group_scores
 from pacs_trl.recipe import read_recipe
 from pacs_trl.report.plots import reliability_bins

@@ -12,7 +12,7 @@ from typing import Any
 
 from experiments.paper.records import Records, Run
 from experiments.reuse import KS, LARGE, RESULTS, STAGES, TASKS, Arm
-from experiments.shared import markdown, mean_difference
+from experiments.studies import markdown, mean_difference
 from pacs_trl.evaluation import pass_at_k
 
 

@@ -26,7 +26,7 @@ from experiments.figures import save
 from experiments.paper.records import Records
 from experiments.reuse import RESULTS, STAGES, Arm
 from experiments.reuse_tables import curve, solved
-from experiments.shared import markdown
+from experiments.studies import markdown
 from pacs_trl.report.plots import COLORS, DASHES, PAGE_WIDTH, PANEL_HEIGHT, STYLE
 
 

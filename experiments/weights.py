@@ -22,7 +22,7 @@ from experiments.bootstrap import paired_bootstrap
 from experiments.paper.cells import Options, run_cell
 from experiments.paper.records import Records
 from experiments.paper.render import Cell
-from experiments.shared import arms_parser, markdown, options_of, over_seeds, publish, run_name, saved
+from experiments.studies import arms_parser, markdown, options_of, over_seeds, publish, run_name, saved
 from pacs_trl.rewards import math_reward
 
 

@@ -28,7 +28,7 @@ from experiments.paper.cells import RECIPES, Options, run_cell
 from experiments.paper.records import Records
 from experiments.paper.render import Cell
 from experiments.paper.runs import train_once
-from experiments.shared import markdown, over_seeds, publish, run_name, saved, words, write_json
+from experiments.studies import markdown, over_seeds, publish, run_name, saved, words, write_json
 from pacs_trl.miniature.model import MODEL_SIZES
 from pacs_trl.miniature.warm_start import warm_start
 

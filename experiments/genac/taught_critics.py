@@ -19,7 +19,7 @@ from experiments.genac.critic_values import BATCH, TOKENS, load, written
 from experiments.genac.oracle import oracle_traces
 from experiments.genac.supervised_start import Trace, read_traces, write_traces
 from experiments.genac.supervised_start import teach as fine_tune
-from experiments.shared import markdown, publish, write_json
+from experiments.studies import markdown, publish, write_json
 from pacs_trl.data.tasks import problems
 from pacs_trl.evaluation.requests import render_prompt
 from pacs_trl.experimental._critic_prompt import Actor, CriticPrompt

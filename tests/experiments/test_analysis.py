@@ -20,7 +20,7 @@ from experiments.gradient_variance import (
     noise_share,
 )
 from experiments.paper.records import Records
-from experiments.shared import running_mean
+from experiments.studies import running_mean
 from pacs_trl.miniature.model import build_model
 from pacs_trl.update.reference import SnapshotReference
 from pacs_trl.update.score_rows import sequence_logps
