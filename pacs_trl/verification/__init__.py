@@ -108,12 +108,9 @@ _BOX_OR_BRACE = re.compile(r"\\f?boxed\s*\{|[{}]")
 
 
 def last_boxed(text: str) -> str | None:
-    """
-    Return the content of the last `\\boxed{...}` with balanced braces in `text`, `None` when there is none.
-
-    One pass, in time linear in the length, because this also runs in the trainer's process. A text of more than
-    `MAX_CHARACTERS` is not read.
-    """
+    """Return the content of the last `\\boxed{...}` with balanced braces in `text`, `None` when there is none. One
+    pass, in time linear in the length, because this also runs in the trainer's process. A text of more than
+    `MAX_CHARACTERS` is not read."""
     if len(text) > MAX_CHARACTERS:
         return None
     # For each open brace the start of its box's content; `None` for a brace without a box.
@@ -148,12 +145,10 @@ os.register_at_fork(after_in_child=_reset_after_fork)
 @dataclass(eq=False)
 class BaseVerifier:
     """
-    Lock, counts, and cache of a verifier.
-
-    A subclass makes a completion into a grade or a key and a job (`_prepare`), runs jobs in parallel (`_run_jobs`),
-    and starts and ends the workers (`_start`, `_end`). Any thread may call any method; batches of different threads
-    queue. A process forked from one that holds a verifier gets workers of its own. `counts` holds how many completions
-    had each outcome.
+    Lock, counts, and cache of a verifier. A subclass makes a completion into a grade or a key and a job (`_prepare`),
+    runs jobs in parallel (`_run_jobs`), and starts and ends the workers (`_start`, `_end`). Any thread may call any
+    method; batches of different threads queue. A process forked from one that holds a verifier gets workers of its
+    own. `counts` holds how many completions had each outcome.
     """
 
     num_workers: int | None = None
@@ -198,7 +193,7 @@ class BaseVerifier:
         self, completions: Sequence[Any], solutions: Sequence[Any], truncated: Sequence[bool] | None = None
     ) -> list[float | None]:
         """
-        Grade completions.
+        Return 1.0 for a right completion, 0.0 for a wrong one, and `None` when its solution is missing or unreadable.
 
         Args:
             completions (`Sequence`): Texts; anything else counts as no answer.
@@ -206,9 +201,6 @@ class BaseVerifier:
                 mappings or JSON texts (see `cases.py`).
             truncated (`Sequence[bool]`, *optional*): Which completions do not end with an end-of-sequence token; by
                 default none. Programs ignore it.
-
-        Returns:
-            `list[float | None]`: 1.0 for right, 0.0 for wrong, `None` when the solution is missing or unreadable.
 
         Raises:
             ValueError: When the lengths differ, or programs cannot be confined as asked.

@@ -64,12 +64,8 @@ def _mapping_of(value: Any) -> Mapping:
 
 
 def read_tests(value: Any) -> ProblemTests:
-    """
-    Read tests from a mapping or JSON text.
-
-    Raises:
-        ValueError: When they are missing, of another language, or do not have the form above.
-    """
+    """Read tests from a mapping or JSON text. Raises a `ValueError` when they are missing, of another language, or do
+    not have the form above."""
     value = _mapping_of(value)
     kind, name, cases = value.get("type"), value.get("name"), value.get("cases")
     compare, prelude = value.get("compare", "floats"), value.get("prelude") or ""
@@ -141,11 +137,8 @@ def _from_verification_info(cases: list[dict]) -> dict[str, Any] | None:
 
 
 def last_program(text: str) -> str | None:
-    """
-    The last closed ``` block of Python (or of no named language) in a completion; `None` when there is none.
-
-    A block that is not closed is no answer: the completion was cut in the middle of it.
-    """
+    """Return the last closed ``` block of Python (or of no named language) in a completion; `None` when there is none.
+    A block that is not closed is no answer: the completion was cut in the middle of it."""
     program: str | None = None
     block: list[str] | None = None
     language = ""
@@ -184,12 +177,8 @@ def runnable(tests: ProblemTests, source: str) -> str:
 
 
 def is_expected(tests: ProblemTests, expected: Any, output: str) -> bool:
-    """
-    Whether an output is the expected one, as a whole.
-
-    Raises:
-        ValueError: When a function has returned nothing that can be read.
-    """
+    """Whether an output is the expected one, as a whole. Raises a `ValueError` when a function has returned nothing
+    that can be read."""
     try:
         size = len(expected if tests.function is None else json.dumps(expected))
         if len(output) > _MOST_TIMES * size + _AT_LEAST:

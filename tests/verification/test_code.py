@@ -287,20 +287,6 @@ class TestProcesses:
         signal.signal(signal.SIGINT, before)
         assert verifier.grade([block(READ + "print(a + b) # after an interrupt")], [SUM]) == [1.0]
 
-    def test_two_threads_at_once(self, verifier):
-        labels = {}
-
-        def work(number):
-            programs = [block(READ + f"print(a + b + {i % 2}) # {number}") for i in range(6)]
-            labels[number] = verifier.grade(programs, [SUM] * 6)
-
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert labels == {0: [1.0, 0.0] * 3, 1: [1.0, 0.0] * 3}
-
     def test_workers_and_programs_end_with_their_parent(self):
         start = """
 import time
