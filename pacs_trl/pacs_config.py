@@ -1,4 +1,4 @@
-"""Settings of PACS, every rule between them, and what is refused because the objective would ignore it."""
+"""Settings of PACS, the rules between them, and settings of GRPO that PACS would ignore."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -139,87 +139,63 @@ class PACSConfig(PublishedArguments, GRPOConfig):
             raise ValueError(" ".join(errors))
 
     @classmethod
-    def errors(cls, given: Any, step: Step | None) -> list[str]:
-        """
-        What is wrong between settings.
-
-        Args:
-            given (`Any`):
-                A configuration, or its values before it is made; legal each on its own.
-            step ([`Step`], *optional*):
-                What its batch sizes come to, if they are legal.
-
-        Returns:
-            `list[str]`: a sentence for each.
-        """
+    def errors(cls, given: Any, step: Step) -> list[str]:
+        """Return one message per contradiction between settings; `step` holds the batch sizes."""
         ignored = dict(SHAPES_ONLY_GRPO)
         if given.router_aux_loss_coef == 0.0:  # which leaves it out, as PACS does
             del ignored["router_aux_loss_coef"]
-        return [
-            *ignored_settings(cls, given, ignored),
-            *_reference_errors(given),
-            *_later_update_errors(given, step),
-            *_micro_batch_errors(given),
-        ]
+        room, longest = given.max_tokens_per_micro_batch, given.max_completion_length or 0
+        errors = [*ignored_settings(cls, given, ignored), *_first_update_errors(given, step), *_snapshot_errors(given)]
+        if room is not None and room <= longest:
+            errors.append(
+                f"max_tokens_per_micro_batch={room} cannot hold one sequence of a prompt and max_completion_length="
+                f"{longest} tokens. Raise it to their sum, or lower max_completion_length."
+            )
+        return errors
 
 
-def _reference_errors(given: Any) -> list[str]:
-    errors = []
+def _first_update_errors(given: Any, step: Step) -> list[str]:
     undefined = given.score_estimator == "grpo" and given.reference == "rollout" and given.proxy == "log_ratio"
-    if undefined and given.first_update_score is None:
-        errors.append(
-            "score_estimator='grpo' cannot be used with reference='rollout': it divides by the standard deviation "
-            "of the group's implicit rewards, and on the first update after a rollout these are all exactly 0 "
-            "(policy and reference are the same), so the score would be numerical noise. Use "
-            "reference='snapshot', or score_estimator='rloo' or 'dr_grpo', or say that this update takes another "
-            "score: first_update_score='dr_grpo'."
-        )
-    if given.first_update_score is not None and not undefined:
-        errors.append(
-            f"first_update_score={given.first_update_score!r} would be ignored: it is for score_estimator='grpo' "
-            "with reference='rollout' and proxy='log_ratio', whose score is undefined on the first update after "
-            f"a rollout; here score_estimator={given.score_estimator!r}, reference={given.reference!r} and "
-            f"proxy={given.proxy!r}. Remove the key."
-        )
-    if given.reference == "snapshot" and given.proxy == "mean_logp":
+    first = given.first_update_score
+    if undefined and first is None:
+        return [
+            "score_estimator='grpo' cannot be used with reference='rollout': it divides by the standard deviation of "
+            "the group's implicit rewards, which are all 0 on the first update after a rollout. Set reference="
+            "'snapshot', score_estimator='rloo' or 'dr_grpo', or first_update_score='dr_grpo' for that update."
+        ]
+    if first is not None and not undefined:
+        return [
+            f"first_update_score={first!r} would be ignored: it is for score_estimator='grpo' with reference="
+            "'rollout' and proxy='log_ratio'. Remove the key."
+        ]
+    if first is not None and step.updates_per_generation == 1:
+        return [
+            f"first_update_score={first!r} needs a second update on a rollout, but with steps_per_generation="
+            f"{step.steps_per_generation}, gradient_accumulation_steps={step.gradient_accumulation_steps}, and "
+            "num_iterations=1 every update is the first. Raise steps_per_generation (the paper has four updates per "
+            "rollout), or set score_estimator='dr_grpo' and remove the key."
+        ]
+    return []
+
+
+def _snapshot_errors(given: Any) -> list[str]:
+    if given.reference == "rollout":
+        of_snapshots = ("reference_reset_steps", "reset_optimizer_on_reference_reset", "reference_offload")
+        return [
+            f"{name}={getattr(given, name)!r} would be ignored with reference='rollout', which changes with every "
+            "generation. Set reference='snapshot', or remove the key."
+            for name in of_snapshots
+            if getattr(given, name)
+        ]
+    errors = []
+    if given.proxy == "mean_logp":
         errors.append(
             "reference='snapshot' would be ignored with proxy='mean_logp', which has no reference. Use "
             "proxy='log_ratio', or remove `reference`."
         )
-    of_snapshots = ("reference_reset_steps", "reset_optimizer_on_reference_reset", "reference_offload")
-    ignored = [name for name in of_snapshots if getattr(given, name)] if given.reference == "rollout" else []
-    errors += [
-        f"{name}={getattr(given, name)!r} would be ignored with reference='rollout', which renews itself with every "
-        "generation. Set reference='snapshot', or remove the key."
-        for name in ignored
-    ]
-    if not ignored and given.reset_optimizer_on_reference_reset and given.reference_reset_steps is None:
+    if given.reset_optimizer_on_reference_reset and given.reference_reset_steps is None:
         errors.append(
-            "reset_optimizer_on_reference_reset=True would never happen, because reference_reset_steps is not "
-            "set. Set it to the number of optimizer steps between resets."
+            "reset_optimizer_on_reference_reset=True would never happen without reference_reset_steps. Set it to the "
+            "number of optimizer steps between resets."
         )
     return errors
-
-
-def _later_update_errors(given: Any, step: Step | None) -> list[str]:
-    if given.first_update_score is None or step is None or step.updates_per_generation > 1:
-        return []
-    return [
-        f"first_update_score={given.first_update_score!r} needs a second update on a rollout, but with "
-        f"steps_per_generation={step.steps_per_generation}, gradient_accumulation_steps="
-        f"{step.gradient_accumulation_steps} and num_iterations={step.num_iterations} every update is the first, "
-        "so the score of 'grpo' would never be used. Raise steps_per_generation (the paper has four updates "
-        "per rollout), or set score_estimator='dr_grpo' and remove the key."
-    ]
-
-
-def _micro_batch_errors(given: Any) -> list[str]:
-    room, longest = given.max_tokens_per_micro_batch, given.max_completion_length
-    if room is None or room > (longest or 0):
-        return []
-    return [
-        f"max_tokens_per_micro_batch={room} cannot hold one sequence: completions may have "
-        f"max_completion_length={longest} "
-        "tokens, and the prompt comes on top. Raise it to the longest prompt plus max_completion_length, or lower "
-        "max_completion_length."
-    ]

@@ -1,8 +1,7 @@
-"""Verification with the signature of TRL reward functions: what these return are the labels of PACS training.
+"""Verification with the signature of TRL reward functions, whose results are the labels of PACS training.
 
-A reward function may return anything in [0, 1]: class weights and cross-entropy take soft labels as they are, and so
-does a weighted sum of several functions (`reward_weights`) whose weights sum to 1. `None` takes a row out of its
-group.
+A reward function may return anything in [0, 1]: class weights and cross-entropy accept soft labels, also a weighted
+sum of several functions (`reward_weights`) whose weights sum to 1. `None` removes a completion from its group.
 """
 
 import logging
@@ -36,13 +35,11 @@ def math_reward(
     Args:
         completions (`list`): Completions, plain (`str`) or conversational (lists of messages).
         solution (`list`): Gold answers, one per completion: text with or without `\\boxed{}` or `$`, a number, or a
-        list
-            of alternatives.
+            list of alternatives.
         truncated (`list[bool]`, *optional*): Passed by the trainers of this package: which completions do not end with
-        an
-            end-of-sequence token. Of these only a closed box is graded, see `verification_grade_truncated`.
+            an end-of-sequence token. Of these only a closed box is graded, see `verification_grade_truncated`.
         log_metric (`Callable`, *optional*): Passed by TRL; receives the share of each outcome as
-        `verification/<name>`.
+            `verification/<name>`.
         log_extra (`Callable`, *optional*): Passed by TRL; receives gold and outcome for the table of completions.
         **kwargs: Further columns that TRL passes; unused.
 
@@ -90,8 +87,7 @@ def code_reward(
         completions (`list`): Completions, plain (`str`) or conversational (lists of messages).
         solution (`list`): Tests, one per completion: mappings or JSON texts in the form of `verification/cases.py`.
         log_metric (`Callable`, *optional*): Passed by TRL; receives the share of each outcome as
-        `verification/<name>`, and the
-            mean share of tests passed.
+            `verification/<name>`, and the mean share of tests passed.
         log_extra (`Callable`, *optional*): Passed by TRL; receives outcome and error for the table of completions.
         **kwargs: Further columns that TRL passes; unused.
 
@@ -130,22 +126,16 @@ def code_reward(
 
 def format_reward(completions: list, **kwargs: Any) -> list[float]:
     """
-    1.0 for a completion with a complete, non-empty `\\boxed{...}`, 0.0 otherwise. Says nothing about what is in the
-    box.
+    1.0 for a completion with a complete, non-empty `\\boxed{...}`, whatever is in the box, 0.0 otherwise.
 
     A completion of more than `verification.MAX_CHARACTERS` characters is not read, hence 0.0: this runs in the
     trainer.
-
-    Args:
-        completions (`list`): Completions, plain (`str`) or conversational.
-        **kwargs: Further columns that TRL passes; unused.
     """
     return [float(bool(last_boxed(completion_text(completion) or ""))) for completion in completions]
 
 
 def outcome_shares(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Share of each outcome that an answer may have, all of them present, as `verification/<outcome>`; empty for
-    none."""
+    """Return the share of each outcome of an answer as `verification/<outcome>`; empty without outcomes."""
     return {
         f"verification/{outcome.name.lower()}": outcomes.count(outcome) / len(outcomes)
         for outcome in Outcome

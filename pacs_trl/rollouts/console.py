@@ -1,8 +1,6 @@
-"""What a run says on the console: a short line per logged step in place of Trainer's dict of all metrics, which go to
-the trackers and to trainer_state.json.
+"""Console output of a run: one short line per logged step instead of Trainer's dict of all metrics.
 
-Left as a user of TRL knows it: `disable_tqdm=True` prints the dict, a notebook shows its table, and
-`remove_callback(ProgressCallback)` ends all of it.
+`disable_tqdm=True` prints the dict, a notebook shows its table, and `remove_callback(ProgressCallback)` ends both.
 """
 
 import sys
@@ -13,7 +11,7 @@ from tqdm.auto import tqdm
 from transformers import ProgressCallback, TrainerCallback
 
 
-# In the order of the line: what it calls them, the metric, and the format.
+# In the order of the line: label, metric, and format.
 NUMBERS = {
     "reward": ("reward", ".2f"),
     "entropy": ("entropy", ".2f"),
@@ -24,8 +22,7 @@ NUMBERS = {
 
 
 class ConsoleCallback(ProgressCallback):
-    """A line per logged step and per evaluation, rewards before and after at the end, and a bar where it goes to a
-    terminal."""
+    """Print a line per logged step and evaluation, and rewards before and after at the end; a bar on terminals."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.current_step = state.global_step
@@ -41,7 +38,7 @@ class ConsoleCallback(ProgressCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero and (line := step_line(logs or {}, state.global_step, state.max_steps)):
             tqdm.write(line)
-            sys.stdout.flush()  # who follows a file sees each step
+            sys.stdout.flush()
 
     def on_train_end(self, args, state, control, **kwargs):
         super().on_train_end(args, state, control, **kwargs)
@@ -50,18 +47,14 @@ class ConsoleCallback(ProgressCallback):
 
 
 def shorten_console(callbacks: list[TrainerCallback]) -> None:
-    """Put a [`ConsoleCallback`] where Trainer has put its own: not in a notebook, and not with `disable_tqdm`."""
+    """Replace Trainer's progress bar, which it has outside of notebooks and without `disable_tqdm`."""
     places = [place for place, callback in enumerate(callbacks) if type(callback) is ProgressCallback]
     if places:
         callbacks[places[-1]] = ConsoleCallback()  # the user's own would stand before it
 
 
 def step_line(logs: Mapping[str, Any], step: int, max_steps: int) -> str | None:
-    """
-    `step 12/30  reward 0.37  entropy 0.19  length 21  truncated 0.05  grad_norm 0.12  1.2 s` of what is logged.
-
-    `None` if that is of no step.
-    """
+    """Return `step 12/30  reward 0.37  entropy 0.19  ...  1.2 s` for the logs of a step, `None` for other logs."""
     prefix = "eval_" if "eval_reward" in logs else ""
     if f"{prefix}reward" not in logs:
         return None
@@ -75,8 +68,7 @@ def step_line(logs: Mapping[str, Any], step: int, max_steps: int) -> str | None:
 
 
 def change_of_reward(log_history: Sequence[Mapping[str, Any]]) -> str | None:
-    """Rewards at the begin and at the end of a run, over a tenth of its logged steps each; `None` of fewer than
-    two."""
+    """Return the rewards of the first and last tenth of the logged steps in one line; `None` with fewer than two."""
     rewards = [log["reward"] for log in log_history if log.get("reward") is not None]
     count = max(1, len(rewards) // 10)
     if len(rewards) < 2:
