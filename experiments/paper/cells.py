@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from experiments.diversity import correct_responses, hashing_embedder, problem_diversities
 from pacs_trl.report.inputs import read_log_history
 from pacs_trl.settings import read_mapping
 
@@ -40,16 +41,12 @@ class Options(NamedTuple):
 
 def run_cell(cell: Cell, seed: int, options: Options) -> None:
     """
-    Train and evaluate one miniature cell with one seed and record it, unless it is recorded.
-
-    The seed decides the warm start, which all methods of a seed share, and the training run; the samples of the
-    evaluation have seeds of their own. An interrupted run continues from its last checkpoint and with the samples it
-    has drawn.
+    Train and evaluate one miniature cell with one seed and record it, unless it is recorded. The seed decides the warm
+    start, which all methods of a seed share, and the training run. An interrupted run continues where it stopped.
 
     Raises:
         `ValueError`: if the cell was recorded, or the work directory begun, with other settings.
     """
-    from experiments.diversity import hashing_embedder
     from pacs_trl.evaluation.arguments import EvaluationArguments
     from pacs_trl.recipe import read_recipe
 
@@ -124,7 +121,6 @@ def _measure_checkpoints(model: Path, evaluation) -> list[dict[str, float]]:
 
 
 def measured_checkpoint(step: int, results: dict[str, Any]) -> dict[str, float]:
-    """`{"step", "eval_BENCHMARK/pass@1"}` of the evaluation of a checkpoint."""
     entries = results["benchmarks"].items()
     return {"step": step} | {f"eval_{name}/pass@1": entry["pass_at_k"]["1"]["value"] for name, entry in entries}
 
@@ -137,8 +133,6 @@ def read_training(model: Path, checkpoints: list[dict[str, float]]) -> dict[str,
 
 def diversities(evaluation_dir: Path, benchmarks: Iterable[str], embed: Callable) -> dict[str, dict[str, float]]:
     """benchmark -> problem -> diversity of its correct completions, where there are at least two."""
-    from experiments.diversity import correct_responses, problem_diversities
-
     return {name: problem_diversities(correct_responses(evaluation_dir, name), embed) for name in benchmarks}
 
 

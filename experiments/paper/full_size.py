@@ -44,11 +44,8 @@ class Line(NamedTuple):
 
 
 def full_commands(cell: Cell, seed: int, options: Options, *, checkpoints: bool = False) -> list[Line]:
-    """
-    The shell lines that a full-size cell still needs, none if all evaluations are there: training, then evaluations,
-    with `checkpoints` also of each that the recipe saves, with few samples. The seed is that of training, or of the
-    samples where nothing is trained.
-    """
+    """The shell lines that a full-size cell still needs: training, then evaluations, with `checkpoints` also of each
+    that the recipe saves. The seed is that of training, or of the samples where nothing is trained."""
     results, model = cell.directory(options.results_dir, seed), cell.directory(options.work_dir, seed)
     settings = read_mapping(RECIPES / f"{cell.recipe}.yaml", "recipe") | cell.settings
     if cell.recipe.startswith("evaluation/"):  # names its model and its method itself
@@ -102,28 +99,15 @@ def _evaluation(name: str, output_dir: Path, asked: Sequence[str], base: str, n:
 
 
 def run_line(line: str) -> None:
-    """
-    Run one line with bash, where a variable that is not set is an error that names it.
-
-    Raises:
-        [`FailedRun`]: if it fails.
-    """
+    """Run one line with bash, where a variable that is not set is an error; raise [`FailedRun`] if it fails."""
     status = subprocess.run(["bash", "-uc", line]).returncode
     if status:
-        raise FailedRun(
-            f"This line ended with status {status}, and what follows needs what it makes; its own message stands "
-            f"above. The same `python -m experiments.paper` goes on from here.\n  {line}"
-        )
+        raise FailedRun(f"This line ended with status {status}. Fix the problem and run the same command.\n  {line}")
 
 
 def collect(cell: Cell, options: Options, *, diversity: bool = False) -> None:
-    """
-    Make the record of every seed of a cell from what its lines have left by now, once with the diversity if a table
-    shows it.
-
-    Raises:
-        `ValueError`: if two evaluations of one run have different protocols, or the embedder is not installed.
-    """
+    """Make the record of every seed of a cell from the files that its lines have left by now, with the diversity if a
+    table shows it."""
     recorded = {run.seed: run for run in Records(options.results_dir).runs(cell.run, cell.label)}
     for directory in sorted((options.results_dir / cell.run).glob("seed-*")):
         seed, model = int(directory.name.removeprefix("seed-")), options.work_dir / cell.run / directory.name

@@ -1,5 +1,4 @@
-"""A training run of the miniature world in this process: warm start, training, history. The libraries are loaded on
-use."""
+"""A training run of the miniature in this process: warm start, training, history."""
 
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -20,13 +19,8 @@ def train_once(
     arguments: Sequence[str], start: Path, output_dir: Path, trainer_class: type | None = None
 ) -> list[dict[str, Any]]:
     """
-    Train from a warm start, unless that is done already; a run that was interrupted goes on from its last checkpoint.
-
-    Args:
-        arguments (sequence of `str`): Command line of [`~train.main`] without model and output directory.
-        start (`Path`): See [`start_of`].
-        output_dir (`Path`): Gets what training writes, and `train.log` with the lines that it prints.
-        trainer_class (`type`, *optional*): As in [`~train.main`].
+    Train from a warm start with the arguments of [`~train.main`], unless that is done already; a run that was
+    interrupted continues from its last checkpoint. `output_dir` also gets `train.log` with the printed lines.
 
     Returns:
         `list[dict]`: The trainer's `log_history`.
