@@ -1,5 +1,7 @@
 """PPOTrainer: an actor with a critic that has a value head."""
 
+import logging
+import re
 import textwrap
 
 import torch
@@ -9,6 +11,12 @@ from ..update.rows import without_padding
 from .actor_critic import ActorCriticTrainer, load_critic, padded
 from .gae import clipped_value_losses
 from .ppo_config import PPOConfig
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Unlike a loading report that a critic made of a policy has a new head, as it should."""
+    keys = re.findall(r"^(\S+) +\|", record.getMessage(), flags=re.MULTILINE)
+    return not keys or not all(key.startswith(("Key", "score.", "lm_head.")) for key in keys)
 
 
 class PPOTrainer(ActorCriticTrainer):
@@ -51,7 +59,12 @@ class PPOTrainer(ActorCriticTrainer):
         """One output per token: the weights of a causal language model under a new value head, unless they have
         one."""
         set_seed(args.seed)  # of the value head
-        return load_critic(policy, args, AutoModelForTokenClassification, num_labels=1)
+        loading = logging.getLogger("transformers.modeling_utils")
+        loading.addFilter(_is_news)
+        try:
+            return load_critic(policy, args, AutoModelForTokenClassification, num_labels=1)
+        finally:
+            loading.removeFilter(_is_news)
 
     @torch.no_grad()
     def _value_tokens(self, inputs, batch):

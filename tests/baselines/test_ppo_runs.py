@@ -1,5 +1,6 @@
 """What PPOTrainer does around the loss: LoRA, saving, resuming, the critic's start, and a recipe."""
 
+import logging
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from test_ppo_trainer import build, recorded
 from transformers import AutoModelForCausalLM
 
 from pacs_trl import PPOConfig, PPOTrainer
+from pacs_trl.baselines.ppo_trainer import _is_news
 from pacs_trl.rollouts.checkpoint import last_checkpoint
 from pacs_trl.train import main
 
@@ -157,3 +159,10 @@ def test_a_recipe_trains_both_models_on_the_miniature_world(tmp_path, model_path
     logged = {name for entry in trainer.state.log_history for name in entry}
     shared = {"critic_grad_norm", "approx_kl", "explained_variance"}
     assert {f"{method}/{name}" for name in metrics | shared} <= logged and "entropy" in logged
+
+
+@pytest.mark.parametrize(("key", "is_news"), [("score.weight", False), ("model.norm.weight", True)])
+def test_that_the_value_head_is_new_is_no_news(key, is_news):
+    text = f"Model LOAD REPORT from: x\nKey          | Status  |\nscore.bias   | MISSING |\n{key} | MISSING |\n"
+    assert _is_news(logging.makeLogRecord({"msg": text})) == is_news
+    assert _is_news(logging.makeLogRecord({"msg": "Something else"}))
