@@ -260,6 +260,8 @@ def typed_values(settings: Mapping[str, Any], parts: Sequence[type], what: str) 
         value = given[key]
         if isinstance(value, list) and actions[key].nargs == "+":
             words += [f"--{key}", *map(str, value)]
+        elif key == "fsdp" and value is True:  # transformers takes it, though the field is text
+            as_they_are[key] = value
         elif isinstance(value, list | dict | None):  # not spelled in words
             kind = "None" if value is None else type(value).__name__
             if kind not in hints[key] and not (value is None and actions[key].default is None):
