@@ -446,7 +446,7 @@ def test_no_file_holds_where_the_model_was_loaded_from(checkpoint):
         (["--model", "MODEL", "--repo", "name"], "USER/NAME"),
         (["--model", "MODEL", "--repo", 'a/b"c'], "must use alphanumeric chars"),
         (["--model", "MODEL", "--repo", REPO, "--results", "/nowhere.json"], "/nowhere.json"),
-        (["--model", "MODEL", "--repo", REPO, "--recipe", "/nowhere.yaml"], "'/nowhere.yaml' does not exist"),
+        (["--model", "MODEL", "--repo", REPO, "--recipe", "/nowhere.yaml"], "'/nowhere.yaml'"),
         (
             ["--model", "MODEL", "--repo", REPO, "--recipe", "MODEL/tokenizer.list"],
             "must be a YAML mapping of settings, got list",
