@@ -47,7 +47,7 @@ class Comparison:
     Attributes:
         largest (`float`): Largest absolute difference of a weight.
         relative (`float`): Norm of the difference over norm of what training changed, the larger one of policy and
-        critic.
+            critic.
         metrics (`list[str]`): Logged numbers that differ.
         only_one_side (`list[str]`): Logged numbers that only one side has; they are named, and are no failure.
         problems (`list[str]`): Whatever makes the scenario fail in any case.

@@ -82,7 +82,7 @@ def oracle_traces(
         completions (`int`): Of each problem.
         samples (`int`): Continuations of each state.
         states (`int`): Of each completion besides the beginning, which counts once per problem: places drawn at
-        random.
+            random.
         seed (`int`): Of everything that is drawn.
     """
     texts = [render_prompt(tokenizer, [{"role": "user", "content": row["problem"]}]) for row in rows]
