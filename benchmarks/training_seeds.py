@@ -18,7 +18,7 @@ from experiments.paper.runs import start_of, train_once
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.run import evaluate
 from pacs_trl.recipe import read_recipe
-from pacs_trl.verification.shared import shared_verifier
+from pacs_trl.rewards import shared_verifier
 
 
 def run(cell: str, warm_start_seed: int, training_seed: int, work_dir: Path) -> dict[str, float]:

@@ -36,7 +36,7 @@ from pacs_trl.evaluation.sampling import sample_completions
 from pacs_trl.experimental.guidance import with_hint
 from pacs_trl.miniature.model import build_model
 from pacs_trl.miniature.tokenizer import build_tokenizer
-from pacs_trl.verification.shared import shared_verifier
+from pacs_trl.rewards import shared_verifier
 
 
 SIZE, NUM_TAUGHT, WARM_START_STEPS, BATCH, LENGTH = "tiny", 2000, 1500, 16, 32

@@ -42,7 +42,7 @@ from pacs_trl.evaluation.run import evaluate
 from pacs_trl.recipe import Recipe, read_recipe
 from pacs_trl.report import plots
 from pacs_trl.report.tables import Measured, methods, pass_at_k_cells, pass_at_k_rows
-from pacs_trl.verification.shared import shared_verifier
+from pacs_trl.rewards import shared_verifier
 
 
 RECIPES = Path(__file__).parents[1] / "recipes" / "miniature"

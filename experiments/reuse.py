@@ -170,9 +170,9 @@ def run(arm: Arm | None, task: str, seed: int, results_dir: Path, work_dir: Path
     from pacs_trl.evaluation.arguments import EvaluationArguments
     from pacs_trl.evaluation.run import evaluate
     from pacs_trl.recipe import read_recipe
+    from pacs_trl.rewards import shared_verifier
     from pacs_trl.rollouts import rollout_trainer
     from pacs_trl.rollouts.timing import StepTimer
-    from pacs_trl.verification.shared import shared_verifier
 
     cell = (arm or Arm("PACS", task=task)).cell
     name = cell.run if arm else f"{task}/start"

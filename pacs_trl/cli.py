@@ -9,7 +9,6 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from . import __version__
 from .errors import exit_code
 from .settings import did_you_mean
 
@@ -60,7 +59,9 @@ def _without_command(argv: Sequence[str]) -> int:
         print("\n`pacs-trl COMMAND --help` lists options; `pacs-trl --version` lists installed versions.")
         return 0
     if name in ("-V", "--version"):
-        print(f"pacs-trl {__version__} ({', '.join(map(_installed, ('trl', 'transformers', 'torch', 'vllm')))})")
+        print(
+            f"pacs-trl {version('pacs_trl')} ({', '.join(map(_installed, ('trl', 'transformers', 'torch', 'vllm')))})"
+        )
         return 0
     near = did_you_mean(name, [*COMMANDS, "--help", "--version"])
     raise ValueError(f"there is no command {name!r}.{near} Choose from {', '.join(COMMANDS)}.")

@@ -7,8 +7,8 @@ from trl import GRPOConfig
 
 from .objective import ClassWeighting, Proxy, ScoreEstimator
 from .redaction import PublishedArguments
-from .rollouts.step_sizes import Step
 from .settings import OF_OTHER_LOSSES, bounded, ignored_settings, refuse_illegal_values
+from .update.step_sizes import Step
 
 
 # Settings of GRPOConfig that shape GRPO's own loss. PACS has no ratio, no clipping and no advantage to apply them to.

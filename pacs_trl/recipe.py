@@ -8,35 +8,30 @@ elsewhere (`plan`). Reading a recipe loads no model, no data, and no GPU.
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer
-from trl import GRPOConfig, ModelConfig
+from trl import ModelConfig
 
-from . import experimental, rewards
-from .baselines.ppo_config import PPOConfig
+from . import rewards
 from .data import DataArguments
 from .data.sets import MINIATURE
 from .data.tasks import TOOL_TASKS, check_task
-from .pacs_config import PACSConfig
-from .redaction import PublishedArguments
+from .rewards import VerificationArguments, run_python
 from .rollouts.checks import check_generation_kwargs, check_reward_function, shared_turns_error
-from .rollouts.step_sizes import Step
 from .settings import bounded, did_you_mean, read_settings, refuse_illegal_values, set_environment, typed_values
 from .settings.names import function_of_user
-from .verification.shared import VerificationArguments, run_python
+from .update.step_sizes import Step
 
 
-@dataclass
-class GRPOArguments(PublishedArguments, GRPOConfig):
-    """TRL's configuration, of which trackers get what others may see."""
-
-    def __post_init__(self):
-        refuse_illegal_values(self)
-        super().__post_init__()
-
-
-METHODS = {"pacs": PACSConfig, "grpo": GRPOArguments, "ppo": PPOConfig}
+# Modules of the configuration and of the trainer; every other method is one module of `pacs_trl.experimental`.
+METHODS = {
+    "pacs": ("pacs_config", "pacs_trainer"),
+    "grpo": ("baselines.grpo_trainer", "baselines.grpo_trainer"),
+    "ppo": ("baselines.ppo_config", "baselines.ppo_trainer"),
+}
 
 
 @dataclass
@@ -166,13 +161,36 @@ def read_recipe(argv: Sequence[str]) -> Recipe:
 
 
 def method_names() -> list[str]:
-    """Return the names of all methods: the core's and those in `pacs_trl.experimental`."""
-    return [*METHODS, *experimental.methods()]
+    """Return the names of all methods: those of `METHODS` and the modules of `pacs_trl.experimental`."""
+    folder = import_module(f"{__package__}.experimental").__path__
+    return [*METHODS, *sorted(each.name for each in iter_modules(folder) if not each.name.startswith("_"))]
 
 
 def config_class(method: str) -> type:
-    """Return the training configuration of a method."""
-    return METHODS[method] if method in METHODS else experimental.classes_of(method)[0]
+    """Return the training configuration of a method: of an experimental one, the `...Config` of its module."""
+    return _named(METHODS[method][0]) if method in METHODS else _only_class(method, "Config")
+
+
+def trainer_of_method(method: str) -> type:
+    """Return the trainer of a method: of an experimental one, the `...Trainer` of its module."""
+    return _named(METHODS[method][1]) if method in METHODS else _only_class(method, "Trainer")
+
+
+def _named(path: str) -> type:
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(f"{__package__}.{module}"), name)
+
+
+def _only_class(method: str, ending: str) -> type:
+    module = import_module(f"{__package__}.experimental.{method}")
+    names = [name for name, each in vars(module).items() if getattr(each, "__module__", None) == module.__name__]
+    names = [name for name in names if name.endswith(ending)]
+    if len(names) != 1:
+        raise ValueError(
+            f"{module.__name__} must define one class whose name ends with {ending!r}, and defines {len(names)}. "
+            "Rename the others, or begin the names of helpers with an underscore."
+        )
+    return getattr(module, names[0])
 
 
 def _adapter_errors(model: Any, given: dict) -> list[str]:

@@ -29,26 +29,28 @@ from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig, get_peft_config, get_quantization_config
 
-from . import experimental, rewards
-from .baselines.grpo_trainer import GRPOTrainer
-from .baselines.ppo_trainer import PPOTrainer
+from . import rewards
 from .data import TRAINING_SETS, load_training_data
 from .data.sets import MINIATURE
 from .errors import during_run
-from .pacs_trainer import PACSTrainer
-from .recipe import Recipe, RunArguments, load_tokenizer, read_recipe, reward_function, tool_function
+from .recipe import (
+    Recipe,
+    RunArguments,
+    load_tokenizer,
+    read_recipe,
+    reward_function,
+    tool_function,
+    trainer_of_method,
+)
+from .rewards import configure_verification, run_python, shared_code_verifier, shared_verifier
 from .rollouts.checkpoint import check_complete, check_same_adapter, last_checkpoint
 from .rollouts.checks import OWN_PARAMETERS, check_dataset, check_number_of_prompts
 from .rollouts.preemption import NAMES, stop_on_signal
 from .rollouts.publication import upload
-from .rollouts.step_sizes import Step
 from .rollouts.tracking import tracked_run
 from .rollouts.vllm_checks import check_vllm
 from .settings.names import check_model_path, check_whole_model, require_vllm
-from .verification.shared import configure_verification, run_python, shared_code_verifier, shared_verifier
-
-
-TRAINERS = {"pacs": PACSTrainer, "grpo": GRPOTrainer, "ppo": PPOTrainer}
+from .update.step_sizes import Step
 
 
 def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
@@ -68,7 +70,7 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
     recipe = read_recipe(sys.argv[1:] if argv is None else argv)
     training = recipe.training
     method, resume = recipe.run.method, str(training.resume_from_checkpoint)
-    trainer_class = trainer_class or TRAINERS.get(method) or experimental.classes_of(method)[1]
+    trainer_class = trainer_class or trainer_of_method(method)
     checkpoint = _checkpoint_to_resume(training.output_dir, resume)
     if _is_finished(training, resume, checkpoint):
         PartialState().print(

@@ -7,7 +7,7 @@ import pytest
 
 from pacs_trl import PACSConfig
 from pacs_trl.pacs_config import SHAPES_ONLY_GRPO
-from pacs_trl.rollouts.step_sizes import Step
+from pacs_trl.update.step_sizes import Step
 
 
 def make(**settings):

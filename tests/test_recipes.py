@@ -23,7 +23,7 @@ from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.experimental.rlpr import is_well_formed
 from pacs_trl.plan.check import check_recipe, judge
 from pacs_trl.plan.launch import read_launch
-from pacs_trl.verification.shared import VerificationArguments
+from pacs_trl.rewards import VerificationArguments
 
 
 REPOSITORY = Path(__file__).parents[1]

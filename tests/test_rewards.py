@@ -9,7 +9,6 @@ from pacs_trl import rewards
 from pacs_trl.rewards import VerificationFailure, code_reward, format_reward, math_reward
 from pacs_trl.rollouts.checks import check_golds
 from pacs_trl.verification import MAX_CHARACTERS
-from pacs_trl.verification.shared import VerificationArguments, configure_verification, shared_verifier
 
 
 ENDLESS = r"\boxed{9^{9^9} - 1}"

@@ -18,7 +18,7 @@ from pacs_trl.data.tasks import CALL
 from pacs_trl.miniature.model import build_model
 from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.recipe import read_recipe
-from pacs_trl.verification.shared import shared_code_verifier
+from pacs_trl.rewards import shared_code_verifier
 
 
 DATA = Path(__file__).parent / "data"

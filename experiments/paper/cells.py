@@ -99,7 +99,7 @@ def evaluation_settings(options: Options) -> dict[str, Any]:
 
 def _evaluate(arguments) -> dict[str, Any]:
     from pacs_trl.evaluation.run import evaluate
-    from pacs_trl.verification.shared import shared_verifier
+    from pacs_trl.rewards import shared_verifier
 
     return evaluate(arguments, shared_verifier(), progress=False)
 

@@ -4,12 +4,25 @@ Its weights are those of TRL's own trainer, bit for bit in the first epoch (late
 """
 
 import contextlib
+from dataclasses import dataclass
 
 import torch
+import trl
 
 from ..pacs_config import SHAPES_ONLY_GRPO
+from ..redaction import PublishedArguments
 from ..rollouts.rollout_trainer import RolloutTrainer
+from ..settings import refuse_illegal_values
 from ..update.startup_check import warn_of_left_padding
+
+
+@dataclass
+class GRPOConfig(PublishedArguments, trl.GRPOConfig):
+    """[`~trl.GRPOConfig`], of which trackers get what others may see."""
+
+    def __post_init__(self):
+        refuse_illegal_values(self)
+        super().__post_init__()
 
 
 class GRPOTrainer(RolloutTrainer):

@@ -6,8 +6,8 @@ from typing import Any
 from trl import GRPOConfig
 
 from ..redaction import PublishedArguments
-from ..rollouts.step_sizes import Step
 from ..settings import OF_OTHER_LOSSES, bounded, ignored_settings, refuse_illegal_values
+from ..update.step_sizes import Step
 
 
 # Settings of GRPOConfig that make GRPO's advantage or belong to losses without PPO's clipping.

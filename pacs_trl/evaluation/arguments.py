@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..data import PROMPT_INSTRUCTION, instruction_for, prompt_of
+from ..rewards import VerificationArguments
 from ..settings import asks_for_help, print_help, read_settings, set_environment, typed_values
-from ..verification.shared import VerificationArguments
 from .requests import SamplingSettings
 
 

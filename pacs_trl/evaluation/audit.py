@@ -21,11 +21,11 @@ from typing import Any
 
 from ..data import TRAINING_SETS
 from ..data.sets import ProblemSet, gold_answer, load_rows, read_rows
+from ..rewards import VerificationArguments
 from ..settings import Parser
 from ..verification import MAX_CHARACTERS, Outcome, completion_text, gold_texts, last_boxed
 from ..verification.cases import last_program
 from ..verification.code import CodeVerifier
-from ..verification.shared import VerificationArguments
 from .benchmarks import load_benchmark, name_and_path
 from .pass_at_k import pass_interval
 

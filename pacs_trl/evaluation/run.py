@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,8 @@ def _with_warm_start(args: EvaluationArguments) -> EvaluationArguments:
     if args.engine == "vllm":
         require_vllm("sample with `--engine transformers`")
     load_benchmarks(args)  # refuses wrong ones before the warm start is trained
-    from ..miniature.warm_start import warm_start
-
+    # `miniature` is above this folder: it evaluates what it trains
+    warm_start = import_module("pacs_trl.miniature.warm_start").warm_start
     return replace(args, model=str(warm_start(args.model.removeprefix(MINIATURE))), method=args.method or "warm start")
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..pacs_config import PACSConfig
-from ..rollouts.step_sizes import Step
 from ..settings import bounded
+from ..update.step_sizes import Step
 from ._redraw import CORRECT, Redraw, RedrawingTrainer, known_labels
 
 

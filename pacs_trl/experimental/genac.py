@@ -27,11 +27,11 @@ from ..baselines.ppo_config import ActorCriticConfig
 from ..evaluation.requests import SamplingSettings
 from ..rollouts.checkpoint import request_seed
 from ..rollouts.engine import Engine, ServerFailure
-from ..rollouts.step_sizes import Step
 from ..rollouts.timing import PARTS
 from ..rollouts.vllm_checks import server_url
 from ..settings import bounded
 from ..update.rows import labels_from_rewards, without_padding
+from ..update.step_sizes import Step
 from ._critic_answers import check_critic, generate_answers, problem_of, question_ids
 from ._critic_math import (
     border_lambdas,

@@ -20,13 +20,12 @@ from datasets import Dataset
 from trl.data_utils import is_conversational
 
 from ..pacs_config import PACSConfig
-from ..rollouts.step_sizes import Step
 from ..settings import bounded
 from ..settings.names import function_of_user
 from ..update.groups import split_into_steps
 from ..update.rows import Rollout
+from ..update.step_sizes import Step
 from ..verification import Outcome, gold_texts
-from ..verification.shared import shared_code_verifier, shared_verifier
 from ._redraw import CORRECT, Redraw, RedrawingTrainer, known_labels
 
 

@@ -31,11 +31,11 @@ from ..objective import ClassWeighting, Proxy, class_weights
 from ..pacs_config import PACSConfig
 from ..pacs_trainer import PACSTrainer, critic_metrics
 from ..rollouts.checks import with_result
-from ..rollouts.step_sizes import Step
 from ..update.groups import Groups
 from ..update.policy_update import PolicyUpdate
 from ..update.rows import Rollout
 from ..update.step import MicroBatch, StepRollouts
+from ..update.step_sizes import Step
 
 
 def aligned_positions(own: int, other: int) -> np.ndarray:

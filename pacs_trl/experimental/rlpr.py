@@ -22,9 +22,8 @@ from datasets import Dataset
 
 from ..pacs_config import PACSConfig
 from ..pacs_trainer import PACSTrainer
-from ..rewards import completion_text
+from ..rewards import completion_text, shared_arguments
 from ..settings import bounded
-from ..verification.shared import shared_arguments
 
 
 THINK = ("<think>", "</think>")

@@ -13,8 +13,8 @@ from accelerate import Accelerator
 
 from ..pacs_config import PACSConfig
 from ..pacs_trainer import PACSTrainer
-from ..rollouts.step_sizes import Step
 from ..settings import bounded
+from ..update.step_sizes import Step
 from ..update.token_weights import TokenValues, TokenWeights
 
 

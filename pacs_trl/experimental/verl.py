@@ -19,11 +19,11 @@ import torch
 
 from ..pacs_config import PACSConfig
 from ..pacs_trainer import PACSTrainer
-from ..rollouts.step_sizes import Step
 from ..settings import bounded
 from ..update.policy_update import PolicyUpdate
 from ..update.scorer import Scorer
 from ..update.step import MicroBatch, StepRollouts
+from ..update.step_sizes import Step
 
 
 # As in the authors' code.

@@ -14,13 +14,14 @@ from pathlib import Path
 from transformers import AutoConfig
 
 from ..data import TRAINING_SETS, load_training_data
-from ..data.prompts import check_chat_template, context_lengths, prompt_lengths
+from ..data.prompts import check_chat_template, prompt_lengths
 from ..data.sets import FILE_FORMATS, MINIATURE
 from ..data.tasks import check_task
 from ..recipe import Recipe, load_tokenizer, reward_function, tool_function
 from ..rollouts.checks import OWN_PARAMETERS, check_dataset, check_prompt_lengths
 from ..settings import read_settings
 from ..settings.names import check_model_path, check_whole_model
+from ..update.context_length import context_lengths
 from . import read_plan_arguments
 from .cost import CONTEXTS, GPUS, H200, Gpu
 from .estimates import UNKNOWN, Estimate, Prompts

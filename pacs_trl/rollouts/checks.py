@@ -18,7 +18,7 @@ from trl.trainer.utils import get_callable_name, is_async_callable
 from .. import rewards
 from ..data.prompts import prompt_lengths
 from ..data.sets import report_unreadable_golds
-from ..verification.shared import shared_verifier
+from ..rewards import shared_verifier
 
 
 # Keyword arguments of every reward function besides the columns of the dataset: of TRL, and of this package.

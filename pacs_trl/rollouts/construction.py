@@ -14,7 +14,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOConfig
 from trl.trainer.utils import get_config_model_id, is_async_callable
 
-from ..data.prompts import context_lengths
+from ..update.context_length import context_lengths
 from ..update.scorer import Scorer
 from .checks import (
     OWN_PARAMETERS,

@@ -16,7 +16,7 @@ from peft import PeftModel
 from torch.nn.utils.rnn import pad_sequence
 from trl.trainer.utils import FusedCausalLMOutput
 
-from ..data.prompts import length_with_fixed_positions
+from .context_length import length_with_fixed_positions
 from .packing import PackedRows, packed_attention, packing_backend
 
 

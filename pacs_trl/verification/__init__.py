@@ -4,7 +4,7 @@ sympy evaluates what a model writes. It holds the interpreter while it does, so 
 can stop it for certain, and a single power tower can stall a training node. Grading therefore runs in worker processes
 with limits on CPU time, wall-clock time, and memory: `pool.py` watches them, and `worker.py` grades. This module is
 the side that trainer and evaluation see. It needs only the standard library, because the workers import it too. The
-verifiers that a training process shares are in `shared.py`.
+verifiers that a training process shares are in `pacs_trl.rewards`.
 """
 
 import os

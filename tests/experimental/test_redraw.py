@@ -37,10 +37,9 @@ from pacs_trl.experimental.dars import DARSTrainer, additional_completions
 from pacs_trl.experimental.guidance import FAILED, NO_PROGRAM, WRONG, GuidanceConfig, GuidanceTrainer, contains_answer
 from pacs_trl.experimental.guidance import FEEDBACK as FEEDBACK_ON
 from pacs_trl.experimental.process_labels import ProcessLabelsConfig, ProcessLabelsTrainer, ends_of
-from pacs_trl.rewards import code_reward, math_reward
+from pacs_trl.rewards import code_reward, math_reward, run_python
 from pacs_trl.verification import Outcome
 from pacs_trl.verification.code import CodeVerifier
-from pacs_trl.verification.shared import run_python
 
 
 pytestmark = pytest.mark.trains
@@ -426,7 +425,7 @@ def test_feedback_on_programs_is_the_first_test_that_failed(tmp_path, model_path
 
     monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", generate)
     verifier = CodeVerifier(num_workers=1, isolation="rlimits")
-    monkeypatch.setattr("pacs_trl.verification.shared._code_verifier", verifier)
+    monkeypatch.setattr("pacs_trl.rewards._code_verifier", verifier)
     more = {"train_dataset": Dataset.from_list(rows)}
     settings = {"max_steps": 1, "save_strategy": "no", "max_completion_length": 64}
     trainer = built(tmp_path, model_path, FEEDBACK, more, reward=code_reward, **settings)

@@ -8,7 +8,7 @@ import torch
 from replay import Recorder, Replay, build_trainer, relative_error
 
 from pacs_trl import experimental
-from pacs_trl.recipe import read_recipe
+from pacs_trl.recipe import config_class, read_recipe, trainer_of_method
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "method.md"
@@ -20,7 +20,7 @@ def toy(tmp_path, monkeypatch):
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "prefix.py").write_text(code)
     monkeypatch.setattr(experimental, "__path__", [*experimental.__path__, str(tmp_path / "modules")])
-    return experimental.classes_of("prefix")
+    return config_class("prefix"), trainer_of_method("prefix")
 
 
 def test_a_recipe_finds_it(toy, tmp_path):

@@ -7,11 +7,11 @@ import torch
 from transformers import GPT2Config, LlamaConfig, MambaConfig
 
 from pacs_trl.data import PROMPT_INSTRUCTION
-from pacs_trl.data.prompts import context_length, context_lengths
 from pacs_trl.miniature.model import build_model
 from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.plan.cost import CONTEXTS, KNOWN_MODELS
 from pacs_trl.recipe import read_recipe
+from pacs_trl.update.context_length import context_length, context_lengths
 
 
 PROBLEMS = ["1+1", "What is the sum of ten and twelve?", "2+2"] * 3

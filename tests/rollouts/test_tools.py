@@ -14,7 +14,6 @@ from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.recipe import Recipe, tool_function
 from pacs_trl.rewards import math_reward
 from pacs_trl.verification import completion_text
-from pacs_trl.verification.shared import run_python
 
 
 TOKENIZER = build_tokenizer(tools=True)
@@ -159,7 +158,7 @@ def test_demonstrations_are_written_as_calls_are_read():
 
 
 def test_names_of_tools():
-    assert tool_function("run_python") is tool_function("pacs_trl.verification.shared.run_python") is run_python
+    assert tool_function("run_python") is tool_function("pacs_trl.rewards.run_python") is run_python
     for name in ("run_pyton", "math.nothing"):
         with pytest.raises(ValueError, match=name):
             tool_function(name)

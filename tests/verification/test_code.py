@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from pacs_trl.rewards import MAX_REPLY, VerificationArguments, run_python
 from pacs_trl.verification import Grade, Outcome, execution
 from pacs_trl.verification.code import CodeVerifier
 from pacs_trl.verification.execution import Level
-from pacs_trl.verification.shared import MAX_REPLY, VerificationArguments, run_python
 
 
 SUM = {"type": "stdin_stdout", "cases": [{"input": "1 2\n", "output": "3\n"}, {"input": "5 6\n", "output": "11\n"}]}
@@ -359,7 +359,7 @@ def test_sandbox_fusion():
 class TestTool:
     @pytest.fixture(autouse=True)
     def shared(self, verifier, monkeypatch):
-        monkeypatch.setattr("pacs_trl.verification.shared._code_verifier", verifier)
+        monkeypatch.setattr("pacs_trl.rewards._code_verifier", verifier)
 
     def test_what_the_model_is_told(self):
         assert run_python("print(sum(map(int, input().split())))", "1 2") == "3\n"

@@ -14,9 +14,8 @@ import pytest
 from accelerate import Accelerator
 from processes import on_two
 
-from pacs_trl.rewards import math_reward
+from pacs_trl.rewards import math_reward, shared_verifier
 from pacs_trl.verification import Outcome, Verifier, shared
-from pacs_trl.verification.shared import shared_verifier
 
 
 HOSTILE = [

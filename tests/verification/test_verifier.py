@@ -13,13 +13,13 @@ import pytest
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from seeds import shifted
 
-from pacs_trl.verification import MAX_CHARACTERS, Outcome, Verifier, default_num_workers, gold_texts, last_boxed
-from pacs_trl.verification.shared import (
+from pacs_trl.rewards import (
     VerificationArguments,
     configure_verification,
     shared_arguments,
     shared_verifier,
 )
+from pacs_trl.verification import MAX_CHARACTERS, Outcome, Verifier, default_num_workers, gold_texts, last_boxed
 
 
 DATA = Path(__file__).parents[1] / "data"
