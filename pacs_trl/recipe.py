@@ -26,11 +26,11 @@ from .settings.names import function_of_user
 from .update.step_sizes import Step
 
 
-# Modules of the configuration and of the trainer; every other method is one module of `pacs_trl.experimental`.
+# Configuration and trainer; every other method is a module of `pacs_trl.experimental`, which defines one of each.
 METHODS = {
-    "pacs": ("pacs_config", "pacs_trainer"),
-    "grpo": ("baselines.grpo_trainer", "baselines.grpo_trainer"),
-    "ppo": ("baselines.ppo_config", "baselines.ppo_trainer"),
+    "pacs": ("pacs_config.PACSConfig", "pacs_trainer.PACSTrainer"),
+    "grpo": ("baselines.grpo_trainer.GRPOConfig", "baselines.grpo_trainer.GRPOTrainer"),
+    "ppo": ("baselines.ppo_config.PPOConfig", "baselines.ppo_trainer.PPOTrainer"),
 }
 
 

@@ -6,7 +6,15 @@ import pytest
 from datasets import Dataset
 
 from pacs_trl import rewards
-from pacs_trl.rewards import VerificationFailure, code_reward, format_reward, math_reward
+from pacs_trl.rewards import (
+    VerificationArguments,
+    VerificationFailure,
+    code_reward,
+    configure_verification,
+    format_reward,
+    math_reward,
+    shared_verifier,
+)
 from pacs_trl.rollouts.checks import check_golds
 from pacs_trl.verification import MAX_CHARACTERS
 

@@ -20,6 +20,7 @@ from datasets import Dataset
 from trl.data_utils import is_conversational
 
 from ..pacs_config import PACSConfig
+from ..rewards import shared_code_verifier, shared_verifier
 from ..settings import bounded
 from ..settings.names import function_of_user
 from ..update.groups import split_into_steps
