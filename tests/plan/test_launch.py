@@ -11,8 +11,8 @@ SINGLE_GPU = str(Path(__file__).parents[2] / "recipes/accelerate_configs/single_
 FSDP, ZERO = ("distributed_type: FSDP", "num_processes: 8"), ("distributed_type: DEEPSPEED", "num_processes: 8")
 
 FILES = [
-    ((), ""),
-    (("a: [1", "b: }"), ""),
+    ((), "launch.yaml"),
+    (("a: [1", "b: }"), "launch.yaml"),
     (("distributed_typ: FSDP", "num_processes: 8"), "distributed_type"),
     ((*FSDP, "zzz: 1"), "zzz"),
     (("num_processes: 8",), "distributed_type"),
