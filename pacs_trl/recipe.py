@@ -131,6 +131,7 @@ def _planned(config: type, num_processes: int | None) -> type:
         return config
 
     def __post_init__(self):
+        self.needs_gpu = not self.use_cpu
         self.use_cpu, self.tf32 = True, None
         config.__post_init__(self)
 

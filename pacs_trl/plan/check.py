@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from transformers import AutoConfig
+from transformers.utils import is_torch_bf16_gpu_available
 
 from ..data import TRAINING_SETS, load_training_data
 from ..data.prompts import check_chat_template, prompt_lengths
@@ -47,6 +48,11 @@ def main(argv: Sequence[str]) -> int:
         print(f"Launched as {launch.description}.")
         gpu, data, longest = GPUS[own.gpu], recipe.data.dataset_name, recipe.training.max_completion_length
         more_conflicts, notes = judge(recipe, launch, gpu, prompts)
+        if recipe.training.bf16 and recipe.training.needs_gpu and not is_torch_bf16_gpu_available():
+            notes.append(
+                "bf16 needs a GPU that computes in bfloat16, and this machine has none. Train on another machine, or "
+                "set bf16: false (without a GPU also use_cpu: true)."
+            )
         conflicts += more_conflicts
         if data is not None and Path(data).suffix in FILE_FORMATS and not Path(data).is_file():
             notes.append(f"The data file {data!r} does not exist here (seen from {Path.cwd()}).")

@@ -96,14 +96,6 @@ def test_what_training_would_say_of_the_data(small, tmp_path, monkeypatch):
         assert status == 1 and "1 conflict(s)" in output and words in output, output
 
 
-def test_bfloat16_without_hardware(small):
-    """`plan` may run on another machine than the run."""
-    assert small()[0] == 0
-    if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="bf16"):
-            read_recipe(["--config", "recipes/miniature/pacs.yaml", "--bf16", "true", "--use_cpu", "false"])
-
-
 def test_context_lengths():
     assert context_length(GPT2Config(n_positions=77)) == 77 and context_length(MambaConfig()) is None
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
@@ -116,3 +108,12 @@ def test_context_lengths():
     sizes = {"max_position_embeddings": 128, "hidden_size": 128, "num_attention_heads": 4}
     found = context_lengths(LlamaConfig(**sizes, rope_parameters=longrope))
     assert found == {"max_position_embeddings": 128, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_bfloat16_without_hardware(small, monkeypatch, has_gpu):
+    """A note: the run may start on another machine."""
+    monkeypatch.setattr("pacs_trl.plan.check.is_torch_bf16_gpu_available", lambda: has_gpu)
+    status, output = small()
+    assert status == 0 and ("bf16" in output) != has_gpu
+    assert "bf16" not in small(bf16=False)[1] + small(use_cpu=True)[1]
