@@ -117,3 +117,6 @@ def test_bfloat16_without_hardware(small, monkeypatch, has_gpu):
     status, output = small()
     assert status == 0 and ("bf16" in output) != has_gpu
     assert "bf16" not in small(bf16=False)[1] + small(use_cpu=True)[1]
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="bf16"):
+            read_recipe(["--config", "recipes/miniature/pacs.yaml", "--bf16", "true", "--use_cpu", "false"])
