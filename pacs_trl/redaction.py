@@ -19,7 +19,8 @@ REMOVED = "<removed>"
 
 # In any spelling and anywhere in a name, without what separates its words: HF_PASSWORD, dbPassword, client-secret-2.
 _SECRET_NAME = re.compile(
-    r"passw|passphrase|secret|credential|authori[sz]ation|bearer|cookie|(api|access|private|ssh|signing|encryption)key|"
+    r"passw|passphrase|secret|credential|authori[sz]ation|bearer|cookie|"
+    r"(api|access|private|ssh|signing|encryption)key|"
     r"(hf|hub|api|access|auth|refresh|session|id|github|wandb)token(?!s?id|s?count|ize)"
 )
 _SECRET_WORDS = {"auth", "pwd", "netrc"}

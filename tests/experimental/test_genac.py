@@ -1,7 +1,9 @@
 """GenACTrainer: questions, gradients of the critic by the long way, resuming, engines and servers, and bad input."""
 
+import contextlib
 import copy
 import itertools
+import os
 import socket
 
 import actor_critics
@@ -255,13 +257,17 @@ def servers(model_path, critic_path, monkeypatch):
     monkeypatch.setattr(vllm_client.VLLMClient, "update_named_params", note)
     with LoopbackVLLM(model_path) as policy, LoopbackVLLM(critic_path) as critic:
         own = {"critic_vllm_server_base_url": f"{critic.url}/", "critic_model_name_or_path": critic_path}
-        yield server_settings(policy.url) | own | {"vllm_group_port": free_port() - 1}, policy, critic, sent
+        yield server_settings(policy.url) | own | {"vllm_group_port": two_free_ports()}, policy, critic, sent
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
+def two_free_ports() -> int:
+    """Return the first of two neighbors, below the ports that the kernel gives to connections."""
+    for port in range(20_000 + 2 * (os.getpid() % 5000), 32_000, 2):
+        with contextlib.suppress(OSError), socket.socket() as first, socket.socket() as second:
+            first.bind(("", port))
+            second.bind(("", port + 1))
+            return port
+    raise RuntimeError("No two neighboring ports are free.")
 
 
 def test_each_server_has_the_weights_of_its_model(tmp_path, model_path, servers):

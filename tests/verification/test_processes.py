@@ -14,8 +14,9 @@ import pytest
 from accelerate import Accelerator
 from processes import on_two
 
+from pacs_trl import rewards
 from pacs_trl.rewards import math_reward, shared_verifier
-from pacs_trl.verification import Outcome, Verifier, shared
+from pacs_trl.verification import Outcome, Verifier
 
 
 HOSTILE = [
@@ -285,14 +286,14 @@ class TestForkedParent:
     def test_child_of_a_process_that_is_grading(self, monkeypatch):
         """The lock that another thread holds at the fork is held for ever in the child, which has no such thread."""
         with Verifier(num_workers=1) as verifier:
-            monkeypatch.setattr(shared, "_verifier", verifier)
+            monkeypatch.setattr(rewards, "_verifier", verifier)
             workers_of(verifier)
             sent, answer = threading.Event(), threading.Event()
             request = verifier._request
             verifier._request = lambda items: (sent.set(), answer.wait(240), request(items))[-1]
             batch = InBackground(verifier, [box(1), box(2)], [1, 1])
             assert sent.wait(120)
-            with shared._lock:
+            with rewards._lock:
                 child = os.fork()
                 if child == 0:
                     signal.alarm(120)  # a child that hangs is ended
