@@ -59,6 +59,8 @@ REFUSED = [
     ({"actor_term_coef": -1.0}, "actor_term_coef"),
     ({"actor_term_coef": NAN}, "actor_term_coef"),
     ({"temperature": 0.0}, "temperature"),
+    ({"num_generations": None}, "num_generations"),
+    ({"pacs_beta": None}, "pacs_beta"),
     ({"pacs_beta": 0.0, "proxy": "x"}, "pacs_beta.* proxy"),
     ({"score_estimator": "grpo"}, "first_update_score"),
     ({"score_estimator": "grpo", "first_update_score": "rloo", "steps_per_generation": 4}, "first_update_score"),
