@@ -205,9 +205,32 @@ def _adapter_errors(model: Any, given: dict) -> list[str]:
     ]
 
 
+def _ignored_settings(training: Any) -> list[tuple[str, str]]:
+    """Return the settings that transformers or TRL would ignore without a word, or refuse only after the model is
+    loaded, each with the reason."""
+    evaluates, given = training.eval_strategy != "no", training
+    constant = given.lr_scheduler_type == "constant"
+    clips = (given.vllm_importance_sampling_clip_min, given.vllm_importance_sampling_clip_max)
+    truncates = given.vllm_importance_sampling_correction and given.vllm_importance_sampling_mode.endswith("_truncate")
+    adamw = given.optim in ("adamw_torch", "adamw_torch_fused")
+    rules = [
+        (given.optim_args and adamw, "optim_args", "AdamW takes adam_beta1, adam_beta2, and adam_epsilon"),
+        (given.warmup_steps and constant, "warmup_steps", "lr_scheduler_type is constant"),
+        (given.eval_steps is not None and not evaluates, "eval_steps", "eval_strategy is no"),
+        (given.eval_on_start and not evaluates, "eval_on_start", "eval_strategy is no"),
+        (given.load_best_model_at_end and not evaluates, "load_best_model_at_end", "eval_strategy is no"),
+        (given.liger_kernel_config and not given.use_liger_kernel, "liger_kernel_config", "use_liger_kernel is false"),
+        (given.fsdp_config and not given.fsdp, "fsdp_config", "fsdp is not set (or is set for accelerate launch)"),
+        (given.sync_ref_model and given.beta == 0, "sync_ref_model", "beta is 0, so there is no reference model"),
+        (given.label_smoothing_factor, "label_smoothing_factor", "the loss has no cross-entropy over the vocabulary"),
+        (truncates and not any(clips), "vllm_importance_sampling_mode", "no clip_min or clip_max is set"),
+    ]
+    return [(key, why) for broken, key, why in rules if broken]
+
+
 def _relation_errors(run: RunArguments, data: DataArguments, training: Any) -> list[str]:
     """Return what is wrong between settings of different dataclasses."""
-    errors = []
+    errors = [f"`{key}` would be ignored: {why}. Remove it." for key, why in _ignored_settings(training)]
     try:
         check_generation_kwargs(training)
     except ValueError as error:

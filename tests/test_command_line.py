@@ -87,6 +87,7 @@ def test_help_names_the_command_and_what_it_takes(monkeypatch, capsys, name):
     ((status, text, errors),) = texts
     assert status == 0 and text.startswith(f"usage: pacs-trl {name} ") and not errors
     assert ("--config" in text) == (name in ("train", "plan", "evaluate"))
+    assert ":\n\n" not in text + "\n"  # no empty section
 
 
 @pytest.mark.parametrize(

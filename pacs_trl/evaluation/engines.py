@@ -45,7 +45,15 @@ class TransformersEngine:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(model, revision=revision)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(model, revision=revision, dtype=dtype)
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(model, revision=revision, dtype=dtype)
+        except RuntimeError as error:
+            if "ignore_mismatched_sizes" not in str(error):
+                raise
+            raise ValueError(
+                f"The weights in {model} do not have the shapes of the model that they are loaded into. Where it is "
+                "an adapter, set base_model_name_or_path in its adapter_config.json to the model it was trained on."
+            ) from error
         return cls(loaded.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer, **kwargs)
 
     def generate(self, requests: Sequence[Request], settings: SamplingSettings) -> Answers:

@@ -347,7 +347,7 @@ def print_help(usage: str, description: str, class_names: Sequence[str]) -> None
     print(f"usage: {usage}\n\n{textwrap.fill(description, 100)}\n")
     print("  --config FILE.yaml\n      Keys and values.")
     for name in class_names:
-        for node in dataclass_sources(name):
+        for node in filter(documented_fields, dataclass_sources(name)):
             print(f"\n{node.name}:")
             for key, default, text in documented_fields(node):
                 print(textwrap.fill(f"  --{key}{default}", 100, subsequent_indent="      "))

@@ -8,7 +8,7 @@ from replay import TOKENIZER, Replay, addition_dataset, build_trainer, config
 
 from pacs_trl.baselines.grpo_trainer import GRPOTrainer
 from pacs_trl.baselines.ppo_trainer import PPOTrainer
-from pacs_trl.rollouts.callbacks import PATIENCE
+from pacs_trl.rollouts.callbacks import PATIENCE, no_signal_message
 
 
 WARNING = "nothing to learn from"
@@ -50,7 +50,7 @@ def test_all_rewards_zero(tmp_path, model_path, caplog, trainer_class):
         trainer = trainer_class(model_path, zeros, args=args, **data)
     trainer.train()
     (said,) = warnings(caplog)
-    assert "mean reward 0.00" in said and "max_completion_length=4" in said
+    assert "mean reward 0.00" in said and "max_completion_length=4" in said and "form of the answers" in said
 
 
 @pytest.mark.parametrize(
@@ -88,6 +88,20 @@ def test_over_a_resume(tmp_path, caplog, offset, expected):
         trainer.train(resume_from_checkpoint=resume)
         found.append(len(warnings(caplog)))
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("reward", "truncated", "words", "others"),
+    [
+        (0.0, 1.0, ["max_completion_length=64", "form"], ["temperature", "harder"]),
+        (0.0, 0.1, ["form"], ["max_completion_length", "temperature"]),
+        (1.0, 0.0, ["harder"], ["max_completion_length", "form"]),
+        (0.5, 0.0, ["temperature"], ["max_completion_length", "harder"]),
+    ],
+)
+def test_likely_causes(reward, truncated, words, others):
+    text = no_signal_message(reward, truncated, 64)
+    assert all(word in text for word in words) and not any(word in text for word in others)
 
 
 def test_only_the_first_process_speaks(tmp_path, caplog):
