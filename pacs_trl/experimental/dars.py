@@ -13,7 +13,6 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Literal
 
 from ..pacs_config import PACSConfig
@@ -146,6 +145,7 @@ class DARSTrainer(RedrawingTrainer):
         *("refill_uniform_groups", "max_refill_rounds", *RedrawingTrainer._own_shared_settings),
     )
     _counters = (*RedrawingTrainer._counters, "num_refilled")
+    _saved_attributes = (*RedrawingTrainer._saved_attributes, "num_refilled")
 
     def _prepare_loading(self, model, args, arguments) -> None:
         super()._prepare_loading(model, args, arguments)
@@ -222,10 +222,3 @@ class DARSTrainer(RedrawingTrainer):
     def _reset_run(self) -> None:
         super()._reset_run()
         self.num_refilled = 0  # prompts that replaced uniform groups
-
-    def _own_state(self) -> dict:
-        return super()._own_state() | {"num_refilled": self.num_refilled}
-
-    def _load_own_state(self, checkpoint: Path, state: dict) -> None:
-        super()._load_own_state(checkpoint, state)
-        self.num_refilled = state["num_refilled"]

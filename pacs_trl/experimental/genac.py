@@ -164,6 +164,7 @@ class GenACTrainer(ActorCriticTrainer):
         *("segment_probability", "segment_length", "max_segments", "critic_ratio_cap", "critic_pretraining_steps"),
     )
     _counters = (*ActorCriticTrainer._counters, "_success_rate", "_num_answers")
+    _saved_attributes = (*ActorCriticTrainer._saved_attributes, "_success_rate", "_num_answers")
     _tag_names = ["trl", "genac"]
     _name = "GenAC"
     _config_class = GenACConfig
@@ -402,10 +403,3 @@ class GenACTrainer(ActorCriticTrainer):
         self._success_rate: float | None = None  # smoothed; the critic is told it
         self._num_answers = 0  # so far, of all processes; without vLLM their seeds
         self._critic_loss = torch.zeros((), device=self.accelerator.device)
-
-    def _own_state(self):
-        return super()._own_state() | {"success_rate": self._success_rate, "num_answers": self._num_answers}
-
-    def _load_own_state(self, checkpoint, state):
-        super()._load_own_state(checkpoint, state)
-        self._success_rate, self._num_answers = state["success_rate"], state["num_answers"]

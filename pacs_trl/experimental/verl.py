@@ -1,9 +1,9 @@
-"""VERL ([arXiv 2509.23808](https://huggingface.co/papers/2509.23808)): completions whose hidden states span more
-directions count more.
+"""VERL ([arXiv 2509.23808](https://huggingface.co/papers/2509.23808)): a bonus for completions whose hidden states
+span more directions.
 
-Extension point: coefficients per completion. The effective rank of a completion stands for exploration, its first and
-second differences over the tokens for exploitation. Formulas are the paper's; the authors' launch script
-(github.com/hf618/VERL, 3de68f1) switches the bonus off. See docs/weights_and_labels.md.
+Extension point: coefficients per completion. The effective rank of a completion measures exploration, its first and
+second differences over the tokens exploitation. The formulas are the paper's; the authors' launch script
+(github.com/hf618/VERL, 3de68f1) disables the bonus. See docs/weights_and_labels.md.
 
 Letters for shapes: `T` tokens of a completion, `D` width of the model, `B` completions.
 """
@@ -11,7 +11,6 @@ Letters for shapes: `T` tokens of a completion, `D` width of the model, `B` comp
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -28,22 +27,22 @@ from ..update.step_sizes import Step
 
 # As in the authors' code.
 _EPSILON = 1e-8
-LONGEST_PREFIX = 512  # velocity and acceleration look at so many tokens, the last ones
+LONGEST_PREFIX = 512  # last tokens that velocity and acceleration are computed from
 _DECAY = 0.3  # of the running means: the weight of the newest step
 _GAIN = 2.0
-_MOST_DEVIATION = 5.0
-_MOST_SHARE = 0.5  # of an advantage that may be added to it
+_MAX_DEVIATION = 5.0
+_MAX_BONUS = 0.5  # share of the advantage
 
 
 def effective_rank(hidden_states: torch.Tensor) -> float:
     """
-    Return `exp(-sum p log p)` of the singular values, divided by their sum, of hidden states whose mean is taken off.
+    Return `exp(-sum p log p)`, `p` the singular values of centered hidden states divided by their sum.
 
     Args:
         hidden_states (`torch.Tensor` of shape `(T, D)`): Of the tokens of one completion.
 
     Returns:
-        `float`: from 1 (one direction, one token or none) to `min(T - 1, D)`.
+        `float`: between 1 (one direction, or fewer than two tokens) and `min(T - 1, D)`.
     """
     states = hidden_states.double()
     if len(states) < 2:
@@ -53,7 +52,8 @@ def effective_rank(hidden_states: torch.Tensor) -> float:
 
 
 def _rank_of_gram(gram: torch.Tensor) -> float:
-    """Of the matrix of inner products, in float64: its eigenvalues are squares of singular values."""
+    """Return the effective rank from the float64 matrix of inner products, whose eigenvalues are squared singular
+    values."""
     values = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt()
     shares = values / (values.sum() + _EPSILON)
     return math.exp(-(shares * (shares + _EPSILON).log()).sum().item())
@@ -61,16 +61,16 @@ def _rank_of_gram(gram: torch.Tensor) -> float:
 
 def rank_velocity_and_acceleration(hidden_states: torch.Tensor, stride: int) -> tuple[float, float]:
     """
-    Return how the effective rank grows over a completion: with the ranks `E_1, E_2, ...` of the prefixes of
-    `stride + 1`, `2 stride + 1`, ... tokens and `d_j = E_j - mean(E_1, ...,
-    E_(j-1))`, the mean of `d_j`, and the mean of `d_j - d_(j-1)`.
+    Return the growth of the effective rank over a completion: the mean of `d_j = E_j - mean(E_1, ..., E_(j-1))`, with
+    the ranks `E_1, E_2, ...` of the prefixes of `stride + 1`, `2 stride + 1`, ... tokens, and the mean of
+    `d_j - d_(j-1)`.
 
     Args:
-        hidden_states (`torch.Tensor` of shape `(T, D)`): Of the tokens of one completion; the last 512 are looked at.
+        hidden_states (`torch.Tensor` of shape `(T, D)`): Of one completion, whose last 512 tokens are used.
         stride (`int`): Tokens between prefixes.
 
     Returns:
-        Velocity and acceleration; 0 where there are too few prefixes (two, and three).
+        Velocity and acceleration; 0 with fewer than two (velocity) or three prefixes (acceleration).
     """
     states = hidden_states[-LONGEST_PREFIX:].double()
     gram = states @ states.T
@@ -87,65 +87,57 @@ def rank_velocity_and_acceleration(hidden_states: torch.Tensor, stride: int) -> 
 def hidden_states(
     scorer: Scorer, model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]
 ) -> list[torch.Tensor]:
-    """Return the final hidden states, after the last norm, at the completion tokens of each row: `(C, D)`. Arguments
-    as of [`Scorer.score`]."""
+    """Return the final hidden states, after the last norm, of the tokens of each completion, `(C, D)`. Arguments as of
+    [`Scorer.score`]."""
     prompts, completions = ([np.asarray(ids, dtype=np.int64) for ids in rows] for rows in (prompt_ids, completion_ids))
-    laid_out, places = (scorer._padded if scorer.packing is None else scorer._packed)(prompts, completions)
+    laid_out, indices = (scorer._padded if scorer.packing is None else scorer._packed)(prompts, completions)
     kept: list[torch.Tensor] = []
     with scorer.backbone.register_forward_hook(  # before that of `Scorer.forward`
         lambda *call: kept.append(call[-1].last_hidden_state)
     ):
         scorer.forward(model, prompt_ids, completion_ids, fused_lm_head=True)
     states = kept[0][:, -laid_out["input_ids"].shape[1] :].flatten(0, 1)
-    own = torch.from_numpy(places + 1).to(states.device)  # a token follows the position that predicts it
+    own = torch.from_numpy(indices + 1).to(states.device)  # a token follows the position that predicts it
     return list(states.index_select(0, own).split(list(map(len, completions))))
 
 
-class Verl:
+def verl_coefficients(
+    coefficients: torch.Tensor, ranks: torch.Tensor, num_completions: int, means: list[float] | None
+) -> tuple[torch.Tensor, list[float] | None]:
     """
-    VERL's bonus on the advantages of completions; its running means are the state of a run.
+    Return the coefficients of an optimizer step with VERL's bonus, and the next running means.
 
     With `dev(x) = clip((x - m) / |m|, -5, 5)` against the running mean `m` of each metric, `t = sigmoid(2
     dev(acceleration))` and `Phi = t tanh(dev(rank)) + (1 - t) tanh(dev(velocity))`, an advantage `A` becomes `A +
     min(relu(Phi), |A| / 2)`.
 
-    Attributes:
-        means (list of 3 `float`, *optional*): Of effective rank, velocity and acceleration, over the steps so far;
-            `None` before the first. The authors begin at 0, where every deviation is cut off.
+    Args:
+        coefficients (`torch.Tensor` of shape `(B,)`): `c`; completions with 0 are ignored, and stay at 0.
+        ranks (`torch.Tensor` of shape `(3, B)`): Effective rank, velocity, and acceleration of the others.
+        num_completions (`int`): `N`: the advantage of a completion is `-N c`.
+        means (list of 3 `float`, *optional*): Running means of the metrics; `None` before the first step, whose own
+            means they then are. The authors begin at 0, where every deviation is clipped.
+
+    Returns:
+        Coefficients `(B,)`, between 1 and 1.5 times a negative one, 1/2 and 1 times a positive one; and means.
     """
-
-    def __init__(self):
-        self.means: list[float] | None = None
-
-    def shaped(self, coefficients: torch.Tensor, ranks: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """
-        Return the coefficients of a step, and update the running means.
-
-        Args:
-            coefficients (`torch.Tensor` of shape `(B,)`): `c`; rows at 0 do not count, and stay there.
-            ranks (`torch.Tensor` of shape `(3, B)`): Effective rank, velocity, acceleration of each row that counts.
-            num_rows (`int`): `N`: the advantage of a row is `-N c`.
-
-        Returns:
-            `torch.Tensor` of shape `(B,)`: between 1 and 1.5 times a coefficient below 0, 1/2 and 1 times one above.
-        """
-        counts = coefficients != 0
-        if not counts.any():
-            return coefficients
-        of_step = ranks[:, counts].double().mean(dim=1)
-        means = of_step if self.means is None else torch.tensor(self.means, dtype=torch.float64)
-        deviations = (ranks - means[:, None]) / (means[:, None].abs() + _EPSILON)
-        rank, velocity, acceleration = deviations.clamp(-_MOST_DEVIATION, _MOST_DEVIATION)
-        balance = torch.sigmoid(_GAIN * acceleration)
-        phi = balance * rank.tanh() + (1 - balance) * velocity.tanh()
-        self.means = ((1 - _DECAY) * means + _DECAY * of_step).tolist()
-        advantages = -num_rows * coefficients
-        bonus = torch.minimum(phi.clamp(min=0).to(advantages), _MOST_SHARE * advantages.abs())
-        return torch.where(counts, -(advantages + bonus) / num_rows, coefficients)
+    used = coefficients != 0
+    if not used.any():
+        return coefficients, means
+    of_step = ranks[:, used].double().mean(dim=1)
+    before = of_step if means is None else torch.tensor(means, dtype=torch.float64)
+    deviations = (ranks - before[:, None]) / (before[:, None].abs() + _EPSILON)
+    rank, velocity, acceleration = deviations.clamp(-_MAX_DEVIATION, _MAX_DEVIATION)
+    balance = torch.sigmoid(_GAIN * acceleration)
+    phi = balance * rank.tanh() + (1 - balance) * velocity.tanh()
+    advantages = -num_completions * coefficients
+    bonus = torch.minimum(phi.clamp(min=0).to(advantages), _MAX_BONUS * advantages.abs())
+    shaped = torch.where(used, -(advantages + bonus) / num_completions, coefficients)
+    return shaped, ((1 - _DECAY) * before + _DECAY * of_step).tolist()
 
 
 class VERLUpdate(PolicyUpdate):
-    """[`PolicyUpdate`] that measures hidden states and shapes coefficients by them."""
+    """[`PolicyUpdate`] that measures hidden states and adds the bonus to coefficients."""
 
     trainer: "VERLTrainer"
 
@@ -167,7 +159,10 @@ class VERLUpdate(PolicyUpdate):
         if not self.coefficients_first or not rows:
             return coefficients, {}
         ranks = self.ranks(model, step, rows)
-        shaped = self.trainer.verl.shaped(coefficients, ranks, max(int(step.groups.scorable.sum()), 1))
+        num_completions = max(int(step.groups.scorable.sum()), 1)
+        shaped, self.trainer.verl_means = verl_coefficients(
+            coefficients, ranks, num_completions, self.trainer.verl_means
+        )
         bonus = (shaped / coefficients - 1)[rows].abs().mean().item()
         if self.trainer.args.bonus_tokens == "last":
             shaped = torch.stack([coefficients, shaped], dim=1)
@@ -181,7 +176,7 @@ class VERLUpdate(PolicyUpdate):
 
     @torch.no_grad()
     def ranks(self, model, step: StepRollouts, rows: list[int]) -> torch.Tensor:
-        """Return effective rank, velocity and acceleration of some rows, `(3, B)`, the same on all processes."""
+        """Return effective rank, velocity, and acceleration of some completions, `(3, B)`, equal on all processes."""
         ranks = torch.zeros(3, len(step.rollouts), device=self.accelerator.device)
         for own, batch in self.micro_batches(step, self.schedule_rows(step, rows)):
             prompts = [row.prompt_ids for row in batch.rollouts]
@@ -195,7 +190,7 @@ class VERLUpdate(PolicyUpdate):
 
 
 def rank_metrics(ranks: torch.Tensor, rows: list[int]) -> dict[str, float]:
-    """Return the means over the rows that were measured."""
+    """Return means over the measured completions."""
     names = ("hidden/effective_rank", "hidden/velocity", "hidden/acceleration")
     return dict(zip(names, ranks[:, rows].mean(dim=1).tolist(), strict=True))
 
@@ -207,14 +202,14 @@ class VERLConfig(PACSConfig):
 
     Parameters:
         bonus_tokens (`str`, *optional*, defaults to `"all"`):
-            Tokens of a completion that get the bonus: `"all"`, `"last"` (the authors' code), or `"none"`: hidden
-            states are only measured. The bonus takes a forward pass more per optimizer step.
+            Tokens of a completion that get the bonus: `"all"`, `"last"` (the authors' code), or `"none"` (only measure
+            hidden states). The bonus costs one more forward pass per optimizer step.
         hidden_state_stride (`int`, *optional*, defaults to `40`):
             Tokens between the prefixes of a completion whose effective ranks are compared.
         hidden_state_every_steps (`int`, *optional*):
             With `bonus_tokens="none"`: optimizer steps between measurements.
         hidden_state_rows (`int`, *optional*, defaults to `64`):
-            With `bonus_tokens="none"`: most completions that are measured.
+            With `bonus_tokens="none"`: number of completions to measure.
     """
 
     bonus_tokens: Literal["all", "last", "none"] = "all"
@@ -226,7 +221,7 @@ class VERLConfig(PACSConfig):
     def errors(cls, given: Any, step: Step | None) -> list[str]:
         stride, longest, errors = given.hidden_state_stride, given.max_completion_length, super().errors(given, step)
         if given.bonus_tokens == "none" and given.hidden_state_every_steps is None:
-            errors.append("bonus_tokens='none' would do nothing without hidden_state_every_steps. Set it.")
+            errors.append("bonus_tokens='none' does nothing without hidden_state_every_steps. Set it.")
         for name, default in (("hidden_state_every_steps", None), ("hidden_state_rows", 64)):
             if given.bonus_tokens != "none" and getattr(given, name) != default:
                 errors.append(f"{name} would be ignored without bonus_tokens='none'. Remove the key.")
@@ -239,12 +234,13 @@ class VERLConfig(PACSConfig):
 
 
 class VERLTrainer(PACSTrainer):
-    """[`PACSTrainer`] that shapes the coefficients of completions with [`Verl`], or only measures hidden states."""
+    """[`PACSTrainer`] with [`verl_coefficients`], or with measurements of hidden states only."""
 
     _name = "VERL"
     _config_class = VERLConfig
     _update_class = VERLUpdate
     _own_shared_settings = ("bonus_tokens", "hidden_state_stride", *PACSTrainer._own_shared_settings)
+    _saved_attributes = (*PACSTrainer._saved_attributes, "verl_means")
 
     def _create_update(self) -> PolicyUpdate:
         update = super()._create_update()
@@ -253,11 +249,4 @@ class VERLTrainer(PACSTrainer):
 
     def _reset_run(self) -> None:
         super()._reset_run()
-        self.verl = Verl()
-
-    def _own_state(self) -> dict:
-        return super()._own_state() | {"verl_means": self.verl.means}
-
-    def _load_own_state(self, checkpoint: Path, state: dict) -> None:
-        super()._load_own_state(checkpoint, state)
-        self.verl.means = state["verl_means"]
+        self.verl_means: list[float] | None = None

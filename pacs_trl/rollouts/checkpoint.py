@@ -222,15 +222,11 @@ def check_same_adapter(checkpoint: str, adapter: PeftConfig | None) -> None:
 # State --------------------------------------------------------------------------------------------------------------
 
 
-# Attributes of a trainer in its checkpoints, with an underscore in front.
-_STATE = ("step", "num_requests", "unrewarded")
-
-
 def save_state(trainer: Any, directory: Path) -> None:
     """Save what this process needs to continue, beyond what Trainer saves."""
-    state = {name: getattr(trainer, f"_{name}") for name in _STATE} | {
+    state = {
+        "attributes": {name: getattr(trainer, name) for name in trainer._saved_attributes},
         "settings": _shared_settings(trainer),
-        "signal": trainer.signal,
         "metrics": dict(trainer._metrics["train"]),
         **trainer._own_state(),
     }
@@ -251,9 +247,8 @@ def load_state(trainer: Any, directory: Path) -> None:
     file = state_file(directory, trainer._state_name, trainer.accelerator.process_index)
     state = torch.load(file, map_location="cpu", weights_only=True)
     check_same_settings(str(directory), state["settings"], _shared_settings(trainer))
-    for name in _STATE:
-        setattr(trainer, f"_{name}", state[name])
-    trainer.signal = state["signal"]
+    for name, value in state["attributes"].items():
+        setattr(trainer, name, value)
     trainer._metrics["train"].update(state["metrics"])
     trainer._load_own_state(directory, state)
     if directory.resolve().parent == Path(trainer.args.output_dir).resolve():

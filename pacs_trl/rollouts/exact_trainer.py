@@ -37,6 +37,7 @@ class ExactUpdateTrainer(RolloutTrainer):
     """
 
     _update_class = PolicyUpdate
+    _saved_attributes = (*RolloutTrainer._saved_attributes, "_non_finite")
     _counters = (*RolloutTrainer._counters, "_pending")
 
     @abstractmethod
@@ -274,11 +275,9 @@ class ExactUpdateTrainer(RolloutTrainer):
 
     def _own_state(self) -> dict:
         waiting = [] if self._at_generation_boundary() else [step.rollouts for step in self._steps]
-        rollouts = rows_to_save(waiting, self.accelerator.process_index, self.accelerator.num_processes)
-        return {"non_finite": self._non_finite, "rollouts": rollouts}
+        return {"rollouts": rows_to_save(waiting, self.accelerator.process_index, self.accelerator.num_processes)}
 
     def _load_own_state(self, checkpoint: Path, state: dict) -> None:
-        self._non_finite = tuple(state["non_finite"])
         files = checkpoint.glob(f"{self._state_name}_*.pt")
         parts = [torch.load(file, map_location="cpu", weights_only=True)["rollouts"] for file in files]
         self._steps = [self.update.schedule(rollouts) for rollouts in merge_rows(parts)]

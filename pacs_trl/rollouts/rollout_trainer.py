@@ -50,6 +50,8 @@ class RolloutTrainer(GRPOTrainer):
     _padding_free = "auto"  # see `Scorer`
     # Settings, besides `SHARED_SETTINGS`, that a checkpoint and the run that resumes from it must share.
     _own_shared_settings: tuple[str, ...] = ()
+    # Attributes that a checkpoint contains, besides completions.
+    _saved_attributes: tuple[str, ...] = ("_step", "_num_requests", "_unrewarded", "signal")
     # What changes inside an optimizer step, besides metrics and the number of tokens.
     _counters: tuple[str, ...] = ("_step", "_num_requests", "_unrewarded", "_buffered_inputs")
 
@@ -338,7 +340,7 @@ class RolloutTrainer(GRPOTrainer):
         return f"{self._name.lower()}_state"
 
     def _own_state(self) -> dict[str, Any]:
-        """Return what this process still has to learn from; tensors and plain values."""
+        """Return the completions that this process still has to learn from, as tensors and plain values."""
         return {"rollouts": None if self._at_generation_boundary() else self._buffered_inputs}
 
     def _load_own_state(self, directory: Path, state: dict[str, Any]) -> None:

@@ -261,7 +261,7 @@ def probabilities(directory, **how):
     logs = [
         {k: v for k, v in e.items() if k.startswith("probability/")} for e in trainer.state.log_history if "loss" in e
     ]
-    return {"without": trainer.reference_probability.without, "logs": logs}
+    return {"without": trainer.without_reasoning, "logs": logs}
 
 
 def drawn_again(rank, directory, **how):

@@ -11,7 +11,7 @@ from seeds import shifted
 from pacs_trl.experimental.rlpr import (
     Edited,
     RLPRTrainer,
-    SpreadFilter,
+    filter_by_spread,
     is_well_formed,
     probability_reward,
     reference_text,
@@ -156,7 +156,7 @@ def test_probabilities_are_those_of_the_policy_and_of_its_start(tmp_path):
                 edited = with_reference(arguments[1][i], answer)
                 expected = 0.0 if edited is None else by_hand(today, prompt, *edited)
             assert found[i] == pytest.approx(expected, rel=1e-4), (name, i)
-    assert len(trainer.reference_probability.without) == 32  # the whole training set, once
+    assert len(trainer.without_reasoning) == 32  # the whole training set, once
     logged = trainer.state.log_history[0]
     assert 0 < logged["probability/format"] < 1 and logged["time/log_probs"] > 0
 
@@ -186,8 +186,8 @@ def test_a_run_and_its_continuation(tmp_path, more):
     runs[1].train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     expected, found = (trainable_weights(trainer.model) for trainer in runs)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert runs[1]._spread_filter.state == runs[0]._spread_filter.state != [0.0]
-    assert runs[1].reference_probability.without == runs[0].reference_probability.without
+    assert runs[1]._spreads == runs[0]._spreads != [0.0]
+    assert runs[1].without_reasoning == runs[0].without_reasoning
 
 
 @pytest.mark.trains
@@ -240,31 +240,28 @@ def test_answers_that_are_too_long_count_as_malformed(tmp_path):
     assert trainer.reference_probability._mean([prompt], [Edited("ab", 1, 1)], None) == [0.0]  # no token lies there
 
 
-class TestSpreadFilter:
-    def test_on_paper(self):
-        """Spreads (unbiased): (0, 1) sqrt(1/2) = .707; (.4, .6) sqrt(.02) = .141. Five generations are ignored, five
-        collected: their mean is (.707 + .141) / 2 = .424, and half of it drops the second group from the eleventh
-        on."""
-        spread = SpreadFilter(0.5)
-        labels = torch.tensor([0.0, 1.0, 0.4, 0.6])
-        for _ in range(10):
-            kept, metrics = spread(labels, 2)
-            assert torch.equal(kept, labels) and metrics["spread_filter/dropped_fraction"] == 0.0
-        average = (math.sqrt(0.5) + math.sqrt(0.02)) / 2
-        assert spread.state == pytest.approx([10, average])
-        kept, metrics = spread(torch.tensor([0.0, 1.0, 0.5, 0.5]), 2)
-        assert kept[:2].tolist() == [0, 1] and kept[2:].isnan().all()
-        assert metrics["spread_filter/bound"] == pytest.approx(average / 2)
-        assert metrics["spread_filter/dropped_fraction"] == 0.5
-        assert spread.state == pytest.approx([11, 0.99 * average + 0.01 * math.sqrt(0.5) / 2])
+def test_spread_filter_by_hand():
+    """Spreads (unbiased): (0, 1) sqrt(1/2) = .707; (.4, .6) sqrt(.02) = .141. Five generations are ignored, five
+    collected: their mean is (.707 + .141) / 2 = .424, and half of it masks the second group from the eleventh on."""
+    labels, history = torch.tensor([0.0, 1.0, 0.4, 0.6]), [0.0]
+    for _ in range(10):
+        kept, metrics, history = filter_by_spread(labels, 2, 0.5, history)
+        assert torch.equal(kept, labels) and metrics["spread_filter/dropped_fraction"] == 0.0
+    average = (math.sqrt(0.5) + math.sqrt(0.02)) / 2
+    assert history == pytest.approx([10, average])
+    kept, metrics, history = filter_by_spread(torch.tensor([0.0, 1.0, 0.5, 0.5]), 2, 0.5, history)
+    assert kept[:2].tolist() == [0, 1] and kept[2:].isnan().all()
+    assert metrics["spread_filter/bound"] == pytest.approx(average / 2)
+    assert metrics["spread_filter/dropped_fraction"] == 0.5
+    assert history == pytest.approx([11, 0.99 * average + 0.01 * math.sqrt(0.5) / 2])
 
-    def test_rows_without_a_verdict(self):
-        spread = SpreadFilter(1.0)
-        spread.state = [10, 0.5]
-        nan = math.nan
-        kept, metrics = spread(torch.tensor([0.0, 1.0, nan, 0.4, 0.6, nan, 1.0, nan, nan]), 3)
-        assert kept[:2].tolist() == [0, 1] and kept[3:6].isnan().all()
-        assert kept[6] == 1.0  # one row has no spread; it is not scorable anyway
-        assert metrics["spread_filter/dropped_fraction"] == 0.5
-        kept, metrics = spread(torch.full((4,), nan), 2)
-        assert math.isnan(metrics["spread_filter/spread"]) and spread.state[0] == 12
+
+def test_spread_of_groups_without_verdicts():
+    nan = math.nan
+    labels = torch.tensor([0.0, 1.0, nan, 0.4, 0.6, nan, 1.0, nan, nan])
+    kept, metrics, history = filter_by_spread(labels, 3, 1.0, [10, 0.5])
+    assert kept[:2].tolist() == [0, 1] and kept[3:6].isnan().all()
+    assert kept[6] == 1.0  # one completion has no spread; it is not scorable anyway
+    assert metrics["spread_filter/dropped_fraction"] == 0.5
+    _, metrics, history = filter_by_spread(torch.full((4,), nan), 2, 1.0, history)
+    assert math.isnan(metrics["spread_filter/spread"]) and history[0] == 12

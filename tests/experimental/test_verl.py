@@ -20,7 +20,13 @@ from replay import (
 from seeds import shifted
 
 from pacs_trl.experimental import verl
-from pacs_trl.experimental.verl import Verl, VERLConfig, VERLTrainer, effective_rank, rank_velocity_and_acceleration
+from pacs_trl.experimental.verl import (
+    VERLConfig,
+    VERLTrainer,
+    effective_rank,
+    rank_velocity_and_acceleration,
+    verl_coefficients,
+)
 
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "steer_and_verl_vectors.json").read_text())
@@ -82,45 +88,38 @@ def test_short_completions_and_properties():
     assert rank_velocity_and_acceleration(states[:11], 5)[1] == 0.0  # two
 
 
-class TestVerl:
-    COEFFICIENTS = torch.tensor([-0.25, 0.25, -0.05, 0.0])
-    RANKS = torch.tensor([[6.0, 2.0, 4.0, 99.0], [1.5, 0.5, 1.0, 99.0], [0.0, 0.0, 0.0, 99.0]])
+COEFFICIENTS = torch.tensor([-0.25, 0.25, -0.05, 0.0])
+RANKS = torch.tensor([[6.0, 2.0, 4.0, 99.0], [1.5, 0.5, 1.0, 99.0], [0.0, 0.0, 0.0, 99.0]])
 
-    def test_on_paper(self):
-        verl = Verl()
-        # Means begin at the first step's: 4, 1, 0. Row 0: deviations 1/2, 1/2, 0, so t = 1/2 and Phi = tanh(1/2) =
-        # 0.462; A = 1 may grow by 1/2 of it. Row 1: Phi < 0. Row 2: Phi = 0. Row 3 does not count.
-        found = verl.shaped(self.COEFFICIENTS, self.RANKS, num_rows=4)
-        assert found.tolist() == pytest.approx([-(1 + math.tanh(0.5)) / 4, 0.25, -0.05, 0.0])
-        assert verl.means == pytest.approx([4.0, 1.0, 0.0])
-        # Next step, twice as high: deviations of row 0 are 2, 2, and of row 1 0, 0
-        found = verl.shaped(self.COEFFICIENTS, 2 * self.RANKS, num_rows=4)
-        # A = 1 + min(tanh 2, 1/2); A = -1 + 0; A = 0.2 + min(tanh 1, 0.1)
-        assert found.tolist() == pytest.approx([-1.5 / 4, 0.25, -0.075, 0.0])
-        assert verl.means == pytest.approx([0.7 * 4 + 0.3 * 8, 0.7 + 0.3 * 2, 0.0])
 
-    def test_bounds_and_acceleration(self):
-        generator = torch.Generator().manual_seed(shifted(0))
-        verl, coefficients = Verl(), torch.randn(200, generator=generator) / 200
-        for _ in range(4):
-            ranks = 3 * torch.randn(3, 200, generator=generator) + 2
-            factors = verl.shaped(coefficients, ranks, num_rows=200) / coefficients
-            pushed_up = coefficients < 0
-            assert 1 <= factors[pushed_up].min() and factors[pushed_up].max() <= 1.5 + 1e-6
-            assert 0.5 - 1e-6 <= factors[~pushed_up].min() and factors[~pushed_up].max() <= 1
-        verl.means = [1.0, 1.0, 1.0]
-        # Where the acceleration is high the rank decides (2: above its mean), where it is low the velocity (0: below)
-        found = verl.shaped(
-            torch.tensor([-1.0, -1.0]), torch.tensor([[2.0, 2.0], [0.0, 0.0], [9.0, -9.0]]), num_rows=1
-        )
-        assert found.tolist() == pytest.approx([-1.5, -1.0])
+def test_bonus_by_hand():
+    # Means begin at the first step's: 4, 1, 0. Completion 0: deviations 1/2, 1/2, 0, so t = 1/2 and Phi = tanh(1/2) =
+    # 0.462; A = 1 may grow by 1/2. Completion 1: Phi < 0. Completion 2: Phi = 0. Completion 3 is ignored.
+    found, means = verl_coefficients(COEFFICIENTS, RANKS, 4, None)
+    assert found.tolist() == pytest.approx([-(1 + math.tanh(0.5)) / 4, 0.25, -0.05, 0.0])
+    assert means == pytest.approx([4.0, 1.0, 0.0])
+    # Next step, twice as high: deviations of completion 0 are 2, 2, and of completion 1 0, 0:
+    # A = 1 + min(tanh 2, 1/2); A = -1 + 0; A = 0.2 + min(tanh 1, 0.1)
+    found, means = verl_coefficients(COEFFICIENTS, 2 * RANKS, 4, means)
+    assert found.tolist() == pytest.approx([-1.5 / 4, 0.25, -0.075, 0.0])
+    assert means == pytest.approx([0.7 * 4 + 0.3 * 8, 0.7 + 0.3 * 2, 0.0])
+    unchanged, after = verl_coefficients(torch.zeros(3), torch.ones(3, 3), 3, means)
+    assert torch.equal(unchanged, torch.zeros(3)) and after == means  # no completion has a gradient
 
-    def test_a_step_without_rows_leaves_the_means(self):
-        verl = Verl()
-        assert (
-            torch.equal(verl.shaped(torch.zeros(3), torch.ones(3, 3), num_rows=3), torch.zeros(3))
-            and verl.means is None
-        )
+
+def test_bounds_and_acceleration():
+    generator, means = torch.Generator().manual_seed(shifted(0)), None
+    coefficients = torch.randn(200, generator=generator) / 200
+    pushed_up = coefficients < 0
+    for _ in range(4):
+        shaped, means = verl_coefficients(coefficients, 3 * torch.randn(3, 200, generator=generator) + 2, 200, means)
+        factors = shaped / coefficients
+        assert 1 <= factors[pushed_up].min() and factors[pushed_up].max() <= 1.5 + 1e-6
+        assert 0.5 - 1e-6 <= factors[~pushed_up].min() and factors[~pushed_up].max() <= 1
+    # Where the acceleration is high the rank decides (2: above its mean), where it is low the velocity (0: below)
+    ranks = torch.tensor([[2.0, 2.0], [0.0, 0.0], [9.0, -9.0]])
+    found, _ = verl_coefficients(torch.tensor([-1.0, -1.0]), ranks, 1, [1.0, 1.0, 1.0])
+    assert found.tolist() == pytest.approx([-1.5, -1.0])
 
 
 STRIDE = {"hidden_state_stride": 3}
@@ -169,13 +168,14 @@ def test_gradient_of_verl(tmp_path, monkeypatch, group_layout, tokens):
     """The sum of log-probabilities by the coefficients that ranks have shaped, of all tokens or of the last one that
     the policy wrote, in float64; rows that do not count stay out."""
     last = tokens == "last"
-    replay, recorder, kept, shaped = Replay(tools=last), Recorder(), [], Verl.shaped
+    replay, recorder, kept = Replay(tools=last), Recorder(), []
 
-    def keep(verl, coefficients, *others):
-        kept.append((coefficients, shaped(verl, coefficients, *others)))
-        return kept[-1][1]
+    def keep(coefficients, *others):
+        shaped, means = verl_coefficients(coefficients, *others)
+        kept.append((coefficients, shaped))
+        return shaped, means
 
-    monkeypatch.setattr(Verl, "shaped", keep)
+    monkeypatch.setattr(verl, "verl_coefficients", keep)
     settings = {"steps_per_generation": 2, "group_layout": group_layout, "bonus_tokens": tokens, **STRIDE}
     trainer = build_trainer(
         tmp_path, trainer_class=VERLTrainer, replay=replay, more={"callbacks": [recorder]}, **settings
@@ -197,7 +197,7 @@ def test_gradient_of_verl(tmp_path, monkeypatch, group_layout, tokens):
             ((coefficient if last else of_last) * logps[:-1].sum() + of_last * logps[-1:].sum()).backward()
         expected = {name: p.grad.clone() for name, p in model.named_parameters() if name in recorder.gradients[update]}
         assert relative_error(recorder.gradients[update], expected) < 2 * RELATIVE
-    assert trainer.verl.means is not None and len(kept) == 2
+    assert trainer.verl_means is not None and len(kept) == 2
 
 
 REFUSED = {
