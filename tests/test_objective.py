@@ -315,7 +315,7 @@ class TestProperties:
         + [(0.1, 9.8, 0.86), (0.5, 1.86, 0.85), (1.0, 0.86, 0.81)],
     )
     def test_the_grpo_score_multiplies_the_gradient_of_small_proxies(self, spread, ratio, cosine):
-        """The table of docs/method.md, of these random numbers."""
+        """The table of docs/theory.md, of these random numbers."""
         generator = torch.Generator().manual_seed(0)
         rates = torch.rand(256, 1, generator=generator, dtype=torch.float64)
         labels = (torch.rand(256, 8, generator=generator, dtype=torch.float64) < rates).double().view(-1)
@@ -476,7 +476,7 @@ def odds_and_entropy(reset: int | None, num_updates: int = 800, is_rloo: bool = 
 
 
 def test_the_optimum_of_appendix_a2_needs_a_reference_that_is_kept():
-    """The numbers of docs/method.md."""
+    """The numbers of docs/theory.md."""
     assert odds_and_entropy(None) == pytest.approx((12.24, 0.305), rel=2e-3)
     assert odds_and_entropy(80) == pytest.approx((158.5, 0.0475), rel=2e-2)
     assert odds_and_entropy(4) == pytest.approx((782.9, 0.0174), rel=2e-2)
