@@ -1,7 +1,6 @@
-"""From a checkpoint to pass@k with intervals: the same prompts and the same verifier as training.
+"""Evaluation of checkpoints: pass@k with intervals, with the prompts and the verifier of training.
 
-Importing this package needs numpy only. `pass_at_k` is bound here because a submodule has the same name: the function
-must be what `pacs_trl.evaluation.pass_at_k` means, whatever else has been imported before.
+Importing this package needs numpy only. `pacs_trl.evaluation.pass_at_k` is the function, not the submodule.
 """
 
 from .pass_at_k import Interval, paired_interval, pass_at_k, pass_interval

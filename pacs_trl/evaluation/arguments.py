@@ -1,4 +1,4 @@
-"""The arguments of `pacs-trl evaluate`, checked before anything is loaded."""
+"""Arguments of `pacs-trl evaluate`, validated before anything is loaded."""
 
 import json
 from collections.abc import Sequence
@@ -7,118 +7,101 @@ from typing import Any
 
 from ..data import PROMPT_INSTRUCTION, instruction_for, prompt_of
 from ..rewards import VerificationArguments
-from ..settings import asks_for_help, print_help, read_settings, set_environment, typed_values
+from ..settings import asks_for_help, bounded, illegal_values, print_help, read_settings, set_environment, typed_values
 from .requests import SamplingSettings
 
 
-ENGINES = ("transformers", "vllm", "server")
 DEFAULT_KS = (1, 4, 8, 16, 32, 64)
-# Smallest legal values; in training some of these settings have others.
-_LEAST = {
-    **dict.fromkeys(("n", "max_new_tokens", "max_problems", "batch_size", "tensor_parallel_size"), 1),
-    **dict.fromkeys(("concurrency", "max_model_len"), 1),
-    **dict.fromkeys(("temperature", "top_k", "token_entropy_samples"), 0),
-}
 
 
 @dataclass
 class EvaluationArguments:
     """
-    Arguments of `pacs-trl evaluate`; a recipe (`--config`) holds the same keys.
+    Arguments of `pacs-trl evaluate`; a recipe (`--config`) has the same keys.
 
     Args:
-        model (`str`): Checkpoint directory, Hub id, `miniature/<task>` for its warm start, or the name under which a
-            server offers the model.
-        benchmarks (`str`): Names separated by commas; `name=PATH` reads a local file, `miniature/<task>` a generated
-            set, and the path of a `.jsonl`, `.json` or `.parquet` file is a set of your own.
-        output_dir (`str`): Where samples, grades and results go.
+        model (`str`): Checkpoint directory, Hub id, `miniature/<task>` for its warm start, or the name of the model on
+            a server.
+        benchmarks (`str`): Comma-separated names; `name=PATH` reads a local file, `miniature/<task>` a generated set,
+            and the path of a `.jsonl`, `.json`, or `.parquet` file is a set of your own.
+        output_dir (`str`): Directory of samples, grades, and results.
         n (`int`): Samples per problem.
-        k (`str`, *optional*): Values of k separated by commas, each at most `n`. By default 1, 4, 8, 16, 32 and 64, as
-            far as `n` goes.
-        method (`str`, *optional*): Row label in tables; the name of the model if left out.
+        k (`str`, *optional*): Comma-separated values of k, each at most `n`; by default 1, 4, 8, 16, 32, and 64, up to
+            `n`.
+        method (`str`, *optional*): Row label in tables; by default the name of the model.
         revision (`str`, *optional*): Hub revision of the model.
         temperature (`float`): Divides the logits; 0 is greedy decoding.
-        top_p (`float`): Nucleus mass in (0, 1]; 1 keeps every token.
-        top_k (`int`): Number of tokens kept; 0 keeps every token.
-        max_new_tokens (`int`): Completions are truncated at this many tokens.
+        top_p (`float`): Nucleus mass in (0, 1]; 1 keeps all tokens.
+        top_k (`int`): Number of tokens to sample from; 0 keeps all tokens.
+        max_new_tokens (`int`): Completions are truncated at this length.
         seed (`int`): Seed of all samples.
-        prompt_instruction (`str`): Sentence behind the problem; empty for the problem alone. LiveCodeBench and GPQA
-            bring another default, `miniature/<task>` an empty one.
+        prompt_instruction (`str`): Sentence appended to the problem; empty for none. LiveCodeBench, GPQA, and
+            `miniature/<task>` have their own default.
         system_prompt (`str`, *optional*): Content of a system turn.
-        chat_template_kwargs (`str` or mapping, *optional*): JSON passed to the chat template.
-        engine (`str`): `"transformers"`, `"vllm"` or `"server"`.
-        batch_size (`int`): Completions per call of the transformers engine.
-        dtype (`str`): Weight dtype; "auto" keeps that of the checkpoint.
-        tensor_parallel_size (`int`): vLLM: GPUs per copy of the model.
-        gpu_memory_utilization (`float`): vLLM: share of GPU memory.
+        chat_template_kwargs (`str` or mapping, *optional*): JSON object passed to the chat template.
+        engine (`str`): `"transformers"`, `"vllm"`, or `"server"`.
+        batch_size (`int`): transformers: completions per call.
+        dtype (`str`): Dtype of the weights; "auto" keeps that of the checkpoint.
+        tensor_parallel_size (`int`): vLLM: GPUs that share one copy of the model.
+        gpu_memory_utilization (`float`): vLLM: fraction of GPU memory.
         max_model_len (`int`, *optional*): vLLM: longest prompt plus completion.
-        enforce_eager (`bool`): vLLM: start without compilation; pays off when little is sampled.
-        base_url (`str`): Server: address of the API.
-        concurrency (`int`): Server: requests in flight.
-        problem_column (`str`, *optional*): Column of the problem in files of your own; by default found as in
-            training.
-        solution_column (`str`, *optional*): Column of the gold answer in files of your own, likewise.
-        max_problems (`int`, *optional*): Only the first so many problems of each benchmark (for trying things out).
-        token_entropy_samples (`int`): Measure the token entropy of so many samples per problem; 0: none.
+        enforce_eager (`bool`): vLLM: start without compilation, for short evaluations.
+        base_url (`str`): server: address of the API.
+        concurrency (`int`): server: concurrent requests.
+        problem_column (`str`, *optional*): Problem column of your own files; by default as in training.
+        solution_column (`str`, *optional*): Answer column of your own files; by default as in training.
+        max_problems (`int`, *optional*): Evaluate only the first problems of each benchmark, for a quick try.
+        token_entropy_samples (`int`): Measure the token entropy of this many samples per problem; 0 for none.
     """
 
     model: str
     benchmarks: str | list[str]
     output_dir: str
-    n: int = 128
+    n: int = bounded(128, least=1)
     k: list[int] | str | None = None
     method: str | None = None
     revision: str | None = None
-    temperature: float = 0.6
-    top_p: float = 0.95
-    top_k: int = 0
-    max_new_tokens: int = 8192
+    temperature: float = bounded(0.6, least=0)
+    top_p: float = bounded(0.95, above=0, most=1)
+    top_k: int = bounded(0, least=0)
+    max_new_tokens: int = bounded(8192, least=1)
     seed: int = 0
     prompt_instruction: str = PROMPT_INSTRUCTION
     system_prompt: str | None = None
     chat_template_kwargs: dict | str | None = None
-    engine: str = field(default="vllm", metadata={"choices": ENGINES})
-    batch_size: int = 64
+    engine: str = field(default="vllm", metadata={"choices": ("transformers", "vllm", "server")})
+    batch_size: int = bounded(64, least=1)
     dtype: str = "auto"
-    tensor_parallel_size: int = 1
-    gpu_memory_utilization: float = 0.9
-    max_model_len: int | None = None
+    tensor_parallel_size: int = bounded(1, least=1)
+    gpu_memory_utilization: float = bounded(0.9, above=0, most=1)
+    max_model_len: int | None = bounded(None, least=1)
     enforce_eager: bool = False
     base_url: str = "http://localhost:8000/v1"
-    concurrency: int = 64
+    concurrency: int = bounded(64, least=1)
     problem_column: str | None = None
     solution_column: str | None = None
-    max_problems: int | None = None
-    token_entropy_samples: int = 0
+    max_problems: int | None = bounded(None, least=1)
+    token_entropy_samples: int = bounded(0, least=0)
 
     def __post_init__(self):
         if self.k is None:
             self.k = [k for k in DEFAULT_KS if k <= max(1, self.n)]
-        if isinstance(self.k, int | list):  # as YAML has it
+        if isinstance(self.k, int | list):  # from YAML
             self.k = ",".join(map(str, self.k if isinstance(self.k, list) else [self.k]))
         if isinstance(self.benchmarks, list):
             self.benchmarks = ",".join(self.benchmarks)
-        errors = [
-            f"{name} must be at least {least}, got {getattr(self, name)}."
-            for name, least in _LEAST.items()
-            if getattr(self, name) is not None and getattr(self, name) < least
-        ]
-        errors += [
-            f"{name} is a share in (0, 1], got {getattr(self, name)}."
-            for name in ("top_p", "gpu_memory_utilization")
-            if not 0 < getattr(self, name) <= 1
-        ]
+        errors = illegal_values(self)
         if not all(k.strip().isdecimal() and 1 <= int(k) <= self.n for k in self.k.split(",")):
-            errors.append(f"k must be whole numbers from 1 to n = {self.n}, separated by commas; got {self.k}.")
+            errors.append(f"k must be whole numbers from 1 to n={self.n}, separated by commas; got {self.k}.")
         if not isinstance(self.template_kwargs, dict | None):
             errors.append(f"chat_template_kwargs must be a JSON object, got {self.chat_template_kwargs!r}.")
         if self.base_url != type(self).base_url and self.engine != "server":
             errors.append(
-                f"base_url={self.base_url!r} would be ignored, and the model loaded here, with engine "
-                f"{self.engine!r}. Set engine: server, or remove the key."
+                f"base_url={self.base_url!r} would be ignored with engine {self.engine!r}, which loads the model in "
+                "this process. Set engine: server, or remove the key."
             )
         if self.engine == "server" and self.token_entropy_samples:
-            errors.append("token_entropy_samples needs distributions, which a server does not return. Set it to 0.")
+            errors.append("token_entropy_samples needs the model, which a server does not expose. Set it to 0.")
         if errors:
             raise ValueError(" ".join(errors))
 
@@ -127,18 +110,13 @@ class EvaluationArguments:
         return sorted({int(k) for k in self.k.split(",")})
 
     @property
-    def group_size(self) -> int:
-        """Requests that are always generated together, because the text of each depends on it."""
-        return self.batch_size if self.engine == "transformers" else 1
-
-    @property
     def template_kwargs(self) -> dict[str, Any] | None:
-        """`chat_template_kwargs` as a mapping: JSON text from the command line, a mapping from a recipe."""
+        """`chat_template_kwargs` as a mapping, also where the command line gives JSON text."""
         given = self.chat_template_kwargs
         return json.loads(given) if isinstance(given, str) else given
 
     def prompt_of(self, problem: str | list, benchmark: Any = None) -> str | list:
-        """The prompt of a problem, with the sentence of its benchmark if that brings one and none is given."""
+        """Build the prompt of a problem, with the instruction of its benchmark unless the user sets one."""
         instruction = instruction_for(benchmark, self.prompt_instruction) if benchmark else self.prompt_instruction
         as_it_stands = benchmark is not None and benchmark.as_it_stands
         return prompt_of(problem, as_it_stands=as_it_stands, instruction=instruction, system_prompt=self.system_prompt)
@@ -160,7 +138,7 @@ def read_evaluation(argv: Sequence[str]) -> tuple[EvaluationArguments, Verificat
     if asks_for_help(argv):
         print_help(
             "pacs-trl evaluate [--config FILE.yaml] --model MODEL --benchmarks NAMES --output_dir DIR [--key ...]",
-            "Sample, grade, and count: pass@k of a model on benchmarks. The command line wins over the file. The same "
+            "Sample completions, grade them, and report pass@k. The command line overrides the file. Running the same "
             "command again samples only what is missing.",
             [part.__name__ for part in parts],
         )

@@ -1,13 +1,13 @@
-"""Grade one file of completions with several protocols and show where they disagree.
+"""Grade a file of completions with several protocols and show where they disagree.
 
     pacs-trl audit --completions outputs/run/completions/completions_00010.parquet
     pacs-trl audit --programs verifiable_coding
 
-The first form takes saved rollouts (the tables that TRL's `log_completions` writes, the sample files of `pacs-trl
-evaluate` together with `--benchmark`, or any JSON lines or Parquet file), grades each completion with the authors'
-protocol, with TRL's `accuracy_reward` and by comparing the text of the last box, and prints the outcomes side by side.
-With labels by hand (`--true_column`) or a protocol taken as the truth (`--truth`) it prints error rates. The second
-form runs the reference solutions of a set of programming problems against its tests and lists those that fail.
+The first form grades saved completions (tables of TRL's `log_completions`, sample files of `pacs-trl evaluate`
+together with `--benchmark`, or any JSON lines or Parquet file) with the authors' protocol, with TRL's
+`accuracy_reward`, and by the text of the last box, and prints the outcomes side by side. With labels by hand
+(`--true_column`) or a protocol taken as the truth (`--truth`) it prints error rates. The second form runs the
+reference solutions of a set of programming problems against its tests and lists those that fail.
 """
 
 import argparse
@@ -32,12 +32,12 @@ from .pass_at_k import pass_interval
 
 PROTOCOLS = ("authors", "trl", "text")
 _LABELS = {"1": 1.0, "1.0": 1.0, "true": 1.0, "0": 0.0, "0.0": 0.0, "false": 0.0, "none": None, "nan": None}
-# math-verify rounds only where one of the two is a decimal number; 0 is exact and equals nothing but 0.
+# math-verify rounds only if one of the two is a decimal number; the exact 0 equals only 0.
 _ZEROS = (r"\boxed{0.0}", r"\boxed{0}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `pacs-trl audit`; returns the exit status."""
+    """Run `pacs-trl audit`; return the exit status."""
     parser = Parser("audit", __doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     subject = parser.add_mutually_exclusive_group(required=True)
     subject.add_argument("--completions", help=".jsonl, .json or .parquet file with one row per completion or group")
@@ -46,13 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--solution_column", default="solution", help="gold answer")
     truth = parser.add_mutually_exclusive_group()
     truth.add_argument("--true_column", help="labels by hand: 1 or true, 0 or false; null if unknown")
-    truth.add_argument("--truth", choices=PROTOCOLS, help="the protocol that is taken as the truth")
-    parser.add_argument("--benchmark", help="take the gold answers of this benchmark, by the row's `problem` id")
+    truth.add_argument("--truth", choices=PROTOCOLS, help="protocol taken as the truth")
+    parser.add_argument("--benchmark", help="take gold answers from this benchmark, by the column `problem`")
     parser.add_argument("--protocols", nargs="+", choices=PROTOCOLS, default=list(PROTOCOLS))
-    parser.add_argument("--num_workers", type=int, help="grading processes (default: one per processor)")
+    parser.add_argument("--num_workers", type=int, help="grading processes (default: one per core)")
     parser.add_argument("--examples", type=int, default=5, help="disagreements to print for each pair of protocols")
-    parser.add_argument("--reference_column", default="gold_standard_solution", help="of --programs: the solutions")
-    parser.add_argument("--max_problems", type=int, help="of --programs: only the first so many")
+    parser.add_argument("--reference_column", default="gold_standard_solution", help="--programs: solutions")
+    parser.add_argument("--max_problems", type=int, help="--programs: number of problems to run")
     args = parser.parse_args(argv)
     if args.programs:
         _audit_programs(args)
@@ -73,8 +73,8 @@ def _audit_completions(args: argparse.Namespace) -> None:
     for protocol, found in tiny.items():
         if found:
             print(
-                f"\n{protocol}: {len(found)} gold answers are so small that 0.0 is graded correct (decimal numbers "
-                f"are compared after rounding to 6 places), for example {', '.join(repr(str(g)) for g in found[:3])}"
+                f"\n{protocol}: {len(found)} gold answers are so small that 0.0 is graded correct (decimals are "
+                f"rounded to 6 places), for example {', '.join(repr(str(g)) for g in found[:3])}"
             )
     for first, second in combinations(protocols, 2):
         differing = [
@@ -93,7 +93,7 @@ def _audit_completions(args: argparse.Namespace) -> None:
 
 
 def _read_completions(args: argparse.Namespace) -> tuple[list[str | None], list[Any], list[float | None]]:
-    """Completion texts, gold answers, and labels by hand, groups unrolled."""
+    """Return completion texts, gold answers, and labels by hand, one per completion."""
     rows = read_rows(Path(args.completions))
     problems = {p.id: p for p in load_benchmark(args.benchmark).problems} if args.benchmark else None
     needed = {"completion_column": args.completion_column, "true_column": args.true_column}
@@ -112,7 +112,7 @@ def _read_completions(args: argparse.Namespace) -> tuple[list[str | None], list[
         labels = row.get(args.true_column) if args.true_column else None
         labels = labels if isinstance(labels, list) else [labels] * len(completions)
         if unknown := [label for label in labels if str(label).lower() not in _LABELS]:
-            raise ValueError(f"true_column holds {unknown[0]!r}. A label is 1 or true, 0 or false, or null.")
+            raise ValueError(f"true_column contains {unknown[0]!r}. Labels are 1 or true, 0 or false, or null.")
         texts += map(completion_text, completions)
         golds += [gold] * len(completions)
         truths += [_LABELS[str(label).lower()] for _, label in zip(completions, labels, strict=True)]
@@ -137,7 +137,7 @@ def _grade(texts: Sequence[str | None], golds: Sequence[Any], protocol: str, num
 
 
 def _compare_text(text: str, gold: Any) -> Outcome:
-    """The strictest grader: the last box against the gold, except for white space and dollar signs."""
+    """Compare the text of the last box with the gold, ignoring white space and dollar signs."""
 
     def bare(text: str) -> str:
         return "".join(text.replace("$", "").split())
@@ -156,7 +156,7 @@ def _compare_text(text: str, gold: Any) -> Outcome:
 def _grade_with_zeros(
     texts: list[str | None], golds: list[Any], protocol: str, num_workers: int | None
 ) -> tuple[list[Outcome], list[Any]]:
-    """Outcomes, and the distinct golds that are not 0 but so small that the protocol grades 0.0 as correct."""
+    """Return outcomes, and the nonzero golds so small that the protocol grades 0.0 as correct."""
     distinct = list({gold_texts(gold): gold for gold in golds}.values()) if protocol != "text" else []
     zeros = [zero for zero in _ZEROS for _ in distinct]
     outcomes = _grade([*texts, *zeros], [*golds, *distinct, *distinct], protocol, num_workers)
@@ -180,7 +180,7 @@ def _print_outcomes(graded: dict[str, list[Outcome]]) -> None:
 def _print_error_rates(
     protocol: str, truth: str, labels: Sequence[float | None], truths: Sequence[float | None]
 ) -> None:
-    """False positives and negatives of a protocol, among the completions with a label by it and by the truth."""
+    """Print false positives and negatives of a protocol over completions that have both labels."""
     pairs = [(label, true) for label, true in zip(labels, truths, strict=True) if None not in (label, true)]
     print(f"\n{protocol} against {truth}, {len(pairs)} completions with both labels")
     rates = {}
@@ -203,7 +203,7 @@ def _audit_programs(args: argparse.Namespace) -> None:
     name, path = name_and_path(args.programs)
     if name not in TRAINING_SETS and not path:
         known = ", ".join(name for name, entry in TRAINING_SETS.items() if entry.answer_in == "tests")
-        raise ValueError(f"`--programs` {args.programs!r} is no set of programs. Name one of {known}, or a file.")
+        raise ValueError(f"`--programs` {args.programs!r} is not a set of programs. Name one of {known}, or a file.")
     entry = TRAINING_SETS.get(name) or replace(ProblemSet(""), answer_in="tests")
     rows = load_rows(name, entry, path or None)[: args.max_problems or None]
     columns = {"solution_column": entry.solution_column, "reference_column": args.reference_column}
@@ -224,7 +224,7 @@ def _audit_programs(args: argparse.Namespace) -> None:
 
 
 def _read_tests(cell: Any) -> tuple[Any, str]:
-    """The tests in a cell, or None and what is wrong with them."""
+    """Return the tests in a cell, or `None` and the reason why it has none."""
     try:
         tests = gold_answer(cell, "tests")
     except ValueError as error:

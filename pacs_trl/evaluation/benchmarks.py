@@ -1,8 +1,7 @@
-"""The benchmarks of the paper as data: adding one is adding one entry to `BENCHMARKS`.
+"""Benchmarks of the paper, one entry of `BENCHMARKS` each, and their loader.
 
-An entry says where the rows are and which columns hold the problem and the answer; prompt and grader are those of
-training. Raise `version` whenever the rows or the way an answer is read change: results of different versions are
-never put in one table.
+An entry names the source and its columns; prompt and grader are those of training. Raise `version` whenever the rows
+or the way an answer is read change: results of different versions are never put in one table.
 """
 
 import hashlib
@@ -26,6 +25,7 @@ from ..data.sets import (
     load_rows,
     own_columns,
 )
+from ..settings import did_you_mean
 from ..verification.cases import json_of_tests
 from .out_of_domain import GPQA_INSTRUCTION, gpqa_rows, livecodebench_rows
 
@@ -48,7 +48,7 @@ BENCHMARKS = {
     "aime_2025": ProblemSet("yentinglin/aime_2025", title="AIME 2025", id_column="id"),
     "beyond_aime": ProblemSet("ByteDance-Seed/BeyondAIME", title="BeyondAIME", split="test"),
     "gsm8k": replace(GSM8K, split="test"),
-    # The other domains of the paper's figure 6. Of LiveCodeBench the files that the window is in.
+    # The other domains of the paper's figure 6; of LiveCodeBench the files that contain the paper's window.
     "livecodebench": ProblemSet(
         "livecodebench/code_generation_lite",
         title="LiveCodeBench",
@@ -75,9 +75,9 @@ BENCHMARKS = {
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem: `id` is unique in its benchmark, `problem` is text or messages, `solution` is the gold answer (or
-    alternatives) for the verifier. In multiple choice `problem` is the question alone, `options` are the answers in
-    stored order, and `solution` is a letter."""
+    """One problem: `id` is unique in its benchmark, `problem` is text or messages, `solution` is the gold answer or a
+    list of alternatives. In multiple choice `problem` is the question, `options` are the answers in stored order, and
+    `solution` is a letter."""
 
     id: str
     problem: str | list[dict]
@@ -85,12 +85,12 @@ class Problem:
     options: tuple[str, ...] = ()
 
     def _letters(self, seed: int) -> dict[str, str]:
-        """Letters in the order of one sample, and what these options are called in stored order."""
+        """Map the letters of one sample to the letters in stored order."""
         stored = LETTERS[: len(self.options)]
         return dict(zip(stored, random.Random(seed).sample(stored, len(stored)), strict=True))
 
     def of_sample(self, seed: int) -> tuple[str | list[dict], str | list[str]]:
-        """Problem and gold answer for the sample with this seed, which shows options in an order of its own."""
+        """Return problem and gold answer of the sample with this seed, which has its own order of options."""
         if not self.options:
             return self.problem, self.solution
         letters = self._letters(seed)
@@ -98,15 +98,14 @@ class Problem:
         return f"{self.problem}\n\n{listed}", next(s for s, stored in letters.items() if stored == self.solution)
 
     def comparable(self, answer: str | None, seed: int) -> str | None:
-        """An answer of the sample with this seed such that equal answers of two samples mean the same."""
+        """Return the answer of the sample with this seed in the letters of the stored order."""
         return self._letters(seed).get(answer or "", answer) if self.options else answer
 
 
 @dataclass(frozen=True)
 class LoadedBenchmark:
-    """Problems with the facts that results need: `source` is plain data (id, revision, split, version, digest);
-    `instruction` is the benchmark's own, if it has one; with `is_code`, answers are tests of programs; with
-    `as_it_stands`, problems that are text are whole prompts."""
+    """Problems of a benchmark: `source` is plain data (id, revision, split, version, digest), `instruction` replaces
+    the default one; with `is_code` answers are tests of programs; with `as_it_stands` text is a whole prompt."""
 
     name: str
     title: str
@@ -124,10 +123,10 @@ def load_benchmark(
     Load a benchmark by name.
 
     Args:
-        spec (`str`): A name from `BENCHMARKS`; `name=PATH` to read the same columns from a local `.jsonl`, `.json` or
-            `.parquet` file; such a PATH alone (or with another name) for a file of your own; or `miniature/<task>` for
-            the test split of a miniature task.
-        max_problems (`int`, *optional*): Keep the first so many problems.
+        spec (`str`): A name in `BENCHMARKS`; `name=PATH` to read its columns from a local `.jsonl`, `.json`, or
+            `.parquet` file; a PATH alone (or with another name) for a file of your own; or `miniature/<task>` for the
+            test split of a miniature task.
+        max_problems (`int`, *optional*): Number of problems to keep.
         columns (`Mapping[str, str]`, *optional*): `problem_column` and `solution_column` of files of your own.
 
     Raises:
@@ -141,21 +140,21 @@ def load_benchmark(
             entry, source = ProblemSet("", title=name), source | dict(columns or {})
     elif name.startswith(MINIATURE):
         title = name.removeprefix(MINIATURE).replace("_", " ")
-        entry = ProblemSet("", split="test", title=title, instruction="")  # its models know no other prompt
+        entry = ProblemSet("", split="test", title=title, instruction="")  # as its models are trained
         source = {"generator": "pacs_trl.miniature", "split": "test"}
     elif name in BENCHMARKS:
         entry = BENCHMARKS[name]
         source = {fact: getattr(entry, fact) for fact in ("hub_id", "config", "split", "revision")}
     else:
         raise ValueError(
-            f"Unknown benchmark {name!r}. Choose from {', '.join(BENCHMARKS)}, miniature/<task>, point one of them at "
-            "a local file with name=PATH, or give the path of a file of your own (.jsonl, .json or .parquet)."
+            f"There is no benchmark {name!r}.{did_you_mean(name, BENCHMARKS)} Choose from {', '.join(BENCHMARKS)}, "
+            "miniature/<task>, and NAME=PATH or PATH of a .jsonl, .json, or .parquet file."
         )
     try:
         rows = load_rows(name, entry, path or None)
     except KeyError as error:
         raise ValueError(
-            f"Benchmark {name} reads the column {error}, which a row lacks. Use the Hub's files."
+            f"Benchmark {name} needs the column {error}, which a row lacks. Use the files of the Hub."
         ) from error
     if path and name not in BENCHMARKS:
         given = columns or {}
@@ -164,12 +163,11 @@ def load_benchmark(
     problems = [_problem(name, entry, i, row) for i, row in enumerate(rows)][:max_problems]
     if repeated := [row_id for row_id, count in Counter(p.id for p in problems).items() if count > 1]:
         raise ValueError(
-            f"Benchmark {spec} has the problem id {repeated[0]!r} twice. Samples are stored by id: make ids unique."
+            f"Benchmark {spec} contains the id {repeated[0]!r} twice. Make ids unique: samples are stored by id."
         )
     for warning in dataset_warnings(name, [problem_text(p.problem) for p in problems], [p.solution for p in problems]):
         logger.warning(warning)
     is_code = json_of_tests(problems[0].solution) is not None
-    # Equal digests mean the same questions.
     content = json.dumps([[p.id, p.problem, p.solution, *p.options] for p in problems], ensure_ascii=False)
     digest = hashlib.sha256(content.encode()).hexdigest()[:16]
     source |= {"version": entry.version, "num_problems": len(problems), "digest": digest}
@@ -177,7 +175,7 @@ def load_benchmark(
 
 
 def name_and_path(spec: str) -> tuple[str, str]:
-    """The name of a benchmark and the file that it is read from; empty where there is none."""
+    """Split a spec into the name of a benchmark and the path of a file, or an empty string."""
     name, _, path = spec.partition("=")
     return (Path(name).stem, name) if not path and Path(name).suffix in FILE_FORMATS else (name, path)
 
@@ -186,16 +184,19 @@ def _problem(name: str, entry: ProblemSet, index: int, row: dict) -> Problem:
     columns = [entry.problem_column, entry.solution_column] + ([entry.id_column] if entry.id_column else [])
     if missing := [column for column in columns if column not in row]:
         raise ValueError(
-            f"Benchmark {name} reads the columns {columns}, but row {index} has no {missing}. Columns found: "
-            f"{list(row)}. In a file of your own, name them with problem_column and solution_column."
+            f"Benchmark {name} needs the columns {columns}, but row {index} has no {missing}, only {list(row)}. Name "
+            "the columns of a file of your own with problem_column and solution_column."
         )
     answer = gold_answer(row[entry.solution_column], entry.answer_in)
     try:
         problem = read_problem(row[entry.problem_column], entry.problem_column)
     except ValueError as error:
-        raise ValueError(f"Benchmark {name} has neither text nor messages in row {index}: it {error}.") from error
+        raise ValueError(f"Benchmark {name}, row {index}: {error}") from error
     if answer is None or problem is None:
         column = entry.problem_column if problem is None else entry.solution_column
-        raise ValueError(f"Benchmark {name} has nothing in column {column!r} of row {index}: {row[column]!r:.80}.")
+        raise ValueError(
+            f"Benchmark {name}, row {index}: the column {column!r} is empty ({row[column]!r:.80}). Remove the row, or "
+            "complete it."
+        )
     row_id = str(row[entry.id_column]) if entry.id_column else str(index)
     return Problem(row_id, problem, answer, tuple(row["options"]) if entry.rows_of is gpqa_rows else ())

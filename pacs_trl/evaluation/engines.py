@@ -1,13 +1,12 @@
 """Engines that generate completions: transformers `generate`, vLLM, or an OpenAI-compatible server.
 
 An engine takes requests and yields (request, completion) pairs in any order, as soon as they are finished, so that the
-caller can store each one. A seed guarantees different things:
+caller can store each one. Reproducibility differs:
 
-- transformers: a batch is a fixed set of requests (`batch_size` neighbors) and every request has its own random
-  stream, so a resumed run gives the same text as an uninterrupted one, bit for bit, on the same machine.
-- vLLM: every request carries its seed, but which requests share a forward pass depends on timing, and rounding can
-  change a token: a resumed run generates equally valid samples, not always the same text.
-- server: the seed is sent with each request.
+- transformers: `batch_size` consecutive requests form a fixed batch, and every request has its own random stream, so a
+  resumed run is bit-identical to an uninterrupted one on the same machine.
+- vLLM and server: every request has its own seed, but rounding depends on which requests share a forward pass and can
+  change a token. A resumed run generates equally valid samples, not always the same text.
 """
 
 import gc
@@ -31,7 +30,7 @@ Answers = Iterator[tuple[Request, Completion]]
 
 
 class TransformersEngine:
-    """Batched `generate` of a causal language model, `batch_size` requests per call; the engine of CPU runs."""
+    """Batched `generate` of a causal language model, `batch_size` requests per call."""
 
     def __init__(self, model, tokenizer, *, batch_size: int = 64, chat_template_kwargs: dict | None = None):
         self.model, self.tokenizer = model, tokenizer
@@ -40,7 +39,7 @@ class TransformersEngine:
 
     @classmethod
     def load(cls, model: str, *, revision: str | None = None, dtype: str = "auto", **kwargs):
-        """Load a checkpoint directory or a Hub id, on a GPU if there is one; `kwargs` as in the class."""
+        """Load a checkpoint directory or a Hub id, on a GPU if there is one; `kwargs` go to the constructor."""
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -70,8 +69,8 @@ class TransformersEngine:
 
 
 class VLLMEngine:
-    """vLLM in this process, with prefix caching: the n samples of a problem share its prompt. `settings` are those of
-    `vllm.LLM`, whose own `generate` would return when all requests are finished, and lose them in a crash."""
+    """vLLM in this process, with prefix caching for the n samples of a problem. `settings` go to `vllm.LLM`, whose own
+    `generate` returns only when all requests are finished, and would lose them in a crash."""
 
     def __init__(self, model: str, *, chat_template_kwargs: dict | None = None, **settings: Any):
         from vllm import LLM
@@ -104,31 +103,31 @@ class VLLMEngine:
                     yield requests[int(output.request_id)], completion
 
     def close(self) -> None:
-        """End vLLM's processes and free its memory, which happens with the last reference; some are cyclic."""
+        """Drop the last reference, which ends vLLM's processes; some references are cyclic."""
         self.llm = None
         gc.collect()
 
 
 class ServerEngine:
     """
-    An OpenAI-compatible server, for example `vllm serve MODEL`, asked through `/chat/completions`.
+    Client of the `/chat/completions` endpoint of an OpenAI-compatible server, for example `vllm serve MODEL`.
 
-    The server applies its own chat template. Start it without a reasoning parser, or the verifier does not see the
-    thoughts. A request that fails for a reason that can pass (connection, time-out, status 408, 429 or 5xx) is
-    repeated up to `max_attempts` times, waiting `first_wait_seconds`, then twice as long, and so on. The API key is
-    read from the environment variable `OPENAI_API_KEY`, if set.
+    The server applies its own chat template. Start it without a reasoning parser, which would remove reasoning from
+    the text that is graded. Connection errors, timeouts, and status 408, 429, or 5xx are retried up to `max_attempts`
+    times with exponential backoff from `first_wait_seconds`. The API key is read from the environment variable
+    `OPENAI_API_KEY`.
 
     Args:
         base_url (`str`): For example `http://localhost:8000/v1`.
-        model (`str`): Name under which the server offers the model.
-        concurrency (`int`): Requests in flight.
-        chat_template_kwargs (`dict`, *optional*): Sent along (an extension that vLLM understands).
+        model (`str`): Name of the model on the server.
+        concurrency (`int`): Concurrent requests.
+        chat_template_kwargs (`dict`, *optional*): Sent with each request (an extension of vLLM).
 
     Raises:
-        `ValueError`: if the server does not answer or does not offer the model.
+        `ValueError`: if the server does not respond or does not serve the model.
     """
 
-    timeout_seconds = 3600.0  # of one request; long completions take minutes
+    timeout_seconds = 3600.0  # per request; long completions take minutes
     max_attempts = 5
     first_wait_seconds = 1.0
 
@@ -145,11 +144,13 @@ class ServerEngine:
             limits=httpx.Limits(max_connections=concurrency),
         )
         try:
-            offered = [entry["id"] for entry in self._client.get("models").raise_for_status().json()["data"]]
+            served = [entry["id"] for entry in self._client.get("models").raise_for_status().json()["data"]]
         except httpx.HTTPError as error:
-            raise ValueError(f"No OpenAI-compatible server answers at base_url {base_url}: {error}") from error
-        if model not in offered:
-            raise ValueError(f"The server at {base_url} does not offer {model!r}. Choose from {offered}.")
+            raise ValueError(
+                f"No OpenAI-compatible server responds at base_url={base_url} ({error}). Start one, or correct it."
+            ) from error
+        if model not in served:
+            raise ValueError(f"The server at {base_url} does not serve {model!r}. Choose from {served}.")
 
     def generate(self, requests: Sequence[Request], settings: SamplingSettings) -> Answers:
         with ThreadPoolExecutor(self.concurrency) as pool:
@@ -197,16 +198,22 @@ class ServerEngine:
                 return response.json()
             reason = f"status {response.status_code}"
             if response.status_code not in (408, 429) and response.status_code < 500:
-                raise ValueError(f"The server refused a request ({response.status_code}): {response.text[:500]}")
-        raise FailedRun(f"A request failed {self.max_attempts} times, last with {reason}; stored samples are kept.")
+                raise ValueError(
+                    f"The server rejected a request ({response.status_code}): {response.text[:500]}. Correct the "
+                    "settings, and run the same command again."
+                )
+        raise FailedRun(
+            f"A request failed {self.max_attempts} times, last with {reason}. Fix the server and run the same command "
+            "again; stored samples are kept."
+        )
 
 
 def identify_model(args: EvaluationArguments) -> dict[str, Any]:
     """
-    Which weights will be sampled, as plain data.
+    Return the identity of the model's weights as plain data.
 
     Raises:
-        `ValueError`: if there is no such model, or the engine cannot load it.
+        `ValueError`: if the model does not exist, or the engine cannot load it.
     """
     if args.engine == "server":
         return without_secrets({"name": args.model, "server": args.base_url})  # results are published
@@ -217,18 +224,18 @@ def identify_model(args: EvaluationArguments) -> dict[str, Any]:
 
 def start_engine(args: EvaluationArguments) -> Any:
     """
-    The engine that the arguments name, ready to `generate` and to be closed.
+    Start the engine that the arguments name.
 
     Raises:
-        `ValueError`: if vLLM is not installed, the chat template would ignore a key of `chat_template_kwargs`, or a
-            server does not offer the model.
+        `ValueError`: if vLLM is not installed, the chat template would ignore a key of `chat_template_kwargs`, or the
+            server does not serve the model.
     """
     template = args.template_kwargs
     if args.engine == "server":
         return ServerEngine(args.base_url, args.model, concurrency=args.concurrency, chat_template_kwargs=template)
     if args.engine == "vllm":
         require_vllm("sample with `--engine transformers`")
-    if template:  # before anything is loaded
+    if template:  # checked before weights are loaded
         from transformers import AutoTokenizer
 
         check_chat_template_kwargs(AutoTokenizer.from_pretrained(args.model, revision=args.revision), template)
@@ -237,9 +244,3 @@ def start_engine(args: EvaluationArguments) -> Any:
         return TransformersEngine.load(args.model, batch_size=args.batch_size, **common)
     own = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager")
     return VLLMEngine(args.model, **{name: getattr(args, name) for name in own}, **common)
-
-
-def engine_facts(args: EvaluationArguments) -> dict[str, Any]:
-    """The engine's entry in the results."""
-    own = {"transformers": ("batch_size",), "vllm": ("tensor_parallel_size",)}.get(args.engine, ())
-    return {"name": args.engine, "dtype": args.dtype} | {name: getattr(args, name) for name in own}

@@ -1,7 +1,7 @@
-"""LiveCodeBench and GPQA: conversion of their rows into rows with a problem and an answer.
+"""Conversion of LiveCodeBench and GPQA rows into rows with a problem and an answer.
 
-LiveCodeBench packs its private tests as base64, zlib and pickle. A pickle can run any program, so they are unpacked by
-a program in the sandbox. Prompt and sampling are ours, not those of the benchmarks' own runners.
+LiveCodeBench stores private tests as base64, zlib, and pickle. A pickle can run any program, so they are unpacked in
+the sandbox. Prompt and sampling are ours, not those of the benchmarks' own runners.
 """
 
 import json
@@ -11,9 +11,9 @@ from typing import Any
 from ..verification.code import CodeVerifier
 
 
-# The window of the PACS paper's evaluation, both days included: 322 problems by the grid of its scores.
+# The window of the PACS paper's evaluation, both days included: 322 problems, as its scores imply.
 LIVECODEBENCH_WINDOW = ("2024-07-01", "2025-01-01")
-# What LiveCodeBench's runner puts before a program.
+# Imports that LiveCodeBench's runner prepends to a program.
 _MODULES = (
     "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json"
 ).split()
@@ -34,7 +34,7 @@ GPQA_INSTRUCTION = "\n\nPlease reason step by step, and put the letter of the ri
 
 def livecodebench_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """
-    Problems of the window, with their public and private tests.
+    Return the problems of the window, with their public and private tests.
 
     Raises:
         `KeyError`: for a row without one of LiveCodeBench's columns.
@@ -60,7 +60,7 @@ def livecodebench_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _tests(cases: list[dict[str, str]], name: str | None) -> dict[str, Any]:
-    """The tests of a program, or of the function of this name."""
+    """Convert the tests of a program, or of a function if a name is given."""
     if name is None:
         read: list[dict[str, Any]] = [{"input": case["input"], "output": case["output"]} for case in cases]
         return {"type": "stdin_stdout", "cases": read, "compare": "lines", "prelude": _PRELUDE}
@@ -72,7 +72,7 @@ def _tests(cases: list[dict[str, str]], name: str | None) -> dict[str, Any]:
 
 
 def _unpack(texts: list[str]):
-    """The texts in pickles, one after the other."""
+    """Yield the text in each pickle."""
     if not texts:
         return
     limits = {"cpu_seconds": 60.0, "timeout_seconds": 120.0, "memory_limit_mb": 4096, "output_limit_mb": 1024}
@@ -82,14 +82,14 @@ def _unpack(texts: list[str]):
             for execution in verifier.run([_UNPACK] * len(part), part):
                 if execution.outcome is not None:
                     why = (execution.messages.strip().splitlines() or [execution.error])[-1]
-                    raise ValueError(f"Private tests of LiveCodeBench cannot be unpacked: {why}.")
+                    raise ValueError(f"Private tests of LiveCodeBench cannot be unpacked: {why}. Check the file.")
                 yield execution.output
 
 
 def gpqa_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """
-    Multiple choice: question, options and the letter of the right one, which is stored first; each sample shows the
-    options in an order of its own.
+    Return questions with their options and the letter of the correct one, which is stored first; each sample shows the
+    options in its own order.
 
     Raises:
         `KeyError`: for a row without one of GPQA's columns.

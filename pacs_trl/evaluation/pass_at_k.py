@@ -1,7 +1,6 @@
-"""pass@k from counts: the unbiased estimator of Chen et al. (2021, arXiv 2107.03374) and intervals over problems.
+"""Unbiased pass@k from counts (Chen et al. 2021, arXiv 2107.03374) and its intervals over problems; numpy only.
 
-Needs numpy only. The variance inside one problem is not modeled: a problem's value already carries the noise of its
-own n samples, so the spread over problems covers both sources.
+The spread of values over problems includes the sampling noise of each problem's n samples.
 """
 
 from statistics import NormalDist
@@ -11,8 +10,7 @@ import numpy as np
 
 
 class Interval(NamedTuple):
-    """A mean over problems with an interval; floats, or arrays of shape `(K,)`, all in [0, 1] (differences in [-1,
-    1])."""
+    """A mean over problems with an interval: floats or arrays `(K,)` in [0, 1], differences in [-1, 1]."""
 
     mean: float | np.ndarray
     lower: float | np.ndarray
@@ -21,15 +19,15 @@ class Interval(NamedTuple):
 
 def pass_at_k(n, c, k):
     """
-    Probability that at least one of `k` samples, drawn without replacement from the `n` made, is correct.
+    Estimate the probability that at least one of `k` completions is correct, from `c` correct ones among `n`.
 
-    The unbiased estimator `1 - C(n - c, k) / C(n, k)`, evaluated as `1 - prod_{i=n-c+1..n} (1 - k / i)` in log space:
-    no binomial is ever formed, so nothing overflows, and the relative error stays near 1e-13 for n up to 10,000.
+    The unbiased estimator `1 - C(n - c, k) / C(n, k)`, computed as `1 - prod_{i=n-c+1..n} (1 - k / i)` in log space
+    without overflow; its relative error is near 1e-13 for n up to 10,000.
 
     Args:
-        n (`int` or array of `int`): Samples per problem, at least 1. May differ between problems.
-        c (`int` or array of `int`): Correct samples per problem, `0 <= c <= n`. Broadcast against `n` to shape `S`.
-        k (`int` or sequence of `int`): Number of draws, `1 <= k <= min(n)`.
+        n (`int` or array of `int`): Samples per problem, at least 1; may differ between problems.
+        c (`int` or array of `int`): Correct samples per problem, `0 <= c <= n`, broadcast against `n` to shape `S`.
+        k (`int` or sequence of `int`): Values of k, `1 <= k <= min(n)`.
 
     Returns:
         `float` if all three are scalars, else a float64 array of shape `S` (scalar `k`) or `S + (K,)`. The value of
@@ -43,7 +41,7 @@ def pass_at_k(n, c, k):
     if n.size == 0 or n.min() < 1 or (c < 0).any() or (c > n).any():
         raise ValueError(f"pass@k needs problems with n >= 1 and 0 <= c <= n; got n = {n!s:.80} and c = {c!s:.80}.")
     if ks.min() < 1 or ks.max() > n.min():
-        raise ValueError(f"pass@k needs 1 <= k <= n, got k = {ks} and a smallest n of {n.min()}. Ask for smaller k.")
+        raise ValueError(f"pass@k needs 1 <= k <= n, got k = {ks} and a smallest n of {n.min()}. Lower k.")
 
     values = np.empty(n.shape + (ks.size,))
     for num_samples in np.unique(n):
@@ -55,7 +53,7 @@ def pass_at_k(n, c, k):
 
 
 def _all_counts(n: int, k: int) -> np.ndarray:
-    """pass@k of every c = 0..n, shape `(n + 1,)`. Factors with i <= k mean that no k draws can miss: log 0."""
+    """Return pass@k for c = 0..n, shape `(n + 1,)`. With i <= k every draw of k is correct: log 0."""
     i = np.arange(n, 0, -1, dtype=np.float64)
     with np.errstate(divide="ignore"):
         log_factors = np.log1p(-np.minimum(k / i, 1.0))
@@ -64,16 +62,14 @@ def _all_counts(n: int, k: int) -> np.ndarray:
 
 def pass_interval(*benchmarks, confidence: float = 0.95) -> Interval:
     """
-    Mean of pass@k over the problems of a benchmark with a Wilson interval; of several, the mean in which each weighs
-    the same.
+    Return the mean of pass@k over problems with a Wilson interval; benchmarks are weighted equally.
 
-    Wilson's interval (1927) for a proportion of `n_eff = p (1 - p) / Var(mean)` problems that are solved always or
-    never. Var is measured with one more problem in each benchmark, half of it solved and half not: without it, few or
-    hard problems get an interval that is far too short (as they do from a percentile bootstrap).
+    Wilson's interval (1927) for a proportion of `n_eff = p (1 - p) / Var(mean)` problems. Var includes one more,
+    half-solved problem in each benchmark; otherwise the interval is far too short for few or hard problems (as that of
+    a percentile bootstrap is).
 
     Args:
-        benchmarks (arrays of shape `(P,)` or `(P, K)`): pass@k in [0, 1] of each problem (and k), benchmark by
-            benchmark.
+        benchmarks (arrays of shape `(P,)` or `(P, K)`): pass@k in [0, 1] of each problem (and k), per benchmark.
         confidence (`float`): Coverage of the interval, in (0, 1).
 
     Returns:
@@ -100,25 +96,26 @@ def pass_interval(*benchmarks, confidence: float = 0.95) -> Interval:
     half_z2 = NormalDist().inv_cdf((1 + confidence) / 2) ** 2 / 2 * variance / (centre * (1 - centre))
     shrunk = (mean + half_z2) / (1 + 2 * half_z2)
     width = np.sqrt(half_z2 * (2 * mean * (1 - mean) + half_z2)) / (1 + 2 * half_z2)
-    # rounding must not put an end on the wrong side of the mean
+    # against rounding
     lower, upper = np.clip(shrunk - width, 0, mean), np.clip(shrunk + width, mean, 1)
     return Interval(float(mean), float(lower), float(upper)) if mean.ndim == 0 else Interval(mean, lower, upper)
 
 
 def paired_interval(*pairs, confidence: float = 0.95) -> Interval:
     """
-    Mean difference in pass@k between two models on the same problems; of several benchmarks, the mean in which each
-    weighs the same.
+    Return the mean difference in pass@k between two models on the same problems; benchmarks are weighted equally.
 
-    The interval is built from those of the two models ([`pass_interval`]) and the correlation r of their values over
-    problems (Newcombe 1998, method 10; Zou and Donner 2008). With means p1, p2 and intervals [l1, u1], [l2, u2] its
-    lower end is `d - sqrt((p2 - l2)^2 - 2 r (p2 - l2) (u1 - p1) + (u1 - p1)^2)` with `d = p2 - p1`, its upper end
-    likewise.
+    The interval combines those of the two models ([`pass_interval`]) and the correlation r of their values over
+    problems (Newcombe 1998, method 10; Zou and Donner 2008). With means p1, p2 and intervals [l1, u1], [l2, u2] the
+    lower end is `d - sqrt((p2 - l2)^2 - 2 r (p2 - l2) (u1 - p1) + (u1 - p1)^2)` with `d = p2 - p1`; the upper end is
+    analogous.
 
     Args:
-        pairs (tuples of two arrays of shape `(P,)` or `(P, K)`): pass@k in [0, 1] of each problem (and k), of the
-            baseline and of the candidate, row by row of the same problems; benchmark by benchmark.
-        confidence (`float`): Coverage; returns and raises as [`pass_interval`], also if the shapes of a pair differ.
+        pairs (tuples of two arrays of shape `(P,)` or `(P, K)`): pass@k of the baseline and of the candidate for each
+            problem (and k), per benchmark.
+        confidence (`float`): Coverage of the interval.
+
+    Returns and raises as [`pass_interval`]; raises a `ValueError` if the shapes of a pair differ.
     """
     arrays = [[np.asarray(values, dtype=np.float64) for values in pair] for pair in pairs]
     products = []  # of the deviations from the mean: of both, of the baseline, of the candidate

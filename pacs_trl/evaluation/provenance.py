@@ -1,7 +1,7 @@
-"""Weights, library versions, and machine of a run: the facts that make a number repeatable.
+"""Provenance of a run: identity of the weights, library versions, commit, and hardware.
 
-A checkpoint directory is identified by its content: samples of an overwritten checkpoint are not mistaken for those of
-the new one, and a copy is the same model.
+A checkpoint directory is identified by its content, so that a copy is the same model and an overwritten checkpoint is
+another one.
 """
 
 import hashlib
@@ -23,33 +23,35 @@ _TEXT_FILES = (
     *("tokenizer*", "vocab.*", "merges.txt", "added_tokens.json", "special_tokens_map.json", "*.model", "*.tiktoken"),
     *("chat_template*", "additional_chat_templates/*", "generation_config.json"),
 )
-# Read at the head, the middle and the tail of each weight file: an optimizer step changes every block of weights.
-_BLOCK = 1 << 20
+_BLOCK = 1 << 20  # bytes hashed at start, middle, and end of a weight file; an optimizer step changes all of them
 
 
 def model_identity(model: str, revision: str | None = None) -> dict[str, Any]:
     """
-    Name of a model with, for a checkpoint directory, `digest` of configuration and weights and `text_digest` of
-    tokenizer, chat template and generation settings, or, for a Hub id, `revision` (a commit).
+    Return the name of a model with, for a checkpoint directory, `digest` of configuration and weights and
+    `text_digest` of tokenizer, chat template, and generation settings, or, for a Hub id, `revision` (a commit).
 
     Raises:
-        `ValueError`: if there is neither such a directory nor such a Hub id.
+        `ValueError`: if the model does not exist, or a checkpoint directory has no weights.
     """
     path = Path(model)
     check_model_path(model)
     if path.is_dir():
+        if not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
+            raise ValueError(f"The model directory {model!r} has no weights (*.safetensors). Name a whole checkpoint.")
         return {"name": path.resolve().name, "digest": checkpoint_digest(path), "text_digest": _text_digest(path)}
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(model, revision=revision)
     except OSError as error:
-        raise ValueError(f"model {model!r} is neither a directory nor on the Hub: {error!s:.200}") from error
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"The model {model!r} cannot be loaded from the Hub ({reason}). Correct model.") from error
     return {"name": model, "revision": config._commit_hash or revision}
 
 
 def checkpoint_digest(path: Path) -> str:
-    """First 16 hex digits of a SHA-256 over configuration and weight files: names, sizes and three blocks of each."""
+    """Return 16 hex digits of a SHA-256 over configuration and weight files: name, size, and three blocks of each."""
     sha = hashlib.sha256()
     for file in sorted(file for pattern in _IDENTIFYING_FILES for file in path.glob(pattern)):
         size = file.stat().st_size
@@ -70,13 +72,13 @@ def _text_digest(path: Path) -> str:
 
 @cache
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide a result; packages that are not installed are left out."""
+    """Return the versions of Python and of the installed packages that results depend on."""
     installed = {package: version(package) for package in _PACKAGES if next(Distribution.discover(name=package), None)}
     return {"python": platform.python_version(), **installed}
 
 
 def hardware() -> dict[str, Any]:
-    """Processor, cores and GPUs of this machine."""
+    """Return architecture, number of cores, and GPUs of this machine."""
     import torch
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -84,7 +86,7 @@ def hardware() -> dict[str, Any]:
 
 
 def training_facts(num_processes: int) -> dict[str, Any]:
-    """When, where and with what a training run was made; `hardware` is that of this machine."""
+    """Return date, hardware of this process, commit, and versions of a training run."""
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "num_processes": num_processes,
@@ -94,10 +96,9 @@ def training_facts(num_processes: int) -> dict[str, Any]:
     }
 
 
-@cache  # what runs is what was read when the process began
+@cache  # the source that runs was imported at the start
 def source_commit() -> str | None:
-    """Commit of the source tree this package runs from, with "+changes" if tracked files differ; None when
-    installed."""
+    """Return the commit of the source tree, with "+changes" if tracked files differ; `None` for an installed wheel."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None

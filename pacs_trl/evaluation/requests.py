@@ -1,7 +1,4 @@
-"""Requests to an engine and its completions: plain values without torch.
-
-Every completion has a seed of its own, a hash of the run's seed, the problem and the sample number.
-"""
+"""Requests to an engine and its completions, as plain values without torch."""
 
 import hashlib
 from dataclasses import dataclass
@@ -14,7 +11,7 @@ Prompt = list[dict] | str
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How tokens are sampled, see [`EvaluationArguments`]."""
+    """Sampling settings, documented in [`EvaluationArguments`]."""
 
     temperature: float = 0.6
     top_p: float = 0.95
@@ -23,8 +20,8 @@ class SamplingSettings:
 
 
 class Completion(NamedTuple):
-    """One sampled completion: `text` without special tokens, `num_tokens` with the end token, `finish_reason` "stop"
-    (end token produced) or "length" (truncated at the limit)."""
+    """A completion: `text` without special tokens, `num_tokens` with the end token, `finish_reason` "stop" (ended) or
+    "length" (truncated)."""
 
     text: str
     num_tokens: int
@@ -41,14 +38,13 @@ class Request(NamedTuple):
 
 
 def sample_seed(seed: int, problem_id: str, sample: int) -> int:
-    """Seed of one completion, in [0, 2**53): a hash, so that neighbouring samples share nothing, and a whole number
-    that survives JSON everywhere."""
+    """Return the seed of one completion, a hash in [0, 2**53): an integer that every JSON parser keeps exactly."""
     digest = hashlib.sha256(f"{seed}/{problem_id}/{sample}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 11
 
 
 def render_prompt(tokenizer, prompt: Prompt, chat_template_kwargs: dict | None = None) -> str:
-    """The text the model continues: a conversation goes through the chat template up to the assistant's turn."""
+    """Render a conversation with the chat template, up to the assistant's turn; return a string unchanged."""
     if isinstance(prompt, str):
         return prompt
     return tokenizer.apply_chat_template(

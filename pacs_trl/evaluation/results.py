@@ -1,7 +1,7 @@
-"""The results file: counts per problem, pass@k with intervals, and everything needed to judge or repeat them.
+"""Results file: counts per problem, pass@k with intervals, settings, and provenance.
 
-Report, model card and Hub metadata are made from it; it holds plain data only, and reading it needs neither torch nor
-the samples. Raise `RESULTS_SCHEMA` when a key changes its meaning.
+Report, model card, and Hub metadata are made from it without torch or the samples. Raise `RESULTS_SCHEMA` when a key
+changes its meaning.
 """
 
 import json
@@ -23,8 +23,8 @@ _COMPARED = ("version", "digest", "num_problems")  # of the source of a benchmar
 
 
 class GradedSample(NamedTuple):
-    """What counts of one completion: `outcome` as the verifier gives it (1.0 correct, 0.0 wrong, None if the gold
-    answer cannot be read), `answer` the content of the last box or None."""
+    """A graded completion: `outcome` is the label (1.0 correct, 0.0 wrong, `None` if the gold answer cannot be read),
+    `answer` the content of the last box or `None`."""
 
     problem: str
     outcome: float | None
@@ -35,14 +35,13 @@ class GradedSample(NamedTuple):
 
 def summarize(problem_ids: Sequence[str], samples: Iterable[GradedSample], ks: Sequence[int]) -> dict[str, Any]:
     """
-    Counts per problem and pass@k over problems of one benchmark, whose order is that of `problem_ids`; samples in any
-    order.
+    Return counts per problem, in the order of `problem_ids`, and pass@k over problems of one benchmark.
 
-    A problem with a completion that could not be graded is listed under `unscorable` and left out of pass@k; the share
-    of truncated completions is over all of them.
+    A problem with a completion that could not be graded is listed under `unscorable` and excluded from pass@k, but not
+    from the share of truncated completions.
 
     Raises:
-        `ValueError`: if no problem could be scored.
+        `ValueError`: if no problem could be graded.
     """
     by_problem: dict[str, list[GradedSample]] = {problem: [] for problem in problem_ids}
     for sample in samples:
@@ -73,7 +72,7 @@ def summarize(problem_ids: Sequence[str], samples: Iterable[GradedSample], ks: S
 
 
 def pass_at_k_table(n: Sequence[int], c: Sequence[int], ks: Sequence[int]) -> dict[str, dict[str, float]]:
-    """`{"k": {"value", "lower", "upper"}}` with intervals over problems; keys are text, as in JSON."""
+    """Return `{"k": {"value", "lower", "upper"}}` with intervals over problems; keys are strings, as in JSON."""
     interval = pass_interval(pass_at_k(np.asarray(n), np.asarray(c), list(ks)), confidence=CONFIDENCE)
     return {
         str(k): {"value": float(value), "lower": float(lower), "upper": float(upper)}
@@ -98,25 +97,25 @@ def read_results(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if path.is_dir():
         path = path / "results.json"
+    if not path.exists():
+        raise ValueError(f"There is no results file {str(path)!r}. Name one of `pacs-trl evaluate`, or its directory.")
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
         version = results["schema_version"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no results file of `pacs-trl evaluate`: {error}. Evaluate again.") from error
+        raise ValueError(f"{path} is not a results file of `pacs-trl evaluate` ({error}). Evaluate again.") from error
     if version != RESULTS_SCHEMA:
         raise ValueError(
-            f"{path} has results schema {version}, this version reads {RESULTS_SCHEMA}. Evaluate again from the "
-            "stored samples (nothing is sampled twice) to rewrite it."
+            f"{path} has results schema {version}, and this version reads {RESULTS_SCHEMA}. Run the evaluation again: "
+            "it uses the stored samples."
         )
     return results
 
 
 def require_same_protocol(results: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
     """
-    Refuse to put results side by side that were not measured in the same way.
-
-    Sampling settings, prompt, verifier and, for each benchmark that two files share, its version and its rows must be
-    equal. The number of samples and the engine may differ: pass@k is unbiased in n.
+    Check that results can be compared: equal sampling settings, prompt, verifier, and, for each benchmark that two
+    files share, version and problems. The number of samples and the engine may differ, since pass@k is unbiased in n.
 
     Raises:
         `ValueError`: naming the two files and every difference.
@@ -131,6 +130,7 @@ def require_same_protocol(results: Sequence[dict[str, Any]], names: Sequence[str
         for j, key, theirs, ours in pairs:
             if lines := differences(theirs, ours, key=key):
                 raise ValueError(
-                    f"{names[j]} and {names[i]} were measured under different protocols and cannot stand in one "
-                    "table:\n  " + "\n  ".join(lines) + "\nEvaluate one of them again under the other's protocol."
+                    f"{names[j]} and {names[i]} were measured with different protocols:\n  "
+                    + "\n  ".join(lines)
+                    + "\nEvaluate one of them again with the protocol of the other."
                 )

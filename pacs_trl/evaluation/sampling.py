@@ -1,9 +1,8 @@
-"""The in-process sampler, for CPUs and tests: transformers `generate` with one random stream per completion.
+"""Sampling with transformers `generate`, with one random stream per completion.
 
-Random numbers never come from a global generator: each completion owns a stream of uniforms that depends on its seed
-alone, and a token is the inverse of the cumulative distribution at the next uniform. A completion therefore does not
-depend on which others share its batch, up to the rounding of the forward pass; with the same batches it is
-bit-for-bit the same.
+Each completion has a stream of uniforms that depends on its seed alone, and a token is the inverse of the cumulative
+distribution at the next uniform. A completion therefore does not depend on the rest of its batch, up to the rounding
+of the forward pass; with the same batches it is bit-identical. Global random states are neither read nor changed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,13 +28,13 @@ def sample_completions(
     batch_size: int = 64,
 ) -> list[list[Completion]]:
     """
-    Sample `n` completions for each prompt from a causal language model that is already loaded.
+    Sample `n` completions of each prompt from a causal language model.
 
     Args:
-        model, tokenizer: Of transformers. The training mode is restored; no global random state is read or changed.
-        prompts (sequence of conversations or strings): Strings are continued as they are.
+        model, tokenizer: Of transformers; the training mode of the model is restored.
+        prompts (sequence of conversations or strings): Strings are continued without a chat template.
         n (`int`): Completions per prompt.
-        settings ([`SamplingSettings`], *optional*): How tokens are sampled.
+        settings ([`SamplingSettings`], *optional*): Sampling settings.
         seed (`int`): Completion `j` of prompt `i` depends on `(seed, i, j)`.
         batch_size (`int`): Completions per call of `generate`.
     """
@@ -55,7 +54,7 @@ def sample_completions(
 def generate_batch(
     model, tokenizer, texts: Sequence[str], seeds: Sequence[int], settings: SamplingSettings
 ) -> list[Completion]:
-    """One completion per rendered prompt and seed, in one call of `generate`."""
+    """Sample one completion per rendered prompt and seed, in one call of `generate`."""
     rows = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     stop_ids = stop_token_ids(model, tokenizer)
@@ -79,17 +78,15 @@ def generate_tokens(
     **more,
 ) -> tuple[list[list[int]], list[list[float]] | None]:
     """
-    One completion per list of prompt tokens and seed, in one call of `generate`, which gets `more`.
+    Sample one completion per list of prompt tokens and seed, in one call of `generate`, which gets `more`.
 
     Returns:
-        Tokens (equally many per completion, also behind an end token) and the log-probs they were sampled with;
-        `None` at temperature 0.
+        Tokens, padded to one length after the end token, and their log-probs; `None` instead at temperature 0.
     """
     longest = max(len(row) for row in rows)
     input_ids = torch.tensor([[pad_token_id] * (longest - len(row)) + list(row) for row in rows])  # (B, prompt)
     attention_mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-    # Neutral values are spelled out: `generate` fills what is unset from the model's own generation config, and
-    # shipped checkpoints carry a repetition penalty there.
+    # `generate` takes unset values from the generation config of the checkpoint, which may have a repetition penalty.
     generation_config = GenerationConfig(
         do_sample=False,
         num_beams=1,
@@ -115,7 +112,7 @@ def generate_tokens(
 
 @contextmanager
 def evaluation_mode(model) -> Iterator[None]:
-    """`model.eval()` for the length of a block; every module gets its own mode back, also where modes are mixed."""
+    """Put a model into evaluation mode for a block; each module gets its own mode back."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -127,11 +124,10 @@ def evaluation_mode(model) -> Iterator[None]:
 
 class SeededSampler(LogitsProcessor):
     """
-    Turns greedy search into sampling with one random stream per row.
+    Logits processor that turns greedy search into sampling with one random stream per completion.
 
-    The scores of a row are warped (temperature, top-k, top-p), the token whose slice of the cumulative distribution
-    holds the row's next uniform is chosen, and every other score becomes -inf, so that the arg max of `generate` takes
-    it. `logps` keeps their log-probabilities.
+    It applies temperature, top-k, and top-p, samples a token by inverting the cumulative distribution, and sets all
+    other logits to -inf, so that the arg max of `generate` is the sampled token. `logps` has their log-probs.
     """
 
     def __init__(self, settings: SamplingSettings, seeds: Sequence[int], prompt_length: int):
@@ -141,27 +137,25 @@ class SeededSampler(LogitsProcessor):
             self.warpers.append(TopKLogitsWarper(settings.top_k))
         if settings.top_p < 1:
             self.warpers.append(TopPLogitsWarper(settings.top_p))
-        # Philox is counter based: token t of a row is uniform number t of its seed, whatever the batch.
+        # Philox is counter-based: token t uses uniform number t of its seed in any batch.
         self.uniforms = torch.from_numpy(
             np.stack([np.random.Generator(np.random.Philox(s)).random(settings.max_new_tokens) for s in seeds])
         )  # (B, max_new_tokens) float64
-        self.logps: list[torch.Tensor] = []  # of the chosen tokens, (B,) for each step
+        self.logps: list[torch.Tensor] = []  # of the sampled tokens, (B,) per position
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         step = input_ids.shape[1] - self.prompt_length
         probabilities = self.warpers(input_ids, scores.float()).softmax(-1)  # (B, V)
         cumulative = probabilities.double().cumsum(-1)
         threshold = self.uniforms[:, step : step + 1].to(scores.device) * cumulative[:, -1:]
-        # right=True: the first slice that ends strictly above the threshold, so a token of probability 0 is never
-        # taken.
+        # right=True selects the first slice that ends strictly above the threshold: never a token of probability 0.
         token = torch.searchsorted(cumulative, threshold, right=True).clamp(max=scores.shape[-1] - 1)
         self.logps.append(probabilities.gather(-1, token)[:, 0].log())
         return torch.full_like(scores, -torch.inf).scatter_(-1, token, 0.0)
 
 
 def stop_token_ids(model, tokenizer) -> set[int]:
-    """End tokens of the tokenizer and of the model's generation config (Qwen ends turns with one, texts with
-    another)."""
+    """Return the end tokens of the tokenizer and of the generation config (Qwen has one for turns, one for texts)."""
     declared = model.generation_config.eos_token_id
     declared = declared if isinstance(declared, list) else [declared]
     return {token for token in [*declared, tokenizer.eos_token_id] if token is not None}
@@ -171,8 +165,8 @@ def stop_token_ids(model, tokenizer) -> set[int]:
 def completion_entropies(
     model, tokenizer, texts: Sequence[str], completions: Sequence[str], *, batch_size: int = 8
 ) -> list[float]:
-    """Mean token entropy of each completion of a rendered prompt, in nats, under the causal language model that
-    generated it: one teacher-forced pass, the same for every engine; nan for an empty completion."""
+    """Return the mean token entropy of each completion under the model, in nats, from one teacher-forced pass at
+    temperature 1; nan for an empty completion."""
     prompt_ids, completion_ids = (
         [tokenizer(text, add_special_tokens=False)["input_ids"] for text in column] for column in (texts, completions)
     )

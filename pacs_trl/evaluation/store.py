@@ -1,8 +1,8 @@
-"""Sampled completions on disk: an append-only JSONL file that survives kill -9 at any moment.
+"""Sample store: an append-only JSONL file of completions that survives SIGKILL at any moment.
 
-The first line describes the samples (model, benchmark, prompt, sampling settings); every other line is one completion.
-A file made with other settings is refused, so that two experiments never share a store. One process writes at a time:
-the file is never replaced, so the process that holds its lock is its only writer. Needs the standard library only.
+The header line describes the samples (model, benchmark, prompt, sampling settings); every other line is a completion.
+Opening a file with other settings raises an error, so that two experiments never share a store. One process writes at
+a time: the one that holds the lock of the file. Needs the standard library only.
 """
 
 import fcntl
@@ -20,19 +20,18 @@ STORE_FORMAT = 1
 
 class SampleStore(AbstractContextManager):
     """
-    The completions of one benchmark, keyed by (problem id, sample number).
+    Completions of one benchmark, keyed by (problem id, sample number).
 
-    Each record holds `problem`, `sample`, `seed`, `settings` (digest of the first line), `num_tokens`, `finish_reason`
-    and `completion`. Opening removes a last line that was truncated by a crash; `repaired` then holds a sentence that
-    says so.
+    A record has `problem`, `sample`, `seed`, `settings` (digest of the header), `num_tokens`, `finish_reason`, and
+    `completion`. Opening removes a last line that was truncated by a crash, and then sets `repaired` to a message.
 
     Args:
-        path (`Path`): The file, created if it does not exist.
+        path (`Path`): File, created if it does not exist.
         settings (`dict`): Plain data that identifies the samples.
 
     Raises:
-        `ValueError`: if the file was made with other settings (with the differences), is being written by another
-            process, is damaged before its last line, or holds a completion twice.
+        `ValueError`: if the file has other settings (the message lists the differences), is being written by another
+            process, is damaged before its last line, or contains a completion twice.
         `OSError`: if the file cannot be created or written.
     """
 
@@ -58,7 +57,7 @@ class SampleStore(AbstractContextManager):
     def append(
         self, problem: str, sample: int, seed: int, text: str, num_tokens: int, finish_reason: str
     ) -> dict[str, Any]:
-        """Write one completion and hand it to the operating system, so that a killed process loses nothing written."""
+        """Write one completion and flush it to the operating system, so that a kill does not lose it."""
         record = {
             "problem": problem,
             "sample": sample,
@@ -74,12 +73,12 @@ class SampleStore(AbstractContextManager):
         return record
 
     def __exit__(self, *exc_info) -> None:
-        """Flush to the disk and release the file."""
+        """Flush to disk and close the file."""
         os.fsync(self._file.fileno())
         self._file.close()
 
     def _read_first_line(self, settings: dict[str, Any]) -> None:
-        """Compare the first line with the settings; write it if the file is new or a crash truncated this line."""
+        """Compare the header with the settings; write it if the file is new or a crash truncated the header."""
         expected = json.dumps({"format": STORE_FORMAT, "settings": settings}).encode() + b"\n"
         self._file.seek(0)
         found = self._file.readline()
@@ -98,13 +97,13 @@ class SampleStore(AbstractContextManager):
             lines = ["it is not a sample store"]
         if lines:
             raise ValueError(
-                f"{self.path} holds samples made with other settings (stored != requested):\n  "
+                f"{self.path} has samples of other settings (stored != requested):\n  "
                 + "\n  ".join(lines)
-                + "\nGo back to the stored settings, or use another output directory."
+                + "\nUse the stored settings or another output directory."
             )
 
     def _read_keys(self) -> set[tuple[str, int]]:
-        """Read the keys of all records behind the first line, and remove a truncated last line."""
+        """Read the keys of all records after the header, and remove a truncated last line."""
         keys: set[tuple[str, int]] = set()
         end = self._file.tell()
         for number, line in enumerate(iter(self._file.readline, b""), start=2):
@@ -112,16 +111,16 @@ class SampleStore(AbstractContextManager):
             if key is None:
                 if self._file.readline():
                     raise ValueError(
-                        f"{self.path} is damaged in line {number}, before its last line, which no crash can do. "
-                        "Remove the damaged line by hand, or use another output directory."
+                        f"{self.path} is damaged in line {number}, which is not its last. Remove the line by hand, or "
+                        "use another output directory."
                     )
                 self.repaired = f"{self.path}: removed an incomplete last line; that sample is generated again."
                 self._file.truncate(end)
                 return keys
             if key in keys:
                 raise ValueError(
-                    f"{self.path} holds sample {key[1]} of problem {key[0]} twice (line {number}). Remove one of the "
-                    "two lines, or use another output directory."
+                    f"{self.path} contains sample {key[1]} of problem {key[0]} twice (line {number}). Remove one "
+                    "of the lines, or use another output directory."
                 )
             keys.add(key)
             end += len(line)
@@ -129,7 +128,7 @@ class SampleStore(AbstractContextManager):
 
 
 def _key(line: bytes) -> tuple[str, int] | None:
-    """Key of a record line; None if the line is not a whole record."""
+    """Return the key of a record; `None` if the line is not a complete record."""
     try:
         record = json.loads(line)
         return (record["problem"], record["sample"]) if line.endswith(b"\n") else None
@@ -138,7 +137,7 @@ def _key(line: bytes) -> tuple[str, int] | None:
 
 
 def read_samples(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The records of a sample store, in file order, without opening it for writing."""
+    """Yield the records of a sample store in file order, without locking it."""
     with Path(path).open("rb") as lines:
         next(lines)  # the settings
         for line in lines:
@@ -146,17 +145,17 @@ def read_samples(path: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def evaluation_file(output_dir: str | Path, kind: str, benchmark: str) -> Path:
-    """Where `pacs-trl evaluate` keeps the "samples" or the "grades" of a benchmark."""
+    """Return the path of the "samples" or "grades" of a benchmark in an evaluation directory."""
     return Path(output_dir) / kind / (benchmark.replace("/", "_") + {"samples": ".jsonl", "grades": ".json"}[kind])
 
 
 def digest(settings: dict[str, Any]) -> str:
-    """First 16 hex digits of the SHA-256 of plain data, independent of key order."""
+    """Return the first 16 hex digits of the SHA-256 of plain data, independent of key order."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def differences(old: Any, new: Any, *, key: str = "") -> list[str]:
-    """Where two pieces of plain data differ: one line `a.b: OLD != NEW` per leaf, keys in alphabetical order."""
+    """Return one line `a.b: OLD != NEW` per leaf in which two pieces of plain data differ, sorted by key."""
     if isinstance(old, dict) and isinstance(new, dict):
         lines = []
         for name in sorted(old.keys() | new.keys()):

@@ -204,7 +204,7 @@ def support_rows(results: Sequence[dict[str, Any]], benchmark: str, baseline: st
             sample_counts = {model[problem][0] for model in (base, tuned) for problem in shared}
             if len(sample_counts) != 1:
                 continue
-            s = support([base[p][1] for p in shared], [tuned[p][1] for p in shared], sample_counts.pop())
+            s = support([base[p][1] for p in shared], [tuned[p][1] for p in shared])
             name = f"{method} over {baseline}" + (f", run {i + 1}" if len(group) > 1 else "")
             ratios = (s.retention, s.discovery, s.discovery_score, s.net_change)
             lines.append([name, *map(str, s[:4]), *(f"{ratio:.3f}" for ratio in ratios)])

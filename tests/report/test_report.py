@@ -69,7 +69,7 @@ def test_begins_with_before_and_after(results_factory, tmp_path):
     ("argv", "message"),
     [
         ([], "Nothing to report"),
-        (["nowhere"], "no results file"),
+        (["nowhere"], "nowhere"),
         (["--training", "PACS"], "METHOD=DIR"),
         (["--training", "PACS=nowhere"], "trainer_state.json"),
         (["--diversity", "nowhere.json"], "nowhere.json"),
