@@ -1,7 +1,8 @@
-"""The PACS objective as pure tensor functions: proxy, score, class weights, loss, and the derivative of the loss.
+"""Objectives on groups of completions as pure tensor functions: PACS (proxy, score, class weights, loss, and the
+derivative of the loss), REAL, DisCO, and the advantages of RLOO and MaxRL. `surrogate.py` has losses of ratios.
 
-This file is all of the method's mathematics, without trainers, configurations, logging, processes, or micro-batches.
-Equation numbers refer to version 2 of the paper, https://huggingface.co/papers/2509.02522.
+No trainers, configurations, logging, processes, or micro-batches. Equation numbers without a source refer to version 2
+of the PACS paper, https://huggingface.co/papers/2509.02522.
 
 Shapes and arguments of all functions: `P` prompts, `G = num_generations` (`int`, at least 2) completions per prompt,
 `B = P * G` completions with those of a prompt adjacent, `T` completion tokens. `labels` has shape `(B,)` and lies in
@@ -15,6 +16,7 @@ coefficients of all others are 0.
 Every reduction runs in float32, or in float64 for float64 input, never in half precision.
 """
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -23,7 +25,7 @@ import torch.nn.functional as F
 
 ScoreEstimator = Literal["rloo", "dr_grpo", "grpo", "none"]
 ClassWeighting = Literal["balanced", "none", "only_positive", "only_negative"]
-Proxy = Literal["log_ratio", "mean_logp"]
+Proxy = Literal["log_ratio", "mean_log_ratio", "mean_logp"]
 
 # Added to the standard deviation of the "grpo" score; the value used by the paper's authors.
 GRPO_STD_EPSILON = 1e-6
@@ -53,8 +55,9 @@ def sequence_proxies(
     Return the implicit reward of each completion, r-hat of eq. 7, float32 `(B,)` (float64 for float64 input).
 
     `"log_ratio"`: `pacs_beta * sum_t mask * (logps - ref_logps)`, a plain sum over tokens without length
-    normalization. `"mean_logp"`: `pacs_beta * sum_t mask * logps / sum_t mask`, which has no reference (second reward
-    method of the authors' code, not in the paper).
+    normalization. `"mean_log_ratio"`: the same divided by `sum_t mask` (REAL, arXiv 2602.05630). `"mean_logp"`:
+    `pacs_beta * sum_t mask * logps / sum_t mask`, which has no reference (second reward method of the authors' code,
+    not in the paper).
 
     Args:
         logps, ref_logps (`torch.Tensor` of shape `(B, T)`): Log-probs of the completion tokens under policy and
@@ -62,17 +65,16 @@ def sequence_proxies(
         completion_mask (`torch.Tensor` of shape `(B, T)`): 1 (True) for tokens that count, 0 for padding and for
             tokens the policy did not write. Without any 1 the proxy is 0.
         pacs_beta (`float`): Scale of the proxy.
-        proxy (`str`): `"log_ratio"` or `"mean_logp"`.
+        proxy (`str`): `"log_ratio"`, `"mean_log_ratio"` or `"mean_logp"`.
     """
-    mask = completion_mask.bool()
-    if proxy == "log_ratio":
+    mask, terms = completion_mask.bool(), _at_least_float32(logps)
+    if proxy in ("log_ratio", "mean_log_ratio"):
         # Subtract before summing: two sums of thousands of nats would cancel badly in float32.
-        terms = _at_least_float32(logps) - _at_least_float32(ref_logps)
-        return pacs_beta * terms.masked_fill(~mask, 0.0).sum(dim=-1)
-    if proxy == "mean_logp":
-        terms = _at_least_float32(logps).masked_fill(~mask, 0.0)
-        return pacs_beta * terms.sum(dim=-1) / mask.sum(dim=-1).clamp(min=1)
-    raise ValueError(f"`proxy` must be 'log_ratio' or 'mean_logp', got {proxy!r}.")
+        terms = terms - _at_least_float32(ref_logps)
+    elif proxy != "mean_logp":
+        raise ValueError(f"`proxy` must be 'log_ratio', 'mean_log_ratio' or 'mean_logp', got {proxy!r}.")
+    total = pacs_beta * terms.masked_fill(~mask, 0.0).sum(dim=-1)
+    return total if proxy == "log_ratio" else total / mask.sum(dim=-1).clamp(min=1)
 
 
 def scorable_rows(labels: torch.Tensor, num_generations: int) -> torch.Tensor:
@@ -329,3 +331,77 @@ def actor_coefficients(
     ell = -weights.to(scores.dtype) * entropies
     grouped, mask = ell.view(-1, num_generations), scorable.view(-1, num_generations)
     return -_leave_one_out(grouped, mask).view(-1) / scorable.sum().clamp(min=1)
+
+
+# Other objectives on groups ------------------------------------------------------------------------------------------
+
+
+def real_loss(proxies: torch.Tensor, labels: torch.Tensor, *, num_generations: int, tau: float = 0.5) -> torch.Tensor:
+    """
+    Return the loss of REAL (arXiv 2602.05630; `compute_policy_loss_real` of github.com/Red-RL/REAL, 1c30726), a
+    scalar: `log(1 + sum_right exp(-r / tau)) + log(1 + sum_wrong exp(r / tau))` of each group with both labels, summed
+    and divided by the number of all groups with scorable completions. Proxies are `"mean_log_ratio"` against the
+    policy that generated. Completions whose label is neither 0 nor 1 are left out.
+    """
+    right, wrong, groups = _right_and_wrong(labels, num_generations)
+    logits = _at_least_float32(proxies).view(-1, num_generations) / tau
+    of_right, of_wrong = (
+        torch.logsumexp(F.pad(signed.masked_fill(~where, -torch.inf), (0, 1)), dim=1)  # the 0 of the padding is the 1
+        for signed, where in ((-logits, right), (logits, wrong))
+    )
+    return (of_right + of_wrong).masked_fill(~(right.any(dim=1) & wrong.any(dim=1)), 0.0).sum() / groups
+
+
+def disco_loss(
+    proxies: torch.Tensor, labels: torch.Tensor, *, num_generations: int, tau: float = 10.0
+) -> torch.Tensor:
+    """
+    Return the loss of DisCO (arXiv 2505.12366) without its bound on the divergence from the policy that generated, a
+    scalar: `tau * log(mean_wrong exp(r / tau)) - mean_right r` of each group with both labels, averaged over groups as
+    in [`real_loss`]. Proxies are `"mean_logp"`, the log-likelihood score of the paper.
+    """
+    right, wrong, groups = _right_and_wrong(labels, num_generations)
+    scores, mixed = _at_least_float32(proxies).view(-1, num_generations), right.any(dim=1) & wrong.any(dim=1)
+    scores, right, wrong = scores[mixed], right[mixed], wrong[mixed]
+    of_wrong = torch.logsumexp((scores / tau).masked_fill(~wrong, -torch.inf), dim=1) - wrong.sum(dim=1).log()
+    return (tau * of_wrong - (scores * right).sum(dim=1) / right.sum(dim=1)).sum() / groups
+
+
+def _right_and_wrong(labels: torch.Tensor, num_generations: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scorable completions with label 1 and with label 0, `(P, G)`, and the number of groups with any, at least 1."""
+    scorable, grid = scorable_rows(labels, num_generations).view(-1, num_generations), labels.view(-1, num_generations)
+    return (grid == 1) & scorable, (grid == 0) & scorable, scorable.any(dim=1).sum().clamp(min=1)
+
+
+# Losses of a group as functions of its proxies: the function, and the proxy. The engine differentiates them.
+GROUP_LOSSES: dict[str, tuple[Callable[..., torch.Tensor], Proxy]] = {
+    "real": (real_loss, "mean_log_ratio"),
+    "disco": (disco_loss, "mean_logp"),
+}
+
+
+def rloo_advantages(rewards: torch.Tensor, *, num_generations: int, normalize: bool = False) -> torch.Tensor:
+    """
+    Return the reward of each completion minus the mean reward of the others of its prompt, `(B,)` (arXiv 2402.14740);
+    0 for completions that are not scorable. `normalize` shifts and scales the advantages of all scorable completions
+    to mean 0 and standard deviation 1 (unbiased, 1e-4 added), TRL's `normalize_advantages`.
+    """
+    scorable = scorable_rows(rewards, num_generations)
+    grid = _at_least_float32(rewards).view(-1, num_generations)
+    advantages = _leave_one_out(grid, scorable.view(-1, num_generations)).view(-1)
+    if normalize and scorable.sum() > 1:
+        own = advantages[scorable]
+        advantages = ((advantages - own.mean()) / (own.std() + 1e-4)).masked_fill(~scorable, 0.0)
+    return advantages
+
+
+def maxrl_advantages(rewards: torch.Tensor, *, num_generations: int, epsilon: float = 1e-6) -> torch.Tensor:
+    """
+    Return the advantages of MaxRL, `(R - mean) / (mean + epsilon)` with the mean reward of the group, `(B,)` (arXiv
+    2602.02710; `compute_maxrl_outcome_advantage` of github.com/tajwarfahim/maxrl, c0698eb). Rewards must be at least
+    0; completions that are not scorable have advantage 0.
+    """
+    scorable = scorable_rows(rewards, num_generations).view(-1, num_generations)
+    grid = _at_least_float32(rewards).view(-1, num_generations).masked_fill(~scorable, 0.0)
+    mean = grid.sum(dim=1, keepdim=True) / scorable.sum(dim=1, keepdim=True).clamp(min=1)
+    return (_centered(grid, scorable) / (mean + epsilon)).view(-1)

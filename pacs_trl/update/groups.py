@@ -66,11 +66,13 @@ class Groups:
 
     def apply(self, function: Callable, *values: torch.Tensor, **kinds):
         """Call a function of `objective.py` on these rows: `function(*values, labels, num_generations=..., **kinds)`
-        with `values` of shape `(B,)`. Its results of shape `(P * G,)` become `(B,)`."""
+        with `values` of shape `(B,)`. Its results of shape `(P * G,)` become `(B,)`; scalars stay."""
         results = function(*map(self._to_grid, values), self._grid_labels, num_generations=self.size, **kinds)
-        if isinstance(results, tuple):
-            return tuple(result if result.dim() == 0 else self._of_rows(result) for result in results)
-        return self._of_rows(results)
+        found = [
+            result if result.dim() == 0 else self._of_rows(result)
+            for result in (results if isinstance(results, tuple) else (results,))
+        ]
+        return tuple(found) if isinstance(results, tuple) else found[0]
 
 
 def split_into_steps(rollouts: Sequence[Rollout], num_steps: int) -> list[list[Rollout]]:

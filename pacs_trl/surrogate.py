@@ -1,0 +1,211 @@
+"""Losses of probability ratios as pairs of a coefficient per completion and a weight per token.
+
+    grad L = sum_i c_i * sum_t w_it * grad log pi(o_it),        c_i = -A_i * scale_i
+
+`A_i` is the advantage, `scale_i` the normalization of [`completion_scales`], and `w_it` the derivative of a function
+`f(rho)` of the probability ratio `rho = pi / pi_old` with respect to log pi, which depends on detached values only
+([`ratio_terms`]). These are all losses of `trl.GRPOTrainer` 1.16 and that of `trl.RLOOTrainer`, pure functions whose
+reference is autograd through TRL's formulas.
+
+Letters for shapes: `B` completions, `T` completion tokens. A mask is `True` for tokens that count.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+
+class RatioLoss(NamedTuple):
+    """
+    Settings of a loss, with the names and meanings of [`~trl.GRPOConfig`].
+
+    Attributes:
+        loss_type (`str`): A key of `LOSS_TYPES`.
+        importance_sampling_level (`str`): `"token"`: a ratio per token. `"sequence"`: the geometric mean of the ratios
+            of a completion (GSPO). `"completion"`: their product (RLOO), whose loss is not summed over tokens.
+        low, high (`float`): Bounds on the ratio, `1 - epsilon` and `1 + epsilon_high`; `high` is the cap of `"cispo"`.
+        delta (`float`, *optional*): Upper bound that holds for negative advantages too.
+        sapo_temperatures, vespo_k, vespo_lambda (pairs of `float`): For positive and negative advantages.
+    """
+
+    loss_type: str = "dapo"
+    importance_sampling_level: str = "token"
+    low: float = 0.8
+    high: float = 1.2
+    delta: float | None = None
+    sapo_temperatures: tuple[float, float] = (1.0, 1.05)
+    vespo_k: tuple[float, float] = (2.0, 3.0)
+    vespo_lambda: tuple[float, float] = (3.0, 2.0)
+
+
+class RatioTerms(NamedTuple):
+    """
+    Values of a micro-batch, without gradient.
+
+    Attributes:
+        weights (shape `(B, T)`): `w_it`; those outside the mask have no meaning.
+        values (shape `(B,)`): `sum_t f(rho_it)`, so that the loss is `sum_i c_i * values_i`.
+        low, high (shape `(B,)`): Share of the tokens whose ratio is below `low` with a negative advantage, or above
+            `high` with a positive one; 0 or 1 at the level of a sequence.
+    """
+
+    weights: torch.Tensor
+    values: torch.Tensor
+    low: torch.Tensor
+    high: torch.Tensor
+
+
+def _clipped(ratio: torch.Tensor, positive: torch.Tensor, loss: RatioLoss) -> tuple[torch.Tensor, torch.Tensor]:
+    """`f` and its derivative with respect to log rho of `min(min(rho, delta) * A, clip(rho, low, high) * A)`."""
+    limit = math.inf if loss.delta is None else loss.delta
+    capped, clipped = ratio.clamp(max=limit), ratio.clamp(loss.low, loss.high)
+    takes_first = torch.where(positive, capped <= clipped, capped >= clipped)
+    inside = torch.where(takes_first, ratio <= limit, (loss.low <= ratio) & (ratio <= loss.high))
+    return torch.where(takes_first, capped, clipped), ratio.masked_fill(~inside, 0.0)
+
+
+def _soft(ratio: torch.Tensor, positive: torch.Tensor, loss: RatioLoss) -> tuple[torch.Tensor, torch.Tensor]:
+    """SAPO: `4 / tau * sigmoid(tau * (rho - 1))`."""
+    tau = _by_sign(positive, loss.sapo_temperatures, ratio)
+    gate = torch.sigmoid(tau * (ratio - 1))
+    return 4 / tau * gate, 4 * gate * (1 - gate) * ratio
+
+
+def _by_sign(positive: torch.Tensor, pair: tuple[float, float], like: torch.Tensor) -> torch.Tensor:
+    return torch.where(positive, like.new_tensor(pair[0]), like.new_tensor(pair[1]))
+
+
+def vespo_weights(log_ratio: torch.Tensor, not_negative: torch.Tensor, loss: RatioLoss) -> torch.Tensor:
+    """Return VESPO's weight of a completion, `exp(lambda) * w^k * exp(-lambda * w)` with `w = exp(log_ratio)`, bounded
+    as in TRL; all `(B, 1)`. `not_negative` is whether the advantage is at least 0."""
+    log_w = log_ratio.clamp(math.log(1e-8), 20.0)
+    k, lambda_ = (_by_sign(not_negative, pair, log_w) for pair in (loss.vespo_k, loss.vespo_lambda))
+    lambda_ = lambda_.clamp(min=1e-4)
+    return (lambda_ + k * log_w - lambda_ * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+# The function of the ratio, and what the sum over tokens is divided by (see `completion_scales`). "cispo" and "vespo"
+# weight log pi with a detached factor and have no function of the ratio.
+LOSS_TYPES: dict[str, tuple[Callable | None, str]] = {
+    "grpo": (_clipped, "completion"),
+    "bnpo": (_clipped, "step"),
+    "dr_grpo": (_clipped, "max_completion_length"),
+    "dapo": (_clipped, "generation"),
+    "luspo": (_clipped, "completions"),
+    "sapo": (_soft, "completion"),
+    "cispo": (None, "generation"),
+    "vespo": (None, "generation"),
+    "rloo": (_clipped, "completions"),
+}
+
+
+def log_importance_weights(log_ratios: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Tensor:
+    """Return log-ratios at an `importance_sampling_level`: `(B, T)` for `"token"`, else `(B, 1)`."""
+    log_ratios = log_ratios.masked_fill(~mask, 0.0)
+    if level == "token":
+        return log_ratios
+    total = log_ratios.sum(dim=1, keepdim=True)
+    return total / mask.sum(dim=1, keepdim=True).clamp(min=1) if level == "sequence" else total
+
+
+@torch.no_grad()
+def ratio_terms(
+    logps: torch.Tensor,
+    old_logps: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    loss: RatioLoss,
+    *,
+    factors: torch.Tensor | None = None,
+    log_correction: torch.Tensor | None = None,
+) -> RatioTerms:
+    """
+    Return weights and values of a loss.
+
+    Args:
+        logps, old_logps (shape `(B, T)`): Log-probs under the policy and under the one that generated.
+        advantages (shape `(B,)`): Only their signs are read.
+        mask (bool, shape `(B, T)`): Tokens that count.
+        loss ([`RatioLoss`]): The loss and its settings.
+        factors (shape `(B, T)`, *optional*): Factors on the loss of each token (masks, importance weights).
+        log_correction (shape `(B, 1)`, *optional*): Added to the log-ratio of a completion by `"vespo"`.
+    """
+    factors = mask.to(logps.dtype) if factors is None else factors.masked_fill(~mask, 0.0)
+    level, function = loss.importance_sampling_level, LOSS_TYPES[loss.loss_type][0]
+    log_ratios, number = logps - old_logps, mask.sum(dim=1, keepdim=True).clamp(min=1)
+    ratio = log_importance_weights(log_ratios, mask, level).exp()
+    positive, negative = advantages[:, None] > 0, advantages[:, None] < 0
+    if function is None:
+        if loss.loss_type == "cispo":
+            weights = ratio.clamp(max=loss.high)
+        else:
+            total = log_ratios.clamp(-20.0, 20.0).masked_fill(~mask, 0.0).sum(dim=1, keepdim=True)
+            total = total if log_correction is None else total + log_correction
+            weights = vespo_weights(total, ~negative, loss)
+        weights = weights * factors
+        values = (weights * logps.masked_fill(~mask, 0.0)).sum(dim=1)
+    else:
+        of_ratio, slopes = function(ratio, positive, loss)
+        values = (of_ratio * factors).sum(dim=1)
+        if level == "completion":
+            values = values / number[:, 0]
+        # a ratio of the completion depends on all of its tokens
+        share = factors if level == "token" else factors.sum(dim=1, keepdim=True) / number
+        weights = (slopes * share).expand_as(logps)
+    low, high = (ratio < loss.low) & negative, (ratio > loss.high) & positive
+    return RatioTerms(weights, values, *((where & mask).sum(dim=1) / number[:, 0] for where in (low, high)))
+
+
+def completion_scales(
+    loss_type: str, num_tokens: torch.Tensor, *, max_completion_length: int, generation_tokens: torch.Tensor
+) -> torch.Tensor:
+    """
+    Return the factor on the summed token losses of each completion of an optimizer step, float64 `(B,)`.
+
+    By the normalization of the loss type, with `B` completions in the step, counted ones or not: `1 / (B * tokens of
+    the completion)` for `"completion"`, `1 / tokens of the step` for `"step"`, `1 / (B * max_completion_length)`, `1 /
+    generation_tokens` for `"generation"`, and `1 / B` for `"completions"`.
+
+    Args:
+        loss_type (`str`): A key of `LOSS_TYPES`.
+        num_tokens (shape `(B,)`): Tokens that count of each completion of the step.
+        max_completion_length (`int`): As in the configuration.
+        generation_tokens (shape `(B,)`): Tokens that count of the generation batch that a completion comes from,
+            divided by the optimizer steps that share it.
+    """
+    number, total = len(num_tokens), num_tokens.double()
+    divisor = {
+        "completion": number * total.clamp(min=1),
+        "step": total.sum().clamp(min=1).expand(number),
+        "max_completion_length": torch.full_like(total, number * max_completion_length),
+        "generation": generation_tokens.double().clamp(min=1e-12),
+        "completions": torch.full_like(total, number),
+    }[LOSS_TYPES[loss_type][1]]
+    return 1 / divisor
+
+
+def kl_terms(
+    logps: torch.Tensor,
+    ref_logps: torch.Tensor,
+    mask: torch.Tensor,
+    log_weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the k3 estimator of KL(policy || reference) of each token, `(B, T)`, 0 outside the mask; differentiable.
+    `log_weights`, differentiable too, are the log importance weights of TRL's `use_bias_correction_kl`."""
+    log_ratio = ref_logps - logps
+    terms = torch.exp(log_ratio) - log_ratio - 1
+    if log_weights is not None:
+        terms = terms * log_weights.exp()
+    return terms.masked_fill(~mask, 0.0)
+
+
+def off_policy_mask(
+    logps: torch.Tensor, sampling_logps: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, threshold: float
+) -> torch.Tensor:
+    """Return which completions are kept, `(B, 1)`: those with an advantage of at least 0, and those whose mean of
+    `sampling_logps - logps` is at most `threshold`; tokens without sampling log-probs (NaN) count as 0."""
+    difference = (sampling_logps - logps).nan_to_num(nan=0.0).masked_fill(~mask, 0.0)
+    mean = difference.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    return (advantages[:, None] >= 0) | (mean <= threshold)
