@@ -455,40 +455,6 @@ class TestEquationFive:
         assert (self.estimate(1.0) - expected).abs().max() > 1e-2  # the two are different things
 
 
-def odds_and_entropy(reset: int | None, num_updates: int = 800, is_rloo: bool = False) -> tuple[float, float]:
-    """
-    Odds of the two right of four answers after gradient descent on the exact expectation over all groups of four, and
-    the entropy.
-
-    The reference has the odds .6 / .05 = 12; it is renewed every `reset` updates. RLOO's gradient is that of proxies
-    of 0.
-    """
-    reference = torch.tensor([0.6, 0.2, 0.15, 0.05], dtype=torch.float64).log()
-    labels = torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=torch.float64)
-    groups = torch.tensor(list(itertools.product(range(4), repeat=4)))
-    logits = reference.clone()
-    for update in range(num_updates):
-        logps = logits.log_softmax(0)
-        if reset and update % reset == 0:
-            reference = logps
-        proxies = (0 if is_rloo else 1) * (logps - reference)[groups].flatten()
-        kinds = {"num_generations": 4, "class_weighting": "none"}
-        of_rows = proxy_coefficients(proxies, labels[groups].flatten(), **kinds).view(-1, 4) * len(groups)
-        expected = of_rows * logps[groups].sum(dim=1, keepdim=True).exp()
-        of_answers = torch.zeros(4, dtype=torch.float64).index_add(0, groups.flatten(), expected.flatten())
-        logits = logits - (of_answers - logps.exp() * of_answers.sum())
-    logps = logits.log_softmax(0)
-    return (logps[0] - logps[3]).exp().item(), -(logps.exp() * logps).sum().item()
-
-
-def test_the_optimum_of_appendix_a2_needs_a_reference_that_is_kept():
-    """The numbers of docs/theory.md."""
-    assert odds_and_entropy(None) == pytest.approx((12.24, 0.305), rel=2e-3)
-    assert odds_and_entropy(80) == pytest.approx((158.5, 0.0475), rel=2e-2)
-    assert odds_and_entropy(4) == pytest.approx((782.9, 0.0174), rel=2e-2)
-    assert odds_and_entropy(None, is_rloo=True) == pytest.approx((825.5, 0.0168), rel=2e-2)
-
-
 AUTHORS = 1e-7  # their code reduces in float32 in between
 OBJECTIVE_CASES = json.loads((Path(__file__).parent / "data" / "objective_vectors.json").read_text())
 
