@@ -125,8 +125,8 @@ def predicted(cells: Sequence[Cell]) -> list[tuple[Cell, float, float]]:
 
 def table(cells: Sequence[Cell]) -> list[str]:
     """The prediction beside what was measured, before the last update on a rollout."""
-    columns = ["seeds", "way of beta 1", "gap predicted", "gap measured", "measured / predicted"]
-    columns += ["left with 4 of 8 right", "left with 1 of 8", "left, measured"]
+    columns = ["seeds", "distance with beta 1", "gap predicted", "gap measured", "measured / predicted"]
+    columns += ["left, 4 of 8 correct", "left, 1 of 8 correct", "left, measured"]
     rows = []
     for cell, way, gap in predicted(cells):
         found, weighted = mean(cell.gaps.values()), cell.arm.weights == "balanced"

@@ -183,7 +183,7 @@ def table_of_arms(found: dict[str, dict[int, dict[str, Any]]]) -> list[str]:
             counts = ", ".join(f"{c} / {n}" for c, n in run["counts"].values())
             rewards = (f"{at(run, seconds):.3f}" for seconds in (math.inf, end))
             rows.append([arm, seed, counts, f"{run['ends'][-1]:.0f}", *rewards])
-    heads = ["arm", "seed", f"right / drawn, {', '.join(DOMAINS.values())}", "seconds", "last reward"]
+    heads = ["arm", "seed", f"correct / sampled, {', '.join(DOMAINS.values())}", "seconds", "last reward"]
     lines, rows = [*markdown([*heads, "reward at equal seconds"], rows), ""], []
     for arm, runs in found.items():
         pairs = [(run, found["PPO"][seed]) for seed, run in runs.items() if seed in found.get("PPO", {})]

@@ -187,12 +187,12 @@ def table_of_ladder(found: dict[str, Any], traces: list[Trace], held_out: list[T
         right = [f"{own[name]:.3f}" for name in ("calculations right", "terms right")]
         name = f"{size}, {own['parameters'] / 1e6:.1f}M"
         ways = ("most probable", "the most probable answer", right), ("drawn", f"mean of {DRAWS} answers", ["", ""])
-        ways = *ways, ("behind", f"mean of {DRAWS} scores behind the oracle's reason", ["", ""])
+        ways = *ways, ("behind", f"mean of {DRAWS} scores after the oracle's reason", ["", ""])
         for (key, words, rest), unread in zip(ways, own["unread"], strict=True):
             rows.append(row(f"{name}: {words}", own[key], f"{unread:.3f}", *rest))
         rows.append(row(f"{name}: value head", own["head"], "", "", ""))
-    heads = ["", "squared error / 1000", "minus that of the mean", "correlation", "said after a mistake"]
-    heads += ["said without one", "cannot be read", "calculations right", "terms right"]
+    heads = ["", "squared error / 1000", "minus that of the mean", "correlation", "value after a mistake"]
+    heads += ["value without one", "unreadable", "calculations correct", "terms correct"]
     about = (
         f"{len(held_out)} states of {len(set(names))} held-out sums; {noise:.1f} of each error is noise of the rates"
     )

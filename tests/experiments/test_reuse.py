@@ -232,6 +232,6 @@ def test_the_page_has_the_tables_of_the_records():
     page = (reuse.RESULTS / "README.md").read_text()
     critic = [json.loads(line) for line in (reuse.RESULTS / "critic.jsonl").read_text().splitlines()]
     tables = reuse_tables.sections(reuse.RESULTS) | {"The implicit critic": ranking.table(critic)}
-    for heading, lines in (tables | {"The flow, cell by cell": table(measured(reuse.RESULTS))}).items():
+    for heading, lines in (tables | {"Predicted and measured gaps": table(measured(reuse.RESULTS))}).items():
         section = page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
         assert [line for line in section.splitlines() if line.startswith("|")] == lines, heading
