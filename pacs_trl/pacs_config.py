@@ -8,6 +8,7 @@ from trl import GRPOConfig
 from .objective import ClassWeighting, Proxy, ScoreEstimator
 from .redaction import PublishedArguments
 from .settings import OF_OTHER_LOSSES, bounded, ignored_settings, refuse_illegal_values
+from .update.generation import GenerationSettings
 from .update.step_sizes import Step
 
 
@@ -32,7 +33,7 @@ SHAPES_ONLY_GRPO = {
 
 
 @dataclass
-class PACSConfig(PublishedArguments, GRPOConfig):
+class PACSConfig(PublishedArguments, GenerationSettings, GRPOConfig):
     r"""
     Configuration class for the [`PACSTrainer`].
 

@@ -13,11 +13,12 @@ from ..pacs_config import SHAPES_ONLY_GRPO
 from ..redaction import PublishedArguments
 from ..rollouts.rollout_trainer import RolloutTrainer
 from ..settings import refuse_illegal_values
+from ..update.generation import GenerationSettings
 from ..update.startup_check import warn_of_left_padding
 
 
 @dataclass
-class GRPOConfig(PublishedArguments, trl.GRPOConfig):
+class GRPOConfig(PublishedArguments, GenerationSettings, trl.GRPOConfig):
     """[`~trl.GRPOConfig`], of which trackers get what others may see."""
 
     def __post_init__(self):

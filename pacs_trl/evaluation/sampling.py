@@ -7,12 +7,14 @@ of the forward pass; with the same batches it is bit-identical. Global random st
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from ..update.generation import generate_sharing_prompts
 from ..update.score_rows import score_rows
 from .requests import Completion, Prompt, SamplingSettings, render_prompt, sample_seed
 
@@ -58,7 +60,8 @@ def generate_batch(
     rows = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     stop_ids = stop_token_ids(model, tokenizer)
-    generated, _ = generate_tokens(model, rows, seeds, settings, pad_token_id=pad_token_id, stop_ids=stop_ids)
+    end = {"pad_token_id": pad_token_id, "stop_ids": stop_ids}
+    generated, _ = generate_tokens(model, rows, seeds, settings, **end, share_prompts=True)
     completions = []
     for tokens in generated:
         length = next((i + 1 for i, token in enumerate(tokens) if token in stop_ids), None)
@@ -75,10 +78,12 @@ def generate_tokens(
     *,
     pad_token_id: int,
     stop_ids: set[int],
+    share_prompts: bool = False,
     **more,
 ) -> tuple[list[list[int]], list[list[float]] | None]:
     """
-    Sample one completion per list of prompt tokens and seed, in one call of `generate`, which gets `more`.
+    Sample one completion per list of prompt tokens and seed, in one call of `generate`, which gets `more`. With
+    `share_prompts` equal prompts are read once.
 
     Returns:
         Tokens, padded to one length after the end token, and their log-probs; `None` instead at temperature 0.
@@ -98,8 +103,9 @@ def generate_tokens(
         pad_token_id=pad_token_id,
     )
     sampler = SeededSampler(settings, seeds, prompt_length=longest) if settings.temperature > 0 else None
+    generate = partial(generate_sharing_prompts, model, model.generate) if share_prompts else model.generate
     with evaluation_mode(model), torch.no_grad():
-        output = model.generate(
+        output = generate(
             input_ids=input_ids.to(model.device),
             attention_mask=attention_mask.to(model.device),
             generation_config=generation_config,

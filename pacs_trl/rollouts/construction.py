@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
@@ -15,6 +16,7 @@ from trl import GRPOConfig
 from trl.trainer.utils import get_config_model_id, is_async_callable
 
 from ..update.context_length import context_lengths
+from ..update.generation import faster_generation
 from ..update.scorer import Scorer
 from .checks import (
     OWN_PARAMETERS,
@@ -109,6 +111,20 @@ def create_scorer(trainer: Any, model: Any, temperature: float | None = None) ->
         temperature=trainer.temperature if temperature is None else temperature,
         autocast=trainer.accelerator.autocast,
     )
+
+
+def generation_settings(trainer: Any) -> AbstractContextManager:
+    """Return the context of a generation with the trainer's `fast_generation` and `generation_dtype`."""
+    fast, dtype = (getattr(trainer.args, name, None) for name in ("fast_generation", "generation_dtype"))
+    if not fast and dtype is None:
+        return nullcontext()
+    if trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled() or trainer.use_transformers_continuous_batching:
+        raise ValueError(
+            "`fast_generation` and `generation_dtype` need whole weights on every process and `generate` of "
+            "transformers. Remove them with FSDP, ZeRO 3, and use_transformers_continuous_batching."
+        )
+    dtype = getattr(torch, dtype) if dtype else None
+    return faster_generation(trainer.accelerator.unwrap_model(trainer.model_wrapped), fast=fast, dtype=dtype)
 
 
 def check_shared_turns(trainer: Any) -> None:

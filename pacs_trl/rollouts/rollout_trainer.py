@@ -202,7 +202,8 @@ class RolloutTrainer(GRPOTrainer):
         return generated
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        with construction.generation_settings(self):
+            completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
         self._log_empty(end_empty_completions(self._tokenizer.eos_token_id, completion_ids, logprobs))
         return completion_ids, logprobs
 

@@ -1,0 +1,70 @@
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from replay import TOKENIZER, build_trainer, config, tiny_model, trainable_weights
+from seeds import shifted
+from transformers import GenerationConfig
+
+from pacs_trl.update.generation import faster_generation
+
+
+LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+GREEDY = GenerationConfig(max_new_tokens=12, do_sample=False, pad_token_id=TOKENIZER.pad_token_id)
+
+
+def prompts() -> dict[str, torch.Tensor]:
+    """Two prompts, three and two times, one of them padded with an id that the other has as a token."""
+    ids = torch.randint(3, len(TOKENIZER), (2, 9), generator=torch.Generator().manual_seed(shifted(0)))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    ids[:, :4] = TOKENIZER.pad_token_id
+    rows = torch.tensor([0, 0, 1, 0, 1])
+    return {"input_ids": ids[rows], "attention_mask": mask[rows]}
+
+
+@pytest.mark.parametrize("with_adapter", [False, True])
+def test_completions_are_the_same_and_weights_come_back(with_adapter):
+    torch.manual_seed(shifted(1))
+    model = tiny_model(shifted(1))
+    model = get_peft_model(model, LORA) if with_adapter else model
+    before = {name: (p.data_ptr(), p.clone()) for name, p in model.named_parameters()}
+    with torch.no_grad():
+        plain = model.generate(**prompts(), generation_config=GREEDY)
+        passes = []
+        hook = model.get_input_embeddings().register_forward_hook(
+            lambda m, given, out: passes.append(given[0].numel())
+        )
+        with faster_generation(model, fast=True, dtype=None):
+            fast = model.generate(**prompts(), generation_config=GREEDY)
+        hook.remove()
+    assert torch.equal(plain, fast)
+    assert passes[:2] == [2 * 8, 5]  # both prompts without their last token, then one token of each row
+    with pytest.raises(RuntimeError, match="interrupted"), faster_generation(model, fast=True, dtype=torch.bfloat16):
+        assert model.generate(**prompts(), generation_config=GREEDY).shape[0] == 5
+        assert model.dtype == torch.bfloat16
+        raise RuntimeError("interrupted")
+    for name, parameter in model.named_parameters():
+        assert parameter.data_ptr() == before[name][0] and torch.equal(parameter, before[name][1])
+    assert "generate" not in vars(model)
+    with torch.no_grad():  # the adapters count again, and once
+        assert torch.equal(model.generate(**prompts(), generation_config=GREEDY), plain)
+
+
+@pytest.mark.trains
+@pytest.mark.parametrize("peft_config", [None, LORA])
+def test_training_from_the_same_completions_does_not_change_by_a_bit(tmp_path, peft_config):
+    weights = []
+    for fast in (False, True):
+        trainer = build_trainer(
+            tmp_path / str(fast), fast_generation=fast, seed=shifted(42), more={"peft_config": peft_config}
+        )
+        torch.manual_seed(shifted(7))
+        trainer.train()
+        weights.append(trainable_weights(trainer.model))
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_settings_that_vllm_ignores_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="fast_generation.*generation_dtype"):
+        config(tmp_path, use_vllm=True, generation_dtype="bfloat16")
