@@ -363,7 +363,7 @@ def in_graph_step(
         weighted = logps.detach() + factors * (logps - logps.detach())
     if steps:
         sizes = [args.num_generations] * (len(rows) // args.num_generations)
-        result = _dense_loss(weighted, ref_logps, mask, rows, labels, args)
+        result = _prefix_loss(weighted, ref_logps, mask, rows, labels, args)
     elif sizes is None:
         sizes = [args.num_generations] * (len(rows) // args.num_generations)
         result = pacs_loss(
@@ -450,7 +450,7 @@ def _ragged_loss(proxies, labels, sizes: Sequence[int]) -> PACSLoss:
     return PACSLoss(total / max(sum(map(len, groups)), 1), scores, proxies)
 
 
-def _dense_loss(logps, ref_logps, mask, rows: list[Row], labels, args: PACSConfig) -> PACSLoss:
+def _prefix_loss(logps, ref_logps, mask, rows: list[Row], labels, args: PACSConfig) -> PACSLoss:
     """The loss of labels at several positions as loops over groups, completions, positions, and what these are
     compared with."""
     groups = _judged(labels, [args.num_generations] * (len(rows) // args.num_generations))

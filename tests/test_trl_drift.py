@@ -22,7 +22,7 @@ from trl.trainer.utils import RepeatSampler
 from pacs_trl import PACSConfig, PACSTrainer, PPOTrainer
 from pacs_trl.baselines.actor_critic import ActorCriticTrainer
 from pacs_trl.baselines.grpo_trainer import GRPOTrainer as BaselineGRPOTrainer
-from pacs_trl.experimental._redraw import RedrawingTrainer
+from pacs_trl.experimental._generation import ExtendingTrainer
 from pacs_trl.experimental.dars import DARSTrainer
 from pacs_trl.experimental.genac import GenACTrainer
 from pacs_trl.experimental.rlpr import RLPRTrainer
@@ -73,7 +73,7 @@ def overridden() -> list[str]:
         RolloutTrainer,
         ExactUpdateTrainer,
         PACSTrainer,
-        RedrawingTrainer,
+        ExtendingTrainer,
         DARSTrainer,
         RLPRTrainer,
     )

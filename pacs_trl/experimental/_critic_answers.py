@@ -1,4 +1,4 @@
-"""Answers of a generative critic with transformers, and the checks of a critic before its weights are loaded."""
+"""Generation of a critic's answers with transformers, and checks before the critic is loaded."""
 
 import copy
 from bisect import bisect_left
@@ -14,13 +14,7 @@ from ._critic_prompt import HIGHEST, Actor, CriticPrompt, State
 
 
 class AfterTag(StoppingCriteria):
-    """
-    Ends an answer behind the closing tag, which may be spelled with any tokens.
-
-    Args:
-        tokenizer: Of the critic.
-        tag (`str`): The closing tag.
-    """
+    """Ends an answer after the closing `tag`, which may consist of any tokens of the critic's `tokenizer`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tag: str):
         self.tokenizer, self.tag = tokenizer, tag
@@ -32,7 +26,7 @@ class AfterTag(StoppingCriteria):
         return torch.tensor([self.tag in text for text in texts], device=input_ids.device)
 
     def length(self, ids: Sequence[int], stop_ids: set[int]) -> int:
-        """Return the number of tokens of an answer up to its end, which it has."""
+        """Return the number of tokens up to the end of an answer."""
         end = next((i for i, token in enumerate(ids, 1) if token in stop_ids), len(ids))
         return min(end, 1 + bisect_left(range(1, end), True, key=lambda i: self.tag in self.tokenizer.decode(ids[:i])))
 
@@ -49,17 +43,17 @@ def generate_answers(
     synced: bool = False,
 ) -> list[tuple[list[int], list[float]]]:
     """
-    Generate one answer for each prompt; prompts of about one length share a batch.
+    Generate one answer per prompt, in batches of similar length.
 
     Args:
-        prompts (sequence of sequences of `int`), seeds (sequence of `int`): Tokens and seed of each answer.
-        settings ([`SamplingSettings`]): Temperature and bounds of all.
+        prompts (sequence of sequences of `int`), seeds (sequence of `int`): Token ids of each prompt, and its seed.
+        settings ([`SamplingSettings`]): Temperature and limits.
         tag (`str`): Ends an answer.
-        batch_size (`int`): Most answers of a call of `generate`.
-        synced (`bool`): Whether processes make their forward passes together.
+        batch_size (`int`): Maximum number of answers per call of `generate`.
+        synced (`bool`): Whether all processes make their forward passes together.
 
     Returns:
-        `list`: tokens of each answer, and their log-probabilities (NaN at temperature 0).
+        `list`: token ids of each answer, and their log-probs (NaN at temperature 0).
     """
     stop_ids, ending = stop_token_ids(model, tokenizer), AfterTag(tokenizer, tag)
     answers: list = [None] * len(prompts)
@@ -86,7 +80,7 @@ def generate_answers(
 
 
 def question_ids(tokenizer, texts: Sequence[str], chat_template_kwargs: dict | None = None) -> list[list[int]]:
-    """Return the tokens of questions, as turns of a user where the tokenizer has a chat template."""
+    """Return the token ids of prompts, as user turns if the tokenizer has a chat template."""
     if tokenizer.chat_template is not None:
         how = {"tokenize": False, "add_generation_prompt": True, **(chat_template_kwargs or {})}
         texts = [tokenizer.apply_chat_template([{"role": "user", "content": text}], **how) for text in texts]
@@ -94,7 +88,7 @@ def question_ids(tokenizer, texts: Sequence[str], chat_template_kwargs: dict | N
 
 
 def problem_of(prompt: str | list[dict]) -> str:
-    """Return the user's turns of a prompt as text."""
+    """Return the user turns of a prompt as text."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(turn["content"] for turn in prompt if turn["role"] == "user")
@@ -110,16 +104,15 @@ def check_critic(
 ) -> None:
     """
     Raises:
-        `ValueError`: if the critic cannot write the tags, its context is too short for the longest question and
-            answer, one engine would serve models of two shapes, or the critic's own server does not answer as it
-            should.
+        `ValueError`: if the critic cannot write the tags, its context is too short for the longest prompt and answer,
+            one engine would serve two architectures, or the critic's server does not match the settings.
     """
     for score in (prompt.write(i / HIGHEST) for i in range(HIGHEST + 1)):
         ids = tokenizer(score, add_special_tokens=False)["input_ids"]
         if tokenizer.decode(ids, skip_special_tokens=True) != score:
             raise ValueError(
-                f"The critic {path} cannot write {score}: its tokenizer does not give the tags back. Use a "
-                "critic_prompt with tags that its vocabulary has, or another critic."
+                f"The tokenizer of the critic {path} cannot represent {score}. Use a critic_prompt with other tags or "
+                "another critic."
             )
     trust = {"trust_remote_code": args.trust_remote_code}
     config = AutoConfig.from_pretrained(path, **trust)
@@ -132,13 +125,13 @@ def check_critic(
     needed = len(question) + args.max_completion_length + args.critic_max_new_tokens
     if needed > room:
         raise ValueError(
-            f"The critic {path} has room for {room} tokens, and {len(question)} of the longest question without a "
-            f"response, max_completion_length={args.max_completion_length} and "
-            f"critic_max_new_tokens={args.critic_max_new_tokens} are {needed}. Lower the last two, or shorten the "
+            f"The critic {path} has a context of {room} tokens, but the longest prompt ({len(question)} tokens), "
+            f"max_completion_length={args.max_completion_length}, and "
+            f"critic_max_new_tokens={args.critic_max_new_tokens} need {needed}. Lower the last two, or shorten the "
             "template."
         )
     if args.critic_vllm_server_base_url is not None:
-        if args.process_index == 0:  # checked as that of the policy is
+        if args.process_index == 0:
             own = copy.copy(args)
             own.vllm_server_base_url = args.critic_vllm_server_base_url
             own.max_completion_length = args.max_completion_length + args.critic_max_new_tokens
@@ -149,6 +142,6 @@ def check_critic(
         names = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
         if any(getattr(own, name, None) != getattr(config, name, None) for name in names):
             raise ValueError(
-                f"The critic {path} has another architecture than the policy, and one vLLM engine serves both in "
-                "turn. Use a critic like the policy, critic_vllm_server_base_url, or use_vllm: false."
+                f"The critic {path} has another architecture than the policy, so one vLLM engine cannot serve both. "
+                "Use a critic like the policy, critic_vllm_server_base_url, or use_vllm: false."
             )

@@ -1,9 +1,9 @@
-"""Segments of a completion, and the rewards and loss of a generative critic (GenAC, arXiv 2604.10701). Pure functions.
+"""Segments of a completion, and rewards and loss of a generative critic (GenAC, arXiv 2604.10701). Pure functions.
 
-A segment ends with a token that the policy was unsure of, after a number of tokens, or with the last one. Positions
-count the tokens that the policy generated; results of tools stand in a prefix, and are no actions.
+A segment ends with a low-probability token, after a number of tokens, or with the completion. Positions count the
+tokens that the policy generated, not tool results.
 
-Letters for shapes: `T` tokens of a completion, `N` answers of the critic (one for each state), `M` tokens of answers.
+Shapes: `T` tokens of a completion, `N` answers of the critic (one per state), `M` tokens of answers.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,12 +19,12 @@ def segment_starts(
 
     Args:
         probabilities (sequence of `T` `float`): Of the tokens under the policy that generated them.
-        threshold (`float`, *optional*): A token below it ends its segment.
-        length (`int`, *optional*): So does every token whose number is a multiple of this.
-        most (`int`): Segments at most; of more ends, evenly spaced ones are kept, and the last token.
+        threshold (`float`, *optional*): Tokens with a lower probability end a segment.
+        length (`int`, *optional*): Every `length`-th token ends a segment.
+        most (`int`): Maximum number of segments; of more ends, evenly spaced ones and the last token are kept.
 
     Returns:
-        `list[int]`: rising, the first one 0; empty for an empty completion.
+        `list[int]`: increasing from 0; empty for an empty completion.
     """
     number = len(probabilities)
     ends = [
@@ -46,15 +46,15 @@ def values_of_tokens(values: Sequence[float], starts: Sequence[int], num_tokens:
 
 
 def border_lambdas(starts: Sequence[int], num_tokens: int, gae_lambda: float) -> torch.Tensor:
-    """Return the lambda between each token and the next for [`~gae.generalized_advantages`], `(T,)`: `gae_lambda` at
-    the borders of segments, 1 inside, where a discount per token would forget the reward of long completions."""
+    """Return the lambda between each token and the next for [`~gae.generalized_advantages`], `(T,)`: `gae_lambda`
+    between segments, and 1 inside, because a discount per token would erase the reward of long completions."""
     lambdas = torch.ones(num_tokens)
     lambdas[[start - 1 for start in starts[1:]]] = gae_lambda
     return lambdas
 
 
 def critic_rewards(values: torch.Tensor, outcomes: torch.Tensor) -> torch.Tensor:
-    """Return `1 - (R - v)^2` of each answer, `(N,)` in [0, 1], and 0 where the value could not be read (NaN)."""
+    """Return `1 - (R - v)^2` of each answer, `(N,)` in [0, 1]; 0 for a value that could not be parsed (NaN)."""
     return (1.0 - (outcomes - values).square()).nan_to_num(0.0)
 
 
@@ -65,12 +65,12 @@ def reinforce_weights(
     reduce: Callable[[torch.Tensor], torch.Tensor] = lambda total: total,
 ) -> torch.Tensor:
     """
-    Return the factor on the log-probability of each answer, `(N,)`: its reward minus a baseline.
+    Return the factor on the log-prob of each answer, `(N,)`: its reward minus a baseline.
 
     Args:
         rewards, outcomes (`torch.Tensor` of shape `(N,)`): Of all answers of this process.
-        baseline (`str`): `"outcome"`, the mean reward of the others whose completion ended as this one did, right
-            (above 0.5) or wrong, and 0 where there is none; `"none"`, 0 throughout.
+        baseline (`str`): `"outcome"` is the mean reward of the other answers about completions with the same outcome,
+            correct (above 0.5) or wrong, and 0 if there is none; `"none"` is 0.
         reduce (`Callable`, *optional*): Sums over processes.
     """
     if baseline == "none":
@@ -86,12 +86,12 @@ def reinforce_losses(
     logps: torch.Tensor, sampling_logps: torch.Tensor, weights: torch.Tensor, cap: float
 ) -> torch.Tensor:
     """
-    Return the loss of each token of an answer, `(M,)`: `-min(pi / pi_old, cap) * weight * log pi`, the ratio without
-    gradient. It differs from 1 after an update, and by the rounding of an engine.
+    Return the loss of each token of an answer, `(M,)`: `-min(pi / pi_old, cap) * weight * log pi`, where the ratio has
+    no gradient.
 
     Args:
-        logps (`torch.Tensor` of shape `(M,)`): Under the critic that learns.
-        sampling_logps (`torch.Tensor` of shape `(M,)`): When the answer was generated; NaN gives a ratio of 1.
+        logps (`torch.Tensor` of shape `(M,)`): Under the current critic.
+        sampling_logps (`torch.Tensor` of shape `(M,)`): At generation; NaN gives a ratio of 1.
         weights (`torch.Tensor` of shape `(M,)`): See [`reinforce_weights`].
         cap (`float`): Upper bound of ratios.
     """

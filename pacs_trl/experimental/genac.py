@@ -1,11 +1,10 @@
-"""GenAC ([arXiv 2604.10701](https://huggingface.co/papers/2604.10701)): PPO's actor with a critic that reasons before
-it states a value.
+"""GenAC ([arXiv 2604.10701](https://huggingface.co/papers/2604.10701)): PPO with a critic that reasons before
+stating a value.
 
-The critic is a causal language model. Before each segment of a completion it is asked, in words, how likely the
-completion is to end right (`_critic_prompt.py`), and its answer ends with an integer. Answers are rewarded by how near
-they came, and learned from by REINFORCE. Everything else is PPO's (`baselines/actor_critic.py`). No official code
-exists. With vLLM one engine serves both models in turn and is sent the weights of the one that generates; or the
-critic has a server of its own. See docs/genac.md.
+The critic is a causal language model. Before each segment of a completion it is prompted for the chance that the
+completion will be correct (`_critic_prompt.py`), and its answer ends with an integer. REINFORCE trains it towards the
+outcome. Everything else is PPO's (`baselines/actor_critic.py`). No official code exists. With vLLM one engine serves
+both models in turn, or the critic has its own server. See docs/genac.md.
 """
 
 import math
@@ -50,42 +49,41 @@ _SUCCESS_RATE_DECAY = 0.9
 @dataclass
 class GenACConfig(ActorCriticConfig):
     r"""
-    Configuration class for the [`GenACTrainer`]: that of [`ActorCriticConfig`], and settings of a critic that writes
-    its values. Defaults are the paper's where it states them.
+    Configuration of [`GenACTrainer`]: every parameter of [`ActorCriticConfig`], and those of a generative critic.
+    Defaults are the paper's if it states them.
 
     Parameters:
         critic_learning_rate (`float`, *optional*, defaults to `1e-6`):
             Learning rate of the critic.
         critic_prompt (`str`, *optional*, defaults to `"genac"`):
-            Question to the critic: a template file, or `genac`, `genac_unconditioned`, `miniature` or
-            `miniature_unconditioned`. The unconditioned ones leave out who acts, how often it is right and how far it
-            is.
+            Prompt of the critic: a template file, or `genac`, `genac_unconditioned`, `miniature`, or
+            `miniature_unconditioned`. The unconditioned ones omit the policy's name, success rate, and progress.
         critic_max_new_tokens (`int`, *optional*, defaults to `1024`):
-            Tokens of an answer.
+            Maximum number of tokens of an answer.
         critic_vllm_server_base_url (`str`, *optional*):
-            Address of a vLLM server of the critic's own, beside the policy's (`vllm_mode: server`). Its weights go
-            through the port after `vllm_group_port`. Without it the policy's engine serves both in turn.
+            Address of a second vLLM server, for the critic (with `vllm_mode: server`). Its weights use the port after
+            `vllm_group_port`. By default the policy's engine serves both models in turn.
         critic_batch_size (`int`, *optional*):
-            Answers of a forward pass, and of a call of `generate` without vLLM; by default
+            Answers per forward pass, and per call of `generate` without vLLM. Defaults to
             `per_device_train_batch_size`.
         critic_lora_r (`int`, *optional*):
-            Train an adapter of this rank on all linear layers of the critic, instead of the critic in full.
+            Rank of a LoRA adapter on all linear layers of the critic. By default the critic is trained in full.
         segment_probability (`float`, *optional*, defaults to `0.2`):
-            A token whose probability under the policy is below it ends a segment. `None` leaves the rule out.
+            Tokens with a lower probability under the policy end a segment. `None` disables the rule.
         segment_length (`int`, *optional*, defaults to `512`):
-            So does every token whose number in the completion is a multiple of it. `None` leaves the rule out.
+            Every `segment_length`-th token ends a segment. `None` disables the rule.
         max_segments (`int`, *optional*, defaults to `16`):
-            Segments of a completion; more are thinned out evenly. The critic is asked once for each.
+            Maximum number of segments of a completion, evenly spaced. The critic answers once per segment.
         critic_extra_states (`bool`, *optional*, defaults to `True`):
-            Whether the critic also learns from the state before the last token of each completion, and at the
-            beginning from the mean reward of the prompt instead of each completion's own.
+            Whether the critic also learns from the state before the last token of each completion, and in the initial
+            state from the mean reward of the prompt instead of the completion's reward.
         critic_baseline (`str`, *optional*, defaults to `"outcome"`):
-            Baseline of the reward of an answer: `"outcome"`, the mean reward of the other answers of the generation
-            about completions with the same outcome, or `"none"`.
+            Baseline of an answer's reward: `"outcome"`, the mean over the other answers of the generation batch about
+            completions with the same outcome, or `"none"`.
         critic_ratio_cap (`float`, *optional*, defaults to `2.0`):
-            Upper bound of the importance weight between the critic that learns and the one that generated the answer.
+            Upper bound of the importance weight between the current critic and the one that generated the answer.
         critic_pretraining_steps (`int`, *optional*, defaults to `100`):
-            Optimizer steps at the start in which only the critic learns.
+            Optimizer steps at the start that train only the critic.
     """
 
     critic_learning_rate: float = bounded(1e-6, above=0)
@@ -115,46 +113,36 @@ class GenACConfig(ActorCriticConfig):
             errors.append(str(error))
         if given.max_completion_length is None:
             errors.append(
-                "max_completion_length=None is not supported by GenAC: the critic is told the limit, and its context "
-                "must hold the longest response. Set a number."
+                "max_completion_length=None is not supported by GenAC: the critic's context must hold the longest "
+                "response. Set a number."
             )
         own_server = given.critic_vllm_server_base_url
         if own_server is not None and not (given.use_vllm and given.vllm_mode == "server"):
             errors.append(
-                f"critic_vllm_server_base_url={own_server!r} would be ignored without a server of the policy: set "
-                "use_vllm: true and vllm_mode: server, or remove the key."
+                f"critic_vllm_server_base_url={own_server!r} is ignored without a server of the policy. Set use_vllm: "
+                "true and vllm_mode: server, or remove the key."
             )
         elif own_server is not None and own_server.rstrip("/") == server_url(given):
             errors.append(
-                f"critic_vllm_server_base_url={own_server!r} is the policy's server, which would generate with the "
-                "critic's weights. Name another one, or remove the key: one server can serve both in turn."
+                f"critic_vllm_server_base_url={own_server!r} is the policy's server. Set another address, or remove "
+                "the key: one server can serve both in turn."
             )
         return errors
 
 
-class Asked(NamedTuple):
-    """
-    A state of a completion that the critic is asked about.
+class Question(NamedTuple):
+    """A state whose value the critic is prompted for."""
 
-    Attributes:
-        row (`int`): The completion.
-        segment (`int`, *optional*): The segment that begins there; `None` for a state that is only learned from.
-        state ([`State`]): Of the question.
-        outcome (`float`): Target of the value.
-    """
-
-    row: int
-    segment: int | None
+    row: int  # index of the completion
+    segment: int | None  # the segment that begins there; `None` for a state that only trains the critic
     state: State
-    outcome: float
+    outcome: float  # target of the value
 
 
 class GenACTrainer(ActorCriticTrainer):
     """
-    Trainer for Generative Actor-Critic.
-
-    The rollouts are those of [`~trl.GRPOTrainer`], with rewards in [0, 1]. Logs the metrics of [`~trl.GRPOTrainer`]
-    and `genac/*`, see docs/metrics.md. Arguments are those of [`~trl.GRPOTrainer`], `args` a [`GenACConfig`].
+    Trainer for Generative Actor-Critic, with the arguments of [`~trl.GRPOTrainer`] and rewards in [0, 1]. `args` is a
+    [`GenACConfig`]. Logs the metrics of [`~trl.GRPOTrainer`] and `genac/*`.
     """
 
     args: GenACConfig
@@ -204,10 +192,10 @@ class GenACTrainer(ActorCriticTrainer):
         super()._prepare_learning()
         args = self.args
         self._batch_size = args.critic_batch_size or args.per_device_train_batch_size
-        self.timer.parts = {"critic": "values that the critic writes", **PARTS}
+        self.timer.parts = {"critic": "generation of values", **PARTS}
         size = sum(parameter.numel() for parameter in self.model.parameters())
-        in_words = f"{size / 1e9:.1f}B" if size >= 1e8 else f"{size / 1e6:.1f}M"
-        self._actor_name = f"{get_config_model_id(self.model.config).rsplit('/')[-1]}, {in_words} parameters"
+        size_text = f"{size / 1e9:.1f}B" if size >= 1e8 else f"{size / 1e6:.1f}M"
+        self._actor_name = f"{get_config_model_id(self.model.config).rsplit('/')[-1]}, {size_text} parameters"
         self._critic_engine: Engine | None = None
         if args.critic_vllm_server_base_url is not None:
             server = VLLMGeneration(
@@ -228,13 +216,13 @@ class GenACTrainer(ActorCriticTrainer):
         mask = self._value_mask(batch)
         owns = [row.nonzero()[:, 0].tolist() for row in mask.cpu()]  # tokens of the policy, by position
         starts = self._segments(batch, owns)
-        asked = self._states(inputs, batch, owns, starts)
-        answers = self._ask([each.state for each in asked])
-        read = [self._prompt.parse(self._critic_tokenizer.decode(ids)) for _, ids, _ in answers]
-        values = torch.tensor([math.nan if value is None else value for value in read])
+        questions = self._questions(inputs, batch, owns, starts)
+        answers = self._generate_answers([each.state for each in questions])
+        parsed = [self._prompt.parse(self._critic_tokenizer.decode(ids)) for _, ids, _ in answers]
+        values = torch.tensor([math.nan if value is None else value for value in parsed])
 
         of_segments: list[list[float]] = [[] for _ in owns]
-        for each, value in zip(asked, read, strict=True):
+        for each, value in zip(questions, parsed, strict=True):
             if each.segment is not None:
                 of_segments[each.row].append(value or 0.0)
         of_rows = torch.zeros(mask.shape, device=mask.device)
@@ -243,9 +231,9 @@ class GenACTrainer(ActorCriticTrainer):
             if own:
                 of_rows[i, own] = values_of_tokens(of_segments[i], starts[i], len(own)).to(mask.device)
                 lambdas[i, own] = border_lambdas(starts[i], len(own), self.args.gae_lambda).to(mask.device)
-        self._log_answers(asked, values, answers)
+        self._log_answers(questions, values, answers)
         if self.model.training:
-            self._keep_answers(batch, asked, answers, values)
+            self._store_answers(batch, questions, answers, values)
             rate = self._labels.nanmean().item()
             if rate == rate:
                 decay = _SUCCESS_RATE_DECAY if self._success_rate is not None else 0.0
@@ -254,7 +242,7 @@ class GenACTrainer(ActorCriticTrainer):
 
     @torch.no_grad()
     def _segments(self, batch: dict, owns: list[list[int]]) -> list[list[int]]:
-        """Of each completion where its segments begin, counted over the tokens of the policy."""
+        """Return the first token of each segment of each completion, counted over the tokens of the policy."""
         args, length = self.args, batch["completion_ids"].size(1)
         probabilities = torch.ones(batch["completion_ids"].shape)
         if args.segment_probability is not None:
@@ -267,17 +255,17 @@ class GenACTrainer(ActorCriticTrainer):
                         self.model, ids, attention, length, batch_size=args.per_device_train_batch_size
                     )
             probabilities = logps.exp().nan_to_num(1.0).cpu()
-        rule = {"threshold": args.segment_probability, "length": args.segment_length, "most": args.max_segments}
-        return [segment_starts(probabilities[i, own].tolist(), **rule) for i, own in enumerate(owns)]
+        rules = {"threshold": args.segment_probability, "length": args.segment_length, "most": args.max_segments}
+        return [segment_starts(probabilities[i, own].tolist(), **rules) for i, own in enumerate(owns)]
 
-    def _states(self, inputs, batch: dict, owns: list[list[int]], starts: list[list[int]]) -> list[Asked]:
-        """A state per segment, and in training the one before the last token."""
+    def _questions(self, inputs, batch: dict, owns: list[list[int]], starts: list[list[int]]) -> list[Question]:
+        """Return a question per segment, and in training one for the state before the last token."""
         extra = self.model.training and self.args.critic_extra_states
         n = self.num_generations if self.model.training else self.num_generations_eval
         means = self._labels.view(-1, n).nanmean(dim=1).repeat_interleave(n)  # of the prompts, on all processes
         labels, pooled = batch["labels"].tolist(), means[self.accelerator.process_index * len(inputs) :].tolist()
         completions = without_padding(batch["completion_ids"], batch["completion_mask"])
-        asked = []
+        questions = []
         for i, own in enumerate(owns):
             problem = problem_of(inputs[i]["prompt"])
             segments: list[tuple[int | None, int]] = list(enumerate(starts[i]))
@@ -287,41 +275,41 @@ class GenACTrainer(ActorCriticTrainer):
                 prefix = completions[i][: own[start]]
                 text = self._tokenizer.decode(prefix, skip_special_tokens=True)
                 outcome = pooled[i] if extra and start == 0 else labels[i]
-                asked.append(Asked(i, segment, State(problem, text, len(prefix)), outcome))
-        return asked
+                questions.append(Question(i, segment, State(problem, text, len(prefix)), outcome))
+        return questions
 
-    def _ask(self, states: Sequence[State]) -> list[tuple[list[int], list[int], list[float]]]:
-        """Of each state the tokens of question and answer, and the log-probabilities of the latter."""
+    def _generate_answers(self, states: Sequence[State]) -> list[tuple[list[int], list[int], list[float]]]:
+        """Return the token ids of prompt and answer for each state, and the log-probs of the answer."""
         actor = Actor(self._actor_name, self.max_completion_length, self._success_rate)
         texts = [self._prompt.render(state, actor) for state in states]
-        questions = question_ids(self._critic_tokenizer, texts, self.args.chat_template_kwargs)
-        # Processes generate together, so each needs equally many questions; answers to the padding are discarded.
-        counts = gather_object([len(questions)])
+        prompts = question_ids(self._critic_tokenizer, texts, self.args.chat_template_kwargs)
+        # Processes generate together, so each needs equally many prompts; padding samples are discarded.
+        counts = gather_object([len(prompts)])
         if max(counts) == 0:  # no completion has a verdict
             return []
-        padded = questions + [[self._critic_tokenizer.eos_token_id]] * (max(counts) - len(questions))
+        padded = prompts + [[self._critic_tokenizer.eos_token_id]] * (max(counts) - len(prompts))
         first = self._num_answers + sum(counts[: self.accelerator.process_index])
         self._num_answers += sum(counts) * self.model.training
         seeds = [request_seed(f"{self.args.seed}/critic", first + i) for i in range(len(padded))]
         try:
             with self.timer.part("critic"):
-                answers = self._ask_engine(padded) if self.use_vllm else self._ask_model(padded, seeds)
+                answers = self._use_engine(padded) if self.use_vllm else self._use_model(padded, seeds)
         except ServerFailure as failure:
             self._stop_without_server(failure, self._critic_engine)
-        return [(question, *answer) for question, answer in zip(questions, answers, strict=False)]
+        return [(prompt, *answer) for prompt, answer in zip(prompts, answers, strict=False)]
 
-    def _ask_model(self, questions: list[list[int]], seeds: list[int]) -> list[tuple[list[int], list[float]]]:
+    def _use_model(self, prompts: list[list[int]], seeds: list[int]) -> list[tuple[list[int], list[float]]]:
         temperature, most = 1.0 if self.model.training else 0.0, self.args.critic_max_new_tokens
         settings = SamplingSettings(temperature=temperature, top_p=1.0, max_new_tokens=most)
         checkpointing = {"gradient_checkpointing_kwargs": self.args.gradient_checkpointing_kwargs}
-        how = {"tag": self._prompt.tags[1], "batch_size": self._batch_size, "synced": self.is_fsdp_enabled}
+        options = {"tag": self._prompt.tags[1], "batch_size": self._batch_size, "synced": self.is_fsdp_enabled}
         with (
             unwrap_model_for_generation(self.critic, self.accelerator, **checkpointing) as critic,
             self._dist.summon_full_params(self.critic, recurse=False),
         ):
-            return generate_answers(critic, self._critic_tokenizer, questions, seeds, settings, **how)
+            return generate_answers(critic, self._critic_tokenizer, prompts, seeds, settings, **options)
 
-    def _ask_engine(self, questions: list[list[int]]) -> list[tuple[list[int], list[float]]]:
+    def _use_engine(self, prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
         sampling = {
             "temperature": 1.0 if self.model.training else 0.0,
             "top_p": 1.0,
@@ -334,18 +322,18 @@ class GenACTrainer(ActorCriticTrainer):
         }
         engine = self._critic_engine
         if engine is None:
-            engine, self._last_loaded_step = self.vllm_generation, -1  # the policy's weights are sent again
+            engine, self._last_loaded_step = self.vllm_generation, -1  # sends the policy's weights again
         with engine.using_weights_of(self.accelerator.unwrap_model(self.critic), **sampling):
-            _, ids, logps, _ = engine.generate(prompts=questions, images=None, num_generations=1)
+            _, ids, logps, _ = engine.generate(prompts=prompts, images=None, num_generations=1)
         end = self._critic_tokenizer.eos_token_id
         known = [[math.nan if one[0] is None else one[0] for one in row] for row in logps]
         return [(list(own), row) if own else ([end], [math.nan]) for own, row in zip(ids, known, strict=True)]
 
-    def _log_answers(self, asked: list[Asked], values: torch.Tensor, answers) -> None:
-        """Over the answers of all processes."""
-        pairs = zip(asked, values.tolist(), answers, strict=True)
+    def _log_answers(self, questions: list[Question], values: torch.Tensor, answers) -> None:
+        """Log metrics over the answers of all processes."""
+        pairs = zip(questions, values.tolist(), answers, strict=True)
         known = gather_object([(v, e.outcome, e.segment is not None, len(ids)) for e, v, (_, ids, _) in pairs])
-        num_rows = sum(gather_object([len({each.row for each in asked})]))
+        num_rows = sum(gather_object([len({each.row for each in questions})]))
         found, outcomes = (torch.tensor([each[i] for each in known]) for i in range(2))
         self._log_values(
             critic_reward=critic_rewards(found, outcomes).double().mean().item(),
@@ -356,14 +344,14 @@ class GenACTrainer(ActorCriticTrainer):
             success_rate=math.nan if self._success_rate is None else self._success_rate,
         )
 
-    def _keep_answers(self, batch: dict, asked: list[Asked], answers, values: torch.Tensor) -> None:
-        """Store the answers with the rows that they are about, so that they are shuffled and saved with them."""
-        outcomes, device = torch.tensor([each.outcome for each in asked]), self.accelerator.device
+    def _store_answers(self, batch: dict, questions: list[Question], answers, values: torch.Tensor) -> None:
+        """Store the answers with their completions, so that both are shuffled and saved together."""
+        outcomes, device = torch.tensor([each.outcome for each in questions]), self.accelerator.device
         rewards = critic_rewards(values, outcomes).to(device)
         weights = reinforce_weights(rewards, outcomes.to(device), self.args.critic_baseline, self._sum).tolist()
         batch["answers"] = [[] for _ in batch["labels"]]
-        for each, (question, ids, logps), weight in zip(asked, answers, weights, strict=True):
-            batch["answers"][each.row].append({"question": question, "ids": ids, "logps": logps, "weight": weight})
+        for each, (prompt, ids, logps), weight in zip(questions, answers, weights, strict=True):
+            batch["answers"][each.row].append({"prompt": prompt, "ids": ids, "logps": logps, "weight": weight})
         batch["answer_tokens"] = self._sum(torch.tensor(sum(len(ids) for _, ids, _ in answers), device=device))
 
     def _train_critic(self, inputs: dict) -> None:
@@ -371,9 +359,9 @@ class GenACTrainer(ActorCriticTrainer):
         denominator = self._share_of_generation(inputs["answer_tokens"])
         total = torch.zeros((), device=self.accelerator.device)
         with self._critic_scorer.attention():
-            for part, is_last in self._parts(answers):
+            for batch, is_last in self._batches(answers):
                 with self._second_model.accumulating(is_last):
-                    losses = self._answer_losses(part)
+                    losses = self._answer_losses(batch)
                     self.accelerator.backward(losses.sum() / denominator)
                 total += losses.detach().sum() / denominator
         self._critic_loss = self._critic_loss + total
@@ -382,17 +370,17 @@ class GenACTrainer(ActorCriticTrainer):
             self._critic_loss = torch.zeros_like(total)
             self._log_values(critic_loss=loss, critic_grad_norm=self._second_model.step())
 
-    def _parts(self, answers: list[dict]) -> Iterator[tuple[list[dict], bool]]:
-        """Forward passes over answers, equally many on all processes, and whether each is the last."""
+    def _batches(self, answers: list[dict]) -> Iterator[tuple[list[dict], bool]]:
+        """Yield batches of answers, equally many on all processes, and whether each is the last one."""
         size = self._batch_size
         number = max(1, *gather_object([-(-len(answers) // size)]))
-        nothing = {"question": [0], "ids": [0], "logps": [0.0], "weight": 0.0}
+        padding = {"prompt": [0], "ids": [0], "logps": [0.0], "weight": 0.0}
         for i in range(number):
-            yield answers[i * size : (i + 1) * size] or [nothing], i == number - 1
+            yield answers[i * size : (i + 1) * size] or [padding], i == number - 1
 
     def _answer_losses(self, answers: list[dict]) -> torch.Tensor:
-        """Of the tokens of some answers, one after the other."""
-        scores = self._critic_scorer.score(self.critic, *([a[name] for a in answers] for name in ("question", "ids")))
+        """Return the losses of the tokens of some answers, concatenated."""
+        scores = self._critic_scorer.score(self.critic, *([a[name] for a in answers] for name in ("prompt", "ids")))
         logps = torch.cat(scores.logps)
         old_logps = torch.tensor([x for answer in answers for x in answer["logps"]], device=logps.device)
         weights = torch.tensor([a["weight"] for a in answers for _ in a["ids"]], device=logps.device)
@@ -400,6 +388,6 @@ class GenACTrainer(ActorCriticTrainer):
 
     def _reset_run(self) -> None:
         super()._reset_run()
-        self._success_rate: float | None = None  # smoothed; the critic is told it
-        self._num_answers = 0  # so far, of all processes; without vLLM their seeds
+        self._success_rate: float | None = None  # smoothed; part of the critic's prompt
+        self._num_answers = 0  # of all processes; seeds without vLLM
         self._critic_loss = torch.zeros((), device=self.accelerator.device)

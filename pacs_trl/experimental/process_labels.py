@@ -1,18 +1,15 @@
 """Process labels: PACS on prefixes of completions.
 
-Extension point: labels of a completion. A reward function returns (position, label) pairs for each completion, the
-last of which is its outcome. The score of a position is the proxy of the prefix that ends there, compared with aligned
-prefixes of the other completions of the prompt. With one position for every completion everything is that of
-`objective.py`, which the update then calls itself.
+Extension point: labels of a completion. A reward function returns (position, label) pairs for each completion; the
+last pair is the outcome. The score of a position is the proxy of the prefix that ends there, compared with aligned
+prefixes of the other completions of the prompt. If every completion has one position, the update is that of PACS.
 
-**Alignment** is by progress, steps with steps and outcomes with outcomes: position `k < K_i` of a completion with
-`K_i` positions is compared with position `ceil(k (K_j - 1) / (K_i - 1))` of each other completion that has steps; `k =
-K_i` with `K_j`. A position that finds none has no score. **Weights**: the classes of the aligned set of a position,
-itself and those it is compared with, have equal weight in it. The positions of a completion with a score share the
-weight 1. See docs/weights_and_labels.md.
+**Alignment** is by progress: of a completion with `K_i` positions, position `k < K_i` is compared with position
+`ceil(k (K_j - 1) / (K_i - 1))` of each other completion that has more than one; `k = K_i`, the outcome, with `K_j`.
+Positions without a counterpart have no score. **Weights**: the classes of a position and its counterparts have equal
+weight; the scored positions of a completion share the weight 1. See docs/weights_and_labels.md.
 
-Letters for shapes: `M` positions of all completions one after another, `B` completions, `G` those of the largest
-group.
+Shapes: `M` positions of all completions in sequence, `B` completions, `G` completions of the largest group.
 """
 
 import math
@@ -39,26 +36,24 @@ from ..update.step_sizes import Step
 
 
 def aligned_positions(own: int, other: int) -> np.ndarray:
-    """Return the positions, counted from 1, of a completion with `other` of them that those of one with `own` are
-    compared with, `(own,)`; 0 is none."""
-    steps = -(-np.arange(1, own) * (other - 1) // max(own - 1, 1))
-    return np.append(steps, other)
+    """Return, for each of `own` positions of a completion, the aligned one of a completion with `other` positions,
+    `(own,)`, counted from 1; 0 if there is none."""
+    return np.append(-(-np.arange(1, own) * (other - 1) // max(own - 1, 1)), other)
 
 
 class Prefixes:
     """
-    The positions of all completions, and what each is compared with.
+    Positions of all completions, and their counterparts.
 
     Args:
-        groups ([`Groups`]): The completions by their outcomes.
-        labels (sequence of `B` sequences of `float`): Of the positions of each completion in [0, 1], at least the
-            outcome.
+        groups ([`Groups`]): Groups and outcomes of the completions.
+        labels (sequence of `B` sequences of `float`): Labels in [0, 1] of each completion, the last one the outcome.
 
     Attributes:
-        row, labels (`(M,)`): The completion of each position, and its label; NaN for one that is not scorable.
+        row, labels (`(M,)`): Completion and label of each position; NaN for completions that are not scorable.
         outcomes (`(B,)`), starts (list of `B` `int`): The last and the first position of each completion.
-        compared (`(M, G - 1)`): Positions that each is compared with; -1 is none.
-        scored (bool, `(M,)`): Whether there are any.
+        compared (`(M, G - 1)`): Counterparts of each position; -1 is none.
+        scored (bool, `(M,)`): Whether a position has counterparts.
     """
 
     def __init__(self, groups: Groups, labels: Sequence[Sequence[float]]):
@@ -74,42 +69,39 @@ class Prefixes:
             rows = [i for i in members if groups.scorable[i]]
             for i in rows:
                 for column, j in enumerate(j for j in rows if j != i):
-                    places = aligned_positions(numbers[i], numbers[j])
-                    found = np.where(places > 0, starts[j] + places - 1, -1)
-                    compared[starts[i] : starts[i] + numbers[i], column] = found
+                    aligned = aligned_positions(numbers[i], numbers[j])
+                    aligned = np.where(aligned > 0, starts[j] + aligned - 1, -1)
+                    compared[starts[i] : starts[i] + numbers[i], column] = aligned
         self.compared = torch.from_numpy(compared)
+        self.num_compared = (self.compared >= 0).sum(dim=1).clamp(min=1)
+        self.num_scorable = max(int(groups.scorable.sum()), 1)
         self.scored = (self.compared >= 0).any(dim=1)
 
     def weights(self, class_weighting: ClassWeighting) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return weights and targets of the positions, both `(M,)`: those of the classes in the aligned set of each,
-        the weights times its share of the completion; 0 for a position without a score."""
+        """Return weights and targets, `(M,)`: class weights of a position among its counterparts, divided by the
+        scored positions of its completion; 0 without a score."""
         others = self.labels[self.compared].masked_fill(self.compared < 0, math.nan)
         aligned = torch.cat([self.labels[:, None], others], dim=1)  # (M, G)
-        kinds = {"num_generations": aligned.shape[1], "class_weighting": class_weighting}
-        weights, targets = (values.view(aligned.shape)[:, 0] for values in class_weights(aligned.flatten(), **kinds))
+        of_all = class_weights(aligned.flatten(), num_generations=aligned.shape[1], class_weighting=class_weighting)
+        weights, targets = (values.view(aligned.shape)[:, 0] for values in of_all)
         shares = torch.zeros(len(self.outcomes)).index_add(0, self.row, self.scored.float())
         return weights / shares.clamp(min=1)[self.row], targets
 
     def scores(self, proxies: torch.Tensor) -> torch.Tensor:
-        """Return `psi` from prefix proxies, both `(M,)`: 0 where there is none or all proxies are equal."""
+        """Return `psi` from prefix proxies, both `(M,)`; 0 without counterparts or if all proxies are equal."""
         differences = (proxies[:, None] - proxies[self.compared]).masked_fill(self.compared < 0, 0.0)
-        return differences.sum(dim=1) / self._number.to(proxies)
-
-    @property
-    def _number(self) -> torch.Tensor:
-        """Of positions that each is compared with, at least 1."""
-        return (self.compared >= 0).sum(dim=1).clamp(min=1)
+        return differences.sum(dim=1) / self.num_compared.to(proxies)
 
     def total(self, residuals: torch.Tensor) -> torch.Tensor:
-        """Return from derivatives `e` with respect to scores those with respect to prefix proxies, `(M,)`:
-        `e_m - sum_u e_u / n_u` over the positions `u` that are compared with `m`, each with `n_u`. Exactly 0 where all
-        these are equal and their shares sum to 1; rows whose coefficients are 0 are left out."""
-        shares = (self.compared >= 0).double() / self._number[:, None]
+        """Return derivatives with respect to prefix proxies, `(M,)`, from those with respect to scores, `e`:
+        `e_m - sum_u e_u / n_u` over the positions `u` that have `m` among their `n_u` counterparts. Exactly 0 if all
+        of these are equal and their shares sum to 1, so that the update skips such completions."""
+        shares = (self.compared >= 0).double() / self.num_compared[:, None]
         used = torch.zeros(len(residuals), dtype=torch.float64)
         used.index_add_(0, self.compared.clamp(min=0).flatten(), shares.flatten())
         differences = (residuals[self.compared] - residuals[:, None]) * shares.to(residuals)
         left = 1 - used
-        left[left.abs() < 1e-9] = 0  # sevenths do not sum to 1
+        left[left.abs() < 1e-9] = 0  # seven times 1/7 is not 1
         found = residuals * left.to(residuals)
         return found.index_add_(0, self.compared.clamp(min=0).flatten(), differences.flatten())
 
@@ -124,8 +116,8 @@ def prefix_proxies(
     pacs_beta: float = 1.0,
     proxy: Proxy = "log_ratio",
 ) -> torch.Tensor:
-    """Return [`objective.sequence_proxies`] of the prefixes of `rows` that end with the tokens `ends`, both `(M,)`;
-    one float64 sum along each row, so that labels of every token take no more memory."""
+    """Return [`objective.sequence_proxies`] of the prefixes of `rows` that end with tokens `ends`, both `(M,)`, from
+    one float64 cumulative sum per completion."""
     terms = (logps if proxy == "mean_logp" else logps.float() - ref_logps.float()).masked_fill(~mask, 0.0)
     found = F.pad(terms.double().cumsum(dim=1), (1, 0))[rows, ends + 1]
     if proxy == "mean_logp":
@@ -133,48 +125,44 @@ def prefix_proxies(
     return (pacs_beta * found).float()
 
 
-def dense_loss(
+def prefix_loss(
     proxies: torch.Tensor, prefixes: Prefixes, *, class_weighting: ClassWeighting = "balanced"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Return `1 / N * sum_ik w_ik BCE(sigmoid(psi_ik), y_ik)` over the positions with a score, `N` the completions whose
-    outcome has one, and the scores `psi`, `(M,)`, 0 where there is none. Differentiable in `proxies`.
+    Return the loss `1 / N * sum_ik w_ik BCE(sigmoid(psi_ik), y_ik)` over scored positions, `N` the number of scorable
+    completions, and the scores `psi`, `(M,)`, 0 without counterparts. Differentiable in `proxies`.
 
     Args:
-        proxies (`torch.Tensor` of shape `(M,)`): Of each prefix, summed up to its position.
-        prefixes ([`Prefixes`]): The positions.
+        proxies (`torch.Tensor` of shape `(M,)`): Of each prefix.
+        prefixes ([`Prefixes`]): Positions, labels, and counterparts.
         class_weighting (`str`): See [`objective.class_weights`].
     """
     scores = prefixes.scores(proxies)
     weights, targets = prefixes.weights(class_weighting)
     entropies = F.binary_cross_entropy_with_logits(scores, targets.to(scores), reduction="none")
-    return (weights.to(scores) * entropies).sum() / _num_rows(prefixes), scores
+    return (weights.to(scores) * entropies).sum() / prefixes.num_scorable, scores
 
 
 @torch.no_grad()
-def dense_coefficients(
+def prefix_coefficients(
     proxies: torch.Tensor, prefixes: Prefixes, *, class_weighting: ClassWeighting = "balanced"
 ) -> torch.Tensor:
-    """Return the derivative of [`dense_loss`] with respect to the proxy of each prefix, `(M,)`, its use in the scores
-    of others included: with `e = w (sigmoid(psi) - y) / N` that is [`Prefixes.total`]. Arguments as there."""
+    """Return the derivative of [`prefix_loss`] with respect to the proxy of each prefix, `(M,)`: [`Prefixes.total`] of
+    `w (sigmoid(psi) - y) / N`. Same arguments."""
     scores = prefixes.scores(proxies)
     weights, targets = prefixes.weights(class_weighting)
-    return prefixes.total(weights.to(scores) * (torch.sigmoid(scores) - targets.to(scores)) / _num_rows(prefixes))
-
-
-def _num_rows(prefixes: Prefixes) -> int:
-    return max(int(prefixes.groups.scorable.sum()), 1)
+    return prefixes.total(weights.to(scores) * (torch.sigmoid(scores) - targets.to(scores)) / prefixes.num_scorable)
 
 
 def token_coefficients(
     coefficients: torch.Tensor, positions: Sequence[int] | np.ndarray, num_tokens: int
 ) -> torch.Tensor:
     """
-    Return the coefficient of each token of a completion, `(C,)`: the sum of those of the prefixes that it is in.
+    Return the coefficient of each token of a completion, `(C,)`: the sum over the prefixes that contain it.
 
     Args:
         coefficients (`torch.Tensor` of shape `(K,)`): Of its prefixes.
-        positions (sequence of `K` `int`): Where they end, inclusive, in order; -1 is the prefix without a token.
+        positions (sequence of `K` `int`): Increasing, inclusive ends of the prefixes; -1 for the empty prefix.
         num_tokens (`int`): `C`.
     """
     ends = torch.as_tensor(positions, dtype=torch.long, device=coefficients.device)
@@ -184,10 +172,10 @@ def token_coefficients(
 
 def checked_labels(name: str, i: int, given: Any, num_tokens: int) -> tuple[list[int], list[float]]:
     """
-    Return positions and labels that the reward function `name` has returned for completion `i`.
+    Return the positions and labels that reward function `name` returned for completion `i`.
 
     Raises:
-        `ValueError`: if they are no (position, label) pairs, or positions or labels are out of range.
+        `ValueError`: if they are not (position, label) pairs, or out of range.
     """
     try:
         positions, labels = [operator.index(p) for p, _ in given], [float(y) for _, y in given]
@@ -197,8 +185,8 @@ def checked_labels(name: str, i: int, given: Any, num_tokens: int) -> tuple[list
     if not positions or not rising or not all(0 <= label <= 1 for label in labels):
         raise ValueError(
             f"The reward function {name!r} returned {given!r:.100} for completion {i} of {num_tokens} tokens. Return "
-            "(position, label) pairs for every completion, or a number for every one: rising inclusive indices into "
-            "completion_ids, labels in [0, 1], the last pair the outcome; None without a verdict."
+            "None or (position, label) pairs, the last one the outcome: increasing indices of completion_ids, labels "
+            "in [0, 1]."
         )
     return positions, labels
 
@@ -207,8 +195,8 @@ def checked_labels(name: str, i: int, given: Any, num_tokens: int) -> tuple[list
 def prefix_metrics(
     proxies: torch.Tensor, scores: torch.Tensor, prefixes: Prefixes, *, class_weighting: ClassWeighting = "balanced"
 ) -> dict[str, float]:
-    """Return metrics of the labels before the outcomes, of one optimizer step over all processes, NaN where one has no
-    value in this step; arguments as of [`dense_loss`]. Those of [`critic_metrics`] are of outcomes."""
+    """Return metrics of the labels before the outcomes, over one optimizer step on all processes; NaN for a metric
+    without a value. Arguments as of [`prefix_loss`]."""
     known = ~prefixes.labels.isnan()
     step = known.clone()
     step[prefixes.outcomes] = False
@@ -222,27 +210,27 @@ def prefix_metrics(
 
     num_rows = int(known[prefixes.outcomes].sum())
     return {
-        "dense/steps": int(step.sum()) / num_rows if num_rows else math.nan,
-        "dense/label_mean": mean(prefixes.labels, step),
-        "dense/scored_fraction": mean(prefixes.scored, step),
-        "dense/mixed_fraction": mean(mixed, step & prefixes.scored),
-        "dense/critic_accuracy": mean((scores > 0) == (targets > 0.5), mixed & has_opinion),
+        "process/labels": int(step.sum()) / num_rows if num_rows else math.nan,
+        "process/label_mean": mean(prefixes.labels, step),
+        "process/scored_fraction": mean(prefixes.scored, step),
+        "process/mixed_fraction": mean(mixed, step & prefixes.scored),
+        "process/critic_accuracy": mean((scores > 0) == (targets > 0.5), mixed & has_opinion),
     }
 
 
 def ends_of(row: Rollout) -> np.ndarray:
-    """Return where the prefixes end that have a label."""
+    """Return the ends of the labeled prefixes."""
     return row.extra["positions"] if "positions" in row.extra else np.array([len(row.completion_ids) - 1])
 
 
 def labels_of(row: Rollout) -> list[float]:
-    """Return the labels of these prefixes, the last one the outcome."""
-    return [*(row.extra["step_labels"].tolist() if "positions" in row.extra else []), row.label]
+    """Return the labels of these prefixes; the last one is the outcome."""
+    return [*(row.extra["process_labels"].tolist() if "positions" in row.extra else []), row.label]
 
 
 @dataclass
 class PrefixRollouts(StepRollouts):
-    """[`StepRollouts`] whose proxies and coefficients are those of all prefixes."""
+    """[`StepRollouts`] with proxies and coefficients of all prefixes."""
 
     prefixes: Prefixes | None = None
 
@@ -256,7 +244,7 @@ class PrefixRollouts(StepRollouts):
 
 
 class PrefixUpdate(PolicyUpdate):
-    """[`PolicyUpdate`] of prefixes, where a completion of the step has more than one label."""
+    """[`PolicyUpdate`] on prefixes, for steps in which a completion has more than one label."""
 
     def schedule(self, rollouts: list[Rollout]) -> StepRollouts:
         step = super().schedule(rollouts)
@@ -274,8 +262,9 @@ class PrefixUpdate(PolicyUpdate):
         rows = torch.arange(len(ends)).repeat_interleave(torch.tensor(list(map(len, ends)))).to(logps.device)
         last = torch.cat(ends).to(logps.device)
         if len(rows) > len(logps):
-            kinds: dict = {"pacs_beta": self.objective.pacs_beta, "proxy": self.objective.proxy}
-            return prefix_proxies(logps.detach(), batch.ref_logps, batch.loss_mask, rows, last, **kinds)
+            beta, proxy = self.objective.pacs_beta, self.objective.proxy
+            inputs = logps.detach(), batch.ref_logps, batch.loss_mask, rows, last
+            return prefix_proxies(*inputs, pacs_beta=beta, proxy=proxy)
         mask = batch.loss_mask & (torch.arange(logps.shape[1], device=logps.device) <= last[:, None])
         return super().proxies(logps, replace(batch, loss_mask=mask))
 
@@ -286,7 +275,7 @@ class PrefixUpdate(PolicyUpdate):
         num_tokens = torch.tensor([int(row.loss_mask[:end].sum()) for row, end in ended])
         places = torch.tensor(step.places(rows))
         of_step = torch.zeros(step.num_places).index_copy(0, places, proxies)
-        found = dense_coefficients(of_step, step.prefixes, class_weighting=self.objective.class_weighting)[places]
+        found = prefix_coefficients(of_step, step.prefixes, class_weighting=self.objective.class_weighting)[places]
         return self.objective.slopes(num_tokens) * found * torch.tensor([row.weight for row, _ in ended])
 
     def token_coefficients(self, batch: MicroBatch, coefficients: torch.Tensor) -> torch.Tensor:
@@ -303,7 +292,7 @@ class PrefixUpdate(PolicyUpdate):
         if not isinstance(step, PrefixRollouts):
             return super().summarize(step, proxies)
         kinds: dict = {"class_weighting": self.objective.class_weighting}
-        loss, scores = dense_loss(proxies, step.prefixes, **kinds)
+        loss, scores = prefix_loss(proxies, step.prefixes, **kinds)
         metrics = prefix_metrics(proxies, scores, step.prefixes, **kinds)
         outcomes = step.prefixes.outcomes
         return loss.item(), metrics | critic_metrics(proxies[outcomes], scores[outcomes], step.groups, **kinds)
@@ -311,23 +300,21 @@ class PrefixUpdate(PolicyUpdate):
 
 @dataclass
 class ProcessLabelsConfig(PACSConfig):
-    """Configuration class for the [`ProcessLabelsTrainer`]: every parameter of [`PACSConfig`]."""
+    """Configuration of [`ProcessLabelsTrainer`]: the parameters of [`PACSConfig`]."""
 
     @classmethod
     def errors(cls, given: Any, step: Step | None) -> list[str]:
         errors = super().errors(given, step)
         if given.score_estimator != "rloo":
-            errors.append(
-                f"score_estimator={given.score_estimator!r} is not supported with process labels. Use 'rloo'."
-            )
+            errors.append(f"score_estimator={given.score_estimator!r} is not supported by process_labels. Use 'rloo'.")
         if given.actor_term_coef:
-            errors.append("actor_term_coef is not supported with process labels. Remove the key.")
+            errors.append("actor_term_coef is not supported by process_labels. Remove the key.")
         return errors
 
 
 class ProcessLabelsTrainer(PACSTrainer):
-    """[`PACSTrainer`] one of whose reward functions may return (position, label) pairs for each completion: positions
-    as inclusive indices into `completion_ids`, the last one the outcome."""
+    """[`PACSTrainer`] with one reward function that may return (position, label) pairs for each completion: positions
+    are inclusive indices into `completion_ids`, and the last label is the outcome."""
 
     _name = "process_labels"
     _config_class = ProcessLabelsConfig
@@ -337,14 +324,14 @@ class ProcessLabelsTrainer(PACSTrainer):
         return super()._wrap_reward(index, with_result(function, partial(self._outcomes, index, name)), name)
 
     def _outcomes(self, index: int, name: str, rewards: Any, given: dict) -> Any:
-        """Store the process labels that a reward function has returned, and return its outcomes."""
+        """Store the process labels that a reward function returned, and return its outcomes."""
         if not isinstance(rewards, list) or not any(isinstance(reward, list | tuple) for reward in rewards):
             return rewards
         weight = self.reward_weights[index].item()
         if self._extra_of_rows is not None:
             raise ValueError(
-                f"{name!r} is the second reward function that returned (position, label) pairs, and their positions "
-                "need not be the same. Return all labels by one function, and numbers by the others."
+                f"{name!r} is the second reward function that returned (position, label) pairs. Return all pairs from "
+                "one function, and numbers from the others."
             )
         pairs = [
             None if reward is None else checked_labels(name, i, reward, len(ids))
@@ -352,13 +339,10 @@ class ProcessLabelsTrainer(PACSTrainer):
         ]
         if any(not -1e-6 <= weight * y <= 1 + 1e-6 for each in pairs if each for y in each[1][:-1]):
             raise ValueError(
-                f"reward_weights has {weight:g} for {name!r}, and takes its labels out of [0, 1]. Set a weight in "
-                "[0, 1]."
+                f"reward_weights={weight:g} moves labels of {name!r} out of [0, 1]. Set a weight in [0, 1]."
             )
-        self._extra_of_rows = [{} if each is None else _extra(*each, weight) for each in pairs]
+        self._extra_of_rows = [{} for _ in pairs]
+        for extra, (positions, labels) in ((e, p) for e, p in zip(self._extra_of_rows, pairs, strict=True) if p):
+            extra["positions"] = np.array(positions, dtype=np.int32)
+            extra["process_labels"] = np.clip(np.array(labels[:-1], dtype=np.float32) * weight, 0, 1)
         return [None if each is None else each[1][-1] for each in pairs]
-
-
-def _extra(positions: list[int], labels: list[float], weight: float) -> dict[str, np.ndarray]:
-    of_steps = np.clip(np.array(labels[:-1], dtype=np.float32) * weight, 0, 1)
-    return {"positions": np.array(positions, dtype=np.int32), "step_labels": of_steps}

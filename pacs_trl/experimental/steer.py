@@ -1,5 +1,5 @@
-"""STEER ([arXiv 2510.10150](https://huggingface.co/papers/2510.10150)): tokens whose update changes the entropy most
-count less.
+"""STEER ([arXiv 2510.10150](https://huggingface.co/papers/2510.10150)): smaller weights for tokens whose update
+changes the entropy most.
 
 Extension point: weights per token. See docs/weights_and_labels.md.
 """
@@ -20,30 +20,29 @@ from ..update.token_weights import TokenValues, TokenWeights
 
 Mapping = Literal["exponential", "linear"]
 
-# As in the authors' code: bounds of probabilities, and the least value of the largest change that the exponential
-# mapping divides by.
-_LEAST_PROBABILITY = 1e-8
-_LEAST_LARGEST_CHANGE = 0.02
+# As in the authors' code: bounds of probabilities, and the smallest value that the exponential mapping divides by.
+_MIN_PROBABILITY = 1e-8
+_MIN_LARGEST_CHANGE = 0.02
 
 
-def entropy_slopes(
+def entropy_sensitivities(
     logps: torch.Tensor, old_logps: torch.Tensor, entropies: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
     """
-    Return `p (1 - p) (log p + H) / p_old`, STEER's estimate of the fall of a token's entropy per unit of its
-    advantage: the effect of the sampled token's logit, without the fall of the other logits.
+    Return `p (1 - p) (log p + H) / p_old`, STEER's estimate of the entropy decrease per unit of a token's advantage:
+    the effect of the sampled token's logit, without the decrease of the other logits.
 
     Args:
-        logps, old_logps (`torch.Tensor` of shape `(B, T)`): Under the policy now, and when it generated.
-        entropies (`torch.Tensor` of shape `(B, T)`): `H`, of the policy that generated, in nats.
-        mask (`torch.Tensor` of shape `(B, T)`): 1 (True) for tokens that count.
+        logps, old_logps (`torch.Tensor` of shape `(B, T)`): Under the current and the generating policy.
+        entropies (`torch.Tensor` of shape `(B, T)`): `H` of the generating policy, in nats.
+        mask (`torch.Tensor` of shape `(B, T)`): 1 (True) for tokens in the loss.
 
     Returns:
-        `torch.Tensor` of shape `(B, T)`: 0 outside the mask, and where it is not finite.
+        `torch.Tensor` of shape `(B, T)`: 0 outside the mask, and for values that are not finite.
     """
-    p, old_p = (x.exp().clamp(_LEAST_PROBABILITY, 1 - _LEAST_PROBABILITY) for x in (logps, old_logps))
-    slopes = p * (1 - p) * (p.log() + entropies) / old_p
-    return torch.where(mask.bool() & slopes.isfinite(), slopes, 0.0)
+    p, old_p = (x.exp().clamp(_MIN_PROBABILITY, 1 - _MIN_PROBABILITY) for x in (logps, old_logps))
+    found = p * (1 - p) * (p.log() + entropies) / old_p
+    return torch.where(mask.bool() & found.isfinite(), found, 0.0)
 
 
 def steer_weights(
@@ -59,40 +58,38 @@ def steer_weights(
     extremes: tuple[float, float] | None = None,
 ) -> torch.Tensor:
     """
-    Return weights that are the smaller the more an update of the token changes its entropy.
+    Return weights that decrease with the entropy change `o = |A * sensitivity|` of a token.
 
-    With the change `o = |A * slope|` of [`entropy_slopes`]: `"exponential"` is `max(weight_min, exp(-k o))` with `k =
-    -log(weight_min) / max(largest o, 0.02)`; `"linear"` falls from `weight_max` at the smallest `o` to `weight_min` at
-    the largest, and is their mean where all are equal.
+    `"exponential"` is `max(weight_min, exp(-k o))` with `k = -log(weight_min) / max(largest o, 0.02)`; `"linear"`
+    decreases from `weight_max` at the smallest `o` to `weight_min` at the largest, and is their mean if all are equal.
 
     Args:
-        logps, old_logps, entropies, mask: See [`entropy_slopes`].
+        logps, old_logps, entropies, mask: See [`entropy_sensitivities`].
         advantages (`torch.Tensor` of shape `(B,)` or `(B, T)`): `A`.
         mapping (`str`), weight_min (`float`), weight_max (`float`): As above; `"exponential"` ignores `weight_max`.
-        extremes (pair of `float`, *optional*): Smallest and largest `o`. By default those of the given tokens.
+        extremes (pair of `float`, *optional*): Smallest and largest `o`, by default of the given tokens.
 
     Returns:
-        `torch.Tensor` of shape `(B, T)` without gradient. Tokens outside the mask have no meaning.
+        `torch.Tensor` of shape `(B, T)` without gradient, undefined outside the mask.
     """
     advantages = advantages if advantages.dim() == 2 else advantages[:, None]
-    slopes = entropy_slopes(logps.detach(), old_logps, entropies.detach(), mask)
-    changes = (advantages * slopes).abs()
+    changes = (advantages * entropy_sensitivities(logps.detach(), old_logps, entropies.detach(), mask)).abs()
     changes = torch.where(changes.isfinite(), changes, 0.0)
     if extremes is None:
         counted = changes[mask.bool()]
         extremes = (counted.min().item(), counted.max().item()) if len(counted) else (0.0, 0.0)
-    least, largest = extremes
+    smallest, largest = extremes
     if mapping == "exponential":
-        rate = -math.log(weight_min) / max(largest, _LEAST_LARGEST_CHANGE)
+        rate = -math.log(weight_min) / max(largest, _MIN_LARGEST_CHANGE)
         return torch.exp(-rate * changes).clamp(weight_min, 1.0)
-    if largest <= least:
+    if largest <= smallest:
         return torch.full_like(changes, (weight_min + weight_max) / 2)
-    return weight_max - (changes - least) * (weight_max - weight_min) / (largest - least)
+    return weight_max - (changes - smallest) * (weight_max - weight_min) / (largest - smallest)
 
 
 class SteerWeights(TokenWeights):
     """
-    STEER's [`TokenWeights`]: `A_i = -N c_i`, with the extremes of the whole step on all processes.
+    [`TokenWeights`] of STEER: `A_i = -N c_i`, and the extremes are those of the optimizer step on all processes.
 
     Args:
         mapping (`str`), weight_min (`float`), weight_max (`float`): See [`steer_weights`].
@@ -104,9 +101,9 @@ class SteerWeights(TokenWeights):
         self.kinds: dict[str, Any] = {"mapping": mapping, "weight_min": weight_min, "weight_max": weight_max}
 
     def row_values(self, tokens: TokenValues) -> list[torch.Tensor]:
-        """Return the smallest and the largest absolute slope of the entropy at the counted tokens of each row."""
-        slopes = entropy_slopes(tokens.logps, tokens.old_logps, tokens.old_entropies, tokens.mask).abs()
-        return [slopes.masked_fill(~tokens.mask, math.inf).amin(dim=1), slopes.amax(dim=1)]
+        """Return the smallest and the largest absolute sensitivity of each completion."""
+        found = entropy_sensitivities(tokens.logps, tokens.old_logps, tokens.old_entropies, tokens.mask).abs()
+        return [found.masked_fill(~tokens.mask, math.inf).amin(dim=1), found.amax(dim=1)]
 
     def begin(self, coefficients, row_values, counted, num_rows) -> None:
         changes = (num_rows * coefficients * row_values).abs()[:, counted]
@@ -119,7 +116,7 @@ class SteerWeights(TokenWeights):
         compared = tokens.logps, tokens.old_logps, tokens.old_entropies
         advantages = -self.num_rows * tokens.coefficients
         weights = steer_weights(*compared, advantages, tokens.mask, **self.kinds, extremes=self.extremes)
-        predicted = -weights * advantages * entropy_slopes(*compared, tokens.mask)
+        predicted = -weights * advantages * entropy_sensitivities(*compared, tokens.mask)
         values = torch.stack([torch.ones_like(weights), weights, predicted, tokens.entropies - tokens.old_entropies])
         counted = tokens.mask & (tokens.coefficients != 0)
         self._sums.append(values[:, counted].double().sum(dim=1))
@@ -128,7 +125,7 @@ class SteerWeights(TokenWeights):
         return weights
 
     def metrics(self, accelerator: Accelerator, *, on_policy: bool) -> dict[str, float]:
-        """Return metrics over the tokens with a gradient on all processes; NaN if there was none."""
+        """Return metrics over the tokens with a gradient on all processes, NaN without any."""
         sums = accelerator.reduce(torch.stack(self._sums).sum(dim=0).float(), reduction="sum").tolist()
         bounds = accelerator.gather(torch.stack(self._bounds).amin(dim=0)[None]).amin(dim=0).tolist()
         num_tokens = sums[0] or math.nan
@@ -144,15 +141,15 @@ class SteerWeights(TokenWeights):
 @dataclass
 class STEERConfig(PACSConfig):
     """
-    Configuration class for the [`STEERTrainer`]: every parameter of [`PACSConfig`], and:
+    Configuration of [`STEERTrainer`]: every parameter of [`PACSConfig`], and:
 
     Parameters:
         token_weight_mapping (`str`, *optional*, defaults to `"exponential"`):
             `"exponential"` (weights from `token_weight_min` to 1) or `"linear"`.
         token_weight_min (`float`, *optional*, defaults to `0.8`):
-            The smallest weight.
+            Smallest weight.
         token_weight_max (`float`, *optional*, defaults to `1.2`):
-            With `token_weight_mapping="linear"`: the largest weight.
+            Largest weight of `token_weight_mapping="linear"`.
     """
 
     token_weight_mapping: Mapping = "exponential"
@@ -164,14 +161,14 @@ class STEERConfig(PACSConfig):
         least, most, errors = given.token_weight_min, given.token_weight_max, super().errors(given, step)
         exponential = given.token_weight_mapping == "exponential"
         if exponential and most != 1.2:
-            errors.append(f"token_weight_max={most} would be ignored by the exponential mapping. Remove the key.")
+            errors.append(f"token_weight_max={most} is ignored by the exponential mapping. Remove the key.")
         if least >= (1 if exponential else most):
             errors.append(f"token_weight_min={least} must be below the largest weight. The authors use 0.8.")
         return errors
 
 
 class STEERTrainer(PACSTrainer):
-    """[`PACSTrainer`] with [`SteerWeights`]; the first update on a rollout takes one more forward pass."""
+    """[`PACSTrainer`] with [`SteerWeights`]; the first update on a rollout needs one more forward pass."""
 
     _name = "STEER"
     _config_class = STEERConfig

@@ -15,7 +15,7 @@ PATIENCE = 10  # optimizer steps
 TRUNCATED = "completions/clipped_ratio"
 # Share of uniform groups: of the optimizer step (PACS), or of its generations.
 UNIFORM = ("pacs/uniform_group_fraction", "frac_reward_zero_std")
-DENSE = "dense/mixed_fraction"  # with process labels uniform groups have a gradient, too
+DENSE = "process/mixed_fraction"  # with process labels uniform groups have a gradient, too
 
 
 class StepStart(TrainerCallback):

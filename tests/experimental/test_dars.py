@@ -10,7 +10,7 @@ import torch
 from replay import config
 
 from pacs_trl.experimental.dars import DARSConfig, additional_completions, within_budget
-from pacs_trl.experimental.guidance import in_turns
+from pacs_trl.experimental.guidance import round_robin
 from pacs_trl.objective import proxy_coefficients
 
 
@@ -65,10 +65,10 @@ def test_budget_goes_to_the_hardest_first():
     assert within_budget([], [], 5) == []
 
 
-def test_shares_in_turns():
-    assert in_turns([4, 4, 4], 5) == [2, 2, 1]
-    assert in_turns([1, 4, 2], 100) == [1, 4, 2]
-    assert in_turns([], 3) == [] and in_turns([2, 2], 0) == [0, 0]
+def test_shares_round_robin():
+    assert round_robin([4, 4, 4], 5) == [2, 2, 1]
+    assert round_robin([1, 4, 2], 100) == [1, 4, 2]
+    assert round_robin([], 3) == [] and round_robin([2, 2], 0) == [0, 0]
 
 
 @lru_cache

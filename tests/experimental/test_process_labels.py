@@ -16,8 +16,8 @@ from pacs_trl.experimental.process_labels import (
     ProcessLabelsTrainer,
     aligned_positions,
     checked_labels,
-    dense_coefficients,
-    dense_loss,
+    prefix_coefficients,
+    prefix_loss,
     token_coefficients,
 )
 from pacs_trl.objective import loss_from_proxies, proxy_coefficients
@@ -49,13 +49,13 @@ def test_on_paper():
     # The step finds no other, so it has no score; outcomes: 3 - 2 and 2 - 3, one of each class: weights 1, mean of
     # softplus(-1) twice
     prefixes = prefixes_of(LABELS, [0, 0])
-    loss, scores = dense_loss(PROXIES, prefixes)
+    loss, scores = prefix_loss(PROXIES, prefixes)
     assert scores.tolist() == [0.0, 1.0, -1.0] and loss.item() == pytest.approx(math.log1p(math.exp(-1)))
     # e = (sigmoid(1) - 1) / 2 = -0.1345 and its opposite; each minus that of the other
-    assert dense_coefficients(PROXIES, prefixes).tolist() == pytest.approx([0.0, -0.26894, 0.26894], abs=1e-5)
+    assert prefix_coefficients(PROXIES, prefixes).tolist() == pytest.approx([0.0, -0.26894, 0.26894], abs=1e-5)
     # with a step in both: half of the weight of a row for each position; step scores 1 - 0.5 and back, both labels 1:
     # weights 1
-    loss, scores = dense_loss(double([1.0, 3.0, 0.5, 2.0]), prefixes_of([[1.0, 1.0], [1.0, 0.0]], [0, 0]))
+    loss, scores = prefix_loss(double([1.0, 3.0, 0.5, 2.0]), prefixes_of([[1.0, 1.0], [1.0, 0.0]], [0, 0]))
     assert scores.tolist() == [0.5, 1.0, -0.5, -1.0]
     softplus = [math.log1p(math.exp(x)) for x in (-0.5, -1.0, 0.5, -1.0)]
     assert loss.item() == pytest.approx(sum(softplus) / 4)
@@ -76,9 +76,9 @@ def random_case(seed, with_steps=True):
 def test_coefficients_are_the_total_derivative(seed, class_weighting):
     proxies, labels, groups = random_case(seed)
     prefixes, leaf = prefixes_of(labels, groups), proxies.clone().requires_grad_()
-    loss, _ = dense_loss(leaf, prefixes, class_weighting=class_weighting)
+    loss, _ = prefix_loss(leaf, prefixes, class_weighting=class_weighting)
     (expected,) = torch.autograd.grad(loss, leaf)
-    found = dense_coefficients(proxies, prefixes, class_weighting=class_weighting)
+    found = prefix_coefficients(proxies, prefixes, class_weighting=class_weighting)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
     assert found.abs().max() > 1e-3
     assert (found[(prefixes.row == 3) | (prefixes.row == 11)] == 0).all()  # without a verdict, alone in its group
@@ -89,10 +89,10 @@ def test_one_position_is_plain_pacs():
     them."""
     proxies, labels, _ = random_case(0, with_steps=False)
     groups, outcomes = [i // 4 for i in range(12)], double([y for (y,) in labels])
-    loss, scores = dense_loss(proxies, prefixes_of(labels, groups))
+    loss, scores = prefix_loss(proxies, prefixes_of(labels, groups))
     expected = loss_from_proxies(proxies, outcomes, num_generations=4)
     torch.testing.assert_close((loss, scores), expected, rtol=1e-12, atol=1e-12)
-    found = dense_coefficients(proxies, prefixes_of(labels, groups))
+    found = prefix_coefficients(proxies, prefixes_of(labels, groups))
     torch.testing.assert_close(found, proxy_coefficients(proxies, outcomes, num_generations=4), rtol=1e-9, atol=1e-12)
 
 
@@ -101,7 +101,7 @@ def test_equal_labels_and_proxies_have_no_gradient(size):
     """Exactly none, so that their rows are left out, where all completions have as many steps."""
     prefixes = prefixes_of([[0.0, 1.0, 1.0]] * size, [0] * size)
     proxies = torch.full((3 * size,), 0.1)
-    assert (dense_coefficients(proxies, prefixes) == 0).all() and (prefixes.scores(proxies) == 0).all()
+    assert (prefix_coefficients(proxies, prefixes) == 0).all() and (prefixes.scores(proxies) == 0).all()
 
 
 def test_tokens_get_the_prefixes_that_contain_them():
@@ -130,7 +130,7 @@ def test_expected_gradient_of_an_enumerated_policy():
     total = torch.zeros(3, dtype=torch.float64)
     for pair in itertools.product(completions, repeat=2):
         prefixes = prefixes_of([(step[c[0]], outcome[c]) for c in pair], [0, 0])
-        c = dense_coefficients(torch.zeros(4, dtype=torch.float64), prefixes, class_weighting="none")
+        c = prefix_coefficients(torch.zeros(4, dtype=torch.float64), prefixes, class_weighting="none")
         chance = torch.stack([logps(each).sum() for each in pair]).sum().exp().item()
         surrogate = sum(
             (token_coefficients(c[2 * i : 2 * i + 2], [0, 1], 2) * logps(each)).sum() for i, each in enumerate(pair)
@@ -190,10 +190,10 @@ def test_labels_of_steps_beside_numbers(tmp_path):
     for row in labeled:
         last = len(row.completion_ids) - 1
         assert row.extra["positions"].tolist() == ([0, last] if last else [0]) and row.label in (np.float32(0.2), 1.0)
-        assert row.extra["step_labels"].tolist() == [pytest.approx(0.6)][:last]
-    assert trainer.state.log_history[0]["dense/label_mean"] == pytest.approx(0.6)
+        assert row.extra["process_labels"].tolist() == [pytest.approx(0.6)][:last]
+    assert trainer.state.log_history[0]["process/label_mean"] == pytest.approx(0.6)
     assert {row.label for row in learned if not row.extra} == {np.float32(0.2)}
-    assert trainer.evaluate()["eval_dense/label_mean"] == pytest.approx(0.6)
+    assert trainer.evaluate()["eval_process/label_mean"] == pytest.approx(0.6)
 
 
 WRONG_RESULTS = {

@@ -19,7 +19,7 @@ from replay import (
 )
 from seeds import shifted
 
-from pacs_trl.experimental.steer import STEERConfig, STEERTrainer, SteerWeights, entropy_slopes, steer_weights
+from pacs_trl.experimental.steer import STEERConfig, STEERTrainer, SteerWeights, entropy_sensitivities, steer_weights
 from pacs_trl.update.token_weights import TokenValues
 
 
@@ -53,7 +53,7 @@ ON_PAPER = (
 
 
 def test_on_paper():
-    slopes = entropy_slopes(*ON_PAPER[:3], ON_PAPER[4])
+    slopes = entropy_sensitivities(*ON_PAPER[:3], ON_PAPER[4])
     torch.testing.assert_close(slopes, torch.tensor([[0.0, LN2 / 2, 0.375, 0.0]], dtype=torch.float64))
     # changes 0, ln 2 and 3/4: exponential .8^0, .8^(ln 2 / .75), .8^1; linear 1.2 - .4 * change / .75
     weights = steer_weights(*ON_PAPER)[0, :3]
@@ -84,7 +84,7 @@ def test_the_estimate_is_not_the_first_order_change():
         f = logps.exp() * (logps + entropies[:, None])
         torch.testing.assert_close(change, (logps.exp() * f).sum(-1) - f.gather(1, sampled)[:, 0])
         of_token = logps.gather(1, sampled)
-        estimate = -entropy_slopes(of_token, torch.zeros_like(of_token), entropies[:, None], of_token < 0)[:, 0]
+        estimate = -entropy_sensitivities(of_token, torch.zeros_like(of_token), entropies[:, None], of_token < 0)[:, 0]
         shares.append((estimate.sign() != change.sign()).double().mean().item())
     assert [round(share, 1) for share in shares] == [0.1, 0.2], shares
 
@@ -97,7 +97,7 @@ def test_properties():
     entropies, advantages = 2 * torch.rand(6, 5, generator=generator), torch.randn(6, generator=generator)
     mask = torch.rand(6, 5, generator=generator) > 0.3
     values = logps, old_logps, entropies, advantages, mask
-    changes = (advantages[:, None] * entropy_slopes(logps, old_logps, entropies, mask)).abs()[mask]
+    changes = (advantages[:, None] * entropy_sensitivities(logps, old_logps, entropies, mask)).abs()[mask]
     extremes = changes.min().item(), changes.max().item()
     for mapping in ("exponential", "linear"):
         whole = steer_weights(*values, mapping=mapping)

@@ -134,7 +134,7 @@ def test_token_weights_and_labels_of_steps(tmp_path, checkpoint, colocated):
     judged = trainer_on(checkpoint, tmp_path / "steps", updates, reward=functions, trainer_class=ProcessLabelsTrainer)
     judged.train()
     logs = [entry for entry in judged.state.log_history if "loss" in entry]
-    assert all(0 < entry["dense/label_mean"] < 1 for entry in logs)
+    assert all(0 < entry["process/label_mean"] < 1 for entry in logs)
     assert [entry["pacs/proxy_abs_mean"] > 0 for entry in logs] == [False, True] * 2
 
 

@@ -220,7 +220,7 @@ def test_labels_of_steps_in_later_draws(tmp_path, model_path):
                 assert ends_of(row).tolist() == ([length // 2 - 1, length - 1] if length > 1 else [0])
                 if length > 1:
                     ids = row.completion_ids[: length // 2].tolist()
-                    assert row.extra["step_labels"] == pytest.approx([share(ids)])
+                    assert row.extra["process_labels"] == pytest.approx([share(ids)])
             later += len(rows) - len(first[group]) + sum("guided" in row.extra for row in rows)
     assert later > 0 and sum(history(straight, "guidance/solved")) > 0
     resumed = built(tmp_path / "resumed", model_path, settings, reward=pairs_of_reward, trainer_class=WatchedAll)
@@ -317,9 +317,9 @@ def test_guided_answers_are_learnt_under_the_plain_prompt(tmp_path, model_path, 
     assert history(trainer, "guidance/logp")[0] == pytest.approx(np.mean(logps), rel=1e-4)
     table = pd.concat([pd.read_parquet(file) for file in sorted((tmp_path / "completions").glob("*.parquet"))])
     table = table[table["step"] % 2 == 1]  # the second step of a generation writes it again
-    marked = table[table["draw"] == "guidance"]
+    marked = table[table["source"] == "guidance"]
     assert len(marked) == len(asked) and all("Hint" in str(prompt) for prompt in marked["prompt"])
-    assert set(table["draw"]) == {"first", "guidance"}
+    assert set(table["source"]) == {"first", "guidance"}
 
 
 def test_the_weight_of_guided_answers(tmp_path, model_path):

@@ -1,8 +1,7 @@
-"""Generate more completions for some prompts of a generation: shared by DARS and guidance.
+"""Additional completions for some prompts of a generation batch, shared by DARS and guidance.
 
-A generation starts as without these methods: `num_generations` completions of each prompt, on the process that has it.
-Then the methods change it. They see the completions of all processes and decide the same on each; further completions
-are generated in equal shares, whichever process the prompts came from.
+A generation batch starts with `num_generations` completions of each prompt, on the process that has the prompt. All
+processes then see all completions and make the same decisions; additional completions are generated in equal shares.
 """
 
 from collections import defaultdict, deque
@@ -15,49 +14,49 @@ from ..pacs_trainer import PACSTrainer
 from ..update.rows import Rollout
 
 
-# A label above this is a correct completion.
+# A completion with a label above this is correct.
 CORRECT = 0.5
 
-# Of later completions these are logged under a name of their own; the means of the first ones stay as they are.
+# Metrics of additional completions that get a name of their own; TRL's are those of the first completions.
 _OWN_METRICS = {"reward": "reward", "completions/mean_length": "mean_length"}
-# Failures of grading include all completions.
+# Metrics of all completions.
 _SHARED_METRICS = ("verification/", "num_tokens")
 
 
-class Redraw:
+class Generation:
     """
-    A generation on all processes, which can be extended.
+    The completions of all processes for one generation batch, which can be extended.
 
     Args:
-        trainer ([`RedrawingTrainer`]): Generates.
-        generation_batch (sequence of `dict`): This process's rows of the dataset.
+        trainer ([`ExtendingTrainer`]): Generates.
+        generation_batch (sequence of `dict`): This process's dataset rows.
         rollouts (list of [`Rollout`]): The first completions, in the order of `generation_batch`.
 
     Attributes:
-        groups (`dict[int, list[Rollout]]`): Completions of each prompt, the same on every process.
+        groups (`dict[int, list[Rollout]]`): Completions of each prompt, equal on every process.
         inputs (`dict[int, dict]`): The dataset row of each prompt.
     """
 
     def __init__(self, trainer, generation_batch: Sequence[dict[str, Any]], rollouts: list[Rollout]):
         self.trainer = trainer
         self.num_processes, self.process = trainer.accelerator.num_processes, trainer.accelerator.process_index
-        own = {row.group: row_of_data for row, row_of_data in zip(rollouts, generation_batch, strict=False)}
+        own = {rollout.group: example for rollout, example in zip(rollouts, generation_batch, strict=False)}
         self.inputs: dict[int, dict] = dict(gather_object(list(own.items())))
         self.groups: dict[int, list[Rollout]] = {group: [] for group in sorted(self.inputs)}
-        for row in gather_object(rollouts):
-            self.groups[row.group].append(row)
+        for rollout in gather_object(rollouts):
+            self.groups[rollout.group].append(rollout)
 
     @property
     def rollouts(self) -> list[Rollout]:
-        return [row for rows in self.groups.values() for row in rows]
+        return [rollout for group in self.groups.values() for rollout in group]
 
-    def draw(self, slots: Sequence[tuple[int, dict]], what: str) -> list[Rollout]:
+    def generate(self, slots: Sequence[tuple[int, dict]], source: str) -> list[Rollout]:
         """
-        Generate one completion for each slot, the same number on every process.
+        Generate one completion per slot.
 
         Args:
-            slots (sequence of pairs): A group, and the dataset row of the prompt; the same on every process.
-            what (`str`): Prefix of metrics, and name in completions tables.
+            slots (sequence of pairs): A group, and the dataset row of the prompt; equal on every process.
+            source (`str`): Prefix of metrics, and the value of `source` in completion tables.
 
         Returns:
             `list[Rollout]`: completions of all processes, in the order of the slots.
@@ -70,43 +69,43 @@ class Redraw:
         groups, inputs = zip(*padded[self.process :: self.num_processes], strict=True)
         metrics = self.trainer._metrics["train"]
         before = {name: len(values) for name, values in metrics.items()}
-        self.trainer.draw_name = what
-        drawn = gather_object(self.trainer.draw(inputs, 1, groups))
-        self.trainer.draw_name = "first"
+        self.trainer.source = source
+        generated = gather_object(self.trainer.draw(inputs, 1, groups))
+        self.trainer.source = "first"
         for name in [name for name in metrics if not name.startswith(_SHARED_METRICS)]:
             values, known = metrics.pop(name), before.get(name, 0)
             if name in _OWN_METRICS:
-                metrics[f"{what}/{_OWN_METRICS[name]}"] += values[known:]
+                metrics[f"{source}/{_OWN_METRICS[name]}"] += values[known:]
             if known:
                 metrics[name] = values[:known]
-        return [drawn[i % self.num_processes * share + i // self.num_processes] for i in range(len(slots))]
+        return [generated[i % self.num_processes * share + i // self.num_processes] for i in range(len(slots))]
 
     def log(self, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
             self.trainer._metrics["train"][name].append(float(value))
 
 
-def known_labels(rows: Sequence[Rollout]) -> list[float]:
+def known_labels(rollouts: Sequence[Rollout]) -> list[float]:
     """Return the labels of the completions that have one."""
-    return [row.label for row in rows if row.label == row.label]
+    return [rollout.label for rollout in rollouts if rollout.label == rollout.label]
 
 
-class RedrawingTrainer(PACSTrainer):
-    """[`PACSTrainer`] whose generations are changed by `redraw` before the updates."""
+class ExtendingTrainer(PACSTrainer):
+    """[`PACSTrainer`] whose generation batches are changed by `extend` before the updates."""
 
-    draw_name = "first"  # of the completions in tables
+    source = "first"  # of the completions in tables
 
-    def redraw(self, again: Redraw, num_steps: int) -> None:
-        """Change a generation, which `num_steps` optimizer steps share; a method calls `super().redraw` first."""
+    def extend(self, generation: Generation, num_steps: int) -> None:
+        """Change a generation batch, which `num_steps` optimizer steps share. Overrides call it first."""
 
     def complete_generation(self, generation_batch, rollouts: list[Rollout], num_steps: int) -> list[Rollout]:
-        again = Redraw(self, generation_batch, rollouts)
-        self.redraw(again, num_steps)
-        return again.rollouts
+        generation = Generation(self, generation_batch, rollouts)
+        self.extend(generation, num_steps)
+        return generation.rollouts
 
     def _prepare_drawing(self) -> None:
         super()._prepare_drawing()
-        for name, kept in self._logs.items():  # TRL bounds tables by a generation of the first completions
+        for name, kept in self._logs.items():  # TRL bounds tables by the number of first completions
             self._logs[name] = deque() if isinstance(kept, deque) else defaultdict(deque)
 
     def _draw_generation(self, generation_batch) -> list[Rollout]:
@@ -115,5 +114,5 @@ class RedrawingTrainer(PACSTrainer):
         return super()._draw_generation(generation_batch)
 
     def _generate_and_score_completions(self, inputs):
-        self._log_completion_extra("draw", [self.draw_name] * len(inputs))
+        self._log_completion_extra("source", [self.source] * len(inputs))
         return super()._generate_and_score_completions(inputs)
