@@ -1,12 +1,11 @@
-"""When beta matters.
+"""Scores under several betas and references.
 
 `python -m experiments.beta_and_reference`, minutes on one core.
 
-Against the policy at rollout time the implicit rewards are 0 on the first update and small on the others, the sigmoid
-is nearly linear, and beta only scales the gradient, which Adam takes back. Against a snapshot that is kept, implicit
-rewards grow with every update; then beta decides when scores saturate and learning stops. The script trains the
-miniature PACS recipe with both references and several betas from one warm start, and draws reward, spread of the
-scores and saturation. With `--reset_steps` a third reference is added: the snapshot, renewed every so many updates.
+With the rollout reference implicit rewards are 0 at the first update and small at the others, the sigmoid is nearly
+linear, and beta only scales the gradient, which Adam normalizes. With a kept snapshot implicit rewards grow with every
+update, and beta decides when scores saturate. The script trains the miniature PACS recipe with both references and a
+snapshot that is reset every `--reset_steps` updates, from one warm start, and plots the standard deviation of psi.
 """
 
 import argparse
@@ -21,12 +20,7 @@ from experiments.studies import run_name, running_mean, trained, write_json
 
 
 BETAS = (0.1, 1.0, 10.0)
-PANELS = {
-    "reward": "reward",
-    "pacs/score_std": "standard deviation of scores",
-    "pacs/saturated_score_fraction": "share of saturated scores",
-    "entropy": "entropy (nats per token)",
-}
+METRICS = ("reward", "pacs/score_std", "pacs/saturated_score_fraction", "entropy")
 
 
 def references(reset_steps: int | None) -> dict[str, list[str]]:
@@ -40,38 +34,26 @@ def references(reset_steps: int | None) -> dict[str, list[str]]:
 
 def train_one(arguments: Sequence[str], output_dir: Path) -> list[dict]:
     history = trained(arguments, output_dir)
-    return [{key: log[key] for key in ("step", *PANELS) if key in log} for log in history if "entropy" in log]
+    return [{key: log[key] for key in ("step", *METRICS) if key in log} for log in history if "entropy" in log]
 
 
 def draw(histories: dict[str, dict[str, list[dict]]], path: Path) -> None:
-    """One column per reference, one line per beta: thin what was logged, thick a running mean of the last ten
-    updates."""
-    from matplotlib.figure import Figure
-
-    from pacs_trl.report.plots import COLORS, DASHES, PAGE_WIDTH, PANEL_HEIGHT, STYLE
+    """Plot the standard deviation of psi in a panel for each reference: a running mean over ten updates."""
+    from pacs_trl.report.plots import PANEL_HEIGHT, STYLE, legend_below, line_look, panels_of
 
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(PAGE_WIDTH, 0.8 * PANEL_HEIGHT * len(PANELS) + 0.35), layout="constrained")
-        grid = figure.subplots(len(PANELS), len(histories), sharex=True, sharey="row", squeeze=False)
-        for column, (reference, by_beta) in enumerate(histories.items()):
-            for row, (key, label) in enumerate(PANELS.items()):
-                axes = grid[row, column]
-                for i, (beta, logs) in enumerate(by_beta.items()):
-                    shown = [log for log in logs if log.get(key) is not None]
-                    steps, values = [log["step"] for log in shown], [log[key] for log in shown]
-                    axes.plot(steps, values, color=COLORS[i], linewidth=0.4, alpha=0.4)
-                    look = {"color": COLORS[i], "linestyle": DASHES[i]}
-                    axes.plot(steps, running_mean(values, 10), label=f"beta {beta}", **look)
-                if column == 0:
-                    axes.set_ylabel(label)
-                if key == "pacs/score_std":
-                    axes.set_yscale("symlog", linthresh=0.01)
-            grid[0, column].set_title(reference)
-            grid[-1, column].set_xlabel("optimizer step")
-        figure.align_ylabels()
-        note = {"title": "thin lines: logged; thick: running mean of the last ten updates", "title_fontsize": 7}
-        handles = grid[0, 0].get_legend_handles_labels()
-        figure.legend(*handles, loc="outside lower center", ncols=len(BETAS), **note)
+        figure, panels = panels_of(len(histories))
+        figure.set_figheight(PANEL_HEIGHT + 0.5)
+        for axes, (reference, by_beta) in zip(panels, histories.items(), strict=True):
+            for i, (beta, logs) in enumerate(by_beta.items()):
+                shown = [log for log in logs if log.get("pacs/score_std") is not None]
+                values = running_mean([log["pacs/score_std"] for log in shown], 10)
+                look = line_look(i) | {"marker": ""}
+                axes.plot([log["step"] for log in shown], values, label=f"beta {beta}", **look)
+            axes.set(title=reference, xlabel="optimizer step", yscale="symlog", ylim=(0, 10))
+            axes.set_yscale("symlog", linthresh=0.01)
+        panels[0].set_ylabel("standard deviation of psi")
+        legend_below(figure, panels, "")
         save(figure, path)
 
 
@@ -93,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             logs = train_one([*settings, *common], args.work_dir / name)
             histories.setdefault(reference, {})[f"{beta:g}"] = logs
             last = logs[-max(1, len(logs) // 10) :]
-            means = {key: mean([log[key] for log in last if log.get(key) is not None]) for key in PANELS}
+            means = {key: mean([log[key] for log in last if log.get(key) is not None]) for key in METRICS}
             print(f"{reference}, beta {beta:g}: " + ", ".join(f"{k} {v:.3f}" for k, v in means.items()), flush=True)
     draw(histories, args.output_dir / "beta_and_reference.png")
     write_json(args.output_dir / "beta_and_reference.json", histories)

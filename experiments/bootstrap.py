@@ -1,6 +1,6 @@
 """Percentile bootstrap intervals over problems, for values that are not shares, such as distances.
 
-Their coverage falls short with few problems, see docs/evaluation.md: for pass@k there are `pass_interval` and
+Their coverage falls short with few problems, see docs/statistics.md: for pass@k there are `pass_interval` and
 `paired_interval` of `pacs_trl.evaluation`.
 """
 

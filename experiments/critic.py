@@ -1,10 +1,8 @@
-"""The implicit critic, measured: what sigma(psi) of a trained policy says about completions whose grade is known.
+"""Calibration of the implicit critic: sigmoid(psi) of a trained policy against the labels of graded completions.
 
-PACS trains the score psi, a difference of log-probability ratios between policy and reference, to predict the
-verifier. This computes psi for the stored completions of an evaluation and puts the grade beside it: one line per
-completion for `pacs-trl report --reliability`. The completions are best those of the reference, as in training;
-held-out problems show whether the critic has learned more than its training problems. Completions are tokenized again
-from their text, with the end-of-sequence token if they had one.
+Computes psi for the stored completions of an evaluation, writes one JSON line with psi and label per completion, and
+draws the reliability diagram. Use completions of the reference, as in training, on held-out problems. Completions are
+tokenized again from their text, with the end token if they had one.
 """
 
 import json
@@ -15,6 +13,7 @@ from pathlib import Path
 import torch
 
 from experiments.graded import read_graded
+from experiments.reliability import reliability_figure
 from pacs_trl.data import build_prompt, instruction_for
 from pacs_trl.errors import exit_code
 from pacs_trl.evaluation.benchmarks import load_benchmark, name_and_path
@@ -41,14 +40,14 @@ def critic_records(
     batch_size: int = 64,
 ) -> list[dict]:
     """
-    Score and label of every stored completion of one benchmark.
+    Return psi and label of every stored completion of one benchmark.
 
     Args:
         evaluation (`Path`): Output directory of `pacs-trl evaluate`.
-        policy, reference (`str`): Checkpoints whose log-probabilities are compared.
+        policy, reference (`str`): Checkpoints whose log-probs are compared.
         benchmark (`str`): As given to `pacs-trl evaluate`.
         pacs_beta (`float`), score_estimator (`str`): As in training.
-        batch_size (`int`): Rows per forward pass.
+        batch_size (`int`): Completions per forward pass.
 
     Returns:
         `list[dict]`: `problem`, `sample`, `score` (psi) and `label` (0, 1, or `None` where there is no verdict).
@@ -98,19 +97,22 @@ def critic_records(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line: an evaluation and two checkpoints in, one JSON line per completion out."""
+    """Write psi and label of each completion, and the reliability diagram beside them."""
     parser = Parser("critic", __doc__.split("\n")[0], prog="python -m experiments.critic")
-    parser.add_argument("evaluation", type=Path, help="output directory of `pacs-trl evaluate`, best of the reference")
+    parser.add_argument("evaluation", type=Path, help="output directory of `pacs-trl evaluate`")
     parser.add_argument("--benchmark", required=True, help="as given to `pacs-trl evaluate`")
     parser.add_argument("--policy", required=True, help="trained checkpoint")
     parser.add_argument("--reference", required=True, help="checkpoint that training started from")
     parser.add_argument("--pacs_beta", type=float, default=1.0, help="as in training (default: 1)")
-    parser.add_argument("--output", type=Path, required=True, help="file for `pacs-trl report --reliability`")
+    parser.add_argument("--output", type=Path, required=True, help="JSON lines; the figure has the same name")
     args = parser.parse_args(argv)
     records = critic_records(args.evaluation, args.policy, args.reference, args.benchmark, pacs_beta=args.pacs_beta)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    print(f"{len(records)} completions; written to {args.output}")
+    graded = [record for record in records if record["label"] is not None]
+    psi, labels = ([record[key] for record in graded] for key in ("score", "label"))
+    figure, _ = reliability_figure(psi, labels, args.output.with_suffix(""))
+    print(f"{len(records)} completions: {args.output}, {figure}")
     return 0
 
 

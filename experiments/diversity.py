@@ -1,11 +1,10 @@
-"""Diversity of the correct responses of one or two models (appendix E of the paper), and the view of figure 5b.
+"""Diversity of the correct completions of one or two models (appendix E of the paper), and figure 5b.
 
     python -m experiments.diversity DIR_A DIR_B --benchmark aime_2024 --output diversity.json
 
-Writes one JSON file that `pacs-trl report --diversity` draws from. The diversity of a problem is one minus the mean
-cosine similarity over all pairs of its correct responses; that of a model is the mean over problems. The paper does
-not say how a problem with fewer than two correct responses counts: here it is left out, and two models are compared on
-the problems that remain for both.
+Writes a JSON file and a scatter plot. The diversity of a problem is one minus the mean cosine similarity over all
+pairs of its correct completions; that of a model is the mean over problems. The paper does not say how problems with
+fewer than two correct completions count: here they are excluded, for both models.
 """
 
 import argparse
@@ -14,7 +13,7 @@ import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -149,22 +148,44 @@ def compare(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line: one or two result directories in, one JSON file for the report out."""
+    """Write the diversity of one or two evaluations, and the scatter plot beside it."""
     parser = Parser("diversity", __doc__.split("\n")[0], prog="python -m experiments.diversity")
     parser.add_argument("results", nargs="+", type=Path, help="one or two output directories of `pacs-trl evaluate`")
     parser.add_argument("--benchmark", required=True, help="one that every directory has")
     parser.add_argument("--embedder", default=DEFAULT_EMBEDDER, help="Hub id, directory, or 'hashing'")
     parser.add_argument("--max_responses", type=int, default=None, help="correct responses per problem")
     parser.add_argument("--problem", default=None, help="problem of the scatter (default: all problems together)")
-    parser.add_argument("--output", type=Path, required=True, help="file for `pacs-trl report --diversity`")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file; the figure has the same name")
     args = parser.parse_args(argv)
     report = _diversity_file(args)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     for model in report["models"]:
         print(f"{model['method']}: {model['mean']:.4f} [{model['lower']:.4f}, {model['upper']:.4f}]")
-    print(f"over {report['num_problems']} problems with two correct responses each; written to {args.output}")
+    print(f"over {report['num_problems']} problems with two correct completions each")
+    print(f"{args.output}, {diversity_figure(report, args.output.with_suffix(''))[0]}")
     return 0
+
+
+def diversity_figure(report: Mapping[str, Any], path: Path) -> list[Path]:
+    """Plot correct completions of one or two models in the plane of their first two principal components."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    from pacs_trl.report import plots
+
+    with matplotlib.rc_context(plots.STYLE):
+        figure = Figure(figsize=(plots.COLUMN_WIDTH, plots.COLUMN_WIDTH * 0.9), layout="constrained")
+        axes = figure.subplots()
+        look_of = plots.looks(model["method"] for model in report["models"])
+        for model in report["models"]:
+            style = look_of[model["method"]] | {"linestyle": "", "alpha": 0.6, "markeredgewidth": 0}
+            axes.plot(*zip(*model["points"]), label=f"{model['method']}: diversity {model['mean']:.4f}", **style)
+        shares = report["explained"]
+        axes.set(xlabel=f"first component ({100 * shares[0]:.0f} % of variance)")
+        axes.set(ylabel=f"second component ({100 * shares[1]:.0f} %)")
+        figure.legend(loc="outside upper center")  # one line each: names can be long
+        return plots.save_figure(figure, path)
 
 
 def _diversity_file(args: argparse.Namespace) -> dict:

@@ -18,11 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from experiments.figures import save
 from experiments.studies import write_json
 from pacs_trl.data.tasks import problems
 from pacs_trl.evaluation.requests import SamplingSettings
@@ -175,34 +173,6 @@ def run(num_prompts: int, ages: Sequence[int], learning_rate: float, seed: int) 
     return rows
 
 
-def draw(rows: Sequence[dict], path: Path) -> None:
-    """Noise, share of the longest gradients and direction against the age of the reference."""
-    from matplotlib.figure import Figure
-
-    from pacs_trl.report.plots import COLORS, DASHES, MARKERS, PAGE_WIDTH, PANEL_HEIGHT, STYLE
-
-    panels = {
-        "noise_share": "noise in the mean gradient",
-        "largest_share": "length in the longest 1 %",
-        "cosine_to_rloo": "cosine to rloo",
-    }
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(PAGE_WIDTH, PANEL_HEIGHT + 0.35), layout="constrained")
-        for axes, (key, title) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
-            for i, variant in enumerate(VARIANTS):
-                shown = [row for row in rows if row["variant"] == variant]
-                look = {"color": COLORS[i], "linestyle": DASHES[i], "marker": MARKERS[i]}
-                axes.plot([row["age"] for row in shown], [row[key] for row in shown], label=variant, **look)
-            axes.set_title(title)
-            axes.set_xlabel("age of the reference (updates)")
-            axes.set_xscale("symlog", linthresh=1)
-            axes.set_xticks(sorted({row["age"] for row in rows}), [str(a) for a in sorted({r["age"] for r in rows})])
-            axes.minorticks_off()
-            axes.set_ylim(0, 1.05 * max(1.0, *(row[key] for row in rows)))
-        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
-        save(figure, path)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -213,7 +183,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output_dir", type=Path, default=Path("docs/results/analysis"))
     args = parser.parse_args(argv)
     rows = run(args.num_prompts, args.ages, args.learning_rate, args.seed)
-    draw(rows, args.output_dir / "gradient_variance.png")
     write_json(args.output_dir / "gradient_variance.json", rows)
 
 

@@ -24,11 +24,11 @@ import torch
 from experiments.critic import critic_records
 from experiments.graded import read_graded
 from experiments.paper.runs import start_of
+from experiments.reliability import reliability_bins
 from experiments.reuse import RESULTS, TASKS, Arm
 from experiments.studies import markdown, mean_difference
 from pacs_trl.objective import group_scores
 from pacs_trl.recipe import read_recipe
-from pacs_trl.report.plots import reliability_bins
 from pacs_trl.verification import last_boxed
 
 

@@ -1,15 +1,11 @@
-"""The cells of `reuse.py` that decide, drawn.
+"""Figure of the main runs of `reuse.py`: reward over rollouts and over CPU seconds.
 
-`python -m experiments.reuse_figures`, seconds, trains nothing.
-
-Left: held-out pass@1 against K, a dot for each seed, a line through the means. Middle and right: reward against
-rollouts, and against processor seconds; means over seeds, running over `WINDOW` rollouts. PACS has beta 10 where K is
-above 1; with K = 1 beta changes nothing.
+`python -m experiments.reuse_figures`, seconds, trains nothing. Means over seeds, running over `WINDOW` rollouts; PACS
+has beta 10 with K > 1 (with K = 1 beta has no effect).
 """
 
 import argparse
 from pathlib import Path
-from statistics import mean
 
 import matplotlib
 import numpy as np
@@ -18,7 +14,7 @@ from matplotlib.figure import Figure
 from experiments.figures import save
 from experiments.paper.records import Records, Run
 from experiments.reuse import LARGE, RESULTS, Arm
-from experiments.reuse_tables import curve, solved
+from experiments.reuse_tables import curve
 from pacs_trl.report.plots import METHODS, PAGE_WIDTH, PANEL_HEIGHT, STYLE
 
 
@@ -35,26 +31,17 @@ def arm_of(method: str, updates: int) -> Arm:
 def draw(found: dict[tuple[str, int], list[Run]], path: Path) -> None:
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(PAGE_WIDTH, 1.15 * PANEL_HEIGHT), layout="constrained")
-        left, middle, right = figure.subplots(1, 3)
-        means: dict[str, dict[int, float]] = {}
+        left, right = figure.subplots(1, 2, sharey=True)
         for (method, k), runs in found.items():
-            color, solved_by_seed = METHODS[method][0], [mean(solved(run, 1)) for run in runs]
-            left.plot([k] * len(runs), solved_by_seed, "o", color=color, alpha=0.4)
-            means.setdefault(method, {})[k] = mean(solved_by_seed)
             kernel = np.ones(WINDOW) / WINDOW
             rewards = np.mean([np.convolve(curve(run, "reward"), kernel, "valid") for run in runs], axis=0)
             seconds = np.mean([np.add(curve(run, "drawing"), curve(run, "learning")) for run in runs], axis=0)
-            look = {"color": color, "linestyle": DASHES[k], "label": f"{method}, K = {k}"}
-            middle.plot(np.arange(WINDOW, len(seconds) + 1), rewards, **look)
+            look = {"color": METHODS[method][0], "linestyle": DASHES[k], "label": f"{method}, K = {k}"}
+            left.plot(np.arange(WINDOW, len(seconds) + 1), rewards, **look)
             right.plot(seconds[WINDOW - 1 :], rewards, **look)
-        for method, by_updates in means.items():
-            left.plot(list(by_updates), list(by_updates.values()), color=METHODS[method][0])
-        left.set_xscale("log", base=2)
-        left.set_xticks(list(DASHES), [str(k) for k in DASHES])
-        left.set(title="held out", xlabel="K", ylabel="pass@1 (%)", ylim=(0, None))
-        middle.set(title="reward", xlabel="rollouts", ylim=(0, None))
-        right.set(title="reward", xlabel="processor seconds", ylim=(0, None))
-        figure.legend(*middle.get_legend_handles_labels(), loc="outside lower center", ncols=6)
+        left.set(xlabel="rollouts", ylabel="reward", ylim=(0, None))
+        right.set(xlabel="CPU seconds")
+        figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=6)
         save(figure, path)
 
 

@@ -83,10 +83,6 @@ def way_of_flow(gap: float, beta: float, size: int = 8) -> float:
 
 
 CLIP = (math.log(1.2), math.log(0.8))  # of GRPO
-TOKENS = (1, 4)  # that move, in the example of the figure
-
-
-SEEDS = (0, 1, 2)  # of the points of the last panel: warm starts differ by more than methods
 
 
 class Cell(NamedTuple):
@@ -137,48 +133,23 @@ def table(cells: Sequence[Cell]) -> list[str]:
 
 
 def draw(cells: Sequence[Cell], path: Path) -> None:
-    """What is left of a step against the gap; measured gaps on the line of the flow; pass@1 against the gap."""
+    """Plot the share of a step that is left against the gap, and measured gaps against predicted ones."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(PAGE_WIDTH, 1.2 * PANEL_HEIGHT), layout="constrained")
-        left, middle, right = figure.subplots(1, 3)
+        left, right = figure.subplots(1, 2)
         gaps, colors = np.linspace(0, 3, 301), dict(zip(BETAS, COLORS, strict=False))
         for beta, dash in zip(BETAS, DASHES, strict=False):
             left.plot(gaps, force(gaps, beta), color=colors[beta], linestyle=dash, label=f"PACS, beta {beta:g}")
-        for tokens, dash in zip(TOKENS, (":", (0, (1, 3))), strict=True):
-            edge = tokens * (CLIP[0] - CLIP[1])
-            left.plot([0, edge, edge, 3], [1, 1, 0, 0], color="#777777", linestyle=dash)
-            left.annotate(f"clip, {tokens} token{'s' * (tokens > 1)}", (edge + 0.05, 0.93), fontsize=6)
-        ways = np.geomspace(0.3, 300, 200)
-        middle.plot(ways, [gap_of_flow(way, 1.0) for way in ways], color="#777777")
-        for cell, way, _ in predicted(cells):
-            beta = cell.arm.beta
-            middle.plot(
-                [beta * way] * len(cell.gaps),
-                [beta * gap for gap in cell.gaps.values()],
-                "o",
-                color=colors[beta],
-                alpha=0.5,
-            )
-        for cell in cells:
-            look = {"color": "#777777", "marker": "s" if cell.arm.method == "GRPO" else "x"}
-            if cell.arm.method == "PACS":
-                look = {"color": colors[cell.arm.beta], "marker": "o"}
-            if (
-                cell.arm == Arm(*cell.arm[:3], rate=cell.arm.rate) and {*SEEDS} <= cell.gaps.keys()
-            ):  # of one task and size
-                right.plot(mean(cell.gaps[seed] for seed in SEEDS), mean(cell.solved[seed] for seed in SEEDS), **look)
-        left.set(title="what is left of a step", xlabel="gap (nats)", ylabel="force", ylim=(0, 1.05), xlim=(0, 3))
-        middle.set(title="gap before the last update", xlabel="beta x way of beta 1", ylabel="beta x gap")
-        middle.set(xscale="log", yscale="log")
-        right.set(title="held out", xlabel="gap (nats)", ylabel="pass@1 (%)", xscale="log", ylim=(0, None))
-        right.set_xticks([0.25, 0.5, 1, 2, 4], ["0.25", "0.5", "1", "2", "4"])
-        right.set_xticks([], minor=True)
-        right.plot([], [], "s", color="#777777", label="GRPO")
-        right.plot([], [], "x", color="#777777", label="RLOO")
-        handles = [
-            sum(pair, [])
-            for pair in zip(left.get_legend_handles_labels(), right.get_legend_handles_labels(), strict=True)
-        ]
+        edge = CLIP[0] - CLIP[1]
+        left.plot([0, edge, edge, 3], [1, 1, 0, 0], color="#777777", linestyle=":", label="GRPO, clip of one token")
+        for cell, _, gap in predicted(cells):
+            right.plot([gap] * len(cell.gaps), list(cell.gaps.values()), "o", color=colors[cell.arm.beta], alpha=0.5)
+        right.plot([0.05, 2], [0.05, 2], color="#777777", linewidth=0.8)
+        left.set(title="share of the first step that is left", ylim=(0, 1.05), xlim=(0, 3))
+        left.set(xlabel="gap between correct and wrong completions (nats)")
+        right.set(title="gap before the last update (nats)", xlabel="predicted from beta 1", ylabel="measured")
+        right.set(xscale="log", yscale="log")
+        handles = left.get_legend_handles_labels()
         figure.legend(*handles, loc="outside lower center", ncols=len(handles[0]))
         save(figure, path)
 

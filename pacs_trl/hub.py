@@ -254,7 +254,7 @@ def write_card(model_dir: Path, name: str, recipe: dict[str, Any] | None, traini
     if has_figure:
         from .report import plots
 
-        plots.training_figure({"": {"training": [history]}}, model_dir / Path(TRAINING_FIGURE).stem)[1].unlink()
+        plots.training_figure({"training": [history]}, model_dir / Path(TRAINING_FIGURE).stem)[1].unlink()
     if kept_readme(model_dir) is not None:
         logger.warning(f"{model_dir / README_FILE} was edited by hand and is kept. Remove it to get a model card.")
         return

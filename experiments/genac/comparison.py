@@ -204,31 +204,6 @@ def _difference(pairs: list[tuple[dict, dict]]) -> str:
     return f"{gain.mean:+.1f} ({gain.lower:+.1f} to {gain.upper:+.1f}, problems)"
 
 
-def draw(found: dict[str, dict[int, dict[str, Any]]], path: Path) -> None:
-    """Reward over generations and over seconds of a core, mean over five generations; a line for each seed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    from experiments.figures import save
-
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True, layout="constrained")
-    for k, (arm, runs) in enumerate(found.items()):
-        for i, run in enumerate(runs.values()):
-            smooth = [mean(run["rewards"][max(0, t - LAST + 1) : t + 1]) for t in range(len(run["rewards"]))]
-            style = {"color": f"C{k}", "alpha": 0.8, "linewidth": 1.2, "label": None if i else arm}
-            axes[0].plot(range(1, len(smooth) + 1), smooth, **style)
-            axes[1].plot(run["ends"], smooth, **style)
-    axes[0].set(xlabel="generations of 256 completions", ylabel="mean reward")
-    axes[1].set(xlabel="seconds of a core", xscale="log")
-    axes[0].legend(fontsize=8)
-    for axis in axes:
-        axis.grid(alpha=0.3)
-    save(figure, path, dpi=150)
-    plt.close(figure)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     stages = ["ladder", "values", "arms"]
@@ -272,7 +247,6 @@ def main() -> None:
             run_arm(cell_of(arm, args.work_dir), seed, options, args.results_dir / "seconds.json")
             found = read_arms(options, args.work_dir, args.results_dir / "seconds.json")
             publish(args.results_dir / "arms.md", table_of_arms(found))
-            draw(found, args.results_dir / "genac.png")
 
 
 if __name__ == "__main__":

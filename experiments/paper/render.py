@@ -30,7 +30,7 @@ OTHER_DOMAIN_TWIN = "miniature/grouped"
 OTHER_DOMAINS = {"livecodebench": "livecodebench", "gpqa": "gpqa_diamond"}  # as in the paper's figure 6: ours
 
 # What stands in place of the models that the paper names.
-TWIN_MODELS = {"Qwen3-4B": "twin, 0.1M", "Qwen3-8B": "twin, 1M"}
+TWIN_MODELS = {"Qwen3-4B": "0.1M model", "Qwen3-8B": "1M model"}
 
 COMPARED_KS = (1, 8, 64)
 
@@ -72,6 +72,7 @@ class Table(NamedTuple):
     shows: str  # key of `_SECTIONS`
     published: str | None = None  # base model of the paper's tables of pass@k
     compare: Sequence[tuple[str, str]] = ()  # labels of which the first minus the second is shown
+    message: str = ""  # of the figure of the miniature runs
     own_prompts: bool = False  # whether the rows are different models, each asked in its own chat format
 
 
@@ -111,7 +112,7 @@ def _twin_of(table: Table) -> Table:
 
 
 def _twin(label: str) -> str:
-    """`Qwen3-4B` is `twin, 0.1M`; `Qwen3-4B PACS` and `PACS-4B` are `twin, 0.1M: PACS`."""
+    """`Qwen3-4B` is `0.1M model`; `Qwen3-4B PACS` and `PACS-4B` are `0.1M model: PACS`."""
     model, _, method = re.sub(r"^PACS-(\dB)$", r"Qwen3-\1 PACS", label).partition(" ")
     return label if model not in TWIN_MODELS else f"{TWIN_MODELS[model]}{': ' if method else ''}{method}"
 
@@ -142,6 +143,11 @@ def _cells(runs: Sequence[Run], benchmarks: Sequence[str], ks: Sequence[int]) ->
 
 def _text(cell: tables.Measured | None, digits: int = 1) -> str:
     return tables.cell_text(cell, digits=digits) or "-"
+
+
+def _figure(title: str, path: Path, table: Table, twins: bool) -> str:
+    caption = f"\n*{table.message}*\n" if twins and table.message else ""
+    return f"![{title}]({path.name}.png)\n{caption}"
 
 
 def _rows(
@@ -204,11 +210,10 @@ def _pass_at_k(table: Table, runs: Runs, path: Path, twins: bool) -> str:
         header = ["difference", "k", "ours", "seeds above 0", "published", "same direction"]
         parts.append(f"## Differences of the means\n\n{tables.to_markdown(header, rows)}")
     if results := _all_results(runs):
-        from pacs_trl.report import plots
+        from .paper_figures import pass_at_k_figure
 
-        titles = tables.benchmarks(results)
-        plots.pass_at_k_figure(results, {name: titles[name] for name in names.values()}, path, None, by_seed)
-        parts.append(f"![pass@k]({path.name}.png)\n")
+        pass_at_k_figure(results, list(names.values()), by_seed, path)
+        parts.append(_figure("pass@k", path, table, twins))
     for paper_name, name in names.items():
         title = f"{name} in place of {paper_name}" if twins else paper_name
         parts.append(tables.details(title, table_of([name], ks_of[name])))
@@ -327,34 +332,29 @@ def mean_and_spread(values: Sequence[float], digits: int) -> str:
 
 
 def _curves(table: Table, runs: Runs, path: Path, twins: bool) -> str:
-    """pass@1 over optimizer steps, mean over the benchmarks, a panel for each seed; and the last of each run."""
+    """pass@1 of every checkpoint, mean over the benchmarks and over seeds, and by seed for the last one."""
     names = list(_names(twins).values())
-    histories: dict[str, list[list[dict[str, float]]]] = {}
-    rows, seeds = [], sorted({run.seed for group in runs.values() for run in group})
+    seeds = sorted({run.seed for group in runs.values() for run in group})
+    curves: dict[str, dict[int, dict[int, float]]] = {}  # label -> seed -> step -> percent
     for label, group in runs.items():
-        curves = {
-            run.seed: [
-                {"step": point["step"], f"eval_seed {run.seed}/pass@1": _mean_pass(point, names)}
+        curves[label] = {
+            run.seed: {
+                point["step"]: 100 * statistics.mean(point[f"eval_{name}/pass@1"] for name in names)
                 for point in run.training["checkpoints"]
-            ]
+            }
             for run in group
             if run.training and run.training["checkpoints"]
         }
-        if curves:
-            histories[label] = list(curves.values())
-            last = {seed: curve[-1][f"eval_seed {seed}/pass@1"] for seed, curve in curves.items()}
-            rows.append([label, *(f"{100 * last[seed]:.1f}" if seed in last else "-" for seed in seeds)])
-    if not histories:
+    steps = sorted({step for by_seed in curves.values() for points in by_seed.values() for step in points})
+    if not steps:
         return "No run of this figure is finished.\n"
-    from pacs_trl.report import plots
-
-    plots.evaluation_figure(histories, path)
-    header = ["pass@1 of the last checkpoint, %", *(f"seed {seed}" for seed in seeds)]
-    return f"![pass@1 during training]({path.name}.png)\n\n{tables.to_markdown(header, rows)}"
-
-
-def _mean_pass(checkpoint: dict[str, float], names: Sequence[str]) -> float:
-    return statistics.mean(checkpoint[f"eval_{name}/pass@1"] for name in names)
+    rows = []
+    for label, by_seed in curves.items():
+        at = [[points[step] for points in by_seed.values() if step in points] for step in steps]
+        last = [f"{by_seed[seed][max(by_seed[seed])]:.1f}" if seed in by_seed else "-" for seed in seeds]
+        rows.append([label, *(mean_and_spread(values, 1) for values in at), *last])
+    header = [f"step {step}" for step in steps] + [f"last, seed {seed}" for seed in seeds]
+    return tables.to_markdown(["pass@1, %", *header], rows)
 
 
 def _ablation(table: Table, runs: Runs, path: Path, twins: bool) -> str:
@@ -362,18 +362,18 @@ def _ablation(table: Table, runs: Runs, path: Path, twins: bool) -> str:
     names, results = list(_names(twins).values()), _all_results(runs)
     if not results:
         return "No run of this figure is finished.\n"
-    from .beta_figure import ablation_figure
+    from .paper_figures import beta_figure
 
     ks, titles = tables.common_ks(results), tables.benchmarks(results)
     finished = {float(label): [run.results for run in group] for label, group in runs.items() if group}
-    ablation_figure(finished, {name: titles[name] for name in names}, path)
+    beta_figure(finished, {name: titles[name] for name in names}, path)
     rows = [[label, *map(_text, _cells(group, names, ks))] for label, group in runs.items()]
     header = ["mean over the benchmarks", *(f"k={k}" for k in ks)]
-    return f"![pass@k against beta]({path.name}.png)\n\n{tables.to_markdown(header, rows)}"
+    return f"{_figure('pass@k against beta', path, table, twins)}\n{tables.to_markdown(header, rows)}"
 
 
 def _training(table: Table, runs: Runs, path: Path, twins: bool) -> str:
-    """The training logs, and the entropy at the start and at the end."""
+    """Entropy over optimizer steps, and at the start and the end."""
     rows: list[list[str]] = []
     kept: dict[str, dict[int, float]] = {}
     models: dict[str, dict[str, list]] = {}
@@ -389,15 +389,15 @@ def _training(table: Table, runs: Runs, path: Path, twins: bool) -> str:
         rows.append([label, *(mean_and_spread(values, 3) for values in columns)])
     if not models:
         return "No run of this figure is finished.\n"
-    from pacs_trl.report import plots
+    from .paper_figures import entropy_figure
 
-    plots.training_figure(models, path)
+    entropy_figure(models, path)
     for first, second in table.compare:
         seeds = sorted(kept.get(first, {}).keys() & kept.get(second, {}).keys())
         differences = ", ".join(f"{kept[first][seed] - kept[second][seed]:+.3f}" for seed in seeds)
         rows.append([f"{first} - {second}, each seed", "", "", differences or "-"])
     header = ["entropy, nats per token", "first tenth of the steps", "last tenth", "share kept"]
-    return f"![training]({path.name}.png)\n\n{tables.to_markdown(header, rows)}"
+    return f"{_figure('entropy', path, table, twins)}\n{tables.to_markdown(header, rows)}"
 
 
 def _ends(log_history: Sequence[dict[str, float]]) -> tuple[float, float] | None:

@@ -1,1 +1,1 @@
-"""Tables, figures and model cards from results files. Neither torch nor vllm is needed to read them."""
+"""Tables and figures of results files, without torch or vLLM."""

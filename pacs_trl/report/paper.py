@@ -1,8 +1,7 @@
-"""Numbers that the paper published, from `paper.yaml`, to print beside ours.
+"""Published numbers of the paper, from `paper.yaml`.
 
-Mislabel in v1: its abstract calls 59.78 % PACS's pass@256 on AIME 2025, but in the authors' own Table 2 that number is
-in the AIME 2024 block (+13.32 over PPO, +14.36 over GRPO, as the abstract says). PACS's pass@256 on AIME 2025 is 58.22
-%.
+v1 contains a mislabel: its abstract gives 59.78 % as PACS's pass@256 on AIME 2025, but Table 2 has this number (+13.32
+over PPO, +14.36 over GRPO, as in the abstract) under AIME 2024, and 58.22 % under AIME 2025.
 """
 
 from pathlib import Path
@@ -12,7 +11,7 @@ import yaml
 
 
 class PublishedTable(NamedTuple):
-    """One table of pass@k: `values[method][k]` in percent."""
+    """A table of pass@k: `values[method][k]` in percent."""
 
     source: str
     protocol: str
@@ -38,7 +37,7 @@ TABLES = [
     )
     for table in _PAPER["pass_at_k"]
 ]
-# method or model -> benchmark -> number; what each is, is said in the file.
+# method or model -> benchmark -> number, documented in the file
 TABLE_1, TABLE_1_CITED, TABLE_1_GAINS = (_PAPER[name] for name in ("table_1", "table_1_cited", "table_1_gains"))
 TABLE_1_BENCHMARKS = tuple(name for name in TABLE_1["PACS-4B"] if name != "average")
 OUT_OF_DOMAIN = _PAPER["out_of_domain"]
@@ -59,5 +58,5 @@ def published(model: str, benchmark: str) -> list[PublishedTable]:
     """
     models = sorted({table.model for table in TABLES})
     if model not in models:
-        raise ValueError(f"The paper has no pass@k table for {model!r}. Choose from {', '.join(models)}.")
+        raise ValueError(f"The paper has no pass@k table of {model!r}. Choose from {', '.join(models)}.")
     return [table for table in TABLES if table.model == model and table.benchmark == benchmark]

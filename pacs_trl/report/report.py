@@ -1,10 +1,5 @@
-"""`pacs-trl report`: tables and figures from results files.
+"""`pacs-trl report`: tables and figures of results files and training logs; needs neither torch nor vLLM."""
 
-Writes `tables.md`, `tables.csv` and the figures that the given inputs allow into one directory. Reads JSON only and
-needs neither torch nor vLLM.
-"""
-
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +8,7 @@ from ..evaluation.results import require_same_protocol
 from ..settings import Parser
 from ..settings.names import require_matplotlib
 from . import paper, tables
-from .inputs import read_described, read_json, read_log_history
+from .inputs import read_described, read_log_history
 
 
 def build_report(
@@ -25,21 +20,21 @@ def build_report(
     figures: bool = True,
 ) -> list[Path]:
     """
-    Tables and the pass@k figure of a set of results files.
+    Write `tables.md`, `tables.csv`, and the pass@k figure of a set of results files.
 
     Args:
-        paths (sequence of `Path`): Results files or the directories that hold them.
-        output_dir (`Path`): Where everything is written.
-        published (`str`, *optional*): Base model whose published numbers stand beside ours, for example "Qwen3-8B".
-        baseline (`str`, *optional*): Method that the others are compared with in every table; the first table compares
-            with it, or else with the method of the first file.
+        paths (sequence of `Path`): Results files or their directories.
+        output_dir (`Path`): Output directory.
+        published (`str`, *optional*): Base model whose published numbers are shown too, for example "Qwen3-8B".
+        baseline (`str`, *optional*): Method that the others are compared with; without it only the first table
+            compares, with the method of the first file.
         figures (`bool`): Whether to draw the pass@k figure.
 
     Returns:
         `list[Path]`: The files written.
 
     Raises:
-        `ValueError`: if a file cannot be read or the files were measured under different protocols.
+        `ValueError`: if a file cannot be read, or the files were measured with different protocols.
     """
     results = [read_described(path) for path in paths]
     require_same_protocol(results, [str(path) for path in paths])
@@ -53,8 +48,8 @@ def build_report(
     if changes := tables.before_and_after(results, names, before):
         changes = tables.to_markdown(tables.BEFORE_AND_AFTER_HEADER, changes)
         markdown.append(
-            f"# Before and after\n\nBefore is {tables.one_line(before)}; percent, 95 % intervals over "
-            f"problems.\n\n{changes}"
+            f"# Before and after\n\nBefore: {tables.one_line(before)}. Percent with 95 % intervals over problems."
+            f"\n\n{changes}"
         )
     if figures:
         markdown.append("![pass@k](pass_at_k.png)\n")
@@ -80,63 +75,34 @@ def build_report(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line."""
-    parser = Parser("report", "Tables and figures from results files.")
-    parser.add_argument("results", nargs="*", type=Path, help="results.json files or the directories that hold them")
-    parser.add_argument("--output_dir", type=Path, required=True)
+    """Run `pacs-trl report`; return the exit status."""
+    parser = Parser("report", "Write tables and figures of evaluations and training runs.")
+    parser.add_argument("results", nargs="*", type=Path, help="results.json files or their directories")
+    parser.add_argument("--output_dir", type=Path, required=True, help="directory of tables and figures")
     parser.add_argument("--published", default=None, help="base model of the paper, for example Qwen3-8B")
     parser.add_argument("--baseline", default=None, help="method that the others are compared with")
     parser.add_argument("--training", nargs="+", default=[], metavar="METHOD=DIR", help="runs with trainer_state.json")
-    parser.add_argument("--diversity", type=Path, default=None, help="file of experiments/diversity.py")
-    parser.add_argument("--reliability", type=Path, default=None, help="JSONL with `score` and `label` per completion")
     args = parser.parse_args(argv)
     require_matplotlib("A report")
-    if not (args.results or args.training or args.diversity or args.reliability):
-        raise ValueError("Nothing to report. Give results files, --training, --diversity or --reliability.")
+    if not (args.results or args.training):
+        raise ValueError("There is nothing to report. Name results files, or runs with --training METHOD=DIR.")
     from . import plots
 
     files = []
     if args.results:
         files += build_report(args.results, args.output_dir, published=args.published, baseline=args.baseline)
     if args.training:
-        histories = training_histories(args.training)
-        files += plots.training_figure({"": histories}, args.output_dir / "training")
-        if any("/pass@" in key for runs in histories.values() for run in runs for log in run for key in log):
-            files += plots.evaluation_figure(histories, args.output_dir / "evaluation")
-    if args.diversity:
-        files += plots.diversity_figure(read_json(args.diversity), args.output_dir / "diversity")
-    if args.reliability:
-        files += plots.reliability_figure(*scores_and_labels(args.reliability), args.output_dir / "reliability")
+        files += plots.training_figure(training_histories(args.training), args.output_dir / "training")
     print("\n".join(map(str, files)))
     return 0
 
 
-def scores_and_labels(path: Path) -> tuple[list[float], list[float]]:
-    """
-    psi and label of every completion with a label, from JSON lines.
-
-    Raises:
-        `ValueError`: if a line has not both.
-    """
-    scores, labels = [], []
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        try:
-            record = json.loads(line)
-            score, label = record["score"], record["label"]
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f"Line {number} of {path} lacks `score` (psi) or `label`: {line[:80]!r}.") from None
-        if label is not None:  # None: the completion could not be graded
-            scores.append(score)
-            labels.append(label)
-    return scores, labels
-
-
 def training_histories(pairs: Sequence[str]) -> dict[str, list[list[dict[str, Any]]]]:
     """
-    `METHOD=DIR` to log histories by method; a method given several times has several runs.
+    Read the log histories of `METHOD=DIR` pairs by method; a method that is named several times has several runs.
 
     Raises:
-        `ValueError`: if a directory (or its last checkpoint) has no trainer_state.json.
+        `ValueError`: if neither a directory nor a checkpoint in it has a trainer_state.json.
     """
     histories: dict[str, list[list[dict[str, Any]]]] = {}
     for pair in pairs:
@@ -146,7 +112,7 @@ def training_histories(pairs: Sequence[str]) -> dict[str, list[list[dict[str, An
         found += sorted(checkpoints, key=lambda path: int(path.parent.name.rsplit("-", 1)[1]), reverse=True)
         state = next((path for path in found if path.is_file()), None)
         if state is None or not separator:
-            raise ValueError(f"--training takes METHOD=DIR with a trainer_state.json in DIR, got {pair!r}.")
+            raise ValueError(f"--training {pair!r} has no trainer_state.json. Write METHOD=DIR, DIR that of a run.")
         histories.setdefault(method, []).append(read_log_history(state))
     return histories
 

@@ -1,8 +1,8 @@
-"""Tables of the paper's shape from results files: one table per benchmark, rows are methods, columns are k.
+"""Tables of results files: one per benchmark, rows are methods, columns are k.
 
-Ours carry a 95 % interval over problems, computed from the counts. A published number has none, so the interval of
-"ours - published" is ours, shifted. Several files with one method label are runs with different training seeds: their
-values are averaged problem by problem, and the standard deviation over runs is given as well.
+Our numbers have 95 % intervals over problems. Published numbers have none, so "ours - published" has our interval,
+shifted. Several files with one method label are runs with different seeds: they are averaged per problem, and their
+standard deviation is shown as well.
 """
 
 import csv
@@ -19,7 +19,7 @@ from .paper import PublishedTable
 
 
 class Measured(NamedTuple):
-    """Percent (or a difference of percents) with its interval; `spread` is the standard deviation over runs."""
+    """A percentage, or a difference of two, with its interval; `spread` is the standard deviation over runs."""
 
     value: float
     lower: float | None = None
@@ -39,7 +39,7 @@ class Row(NamedTuple):
 
 
 def methods(results: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Results by method label, in the order of first appearance."""
+    """Group results by method label, in order of first appearance."""
     grouped: dict[str, list[dict[str, Any]]] = {}
     for result in results:
         grouped.setdefault(result["method"], []).append(result)
@@ -47,7 +47,7 @@ def methods(results: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]
 
 
 def benchmarks(results: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Titles of all benchmarks that occur, by name."""
+    """Return the titles of all benchmarks by name."""
     return {name: entry["title"] for result in results for name, entry in result["benchmarks"].items()}
 
 
@@ -59,14 +59,14 @@ def pass_at_k_rows(
     baseline: str | None = None,
 ) -> list[Row]:
     """
-    Rows of one benchmark: ours, then the published ones, then differences.
+    Return the rows of one benchmark: ours, published ones, and differences.
 
     Args:
-        results: Parsed results files, already known to share a protocol.
+        results: Parsed results files of one protocol.
         benchmark (`str`): Name of the benchmark.
-        published (sequence of [`PublishedTable`]): Published tables of the same benchmark; a method of the same name
-            gets a row "ours - published".
-        baseline (`str`, *optional*): One of our methods; every other one gets a paired difference to it.
+        published (sequence of [`PublishedTable`]): Published tables of the benchmark; methods of the same name get a
+            row "ours - published".
+        baseline (`str`, *optional*): One of our methods; the others get a paired difference to it.
 
     Raises:
         `ValueError`: if the baseline has no results on this benchmark, or the files share no k.
@@ -74,7 +74,7 @@ def pass_at_k_rows(
     runs = {m: [r for r in group if benchmark in r["benchmarks"]] for m, group in methods(results).items()}
     runs = {method: group for method, group in runs.items() if group}
     if baseline is not None and baseline not in runs:
-        raise ValueError(f"The baseline {baseline!r} has no results on {benchmark}; there are {', '.join(runs)}.")
+        raise ValueError(f"The baseline {baseline!r} has no results on {benchmark}. Choose from {', '.join(runs)}.")
     ks = common_ks([run for group in runs.values() for run in group])
     rows = []
     for method, group in runs.items():
@@ -98,19 +98,16 @@ def pass_at_k_rows(
 
 
 def common_ks(results: Sequence[dict[str, Any]]) -> list[int]:
-    """Values of k that all files have.
-
-    Raises:
-        `ValueError`: if there are none.
-    """
+    """Return the values of k that all files have; raise a `ValueError` if there are none."""
     ks = sorted(set.intersection(*(set(result["k"]) for result in results)))
     if not ks:
-        raise ValueError("The results files share no value of k: " + ", ".join(str(result["k"]) for result in results))
+        found = ", ".join(str(result["k"]) for result in results)
+        raise ValueError(f"The results files share no value of k ({found}). Evaluate again with a common k.")
     return ks
 
 
 def problem_values(group: Sequence[dict[str, Any]], benchmark: str, ks: Sequence[int]) -> tuple[list[str], np.ndarray]:
-    """Problem ids and pass@k per problem, averaged over runs; shape `(P, K)`; problems scorable in every run only."""
+    """Return ids and pass@k `(P, K)`, averaged over runs, of the problems that are graded in every run."""
     counts = [_scorable(run, benchmark) for run in group]
     ids = [problem for problem in counts[0] if all(problem in other for other in counts)]
     if not ids:
@@ -120,12 +117,12 @@ def problem_values(group: Sequence[dict[str, Any]], benchmark: str, ks: Sequence
 
 
 def _scorable(run: dict[str, Any], benchmark: str) -> dict[str, tuple[int, int]]:
-    """Problem id to (n, c), without the problems that could not be graded."""
+    """Return (n, c) by problem id, without the problems that could not be graded."""
     return {p["id"]: (p["n"], p["c"]) for p in run["benchmarks"][benchmark]["problems"] if not p["ungraded"]}
 
 
 def _interval_cells(interval: Interval, ks: Sequence[int]) -> dict[int, Measured]:
-    """Percent with interval per k, from an interval of arrays of shape `(K,)`."""
+    """Convert an interval of arrays `(K,)` to percentages by k."""
     columns = zip(ks, *map(np.asarray, interval), strict=True)
     return {k: Measured(*(100 * float(number) for number in column)) for k, *column in columns}
 
@@ -133,8 +130,8 @@ def _interval_cells(interval: Interval, ks: Sequence[int]) -> dict[int, Measured
 def pass_at_k_cells(
     group: Sequence[dict[str, Any]], benchmarks: Sequence[str], ks: Sequence[int]
 ) -> dict[int, Measured]:
-    """pass@k of one method, in which each benchmark weighs the same: mean over its runs, interval over problems,
-    spread over runs."""
+    """Return pass@k of one method over equally weighted benchmarks: mean over its runs, interval over problems, spread
+    over runs."""
     cells = _interval_cells(pass_interval(*(problem_values(group, name, ks)[1] for name in benchmarks)), ks)
     if len(group) == 1:
         return cells
@@ -148,9 +145,8 @@ def paired_difference(
     runs: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]], benchmarks: Sequence[str], ks: Sequence[int]
 ) -> dict[int, Measured]:
     """
-    pass@k of some runs minus that of others, percent, over the problems that both were graded on; a benchmark weighs
-    the same whatever its size, as in the paper's average, in which 30 problems of AIME count as much as the 500 of
-    MATH 500.
+    Return pass@k of some runs minus that of others, in percent, over the problems that both have. Benchmarks are
+    weighted equally, as in the paper's average.
 
     Raises:
         `ValueError`: if they share no problem of a benchmark.
@@ -169,8 +165,8 @@ def paired_difference(
 
 
 def before_and_after(results: Sequence[dict[str, Any]], names: Mapping[str, str], before: str) -> list[list[str]]:
-    """The smallest and the largest k of one method, of each other one, and the paired difference; first the mean over
-    all benchmarks, if every file has them all."""
+    """Return rows with pass@k at the smallest and largest k before and after, and the paired difference: first the
+    mean over all benchmarks, if every file has them all."""
     grouped = methods(results)
     parts = {title: [name] for name, title in names.items()}
     if len(parts) > 1 and all(names.keys() <= result["benchmarks"].keys() for result in results):
@@ -192,8 +188,8 @@ def before_and_after(results: Sequence[dict[str, Any]], names: Mapping[str, str]
 
 
 def support_rows(results: Sequence[dict[str, Any]], benchmark: str, baseline: str) -> list[list[str]]:
-    """Preserved, expanded, shrunk and out-of-support problems of every run against the first run of the baseline, with
-    the four ratios. Pairs with different numbers of samples are left out: a larger n finds more support."""
+    """Return the support measures of every run relative to the first run of the baseline. Pairs with different n are
+    skipped, because a larger n finds more support."""
     grouped = methods([result for result in results if benchmark in result["benchmarks"]])
     base = _scorable(grouped[baseline][0], benchmark)
     lines = []
@@ -212,7 +208,7 @@ def support_rows(results: Sequence[dict[str, Any]], benchmark: str, baseline: st
 
 
 def settings_rows(results: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """How each file was made and what its samples look like, one line per file and benchmark."""
+    """Return settings and statistics of the samples, one row per file and benchmark."""
     lines = []
     for result in results:
         for entry in result["benchmarks"].values():
@@ -238,7 +234,7 @@ SUPPORT_HEADER = ["support", "preserved", "expanded", "shrunk", "out", "retentio
 
 
 def table_cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Header and text cells of a pass@k table."""
+    """Return header and cells of a pass@k table as text."""
     ks = sorted({k for row in rows for k in row.cells})
     lines = []
     for row in rows:
@@ -249,24 +245,24 @@ def table_cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 
 
 def details(title: str, text: str) -> str:
-    """Markdown that is folded away under its title."""
+    """Return Markdown that is collapsed under its title."""
     return f"<details><summary>{title}</summary>\n\n{text}\n</details>\n"
 
 
 def to_markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A GitHub table. Names may hold anything: a bar or a line break in one stays inside its cell."""
+    """Return a GitHub table; bars and line breaks inside cells are escaped."""
     rule = ["---"] + ["---:"] * (len(header) - 1)
     rows = [[one_line(cell).replace("|", "\\|") for cell in cells] for cells in [header, *lines]]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [rows[0], rule, *rows[1:]]) + "\n"
 
 
 def one_line(text: str) -> str:
-    """A name for running text: line breaks and other control characters become spaces."""
+    """Replace line breaks and other control characters by spaces."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
 def to_csv(rows_by_benchmark: Mapping[str, Sequence[Row]]) -> str:
-    """Every number of every pass@k table, one line each, for other programs."""
+    """Return every number of all pass@k tables as CSV, one line each."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["benchmark", "method", "kind", "source", "n", "runs", "k", "percent", "lower", "upper", "spread"])
@@ -279,7 +275,7 @@ def to_csv(rows_by_benchmark: Mapping[str, Sequence[Row]]) -> str:
 
 
 def cell_text(cell: Measured | None, signed: bool = False, *, digits: int = 2) -> str:
-    """`MEAN ± SPREAD [LOWER, UPPER]`, as far as they are known."""
+    """Format `MEAN ± SPREAD [LOWER, UPPER]`, without what is not known."""
     if cell is None:
         return ""
     text = f"{cell.value:{'+' if signed else ''}.{digits}f}"

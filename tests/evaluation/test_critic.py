@@ -2,11 +2,14 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
+from optional_packages import matplotlib  # noqa: F401 (skips without it)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from experiments.critic import critic_records, main
+from experiments.reliability import reliability_bins
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.run import evaluate
 
@@ -35,6 +38,7 @@ def test_scores_of_an_evaluation(arguments, checkpoint, policy, sums, verifier, 
     argv = [args.output_dir, "--benchmark", f"math_500={sums}", "--policy", str(policy), "--reference"]
     assert main([*argv, str(checkpoint), "--pacs_beta", "2", "--output", str(output)]) == 0
     records = [json.loads(line) for line in output.read_text().splitlines()]
+    assert (tmp_path / "critic.png").is_file()
     problems = results["benchmarks"]["math_500"]["problems"]
     assert len(records) == 8 * len(problems)
     for problem in problems:
@@ -70,3 +74,14 @@ def test_scores_of_an_evaluation(arguments, checkpoint, policy, sums, verifier, 
     sums_now.write_text(sums.read_text().replace('"answer": "0"', '"answer": "1"'))
     with pytest.raises(ValueError, match="math_500"):
         critic_records(tmp_path / "out", str(checkpoint), str(checkpoint), f"math_500={sums_now}")
+
+
+def test_reliability_bins_worked_by_hand():
+    # sigmoid(0) = 0.5, sigmoid(ln 3) = 0.75, sigmoid(-ln 3) = 0.25, in four bins of width 0.25 (0.25 opens the
+    # second).
+    scores = [0.0, 0.0, np.log(3) + 1e-9, -np.log(3) + 1e-9, -100.0, 100.0]
+    bins = reliability_bins(scores, [1, 0, 1, 0, 0, 1], num_bins=4)
+    assert bins["count"].tolist() == [1, 1, 2, 2]
+    np.testing.assert_allclose(bins["probability"], [0.0, 0.25, 0.5, 0.875], atol=1e-8)
+    np.testing.assert_allclose(bins["label"], [0, 0, 0.5, 1])
+    assert bins["calibration_error"] == pytest.approx((0.0 + 0.25 + 2 * 0.0 + 2 * 0.125) / 6, abs=1e-8)

@@ -15,14 +15,14 @@ import yaml
 from finished_runs import record, rows_of, text_of, write_text
 from optional_packages import matplotlib  # noqa: F401 (skips without it)
 
-from experiments.paper import beta_figure
 from experiments.paper import cells as paper_cells
+from experiments.paper import paper_figures
 from experiments.paper.command import SIZES, Options, main, read_table, run_cell, table_names
 from experiments.paper.records import Records
 from experiments.paper.render import TWINS, Cell, Table, write_tables
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.recipe import read_recipe
-from pacs_trl.report import paper, plots
+from pacs_trl.report import paper
 
 
 REPOSITORY = Path(__file__).parents[2]
@@ -42,9 +42,8 @@ OBJECTIVE = (
 
 
 def draw_nothing(monkeypatch):
-    for figure in ("pass_at_k_figure", "training_figure", "evaluation_figure"):
-        monkeypatch.setattr(plots, figure, lambda *args: None)
-    monkeypatch.setattr(beta_figure, "ablation_figure", lambda *args: None)
+    for figure in ("pass_at_k_figure", "entropy_figure", "beta_figure"):
+        monkeypatch.setattr(paper_figures, figure, lambda *args: None)
 
 
 def settings_of(cell: Cell) -> dict:
@@ -190,11 +189,11 @@ class TestReport:
         tables = [Table(shows, "A table: Qwen3-8B", cells, shows) for shows in ("diversity", "training", "curves")]
         tables[1] = tables[1]._replace(compare=pair)
         text = write_tables(tables, tmp_path, twins=True)
-        assert text.count("# A table: twin, 1M, in place of Qwen3-8B") == 3
+        assert text.count("# A table: 1M model, in place of Qwen3-8B") == 3
         for table in tables:
             rows = numbers(tmp_path, table.name)
-            assert [row[next(iter(row))] for row in rows][:1] == ["twin, 0.1M: PACS"]
-        assert "| twin, 1M: PACS - twin, 0.1M: PACS, each seed |" in text and "lies" not in text
+            assert [row[next(iter(row))] for row in rows][:1] == ["0.1M model: PACS"]
+        assert "| 1M model: PACS - 0.1M model: PACS, each seed |" in text and "lies" not in text
 
     def test_differences_pair_seeds_and_say_the_direction(self, tmp_path, monkeypatch):
         draw_nothing(monkeypatch)
@@ -282,9 +281,7 @@ class TestReport:
         with pytest.raises(ValueError, match="instruction: 'i' != 'j'"):
             write_tables([self.table("pass_at_1", own_prompts=True)], tmp_path, twins=True)
 
-    def test_diversity_entropy_and_curves(self, tmp_path, monkeypatch):
-        drawn = {}
-        monkeypatch.setattr(plots, "evaluation_figure", lambda histories, path: drawn.update(histories))
+    def test_diversity_entropy_and_curves(self, tmp_path):
         self.fill(tmp_path)
         tables = [self.table(shows)._replace(name=shows) for shows in ("diversity", "training", "curves", "pass_at_1")]
         write_tables(tables, tmp_path, twins=True)
@@ -294,7 +291,8 @@ class TestReport:
         row = numbers(tmp_path, "training")[0]
         assert row["first tenth of the steps"] == "0.925 ± 0.035" and row["last tenth"] == "0.250 ± 0.354"
         assert numbers(tmp_path, "pass_at_1")[0]["average"].startswith("62.5 ± 17.7")
-        assert drawn["PACS"] == [[{"step": 2, f"eval_seed {seed}/pass@1": 0.5}] for seed in (0, 1)]
+        row = numbers(tmp_path, "curves")[0]
+        assert (row["step 2"], row["last, seed 0"], row["last, seed 1"]) == ("50.0 ± 0.0", "50.0", "50.0")
 
 
 class TestMiniatureRuns:
