@@ -7,6 +7,7 @@ from trl import GRPOConfig
 
 from ..redaction import PublishedArguments
 from ..settings import OF_OTHER_LOSSES, bounded, ignored_settings, refuse_illegal_values
+from ..update.generation import GenerationSettings
 from ..update.step_sizes import Step
 
 
@@ -21,7 +22,7 @@ _SHAPES_ONLY_GRPO = {
 
 
 @dataclass
-class ActorCriticConfig(PublishedArguments, GRPOConfig):
+class ActorCriticConfig(PublishedArguments, GenerationSettings, GRPOConfig):
     r"""
     Settings that [`PPOConfig`] and [`~experimental.genac.GenACConfig`] share.
 
