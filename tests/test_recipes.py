@@ -21,7 +21,7 @@ from experiments.paper.full_size import LAUNCH
 from pacs_trl.data import build_prompt
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.experimental.rlpr import is_well_formed
-from pacs_trl.plan.check import check_recipe, judge
+from pacs_trl.plan.check import check_recipe, find_conflicts
 from pacs_trl.plan.launch import read_launch
 from pacs_trl.rewards import VerificationArguments
 
@@ -185,7 +185,7 @@ def test_recipe_is_read_and_free_of_conflicts(name):
     recipe, conflicts = check_recipe(str(path), [], launch.num_processes)
     assert conflicts == []
     step = recipe.step
-    conflicts, notes = judge(recipe, launch)
+    conflicts, notes = find_conflicts(recipe, launch)
     assert conflicts == [] and notes == []
     assert recipe.run.expected_processes == launch.num_processes
     several = {DARS: 2, "qwen3-4b/pacs_reuse": 2 * 4} | dict.fromkeys(GENAC, 1)
@@ -208,7 +208,7 @@ def test_miniature_recipe_is_read_and_free_of_conflicts(name):
     recipe, conflicts = check_recipe(str(path), [], launch.num_processes)
     assert conflicts == []
     step = recipe.step
-    assert judge(recipe, launch) == ([], [])
+    assert find_conflicts(recipe, launch) == ([], [])
     others = {"miniature/dars_b": 2, "miniature/reuse": 8} | {
         f"miniature/{method}": 1 for method in ("agent", "code", "pacs", "grpo")
     }
@@ -224,7 +224,7 @@ def test_cell_has_the_settings_of_the_paper(name):
     version, hub_id, rollout_steps = MODELS[name.split("/")[0]]
     launch = launch_of(path)
     recipe, conflicts = check_recipe(str(path), added, launch.num_processes)
-    assert conflicts == [] and judge(recipe, launch) == ([], [])
+    assert conflicts == [] and find_conflicts(recipe, launch) == ([], [])
     expected = PAPER | VERSIONS[version] | CELLS[name] | {"model_name_or_path": hub_id}
     actual = values_of(recipe)
     assert {key: actual[key] for key in expected} == expected
@@ -267,7 +267,7 @@ def test_dars_has_the_rollouts_of_its_authors(added, schedule, most, model):
     path = RECIPES / f"{DARS}.yaml"
     launch = launch_of(path)
     recipe, conflicts = check_recipe(str(path), [*added, "--model_name_or_path", model], launch.num_processes)
-    assert conflicts == [] and judge(recipe, launch) == ([], [])
+    assert conflicts == [] and find_conflicts(recipe, launch) == ([], [])
     expected = PACS | {
         "method": "dars",
         "class_weighting": "none",  # balanced class weights would undo what the schedule does

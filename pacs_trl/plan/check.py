@@ -1,8 +1,7 @@
-"""`pacs-trl plan`: conflicts in a recipe and estimates of its cost, before any GPU is touched.
+"""`pacs-trl plan`: conflicts in a recipe and estimates of its cost.
 
 Nothing is downloaded and no weights are loaded; modules of reward functions are imported. Conflicts (exit status 1)
-are settings that would stop the run or make it a different one than written; notes are worth knowing. Prompts are
-measured where data and tokenizer are on this machine. Whether data of the Hub exists is left to the run.
+would stop the run or change its meaning; notes do not. Prompts are measured if data and tokenizer are on this machine.
 """
 
 import math
@@ -29,13 +28,13 @@ from .estimates import UNKNOWN, Estimate, Prompts
 from .launch import Launch, read_launch
 
 
-# bfloat16 keeps 8 significant bits: adding less than 2^-9 of a weight changes nothing. Adam moves a weight by about
-# the learning rate, and weights of these models are about 0.02.
+# bfloat16 has 8 significant bits: adding less than 2^-9 of a weight has no effect. Adam moves a weight by about the
+# learning rate, and typical weights are 0.02.
 _SMALLEST_BF16_LEARNING_RATE = 2**-9 * 0.02
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the plan of a recipe; `argv` are the words of the command line. Returns 0, or 1 if there is a conflict."""
+    """Print the plan of a recipe; return 0, or 1 if it has conflicts."""
     own = read_plan_arguments(argv)
     launch, conflicts = read_launch(own.accelerate_config, own.num_processes)
     recipe, notes, prompts = None, [], UNKNOWN
@@ -47,11 +46,11 @@ def main(argv: Sequence[str]) -> int:
         print(f"{own.config}: {recipe.run.method}, {recipe.model.model_name_or_path}, {recipe.data.dataset_name}")
         print(f"Launched as {launch.description}.")
         gpu, data, longest = GPUS[own.gpu], recipe.data.dataset_name, recipe.training.max_completion_length
-        more_conflicts, notes = judge(recipe, launch, gpu, prompts)
+        more_conflicts, notes = find_conflicts(recipe, launch, gpu, prompts)
         if recipe.training.bf16 and recipe.training.needs_gpu and not is_torch_bf16_gpu_available():
             notes.append(
-                "bf16 needs a GPU that computes in bfloat16, and this machine has none. Train on another machine, or "
-                "set bf16: false (without a GPU also use_cpu: true)."
+                "bf16 needs a GPU with bfloat16, and this machine has none. Train on another machine, or set bf16: "
+                "false (and use_cpu: true without a GPU)."
             )
         conflicts += more_conflicts
         if data is not None and Path(data).suffix in FILE_FORMATS and not Path(data).is_file():
@@ -62,18 +61,18 @@ def main(argv: Sequence[str]) -> int:
             if 1 <= mean_length <= longest:
                 print("\n".join(Estimate(recipe, launch, gpu, prompts).lines(mean_length)))
             else:
-                conflicts.append(f"--mean-length is {mean_length}. Choose 1 to max_completion_length={longest}.")
+                conflicts.append(f"--mean_length is {mean_length}. Choose 1 to max_completion_length={longest}.")
     for title, messages in (("Notes", notes), ("Conflicts", conflicts)):
         if messages:
             print(f"\n{title}\n" + "\n".join(f"  - {message}" for message in messages))
-    print("\nNo conflicts." if not conflicts else f"\n{len(conflicts)} conflict(s): fix before launching.")
+    print(f"\n{len(conflicts)} conflict(s): fix them before launching." if conflicts else "\nNo conflicts.")
     return 1 if conflicts else 0
 
 
 def check_recipe(path: str, overrides: Sequence[str], num_processes: int) -> tuple[Recipe | None, list[str]]:
     """
-    Read a recipe file and the `--key value` pairs that win over it, and check the names in it: of directories, tasks,
-    functions, and LoRA's targets. Returns the recipe (`None` if it cannot be read) and its errors.
+    Read a recipe file with `--key value` overrides, and check its names of directories, tasks, functions, and LoRA
+    targets. Return the recipe (`None` if it cannot be read) and its errors.
     """
     try:
         recipe = Recipe.from_settings(read_settings(["--config", path, *overrides]), num_processes)
@@ -96,42 +95,46 @@ def check_recipe(path: str, overrides: Sequence[str], num_processes: int) -> tup
     try:
         re.compile(targets if isinstance(targets, str) else "")
     except re.error as error:
-        errors.append(f"lora_target_modules is {targets!r}, text alone, which must be a regular expression ({error}).")
+        errors.append(
+            f"lora_target_modules={targets!r} is not a regular expression ({error}). Correct it, or write a list."
+        )
     return recipe, list(dict.fromkeys(errors))
 
 
-def judge(recipe: Recipe, launch: Launch, gpu: Gpu = H200, prompts: Prompts = UNKNOWN) -> tuple[list[str], list[str]]:
-    """Return conflicts and notes about settings that are legal each on its own: with each other and the launch."""
+def find_conflicts(
+    recipe: Recipe, launch: Launch, gpu: Gpu = H200, prompts: Prompts = UNKNOWN
+) -> tuple[list[str], list[str]]:
+    """Return conflicts and notes about combinations of settings with each other and with the launch."""
     estimate = Estimate(recipe, launch, gpu, prompts)
     training, step, data, conflicts, notes = recipe.training, recipe.step, recipe.data, [], []
     if (estimate.num_problems or math.inf) < step.prompts_per_generation:
         conflicts.append(
-            f"A generation needs {step.prompts_per_generation:.0f} different prompts, but {estimate.num_problems} "
-            f"problems are trained on (max_train_samples={data.max_train_samples}, eval_split_size="
-            f"{data.eval_split_size}). Use more of them, or lower steps_per_generation."
+            f"A generation needs {step.prompts_per_generation:.0f} different prompts, but the training set has "
+            f"{estimate.num_problems} (max_train_samples={data.max_train_samples}, eval_split_size="
+            f"{data.eval_split_size}). Use more problems, or lower steps_per_generation."
         )
     dtype, rate = estimate.dtype, training.learning_rate
     if dtype != "float32" and not recipe.model.use_peft and rate < _SMALLEST_BF16_LEARNING_RATE:
-        lost = f"dtype={dtype} with learning_rate={rate:g}: bfloat16 weights lose steps below about "
-        lost += f"{_SMALLEST_BF16_LEARNING_RATE:.0e}, so most of the update."
+        lost = f"dtype={dtype} with learning_rate={rate:g}: bfloat16 rounds away updates below about "
+        lost += f"{_SMALLEST_BF16_LEARNING_RATE:.0e}."
         if estimate.has_float32_copies:
-            notes.append(f"{lost} FSDP and DeepSpeed make float32 copies; dtype: float32 says so in the recipe.")
+            notes.append(f"{lost} FSDP and DeepSpeed train float32 copies; dtype: float32 makes that explicit.")
         else:
             conflicts.append(f"{lost} Set dtype: float32 and bf16: true (float32 weights, bfloat16 arithmetic).")
     if estimate.critic_name and (launch.kind == "DEEPSPEED" or launch.fsdp_version == 1):
         conflicts.append(
-            f"method {recipe.run.method} trains two models, which DeepSpeed and FSDP 1 do not support. Use ddp.yaml, "
-            "or fsdp2.yaml with fsdp_version: 2."
+            f"method: {recipe.run.method} trains two models, which DeepSpeed and FSDP 1 do not support. Use ddp.yaml "
+            "or fsdp2.yaml."
         )
     if training.max_completion_length is None:
-        conflicts.append("max_completion_length is not set, so completions have no bound. The paper uses 8192 (v2).")
+        conflicts.append("max_completion_length is not set, so completions are unbounded. The paper uses 8192 (v2).")
     elif too_large := estimate.memory_conflict():
         return [*conflicts, too_large], notes
     return conflicts + _engine_conflicts(recipe, launch, estimate), notes
 
 
 def _engine_conflicts(recipe: Recipe, launch: Launch, estimate: Estimate) -> list[str]:
-    """Conflicts of a vLLM engine on the GPUs that train."""
+    """Return the conflicts of a colocated vLLM engine."""
     training, longest, conflicts = recipe.training, recipe.training.max_completion_length, []
     if not (training.use_vllm and training.vllm_mode == "colocate"):
         return []
@@ -148,7 +151,7 @@ def _engine_conflicts(recipe: Recipe, launch: Launch, estimate: Estimate) -> lis
 
 
 def _batch_notes(path: str, recipe: Recipe) -> list[str]:
-    """Say how the batch differs from the one that the file is written for, if it sets `expected_processes`."""
+    """Return how batch sizes differ from those with the recipe's `expected_processes`."""
     expected, now = recipe.run.expected_processes, recipe.step
     written = None if expected is None else check_recipe(path, [], expected)[0]
     if written is None:
@@ -156,16 +159,16 @@ def _batch_notes(path: str, recipe: Recipe) -> list[str]:
     names = {"A generation": "prompts_per_generation", "An optimizer step": "prompts_per_update"}
     sizes = [(what, getattr(now, name), getattr(written.step, name)) for what, name in names.items()]
     return [
-        f"{what} has {size:,g} prompts instead of {meant:,g}. The recipe is written for {expected} processes, this "
-        f"launch has {now.num_processes}; gradient_accumulation_steps and steps_per_generation make up for it."
+        f"{what} has {size:,g} prompts instead of {meant:,g}, because the recipe is for {expected} processes and this "
+        f"launch has {now.num_processes}. Adapt gradient_accumulation_steps and steps_per_generation."
         for what, size, meant in sizes
         if size != meant
     ]
 
 
 def measure(recipe: Recipe) -> tuple[Prompts, list[str]]:
-    """Load and measure the training prompts of a recipe without errors, if they are on this machine. Returns them,
-    and what a run would reject about model and data."""
+    """Load and measure the training prompts of a recipe, if they are on this machine; return them, and the error that
+    a run would raise for model or data."""
     data, training, prompts = recipe.data, recipe.training, UNKNOWN
     path = data.dataset_path if data.dataset_name in TRAINING_SETS else data.dataset_name
     is_local = data.dataset_name.startswith(MINIATURE) or path is not None and Path(path).exists()
@@ -196,7 +199,8 @@ def _local_tokenizer(recipe: Recipe):
         return load_tokenizer(recipe, local_files_only=True)
     except OSError as error:
         if Path(recipe.model.model_name_or_path).is_dir():
-            raise ValueError(f"The tokenizer of the model cannot be loaded: {' '.join(str(error).split())}") from error
+            reason = " ".join(str(error).split())
+            raise ValueError(f"The tokenizer of the model cannot be loaded ({reason}). Add its files.") from error
         return None
 
 
@@ -220,6 +224,6 @@ def _check_assumed_lengths(recipe: Recipe) -> None:
         if context is not None and (prompt or 1) + completion > context:
             words = "a prompt" if prompt is None else f"max_prompt_length={prompt}"
             raise ValueError(
-                f"{words} plus max_completion_length={completion} exceeds {name}={context}. Lower them, or raise the "
-                "context of model or engine."
+                f"{words} plus max_completion_length={completion} exceeds {name}={context}. Lower them, or raise "
+                f"{name}."
             )

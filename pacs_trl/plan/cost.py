@@ -1,7 +1,6 @@
-"""GPU memory, floating-point operations, and hours of a run, from the shape of the model and the sizes of a step.
+"""Cost model: GPU memory, FLOP, and hours from the shape of a dense model and batch sizes.
 
-Estimates for planning, accurate to perhaps a factor of 1.5. Pure functions of numbers; nothing is loaded. Dense models
-only.
+Pure functions of numbers, accurate to perhaps a factor of 1.5.
 """
 
 import json
@@ -16,8 +15,7 @@ GIB = 2**30
 
 
 class Gpu(NamedTuple):
-    """Data sheet of a GPU: bytes, dense bfloat16 FLOP/s and bytes/s; and the shares that training and generation
-    reach."""
+    """Data sheet of a GPU (bytes, dense bfloat16 FLOP/s, bytes/s), and the shares that training and decoding reach."""
 
     name: str
     memory_bytes: float
@@ -27,8 +25,8 @@ class Gpu(NamedTuple):
     decoding_share: float = 0.6  # of `bandwidth`
 
 
-# NVIDIA's data sheets (docs/hardware.md), of the SXM modules where there are several. A GB is taken as 1e9 bytes; of a
-# peak that is given with sparsity, half.
+# NVIDIA's data sheets (docs/hardware.md), of SXM modules where there are several. A GB is 1e9 bytes; a peak that is
+# given with sparsity is halved.
 GPUS = {
     "h200": Gpu("H200", 141e9, 989e12, 4.8e12),
     "h100-80": Gpu("H100", 80e9, 989e12, 3.35e12),
@@ -38,11 +36,15 @@ GPUS = {
 }
 H200 = GPUS["h200"]
 
+# Computation of an update: "padded" (TRL) pads completions to the longest of the batch, "packed" does not, "exact",
+# which all other methods use, also computes shared prompts once.
+UPDATES = {"grpo": "padded", "ppo": "packed", "genac": "packed"}
+
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A dense decoder with grouped-query attention and a gated MLP (Llama, Qwen2, Qwen3), with the numbers of its
-    `config.json`. `tied`: input embedding and output head are one matrix. `qkv_bias` is Qwen2's, `qk_norm` Qwen3's."""
+    """Shape of a dense decoder with grouped-query attention and a gated MLP (Llama, Qwen2, Qwen3), from `config.json`;
+    `qkv_bias` is Qwen2's, `qk_norm` Qwen3's."""
 
     num_layers: int
     hidden: int
@@ -72,26 +74,25 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token in bfloat16."""
+        """Bytes of keys and values of one token in bfloat16."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * 2
 
     def forward_flops(self, tokens: float, mean_length: float) -> float:
-        """2 per weight and token (the embedding only looks up), and 4 per layer, width and attended position, of which
-        causal attention has `mean_length / 2` on average over tokens: of rows of unequal length, the mean of their
-        squares over their mean."""
+        """Return 2 FLOP per weight and token (without the embedding), and 4 per layer, width, and attended position:
+        `mean_length / 2` on average, where `mean_length` is the mean of squared lengths over the mean length."""
         weights = self.num_layers * self.layer_parameters + self.vocabulary * self.hidden
         attention = 2 * self.num_layers * self.attention_width * mean_length
         return tokens * (2 * weights + attention)
 
     def activation_bytes(self, tokens: int, *, checkpointing: bool, precision: str = "bfloat16") -> float:
         """
-        Return the bytes that a micro-batch keeps for its backward pass: with gradient checkpointing the input of each
-        layer and everything inside one, without it everything inside all layers; and the last norm. Inside a layer are
-        the two norms (input, its normalized copy, and the result as the input of three and of two projections),
-        queries and keys before and after their norm, input and output of attention, and four times the inside of the
-        MLP. A norm of bfloat16 numbers computes in float32 and keeps that copy as well. `precision` is `"bfloat16"`
-        (weights in bfloat16, also those that FSDP2 and DeepSpeed gather), `"autocast"` (float32 weights and stream,
-        bfloat16 products, whose inputs are cast once for each projection), or `"float32"`.
+        Return the bytes that a micro-batch keeps for its backward pass: everything inside all layers, or with gradient
+        checkpointing the input of each layer and everything inside one; and the last norm. Inside a layer are two
+        norms (input, normalized copy, and result as the input of three and two projections), queries and keys before
+        and after their norm, input and output of attention, and four times the inside of the MLP. A bfloat16 norm
+        computes in float32 and keeps that copy too. `precision` is `"bfloat16"` (bfloat16 weights, also those that
+        FSDP2 and DeepSpeed gather), `"autocast"` (float32 weights and residual stream, bfloat16 products, whose inputs
+        are cast once per projection), or `"float32"`.
         """
         # bytes per number: of the stream between layers, around norms of the stream, of q/k norms, of matrix products
         stream, norms, head_norms, products = {
@@ -124,7 +125,7 @@ KNOWN_MODELS = {
     "Qwen/Qwen2.5-7B": ModelShape(28, 3584, 18944, 28, 4, 128, 152064, tied=False, qkv_bias=True),
 }
 
-# Tokens that their configurations have positions for.
+# max_position_embeddings of their configurations
 CONTEXTS = {
     **{name: 40_960 for name in KNOWN_MODELS if name.startswith("Qwen/Qwen3-")},
     "Qwen/Qwen2.5-3B": 32_768,
@@ -135,7 +136,7 @@ CONTEXTS = {
 
 
 def model_shape(name: str | None) -> ModelShape | None:
-    """Shape of a known model, or from the `config.json` of a local directory; `None` if that is no dense decoder."""
+    """Return the shape of a known model or of a local `config.json`; `None` if that is not a dense decoder."""
     if name is None or name in KNOWN_MODELS:
         return KNOWN_MODELS.get(name or "")
     file = Path(name).expanduser() / "config.json"
@@ -155,8 +156,8 @@ def model_shape(name: str | None) -> ModelShape | None:
 
 
 def lora_parameters(shape: ModelShape, rank: int, targets: str | list[str] | None) -> int:
-    """Return the parameters of adapters on projections of every layer. `targets` as for peft: names, or one text,
-    which is `"all-linear"` (also `None`), a name, or a regular expression for the full name of a module."""
+    """Return the number of LoRA parameters in all layers. `targets` as in peft: names, `"all-linear"` (or `None`), a
+    name, or a regular expression for full module names."""
     hidden, attention, mlp = shape.hidden, shape.attention_width, shape.hidden + shape.intermediate
     keys, query = hidden + shape.num_kv_heads * shape.head_dim, hidden + attention
     widths = {f"mlp.{name}_proj": mlp for name in ("gate", "up", "down")}
@@ -173,10 +174,9 @@ def lora_parameters(shape: ModelShape, rank: int, targets: str | list[str] | Non
 
 
 def training_state_bytes(trained: float, frozen: float, *, frozen_bytes: int, sharding: str, processes: int) -> float:
-    """Return the bytes of weights, gradients, and Adam moments on one GPU. A trained weight takes 16 bytes: float32
-    weight, gradient, and two moments. Sharded (`"full"`: FSDP, ZeRO-3) each GPU holds `1 / processes` of it. ZeRO-2
-    (`"gradients"`) keeps a bfloat16 copy of all weights and shards the rest. Unsharded training (`"none"`) adds the
-    bfloat16 copy that autocast keeps."""
+    """Return the bytes of weights, gradients, and Adam moments on one GPU: 16 per trained weight (float32 weight,
+    gradient, two moments). `"full"` sharding (FSDP, ZeRO-3) divides it by `processes`; `"gradients"` (ZeRO-2) adds a
+    bfloat16 copy of the weights and shards the rest; `"none"` adds the bfloat16 copy of autocast."""
     if sharding == "full":
         return (16 * trained + frozen_bytes * frozen) / processes
     if sharding == "gradients":
@@ -185,9 +185,9 @@ def training_state_bytes(trained: float, frozen: float, *, frozen_bytes: int, sh
 
 
 def checkpoint_bytes(trained: float, *, weight_bytes: int = 4, snapshot: bool = False, row_tokens: float = 0) -> float:
-    """Return the bytes of a checkpoint on disk: weights, two moments of Adam in the same precision, a copy of what is
-    trained for a snapshot reference, and 13 bytes (token, mask, two log-probs) for each token of completions that are
-    not learned from yet (`row_tokens`). The frozen weights beside an adapter are not written."""
+    """Return the bytes of a checkpoint on disk: trained weights, two Adam moments in the same precision, a copy of the
+    trained weights for a snapshot reference, and 13 bytes (token, mask, two log-probs) for each of the `row_tokens`
+    of pending minibatches."""
     return weight_bytes * trained * (3 + snapshot) + 13 * row_tokens
 
 
@@ -203,24 +203,22 @@ def training_forward_equivalents(
     kl: bool = False,
 ) -> float:
     """
-    Return the cost of learning from a generation, in forward passes over it with a model of the policy's size, for
-    `updates` optimizer steps over all `iterations`.
+    Return the cost of all `updates` (over all `iterations`) on a generation, in forward passes over it.
 
-    An iteration takes 3 (forward, and twice that backward), 4 with gradient checkpointing. Passes without gradient:
+    A gradient costs 3 per iteration, 4 with gradient checkpointing. Passes without gradient:
 
-    - GRPO and PPO compute log-probs of the batch once if the policy changes before its last update or to correct the
-      mismatch of engine and trainer (`correction`); once more under the KL reference. PPO's critic doubles the
-      gradient, and computes values of the batch once.
-    - PACS computes log-probs of the rows of all updates but the first, once, for the `reference` `"rollout"` or for
-      `correction`; of every update under a `"snapshot"` (`"none"`: a proxy without reference) and the KL reference.
-      If groups are `split` over micro-batches, another pass finds the proxies of each update, unless they are 0: on
-      the first update after a rollout with the rollout reference.
+    - GRPO and PPO compute log-probs of the batch once if there are several updates or for the vLLM mismatch
+      `correction`, and once under the KL reference. PPO's critic doubles the gradient and computes values once.
+    - PACS computes log-probs of the minibatches after the first for the `reference` `"rollout"` or for `correction`;
+      of every minibatch for a `"snapshot"` (`"none"`: a proxy without reference) and for the KL reference. If groups
+      are `split` over micro-batches, one more pass computes proxies, except on the first update after a rollout with
+      the rollout reference, where they are 0.
     """
     gradient = iterations * (4 if checkpointing else 3)
     if method != "pacs":
         scoring = int(updates > 1 or correction) + int(kl)
         return 2 * gradient + scoring + 1 if method == "ppo" else gradient + scoring
-    share = iterations / updates  # of the batch that an optimizer step learns from
+    share = iterations / updates  # of the batch in an optimizer step
     later_rows = 1 - share if iterations == 1 else 1
     passes = float(gradient + iterations * kl)
     if reference == "rollout" or correction:
@@ -233,11 +231,11 @@ def training_forward_equivalents(
 
 
 def mean_square_length(mean: float, longest: float) -> float:
-    """Mean of squared completion lengths, for lengths that fall off exponentially and are cut off at `longest`: 1.7
-    times the square of a mean of 35 % of the longest, and the square itself if all are cut off."""
+    """Return the mean of squared completion lengths for an exponential distribution truncated at `longest`: 1.7 times
+    the squared mean if the mean is 35 % of the longest."""
     if mean >= longest:
         return float(longest) ** 2
-    low, high = 0.0, 1e6 * longest  # the exponential's own mean, of which cutting off takes some
+    low, high = 0.0, 1e6 * longest  # mean of the exponential before truncation
     for _ in range(100):
         scale = (low + high) / 2
         low, high = (scale, high) if -scale * math.expm1(-longest / scale) < mean else (low, scale)
@@ -248,10 +246,9 @@ def mean_square_length(mean: float, longest: float) -> float:
 def decoding_seconds(
     shape: ModelShape, rows: float, prompt: float, mean: float, longest: int, *, kv_cache_bytes: float, gpu: Gpu
 ) -> float:
-    """Return the time of generating `rows` completions on one GPU, bound by memory bandwidth. Each decoding step reads
-    the bfloat16 weights once and the keys and values of all sequences so far. A completion of length l reads its
-    prompt l times and itself l / 2 times, so squared lengths count. There are as many waves as the cache needs to hold
-    all sequences."""
+    """Return the time to generate `rows` completions on one GPU, bound by memory bandwidth. Each decoding step reads
+    the bfloat16 weights once and the keys and values of all sequences; a completion of length l reads its prompt l
+    times and itself l / 2 times. The sequences are generated in as many waves as the KV cache requires."""
     cache_needed = rows * (prompt + mean) * shape.kv_bytes_per_token
     waves = max(1.0, cache_needed / max(kv_cache_bytes, 1.0))
     weight_reads = waves * longest * 2 * shape.parameters

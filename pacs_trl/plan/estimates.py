@@ -1,4 +1,4 @@
-"""Estimate of a recipe on a launch: step, run, GPU memory, and hours. Formulas are in `cost.py`."""
+"""Estimate of a recipe on a launch: batches, run, GPU memory, and hours. Formulas are in `cost.py`."""
 
 import math
 from typing import NamedTuple
@@ -9,12 +9,12 @@ from .cost import GIB, H200, Gpu
 from .launch import Launch
 
 
-# Problems in the named training sets, for counting epochs.
+# Number of problems in the named training sets, for counting epochs.
 _SET_SIZES = {"deepscaler": 40_315, "gsm8k": 7_473, "math": 7_500}
 
 
 class Prompts(NamedTuple):
-    """Training prompts: their number and lengths in tokens; `None` where they are not known."""
+    """Number and lengths in tokens of the training prompts; `None` where they are not known."""
 
     number: int | None = None
     lengths: list[int] | None = None
@@ -23,34 +23,23 @@ class Prompts(NamedTuple):
 UNKNOWN = Prompts()
 
 
-def _duration(hours: float, unit: str = "", digits: int = 1) -> str:
-    for size, name in ((1.0, "hours"), (60.0, "minutes")):
-        if hours * size >= 1:
-            return f"{hours * size:.{digits if size == 1.0 else 1}f} {unit}{name}"
-    return f"{3600 * hours:.2g} {unit}seconds"
-
-
-def _size(size: float) -> str:
-    return f"{size / GIB:6.1f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:6.1f} MiB"
-
-
 class Estimate:
     """
-    Estimate of a run. Sizes are bytes on one GPU; there are none where the shape of a model is not known (`unknown`).
+    Estimate of a run, with sizes in bytes per GPU; there are none if the shape of a model is `unknown`.
 
     `dtype` is that of the loaded weights, `precision` that of activations (see [`~cost.ModelShape.activation_bytes`]).
-    FSDP and DeepSpeed train float32 copies of half-precision weights, but only under mixed precision, for which the
-    recipe wins over the accelerate file. `num_problems` is the number of `prompts`; of a named set it is counted
-    before overlong prompts are dropped, of others it is `None`. `state`, `activations`, `gathered`, and `collected`
-    are the parts of an update, `peak` is the largest use of memory.
+    Under mixed precision FSDP and DeepSpeed train float32 copies of half-precision weights. `num_problems` of a named
+    set is counted before overlong prompts are dropped. `state`, `activations`, `gathered`, and `collected` are the
+    parts of an update, `peak` is the largest use of memory.
     """
 
     def __init__(self, recipe: Recipe, launch: Launch, gpu: Gpu = H200, prompts: Prompts = UNKNOWN):
         training, data = recipe.training, recipe.data
         self.recipe, self.launch, self.training, self.step, self.gpu = recipe, launch, training, recipe.step, gpu
         self.prompts, self.num_gpus = prompts, launch.num_processes
-        self.usable = 0.95 * gpu.memory_bytes  # the rest goes to fragments, kernels, and communication
+        self.usable = 0.95 * gpu.memory_bytes  # the rest is fragmentation, kernels, and communication
         self.of_pacs = hasattr(training, "pacs_beta")
+        self.update_kind = cost.UPDATES.get(recipe.run.method, "exact")
         mixed = training.bf16 or training.fp16 or launch.mixed_precision != "no"
         self.dtype = (training.model_init_kwargs or {}).get("dtype", recipe.model.dtype) or "float32"
         self.has_float32_copies = launch.kind in ("FSDP", "DEEPSPEED") and mixed
@@ -64,8 +53,7 @@ class Estimate:
         self.longest_prompt = max(lengths) if lengths else data.max_prompt_length or 1024
         self.mean_prompt = round(sum(lengths) / len(lengths)) if lengths else min(data.max_prompt_length or 256, 256)
         self.longest = self.longest_prompt + (training.max_completion_length or 0)
-        # Packed rows of a group compute its prompt once; those of PPO meet by chance only.
-        self.shares_prompts = self.of_pacs and training.padding_free != "never"
+        self.shares_prompts = self.update_kind == "exact" and vars(training).get("padding_free") != "never"
         policy = recipe.model.model_name_or_path
         has_critic = "critic_model_name_or_path" in vars(training)
         self.critic_name = (training.critic_model_name_or_path or policy) if has_critic else None
@@ -73,9 +61,9 @@ class Estimate:
         names = [policy, self.critic_name] if has_critic else [policy]
         self.unknown = [name for name in names if cost.model_shape(name) is None]
         if not self.unknown:
-            self._measure()
+            self._estimate_memory()
 
-    def _measure(self) -> None:
+    def _estimate_memory(self) -> None:
         training, launch, shape, model = self.training, self.launch, self.shape, self.recipe.model
         self.trained = shape.parameters
         if model.use_peft:
@@ -93,38 +81,29 @@ class Estimate:
         self.state += cost.training_state_bytes(self.critic, 0, frozen_bytes=4, **sharing)
 
         rows = training.per_device_train_batch_size
-        self.tokens = self.of_pacs and training.max_tokens_per_micro_batch or self._tokens(rows)
+        self.tokens = vars(training).get("max_tokens_per_micro_batch") or self._tokens(rows)
         how = {"checkpointing": training.gradient_checkpointing, "precision": self.precision}
         self.activations = shape.activation_bytes(self.tokens, **how)
-        if self.critic:  # freed before the policy learns
+        if self.critic:  # its activations are freed before the update of the policy
             self.activations = max(self.activations, self.critic_shape.activation_bytes(rows * self.longest, **how))
         self.gathered = self.collected = self.engine = 0.0
-        if launch.sharding == "full":  # two layers and the largest matrix outside of them, in bfloat16
+        if launch.sharding == "full":  # two layers and the largest other matrix, in bfloat16
             shapes = (shape, self.critic_shape) if self.critic else (shape,)
             self.gathered = 2.0 * max(2 * s.layer_parameters + s.vocabulary * s.hidden for s in shapes)
-        if launch.kind == "FSDP" and training.gradient_accumulation_steps > 1:  # reduced with the last micro-batch
+        if launch.kind == "FSDP" and training.gradient_accumulation_steps > 1:  # reduced after the last micro-batch
             self.collected = 4.0 * (self.trained + self.critic)
         if training.use_vllm and training.vllm_mode == "colocate":
             self.engine = training.vllm_gpu_memory_utilization * self.gpu.memory_bytes
         self.asleep = self.engine > 0 and training.vllm_enable_sleep_mode
         self.update = self.state + self.activations + self.gathered + self.collected
-        self.beside_engine = self.state if self.asleep else self.update  # at the fullest moment at which it is awake
+        self.beside_engine = self.state if self.asleep else self.update
         self.peak = max(self.beside_engine + self.engine, self.update)
 
     def _tokens(self, rows: int) -> int:
-        """Return the tokens of a micro-batch of the longest rows, whose groups share their prompts."""
+        """Return the tokens in a micro-batch of the longest completions."""
         shares = self.shares_prompts and self.step is not None
         saved = rows - math.ceil(rows / self.step.num_generations) if shares else 0
         return rows * self.longest - saved * (self.longest_prompt - 1)
-
-    def _rows_of_a_prompt(self, mean_length: int) -> int:
-        """Return how many rows of a group a micro-batch holds on average, if they share their prompt."""
-        if not self.shares_prompts:
-            return 1
-        fitting = self.training.per_device_train_batch_size
-        if self.training.max_tokens_per_micro_batch:
-            fitting = (self.tokens - self.mean_prompt) // mean_length
-        return max(1, min(fitting, self.step.num_generations))
 
     def optimizer_steps(self) -> int | None:
         """Return `max_steps`, or the steps of all epochs; `None` if the number of prompts is not known."""
@@ -137,7 +116,7 @@ class Estimate:
         return math.ceil(self.training.num_train_epochs * per_epoch)
 
     def memory_conflict(self) -> str | None:
-        """Say why updates do not fit into a GPU, whatever the engine, and what helps; `None` if they do."""
+        """Return why an update does not fit on a GPU even without vLLM, and what helps; `None` if it fits."""
         if self.unknown or self.update <= self.usable:
             return None
         return (
@@ -148,23 +127,22 @@ class Estimate:
         )
 
     def engine_conflict(self) -> str | None:
-        """Say why a colocated vLLM does not fit beside training, and what helps; `None` if it does."""
+        """Return why a colocated vLLM does not fit beside training, and what helps; `None` if it fits."""
         if self.unknown or self.engine == 0 or self.beside_engine + self.engine <= self.usable:
             return None
         given, total = self.training.vllm_gpu_memory_utilization, self.gpu.memory_bytes
         share = int(20 * (self.usable - self.beside_engine) / total) / 20  # rounded down to a twentieth
         return (
             f"vllm_gpu_memory_utilization={given:g} takes {self.engine / GIB:.0f} GiB of an {self.gpu.name}'s "
-            f"{total / GIB:.0f}, and training needs {self.beside_engine / GIB:.0f} GiB beside it. Set it to "
+            f"{total / GIB:.0f}, and training needs {self.beside_engine / GIB:.0f} GiB. Set it to "
             f"{share:g} or less, set vllm_enable_sleep_mode: true, or shard the training state (fsdp2.yaml)."
         )
 
     def forward_passes(self) -> float:
-        """Return the cost of learning from a generation, in forward passes over it
-        (`training_forward_equivalents`)."""
+        """Return the cost of all updates on a generation, in forward passes over it."""
         training, step = self.training, self.step
         layout = training.group_layout if self.of_pacs else "whole"
-        does_not_fit = self.tokens < self._tokens(step.num_generations)  # a group into a micro-batch
+        group_exceeds_micro_batch = self.tokens < self._tokens(step.num_generations)
         return cost.training_forward_equivalents(
             "pacs" if self.of_pacs else self.recipe.run.method,
             checkpointing=training.gradient_checkpointing,
@@ -173,23 +151,26 @@ class Estimate:
             correction=training.use_vllm and training.vllm_importance_sampling_correction,
             kl=training.beta != 0,
             reference=training.reference if self.of_pacs and training.proxy == "log_ratio" else "none",
-            split=layout == "split" or layout == "auto" and does_not_fit,
+            split=layout == "split" or layout == "auto" and group_exceeds_micro_batch,
         )
 
     def learning(self, mean_length: int) -> tuple[float, float]:
-        """Return FLOP and seconds of learning from one generation, for completions of that many tokens on average."""
+        """Return FLOP and seconds of all updates on a generation, for a mean of `mean_length` tokens."""
         training, shape, gpu, prompt = self.training, self.shape, self.gpu, self.mean_prompt
         longest, rows = training.max_completion_length, self.step.rows_per_generation
-        # GRPO is TRL's, which pads every row to the longest of the generation, and among so many one reaches the
-        # limit.
-        computed = attended = prompt + longest
-        if self.recipe.run.method != "grpo":
-            sharing = self._rows_of_a_prompt(mean_length)
+        computed = attended = prompt + longest  # padded: among so many completions one reaches the limit
+        if self.update_kind != "padded":
+            sharing = 1  # completions per micro-batch that share a prompt
+            if self.shares_prompts:
+                fitting = training.per_device_train_batch_size
+                if vars(training).get("max_tokens_per_micro_batch"):
+                    fitting = (self.tokens - prompt) // mean_length
+                sharing = max(1, min(fitting, self.step.num_generations))
             computed = (prompt - 1) / sharing + 1 + mean_length
             squares = prompt**2 / sharing + 2 * prompt * mean_length + cost.mean_square_length(mean_length, longest)
             attended = squares / computed
         passes, of_critic = self.forward_passes(), 0
-        if self.recipe.run.method == "ppo":  # values for the batch once, and it learns as the policy does
+        if self.recipe.run.method == "ppo":  # the critic computes values once, and is trained like the policy
             of_critic = training.num_iterations * (4 if training.gradient_checkpointing else 3) + 1
         flops = (passes - of_critic) * shape.forward_flops(rows * computed, attended)
         if of_critic:
@@ -197,7 +178,7 @@ class Estimate:
         return flops, flops / (self.num_gpus * gpu.flops * gpu.training_share)
 
     def generating(self, mean_length: int) -> float:
-        """Return the seconds in which a generation batch is generated; 0 with a server, which is not estimated."""
+        """Return the seconds of a generation; 0 with a vLLM server, which is not estimated."""
         training = self.training
         if training.use_vllm and training.vllm_mode == "server":
             return 0.0
@@ -208,7 +189,7 @@ class Estimate:
         return cost.decoding_seconds(self.shape, rows, *lengths, kv_cache_bytes=cache, gpu=self.gpu)
 
     def gpu_hours(self, mean_length: int) -> float | None:
-        """Return the GPU hours of the run for completions of `mean_length` tokens on average; `None` where unknown."""
+        """Return the GPU hours of the run for completions of `mean_length` tokens on average; `None` if unknown."""
         optimizer_steps = self.optimizer_steps()
         if self.unknown or optimizer_steps is None:
             return None
@@ -216,32 +197,34 @@ class Estimate:
         return self.step.rollouts(optimizer_steps) * seconds * self.num_gpus / 3600
 
     def lines(self, mean_length: int) -> list[str]:
-        """Return the plan of a recipe with legal batch sizes, for completions of that many tokens on average."""
-        sections = {"Step": self._step(), "Run": self._run(mean_length)}
+        """Return the lines that `plan` prints, for completions of `mean_length` tokens on average."""
+        sections = {"Step": self._step_lines(), "Run": self._run_lines(mean_length)}
         if self.unknown:
             sections["Memory and time"] = [("unknown", f"The shape of {self.unknown[0]!r} is not known.")]
         else:
             billions = f"{self.shape.parameters / 1e9:.2f}e9 parameters"
-            sections[f"Memory per GPU (estimate, {billions})"] = self._memory()
-            sections[f"Time on {self.gpu.name} (estimate; grading, weight transfer, and saving not counted)"] = (
-                self._time(mean_length)
+            sections[f"Memory per GPU (estimate, {billions})"] = self._memory_lines()
+            sections[f"Time on {self.gpu.name} (estimate; without grading, weight transfer, and saving)"] = (
+                self._time_lines(mean_length)
             )
-        rows = ((title, [f"  {name:18} {words}" for name, words in section]) for title, section in sections.items())
+        rows = ((title, [f"  {name:18} {text}" for name, text in section]) for title, section in sections.items())
         return [line for title, section in rows if section for line in ("", title, *section)]
 
-    def _step(self) -> list[tuple[str, str]]:
+    def _step_lines(self) -> list[tuple[str, str]]:
         step = self.step
         updates = f"{step.updates_per_generation} optimizer steps per generation"
         if step.generations_per_update > 1:
             updates = f"one optimizer step per {step.generations_per_update} generations"
-        generation = f"{step.prompts_per_generation:.0f} prompts x {step.num_generations} completions = "
-        generation += f"{step.rows_per_generation} rows, {step.rows_per_generation // step.num_processes} per process"
-        update = f"{step.prompts_per_update:g} prompts x {step.num_generations} = {step.rows_per_update} rows "
-        update += f"({step.per_device_train_batch_size} rows x {step.num_processes} processes x "
+        generation = f"{step.prompts_per_generation:.0f} prompts x {step.num_generations} = "
+        generation += (
+            f"{step.rows_per_generation} completions, {step.rows_per_generation // step.num_processes} per process"
+        )
+        update = f"{step.prompts_per_update:g} prompts x {step.num_generations} = {step.rows_per_update} completions "
+        update += f"({step.per_device_train_batch_size} x {step.num_processes} processes x "
         update += f"{step.gradient_accumulation_steps} accumulation steps)"
         return [("generation batch", generation), ("optimizer step", update), ("updates", updates)]
 
-    def _run(self, mean_length: int) -> list[tuple[str, str]]:
+    def _run_lines(self, mean_length: int) -> list[tuple[str, str]]:
         if (optimizer_steps := self.optimizer_steps()) is None:
             return [("optimizer steps", "unknown: max_steps is not set and the number of prompts is not known")]
         rollouts, size = self.step.rollouts(optimizer_steps), self.num_problems
@@ -249,16 +232,16 @@ class Estimate:
         epochs = f" ({generations / size:.1f} epochs of {size} problems)" if size else ""
         completions = rollouts * self.step.rows_per_generation
         number, lengths = self.prompts
-        measured = f" of {self.mean_prompt} tokens on average, {self.longest_prompt} at most" if lengths else ""
+        measured = f", {self.mean_prompt} tokens on average, {self.longest_prompt} at most" if lengths else ""
         rows = [] if number is None else [("prompts", f"{number:,}{measured} (measured)")]
         return rows + [
             ("optimizer steps", f"{optimizer_steps}"),
-            ("rollout steps", f"{rollouts}{epochs}"),
+            ("generations", f"{rollouts}{epochs}"),
             ("completions", f"{completions:,}"),
-            ("tokens generated", f"{completions * mean_length:,} at a mean of {mean_length} per completion"),
+            ("tokens generated", f"{completions * mean_length:,} with {mean_length} per completion on average"),
         ]
 
-    def _memory(self) -> list[tuple[str, str]]:
+    def _memory_lines(self) -> list[tuple[str, str]]:
         state = "16 bytes per trained weight (float32 weight, gradient, two Adam moments)"
         state += ", and the KL reference" * self.has_kl_model
         state += ", over all processes" * (self.launch.sharding == "full")
@@ -278,27 +261,37 @@ class Estimate:
             how = {"weight_bytes": 4 if is_float32 else 2, "snapshot": self.has_snapshot}
             size = cost.checkpoint_bytes(self.trained, **how) + cost.checkpoint_bytes(self.critic)
             parts.append(("checkpoint", size, "on disk, each"))
-        return [(name, f"{_size(size)}   {words}") for name, size, words in parts if size]
+        return [
+            (name, (f"{size / GIB:6.1f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:6.1f} MiB") + f"   {text}")
+            for name, size, text in parts
+            if size
+        ]
 
-    def _time(self, mean_length: int) -> list[tuple[str, str]]:
+    def _time_lines(self, mean_length: int) -> list[tuple[str, str]]:
         if (gpu_hours := self.gpu_hours(mean_length)) is None:
             return []
         gpu, (flops, learning), generating = self.gpu, self.learning(mean_length), self.generating(mean_length)
         bandwidth = f"{gpu.decoding_share:.0%} of {gpu.bandwidth / 1e12:.3g} TB/s"
-        generation = f"{generating:.3g} s per rollout step, at {bandwidth}"
-        generates_answers = self.critic and self.recipe.run.method != "ppo"
-        critic = [("critic", "not counted: what it generates")] if generates_answers else []
+        generation = f"{generating:.3g} s per generation, at {bandwidth}"
+        generates_values = self.critic and self.recipe.run.method != "ppo"
         return [
             (
-                "learning",
-                f"{learning:.3g} s per rollout step: {flops:.1e} FLOP, {self.forward_passes():g} forward passes, at "
+                "updates",
+                f"{learning:.3g} s per generation: {flops:.1e} FLOP, {self.forward_passes():g} forward passes, at "
                 f"{gpu.training_share:.0%} of {gpu.flops / 1e12:.0f} TFLOP/s",
             ),
-            ("generation", generation if generating else "not counted: it depends on the server"),
-            *critic,
+            ("generation", generation if generating else "not estimated: it depends on the server"),
+            *([("critic", "not estimated: its generation")] if generates_values else []),
             (
                 "all",
                 f"{_duration(gpu_hours / self.num_gpus)} on {self.num_gpus} GPU{'s' * (self.num_gpus > 1)}, "
                 f"{_duration(gpu_hours, 'GPU ', 0)}",
             ),
         ]
+
+
+def _duration(hours: float, unit: str = "", digits: int = 1) -> str:
+    for size, name in ((1.0, "hours"), (60.0, "minutes")):
+        if hours * size >= 1:
+            return f"{hours * size:.{digits if size == 1.0 else 1}f} {unit}{name}"
+    return f"{3600 * hours:.2g} {unit}seconds"

@@ -1,4 +1,4 @@
-"""The launch that an accelerate file describes: the number of processes and what they shard."""
+"""Number of processes and sharding of an accelerate file."""
 
 from dataclasses import dataclass
 
@@ -14,9 +14,9 @@ _ZERO_SHARDING = {0: "none", 1: "gradients", 2: "gradients", 3: "full"}
 @dataclass(frozen=True)
 class Launch:
     """
-    How a run is started: on how many GPUs, how they share the training state (`"none"`, `"gradients"`, or `"full"`),
-    the same in words; `distributed_type` of the accelerate file, its FSDP version (1 or 2), and its mixed precision,
-    which counts where the recipe sets neither `bf16` nor `fp16`.
+    Number of GPUs; sharding of the training state (`"none"`, `"gradients"`, or `"full"`); a description; and of the
+    accelerate file `distributed_type`, FSDP version (1 or 2), and mixed precision, which applies if the recipe sets
+    neither `bf16` nor `fp16`.
     """
 
     num_processes: int
@@ -29,14 +29,13 @@ class Launch:
 
 def read_launch(accelerate_config: str | None, num_processes: int | None) -> tuple[Launch | None, list[str]]:
     """
-    Read the launch that an accelerate file describes, by default one process or plain data parallelism;
-    `num_processes` wins over the file. Returns `None` with what is wrong if accelerate refuses the file, would ignore
-    a key of it, or this package is not run with it.
+    Read an accelerate file; without one the launch is a single process or DDP. `num_processes` overrides the file.
+    Return `None` and the error if accelerate rejects the file or would ignore one of its keys.
     """
     if accelerate_config is None:
         count = 1 if num_processes is None else num_processes
         launch = Launch(count, "none", "one process" if count == 1 else f"{count} processes, DDP")
-        return (launch, []) if count >= 1 else (None, [f"--num-processes must be at least 1, got {count}."])
+        return (launch, []) if count >= 1 else (None, [f"--num_processes must be at least 1, got {count}."])
     try:
         config = load_config_from_file(accelerate_config)
         kind = getattr(config.distributed_type, "value", config.distributed_type)
@@ -44,7 +43,7 @@ def read_launch(accelerate_config: str | None, num_processes: int | None) -> tup
             raise ValueError(f"distributed_type is {kind!r}. Set it to one of {', '.join(_SHARDING)}, in quotes.")
         count = config.num_processes if num_processes is None else num_processes
         if count < 1 or (kind == "NO" and count > 1):
-            raise ValueError(f"num_processes is {count} with distributed_type {kind}. Set it with --num-processes.")
+            raise ValueError(f"num_processes is {count} with distributed_type {kind}. Set it with --num_processes.")
         section, version, precision = {}, None, config.mixed_precision
         sharding, words = _SHARDING[kind], kind
         if kind == "FSDP":

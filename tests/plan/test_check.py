@@ -29,13 +29,13 @@ SNAPSHOT = {"reference": "snapshot", "save_total_limit": 2}
 # Arguments, changes of the recipe, exit status, words of the output ("no: " those that it does not have).
 SAID = {
     "legal": ((*FSDP2, "--mean-length", "500"), {}, 0, "No conflicts.", "4.02e9 parameters", "fits", "GPU hours",
-              "1024 prompts x 8 completions = 8192 rows, 128 per process", "4 optimizer steps per generation",
-              "256 prompts x 8 = 2048 rows (8 rows x 64 processes x 4 accumulation steps)",
-              "rollout steps      120 (3.0 epochs of 40315 problems)", "completions        983,040",
-              "491,520,000 at a mean of 500"),
+              "1024 prompts x 8 = 8192 completions, 128 per process", "4 optimizer steps per generation",
+              "256 prompts x 8 = 2048 completions (8 x 64 processes x 4 accumulation steps)",
+              "generations        120 (3.0 epochs of 40315 problems)", "completions        983,040",
+              "491,520,000 with 500"),
     "overrides": (WHOLE, WRITTEN, 0, "no: prompts instead of", "8 processes, DDP", "no: DOES NOT FIT",
-                  "1024 prompts x 8 completions = 8192 rows, 1024 per process"),
-    "another batch": (EIGHT, WRITTEN, 0, "128 prompts instead of 1,024", "for 64 processes", "32 prompts instead of 256"),  # noqa: E501
+                  "1024 prompts x 8 = 8192 completions, 1024 per process"),
+    "another batch": (EIGHT, WRITTEN, 0, "128 prompts instead of 1,024", "64 processes", "32 prompts instead of 256"),  # noqa: E501
     # 18 bytes x 8.19e9
     "too large": ((), BIG | {"steps_per_generation": 4}, 1, "DOES NOT FIT", "(training state 137, activations"),
     "sharded": (FSDP2, BIG, 0, "fits"),
@@ -48,11 +48,11 @@ SAID = {
     "no data file": ((), {"dataset_name": "mine.jsonl"}, 0, "'mine.jsonl' does not exist"),
     "unknown data": ((), {"max_steps": None, "dataset_name": "a/b"}, 0, "unknown: max_steps is not set"),
     "text that is no YAML": (("--system_prompt", "Answer {briefly: "), {}, 0),
-    "mean length 0": (("--mean-length", "0"), {}, 1, "mean-length is 0", "no: tokens generated"),
-    "mean length 1001": (("--mean-length", "1001"), {}, 1, "mean-length is 1001", "no: tokens generated"),
-    "too few problems": (FSDP2, FEW, 1, "1024 different prompts, but 1000 problems"),
+    "mean length 0": (("--mean-length", "0"), {}, 1, "mean_length is 0", "no: tokens generated"),
+    "mean length 1001": (("--mean-length", "1001"), {}, 1, "mean_length is 1001", "no: tokens generated"),
+    "too few problems": (FSDP2, FEW, 1, "1024 different prompts", "1000 (max_train_samples=1000"),
     "just enough": (FSDP2, {"max_train_samples": 1024}, 0),
-    "launch": (NOBODY, {}, 1, "1 conflict(s)", "--num-processes"),
+    "launch": (NOBODY, {}, 1, "1 conflict(s)", "--num_processes"),
     "two names": ((), BAD, 1, "2 conflict(s)", "run_pyton", "maths_reward"),
     "contradiction": ((), SCORE, 1, "1 conflict(s)", "score_estimator"),
     "three processes": (THREE, FIVE, 1, "gradient_accumulation_steps=4"),
@@ -112,14 +112,14 @@ def test_bfloat16_weights_stay_without_mixed_precision(plan, launch_file, kind, 
     copies = kind != "MULTI_GPU" and (in_recipe != {"bf16": False} or in_file == "bf16")
     status, output = plan("--accelerate-config", file, dtype="bfloat16", **in_recipe)
     assert status == (0 if copies else 1)
-    assert ("make float32 copies" in output) == copies == ("Set dtype: float32" not in output)
+    assert ("train float32 copies" in output) == copies == ("Set dtype: float32" not in output)
 
 
 @pytest.mark.parametrize("config", ["{fsdp_version: 1}", "{fsdp_offload_params: false}"])
 def test_ppo_with_fsdp_1(plan, launch_file, config):
     file = launch_file("distributed_type: FSDP", "num_processes: 8", f"fsdp_config: {config}")
     status, output = plan("--accelerate-config", file, method="ppo")
-    assert status == 1 and "fsdp_version: 2" in output
+    assert status == 1 and "FSDP 1" in output
     assert plan("--accelerate-config", file)[0] == 0
 
 

@@ -52,13 +52,13 @@ def test_prompts_of_a_file_are_measured(small):
     mean, longest = sum(map(len, ids)) / 9, max(map(len, ids))
     status, output = small()
     assert status == 0, output
-    assert f"  prompts            9 of {mean:.0f} tokens on average, {longest} at most (measured)" in output
-    assert "rollout steps      9 (1.0 epochs of 9 problems)" in output
+    assert f"  prompts            9, {mean:.0f} tokens on average, {longest} at most (measured)" in output
+    assert "generations        9 (1.0 epochs of 9 problems)" in output
     assert "optimizer steps    36" in small(max_steps=None, num_train_epochs=4)[1]
     # 8 completions, their prompt once, of the one group in a micro-batch
     assert f"micro-batch of {8 * 1000 + longest + 7} tokens" in output
     status, output = small(max_prompt_length=len(ids[0]))
-    assert f"  prompts            6 of {len(ids[0])} tokens on average, {len(ids[0])} at most" in output
+    assert f"  prompts            6, {len(ids[0])} tokens on average, {len(ids[0])} at most" in output
     status, output = small(model_name_or_path="Qwen/Qwen3-0.6B")  # not on this machine
     assert status == 0 and "  prompts            9 (measured)\n" in output
 
@@ -90,7 +90,7 @@ def test_what_training_would_say_of_the_data(small, tmp_path, monkeypatch):
         ({"problem_column": "question"}, "`problem_column` 'question' is not a column"),
         ({"max_tokens_per_micro_batch": 1010}, "do not fit into max_tokens_per_micro_batch=1010"),
         ({"max_prompt_length": 3}, "max_prompt_length=3"),
-        ({"num_generations": 8, "per_device_train_batch_size": 80}, "10 different prompts, but 9 problems"),
+        ({"num_generations": 8, "per_device_train_batch_size": 80}, "10 different prompts"),
     ):
         status, output = small(**changes)
         assert status == 1 and "1 conflict(s)" in output and words in output, output
