@@ -1,8 +1,7 @@
-"""Training problems: from the rows of a dataset to `prompt` and `solution`.
+"""Training problems: `prompt` and `solution` from the rows of a dataset.
 
-Training and evaluation share one prompt builder, [`build_prompt`]. Adding a training set is adding an entry to
-`TRAINING_SETS`; benchmarks are in `evaluation/benchmarks.py`, and what both are made of in `sets.py`. Mixing several
-sets and streaming are not supported.
+A training set is an entry of `TRAINING_SETS`; benchmarks are in `evaluation/benchmarks.py`. Both use the loader of
+`sets.py` and the prompt builder of `prompts.py`. Mixing several sets and streaming are not supported.
 """
 
 import inspect
@@ -33,16 +32,16 @@ from .sets import (
 )
 
 
-if TYPE_CHECKING:  # slow to import, and the arguments below are asked for their help
+if TYPE_CHECKING:  # slow to import, and `--help` needs this module
     from datasets import Dataset
 
 
 logger = logging.getLogger(__name__)
 
-# The sentence behind problems with free-text answers, which no verifier reads.
+# Instruction for problems with free-text answers.
 ANSWER_INSTRUCTION = "Please reason step by step, and put your final answer between <answer> and </answer>."
 
-# DAPO-Math-17k wraps each problem into its own instruction, which contradicts the \boxed{} one.
+# DAPO-Math-17k wraps each problem into an instruction that contradicts the \boxed{} one.
 _DAPO_WRAPPER = re.compile(
     r"\ASolve the following math problem step by step\. The last line of your response should be of the form "
     r"Answer: \$Answer \(without quotes\) where \$Answer is the answer to the problem\.\s*(?P<problem>.*?)\s*"
@@ -56,8 +55,8 @@ def _without_wrapper(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _from_verl(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows in verl's layout: the last turn of each prompt is the problem, `ground_truth`, inside of `reward_model`,
-    the answer."""
+    """Convert rows of verl, whose problem is the last turn of `prompt` and whose answer is `ground_truth` in
+    `reward_model`."""
     read = []
     for row in rows:
         if isinstance(row.get("prompt"), list):
@@ -73,15 +72,15 @@ TRAINING_SETS = {
         "agentica-org/DeepScaleR-Preview-Dataset", revision="b6ae8c60f5c1f2b594e2140b91c49c9ad0949e29"
     ),
     "gsm8k": GSM8K,
-    # The original repository of MATH was taken down. This copy keeps the official 7,500 / 5,000 split in one
-    # configuration; MATH-500 is part of its test split, so only the train split is used here.
+    # A copy of MATH with the official 7,500 / 5,000 split, since the original repository was taken down. MATH-500 is
+    # part of its test split.
     "math": ProblemSet(
         "DigitalLearningGmbH/MATH-lighteval",
         revision="0530c78699ea5e8eb5530600900e1f328b48acad",
         solution_column="solution",
         answer_in="last_box",
     ),
-    # BytedTsinghua-SIA/DAPO-Math-17k repeats every problem about a hundred times; this is its deduplicated form.
+    # The deduplicated BytedTsinghua-SIA/DAPO-Math-17k, which repeats every problem about a hundred times.
     "dapo_math_17k": ProblemSet(
         "open-r1/DAPO-Math-17k-Processed",
         revision="31dd309567e3da778038cc87d868b6097a3ccf68",
@@ -90,9 +89,8 @@ TRAINING_SETS = {
         solution_column="solution",
         rows_of=_without_wrapper,
     ),
-    # Programming problems with inputs and outputs; the reference solutions of this form of the set pass their tests.
-    # The other one is larger, has function calls, too, and is not tested. Neither is pinned: their commits are not
-    # known to us.
+    # Programming problems whose reference solutions pass their tests. Their commits, as those of the next two sets,
+    # are not known to us.
     "verifiable_coding": ProblemSet(
         "open-r1/verifiable-coding-problems-python_decontaminated-tested-shuffled",
         problem_column="problem_statement",
@@ -100,7 +98,7 @@ TRAINING_SETS = {
         answer_in="tests",
         instruction=CODE_INSTRUCTION,
     ),
-    # Any subject, answers as free text. Rows are verl's; the commit is not known to us.
+    # Problems of any subject with free-text answers.
     "rlpr": ProblemSet("openbmb/RLPR-Train-Dataset", rows_of=_from_verl, instruction=ANSWER_INSTRUCTION),
     "prime_coding": ProblemSet(
         "PrimeIntellect/verifiable-coding-problems",
@@ -120,27 +118,26 @@ class DataArguments:
     Args:
         dataset_name (`str`):
             A named set (`deepscaler`, `gsm8k`, `math`, `dapo_math_17k`; programs: `verifiable_coding`,
-            `prime_coding`), `miniature/<task>`, a path to a `.jsonl`, `.json` or `.parquet` file or to a folder of a
+            `prime_coding`), `miniature/<task>`, a path to a `.jsonl`, `.json`, or `.parquet` file or to a folder of a
             dataset, or a dataset id on the Hub.
         dataset_path (`str`, *optional*):
-            Local file in the column layout of the named set, read instead of the Hub.
-        dataset_config (`str`, *optional*): Configuration of the Hub dataset; a named set brings its own.
-        dataset_split (`str`, *optional*): Split to train on; `train` unless the named set says otherwise.
-        dataset_revision (`str`, *optional*): Commit, tag or branch on the Hub; a named set brings its own.
+            Local file with the columns of the named set, read instead of the Hub.
+        dataset_config (`str`, *optional*): Configuration of the Hub dataset; named sets have a default.
+        dataset_split (`str`, *optional*): Split to train on; `train` by default.
+        dataset_revision (`str`, *optional*): Commit, tag, or branch on the Hub; named sets have a default.
         problem_column (`str`, *optional*): Column with the problem as text, or with messages, which are the prompt. By
-            default that of the named set, else the first of `prompt` (text and messages as they stand), `problem`,
-            `question` and `messages`.
+            default that of the named set, else the first of `prompt` (text or messages, unchanged), `problem`,
+            `question`, and `messages`.
         solution_column (`str`, *optional*): Column with the gold answer. By default that of the named set, else
-            `answer` or `solution` (beside `prompt` first `solution`), else the last turn of `messages`.
-        prompt_instruction (`str`): Sentence put behind the problem, after one space. Empty: the problem alone. Sets of
-            programming problems bring another default.
-        system_prompt (`str`, *optional*): Content of a system turn put before the problem, instead of the one that the
-            messages of a row (`prompt`) may have.
-        max_prompt_length (`int`, *optional*): Longest prompt in tokens, chat template included. Longer ones are
+            `answer` or `solution` (first `solution` if there is a `prompt`), else the last turn of `messages`.
+        prompt_instruction (`str`): Sentence appended to the problem after a space; empty for none. Sets of programming
+            problems have another default.
+        system_prompt (`str`, *optional*): Content of the system turn; replaces that of messages in the data.
+        max_prompt_length (`int`, *optional*): Longest prompt in tokens, chat template included; longer ones are
             dropped and counted.
-        max_train_samples (`int`, *optional*): Use only so many problems, chosen after the shuffle.
-        dataset_seed (`int`): Seed of the shuffle; the same seed gives the same rows in the same order.
-        eval_split_size (`int`): Number of problems held out for evaluation during training. 0: none.
+        max_train_samples (`int`, *optional*): Number of problems to use, chosen after the shuffle.
+        dataset_seed (`int`): Seed of the shuffle.
+        eval_split_size (`int`): Number of problems held out for evaluation during training; 0 for none.
     """
 
     dataset_name: str
@@ -167,23 +164,20 @@ class DataArguments:
             ignored.append("dataset_path")
         if ignored:
             raise ValueError(
-                f"`{ignored[0]}` would be ignored with dataset_name {self.dataset_name!r} and dataset_path "
-                f"{self.dataset_path!r}. Remove it; `dataset_path` replaces the download of a named set "
-                f"({', '.join(TRAINING_SETS)}), and other settings are those of the Hub."
+                f"`{ignored[0]}` would be ignored with dataset_name={self.dataset_name!r} and dataset_path="
+                f"{self.dataset_path!r}. Remove it: dataset_path is for the named sets {', '.join(TRAINING_SETS)}, "
+                "and the others are for the Hub."
             )
 
 
 def instruction_for(entry: Any, given: str) -> str:
-    """Return the sentence behind the problems of a set: the given one, or, where none is given, that of the set."""
+    """Return the instruction of a set of problems, unless the user gives another than the default."""
     return entry.instruction if entry.instruction is not None and given == PROMPT_INSTRUCTION else given
 
 
 def check_chat_template_kwargs(tokenizer: Any, given: Mapping[str, Any] | None, template: str | None = None) -> None:
-    """
-    Raises:
-        ValueError: On a key that occurs neither in the chat template (by default the tokenizer's), which would ignore
-            it, nor among the parameters of `apply_chat_template`.
-    """
+    """Raise a `ValueError` on a key that neither the chat template (by default the tokenizer's) nor
+    `apply_chat_template` reads, so that it would be ignored."""
     template = template or getattr(tokenizer, "chat_template", None)
     if not given or template is None:
         return
@@ -191,8 +185,8 @@ def check_chat_template_kwargs(tokenizer: Any, given: Mapping[str, Any] | None, 
     unknown = [key for key in given if key not in known and not re.search(rf"\b{re.escape(key)}\b", str(template))]
     if unknown:
         raise ValueError(
-            f"chat_template_kwargs: the chat template does not know {', '.join(unknown)}, and would ignore it. "
-            "Correct or remove it, or give the tokenizer another template."
+            f"chat_template_kwargs: the chat template would ignore {', '.join(unknown)}. Correct or remove it, or "
+            "give the tokenizer another template."
         )
 
 
@@ -203,20 +197,19 @@ def load_training_data(
     verifier: Verifier | None = None,
 ) -> "tuple[Dataset, Dataset | None]":
     """
-    Load, prepare, filter, shuffle, and split the training problems. `tokenizer` measures prompt lengths; its chat
-    template is applied, with `chat_template_kwargs`. `verifier` reads the gold answers if it is to grade them; those
-    that it cannot read are reported.
+    Load, prepare, filter, shuffle, and split the training problems. `tokenizer` and `chat_template_kwargs` measure
+    prompt lengths; with a `verifier`, gold answers that it cannot read are reported.
 
-    Rows without a problem or a gold answer and overlong prompts are dropped and counted in a warning. A `prompt` or
-    `solution` column of the source that is not read is replaced; every other column is kept.
+    Rows without a problem or a gold answer and overlong prompts are dropped and counted in a warning. An unused
+    `prompt` or `solution` column of the source is replaced; every other column is kept.
 
     Returns:
-        Training and evaluation rows with columns `prompt` (messages, or text where the data holds prompts as text) and
-        `solution` (text; lists of text when a row has several alternatives). The second is `None` for
-        `eval_split_size` 0.
+        Training and evaluation examples with columns `prompt` (messages, or text where the data has text prompts) and
+        `solution` (text, or lists of text if any row has alternatives). The second is `None` if `eval_split_size` is
+        0.
 
     Raises:
-        ValueError: On an unknown name, file, column, or key of `chat_template_kwargs`, or when too few rows are left.
+        ValueError: On an unknown name, file, column, or key of `chat_template_kwargs`, or if too few rows are left.
     """
     check_chat_template_kwargs(tokenizer, chat_template_kwargs)
     given = {
@@ -225,7 +218,7 @@ def load_training_data(
         "split": args.dataset_split,
         "problem_column": args.problem_column,
         "solution_column": args.solution_column,
-        "answer_in": "column" if args.solution_column else None,  # a column that the user names is taken as it is
+        "answer_in": "column" if args.solution_column else None,
     }
     instruction = "" if args.dataset_name.startswith(MINIATURE) else None
     entry = ProblemSet(args.dataset_name, revision="main", instruction=instruction)
@@ -245,11 +238,11 @@ def load_training_data(
     if len(dataset) <= args.eval_split_size:
         raise ValueError(
             f"Only {len(dataset)} rows of {args.dataset_name!r} have a problem, a gold answer, and at most "
-            f"max_prompt_length={limit} tokens, and eval_split_size={args.eval_split_size}, so there is nothing to "
-            "train on. Change these settings or use more data."
+            f"max_prompt_length={limit} tokens, and eval_split_size={args.eval_split_size} holds them all out. Change "
+            "these settings, or use more data."
         )
     dataset = dataset.shuffle(seed=args.dataset_seed)
-    # The held-out rows come first, so that they stay the same whatever `max_train_samples` is.
+    # Held-out rows come first, so that they do not depend on `max_train_samples`.
     evaluation = dataset.select(range(args.eval_split_size)) if args.eval_split_size else None
     stop = min(len(dataset), args.eval_split_size + (args.max_train_samples or len(dataset)))
     return dataset.select(range(args.eval_split_size, stop)), evaluation
@@ -258,7 +251,7 @@ def load_training_data(
 def _prepare(
     rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments, verifier: Verifier | None
 ) -> "Dataset":
-    """Add `prompt` and `solution`; drop and count rows without a problem or a gold; report unreadable golds."""
+    """Build `prompt` and `solution`; drop and count rows without a problem or gold; report unreadable golds."""
     from datasets import Dataset
 
     names, source = list(dict.fromkeys(name for row in rows for name in row)), args.dataset_path or args.dataset_name
@@ -282,7 +275,7 @@ def _prepare(
             continue
         system_prompt = args.system_prompt
         if system_prompt is None and isinstance(problem, str) and not entry.as_it_stands:
-            turns = row["prompt"] if is_conversation(row.get("prompt")) else []  # as verl, whose problem is a turn
+            turns = row["prompt"] if is_conversation(row.get("prompt")) else []  # rows of verl
             system_prompt = next((turn["content"] for turn in turns if turn["role"] == "system"), None)
         made = {"as_it_stands": entry.as_it_stands, "instruction": instruction, "system_prompt": system_prompt}
         prompts.append(prompt_of(problem, **made))
@@ -304,6 +297,6 @@ def _prepare(
         return Dataset.from_dict(columns | {"prompt": prompts, "solution": solutions})
     except (ArrowException, OverflowError, UnicodeError) as error:
         raise ValueError(
-            f"The columns of {source!r} cannot become those of a dataset: {error}. Write the values of a column "
-            "alike, for example all as text."
+            f"The columns of {source!r} have mixed types ({error}). Write all values of a column alike, for example "
+            "as text."
         ) from error

@@ -1,4 +1,4 @@
-"""Prompts: built from problems or taken from the data; their lengths, and how many tokens a model has room for."""
+"""Prompts, built from problems or taken from the data, and their lengths."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,51 +6,50 @@ from typing import Any
 
 _BATCH = 1000
 
-# The sentence of the PACS training and evaluation prompts (arXiv 2509.02522, appendix C.1).
+# Instruction of the PACS paper (arXiv 2509.02522, appendix C.1).
 PROMPT_INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
 def build_prompt(
     problem: str, *, instruction: str = PROMPT_INSTRUCTION, system_prompt: str | None = None
 ) -> list[dict[str, str]]:
-    """The messages of one problem: problem without surrounding white space, one space, instruction (arXiv 2509.02522,
-    appendix C.1); behind a system turn, if there is one. Without an instruction (empty) the problem alone."""
+    """Build the messages of a problem: the stripped problem, a space, and the instruction (arXiv 2509.02522, appendix
+    C.1), after the system turn if there is one. An empty instruction adds nothing."""
     content = f"{problem.strip()} {instruction}" if instruction else problem.strip()
     user = {"role": "user", "content": content}
     return [user] if system_prompt is None else [{"role": "system", "content": system_prompt}, user]
 
 
 def prompt_of(problem: str | list, *, as_it_stands: bool, instruction: str, system_prompt: str | None) -> str | list:
-    """Return the prompt of a problem. Messages, and with `as_it_stands` text, are prompts already, of which
-    `system_prompt` replaces the system turn. Raises a `ValueError` if `instruction` or `system_prompt` would be
+    """Return the prompt of a problem. Messages, and with `as_it_stands` text, are prompts already; `system_prompt`
+    replaces the system turn of messages. Raises a `ValueError` if `instruction` or `system_prompt` would be
     ignored."""
     if isinstance(problem, str) and not as_it_stands:
         return build_prompt(problem, instruction=instruction, system_prompt=system_prompt)
     if instruction not in ("", PROMPT_INSTRUCTION):
         raise ValueError(
-            f"prompt_instruction={instruction!r} would be ignored, because the data holds whole prompts. Remove it, "
-            "or name a column of bare problems by problem_column."
+            f"prompt_instruction={instruction!r} would be ignored, because the data contains whole prompts. Remove "
+            "it, or name a column of problems with problem_column."
         )
     if system_prompt is None:
         return problem
     if isinstance(problem, str):
         raise ValueError(
-            f"system_prompt={system_prompt!r} would be ignored, because the data holds prompts as text, which the "
-            "model continues. Remove it, or set problem_column: prompt to have messages built from this text."
+            f"system_prompt={system_prompt!r} would be ignored, because the data contains text prompts. Remove it, or "
+            "set problem_column: prompt to build messages from this text."
         )
     return [{"role": "system", "content": system_prompt}, *(turn for turn in problem if turn["role"] != "system")]
 
 
 def read_problem(cell: Any, column: str) -> str | list[dict[str, Any]] | None:
     """
-    Return the text or messages in a cell, `None` if it is empty; raise a `ValueError` for anything else. Only in a
-    column `prompt` may messages end with an assistant's turn; of other conversations the prompt ends with the last
-    user turn.
+    Return the text or messages in a cell, `None` if it is empty; raise a `ValueError` for anything else. Messages end
+    with the last user turn, except in a column `prompt`, which is not changed.
     """
     if cell is None or isinstance(cell, str):
         return cell if cell and cell.strip() else None
     if not is_conversation(cell):
-        raise ValueError(f"`problem_column` {column!r} must hold text or messages, got {cell!r:.80}.")
+        raise ValueError(f"`problem_column` {column!r} must contain text or messages, got {cell!r:.80}.")
     if column == "prompt":
         return cell or None
     return cell[: max((i + 1 for i, turn in enumerate(cell) if turn["role"] == "user"), default=0)] or None
@@ -61,7 +60,7 @@ def is_conversation(cell: Any) -> bool:
 
 
 def problem_text(problem: str | list[dict[str, Any]]) -> str:
-    """Return a problem as text: of messages the last turn's content."""
+    """Return a problem as text; of messages the content of the last turn."""
     return problem if isinstance(problem, str) else str(problem[-1].get("content"))
 
 
@@ -71,8 +70,8 @@ def prompt_lengths(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     tools: Sequence[Any] | None = None,
 ) -> list[int]:
-    """Count the tokens of each prompt: messages (all prompts or none) by the chat template, text as it stands. Raises
-    a `ValueError` if prompts are messages and the tokenizer has no chat template."""
+    """Count the tokens of each prompt; either all prompts are messages, or all are text. Raises a `ValueError` for
+    messages if the tokenizer has no chat template."""
     if len(prompts) == 0:
         return []
     if not isinstance(prompts[0], str):
@@ -91,9 +90,9 @@ def prompt_lengths(
 
 
 def check_chat_template(tokenizer: Any) -> None:
-    """Raise a `ValueError` if a tokenizer cannot turn messages into text."""
+    """Raise a `ValueError` if a tokenizer has no chat template."""
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError(
             f"The prompts are messages, but the tokenizer of {tokenizer.name_or_path!r} has no chat template. Save "
-            "the tokenizer of an instruction-tuned model of the family beside the weights, or chat_template.jinja."
+            "chat_template.jinja, or the tokenizer of an instruction-tuned model of the family, with the weights."
         )

@@ -1,7 +1,6 @@
-"""Where sets of problems come from, for training and evaluation: the Hub, a file, or a task of `tasks.py`.
+"""Sets of problems for training and evaluation: description, loader, file reader, and warnings.
 
-One description, one loader, and one reader of files. `load_training_data` drops a problem without an answer and counts
-it, `load_benchmark` stops.
+A problem without an answer is dropped and counted by `load_training_data` and an error in `load_benchmark`.
 """
 
 import json
@@ -25,7 +24,7 @@ FILE_FORMATS = (".jsonl", ".json", ".parquet")
 MINIATURE = "miniature/"
 
 
-# Golds that say that there is none, and the length from which one is not a final answer.
+# Golds that mean "no answer", and the length from which text is not a final answer.
 _MISSING = {"nan", "none", "null", "n/a", "na", "?", "-", "unknown", "todo", "tbd"}
 _LONGEST_ANSWER = 300
 _MAX_SHOWN = 10
@@ -34,7 +33,7 @@ _MAX_SHOWN = 10
 @dataclass(frozen=True)
 class ProblemSet:
     """
-    A set of problems, and how one row becomes a problem and a gold answer.
+    Source of a set of problems, and conversion of its rows.
 
     Args:
         hub_id (`str`): Dataset repository on the Hub.
@@ -42,17 +41,17 @@ class ProblemSet:
         config (`str`, *optional*): Configuration of the repository.
         split (`str`): Split to load.
         problem_column, solution_column (`str`): Columns of the problem (text or messages) and of the gold answer.
-        as_it_stands (`bool`): Whether text in `problem_column` is the whole prompt, which gets neither an instruction
-            nor a chat template.
-        id_column (`str`, *optional*): Column that names a row in samples and grades; by default its position.
-        answer_in (`str`): How the gold is read out of `solution_column`: `"column"` (the whole value), `"last_box"`
-            (the content of the last `\\boxed{}`), or `"tests"` (tests of a program, see `verification/cases.py`). A
-            cell with a mapping holds tests in any case.
-        instruction (`str`, *optional*): Sentence behind the problem where the usual one does not fit.
-        files (`tuple[str, ...]`): JSON lines files of the repository that are read, if it names no splits.
-        rows_of (`Callable`, *optional*): Turns the rows as they are stored into rows with these columns.
+        as_it_stands (`bool`): Whether text in `problem_column` is a whole prompt, which gets neither instruction nor
+            chat template.
+        id_column (`str`, *optional*): Column with the id of a row in samples and grades; by default its position.
+        answer_in (`str`): Where `solution_column` has the gold: `"column"` (the whole value), `"last_box"` (the
+            content of the last `\\boxed{}`), or `"tests"` (tests of a program, see `verification/cases.py`). A mapping
+            is always read as tests.
+        instruction (`str`, *optional*): Replacement for the default instruction.
+        files (`tuple[str, ...]`): JSON lines files of a repository without splits.
+        rows_of (`Callable`, *optional*): Converts stored rows into rows with these columns.
         title (`str`): Name in tables.
-        version (`int`): Version of a benchmark's entry: raised whenever its rows or the way an answer is read change.
+        version (`int`): Version of a benchmark, raised whenever its rows or the way an answer is read change.
     """
 
     hub_id: str
@@ -71,12 +70,11 @@ class ProblemSet:
     version: int = 1
 
 
-# The sentence behind a programming problem.
 CODE_INSTRUCTION = (
     "\n\nPlease reason step by step, and write the whole program in Python, in one block that begins with ```python."
 )
 
-# Trained on by its train split, a benchmark by its test split.
+# The train split is a training set, the test split a benchmark.
 GSM8K = ProblemSet(
     "openai/gsm8k",
     revision="740312add88f781978c0658806c59bc2815b9866",
@@ -86,21 +84,21 @@ GSM8K = ProblemSet(
 )
 
 
-# Where the problem of a set of the user's own is looked for: the first that is there.
+# Problem columns of the user's own data, in order of precedence.
 PROBLEM_COLUMNS = ("prompt", "problem", "question", "messages")
 
 
 def own_columns(
     entry: ProblemSet, names: Sequence[str], problem_column: str | None, solution_column: str | None
 ) -> ProblemSet:
-    """Find the columns of a set that has no name here, where the user does not name them."""
+    """Choose the columns of the user's own data that the user does not name."""
     found = [column for column in PROBLEM_COLUMNS if column in names] or [entry.problem_column]
     column = problem_column or found[0]
     stands = column == "prompt" and not problem_column
     if stands and len(found) > 1:
         logger.warning(
-            f"The prompts of {entry.title or entry.hub_id} are taken from its column `prompt` as they stand, not from "
-            f"`{found[1]}`. Set problem_column: {found[1]} for the other."
+            f"The column `prompt` of {entry.title or entry.hub_id} is used unchanged, and `{found[1]}` is not. Set "
+            f"problem_column: {found[1]} to use the other."
         )
     golds = ("solution", "answer") if column == "prompt" else ("answer", "solution")
     default = column if column == "messages" else golds[0]
@@ -110,11 +108,10 @@ def own_columns(
 
 def load_rows(name: str, entry: ProblemSet, path: str | Path | None = None) -> list[dict[str, Any]]:
     """
-    Load the rows of a set: those of a file if `path` is given, the problems of a task if it is named
-    `miniature/<task>`, else those on the Hub or in a folder.
+    Load the rows of a set from the file `path`, of a task `miniature/<task>`, or from the Hub or a folder.
 
     Raises:
-        `ValueError`: for a file that cannot be read, an unknown task or split, or a Hub that cannot be reached.
+        `ValueError`: for an unreadable file, an unknown task or split, or if the Hub cannot be reached.
     """
     rows = _stored_rows(name, entry, path)
     return rows if entry.rows_of is None else entry.rows_of(rows)
@@ -126,7 +123,7 @@ def _stored_rows(name: str, entry: ProblemSet, path: str | Path | None) -> list[
     if name.startswith(MINIATURE):
         return problems(name.removeprefix(MINIATURE), entry.split)
     if looks_like_path(name) and not Path(name).exists():
-        raise ValueError(f"The data {name!r} does not exist (seen from {Path.cwd()}).")
+        raise ValueError(f"The data {name!r} does not exist (seen from {Path.cwd()}). Correct the path.")
     from datasets import Dataset, load_dataset, load_from_disk
 
     if any((Path(entry.hub_id) / file).is_file() for file in ("state.json", "dataset_dict.json")):
@@ -141,23 +138,22 @@ def _stored_rows(name: str, entry: ProblemSet, path: str | Path | None) -> list[
         return load_dataset(entry.hub_id, entry.config, split=entry.split, revision=entry.revision).to_list()
     except OSError as error:  # no connection, no such dataset, no rights, a folder of something else
         raise ValueError(
-            f"{entry.title or name} ({entry.hub_id}) could not be loaded: {error}. Without a connection, download its "
-            "rows elsewhere and name the file: in training by `dataset_path` (of a set that has a name here) or "
-            "`dataset_name`, in evaluation by name=PATH."
+            f"{entry.title or name} ({entry.hub_id}) could not be loaded ({error}). Without a connection, name a "
+            "downloaded file: dataset_path (named sets) or dataset_name in training, NAME=PATH in evaluation."
         ) from error
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """
-    Read the rows of a `.jsonl`, `.json`, or `.parquet` file as they stand: columns may hold values of several types.
+    Read the rows of a `.jsonl`, `.json`, or `.parquet` file; columns may have values of several types.
 
     Raises:
-        `ValueError`: if there is no such file, its ending is another one, or it is damaged.
+        `ValueError`: if the file does not exist, has another extension, or is damaged.
     """
     if path.suffix not in FILE_FORMATS or not path.is_file():
         raise ValueError(
-            f"The data file {str(path)!r} does not exist (seen from {Path.cwd()}), or does not end in "
-            f"{', '.join(FILE_FORMATS)}."
+            f"The data file {str(path)!r} does not exist (seen from {Path.cwd()}) or has an unknown extension. Name a "
+            f"{', '.join(FILE_FORMATS)} file."
         )
     import pyarrow.parquet
 
@@ -174,16 +170,19 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
                 rows += [json.loads(line)] if line.strip() else []
             number = 0
         if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
-            raise ValueError("it must hold problems, one JSON object with columns each")
+            raise ValueError("it has no rows" if rows == [] else "it must be a list of JSON objects")
     except (ValueError, RecursionError, OSError, pyarrow.ArrowException) as error:
         where = f", line {number}" if number else ""
         hint = " A file with one object per line must end in .jsonl." if path.suffix == ".json" else ""
-        raise ValueError(f"The data file {str(path)!r}{where} cannot be read: {error}.{hint}") from error
+        raise ValueError(
+            f"The data file {str(path)!r}{where} cannot be read: {error}. Write one JSON object with the columns per "
+            f"problem.{hint}"
+        ) from error
     return rows
 
 
 def dataset_warnings(name: str, problems: Sequence[str], golds: Sequence[str | list[str]]) -> list[str]:
-    """Return a sentence for each oddity of the problems and golds of a set that a run would not notice."""
+    """Return warnings about repeated problems, missing golds, and golds that are not final answers."""
     sentences: list[str] = []
     first: dict[str, int] = {}
     repeated = [(first[text], i) for i, text in enumerate(map(str.strip, problems)) if first.setdefault(text, i) != i]
@@ -198,15 +197,15 @@ def dataset_warnings(name: str, problems: Sequence[str], golds: Sequence[str | l
     texts = [text for gold in golds for text in ([gold] if isinstance(gold, str) else gold)]
     if empty := [text for text in texts if text.lower() in _MISSING]:
         sentences.append(
-            f"{len(empty)} gold answers of {name} say that there is none, {empty[0]!r}: leave them empty."
+            f"{len(empty)} gold answers of {name} mean that there is none ({empty[0]!r}). Leave them empty."
         )
     if long := [t for t in texts if len(t) > _LONGEST_ANSWER and t[0] != "{" and last_boxed(t) is None]:
-        sentences.append(f"{len(long)} gold answers of {name} are no final answers: {_quoted(long[0])}.")
+        sentences.append(f"{len(long)} gold answers of {name} are not final answers: {_quoted(long[0])}.")
     return sentences
 
 
 def _quoted(value: str | list[str]) -> str:
-    """A text in quotation marks, its middle left out if it is long; or a list of such texts."""
+    """Quote a text or a list of texts, without the middle of long ones."""
     short = reprlib.Repr()
     short.maxstring = 60
     return short.repr(value)
@@ -215,24 +214,23 @@ def _quoted(value: str | list[str]) -> str:
 def report_unreadable_golds(
     name: str, golds: Sequence[str | list[str]], verifier: Verifier, rows: Sequence[Any] | None = None
 ) -> None:
-    """Warn of golds of a set that the verifier cannot read, with row (by default the position) and text."""
+    """Log a warning with row (by default the position) and text of golds that the verifier cannot read."""
     if not (found := verifier.unreadable_golds(golds)):
         return
     shown = ", ".join(f"row {i if rows is None else rows[i]}: {_quoted(golds[i])}" for i in found[:_MAX_SHOWN])
     more = f", and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
     logger.warning(
         f"{len(found)} of {len(golds)} gold answers of {name} cannot be read as mathematical expressions "
-        f"({shown}{more}). No completion can be graded correct, except perhaps one with the same text in its box: "
-        "give the final answer alone."
+        f"({shown}{more}), so that no completion is graded correct unless its box has the same text. Write the final "
+        "answer only."
     )
 
 
 def gold_answer(value: Any, answer_in: str = "column") -> str | list[str] | None:
     """
-    Return the gold answer in one cell of a set: alternatives when there are several, `None` when there is none. A cell
-    holds text, a number, or a list of alternatives (see [`~verification.gold_texts`]), tests of a program, or a
-    conversation, whose last assistant turn has the answer, in a box if there is one. For `answer_in` see
-    [`ProblemSet`].
+    Return the gold answer in a cell, a list if there are alternatives, `None` if there is none. A cell contains text,
+    a number, a list of alternatives (see [`~verification.gold_texts`]), tests of a program, or a conversation, whose
+    last assistant turn has the answer, in a box if there is one. For `answer_in` see [`ProblemSet`].
 
     Raises:
         `ValueError`: for tests of programs in another language than Python.
