@@ -1,6 +1,6 @@
-"""The command line: `pacs-trl COMMAND ...`. Each command is the `main` of the module that does the work.
+"""Command line `pacs-trl COMMAND ...`, which runs the `main` of a module per command.
 
-Help is printed before any library is imported. Exit codes: see `errors.py`.
+Help is printed before libraries are imported. Exit codes are in `errors.py`.
 """
 
 import sys
@@ -17,15 +17,15 @@ COMMANDS = {
     "plan": ("pacs_trl.plan.check", "validate a recipe, and estimate its memory and time, without a GPU"),
     "train": (
         "pacs_trl.train",
-        "train from a recipe, on one process (on several: accelerate launch -m pacs_trl.train)",
+        "train from a recipe on one process (on several: accelerate launch -m pacs_trl.train)",
     ),
-    "evaluate": ("pacs_trl.evaluation.run", "sample, grade, and count: pass@k of a model on benchmarks"),
+    "evaluate": ("pacs_trl.evaluation.run", "sample, grade, and compute pass@k of a model on benchmarks"),
     "audit": ("pacs_trl.evaluation.audit", "grade a file of completions with several protocols and compare them"),
-    "report": ("pacs_trl.report.report", "make tables and figures of results files"),
+    "report": ("pacs_trl.report.report", "create tables and figures from results files"),
     "push": ("pacs_trl.hub", "upload checkpoint, model card, recipe, and results to the Hub"),
 }
 
-# Functions that answer help and wrong options of the commands whose modules take seconds to import.
+# Functions that print help and reject wrong options before the slow import of a command.
 EARLY = {
     "train": ("pacs_trl.settings", "answer_train_help"),
     "plan": ("pacs_trl.plan", "read_plan_arguments"),
@@ -33,13 +33,13 @@ EARLY = {
 
 
 def main() -> int:
-    """Run the command that the process was started with; returns its exit code."""
+    """Run the command of `sys.argv` and return its exit code."""
     name, *argv = sys.argv[1:] or ["--help"]
     return run(name, argv) if name in COMMANDS else exit_code("pacs-trl", _without_command, [name])
 
 
 def run(name: str, argv: Sequence[str]) -> int:
-    """Run a command; returns its exit code."""
+    """Run a command and return its exit code."""
 
     def command(argv: Sequence[str]) -> Any:
         if name in EARLY:
@@ -64,7 +64,7 @@ def _without_command(argv: Sequence[str]) -> int:
         )
         return 0
     near = did_you_mean(name, [*COMMANDS, "--help", "--version"])
-    raise ValueError(f"there is no command {name!r}.{near} Choose from {', '.join(COMMANDS)}.")
+    raise ValueError(f"There is no command {name!r}.{near} Choose from {', '.join(COMMANDS)}.")
 
 
 def _installed(package: str) -> str:

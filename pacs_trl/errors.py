@@ -1,7 +1,7 @@
-"""Exit codes of the commands, and the errors that end them in one line.
+"""Exit codes of the commands, and one-line errors.
 
-0: done. 1: a run failed, or `plan` found a conflict. 2: the user can fix it, and the message says how. 130: Ctrl-C.
-143: SIGTERM.
+0: success. 1: a run failed, or `plan` found a conflict. 2: wrong settings, with a message that says how to fix them.
+130: Ctrl-C. 143: SIGTERM.
 """
 
 import errno
@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from typing import Any
 
 
-# Of a machine that cannot write or read.
+# Errors of a full or broken disk.
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 _READABLE = NO_ROOM | {
-    None,  # an answer of the Hub
+    None,  # a response of the Hub
     *(errno.EACCES, errno.EPERM),
     *(errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG),
 }
@@ -28,12 +28,12 @@ _RESUME = "`--resume_from_checkpoint last` continues from the last checkpoint, i
 
 
 class FailedRun(RuntimeError):
-    """Why a run that had started has ended, in words for the user."""
+    """A run that had started cannot continue; the message is for the user."""
 
 
 @contextmanager
 def during_run() -> Iterator[None]:
-    """Mark what is raised inside as the end of a run, after which [`exit_code`] gives other advice than before it."""
+    """Mark errors raised inside as the end of a run, for the exit code and advice of [`exit_code`]."""
     try:
         yield
     except BaseException as error:
@@ -42,7 +42,7 @@ def during_run() -> Iterator[None]:
 
 
 def exit_code(program: str, main: Callable[[Sequence[str]], Any], argv: Sequence[str]) -> int:
-    """Run a command and return its exit code; an error that the user can act on is printed in one line."""
+    """Run a command and return its exit code. Errors that the user can fix are printed in one line."""
     _open_streams()
     _quiet_libraries()
     try:
@@ -56,10 +56,10 @@ def exit_code(program: str, main: Callable[[Sequence[str]], Any], argv: Sequence
             remedy = f" {_RESUME}" if _ended_run(error) else ""
             print(f"{program}: stopped by Ctrl-C.{remedy}", file=sys.stderr)
         return 130
-    except BrokenPipeError as error:  # the reader has gone (`| head`)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it flushes
+    except BrokenPipeError as error:  # the reader has exited (`| head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter prints an error at exit
         if _ended_run(error):
-            print(f"{program}: training has stopped, because stdout was closed. {_RESUME}", file=sys.stderr)
+            print(f"{program}: training stopped because stdout was closed. {_RESUME}", file=sys.stderr)
         return 1
     except Exception as error:
         if not _is_for_the_user(error):
@@ -74,12 +74,12 @@ def _ended_run(error: BaseException) -> bool:
 
 
 def _is_for_the_user(error: Exception) -> bool:
-    """Whether the message alone says what to do. Otherwise the traceback is shown: of a reward function, of a bug."""
+    """Whether the message is enough for the user. Errors in reward functions and bugs keep their traceback."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     module = frame.f_globals.get("__name__", "")
     if isinstance(error, FailedRun | subprocess.CalledProcessError):
         return True
-    if isinstance(error, NotImplementedError | ImportError):  # a combination or a package that a library asks for
+    if isinstance(error, NotImplementedError | ImportError):  # an unsupported combination, or a missing package
         refused = module.startswith(("transformers.", "trl."))
         is_missing = isinstance(error, ImportError) and not _ended_run(error)
         return (refused or is_missing) and not isinstance(error, ModuleNotFoundError)
@@ -89,7 +89,7 @@ def _is_for_the_user(error: Exception) -> bool:
 
 
 def _open_streams() -> None:
-    """Let printing fail neither on a closed descriptor nor on a character that the encoding lacks."""
+    """Make printing safe for closed descriptors and for characters outside the encoding."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))
@@ -98,10 +98,10 @@ def _open_streams() -> None:
 
 
 def _quiet_libraries() -> None:
-    """Before they are imported: no progress bars into a file, and no warnings that are known to be harmless."""
+    """Disable progress bars into files, and harmless warnings, before libraries are imported."""
     if not sys.stderr.isatty():
         for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
             os.environ.setdefault(name, "1")
     if os.environ.get("RANK", "0") != "0":
-        logging.getLogger("pacs_trl.data").setLevel(logging.ERROR)  # all processes read the same data
+        logging.getLogger("pacs_trl.data").setLevel(logging.ERROR)  # all processes load the same data
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in str(record.msg))

@@ -1,9 +1,8 @@
 """Model cards and uploads to the Hub.
 
-A push uploads what belongs to a model ([`UPLOADED`]) and nothing else, in one commit. Recipe, results, log, and
-configuration files go as [`~redaction.published`] leaves them; weights and tokenizer go byte for byte. A README
-that was edited by hand is kept on both sides. huggingface_hub repeats requests that can succeed later; after a
-failure, pushing again sends only what is missing.
+A push uploads the files of a model ([`UPLOADED`]) in one commit: recipe, results, log, and configuration files without
+secrets and local paths ([`~redaction.published`]), weights and tokenizer unchanged. A README that was edited by hand
+is kept on both sides. huggingface_hub retries; a second push after a failure sends only missing files.
 """
 
 import hashlib
@@ -47,12 +46,12 @@ logger = logging.getLogger(__name__)
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model.bin")
 README_FILE, RESULTS_FILE, RECIPE_FILE, LOG_FILE = "README.md", "results.json", "recipe.yaml", "trainer_state.json"
 TRAINING_FACTS_FILE, TRAINING_FIGURE = "provenance.json", "training.png"
-# Files in which transformers and peft write the paths that a model was loaded from, under keys with the endings below.
+# Files in which transformers and peft write local paths, under keys that end as in `_NAMES_A_PATH`.
 CONFIGS = (
     *("config.json", "generation_config.json", "tokenizer_config.json", "adapter_config.json"),
     *("processor_config.json", "preprocessor_config.json"),
 )
-# What belongs to a model, by its path in the folder. Everything else stays on this machine.
+# Files of a model, by their path in the folder. Everything else stays on this machine.
 UPLOADED = [
     *WEIGHTS,
     *("*.safetensors.index.json", "pytorch_model.bin.index.json"),
@@ -65,7 +64,7 @@ UPLOADED = [
     *(RECIPE_FILE, RESULTS_FILE, LOG_FILE, TRAINING_FACTS_FILE, TRAINING_FIGURE),
 ]
 _NAMES_A_PATH = re.compile(r"(path|file|dir)$")
-# The metadata in which peft repeats the path of the base model.
+# Metadata in which peft repeats the local path of the base model.
 _LOCAL_BASE = re.compile(rb"^(base_model: *|- base_model:\w+:)([/~.\\]|[A-Za-z]:\\).*\n", re.MULTILINE)
 _MARK = "\n<!-- Written by pacs_trl; an edited card is kept. "  # followed by a digest of the text before it
 
@@ -73,14 +72,14 @@ HUB = "https://huggingface.co"
 TEMPLATE = Path(__file__).parent / "templates" / "model_card.md"
 MIN_LOGGED = 5  # optimizer steps in a training curve
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# Settings that the card leaves out: they describe the machine, or stand elsewhere on the card.
+# Settings that the card omits, because they describe the machine or are shown elsewhere on the card.
 _NOT_SHOWN = re.compile(
     r"method|model_name_or_path|dataset_name|disable_tqdm|report_to|run_name|hub_|push_|output_dir|log|accelerator_"
 )
 
 
 class PushResult(NamedTuple):
-    """`url` of the repository (None for a dry run), and the paths of the files that belong to the push."""
+    """URL of the repository (`None` for a dry run), and paths of the files of the push."""
 
     url: str | None
     files: list[str]
@@ -99,20 +98,20 @@ def push(
     api: HfApi | None = None,
 ) -> PushResult:
     """
-    Upload a checkpoint with its card, recipe and results. Nothing is written into the directory.
+    Upload a checkpoint with its card, recipe, and results, without writing into the directory.
 
     Args:
         repo_id (`str`): `USER/NAME`; created if it does not exist, `private` or not.
-        revision (`str`, *optional*): Branch; the main one by default.
-        results, recipe (`Path`, *optional*): Files, or directories with them; by default those in `model_dir`.
-        dry_run (`bool`): Only list what would be uploaded, without any connection.
+        revision (`str`, *optional*): Branch, by default the main one.
+        results, recipe (`Path`, *optional*): Files, or directories that contain them; by default `model_dir`.
+        dry_run (`bool`): List the files without any connection.
 
     Raises:
         `ValueError`: if the repository is not `USER/NAME`, or [`published_contents`] refuses the directory.
-        [`FailedRun`]: if the upload failed; the message says what was uploaded.
+        [`FailedRun`]: if the upload failed.
     """
     if repo_id.count("/") != 1 or not all(repo_id.split("/")):
-        raise ValueError(f"The repository is named USER/NAME, got {repo_id!r}.")
+        raise ValueError(f"The repository must be USER/NAME, got {repo_id!r}. Set --repo.")
     validate_repo_id(repo_id)
     contents, known = published_contents(model_dir, results, recipe)
     if dry_run:
@@ -121,7 +120,7 @@ def push(
     if ours is None:
         contents[README_FILE] = build_card(repo_id, **known).encode()
     else:
-        logger.warning(f"{model_dir / README_FILE} was edited by hand and is uploaded as it is, without our card.")
+        logger.warning(f"{model_dir / README_FILE} was edited by hand and is uploaded instead of a model card.")
         contents[README_FILE] = _LOCAL_BASE.sub(b"", ours)
     api = api or HfApi()
     uploaded = "Nothing was uploaded"
@@ -165,11 +164,11 @@ def published_contents(
     model_dir: Path, results: Path | None = None, recipe: Path | None = None
 ) -> tuple[dict[str, Path | bytes], dict[str, Any]]:
     """
-    Collect what a push uploads besides the README: the path in the repository, and the file or the content that may be
-    published of it; and the arguments of [`build_card`].
+    Return the files of a push without the README, as path in the repository and local file or redacted content; and
+    the arguments of [`build_card`].
 
     Raises:
-        `ValueError`: if there is no model, a file cannot be read, or the results were measured on other weights.
+        `ValueError`: if there is no model, a file cannot be read, or the results belong to other weights.
     """
     present = [path.relative_to(model_dir).as_posix() for path in model_dir.glob("*") if path.is_file()]
     has_config = "config.json" in present or "adapter_config.json" in present
@@ -194,8 +193,8 @@ def published_contents(
         digest, present_digest = measured["model"].get("digest"), checkpoint_digest(model_dir)
         if digest not in (None, present_digest):
             raise ValueError(
-                f"The results are not those of {model_dir}: they have digest {digest}, and it has {present_digest}. "
-                "Evaluate this checkpoint, or push the one that was evaluated."
+                f"The results were measured on another checkpoint (digest {digest}) than {model_dir} "
+                f"({present_digest}). Evaluate this checkpoint, or push the other one."
             )
         contents[RESULTS_FILE] = (json.dumps(measured, indent=1) + "\n").encode()
         contents |= {name: text.encode() for name, text in hub_evaluations(measured).items()}
@@ -210,7 +209,7 @@ def published_contents(
 
 
 def kept_readme(model_dir: Path) -> bytes | None:
-    """Content of the README of a directory, unless there is none or it is our card, which may be overwritten."""
+    """Return the README of a directory; `None` if there is none or it is our card, which may be overwritten."""
     file = model_dir / README_FILE
     content = file.read_bytes() if file.is_file() else None
     return None if content is None or _is_our_card(content.decode(errors="replace")) else content
@@ -226,7 +225,7 @@ def _digest(text: str) -> str:
 
 
 def _without_paths(content: Any, key: str = "") -> Any:
-    """Shorten local paths in a configuration to names; nothing else of it is changed."""
+    """Shorten local paths in a configuration to names, without other changes."""
     if isinstance(content, dict):
         return {name: _without_paths(value, name) for name, value in content.items()}
     if isinstance(content, list):
@@ -236,7 +235,7 @@ def _without_paths(content: Any, key: str = "") -> Any:
 
 
 def _fetch_readme(repo_id: str, endpoint: str, revision: str | None = None, token=None) -> str | None:
-    """Download README.md of a repository; None if the file or the branch does not exist."""
+    """Download README.md of a repository; `None` if the file or the branch does not exist."""
     url = f"{endpoint}/{repo_id}/resolve/{quote(revision or 'main', safe='')}/{README_FILE}"
     response = get_session().get(url, headers=build_hf_headers(token=token), follow_redirects=True, timeout=10)
     try:
@@ -247,7 +246,7 @@ def _fetch_readme(repo_id: str, endpoint: str, revision: str | None = None, toke
 
 
 def write_card(model_dir: Path, name: str, recipe: dict[str, Any] | None, training: dict[str, Any]) -> None:
-    """Draw the training curves of a saved model, and write its card unless there is a README to keep."""
+    """Plot the training curves of a saved model, and write its card unless the README was edited by hand."""
     state = model_dir / LOG_FILE
     history = read_log_history(state) if state.is_file() else []
     has_figure = sum("reward" in log for log in history) >= MIN_LOGGED and find_spec("matplotlib") is not None
@@ -256,7 +255,7 @@ def write_card(model_dir: Path, name: str, recipe: dict[str, Any] | None, traini
 
         plots.training_figure({"training": [history]}, model_dir / Path(TRAINING_FIGURE).stem)[1].unlink()
     if kept_readme(model_dir) is not None:
-        logger.warning(f"{model_dir / README_FILE} was edited by hand and is kept. Remove it to get a model card.")
+        logger.warning(f"{model_dir / README_FILE} was edited by hand and is kept. Remove it to create a model card.")
         return
     is_adapter = (model_dir / "adapter_config.json").is_file()
     card = build_card(name, recipe=recipe, training=training, is_adapter=is_adapter, has_figure=has_figure)
@@ -273,8 +272,8 @@ def build_card(
     has_figure: bool = False,
 ) -> str:
     """
-    Build the README of one checkpoint from the parsed results.json, recipe.yaml, and provenance.json, without the
-    secrets and local paths in them. `name` is `USER/NAME` on the Hub, or a name.
+    Build the README of one checkpoint from its results.json, recipe.yaml, and provenance.json, without secrets and
+    local paths. `name` is `USER/NAME` on the Hub, or a local name.
     """
     given = recipe or (training or {}).get("settings", {})
     settings, training = published(given), published(training or {})
@@ -322,14 +321,14 @@ def build_card(
 
 
 def is_hub_id(name: Any) -> bool:
-    """Whether a published setting names a repository; local paths have no slash by then, or end as files do."""
+    """Whether a published setting names a repository; redacted local paths have no slash, or a file suffix."""
     is_name = isinstance(name, str) and bool(_HUB_ID.fullmatch(name))
     return is_name and not name.startswith(MINIATURE) and Path(name).suffix not in FILE_FORMATS
 
 
 @lru_cache
 def license_of(model: str) -> dict[str, str]:
-    """Read the license keys in the card of the base model; `"unknown"` if it has none or cannot be reached."""
+    """Read the license from the card of the base model; `"unknown"` if it has none or cannot be reached."""
     if model.startswith(MINIATURE):
         return {"license": "apache-2.0"}  # generated by this package
     try:
@@ -355,12 +354,12 @@ def _origin(settings: Mapping[str, Any]) -> str:
 
 
 def _linked(name: Any, kind: str = "") -> str:
-    """A link to a repository of the Hub; a name in code style for anything else."""
+    """Return a link to a repository of the Hub, or any other name in code style."""
     return f"[{name}]({HUB}/{kind}{name})" if is_hub_id(name) else f"`{one_line(str(name)).replace('`', chr(39))}`"
 
 
 def model_index(results: dict[str, Any]) -> list[EvalResult]:
-    """For the smallest and the largest k of every benchmark one entry of `model-index`: percent, with its interval."""
+    """Return `model-index` entries of the smallest and the largest k of every benchmark, in percent with interval."""
     entries = []
     for name, entry in results["benchmarks"].items():
         ks = sorted(entry["pass_at_k"], key=int)
@@ -380,7 +379,7 @@ def model_index(results: dict[str, Any]) -> list[EvalResult]:
 
 
 def hub_evaluations(results: dict[str, Any]) -> dict[str, str]:
-    """Write pass@1 of each benchmark that was read from the Hub as a file of the Hub's evaluation results."""
+    """Return the Hub's evaluation result files with pass@1 of each benchmark that is on the Hub."""
     files = {}
     for name, entry in results["benchmarks"].items():
         source, cell = entry["source"], entry["pass_at_k"].get("1")
@@ -413,6 +412,6 @@ def _result_facts(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def _block(text: str, language: str) -> str:
-    """Fence a text as a code block; no backticks in the text end it."""
+    """Return a code block with a fence longer than any in the text."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}{language}\n{text}\n{fence}"

@@ -1,9 +1,8 @@
-"""What of a run's settings others may see: the one rule for the recipe on the Hub, the model card and the trackers.
+"""Removal of secrets and local paths from settings, for the recipe on the Hub, the model card, and the trackers.
 
-A secret is found by the name of its setting, by its form, or as part of an address; what is local to a machine is
-shortened to a name. Settings that only sound like secrets (`pad_token`, `max_new_tokens`, `num_key_value_heads`) stay.
-A secret under an innocent name that looks like nothing in particular is not found: secrets belong into environment
-variables. Needs the standard library only.
+Secrets are detected by the name of a setting, by their form, or as part of a URL; local paths become names. Settings
+with similar names (`pad_token`, `max_new_tokens`, `num_key_value_heads`) stay. A secret without a known form under
+another name is not detected, so secrets belong in environment variables. Uses only the standard library.
 """
 
 import json
@@ -17,21 +16,20 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 REMOVED = "<removed>"
 
-# In any spelling and anywhere in a name, without what separates its words: HF_PASSWORD, dbPassword, client-secret-2.
+# Anywhere in a name, without separators of words: HF_PASSWORD, dbPassword, client-secret-2.
 _SECRET_NAME = re.compile(
     r"passw|passphrase|secret|credential|authori[sz]ation|bearer|cookie|"
     r"(api|access|private|ssh|signing|encryption)key|"
     r"(hf|hub|api|access|auth|refresh|session|id|github|wandb)token(?!s?id|s?count|ize)"
 )
 _SECRET_WORDS = {"auth", "pwd", "netrc"}
-# Names that end in "token" or "key" are secret, too, except behind these: the words of a vocabulary and of tables.
+# Names that end in "token" or "key" are secret too, except after these words of vocabularies and tables.
 _VOCABULARY = {"pad", "eos", "bos", "unk", "sep", "cls", "mask", "special", "stop", "start", "begin", "end", "think"}
 _VOCABULARY |= {"image", "video", "audio", "vision", "boi", "eoi", "fake", "decoder", "placeholder"}
 _VOCABULARY |= {"sort", "group", "cache", "column", "label", "problem", "answer", "solution"}
 _VOCABULARY |= {"prompt", "text", "metric"}
 
-# Credentials that are known by their form: those of the Hub, of model and code hosts, of clouds; JSON web tokens;
-# keys.
+# Credentials with a known form: of the Hub, model and code hosts, and clouds; JSON web tokens; private keys.
 _SECRET_TEXT = re.compile(
     r"\b(?:hf_|api_org_|sk-|[sr]k_live_|gh[opsur]_|github_pat_|glpat-|xox[abeprs]-|AKIA|ASIA|AIza|wandb_v1_)[\w-]{8,}"
     r"|\beyJ[\w-]{8,}\.[\w-]+\.[\w-]*"
@@ -44,7 +42,7 @@ _ASSIGNED = re.compile(
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 _USER_AT_HOST = re.compile(r"^[^\s/@:]+:(?!//)\S*@(?=[\w\[])")
 
-# Settings that are texts for a model: nothing in them is an assignment or, as a whole, a path.
+# Texts for a model, which contain no assignments and are no paths.
 _TEXTS = {"prompt_instruction", "instruction", "system_prompt", "chat_template", "prompt", "content"}
 _LOCAL = re.compile(r"^(/[^/]+/|~[\w.-]*([/\\]|$)|\.\.?[/\\]|[A-Za-z]:[/\\]|\\\\|file://)")
 _IN_HOME = re.compile(
@@ -53,34 +51,33 @@ _IN_HOME = re.compile(
 _NAME_OF_A_PATH = re.compile(
     r"(^|_)(path|dir|folder|file|files|checkpoint|deepspeed|fsdp_config|dataset_name|critic_prompt)$"
 )
-_GENERATED = "miniature/"  # models and tasks of the miniature world: names, not files
+_GENERATED = "miniature/"  # names of models and tasks, not files
 
 
 def published(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
-    Settings as others may see them: without `env`, without secrets, without paths of this machine.
+    Return settings without `env`, secrets, and local paths.
 
     Args:
-        settings (`Mapping`): Plain data of any depth: a recipe, a results file, the arguments of a trainer.
+        settings (`Mapping`): Nested plain data: a recipe, a results file, the arguments of a trainer.
 
     Returns:
-        `dict`: A new mapping. What is named like a secret is left out at any depth; credentials in addresses and texts
-        in the form of an access token are removed; a local path is its last part, so that it cannot be taken for a Hub
-        id.
+        `dict`: A new mapping without settings that are named like secrets, without credentials in URLs and strings,
+        and with the last part of local paths, so that they do not look like Hub ids.
     """
     return _cleaned(settings, "", lambda name, text: _without_paths(name, _without_credentials(name, text)))
 
 
 def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """As [`published`], but with the paths: for a file that stays on this machine and repeats the run."""
+    """Return [`published`] settings with local paths, for a file on this machine that repeats the run."""
     return _cleaned(settings, "", _without_credentials)
 
 
 def clean_url(url: str) -> str:
-    """An address without user, password and the secrets of its query; `<removed>` if it cannot be taken apart."""
+    """Return a URL without user, password, and secrets in its query; `<removed>` if it cannot be parsed."""
     try:
         parts = urlsplit(url)
-        has_port = parts.port is not None  # a ValueError: this "port" is a password with a slash in it
+        has_port = parts.port is not None  # a ValueError: the "port" is a password with a slash
     except ValueError:
         return REMOVED
     if "@" not in parts.netloc and has_port and "@" in url:
@@ -90,18 +87,18 @@ def clean_url(url: str) -> str:
 
 
 def words_without_secrets(words: Sequence[str]) -> list[str]:
-    """A command line without the options that are named like secrets, and without credentials in the others."""
+    """Return a command line without options that are named like secrets and without credentials in others."""
     kept, name = [], ""
     for word in words:
         if word.startswith("--"):
             name = word[2:].split("=", 1)[0]
-        if name != "env" and not is_secret(name, 0):  # a plural is a count
+        if name != "env" and not is_secret(name, 0):  # plurals are counts
             kept.append(_cleaned(word, name, _without_credentials))
     return kept
 
 
 class PublishedArguments:
-    """Base of a training configuration: `to_dict`, which is what transformers gives to trackers, is [`published`]."""
+    """Base of training configurations whose `to_dict`, which trackers receive, is [`published`]."""
 
     def to_dict(self) -> dict[str, Any]:
         """The settings, of which others may see these."""
@@ -109,14 +106,14 @@ class PublishedArguments:
 
 
 def is_secret(name: str, value: Any = "") -> bool:
-    """Whether a setting holds a secret, by its name: `hub_token`, `OPENAI_API_KEY`, `dbPassword`; not `pad_token`, and
-    of plurals not numbers (`max_new_tokens: 512`) and null."""
+    """Whether the name of a setting is that of a secret: `hub_token`, `OPENAI_API_KEY`, `dbPassword`; not `pad_token`,
+    nor plurals with a number or null (`max_new_tokens: 512`)."""
     words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
     if _SECRET_NAME.search("".join(words)) or _SECRET_WORDS & set(words):
         return True
     if not words or not (words[-1] in ("key", "keys") or words[-1].endswith(("token", "tokens"))):
         return False
-    is_count = words[-1].endswith("s") and isinstance(value, int | float | None)  # None: no bound
+    is_count = words[-1].endswith("s") and isinstance(value, int | float | None)  # None: no limit
     return not is_count and not _VOCABULARY & set(words[:-1])
 
 
@@ -134,7 +131,7 @@ def _cleaned(value: Any, name: str, clean: Callable[[str, str], str]) -> Any:
         value = str(value)
     if not isinstance(value, str):
         return value
-    if value.lstrip().startswith(("{", "[")) and name not in _TEXTS:  # JSON, as the command line gives mappings
+    if value.lstrip().startswith(("{", "[")) and name not in _TEXTS:  # JSON, the form of mappings on the command line
         try:
             return json.dumps(_cleaned(json.loads(value), name, clean))
         except ValueError:
@@ -149,7 +146,7 @@ def _without_credentials(name: str, text: str) -> str:
 
 
 def _clean_assignment(match: re.Match[str]) -> str:
-    is_option = match["name"].startswith("--")  # only behind an option is what follows a space its value
+    is_option = match["name"].startswith("--")  # a space separates name and value of options only
     if ("=" in match["sign"] or is_option) and is_secret(match["name"]):
         return f"{match['name']}{match['sign']}{REMOVED}"
     return match[0]
@@ -168,7 +165,7 @@ def _without_paths(name: str, text: str) -> str:
 
 
 def _is_path(name: str, text: str) -> bool:
-    """Whether a setting that may be a path, a Hub id or the name of something generated is a path."""
+    """Whether a setting is a path, not a Hub id or a generated name."""
     if not _NAME_OF_A_PATH.search(name) or text.startswith(_GENERATED) or "://" in text:
         return False
     return (

@@ -1,7 +1,7 @@
-"""Verification with the signature of TRL reward functions, whose results are the labels of PACS training.
+"""Reward functions, which return the labels of PACS training, and the shared verifiers.
 
-A reward function may return anything in [0, 1]: class weights and cross-entropy accept soft labels, also a weighted
-sum of several functions (`reward_weights`) whose weights sum to 1. `None` removes a completion from its group.
+A reward function returns numbers in [0, 1], or `None` to remove a completion from its group. Labels may be soft, for
+example a weighted sum of several functions whose `reward_weights` sum to 1.
 """
 
 import logging
@@ -23,26 +23,25 @@ logger = logging.getLogger(__name__)
 @dataclass
 class VerificationArguments:
     """
-    Settings of the verifiers that training and evaluation share.
+    Settings of the verifiers of training and evaluation.
 
     Args:
         verification_protocol (`str`): `"authors"` (the PACS authors' grader) or `"trl"` (TRL's `accuracy_reward`).
-        verification_num_workers (`int`, *optional*): Worker processes per rank; by default its share of the
+        verification_num_workers (`int`, *optional*): Worker processes per rank, by default its share of the
             processors.
         verification_timeout_seconds (`float`): Wall-clock limit per completion.
         verification_cpu_seconds (`float`): CPU time limit per completion.
         verification_memory_limit_mb (`int`): Address space of a worker, in MiB.
-        verification_grade_truncated (`bool`): Grade completions that were cut at the length limit like any other. By
-            default only a closed box of such a completion counts.
-        verification_max_failure_share (`float`): Training stops when more than this share of the recent completions
-            failed to be verified for reasons other than being wrong. 1.0 never stops.
-        code_isolation (`str`): Least confinement of programs: `"landlock+seccomp"`, `"seccomp"`, `"landlock"` or
-            `"rlimits"`.
+        verification_grade_truncated (`bool`): Grade truncated completions like others. By default only a closed box of
+            such a completion is graded.
+        verification_max_failure_share (`float`): Training stops if more than this share of the recent completions
+            could not be verified. 1.0 never stops.
+        code_isolation (`str`): Weakest accepted confinement of programs: `"landlock+seccomp"`, `"seccomp"`,
+            `"landlock"`, or `"rlimits"`.
         code_cpu_seconds (`float`): CPU time limit of a program per test.
         code_timeout_seconds (`float`): Wall-clock limit of a program per test.
         code_memory_limit_mb (`int`): Address space of a program, in MiB.
-        code_label (`str`): `"all"`: 1 for a program that passes every test, else 0; `"share"`: the share of tests that
-            it passes.
+        code_label (`str`): `"all"`: 1 for a program that passes every test, else 0; `"share"`: share of passed tests.
         code_sandbox_url (`str`, *optional*): SandboxFusion server that runs programs instead of this machine.
     """
 
@@ -62,7 +61,7 @@ class VerificationArguments:
 
     def __post_init__(self):
         refuse_illegal_values(self)
-        self.build(), self.build_code()  # the relation between CPU time and wall-clock time
+        self.build(), self.build_code()  # checks that CPU limits are below wall-clock limits
 
     def build(self) -> Verifier:
         """Return a verifier with these settings, not yet started."""
@@ -94,7 +93,7 @@ os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def configure_verification(arguments: VerificationArguments) -> Verifier:
-    """Replace the shared verifiers of this process; the one of answers is started in the background."""
+    """Replace the shared verifiers of this process, and start that of answers in the background."""
     global _arguments, _verifier, _code_verifier
     verifier = arguments.build()
     with _lock:
@@ -108,13 +107,13 @@ def configure_verification(arguments: VerificationArguments) -> Verifier:
 
 
 def shared_verifier() -> Verifier:
-    """Return the verifier of answers of this process."""
+    """Return the shared verifier of answers."""
     with _lock:
         return _verifier or configure_verification(shared_arguments())
 
 
 def shared_code_verifier() -> CodeVerifier:
-    """Return the verifier of programs of this process, which starts with its first use."""
+    """Return the shared verifier of programs, which starts at its first use."""
     global _code_verifier
     with _lock:
         _code_verifier = _code_verifier or shared_arguments().build_code()
@@ -126,7 +125,7 @@ def shared_arguments() -> VerificationArguments:
     return _arguments or VerificationArguments()
 
 
-# Characters of an output or of messages that go back into the conversation.
+# Maximum number of characters of a tool reply.
 MAX_REPLY = 2000
 
 
@@ -142,7 +141,7 @@ def run_python(code: str, input: str = "") -> str:
         What it prints.
     """
     (execution,) = shared_code_verifier().run([code], [input])
-    if execution.outcome is not None:  # an exception, so that it counts among `tools/failure_frequency`
+    if execution.outcome is not None:  # an exception, so that `tools/failure_frequency` counts it
         raise RuntimeError(f"{execution.error}: {execution.messages[-MAX_REPLY:].strip()}")
     return execution.output[:MAX_REPLY]
 
@@ -157,34 +156,34 @@ def math_reward(
     **kwargs: Any,
 ) -> list[float | None]:
     """
-    1.0 for a completion whose final answer equals the gold answer, 0.0 otherwise, `None` when the gold is unparseable.
+    Return 1.0 for a completion whose final answer equals the gold answer, 0.0 otherwise, and `None` without a readable
+    gold answer.
 
-    Grades with the shared verifier of the process, whose protocol and limits
-    [`configure_verification`] sets. Without that it follows the grader of the PACS authors: the gold in
-    a box, the completion read by math-verify's LaTeX and expression extractors.
+    Uses the shared verifier ([`configure_verification`]), by default with the grader of the PACS authors: the gold in
+    a box, and the completion parsed by math-verify's LaTeX and expression extractors.
 
     Args:
         completions (`list`): Completions, plain (`str`) or conversational (lists of messages).
         solution (`list`): Gold answers, one per completion: text with or without `\\boxed{}` or `$`, a number, or a
             list of alternatives.
-        truncated (`list[bool]`, *optional*): Passed by the trainers of this package: which completions do not end with
-            an end-of-sequence token. Of these only a closed box is graded, see `verification_grade_truncated`.
+        truncated (`list[bool]`, *optional*): Passed by the trainers of this package: which completions lack an
+            end-of-sequence token. Only a closed box of these is graded, see `verification_grade_truncated`.
         log_metric (`Callable`, *optional*): Passed by TRL; receives the share of each outcome as
             `verification/<name>`.
-        log_extra (`Callable`, *optional*): Passed by TRL; receives gold and outcome for the table of completions.
+        log_extra (`Callable`, *optional*): Passed by TRL; receives gold and outcome for completion tables.
         **kwargs: Further columns that TRL passes; unused.
 
     Returns:
         `list[float | None]`: One label per completion.
 
     Raises:
-        ValueError: When there is no `solution` column.
-        VerificationFailure: When too many of the recent completions failed for reasons other than being wrong.
+        ValueError: if there is no `solution` column.
+        VerificationFailure: if too many of the recent completions could not be verified.
     """
     if solution is None:
         raise ValueError(
-            "`math_reward` compares with a column named `solution`, which the dataset does not have. Columns it was "
-            f"given: {', '.join(sorted(kwargs)) or 'none'}. Rename the column of gold answers to `solution`."
+            f"`math_reward` needs a column `solution`, got {', '.join(sorted(kwargs)) or 'none'}. Rename the column "
+            "of gold answers to `solution`."
         )
     texts = [completion_text(completion) for completion in completions]
     grades = shared_verifier().grade_detailed(texts, solution, truncated)
@@ -208,31 +207,30 @@ def code_reward(
     **kwargs: Any,
 ) -> list[float | None]:
     """
-    1.0 for a completion whose program passes every test, 0.0 otherwise, `None` when the tests cannot be read.
+    Return 1.0 for a completion whose program passes every test, 0.0 otherwise, and `None` without readable tests.
 
-    Runs the last closed Python block of the completion with the shared verifier of programs, confined as
-    `code_isolation` asks, with the limits that [`~verification.VerificationArguments`] set. With `code_label: share`
-    the label of a program is the share of the tests that it passes.
+    Runs the last closed Python block of the completion with the shared verifier of programs, with the confinement and
+    limits of [`VerificationArguments`]. With `code_label: share` the label is the share of passed tests.
 
     Args:
         completions (`list`): Completions, plain (`str`) or conversational (lists of messages).
-        solution (`list`): Tests, one per completion: mappings or JSON texts in the form of `verification/cases.py`.
+        solution (`list`): Tests, one per completion: mappings or JSON in the form of `verification/cases.py`.
         log_metric (`Callable`, *optional*): Passed by TRL; receives the share of each outcome as
-            `verification/<name>`, and the mean share of tests passed.
-        log_extra (`Callable`, *optional*): Passed by TRL; receives outcome and error for the table of completions.
+            `verification/<name>`, and the mean share of passed tests.
+        log_extra (`Callable`, *optional*): Passed by TRL; receives outcome and error for completion tables.
         **kwargs: Further columns that TRL passes; unused.
 
     Returns:
         `list[float | None]`: One label per completion.
 
     Raises:
-        ValueError: When there is no `solution` column, or programs cannot be confined as `code_isolation` asks.
-        VerificationFailure: When the tests of too many of the recent completions cannot be read.
+        ValueError: if there is no `solution` column, or the confinement is weaker than `code_isolation`.
+        VerificationFailure: if the tests of too many of the recent completions cannot be read.
     """
     if solution is None:
         raise ValueError(
-            "`code_reward` reads tests from a column named `solution`, which the dataset does not have. Columns it "
-            f"was given: {', '.join(sorted(kwargs)) or 'none'}. Name the column of tests with `solution_column`."
+            f"`code_reward` needs a column `solution`, got {', '.join(sorted(kwargs)) or 'none'}. Set the column of "
+            "tests with `solution_column`."
         )
     texts = [completion_text(completion) for completion in completions]
     grades = shared_code_verifier().grade_detailed(texts, solution)
@@ -246,7 +244,7 @@ def code_reward(
     if log_extra is not None:
         log_extra("verification", [grade.outcome.name.lower() for grade in grades])
         log_extra("error", [grade.error for grade in grades])
-    # What a program does is its own fault; only unreadable tests are the data's.
+    # Only unreadable tests are failures; a program causes its other outcomes.
     _recent_programs.add(
         [Outcome.WRONG if o is not Outcome.GOLD_UNPARSEABLE else o for o in outcomes], texts, solution
     )
@@ -257,10 +255,8 @@ def code_reward(
 
 def format_reward(completions: list, **kwargs: Any) -> list[float]:
     """
-    1.0 for a completion with a complete, non-empty `\\boxed{...}`, whatever is in the box, 0.0 otherwise.
-
-    A completion of more than `verification.MAX_CHARACTERS` characters is not read, hence 0.0: this runs in the
-    trainer.
+    Return 1.0 for a completion with a closed, non-empty `\\boxed{...}`, 0.0 otherwise and above
+    `verification.MAX_CHARACTERS` characters.
     """
     return [float(bool(last_boxed(completion_text(completion) or ""))) for completion in completions]
 
@@ -275,19 +271,19 @@ def outcome_shares(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 
 class VerificationFailure(FailedRun):
-    """The labels are no longer trustworthy: too many completions could not be verified."""
+    """Too many completions could not be verified."""
 
 
 class _RecentFailures:
     """
-    How many of the most recent completions could not be verified.
+    Share of recent completions that could not be verified.
 
-    A window over batches, because a rank may hold the completions of one prompt only: one unreadable gold must not
-    stop the run, a data set of them must.
+    The window spans batches, because a rank may have the completions of one prompt only: a dataset of unreadable golds
+    must stop the run, but a single one must not.
     """
 
-    WINDOW = 256  # completions; a larger batch is looked at as a whole
-    FEWEST = 64  # nothing is concluded from fewer
+    WINDOW = 256  # completions; larger batches are counted completely
+    FEWEST = 64  # completions needed for a decision
 
     def __init__(self):
         self.window: list[tuple[Outcome, str | None, Any]] = []
@@ -298,7 +294,7 @@ class _RecentFailures:
             self.has_warned = True
             logger.warning(
                 f"The gold answer {golds[list(outcomes).index(Outcome.GOLD_UNPARSEABLE)]!r:.200} is missing or cannot "
-                "be read, so its completions have no label. Further ones are counted in verification/gold_unparseable."
+                "be parsed, so its completions are masked out. verification/gold_unparseable counts further ones."
             )
         max_share = shared_arguments().verification_max_failure_share
         new = list(zip(outcomes, texts, golds, strict=True))
@@ -312,8 +308,7 @@ class _RecentFailures:
         )
         raise VerificationFailure(
             f"{len(failures)} of the last {len(self.window)} completions could not be verified (timeout, killed, too "
-            f"long or gold unparseable), which is more than `verification_max_failure_share` {max_share}. The labels "
-            f"would say little about the model. Examples:\n{examples}\n"
+            f"long, or gold unparseable), above verification_max_failure_share={max_share}. Examples:\n{examples}\n"
             "Check the `solution` column and the limits, or raise the share."
         )
 

@@ -1,14 +1,10 @@
-"""Training from a recipe: `accelerate launch -m pacs_trl.train --config RECIPE.yaml [--key value ...]`.
-
-The same entry point trains a miniature model on two CPU cores and an 8B model on several nodes, with PACS, a
-baseline, or a method in `experimental`.
-"""
+"""Training from a recipe: `accelerate launch -m pacs_trl.train --config RECIPE.yaml [--key value ...]`."""
 
 import sys
 from importlib import import_module
 
 
-if __name__ == "__main__":  # before the imports below: help, errors, and Ctrl-C do not wait for them
+if __name__ == "__main__":  # before the slow imports below, so that help, errors, and Ctrl-C are fast
     from .errors import exit_code
     from .settings import answer_train_help
 
@@ -55,17 +51,17 @@ from .update.step_sizes import Step
 
 def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
     """
-    Train as the recipe says, save model, model card and the resolved recipe to `output_dir`, and push if asked to.
+    Train from a recipe, save model, model card, and resolved recipe to `output_dir`, and push with `push_to_hub`.
 
     Args:
-        argv (`Sequence[str]`, *optional*): Command-line arguments, by default those of the process.
-        trainer_class (`type`, *optional*): Subclass of the method's trainer, used instead of it.
+        argv (`Sequence[str]`, *optional*): Command-line arguments, by default `sys.argv`.
+        trainer_class (`type`, *optional*): Subclass to use instead of the method's trainer.
 
     Returns:
-        The trainer, after training; `None` if the run that was to be resumed is finished already.
+        The trainer after training; `None` if the run to resume is finished.
 
     Raises:
-        `SystemExit`: with code 143 or 130, when SIGTERM or Ctrl-C has stopped training after saving a checkpoint.
+        `SystemExit`: with code 143 or 130, after SIGTERM or Ctrl-C and a checkpoint.
     """
     recipe = read_recipe(sys.argv[1:] if argv is None else argv)
     training = recipe.training
@@ -74,8 +70,8 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
     checkpoint = _checkpoint_to_resume(training.output_dir, resume)
     if _is_finished(training, resume, checkpoint):
         PartialState().print(
-            f"The run in {training.output_dir} is finished, and its model is written: nothing to do. Raise max_steps "
-            "or num_train_epochs to train longer."
+            f"The run in {training.output_dir} is finished and its model is saved. Raise max_steps or "
+            "num_train_epochs to train longer."
         )
         return None
     _check_output(training.output_dir, checkpoint)
@@ -117,8 +113,8 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
         trainer.save_model(_internal_call=True)  # no push yet
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.print(
-        f"In {training.output_dir}: the model, its card (README.md), recipe.yaml, and trainer_state.json with every "
-        "metric of every logged step."
+        f"Saved in {training.output_dir}: the model, its card (README.md), recipe.yaml, and trainer_state.json with "
+        "all logged metrics."
     )
     if training.push_to_hub:
         upload(trainer, training.output_dir)
@@ -126,12 +122,12 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
 
 
 def _leave(trainer, signum: int) -> NoReturn:
-    """End a run that a signal has stopped, and say how to continue it."""
-    trainer.accelerator.wait_for_everyone()  # a launcher ends the others when the first one leaves
+    """Exit after a signal, with a line that says how to continue."""
+    trainer.accelerator.wait_for_everyone()  # a launcher ends the other processes when the first one exits
     state, code = trainer.state, 128 + signum
     checkpoint = Path(trainer.args.output_dir) / f"checkpoint-{state.global_step}"
     trainer.accelerator.print(
-        f"Stopped by {NAMES[signum]} after optimizer step {state.global_step} of {state.max_steps}, which is saved in "
+        f"Stopped by {NAMES[signum]} after optimizer step {state.global_step} of {state.max_steps}, saved in "
         f"{checkpoint}. Continue with `--resume_from_checkpoint last`. Exit code {code}."
     )
     raise SystemExit(code)
@@ -149,8 +145,7 @@ def _with_model_arguments(recipe: Recipe):
 
 
 def _from_any_folder(settings: dict) -> dict:
-    """Return the settings that repeat the run from any folder: models and data of this machine by their whole path,
-    and no checkpoint to resume from."""
+    """Return settings that repeat the run from any folder: absolute paths, and no checkpoint to resume from."""
     names = {key: settings.get(key) for key in ("model_name_or_path", "critic_model_name_or_path", "dataset_path")}
     if Path(settings.get("critic_prompt") or "").is_file():
         names["critic_prompt"] = settings["critic_prompt"]
@@ -165,31 +160,33 @@ def _from_any_folder(settings: dict) -> dict:
 
 
 def _checked_model(recipe: Recipe):
-    """Return the LoRA configuration (or `None`) and the tokenizer of the model, whose weights are not loaded yet."""
+    """Check the model without loading its weights, and return its LoRA configuration (or `None`) and tokenizer."""
     model, training = recipe.model, recipe.training
     name = model.model_name_or_path
     for path in (name, vars(training).get("critic_model_name_or_path") or name):
         check_model_path(path)
     check_whole_model(name, "training", "name the base model")
     if training.use_vllm and name.startswith(MINIATURE):
-        require_vllm("set use_vllm=False")  # the trainer checks the rest, once there is a path
+        require_vllm("set use_vllm=False")  # the trainer checks the rest once the model exists
     elif training.use_vllm:
         check_vllm(training, name)
     peft_config = get_peft_config(model)
     targets = peft_config.target_modules if peft_config is not None else None
     if isinstance(targets, str) and targets.isidentifier():
-        peft_config.target_modules = {targets}  # TRL turns a list of one name into text, a regular expression for peft
+        peft_config.target_modules = {
+            targets
+        }  # TRL turns a list of one name into a string, which peft reads as a regular expression
     try:
         return peft_config, load_tokenizer(recipe)
-    except OSError as error:  # no connection, no such model, no rights, a folder without a model
+    except OSError as error:  # no connection, no such model, or no access
         raise ValueError(
-            f"The model {name!r} cannot be loaded: {' '.join(str(error).split())} A model is a directory with "
-            "config.json and tokenizer, a Hub id, or miniature/TASK."
+            f"The model {name!r} cannot be loaded: {' '.join(str(error).split())} Set model_name_or_path to a "
+            "directory with config.json and tokenizer, a Hub id, or miniature/TASK."
         ) from error
 
 
 def _make_warm_start(recipe: Recipe):
-    """Replace the name of a miniature model by its checkpoint; returns the tokenizer."""
+    """Replace the name of a miniature model by its checkpoint, and return the tokenizer."""
     from .miniature.warm_start import warm_start
 
     with PartialState().main_process_first():
@@ -199,7 +196,8 @@ def _make_warm_start(recipe: Recipe):
 
 
 def _functions(run: RunArguments) -> tuple[list[Callable], list[Callable] | None]:
-    """Return the reward functions and tools of a recipe; starts the sandbox, so that it is refused before training."""
+    """Return the reward functions and tools of a recipe, and start the sandbox, so that errors come before
+    training."""
     functions = [reward_function(name) for name in run.reward_funcs]
     tools = [tool_function(name) for name in run.tools] if run.tools else None
     if rewards.code_reward in functions or run_python in (tools or []):
@@ -211,43 +209,43 @@ _NO_RESUME, _LAST = ("none", "false"), ("last", "true")  # values of resume_from
 
 
 def _checkpoint_to_resume(output_dir: str, resume: str) -> str | None:
-    """Return the checkpoint to continue from; raises a `ValueError` if the run would start over an unfinished one."""
+    """Return the checkpoint to continue from. Raises a `ValueError` if a new run would overwrite an unfinished one."""
     if resume.lower() in _NO_RESUME:
         last = get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
         if last is not None:
             raise ValueError(
-                f"{output_dir} already holds {Path(last).name} of an earlier run. Continue it with "
+                f"{output_dir} already contains {Path(last).name} of another run. Continue it with "
                 "`--resume_from_checkpoint last`, or choose another output_dir."
             )
         return None
     if resume.lower() in _LAST:
         last = last_checkpoint(output_dir)
         if last is None:
-            PartialState().print(f"There is no checkpoint in {output_dir} yet: starting from the beginning.")
+            PartialState().print(f"{output_dir} contains no checkpoint, so training starts from the beginning.")
         return last
     check_complete(resume)
     return resume
 
 
 def _check_output(output_dir: str, checkpoint: str | None) -> None:
-    """Raise a `ValueError` if the model of another run would be overwritten, of which no checkpoint may be left, and
-    an `OSError` if the directory cannot be written to."""
+    """Raise a `ValueError` if the model of another run would be overwritten, and an `OSError` if the directory is not
+    writable."""
     is_own = checkpoint is not None and Path(checkpoint).resolve().parent == Path(output_dir).resolve()
     holds_model = any((Path(output_dir) / name).is_file() for name in ("config.json", "adapter_config.json"))
     if holds_model and not is_own:
         raise ValueError(
-            f"{output_dir} already holds a model, which this run would overwrite without continuing it. Choose "
-            "another output_dir, or remove the directory. To train the model further, pass it as model_name_or_path."
+            f"{output_dir} already contains a model, which this run would overwrite. Choose another output_dir, or "
+            "remove the directory; to train that model further, set it as model_name_or_path."
         )
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=output_dir).close()
 
 
 def _is_finished(training: GRPOConfig, resume: str, checkpoint: str | None) -> bool:
-    """Whether the run to resume has taken all its steps and written its model."""
+    """Whether the run to resume has finished all steps and saved its model."""
     if resume.lower() in _NO_RESUME:
         return False
-    # The state in `output_dir` is written after the model. An earlier checkpoint may be named to go back to it.
+    # The state in `output_dir` is written after the model. A path may name an earlier checkpoint.
     for directory in [training.output_dir] if resume.lower() in _LAST else [training.output_dir, checkpoint]:
         try:
             state = TrainerState.load_from_json(str(Path(str(directory), "trainer_state.json")))
@@ -261,7 +259,7 @@ def _is_finished(training: GRPOConfig, resume: str, checkpoint: str | None) -> b
 
 
 def describe_step(step: Step, num_prompts: int) -> str:
-    """Return one line about a generation and an optimizer step, whose sizes are products of four settings."""
+    """Return one line with the sizes of a generation batch and of an optimizer step."""
     return (
         f"Generation: {step.prompts_per_generation:.0f} of {num_prompts} prompts x {step.num_generations} "
         "completions. "

@@ -263,7 +263,7 @@ sys.exit(exit_code("x", run, []))
 
 @pytest.mark.parametrize(
     ("how", "printed"),
-    [("| grep -c u4e2d", "told\n"), (">&- 2>&-", ""), (">&-", "told\n"), ("| true", "x: training has stopped")],
+    [("| grep -c u4e2d", "told\n"), (">&- 2>&-", ""), (">&-", "told\n"), ("| true", "x: training stopped")],
 )
 def test_lines_that_nobody_reads(tmp_path, how, printed):
     """In an encoding without the character, to a closed descriptor, and to a reader that has gone."""

@@ -42,7 +42,7 @@ def test_settings_of_grpos_loss_are_refused(name):
     default = next(f.default for f in fields(PACSConfig) if f.name == name)
     assert default is not MISSING
     value = OFF_DEFAULT[name] if name in OFF_DEFAULT else default / 2 + 0.1
-    with pytest.raises(ValueError, match=f"does not take {name}="):
+    with pytest.raises(ValueError, match=f"{name}="):
         make(**{name: value})
     make(**{name: default})
 

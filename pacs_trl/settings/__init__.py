@@ -1,7 +1,7 @@
-"""Settings: YAML files, command lines, and the ranges of values.
+"""Settings from YAML files and command lines, ranges of values, and help.
 
-A command reads `--config FILE.yaml [--key value ...]` with TRL's parser; names that do not exist get a suggestion.
-Importing this module needs PyYAML only, so help and wrong options are answered before the libraries are imported.
+Commands parse `--config FILE.yaml [--key value ...]` with TRL's parser; unknown names get a suggestion. This module
+imports only PyYAML, so that help and wrong options do not wait for libraries.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def bounded(default: float | None, **bounds: float) -> Any:
     return field(default=default, metadata={"range": Range(**bounds)})
 
 
-# Settings of TRL whose illegal values would be trained with, or raise an error that does not name them.
+# Settings of TRL that it accepts with illegal values, or rejects without naming them.
 _RANGES_OF_TRL = {
     **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps"), Range(least=1)),
     **dict.fromkeys(("steps_per_generation", "generation_batch_size", "num_iterations"), Range(least=1)),
@@ -57,12 +57,12 @@ _RANGES_OF_TRL = {
     **dict.fromkeys(("epsilon", "epsilon_high"), Range(above=0)),
 }
 
-# The same of settings that only fail in the middle of a run.
+# Settings of TRL that would fail in the middle of a run.
 _CHOICES_OF_TRL = {"vllm_mode": ("colocate", "server")}
 
 
 def illegal_values(config: object) -> list[str]:
-    """Return one message per field of a configuration whose value is out of its range or none of its choices."""
+    """Return one message per field of a configuration that is out of its range or not among its choices."""
     hints, messages = _type_hints(type(config)), []
     for each in fields(config):
         name, value = each.name, getattr(config, each.name)
@@ -89,7 +89,7 @@ def refuse_illegal_values(config: object) -> None:
         raise ValueError(" ".join(messages))
 
 
-# Of GRPOConfig, what neither PACS nor PPO reads, and why.
+# Settings of GRPOConfig that neither PACS nor PPO uses, with the reason.
 OF_OTHER_LOSSES = {
     **dict.fromkeys(("sapo_temperature_neg", "sapo_temperature_pos"), "it belongs to the SAPO loss"),
     **dict.fromkeys(
@@ -99,11 +99,11 @@ OF_OTHER_LOSSES = {
 
 
 def ignored_settings(config_class: type, given: Any, reasons: Mapping[str, str]) -> list[str]:
-    """Return one message per setting that a method would ignore and that is not at its default; `reasons` says why."""
+    """Return one message per setting that a method ignores and that differs from its default; `reasons` says why."""
     defaults = {each.name: each.default for each in fields(config_class)}
     return [
-        f"{config_class.__name__} does not take {name}={getattr(given, name)!r}: {reason}, so the value would be "
-        f"ignored. Remove the key (its default is {defaults[name]!r}), or train with `method: grpo`."
+        f"{config_class.__name__} ignores {name}={getattr(given, name)!r}: {reason}. Remove the key (its default is "
+        f"{defaults[name]!r}), or train with `method: grpo`."
         for name, reason in reasons.items()
         if getattr(given, name) != defaults[name]
     ]
@@ -117,12 +117,14 @@ def read_mapping(path: str | Path, what: str) -> dict[str, Any]:
     Read a YAML file that must be a mapping. `what` names it in errors: "recipe", "accelerate file".
 
     Raises:
-        `ValueError`: if there is no such file, it cannot be read, or it holds something else.
+        `ValueError`: if the file cannot be read or is not a mapping.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"The {what} {str(path)!r} cannot be read (from {Path.cwd()}): {error}.") from error
+        raise ValueError(
+            f"The {what} {str(path)!r} cannot be read from {Path.cwd()} ({error}). Correct the path."
+        ) from error
     return parse_mapping(text, f"{what} {str(path)!r}")
 
 
@@ -131,20 +133,22 @@ def parse_mapping(text: str, where: str) -> dict[str, Any]:
     try:
         content, node = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
     except yaml.YAMLError as error:
-        raise ValueError(f"The {where} is not YAML: {' '.join(str(error).split())}.") from error
+        raise ValueError(f"The {where} is not YAML: {' '.join(str(error).split())}. Fix the syntax.") from error
     if not isinstance(content, dict):
-        raise ValueError(f"The {where} must be a YAML mapping of settings, got {type(content).__name__}.")
+        raise ValueError(
+            f"The {where} must be a YAML mapping, got {type(content).__name__}. Write `key: value` lines."
+        )
     names = [key.value for key, _ in node.value]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"The {where} has {' and '.join(twice)} more than once. Keep one of each.")
-    return {str(key): value for key, value in content.items()}  # `on:` and `no:` are no strings to YAML
+        raise ValueError(f"The {where} contains {' and '.join(twice)} more than once. Keep one of each.")
+    return {str(key): value for key, value in content.items()}  # YAML reads `on:` and `no:` as booleans
 
 
 # Command lines ----------------------------------------------------------------------------------------------
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of `pacs-trl NAME`; options are declared with underscores, and hyphens mean the same."""
+    """Parser of `pacs-trl NAME`. Options are declared with underscores and accept hyphens."""
 
     def __init__(self, name: str, description: str, **kwargs: Any):
         super().__init__(**{"prog": f"pacs-trl {name}", "description": description, "allow_abbrev": False, **kwargs})
@@ -154,7 +158,7 @@ class Parser(argparse.ArgumentParser):
         for word in with_underscores(sys.argv[1:] if args is None else args):
             option = word.partition("=")[0]
             if option.startswith("--") and option not in ("--", *known):
-                self.error(f"there is no option `{option}`.{did_you_mean(option, known)}")
+                self.error(f"There is no option `{option}`.{did_you_mean(option, known)}")
         return super().parse_args(args, namespace)
 
     def parse_known_args(self, args=None, namespace=None):
@@ -162,7 +166,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def with_underscores(argv: Sequence[str]) -> list[str]:
-    """Return the words of a command line, names of options with underscores for hyphens."""
+    """Return the words of a command line with underscores for hyphens in options."""
     words = []
     for word in argv:
         name, separator, value = word.partition("=")
@@ -170,7 +174,7 @@ def with_underscores(argv: Sequence[str]) -> list[str]:
     return words
 
 
-# Names of other libraries, where no part of the name leads to ours.
+# Names in other libraries that are not similar to ours.
 _ELSEWHERE = {
     "lr": "learning_rate",
     "batch_size": "per_device_train_batch_size",
@@ -183,7 +187,7 @@ _ELSEWHERE = {
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """Return a suggestion of the nearest known names, with a space before it; empty if none is near."""
+    """Return a suggestion of the nearest known names after a space; empty without one."""
     if _ELSEWHERE.get(name) in known:
         return f" Did you mean `{_ELSEWHERE[name]}`?"
     nearest = (
@@ -197,10 +201,10 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
 
 def words_by_key(argv: Sequence[str]) -> dict[str, list[str]]:
     """
-    Return `--key value ...` and `--key=value` as keys with their words.
+    Split `--key value ...` and `--key=value` into keys and their words.
 
     Raises:
-        `ValueError`: if a word belongs to no key.
+        `ValueError`: if a word has no key.
     """
     words: dict[str, list[str]] = {}
     key = None
@@ -209,7 +213,7 @@ def words_by_key(argv: Sequence[str]) -> dict[str, list[str]]:
             key, *value = word[2:].split("=", 1)
             words[key] = value
         elif key is None:
-            raise ValueError(f"{word!r} belongs to no key. Write settings as --key value, a recipe as --config FILE.")
+            raise ValueError(f"{word!r} has no key. Write settings as --key value and a recipe as --config FILE.")
         else:
             words[key].append(word)
     return words
@@ -220,12 +224,12 @@ def read_settings(argv: Sequence[str]) -> dict[str, Any]:
     Read `--config FILE.yaml [--key value ...]`; the command line wins. A key without a value is true.
 
     Raises:
-        `ValueError`: if the file does not exist or is no mapping, or a word of the command line belongs to no key.
+        `ValueError`: if the file cannot be read or is not a mapping, or a word has no key.
     """
     words = words_by_key(argv)
     path = words.pop("config", None)
     if path == []:
-        raise ValueError("--config must name a file.")
+        raise ValueError("--config needs a file. Write --config RECIPE.yaml.")
     settings = {} if path is None else read_mapping(path[0], "recipe")
     for key, values in words.items():
         settings[key] = values if len(values) > 1 else None if values == ["null"] else values[0] if values else True
@@ -234,15 +238,15 @@ def read_settings(argv: Sequence[str]) -> dict[str, Any]:
 
 def typed_values(settings: Mapping[str, Any], parts: Sequence[type], what: str) -> dict[str, Any]:
     """
-    Return the values of all fields of some dataclasses, as TRL's parser converts them, besides `env`.
+    Return the values of all fields of some dataclasses, converted by TRL's parser, without `env`.
 
     Args:
-        settings (`Mapping`): Keys and values, as YAML or [`read_settings`] give them.
-        parts (`Sequence[type]`): Dataclasses without a common field.
-        what (`str`): What the keys are settings of, in errors.
+        settings (`Mapping`): Keys and values from YAML or [`read_settings`].
+        parts (`Sequence[type]`): Dataclasses without common fields.
+        what (`str`): Name of the configuration in errors.
 
     Raises:
-        `ValueError`: if a key is unknown or missing, or a value is not of the type of its field.
+        `ValueError`: if a key is unknown or missing, or a value has the wrong type.
     """
     parser = _field_parser(parts)
     actions = {action.dest: action for action in parser._actions}
@@ -262,12 +266,14 @@ def typed_values(settings: Mapping[str, Any], parts: Sequence[type], what: str) 
         value = given[key]
         if isinstance(value, list) and actions[key].nargs == "+":
             words += [f"--{key}", *map(str, value)]
-        elif key == "fsdp" and value is True:  # transformers takes it, though the field is text
+        elif key == "fsdp" and value is True:  # transformers accepts it, although the field is a string
             as_they_are[key] = value
-        elif isinstance(value, list | dict | None):  # not spelled in words
+        elif isinstance(value, list | dict | None):  # not a single word
             kind = "None" if value is None else type(value).__name__
             if kind not in hints[key] and not (value is None and actions[key].default is None):
-                raise ValueError(f"{key} must be {hints[key]}, got {kind}. Write a value of that type, or remove it.")
+                raise ValueError(
+                    f"{key} must be {hints[key]}, got {kind}. Write a value of that type, or remove the key."
+                )
             as_they_are[key] = value
         else:
             words.append(f"--{key}={value}")
@@ -277,7 +283,7 @@ def typed_values(settings: Mapping[str, Any], parts: Sequence[type], what: str) 
 
 
 def _field_parser(parts: Sequence[type]) -> argparse.ArgumentParser:
-    from transformers import HfArgumentParser  # TRL's parser without its own files; takes seconds to import
+    from transformers import HfArgumentParser  # TRL's parser; takes seconds to import
 
     class FieldParser(HfArgumentParser):
         @staticmethod
@@ -296,7 +302,7 @@ def set_environment(settings: Mapping[str, Any]) -> None:
     """Set the environment variables of the key `env`."""
     env = settings.get("env") or {}
     if not isinstance(env, dict):
-        raise ValueError(f"env must be a mapping of environment variables, got {env!r}.")
+        raise ValueError(f"env must be a mapping, got {env!r}. Write environment variables as `NAME: value` below it.")
     os.environ.update({key: str(value) for key, value in env.items()})
 
 
@@ -308,10 +314,9 @@ _PACKAGE = Path(__file__).parents[1]
 _DOCUMENTED = re.compile(r"^ +(\w+) \(`.*?\):\s+(.*?)(?=^ +\w+ \(`|^ *>|^ *$|\Z)", re.MULTILINE | re.DOTALL)
 
 _OF_THE_LIBRARIES = (
-    "Every field of trl.GRPOConfig, which includes those of transformers.TrainingArguments, and of trl.ModelConfig "
-    "is a setting too (learning_rate, max_steps, num_generations, use_vllm, use_peft, ...). `trl grpo --help` lists "
-    "them; they are documented at https://huggingface.co/docs/trl/grpo_trainer and "
-    "https://huggingface.co/docs/transformers/main_classes/trainer ."
+    "All fields of trl.GRPOConfig (with transformers.TrainingArguments) and of trl.ModelConfig are settings too "
+    "(learning_rate, max_steps, num_generations, use_vllm, use_peft, ...): see `trl grpo --help`, "
+    "https://huggingface.co/docs/trl/grpo_trainer and https://huggingface.co/docs/transformers/main_classes/trainer ."
 )
 
 
@@ -321,11 +326,11 @@ def asks_for_help(argv: Sequence[str]) -> bool:
 
 def answer_train_help(argv: Sequence[str]) -> None:
     """
-    Print the help of `pacs-trl train` if the arguments ask for it; otherwise check that the recipe can be read.
+    Print the help of `pacs-trl train` if requested; otherwise check that the recipe can be read.
 
     Raises:
         `SystemExit`: with code 0, after the help.
-        `ValueError`: if the recipe does not exist or is not a mapping.
+        `ValueError`: if the recipe cannot be read or is not a mapping.
     """
     words = words_by_key([word for word in argv if word not in ("-h", "--help")])
     if not asks_for_help(argv):
@@ -335,15 +340,15 @@ def answer_train_help(argv: Sequence[str]) -> None:
     method = (words.get("method") or ["pacs"])[0]
     print_help(
         "pacs-trl train [--config RECIPE.yaml] [--key value ...]",
-        "Train from a recipe. Keys given on the command line win over the file. Below are the settings of this "
-        f"package with method {method}; `--method NAME --help` shows those of another. On several processes: "
+        "Train from a recipe. Keys on the command line override the file. This help lists the settings of this "
+        f"package for method {method}; use `--method NAME --help` for another one. On several processes, run "
         f"accelerate launch -m pacs_trl.train with the same arguments. {_OF_THE_LIBRARIES}",
         ("RunArguments", "DataArguments", "VerificationArguments", f"{method.replace('_', '')}Config"),
     )
 
 
 def print_help(usage: str, description: str, class_names: Sequence[str]) -> None:
-    """Print the fields of dataclasses of this package and of their bases from their source, and exit with code 0."""
+    """Print the fields of dataclasses of this package and their bases from the source, and exit with code 0."""
     print(f"usage: {usage}\n\n{textwrap.fill(description, 100)}\n")
     print("  --config FILE.yaml\n      Keys and values.")
     for name in class_names:
@@ -356,7 +361,7 @@ def print_help(usage: str, description: str, class_names: Sequence[str]) -> None
 
 
 def dataclass_sources(name: str) -> list[ast.ClassDef]:
-    """Return the source of a class of this package, its name given in any case, and of its bases in the package."""
+    """Return the source of a class of this package (its name in any case) and of its bases in the package."""
     for file, text in _sources().items():
         if found := re.search(rf"^class ({name})\b", text, re.MULTILINE | re.IGNORECASE):
             nodes = ast.parse(text, file).body
@@ -372,7 +377,7 @@ def _sources() -> dict[str, str]:
 
 
 def documented_fields(node: ast.ClassDef) -> list[tuple[str, str, str]]:
-    """Return name, default (as ` = value`), and text of each field that a dataclass declares, from its source."""
+    """Return name, default (` = value`), and documentation of each field that a dataclass declares."""
     texts = dict(_DOCUMENTED.findall(ast.get_docstring(node, clean=False) or ""))
     found = []
     for line in node.body:

@@ -1,10 +1,9 @@
 """Grading of completions against gold answers, in processes that can be killed.
 
-sympy evaluates what a model writes. It holds the interpreter while it does, so neither a thread nor a signal handler
-can stop it for certain, and a single power tower can stall a training node. Grading therefore runs in worker processes
-with limits on CPU time, wall-clock time, and memory: `pool.py` watches them, and `worker.py` grades. This module is
-the side that trainer and evaluation see. It needs only the standard library, because the workers import it too. The
-verifiers that a training process shares are in `pacs_trl.rewards`.
+sympy evaluates the model's answers and holds the interpreter meanwhile, so neither a thread nor a signal handler can
+stop it reliably: one power tower can stall a training node. Grading therefore runs in worker processes with limits on
+CPU time, wall-clock time, and memory: `pool.py` watches them, and `worker.py` grades. This module is the interface of
+trainer and evaluation. The workers import it too, so it needs only the standard library.
 """
 
 import os
@@ -26,18 +25,18 @@ class Outcome(IntEnum):
     """
     Result of grading one completion. As a label: 1.0, 0.0, or `None` for a completion that is masked out.
 
-    `TIMEOUT`, `KILLED`, and `TOO_LONG` count as wrong, because a policy must not be able to leave the group by writing
-    something that cannot be graded; they are counted separately, because they may also be the verifier's fault.
+    `TIMEOUT`, `KILLED`, and `TOO_LONG` count as wrong, because a policy must not leave its group by writing an answer
+    that cannot be graded. They have their own metrics, because the verifier may be the cause.
     """
 
     CORRECT = 0
-    WRONG = 1  # an answer that is not equal to the gold
+    WRONG = 1  # the answer differs from the gold
     NO_ANSWER = 2  # no answer was found, the extractor failed, or the completion is not text
     GOLD_UNPARSEABLE = 3  # missing or unreadable gold answer
     TIMEOUT = 4  # over the CPU time or wall-clock limit
-    KILLED = 5  # the worker ended otherwise: out of memory, crashed, or killed from outside
+    KILLED = 5  # the worker ran out of memory, crashed, or was killed from outside
     TOO_LONG = 6  # completion over the length limit, not graded
-    ERROR = 7  # of programs only: it ended with an exception
+    ERROR = 7  # the program ended with an exception
 
     @property
     def label(self) -> float | None:
@@ -47,14 +46,13 @@ class Outcome(IntEnum):
 
     @property
     def is_failure(self) -> bool:
-        """Whether the reason may be the verifier or the data rather than the model."""
+        """Whether the verifier or the data may be the cause instead of the model."""
         return self in (Outcome.GOLD_UNPARSEABLE, Outcome.TIMEOUT, Outcome.KILLED, Outcome.TOO_LONG)
 
 
 class Grade(NamedTuple):
-    """Outcome of one completion and the wall-clock seconds it took (0.0 when it was known before). Of programs also
-    the share of the tests that pass, the error, and a sentence for the author about the first test that fails, which
-    does not tell the expected output."""
+    """Outcome of one completion and its wall-clock seconds (0.0 from the cache). For programs also the share of passed
+    tests, the error, and a sentence about the first failed test, without the expected output."""
 
     outcome: Outcome
     seconds: float = 0.0
@@ -64,27 +62,26 @@ class Grade(NamedTuple):
 
 
 def completion_text(completion: Any) -> str | None:
-    """Return the text of a completion, plain (`str`) or conversational (content of its last message); `None` for
-    anything else and for one that ends with the reply of a tool."""
+    """Return the text of a completion, plain (`str`) or conversational (content of the last message); `None` for any
+    other type and after the reply of a tool."""
     if isinstance(completion, list) and completion and isinstance(completion[-1], dict):
         completion = None if completion[-1].get("role") == "tool" else completion[-1].get("content")
     return completion if isinstance(completion, str) else None
 
 
-# GSM8K's mark of the final answer, at the end of a text. The JSON of tests may hold the mark too, followed by a
-# quotation mark.
+# GSM8K's mark of the final answer. JSON of tests may contain the mark too, followed by a quotation mark.
 _AFTER_HASHES = re.compile(r"(?:\A|\s)####\s*([^\n\"]+)\Z")
 _THOUSANDS = re.compile(r"-?\$?\d{1,3}(,\d{3})+(\.\d+)?")
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
 
 def gold_texts(gold: Any) -> tuple[str, ...]:
-    """Return the alternative gold answers in one cell of a `solution` column as texts: of a text, a number, or a list
-    of these (any of which is right), without missing ones (`None`, NaN, blank) and other types. 27.0 becomes "27", and
-    a worked solution that ends in `#### 1,200`, as in GSM8K, becomes "1200"."""
+    """Return the alternative gold answers of a cell of the `solution` column as strings: from a string, a number, or a
+    list of these, without missing ones (`None`, NaN, blank) and other types. 27.0 becomes "27", and a worked solution
+    that ends in `#### 1,200`, as in GSM8K, becomes "1200"."""
     if isinstance(gold, list | tuple):
         return tuple(text for item in gold for text in gold_texts(item))
-    if not isinstance(gold, str | Number) or gold != gold:  # NaN, which is how tables spell a missing number
+    if not isinstance(gold, str | Number) or gold != gold:  # NaN, a missing number in tables
         return ()
     if isinstance(gold, float) and gold.is_integer():
         gold = int(gold)
@@ -96,24 +93,22 @@ def gold_texts(gold: Any) -> tuple[str, ...]:
 
 
 def _plain(text: str) -> str:
-    """Return the characters of a text: the pool cannot unpickle an instance of a subclass, whose module it has not
-    imported."""
+    """Return a plain `str`: the pool cannot unpickle a subclass whose module it has not imported."""
     return str.__str__(text)
 
 
-# Longer completions are not read, by any process.
+# Longer completions are never parsed.
 MAX_CHARACTERS = 200_000
 
 _BOX_OR_BRACE = re.compile(r"\\f?boxed\s*\{|[{}]")
 
 
 def last_boxed(text: str) -> str | None:
-    """Return the content of the last `\\boxed{...}` with balanced braces in `text`, `None` when there is none. One
-    pass, in time linear in the length, because this also runs in the trainer's process. A text of more than
-    `MAX_CHARACTERS` is not read."""
+    """Return the content of the last `\\boxed{...}` with balanced braces; `None` if there is none or the text exceeds
+    `MAX_CHARACTERS`. Takes linear time, because this also runs in the trainer."""
     if len(text) > MAX_CHARACTERS:
         return None
-    # For each open brace the start of its box's content; `None` for a brace without a box.
+    # For each open brace the start of its box; `None` without a box.
     opened: list[int | None] = []
     last = None
     for match in _BOX_OR_BRACE.finditer(text):
@@ -125,7 +120,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def default_num_workers() -> int:
-    """Return the processors that this process may use, shared among the ranks on this node; from 1 to 16."""
+    """Return the number of usable processors, divided by the ranks of this node, between 1 and 16."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(16, max(1, processors // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
@@ -134,7 +129,7 @@ _verifiers: "weakref.WeakSet[BaseVerifier]" = weakref.WeakSet()
 
 
 def _reset_after_fork() -> None:
-    """In a forked process the locks may be held by threads that it does not have, and the pools are its parent's."""
+    """Replace locks, which threads of the parent may hold, and pools, which belong to the parent."""
     for verifier in _verifiers:
         verifier._lock, verifier._pool = threading.Lock(), None
 
@@ -145,10 +140,9 @@ os.register_at_fork(after_in_child=_reset_after_fork)
 @dataclass(eq=False)
 class BaseVerifier:
     """
-    Lock, counts, and cache of a verifier. A subclass makes a completion into a grade or a key and a job (`_prepare`),
-    runs jobs in parallel (`_run_jobs`), and starts and ends the workers (`_start`, `_end`). Any thread may call any
-    method; batches of different threads queue. A process forked from one that holds a verifier gets workers of its
-    own. `counts` holds how many completions had each outcome.
+    Lock, counts by outcome, and cache of a verifier. A subclass turns a completion into a grade, or a key and a job
+    (`_prepare`), runs jobs in parallel (`_run_jobs`), and starts and ends the workers (`_start`, `_end`). All methods
+    are thread-safe; batches of different threads queue. A forked process gets its own workers.
     """
 
     num_workers: int | None = None
@@ -162,9 +156,8 @@ class BaseVerifier:
             self.num_workers = default_num_workers()
         if self.num_workers < 1 or not 0.0 < self.cpu_seconds <= self.timeout_seconds:
             raise ValueError(
-                f"`num_workers` is {self.num_workers}, `cpu_seconds` {self.cpu_seconds}, and `timeout_seconds` "
-                f"{self.timeout_seconds}. Use at least one worker, and a positive `cpu_seconds` of at most "
-                "`timeout_seconds`, since a larger limit would never act."
+                f"num_workers={self.num_workers}, cpu_seconds={self.cpu_seconds}, timeout_seconds="
+                f"{self.timeout_seconds} cannot work. Use at least one worker, and 0 < cpu_seconds <= timeout_seconds."
             )
         self.counts: Counter[Outcome] = Counter()
         self._cache: OrderedDict[bytes, Grade] = OrderedDict()
@@ -185,7 +178,7 @@ class BaseVerifier:
             return self._start()
 
     def close(self) -> None:
-        """End the worker processes. A later call starts new ones; counts and cache are kept."""
+        """End the worker processes. A later call starts new ones and keeps counts and cache."""
         with self._lock:
             self._end()
 
@@ -193,35 +186,35 @@ class BaseVerifier:
         self, completions: Sequence[Any], solutions: Sequence[Any], truncated: Sequence[bool] | None = None
     ) -> list[float | None]:
         """
-        Return 1.0 for a right completion, 0.0 for a wrong one, and `None` when its solution is missing or unreadable.
+        Return 1.0 for a correct completion, 0.0 for a wrong one, and `None` if its solution is missing or unreadable.
 
         Args:
-            completions (`Sequence`): Texts; anything else counts as no answer.
+            completions (`Sequence`): Strings; other types count as no answer.
             solutions (`Sequence`): One per completion: gold answers (see [`gold_texts`]), or tests of a program as
-                mappings or JSON texts (see `cases.py`).
-            truncated (`Sequence[bool]`, *optional*): Which completions do not end with an end-of-sequence token; by
-                default none. Programs ignore it.
+                mappings or JSON (see `cases.py`).
+            truncated (`Sequence[bool]`, *optional*): Which completions lack an end-of-sequence token; by default none.
+                Ignored for programs.
 
         Raises:
-            ValueError: When the lengths differ, or programs cannot be confined as asked.
-            RuntimeError: When the worker processes cannot be started, or broke down twice on the same batch.
+            ValueError: if the lengths differ, or programs cannot be confined as required.
+            RuntimeError: if the worker processes cannot be started, or failed twice on the same batch.
         """
         return [grade.outcome.label for grade in self.grade_detailed(completions, solutions, truncated)]
 
     def grade_detailed(
         self, completions: Sequence[Any], solutions: Sequence[Any], truncated: Sequence[bool] | None = None
     ) -> list[Grade]:
-        """As [`grade`], with everything that is known of each completion. Counts the outcomes in `counts`."""
+        """Return a [`Grade`] per completion, see [`grade`], and add the outcomes to `counts`."""
         truncated = [False] * len(completions) if truncated is None else truncated
         with self._lock:
-            # For each completion its grade, where it is known without grading, or key and job.
+            # For each completion its grade, if no worker is needed, or key and job.
             prepared = [self._prepare(*row) for row in zip(completions, solutions, truncated, strict=True)]
             keys = [None if isinstance(item, Grade) else item[0] for item in prepared]
             known = {key: self._cache[key]._replace(seconds=0.0) for key in keys if key in self._cache}
             jobs = dict(item for item in prepared if not isinstance(item, Grade) and item[0] not in known)
             for key, grade in zip(jobs, self._run_jobs(list(jobs.values())) if jobs else (), strict=True):
                 known[key] = grade
-                if grade.outcome is not Outcome.KILLED:  # perhaps not the completion's fault
+                if grade.outcome is not Outcome.KILLED:  # the completion may not be the cause
                     self._cache[key] = grade
             while len(self._cache) > self.cache_size:
                 self._cache.popitem(last=False)
@@ -241,19 +234,18 @@ class Verifier(BaseVerifier):
     """
     Grade mathematical answers in parallel, within limits.
 
-    Starting takes about a second and happens in the background, with the `with` statement, [`start`], or the first
-    [`grade`].
+    The workers start in the background, in about a second: in a `with` statement, [`start`], or the first [`grade`].
 
     Args:
-        num_workers (`int`, *optional*): Worker processes. Defaults to the processors of this rank, at most 16.
+        num_workers (`int`, *optional*): Worker processes. Defaults to [`default_num_workers`].
         timeout_seconds (`float`): Wall-clock limit per completion, after which the worker is killed.
-        cpu_seconds (`float`): CPU time per completion, after which the kernel ends the worker. This is the limit that
-            normally decides, so that a label does not depend on how busy the machine is.
-        memory_limit_mb (`int`): Address space of one worker, in MiB; sympy itself takes about 100.
-        cache_size (`int`): Number of grades that are kept.
+        cpu_seconds (`float`): CPU time per completion, after which the kernel ends the worker. Normally this limit
+            acts first, so that labels do not depend on the load of the machine.
+        memory_limit_mb (`int`): Address space of one worker, in MiB; sympy needs about 100.
+        cache_size (`int`): Number of cached grades.
         protocol (`str`): `"authors"` (the PACS authors' grader) or `"trl"` (TRL's `accuracy_reward`).
-        grade_truncated (`bool`): Grade a truncated completion like any other. By default only its last closed box is
-            graded, and without one it has no answer.
+        grade_truncated (`bool`): Grade truncated completions like others. By default only their last closed box is
+            graded.
 
     Example:
 
@@ -264,7 +256,7 @@ class Verifier(BaseVerifier):
     """
 
     max_characters = MAX_CHARACTERS
-    # Completions per message to the pool: bounds the memory that a large evaluation takes in transit.
+    # Completions per message to the pool, which bounds the memory of messages.
     _MAX_MESSAGE_ITEMS = 2048
     _MAX_GOLDS = 4096  # about 20 CPU seconds
     _POOL_SETTINGS = ("num_workers", "timeout_seconds", "cpu_seconds", "memory_limit_mb", "protocol")
@@ -279,7 +271,7 @@ class Verifier(BaseVerifier):
         self._read_golds: set[tuple[str, ...]] = set()
 
     def take_pool(self, other: "Verifier") -> None:
-        """Close another verifier. Its worker processes stay and become this one's if their settings are the same."""
+        """Close another verifier, and take over its worker processes if their settings are equal."""
         with other._lock:
             if all(getattr(self, name) == getattr(other, name) for name in self._POOL_SETTINGS):
                 self._pool, other._pool = other._pool, None
@@ -287,11 +279,11 @@ class Verifier(BaseVerifier):
 
     def unreadable_golds(self, solutions: Sequence[Any]) -> list[int]:
         """
-        Return the positions of the solutions that are missing or not read as a mathematical expression, so that no
-        completion, or at most one with the same text in its box, is graded correct.
+        Return the indices of solutions that are missing or not parsed as a mathematical expression, so that at most a
+        completion with the same text in its box is graded correct.
 
-        Each gold answer is read and reported once in the life of the verifier. Reading takes about 5 ms, so of more
-        than `_MAX_GOLDS` different ones that are not plain numbers, at most that many are read, evenly spaced.
+        Each gold answer is parsed and reported once per verifier. Parsing takes about 5 ms, so at most `_MAX_GOLDS`
+        different ones that are not plain numbers are parsed, evenly spaced.
         """
         rows_of_golds: dict[tuple[str, ...], list[int]] = {}
         found = []
@@ -331,18 +323,18 @@ class Verifier(BaseVerifier):
         return grades
 
     def _request(self, items: list[tuple[str, tuple[str, ...]]]) -> list[tuple[int, float]]:
-        """Send items to the pool and return its answer; once more with a new pool when it breaks down."""
+        """Send items to the pool and return its answer. If the pool fails, try once more with a new one."""
         for is_last_attempt in (False, True):
             try:
-                return self._start().ask(items)
+                return self._start().grade(items)
             except (OSError, EOFError) as error:
                 self._end()
                 if is_last_attempt:
                     raise RuntimeError(
-                        f"The verification processes broke down twice on a batch of {len(items)} completions "
-                        f"({error!r}). Their own messages are on stderr."
+                        f"The verification processes failed twice on a batch of {len(items)} completions ({error!r}). "
+                        "See their messages on stderr."
                     ) from error
-            except BaseException:  # an interrupt, say: an answer may be half read, so this pool cannot be used again
+            except BaseException:  # e.g. an interrupt: an answer may be half read, so this pool cannot be reused
                 self._end()
                 raise
         raise AssertionError("unreachable")

@@ -1,12 +1,12 @@
-"""The tests of a programming problem, the program in a completion, and whether an output is the expected one.
+"""Tests of a programming problem, extraction of the program from a completion, and comparison of outputs.
 
-Pure functions of texts and numbers, in time linear in their length: they run in the trainer. A test is a mapping
+Pure functions in linear time, which run in the trainer. Tests are a mapping
 
     {"type": "stdin_stdout", "cases": [{"input": "1 2\\n", "output": "3\\n"}, ...]}
     {"type": "function", "name": "add", "cases": [{"input": [1, 2], "output": 3}, ...]}
 
-or the same as JSON text, which is how a dataset holds it. Optional keys: `compare` (see [`ProblemTests`]), `prelude`
-(source put before every program, such as imports), `language` ("python").
+or its JSON, the form of datasets. Optional keys: `compare` (see [`ProblemTests`]), `prelude` (source before every
+program, such as imports), `language` ("python").
 """
 
 import json
@@ -20,10 +20,10 @@ from typing import Any, Literal, NamedTuple, get_args
 
 Compare = Literal["floats", "tokens", "lines"]
 
-# How far a number may lie from one that is expected, absolutely or relatively, where numbers are compared as such.
+# Absolute and relative tolerance of numbers.
 TOLERANCE = 1e-6
-# Longer outputs are wrong without being read: as a multiple of what is expected, and at least.
-_MOST_TIMES, _AT_LEAST = 4, 1 << 16
+# Longer outputs, as a multiple of the expected length and in characters, are wrong without being parsed.
+_MAX_FACTOR, _MIN_LIMIT = 4, 1 << 16
 
 
 class ProblemTests(NamedTuple):
@@ -31,13 +31,12 @@ class ProblemTests(NamedTuple):
     Tests of one programming problem.
 
     Args:
-        function (`str`, *optional*): Name of the function (or method of `Solution`) that is called; `None` for
-            programs that read their input and write their output.
+        function (`str`, *optional*): Function (or method of `Solution`) to call; `None` for programs with standard
+            input and output.
         cases (`tuple[tuple[str, Any], ...]`): Input text (arguments as JSON) and expected output (text or value).
-        compare (`str`): `"floats"`: equal tokens, and where a decimal fraction is expected any number within 1e-6 of
-            it; `"tokens"`: equal tokens (values); `"lines"`: LiveCodeBench's rule, equal lines, or lines of equal
-            decimal numbers (values).
-        prelude (`str`): Source put before the program.
+        compare (`str`): `"tokens"`: equal tokens (values); `"floats"`: the same, but decimal fractions within 1e-6;
+            `"lines"`: LiveCodeBench's rule, equal lines, or lines of equal decimal numbers (values).
+        prelude (`str`): Source before the program.
     """
 
     function: str | None
@@ -47,7 +46,7 @@ class ProblemTests(NamedTuple):
 
 
 class OtherLanguage(ValueError):
-    """The tests are for programs in another language than Python."""
+    """Tests for a language other than Python."""
 
 
 def _mapping_of(value: Any) -> Mapping:
@@ -59,13 +58,13 @@ def _mapping_of(value: Any) -> Mapping:
     if not isinstance(value, Mapping):
         raise ValueError(f"Tests must be a mapping with `type` and `cases`, got {str(value)[:80]!r}.")
     if (language := value.get("language", "python")) not in ("python", "python3"):
-        raise OtherLanguage(f"These tests are for {language!r}, but only Python programs are run. Leave them out.")
+        raise OtherLanguage(f"These tests are for {language!r}, but only Python is supported. Remove the examples.")
     return value
 
 
 def read_tests(value: Any) -> ProblemTests:
-    """Read tests from a mapping or JSON text. Raises a `ValueError` when they are missing, of another language, or do
-    not have the form above."""
+    """Read tests from a mapping or JSON. Raises a `ValueError` if they are missing, for another language, or not in
+    the form above."""
     value = _mapping_of(value)
     kind, name, cases = value.get("type"), value.get("name"), value.get("cases")
     compare, prelude = value.get("compare", "floats"), value.get("prelude") or ""
@@ -92,7 +91,7 @@ def _read_case(case: Any, index: int, is_function: bool) -> tuple[str, Any]:
         if not is_function and isinstance(given, str) and isinstance(expected, str):
             return given, expected
         error: Exception | None = None
-    except (KeyError, TypeError, RecursionError) as raised:  # a set, a thousand lists in each other
+    except (KeyError, TypeError, RecursionError) as raised:  # a set, deep nesting
         error = raised
     form = "the list of arguments and a value of JSON" if is_function else "text"
     raise ValueError(
@@ -102,11 +101,11 @@ def _read_case(case: Any, index: int, is_function: bool) -> tuple[str, Any]:
 
 def json_of_tests(value: Any) -> str | None:
     """
-    Return tests as the JSON text that a dataset holds, from a mapping or JSON text of the form above, or from the
-    `verification_info` of open-r1's and PrimeIntellect's sets; `None` when there is no case or it cannot be read.
+    Return tests as JSON, from a mapping or JSON in the form above, or from the `verification_info` of open-r1's and
+    PrimeIntellect's sets; `None` without a case, or if they cannot be read.
 
     Raises:
-        OtherLanguage: When the tests are for another language.
+        OtherLanguage: if the tests are for another language.
     """
     try:
         value = _mapping_of(value)
@@ -120,7 +119,7 @@ def json_of_tests(value: Any) -> str | None:
 
 
 def _from_verification_info(cases: list[dict]) -> dict[str, Any] | None:
-    """Read cases with `type`, `input`, `output`, and for functions `fn_name`, whose output is in a list of its own."""
+    """Convert cases with `type`, `input`, `output`, and for functions `fn_name`, whose output is a list of one."""
     if not cases or len({(case.get("type"), case.get("fn_name")) for case in cases}) != 1:
         return None
     if cases[0].get("type") != "function_call":
@@ -137,8 +136,8 @@ def _from_verification_info(cases: list[dict]) -> dict[str, Any] | None:
 
 
 def last_program(text: str) -> str | None:
-    """Return the last closed ``` block of Python (or of no named language) in a completion; `None` when there is none.
-    A block that is not closed is no answer: the completion was cut in the middle of it."""
+    """Return the last closed ``` block of Python, or without a language, in a completion; `None` if there is none. An
+    open block belongs to a truncated completion."""
     program: str | None = None
     block: list[str] | None = None
     language = ""
@@ -147,7 +146,7 @@ def last_program(text: str) -> str | None:
         if fence or not mark:
             if block is not None:
                 block.append(line)
-        elif block is None or info.strip():  # one that names a language opens a block, whatever is still open
+        elif block is None or info.strip():  # a fence with a language opens a block even inside another
             language, block = (info.split() or [""])[0].lower(), []
         else:
             if language in ("", "python", "python3", "py"):
@@ -170,18 +169,17 @@ print("\\n" + json.dumps(_value), file=sys.__stdout__)
 
 
 def runnable(tests: ProblemTests, source: str) -> str:
-    """The program that reads an input and writes an output: the given one, or one that calls its function with
-    JSON."""
+    """Return a program with standard input and output: the given one, or one that calls its function with JSON."""
     source = f"{tests.prelude}\n{source}" if tests.prelude else source
     return source if tests.function is None else _CALL.format(source=source, name=tests.function)
 
 
 def is_expected(tests: ProblemTests, expected: Any, output: str) -> bool:
-    """Whether an output is the expected one, as a whole. Raises a `ValueError` when a function has returned nothing
-    that can be read."""
+    """Whether an output is the expected one. Raises a `ValueError` if the return value of a function cannot be
+    parsed."""
     try:
         size = len(expected if tests.function is None else json.dumps(expected))
-        if len(output) > _MOST_TIMES * size + _AT_LEAST:
+        if len(output) > _MAX_FACTOR * size + _MIN_LIMIT:
             return False
         if tests.function is None:
             return _equal_texts(expected, output, tests.compare)
@@ -209,7 +207,7 @@ def _equal_decimals(expected: str, output: str) -> bool:
 
 
 def _is_close(expected: str, output: str) -> bool:
-    """Whether a token is a number near an expected decimal fraction; whole numbers are equal or not."""
+    """Whether a token is a number close to an expected decimal fraction; integers must be equal."""
     if not set(expected) & set(".eE") or len(output) > 100:
         return False
     try:

@@ -1,9 +1,9 @@
-"""Grading of programs by the tests they pass, in processes that may do next to nothing else.
+"""Grading of programs by tests, in confined processes.
 
-The trainer holds the tests. A program gets the input of one case at a time, in a process of its own that a worker
-forks and confines (`sandbox.py`), and its output is compared here; no expected output ever enters a process that runs
-or forks programs. How far the confinement holds is measured at the start by a program that tries to break it. Not
-supported: languages other than Python, packages outside the standard library, and problems with several right outputs.
+A program gets the input of one case at a time, in its own process, which a worker forks and confines (`sandbox.py`).
+Its output is compared here: no expected output enters a process that runs or forks programs. At the start a program
+that tries to break out measures the confinement. Not supported: languages other than Python, packages outside the
+standard library, and problems with several correct outputs.
 """
 
 import json
@@ -23,7 +23,7 @@ from .execution import Execution, Level, LocalWorker, SandboxFusion
 
 logger = logging.getLogger(__name__)
 
-# What may be asked for, the strictest first.
+# Values of `isolation`, the strictest first.
 ISOLATION = ("landlock+seccomp", "seccomp", "landlock", "rlimits")
 
 
@@ -33,18 +33,16 @@ class CodeVerifier(BaseVerifier):
     Run programs against tests in parallel, confined, within limits.
 
     Args:
-        num_workers (`int`, *optional*): Programs that run at a time. Defaults to the processors of this rank, at most
-            16.
-        timeout_seconds (`float`): Wall-clock limit of a program on one case.
-        cpu_seconds (`float`): CPU time of a program on one case. The limit that normally decides.
-        memory_limit_mb (`int`): Address space of a program, in MiB; Python itself takes 60.
-        cache_size (`int`): Number of grades that are kept.
+        num_workers (`int`, *optional*): Programs that run in parallel. Defaults to [`default_num_workers`].
+        timeout_seconds (`float`): Wall-clock limit per case.
+        cpu_seconds (`float`): CPU time per case; normally this limit acts first.
+        memory_limit_mb (`int`): Address space of a program, in MiB; Python needs 60.
+        cache_size (`int`): Number of cached grades.
         output_limit_mb (`int`): Largest output, and largest file, in MiB.
-        isolation (`str`): The least confinement that is accepted: `"landlock+seccomp"`, `"seccomp"`, `"landlock"`, or
-            `"rlimits"`. What the kernel has is used in any case.
-        stop_early (`bool`): Whether the first case that fails is the last one that is run. Without it, `share` is that
-            of all cases.
-        sandbox_url (`str`, *optional*): A SandboxFusion server that runs the programs instead.
+        isolation (`str`): Weakest accepted confinement: `"landlock+seccomp"`, `"seccomp"`, `"landlock"`, or
+            `"rlimits"`. All layers of the kernel are used in any case.
+        stop_early (`bool`): Whether to stop at the first failed case. Otherwise `share` covers all cases.
+        sandbox_url (`str`, *optional*): SandboxFusion server that runs the programs instead.
 
     Example:
 
@@ -56,7 +54,7 @@ class CodeVerifier(BaseVerifier):
     ```
     """
 
-    # A timeout or a kill is the program's fault, unlike with answers in mathematics.
+    # A program causes its timeouts and kills, unlike an answer in mathematics.
     FAILURES = frozenset({Outcome.GOLD_UNPARSEABLE})
     _layers = LAYERS
 
@@ -80,7 +78,7 @@ class CodeVerifier(BaseVerifier):
             return self._in_parallel(self._run, list(zip(programs, inputs, strict=True)))
 
     def facts(self) -> dict[str, Any]:
-        """Return how programs are run, for records of results."""
+        """Return limits and confinement, for results files."""
         names = ("cpu_seconds", "timeout_seconds", "memory_limit_mb", "output_limit_mb")
         level = self.level.text if self.level else None
         return {"confinement": level, **{name: getattr(self, name) for name in names}}
@@ -135,13 +133,11 @@ class CodeVerifier(BaseVerifier):
             for is_last_attempt in (False, True):
                 try:
                     return worker.run(program, text)
-                except OSError as error:  # it was killed, or is silent for longer than its limits allow
+                except OSError as error:  # it was killed, or does not answer within its limits
                     worker.end()
                     worker = self._new_worker()
                     if is_last_attempt:
-                        raise RuntimeError(
-                            f"Two workers broke down on the same program ({error}). See stderr."
-                        ) from error
+                        raise RuntimeError(f"Two workers failed on the same program ({error}). See stderr.") from error
         finally:
             self._pool.put(worker)
         raise AssertionError("unreachable")
@@ -151,7 +147,7 @@ class CodeVerifier(BaseVerifier):
         with ThreadPoolExecutor(self.num_workers) as pool:
             try:
                 return list(pool.map(lambda job: function(*job), jobs))
-            except BaseException:  # an interrupt, say: a running program ends with its case
+            except BaseException:  # e.g. an interrupt: a running program ends with its case
                 self._stopping = True
                 pool.shutdown(cancel_futures=True)
                 raise
@@ -168,8 +164,8 @@ class CodeVerifier(BaseVerifier):
         return LocalWorker(self._layers, {name: getattr(self, name) for name in limits})
 
     def _start(self) -> Level:
-        """Start the workers and measure how far they confine a program. Raises a `ValueError` when that is less than
-        `isolation`, or nothing can be run at all."""
+        """Start the workers and measure their confinement. Raises a `ValueError` if it is weaker than `isolation`, or
+        no program can be run."""
         if self._pool is not None and self.level is not None:
             return self.level
         self._pool = queue.SimpleQueue()
@@ -182,7 +178,7 @@ class CodeVerifier(BaseVerifier):
         except OSError as error:
             self._end()
             where = f"`code_sandbox_url` {self.sandbox_url}" if self.sandbox_url else "TMPDIR and the process limits"
-            raise ValueError(f"No worker for programs could be started ({error}). Look at {where}.") from error
+            raise ValueError(f"The workers for programs cannot be started ({error}). Check {where}.") from error
         except BaseException:
             self._end()
             raise
@@ -191,12 +187,10 @@ class CodeVerifier(BaseVerifier):
             self._end()
             holds = next(name for name in ISOLATION if name == "rlimits" or set(name.split("+")) <= set(level.layers))
             raise ValueError(
-                f"Programs that a model writes would run here with {level.text}, but `code_isolation` asks for "
-                f"{self.isolation}; {' and '.join(sorted(missing))} does not hold: {level.reasons}. Such programs "
-                "could read and write what you can (docs/code.md says what succeeds at each level). Use a kernel from "
-                "5.13 on with Landlock switched on, and a container whose own profile allows both; or name a "
-                "SandboxFusion server (`code_sandbox_url`); or, on a machine that has nothing to lose, set "
-                f"`code_isolation` to {holds}."
+                f"code_isolation={self.isolation} needs {' and '.join(sorted(missing))}, but programs would run with "
+                f"{level.text} ({level.reasons}) and could read and write your files. Use kernel 5.13 or later with "
+                "Landlock and a container profile that allows both, set code_sandbox_url to a SandboxFusion server, "
+                f"or, on a disposable machine, set code_isolation to {holds} (see docs/code.md)."
             )
         if self.level != level:
             logger.info("Programs run with %s.", level.text)
@@ -213,7 +207,7 @@ def _tests_of(text: str) -> ProblemTests | ValueError:
 
 
 def _description(text: str, outcome: Outcome, execution: Execution) -> str:
-    """Describe a failed case without telling the expected output."""
+    """Describe a failed case without the expected output."""
     last = (execution.messages.strip().splitlines() or [execution.error])[-1]
     did = {
         Outcome.WRONG: f"gives {execution.output.strip()!r:.200}",

@@ -1,9 +1,8 @@
-"""Confinement of the process that runs a program, in three layers, each of which holds without the others.
+"""Confinement of the process that runs a program, in three independent layers.
 
-`seccomp`: a list of the system calls that an interpreter needs to compute; all others fail. `landlock`: which files
-may be opened, and as far as the kernel's version goes also TCP, signals, and abstract sockets. Limits: CPU time,
-memory, sizes, open files, capabilities. None needs root, a library, or a package; the kernel keeps all of them for
-good, for the process and whatever it starts.
+`seccomp` allows the system calls that an interpreter needs to compute; all others fail. `landlock` limits the files
+that may be opened, and, in newer kernels, TCP, signals, and abstract sockets. Limits cover CPU time, memory, sizes,
+open files, and capabilities. No layer needs root or a package, and none can be undone by the process or its children.
 """
 
 import ctypes
@@ -26,7 +25,7 @@ NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # offsets in the kernel's `struct se
 X32 = 0x4000_0000  # a bit in the number of a call of the x32 convention
 
 AUDIT_NAMES = {"x86_64": 0xC000_003E, "aarch64": 0xC000_00B7}
-# Allowed with any arguments: name, number on x86_64, on aarch64 (asm-generic); "-" where there is none.
+# Allowed with any arguments: name, number on x86_64, on aarch64 (asm-generic); "-" for none.
 _ALLOWED = """
 read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68, lseek 8 62, close 3 57,
 close_range 436 436, fstat 5 80, newfstatat 262 79, stat 4 -, lstat 6 -, statx 332 291, access 21 -, faccessat 269 48,
@@ -41,7 +40,7 @@ rt_sigreturn 15 139, rt_sigtimedwait 128 137, sigaltstack 131 132, restart_sysca
 setitimer 38 103, getitimer 36 102, exit 60 93, exit_group 231 94, dup 32 23, dup2 33 -, dup3 292 24, pipe 22 -,
 pipe2 293 59, poll 7 -, ppoll 271 73, select 23 -, pselect6 270 72
 """
-# Looked at by their arguments.
+# Allowed with some arguments.
 _OTHERS = """
 open 2 -, openat 257 56, clone 56 220, clone3 435 435, fcntl 72 25, ioctl 16 29, kill 62 129, tgkill 234 131,
 prlimit64 302 261
@@ -57,7 +56,7 @@ _INT, _LONG = 0xFFFF_FFFF, 0xFFFF_FFFF_FFFF_FFFF
 
 
 class Rule(NamedTuple):
-    """What becomes of a system call if, for each (argument, mask, value), the masked argument equals the value."""
+    """Action for a system call if, for each (argument, mask, value), the masked argument equals the value."""
 
     number: int
     action: int = ALLOW
@@ -65,8 +64,8 @@ class Rule(NamedTuple):
 
 
 def assemble(rules: Sequence[Rule], machine: str) -> list[tuple[int, int, int, int]]:
-    """Return the filter as instructions (code, jump if true, jump if false, constant): the first rule that fits
-    decides; a call that none fits is refused, and one of another architecture kills."""
+    """Return the filter as instructions (code, jump if true, jump if false, constant). The first matching rule
+    decides; other calls are refused, and a call of another architecture kills the process."""
     program = [
         (LOAD, 0, 0, ARCHITECTURE),
         (EQUAL, 1, 0, AUDIT_NAMES[machine]),
@@ -81,7 +80,7 @@ def assemble(rules: Sequence[Rule], machine: str) -> list[tuple[int, int, int, i
             for half, shift in ((0, 0), (4, 32)):  # instructions have 32 bits, arguments 64
                 if part := mask >> shift & _INT:
                     block += [(LOAD, ARGUMENTS + 8 * argument + half), (AND, part), (EQUAL, value >> shift & part)]
-        # An inequality jumps behind the block.
+        # An inequality jumps to the end of the block.
         program += [
             (code, 0, len(block) - place if code == EQUAL else 0, constant)
             for place, (code, constant) in enumerate(block)
@@ -91,8 +90,8 @@ def assemble(rules: Sequence[Rule], machine: str) -> list[tuple[int, int, int, i
 
 
 def rules_for(machine: str, pid: int, *, may_open_for_writing: bool) -> list[Rule]:
-    """Return rules that allow what an interpreter needs to compute: signals to itself (`pid`) alone, and opening files
-    for writing only where something else (Landlock) decides which."""
+    """Return rules that allow what an interpreter needs to compute: signals only to itself (`pid`), and opening files
+    for writing only if Landlock restricts them."""
     column = list(AUDIT_NAMES).index(machine)
 
     def numbers(table: str) -> dict[str, int]:
@@ -114,10 +113,10 @@ def rules_for(machine: str, pid: int, *, may_open_for_writing: bool) -> list[Rul
 
 
 def install_filter(program: Sequence[tuple[int, int, int, int]]) -> None:
-    """Put this process under a filter, for good."""
+    """Install a filter on this process, irrevocably."""
     code = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
     buffer = ctypes.create_string_buffer(code, len(code))
-    described = _Program(len(program), ctypes.addressof(buffer))  # kept, as its address is all that the call holds
+    described = _Program(len(program), ctypes.addressof(buffer))  # the call only gets its address
     prctl(22, 2, ctypes.addressof(described))  # PR_SET_SECCOMP, filter mode
 
 
@@ -126,7 +125,7 @@ class _Program(ctypes.Structure):
 
 
 def prctl(option: int, *arguments: int) -> None:
-    """The system call of that name."""
+    """Call prctl(2)."""
     values = [ctypes.c_ulong(value) for value in (*arguments, 0, 0, 0, 0)[:4]]
     _check(_libc.prctl(ctypes.c_int(option), *values), f"prctl {option}")
 
@@ -138,24 +137,22 @@ def _check(result: int, what: str) -> int:
     return result
 
 
-# --- Landlock: what this process may open, by the files and folders below which it lies ---
+# --- Landlock: files and folders that this process may open ---
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # of every architecture
 _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE = 1 << 1, 1 << 2, 1 << 3, 1 << 14
-# Number of the rights that versions 1, 2, ... of Landlock know; an unknown one would be an error, a left out one no
-# rule.
+# Number of rights in versions 1, 2, ... of Landlock. Unknown rights are an error; omitted ones are not restricted.
 _NUM_RIGHTS = (13, 14, 15, 15, 16)
 
 
 def landlock_version() -> int:
-    """Version of the kernel's Landlock. Raises `OSError` where it has none, or has it switched off."""
+    """Return the kernel's Landlock version. Raises `OSError` if it has none or has it disabled."""
     return _check(_libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint(1)), "Landlock")
 
 
 def landlock_ruleset(readable: Sequence[str]) -> int:
-    """Return a descriptor of rules that allow to read `readable` and to use /dev/null. Everything else of what this
-    kernel can refuse is refused: other files, TCP (version 4), device controls (5), signals and abstract sockets that
-    lead out (6)."""
+    """Return a descriptor of rules that allow reading `readable` and using /dev/null, and refuse everything else that
+    this kernel can: other files, TCP (version 4), device controls (5), signals and abstract sockets to outside (6)."""
     version = landlock_version()
     rights = (1 << _NUM_RIGHTS[min(version, len(_NUM_RIGHTS)) - 1]) - 1
     attributes = struct.pack("=QQQ", rights, 0b11, 0b11)[: 8 if version < 4 else 16 if version < 6 else 24]
@@ -175,19 +172,18 @@ def landlock_ruleset(readable: Sequence[str]) -> int:
 
 
 def restrict_files(ruleset: int) -> None:
-    """Put this process under rules of [`landlock_ruleset`], for good."""
+    """Apply the rules of [`landlock_ruleset`] to this process, irrevocably."""
     _check(_libc.syscall(_RESTRICT_SELF, ruleset, 0), "Landlock")
     os.close(ruleset)
 
 
 def readable_places() -> list[str]:
-    """The standard library without installed packages, the folders of the shared libraries at hand, and random
-    bytes."""
+    """Return the standard library without installed packages, folders of loaded shared libraries, and random bytes."""
     library = os.path.dirname(os.__file__)
     places = [entry.path for entry in os.scandir(library) if entry.name not in ("site-packages", "dist-packages")]
     with open("/proc/self/maps") as maps:
         mapped = {line.split(maxsplit=5)[5].strip() for line in maps if ".so" in line}
-    # Others of its neighbors may be needed, too, but not where the standard library and its packages are below.
+    # The folder, because neighbors may be needed too, but not a folder that contains the standard library.
     libraries = {
         path if library.startswith(os.path.dirname(path) + "/") else os.path.dirname(path)
         for path in mapped
@@ -202,15 +198,15 @@ MAX_OPEN_FILES = 64
 
 
 def drop_capabilities() -> None:
-    """Whatever root may do beyond the rights of its user id."""
+    """Drop the rights of root beyond those of its user id."""
     header, none = struct.pack("=Ii", 0x2008_0522, 0), bytes(24)
     _check(_libc.capset(header, none), "capset")
 
 
 def set_limits(cpu_seconds: float, memory_limit_mb: int, output_limit_mb: int, *, bound_processes: bool) -> None:
-    """The kernel's limits of this process; of its user's processes only where no filter forbids to make some."""
+    """Set the kernel's limits of this process; the number of processes only if no filter forbids creating them."""
     limits = {
-        # Whole seconds, counted in ticks of the clock. The watching process is exact, and decides.
+        # Rounded up to seconds; the watching process enforces the exact limit.
         resource.RLIMIT_CPU: 1 - int(-cpu_seconds // 1),
         resource.RLIMIT_AS: memory_limit_mb << 20,
         resource.RLIMIT_FSIZE: output_limit_mb << 20,

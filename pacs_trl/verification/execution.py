@@ -20,8 +20,8 @@ from .confinement import LAYERS
 
 
 class Execution(NamedTuple):
-    """One run of a program: its outcome (`None` if it ended by itself without an error; else `ERROR`, `TIMEOUT`, or
-    `KILLED`), its output, the end of its standard error, and its wall-clock seconds."""
+    """Result of a program: outcome (`None` for success; else `ERROR`, `TIMEOUT`, or `KILLED`), output, end of standard
+    error, and wall-clock seconds."""
 
     outcome: Outcome | None
     output: str
@@ -30,7 +30,7 @@ class Execution(NamedTuple):
 
     @property
     def error(self) -> str:
-        """The class of the error, or what else ended the program; empty if nothing did."""
+        """Class of the exception, or outcome in lower case; empty for success."""
         if self.outcome is None:
             return ""
         last = (self.messages.strip().splitlines() or [""])[-1].partition(":")[0]
@@ -39,14 +39,14 @@ class Execution(NamedTuple):
 
 
 class Level(NamedTuple):
-    """How far programs are confined: the layers that hold, the same in words, and why the others do not."""
+    """Confinement of programs: the layers that hold, a description, and why the others do not."""
 
     layers: tuple[str, ...]
     text: str
     reasons: str = ""
 
 
-# Tries to break out in the ways that tell the layers apart, and says what it could do.
+# Tries to break out of each layer, and prints the layers that hold.
 _PROBE = """
 import json, os, socket, sys
 def can(action, *arguments):
@@ -82,23 +82,23 @@ class LocalWorker:
         start = f"import sys; sys.path.append({package_root!r}); "
         start += "from pacs_trl.verification.sandbox import main; sys.path.pop(); main()"
         settings = {"connection": theirs.fileno(), "parent_pid": os.getpid(), "folder": folder, "layers": list(layers)}
-        # As `python -I -S`, but for one variable: the order of sets, hence an output, is the same in every run.
+        # As `python -I -S`, except for a variable that fixes the order of sets, hence outputs.
         process = subprocess.Popen(
             [sys.executable, "-s", "-P", "-S", "-X", "utf8", "-c", start, json.dumps(settings | limits)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             env={"PYTHONHASHSEED": "0"},
             pass_fds=[theirs.fileno()],
-            start_new_session=True,  # Ctrl-C in the terminal is for the trainer
+            start_new_session=True,  # Ctrl-C in the terminal reaches only the trainer
         )
         theirs.close()
         self.pid, self.folder = process.pid, folder
-        # Runs when the worker is forgotten or the interpreter ends, unless it has been called before.
+        # Runs when the worker is collected or the interpreter exits, unless called before.
         self.end = weakref.finalize(self, end_process, process, self.connection, os.getpid(), folder)
-        self.report: dict[str, Any] = {}  # which layers it has, sent once it is ready
+        self.report: dict[str, Any] = {}  # its layers, sent once it is ready
 
     def run(self, program: str, text: str) -> Execution:
-        """Run a program on an input. Raises an `OSError` when the worker has ended or stays silent."""
+        """Run a program on an input. Raises an `OSError` if the worker has ended or does not answer."""
         if not self.report:
             self.report = self._receive()
         contents = [content.encode("utf-8", "surrogatepass") for content in (program, text)] + [b"", b""]
@@ -111,7 +111,7 @@ class LocalWorker:
             for file in files[2:]:
                 fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
             socket.send_fds(self.connection, [b"run"], files)
-            self.connection.settimeout(self.limits["timeout_seconds"] + 60.0)  # should it stall, the trainer must not
+            self.connection.settimeout(self.limits["timeout_seconds"] + 60.0)  # if it stalls, the trainer must not
             report = self._receive()
             output = os.pread(files[2], self.limits["output_limit_mb"] << 20, 0)
             messages = os.pread(files[3], 4000, max(0, os.fstat(files[3]).st_size - 4000))
@@ -119,7 +119,7 @@ class LocalWorker:
             for file in files:
                 os.close(file)
         if report["refusal"]:
-            raise RuntimeError(f"A program could not be confined, and was not run: {report['refusal']}.")
+            raise RuntimeError(f"A program was not run, because it could not be confined: {report['refusal']}.")
         outcome = None if report["code"] == 0 else Outcome.KILLED if report["code"] < 0 else Outcome.ERROR
         if report["timed_out"]:
             outcome = Outcome.TIMEOUT
@@ -127,16 +127,19 @@ class LocalWorker:
         return Execution(outcome, output.decode("utf-8", "replace"), words, report["seconds"])
 
     def measure(self) -> Level:
-        """Which layers hold, by a program that tries what each of them forbids."""
+        """Return the layers that hold, from a program that tries to break out of each."""
         execution = self.run(_PROBE, str(self.limits["memory_limit_mb"] << 20))
         try:
             holds = json.loads(execution.output)
         except ValueError:
             raise ValueError(
-                f"No program can be run here ({execution.error}): {execution.messages or 'it ended without a word'}."
+                f"The sandbox cannot run programs on this machine ({execution.error}): "
+                f"{execution.messages or 'no message'}. Set code_sandbox_url to use a SandboxFusion server."
             ) from None
         if not holds["rlimits"]:
-            raise ValueError("The limits of this system do not hold: a program could take more memory than it may.")
+            raise ValueError(
+                "This system does not enforce memory limits. Set code_sandbox_url to a SandboxFusion server."
+            )
         layers = tuple(layer for layer in LAYERS if holds[layer])
         names = {"landlock": f"landlock {self.report['landlock']}", "seccomp": "seccomp"}
         text = " + ".join([*(names[layer] for layer in layers), "rlimits"]) if layers else "rlimits only"
@@ -151,7 +154,7 @@ class LocalWorker:
 
 
 class SandboxFusion:
-    """Programs run by a SandboxFusion server (bytedance/SandboxFusion), which answers for their confinement."""
+    """Execution on a SandboxFusion server (bytedance/SandboxFusion), which confines the programs."""
 
     def __init__(self, url: str, cpu_seconds: float, timeout_seconds: float, memory_limit_mb: int):
         self.url, self.timeout_seconds, self.memory_limit_mb = url.rstrip("/"), timeout_seconds, memory_limit_mb
@@ -164,7 +167,7 @@ class SandboxFusion:
             with urllib.request.urlopen(sent, timeout=self.timeout_seconds + 60.0) as answer:
                 result = json.load(answer)["run_result"]
             status = result["status"]
-        except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:  # TypeError: its result is null
+        except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:  # TypeError: the result is null
             raise ConnectionError(f"{self.url} does not run programs: {error}") from error
         outcome = {"Finished": None, "TimeLimitExceeded": Outcome.TIMEOUT}.get(status, Outcome.KILLED)
         if outcome is None and result.get("return_code"):
@@ -178,4 +181,4 @@ class SandboxFusion:
         return Level((), f"SandboxFusion at {self.url}")
 
     def end(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is no process to end."""

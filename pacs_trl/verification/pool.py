@@ -1,9 +1,9 @@
-"""The process between the trainer and the grading processes: it forks, feeds, watches, and replaces them.
+"""Process between the trainer and the grading workers, which forks, feeds, watches, and replaces them.
 
-The trainer starts it as a fresh interpreter (`client.py`), so nothing of the trainer is imported again or forked
-(no torch, no CUDA, no threads, no user `__main__`), and a notebook, a test, or `python -c` may be the parent. Having
-imported math-verify once, it forks a replacement for a killed worker in milliseconds. It never grades itself, hence is
-always awake: it ends with its parent, whatever killed that, and takes the workers along.
+The trainer starts it as a fresh interpreter (`client.py`), so nothing of the trainer is forked or imported again (no
+torch, CUDA, threads, or user `__main__`), and a notebook or `python -c` may be the parent. It imports math-verify once
+and forks a replacement for a killed worker in milliseconds. It never grades, so it always notices when its parent
+ends, and then ends its workers.
 """
 
 import gc
@@ -24,12 +24,12 @@ from .client import connection_of
 from .worker import grade_one, serve
 
 
-# How often to check that the parent lives when nothing happens. A closed connection is noticed at once.
+# How often to check that the parent is alive. A closed connection is noticed at once.
 _POLL_SECONDS = 1.0
-# Items that a worker gets at a time: enough to keep it busy, few enough to leave some for the others.
+# Maximum number of items sent to a worker at a time.
 _MAX_CHUNK_ITEMS = 32
 
-# Graded once before the first fork: the grammar of the LaTeX parser fills its tables on first use (about 0.5 s).
+# Graded once before the first fork, because the LaTeX parser builds its tables on first use (about 0.5 s).
 _WARM_UP = [
     ("The answer is 3/4, so $x = \\frac{3}{4}$ or \\boxed{0.75}.", "\\frac{3}{4}"),
     ("\\boxed{\\left( 3, \\frac{\\pi}{2} \\right)}", "\\left[ -2, 7 \\right)"),
@@ -43,8 +43,8 @@ _WARM_UP = [
 class _Worker:
     pid: int
     connection: Connection
-    assigned: deque[int] = field(default_factory=deque)  # indices of its items, in order; it works on the first
-    started: float = 0.0  # when it began the first of them
+    assigned: deque[int] = field(default_factory=deque)  # indices of its items; it grades the first one
+    started: float = 0.0  # start time of the first one
 
 
 class _Pool:
@@ -60,7 +60,7 @@ class _Pool:
             self.workers.append(self._fork())
 
     def run(self) -> None:
-        """Answer one batch after the other until the parent closes the connection."""
+        """Grade batches until the parent closes the connection."""
         while True:
             while not self.connection.poll(_POLL_SECONDS):
                 self._exit_without_parent()
@@ -71,23 +71,23 @@ class _Pool:
         pid = os.fork()
         if pid == 0:
             try:
-                # The inherited ends would keep the connections of others open after their owner has gone.
+                # Inherited ends would keep connections open after their owner has exited.
                 for connection in (ours, self.connection, *(worker.connection for worker in self.workers)):
                     connection.close()
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
                 serve(Connection(theirs.detach()), **self.worker_settings)
-            except (EOFError, ConnectionError, MemoryError):  # the pool has gone, or the item needs too much memory
+            except (EOFError, ConnectionError, MemoryError):  # the pool has exited, or the item needs too much memory
                 pass
             except Exception:
                 traceback.print_exc()
-            finally:  # skips the exit handlers of the process it was copied from
+            finally:  # skips the exit handlers of the parent
                 os._exit(0)
         theirs.close()
         return _Worker(pid, connection_of(ours, self.timeout_seconds))
 
     def _grade(self, items: list[tuple[str, tuple[str, ...]]]) -> list[tuple[int, float]]:
         """Return outcome and seconds of each item, in order."""
-        for slot, worker in enumerate(self.workers):  # what killed one between two batches was no item
+        for slot, worker in enumerate(self.workers):  # killed between two batches, not by an item
             if os.waitpid(worker.pid, os.WNOHANG)[0]:
                 worker.connection.close()
                 self.workers[slot] = self._fork()
@@ -96,24 +96,24 @@ class _Pool:
         while todo or any(worker.assigned for worker in self.workers):
             for slot, worker in enumerate(self.workers):
                 if todo and not worker.assigned and not self._assign(worker, todo, items):
-                    self._bury(slot, todo, results)
+                    self._replace(slot, todo, results)
             busy = {worker.connection: slot for slot, worker in enumerate(self.workers) if worker.assigned}
             deadline = min((self.workers[slot].started for slot in busy.values()), default=0.0) + self.timeout_seconds
             patience = min(_POLL_SECONDS, max(0.0, deadline - time.monotonic()))
             ready = wait([self.connection, *busy], patience)
             self._exit_without_parent()
-            if self.connection in ready:  # the parent sends nothing while it waits for an answer: it has hung up
+            if self.connection in ready:  # the parent never sends while it waits, so it has closed the connection
                 sys.exit(0)
             for connection, slot in busy.items():
                 if connection in ready:
                     if not self._collect(self.workers[slot], results):
-                        self._bury(slot, todo, results)
+                        self._replace(slot, todo, results)
                 elif time.monotonic() - self.workers[slot].started > self.timeout_seconds:
-                    self._bury(slot, todo, results, Outcome.TIMEOUT)
+                    self._replace(slot, todo, results, Outcome.TIMEOUT)
         return results
 
     def _assign(self, worker: _Worker, todo: deque[int], items: list) -> bool:
-        """Send a worker its next chunk. False when it does not take it."""
+        """Send a worker its next chunk; returns whether it was received."""
         size = max(1, min(_MAX_CHUNK_ITEMS, len(todo) // (2 * len(self.workers))))
         worker.assigned.extend(todo.popleft() for _ in range(size))
         worker.started = time.monotonic()
@@ -124,7 +124,7 @@ class _Pool:
         return True
 
     def _collect(self, worker: _Worker, results: list) -> bool:
-        """Take the next outcome of a worker. False when it has ended instead."""
+        """Receive the next outcome of a worker; returns `False` if it has ended instead."""
         try:
             outcome = worker.connection.recv()
         except (EOFError, ConnectionResetError):
@@ -134,12 +134,12 @@ class _Pool:
         worker.started = now
         return True
 
-    def _bury(self, slot: int, todo: deque[int], results: list, outcome: Outcome = Outcome.KILLED) -> None:
-        """Replace a worker. The item it worked on gets an outcome, the rest of its chunk goes back to the queue."""
+    def _replace(self, slot: int, todo: deque[int], results: list, outcome: Outcome = Outcome.KILLED) -> None:
+        """Kill and replace a worker: its current item gets `outcome`, the others return to the queue."""
         worker = self.workers[slot]
         os.kill(worker.pid, signal.SIGKILL)  # a no-op for one that has ended by itself
         status = os.waitpid(worker.pid, 0)[1]
-        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:  # its CPU time was up
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:  # over its CPU time
             outcome = Outcome.TIMEOUT
         results[worker.assigned.popleft()] = (int(outcome), time.monotonic() - worker.started)
         todo.extendleft(reversed(worker.assigned))
@@ -147,25 +147,27 @@ class _Pool:
         self.workers[slot] = self._fork()
 
     def _exit_without_parent(self) -> None:
-        # A closed connection would say so too, unless another child of the parent has inherited its end.
+        # The connection stays open if another child of the parent has inherited its end.
         if os.getppid() != self.parent_pid:
             sys.exit(0)
 
 
 def main() -> None:
     settings = json.loads(sys.argv[1])
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a scheduler sends it to all; the pool ends after its parent
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
+    signal.signal(
+        signal.SIGTERM, signal.SIG_IGN
+    )  # schedulers send it to all processes; the pool ends after its parent
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are disabled
     connection = Connection(os.dup(0))
     os.dup2(2, 1)  # stray output must not reach the connection
     for text, gold in _WARM_UP:
         grade_one(text, (gold,), settings["protocol"])
     gc.collect()
-    gc.freeze()  # the collector would touch, hence copy, the pages that forked workers share
+    gc.freeze()  # the collector would copy the memory pages that forked workers share
     pool = _Pool(connection, **settings)
     try:
         pool.run()
-    except (EOFError, ConnectionError):  # the parent has closed the connection, or has gone
+    except (EOFError, ConnectionError):  # the parent has closed the connection or exited
         pass
     finally:
         for worker in pool.workers:

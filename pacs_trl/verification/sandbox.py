@@ -1,10 +1,9 @@
-"""One program of a model at a time, in a process that can compute and do next to nothing else.
+"""Worker process that runs one program of a model at a time, in a confined child process.
 
-This file is a program of its own: `execution.py` starts it as a fresh interpreter, one for each worker, with the
-standard library only. It forks a process for each program that it is sent: as open files (program, input, output,
-messages), which it never reads, so that no process inherits another one's program or output, and no expected output
-is anywhere near. The new process gives up its rights, layer by layer, before it reads its program (`confinement.py`);
-this one watches its clocks, and ends it with everything that it left behind.
+`execution.py` starts this file as a fresh interpreter with the standard library only. It forks a child per program,
+which it receives as open files (program, input, output, messages) and never reads, so that no child inherits the
+program or output of another. The child gives up its rights before it reads the program (`confinement.py`); the worker
+enforces the time limits, and kills the child and everything that it started.
 """
 
 import atexit
@@ -28,7 +27,7 @@ from typing import Any, NoReturn
 from . import confinement
 
 
-# Imported once, for all programs.
+# Imported once for all programs.
 PRELOADED = """
 abc array bisect calendar cmath collections contextlib copy csv dataclasses datetime decimal enum fractions functools
 heapq io itertools json math numbers operator pprint queue random re statistics string textwrap timeit types typing
@@ -37,9 +36,8 @@ unicodedata
 
 
 class Worker:
-    """Runs the programs that come over a connection, one after the other. `settings` are `parent_pid`, `folder` (in
-    which each program gets one of its own), `layers`, `cpu_seconds`, `timeout_seconds`, `memory_limit_mb`, and
-    `output_limit_mb`."""
+    """Runs programs from a connection one at a time. `settings` are `parent_pid`, `folder` (with a folder per
+    program), `layers`, `cpu_seconds`, `timeout_seconds`, `memory_limit_mb`, and `output_limit_mb`."""
 
     def __init__(self, connection: socket.socket, settings: dict[str, Any]):
         self.connection, self.settings, self.machine = connection, settings, os.uname().machine
@@ -54,13 +52,13 @@ class Worker:
         if "seccomp" in settings["layers"]:
             report["seccomp"] = self._try_filter()
         self.has_seccomp = report["seccomp"] == "available"
-        # Whoever a program leaves behind becomes a child of this process, which ends it.
+        # Orphans of a program become children of this process, which kills them.
         confinement.prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
-        confinement.prctl(4, 0)  # PR_SET_DUMPABLE: memory and descriptors of this process are for nobody
+        confinement.prctl(4, 0)  # PR_SET_DUMPABLE: no process may read its memory and descriptors
         connection.sendall(json.dumps(report).encode())
 
     def serve(self) -> None:
-        """Until the connection closes or the parent is gone."""
+        """Run programs until the connection closes or the parent exits."""
         poll = select.poll()
         poll.register(self.connection, select.POLLIN)
         while os.getppid() == self.settings["parent_pid"]:
@@ -84,24 +82,24 @@ class Worker:
             self._become_program(files, folder, confine)
         os.close(confine)
         with os.fdopen(confined, "rb") as pipe:
-            refusal = pipe.read()  # closed by the program once it is confined, or filled with the reason why it is not
+            refusal = pipe.read()  # empty once the program is confined, else the reason
         started = time.monotonic()
         try:
             timed_out = self._times_out(pid, started)
-        finally:  # also when the parent has gone
+        finally:  # also if the parent has exited
             end_group(pid)
             _, status, usage = os.wait4(pid, 0)
             end_children()
             remove(folder)
         code, cpu = os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
         if code in (-signal.SIGKILL, -signal.SIGXCPU) and cpu >= self.settings["cpu_seconds"]:
-            timed_out = True  # the kernel was quicker
+            timed_out = True  # the kernel acted first
         seconds = time.monotonic() - started
         return {"refusal": refusal.decode(), "code": code, "timed_out": timed_out, "seconds": seconds}
 
     def _times_out(self, pid: int, started: float) -> bool:
-        """Wait for the end of a process. True when it reaches a limit of time instead."""
-        ended, clock = os.pidfd_open(pid), (~pid << 3) | 2  # the kernel's name for the processor time of a process
+        """Wait for the end of a process; returns whether it reached a time limit instead."""
+        ended, clock = os.pidfd_open(pid), (~pid << 3) | 2  # the kernel's id of the CPU clock of a process
         try:
             poll = select.poll()
             for file in (ended, self.connection.fileno()):
@@ -114,13 +112,13 @@ class Worker:
                 ready = [file for file, _ in poll.poll(1 + 1000 * left)]
                 if ended in ready:
                     return False
-                if ready:  # the parent sends nothing while it waits: it has hung up
+                if ready:  # the parent never sends while it waits, so it has closed the connection
                     sys.exit(0)
         finally:
             os.close(ended)
 
     def _try_filter(self) -> str:
-        """Whether a process can be put under the filter: "available", or why not."""
+        """Return "available" if the filter can be installed, or the reason why not."""
         if self.machine not in confinement.AUDIT_NAMES:
             known = " and ".join(confinement.AUDIT_NAMES)
             return f"there is no table of system calls for {self.machine}, only for {known}"
@@ -129,7 +127,7 @@ class Worker:
             try:
                 self._install_filter()
                 os._exit(0)
-            except BaseException as error:  # nothing may go on from here as if it were the worker
+            except BaseException as error:  # the child must not continue as a worker
                 os._exit(getattr(error, "errno", None) or 255)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         return "available" if code == 0 else f"the kernel refuses the filter ({os.strerror(abs(code))})"
@@ -152,11 +150,11 @@ class Worker:
         run_program(source)
 
     def _confine(self, files: list[int], folder: str, confine: int) -> None:
-        """Give up, in the new process, what a program does not need. The order matters: each step needs what later
-        ones take."""
+        """Give up all rights that a program does not need. The order matters: each step needs rights that later ones
+        give up."""
         os.setsid()
-        confinement.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the worker
-        confinement.prctl(4, 1)  # its own /proc/self is its own
+        confinement.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: killed with the worker
+        confinement.prctl(4, 1)  # it may read its own /proc/self
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.chdir(folder)
         os.environ.clear()
@@ -181,7 +179,7 @@ class Worker:
 
 
 def end_group(pid: int) -> None:
-    """Kill a process and those that it has started and that did not leave its session."""
+    """Kill a process and its descendants in the same session."""
     for kill, whom in ((os.killpg, pid), (os.kill, pid)):
         try:
             kill(whom, signal.SIGKILL)
@@ -190,7 +188,7 @@ def end_group(pid: int) -> None:
 
 
 def end_children() -> None:
-    """Kill whoever is left, and whoever is left by those, until this process has no child."""
+    """Kill children until none is left, including those inherited from killed ones."""
     while True:
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
@@ -208,7 +206,7 @@ def end_children() -> None:
 
 
 def remove(folder: str) -> None:
-    """Remove a folder, also where a program has made some in it that nobody may enter."""
+    """Remove a folder, including subfolders that a program made inaccessible."""
     for path, names, _ in os.walk(folder):
         for name in names:
             if not os.path.islink(os.path.join(path, name)):
@@ -234,12 +232,12 @@ def run_program(source: bytes) -> NoReturn:
         except BaseException as error:
             traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
         while others := [t for t in threading.enumerate() if not t.daemon and t is not threading.current_thread()]:
-            for thread in others:  # as at the end of any interpreter: what still runs is waited for
+            for thread in others:  # as at the exit of any interpreter
                 thread.join()
         atexit._run_exitfuncs()
         try:
             sys.stdout.flush()
-        except (OSError, ValueError) as error:  # too much of it, or closed by the program
+        except (OSError, ValueError) as error:  # over the size limit, or closed by the program
             code = code or (1 if isinstance(error, OSError) else 0)
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.stderr.flush()
@@ -249,18 +247,20 @@ def run_program(source: bytes) -> NoReturn:
 
 def main() -> None:
     settings = json.loads(sys.argv[1])
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a scheduler sends it to all; the worker ends after its parent
+    signal.signal(
+        signal.SIGTERM, signal.SIG_IGN
+    )  # schedulers send it to all processes; the worker ends after its parent
     resource.setrlimit(resource.RLIMIT_NOFILE, (confinement.MAX_OPEN_FILES, confinement.MAX_OPEN_FILES))
-    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # which `site` would define
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # normally defined by `site`
     for name in PRELOADED.split():
         __import__(name)
     gc.collect()
-    gc.freeze()  # the collector would touch, hence copy, the pages that programs share
+    gc.freeze()  # the collector would copy the memory pages that programs share
     connection = socket.socket(fileno=settings.pop("connection"))
     try:
         Worker(connection, settings).serve()
     except ConnectionError:
-        pass  # the parent has gone
+        pass  # the parent has exited
     finally:
         shutil.rmtree(settings["folder"], ignore_errors=True)
 

@@ -1,8 +1,7 @@
-"""Grading one completion, and the loop of the process that does it.
+"""Grading of one completion with math-verify, and the loop of the worker process.
 
-This is the only code that calls math-verify. It runs in processes that the pool (`pool.py`) forks and may
-kill at any instant, so it holds no state worth keeping. Limits that the kernel enforces are set here: processor time
-per item and address space. Wall-clock limits are not: a process that hangs cannot be trusted to watch its own clock.
+The pool (`pool.py`) forks workers and may kill them at any time, so they hold no state. A worker sets the limits that
+the kernel enforces: CPU time per item and address space. The pool enforces wall-clock limits.
 """
 
 import math
@@ -22,25 +21,24 @@ from sympy import Add, Basic, Integer, Mul, Number, Pow, factorial
 from . import Outcome
 
 
-# Completions repeat their answers. math-verify keeps the last 20 that it has read; this keeps more of the same
-# function.
+# Completions repeat their answers; math-verify caches only 20 of them.
 math_verify.parser.parse_latex_cached = lru_cache(maxsize=4096)(math_verify.parser.parse_latex_cached.__wrapped__)
 
 
 class Protocol(NamedTuple):
-    """How a gold answer and a completion become parsed answers; an empty list means that none was found."""
+    """Parsers of a gold answer and of a completion; an empty list means that none was found."""
 
     parse_gold: Callable[[str], list]
     parse_completion: Callable[[str], list]
 
 
 def _parse(text: str, *configs: Any, **kwargs: Any) -> list:
-    """`math_verify.parse` without its own time limit, and without hiding that memory ran out."""
+    """Call `math_verify.parse` without its time limit, and raise `MemoryError`."""
     try:
         return parse(text, list(configs), parsing_timeout=None, raise_on_error=True, **kwargs)
     except MemoryError:
         raise
-    except Exception:  # an extractor that raises has found no answer: math-verify's own rule
+    except Exception:  # as in math-verify, an extractor that raises has found no answer
         return []
 
 
@@ -51,12 +49,12 @@ _TRL_LATEX = LatexExtractionConfig(
 )
 
 PROTOCOLS = {
-    # The grader of the PACS authors: the gold in a box, read as LaTeX; the completion by both extractors.
+    # The grader of the PACS authors: the gold in a box, parsed as LaTeX; the completion by both extractors.
     "authors": Protocol(
         parse_gold=lambda gold: _parse(gold if "\\boxed" in gold else f"\\boxed{{{gold}}}", _LATEX),
         parse_completion=lambda text: _parse(text, _EXPRESSION, _LATEX),
     ),
-    # `trl.rewards.accuracy_reward`: the gold as it stands; the completion as LaTeX with an anchor, first match only.
+    # `trl.rewards.accuracy_reward`: the gold unchanged; the completion as LaTeX with an anchor, first match only.
     "trl": Protocol(
         parse_gold=lambda gold: _parse(gold, _LATEX, _EXPRESSION),
         parse_completion=lambda text: _parse(text, _TRL_LATEX, extraction_mode="first_match"),
@@ -66,17 +64,16 @@ PROTOCOLS = {
 
 @lru_cache(maxsize=1024)  # the completions of a prompt share their gold
 def _parsed_golds(golds: tuple[str, ...], protocol: str) -> list[tuple]:
-    """The parseable ones among alternative gold answers."""
+    """Return the parsed answers of the golds that can be parsed."""
     parsed = (PROTOCOLS[protocol].parse_gold(gold) for gold in golds)
     return [tuple(gold) for gold in parsed if gold]
 
 
 def grade_one(text: str, golds: tuple[str, ...], protocol: str) -> Outcome:
-    """Grade one completion against alternative gold answers, any of which is right, by a key of `PROTOCOLS`:
-    `CORRECT`, `WRONG`, `NO_ANSWER` or `GOLD_UNPARSEABLE`. An empty completion asks for the golds alone: the last of
-    these if none is an expression."""
+    """Grade one completion against alternative gold answers, by a key of `PROTOCOLS`: `CORRECT`, `WRONG`, `NO_ANSWER`,
+    or `GOLD_UNPARSEABLE`. An empty completion checks the golds: `GOLD_UNPARSEABLE` if none is an expression."""
     parsed_golds = _parsed_golds(golds, protocol)
-    if not text:  # what math-verify cannot read as an expression it compares as text
+    if not text:  # math-verify compares as strings what it cannot parse
         parsed_golds = [gold for gold in parsed_golds if not all(isinstance(item, str) for item in gold)]
     if not parsed_golds:
         return Outcome.GOLD_UNPARSEABLE
@@ -87,14 +84,14 @@ def grade_one(text: str, golds: tuple[str, ...], protocol: str) -> Outcome:
 
 
 def _is_equal(gold: tuple, answer: tuple) -> bool:
-    # Each is an expression and the text it was read from, which together decide the verdict. Matrices have no hash.
+    # Pairs of an expression and its text. Matrices have no hash.
     is_hashable = all(isinstance(item, Basic | str) for item in gold + answer)
     return _equal(gold, answer) if is_hashable else _equal.__wrapped__(gold, answer)
 
 
 @lru_cache(maxsize=4096)
 def _equal(gold: tuple, answer: tuple) -> bool:
-    """`math_verify.verify(gold, answer)`, pair by pair, so that running out of memory is not taken for inequality."""
+    """Call `math_verify.verify` pair by pair, and raise `MemoryError` instead of returning inequality."""
     if is_out_of_scale(gold, answer):
         return False
     for expected, found in product(gold, answer):
@@ -103,7 +100,7 @@ def _equal(gold: tuple, answer: tuple) -> bool:
                 return True
         except MemoryError:
             raise
-        except Exception:  # a comparison that raises is no equality: math-verify's own rule
+        except Exception:  # as in math-verify, a comparison that raises is unequal
             continue
     return False
 
@@ -115,11 +112,10 @@ _ROUNDED_DOWN = 1.0 - 1e-9  # rounding must not lift a lower bound
 
 def is_out_of_scale(gold: Sequence, answer: Sequence) -> bool:
     """
-    Whether the parsed gold, an expression and the text it came from or the text alone, is an ordinary number and the
-    answer, likewise, provably too large to equal it.
+    Whether the parsed gold is an ordinary number and the parsed answer is provably too large to equal it.
 
-    Power towers and factorials are the common runaway answer. Telling one from a number needs a lower bound on its
-    logarithm, not its digits; math-verify computes the digits until a time limit stops it, with the same verdict.
+    Covers power towers and factorials by a lower bound of the logarithm. math-verify would compute their digits until
+    the time limit, with the same verdict.
     """
     expected = [item for item in gold if not isinstance(item, str)]
     found = [item for item in answer if not isinstance(item, str)]
@@ -132,8 +128,8 @@ def is_out_of_scale(gold: Sequence, answer: Sequence) -> bool:
 
 
 def log2_lower_bound(expression: Any) -> float | None:
-    """Lower bound on log2, at least 0, of a sum, product, power or factorial of positive integers, without evaluating
-    it; `None` for any other form of expression."""
+    """Return a lower bound (at least 0) on log2 of a sum, product, power, or factorial of positive integers, without
+    evaluating it; `None` for other expressions."""
     if isinstance(expression, Integer):
         return math.log2(expression) * _ROUNDED_DOWN if expression > 0 else None
     if not isinstance(expression, Add | Mul | Pow | factorial):
@@ -153,10 +149,10 @@ def log2_lower_bound(expression: Any) -> float | None:
 
 def serve(connection: Connection, *, protocol: str, cpu_seconds: float, memory_limit_mb: int) -> None:
     """
-    Grade chunks of items until the pool closes the connection, and send the outcome of each item as it is known.
+    Grade items until the pool closes the connection, and send each outcome at once.
 
-    The interval timer counts the CPU time of this process and its signal is left at the default action, which is the
-    end of the process: nothing that holds the interpreter, and no parent that is stuck itself, can prevent it.
+    The interval timer counts CPU time, and its signal keeps the default action, which ends the process even if the
+    interpreter is held.
     """
     resource.setrlimit(resource.RLIMIT_AS, (memory_limit_mb << 20, memory_limit_mb << 20))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

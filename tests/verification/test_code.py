@@ -212,14 +212,14 @@ class TestLevels:
     def test_less_than_asked_for_is_refused(self, layers, missing):
         verifier = CodeVerifier(num_workers=2)
         verifier._layers = layers
-        with pytest.raises(ValueError, match=f"{missing} does not hold: .*switched off.* `code_isolation`"):
+        with pytest.raises(ValueError, match=f"code_isolation.* needs {missing}, .*switched off"):
             verifier.grade([block("print(3)")], [SUM])
         assert verifier._pool is None
 
     def test_a_layer_that_does_not_hold_is_not_believed(self, monkeypatch):
         """The probe decides, not what the worker says that it has installed."""
         monkeypatch.setattr(execution, "_PROBE", execution._PROBE.replace("not can(socket.socket)", "False"))
-        with pytest.raises(ValueError, match="seccomp does not hold|landlock and seccomp"):
+        with pytest.raises(ValueError, match="needs (seccomp|landlock and seccomp)"):
             CodeVerifier(num_workers=1).start()
 
     def test_arguments(self):
@@ -345,14 +345,14 @@ def test_sandbox_fusion():
         with CodeVerifier(num_workers=1, sandbox_url=f"http://127.0.0.1:{server.server_port}/") as verifier:
             assert verifier.level == Level((), f"SandboxFusion at http://127.0.0.1:{server.server_port}")
             grades = verifier.grade_detailed([block("# sum"), block("# slow"), block("# broken")], [SUM] * 3)
-            with pytest.raises(RuntimeError, match="Two workers broke down .*does not run programs"):
+            with pytest.raises(RuntimeError, match="Two workers failed .*does not run programs"):
                 verifier.grade([block("# null")], [SUM])
     finally:
         server.shutdown()
         server.server_close()
     assert [grade.outcome for grade in grades] == [Outcome.CORRECT, Outcome.TIMEOUT, Outcome.ERROR]
     assert grades[2].error == "KeyError"
-    with pytest.raises(ValueError, match="does not run programs.*`code_sandbox_url`"):
+    with pytest.raises(ValueError, match="does not run programs.*code_sandbox_url"):
         CodeVerifier(num_workers=1, sandbox_url="http://127.0.0.1:9").grade([block("print(3)")], [SUM])
 
 

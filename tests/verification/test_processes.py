@@ -187,7 +187,7 @@ class TestKilledProcesses:
 
     def test_pool_that_cannot_start(self, monkeypatch):
         monkeypatch.setattr(sys, "executable", "/bin/false")
-        with pytest.raises(RuntimeError, match="broke down twice"):
+        with pytest.raises(RuntimeError, match="failed twice"):
             Verifier(num_workers=1).grade([box(1)], [1])
 
 
