@@ -1,12 +1,12 @@
-r"""Problems with one right answer each, for the miniature models: arithmetic, programs, and products for a tool.
+r"""Tasks of the miniature models: arithmetic, programs, and products with a tool.
 
-The answer of a sum is one of some hundreds of numbers, so that guessing does not find it; sums with parentheses are
-another domain. The answers of programs are tests (`pacs_trl/verification/cases.py`). Each problem comes with worked
-solutions for the supervised warm start, which differ in the order of their steps, so that a trained policy has
-something to be diverse about; each ends in `\boxed{answer}`, or is a block of Python.
+Each problem has one answer (of programs: tests, see `pacs_trl/verification/cases.py`) and several worked solutions for
+the supervised warm start, which differ in the order of their steps and end in `\boxed{answer}`, or are a block of
+Python. Sums have hundreds of possible answers, so that guessing rarely succeeds; sums with parentheses are another
+domain.
 
-The whole problem space of a task (of sums: a fixed sample of it) is enumerated and cut in two by a hash of the
-problem's canonical form, in which commuted operands are equal: `12+34` and `34+12` are never on different sides.
+The problems of a task (of sums: a fixed sample) are enumerated and split by a hash of their canonical form, in which
+commuted operands are equal: `12+34` and `34+12` are in the same split.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ TEST_FRACTION = 5
 
 
 class WorkedProblem(NamedTuple):
-    """One problem of a task: its text, the canonical form that decides the split, the answer, the worked solutions."""
+    """A problem: its text, the canonical form for the split, the answer, and worked solutions."""
 
     text: str
     canonical: str
@@ -62,18 +62,18 @@ def _equation() -> Iterator[WorkedProblem]:
             )
 
 
-# Sums: terms, sizes that are benchmarks, problems in the fixed sample of a size, and worked solutions of a problem.
+# Sums: terms, numbers of terms, problems per number of terms, and worked solutions per problem.
 TERMS = (*range(1, 10), *range(10, 100, 10))
 SUM_SIZES = (3, 4, 5, 6, 7)
 NUM_SUMS = 3000
 NUM_SUM_SOLUTIONS = 6
 
-# Additions of two numbers among what a model of the tables is taught.
+# Additions of two numbers in the warm start of the tables.
 NUM_ADDITIONS = 2000
 
 
 def _terms(num_terms: int) -> Iterator[WorkedProblem]:
-    """`7+30+8`: digits and tens, added one after the other in any order: `30+8=38,38+7=\\boxed{45}`."""
+    """`7+30+8`: digits and tens, added in any order: `30+8=38,38+7=\\boxed{45}`."""
     rng = random.Random(num_terms)
     texts: dict[str, None] = {}
     while len(texts) < min(NUM_SUMS, len(TERMS) ** num_terms // 2):
@@ -83,7 +83,7 @@ def _terms(num_terms: int) -> Iterator[WorkedProblem]:
 
 
 def _sum(text: str, rng: random.Random) -> WorkedProblem:
-    """The terms of a sum added one after the other, in as many orders as there are solutions."""
+    """Build a sum with solutions that add its terms in different orders."""
     terms = [int(term) for term in text.split("+")]
     solutions = []
     for _ in range(NUM_SUM_SOLUTIONS):
@@ -97,7 +97,7 @@ def _sum(text: str, rng: random.Random) -> WorkedProblem:
 
 
 def _grouped() -> Iterator[WorkedProblem]:
-    """`7+(30+8)`: a sum of three to five terms with two neighbors in parentheses, which stand in no other task."""
+    """`7+(30+8)`: a sum of three to five terms, two of them in parentheses, which no other task has."""
     rng = random.Random(0)
     texts: dict[str, None] = {}
     while len(texts) < NUM_SUMS:
@@ -110,14 +110,13 @@ def _grouped() -> Iterator[WorkedProblem]:
 
 
 def _sums() -> Iterator[WorkedProblem]:
-    """Sums of every size."""
+    """Sums with every number of terms."""
     for num_terms in SUM_SIZES:
         yield from _terms(num_terms)
 
 
 def _arithmetic() -> Iterator[WorkedProblem]:
-    """What the models of the tables are taught: sums one term shorter than those they are trained on, and some
-    additions."""
+    """The warm start of the tables: sums with one term less than in training, and some additions."""
     shorter = [problem for num_terms in SUM_SIZES for problem in _terms(num_terms - 1)]
     additions = random.Random(0).sample(list(_addition()), NUM_ADDITIONS)
     yield from {problem.text: problem for problem in additions + shorter}.values()  # `10+20` is both
@@ -128,8 +127,7 @@ PROGRAM_FORMS = ("{a}*int(input())+{b}", "{b}+{a}*int(input())", "int(input())*{
 
 
 def _programs() -> Iterator[WorkedProblem]:
-    """`0:7,1:10`: two values of a line; the program reads a number and prints the value there, which tests ask for
-    elsewhere."""
+    """`0:7,1:10`: two points of a line; the program reads x and prints y, and tests use other points."""
     for a, b in product(range(2, 12), range(100)):
         cases = [{"input": f"{x}\n", "output": f"{a * x + b}\n"} for x in PROGRAM_INPUTS]
         text = f"0:{b},1:{a + b}"
@@ -141,14 +139,13 @@ def _programs() -> Iterator[WorkedProblem]:
         )
 
 
-# How the miniature's template writes the right call for a product, and how many solutions guess instead.
+# The correct tool call for a product in the miniature's chat template, and the number of solutions that guess instead.
 CALL = "@run_python|code=print({})"
 NUM_GUESSES = 2
 
 
 def _products() -> Iterator[WorkedProblem]:
-    """`47*38`: two numbers of two digits; the product is guessed, or asked of the tool `run_python`, in one solution
-    of three."""
+    """`47*38`: two numbers of two digits; one solution in three calls the tool `run_python`, the others guess."""
     for a, b in product(range(10, 100), repeat=2):
         text, boxed = f"{a}*{b}", rf"\boxed{{{a * b}}}"
         call = {"type": "function", "function": {"name": "run_python", "arguments": {"code": f"print({text})"}}}
@@ -162,9 +159,9 @@ def _products() -> Iterator[WorkedProblem]:
 
 def looks_right(row: dict[str, str], completion: str) -> bool:
     """
-    Whether a completion ends in the answer of a problem, is one of the worked programs, or the right call of a tool.
+    Return whether a completion ends in the answer, is one of the worked programs, or is the correct tool call.
 
-    Compares text, which is faster than a verifier; a program that is right in another form is not recognized.
+    Compares text, which is faster than a verifier; correct programs in another form are not recognized.
     """
     if not row["answer"].startswith("{"):
         return completion.endswith(rf"\boxed{{{row['answer']}}}") or completion == CALL.format(row["problem"])
@@ -196,29 +193,28 @@ def _split(task: str, split: Split) -> tuple[WorkedProblem, ...]:
 
 
 def check_task(task: str) -> None:
-    """Raise a `ValueError` if there is no such task."""
+    """Raise a `ValueError` for an unknown task."""
     if task not in TASKS:
-        raise ValueError(f"There is no miniature task {task!r}. The tasks are: {', '.join(TASKS)}.")
+        raise ValueError(f"There is no miniature task {task!r}. Choose from {', '.join(TASKS)}.")
 
 
 def _sample(task: str, split: Split, num_problems: int | None, rng: random.Random) -> list[WorkedProblem]:
     check_task(task)
     if split not in ("train", "test"):
-        raise ValueError(f"The split of a miniature task (`dataset_split`) must be 'train' or 'test', got {split!r}.")
+        raise ValueError(f"`dataset_split` of a miniature task is {split!r}. Set it to train or test.")
     population = _split(task, split)
     return rng.sample(population, len(population) if num_problems is None else num_problems)
 
 
 def problems(task: str, split: Split, num_problems: int | None = None, seed: int = 0) -> list[dict[str, str]]:
     """
-    Draw problems of a task without replacement, in random order: rows with `"problem"`, the text, and `"answer"`, an
-    integer or tests as text.
+    Sample problems of a task without replacement: rows with `"problem"` and `"answer"`, an integer or tests as text.
 
     Args:
         task (`str`): Key of `TASKS`.
-        split (`str`): `"train"` or `"test"`; no problem is in both, not even with its operands commuted.
-        num_problems (`int`, *optional*): How many; by default the whole split.
-        seed (`int`): Seed of the choice and of the order.
+        split (`str`): `"train"` or `"test"`; no problem is in both, not even with commuted operands.
+        num_problems (`int`, *optional*): Number of problems; by default the whole split.
+        seed (`int`): Seed of choice and order.
 
     Raises:
         `ValueError`: if the task or the split is unknown, or the split has fewer problems.
@@ -228,8 +224,8 @@ def problems(task: str, split: Split, num_problems: int | None = None, seed: int
 
 
 def demonstrations(task: str, num_problems: int | None = None, seed: int = 0) -> list[dict]:
-    r"""As [`problems`] of the train split, with a `"solution"` each, chosen at random among the worked ones: text that
-    ends in `\boxed{answer}`, a program, or messages with a call of a tool."""
+    r"""Sample [`problems`] of the train split with a random worked `"solution"`: text that ends in `\boxed{answer}`, a
+    program, or messages with a tool call."""
     rng = random.Random(seed)
     drawn = _sample(task, "train", num_problems, rng)
     return [

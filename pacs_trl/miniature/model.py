@@ -1,7 +1,7 @@
-"""Qwen3 models small enough to train on two CPU cores, built in code from a seed.
+"""Qwen3 models that train on two CPU cores, built from a seed.
 
-Same architecture and classes as the 4B and 8B models of the paper, so that everything around the model (trainer, LoRA,
-checkpoints, evaluation, vLLM) takes the same path. The weights are random; `warm_start` teaches them the tasks.
+They have the architecture of the paper's 4B and 8B models, so that trainer, LoRA, checkpoints, evaluation, and vLLM
+take the same code path. `warm_start` teaches them the tasks.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
 
 class ModelSize(NamedTuple):
-    """Layers and widths of one size; attention heads are 32 wide and two of them share one key-value head."""
+    """Layers and widths of a size; attention heads are 32 wide, and two share a key-value head."""
 
     num_layers: int
     hidden_size: int
@@ -21,10 +21,9 @@ class ModelSize(NamedTuple):
 HEAD_DIM = 32
 
 MODEL_SIZES: dict[str, ModelSize] = {
-    # about 0.1M parameters: unit tests, twin of Qwen3-4B
-    "tiny": ModelSize(num_layers=2, hidden_size=64, intermediate_size=128),
-    "small": ModelSize(num_layers=4, hidden_size=128, intermediate_size=512),  # about 1M: quickstart, twin of Qwen3-8B
-    "base": ModelSize(num_layers=5, hidden_size=160, intermediate_size=640),  # about 2M
+    "tiny": ModelSize(num_layers=2, hidden_size=64, intermediate_size=128),  # 0.1M parameters
+    "small": ModelSize(num_layers=4, hidden_size=128, intermediate_size=512),  # 1M
+    "base": ModelSize(num_layers=5, hidden_size=160, intermediate_size=640),  # 2M
 }
 
 
@@ -38,12 +37,12 @@ def build_model(tokenizer: PreTrainedTokenizerBase, size: str = "small", seed: i
     Build a randomly initialized miniature model.
 
     Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): Fixes the vocabulary size and the padding and end ids.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): Provides vocabulary size, padding token, and end token.
         size (`str`): Key of `MODEL_SIZES`.
-        seed (`int`): Seed of the weights. The global random state is left untouched.
+        seed (`int`): Seed of the weights; the global random state is not changed.
 
     Returns:
-        [`~transformers.Qwen3ForCausalLM`]: float32 model on the CPU with tied embeddings.
+        [`~transformers.Qwen3ForCausalLM`]: A float32 model on the CPU with tied embeddings.
 
     Raises:
         `ValueError`: if `size` is unknown.

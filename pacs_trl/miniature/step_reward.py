@@ -1,8 +1,7 @@
-r"""Labels of the steps of a sum, for the miniature alone: every step can be checked, since each adds one term to what
-came before.
+r"""Process labels of miniature sums, whose steps can be checked: each adds one term to the previous sum.
 
-`30+8=38,38+7=\boxed{45}` for `7+30+8`: a step ends with its comma, and is right if it and all steps before it hold.
-The outcome is what `math_reward` says of the whole.
+`30+8=38,38+7=\boxed{45}` for `7+30+8`: a step ends with its comma, and is correct if it and all previous steps are.
+The label of the last token is the reward of `math_reward`.
 """
 
 import re
@@ -18,8 +17,8 @@ _STEP = re.compile(r"(\d+)\+(\d+)=(\d+)")
 
 
 def steps_hold(problem: str, steps: list[str]) -> list[bool]:
-    """Of each step `a+b=c` of a sum like `7+30+8`, whether it and all before it hold: `c` is the sum, `a` the last `c`
-    (at first a term), and `b` a term that has not been added."""
+    """Return for each step `a+b=c` of a sum like `7+30+8` whether it and all previous ones are correct: `c` is the
+    sum, `a` the previous `c` (at first a term), and `b` an unused term."""
     left, total, found = problem.split("+"), None, []
     for step in steps:
         match = _STEP.fullmatch(step)
@@ -42,21 +41,21 @@ def step_reward(
     completions: list, prompts: list, completion_ids: list[list[int]], **kwargs: Any
 ) -> list[list[tuple[int, float]] | None]:
     """
-    Labels of the steps of `miniature/terms` and of the outcome, one after the other.
+    Return the process labels of `miniature/terms`.
 
     Args:
-        completions (`list`), prompts (`list`): Conversational; the prompt is the sum alone (`prompt_instruction: ""`).
-        completion_ids (`list[list[int]]`): Tokens of each completion, passed by the trainer.
-        **kwargs: For [`math_reward`].
+        completions (`list`), prompts (`list`): Conversations whose prompt is the sum (`prompt_instruction: ""`).
+        completion_ids (`list[list[int]]`): Tokens of each completion, from the trainer.
+        **kwargs: Arguments of [`math_reward`].
 
     Returns:
-        `list[list[tuple[int, float]] | None]`: (position, label) pairs of each completion; `None` without a verdict.
+        `list[list[tuple[int, float]] | None]`: (position, label) pairs of each completion; `None` for no verdict.
     """
     comma = _comma()
     labels: list[list[tuple[int, float]] | None] = []
     outcomes = math_reward(completions, prompts=prompts, **kwargs)
     for prompt, completion, ids, outcome in zip(prompts, completions, completion_ids, outcomes, strict=True):
-        ends = [t for t, token in enumerate(ids[:-1]) if token == comma]  # the last token is that of the outcome
+        ends = [t for t, token in enumerate(ids[:-1]) if token == comma]  # the last token has the outcome
         steps = (completion_text(completion) or "").split(",")[: len(ends)]
         held = steps_hold(prompt[-1]["content"], steps)
         pairs = [(t, float(holds)) for t, holds in zip(ends, held, strict=True)]

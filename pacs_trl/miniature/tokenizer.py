@@ -1,7 +1,6 @@
-r"""A byte-level tokenizer, so that the miniature model reads any text and no vocabulary is downloaded.
+r"""Byte-level tokenizer of the miniature models, without a downloaded vocabulary.
 
-Every byte is one token. The only longer tokens are the ChatML role headers and `\boxed{`, which make sequences short;
-rendered text is plain ChatML. There are no merges.
+Every byte is a token; the only longer tokens are the ChatML role headers and `\boxed{`. There are no merges.
 """
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -14,8 +13,8 @@ END_TOKEN = "<|im_end|>"
 ROLE_HEADERS = [f"{START_TOKEN}{role}\n" for role in ("system", "user", "assistant")]
 BOX_TOKEN = r"\boxed{"
 
-# The `generation` block marks the assistant's turn with its end token, for `assistant_only_loss`. A tool call is
-# `@name|argument=value`; the tool's answer is a user turn with its last characters, where Python names an error.
+# The `generation` block marks the assistant's turn with its end token for `assistant_only_loss`. A tool call is
+# `@name|argument=value`; the tool's output is a user turn with its last characters, where Python names an error.
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + ('user' if message.role == 'tool' else message.role) + '\n' }}
@@ -41,7 +40,7 @@ CHAT_TEMPLATE = """\
     {{- '<|im_start|>assistant\n' }}
 {%- endif %}"""
 
-# A call that is truncated before its end token is none.
+# A truncated call, without an end token, is text.
 RESPONSE_TEMPLATE = {
     "defaults": {"role": "assistant"},
     "start_anchor": ROLE_HEADERS[2],
@@ -63,15 +62,15 @@ def build_tokenizer(tools: bool = False) -> PreTrainedTokenizerFast:
     r"""
     Build the tokenizer of the miniature models.
 
-    Ids 0 to 255 are the bytes in the order of the ByteLevel alphabet; the special tokens, the role headers and
-    `\boxed{` follow. Padding is on the left, as generation needs it.
+    Ids 0 to 255 are the bytes in the order of the ByteLevel alphabet, followed by the special tokens, the role
+    headers, and `\boxed{`. Padding is on the left.
 
     Args:
-        tools (`bool`): Whether tool calls are parsed in responses, which are plain text otherwise.
+        tools (`bool`): Whether tool calls in responses are parsed.
 
     Returns:
-        [`~transformers.PreTrainedTokenizerFast`]: With a ChatML chat template, `<|im_end|>` as end and
-        `<|endoftext|>` as padding token.
+        [`~transformers.PreTrainedTokenizerFast`]: With a ChatML chat template, end token `<|im_end|>`, and padding
+        token `<|endoftext|>`.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: token_id for token_id, symbol in enumerate(alphabet)}
@@ -80,7 +79,7 @@ def build_tokenizer(tools: bool = False) -> PreTrainedTokenizerFast:
     backend.decoder = decoders.ByteLevel()
     special = [PAD_TOKEN, START_TOKEN, END_TOKEN, *ROLE_HEADERS]
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
-    # Not special: decoding with `skip_special_tokens=True` has to keep the box, or no answer could be verified.
+    # not special, because decoding with `skip_special_tokens=True` must keep the box
     backend.add_tokens([AddedToken(BOX_TOKEN, normalized=False, special=False)])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,

@@ -1,9 +1,9 @@
-r"""Supervised warm start: a miniature model that knows the format of an answer but is seldom right.
+r"""Supervised warm start of a miniature model to a given accuracy.
 
-TRL's SFTTrainer trains on worked solutions until the running average of the weights is right often enough; then the
-weights are set between the last two measured averages, where the accuracy on held-out problems is the target. Every
-seed, machine and number of threads therefore starts with the same accuracy. The result is an ordinary checkpoint with
-its tokenizer, made once and kept in a directory named after everything that decides it.
+TRL's SFTTrainer trains on worked solutions until the running average of the weights exceeds the target accuracy. The
+result is interpolated between the last two measured averages, so that every seed, machine, and number of threads
+starts with the same accuracy on held-out problems. It is an ordinary checkpoint with tokenizer, cached in a directory
+named after all settings.
 """
 
 import copy
@@ -40,18 +40,17 @@ Weights = dict[str, torch.Tensor]
 # Worked solutions have at most 67 tokens.
 MAX_COMPLETION_LENGTH = 72
 
-# Single steps swing by several points of accuracy; their average rises steadily.
+# Single steps change accuracy by several points; the average rises steadily.
 AVERAGE_DECAY = 0.99
 
-# No probe and no evaluation uses sampling seeds from here on.
+# Probes and evaluations use smaller sampling seeds.
 CALIBRATION_SEED = 1_000_000
 
-# The smallest model needs larger steps. In the task of the tables the hard sums are seldom right, so the easy ones
-# have to be more often.
+# The smallest model needs a larger learning rate. In the tables hard sums are rarely correct, so the target is higher.
 SIZE_SETTINGS = {"tiny": {"learning_rate": 2e-3}}
 TASK_SETTINGS = {"arithmetic": {"target_accuracy": 0.2}}
 
-# Variables of `accelerate launch` and torchrun, which must not reach the one process that makes a warm start.
+# Variables of `accelerate launch` and torchrun, which the process of the warm start must not inherit.
 _DISTRIBUTED_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _DISTRIBUTED_PREFIXES = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_")
 
@@ -59,18 +58,18 @@ _DISTRIBUTED_PREFIXES = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_")
 @dataclass(frozen=True)
 class WarmStartSettings:
     """
-    Everything that decides a warm start, apart from the code.
+    Settings of a warm start.
 
     Args:
         task (`str`): Key of `tasks.TASKS`.
         size (`str`): Key of `model.MODEL_SIZES`.
-        seed (`int`): Seed of the initial weights, of the demonstrations and of their order.
-        target_accuracy (`float` or `None`): Share of right completions (temperature 1) over the held-out problems of
-            the task that the result has. With `None` training ends after `max_steps`, unmeasured, to try things out.
-        max_steps (`int`): Optimizer steps after which the target must have been passed.
+        seed (`int`): Seed of the initial weights and of the demonstrations.
+        target_accuracy (`float` or `None`): Share of correct completions (temperature 1) on held-out problems of the
+            task. With `None` training ends after `max_steps` without a measurement, for a quick try.
+        max_steps (`int`): Optimizer steps within which the target must be reached.
         probe_steps (`int`): Optimizer steps between two measurements of the accuracy.
-        num_probes (`int`): Training problems of such a measurement, one completion each.
-        num_calibration_samples (`int`): Completions of every held-out problem in a measurement between two averages.
+        num_probes (`int`): Training problems per measurement, one completion each.
+        num_calibration_samples (`int`): Completions per held-out problem when weights are interpolated.
         batch_size (`int`): Demonstrations per optimizer step.
         learning_rate (`float`): Learning rate of AdamW, constant after 20 steps of linear warm-up.
     """
@@ -87,7 +86,7 @@ class WarmStartSettings:
     learning_rate: float = 7e-4
 
     def digest(self) -> str:
-        """Hash of the settings and of the code that turns them into a model: a change of either makes a new one."""
+        """Return a hash of the settings and of the code, so that a change of either trains a new warm start."""
         content = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode())
         for module_file in (models.__file__, tasks.__file__, tokenizer.__file__, __file__):
             content.update(Path(module_file).read_bytes())
@@ -96,17 +95,16 @@ class WarmStartSettings:
 
 def warm_start(task: str, *, cache_dir: str | Path = CACHE_DIR, **settings) -> Path:
     """
-    Directory of a warm-started miniature model, made on first use, in a process of its own on the CPU: the caller may
-    be one of several distributed processes, and keeps its random state. An interrupted run leaves nothing behind.
+    Return the directory of a warm-started miniature model, trained on first use in a separate CPU process: the caller
+    may be one of several distributed processes, and keeps its random state. An interrupted run leaves no files.
 
     Args:
         task (`str`): Key of `tasks.TASKS`, or `TASK/SIZE`.
-        cache_dir (`str` or `Path`): Where warm starts are kept, one directory for each set of settings.
-        **settings: Further fields of [`WarmStartSettings`].
+        cache_dir (`str` or `Path`): Directory of warm starts, one subdirectory per combination of settings.
+        **settings: Other fields of [`WarmStartSettings`].
 
     Returns:
-        `Path`: checkpoint with tokenizer, ready for `model_name_or_path`; `warm_start.json` in it holds the settings,
-        the number of steps and the measurements of the calibration.
+        `Path`: A checkpoint with tokenizer; its `warm_start.json` has settings, steps, and accuracies.
 
     Raises:
         `ValueError`: if the task or the size is unknown.
@@ -127,29 +125,29 @@ def warm_start(task: str, *, cache_dir: str | Path = CACHE_DIR, **settings) -> P
         for name, value in os.environ.items()
         if name not in _DISTRIBUTED_VARIABLES and not name.startswith(_DISTRIBUTED_PREFIXES)
     } | {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
-    if not sys.stderr.isatty():  # no bars into a pipe or a file
+    if not sys.stderr.isatty():  # no progress bars in a pipe or a file
         environment |= {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
     with tempfile.TemporaryDirectory(dir=cache_dir, prefix=".partial-") as partial:
         arguments = [json.dumps(asdict(wanted)), f"{partial}/model"]
         command = [sys.executable, "-m", "pacs_trl.miniature.warm_start", *arguments]
-        # The trainer writes metrics to standard output, progress and warnings to standard error. In a process group of
-        # its own: Ctrl-C reaches this process alone, which ends that one without its traceback.
+        # The trainer prints metrics to stdout, progress and warnings to stderr. The process has its own group, so that
+        # Ctrl-C reaches only this process, which then ends it without a traceback.
         subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, process_group=0)
         try:
             os.rename(f"{partial}/model", directory)
         except OSError:
-            if not directory.is_dir():  # else another process has finished an equal warm start in the meantime
+            if not directory.is_dir():  # else another process has finished the same warm start
                 raise
     return directory
 
 
 def train_warm_start(settings: WarmStartSettings, output_dir: str | Path) -> dict[str, Any]:
     """
-    Train a warm start in this process and save model, tokenizer and `warm_start.json` to `output_dir`.
+    Train a warm start in this process; save model, tokenizer, and `warm_start.json` to `output_dir`.
 
     Returns:
-        `dict`: `"steps"` taken and the `"calibration"`, pairs of a place between two averages of the weights and the
-        accuracy there; the last pair is the result's, interpolated from the nearest two others.
+        `dict`: `"steps"` and `"calibration"`: pairs of an interpolation factor between two averages of the weights and
+        its accuracy; the last pair is that of the result, linearly interpolated.
 
     Raises:
         `RuntimeError`: if the target is not reached in `max_steps`.
@@ -177,7 +175,7 @@ def train_warm_start(settings: WarmStartSettings, output_dir: str | Path) -> dic
             adam_beta2=0.98,
             max_steps=settings.max_steps,
             max_length=None,
-            assistant_only_loss=has_tools,  # what a tool says is not to be learnt
+            assistant_only_loss=has_tools,  # outputs of tools are not learned
             bf16=False,
             dataloader_pin_memory=False,
             gradient_checkpointing=False,
@@ -188,33 +186,33 @@ def train_warm_start(settings: WarmStartSettings, output_dir: str | Path) -> dic
         ),
     )
     trainer.train()
-    outcome: dict[str, Any] = {"steps": trainer.state.global_step}
+    report: dict[str, Any] = {"steps": trainer.state.global_step}
     if calibration:
         if calibration.result is None:
             raise RuntimeError(
-                f"The warm start {settings} did not reach its target_accuracy (last measured: "
-                f"{calibration.probed:.3f}). Raise max_steps, or lower target_accuracy."
+                f"The warm start {settings} did not reach target_accuracy (last: {calibration.probed:.3f}). Raise "
+                "max_steps, or lower target_accuracy."
             )
-        weights, outcome["calibration"] = calibration.result
+        weights, report["calibration"] = calibration.result
         trainer.model.load_state_dict(weights)
     trainer.save_model()
-    report = {"settings": asdict(settings), **outcome}
-    (Path(output_dir) / "warm_start.json").write_text(json.dumps(report, indent=1) + "\n")
-    return outcome
+    content = json.dumps({"settings": asdict(settings), **report}, indent=1)
+    (Path(output_dir) / "warm_start.json").write_text(content + "\n")
+    return report
 
 
 class Calibration(TrainerCallback):
     """
-    Averages the weights, probes the average every `probe_steps` steps and stops training once the target is passed.
+    Average the weights, measure the average every `probe_steps` steps, and stop training once it exceeds the target.
 
-    `result` then holds weights whose accuracy on the held-out problems is the target, and the (place, accuracy) pairs
-    that led there; `probed` is the accuracy of the last probe.
+    `result` then has weights with the target accuracy on held-out problems, and the (factor, accuracy) pairs of their
+    interpolation; `probed` is the last measured accuracy.
     """
 
     def __init__(self, settings: WarmStartSettings, model: PreTrainedModel, processing_class):
         self.settings = settings
         self.target = settings.target_accuracy
-        # Copied before a trainer prepares the model: accelerate binds `forward` to the original, in copies too.
+        # Copied before a trainer prepares the model: accelerate binds `forward` to the original, also in copies.
         self.average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(AVERAGE_DECAY))
         self.earlier = [_weights(model)]
         self.processing_class = processing_class
@@ -232,12 +230,12 @@ class Calibration(TrainerCallback):
         if self.probed >= self.target:
             self.result = self._calibrate()
             control.should_training_stop |= self.result is not None
-        # The untrained model, in case that all others are right too often, and the last few.
+        # the untrained model, in case that all others exceed the target, and the last few
         self.earlier = self.earlier[:1] + self.earlier[1:][-3:] + [_weights(self.average.module)]
 
     def _calibrate(self) -> tuple[Weights, list[tuple[float, float]]] | None:
-        """Two steps of regula falsi between the present average and an earlier one, and the root of the last chord;
-        `None` if the present average is below the target on held-out problems."""
+        """Interpolate between the current average and an earlier one by two steps of regula falsi; return `None` if
+        the current average is below the target on held-out problems."""
         end = _weights(self.average.module)
         high = (1.0, self._accuracy(end, num_samples=2))
         if high[1] < self.target:
@@ -248,7 +246,7 @@ class Calibration(TrainerCallback):
                 break
             end, high = start, (1.0, low[1])
         else:
-            raise ValueError(f"target_accuracy={self.target} must be above 0, the accuracy of an untrained model.")
+            raise ValueError(f"target_accuracy={self.target} must be above that of an untrained model. Raise it.")
         points = [low, high]
         for _ in range(2):
             place = _root(low, high, self.target)
@@ -259,7 +257,7 @@ class Calibration(TrainerCallback):
         return _between(start, end, place), [*points, (place, self.target)]
 
     def _accuracy(self, weights: Weights, num_samples: int) -> float:
-        """Accuracy of these weights on the held-out problems, with samples that no other measurement has."""
+        """Measure the accuracy of these weights on held-out problems with new samples."""
         self.num_measurements += 1
         model = copy.deepcopy(self.average.module)
         model.load_state_dict(weights)
@@ -270,8 +268,8 @@ class Calibration(TrainerCallback):
 def measure(
     model: PreTrainedModel, processing_class, rows: list[dict[str, str]], *, num_samples: int = 1, seed: int
 ) -> float:
-    """Share of right answers in `num_samples` completions of each problem at temperature 1, in [0, 1]."""
-    rows = sorted(rows, key=lambda row: len(row["problem"]))  # completions of one batch are about equally long
+    """Return the share of correct answers in `num_samples` completions of each problem at temperature 1."""
+    rows = sorted(rows, key=lambda row: len(row["problem"]))  # similar lengths within a batch
     drawn = sample_completions(
         model,
         processing_class,
@@ -298,7 +296,7 @@ def _between(start: Weights, end: Weights, place: float) -> Weights:
 
 
 def _root(low: tuple[float, float], high: tuple[float, float], target: float) -> float:
-    """Where the straight line through two (place, accuracy), one below the target and one not, passes the target."""
+    """Return where the line through two (factor, accuracy) points reaches the target."""
     return low[0] + (high[0] - low[0]) * (target - low[1]) / (high[1] - low[1])
 
 
