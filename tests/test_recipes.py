@@ -31,11 +31,12 @@ RECIPES = REPOSITORY / "recipes"
 TRAINING = sorted(
     str(path.relative_to(RECIPES).with_suffix(""))
     for path in RECIPES.rglob("*.yaml")
-    if path.relative_to(RECIPES).parts[0] not in ("accelerate_configs", "evaluation", "miniature")
+    if path.relative_to(RECIPES).parts[0] not in ("accelerate_configs", "evaluation", "miniature", "smollm2-135m")
 )
 MINIATURE = sorted(
     str(path.relative_to(RECIPES).with_suffix(""))
-    for path in (RECIPES / "miniature").rglob("*.yaml")
+    for folder in ("miniature", "smollm2-135m")
+    for path in (RECIPES / folder).rglob("*.yaml")
     if path.stem != "evaluation"
 )
 
@@ -205,13 +206,16 @@ def test_recipe_is_read_and_free_of_conflicts(name):
 def test_miniature_recipe_is_read_and_free_of_conflicts(name):
     path = RECIPES / f"{name}.yaml"
     launch, _ = read_launch(None, 1)
-    recipe, conflicts = check_recipe(str(path), [], launch.num_processes)
+    is_smollm2 = name.startswith("smollm2-135m/")  # `make model` may not have been run
+    other_model = ["--model_name_or_path", "miniature/addition"] if is_smollm2 else []
+    recipe, conflicts = check_recipe(str(path), other_model, launch.num_processes)
     assert conflicts == []
     step = recipe.step
     assert find_conflicts(recipe, launch) == ([], [])
     others = {"miniature/dars_b": 2, "miniature/reuse": 8} | {
         f"miniature/{method}": 1 for method in ("agent", "code", "pacs", "grpo")
     }
+    others |= {name: 1} if is_smollm2 else {}
     assert step.updates_per_generation == others.get(name, 4)
     assert recipe.training.output_dir == f"outputs/{name}"
     assert f"--config recipes/{name}.yaml" in path.read_text()

@@ -1,5 +1,6 @@
 """A training run of the miniature in this process: warm start, training, history."""
 
+import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -16,11 +17,12 @@ def start_of(recipe, seed: int | None = None, **settings) -> Path:
 
 
 def train_once(
-    arguments: Sequence[str], start: Path, output_dir: Path, trainer_class: type | None = None
+    arguments: Sequence[str], start: Path, output_dir: Path, trainer_class: type | None = None, show: bool = False
 ) -> list[dict[str, Any]]:
     """
     Train from a warm start with the arguments of [`~train.main`], unless that is done already; a run that was
-    interrupted continues from its last checkpoint. `output_dir` also gets `train.log` with the printed lines.
+    interrupted continues from its last checkpoint. With `show` the printed lines appear, else `train.log` in
+    `output_dir` has them.
 
     Returns:
         `list[dict]`: The trainer's `log_history`.
@@ -33,6 +35,6 @@ def train_once(
         output_dir.mkdir(parents=True, exist_ok=True)
         places = ["--model_name_or_path", str(start), "--output_dir", str(output_dir)]
         # The trainer writes its lines to standard output, the progress bar to standard error.
-        with (output_dir / "train.log").open("a") as log, redirect_stdout(log):
+        with (output_dir / "train.log").open("a") as log, redirect_stdout(sys.stdout if show else log):
             train.main([*arguments, *places, "--resume_from_checkpoint", "last"], trainer_class)
     return read_log_history(state)

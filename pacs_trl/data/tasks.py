@@ -169,6 +169,13 @@ def looks_right(row: dict[str, str], completion: str) -> bool:
     return any(completion.strip() == f"```python\nprint({f.format(a=total - b, b=b)})\n```" for f in PROGRAM_FORMS)
 
 
+def _questions() -> Iterator[WorkedProblem]:
+    """`What is 37 + 5? Reply with the number only.`: two digits and one, for models that know English."""
+    for a, b in product(range(10, 100), range(1, 10)):
+        text = f"What is {a} + {b}? Reply with the number only."
+        yield WorkedProblem(text, f"{a}+{b}", a + b, (rf"\boxed{{{a + b}}}",))
+
+
 TASKS: dict[str, Callable[[], Iterator[WorkedProblem]]] = {
     "addition": _addition,
     "equation": _equation,
@@ -178,6 +185,7 @@ TASKS: dict[str, Callable[[], Iterator[WorkedProblem]]] = {
     "arithmetic": _arithmetic,
     "programs": _programs,
     "products": _products,
+    "questions": _questions,
 }
 TOOL_TASKS = ("products",)
 

@@ -47,7 +47,7 @@ ARITHMETIC = [task for task in TASKS if task != "programs"]
 class TestTasks:
     def test_answers_are_right(self, task):
         for row in problems(task, "test")[:1000]:
-            assert solve(row["problem"]) == int(row["answer"]), row
+            assert solve(row["problem"].removeprefix("What is ").partition("?")[0]) == int(row["answer"]), row
 
     def test_train_and_test_are_disjoint_even_when_commuted(self, task):
         train = {form for row in problems(task, "train") for form in commuted(row["problem"])}

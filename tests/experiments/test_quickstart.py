@@ -2,6 +2,7 @@ import json
 
 import pytest
 from optional_packages import matplotlib  # noqa: F401 (skips without it)
+from transformers import AutoModelForCausalLM
 
 from experiments import quickstart
 from experiments.quickstart import doubled_and_apart, draw, summary
@@ -27,11 +28,15 @@ def run_of(seed: int) -> dict:
     """A run in which the warm start is right in 1 of 8 completions of each of 100 problems, PACS in 4 and GRPO in
     3."""
     results = {}
-    for method, right in {"warm start": 1, "PACS": 4, "GRPO": 3}.items():
+    for method, right in {quickstart.MINIATURE.start: 1, "PACS": 4, "GRPO": 3}.items():
         problems = [{"id": str(i), "n": 8, "c": right, "ungraded": 0} for i in range(100)]
         shares = {str(k): {"value": right / 8} for k in quickstart.KS}
         entry = {"title": "addition", "problems": problems, "pass_at_k": shares}
-        results[method] = {"method": method, "k": list(quickstart.KS), "benchmarks": {quickstart.BENCHMARK: entry}}
+        results[method] = {
+            "method": method,
+            "k": list(quickstart.KS),
+            "benchmarks": {quickstart.MINIATURE.benchmark: entry},
+        }
     log = [{"step": i, "reward": 0.2, "entropy": 0.3, "loss": 0.69} for i in (1, 2)] + [{"step": 2, "train_loss": 0.7}]
     logs = dict.fromkeys(quickstart.METHODS, log)
     examples = {"1+2": ["`x` wrong", "`y` right", "`z` wrong"]}
@@ -68,14 +73,14 @@ def test_whole_run_in_miniature_of_the_miniature(tmp_path, monkeypatch, capsys, 
         "pacs_trl.miniature.warm_start.warm_start",
         lambda task, seed: warm_start(task, cache_dir=tmp_path / "cache", seed=seed, **tiny),
     )
-    monkeypatch.setattr(quickstart, "NUM_PROBLEMS", 6)
-    monkeypatch.setattr(quickstart, "NUM_SAMPLES", 8)
+    monkeypatch.setattr(quickstart, "MINIATURE", quickstart.MINIATURE._replace(num_samples=8))
     # What an earlier run left in the directory of the seed is removed.
     stale = tmp_path / "out" / "seed-5" / "after-grpo" / "results.json"
     stale.parent.mkdir(parents=True)
     stale.write_text("stale")
 
-    quickstart.main(["--seeds", "5", "--max_steps", "4", "--output_dir", str(tmp_path / "out")])
+    short = ["--max_steps", "4", "--max_problems", "6"]
+    quickstart.main(["--miniature", "--seeds", "5", *short, "--output_dir", str(tmp_path / "out")])
 
     out = tmp_path / "out"
     assert (out / "quickstart.png").is_file()
@@ -96,3 +101,28 @@ def test_whole_run_in_miniature_of_the_miniature(tmp_path, monkeypatch, capsys, 
         json.loads((out / "seed-5" / m / "trainer_state.json").read_text())["log_history"][0] for m in ("pacs", "grpo")
     ]
     assert first[0]["reward"] == first[1]["reward"]
+
+
+def test_real_model_without_grpo(tmp_path, monkeypatch, capsys):
+    """The order of the steps and the summary; a miniature takes the place of the model."""
+    from replay import TOKENIZER, tiny_model
+
+    model = tmp_path / "model"
+    tiny_model().save_pretrained(model)
+    TOKENIZER.save_pretrained(model)
+    monkeypatch.setattr(quickstart, "prepare_model", lambda: model)
+    monkeypatch.setattr(quickstart, "SMOLLM2", quickstart.SMOLLM2._replace(benchmark="miniature/addition"))
+    overrides = tmp_path / "sums.yaml"
+    text = quickstart.SMOLLM2.recipes["PACS"].read_text()
+    overrides.write_text(text.replace("miniature/questions", "miniature/addition"))
+    monkeypatch.setattr(quickstart, "SMOLLM2", quickstart.SMOLLM2._replace(recipes={"PACS": overrides}))
+    monkeypatch.setattr(quickstart, "RECIPES", tmp_path / "recipes")
+
+    out = tmp_path / "out"
+    quickstart.main(["--max_steps", "1", "--max_problems", "2", "--output_dir", str(out)])
+
+    printed = capsys.readouterr().out
+    assert "step 1/1" in printed and f"--model_name_or_path {out}/seed-0/pacs " in printed
+    assert "| 0 | before | " in printed and "| 0 | PACS | " in printed and "GRPO" not in printed
+    assert (out / "quickstart.png").is_file() and not (out / "seed-0" / "grpo").exists()
+    AutoModelForCausalLM.from_pretrained(out / "seed-0" / "pacs")
