@@ -1,5 +1,5 @@
-"""Seconds of training until a given share of completions is right: PACS, GRPO and PPO, by transformers' generation or
-vLLM's.
+"""Seconds of training until a given share of completions is right: PACS, GRPO with the exact update and with TRL's
+(`trl_grpo`), and PPO, by transformers' generation or vLLM's.
 
     OMP_NUM_THREADS=1 python -m benchmarks.end_to_end --engine transformers
     OMP_NUM_THREADS=1 python -m benchmarks.end_to_end --engine vllm    # after `make env-vllm`
@@ -17,11 +17,13 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.shared_engine import share_engine
+from pacs_trl.recipe import METHODS
 from pacs_trl.rollouts import rollout_trainer
 from pacs_trl.rollouts.timing import PARTS
 from pacs_trl.train import main as train
 
 
+METHODS["trl_grpo"] = ("baselines.grpo_config.GRPOConfig", "rollouts.rollout_trainer.RolloutTrainer")
 RECIPE = Path(__file__).parents[1] / "recipes/miniature/pacs.yaml"
 
 
@@ -42,7 +44,7 @@ def steps_to(target: float, window: int, logs: list[dict]) -> int | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
-    parser.add_argument("--methods", nargs="+", default=["pacs", "grpo", "ppo"])
+    parser.add_argument("--methods", nargs="+", default=["pacs", "grpo", "trl_grpo", "ppo"])
     parser.add_argument("--target", type=float, default=0.3)
     parser.add_argument("--window", type=int, default=4)
     parser.add_argument("--max_steps", type=int, default=60)

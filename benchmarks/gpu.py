@@ -151,6 +151,7 @@ def estimate_of(
     }
     if method == "grpo":
         settings["gradient_accumulation_steps"] = size.num_groups * NUM_GENERATIONS // rows
+        settings["padding_free"] = "never"  # TRL's update, which is measured, pads
     if lora:
         settings |= {"use_peft": True, "lora_r": LORA["r"], "lora_target_modules": [LORA["target_modules"]]}
         settings |= {"dtype": "bfloat16"}

@@ -1,4 +1,4 @@
-"""Time and memory of one optimizer step: PACSTrainer against TRL's GRPOTrainer on the same recorded rollouts.
+"""Time and memory of one optimizer step: PACS and GRPO on the exact update against TRL's GRPOTrainer.
 
     make bench                                       # CPU size, nine minutes on two cores
     python -m benchmarks.optimizer_step --size gpu   # Qwen3-1.7B architecture, random weights, bf16, one GPU
@@ -19,11 +19,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from trl import GRPOTrainer
+from trl import GRPOTrainer as TRLTrainer
 
 from benchmarks import table_of
 from benchmarks.recorded import SMALL_MODELS, Runner, Size, labels_of, matmul_rate, recorded_rollouts
-from pacs_trl import PACSTrainer
+from pacs_trl import GRPOTrainer, PACSTrainer
 from pacs_trl.plan.cost import KNOWN_MODELS, ModelShape
 
 
@@ -51,7 +51,7 @@ def compare(title: str, runners: dict[str, Runner], repeats: int, flops_rate: fl
         completion_tokens = sum(len(r["completion_ids"]) for r in rollouts)
         prompts = {tuple(r["prompt_ids"]) for r in rollouts}  # one for the completions of a prompt
         once = sum(map(len, prompts)) + completion_tokens
-        skips = name.startswith("PACS") and "uniform" in name and not name.endswith((" 0", " 0 of 3"))
+        skips = "uniform" in name and not name.endswith((" 0", " 0 of 3"))
         rows.append(
             {
                 "variant": name,
@@ -73,8 +73,9 @@ def aligned(size: Size, device: str, repeats: int, flops_rate: float) -> list[di
     make = partial(Runner, size=size, rollouts=rollouts, device=device)
     mixed = labels_of(size.num_groups, 0.0)
     runners = {
-        "TRL GRPO, default (gradient checkpointing)": make(GRPOTrainer, labels=mixed, gradient_checkpointing=True),
-        BASELINE: make(GRPOTrainer, labels=mixed),
+        "TRL GRPO, default (gradient checkpointing)": make(TRLTrainer, labels=mixed, gradient_checkpointing=True),
+        BASELINE: make(TRLTrainer, labels=mixed),
+        "GRPO": make(GRPOTrainer, labels=mixed),
     }
     for fraction in (0, 0.25, 0.5, 0.75):
         labels = labels_of(size.num_groups, fraction)
@@ -86,7 +87,7 @@ def four_updates(size: Size, device: str, repeats: int, flops_rate: float) -> li
     num_groups = 4 * max(1, size.num_groups // 4)
     make = partial(Runner, size=size, rollouts=recorded_rollouts(size, num_groups), device=device)
     make = partial(make, labels=labels_of(num_groups, 0.0), updates_per_generation=4)
-    runners = {BASELINE: make(GRPOTrainer)}
+    runners = {BASELINE: make(TRLTrainer), "GRPO": make(GRPOTrainer)}
     runners |= {f"PACS, {layout} groups": make(PACSTrainer, group_layout=layout) for layout in ("whole", "split")}
     return compare("Four updates per generation", runners, repeats, flops_rate)
 
@@ -100,10 +101,11 @@ def prompt_lengths(
         for num_generations in group_sizes:
             rollouts = recorded_rollouts(size, 3, 0, num_generations, (num_prompt_tokens, num_prompt_tokens))
             make = partial(Runner, size=size, rollouts=rollouts, device=device, num_generations=num_generations)
-            runners = {BASELINE: make(GRPOTrainer, labels=labels_of(3, 0.0, num_generations))}
-            for uniform in (0, 1):
-                labels = labels_of(3, uniform / 3, num_generations)
-                runners[f"PACS, uniform groups {uniform} of 3"] = make(PACSTrainer, labels=labels)
+            runners = {BASELINE: make(TRLTrainer, labels=labels_of(3, 0.0, num_generations))}
+            for name, trainer_class in (("GRPO", GRPOTrainer), ("PACS", PACSTrainer)):
+                for uniform in (0, 1):
+                    labels = labels_of(3, uniform / 3, num_generations)
+                    runners[f"{name}, uniform groups {uniform} of 3"] = make(trainer_class, labels=labels)
             title = f"Prompts of {num_prompt_tokens} tokens, {num_generations} completions each"
             rows += compare(title, runners, repeats, flops_rate)
     return rows

@@ -16,7 +16,6 @@ from datasets import Dataset
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig
 
-from pacs_trl import PACSConfig, PACSTrainer
 from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.plan.cost import KNOWN_MODELS, ModelShape
 
@@ -122,7 +121,7 @@ class Runner:
         model = build_model(size.shape, device, attn_implementation=attention)
         if peft_config is not None:
             model.to(torch.bfloat16 if size.bf16 else torch.float32)
-        config_class = PACSConfig if issubclass(trainer_class, PACSTrainer) else GRPOConfig
+        config_class = getattr(trainer_class, "_config_class", GRPOConfig)  # TRL's own has none
         defaults = dict(
             per_device_train_batch_size=size.rows_per_forward,
             num_generations=NUM_GENERATIONS,

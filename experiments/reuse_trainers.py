@@ -16,9 +16,9 @@ from collections import deque
 
 import torch
 
-from pacs_trl.baselines.grpo_trainer import GRPOTrainer
 from pacs_trl.objective import class_weights
 from pacs_trl.pacs_trainer import PACSTrainer
+from pacs_trl.rollouts.rollout_trainer import RolloutTrainer
 from pacs_trl.update.groups import Groups
 from pacs_trl.update.policy_update import PolicyUpdate
 from pacs_trl.update.reference import SnapshotReference
@@ -58,7 +58,9 @@ class MeasuredPACS(PACSTrainer):
         return _MeasuredUpdate(**vars(super()._create_update()))
 
 
-class MeasuredGRPO(GRPOTrainer):
+class MeasuredGRPO(RolloutTrainer):
+    """With TRL's own update."""
+
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
         found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
         self._scored = found[0].detach()

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:  # the names below, for type checkers and editors
+    from .baselines.grpo_config import GRPOConfig, RLOOConfig
+    from .baselines.grpo_trainer import GRPOTrainer, RLOOTrainer
     from .baselines.ppo_config import PPOConfig
     from .baselines.ppo_trainer import PPOTrainer
     from .pacs_config import PACSConfig
@@ -16,13 +18,27 @@ if TYPE_CHECKING:  # the names below, for type checkers and editors
 __version__ = "0.1.0"
 
 _PUBLIC_NAMES = {
+    "GRPOConfig": "pacs_trl.baselines.grpo_config",
+    "GRPOTrainer": "pacs_trl.baselines.grpo_trainer",
     "PACSConfig": "pacs_trl.pacs_config",
     "PACSTrainer": "pacs_trl.pacs_trainer",
     "PPOConfig": "pacs_trl.baselines.ppo_config",
     "PPOTrainer": "pacs_trl.baselines.ppo_trainer",
+    "RLOOConfig": "pacs_trl.baselines.grpo_config",
+    "RLOOTrainer": "pacs_trl.baselines.grpo_trainer",
 }
 
-__all__ = ["PACSConfig", "PACSTrainer", "PPOConfig", "PPOTrainer", "__version__"]
+__all__ = [
+    "GRPOConfig",
+    "GRPOTrainer",
+    "PACSConfig",
+    "PACSTrainer",
+    "PPOConfig",
+    "PPOTrainer",
+    "RLOOConfig",
+    "RLOOTrainer",
+    "__version__",
+]
 
 
 def __getattr__(name):

@@ -1,4 +1,4 @@
-"""Settings of PACS, the rules between them, and settings of GRPO that PACS would ignore."""
+"""Settings of the exact update and of PACS, the rules between them, and settings of GRPO that PACS would ignore."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -12,6 +12,16 @@ from .update.generation import GenerationSettings
 from .update.step_sizes import Step
 
 
+# Settings of GRPOConfig that no exact update supports.
+NOT_SUPPORTED = {
+    **dict.fromkeys(
+        ("entropy_coef", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")
+        + ("use_adaptive_entropy",),
+        "the exact update has no entropy bonus",
+    ),
+    "router_aux_loss_coef": "the exact update has no router loss; 0.0 trains a mixture of experts without it",
+}
+
 # Settings of GRPOConfig that shape GRPO's own loss. PACS has no ratio, no clipping and no advantage to apply them to.
 SHAPES_ONLY_GRPO = {
     **dict.fromkeys(("delta", "epsilon", "epsilon_high"), "PACS does not clip probability ratios"),
@@ -22,25 +32,69 @@ SHAPES_ONLY_GRPO = {
     "top_entropy_quantile": "the proxy sums over all tokens of a completion",
     "off_policy_mask_threshold": "PACS does not mask off-policy sequences",
     "use_bias_correction_kl": "PACS has no probability ratio to correct the KL term with",
-    **dict.fromkeys(
-        ("entropy_coef", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")
-        + ("use_adaptive_entropy",),
-        "PACS has no entropy bonus",
-    ),
     **OF_OTHER_LOSSES,
-    "router_aux_loss_coef": "PACS does not add the router's loss; 0.0 trains a mixture of experts without it",
 }
 
 
 @dataclass
-class PACSConfig(PublishedArguments, GenerationSettings, GRPOConfig):
+class ExactUpdateConfig(PublishedArguments, GenerationSettings, GRPOConfig):
+    r"""
+    Settings of the exact optimizer step, which all its objectives share. Inherits every parameter of
+    [`~trl.GRPOConfig`].
+
+    Parameters:
+        max_tokens_per_micro_batch (`int`, *optional*):
+            Bounds a forward pass by tokens. By default it is bounded by `per_device_train_batch_size` rows. Every
+            prompt plus `max_completion_length` must fit, which is checked at startup.
+        padding_free (`str`, *optional*, defaults to `"auto"`):
+            `"auto"` packs the rows of a micro-batch where model and attention allow it and pads them otherwise. For
+            tests: `"always"` raises where packing is impossible, `"never"` pads.
+        startup_check (`bool`, *optional*, defaults to `True`):
+            Whether to compare the log-probs of three short sequences, computed as in training, with the model's own
+            logits before training. Where they differ, slower passes that agree are used, with a warning, or the run
+            ends.
+        max_non_finite_steps (`int`, *optional*, defaults to `3`):
+            Optimizer steps in a row with a gradient norm that is not finite after which training stops. Each such step
+            is skipped on all processes.
+    """
+
+    max_tokens_per_micro_batch: int | None = bounded(None, least=1)
+    padding_free: Literal["auto", "always", "never"] = "auto"
+    startup_check: bool = True
+    max_non_finite_steps: int = bounded(3, least=1)
+
+    def __post_init__(self):
+        refuse_illegal_values(self)
+        super().__post_init__()
+        step = Step.of(self, self.world_size)
+        if errors := [*step.errors(), *self.errors(self, step)]:
+            raise ValueError(" ".join(errors))
+
+    @classmethod
+    def errors(cls, given: Any, step: Step) -> list[str]:
+        """Return one message per contradiction between settings; `step` holds the batch sizes."""
+        refused = dict(NOT_SUPPORTED)
+        if given.router_aux_loss_coef == 0.0:  # which leaves it out, as the update does
+            del refused["router_aux_loss_coef"]
+        errors = ignored_settings(cls, given, refused, instead="`trl.GRPOTrainer`")
+        room, longest = given.max_tokens_per_micro_batch, given.max_completion_length or 0
+        if room is not None and room <= longest:
+            errors.append(
+                f"max_tokens_per_micro_batch={room} cannot hold one sequence of a prompt and max_completion_length="
+                f"{longest} tokens. Raise it to their sum, or lower max_completion_length."
+            )
+        return errors
+
+
+@dataclass
+class PACSConfig(ExactUpdateConfig):
     r"""
     Configuration class for the [`PACSTrainer`].
 
-    Inherits every parameter of [`~trl.GRPOConfig`]. Generation, vLLM, data, logging and optimization keep their
-    meaning, and so does `beta`, the weight of the KL term (k3 estimator, mean over the tokens of the optimizer step).
-    Parameters that only shape GRPO's loss (`epsilon`, `loss_type`, `scale_rewards`, ...) are refused when moved off
-    their default.
+    Inherits every parameter of [`ExactUpdateConfig`] and [`~trl.GRPOConfig`]. Generation, vLLM, data, logging and
+    optimization keep their meaning, and so does `beta`, the weight of the KL term (k3 estimator, mean over the tokens
+    of the optimizer step). Parameters that only shape GRPO's loss (`epsilon`, `loss_type`, `scale_rewards`, ...) are
+    refused when moved off their default.
 
     Parameters:
         > Parameters that control the objective
@@ -60,7 +114,8 @@ class PACSConfig(PublishedArguments, GenerationSettings, GRPOConfig):
             Weights of correct and wrong completions inside each group: `"balanced"`, `"none"`, `"only_positive"` or
             `"only_negative"`.
         proxy (`str`, *optional*, defaults to `"log_ratio"`):
-            Implicit reward: `"log_ratio"` (eq. 7), or `"mean_logp"`, the mean log-probability without reference.
+            Implicit reward: `"log_ratio"` (eq. 7), `"mean_log_ratio"`, the same divided by the number of tokens, or
+            `"mean_logp"`, the mean log-probability without reference.
         actor_term_coef (`float`, *optional*, defaults to `0.0`):
             Weight of the actor term of eq. 5. The authors' code has none. 1.0 is the weight in eq. 5, but the term
             here is centered in the group and carries the class weights, and eq. 5 has neither.
@@ -80,24 +135,11 @@ class PACSConfig(PublishedArguments, GenerationSettings, GRPOConfig):
 
         > Parameters that control the optimizer step
 
-        max_tokens_per_micro_batch (`int`, *optional*):
-            Bounds a forward pass by tokens. By default it is bounded by `per_device_train_batch_size` rows. Every
-            prompt plus `max_completion_length` must fit, which is checked at startup.
-        padding_free (`str`, *optional*, defaults to `"auto"`):
-            `"auto"` packs the rows of a micro-batch where model and attention allow it and pads them otherwise. For
-            tests: `"always"` raises where packing is impossible, `"never"` pads.
-        startup_check (`bool`, *optional*, defaults to `True`):
-            Whether to compare the log-probs of three short sequences, computed as in training, with the model's own
-            logits before training. Where they differ, slower passes that agree are used, with a warning, or the run
-            ends.
         group_layout (`str`, *optional*, defaults to `"auto"`):
             When scores are not known beforehand (every update but the first after a rollout), `"whole"` keeps each
             group in one micro-batch and needs one forward pass; `"split"` composes micro-batches freely and needs an
             additional forward pass without gradient. `"auto"` takes the cheaper one by tokens; the others are for
             tests.
-        max_non_finite_steps (`int`, *optional*, defaults to `3`):
-            Optimizer steps in a row with a gradient norm that is not finite after which training stops. Each such step
-            is skipped on all processes.
 
         > Parameters with another default than in GRPOConfig
 
@@ -124,39 +166,18 @@ class PACSConfig(PublishedArguments, GenerationSettings, GRPOConfig):
     reference_reset_steps: int | None = bounded(None, least=1)
     reset_optimizer_on_reference_reset: bool = False
     reference_offload: bool = False
-    max_tokens_per_micro_batch: int | None = bounded(None, least=1)
-    padding_free: Literal["auto", "always", "never"] = "auto"
-    startup_check: bool = True
     group_layout: Literal["auto", "whole", "split"] = "auto"
-    max_non_finite_steps: int = bounded(3, least=1)
     disable_dropout: bool = True
     vllm_importance_sampling_correction: bool = False
 
-    def __post_init__(self):
-        refuse_illegal_values(self)
-        super().__post_init__()
-        step = Step.of(self, self.world_size)
-        if errors := [*step.errors(), *self.errors(self, step)]:
-            raise ValueError(" ".join(errors))
-
     @classmethod
     def errors(cls, given: Any, step: Step) -> list[str]:
-        """Return one message per contradiction between settings; `step` holds the batch sizes."""
-        ignored = dict(SHAPES_ONLY_GRPO)
-        if given.router_aux_loss_coef == 0.0:  # which leaves it out, as PACS does
-            del ignored["router_aux_loss_coef"]
-        room, longest = given.max_tokens_per_micro_batch, given.max_completion_length or 0
-        errors = [*ignored_settings(cls, given, ignored), *_first_update_errors(given, step), *_snapshot_errors(given)]
-        if room is not None and room <= longest:
-            errors.append(
-                f"max_tokens_per_micro_batch={room} cannot hold one sequence of a prompt and max_completion_length="
-                f"{longest} tokens. Raise it to their sum, or lower max_completion_length."
-            )
-        return errors
+        own = [*_first_update_errors(given, step), *_snapshot_errors(given)]
+        return [*super().errors(given, step), *ignored_settings(cls, given, SHAPES_ONLY_GRPO), *own]
 
 
 def _first_update_errors(given: Any, step: Step) -> list[str]:
-    undefined = given.score_estimator == "grpo" and given.reference == "rollout" and given.proxy == "log_ratio"
+    undefined = given.score_estimator == "grpo" and given.reference == "rollout" and given.proxy != "mean_logp"
     first = given.first_update_score
     if undefined and first is None:
         return [

@@ -2,7 +2,7 @@
 
 import math
 import textwrap
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
@@ -20,13 +20,15 @@ from .objective import (
 from .pacs_config import PACSConfig
 from .rollouts.exact_trainer import ExactUpdateTrainer
 from .update.groups import Groups
+from .update.loss import Objective
 
 
 # |psi| beyond this leaves sigmoid(psi) * (1 - sigmoid(psi)) below 0.7 %: the completion has next to no gradient.
 SATURATED_SCORE = 5.0
 
 
-class PACSObjective(NamedTuple):
+@dataclass(frozen=True)
+class PACSObjective(Objective):
     """Objective of PACS for [`PolicyUpdate`]: settings of `objective.py`, and the weights of the actor term and the KL
     term (`beta`)."""
 
@@ -38,8 +40,8 @@ class PACSObjective(NamedTuple):
     kl_coef: float = 0.0
 
     @property
-    def has_reference(self) -> bool:
-        return self.proxy == "log_ratio"
+    def has_reference(self) -> bool:  # type: ignore[override]
+        return self.proxy != "mean_logp"
 
     def proxies(self, logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return sequence_proxies(logps.detach(), ref_logps, mask, pacs_beta=self.pacs_beta, proxy=self.proxy)
@@ -47,7 +49,7 @@ class PACSObjective(NamedTuple):
     def slopes(self, num_tokens: torch.Tensor) -> torch.Tensor:
         """Return the derivatives of proxies with respect to the log-prob of any of their `num_tokens` tokens."""
         slopes = torch.full(num_tokens.shape, self.pacs_beta)
-        return slopes / num_tokens.clamp(min=1) if self.proxy == "mean_logp" else slopes
+        return slopes if self.proxy == "log_ratio" else slopes / num_tokens.clamp(min=1)
 
     def coefficients(self, groups: Groups, proxies: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
         score, weighting = {"score_estimator": self.score_estimator}, {"class_weighting": self.class_weighting}
@@ -157,6 +159,14 @@ class PACSTrainer(ExactUpdateTrainer):
                 eprint       = {arXiv:2509.02522},
             }"""),
     }
+
+    @property
+    def _reference(self) -> str:
+        return self.args.reference
+
+    @property
+    def _group_layout(self) -> str:
+        return self.args.group_layout
 
     def create_objective(self) -> PACSObjective:
         args = self.args

@@ -6,7 +6,7 @@ elsewhere (`plan`). Reading a recipe loads no model, no data, and no GPU.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, fields
 from importlib import import_module
 from pkgutil import iter_modules
@@ -29,7 +29,10 @@ from .update.step_sizes import Step
 # Configuration and trainer; every other method is a module of `pacs_trl.experimental`, which defines one of each.
 METHODS = {
     "pacs": ("pacs_config.PACSConfig", "pacs_trainer.PACSTrainer"),
-    "grpo": ("baselines.grpo_trainer.GRPOConfig", "baselines.grpo_trainer.GRPOTrainer"),
+    "grpo": ("baselines.grpo_config.GRPOConfig", "baselines.grpo_trainer.GRPOTrainer"),
+    "rloo": ("baselines.grpo_config.RLOOConfig", "baselines.grpo_trainer.RLOOTrainer"),
+    "maxrl": ("baselines.grpo_config.MaxRLConfig", "baselines.grpo_trainer.MaxRLTrainer"),
+    "real": ("baselines.grpo_config.REALConfig", "baselines.real_trainer.REALTrainer"),
     "ppo": ("baselines.ppo_config.PPOConfig", "baselines.ppo_trainer.PPOTrainer"),
 }
 
@@ -41,8 +44,8 @@ class RunArguments:
 
     Args:
         method (`str`, *optional*, defaults to `"pacs"`):
-            `"pacs"`, or a baseline on the same data and rewards: `"grpo"` (TRL's loss) or `"ppo"`; or the name of a
-            module in `pacs_trl.experimental`.
+            `"pacs"`; another objective on the same update, data, and rewards: `"grpo"`, `"rloo"`, `"maxrl"` or
+            `"real"`; `"ppo"`; or the name of a module in `pacs_trl.experimental`.
         reward_funcs (`list[str]`, *optional*, defaults to `["math_reward"]`):
             Names from `pacs_trl.rewards`, or `package.module.function` of your own, importable from the working
             directory. With several, `reward_weights` says how they add up.
@@ -100,6 +103,8 @@ class Recipe(NamedTuple):
             near = did_you_mean(str(method), method_names())
             raise ValueError(f"`method` must be one of {', '.join(method_names())}; got {method!r}.{near}")
         parts = (RunArguments, DataArguments, ModelConfig, VerificationArguments, config_class(method))
+        if foreign := _foreign_keys(method, settings.keys() - {f.name for part in parts for f in fields(part)}):
+            raise ValueError(" ".join(foreign))
         values = typed_values(settings, parts, f"method {method}")
         if values["model_name_or_path"] is None:
             raise ValueError("`model_name_or_path` is missing. Set it to a path or a Hub id.")
@@ -175,6 +180,19 @@ def config_class(method: str) -> type:
 def trainer_of_method(method: str) -> type:
     """Return the trainer of a method: of an experimental one, the `...Trainer` of its module."""
     return _named(METHODS[method][1]) if method in METHODS else _only_class(method, "Trainer")
+
+
+def _foreign_keys(method: str, unknown: Set[str]) -> list[str]:
+    """Return one message per unknown key that is a setting of other methods, those of `METHODS` first."""
+    found: dict[str, list[str]] = {}
+    for other in METHODS if unknown else ():
+        for name in unknown & {f.name for f in fields(config_class(other))}:
+            found.setdefault(name, []).append(other)
+    return [
+        f"`{name}` is a setting of method {' and '.join(found[name])}, not of {method}. Remove the key, or change "
+        "`method`."
+        for name in sorted(found)
+    ]
 
 
 def _named(path: str) -> type:

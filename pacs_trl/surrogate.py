@@ -154,6 +154,7 @@ def ratio_terms(
         # a ratio of the completion depends on all of its tokens
         share = factors if level == "token" else factors.sum(dim=1, keepdim=True) / number
         weights = (slopes * share).expand_as(logps)
+    ratio = ratio.clamp(max=math.inf if loss.delta is None else loss.delta)
     low, high = (ratio < loss.low) & negative, (ratio > loss.high) & positive
     return RatioTerms(weights, values, *((where & mask).sum(dim=1) / number[:, 0] for where in (low, high)))
 

@@ -6,7 +6,7 @@ from dataclasses import MISSING, fields
 import pytest
 
 from pacs_trl import PACSConfig
-from pacs_trl.pacs_config import SHAPES_ONLY_GRPO
+from pacs_trl.pacs_config import NOT_SUPPORTED, SHAPES_ONLY_GRPO
 from pacs_trl.update.step_sizes import Step
 
 
@@ -37,7 +37,7 @@ OFF_DEFAULT = {
 }
 
 
-@pytest.mark.parametrize("name", SHAPES_ONLY_GRPO)
+@pytest.mark.parametrize("name", [*SHAPES_ONLY_GRPO, *NOT_SUPPORTED])
 def test_settings_of_grpos_loss_are_refused(name):
     default = next(f.default for f in fields(PACSConfig) if f.name == name)
     assert default is not MISSING

@@ -149,6 +149,7 @@ COMPLETE = ("qwen3-4b/pacs_one_node", "qwen3-8b/pacs_server")
 MADE_BY |= {run: (recipe, added.split()) for run, (recipe, added) in IN_README.items()}
 MADE_BY |= {recipe: (recipe, []) for recipe in COMPLETE}
 DARS = "qwen2.5-math-7b/dars_b"
+OBJECTIVES = ("real", "maxrl", "rloo")
 GENAC = {"qwen3-4b/genac": 1e-6, "qwen3-8b/genac": 2e-7}  # learning rates of the critic
 PRACTICAL = {
     "qwen3-0.6b/pacs": 1e-6,
@@ -213,7 +214,7 @@ def test_miniature_recipe_is_read_and_free_of_conflicts(name):
     step = recipe.step
     assert find_conflicts(recipe, launch) == ([], [])
     others = {"miniature/dars_b": 2, "miniature/reuse": 8} | {
-        f"miniature/{method}": 1 for method in ("agent", "code", "pacs", "grpo")
+        f"miniature/{method}": 1 for method in ("agent", "code", "pacs", "grpo", *OBJECTIVES)
     }
     others |= {name: 1} if is_smollm2 else {}
     assert step.updates_per_generation == others.get(name, 4)
@@ -240,7 +241,9 @@ def test_cell_has_the_settings_of_the_paper(name):
 
 def test_there_is_a_recipe_for_each_cell_and_no_other():
     assert set(MADE_BY) == set(CELLS)
-    assert set(TRAINING) == {recipe for recipe, _ in MADE_BY.values()} | set(PRACTICAL) | {DARS} | set(GENAC)
+    assert set(TRAINING) == {recipe for recipe, _ in MADE_BY.values()} | set(PRACTICAL) | {DARS} | set(GENAC) | {
+        f"qwen3-4b/{method}" for method in OBJECTIVES
+    }
 
 
 def test_readme_has_the_settings_of_cells_that_no_table_has():

@@ -26,7 +26,7 @@ from pacs_trl.experimental._generation import ExtendingTrainer
 from pacs_trl.experimental.dars import DARSTrainer
 from pacs_trl.experimental.genac import GenACTrainer
 from pacs_trl.experimental.rlpr import RLPRTrainer
-from pacs_trl.pacs_config import SHAPES_ONLY_GRPO
+from pacs_trl.pacs_config import NOT_SUPPORTED, SHAPES_ONLY_GRPO
 from pacs_trl.rollouts.exact_trainer import ExactUpdateTrainer
 from pacs_trl.rollouts.rollout_trainer import RolloutTrainer
 
@@ -165,10 +165,11 @@ def string_keys(function, variable: str) -> set[str]:
 
 # What `unpad_rollouts` reads.
 READ = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "sampling_per_token_logps"}
+READ |= {"advantages", "num_items_in_batch"}
 # Of GRPO's loss, or images, which PACSTrainer refuses. PACS computes the importance weights itself.
 LEFT_OUT = set(
     """
-    advantages num_items_in_batch old_per_token_logps ref_per_token_logps importance_sampling_ratio pixel_values
+    old_per_token_logps ref_per_token_logps importance_sampling_ratio pixel_values
     image_grid_thw pixel_attention_mask spatial_shapes image_sizes image_position_ids token_type_ids
     mm_token_type_ids num_images num_tiles
     """.split()
@@ -214,13 +215,13 @@ KEPT = set(
 
 
 def test_checkpoints_of_grpo_name_what_its_loss_reads():
-    assert set(BaselineGRPOTrainer._own_shared_settings) == set(SHAPES_ONLY_GRPO) | {"world_size"}
+    assert set(BaselineGRPOTrainer._own_shared_settings) == set(SHAPES_ONLY_GRPO)
 
 
 def test_every_setting_of_grpo_is_kept_or_refused():
     of_trainer = {f.name for f in fields(TrainingArguments)}
     found = {f.name for f in fields(GRPOConfig)} - of_trainer
-    refused = set(SHAPES_ONLY_GRPO)
+    refused = {*SHAPES_ONLY_GRPO, *NOT_SUPPORTED}
     assert not KEPT & refused
     assert found == KEPT | refused, (
         f"new: {sorted(found - KEPT - refused)}, gone: {sorted((KEPT | refused) - found)}. A new setting is either "

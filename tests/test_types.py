@@ -16,8 +16,7 @@ pytestmark = needs("mypy")
 SCRIPT = """\
 from peft import LoraConfig
 
-from pacs_trl import PACSConfig, PACSTrainer, PPOConfig, PPOTrainer
-from pacs_trl.baselines.grpo_trainer import GRPOTrainer
+from pacs_trl import GRPOTrainer, PACSConfig, PACSTrainer, PPOConfig, PPOTrainer
 from pacs_trl.rewards import math_reward
 
 args = PACSConfig(output_dir="x", pacs_beta=1.0, learning_rate=1e-6)

@@ -1,1 +1,1 @@
-"""Baselines on the same rollouts: GRPO (TRL's loss) and PPO."""
+"""Other objectives on the exact update (GRPO, RLOO, MaxRL, REAL), and PPO."""

@@ -1,43 +1,239 @@
-"""GRPO: the unchanged loss of TRL's GRPOTrainer, on rollouts that are generated as those of PACS and PPO are.
+"""GRPO, RLOO, and MaxRL on the exact update: advantages, and the losses of `surrogate.py`."""
 
-Its weights are those of TRL's own trainer, bit for bit in the first epoch (later ones are shuffled by seed and epoch).
-"""
-
-import contextlib
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import trl
+from accelerate.utils import gather_object
 
-from ..pacs_config import SHAPES_ONLY_GRPO
-from ..redaction import PublishedArguments
+from ..objective import maxrl_advantages, rloo_advantages
+from ..rollouts.exact_trainer import ExactUpdateTrainer
 from ..rollouts.rollout_trainer import RolloutTrainer
-from ..settings import refuse_illegal_values
-from ..update.generation import GenerationSettings
-from ..update.startup_check import warn_of_left_padding
+from ..surrogate import (
+    RatioLoss,
+    RatioTerms,
+    completion_scales,
+    kl_terms,
+    log_importance_weights,
+    off_policy_mask,
+    ratio_terms,
+)
+from ..update.loss import Objective
+from ..update.rows import Rollout, unpad_rollouts
+from ..update.token_weights import HighEntropyTokens, Mismatch, TokenValues, TokenWeights, correction_weights
+from .grpo_config import GRPOConfig, MaxRLConfig, RLOOConfig
 
 
-@dataclass
-class GRPOConfig(PublishedArguments, GenerationSettings, trl.GRPOConfig):
-    """[`~trl.GRPOConfig`], of which trackers get what others may see."""
+@dataclass(frozen=True)
+class RatioObjective(Objective):
+    """
+    A loss of probability ratios with given advantages, for [`PolicyUpdate`].
 
-    def __post_init__(self):
-        refuse_illegal_values(self)
-        super().__post_init__()
+    Attributes:
+        loss ([`RatioLoss`]): The loss and its settings.
+        kl_coef (`float`), bias_correction (`bool`): Weight of the KL term, and TRL's `use_bias_correction_kl`.
+        max_completion_length (`int`): As in the configuration.
+        share (`float`): Part of a generation batch that an optimizer step learns from; above 1 if it learns from
+            several.
+        off_policy_threshold (`float`, *optional*): TRL's `off_policy_mask_threshold`.
+        mismatch ([`Mismatch`], *optional*): Correction that enters the weights of `"vespo"`.
+    """
+
+    loss: RatioLoss
+    kl_coef: float = 0.0
+    bias_correction: bool = True
+    max_completion_length: int = 1
+    share: float = 1.0
+    off_policy_threshold: float | None = None
+    mismatch: Mismatch | None = None
+    has_ratio = True
+
+    def known_coefficients(self, rollouts: list[Rollout]) -> tuple[torch.Tensor, torch.Tensor]:
+        values = [(row.advantage * row.weight, self.share * row.generation_tokens) for row in rollouts]
+        advantages, generation_tokens = torch.tensor(values, dtype=torch.float64).view(-1, 2).unbind(dim=1)
+        scales = completion_scales(
+            self.loss.loss_type,
+            torch.tensor([int(row.loss_mask.sum()) for row in rollouts]),
+            max_completion_length=self.max_completion_length,
+            generation_tokens=generation_tokens,
+        )
+        return tuple(values.to(torch.get_default_dtype()) for values in (-advantages * scales, scales))
+
+    def token_terms(self, tokens: TokenValues, factors: Sequence[torch.Tensor]) -> RatioTerms:
+        advantages, log_correction = -tokens.coefficients[:, 0], None
+        factor = math.prod(factors, start=torch.ones_like(tokens.logps))
+        if self.off_policy_threshold is not None:
+            reported = ~tokens.sampling_logps.isnan().all(dim=1, keepdim=True)
+            old_logps = torch.where(reported, tokens.sampling_logps, tokens.old_logps)
+            values = tokens.logps, old_logps, advantages, tokens.mask
+            factor = factor * off_policy_mask(*values, self.off_policy_threshold)
+        if self.mismatch is not None:
+            weights = correction_weights(tokens.old_logps, tokens.sampling_logps, tokens.mask, self.mismatch)
+            logs = weights.log().clamp(math.log(1e-8), 20.0)
+            is_token = self.mismatch.mode.startswith("token_")
+            log_correction = logs.masked_fill(~tokens.mask, 0.0).sum(dim=1, keepdim=True) if is_token else logs[:, :1]
+        values = tokens.logps, tokens.old_logps, advantages, tokens.mask
+        return ratio_terms(*values, self.loss, factors=factor, log_correction=log_correction)
+
+    def kl(self, logps, ref_logps, old_logps, mask):
+        if not self.bias_correction:
+            return kl_terms(logps, ref_logps, mask)
+        level = self.loss.importance_sampling_level
+        return kl_terms(logps, ref_logps, mask, log_importance_weights(logps - old_logps, mask, level))
+
+    def token_metrics(self, num_tokens: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> dict[str, float]:
+        if self.loss.loss_type in ("sapo", "vespo"):
+            return {}
+        counts = num_tokens if self.loss.importance_sampling_level == "token" else torch.ones_like(num_tokens)
+        below, above = ((share * counts).sum().item() / max(int(counts.sum()), 1) for share in (low, high))
+        if self.loss.loss_type == "cispo":
+            return {"cispo_clip_ratio": above}
+        counted = num_tokens > 0
+        extremes = (low[counted].min().item(), high[counted].max().item()) if counted.any() else (math.nan, math.nan)
+        names = ("low_mean", "high_mean", "region_mean", "low_min", "high_max")
+        values = (below, above, below + above, *extremes)
+        return {f"clip_ratio/{name}": value for name, value in zip(names, values, strict=True)}
 
 
-class GRPOTrainer(RolloutTrainer):
-    """[`~trl.GRPOTrainer`], with the same arguments, on the rollouts of [`RolloutTrainer`]."""
+class GRPOTrainer(ExactUpdateTrainer):
+    """
+    [`~trl.GRPOTrainer`] on the exact update, with the same arguments: the same weights, several times as fast
+    (docs/objectives.md). `args` is a [`GRPOConfig`].
+    """
 
-    # those that only GRPO's loss reads, and how the rows of a generation batch are spread
-    _own_shared_settings = (*SHAPES_ONLY_GRPO, "world_size")
+    args: GRPOConfig
+    _config_class: type = GRPOConfig
+    _own_shared_settings: tuple[str, ...] = (
+        *("loss_type", "importance_sampling_level", "epsilon", "epsilon_high", "delta", "use_bias_correction_kl"),
+        *("sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg"),
+        *("vespo_lambda_neg", "scale_rewards", "multi_objective_aggregation", "top_entropy_quantile"),
+        "off_policy_mask_threshold",
+    )
 
-    def _choose_forward_passes(self) -> None:
-        if not self._forward_passes_are_chosen and not self._is_vlm:
-            logps = super()._get_per_token_logps_and_entropies
-            warn_of_left_padding(self.scorer, self.model_wrapped, lambda *given: logps(*given)[0])
-        self._forward_passes_are_chosen = True
+    def create_objective(self) -> RatioObjective:
+        args, correction = self.args, None
+        high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+        if self._corrects and args.loss_type == "vespo":
+            mode = args.vllm_importance_sampling_mode
+            bounds = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
+            correction = Mismatch(mode, *bounds)
+        is_cispo = args.loss_type == "cispo"  # whose bound is a cap, not a distance from 1
+        loss = RatioLoss(
+            args.loss_type,
+            args.importance_sampling_level,
+            -math.inf if is_cispo else 1 - args.epsilon,
+            high if is_cispo else 1 + high,
+            args.delta,
+            (args.sapo_temperature_pos, args.sapo_temperature_neg),
+            (args.vespo_k_pos, args.vespo_k_neg),
+            (args.vespo_lambda_pos, args.vespo_lambda_neg),
+        )
+        return RatioObjective(
+            loss,
+            args.beta,
+            args.use_bias_correction_kl,
+            args.max_completion_length,
+            args.gradient_accumulation_steps / args.steps_per_generation,
+            args.off_policy_mask_threshold,
+            correction,
+        )
 
-    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        with contextlib.nullcontext() if torch.is_grad_enabled() else self.timer.part("log_probs"):
-            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+    @property
+    def _corrects(self) -> bool:
+        return self.use_vllm and self.args.vllm_importance_sampling_correction
+
+    def token_weights(self) -> list[TokenWeights]:
+        corrects = self._corrects and self.args.loss_type != "vespo"
+        quantile = self.args.top_entropy_quantile
+        of_entropy: list[TokenWeights] = [HighEntropyTokens(quantile)] if quantile < 1 else []
+        return (super().token_weights() if corrects else []) + of_entropy
+
+    def _labels_of(self, rewards_per_func: torch.Tensor) -> torch.Tensor:
+        return RolloutTrainer._labels_of(self, rewards_per_func)  # rewards of any size
+
+    def advantages(self, batch: dict[str, Any], num_generations: int) -> torch.Tensor | None:
+        """Return the advantages of all processes' completions, `(B,)`, from the rewards in `self._labels`; `None`:
+        those that TRL has computed."""
+        return None
+
+    def _generate_and_score_completions(self, inputs):
+        batch = super()._generate_and_score_completions(inputs)
+        own = self.advantages(batch, self.num_generations if self.model.training else self.num_generations_eval)
+        if own is not None:
+            first = self.accelerator.process_index * len(inputs)
+            batch["advantages"] = own[first : first + len(inputs)]
+            logged, values = self._logs["advantages"], own.tolist()
+            for _ in range(min(len(values), len(logged))):
+                logged.pop()
+            logged.extend(values)
+        return batch
+
+
+class MaxRLTrainer(GRPOTrainer):
+    """[`GRPOTrainer`] with the advantages of MaxRL (https://huggingface.co/papers/2602.02710), `(R - mean) / mean`;
+    rewards must be at least 0. `args` is a [`MaxRLConfig`]."""
+
+    _config_class = MaxRLConfig
+    _name = "MaxRL"
+    _tag_names = ["trl", "maxrl"]
+    _paper = {"title": "Maximum Likelihood Reinforcement Learning", "id": "2602.02710"}
+
+    def advantages(self, batch, num_generations):
+        if (self._labels < 0).any():
+            raise ValueError(
+                f"MaxRL divides by the mean reward of a group, but a reward is {self._labels.nan_to_num().min():g}. "
+                "Rescale the reward functions to at least 0, or use method grpo."
+            )
+        return maxrl_advantages(self._labels, num_generations=num_generations)
+
+
+class RLOOTrainer(GRPOTrainer):
+    """
+    [`~trl.RLOOTrainer`] on the exact update, with the same arguments and those of [`~trl.GRPOTrainer`]. `args` is an
+    [`RLOOConfig`].
+    """
+
+    _config_class = RLOOConfig
+    _own_shared_settings = ("epsilon", "epsilon_high", "normalize_advantages", "reward_clip_range")
+    _name = "RLOO"
+    _tag_names = ["trl", "rloo"]
+    _paper = trl.RLOOTrainer._paper
+
+    def create_objective(self) -> RatioObjective:
+        args = self.args
+        high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+        return RatioObjective(RatioLoss("rloo", "completion", 1 - args.epsilon, 1 + high))
+
+    @property
+    def _corrects(self) -> bool:
+        return self.args.vllm_importance_sampling_correction
+
+    def advantages(self, batch, num_generations):
+        rewards = self._labels
+        if self.args.reward_clip_range is not None:
+            rewards = rewards.clamp(*self.args.reward_clip_range)
+        if self.beta != 0:
+            rewards = rewards - self.beta * self._sequence_kl(unpad_rollouts(batch))
+        kinds = {"num_generations": num_generations, "normalize": self.args.normalize_advantages}
+        return rloo_advantages(rewards, **kinds)
+
+    @torch.no_grad()
+    def _sequence_kl(self, rollouts: list[Rollout]) -> torch.Tensor:
+        """Return the summed log-ratios of policy and reference of all processes' completions, `(B,)`."""
+        size = self.args.per_device_train_batch_size
+        passes, values = max(gather_object([-(-len(rollouts) // size)])), []
+        with self.timer.part("log_probs"):
+            for start in range(0, passes * size, size):
+                rows = rollouts[start : start + size]
+                ids = [row.prompt_ids for row in rows] or [[0]], [row.completion_ids for row in rows] or [[0]]
+                of_policy = self.scorer.score(self.model_wrapped, *ids).logps
+                of_reference = self._score_kl_reference(self.model_wrapped, *ids).logps
+                values += [(a - b).sum() for a, b in zip(of_policy, of_reference, strict=True)][: len(rows)]
+        kl = self.accelerator.gather(torch.stack(values))
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        tokens = self.accelerator.reduce(torch.tensor(float(sum(len(row.completion_ids) for row in rollouts))))
+        metrics["kl"].append(kl.sum().item() / max(tokens.item(), 1.0))
+        return kl

@@ -120,7 +120,7 @@ def prefix_proxies(
     one float64 cumulative sum per completion."""
     terms = (logps if proxy == "mean_logp" else logps.float() - ref_logps.float()).masked_fill(~mask, 0.0)
     found = F.pad(terms.double().cumsum(dim=1), (1, 0))[rows, ends + 1]
-    if proxy == "mean_logp":
+    if proxy != "log_ratio":
         found = found / F.pad(mask.cumsum(dim=1), (1, 0))[rows, ends + 1].clamp(min=1)
     return (pacs_beta * found).float()
 

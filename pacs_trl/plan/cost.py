@@ -36,9 +36,9 @@ GPUS = {
 }
 H200 = GPUS["h200"]
 
-# Computation of an update: "padded" (TRL) pads completions to the longest of the batch, "packed" does not, "exact",
-# which all other methods use, also computes shared prompts once.
-UPDATES = {"grpo": "padded", "ppo": "packed", "genac": "packed"}
+# Computation of an update: "packed" does not pad completions, "exact", which all other methods use, also computes shared
+# prompts once.
+UPDATES = {"ppo": "packed", "genac": "packed"}
 
 
 @dataclass(frozen=True)
@@ -207,12 +207,12 @@ def training_forward_equivalents(
 
     A gradient costs 3 per iteration, 4 with gradient checkpointing. Passes without gradient:
 
-    - GRPO and PPO compute log-probs of the batch once if there are several updates or for the vLLM mismatch
-      `correction`, and once under the KL reference. PPO's critic doubles the gradient and computes values once.
-    - PACS computes log-probs of the minibatches after the first for the `reference` `"rollout"` or for `correction`;
-      of every minibatch for a `"snapshot"` (`"none"`: a proxy without reference) and for the KL reference. If groups
-      are `split` over micro-batches, one more pass computes proxies, except on the first update after a rollout with
-      the rollout reference, where they are 0.
+    - PPO computes log-probs of the batch once if there are several updates or for the vLLM mismatch
+      `correction`, and once under the KL reference. Its critic doubles the gradient and computes values once.
+    - The exact update computes log-probs of the minibatches after the first for the `reference` `"rollout"` or for
+      `correction`; of every minibatch for a `"snapshot"` (`"none"`: a proxy without reference) and for the KL
+      reference. If groups are `split` over micro-batches, one more pass computes proxies, except on the first update
+      after a rollout with the rollout reference, where they are 0.
     """
     gradient = iterations * (4 if checkpointing else 3)
     if method != "pacs":

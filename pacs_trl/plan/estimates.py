@@ -141,16 +141,20 @@ class Estimate:
     def forward_passes(self) -> float:
         """Return the cost of all updates on a generation, in forward passes over it."""
         training, step = self.training, self.step
-        layout = training.group_layout if self.of_pacs else "whole"
+        layout, reference = "whole", "rollout"
+        if self.of_pacs:
+            layout, reference = training.group_layout, "none" if training.proxy == "mean_logp" else training.reference
+        elif hasattr(training, "group_loss"):
+            layout = "auto"
         group_exceeds_micro_batch = self.tokens < self._tokens(step.num_generations)
         return cost.training_forward_equivalents(
-            "pacs" if self.of_pacs else self.recipe.run.method,
+            "pacs" if self.update_kind == "exact" else self.recipe.run.method,
             checkpointing=training.gradient_checkpointing,
             updates=step.updates_per_generation,
             iterations=training.num_iterations,
             correction=training.use_vllm and training.vllm_importance_sampling_correction,
             kl=training.beta != 0,
-            reference=training.reference if self.of_pacs and training.proxy == "log_ratio" else "none",
+            reference=reference,
             split=layout == "split" or layout == "auto" and group_exceeds_micro_batch,
         )
 
@@ -158,17 +162,15 @@ class Estimate:
         """Return FLOP and seconds of all updates on a generation, for a mean of `mean_length` tokens."""
         training, shape, gpu, prompt = self.training, self.shape, self.gpu, self.mean_prompt
         longest, rows = training.max_completion_length, self.step.rows_per_generation
-        computed = attended = prompt + longest  # padded: among so many completions one reaches the limit
-        if self.update_kind != "padded":
-            sharing = 1  # completions per micro-batch that share a prompt
-            if self.shares_prompts:
-                fitting = training.per_device_train_batch_size
-                if vars(training).get("max_tokens_per_micro_batch"):
-                    fitting = (self.tokens - prompt) // mean_length
-                sharing = max(1, min(fitting, self.step.num_generations))
-            computed = (prompt - 1) / sharing + 1 + mean_length
-            squares = prompt**2 / sharing + 2 * prompt * mean_length + cost.mean_square_length(mean_length, longest)
-            attended = squares / computed
+        sharing = 1  # completions per micro-batch that share a prompt
+        if self.shares_prompts:
+            fitting = training.per_device_train_batch_size
+            if vars(training).get("max_tokens_per_micro_batch"):
+                fitting = (self.tokens - prompt) // mean_length
+            sharing = max(1, min(fitting, self.step.num_generations))
+        computed = (prompt - 1) / sharing + 1 + mean_length
+        squares = prompt**2 / sharing + 2 * prompt * mean_length + cost.mean_square_length(mean_length, longest)
+        attended = squares / computed
         passes, of_critic = self.forward_passes(), 0
         if self.recipe.run.method == "ppo":  # the critic computes values once, and is trained like the policy
             of_critic = training.num_iterations * (4 if training.gradient_checkpointing else 3) + 1

@@ -20,7 +20,8 @@ from trl.trainer.utils import use_adapter
 
 from ..errors import FailedRun
 from ..update.groups import split_into_steps
-from ..update.policy_update import Objective, PolicyUpdate
+from ..update.loss import Objective
+from ..update.policy_update import PolicyUpdate
 from ..update.reference import SnapshotReference, is_sharded
 from ..update.rows import Rollout, labels_from_rewards, unpad_rollouts
 from ..update.scorer import Scores
@@ -33,7 +34,7 @@ from .rollout_trainer import RolloutTrainer
 class ExactUpdateTrainer(RolloutTrainer):
     """
     [`RolloutTrainer`] that takes exact optimizer steps of the objective that `create_objective` returns. Its
-    configuration has the settings of the update in [`PACSConfig`].
+    configuration is an [`ExactUpdateConfig`].
     """
 
     _update_class = PolicyUpdate
@@ -67,7 +68,11 @@ class ExactUpdateTrainer(RolloutTrainer):
                 f"{name} supports text models only, got the vision-language model {type(self.model).__name__}: image "
                 "tensors cannot be moved between micro-batches one by one. Use a text model."
             )
-        if self.args.vllm_importance_sampling_correction and not self.use_vllm and self.rollout_func is None:
+        asks = (
+            self.args.vllm_importance_sampling_correction
+            and not self._config_class.vllm_importance_sampling_correction
+        )
+        if asks and not self.use_vllm and self.rollout_func is None:
             raise ValueError(
                 "vllm_importance_sampling_correction=True would be ignored: transformers generates with the trained "
                 "weights themselves, so there is nothing to correct. Set use_vllm=True, or remove the key."
@@ -78,7 +83,8 @@ class ExactUpdateTrainer(RolloutTrainer):
                 f"(router_aux_loss_coef={self.router_aux_loss_coef}), which would depend on the micro-batches. Set "
                 "router_aux_loss_coef=0.0 to train without it."
             )
-        if self.args.reset_optimizer_on_reference_reset and self.is_deepspeed_enabled:
+        is_snapshot = self._reference == "snapshot"
+        if is_snapshot and self.args.reset_optimizer_on_reference_reset and self.is_deepspeed_enabled:
             raise ValueError(
                 "reset_optimizer_on_reference_reset=True is not supported with DeepSpeed, which keeps the optimizer's "
                 "state in buffers of its own. Use DDP or FSDP2, or set it to False."
@@ -87,6 +93,10 @@ class ExactUpdateTrainer(RolloutTrainer):
     @property
     def _padding_free(self) -> str:
         return self.args.padding_free
+
+    # The policy that proxies refer to: the one that generated, or a `"snapshot"`.
+    _reference = "rollout"
+    _group_layout = "auto"
 
     def _create_update(self) -> PolicyUpdate:
         args = self.args
@@ -99,7 +109,7 @@ class ExactUpdateTrainer(RolloutTrainer):
                 self.accelerator.num_processes,
                 args.per_device_train_batch_size,
                 args.max_tokens_per_micro_batch,
-                group_layout=args.group_layout,
+                group_layout=self._group_layout,
                 backward_cost=3 if args.gradient_checkpointing else 2,  # a backward pass costs two forward passes
                 pair_cost=1 / (6 * self.scorer.config.get_text_config().hidden_size),
             ),
@@ -138,8 +148,9 @@ class ExactUpdateTrainer(RolloutTrainer):
 
     def _cache_rollout_logps(self) -> None:
         """Compute log-probs under the policy that generated, for the updates in which it will have moved on."""
-        is_reference = self.args.reference == "rollout" and self.update.objective.has_reference
-        names = ["ref_logps"] * is_reference + ["old_logps", "old_entropies"] * bool(self.update.token_weights)
+        objective, has_weights = self.update.objective, bool(self.update.token_weights)
+        names = ["ref_logps"] * (self._reference == "rollout" and objective.has_reference)
+        names += ["old_logps"] * (has_weights or objective.has_ratio) + ["old_entropies"] * has_weights
         later = self._steps if self.num_iterations > 1 else self._steps[1:]
         with self.timer.part("log_probs"):
             for step in later if names else ():
@@ -181,7 +192,7 @@ class ExactUpdateTrainer(RolloutTrainer):
             step = self._steps[update % len(self._steps)]
             first_update = update % (len(self._steps) * self.num_iterations) == 0
         step.on_policy = first_update
-        if self.args.reference == "snapshot":
+        if self._reference == "snapshot":
             with self.timer.part("log_probs"):
                 self._cache_snapshot_logps(model, step)
         proxies_are_zero = first_update and self._policy_is_reference()
@@ -221,6 +232,7 @@ class ExactUpdateTrainer(RolloutTrainer):
         if self.num_generations_eval < 2:
             return torch.tensor(0.0, device=self.args.device)  # a score needs a second completion of the prompt
         step = self.update.schedule(rollouts)
+        step.on_policy = step.coefficients is not None
         if self._snapshot is not None:
             with self._snapshot.in_place_of_policy():
                 self.update.cache_logps(model, step, "ref_logps")
@@ -281,7 +293,7 @@ class ExactUpdateTrainer(RolloutTrainer):
         files = checkpoint.glob(f"{self._state_name}_*.pt")
         parts = [torch.load(file, map_location="cpu", weights_only=True)["rollouts"] for file in files]
         self._steps = [self.update.schedule(rollouts) for rollouts in merge_rows(parts)]
-        if self.args.reference == "snapshot":
+        if self._reference == "snapshot":
             process = self.accelerator.process_index if is_sharded(self.model_wrapped) else 0
             copies = torch.load(checkpoint / f"pacs_reference_{process}.pt", map_location="cpu", weights_only=True)
             self._snapshot = self._take_snapshot(self.model_wrapped)

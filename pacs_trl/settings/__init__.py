@@ -98,12 +98,15 @@ OF_OTHER_LOSSES = {
 }
 
 
-def ignored_settings(config_class: type, given: Any, reasons: Mapping[str, str]) -> list[str]:
-    """Return one message per setting that a method ignores and that differs from its default; `reasons` says why."""
+def ignored_settings(
+    config_class: type, given: Any, reasons: Mapping[str, str], instead: str = "`method: grpo`"
+) -> list[str]:
+    """Return one message per setting that a method ignores and that differs from its default; `reasons` says why,
+    `instead` what takes it."""
     defaults = {each.name: each.default for each in fields(config_class)}
     return [
         f"{config_class.__name__} ignores {name}={getattr(given, name)!r}: {reason}. Remove the key (its default is "
-        f"{defaults[name]!r}), or train with `method: grpo`."
+        f"{defaults[name]!r}), or train with {instead}."
         for name, reason in reasons.items()
         if getattr(given, name) != defaults[name]
     ]

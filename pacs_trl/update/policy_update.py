@@ -19,7 +19,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,41 +27,12 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch.nn.utils.rnn import pad_sequence
 
-from .groups import Groups
+from .loss import Objective
 from .microbatching import Schedule
 from .rows import Rollout
 from .scorer import Scorer, Scores
 from .step import FILLER, MicroBatch, MicroBatchConfig, StepRollouts, collate, schedule_rows, schedule_step
-from .token_weights import (
-    Mismatch,
-    TokenValues,
-    TokenWeights,
-    merge_statistics,
-    mismatch_metrics,
-    mismatch_statistics,
-)
-
-
-class Objective(Protocol):
-    """A loss over groups and its derivatives. `kl_coef` is the weight of the KL term, `has_reference` whether its
-    proxies read `ref_logps`."""
-
-    @property
-    def kl_coef(self) -> float: ...
-
-    @property
-    def has_reference(self) -> bool: ...
-
-    def proxies(self, logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return the value of each completion that the coefficients depend on, `(B,)` without gradient, from `(B,
-        T)`."""
-
-    def coefficients(self, groups: Groups, proxies: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
-        """Return the derivatives of the loss with respect to the log-prob of any counted token of each completion,
-        float32 `(B,)`, from the proxies of the completions and the numbers of their counted tokens, both `(B,)`."""
-
-    def summarize(self, groups: Groups, proxies: torch.Tensor) -> tuple[float, dict[str, float]]:
-        """Return the loss without the KL term, and metrics."""
+from .token_weights import Mismatch, TokenValues, TokenWeights, merge_statistics, mismatch_metrics, mismatch_statistics
 
 
 class Forwarded(NamedTuple):
@@ -157,7 +128,7 @@ class PolicyUpdate:
         """Return the coefficients of `rows`, which are whole groups with these proxies, in the mean over the whole
         step."""
         groups = step.groups.take(rows)
-        share = groups.scorable.sum().item() / max(int(step.groups.scorable.sum()), 1)
+        share = self.objective.size(groups) / max(self.objective.size(step.groups), 1)
         num_tokens = torch.tensor([self.counted_tokens(step.rollouts[i]) for i in rows])
         weights = torch.tensor([step.rollouts[i].weight for i in rows])
         return self.objective.coefficients(groups, proxies, num_tokens) * share * weights
@@ -169,8 +140,18 @@ class PolicyUpdate:
     # Forward passes -------------------------------------------------------------------------------------------------
 
     def schedule(self, rollouts: list[Rollout]) -> StepRollouts:
-        every_row = self.objective.kl_coef != 0  # the KL term is a mean over all tokens, with or without a verdict
-        return schedule_step(rollouts, self._limits, every_row=every_row)
+        known, has_kl = self.objective.known_coefficients(rollouts), self.objective.kl_coef != 0
+        if known is None and not has_kl:
+            return schedule_step(rollouts, self._limits)
+        # The KL term is over all tokens, with or without a verdict.
+        takes_part = torch.tensor([len(row.completion_ids) > 0 for row in rollouts])
+        if known is None:
+            return schedule_step(rollouts, self._limits, takes_part)
+        counted = torch.tensor([bool(row.loss_mask.any()) for row in rollouts])
+        takes_part = counted if has_kl else counted & (known[0] != 0)
+        step = schedule_step(rollouts, self._limits._replace(group_layout="split"), takes_part)
+        step.coefficients, step.scales = known
+        return step
 
     def schedule_rows(self, step: StepRollouts, rows: list[int]) -> Schedule:
         """Return micro-batches of some completions of a step."""
@@ -211,22 +192,40 @@ class PolicyUpdate:
             found.add(step.places(rows), self.proxies(logps, batch), entropies, batch.loss_mask, row_values=values)
         return found.reduce()
 
+    @torch.no_grad()
+    def token_entropies(self, model, step: StepRollouts) -> np.ndarray:
+        """Compute the entropies of all counted tokens of a step, equal on all processes, by one more forward pass."""
+        counted = [i for i, row in enumerate(step.rollouts) if row.loss_mask.any()]
+        starts = dict(zip(counted, np.cumsum([0, *(step.rollouts[i].loss_mask.sum() for i in counted)]), strict=False))
+        found = torch.zeros(step.num_tokens, device=self.accelerator.device)
+        for rows, batch in self.micro_batches(step, self.schedule_rows(step, counted)):
+            entropies = self._score(self.scorer.score, model, batch).entropies
+            for i, row, of_row in zip(rows, batch.rollouts, entropies, strict=False):
+                found[starts[i] : starts[i] + row.loss_mask.sum()] = of_row[torch.from_numpy(row.loss_mask)]
+        return self.accelerator.reduce(found, reduction="sum").cpu().numpy()
+
     def left_out_entropy(self, model, step: StepRollouts, schedule: Schedule) -> float:
         """
         Return the sum of the entropies at the counted tokens of the completions that `schedule` leaves out, the same
         on all processes.
 
         On the first update after a rollout it is `-log p` of their sampled tokens where the engine has reported it,
-        whose expectation is the entropy of the distribution it sampled from; else it takes one more forward pass.
+        whose expectation is the entropy of the distribution it sampled from; else it takes one more forward pass, or,
+        where coefficients are known without any, it is NaN.
         """
-        forwarded = {i for batches in schedule for rows in batches for i in rows}
-        left_out = [i for i, row in enumerate(step.rollouts) if i not in forwarded and row.loss_mask.any()]
+        left_out = self._left_out(step, schedule)
         if left_out and step.on_policy and self.samples_policy:
             rows = [step.rollouts[i] for i in left_out]
             sampled = [row.sampling_logps[row.loss_mask] for row in rows if row.sampling_logps is not None]
             if len(sampled) == len(rows) and all(np.isfinite(logps).all() for logps in sampled):
                 return -float(np.concatenate(sampled).sum(dtype=np.float64))
+        if step.coefficients is not None:
+            return math.nan if left_out else 0.0
         return self._forward(model, step, self.schedule_rows(step, left_out)).entropy if left_out else 0.0
+
+    def _left_out(self, step: StepRollouts, schedule: Schedule) -> list[int]:
+        forwarded = {i for batches in schedule for rows in batches for i in rows}
+        return [i for i, row in enumerate(step.rollouts) if i not in forwarded and row.loss_mask.any()]
 
     # One optimizer step ---------------------------------------------------------------------------------------------
 
@@ -245,13 +244,17 @@ class PolicyUpdate:
         """
         row_values_first = any(weights.num_row_values for weights in self.token_weights)
         with self.scorer.attention():
+            for weights in self.token_weights:
+                weights.prepare(self, model, step)
             # The proxies of the whole step, unless the forward passes that are back-propagated yield them by group.
-            before, coefficients, schedule = None, None, step.schedule
-            if not proxies_are_zero and (row_values_first or self.coefficients_first or not step.whole_groups):
+            before, coefficients, schedule = None, step.coefficients, step.schedule
+            known = coefficients is not None
+            must_score = row_values_first or self.coefficients_first or not step.whole_groups
+            if must_score and not proxies_are_zero and not known:
                 before = self._forward(model, step, step.schedule)
             proxies = torch.zeros(step.num_places) if proxies_are_zero else before and before.proxies
             # From them the coefficients, and micro-batches of the completions with a gradient.
-            if proxies is not None:
+            if proxies is not None and not known:
                 coefficients = self.coefficients(step, list(range(len(step.rollouts))), proxies)
                 schedule = self._schedule_rows_that_count(step, coefficients, scored=before is not None)
             # Before the backward passes, between which FSDP keeps gathered weights. A pass for the proxies covered
@@ -264,7 +267,10 @@ class PolicyUpdate:
                 self._begin_weights(step, coefficients, before or self._forward(model, step, schedule))
             found, mismatch = self._back_propagate(model, step, schedule, coefficients)
         proxies = found.proxies if proxies is None else proxies
-        loss, of_step = self._summarize(step, proxies, entropy + (before or found).entropy, found.num_rows)
+        if known:
+            loss, of_step = self._summarize_known(step, found, entropy)
+        else:
+            loss, of_step = self._summarize(step, proxies, entropy + (before or found).entropy, found.num_rows)
         metrics |= of_step
         if mismatch:
             parts = self.accelerator.gather(merge_statistics(torch.stack(mismatch))[None])
@@ -273,11 +279,15 @@ class PolicyUpdate:
             metrics |= weights.metrics(self.accelerator, on_policy=step.on_policy)
         if self.objective.kl_coef != 0:
             metrics["kl"] = found.kl / max(step.num_tokens, 1)
-            loss += self.objective.kl_coef * metrics["kl"]
+            loss += 0.0 if known else self.objective.kl_coef * metrics["kl"]
         return loss, metrics
 
     def evaluate(self, model, step: StepRollouts, *, proxies_are_zero: bool) -> tuple[float, dict[str, float]]:
-        """Compute loss and metrics as in [`run`], without gradient and without the KL term."""
+        """Compute loss and metrics as in [`run`], without gradient and, for a loss of groups, without the KL term."""
+        if step.coefficients is not None:
+            with torch.no_grad():
+                found, _ = self._back_propagate(model, step, step.schedule, step.coefficients)
+            return self._summarize_known(step, found, self.left_out_entropy(model, step, step.schedule))
         found = self._forward(model, step, step.schedule)
         proxies = torch.zeros_like(found.proxies) if proxies_are_zero else found.proxies
         entropy = found.entropy + self.left_out_entropy(model, step, step.schedule)
@@ -310,7 +320,8 @@ class PolicyUpdate:
         """Back-propagate `sum_i c_i * sum_t w_it * log pi(o_it)` and the KL term; without `coefficients`,
         micro-batches hold whole groups. Returns the results of the forward passes, and the mismatch statistics of
         each."""
-        found, mismatch = _Collector(step.num_places, self.accelerator), []
+        known = step.coefficients is not None
+        found, mismatch = _Collector(step.num_places, self.accelerator, 3 if known else 0), []
         compares = step.on_policy and any(row.sampling_logps is not None for row in step.rollouts)
         num_tokens, last = max(step.num_tokens, 1), max(len(schedule[self.accelerator.process_index]) - 1, 0)
         for k, (rows, batch) in enumerate(self.micro_batches(step, schedule)):
@@ -326,14 +337,22 @@ class PolicyUpdate:
                 of_tokens = self.token_coefficients(batch, of_rows.to(logps.device))
                 if compares:
                     mismatch.append(mismatch_statistics(logps, batch.sampling_logps, batch.loss_mask, self.mismatch))
-                weighted, tokens = logps, self._token_values(step, batch, logps, entropies, of_tokens)
-                for weights in self.token_weights:
-                    weighted = weighted * weights(tokens)
-                loss = (of_tokens * weighted.masked_fill(~batch.loss_mask, 0.0)).sum()
-                kl = self._kl(model, logps, batch)
-                loss = loss + self.objective.kl_coef * kl / num_tokens
+                tokens = self._token_values(step, batch, logps, entropies, of_tokens)
+                factors, weighted = [weights(tokens) for weights in self.token_weights], logps
+                kl = self._kl(model, logps, batch, tokens.old_logps)
+                if known:
+                    terms = self.objective.token_terms(tokens, factors)
+                    weighted, proxies = logps * terms.weights, terms.values
+                    scales = step.scales[step.places(rows)].to(logps.device) if rows else logps.new_zeros(1)
+                    of_kl = self.objective.kl_coef * (scales[:, None] * kl).sum()
+                    row_values = terms.low, terms.high, kl.detach().sum(dim=1)
+                else:
+                    for factor in factors:
+                        weighted = weighted * factor
+                    row_values, of_kl = (), self.objective.kl_coef * kl.sum() / num_tokens
+                loss = (of_tokens * weighted.masked_fill(~batch.loss_mask, 0.0)).sum() + of_kl
                 self._backward(loss * self.accelerator.num_processes)
-                found.add(step.places(rows), proxies, entropies, batch.loss_mask, kl)
+                found.add(step.places(rows), proxies, entropies, batch.loss_mask, kl.sum(), row_values)
         return found.reduce(), mismatch
 
     def _token_values(self, step, batch: MicroBatch, logps, entropies, coefficients) -> TokenValues:
@@ -343,14 +362,13 @@ class PolicyUpdate:
         values = logps, old_logps, batch.sampling_logps, entropies, old_entropies, coefficients, batch.loss_mask
         return TokenValues(*(value.detach() for value in values))
 
-    def _kl(self, model, logps: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """Sum over tokens of the k3 estimator of KL(policy || KL reference)."""
+    def _kl(self, model, logps: torch.Tensor, batch: MicroBatch, old_logps: torch.Tensor) -> torch.Tensor:
+        """Return the KL term of each token, `(B, T)`."""
         if self.objective.kl_coef == 0 or self.score_kl_reference is None:
-            return logps.new_zeros(())
+            return torch.zeros_like(logps)
         with torch.no_grad():
             reference = pad_sequence(self._score(self.score_kl_reference, model, batch).logps, batch_first=True)
-        log_ratio = reference - logps
-        return (torch.exp(log_ratio) - log_ratio - 1).masked_fill(~batch.loss_mask, 0.0).sum()
+        return self.objective.kl(logps, reference, old_logps, batch.loss_mask)
 
     def _summarize(self, step: StepRollouts, proxies, entropy: float, num_forwarded: float):
         """Return the loss without the KL term, and the metrics of every step; `entropy` is summed over all counted
@@ -362,14 +380,33 @@ class PolicyUpdate:
         }
         return loss, of_step | metrics
 
+    def _summarize_known(self, step: StepRollouts, found: Forwarded, left_out_entropy: float):
+        """As [`_summarize`], with the KL term. Where the entropy of completions without a forward pass is unknown,
+        that of the others is returned."""
+        low, high, kl = found.row_values
+        number = torch.tensor([int(row.loss_mask.sum()) for row in step.rollouts])
+        without = set(self._left_out(step, step.schedule)) if math.isnan(left_out_entropy) else set()
+        counted = sum(int(n) for i, n in enumerate(number) if i not in without)
+        loss = (step.coefficients * found.proxies).sum() + self.objective.kl_coef * (step.scales * kl).sum()
+        of_step = {
+            "entropy": (found.entropy + (0.0 if without else left_out_entropy)) / counted if counted else math.nan,
+            "pacs/forwarded_fraction": found.num_rows / max(len(step.rollouts), 1),
+        }
+        return loss.item(), of_step | self.objective.token_metrics(number, low, high)
+
     @contextlib.contextmanager
     def _synchronize_gradients(self, model, *, last: bool):
         """Processes exchange gradients in the last backward pass only."""
+        if not torch.is_grad_enabled():
+            yield
+            return
         deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
         self.accelerator.gradient_state._set_sync_gradients(last)
         with contextlib.nullcontext() if last or deepspeed else self.accelerator.no_sync(model):
             yield
 
     def _backward(self, loss: torch.Tensor) -> None:
+        if not torch.is_grad_enabled():
+            return
         deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
         self.accelerator.backward(loss, **({"scale_wrt_gas": False} if deepspeed else {}))

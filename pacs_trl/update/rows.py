@@ -30,6 +30,8 @@ class Rollout:
         sampling_logps (float32, shape `(C,)`, *optional*): As the engine that generated reported them; NaN where it
             did not.
         weight (`float`): Factor on the gradient of the completion.
+        advantage (`float`): As TRL computes it from the rewards of the group; for objectives with probability ratios.
+        generation_tokens (`float`): Tokens that count in the generation batch that the completion comes from.
         extra (`dict[str, np.ndarray]`): What a method keeps of the completion; saved in checkpoints.
     """
 
@@ -43,6 +45,8 @@ class Rollout:
     sampling_logps: np.ndarray | None = None
     old_entropies: np.ndarray | None = None
     weight: float = 1.0
+    advantage: float = 0.0
+    generation_tokens: float = 0.0
     extra: dict[str, np.ndarray] = field(default_factory=dict)
 
 
@@ -103,7 +107,7 @@ def unpad_rollouts(batch: dict[str, torch.Tensor]) -> list[Rollout]:
     completions = without_padding(batch["completion_ids"], batch["completion_mask"])
     tool_mask = batch["tool_mask"] if "tool_mask" in batch else batch["completion_mask"]
     masks = without_padding(tool_mask > 0, batch["completion_mask"])
-    labels, groups = batch["labels"].tolist(), batch["groups"].tolist()
+    labels, groups, advantages = batch["labels"].tolist(), batch["groups"].tolist(), batch["advantages"].tolist()
     sampling_logps: Sequence[np.ndarray | None] = [None] * len(prompts)
     if "sampling_per_token_logps" in batch:
         sampling_logps = without_padding(batch["sampling_per_token_logps"].float(), batch["completion_mask"])
@@ -116,6 +120,8 @@ def unpad_rollouts(batch: dict[str, torch.Tensor]) -> list[Rollout]:
             label=labels[i] if len(completions[i]) else float("nan"),
             group=groups[i],
             sampling_logps=sampling_logps[i],
+            advantage=advantages[i],
+            generation_tokens=float(batch["num_items_in_batch"]),
             extra=extra[i] if len(completions[i]) else {},
         )
         for i in range(len(prompts))

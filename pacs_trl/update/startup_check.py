@@ -7,7 +7,7 @@ and compared with the logits that the model gives for each of them alone.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -75,37 +75,6 @@ def choose_forward_pass(
         logger.warning(
             f"Log-probs of this {model_type!r} model are computed {name}. Cheaper ways differ from the model's own "
             f"log-probs: {differences} (mean per token, or error)."
-        )
-
-
-def warn_of_left_padding(scorer: Scorer, model: torch.nn.Module, compute_logps: Callable) -> None:
-    """
-    Warn if `compute_logps`, TRL's passes over prompts that are padded on the left, does not give the model's own
-    log-probs. All processes must call it.
-
-    Args:
-        compute_logps (`Callable`): Of the model, token ids and attention mask `(B, P + C)`, and `C`; returns `(B, C)`.
-    """
-    prompts, completions = _sequences(scorer.config.get_text_config().vocab_size)
-    width, length = max(map(len, prompts)), max(map(len, completions))
-    ids = torch.full((len(prompts), width + length), scorer.pad_token_id, device=scorer.device)
-    mask = torch.zeros_like(ids)
-    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        row = slice(width - len(prompt), width + len(completion))
-        ids[i, row] = torch.tensor([*prompt, *completion], device=scorer.device)
-        mask[i, row] = 1
-    with _undisturbed(model, scorer.device):
-        model.eval()
-        own = [_own_outputs(scorer, model, *row, values=False) for row in zip(prompts, completions, strict=True)]
-        with scorer.autocast():
-            found = compute_logps(model, ids, mask, length)
-    found = [row[: len(completion)].float() for row, completion in zip(found, completions, strict=True)]
-    difference = (torch.cat(found) - torch.cat(own)).abs().mean().item()
-    if not difference <= _tolerance(scorer, model):  # NaN differs too
-        logger.warning(
-            f"TRL's loss pads prompts on the left, and the log-probs of this {scorer.config.model_type!r} model then "
-            f"differ from its own by {difference:.2g} nats per token, depending on the batch. Use another model, or "
-            "method pacs."
         )
 
 

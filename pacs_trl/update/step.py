@@ -33,6 +33,7 @@ class StepRollouts:
         whole_groups (`bool`): Whether the micro-batches of `schedule` hold whole groups.
         on_policy (`bool`): Whether the weights are still those that generated. The forward pass itself then yields
             `old_logps`, and tells how far the engine is from the trainer.
+        coefficients, scales (`torch.Tensor` of shape `(B,)`, *optional*): See [`Objective.known_coefficients`].
     """
 
     rollouts: list[Rollout]
@@ -40,6 +41,8 @@ class StepRollouts:
     schedule: Schedule
     whole_groups: bool
     on_policy: bool = False
+    coefficients: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
 
     def places(self, rows: list[int]) -> list[int]:
         """Return the indices of the proxies and coefficients of some completions among those of the step."""
@@ -73,19 +76,19 @@ class MicroBatchConfig(NamedTuple):
         return {name: getattr(self, name) for name in ("num_processes", "max_rows", "max_tokens", "padded")}
 
 
-def schedule_step(rollouts: list[Rollout], limits: MicroBatchConfig, *, every_row: bool) -> StepRollouts:
+def schedule_step(
+    rollouts: list[Rollout], limits: MicroBatchConfig, takes_part: torch.Tensor | None = None
+) -> StepRollouts:
     """
     Decide the composition of the forward passes over the completions of an optimizer step, whole groups, from their
-    lengths. `every_row` is whether completions that are not scorable count too, as they do for the KL term.
+    lengths. `takes_part` is which completions can have a gradient, bool `(B,)`: by default the scorable ones.
 
     Raises:
         `ValueError`: if a completion with its prompt is longer than `max_tokens`, or `group_layout` is `"whole"` and a
             group does not fit into a micro-batch.
     """
     groups = Groups(torch.tensor([row.label for row in rollouts]), [row.group for row in rollouts])
-    takes_part = groups.scorable
-    if every_row:
-        takes_part = torch.tensor([len(row.completion_ids) > 0 for row in rollouts])
+    takes_part = groups.scorable if takes_part is None else takes_part
     lengths, layout = row_lengths(rollouts, limits.pair_cost), limits.group_layout
     split = schedule_micro_batches(lengths, takes_part.nonzero().tolist(), **limits.of_schedule)
     if split is None:
@@ -136,8 +139,8 @@ def row_lengths(rollouts: list[Rollout], pair_cost: float = 0.0) -> RowLengths:
 @dataclass
 class MicroBatch:
     """Values of the completion tokens of `B` rows, `(B, T)`, padded on the right to the longest of these completions:
-    `loss_mask` (bool), `ref_logps`, `old_logps` and `old_entropies` (float32, 0 where a row has none) and
-    `sampling_logps` (float32, NaN where a row has none), see [`Rollout`]."""
+    `loss_mask` (bool), `ref_logps`, `old_logps` and `old_entropies` (0 where a row has none) and `sampling_logps` (NaN
+    where a row has none) in PyTorch's default dtype, see [`Rollout`]."""
 
     rollouts: list[Rollout]
     loss_mask: torch.Tensor
@@ -161,8 +164,8 @@ def collate(rollouts: list[Rollout], device: torch.device) -> MicroBatch:
     return MicroBatch(
         rollouts,
         loss_mask=padded("loss_mask", False, torch.bool),
-        ref_logps=padded("ref_logps", 0.0, torch.float32),
-        old_logps=padded("old_logps", 0.0, torch.float32),
-        old_entropies=padded("old_entropies", 0.0, torch.float32),
-        sampling_logps=padded("sampling_logps", math.nan, torch.float32),
+        ref_logps=padded("ref_logps", 0.0, torch.get_default_dtype()),
+        old_logps=padded("old_logps", 0.0, torch.get_default_dtype()),
+        old_entropies=padded("old_entropies", 0.0, torch.get_default_dtype()),
+        sampling_logps=padded("sampling_logps", math.nan, torch.get_default_dtype()),
     )

@@ -14,8 +14,9 @@ Letters for shapes: `B` completions, `T` completion tokens.
 """
 
 import math
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 
@@ -53,6 +54,9 @@ class TokenWeights:
     """
 
     num_row_values = 0
+
+    def prepare(self, update: Any, model: torch.nn.Module, step: Any) -> None:
+        """Run before the other passes of a step: a `PolicyUpdate`, the wrapped model, and `StepRollouts`."""
 
     def row_values(self, tokens: TokenValues) -> list[torch.Tensor]:
         """Return `num_row_values` tensors `(B,)` of a micro-batch, whose coefficients are not known yet (0)."""
@@ -107,6 +111,24 @@ class MismatchCorrection(TokenWeights):
         return correction_weights(tokens.old_logps, tokens.sampling_logps, tokens.mask, self.mismatch)
 
 
+class HighEntropyTokens(TokenWeights):
+    """TRL's `top_entropy_quantile`: 1 for this share of the tokens of an optimizer step with the highest entropies, 0
+    for the others. TRL takes the quantile over one micro-batch on all processes."""
+
+    def __init__(self, quantile: float):
+        self.quantile = quantile
+
+    def prepare(self, update, model, step) -> None:
+        entropies = update.token_entropies(model, step)
+        keeps = entropies >= np.quantile(entropies, 1 - self.quantile) if len(entropies) else entropies > 0
+        # In the middle of two values, so that rounding in another micro-batch moves no token across.
+        highest = entropies[~keeps].max(initial=-math.inf)
+        self.threshold = (entropies[keeps].min(initial=math.inf) + highest) / 2
+
+    def __call__(self, tokens: TokenValues) -> torch.Tensor:
+        return (tokens.entropies >= self.threshold).to(tokens.logps.dtype)
+
+
 def _log_ratios(logps: torch.Tensor, sampling_logps: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
     """`log rho`, `(B, T)` in float64; 0 where it is not `known`."""
     return (logps.detach().double() - sampling_logps.double()).masked_fill(~known, 0.0)
@@ -127,15 +149,15 @@ def correction_weights(
         mismatch ([`Mismatch`]): Mode and bounds.
 
     Returns:
-        float32 `torch.Tensor` of shape `(B, T)` without gradient. Tokens outside the mask have no meaning.
+        `torch.Tensor` of shape `(B, T)` without gradient. Tokens outside the mask have no meaning.
     """
     log_ratios = _log_ratios(logps, sampling_logps, mask.bool() & ~sampling_logps.isnan())
     if mismatch.mode.startswith("sequence_"):
         log_ratios = log_ratios.sum(dim=1, keepdim=True).expand_as(log_ratios)
     ratios = log_ratios.exp()
     if mismatch.mode.endswith("_truncate"):
-        return ratios.clamp(*mismatch.bounds).float()
-    return ratios.masked_fill(mismatch.outside(ratios), 0.0).float()
+        return ratios.clamp(*mismatch.bounds).to(logps.dtype)
+    return ratios.masked_fill(mismatch.outside(ratios), 0.0).to(logps.dtype)
 
 
 # Columns of the statistics below.

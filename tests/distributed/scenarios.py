@@ -33,7 +33,7 @@ from sharding import (
 )
 from torch.distributed.fsdp import FSDPModule
 
-from pacs_trl import PACSTrainer
+from pacs_trl import GRPOTrainer, PACSTrainer
 from pacs_trl.experimental.rlpr import RLPRTrainer, probability_reward
 from pacs_trl.experimental.steer import STEERTrainer
 from pacs_trl.experimental.verl import VERLTrainer
@@ -286,12 +286,22 @@ def drawn_again(rank, directory, **how):
     return {"groups": groups, "logps": logps[0], "final": trainable_weights(trainer.model)}
 
 
+# Two minibatches of 8 completions, each used twice, with active clips on both sides.
+GRPO = {**HALF, "num_iterations": 2, "max_steps": 8, "epsilon": 0.01, "epsilon_high": 0.02}
+
+
+def grpo(rank, directory, **how):
+    found = record(directory, GRPO | how, {"unverifiable": 0.2}, trainer_class=GRPOTrainer)
+    return {name: found[name] for name in ("final", "logs")}
+
+
 DDP = {
     **{
         name: lambda rank, directory, settings=settings, replay=replay: record(directory, settings, replay)
         for name, (settings, replay) in REPLAYED.items()
     },
     "VERL": lambda rank, directory: record(directory, VERL, {}),
+    "grpo": grpo,
     "lora": lora,
     "ragged, whole": lambda rank, directory: ragged(rank, directory, "whole"),
     "ragged, split": lambda rank, directory: ragged(rank, directory, "split"),
@@ -327,6 +337,7 @@ SHARDED = (
 )
 FSDP2 = {name: sharded(name, FSDP_SETTINGS) for name in SHARDED} | {
     "VERL": lambda rank, directory: record(directory, VERL | FSDP_SETTINGS, {}),
+    "grpo": lambda rank, directory: grpo(rank, directory, **FSDP_SETTINGS),
     "resumed snapshot": lambda rank, directory: resumed_shards(rank, directory, FSDP_SETTINGS),
     "shared prompts": lambda rank, directory: shared_prompts(rank, directory, **FSDP_SETTINGS),
     "drawn again": lambda rank, directory: drawn_again(rank, directory, **FSDP_SETTINGS),
@@ -381,6 +392,7 @@ FSDP2["exchanged in bf16"] = exchanged_in_bf16
 GATHERED = [(name, 0) for name in SHARDED] + [("2 rows x 2", 100_000), ("snapshot, renewed", 100_000)]
 ZERO3 = {f"{name}, {threshold}": sharded(name, zero3_settings(threshold)) for name, threshold in GATHERED} | {
     "VERL": lambda rank, directory: record(directory, VERL | zero3_settings(0), {}),
+    "grpo": lambda rank, directory: grpo(rank, directory, **zero3_settings(0)),
     "shared prompts": lambda rank, directory: shared_prompts(rank, directory, **zero3_settings(0)),
     "resumed snapshot": lambda rank, directory: resumed_shards(rank, directory, zero3_settings(0)),
 }

@@ -23,9 +23,10 @@ from replay import (
     rows_of_update,
     tiny_model,
 )
-from scenarios import FSDP2, LORA, QUARTER, RAGGED, REPLAYED, VERL, ZERO3, probabilities, record, run_all
+from scenarios import FSDP2, GRPO, LORA, QUARTER, RAGGED, REPLAYED, VERL, ZERO3, probabilities, record, run_all
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from trls_update import TRLS, difference, run
 
 from pacs_trl import PACSTrainer
 
@@ -107,6 +108,18 @@ def test_ddp_equals_one_process(tmp_path, ddp, name):
 
 def test_lora(tmp_path, ddp):
     check(tmp_path, both(ddp, "lora"), QUARTER, {}, model=lambda: get_peft_model(tiny_model(), LORA))
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero3"])
+def test_grpo_ends_with_the_weights_of_trl_in_one_process(request, tmp_path, kind):
+    first, second = both(request.getfixturevalue(kind), "grpo")
+    settings = {**GRPO, "per_device_train_batch_size": 2 * GRPO["per_device_train_batch_size"]}
+    before, trls, logs = run(tmp_path, TRLS, "grpo", Replay(unverifiable=0.2), **settings)
+    assert max(log["clip_ratio/low_mean"] for log in logs) > 0 < max(log["clip_ratio/high_mean"] for log in logs)
+    for mine in (first, second):
+        assert difference(mine["final"], trls, before) < 1e-5
+        for log, other in zip(mine["logs"], logs, strict=True):
+            assert log["loss"] == pytest.approx(other["loss"], rel=1e-3, abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero3"])

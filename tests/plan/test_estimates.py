@@ -50,16 +50,16 @@ def cases(table: dict[float, list[dict]]) -> list[tuple[float, dict]]:
 
 
 PASSES = {
-    3: [KEPT | SPLIT, GRPO | KEPT],
-    4: [GRPO | ALIGNED, GRPO | KEPT | KL, GRPO | KEPT | CORRECTED],
-    4 + 3 / 4: [{}, {"max_tokens_per_micro_batch": 16192}],  # reference of three updates of four
-    4 + 3 / 4 + 1: [KL],
+    3: [KEPT | SPLIT, GRPO | KEPT, GRPO | KEPT | CORRECTED],
+    4: [GRPO | ALIGNED, GRPO | KEPT | KL],
+    4 + 3 / 4: [{}, GRPO, {"max_tokens_per_micro_batch": 16192}],  # reference of three updates of four
+    4 + 3 / 4 + 1: [KL, GRPO | KL],
     4 + 3 / 4 + 3 / 4: [SPLIT, HALVES, {"max_tokens_per_micro_batch": 9000}],  # 8 x (1024 + 1000) tokens may not fit
-    4 + 1: [SNAPSHOT, GRPO],
-    4 + 1 + 1: [SNAPSHOT | SPLIT, GRPO | KL],
+    4 + 1: [SNAPSHOT],
+    4 + 1 + 1: [SNAPSHOT | SPLIT],
     2 * 4 + 1: [TWICE],
-    2 * 4 + 1 + 1: [GRPO | KL | TWICE, PPO],  # log-probs of rollouts are computed once, however often they are reused
-    2 * 4 + 1 + 1 + 1: [PPO | KL],
+    2 * 4 + 1 + 1: [PPO],
+    2 * 4 + 1 + 1 + 1: [PPO | KL, GRPO | KL | TWICE],
     2 * (2 * 4) + 1 + 1 + 1: [PPO | KL | TWICE],
 }
 

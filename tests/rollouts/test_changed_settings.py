@@ -3,10 +3,8 @@
 import pytest
 from replay import TOKENIZER, Replay, addition_dataset, build_trainer, digit_reward, tiny_model
 from transformers import TrainerCallback
-from trl import GRPOConfig
 
-from pacs_trl import PPOConfig
-from pacs_trl.baselines.grpo_trainer import GRPOTrainer
+from pacs_trl import GRPOConfig, GRPOTrainer, PPOConfig
 from pacs_trl.baselines.ppo_trainer import PPOTrainer
 
 

@@ -6,10 +6,8 @@ import torch
 from replay import TOKENIZER, addition_dataset, build_trainer, config, digit_reward, tiny_model, trainable_weights
 from seeds import shifted
 from transformers import AutoModelForCausalLM
-from trl import GRPOConfig
 
-from pacs_trl import PACSTrainer, PPOConfig, PPOTrainer
-from pacs_trl.baselines.grpo_trainer import GRPOTrainer
+from pacs_trl import GRPOConfig, GRPOTrainer, PACSTrainer, PPOConfig, PPOTrainer
 from pacs_trl.rollouts.checkpoint import request_seed
 
 

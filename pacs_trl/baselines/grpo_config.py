@@ -1,0 +1,110 @@
+"""Settings of the objectives besides PACS on the exact update: GRPO, RLOO, MaxRL, and REAL."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..objective import GROUP_LOSSES
+from ..pacs_config import SHAPES_ONLY_GRPO, ExactUpdateConfig
+from ..settings import bounded, ignored_settings
+from ..surrogate import LOSS_TYPES
+from ..update.step_sizes import Step
+
+
+@dataclass
+class GRPOConfig(ExactUpdateConfig):
+    r"""
+    Configuration class for the [`GRPOTrainer`].
+
+    Inherits every parameter of [`ExactUpdateConfig`] and [`~trl.GRPOConfig`] with its meaning and default. The entropy
+    bonus (`entropy_coef`, `use_adaptive_entropy`, ...) and the router's loss are refused.
+
+    Parameters:
+        loss_type (`str`, *optional*, defaults to `"dapo"`):
+            Normalization and token weights, as in [`~trl.GRPOConfig`]: `"grpo"`, `"dr_grpo"`, `"bnpo"`, `"dapo"`,
+            `"luspo"`, `"cispo"`, `"sapo"` or `"vespo"`. `"bnpo"` is normalized by the tokens of the optimizer step,
+            not of a micro-batch.
+        importance_sampling_level (`str`, *optional*, defaults to `"token"`):
+            `"token"`, or `"sequence"` for one ratio per completion.
+    """
+
+    loss_type: str = field(default="dapo", metadata={"choices": [name for name in LOSS_TYPES if name != "rloo"]})
+    importance_sampling_level: str = field(default="token", metadata={"choices": ["token", "sequence"]})
+
+
+_NORMALIZES_REWARDS = {
+    "scale_rewards": "the advantage has its own normalization",
+    "multi_objective_aggregation": "the reward is the weighted sum of the reward functions",
+}
+
+
+@dataclass
+class MaxRLConfig(GRPOConfig):
+    """Configuration class for the [`MaxRLTrainer`]: every parameter of [`GRPOConfig`] but those that normalize
+    rewards."""
+
+    @classmethod
+    def errors(cls, given: Any, step: Step) -> list[str]:
+        return [*super().errors(given, step), *ignored_settings(cls, given, _NORMALIZES_REWARDS)]
+
+
+@dataclass
+class RLOOConfig(ExactUpdateConfig):
+    r"""
+    Configuration class for the [`RLOOTrainer`].
+
+    Inherits every parameter of [`ExactUpdateConfig`]; its own have the names, meanings, and defaults of
+    [`~trl.RLOOConfig`], which `epsilon` and `epsilon_high` keep too. Parameters that only shape GRPO's loss are
+    refused when moved off their default.
+
+    Parameters:
+        beta (`float`, *optional*, defaults to `0.05`):
+            Weight of the KL penalty on the reward of a completion (sum of its log-ratios). 0 loads no reference.
+        num_generations (`int`, *optional*, defaults to `2`):
+            Completions of each prompt.
+        normalize_advantages (`bool`, *optional*, defaults to `False`):
+            Whether to shift and scale the advantages of a generation batch to mean 0 and standard deviation 1.
+        reward_clip_range (`tuple[float, float]`, *optional*):
+            Bounds on rewards.
+        vllm_importance_sampling_correction (`bool`, *optional*, defaults to `False`):
+            As in [`PACSConfig`]; `trl.RLOOTrainer` has none.
+    """
+
+    beta: float = bounded(0.05, least=0)
+    num_generations: int = bounded(2, least=2)
+    normalize_advantages: bool = False
+    reward_clip_range: tuple[float, float] | None = None
+    vllm_importance_sampling_correction: bool = False
+
+    @classmethod
+    def errors(cls, given: Any, step: Step) -> list[str]:
+        refused = {name: why for name, why in SHAPES_ONLY_GRPO.items() if name not in ("epsilon", "epsilon_high")}
+        reasons = dict.fromkeys(refused, "RLOO clips the ratio of a whole completion and has no such setting")
+        return [*super().errors(given, step), *ignored_settings(cls, given, reasons)]
+
+
+@dataclass
+class REALConfig(ExactUpdateConfig):
+    r"""
+    Configuration class for the [`REALTrainer`]. Inherits every parameter of [`ExactUpdateConfig`]; those that only
+    shape GRPO's loss are refused when moved off their default.
+
+    Parameters:
+        group_loss (`str`, *optional*, defaults to `"real"`):
+            A key of `objective.GROUP_LOSSES`: `"real"`, or `"disco"` (without its bound on the divergence).
+        tau (`float`, *optional*, defaults to `0.5`):
+            Temperature of the loss; 0.5 is that of REAL's authors. DisCO's authors recommend 10.
+        disable_dropout (`bool`, *optional*, defaults to `True`):
+            The loss compares two forward passes of the same tokens; dropout would fill it with noise.
+        vllm_importance_sampling_correction (`bool`, *optional*, defaults to `False`):
+            As in [`PACSConfig`].
+    """
+
+    group_loss: str = field(default="real", metadata={"choices": list(GROUP_LOSSES)})
+    tau: float = bounded(0.5, above=0)
+    disable_dropout: bool = True
+    vllm_importance_sampling_correction: bool = False
+
+    @classmethod
+    def errors(cls, given: Any, step: Step) -> list[str]:
+        reasons = dict.fromkeys(SHAPES_ONLY_GRPO, "the loss compares the completions of a group and has no advantage")
+        return [*super().errors(given, step), *ignored_settings(cls, given, reasons)]

@@ -1,0 +1,164 @@
+"""All objectives on the exact update: gradients of REAL and MaxRL, any micro-batch, resumes, and skipped groups."""
+
+import copy
+
+import pytest
+import torch
+from replay import (
+    RELATIVE,
+    Recorder,
+    Replay,
+    build_trainer,
+    digit_reward,
+    load_weights,
+    relative_error,
+    rows_of_update,
+    tiny_model,
+    trainable_weights,
+)
+from trls_update import EIGHT, FOUR_MINIBATCHES, OWN, REUSED, difference, run
+
+from pacs_trl.baselines.grpo_trainer import GRPOTrainer, MaxRLTrainer, RLOOTrainer
+from pacs_trl.baselines.real_trainer import REALTrainer
+from pacs_trl.objective import disco_loss, maxrl_advantages, real_loss
+from pacs_trl.update.step import FILLER
+
+
+pytestmark = pytest.mark.trains
+
+SPLITS = [
+    {"per_device_train_batch_size": 16},
+    {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 4},
+    {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 16, "steps_per_generation": 16},
+    {"per_device_train_batch_size": 16, "max_tokens_per_micro_batch": 30, "padding_free": "never"},
+]
+
+
+def in_graph(model, rows):
+    """Log-probs of the completions of rows, by a forward pass of each alone."""
+    found = []
+    for row in rows:
+        logits = model(input_ids=torch.tensor([row.prompt_ids + row.completion_ids])).logits
+        logps = logits[0, len(row.prompt_ids) - 1 : -1].log_softmax(dim=-1)
+        found.append(logps.gather(1, torch.tensor(row.completion_ids)[:, None])[:, 0])
+    return found
+
+
+def real(logps, old_logps, labels):
+    proxies = torch.stack([(new - old).mean() for new, old in zip(logps, old_logps)])
+    return real_loss(proxies, labels, num_generations=4, tau=0.3)
+
+
+def disco(logps, old_logps, labels):
+    return disco_loss(torch.stack([each.mean() for each in logps]), labels, num_generations=4, tau=0.3)
+
+
+def maxrl(logps, old_logps, labels):
+    """Without active clips: the sum of ratios with a constant divisor."""
+    advantages = maxrl_advantages(labels, num_generations=4)
+    ratios = torch.stack([(new - old).exp().sum() for new, old in zip(logps, old_logps)])
+    return -(advantages * ratios).sum() / (16 * 16)
+
+
+FAR = {"epsilon": 0.99, "epsilon_high": 9.0, "loss_type": "dr_grpo"}
+GRADIENTS = {
+    "real": (REALTrainer, {"tau": 0.3}, real),
+    "disco": (REALTrainer, {"tau": 0.3, "group_loss": "disco"}, disco),
+    "maxrl": (MaxRLTrainer, FAR, maxrl),
+}
+
+
+@pytest.mark.parametrize("split", [0, 1, 3])
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradient(tmp_path, name, split):
+    trainer_class, settings, loss = GRADIENTS[name]
+    replay, recorder, model = Replay(unverifiable=0.2), Recorder(), tiny_model()
+    long_way = copy.deepcopy(model).double()
+    how = {**SPLITS[split], "num_iterations": 3, "max_steps": 6, **settings}
+    trainer = build_trainer(
+        tmp_path, model=model, replay=replay, trainer_class=trainer_class, more={"callbacks": [recorder]}, **how
+    )
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    for update in range(6):
+        generation, rows = rows_of_update(replay, trainer.args, update)
+        with torch.no_grad():
+            load_weights(long_way, replay.weights[generation])
+            old_logps = in_graph(long_way, rows)
+        load_weights(long_way, recorder.weights[update])
+        long_way.zero_grad()
+        labels = torch.tensor([float("nan") if r.label is None else r.label for r in rows], dtype=torch.float64)
+        expected = loss(in_graph(long_way, rows), old_logps, labels)
+        expected.backward()
+        gradients = {n: p.grad for n, p in long_way.named_parameters() if n in recorder.weights[0]}
+        assert relative_error(recorder.gradients[update], gradients) < RELATIVE
+        if name != "maxrl":
+            assert logged[update]["loss"] == pytest.approx(expected.item(), rel=RELATIVE)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "cispo"])
+def test_any_micro_batch_gives_the_same_weights(tmp_path, loss_type):
+    settings = {**REUSED, "loss_type": loss_type, "top_entropy_quantile": 0.7}
+    found = [
+        run(tmp_path / str(i), OWN, "grpo", Replay(unverifiable=0.2), **(settings | split))
+        for i, split in enumerate(SPLITS)
+    ]
+    before, reference, _ = found[0]
+    for _, weights, _ in found[1:]:
+        assert difference(weights, reference, before) < 1e-5
+
+
+RESUMED = {"save_strategy": "steps", "save_steps": 1, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 6}
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "settings"),
+    [
+        (GRPOTrainer, {"beta": 0.1}),
+        (GRPOTrainer, {"loss_type": "cispo", "top_entropy_quantile": 0.5}),
+        (RLOOTrainer, {"beta": 0.1}),
+        (REALTrainer, {}),
+    ],
+    ids=["grpo", "cispo", "rloo", "real"],
+)
+def test_a_run_resumed_after_any_step_is_bit_identical(tmp_path, model_path, trainer_class, settings):
+    """Completions are sampled; two minibatches are used twice each."""
+
+    def train(name, resume=None):
+        trainer = build_trainer(
+            tmp_path / name, model=model_path, trainer_class=trainer_class, **RESUMED, **settings, reward=digit_reward
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        return trainable_weights(trainer.model)
+
+    straight = train("straight")
+    for step in range(1, 6):
+        again = train("again", str(tmp_path / "straight" / f"checkpoint-{step}"))
+        assert all(torch.equal(again[name], weight) for name, weight in straight.items()), step
+
+
+@pytest.mark.parametrize("settings", [EIGHT, FOUR_MINIBATCHES, REUSED], ids=["aligned", "minibatches", "reused"])
+def test_groups_without_a_gradient_have_no_forward_pass(tmp_path, settings):
+    """Three of four groups are uniform, and everything is counted that goes through the model."""
+    passed = []
+
+    class Counting(GRPOTrainer):
+        def _prepare_learning(self):
+            super()._prepare_learning()
+            score = self.scorer.score
+
+            def counted(model, prompt_ids, completion_ids):
+                passed.append(sum(ids is not FILLER.prompt_ids for ids in prompt_ids))
+                return score(model, prompt_ids, completion_ids)
+
+            self.scorer.score = counted
+
+    trainers = {"grpo": (Counting, Counting._config_class)}
+    settings = settings | {"startup_check": False, "learning_rate": 0.01}
+    uniform = 3 * settings.get("steps_per_generation", 1)
+    _, _, logs = run(tmp_path, trainers, "grpo", Replay(uniform_groups=uniform), **settings)
+    minibatches, iterations = settings.get("steps_per_generation", 1), settings.get("num_iterations", 1)
+    generated = 4 * 8 // iterations  # completions with a gradient, in all generations
+    assert sum(log["pacs/forwarded_fraction"] for log in logs) * 16 == pytest.approx(generated * iterations)
+    # and the log-probs of the policy that generated, which later updates need
+    assert sum(passed) == generated * (iterations + (minibatches * iterations > 1))
