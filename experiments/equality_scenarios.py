@@ -22,7 +22,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import trl
 from datasets import Dataset
 from peft import LoraConfig
 from safetensors.torch import load_file
@@ -420,20 +419,6 @@ def train(output: Path, model: str, **settings) -> None:
     keep(main(["--config", str(output / "recipe.yaml")]), output)
 
 
-def grpo(output: Path, model: str) -> None:
-    """TRL's loss on recorded rollouts, which a recipe cannot ask for."""
-    init = trl.GRPOTrainer.__init__
-
-    def with_rows(self, *args, **kwargs):
-        init(self, *args, **(kwargs | {"rollout_func": Rows()}))
-
-    trl.GRPOTrainer.__init__ = with_rows
-    try:
-        train(output, model, method="grpo")
-    finally:
-        trl.GRPOTrainer.__init__ = init
-
-
 def generated(output: Path, model: str) -> None:
     """PACS with completions that transformers draws, and labels of two functions, one of them the verifier's."""
     rewards = ["math_reward", "equality_scenarios.hard_label"]
@@ -464,7 +449,7 @@ SCENARIOS |= {
     name: functools.partial(experimental, method=method, settings=settings, more=more, before=before)
     for name, (method, settings, more, before) in EXPERIMENTAL.items()
 }
-SCENARIOS |= {f.__name__: f for f in (two_processes, resume, ppo, genac, grpo, generated, evaluate)}
+SCENARIOS |= {f.__name__: f for f in (two_processes, resume, ppo, genac, generated, evaluate)}
 
 
 def main() -> None:

@@ -36,8 +36,8 @@ GPUS = {
 }
 H200 = GPUS["h200"]
 
-# Computation of an update: "packed" does not pad completions, "exact", which all other methods use, also computes shared
-# prompts once.
+# Computation of an update: "packed" does not pad completions; "exact", which all other methods use, also computes
+# shared prompts once.
 UPDATES = {"ppo": "packed", "genac": "packed"}
 
 

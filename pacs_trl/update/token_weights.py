@@ -120,8 +120,10 @@ class HighEntropyTokens(TokenWeights):
 
     def prepare(self, update, model, step) -> None:
         entropies = update.token_entropies(model, step)
-        keeps = entropies >= np.quantile(entropies, 1 - self.quantile) if len(entropies) else entropies > 0
-        # In the middle of two values, so that rounding in another micro-batch moves no token across.
+        least = np.quantile(entropies, 1 - self.quantile) if len(entropies) else 0.0
+        # First tokens of a group have equal entropies up to rounding: all of them are on one side. The threshold is in
+        # the middle of two values, so that rounding in another micro-batch moves no token across.
+        keeps = entropies >= least - 64 * np.finfo(entropies.dtype).eps * max(1.0, abs(least))
         highest = entropies[~keeps].max(initial=-math.inf)
         self.threshold = (entropies[keeps].min(initial=math.inf) + highest) / 2
 

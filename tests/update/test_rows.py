@@ -21,6 +21,8 @@ def scored_batch(**more):
         "completion_mask": torch.tensor([[1, 1, 0], [1, 0, 0]]),
         "labels": torch.tensor([1.0, float("nan")]),
         "groups": torch.tensor([7, 8]),
+        "advantages": torch.tensor([0.5, -0.5]),
+        "num_items_in_batch": torch.tensor(3),
         **more,
     }
 
@@ -31,6 +33,7 @@ def test_padding_is_removed_on_both_sides():
     assert (second.prompt_ids.tolist(), second.completion_ids.tolist()) == ([6, 7, 8], [30])
     assert first.label == 1.0 and math.isnan(second.label)
     assert (first.group, second.group) == (7, 8)
+    assert (first.advantage, second.advantage, first.generation_tokens) == (0.5, -0.5, 3.0)
     assert first.loss_mask.tolist() == [True, True] and first.loss_mask.dtype == bool
     assert first.prompt_ids.dtype == first.completion_ids.dtype == np.int32
     assert first.old_logps is None and first.ref_logps is None
