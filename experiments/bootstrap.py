@@ -1,7 +1,7 @@
 """Percentile bootstrap intervals over problems, for values that are not shares, such as distances.
 
-Their coverage falls short with few problems, see docs/statistics.md: for pass@k there are `pass_interval` and
-`paired_interval` of `pacs_trl.evaluation`.
+Their coverage is too low with few problems (docs/statistics.md): use `pass_interval` and `paired_interval` of
+`pacs_trl.evaluation` for pass@k.
 """
 
 import numpy as np
@@ -34,5 +34,5 @@ def bootstrap_interval(values, *, confidence: float = 0.95, num_resamples: int =
 
 
 def paired_bootstrap(baseline, candidate, **options) -> Interval:
-    """[`bootstrap_interval`] of `mean(candidate) - mean(baseline)`, both measured on the same problems."""
+    """Return the [`bootstrap_interval`] of `mean(candidate) - mean(baseline)` on the same problems."""
     return bootstrap_interval(np.subtract(candidate, baseline), **options)

@@ -1,13 +1,12 @@
-"""Do more completions of hard prompts, and other prompts in place of uniform groups, help?
+"""Additional completions for hard prompts (DARS), and refill of uniform groups, at equal numbers of completions.
 
 `python -m experiments.draws --seeds 0 1 2`
 
-The arms of a seed share their warm start and draw about as many completions: 23,040, as 60 generations of 384 or 90 of
-256, or, without a budget, 34 that grow as they like. What was drawn is printed. Two tasks: sums of three to seven
-terms, of which some are never solved (five benchmarks, 128 attempts), and additions, which are learnt soon (64
-attempts). What decides is pass@1 and pass@k, how many problems are never solved, and how soon the reward reaches a
-target. Restartable: finished arms are taken from `--results_dir`, an interrupted one goes on from its last checkpoint.
-Two to three minutes for each arm and seed on one free core.
+The arms of a seed share their warm start and generate about 23,040 completions: 60 generations of 384, 90 of 256, or,
+without a budget, 34 of variable size. Tasks: sums of three to seven terms, some of which are never solved (five
+benchmarks, 128 samples), and additions, which are learned quickly (64 samples). Measured are pass@k, the share of
+problems that are never solved, and how soon the reward reaches a target. Finished arms are read from `--results_dir`,
+and an interrupted arm resumes from its last checkpoint. Two to three minutes per arm and seed on one core.
 """
 
 import math
@@ -67,8 +66,8 @@ def cell_of(arm: str, task: str) -> Cell:
 
 
 def curve(history: list[dict], first: int) -> list[tuple[int, float, float]]:
-    """Of each generation, which begins with `first` completions: optimizer step, completions so far, and mean
-    reward."""
+    """Return optimizer step, completions so far, and mean reward of each generation of `first` completions plus
+    additional ones."""
     found, drawn = [], 0.0
     for entry in history:
         if "reward" in entry:
@@ -78,7 +77,7 @@ def curve(history: list[dict], first: int) -> list[tuple[int, float, float]]:
 
 
 def reached(points: list[tuple[int, float, float]], target: float) -> str:
-    """Optimizer steps and completions until five generations have the mean reward `target`."""
+    """Return optimizer steps and completions until five generations have the mean reward `target`."""
     for i in range(4, len(points)):
         if mean(reward for _, _, reward in points[i - 4 : i + 1]) >= target:
             return f"{points[i][0]} / {points[i][1]:,.0f}"
@@ -86,7 +85,7 @@ def reached(points: list[tuple[int, float, float]], target: float) -> str:
 
 
 def measured(run: Run) -> list[float]:
-    """pass@k of each of `KS`, the mean over benchmarks, and the share of problems that are never solved, in
+    """Return pass@k for each of `KS`, averaged over benchmarks, and the share of problems that are never solved, in
     percent."""
     found = list(run.results["benchmarks"].values())
     shares = [mean(b["pass_at_k"].get(str(k), {"value": math.nan})["value"] for b in found) for k in KS]
@@ -98,14 +97,15 @@ def spread(values: Sequence[float]) -> str:
 
 
 def difference(values: Sequence[float]) -> str:
-    """Mean of differences by seed, with Student's 95 % interval over seeds."""
+    """Return the mean of differences by seed with Student's 95 % interval."""
     if len(values) < 2:
         return f"{values[0]:+.1f}"
     return "{:+.1f} ± {:.1f}".format(*over_seeds(values))
 
 
 def report(options: Options, task: str) -> list[str]:
-    """A row for each arm: mean and standard deviation over seeds, in percent, and what it is more than plain PACS."""
+    """Return a row for each arm: mean and standard deviation over seeds, in percent, and the difference to plain
+    PACS."""
     records = Records(options.results_dir)
     columns = [
         *(f"pass@{k}" for k in KS),

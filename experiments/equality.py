@@ -1,12 +1,11 @@
-"""Shows that the working tree trains and evaluates to the same bits as a commit, on this machine.
+"""Compare weights, metrics, and files of training and evaluation between a commit and the working tree, bit by bit.
 
-    python experiments/equality.py                    # against BEFORE; about three minutes for each side
+    python experiments/equality.py                    # against BEFORE; about three minutes per side
     python experiments/equality.py COMMIT --only rollout ppo
 
-Runs `equality_scenarios.py` once with the package of the commit, in a worktree that is removed afterwards, and once
-with that of the working tree, and compares weights, logged numbers and files. Prints a Markdown table; the exit code
-is 1 if a scenario that must be equal is not. One thread, no downloads, everything under a temporary folder (`--keep
-DIR` keeps what was written).
+Runs `equality_scenarios.py` with the package of the commit, in a temporary worktree, and with that of the working
+tree. Prints a Markdown table; the exit code is 1 if a scenario that must be equal differs. One thread, no downloads;
+output goes to a temporary folder (`--keep DIR` keeps it).
 """
 
 import argparse
@@ -101,7 +100,7 @@ def worktree(commit: str, path: Path) -> Iterator[Path]:
 
 
 def run_side(root: Path, output: Path, names: list[str]) -> Path:
-    """All scenarios in one process, which sees the package under `root` and no other."""
+    """Run all scenarios in one process, with the package under `root`."""
     work = output / "cwd"
     work.mkdir(parents=True)
     env = os.environ | {
@@ -121,7 +120,7 @@ def run_side(root: Path, output: Path, names: list[str]) -> Path:
 
 
 def report(name: str, before: Path, after: Path) -> bool:
-    """Prints the row of one scenario and returns whether it failed."""
+    """Print the row of a scenario; return whether it failed."""
     found = compare(name, before, after)
     failed = found.failed(name)
     notes = list(found.problems)
@@ -184,7 +183,7 @@ def compare_files(result: Comparison, before: Path, after: Path) -> None:
 
 
 def same_files(result: Comparison, before: Path, after: Path, pattern: str) -> list[str]:
-    """The files below both folders; one that is missing on a side is a problem."""
+    """Return the files that differ between two folders, or are missing in one of them."""
     sides = [{str(p.relative_to(s)) for p in s.rglob(pattern) if p.is_file()} for s in (before, after)]
     result.problems += [f"{file} is missing on one side" for file in sorted(sides[0] ^ sides[1])]
     return sorted(sides[0] & sides[1])

@@ -1,10 +1,9 @@
-"""The runs that `equality.py` compares: `python equality_scenarios.py OUTPUT [NAME ...]`, with the package to run on
-PYTHONPATH.
+"""Scenarios of `equality.py`: `python equality_scenarios.py OUTPUT [NAME ...]`, with a package on PYTHONPATH.
 
-Each scenario writes to OUTPUT/NAME: trained weights under `weights/`, logged numbers to `metrics.json`, and what must
-be equal byte for byte under `files/`. The model is the tiny miniature one with random weights, which answers nothing
-correctly; so a completion and its label are pseudo-random functions of what stands before them. Only public names of
-the package are used, and nothing of `tests/`, so that one version of this file runs with any version of the package.
+Each scenario writes to OUTPUT/NAME: trained weights to `weights/`, metrics to `metrics.json`, and files that must be
+equal byte for byte to `files/`. The model is the tiny miniature one with random weights, which never answers
+correctly; completions and labels are therefore pseudo-random functions of their context. Only public names of the
+package are used, and nothing of `tests/`, so that this file runs with any version of the package.
 """
 
 import functools
@@ -40,7 +39,7 @@ NO_VERDICT_BELOW = 0.15
 
 
 def _number(completion_ids: list[int]) -> float:
-    """A number in [0, 1) that depends on every token."""
+    """Return a number in [0, 1) that depends on every token."""
     return int.from_bytes(hashlib.sha256(str(list(completion_ids)).encode()).digest()[:6]) / 2**48
 
 
@@ -53,7 +52,7 @@ def rare_label(completion_ids, **kwargs) -> list[float]:
 
 
 def labels_of_steps(completion_ids, **kwargs) -> list[list[tuple[int, float]] | None]:
-    """Up to three labels for each completion, the last one the outcome; `None` for some."""
+    """Return up to three labels per completion, the last one for the outcome; `None` for some."""
     found = []
     for ids in completion_ids:
         ends = sorted({len(ids) // 3, 2 * len(ids) // 3, len(ids) - 1})
@@ -73,7 +72,7 @@ def label_or_none(completion_ids, **kwargs) -> list[float | None]:
 
 @dataclass
 class Rows:
-    """Rollout function: completions that depend on the step, the position in the generation and nothing else."""
+    """Rollout function: completions depend only on the step and the position in the generation."""
 
     logprobs: bool = False
     tools: bool = False
@@ -96,7 +95,7 @@ class Rows:
 
 
 def boxed(prompts, trainer) -> dict:
-    """Completions with an answer in a box, but for every fourth."""
+    """Return completions with an answer in a box, except for every fourth."""
     texts = [f"{i % 4}{'x' * (i % 2)}" + (r"\boxed{7}" if i % 4 else "7") for i in range(len(prompts))]
     ids = [TOKENIZER(text)["input_ids"] + [TOKENIZER.eos_token_id] for text in texts]
     prompt_ids = [TOKENIZER(prompt[-1]["content"])["input_ids"] for prompt in prompts]
@@ -118,7 +117,7 @@ def dataset() -> Dataset:
 
 @functools.cache
 def model_path(output: Path) -> str:
-    """The model with log-probabilities far from uniform, so that rounding would show."""
+    """Save the model with log-probs far from uniform, so that rounding would be visible."""
     path = output / "model"
     if not (path / "tokenizer.json").exists():
         model = build_model(TOKENIZER, "tiny")
@@ -266,7 +265,7 @@ def pacs_trainer(output, model, settings, reward=hard_label, rows=None, **more) 
 
 
 def classes_of(method: str) -> tuple[type, type] | None:
-    """Trainer and configuration of a related method; `None` where it is not a module of its own yet."""
+    """Return trainer and configuration of an experimental method; `None` where it has no module yet."""
     try:
         module = importlib.import_module(f"pacs_trl.experimental.{method}")
     except ImportError:
@@ -300,7 +299,7 @@ def experimental(output: Path, model: str, method: str, settings: dict, more: di
 
 
 def keep(trainer, output: Path, name: str = "policy") -> None:
-    """Writes the weights and adds to the logged numbers, by step."""
+    """Write the weights, and add to the metrics by step."""
     trainer.save_model(str(output / "weights" / name))
     if trainer.accelerator.is_main_process:
         numbers = {
@@ -347,8 +346,7 @@ class KilledAt(TrainerCallback):
 
 
 def resume(output: Path, model: str) -> None:
-    """Ended after step 3, between the two updates of a generation, and continued by a trainer that knows nothing of
-    it."""
+    """Stop after step 3, between two updates of a generation, and continue with a new trainer."""
     settings = ADAMW | {"max_steps": 5, "save_strategy": "steps", "save_steps": 3, "reference": "snapshot"}
     settings["reference_reset_steps"] = 2
     try:
@@ -367,7 +365,7 @@ def resume(output: Path, model: str) -> None:
 
 
 def ppo(output: Path, model: str) -> None:
-    """One update of policy and critic; the checkpoint holds both."""
+    """One update of policy and critic; the checkpoint contains both."""
     settings = SETTINGS | {"num_iterations": 1, "max_steps": 1, "save_strategy": "steps", "save_steps": 1}
     trainer = PPOTrainer(
         model,
@@ -383,7 +381,7 @@ def ppo(output: Path, model: str) -> None:
 
 
 def genac(output: Path, model: str) -> None:
-    """Two updates of policy and critic, whose untrained answers count as values all the same."""
+    """Two updates of policy and critic, whose untrained answers count as values."""
     try:
         module = importlib.import_module("pacs_trl.experimental.genac")
     except ImportError:  # before it was an experimental method
@@ -405,7 +403,7 @@ def genac(output: Path, model: str) -> None:
 
 
 def train(output: Path, model: str, **settings) -> None:
-    """`pacs_trl.train` on a recipe, the way users run it."""
+    """Run `pacs_trl.train` on a recipe."""
     from pacs_trl.train import main
 
     recipe = SETTINGS | {
@@ -420,7 +418,7 @@ def train(output: Path, model: str, **settings) -> None:
 
 
 def generated(output: Path, model: str) -> None:
-    """PACS with completions that transformers draws, and labels of two functions, one of them the verifier's."""
+    """PACS with completions generated by transformers, and labels of two reward functions."""
     rewards = ["math_reward", "equality_scenarios.hard_label"]
     train(output, model, method="pacs", reward_funcs=rewards, reward_weights=[0.5, 0.5])
 

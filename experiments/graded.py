@@ -10,9 +10,8 @@ from pacs_trl.evaluation.store import evaluation_file, read_samples
 def read_graded(
     output_dir: str | Path, benchmark: str
 ) -> tuple[dict[str, str], dict[tuple[str, int], dict[str, Any]]]:
-    """
-    The grades of each problem, one character per sample (1 correct, 0 wrong, - not gradable), and the graded records
-    by (problem id, sample number); the store may hold more.
+    """Return the grades of each problem, one character per sample (1 correct, 0 wrong, - not gradable), and the graded
+    records by (problem id, sample number).
 
     Raises:
         `ValueError`: if there are no grades, or a graded sample is missing.

@@ -1,16 +1,14 @@
-"""Do guided attempts teach what is never solved alone?
+"""Guided completions on problems that the policy never solves alone.
 
 `python -m experiments.guided --seeds 0 1 2`
 
-The task is built for it. A sum that is written backwards, `97#35` for `53+79`, means nothing to a warm start that has
-learnt sums, and to do what a hint says, whatever the problem is. Then PACS trains on sums and on backward ones,
-without hints, with guided attempts whose hint is the sum, and with a lower weight on them, from the same warm start
-and with as many generations. What decides is the share solved without a hint of those held-out backward sums that the
-warm start solves in none of 64 attempts.
+A sum written backwards, `97#35` for `53+79`, is unknown to a warm start that has learned sums and to follow hints.
+PACS then trains on sums and backward sums from the same warm start, with equal numbers of generations: without hints,
+with guided completions whose hint is the sum, and with a lower weight on them. Measured is the share of held-out
+backward sums that is solved without a hint, among those that the warm start solves in none of 64 samples.
 
-`--measure` trains nothing more: it compares right guided answers with right answers that the policy gives alone, by
-their log-probability under the plain prompt and by the norm of their gradient. Restartable: what a run has written is
-not made again.
+`--measure` compares correct guided completions with correct unguided ones, by log-prob under the plain prompt and by
+gradient norm, without training. Finished runs are not repeated.
 """
 
 import argparse
@@ -57,15 +55,14 @@ def backwards(text: str) -> str:
 
 
 def sums(seed: int) -> list[dict[str, str | None]]:
-    """Training problems with a worked solution, those in front plain, those behind backward with the sum as their
-    hint."""
+    """Return training problems with worked solutions: plain sums, then backward sums with the sum as hint."""
     rows = [row for row in demonstrations("addition", seed=seed) if _reads_otherwise(row)][: 2 * NUM_TRAINED]
     hard = [row | {"problem": backwards(row["problem"]), "hint": row["problem"]} for row in rows[NUM_TRAINED:]]
     return [*(row | {"hint": None} for row in rows[:NUM_TRAINED]), *hard]
 
 
 def _reads_otherwise(row: dict[str, str]) -> bool:
-    """Whether the backward sum, read as a sum, has a value far from its own, so that a slip does not lead there."""
+    """Return whether the backward sum, read as a sum, has a value far from its own."""
     return abs(sum(map(int, backwards(row["problem"]).split("#"))) - int(row["answer"])) > FAR
 
 
@@ -75,7 +72,7 @@ def held_out() -> dict[str, list[dict[str, str]]]:
 
 
 def taught(seed: int) -> list[dict]:
-    """Sums, and sums as the hint of a problem that has nothing to do with them."""
+    """Return demonstrations of sums, and of sums as the hint of an unrelated problem."""
     rows = demonstrations("addition", NUM_TAUGHT, seed=seed)
     others = random.Random(seed).sample(rows, len(rows))
     hinted = [
@@ -94,7 +91,7 @@ def asked(row: dict, *, helped: bool) -> list[dict[str, str]]:
 
 
 def warm_start(directory: Path, seed: int, max_steps: int) -> Path:
-    """A model that solves sums, and backward ones with their hints only."""
+    """Train a model that solves sums, and backward sums only with their hints."""
     if (directory / "config.json").is_file():
         return directory
     tokenizer = build_tokenizer()
@@ -126,7 +123,8 @@ def warm_start(directory: Path, seed: int, max_steps: int) -> Path:
 
 
 def attempt(model: Path, output_dir: Path, num_samples: int) -> dict[str, list[int]]:
-    """How many of `num_samples` completions are right, of each held-out problem of both kinds, without hints."""
+    """Return the number of correct completions among `num_samples` without hints, per held-out problem of both
+    kinds."""
     files = []
     for name, rows in held_out().items():
         files.append(output_dir.parent / f"{name}.jsonl")
@@ -152,8 +150,8 @@ def attempt(model: Path, output_dir: Path, num_samples: int) -> dict[str, list[i
 
 
 def report(counts: dict[str, dict[str, dict[str, list[int]]]], num_samples: int) -> list[str]:
-    """A row for each seed and arm: pass@k in percent of sums, of all backward ones, and of those that the warm start
-    never solves."""
+    """Return a row for each seed and arm: pass@k in percent of sums, of all backward sums, and of those that the warm
+    start never solves."""
     ks = sorted({1, min(8, num_samples), num_samples})
     kinds = ["sums: pass@1", *(f"{kind}: pass@{k}" for kind in ("backward", "never solved before") for k in ks)]
     rows = []
@@ -168,7 +166,7 @@ def report(counts: dict[str, dict[str, dict[str, list[int]]]], num_samples: int)
 
 
 def measure(start: Path, number: int) -> dict[str, dict[str, float]]:
-    """Right answers to backward sums with hints and to sums without: what they are under the plain prompt."""
+    """Measure correct completions of backward sums with hints and of sums without, under the plain prompt."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(start), AutoTokenizer.from_pretrained(start)
     sampling = SamplingSettings(temperature=1.0, top_p=1.0, max_new_tokens=LENGTH)
     found = {}
@@ -193,7 +191,7 @@ def measure(start: Path, number: int) -> dict[str, dict[str, float]]:
 
 
 def _under_plain_prompt(model, tokenizer, row: dict, text: str) -> tuple[float, float]:
-    """Mean log-probability of the tokens of an answer, and the norm of the gradient of their sum."""
+    """Return the mean log-prob of the tokens of a completion, and the norm of the gradient of their sum."""
     kinds = {"add_generation_prompt": True, "return_dict": False}
     prompt = tokenizer.apply_chat_template(asked(row, helped=False), **kinds)
     completion = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]

@@ -1,11 +1,10 @@
-"""README's first picture, PACS, GRPO and PPO side by side.
+"""Figure of PACS, GRPO, and PPO for README, from the records of the miniature tables.
 
-`python -m experiments.methods`, seconds, runs nothing.
+`python -m experiments.methods`, seconds, trains nothing.
 
-Made of the records of the miniature tables (three seeds, whose warm start all methods share). These keep no times:
-when a rollout was over is that of seed 0, trained once more with each method, one after another, by `python -m
-experiments.methods --clock`. Bands and bars are the range over seeds; a difference is taken seed by seed, because most
-of the spread is that of the warm starts.
+Three seeds, whose warm starts all methods share. Records have no times: `--clock` trains seed 0 of each method again,
+one after another, to measure them. Bands and bars are the range over seeds; differences are by seed, because most of
+the spread is that of the warm starts.
 """
 
 import argparse
@@ -33,7 +32,7 @@ WINDOW = 8  # rollouts in a running mean
 
 
 def clock(model: str, cell: str, work_dir: Path) -> list[float]:
-    """Train a run of the tables once more: seconds of the training loop until each rollout was graded."""
+    """Train a run of the tables again; return the seconds of the training loop until each rollout was graded."""
     arguments = ["--config", str(ROOT / f"recipes/miniature/{model}/{cell}.yaml"), "--seed", "0"]
     logs = train_once(arguments, start_of(read_recipe(arguments)), work_dir / f"{model}-{cell}")
     passed = np.cumsum([log.get("time/total", 0.0) for log in logs])
@@ -41,13 +40,13 @@ def clock(model: str, cell: str, work_dir: Path) -> list[float]:
 
 
 def reward(run: Run) -> np.ndarray:
-    """The running mean of a run's reward, one number per rollout."""
+    """Return the running mean of a run's reward, one number per rollout."""
     logged = [log["reward"] for log in run.training["log_history"] if "reward" in log]
     return np.convolve(logged, np.ones(WINDOW) / WINDOW, mode="valid")
 
 
 def pass_at(run: Run, ks: list[int]) -> np.ndarray:
-    """Percent, mean over the five benchmarks that stand in place of the paper's."""
+    """Return pass@k in percent, averaged over the five benchmarks."""
     benchmarks = [about for name, about in run.results["benchmarks"].items() if "/terms_" in name]
     return 100 * np.array([np.mean([about["pass_at_k"][str(k)]["value"] for about in benchmarks]) for k in ks])
 
@@ -75,7 +74,7 @@ def draw_pass_at_k(panel: Axes, runs: dict[str, list[Run]], look: dict[str, dict
 
 
 def draw_differences(panel: Axes, runs: dict[str, list[Run]], look: dict[str, dict], ks: list[int]) -> None:
-    """To GRPO, points by seed."""
+    """Draw the differences to GRPO by seed, in points."""
     base = {run.seed: pass_at(run, ks) for run in runs["GRPO"]}
     panel.axhline(0, **look["GRPO"] | {"marker": ""})
     for i, method in enumerate(("PPO", "PACS")):
@@ -88,7 +87,7 @@ def draw_differences(panel: Axes, runs: dict[str, list[Run]], look: dict[str, di
 
 
 def draw(records: Records, seconds: dict[str, dict[str, list[float]]], path: Path) -> None:
-    """A row for each model: reward, pass@k, and differences by seed."""
+    """Draw a row for each model: reward, pass@k, and differences by seed."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(PAGE_WIDTH, 2 * PANEL_HEIGHT), layout="constrained")
         grid = figure.subplots(len(MODELS), 3)
@@ -110,7 +109,7 @@ def draw(records: Records, seconds: dict[str, dict[str, list[float]]], path: Pat
 
 
 def main() -> None:
-    """Command line: writes the picture."""
+    """Write the figure."""
     parser = argparse.ArgumentParser(prog="python -m experiments.methods", description=__doc__)
     parser.add_argument("--results_dir", type=Path, default=RESULTS, help=f"has records.jsonl.gz, {CLOCKED}")
     parser.add_argument("--output", type=Path, default=ROOT / "docs/images/methods.png")

@@ -1,13 +1,12 @@
-"""May the implicit critic be trusted?
+"""Calibration and ranking of the implicit critic.
 
-`python -m experiments.ranking` scores with the models that `experiments.reuse` left in its work directory.
+`python -m experiments.ranking` uses the models that `experiments.reuse` left in its work directory.
 
-For each reference, beta, K and class weights of `ARMS`, held-out completions of the start and of the trained policy
-itself, 16 for each of 250 problems, are scored as in `critic.py`. Does sigma(psi) say how often they are right (Brier
-score beside that of the share of right ones, calibration error of ten bins), with psi against the other completions of
-the problem (`rloo`), and against the reference alone (`none`)? And how often is the answer right that is chosen: any
-completion, the most frequent answer, that of the highest score, the one whose completions' sigma(psi) sum highest?
-Means over seeds, with 95 % intervals over them.
+For each reference, beta, K, and class weighting of `ARMS`, psi is computed for held-out completions of the warm start
+and of the trained policy, 16 for each of 250 problems, as in `critic.py`. Calibration: Brier score beside that of the
+base rate, and calibration error of ten bins, with psi relative to the other completions of the problem (`rloo`) and to
+the reference alone (`none`). Ranking: accuracy of an answer chosen at random, by majority vote, by the highest score,
+and by the largest sum of sigma(psi). Means over seeds with 95 % intervals.
 """
 
 import argparse
@@ -46,12 +45,12 @@ class Candidate(NamedTuple):
 
 
 def _share_of_best(candidates: Sequence[Candidate], marks: Sequence[float]) -> float:
-    """Chance that a candidate with the highest mark is right, ties drawn at random."""
+    """Return the chance that a candidate with the highest mark is correct, with ties broken at random."""
     return mean(c.label for c, mark in zip(candidates, marks, strict=True) if mark == max(marks))
 
 
 def choices(candidates: Sequence[Candidate]) -> dict[str, float]:
-    """Chance that the answer given to a problem is right, by how it is chosen."""
+    """Return the chance that the chosen answer of a problem is correct, by the rule of choice."""
     votes, weights = Counter(c.answer for c in candidates), defaultdict(float)
     for c in candidates:
         weights[c.answer] += 1 / (1 + np.exp(-c.score))
@@ -65,7 +64,7 @@ def choices(candidates: Sequence[Candidate]) -> dict[str, float]:
 
 
 def calibration(scores: Sequence[float], labels: Sequence[float]) -> dict[str, float]:
-    """Brier score, that of the share of right completions, and the calibration error of ten bins."""
+    """Return the Brier score, that of the base rate, and the calibration error of ten bins."""
     targets = np.array(labels)
     return {
         "Brier": float(np.mean((1 / (1 + np.exp(-np.array(scores))) - targets) ** 2)),
@@ -75,7 +74,7 @@ def calibration(scores: Sequence[float], labels: Sequence[float]) -> dict[str, f
 
 
 def measure(arm: Arm, source: str, seed: int, work_dir: Path) -> dict[str, Any]:
-    """A line of the results: completions of `source` ("start" or "trained") scored by the model that `arm` trained."""
+    """Return a line of results: completions of `source` ("start" or "trained"), scored by the model of `arm`."""
     own = work_dir / arm.name / f"seed-{seed}"
     evaluation = own / "evaluation" if source == "trained" else work_dir / arm.task / f"start/seed-{seed}/evaluation"
     start = start_of(
@@ -105,8 +104,8 @@ def measure(arm: Arm, source: str, seed: int, work_dir: Path) -> dict[str, Any]:
 
 
 def table(lines: Sequence[dict[str, Any]]) -> list[str]:
-    """A row for each arm and source of completions: means over seeds, and how far the highest score is from the
-    majority vote."""
+    """Return a row for each arm and source of completions: means over seeds, and the difference of the highest score
+    to the majority vote."""
     calibrations = [f"{name}, {estimator}" for estimator in ESTIMATORS for name in ("Brier", "calibration error")]
     chosen = ["mean", "majority vote", "highest score", "weighted vote"]
     heads = ["completions", "seeds", "base rate", *calibrations, *chosen, "highest score - majority"]

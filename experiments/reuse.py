@@ -1,17 +1,15 @@
-"""How often may a rollout be learned from, and which beta does it take?
+"""Sweep of rollout reuse: K updates on each rollout, beta, class weights, and learning rate.
 
 `python -m experiments.reuse`
 
-A cell is a task, a method, K updates on each of 40 rollouts of 128 completions (16 prompts x 8) or of 60 of 256, beta,
-class weights and a learning rate. The cells of a seed share warm start and prompts. GRPO clips its ratio (epsilon
-0.2); RLOO has neither clip nor division by the standard deviation. What is kept of a run: the held-out problems solved
-in 16 attempts each, before and after; by rollout, reward, entropy, and processor seconds of drawing and of learning so
-far, which other work on the machine does not change; by place in the rollout (which of the K updates), the mean
-movement of the log-ratios and what has stopped moving (see `reuse_trainers.py`), over the rollouts after the first
-quarter.
+A cell has 40 rollouts of 128 completions (16 prompts x 8) or 60 of 256. The cells of a seed share warm start and
+prompts. GRPO clips its ratio (epsilon 0.2); RLOO neither clips nor divides by the standard deviation. Recorded are
+held-out problems solved in 16 samples each, before and after; per rollout the reward, the entropy, and CPU seconds of
+generation and updates; and per position of an update in a rollout the mean movement of the log-ratios and the force
+that is left (see `reuse_trainers.py`), over the rollouts after the first quarter.
 
-Cells are trained in the order of STAGES, the most telling first. Restartable: what stands in the records is not
-trained again, and an interrupted cell, minutes at most, begins again. `reuse_tables.py` prints what is there.
+Cells are trained in the order of STAGES. Recorded cells are skipped, and an interrupted cell starts again.
+`reuse_tables.py` prints the tables.
 """
 
 import argparse
@@ -42,7 +40,7 @@ KS = (1, 4, 16)
 
 
 class Arm(NamedTuple):
-    """One cell of the sweep."""
+    """A cell of the sweep."""
 
     method: str  # a key of LIMITS
     updates: int = 1  # K
@@ -164,8 +162,7 @@ def evaluation_settings(task: str) -> dict[str, Any]:
 
 
 def run(arm: Arm | None, task: str, seed: int, results_dir: Path, work_dir: Path, short: bool = False) -> None:
-    """Train and measure an arm with one seed (or, if it is `None`, measure the warm start) and record it, unless that
-    is done."""
+    """Train, measure, and record an arm with one seed (`None`: measure the warm start), unless it is recorded."""
     from experiments.paper.runs import start_of, train_once
     from pacs_trl.evaluation.arguments import EvaluationArguments
     from pacs_trl.evaluation.run import evaluate
@@ -203,8 +200,7 @@ def run(arm: Arm | None, task: str, seed: int, results_dir: Path, work_dir: Path
 
 
 def summary(history: Sequence[dict[str, Any]], per_rollout: int, stopped: str) -> dict[str, Any]:
-    """What is kept of a run, see the head of this file: as in [`Run`], with rollouts, and places in a rollout, for
-    steps."""
+    """Return the recorded quantities of a run, see the module docstring, in the form of a [`Run`]."""
     logs = [log for log in history if "reuse/moved" in log]
     rollouts = [logs[i : i + per_rollout] for i in range(0, len(logs), per_rollout)]
     drawing, learning, kept = 0.0, 0.0, []
@@ -224,7 +220,7 @@ def summary(history: Sequence[dict[str, Any]], per_rollout: int, stopped: str) -
 
 
 def plan(stages: Sequence[str], seeds: Sequence[int]) -> Iterator[tuple[Arm | None, str, int]]:
-    """What is run, in this order: an arm (or `None` for the warm start), its task, its seed."""
+    """Return the arms (or `None` for the warm start), tasks, and seeds in order."""
     for seed in seeds:
         for stage in stages:
             for task in dict.fromkeys(arm.task for arm in STAGES[stage]):

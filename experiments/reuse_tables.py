@@ -1,4 +1,4 @@
-"""What `reuse.py` has recorded, as the tables of docs/results/reuse.
+"""Tables of docs/results/reuse, from the records of `reuse.py`.
 
 `python -m experiments.reuse_tables`, seconds, trains nothing.
 """
@@ -72,20 +72,19 @@ def curve(run: Run, key: str) -> list[float]:
 
 
 def solved(run: Run, k: int) -> list[float]:
-    """pass@k of every held-out problem, in percent."""
+    """Return pass@k of every held-out problem, in percent."""
     (benchmark,) = run.results["benchmarks"].values()
     return [100 * pass_at_k(problem["n"], problem["c"], k) for problem in benchmark["problems"]]
 
 
 def differences(baseline: Sequence[Run], candidate: Sequence[Run], k: int) -> list[float]:
-    """pass@k of the candidate minus that of the baseline, in points, for each seed of both."""
+    """Return pass@k of the candidate minus that of the baseline, in points, for each common seed."""
     of_seeds = [{run.seed: mean(solved(run, k)) for run in runs} for runs in (baseline, candidate)]
     return [of_seeds[1][seed] - of_seeds[0][seed] for seed in of_seeds[1] if seed in of_seeds[0]]
 
 
 def table(records: Records, arms: Sequence[Arm]) -> list[str]:
-    """A row for each arm that has runs: means over seeds ± standard deviation, and the difference to GRPO in its
-    place."""
+    """Return a row for each arm with runs: means over seeds ± standard deviation, and the difference to GRPO."""
     columns = ["seeds", "pass@1", f"pass@{KS[-1]}", "reward", "entropy", "gap", "generation, s", "training, s"]
     rows = []
     for arm in dict.fromkeys(arms):
@@ -109,7 +108,7 @@ def table(records: Records, arms: Sequence[Arm]) -> list[str]:
 
 
 def starts(records: Records) -> list[str]:
-    """What the warm starts of a task solve: means over seeds ± standard deviation."""
+    """Return pass@k of the warm starts of a task: means over seeds ± standard deviation."""
     rows = []
     for task in TASKS:
         if runs := records.runs(f"{task}/start", task):
@@ -120,7 +119,7 @@ def starts(records: Records) -> list[str]:
 
 
 def pairs(records: Records) -> list[str]:
-    """Differences by seed, for each of `PAIRS` that has runs."""
+    """Return differences by seed for each of `PAIRS` that has runs."""
     rows = []
     for baseline, candidate in PAIRS:
         runs = [records.runs(arm.name, arm.name) for arm in (baseline, candidate)]
@@ -131,7 +130,7 @@ def pairs(records: Records) -> list[str]:
 
 
 def sections(results_dir: Path) -> dict[str, list[str]]:
-    """Tables by their headings."""
+    """Return tables by heading."""
     records = Records(results_dir)
     tables = {heading: table(records, arms) for heading, arms in TABLES.items()}
     return tables | {"Warm starts": starts(records), "Differences": pairs(records)}

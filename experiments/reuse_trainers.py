@@ -1,15 +1,13 @@
-"""Trainers for `reuse.py`: they log how far an update finds a rollout's log-ratios, and can draw from a policy of the
-past.
+"""Trainers of `reuse.py`, which log the movement of log-ratios and can generate with an older policy.
 
-`reuse/gap` is the mean log-ratio (policy now against the policy that drew, summed over tokens) of the right
-completions of a prompt minus that of its wrong ones, mean over mixed groups; `reuse/moved` the mean of its absolute
-value over all rows; `reuse/force` what is left of the residuals in mixed groups, 1 at the policy that drew. The first
-update on a fresh rollout finds 0, 0 and 1.
+`reuse/gap` is the mean log-ratio (current policy to generating policy, summed over tokens) of a prompt's correct
+completions minus that of its wrong ones, averaged over mixed groups; `reuse/moved` is the mean of its absolute value
+over all completions; `reuse/force` is the share of the residuals that is left in mixed groups. At the first update on
+a rollout they are 0, 0, and 1.
 
-A *delayed* trainer draws every rollout from the weights of `delay` updates ago, as if the completions had been under
-way for so long. The prompts are those of the present. What the log-ratio refers to is a choice: the policy that drew,
-whose log-probabilities an engine can send along, or (`correct = False`) the policy that learns, as if nothing were
-late; then the ratio of GRPO is 1 and the scores of PACS are 0 on a first update.
+A *delayed* trainer generates with the weights of `delay` updates ago, on current prompts. Log-ratios refer to the
+generating policy, or (`correct = False`) to the current policy, as if there were no delay; then at a first update the
+ratio of GRPO is 1 and the scores of PACS are 0.
 """
 
 from collections import deque
@@ -25,7 +23,7 @@ from pacs_trl.update.reference import SnapshotReference
 
 
 def movement(log_ratios: torch.Tensor, groups: Groups) -> dict[str, float]:
-    """`reuse/gap` and `reuse/moved` of rows with log-ratios `(B,)`, in nats. Without a mixed group there is no gap."""
+    """Return `reuse/gap` and `reuse/moved` of log-ratios `(B,)`, in nats; no gap without a mixed group."""
     gaps = []
     for rows in groups.members:
         own, labels = log_ratios[rows], groups.labels[rows]
@@ -36,7 +34,8 @@ def movement(log_ratios: torch.Tensor, groups: Groups) -> dict[str, float]:
 
 
 def force(scores: torch.Tensor, groups: Groups, class_weighting: str) -> dict[str, float]:
-    """`reuse/force`: the sum of the weighted residuals of mixed groups, as a share of what it is at scores of 0."""
+    """Return `reuse/force`: the sum of the weighted residuals of mixed groups, relative to its value at scores of
+    0."""
     weights, targets = groups.apply(class_weights, class_weighting=class_weighting)
     residuals, at_zero = (
         (weights * (torch.sigmoid(psi) - targets).abs())[groups.rows_of(groups.mixed)].sum().item()
@@ -77,12 +76,12 @@ class MeasuredGRPO(RolloutTrainer):
 
 
 class _Past:
-    """The weights of the last `delay` updates, of which the oldest draw."""
+    """Weights of the last `delay` updates; the oldest ones generate."""
 
     delay, correct = 0, True
 
     def _oldest(self):
-        """A context in which the model is what it was `delay` updates ago; to be entered once before each update."""
+        """Give the model the weights of `delay` updates ago inside the context; enter it once before each update."""
         if not hasattr(self, "_snapshots"):
             self._snapshots = deque(maxlen=self.delay + 1)
         self._snapshots.append(SnapshotReference(self.model))
@@ -90,7 +89,7 @@ class _Past:
 
 
 class DelayedPACS(_Past, MeasuredPACS):
-    """With one update on each rollout."""
+    """PACS with one update per rollout."""
 
     def _prepare_inputs(self, generation_batch):
         with self._oldest():
@@ -104,7 +103,7 @@ class DelayedPACS(_Past, MeasuredPACS):
 
 
 class DelayedGRPO(_Past, MeasuredGRPO):
-    """With one update on each rollout."""
+    """GRPO with one update per rollout."""
 
     def _generate_and_score_completions(self, inputs):
         with self._oldest():
@@ -123,5 +122,6 @@ class DelayedGRPO(_Past, MeasuredGRPO):
 
 
 def delayed(trainer_class: type[_Past], delay: int, *, correct: bool) -> type:
-    """A trainer that draws from the policy of `delay` updates ago; see the head of the file for `correct`."""
+    """Return a trainer that generates with the policy of `delay` updates ago; see the module docstring for
+    `correct`."""
     return type(trainer_class.__name__, (trainer_class,), {"delay": delay, "correct": correct})

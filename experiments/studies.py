@@ -11,7 +11,7 @@ from experiments.paper.cells import Options
 
 
 def arms_parser(description: str, name: str, arms: Collection[str]) -> ArgumentParser:
-    """Seeds, arms, and where their runs are: by default in `outputs/NAME`."""
+    """Build a parser with seeds, arms, and directories, by default in `outputs/NAME`."""
     names = f"all by default, of {'; '.join(arms)}".replace("%", "%%")
     parser = ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
@@ -23,7 +23,7 @@ def arms_parser(description: str, name: str, arms: Collection[str]) -> ArgumentP
 
 
 def options_of(args: Namespace, **sizes: Any) -> Options:
-    """Options of the runs, of the given sizes or, with `max_steps`, of the smallest."""
+    """Return the options of the runs, of the given sizes or, with `max_steps`, of the smallest."""
     if args.max_steps is not None:
         sizes |= {"num_samples": 8, "max_problems": 4, "warm_start_steps": 2}
     places = {"results_dir": args.results_dir, "work_dir": args.work_dir}
@@ -35,7 +35,7 @@ RECIPE = ROOT / "recipes" / "miniature" / "sums-0.1m" / "pacs.yaml"
 
 
 def saved(steps: int) -> dict[str, Any]:
-    """Return settings of a run that goes on after an interruption."""
+    """Return settings of a run that can be resumed."""
     return {"save_strategy": "steps", "save_steps": steps, "save_total_limit": 1}
 
 
@@ -50,7 +50,7 @@ def run_name(arm: str) -> str:
 
 
 def trained(arguments: Sequence[str], output_dir: Path, trainer_class: type | None = None) -> list[dict[str, Any]]:
-    """Return the log history of a run of `RECIPE` from its warm start, trained unless that is done."""
+    """Return the log history of a run of `RECIPE` from its warm start; train it first if necessary."""
     from experiments.paper.runs import start_of, train_once
     from pacs_trl.recipe import read_recipe
 
@@ -64,13 +64,13 @@ def write_json(file: Path, value: Any) -> None:
 
 
 def publish(file: Path, lines: Sequence[str]) -> None:
-    """Write a page of Markdown, and print it."""
+    """Write and print a page of Markdown."""
     file.write_text("\n".join(lines).strip() + "\n")
     print("\n".join(["", *lines]), flush=True)
 
 
 def markdown(heads: Sequence[str], rows: Sequence[Sequence[object]], num_texts: int = 1) -> list[str]:
-    """Return the lines of a table, whose first columns are texts and the others numbers."""
+    """Return the lines of a table with text columns first and number columns after."""
     sides = "| --- " * num_texts + "| ---: " * (len(heads) - num_texts)
     head = f"| {' | '.join(heads)} |".replace("|  |", "| |")
     return [head, f"{sides}|", *(f"| {' | '.join(map(str, row))} |" for row in rows)]
@@ -87,13 +87,13 @@ _STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2
 
 
 def over_seeds(values: Sequence[float]) -> tuple[float, float]:
-    """Mean of at least two values, one for each seed, and half the width of its 95 % interval."""
+    """Return the mean of at least two values, one per seed, and half the width of its 95 % interval."""
     return mean(values), _STUDENT[min(len(values), 10)] * stdev(values) / len(values) ** 0.5
 
 
 def mean_difference(values: Sequence[float]) -> str:
-    """Differences by seed: their mean and half of its 95 % interval; of less than three seeds, the mean and their
-    number."""
+    """Return the mean of differences by seed and half of its 95 % interval, or their number if there are fewer than
+    three."""
     if not values:
         return ""
     return f"{mean(values):+.1f} " + (f"± {over_seeds(values)[1]:.1f}" if len(values) > 2 else f"({len(values)})")

@@ -1,14 +1,14 @@
-"""How far K updates on a rollout move its log-ratios: the flow of docs/reuse.md.
+"""Prediction of the gap after K updates on a rollout: the flow of docs/reuse.md.
 
-`python -m experiments.trust_region` draws it.
+`python -m experiments.trust_region` prints the table and draws the figure.
 
-One group of n completions, m of them right, with one log-ratio for the right ones and one for the wrong ones; the
-*gap* d is their difference in nats. Without scores the gap grows by the same step in every update, and makes a *way*.
-PACS multiplies the step by the *force*
+A group of n completions, m of them correct, has one log-ratio for the correct ones and one for the wrong ones; the
+*gap* d is their difference in nats. Without scores every update adds the same step to the gap, and the steps add up to
+a *distance*. PACS multiplies the step by the *force*
 
     force(d) = (w_1 sigmoid(-beta (n - m) / (n - 1) d) + w_0 sigmoid(-beta m / (n - 1) d)) / ((w_1 + w_0) / 2)
 
-which is 1 at d = 0 and falls within a width of 1 / beta.
+which is 1 at d = 0 and falls over a width of 1 / beta.
 """
 
 import argparse
@@ -34,7 +34,8 @@ BETAS = (1.0, 3.0, 10.0, 30.0)
 
 
 def force(gap, beta: float, size: int = 8, num_right: int | None = None, *, weighted: bool = True):
-    """Share of its first step that a group with this gap still takes; `num_right` is half of the group if left out."""
+    """Return the share of its first step that a group with this gap still takes; `num_right` is half of the group by
+    default."""
     right = size / 2 if num_right is None else num_right
     weights = (size / (2 * right), size / (2 * (size - right))) if weighted else (1.0, 1.0)
     slopes = (size - right) / (size - 1), right / (size - 1)
@@ -45,20 +46,20 @@ def force(gap, beta: float, size: int = 8, num_right: int | None = None, *, weig
 
 
 def residuals_left(gap: float, beta: float, num_right: int, size: int = 8, *, weighted: bool = True) -> float:
-    """Share of the weighted residuals that a group with this gap still has: the force, for half of the group right,
-    and more where the many wrong completions share one small score."""
+    """Return the share of the weighted residuals that a group with this gap still has: the force if half of the group
+    is correct, more if many wrong completions share a small score."""
     scores = beta * (size - num_right) / (size - 1) * gap, beta * num_right / (size - 1) * gap
     shares = (0.5, 0.5) if weighted else (num_right / size, 1 - num_right / size)
     return sum(2 * share / (1 + math.exp(score)) for share, score in zip(shares, scores, strict=True))
 
 
 def first_step(size: int, num_right: int, *, weighted: bool) -> float:
-    """How fast the gap of a group begins to grow, relative to a group of which half is right."""
+    """Return the initial growth of the gap relative to a group of which half is correct."""
     return size**2 / (4 * num_right * (size - num_right)) if weighted else 1.0
 
 
 def width(beta: float, size: int = 8, left: float = 0.5) -> float:
-    """Gap in nats at which a group of which half is right is left with this share of its force."""
+    """Return the gap in nats at which a half-correct group has this share of its force left."""
     return math.log(2 / left - 1) * 2 * (size - 1) / (size * beta)
 
 
@@ -77,7 +78,7 @@ def gap_of_flow(way: float, beta: float, size: int = 8) -> float:
 
 
 def way_of_flow(gap: float, beta: float, size: int = 8) -> float:
-    """The way after which a group of which half is right has this gap: the inverse of [`gap_of_flow`]."""
+    """Return the distance after which a half-correct group has this gap: the inverse of [`gap_of_flow`]."""
     scale = beta * size / (2 * (size - 1))
     return (scale * gap + math.exp(scale * gap) - 1) / (2 * scale)
 
@@ -96,7 +97,7 @@ class Cell(NamedTuple):
 
 
 def measured(results_dir: Path) -> list[Cell]:
-    """All arms without delay, with several updates of all completions on a rollout, that have runs."""
+    """Return all arms without delay that have several updates per rollout and recorded runs."""
     records, cells = Records(results_dir), []
     for arm in dict.fromkeys(arm for stage in STAGES.values() for arm in stage):
         runs = records.runs(arm.name, arm.name)
@@ -107,8 +108,8 @@ def measured(results_dir: Path) -> list[Cell]:
 
 
 def predicted(cells: Sequence[Cell]) -> list[tuple[Cell, float, float]]:
-    """Every cell of PACS with another beta than 1, of the seeds with which beta 1 has a run in its place; the way that
-    beta 1 made, and the gap that follows from it."""
+    """Return each PACS cell with beta other than 1, restricted to the seeds of its counterpart with beta 1, with the
+    distance of that counterpart and the predicted gap."""
     plain, found = {cell.arm: cell.gaps for cell in cells}, []
     for arm, *by_seed in cells:
         seeds = sorted(by_seed[0].keys() & plain.get(arm._replace(beta=1.0), {}).keys())
@@ -120,7 +121,7 @@ def predicted(cells: Sequence[Cell]) -> list[tuple[Cell, float, float]]:
 
 
 def table(cells: Sequence[Cell]) -> list[str]:
-    """The prediction beside what was measured, before the last update on a rollout."""
+    """Return prediction and measurement before the last update on a rollout."""
     columns = ["seeds", "distance with beta 1", "gap predicted", "gap measured", "measured / predicted"]
     columns += ["left, 4 of 8 correct", "left, 1 of 8 correct", "left, measured"]
     rows = []

@@ -1,15 +1,14 @@
-"""Do STEER, labels of steps, VERL and RLPR do what they are for, and what do verdicts that err cost?
+"""STEER, process labels, VERL, RLPR, and noisy verifiers on miniature sums.
 
 `python -m experiments.weights --seeds 0 1 2`
 
-On sums of four terms and a model of 0.1 million parameters: the arms of a seed share their warm start, draw 40
-generations of 256 completions, four updates each, and are measured on 64 held-out sums, 64 completions each. The
-learning rate of a method is the better of two on a seed that is not reported, with the same budget (6 runs, and 27
-with three seeds), or `--rate` for all. What decides: STEER, entropy kept and pass@k at equal pass@1; labels of steps
-against those of outcomes; 10 and 20 % of both kinds of verdicts flipped, pass@1 of PACS and of GRPO; VERL, whether its
-metrics move apart from the entropy, and gain or none; RLPR, how much of the verifier's gain comes without it.
-Restartable: finished arms are taken from `--results_dir`, an interrupted one goes on from its last checkpoint. Writes
-a table and a figure there.
+Sums of four terms, 0.1 million parameters. The arms of a seed share their warm start, generate 40 times 256
+completions with four updates each, and are measured on 64 held-out sums with 64 samples each. The learning rate of a
+method is the better of two on an unreported seed (6 runs, and 27 with three seeds), or `--rate` for all. Compared are:
+STEER, entropy and pass@k at equal pass@1; process labels against outcome labels; PACS and GRPO with 10 and 20 % of
+both kinds of labels flipped; VERL, its metrics against the entropy, and its gain; RLPR, the share of the verifier's
+gain without a verifier. Finished arms are read from `--results_dir`, and an interrupted arm resumes. Writes a table
+and a figure.
 """
 
 import hashlib
@@ -67,8 +66,7 @@ KS = (1, 8, 64)
 
 
 def _flipped(share: float, completions, prompts, trainer_state, **kwargs) -> list[float | None]:
-    """Verdicts of `math_reward`, of which so many are wrong: which ones is a function of step, prompt, place and
-    text."""
+    """Labels of `math_reward`, a share of them flipped as a function of step, prompt, position, and text."""
     verdicts = math_reward(completions, **kwargs)
     found: list[float | None] = []
     for i, (verdict, prompt, completion) in enumerate(zip(verdicts, prompts, completions, strict=True)):
@@ -96,8 +94,8 @@ def cell_of(arm: str, method: str, settings: dict, rate: float) -> Cell:
 
 
 class Measured(NamedTuple):
-    """pass@k of each of `KS` in percent, NaN where fewer were drawn, and the mean entropy of the last ten steps in
-    nats; and pass@1 of each problem, in percent."""
+    """pass@k for each of `KS` in percent (NaN with too few samples), mean entropy of the last ten steps in nats, and
+    pass@1 of each problem in percent."""
 
     values: list[float]
     problems: list[float]
@@ -112,7 +110,7 @@ def measured(run) -> Measured:
 
 
 def swept_rates(options: Options, methods) -> dict[str, float]:
-    """The learning rate of each method whose sweep is done: the one with the higher pass@1."""
+    """Return the learning rate with the higher pass@1 for each method whose sweep is finished."""
     records, found = Records(options.results_dir), {}
     for method in methods:
         runs = {rate: records.runs(cell_of(method, method, {}, rate).run, method) for rate in RATES}
@@ -123,7 +121,7 @@ def swept_rates(options: Options, methods) -> dict[str, float]:
 
 
 def finished(options: Options, rates: dict[str, float]) -> dict[str, dict[int, Measured]]:
-    """Of each arm, the seeds that are done."""
+    """Return the finished seeds of each arm."""
     records, found = Records(options.results_dir), {}
     for arm, (method, settings) in ARMS.items():
         runs = records.runs(cell_of(arm, method, settings, rates[method]).run, arm) if method in rates else []
@@ -134,8 +132,7 @@ def finished(options: Options, rates: dict[str, float]) -> dict[str, dict[int, M
 
 
 def report(found: dict[str, dict[int, Measured]]) -> list[str]:
-    """A row for each arm: its values by seed, and the difference to what it is compared with at k = 1, with a 95 %
-    interval."""
+    """Return a row for each arm: its values by seed, and the difference at k = 1 with a 95 % interval."""
     names = [*(f"pass@{k}" for k in KS), "entropy"]
     rows = []
     for arm, runs in found.items():
@@ -156,8 +153,8 @@ def report(found: dict[str, dict[int, Measured]]) -> list[str]:
 
 
 def interval(pairs: list[tuple[Measured, Measured]]) -> str:
-    """Mean difference at k = 1 with its 95 % interval: Student's over seeds; of one seed the bootstrap's over
-    problems, which says nothing of another warm start and another run."""
+    """Return the mean difference at k = 1 with Student's 95 % interval over seeds; with one seed a bootstrap over
+    problems."""
     if len(pairs) == 1:
         candidate, baseline = pairs[0]
         difference = paired_bootstrap(baseline.problems, candidate.problems)
@@ -167,7 +164,7 @@ def interval(pairs: list[tuple[Measured, Measured]]) -> str:
 
 
 def draw(found: dict[str, dict[int, Measured]], path: Path) -> None:
-    """pass@1, pass@64 and entropy, a point for each seed."""
+    """Plot pass@1, pass@64, and entropy, one point per seed."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,1 +1,1 @@
-"""GenAC studies: does a critic that reasons know more, and does its actor learn more?"""
+"""GenAC studies: quality of a critic that reasons, and of the policy that it trains."""

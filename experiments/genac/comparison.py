@@ -1,15 +1,14 @@
-"""Does a critic that reasons know more, and does its actor learn more?
+"""Comparison of GenAC, PPO, PACS, and GRPO: values of the critics, and trained policies.
 
 `python -m experiments.genac.comparison`
 
-On sums of four terms and a policy of 0.1 million parameters, in three stages. `ladder`: critics of several sizes are
-taught by an oracle's traces, in words and by a value head, and judged by the true success rates of states that they
-have not seen. `values`: critics learn from the completions of one policy that does not learn, the warm start of a
-seed, and judge the same prefixes of the same held-out completions, also in another domain (sums with parentheses).
-`arms`: PPO, GenAC with and without conditioning, PACS and GRPO from the same warm starts, with the same number of
-completions; of both kinds of critics the first generations teach the critic alone. The critics that write start from
-the traces of all seeds' warm starts. Restartable: what is finished is taken from `--results_dir` and `--work_dir`.
-Writes its tables and a figure there.
+Sums of four terms, a policy of 0.1 million parameters, three stages. `ladder`: critics of several sizes are trained on
+an oracle's traces, in words and with a value head, and compared with true success rates on new states. `values`:
+critics are trained on completions of a fixed policy, the warm start of a seed, and evaluated on the same prefixes of
+held-out completions, also in another domain (sums with parentheses). `arms`: PPO, GenAC with and without conditioning,
+PACS, and GRPO from the same warm starts with equal numbers of completions; the first generations train only the
+critics. GenAC's critics start from traces of all seeds. Finished stages are read from `--results_dir` and
+`--work_dir`. Writes tables.
 """
 
 import argparse
@@ -45,7 +44,7 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def settings_of(arm: str, work: Path) -> dict[str, Any]:
-    """Where an arm differs from its recipe; no setting depends on the seed."""
+    """Return the differences of an arm from its recipe; they do not depend on the seed."""
     settings = POLICY | ARMS[arm][1]
     if "critic_prompt" in settings:
         critic = taught(work, "tiny", settings["critic_prompt"])
@@ -63,8 +62,7 @@ def cell_of(arm: str, work: Path) -> Cell:
 
 
 def judge_values(seed: int, args) -> dict[str, dict[str, dict[str, Any]]]:
-    """Train the critics of a seed about a policy that does not learn, and measure them: critic -> domain ->
-    measures."""
+    """Train the critics of a seed on a fixed policy, and measure them: critic -> domain -> measures."""
     first, steps = warm_start(f"{TASK}/tiny", seed=seed), args.value_steps
     found_by: dict[str, Callable[[list[dict]], list[list[float]]]] = {}
     for arm in ARMS:
@@ -98,7 +96,7 @@ def judge_values(seed: int, args) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def table_of_values(found: list[dict]) -> list[str]:
-    """Means over seeds; the Brier score also against the mean's, with an interval over all problems of all seeds."""
+    """Return means over seeds; the Brier score also relative to the mean's, with an interval over problems."""
     columns = ["reward", "brier", "explained_variance", *(f"top 1 of {m}" for m in critics.CANDIDATES), "unparsed"]
     lines = []
     for task, domain in DOMAINS.items():
@@ -122,8 +120,7 @@ def table_of_values(found: list[dict]) -> list[str]:
 
 
 def run_arm(cell: Cell, seed: int, options: Options, file: Path) -> None:
-    """Run a cell, and write down the seconds of a core that each generation took: those of the clock times the share
-    that this process had of one."""
+    """Run a cell, and record the CPU seconds of each generation."""
     known = json.loads(file.read_text()) if file.is_file() else {}
     if str(seed) in known.get(cell.run, {}) and seed in Records(options.results_dir).seeds(cell.run):
         return
@@ -142,7 +139,7 @@ def run_arm(cell: Cell, seed: int, options: Options, file: Path) -> None:
 
 
 def read_arms(options: Options, work: Path, file: Path) -> dict[str, dict[int, dict[str, Any]]]:
-    """Arm -> seed -> counts, seconds of a core at the end of each generation, and its reward."""
+    """Return by arm and seed counts, CPU seconds at the end of each generation, and rewards."""
     records, known = Records(options.results_dir), json.loads(file.read_text())
     found: dict[str, dict[int, dict[str, Any]]] = {}
     for arm in ARMS:
@@ -167,14 +164,14 @@ LAST = 5  # generations of a mean reward
 
 
 def at(run: dict[str, Any], seconds: float) -> float:
-    """Mean reward of the last generations that ended by then."""
+    """Return the mean reward of the last generations that ended by then."""
     early = [reward for reward, end in zip(run["rewards"], run["ends"], strict=True) if end <= seconds + 0.01]
     return mean(early[-LAST:]) if early else math.nan
 
 
 def table_of_arms(found: dict[str, dict[int, dict[str, Any]]]) -> list[str]:
-    """By seed: right completions as counts, seconds of a core, and the reward at the end and at the seconds at which
-    the slowest arm without a critic that writes ends; then each arm against PPO over the seeds that both have."""
+    """Return by seed counts of correct completions, CPU seconds, and the reward at the end and when the slowest arm
+    without a generating critic ends; then each arm relative to PPO over common seeds."""
     baselines = [runs for arm, runs in found.items() if not arm.startswith("GenAC")]
     rows: list[list[object]] = []
     for arm, runs in found.items():
@@ -195,7 +192,6 @@ def table_of_arms(found: dict[str, dict[int, dict[str, Any]]]) -> list[str]:
 
 
 def _difference(pairs: list[tuple[dict, dict]]) -> str:
-    """Over seeds, or of one seed over problems."""
     if len(pairs) > 1:
         values = [100 * (mean(own["problems"]) - mean(other["problems"])) for own, other in pairs]
         return "{:+.1f} ± {:.1f}".format(*over_seeds(values))

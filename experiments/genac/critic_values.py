@@ -1,5 +1,4 @@
-"""The values of three kinds of critics on the same prefixes, for `comparison.py`: GenAC's answers, PPO's value
-head, and the score that PACS trains."""
+"""Values of GenAC's answers, PPO's value head, and PACS's score on the same prefixes, for `comparison.py`."""
 
 import math
 from collections.abc import Sequence
@@ -41,7 +40,7 @@ def load(path: Path, architecture=AutoModelForCausalLM) -> tuple[Any, Any]:
 
 
 def held_out(path: Path, task: str, num_problems: int, seed: int) -> list[dict[str, Any]]:
-    """Completions of a policy with their grades, adjacent by problem, and the places where values are asked for."""
+    """Generate completions of a policy with grades, adjacent by problem, and choose positions of prefixes."""
     model, tokenizer = load(path)
     rows = problems(task, "test", num_problems, seed=seed)
     turns = [[{"role": "user", "content": row["problem"]}] for row in rows]
@@ -69,7 +68,7 @@ def held_out(path: Path, task: str, num_problems: int, seed: int) -> list[dict[s
 
 @torch.no_grad()
 def values_of_head(path: Path, rows: list[dict]) -> list[list[float]]:
-    """PPO: the value before a token stands where it is predicted."""
+    """Return values of the PPO critic, at the position that predicts the next token."""
     critic = load(path, AutoModelForTokenClassification)[0].eval()
     scorer, found = Scorer(critic, critic.device), []
     for i in range(0, len(rows), 64):
@@ -80,7 +79,7 @@ def values_of_head(path: Path, rows: list[dict]) -> list[list[float]]:
 
 
 def values_in_words(path: Path, rows: list[dict], template: str) -> list[list[float]]:
-    """GenAC: the most probable answer; NaN where it cannot be read."""
+    """Return the most probable value of a GenAC critic; NaN where it cannot be parsed."""
     rate = mean(row["right"] for row in rows)
     tokenizer = load(path)[1]
     states = [
@@ -97,8 +96,8 @@ def values_in_words(path: Path, rows: list[dict], template: str) -> list[list[fl
 def written(
     path: Path, traces: list[Trace], template: str, begun: list[str] | None = None, temperature: float = 0.0
 ) -> list[str]:
-    """What a critic answers about the states of traces, by default what is most probable, behind what it is given of
-    each answer (`begun`)."""
+    """Return the answers of a critic about the states of traces, by default the most probable ones, after the given
+    beginnings (`begun`)."""
     critic, tokenizer = load(path)
     prompt = CriticPrompt(template)
     args = read_recipe(["--config", str(RECIPES / "miniature" / "genac.yaml")]).training
@@ -115,7 +114,7 @@ def written(
 
 
 def values_of_score(policy: Path, reference: Path, rows: list[dict]) -> list[list[float]]:
-    """PACS: sigma(psi) of the prefixes that end at the same share of a prompt's completions."""
+    """Return sigmoid(psi) of PACS for prefixes that end at the same share of a prompt's completions."""
     prompts, ids = [row["prompt"] for row in rows], [row["ids"] for row in rows]
     with torch.no_grad():
         logps = [[of for of, _ in score_rows(load(path)[0], prompts, ids)] for path in (policy, reference)]
@@ -128,8 +127,7 @@ def values_of_score(policy: Path, reference: Path, rows: list[dict]) -> list[lis
 
 
 def measures(rows: list[dict], values: list[list[float]]) -> dict[str, Any]:
-    """Of one critic; the last place ranks. `errors`: of each problem the mean of `(R - v)^2`, of which intervals are
-    made."""
+    """Return the measures of a critic; the last position ranks. `errors` has the mean of `(R - v)^2` per problem."""
     flat = torch.tensor([value for of_row in values for value in of_row])
     outcomes = torch.tensor([float(row["right"]) for row in rows for _ in PLACES])
     groups = []
@@ -183,7 +181,7 @@ def ranking_accuracy(values: Sequence[float], right: Sequence[bool], candidates:
 
 
 def mean_ranking_accuracy(groups: Sequence[tuple[Sequence[float], Sequence[bool]]], candidates: int) -> float:
-    """Mean of [`ranking_accuracy`] over the prompts that have one, each given by its values and grades."""
+    """Return the mean [`ranking_accuracy`] over the prompts that have one, given by values and grades."""
     found = [ranking_accuracy(values, right, candidates) for values, right in groups]
     found = [accuracy for accuracy in found if accuracy == accuracy]
     return sum(found) / len(found) if found else math.nan

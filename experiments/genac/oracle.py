@@ -1,11 +1,10 @@
-r"""Traces of an oracle for a critic's supervised start.
+"""Traces of an oracle for the supervised start of a critic.
 
 `python -m experiments.genac.oracle --help`.
 
-The true success rate of a prefix is estimated by letting the policy continue it many times. It is written out behind a
-short worked reason: each calculation of the prefix is done again (`38y` or `38n`), and the terms of the problem that
-are not used yet follow, with an `x` if something was used that is no term: `38y45n|7<2>`. A model that learns this has
-to look for what makes the rate.
+The success rate of a prefix is estimated by many continuations of the policy. It follows a short worked reason: each
+calculation of the prefix is repeated (`38y` or `38n`), then the unused terms of the problem are listed, with an `x` if
+a used number is not a term: `38y45n|7<2>`. A model that learns this has to look at what causes the rate.
 """
 
 import random
@@ -32,7 +31,7 @@ _RESULT = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a
 
 
 def worked_reason(problem: str, response: str) -> str:
-    """What can be seen in a prefix: its finished calculations done again, and of a sum the terms that are left."""
+    """Return the reason for a prefix: its calculations repeated, and of a sum the unused terms."""
     done, used = "", []
     for a, sign, b, written in _CALCULATION.findall(response):
         result = _RESULT[sign](int(a), int(b))
@@ -43,7 +42,7 @@ def worked_reason(problem: str, response: str) -> str:
 
 
 def _drawn(model, tokenizer, prompts: list[list[int]], stream: str, seed: int, batch_size: int) -> list[list[int]]:
-    """A completion of each prompt by its tokens, up to where it stops."""
+    """Generate a completion of each prompt; return its tokens up to the stop token."""
     stop_ids = stop_token_ids(model, tokenizer)
     settings = SamplingSettings(temperature=1.0, top_p=1.0, max_new_tokens=MAX_COMPLETION_LENGTH)
     drawn: list = [None] * len(prompts)
@@ -113,7 +112,7 @@ def oracle_traces(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line: a policy and a task in, a file of traces out."""
+    """Write the traces of a policy and a task to a file."""
     parser = Parser("oracle", __doc__.split("\n")[0], prog="python -m experiments.genac.oracle")
     parser.add_argument("--model", required=True, help="policy: checkpoint, or miniature/TASK[/SIZE] for a warm start")
     parser.add_argument("--task", required=True, help="miniature task with the training problems, such as terms")

@@ -84,7 +84,7 @@ def teach(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line: a model and a file of traces in, a critic out."""
+    """Train a critic on a file of traces."""
     parser = Parser("supervised_start", __doc__.split("\n")[0], prog="python -m experiments.genac.supervised_start")
     parser.add_argument("--model", required=True, help="checkpoint, or miniature/TASK[/SIZE] for a warm start")
     parser.add_argument("--traces", type=Path, required=True, help="see experiments.genac.oracle")

@@ -1,8 +1,7 @@
-"""What can a critic be taught to say at all? Critics of several sizes, supervised on an oracle's traces, in words and
-by a value head.
+"""Supervised critics of several sizes on an oracle's traces, in words and with a value head.
 
-Judged by the true success rates of states that they have not seen; the first stage of `comparison.py`, whose
-critics start here.
+The first stage of `comparison.py`: they are evaluated by true success rates on new states, and its critics start from
+them.
 """
 
 import json
@@ -39,7 +38,7 @@ POLICY = {
 
 
 def make_traces(file: Path, seeds: list[int], num_problems: int, split: str, samples: int) -> list[Trace]:
-    """Of the warm starts of all seeds, so that one file serves them."""
+    """Write the traces of the warm starts of all seeds to one file."""
     if not file.is_file():
         traces: list[Trace] = []
         for seed in seeds:
@@ -51,17 +50,17 @@ def make_traces(file: Path, seeds: list[int], num_problems: int, split: str, sam
 
 
 def learning_rate(size: str) -> float:
-    """That of the warm start of the size."""
+    """Return the learning rate of the warm start of a size."""
     return {"learning_rate": WarmStartSettings.learning_rate, **SIZE_SETTINGS.get(size, {})}["learning_rate"]
 
 
 def taught(work: Path, size: str, template: str) -> Path:
-    """Where the critic of a size lies after its supervised start."""
+    """Return the directory of a critic after its supervised start."""
     return work / f"taught_{size}_{template}"
 
 
 def teach(work: Path, size: str, template: str, traces: Path, seed: int, steps: int | None = None) -> None:
-    """The supervised start of a critic, once."""
+    """Run the supervised start of a critic once."""
     path = taught(work, size, template)
     if not (path / "config.json").is_file():
         fine_tune(
@@ -78,7 +77,7 @@ def teach(work: Path, size: str, template: str, traces: Path, seed: int, steps: 
 
 
 def states_of(traces: list[Trace], tokenizer) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts and completions for a value head: the state is before the last token, which it does not see."""
+    """Return prompts and completions for a value head: the state ends before the last token."""
     prompts = [
         tokenizer(render_prompt(tokenizer, [{"role": "user", "content": t.state.problem}]), add_special_tokens=False)
         for t in traces
@@ -88,7 +87,7 @@ def states_of(traces: list[Trace], tokenizer) -> tuple[list[list[int]], list[lis
 
 
 def taught_head(start: Path, traces: list[Trace], rates: list[float], epochs: int, learning_rate: float, seed: int):
-    """A value head on the weights of `start`, fitted to the rates of the same traces by their squared error."""
+    """Fit a value head on the weights of `start` to the rates of the traces by squared error."""
     torch.manual_seed(seed)
     head = AutoModelForTokenClassification.from_pretrained(start, num_labels=1, dtype=torch.float32)
     prompts, ids = states_of(traces, load(start)[1])
@@ -120,9 +119,9 @@ def said_by_head(head, start: Path, traces: list[Trace]) -> list[float]:
 
 
 def judge_taught(path: Path, traces: list[Trace]) -> dict[str, Any]:
-    """A critic that was taught, on traces that it has not seen: by state the value that it most probably says, the
-    mean of `DRAWS` that it says at temperature 1, and the same behind the oracle's reasons; what cannot be read counts
-    0, its share stands beside. And how much of its reasons is right."""
+    """Evaluate a supervised critic on new traces. Return by state its most probable value, the mean of `DRAWS` sampled
+    values, the same after the oracle's reasons, the shares that cannot be parsed (which count as 0), and the accuracy
+    of its reasons."""
     prompt = CriticPrompt("miniature")
     reasons = [t.answer[: t.answer.rindex(prompt.tags[0])] for t in traces]
 
@@ -146,7 +145,7 @@ def judge_taught(path: Path, traces: list[Trace]) -> dict[str, Any]:
 
 
 def judge_size(size: str, seed: int, work: Path, traces: list[Trace], held_out: list[Trace]) -> dict[str, Any]:
-    """What a critic of this size says after the traces, in words and by a head."""
+    """Return values of a critic of this size, in words and from a head."""
     prompt, start = CriticPrompt("miniature"), warm_start(f"{TASK}/{size}", seed=seed)
     found = judge_taught(taught(work, size, "miniature"), held_out)
     rates = [prompt.parse(t.answer) for t in traces]
@@ -157,8 +156,8 @@ def judge_size(size: str, seed: int, work: Path, traces: list[Trace], held_out: 
 
 
 def table_of_ladder(found: dict[str, Any], traces: list[Trace], held_out: list[Trace], samples: int) -> list[str]:
-    """Mean squared errors against the true rates, in thousandths, and how much better than the mean, with intervals
-    over problems; and what is said where the oracle's reason has a mistake, and where it has none."""
+    """Return mean squared errors relative to the true rates, in thousandths, and relative to the mean, with intervals
+    over problems; and the values where the oracle's reason has a mistake, and where it has none."""
     prompt = CriticPrompt("miniature")
     rates = [prompt.parse(t.answer) for t in held_out]
     constant = mean(prompt.parse(t.answer) for t in traces)
@@ -166,7 +165,6 @@ def table_of_ladder(found: dict[str, Any], traces: list[Trace], held_out: list[T
     wrong = [bool({"n", "x"} & {*t.answer}) for t in held_out]
 
     def errors(values) -> list[float]:
-        """By problem."""
         of: dict[str, list[float]] = {}
         for name, value, rate in zip(names, values, rates, strict=True):
             of.setdefault(name, []).append(1000 * (value - rate) ** 2)

@@ -1,7 +1,6 @@
-"""One cell of a miniature table, in this process: warm start, training, evaluation, and its record.
+"""Run of one cell of a miniature table: warm start, training, evaluation, and record.
 
-The files of a run stay in its work directory; the numbers that tables need go into the records of the results
-directory (`records.py`).
+Files stay in the work directory of the run; the numbers for tables go to the records of the results directory.
 """
 
 import json
@@ -27,7 +26,7 @@ CHECKPOINT_SAMPLES = 8
 
 
 class Options(NamedTuple):
-    """How much is run, and where it goes."""
+    """Sizes and directories of runs."""
 
     seeds: tuple[int, ...] = (0, 1, 2)  # one run of every cell for each
     max_steps: int | None = None  # of training, instead of the recipe's
@@ -40,12 +39,11 @@ class Options(NamedTuple):
 
 
 def run_cell(cell: Cell, seed: int, options: Options) -> None:
-    """
-    Train and evaluate one miniature cell with one seed and record it, unless it is recorded. The seed decides the warm
-    start, which all methods of a seed share, and the training run. An interrupted run continues where it stopped.
+    """Train, evaluate, and record one miniature cell with one seed, unless it is recorded. The seed determines the
+    warm start, which all methods share, and the training run. An interrupted run continues where it stopped.
 
     Raises:
-        `ValueError`: if the cell was recorded, or the work directory begun, with other settings.
+        `ValueError`: if the cell was recorded, or the work directory started, with other settings.
     """
     from pacs_trl.evaluation.arguments import EvaluationArguments
     from pacs_trl.recipe import read_recipe
@@ -79,7 +77,7 @@ def run_cell(cell: Cell, seed: int, options: Options) -> None:
 
 
 def cell_settings(cell: Cell, recipe: dict[str, Any], options: Options) -> dict[str, Any]:
-    """What all runs of a cell are made with: the keys of its recipe but for the seed, and sizes."""
+    """Return the settings of all runs of a cell: the keys of its recipe without the seed, and sizes."""
     own = {key: value for key, value in recipe.items() if key not in ("seed", "output_dir")}
     return {
         "training": own if cell.trained else None,
@@ -89,7 +87,7 @@ def cell_settings(cell: Cell, recipe: dict[str, Any], options: Options) -> dict[
 
 
 def evaluation_settings(options: Options) -> dict[str, Any]:
-    """The evaluation of the miniature tables, of the size that the options ask for; every k that n allows."""
+    """Return the evaluation of the miniature tables in the size of the options, with every k up to n."""
     settings = read_mapping(RECIPES / "miniature" / "evaluation.yaml", "evaluation")
     given = {"n": options.num_samples, "max_problems": options.max_problems, "benchmarks": options.benchmarks}
     settings |= {key: value for key, value in given.items() if value is not None}
@@ -105,7 +103,7 @@ def _evaluate(arguments) -> dict[str, Any]:
 
 
 def _measure_checkpoints(model: Path, evaluation) -> list[dict[str, float]]:
-    """pass@1 of the checkpoints of a run, `{"step", "eval_BENCHMARK/pass@1"}` each."""
+    """Return pass@1 of the checkpoints of a run: `{"step", "eval_BENCHMARK/pass@1"}` each."""
     measured = []
     steps = sorted(int(path.name.rsplit("-")[-1]) for path in model.glob("checkpoint-*"))
     for step in steps:
@@ -126,18 +124,18 @@ def measured_checkpoint(step: int, results: dict[str, Any]) -> dict[str, float]:
 
 
 def read_training(model: Path, checkpoints: list[dict[str, float]]) -> dict[str, Any]:
-    """The log of the optimizer steps of a finished run, and its checkpoints measured."""
+    """Return the log of the optimizer steps and the measured checkpoints of a run."""
     history = read_log_history(model / "trainer_state.json")
     return {"log_history": [log for log in history if "entropy" in log], "checkpoints": checkpoints}
 
 
 def diversities(evaluation_dir: Path, benchmarks: Iterable[str], embed: Callable) -> dict[str, dict[str, float]]:
-    """benchmark -> problem -> diversity of its correct completions, where there are at least two."""
+    """Return the diversity of correct completions by benchmark and problem, where there are at least two."""
     return {name: problem_diversities(correct_responses(evaluation_dir, name), embed) for name in benchmarks}
 
 
 def _begin(work: Path, settings: dict[str, Any]) -> None:
-    """Write the settings of a work directory first, or check that it was begun with the same."""
+    """Write the settings of a work directory, or check that it was started with the same."""
     path = work / "settings.json"
     if work.is_dir() and any(work.iterdir()):
         found = json.loads(path.read_text()) if path.is_file() else None

@@ -1,10 +1,9 @@
-"""Run or resume the experiments behind a table of the paper: `python -m experiments.paper TABLE`.
+"""Command line: run or resume the experiments of a table of the paper, `python -m experiments.paper TABLE`.
 
-A table is a file in `experiments/paper/tables/`: its cells, and the recipe and settings that make each of them, at
-miniature and at full scale. A cell is trained and evaluated with each seed, and finished once it stands in the records
-of the results directory (`records.py`). The miniature runs here, in this process (`cells.py`); full-size training is
-launched by `accelerate`, and without `--run` its commands and their cost are printed, nothing else (`full_size.py`).
-Tables and figures are those of `render.py`.
+A table is a file in `experiments/paper/tables/`: its cells, with recipe and settings at miniature and at full scale. A
+cell is trained and evaluated with each seed, unless it is in the records of the results directory (`records.py`).
+Miniature cells run in this process (`cells.py`); full-size commands and their cost are printed, and run with `--run`
+(`full_size.py`). `render.py` writes tables and figures.
 """
 
 import argparse
@@ -30,9 +29,8 @@ SIZES = ("max_steps", "warm_start_steps", "num_samples", "max_problems")
 
 
 def read_table(name: str, scale: str) -> Table:
-    """
-    A table with the cells that exist at a scale, "miniature" or "full", by the name of a file in
-    `experiments/paper/tables/` (without `.yaml`) or of a table that it shows `also`.
+    """Read a table with the cells of a scale ("miniature" or "full"): a file in `experiments/paper/tables/` without
+    `.yaml`, or a table that a file lists as `also`.
 
     Raises:
         `ValueError`: if there is no such table, or not at that scale.
@@ -53,7 +51,7 @@ def read_table(name: str, scale: str) -> Table:
 
 
 def _cell(label: str, entry: dict[str, Any], scale: str, evaluations: Sequence[str]) -> Cell:
-    """The cell of a row at a scale: the name of a recipe, or `{run: NAME, recipe: NAME, set: SETTINGS}`."""
+    """Build the cell of a row: the name of a recipe, or `{run: NAME, recipe: NAME, set: SETTINGS}`."""
     made = {"recipe": entry[scale]} if isinstance(entry[scale], str) else entry[scale]
     if made["recipe"].startswith("evaluation/"):  # is its own evaluation
         evaluations = [made["recipe"]]
@@ -62,7 +60,7 @@ def _cell(label: str, entry: dict[str, Any], scale: str, evaluations: Sequence[s
 
 
 def table_names(scale: str | None = None) -> list[str]:
-    """Names of all tables, or of those that exist at a scale, in the order of the paper."""
+    """Return the names of all tables, or of those at a scale, in the order of the paper."""
     return [
         name
         for name, content in _contents(TABLES).items()
@@ -78,7 +76,6 @@ def _contents(tables: Path) -> dict[str, dict[str, Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line."""
     arguments = _parser().parse_args(argv)
     _refuse_ignored(arguments)
     full = arguments.scale == "full"
@@ -158,12 +155,12 @@ def _refuse_ignored(arguments: argparse.Namespace) -> None:
 
 
 def _shown(tables: Sequence[Table], shows: str, cell: Cell) -> bool:
-    """Whether one of the tables of a kind has the run of a cell."""
+    """Return whether a table of this kind has the run of a cell."""
     return any(cell.run == other.run for table in tables if table.shows == shows for other in table.cells)
 
 
 def _chosen(tables: Sequence[Table], names: str | None) -> list[Cell]:
-    """The cells of some tables that have one of the names or labels, each run once however many tables show it."""
+    """Return the cells of some tables that have one of the names or labels, each run once."""
     by_run = {cell.run: cell for table in tables for cell in table.cells}
     if names is None:
         return list(by_run.values())

@@ -1,8 +1,7 @@
-"""A full-size cell of a table: the lines that make it, what they cost, and what is kept of what they leave.
+"""Full-size cells of a table: shell commands, their cost, and the records of their results.
 
-A line is shell text: how many machines there are and what they are called ($NODE_RANK, $HEAD) is for the shell that
-runs it. In the results directory of a seed every evaluation has a directory of its own (`v2`, `checkpoint-80`), and
-the record is made of those.
+The number of machines and their names ($NODE_RANK, $HEAD) are variables of the shell. In the results directory of a
+seed every evaluation has its own directory (`v2`, `checkpoint-80`), from which the record is made.
 """
 
 import shlex
@@ -37,15 +36,15 @@ MEAN_LENGTH = 0.35
 
 
 class Line(NamedTuple):
-    """Shell text, and its GPU hours on H200 by estimate; None for a model of which `plan` does not know the shape."""
+    """A shell command and its estimated GPU hours on H200; `None` for a model of unknown shape."""
 
     text: str
     gpu_hours: float | None
 
 
 def full_commands(cell: Cell, seed: int, options: Options, *, checkpoints: bool = False) -> list[Line]:
-    """The shell lines that a full-size cell still needs: training, then evaluations, with `checkpoints` also of each
-    that the recipe saves. The seed is that of training, or of the samples where nothing is trained."""
+    """Return the commands that a full-size cell still needs: training, then evaluations, with `checkpoints` also of
+    the saved ones. The seed is that of training, or of the samples if nothing is trained."""
     results, model = cell.directory(options.results_dir, seed), cell.directory(options.work_dir, seed)
     settings = read_mapping(RECIPES / f"{cell.recipe}.yaml", "recipe") | cell.settings
     if cell.recipe.startswith("evaluation/"):  # names its model and its method itself
@@ -84,7 +83,7 @@ def _training_hours(cell: Cell) -> float | None:
 
 
 def _evaluation(name: str, output_dir: Path, asked: Sequence[str], base: str, n: int | None = None) -> list[Line]:
-    """The line of one evaluation of a model made from `base`, or none where its results are."""
+    """Return the command of an evaluation of a model made from `base`; none if its results exist."""
     if (output_dir / "results.json").is_file():
         return []
     words = ["pacs-trl", "evaluate", "--config", f"recipes/{name}.yaml", *asked, "--output_dir", str(output_dir)]
@@ -99,15 +98,14 @@ def _evaluation(name: str, output_dir: Path, asked: Sequence[str], base: str, n:
 
 
 def run_line(line: str) -> None:
-    """Run one line with bash, where a variable that is not set is an error; raise [`FailedRun`] if it fails."""
+    """Run a command with bash, where an unset variable is an error; raise [`FailedRun`] if it fails."""
     status = subprocess.run(["bash", "-uc", line]).returncode
     if status:
         raise FailedRun(f"This line ended with status {status}. Fix the problem and run the same command.\n  {line}")
 
 
 def collect(cell: Cell, options: Options, *, diversity: bool = False) -> None:
-    """Make the record of every seed of a cell from the files that its lines have left by now, with the diversity if a
-    table shows it."""
+    """Record every seed of a cell whose files are complete, with the diversity if a table shows it."""
     recorded = {run.seed: run for run in Records(options.results_dir).runs(cell.run, cell.label)}
     for directory in sorted((options.results_dir / cell.run).glob("seed-*")):
         seed, model = int(directory.name.removeprefix("seed-")), options.work_dir / cell.run / directory.name
@@ -126,7 +124,7 @@ def collect(cell: Cell, options: Options, *, diversity: bool = False) -> None:
 
 
 def _measured_checkpoints(directory: Path) -> list[dict[str, float]]:
-    """pass@1 of the checkpoints evaluated so far, by step."""
+    """Return pass@1 of the evaluated checkpoints by step."""
     paths = {
         int(path.parent.name.removeprefix("checkpoint-")): path for path in directory.glob("checkpoint-*/results.json")
     }
@@ -134,7 +132,7 @@ def _measured_checkpoints(directory: Path) -> list[dict[str, float]]:
 
 
 def _merged(parts: Sequence[Path]) -> dict[str, Any]:
-    """The results of one run in one file: all benchmarks, the k that all of them have, the fewest samples."""
+    """Merge the results of a run: all benchmarks, common values of k, and the smallest n."""
     results = [read_results(part) for part in parts]
     require_same_protocol(results, [str(part) for part in parts])
     benchmarks = {name: entry for result in results for name, entry in result["benchmarks"].items()}

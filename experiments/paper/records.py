@@ -1,14 +1,14 @@
-"""The finished runs of a results directory in one file, `records.jsonl.gz`, from which every table and figure is made.
+"""Records of the finished runs of a results directory, `records.jsonl.gz`, for tables and figures.
 
-Samples, grades and whole logs stay in the work directory; kept are counts of correct completions, diversities, and
-what a figure draws of a training log. A line is one of three things, and lines can be taken out:
+They have counts of correct completions, diversities, and the plotted part of training logs; samples, grades, and whole
+logs stay in the work directory. There are three kinds of lines, and lines may be deleted:
 
-    {"measured": DIGEST, "protocol": ..., "benchmarks": {NAME: {"ids": ..., "n", "k"}}} how runs were evaluated
-    {"cell": "sums-0.1m/pacs", "settings": {...}} what all runs of a cell were made with
-    {"cell": "sums-0.1m/pacs", "seed": 0, "measured": DIGEST, "correct": {NAME: [93, 128, ...]}, ...} one run
+    {"measured": DIGEST, "protocol": ..., "benchmarks": {NAME: {"ids": ..., "n", "k"}}} protocol of an evaluation
+    {"cell": "sums-0.1m/pacs", "settings": {...}} settings of all runs of a cell
+    {"cell": "sums-0.1m/pacs", "seed": 0, "measured": DIGEST, "correct": {NAME: [93, 128, ...]}, ...} a run
 
-`correct` has one count for each of `ids`, null where the gold answer could not be read. Diversities stand by
-problem, with six decimals, and curves by step.
+`correct` has a count for each of `ids`, null where the gold answer could not be read. Diversities are by problem, with
+six decimals, and curves by step.
 """
 
 import fcntl
@@ -35,7 +35,7 @@ _CIRCUMSTANCES = ("protocol", "n", "k", "prompt_digest", "engine", "versions", "
 
 
 class Run(NamedTuple):
-    """What one finished run left."""
+    """Results of a finished run."""
 
     seed: int  # of its warm start and its training
     results: dict[str, Any]  # as in a results file, as far as tables need it
@@ -73,11 +73,11 @@ class Records:
                 self._measured[line["measured"]] = line
 
     def seeds(self, cell: str) -> list[int]:
-        """Those with which a cell, by the name of its run, is finished."""
+        """Return the finished seeds of a cell."""
         return sorted(seed for name, seed in self._runs if name == cell)
 
     def settings(self, cell: str) -> dict[str, Any] | None:
-        """What the runs of a cell were made with; None if it is not written down."""
+        """Return the settings of the runs of a cell; `None` if they are not recorded."""
         return self._settings.get(cell)
 
     def require_same_settings(self, cell: str, settings: dict[str, Any]) -> None:
@@ -87,11 +87,11 @@ class Records:
             require_same_settings(self.settings(cell), settings, f"{cell} in {self.path}", remedy)
 
     def runs(self, cell: str, label: str) -> list[Run]:
-        """The finished runs of a cell in the order of their seeds; their results carry the label."""
+        """Return the finished runs of a cell in the order of their seeds, with this label in their results."""
         return [self._run(self._runs[cell, seed], label) for seed in self.seeds(cell)]
 
     def add(self, cell: str, run: Run, settings: dict[str, Any] | None = None) -> None:
-        """Take a run in, in place of one with the same seed; [`record`] writes the file."""
+        """Add a run, replacing one with the same seed; [`record`] writes the file."""
         facts = _facts(run.results)
         self._measured[digest(facts)] = {"measured": digest(facts), **facts}
         if settings is not None and not self.seeds(cell):
@@ -115,7 +115,7 @@ class Records:
         self._runs[cell, run.seed] = line
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """The content of the file, without what belongs to no run."""
+        """Return the content of the file, without lines that belong to no run."""
         used = {line["measured"] for line in self._runs.values()}
         yield from (self._measured[key] for key in sorted(used))
         for cell in sorted({cell for cell, _ in self._runs}):
@@ -146,9 +146,8 @@ class Records:
 
 
 def record(results_dir: Path, cell: str, run: Run, settings: dict[str, Any] | None = None) -> None:
-    """
-    Take a finished run of a cell into the records of a results directory, in place of one with the same seed. Other
-    processes may do so at the same time; `settings` are those of all runs of the cell.
+    """Add a finished run of a cell to the records of a results directory, replacing one with the same seed; safe with
+    several processes. `settings` are those of all runs of the cell.
 
     Raises:
         `ValueError`: if a run of the cell was recorded with other settings.

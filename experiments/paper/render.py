@@ -1,9 +1,8 @@
-"""Markdown tables and figures of finished runs beside the published numbers.
+"""Markdown tables and figures of finished runs, with published numbers.
 
-Reads the records of a results directory and nothing else, so that tables can be made again without a model. A cell is
-the mean over its seeds, with the standard deviation over seeds behind "±" and the 95 % interval over problems in
-brackets; "-" where there is none. A twin is called a twin, and of the published numbers only those of differences
-stand beside its own: the models and the problems are others.
+Needs only the records of a results directory. A cell is the mean over seeds ± the standard deviation over seeds, with
+the 95 % interval over problems in brackets, and "-" without runs. For miniature models (`twins` of the paper's) only
+published differences are shown, because models and problems differ.
 """
 
 import json
@@ -36,7 +35,7 @@ COMPARED_KS = (1, 8, 64)
 
 
 class Cell(NamedTuple):
-    """One row of a table."""
+    """A row of a table."""
 
     label: str
     recipe: str  # what makes it, without `recipes/` and `.yaml`
@@ -47,7 +46,7 @@ class Cell(NamedTuple):
 
     @property
     def run(self) -> str:
-        """Name of the run, the same in every table: the recipe's, or `base` next to a training recipe."""
+        """Name of the run in every table: the recipe's, or `base` for an untrained model."""
         if self.name is not None:
             return self.name
         path = self.recipe.removeprefix("miniature/")
@@ -55,7 +54,7 @@ class Cell(NamedTuple):
 
     @property
     def words(self) -> list[str]:
-        """The settings as words of a command line."""
+        """Settings as words of a command line."""
         values = {key: v if isinstance(v, str) else json.dumps(v) for key, v in self.settings.items()}
         return [word for key, value in values.items() for word in (f"--{key}", value)]
 
@@ -105,7 +104,7 @@ def write_tables(selected: Sequence[Table], results_dir: Path, *, twins: bool) -
 
 
 def _twin_of(table: Table) -> Table:
-    """A table in which the twins are called twins."""
+    """Rename the models of a table to the miniature ones."""
     title = re.sub(r"Qwen3-\dB", lambda model: f"{TWIN_MODELS[model[0]]}, in place of {model[0]}", table.title)
     cells = [cell._replace(label=_twin(cell.label)) for cell in table.cells]
     return table._replace(title=title, cells=cells, compare=[tuple(map(_twin, pair)) for pair in table.compare])
@@ -121,7 +120,7 @@ Runs = dict[str, list[Run]]
 
 
 def _require_one_protocol(table: Table, runs: Runs, results_dir: Path) -> None:
-    """Different models may differ in their chat format and in nothing else."""
+    """Check that all runs have the same protocol, except for the chat format of different models."""
     results = _all_results(runs)
     if table.own_prompts:
         questions = [{"instruction": result["protocol"]["prompt"]["instruction"]} for result in results]
@@ -130,13 +129,13 @@ def _require_one_protocol(table: Table, runs: Runs, results_dir: Path) -> None:
 
 
 def _names(twins: bool, model: str | None = None) -> dict[str, str]:
-    """The paper's name of each benchmark -> ours; of a base model, those that the paper measured it on."""
+    """Map the benchmarks of the paper, or those of a base model, to ours."""
     names = TWINS if twins else {name: name for name in paper.TABLE_1_BENCHMARKS}
     return {paper_name: name for paper_name, name in names.items() if not model or paper.published(model, paper_name)}
 
 
 def _cells(runs: Sequence[Run], benchmarks: Sequence[str], ks: Sequence[int]) -> list[tables.Measured | None]:
-    """For each k the mean over seeds and over some benchmarks, percent; None without runs."""
+    """Return for each k the mean over seeds and benchmarks in percent; `None` without runs."""
     found = tables.pass_at_k_cells([run.results for run in runs], benchmarks, ks) if runs else {}
     return [found.get(k) for k in ks]
 
@@ -158,7 +157,7 @@ def _rows(
     of: str | None = None,
     digits: int = 1,
 ) -> list[list[str]]:
-    """Ours, and if anything is published that, and (not for a twin `of` something) whether it lies in our interval."""
+    """Return our row, and if there is a published one, that and whether it lies in our interval (not for twins)."""
     rows = [[label, *(_text(cell, digits) for cell in ours)]]
     if any(number is not None for number in published):
         shown = ["-" if number is None else f"{number:.{max(digits, 2)}f}" for number in published]
@@ -180,13 +179,13 @@ def _all_results(runs: Runs) -> list[dict[str, Any]]:
 
 
 def _benchmark_ks(runs: Runs, name: str, published: dict[str, dict[int, float]]) -> list[int]:
-    """Values of k that every run has on a benchmark; without a run, those of the paper."""
+    """Return the values of k that every run has on a benchmark; without runs those of the paper."""
     measured = [set(results["benchmarks"][name]["pass_at_k"]) for results in _all_results(runs)]
     return sorted(map(int, set.intersection(*measured) if measured else {k for v in published.values() for k in v}))
 
 
 def _pass_at_k(table: Table, runs: Runs, path: Path, twins: bool) -> str:
-    """The mean over the benchmarks, the differences, the figure, and folded away a table for each benchmark."""
+    """Return the mean over the benchmarks, the differences, the figure, and collapsed tables of the benchmarks."""
     names = _names(twins, table.published)
     theirs: dict[str, dict[str, dict[int, float]]] = {}  # benchmark -> label -> k -> percent
     for paper_name, name in names.items():
@@ -223,8 +222,8 @@ def _pass_at_k(table: Table, runs: Runs, path: Path, twins: bool) -> str:
 def _comparisons(
     table: Table, runs: Runs, ks: list[int], theirs: dict[str, dict[str, dict[int, float]]]
 ) -> tuple[list[list[str]], dict[str, dict[int, list[float]]]]:
-    """Rows of the differences of pairs over the seeds that both have, and the differences by seed. Whether their sign
-    is the paper's is only said where the interval leaves out 0 and every seed has the same sign."""
+    """Return rows of paired differences over common seeds, and the differences by seed. The sign is compared with the
+    paper's only if the interval excludes 0 and every seed has the same sign."""
     rows: list[list[str]] = []
     by_seed: dict[str, dict[int, list[float]]] = {}
     for first, second in table.compare:
@@ -248,14 +247,14 @@ def _comparisons(
 
 
 def _pairs(runs: Runs, first: str, second: str) -> list[tuple[Run, Run]]:
-    """The runs of two cells that have the same seed."""
+    """Return the runs of two cells with the same seed."""
     return [(a, b) for a in runs[first] for b in runs[second] if a.seed == b.seed]
 
 
 def _difference(
     pairs: Sequence[tuple[Run, Run]], benchmarks: Sequence[str], k: int
 ) -> tuple[tables.Measured, list[float]]:
-    """The first minus the second, percent, over some benchmarks and over the seeds; and that of every seed."""
+    """Return the first minus the second in percent, over benchmarks and seeds, and by seed."""
     first, second = ([run.results for run in group] for group in zip(*pairs, strict=True))
     by_seed = [
         a[k].value - b[k].value
@@ -297,7 +296,7 @@ def _pass_at_1(table: Table, runs: Runs, path: Path, twins: bool) -> str:
 
 
 def _diversity(table: Table, runs: Runs, path: Path, twins: bool) -> str:
-    """Over the problems with two correct completions in every run of the table, the same problems for every cell."""
+    """Return diversities over the problems with two correct completions in every run of the table."""
     names = _names(twins)
     everything = [run for group in runs.values() for run in group]
     common = {
@@ -322,17 +321,17 @@ def _diversity_cell(runs: Sequence[Run], name: str, problems: Sequence[str]) -> 
 
 
 def _spread(by_run: Sequence[float]) -> float | None:
-    """Standard deviation over runs, if there are several."""
+    """Return the standard deviation over runs, if there are several."""
     return statistics.stdev(by_run) if len(by_run) > 1 else None
 
 
 def mean_and_spread(values: Sequence[float], digits: int) -> str:
-    """`MEAN ± STANDARD DEVIATION`, as far as there is one."""
+    """Format `MEAN ± STANDARD DEVIATION`, without what is not known."""
     return _text(tables.Measured(statistics.mean(values), spread=_spread(values)) if values else None, digits)
 
 
 def _curves(table: Table, runs: Runs, path: Path, twins: bool) -> str:
-    """pass@1 of every checkpoint, mean over the benchmarks and over seeds, and by seed for the last one."""
+    """Return pass@1 of every checkpoint, averaged over benchmarks and seeds, and by seed for the last one."""
     names = list(_names(twins).values())
     seeds = sorted({run.seed for group in runs.values() for run in group})
     curves: dict[str, dict[int, dict[int, float]]] = {}  # label -> seed -> step -> percent
@@ -358,7 +357,7 @@ def _curves(table: Table, runs: Runs, path: Path, twins: bool) -> str:
 
 
 def _ablation(table: Table, runs: Runs, path: Path, twins: bool) -> str:
-    """pass@k over the five benchmarks against the setting whose values are the labels."""
+    """Return mean pass@k over the benchmarks against the setting in the labels."""
     names, results = list(_names(twins).values()), _all_results(runs)
     if not results:
         return "No run of this figure is finished.\n"
@@ -373,7 +372,7 @@ def _ablation(table: Table, runs: Runs, path: Path, twins: bool) -> str:
 
 
 def _training(table: Table, runs: Runs, path: Path, twins: bool) -> str:
-    """Entropy over optimizer steps, and at the start and the end."""
+    """Return the figure of the entropy, and its values at the start and the end."""
     rows: list[list[str]] = []
     kept: dict[str, dict[int, float]] = {}
     models: dict[str, dict[str, list]] = {}
@@ -401,16 +400,15 @@ def _training(table: Table, runs: Runs, path: Path, twins: bool) -> str:
 
 
 def _ends(log_history: Sequence[dict[str, float]]) -> tuple[float, float] | None:
-    """Mean entropy of the first and of the last tenth. A step without a forward pass (no group had anything to learn
-    from) has none."""
+    """Return the mean entropy of the first and the last tenth of the steps that have one."""
     values = [log["entropy"] for log in log_history if log.get("entropy") is not None]
     tenth = max(1, len(values) // 10)
     return (statistics.mean(values[:tenth]), statistics.mean(values[-tenth:])) if values else None
 
 
 def _other_domain(table: Table, runs: Runs, path: Path, twins: bool) -> str:
-    """At full scale pass@1 of evaluations in `RESULTS_DIR/other_domains/METHOD/seed-N/BENCHMARK`, beside the published
-    scores."""
+    """Return pass@k in the other domain; at full scale pass@1 of `RESULTS_DIR/other_domains/METHOD/seed-N/BENCHMARK`
+    with the published scores."""
     results = _all_results(runs)
     if twins:
         ks = tables.common_ks(results) if results else []

@@ -1,4 +1,4 @@
-"""A training run of the miniature in this process: warm start, training, history."""
+"""Warm start, training, and log history of a miniature run in this process."""
 
 import sys
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def start_of(recipe, seed: int | None = None, **settings) -> Path:
-    """The warm start that a [`~recipe.Recipe`] names, of the run's own seed or another; `settings` as in
+    """Return the warm start of a [`~recipe.Recipe`], of the run's own seed or another; `settings` as in
     [`warm_start`]."""
     from pacs_trl.miniature.warm_start import warm_start
 
@@ -20,12 +20,11 @@ def train_once(
     arguments: Sequence[str], start: Path, output_dir: Path, trainer_class: type | None = None, show: bool = False
 ) -> list[dict[str, Any]]:
     """
-    Train from a warm start with the arguments of [`~train.main`], unless that is done already; a run that was
-    interrupted continues from its last checkpoint. With `show` the printed lines appear, else `train.log` in
-    `output_dir` has them.
+    Train from a warm start with the arguments of [`~train.main`], unless it is done; an interrupted run continues from
+    its last checkpoint. Printed lines go to `train.log` in `output_dir`, or with `show` to stdout.
 
     Returns:
-        `list[dict]`: The trainer's `log_history`.
+        `list[dict]`: The `log_history` of the trainer.
     """
     from pacs_trl import train
     from pacs_trl.report.inputs import read_log_history

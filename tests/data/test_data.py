@@ -12,10 +12,9 @@ from pacs_trl.data import (
     DataArguments,
     build_prompt,
     check_chat_template_kwargs,
-    gold_answer,
     load_training_data,
 )
-from pacs_trl.data.sets import CODE_INSTRUCTION
+from pacs_trl.data.sets import CODE_INSTRUCTION, ProblemSet, load_rows
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.benchmarks import load_benchmark
 from pacs_trl.miniature.tokenizer import build_tokenizer
@@ -57,21 +56,6 @@ def test_prompts_by_hand():
     assert build_prompt(" What is 1+1?\n") == [{"role": "user", "content": asked}]
     system, user = build_prompt("2+2?", instruction="", system_prompt="Be brief.")
     assert system == {"role": "system", "content": "Be brief."} and user == {"role": "user", "content": "2+2?"}
-
-
-@pytest.mark.parametrize(
-    ("value", "gold"),
-    [
-        ("  \\frac12 ", "\\frac12"),
-        (27.0, "27"),
-        (["7"], "7"),
-        (["7", 8.0], ["7", "8"]),
-        (None, None),
-        ([None, ""], None),
-    ],
-)
-def test_gold_answer(value, gold):
-    assert gold_answer(value) == gold
 
 
 class TestNamedSets:
@@ -191,12 +175,6 @@ class TestFiles:
             "solution": "2",
         }
 
-    def test_parquet(self, tmp_path):
-        import pandas as pd
-
-        pd.DataFrame({"problem": ["1+1"], "answer": [2.0]}).to_parquet(tmp_path / "d.parquet")
-        assert load(str(tmp_path / "d.parquet"))[0]["solution"][:] == ["2"]
-
     def test_alternatives_make_a_list_column(self, tmp_path):
         path = write_jsonl(
             tmp_path / "d.jsonl", [{"problem": "a", "answer": ["1", "2"]}, {"problem": "b", "answer": ["3"]}]
@@ -223,10 +201,6 @@ class TestFiles:
     def test_rows_that_cannot_be_used(self, tmp_path, rows, settings, key):
         with pytest.raises(ValueError, match=key):
             load(write_jsonl(tmp_path / "d.jsonl", rows), **settings)
-
-    def test_missing_file(self):
-        with pytest.raises(ValueError, match="nowhere.jsonl"):
-            load("nowhere.jsonl")
 
 
 def turn(role, content):
@@ -259,8 +233,14 @@ FORMS = {  # rows, settings; prompt and solution
 
 
 class TestFormsOfTRL:
-    @pytest.mark.parametrize("form", FORMS)
-    @pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved folder", "folder"])
+    @pytest.mark.parametrize(
+        ("form", "kind"),
+        [
+            *((form, "jsonl") for form in FORMS),
+            *(("messages", kind) for kind in ("parquet", "saved folder", "folder")),
+            ("text prompt", "parquet"),
+        ],
+    )
     def test_training(self, tmp_path, form, kind):
         row, settings, prompt, solution = FORMS[form]
         path = tmp_path / "data"
@@ -371,18 +351,19 @@ def test_refused_settings(settings, key):
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("a.jsonl", '{"problem": "1"'),
+        ("a.jsonl", '{"problem": "1+1", "answer": "2"}\n\n{"problem": 1\n'),
         ("b.jsonl", "3\n"),
         ("c.jsonl", ""),
         ("d.json", "[{]"),
         ("e.json", '{"problem": "1+1", "answer": 2}\n{"problem": "1+2", "answer": 3}\n'),
         ("e.parquet", "PAR1 no more"),
+        ("f.txt", ""),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path, name, content):
     (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=f"{name}") as caught:
-        load_training_data(DataArguments(dataset_name=str(tmp_path / name)), None)
+    with pytest.raises(ValueError, match=f"{name}.*{'line 3' if name[0] == 'a' else ''}") as caught:
+        load_rows("", ProblemSet(""), tmp_path / name)
     assert ("must end in .jsonl" in str(caught.value)) == name.endswith(".json")
 
 

@@ -17,7 +17,6 @@ from experiments.diversity import (
     mean_pairwise_distance,
     principal_components,
     problem_diversities,
-    sentence_embedder,
 )
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.run import evaluate
@@ -109,9 +108,3 @@ def test_the_command_line(arguments, verifier, tmp_path, capsys):
     (tmp_path / "a" / "grades" / "math_500.json").unlink()
     with pytest.raises(ValueError, match="math_500.json"):
         diversity.main(argv)
-
-
-def test_sentence_transformers_is_named_when_missing(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "sentence_transformers", None)
-    with pytest.raises(ValueError, match="sentence-transformers"):
-        sentence_embedder("any")

@@ -35,13 +35,3 @@ def test_the_papers_protocols(name, protocol, max_new_tokens):
     for table in TABLES:
         if table.protocol == protocol and table.benchmark in names:
             assert arguments.ks == sorted(next(iter(table.values.values())))
-
-
-@pytest.mark.parametrize(("name", "n"), [("gpqa_diamond", 8), ("livecodebench", 2)])
-def test_figure_6(name, n):
-    assert (load(name).benchmarks, load(name).n) == (name, n)
-
-
-def test_the_two_halves_of_v1_cover_its_tables():
-    covered = set(load("v1").benchmarks.split(",")) | set(load("v1_math_500").benchmarks.split(","))
-    assert covered == {table.benchmark for table in TABLES if table.protocol == "v1"}

@@ -1,6 +1,5 @@
 import pytest
 from transformers import AutoTokenizer
-from trl.chat_template_utils import get_training_chat_template
 
 from pacs_trl.miniature.tokenizer import BOX_TOKEN, END_TOKEN, build_tokenizer
 
@@ -45,11 +44,6 @@ def test_role_headers_and_box_are_single_tokens(tokenizer):
     assert tokenizer.tokenize(r"\boxed{85}") == [BOX_TOKEN, "8", "5", "}"]
     ids = tokenizer(r"\boxed{85}<|im_end|><|endoftext|>")["input_ids"]
     assert tokenizer.decode(ids, skip_special_tokens=True) == r"\boxed{85}"
-
-
-def test_template_is_accepted_for_training(tokenizer):
-    # None means that TRL needs no patched template: prefixes are preserved and assistant spans are marked.
-    assert get_training_chat_template(tokenizer) is None
 
 
 def test_assistant_mask_covers_the_answer_and_its_end_token(tokenizer):

@@ -160,8 +160,3 @@ def test_a_method_looks_the_same_whichever_others_a_figure_has():
     assert together["PACS"] == alone["PACS"]
     assert len({str(look) for look in together.values()}) == 5
     assert plots.looks(["Base"])["Base"] == together["warm start"]
-
-
-def test_nothing_to_draw(tmp_path):
-    with pytest.raises(ValueError, match="reward, entropy"):
-        plots.training_figure({"PACS": [[{"step": 1, "loss": 0.7}]]}, tmp_path / "t")
