@@ -262,8 +262,8 @@ def _relation_errors(run: RunArguments, data: DataArguments, training: Any) -> l
         )
     if training.push_to_hub and training.hub_strategy != "end":
         errors.append(
-            f"hub_strategy={training.hub_strategy!r} must be 'end': before the end of training transformers would "
-            "upload the whole folder, with the token in training_args.bin, logs and completions. Remove the key."
+            f"hub_strategy={training.hub_strategy.value!r} would upload the whole folder during training, with the "
+            "token in training_args.bin, logs, and completions. Remove the key."
         )
     if training.eval_strategy != "no" and not data.eval_split_size:
         errors.append(

@@ -105,7 +105,7 @@ def ignored_settings(
     `instead` what takes it."""
     defaults = {each.name: each.default for each in fields(config_class)}
     return [
-        f"{config_class.__name__} ignores {name}={getattr(given, name)!r}: {reason}. Remove the key (its default is "
+        f"{name}={getattr(given, name)!r} would be ignored: {reason}. Remove the key (its default is "
         f"{defaults[name]!r}), or train with {instead}."
         for name, reason in reasons.items()
         if getattr(given, name) != defaults[name]
@@ -126,7 +126,8 @@ def read_mapping(path: str | Path, what: str) -> dict[str, Any]:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"The {what} {str(path)!r} cannot be read from {Path.cwd()} ({error}). Correct the path."
+            f"The {what} {str(path)!r} cannot be read from {Path.cwd()} ({getattr(error, 'strerror', error)}). "
+            "Correct the path."
         ) from error
     return parse_mapping(text, f"{what} {str(path)!r}")
 
@@ -257,12 +258,13 @@ def typed_values(settings: Mapping[str, Any], parts: Sequence[type], what: str) 
     for key, value in settings.items():
         is_negated = key not in actions and key.removeprefix("no_") in actions and value is True
         given |= {key.removeprefix("no_"): False} if is_negated else {key: value}
-    unknown = [
-        f"`{key}` is not a setting of {what}.{did_you_mean(key, actions.keys() | {'config'})}"
-        for key in given.keys() - actions.keys() - {"env"}
-    ]
-    if unknown:
-        raise ValueError(" ".join(sorted(unknown)))
+    if unknown := sorted(given.keys() - actions.keys() - {"env"}):
+        suggestion = did_you_mean(unknown[0], actions.keys() | {"config"}) or " Remove the key."
+        raise ValueError(
+            f"`{unknown[0]}` is not a setting of {what}.{suggestion}"
+            if len(unknown) == 1
+            else f"Some keys are not settings of {what}: {', '.join(unknown)}. Correct or remove them."
+        )
     hints = {name: str(hint) for part in parts for name, hint in _type_hints(part).items()}
     words, as_they_are = [], {}
     for key in given.keys() & actions.keys():
@@ -296,7 +298,13 @@ def _field_parser(parts: Sequence[type]) -> argparse.ArgumentParser:
             HfArgumentParser._parse_dataclass_field(parser, field)
 
         def error(self, message):
-            raise ValueError(f"{message}.")
+            message = re.sub(r"--(\w+)(/--[\w-]+)?", r"\1", message).removeprefix("argument ")
+            key, _, reason = message.partition(": ")
+            if key.endswith("required"):
+                raise ValueError(f"Required settings are missing: {reason}. Add them.")
+            if choices := re.match(r"invalid choice: (.*) \(choose from (.*)\)", reason):
+                raise ValueError(f"{key} must be one of {choices[2].replace(chr(39), '')}; got {choices[1]}.")
+            raise ValueError(f"{key} has an {reason}. Correct the value.")
 
     return FieldParser(parts, allow_abbrev=False, add_help=False)
 
