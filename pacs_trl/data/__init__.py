@@ -87,7 +87,7 @@ TRAINING_SETS = {
         config="en",
         problem_column="prompt",
         solution_column="solution",
-        rows_of=_without_wrapper,
+        convert_rows=_without_wrapper,
     ),
     # Programming problems whose reference solutions pass their tests. Their commits, as those of the next two sets,
     # are not known to us.
@@ -99,7 +99,7 @@ TRAINING_SETS = {
         instruction=CODE_INSTRUCTION,
     ),
     # Problems of any subject with free-text answers.
-    "rlpr": ProblemSet("openbmb/RLPR-Train-Dataset", rows_of=_from_verl, instruction=ANSWER_INSTRUCTION),
+    "rlpr": ProblemSet("openbmb/RLPR-Train-Dataset", convert_rows=_from_verl, instruction=ANSWER_INSTRUCTION),
     "prime_coding": ProblemSet(
         "PrimeIntellect/verifiable-coding-problems",
         problem_column="prompt",
@@ -274,10 +274,10 @@ def _prepare(
         if not problem or gold is None:
             continue
         system_prompt = args.system_prompt
-        if system_prompt is None and isinstance(problem, str) and not entry.as_it_stands:
+        if system_prompt is None and isinstance(problem, str) and not entry.is_prompt:
             turns = row["prompt"] if is_conversation(row.get("prompt")) else []  # rows of verl
             system_prompt = next((turn["content"] for turn in turns if turn["role"] == "system"), None)
-        made = {"as_it_stands": entry.as_it_stands, "instruction": instruction, "system_prompt": system_prompt}
+        made = {"is_prompt": entry.is_prompt, "instruction": instruction, "system_prompt": system_prompt}
         prompts.append(prompt_of(problem, **made))
         usable.append(row)
         numbers.append(index)

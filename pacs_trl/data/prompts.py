@@ -20,11 +20,11 @@ def build_prompt(
     return [user] if system_prompt is None else [{"role": "system", "content": system_prompt}, user]
 
 
-def prompt_of(problem: str | list, *, as_it_stands: bool, instruction: str, system_prompt: str | None) -> str | list:
-    """Return the prompt of a problem. Messages, and with `as_it_stands` text, are prompts already; `system_prompt`
+def prompt_of(problem: str | list, *, is_prompt: bool, instruction: str, system_prompt: str | None) -> str | list:
+    """Return the prompt of a problem. Messages, and with `is_prompt` text, are prompts already; `system_prompt`
     replaces the system turn of messages. Raises a `ValueError` if `instruction` or `system_prompt` would be
     ignored."""
-    if isinstance(problem, str) and not as_it_stands:
+    if isinstance(problem, str) and not is_prompt:
         return build_prompt(problem, instruction=instruction, system_prompt=system_prompt)
     if instruction not in ("", PROMPT_INSTRUCTION):
         raise ValueError(

@@ -41,15 +41,15 @@ class ProblemSet:
         config (`str`, *optional*): Configuration of the repository.
         split (`str`): Split to load.
         problem_column, solution_column (`str`): Columns of the problem (text or messages) and of the gold answer.
-        as_it_stands (`bool`): Whether text in `problem_column` is a whole prompt, which gets neither instruction nor
-            chat template.
+        is_prompt (`bool`): Whether text in `problem_column` is a whole prompt, which gets neither instruction
+            nor chat template.
         id_column (`str`, *optional*): Column with the id of a row in samples and grades; by default its position.
         answer_in (`str`): Where `solution_column` has the gold: `"column"` (the whole value), `"last_box"` (the
             content of the last `\\boxed{}`), or `"tests"` (tests of a program, see `verification/cases.py`). A mapping
             is always read as tests.
         instruction (`str`, *optional*): Replacement for the default instruction.
         files (`tuple[str, ...]`): JSON lines files of a repository without splits.
-        rows_of (`Callable`, *optional*): Converts stored rows into rows with these columns.
+        convert_rows (`Callable`, *optional*): Converts stored rows into rows with these columns.
         title (`str`): Name in tables.
         version (`int`): Version of a benchmark, raised whenever its rows or the way an answer is read change.
     """
@@ -60,12 +60,12 @@ class ProblemSet:
     split: str = "train"
     problem_column: str = "problem"
     solution_column: str = "answer"
-    as_it_stands: bool = False
+    is_prompt: bool = False
     id_column: str | None = None
     answer_in: Literal["column", "last_box", "tests"] = "column"
     instruction: str | None = None
     files: tuple[str, ...] = ()
-    rows_of: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None
+    convert_rows: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None
     title: str = ""
     version: int = 1
 
@@ -94,8 +94,8 @@ def own_columns(
     """Choose the columns of the user's own data that the user does not name."""
     found = [column for column in PROBLEM_COLUMNS if column in names] or [entry.problem_column]
     column = problem_column or found[0]
-    stands = column == "prompt" and not problem_column
-    if stands and len(found) > 1:
+    is_prompt = column == "prompt" and not problem_column
+    if is_prompt and len(found) > 1:
         logger.warning(
             f"The column `prompt` of {entry.title or entry.hub_id} is used unchanged, and `{found[1]}` is not. Set "
             f"problem_column: {found[1]} to use the other."
@@ -103,7 +103,7 @@ def own_columns(
     golds = ("solution", "answer") if column == "prompt" else ("answer", "solution")
     default = column if column == "messages" else golds[0]
     solution = solution_column or next((name for name in golds if name in names), default)
-    return replace(entry, problem_column=column, solution_column=solution, as_it_stands=stands)
+    return replace(entry, problem_column=column, solution_column=solution, is_prompt=is_prompt)
 
 
 def load_rows(name: str, entry: ProblemSet, path: str | Path | None = None) -> list[dict[str, Any]]:
@@ -114,7 +114,7 @@ def load_rows(name: str, entry: ProblemSet, path: str | Path | None = None) -> l
         `ValueError`: for an unreadable file, an unknown task or split, or if the Hub cannot be reached.
     """
     rows = _stored_rows(name, entry, path)
-    return rows if entry.rows_of is None else entry.rows_of(rows)
+    return rows if entry.convert_rows is None else entry.convert_rows(rows)
 
 
 def _stored_rows(name: str, entry: ProblemSet, path: str | Path | None) -> list[dict[str, Any]]:

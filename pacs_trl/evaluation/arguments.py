@@ -118,8 +118,8 @@ class EvaluationArguments:
     def prompt_of(self, problem: str | list, benchmark: Any = None) -> str | list:
         """Build the prompt of a problem, with the instruction of its benchmark unless the user sets one."""
         instruction = instruction_for(benchmark, self.prompt_instruction) if benchmark else self.prompt_instruction
-        as_it_stands = benchmark is not None and benchmark.as_it_stands
-        return prompt_of(problem, as_it_stands=as_it_stands, instruction=instruction, system_prompt=self.system_prompt)
+        is_prompt = benchmark is not None and benchmark.is_prompt
+        return prompt_of(problem, is_prompt=is_prompt, instruction=instruction, system_prompt=self.system_prompt)
 
     @property
     def sampling(self) -> SamplingSettings:

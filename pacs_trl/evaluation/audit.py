@@ -174,7 +174,7 @@ def _print_outcomes(graded: dict[str, list[Outcome]]) -> None:
             print(f"{outcome.name.lower():18}" + "".join(f"{count[outcome]:10}" for count in counts))
     readable = [max(1, count.total() - count[Outcome.GOLD_UNPARSEABLE]) for count in counts]
     shares = [f"{count[Outcome.CORRECT] / total:10.4f}" for count, total in zip(counts, readable, strict=True)]
-    print(f"{'accuracy':18}" + "".join(shares) + "   (of those with a readable gold)")
+    print(f"{'accuracy':18}" + "".join(shares) + "   (of completions with a readable gold)")
 
 
 def _print_error_rates(
@@ -184,19 +184,19 @@ def _print_error_rates(
     pairs = [(label, true) for label, true in zip(labels, truths, strict=True) if None not in (label, true)]
     print(f"\n{protocol} against {truth}, {len(pairs)} completions with both labels")
     rates = {}
-    for name, true, word in (("false_positive", 0.0, "wrong"), ("false_negative", 1.0, "right")):
+    for name, true, word in (("false_positive", 0.0, "wrong"), ("false_negative", 1.0, "correct")):
         errors = [float(label != true) for label, by_truth in pairs if by_truth == true]
         if not errors:
-            print(f"  {name} is unknown: no completion is {word}")
+            print(f"  {name}: unknown, because no completion is {word}")
             continue
         found = pass_interval(errors)
         rates[name] = found.mean
         print(
             f"  {name} {found.mean:.4f} (95 % interval {found.lower:.4f} to {found.upper:.4f}): {sum(errors):.0f} of "
-            f"{len(errors)} {word} ones"
+            f"{len(errors)} {word} completions"
         )
     if len(rates) == 2 and sum(rates.values()) >= 1:
-        print("  these labels are no better than chance")
+        print("  this protocol is no better than chance")
 
 
 def _audit_programs(args: argparse.Namespace) -> None:

@@ -57,7 +57,7 @@ BENCHMARKS = {
         id_column="id",
         answer_in="tests",
         instruction=CODE_INSTRUCTION,
-        rows_of=livecodebench_rows,
+        convert_rows=livecodebench_rows,
         version=2,
     ),
     "gpqa_diamond": ProblemSet(
@@ -67,7 +67,7 @@ BENCHMARKS = {
         revision="633f5ee89ab8ad4522a9f850766b73f62147ffdd",
         id_column="id",
         instruction=GPQA_INSTRUCTION,
-        rows_of=gpqa_rows,
+        convert_rows=gpqa_rows,
         version=2,
     ),
 }
@@ -105,7 +105,7 @@ class Problem:
 @dataclass(frozen=True)
 class LoadedBenchmark:
     """Problems of a benchmark: `source` is plain data (id, revision, split, version, digest), `instruction` replaces
-    the default one; with `is_code` answers are tests of programs; with `as_it_stands` text is a whole prompt."""
+    the default one; with `is_code` answers are tests of programs; with `is_prompt` text is a whole prompt."""
 
     name: str
     title: str
@@ -113,7 +113,7 @@ class LoadedBenchmark:
     source: dict = field(default_factory=dict)
     instruction: str | None = None
     is_code: bool = False
-    as_it_stands: bool = False
+    is_prompt: bool = False
 
 
 def load_benchmark(
@@ -171,7 +171,7 @@ def load_benchmark(
     content = json.dumps([[p.id, p.problem, p.solution, *p.options] for p in problems], ensure_ascii=False)
     digest = hashlib.sha256(content.encode()).hexdigest()[:16]
     source |= {"version": entry.version, "num_problems": len(problems), "digest": digest}
-    return LoadedBenchmark(name, entry.title, problems, source, entry.instruction, is_code, entry.as_it_stands)
+    return LoadedBenchmark(name, entry.title, problems, source, entry.instruction, is_code, entry.is_prompt)
 
 
 def name_and_path(spec: str) -> tuple[str, str]:
@@ -199,4 +199,4 @@ def _problem(name: str, entry: ProblemSet, index: int, row: dict) -> Problem:
             "complete it."
         )
     row_id = str(row[entry.id_column]) if entry.id_column else str(index)
-    return Problem(row_id, problem, answer, tuple(row["options"]) if entry.rows_of is gpqa_rows else ())
+    return Problem(row_id, problem, answer, tuple(row["options"]) if entry.convert_rows is gpqa_rows else ())

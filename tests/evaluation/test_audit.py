@@ -152,8 +152,8 @@ def test_how_often_a_grader_errs(tmp_path, capsys):
     main([*common, "--protocols", "authors", "text", "--true-column", "by_hand"])
     output = capsys.readouterr().out
     assert "authors against by_hand, 4 completions with both labels\n  false_positive 0.5000 (95 % interval" in output
-    assert "1 of 2 wrong ones\n  false_negative 0.0000" in output
-    assert "2 of 2 right ones\n  these labels are no better" in output  # the text comparison misses both
+    assert "1 of 2 wrong completions\n  false_negative 0.0000" in output
+    assert "2 of 2 correct completions\n  this protocol is no better" in output  # the text comparison misses both
     main([*common, "--protocols", "authors", "--truth", "text"])
     output = capsys.readouterr().out
-    assert "authors against text, 5 completions" in output and "2 of 3 wrong ones" in output
+    assert "authors against text, 5 completions" in output and "2 of 3 wrong completions" in output
