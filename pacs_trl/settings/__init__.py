@@ -322,7 +322,7 @@ def set_environment(settings: Mapping[str, Any]) -> None:
 
 _PACKAGE = Path(__file__).parents[1]
 # `name (`type`): text` in the docstring of a dataclass, up to the next name, a heading, or an empty line.
-_DOCUMENTED = re.compile(r"^ +(\w+) \(`.*?\):\s+(.*?)(?=^ +\w+ \(`|^ *>|^ *$|\Z)", re.MULTILINE | re.DOTALL)
+_DOCUMENTED = re.compile(r"^ +(\w+) \(`[^\n]*?\):\s+(.*?)(?=^ +\w+ \(`|^ *>|^ *$|\Z)", re.MULTILINE | re.DOTALL)
 
 _OF_THE_LIBRARIES = (
     "All fields of trl.GRPOConfig (with transformers.TrainingArguments) and of trl.ModelConfig are settings too "
@@ -377,7 +377,9 @@ def dataclass_sources(name: str) -> list[ast.ClassDef]:
         if found := re.search(rf"^class ({name})\b", text, re.MULTILINE | re.IGNORECASE):
             nodes = ast.parse(text, file).body
             node = next(node for node in nodes if isinstance(node, ast.ClassDef) and node.name == found[1])
-            bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
+            imports = [line for line in nodes if isinstance(line, ast.ImportFrom) and line.level == 0]
+            external = {alias.name for line in imports for alias in line.names}  # trl.GRPOConfig
+            bases = [base.id for base in node.bases if isinstance(base, ast.Name) and base.id not in external]
             return [node, *(source for base in bases for source in dataclass_sources(base))]
     return []
 
