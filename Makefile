@@ -92,6 +92,7 @@ quality: env
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
+	$(BIN)/python tests/language.py
 
 style: env
 	$(BIN)/ruff check --fix $(SOURCES)

@@ -1,4 +1,4 @@
-"""How often 95 % intervals over problems hold the truth: `python -m benchmarks.intervals`, a minute on one core.
+"""Coverage of 95 % intervals over problems: `python -m benchmarks.intervals`, a minute on one core.
 
 Problems have difficulties from a beta distribution, 128 completions each; 2,000 benchmarks are drawn from that world
 and the interval of each is compared with the mean of the world. Differences are to a second model, better by 0.5 in

@@ -1,4 +1,4 @@
-"""How noisy the gradient is under the three scores.
+"""Noise of the gradient under the three scores.
 
 `python -m experiments.gradient_variance`, minutes on one core.
 

@@ -1,6 +1,6 @@
-"""What the notebooks share: a check of what is installed, quiet libraries, pictures, and a plot that follows training.
+"""Helpers of the notebooks: a check of installed packages, quiet libraries, pictures, and a live plot of training.
 
-Everything that computes lives in the package proper; this is only what a notebook needs and a script does not.
+The package computes; this module only shows.
 """
 
 import importlib.util

@@ -93,7 +93,7 @@ class Recipe(NamedTuple):
             settings (`dict`):
                 Keys and values as YAML or [`~settings.read_settings`] give them.
             num_processes (`int`, *optional*):
-                Processes of a launch elsewhere, of which this machine may lack the devices. `None`: of this run.
+                Processes of a launch on other hardware. `None`: those of this run.
 
         Raises:
             `ValueError`: with what each part refuses.

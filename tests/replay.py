@@ -1,6 +1,6 @@
 """Recorded rollouts for tests of the trainer, and the same optimizer step written down the long way.
 
-`Replay` takes the place of generation: row `i` of generation `g` is a pure function of `(seed, g, i)`, so that a run
+`Replay` replaces generation: row `i` of generation `g` is a pure function of `(seed, g, i)`, so that a run
 with any micro-batch, accumulation or number of processes learns from the same rows. `Recorder` keeps weights and
 gradients of every optimizer step. `in_graph_step` computes what they should be: one forward pass per row without
 padding, in float64, `pacs_loss` over all rows, and autograd.

@@ -1,4 +1,4 @@
-"""What PACSConfig refuses and accepts."""
+"""Settings that PACSConfig rejects and accepts."""
 
 import itertools
 from dataclasses import MISSING, fields

@@ -1,4 +1,4 @@
-"""What others may see of settings: hostile recipes, and ordinary ones that only sound like them."""
+"""Redaction of settings: hostile recipes, and ordinary ones with similar names."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""What a type checker says of a user's script: names, and every argument of trainers and configurations."""
+"""Type checking of a user's script: names, and arguments of trainers and configurations."""
 
 import os
 import re
@@ -32,7 +32,7 @@ GRPOTrainer("m", callback=[])  # wrong: "callback"
 PACSTrainer("m", callbacks=[1])  # wrong: "int"
 """
 
-# As for a user, imports are followed. What says nothing about these arguments, and would take a minute, is left out.
+# Imports are followed, except for packages that do not affect these arguments and would take a minute.
 SETTINGS = """\
 [mypy]
 [mypy-transformers.models.*,torch.*,peft.*,accelerate.*,numpy.*,pandas.*,huggingface_hub.*,wandb.*,trackio.*,rich.*,IPython.*]

@@ -1,4 +1,4 @@
-"""How far two computations of one number may lie apart because they add and round in another order, and no further.
+"""Tolerances for two computations of a number that add and round in another order.
 
 Which order that is depends on the processor, its instruction set and the number of threads, so a tolerance that one
 machine meets by luck fails on the next. It follows from the dtype, the number of terms and their size instead.

@@ -1,4 +1,4 @@
-"""How many tokens a model has positions for."""
+"""Context length of a model, in tokens."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
-"""Sizes of a generation and of an optimizer step: four settings and the number of processes multiply into them.
+"""Batch-size arithmetic: sizes of a generation batch and of an optimizer step, from four settings and the processes.
 
-The arithmetic stands here once, for configurations, `pacs-trl plan` and the line that a run prints at its start.
+Shared by configurations, `pacs-trl plan`, and the line that a run prints at its start.
 """
 
 from dataclasses import dataclass, fields

@@ -1,4 +1,4 @@
-"""What PPOTrainer does around the loss: LoRA, saving, resuming, the critic's start, and a recipe."""
+"""PPOTrainer around the loss: LoRA, saving, resuming, the critic's start, and a recipe."""
 
 import logging
 import shutil
@@ -88,11 +88,11 @@ class TestResumeRefuses:
         with pytest.raises(ValueError, match=name):
             trainer.train(resume_from_checkpoint=f"{finished_run.args.output_dir}/checkpoint-2")
 
-    def test_a_torn_checkpoint(self, tmp_path, model_path, finished_run):
+    def test_a_truncated_checkpoint(self, tmp_path, model_path, finished_run):
         for step in (2, 3):
             shutil.copytree(f"{finished_run.args.output_dir}/checkpoint-{step}", tmp_path / f"checkpoint-{step}")
-        torn = tmp_path / "checkpoint-3" / "critic" / "optimizer.pt"
-        torn.write_bytes(torn.read_bytes()[:100])
+        truncated = tmp_path / "checkpoint-3" / "critic" / "optimizer.pt"
+        truncated.write_bytes(truncated.read_bytes()[:100])
         assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
         with pytest.raises(ValueError, match="critic/optimizer.pt"):
             build(tmp_path, model_path, **ADAM).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))

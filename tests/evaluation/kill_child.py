@@ -1,4 +1,4 @@
-"""What runs in the processes of test_kill.py."""
+"""Child process of test_kill.py."""
 
 from types import SimpleNamespace
 

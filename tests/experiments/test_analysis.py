@@ -116,7 +116,7 @@ def test_rules_act(tmp_path, monkeypatch, arm):
     update = trainer.update.run
     trainer.update.run = lambda *a, **k: betas.append(trainer.update.objective.pacs_beta) or update(*a, **k)
     trainer.train()
-    # the first update of a rollout says nothing about the spread; the three after it halve beta each, the last one
+    # the first update of a rollout has no spread; the three after it halve beta each, the last one
     # unseen
     assert betas == ([1.0, 1.0, 0.5, 0.25] if spread else [10.0] * 4)
     assert len(renewed) == (0 if spread else 4)

@@ -104,7 +104,7 @@ def test_whole_run_in_miniature_of_the_miniature(tmp_path, monkeypatch, capsys, 
 
 
 def test_real_model_without_grpo(tmp_path, monkeypatch, capsys):
-    """The order of the steps and the summary; a miniature takes the place of the model."""
+    """The order of the steps and the summary; a miniature replaces the model."""
     from replay import TOKENIZER, tiny_model
 
     model = tmp_path / "model"

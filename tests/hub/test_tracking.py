@@ -1,5 +1,4 @@
-"""What reaches wandb, trackio and TensorBoard, read back from what they wrote, in a run that is stopped and
-resumed."""
+"""Logs of wandb, trackio, and TensorBoard in a run that is stopped and resumed."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The engine that takes the place of TRL's, with one that draws by prompt and seed alone."""
+"""The engine that replaces TRL's, with a stand-in that generates from prompt and seed alone."""
 
 import itertools
 from types import SimpleNamespace

@@ -116,7 +116,7 @@ def test_a_finished_run_whose_model_was_not_written(tmp_path, model_path, method
     """Killed after the last checkpoint: its weights are written, where TRL's own trainer would take one more step."""
     run(tmp_path, model_path, "--max_steps", "2", "--save_strategy", "steps", "--save_steps", "1", method=method)
     expected = weights(tmp_path)
-    (tmp_path / "trainer_state.json").write_text("{")  # torn: the process was killed
+    (tmp_path / "trainer_state.json").write_text("{")  # truncated: the process was killed
     (tmp_path / "model.safetensors").unlink()
     assert run(tmp_path, model_path, "--max_steps", "2", method=method).state.global_step == 2
     assert all(torch.equal(weight, expected[name]) for name, weight in weights(tmp_path).items())

@@ -247,21 +247,21 @@ def test_evaluation_at_the_start_compares_with_the_snapshot_of_the_checkpoint(tm
 # Killed while writing ---------------------------------------------------------------------------------------------
 
 
-def tear(file: Path) -> None:
+def truncate(file: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
-TORN = {
+TRUNCATED = {
     "not there": lambda checkpoint: (checkpoint / "trainer_state.json").unlink(),
-    "state of the trainer": lambda checkpoint: tear(checkpoint / "trainer_state.json"),
-    "rows": lambda checkpoint: tear(checkpoint / "pacs_state_0.pt"),
+    "state of the trainer": lambda checkpoint: truncate(checkpoint / "trainer_state.json"),
+    "rows": lambda checkpoint: truncate(checkpoint / "pacs_state_0.pt"),
     "empty": lambda checkpoint: (checkpoint / "pacs_state_0.pt").write_bytes(b""),
-    "optimizer": lambda checkpoint: tear(checkpoint / "optimizer.pt"),
-    "weights": lambda checkpoint: tear(checkpoint / "model.safetensors"),
+    "optimizer": lambda checkpoint: truncate(checkpoint / "optimizer.pt"),
+    "weights": lambda checkpoint: truncate(checkpoint / "model.safetensors"),
 }
 
 
-@pytest.mark.parametrize("damage", TORN.values(), ids=TORN)
+@pytest.mark.parametrize("damage", TRUNCATED.values(), ids=TRUNCATED)
 def test_the_last_complete_checkpoint_is_taken(tmp_path, checkpoint, damage, caplog):
     for name in ("checkpoint-1", "checkpoint-2", "checkpoint-10"):
         shutil.copytree(checkpoint, tmp_path / name)
@@ -274,10 +274,10 @@ def test_the_last_complete_checkpoint_is_taken(tmp_path, checkpoint, damage, cap
         trained(tmp_path, resume=str(tmp_path / "checkpoint-10"), max_steps=3)
 
 
-def test_a_torn_checkpoint_is_passed_over_and_written_again(tmp_path):
+def test_a_truncated_checkpoint_is_passed_over_and_written_again(tmp_path):
     weights, history, _ = trained(tmp_path, max_steps=4)
     (tmp_path / "checkpoint-4" / "trainer_state.json").unlink()
-    tear(tmp_path / "checkpoint-3" / "pacs_state_0.pt")
+    truncate(tmp_path / "checkpoint-3" / "pacs_state_0.pt")
     again, history_again, recorder = trained(tmp_path, resume=True, max_steps=4)
     assert len(recorder.weights) == 2 and history == history_again
     assert all(torch.equal(weights[name], again[name]) for name in weights)
@@ -286,7 +286,7 @@ def test_a_torn_checkpoint_is_passed_over_and_written_again(tmp_path):
 
 def test_nothing_complete(tmp_path, checkpoint):
     shutil.copytree(checkpoint, tmp_path / "checkpoint-2")
-    tear(tmp_path / "checkpoint-2" / "pacs_state_0.pt")
+    truncate(tmp_path / "checkpoint-2" / "pacs_state_0.pt")
     assert last_checkpoint(tmp_path) is None and last_checkpoint(tmp_path / "nowhere") is None
     with pytest.raises(ValueError, match="no complete checkpoint"):
         trained(tmp_path, resume=True, max_steps=3)

@@ -1,5 +1,4 @@
-"""What is refused before a run with vLLM starts, and what happens when its server dies: a server on this machine plays
-vLLM."""
+"""Checks before a run with vLLM, and the end of a run whose server dies, with a local stand-in for vLLM."""
 
 import socket
 from pathlib import Path

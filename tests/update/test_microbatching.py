@@ -76,11 +76,11 @@ def test_long_rows_are_dear():
     288."""
     completions = [24, 12, 12, 8, 8, 8]
     even = schedule_micro_batches(RowLengths([0] * 6, completions), units(range(6)), num_processes=2, max_rows=6)
-    dear = schedule_micro_batches(
+    with_pairs = schedule_micro_batches(
         RowLengths([0] * 6, completions, pair_cost=1.0), units(range(6)), num_processes=2, max_rows=6
     )
     assert sorted(sum(completions[i] for i in batch) for (batch,) in even) == [32, 40]
-    assert sorted(len(batch) for (batch,) in dear) == [1, 5]
+    assert sorted(len(batch) for (batch,) in with_pairs) == [1, 5]
 
 
 def test_rows_of_one_prompt_stay_together_where_that_is_cheaper():
