@@ -46,7 +46,8 @@ def main(argv: Sequence[str]) -> int:
     """Run `pacs-trl evaluate`: print the share of truncated completions, pass@k, and the path of the results."""
     args, verification = read_evaluation(argv)
     args = _with_warm_start(args)
-    with verification.build() as verifier, closing(verification.build_code()) as code_verifier:
+    # they start their processes when they are first used, which is after all checks
+    with closing(verification.build()) as verifier, closing(verification.build_code()) as code_verifier:
         share = verification.verification_max_failure_share
         results = evaluate(args, verifier, code_verifier, max_failure_share=share)
     for entry in results["benchmarks"].values():

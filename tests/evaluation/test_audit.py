@@ -71,9 +71,9 @@ def test_parquet_table_of_the_trainer(tmp_path, capsys):
     pd.DataFrame(rows).to_parquet(tmp_path / "completions_00001.parquet")
     main(
         ["--completions", str(tmp_path / "completions_00001.parquet"), "--solution-column", "gold"]
-        + ["--protocols", "authors", "--num-workers", "1"]
+        + ["--protocols", "text"]
     )
-    assert "correct                    4" in capsys.readouterr().out
+    assert "correct                    2" in capsys.readouterr().out
 
 
 def test_groups_are_unrolled(tmp_path, capsys):
@@ -93,8 +93,7 @@ def test_sample_file_takes_its_golds_from_the_benchmark(tmp_path, capsys):
         {"problem": problem.id, "sample": 1, "completion": r"\boxed{-1}"},
     ]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    options = ["--benchmark", "miniature/addition", "--protocols", "authors", "--num-workers", "1"]
-    main(["--completions", str(file), *options])
+    main(["--completions", str(file), "--benchmark", "miniature/addition", "--protocols", "text"])
     output = capsys.readouterr().out
     assert "2 completions" in output and "correct                    1" in output
 
@@ -149,10 +148,10 @@ def test_how_often_a_grader_errs(tmp_path, capsys):
     file = tmp_path / "completions.jsonl"
     file.write_text("".join(json.dumps(row | {"by_hand": t}) + "\n" for row, t in zip(ROWS, truths)))
     common = ["--completions", str(file), "--num-workers", "1", "--examples", "0"]
-    main([*common, "--protocols", "authors", "text", "--true-column", "by_hand"])
+    main([*common, "--protocols", "text", "--true-column", "by_hand"])
     output = capsys.readouterr().out
-    assert "authors against by_hand, 4 completions with both labels\n  false_positive 0.5000 (95 % interval" in output
-    assert "1 of 2 wrong completions\n  false_negative 0.0000" in output
+    assert "text against by_hand, 4 completions with both labels\n  false_positive 0.5000 (95 % interval" in output
+    assert "1 of 2 wrong completions\n  false_negative 1.0000" in output
     assert "2 of 2 correct completions\n  this protocol is no better" in output  # the text comparison misses both
     main([*common, "--protocols", "authors", "--truth", "text"])
     output = capsys.readouterr().out
