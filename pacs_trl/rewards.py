@@ -15,6 +15,7 @@ from .errors import FailedRun
 from .settings import bounded, refuse_illegal_values
 from .verification import Outcome, Verifier, completion_text, last_boxed
 from .verification.code import CodeVerifier
+from .verification.gym import GymVerifier
 
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class VerificationArguments:
         code_timeout_seconds (`float`): Wall-clock limit of a program per test.
         code_memory_limit_mb (`int`): Address space of a program, in MiB.
         code_label (`str`): `"all"`: 1 for a program that passes every test, else 0; `"share"`: share of passed tests.
+        reasoning_gym_label (`str`): `"exact"`: 1 for an answer with the full score, else 0; `"share"`: the score.
         code_sandbox_url (`str`, *optional*): SandboxFusion server that runs programs instead of this machine.
     """
 
@@ -57,6 +59,7 @@ class VerificationArguments:
     code_timeout_seconds: float = bounded(6.0, above=0)
     code_memory_limit_mb: int = bounded(512, least=128)
     code_label: Literal["all", "share"] = "all"
+    reasoning_gym_label: Literal["exact", "share"] = "exact"
     code_sandbox_url: str | None = None
 
     def __post_init__(self):
@@ -82,6 +85,7 @@ _lock = threading.RLock()
 _arguments: VerificationArguments | None = None
 _verifier: Verifier | None = None
 _code_verifier: CodeVerifier | None = None
+_gym_verifier: GymVerifier | None = None
 
 
 def _reset_after_fork() -> None:
@@ -94,14 +98,14 @@ os.register_at_fork(after_in_child=_reset_after_fork)
 
 def configure_verification(arguments: VerificationArguments) -> Verifier:
     """Replace the shared verifiers of this process, and start that of answers in the background."""
-    global _arguments, _verifier, _code_verifier
+    global _arguments, _verifier, _code_verifier, _gym_verifier
     verifier = arguments.build()
     with _lock:
         if _verifier is not None:
             verifier.take_pool(_verifier)
         if _code_verifier is not None:
             _code_verifier.close()
-        _arguments, _verifier, _code_verifier = arguments, verifier, None
+        _arguments, _verifier, _code_verifier, _gym_verifier = arguments, verifier, None, None
     verifier.start()
     return verifier
 
@@ -118,6 +122,17 @@ def shared_code_verifier() -> CodeVerifier:
     with _lock:
         _code_verifier = _code_verifier or shared_arguments().build_code()
         return _code_verifier
+
+
+def shared_gym_verifier() -> GymVerifier:
+    """Return this process's verifier of reasoning-gym. Raises `ValueError` if scorers cannot be confined as
+    `code_isolation` asks."""
+    global _gym_verifier
+    with _lock:
+        if _gym_verifier is None:
+            shared_code_verifier().start()
+            _gym_verifier = GymVerifier.like(shared_verifier())
+        return _gym_verifier
 
 
 def shared_arguments() -> VerificationArguments:
@@ -253,6 +268,45 @@ def code_reward(
     return [grade.outcome.label for grade in grades]
 
 
+def reasoning_gym_reward(
+    completions: list,
+    solution: list,
+    task: list,
+    *,
+    truncated: list[bool] | None = None,
+    log_metric: Callable[[str, float], None] | None = None,
+    **kwargs: Any,
+) -> list[float | None]:
+    """
+    Score of each answer to a problem of reasoning-gym by the task's own scorer; `None` if no entry is named.
+
+    The answer is the last `<answer>...</answer>`, else the last closed box, else the whole completion; of a truncated
+    completion only the first two count. With `reasoning_gym_label: exact` only the full score is 1.0, others are 0.0.
+
+    Args:
+        completions (`list`): Completions, plain (`str`) or conversational (lists of messages).
+        solution, task (`list`): Columns of `dataset_name: reasoning_gym`.
+        truncated (`list[bool]`, *optional*): Which completions do not end with an end-of-sequence token.
+        log_metric (`Callable`, *optional*): Passed by TRL; receives the share of each outcome as
+            `verification/<name>`, and the mean score of each task as `reasoning_gym/<task>`.
+        **kwargs: Further columns that TRL passes; unused.
+    """
+    texts = [completion_text(completion) for completion in completions]
+    grades = shared_gym_verifier().grade_detailed(texts, solution, truncated)
+    outcomes = [grade.outcome for grade in grades]
+    if log_metric is not None:
+        means = outcome_shares(outcomes)
+        for name in sorted(set(task)):
+            scores = [grade.share for grade, each in zip(grades, task, strict=True) if each == name]
+            means[f"reasoning_gym/{name}"] = sum(scores) / len(scores)
+        for name, mean in means.items():
+            log_metric(name, mean)
+    _recent_entries.add(outcomes, texts, solution)
+    if shared_arguments().reasoning_gym_label == "share":
+        return [None if grade.outcome.label is None else grade.share for grade in grades]
+    return [grade.outcome.label for grade in grades]
+
+
 def format_reward(completions: list, **kwargs: Any) -> list[float]:
     """
     Return 1.0 for a completion with a closed, non-empty `\\boxed{...}`, 0.0 otherwise and above
@@ -313,4 +367,4 @@ class _RecentFailures:
         )
 
 
-_recent, _recent_programs = _RecentFailures(), _RecentFailures()
+_recent, _recent_programs, _recent_entries = _RecentFailures(), _RecentFailures(), _RecentFailures()

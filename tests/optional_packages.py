@@ -16,6 +16,7 @@ EXTRAS = {
     "deepspeed": "deepspeed",
     "mypy": "dev",
     "IPython": "dev",
+    "reasoning_gym": "gym",
 }
 
 

@@ -5,6 +5,7 @@ A training set is an entry of `TRAINING_SETS`; benchmarks are in `evaluation/ben
 """
 
 import inspect
+import json
 import logging
 import re
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from pyarrow import ArrowException
 
 from ..settings import bounded, refuse_illegal_values
 from ..verification import Verifier
+from . import gym
 from .prompts import PROMPT_INSTRUCTION, is_conversation, problem_text, prompt_lengths, prompt_of, read_problem
 from .prompts import build_prompt as build_prompt
 from .sets import (
@@ -118,8 +120,8 @@ class DataArguments:
     Args:
         dataset_name (`str`):
             A named set (`deepscaler`, `gsm8k`, `math`, `dapo_math_17k`; programs: `verifiable_coding`,
-            `prime_coding`), `miniature/<task>`, a path to a `.jsonl`, `.json`, or `.parquet` file or to a folder of a
-            dataset, or a dataset id on the Hub.
+            `prime_coding`), `miniature/<task>`, `reasoning_gym`, a path to a `.jsonl`, `.json`, or `.parquet` file or
+            to a folder of a dataset, or a dataset id on the Hub.
         dataset_path (`str`, *optional*):
             Local file with the columns of the named set, read instead of the Hub.
         dataset_config (`str`, *optional*): Configuration of the Hub dataset; named sets have a default.
@@ -138,6 +140,10 @@ class DataArguments:
         max_train_samples (`int`, *optional*): Number of problems to use, chosen after the shuffle.
         dataset_seed (`int`): Seed of the shuffle.
         eval_split_size (`int`): Number of problems held out for evaluation during training; 0 for none.
+        reasoning_gym (`dict` or JSON, *optional*): Tasks of `dataset_name: reasoning_gym`, each with `weight` and
+            `config`: `{chain_sum: {weight: 1, config: {max_terms: 2}}}`.
+        dataset_size (`int`, *optional*): Number of problems that reasoning-gym generates; 1000 by default. Their
+            seeds are `dataset_seed` and the following ones.
     """
 
     dataset_name: str
@@ -153,13 +159,19 @@ class DataArguments:
     max_train_samples: int | None = bounded(None, least=1)
     dataset_seed: int = 42
     eval_split_size: int = bounded(0, least=0)
+    reasoning_gym: dict | str | None = None
+    dataset_size: int | None = bounded(None, least=1)
 
     def __post_init__(self):
         refuse_illegal_values(self)
-        is_named, is_miniature = self.dataset_name in TRAINING_SETS, self.dataset_name.startswith(MINIATURE)
+        if isinstance(self.reasoning_gym, str):
+            self.reasoning_gym = json.loads(self.reasoning_gym)
+        gym.check_settings(self)
+        is_named = self.dataset_name in TRAINING_SETS
+        is_generated = self.dataset_name == gym.NAME or self.dataset_name.startswith(MINIATURE)
         is_file = self.dataset_path is not None or Path(self.dataset_name).suffix in FILE_FORMATS
         of_hub = ("dataset_config", "dataset_revision", *(("dataset_split",) if is_file else ()))
-        ignored = [name for name in of_hub if (is_file or is_miniature) and getattr(self, name) is not None]
+        ignored = [name for name in of_hub if (is_file or is_generated) and getattr(self, name) is not None]
         if self.dataset_path is not None and not is_named:
             ignored.append("dataset_path")
         if ignored:
@@ -220,12 +232,17 @@ def load_training_data(
         "solution_column": args.solution_column,
         "answer_in": "column" if args.solution_column else None,
     }
-    instruction = "" if args.dataset_name.startswith(MINIATURE) else None
+    is_gym = args.dataset_name == gym.NAME
+    instruction = "" if args.dataset_name.startswith(MINIATURE) else gym.INSTRUCTION if is_gym else None
     entry = ProblemSet(args.dataset_name, revision="main", instruction=instruction)
     entry = TRAINING_SETS.get(args.dataset_name, entry)
     entry = replace(entry, **{key: value for key, value in given.items() if value is not None})
     path = args.dataset_name if Path(args.dataset_name).suffix in FILE_FORMATS else args.dataset_path
-    dataset = _prepare(load_rows(args.dataset_name, entry, path), entry, args, verifier)
+    if is_gym:
+        rows = gym.gym_rows(args.reasoning_gym, args.dataset_size or gym.DEFAULT_SIZE, args.dataset_seed)
+    else:
+        rows = load_rows(args.dataset_name, entry, path)
+    dataset = _prepare(rows, entry, args, verifier)
     if (limit := args.max_prompt_length) is not None:
         lengths = prompt_lengths(dataset["prompt"], tokenizer, chat_template_kwargs)
         fitting = [i for i, length in enumerate(lengths) if length <= limit]

@@ -51,6 +51,7 @@ class EvaluationArguments:
         problem_column (`str`, *optional*): Problem column of your own files; by default as in training.
         solution_column (`str`, *optional*): Answer column of your own files; by default as in training.
         max_problems (`int`, *optional*): Evaluate only the first problems of each benchmark, for a quick try.
+        reasoning_gym (`dict` or JSON, *optional*): `config` of the tasks of `reasoning_gym/<task>`, as in training.
         token_entropy_samples (`int`): Measure the token entropy of this many samples per problem; 0 for none.
     """
 
@@ -82,6 +83,7 @@ class EvaluationArguments:
     solution_column: str | None = None
     max_problems: int | None = bounded(None, least=1)
     token_entropy_samples: int = bounded(0, least=0)
+    reasoning_gym: dict | str | None = None
 
     def __post_init__(self):
         if self.k is None:
@@ -113,6 +115,12 @@ class EvaluationArguments:
     def template_kwargs(self) -> dict[str, Any] | None:
         """`chat_template_kwargs` as a mapping, also where the command line gives JSON text."""
         given = self.chat_template_kwargs
+        return json.loads(given) if isinstance(given, str) else given
+
+    @property
+    def gym_tasks(self) -> dict[str, Any]:
+        """`reasoning_gym` as a mapping, also where the command line gives JSON text."""
+        given = self.reasoning_gym or {}
         return json.loads(given) if isinstance(given, str) else given
 
     def prompt_of(self, problem: str | list, benchmark: Any = None) -> str | list:

@@ -12,7 +12,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from ..data import gym
 from ..data.prompts import problem_text, read_problem
 from ..data.sets import (
     CODE_INSTRUCTION,
@@ -117,23 +119,29 @@ class LoadedBenchmark:
 
 
 def load_benchmark(
-    spec: str, *, max_problems: int | None = None, columns: Mapping[str, str] | None = None
+    spec: str,
+    *,
+    max_problems: int | None = None,
+    columns: Mapping[str, str] | None = None,
+    gym_tasks: Mapping[str, Any] | None = None,
 ) -> LoadedBenchmark:
     """
     Load a benchmark by name.
 
     Args:
         spec (`str`): A name in `BENCHMARKS`; `name=PATH` to read its columns from a local `.jsonl`, `.json`, or
-            `.parquet` file; a PATH alone (or with another name) for a file of your own; or `miniature/<task>` for the
-            test split of a miniature task.
+            `.parquet` file; a PATH alone (or with another name) for a file of your own; `miniature/<task>` for the
+            test split of a miniature task; or `reasoning_gym/<task>` for 100 problems of reasoning-gym.
         max_problems (`int`, *optional*): Number of problems to keep.
         columns (`Mapping[str, str]`, *optional*): `problem_column` and `solution_column` of files of your own.
+        gym_tasks (`Mapping`, *optional*): `config` of tasks of reasoning-gym, as in training.
 
     Raises:
         `ValueError`: for an unknown name, a missing file or column, an empty benchmark, an empty problem or answer, or
         two rows with one id.
     """
     name, path = name_and_path(spec)
+    is_gym = not path and name.startswith(f"{gym.NAME}/")
     if path:
         entry, source = BENCHMARKS.get(name), {"file": Path(path).name}
         if entry is None:
@@ -142,16 +150,22 @@ def load_benchmark(
         title = name.removeprefix(MINIATURE).replace("_", " ")
         entry = ProblemSet("", split="test", title=title, instruction="")  # as its models are trained
         source = {"generator": "pacs_trl.miniature", "split": "test"}
+    elif is_gym:
+        task = name.partition("/")[2]
+        config = ((gym_tasks or {}).get(task) or {}).get("config") or {}
+        entry = ProblemSet("", title=task.replace("_", " "), problem_column="question", instruction=gym.INSTRUCTION)
+        entry = replace(entry, solution_column="solution")
+        source = {"generator": "reasoning_gym", "config": config, "seed": gym.BENCHMARK_SEED}
     elif name in BENCHMARKS:
         entry = BENCHMARKS[name]
         source = {fact: getattr(entry, fact) for fact in ("hub_id", "config", "split", "revision")}
     else:
         raise ValueError(
             f"There is no benchmark {name!r}.{did_you_mean(name, BENCHMARKS)} Choose from {', '.join(BENCHMARKS)}, "
-            "miniature/<task>, and NAME=PATH or PATH of a .jsonl, .json, or .parquet file."
+            "miniature/<task>, reasoning_gym/<task>, and NAME=PATH or PATH of a .jsonl, .json, or .parquet file."
         )
     try:
-        rows = load_rows(name, entry, path or None)
+        rows = gym.benchmark(task, config, max_problems) if is_gym else load_rows(name, entry, path or None)
     except KeyError as error:
         raise ValueError(
             f"Benchmark {name} needs the column {error}, which a row lacks. Use the files of the Hub."

@@ -21,12 +21,13 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from ..data import instruction_for
+from ..data import gym, instruction_for
 from ..data.sets import MINIATURE, report_unreadable_golds
 from ..data.tasks import check_task
 from ..settings.names import check_model_path, require_vllm
 from ..verification import Outcome, Verifier, last_boxed
 from ..verification.code import CodeVerifier
+from ..verification.gym import GymVerifier
 from . import provenance
 from .arguments import EvaluationArguments, read_evaluation
 from .benchmarks import LoadedBenchmark, Problem, load_benchmark
@@ -103,10 +104,10 @@ def evaluate(
         check_model_path(args.model)
     benchmarks = load_benchmarks(args)
     code_verifier = code_verifier or CodeVerifier()
-    if any(benchmark.is_code for benchmark in benchmarks):
+    if any(benchmark.is_code or _is_gym(benchmark) for benchmark in benchmarks):
         code_verifier.start()  # fails before sampling if the sandbox is unavailable
     model = identify_model(args)
-    for benchmark in (b for b in benchmarks if not b.is_code):
+    for benchmark in (b for b in benchmarks if not b.is_code and not _is_gym(b)):
         ids, golds = [p.id for p in benchmark.problems], [p.solution for p in benchmark.problems]
         report_unreadable_golds(benchmark.title, golds, verifier, ids)
     entries: dict[str, Any] = {}
@@ -119,6 +120,8 @@ def evaluate(
             stack.callback(engine.close)
         for benchmark, store, missing in zip(benchmarks, stores, requests, strict=True):
             grader = code_verifier if benchmark.is_code else verifier
+            if _is_gym(benchmark):
+                grader = stack.enter_context(GymVerifier.like(verifier))
             bar = tqdm(total=len(missing), desc=benchmark.title, disable=None if progress and missing else True)
             records = _records(args, store, missing, engine, bar)
             graded, outcomes = _grade_in_background(grader, benchmark.problems, records)
@@ -145,12 +148,16 @@ def load_benchmarks(args: EvaluationArguments) -> list[LoadedBenchmark]:
     columns = {"problem_column": args.problem_column, "solution_column": args.solution_column}
     given = {key: column for key, column in columns.items() if column is not None}
     specs = [spec.strip() for spec in args.benchmarks.split(",")]
-    benchmarks = [load_benchmark(spec, max_problems=args.max_problems, columns=given) for spec in specs]
+    benchmarks = [
+        load_benchmark(spec, max_problems=args.max_problems, columns=given, gym_tasks=args.gym_tasks) for spec in specs
+    ]
     if given and not any(given.keys() <= benchmark.source.keys() for benchmark in benchmarks):
         raise ValueError(
             f"{' and '.join(given)} would be ignored, because {args.benchmarks} names no file of your own. Remove it."
         )
     names = [benchmark.name for benchmark in benchmarks]
+    if unused := [task for task in args.gym_tasks if f"{gym.NAME}/{task}" not in names]:
+        raise ValueError(f"`reasoning_gym` has a config of {unused[0]}, which is no benchmark of {args.benchmarks}.")
     if len(set(names)) < len(names):
         raise ValueError(f"benchmarks contains a name twice: {', '.join(names)}. Name each benchmark once.")
     return benchmarks
@@ -243,6 +250,10 @@ def _grade_in_background(
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
     return graded, outcomes
+
+
+def _is_gym(benchmark: LoadedBenchmark) -> bool:
+    return benchmark.source.get("generator") == gym.NAME
 
 
 def _check_failures(benchmark: LoadedBenchmark, outcomes: Counter[str], max_share: float) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from hashlib import blake2b
 from numbers import Number
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from .client import PoolProcess
 
@@ -259,6 +259,7 @@ class Verifier(BaseVerifier):
     # Completions per message to the pool, which bounds the memory of messages.
     _MAX_MESSAGE_ITEMS = 2048
     _MAX_GOLDS = 4096  # about 20 CPU seconds
+    _PROTOCOLS: ClassVar[tuple[str, ...]] = ("authors", "trl")
     _POOL_SETTINGS = ("num_workers", "timeout_seconds", "cpu_seconds", "memory_limit_mb", "protocol")
 
     protocol: str = "authors"
@@ -266,8 +267,8 @@ class Verifier(BaseVerifier):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.protocol not in ("authors", "trl"):
-            raise ValueError(f"`protocol` is {self.protocol!r}. Set it to 'authors' or 'trl'.")
+        if self.protocol not in self._PROTOCOLS:
+            raise ValueError(f"`protocol` is {self.protocol!r}. Set it to {' or '.join(map(repr, self._PROTOCOLS))}.")
         self._read_golds: set[tuple[str, ...]] = set()
 
     def take_pool(self, other: "Verifier") -> None:
@@ -319,10 +320,10 @@ class Verifier(BaseVerifier):
         grades = []
         for start in range(0, len(jobs), self._MAX_MESSAGE_ITEMS):
             results = self._request(jobs[start : start + self._MAX_MESSAGE_ITEMS])
-            grades += [Grade(Outcome(outcome), seconds) for outcome, seconds in results]
+            grades += [Grade(Outcome(outcome), seconds, share) for outcome, seconds, share in results]
         return grades
 
-    def _request(self, items: list[tuple[str, tuple[str, ...]]]) -> list[tuple[int, float]]:
+    def _request(self, items: list[tuple[str, tuple[str, ...]]]) -> list[tuple[int, float, float]]:
         """Send items to the pool and return its answer. If the pool fails, try once more with a new one."""
         for is_last_attempt in (False, True):
             try:

@@ -46,9 +46,9 @@ class PoolProcess:
         # Runs when the object is collected or the interpreter exits, unless called before.
         self.end = weakref.finalize(self, end_process, process, self.connection, owner)
 
-    def grade(self, items: list) -> list[tuple[int, float]]:
+    def grade(self, items: list) -> list[tuple[int, float, float]]:
         """
-        Return outcome and seconds of each item (completion, alternative gold answers), in order.
+        Return outcome, seconds, and share of each item (completion, alternative gold answers), in order.
 
         Raises:
             OSError, EOFError: if the pool has ended, or does not answer within its limits.

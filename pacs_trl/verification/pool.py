@@ -7,6 +7,7 @@ ends, and then ends its workers.
 """
 
 import gc
+import importlib
 import json
 import logging
 import os
@@ -85,13 +86,13 @@ class _Pool:
         theirs.close()
         return _Worker(pid, connection_of(ours, self.timeout_seconds))
 
-    def _grade(self, items: list[tuple[str, tuple[str, ...]]]) -> list[tuple[int, float]]:
-        """Return outcome and seconds of each item, in order."""
+    def _grade(self, items: list[tuple[str, tuple[str, ...]]]) -> list[tuple[int, float, float]]:
+        """Return outcome, seconds, and share of each item, in order."""
         for slot, worker in enumerate(self.workers):  # killed between two batches, not by an item
             if os.waitpid(worker.pid, os.WNOHANG)[0]:
                 worker.connection.close()
                 self.workers[slot] = self._fork()
-        results: list[tuple[int, float]] = [(-1, 0.0)] * len(items)
+        results: list[tuple[int, float, float]] = [(-1, 0.0, 0.0)] * len(items)
         todo = deque(range(len(items)))
         while todo or any(worker.assigned for worker in self.workers):
             for slot, worker in enumerate(self.workers):
@@ -126,11 +127,11 @@ class _Pool:
     def _collect(self, worker: _Worker, results: list) -> bool:
         """Receive the next outcome of a worker; returns `False` if it has ended instead."""
         try:
-            outcome = worker.connection.recv()
+            outcome, share = worker.connection.recv()
         except (EOFError, ConnectionResetError):
             return False
         now = time.monotonic()
-        results[worker.assigned.popleft()] = (outcome, now - worker.started)
+        results[worker.assigned.popleft()] = (outcome, now - worker.started, share)
         worker.started = now
         return True
 
@@ -141,7 +142,7 @@ class _Pool:
         status = os.waitpid(worker.pid, 0)[1]
         if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:  # over its CPU time
             outcome = Outcome.TIMEOUT
-        results[worker.assigned.popleft()] = (int(outcome), time.monotonic() - worker.started)
+        results[worker.assigned.popleft()] = (int(outcome), time.monotonic() - worker.started, 0.0)
         todo.extendleft(reversed(worker.assigned))
         worker.connection.close()
         self.workers[slot] = self._fork()
@@ -160,6 +161,9 @@ def main() -> None:
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are disabled
     connection = Connection(os.dup(0))
     os.dup2(2, 1)  # stray output must not reach the connection
+    if settings["protocol"] == "reasoning_gym":
+        importlib.import_module("reasoning_gym")
+        _WARM_UP.clear()
     for text, gold in _WARM_UP:
         grade_one(text, (gold,), settings["protocol"])
     gc.collect()

@@ -19,6 +19,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from sympy import Add, Basic, Integer, Mul, Number, Pow, factorial
 
 from . import Outcome
+from .gym import grade_entry
 
 
 # Completions repeat their answers; math-verify caches only 20 of them.
@@ -159,7 +160,11 @@ def serve(connection: Connection, *, protocol: str, cpu_seconds: float, memory_l
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     while True:
         for text, golds in connection.recv():
+            if protocol == "reasoning_gym":
+                outcome, share = grade_entry(text, golds[0], cpu_seconds)
+                connection.send((int(outcome), share))
+                continue
             signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
             outcome = grade_one(text, golds, protocol)
             signal.setitimer(signal.ITIMER_PROF, 0.0)
-            connection.send(int(outcome))
+            connection.send((int(outcome), 0.0))

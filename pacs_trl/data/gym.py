@@ -1,0 +1,91 @@
+"""Problems that reasoning-gym generates, for training (`dataset_name: reasoning_gym`) and benchmarks.
+
+Entry i of a dataset with seed s has the random numbers of s + i, so benchmarks have seeds of their own.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from ..settings import did_you_mean
+
+
+NAME = "reasoning_gym"
+INSTRUCTION = "Reply with the answer only."
+DEFAULT_SIZE = 1000
+BENCHMARK_SEED, BENCHMARK_SIZE, MAX_BENCHMARK_SIZE = 1_000_000, 100, 1000
+
+
+def check_settings(args: Any) -> None:
+    """Check the settings of reasoning-gym among the arguments of training data.
+
+    Raises:
+        ValueError: If they would be ignored or are incomplete, or training and benchmarks would share entries.
+    """
+    if args.dataset_name != NAME:
+        if given := [name for name in (NAME, "dataset_size") if getattr(args, name) is not None]:
+            raise ValueError(f"`{given[0]}` would be ignored. Set dataset_name: {NAME}, or remove it.")
+        return
+    if not isinstance(args.reasoning_gym, dict) or not args.reasoning_gym:
+        raise ValueError(
+            "`reasoning_gym` must name tasks, for example {chain_sum: {weight: 1, config: {max_terms: 2}}}."
+        )
+    last = args.dataset_seed + (args.dataset_size or DEFAULT_SIZE) - 1
+    last_benchmark = BENCHMARK_SEED + MAX_BENCHMARK_SIZE - 1
+    if args.dataset_seed <= last_benchmark and last >= BENCHMARK_SEED:
+        raise ValueError(
+            f"`dataset_seed`: training would use the seeds {args.dataset_seed} to {last} of reasoning-gym, of which "
+            f"benchmarks use {BENCHMARK_SEED} to {last_benchmark}. Lower dataset_seed or dataset_size."
+        )
+
+
+def checked_dataset(task: str, config: Mapping[str, Any], seed: int, size: int) -> Any:
+    """
+    Return a dataset of reasoning-gym.
+
+    Raises:
+        ValueError: If reasoning-gym is not installed, or refuses the task or its configuration.
+    """
+    try:
+        from reasoning_gym.factory import DATASETS, create_dataset
+    except ImportError as error:
+        raise ValueError(f"reasoning_gym needs a package ({error}). Install pacs_trl with the extra [gym].") from error
+    if task not in DATASETS:
+        near = did_you_mean(task, list(DATASETS))
+        raise ValueError(f"`reasoning_gym` names {task!r}, which is none of its {len(DATASETS)} tasks.{near}")
+    known = {field.name for field in fields(DATASETS[task][1])} - {"seed", "size"}
+    if unknown := sorted(set(config) - known):
+        near = did_you_mean(unknown[0], sorted(known))
+        raise ValueError(f"`reasoning_gym`: the config of {task} has no key {unknown[0]!r}.{near}")
+    try:
+        return create_dataset(task, seed=seed, size=size, **config)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ValueError(f"`reasoning_gym`: the config {dict(config)} of {task} is rejected: {error}.") from error
+
+
+def gym_rows(tasks: Mapping[str, Mapping[str, Any]], size: int, seed: int) -> list[dict[str, Any]]:
+    """Return `size` problems with `question` and `solution`, the name of the entry as JSON; of each task as many as
+    its `weight` (default 1) says."""
+    weights = {task: float((settings or {}).get("weight", 1)) for task, settings in tasks.items()}
+    rows: list[dict[str, Any]] = []
+    for number, (task, settings) in enumerate(tasks.items(), 1):
+        if unknown := sorted(set(settings or {}) - {"weight", "config"}):
+            raise ValueError(f"`reasoning_gym`: {task} has the key {unknown[0]!r}. Its keys are weight and config.")
+        share = sum(list(weights.values())[:number]) / sum(weights.values())
+        config, count = dict((settings or {}).get("config") or {}), round(share * size) - len(rows)
+        name = {"task": task, "config": config, "seed": seed, "size": max(count, 1)}
+        entries = checked_dataset(task, config, seed, max(count, 1))
+        rows += [
+            {"question": entries[i]["question"], "solution": json.dumps(name | {"index": i}), "task": task}
+            for i in range(count)
+        ]
+    return rows
+
+
+def benchmark(task: str, config: Mapping[str, Any], max_problems: int | None) -> list[dict[str, Any]]:
+    """Return the problems of a benchmark, whose seeds no training run uses."""
+    size = max_problems or BENCHMARK_SIZE
+    if size > MAX_BENCHMARK_SIZE:
+        raise ValueError(f"A benchmark of reasoning-gym has at most {MAX_BENCHMARK_SIZE} problems, not {size}.")
+    return gym_rows({task: {"config": config}}, size, BENCHMARK_SEED)

@@ -1,0 +1,59 @@
+import pytest
+from optional_packages import reasoning_gym  # noqa: F401 (skips without it)
+from replay import TOKENIZER
+
+from pacs_trl.data import DataArguments, load_training_data
+from pacs_trl.evaluation.benchmarks import load_benchmark
+
+
+SUMS = {"chain_sum": {"config": {"min_terms": 2, "max_terms": 2}}}
+
+
+def test_training_problems_are_those_of_the_seed():
+    args = DataArguments("reasoning_gym", reasoning_gym=SUMS | {"leg_counting": None}, dataset_size=10, dataset_seed=7)
+    train, _ = load_training_data(args, TOKENIZER)
+    entries = list(reasoning_gym.create_dataset("chain_sum", seed=7, size=5, min_terms=2, max_terms=2))
+    prompts = {row["prompt"][-1]["content"] for row in train if row["task"] == "chain_sum"}
+    assert prompts == {f"{entry['question']} Reply with the answer only." for entry in entries}
+    assert sorted(train["task"]) == ["chain_sum"] * 5 + ["leg_counting"] * 5
+
+
+def test_benchmark_has_seeds_of_its_own():
+    loaded = load_benchmark("reasoning_gym/chain_sum", max_problems=3, gym_tasks=SUMS)
+    entries = reasoning_gym.create_dataset("chain_sum", seed=1_000_000, size=3, min_terms=2, max_terms=2)
+    assert [problem.problem for problem in loaded.problems] == [entry["question"] for entry in entries]
+    assert loaded.source["config"] == SUMS["chain_sum"]["config"] and not loaded.is_code
+    with pytest.raises(ValueError, match="1000"):
+        load_benchmark("reasoning_gym/chain_sum", max_problems=1001)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"dataset_name": "gsm8k", "reasoning_gym": SUMS}, "reasoning_gym.*ignored"),
+        ({"dataset_name": "gsm8k", "dataset_size": 5}, "dataset_size.*ignored"),
+        ({"dataset_config": "main", "reasoning_gym": SUMS}, "dataset_config.*ignored"),
+        ({}, "reasoning_gym.*tasks"),
+        (
+            {"reasoning_gym": SUMS, "dataset_size": 2000, "dataset_seed": 999_000},
+            "999000 to 1000999.*1000000 to 1000999",
+        ),
+    ],
+)
+def test_settings_are_refused(settings, named):
+    with pytest.raises(ValueError, match=named):
+        DataArguments(**{"dataset_name": "reasoning_gym"} | settings)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "named"),
+    [
+        ({"chain_sums": None}, "chain_sums.*`chain_sum`"),
+        ({"chain_sum": {"config": {"max_term": 2}}}, "max_term.*`max_terms`"),
+        ({"chain_sum": {"config": {"max_terms": 1}}}, "max_terms must be >= min_terms"),
+        ({"chain_sum": {"weights": 2}}, "weights"),
+    ],
+)
+def test_unknown_tasks_and_keys_are_refused(tasks, named):
+    with pytest.raises(ValueError, match=named):
+        load_training_data(DataArguments("reasoning_gym", reasoning_gym=tasks), TOKENIZER)
