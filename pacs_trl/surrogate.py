@@ -181,7 +181,7 @@ def completion_scales(
         "completion": number * total.clamp(min=1),
         "step": total.sum().clamp(min=1).expand(number),
         "max_completion_length": torch.full_like(total, number * max_completion_length),
-        "generation": generation_tokens.double().clamp(min=1e-12),
+        "generation": generation_tokens.double(),
         "completions": torch.full_like(total, number),
     }[LOSS_TYPES[loss_type][1]]
     return 1 / divisor

@@ -10,6 +10,7 @@ import trl
 from accelerate.utils import gather_object
 
 from ..objective import maxrl_advantages, rloo_advantages
+from ..pacs_config import SHAPES_ONLY_GRPO
 from ..rollouts.exact_trainer import ExactUpdateTrainer
 from ..rollouts.rollout_trainer import RolloutTrainer
 from ..surrogate import (
@@ -52,7 +53,7 @@ class RatioObjective(Objective):
     has_ratio = True
 
     def known_coefficients(self, rollouts: list[Rollout]) -> tuple[torch.Tensor, torch.Tensor]:
-        values = [(row.advantage * row.weight, self.share * row.generation_tokens) for row in rollouts]
+        values = [(row.advantage * row.weight, self.share * max(row.generation_tokens, 1.0)) for row in rollouts]
         advantages, generation_tokens = torch.tensor(values, dtype=torch.float64).view(-1, 2).unbind(dim=1)
         scales = completion_scales(
             self.loss.loss_type,
@@ -106,20 +107,11 @@ class GRPOTrainer(ExactUpdateTrainer):
 
     args: GRPOConfig
     _config_class: type = GRPOConfig
-    _own_shared_settings: tuple[str, ...] = (
-        *("loss_type", "importance_sampling_level", "epsilon", "epsilon_high", "delta", "use_bias_correction_kl"),
-        *("sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg"),
-        *("vespo_lambda_neg", "scale_rewards", "multi_objective_aggregation", "top_entropy_quantile"),
-        "off_policy_mask_threshold",
-    )
+    _own_shared_settings: tuple[str, ...] = tuple(SHAPES_ONLY_GRPO)
 
     def create_objective(self) -> RatioObjective:
-        args, correction = self.args, None
+        args = self.args
         high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-        if self._corrects and args.loss_type == "vespo":
-            mode = args.vllm_importance_sampling_mode
-            bounds = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
-            correction = Mismatch(mode, *bounds)
         is_cispo = args.loss_type == "cispo"  # whose bound is a cap, not a distance from 1
         loss = RatioLoss(
             args.loss_type,
@@ -138,7 +130,7 @@ class GRPOTrainer(ExactUpdateTrainer):
             args.max_completion_length,
             args.gradient_accumulation_steps / args.steps_per_generation,
             args.off_policy_mask_threshold,
-            correction,
+            self._mismatch if self._corrects and args.loss_type == "vespo" else None,
         )
 
     @property
@@ -161,7 +153,8 @@ class GRPOTrainer(ExactUpdateTrainer):
 
     def _generate_and_score_completions(self, inputs):
         batch = super()._generate_and_score_completions(inputs)
-        own = self.advantages(batch, self.num_generations if self.model.training else self.num_generations_eval)
+        number = self.num_generations if self.model.training else self.num_generations_eval
+        own = self.advantages(batch, number) if number > 1 else None
         if own is not None:
             first = self.accelerator.process_index * len(inputs)
             batch["advantages"] = own[first : first + len(inputs)]

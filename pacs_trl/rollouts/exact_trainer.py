@@ -98,6 +98,12 @@ class ExactUpdateTrainer(RolloutTrainer):
     _reference = "rollout"
     _group_layout = "auto"
 
+    @property
+    def _mismatch(self) -> Mismatch:
+        args = self.args
+        bounds = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
+        return Mismatch(args.vllm_importance_sampling_mode, *bounds)
+
     def _create_update(self) -> PolicyUpdate:
         args = self.args
         untruncated = args.top_p == 1.0 and not args.top_k and not args.min_p and args.repetition_penalty == 1.0
@@ -113,11 +119,7 @@ class ExactUpdateTrainer(RolloutTrainer):
                 backward_cost=3 if args.gradient_checkpointing else 2,  # a backward pass costs two forward passes
                 pair_cost=1 / (6 * self.scorer.config.get_text_config().hidden_size),
             ),
-            mismatch=Mismatch(
-                args.vllm_importance_sampling_mode,
-                args.vllm_importance_sampling_clip_min,
-                args.vllm_importance_sampling_clip_max,
-            ),
+            mismatch=self._mismatch,
             # The temperature, by which the loss divides too, may differ from 1, and nothing else.
             samples_policy=untruncated and not args.generation_kwargs,
             score_kl_reference=self._score_kl_reference if args.beta != 0 else None,
