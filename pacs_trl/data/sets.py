@@ -3,11 +3,13 @@
 A problem without an answer is dropped and counted by `load_training_data` and an error in `load_benchmark`.
 """
 
+import gzip
 import json
 import logging
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,6 +51,8 @@ class ProblemSet:
             is always read as tests.
         instruction (`str`, *optional*): Replacement for the default instruction.
         files (`tuple[str, ...]`): JSON lines files of a repository without splits.
+        package_file (`str`, *optional*): Compressed JSON lines file with the rows in a Python package, which is read
+            instead where the package is installed.
         convert_rows (`Callable`, *optional*): Converts stored rows into rows with these columns.
         title (`str`): Name in tables.
         version (`int`): Version of a benchmark, raised whenever its rows or the way an answer is read change.
@@ -65,6 +69,7 @@ class ProblemSet:
     answer_in: Literal["column", "last_box", "tests"] = "column"
     instruction: str | None = None
     files: tuple[str, ...] = ()
+    package_file: str | None = None
     convert_rows: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None
     title: str = ""
     version: int = 1
@@ -122,6 +127,10 @@ def _stored_rows(name: str, entry: ProblemSet, path: str | Path | None) -> list[
         return read_rows(Path(path or name))
     if name.startswith(MINIATURE):
         return problems(name.removeprefix(MINIATURE), entry.split)
+    package, _, file = (entry.package_file or "").partition("/")
+    if package and (found := find_spec(package)) is not None and found.origin:
+        lines = gzip.decompress((Path(found.origin).parent / file).read_bytes()).decode().splitlines()
+        return [json.loads(line) for line in lines if line]
     if looks_like_path(name) and not Path(name).exists():
         raise ValueError(f"The data {name!r} does not exist (seen from {Path.cwd()}). Correct the path.")
     from datasets import Dataset, load_dataset, load_from_disk

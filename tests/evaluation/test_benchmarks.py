@@ -186,3 +186,20 @@ def test_a_hub_that_cannot_be_reached(monkeypatch):
     monkeypatch.setattr("datasets.load_dataset", no_connection)
     with pytest.raises(ValueError, match="AIME 2024.*offline mode"):
         load_benchmark("aime_2024")
+
+
+def test_humaneval(confined, tmp_path):
+    """Imports and helpers of the problem are there; what a program prints does not pass its tests."""
+    row = {
+        "task_id": "Test/0",
+        "prompt": 'import math\n\n\ndef area(r):\n    """Area of a circle."""\n',
+        "entry_point": "area",
+        "test": "def check(candidate):\n    assert abs(candidate(2) - 12.566) < 0.01\n",
+    }
+    benchmark = load_benchmark(f"humaneval={write(tmp_path / 'rows.jsonl', [row])}")
+    (problem,) = benchmark.problems
+    assert benchmark.is_code and problem.id == "Test/0" and "def area(r):" in problem.problem
+    bodies = ["return math.pi * r**2", "print('passed')", "raise SystemExit", "print(1)\n    return math.pi * r * r"]
+    completions = [f"```python\ndef area(r):\n    {body}\n```" for body in bodies] + ["no program"]
+    with CodeVerifier(num_workers=1) as verifier:
+        assert verifier.grade(completions, [problem.solution] * 5) == [1.0, 0.0, 0.0, 1.0, 0.0]
