@@ -68,7 +68,8 @@ def read_tests(value: Any) -> ProblemTests:
     the form above."""
     value = _mapping_of(value)
     kind, name, cases = value.get("type"), value.get("name"), value.get("cases")
-    compare, prelude, epilogue = value.get("compare", "floats"), value.get("prelude") or "", value.get("epilogue") or ""
+    compare, prelude = value.get("compare", "floats"), value.get("prelude") or ""
+    epilogue = value.get("epilogue") or ""
     is_function = kind == "function"
     rules = (
         ("type", kind, is_function or kind == "stdin_stdout", "'stdin_stdout' or 'function'"),
