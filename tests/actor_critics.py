@@ -1,39 +1,11 @@
 """Trainers with a critic, and a record of both models, for the tests of PPO and GenAC."""
 
 import torch
-from replay import (
-    MAX_COMPLETION_LENGTH,
-    TOKENIZER,
-    Recorder,
-    addition_dataset,
-    digit_reward,
-    stored_label,
-    trainable_weights,
-)
-from seeds import shifted
+from replay import SETTINGS as REPLAY
+from replay import TOKENIZER, Recorder, addition_dataset, digit_reward, stored_label, trainable_weights
 
 
-SETTINGS = {
-    "use_cpu": True,
-    "bf16": False,
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 2,
-    "num_generations": 4,
-    "max_completion_length": MAX_COMPLETION_LENGTH,
-    "learning_rate": 0.05,
-    "critic_learning_rate": 0.05,
-    "optim": "sgd",
-    "lr_scheduler_type": "constant",
-    "max_grad_norm": 0.0,
-    "max_steps": 2,
-    "logging_steps": 1,
-    "gradient_checkpointing": False,
-    "report_to": "none",
-    "save_strategy": "no",
-    "disable_tqdm": True,
-    "dataloader_pin_memory": False,
-    "seed": shifted(42),
-}
+SETTINGS = REPLAY | {"gradient_accumulation_steps": 2, "critic_learning_rate": 0.05}
 
 ADAM = {
     "optim": "adamw_torch",

@@ -211,27 +211,29 @@ class Recorder(TrainerCallback):
         )
 
 
+SETTINGS = {
+    "use_cpu": True,
+    "bf16": False,
+    "per_device_train_batch_size": 8,
+    "num_generations": 4,
+    "max_completion_length": MAX_COMPLETION_LENGTH,
+    "learning_rate": 0.05,
+    "optim": "sgd",
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0.0,
+    "max_steps": 2,
+    "logging_steps": 1,
+    "gradient_checkpointing": False,
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+    "seed": shifted(42),
+}
+
+
 def config(output_dir: str | Path, config_class=PACSConfig, **overrides) -> PACSConfig:
-    settings = {
-        "use_cpu": True,
-        "bf16": False,
-        "per_device_train_batch_size": 8,
-        "num_generations": 4,
-        "max_completion_length": MAX_COMPLETION_LENGTH,
-        "learning_rate": 0.05,
-        "optim": "sgd",
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0,
-        "max_steps": 2,
-        "logging_steps": 1,
-        "gradient_checkpointing": False,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-        "seed": shifted(42),
-    }
-    return config_class(str(output_dir), **(settings | overrides))
+    return config_class(str(output_dir), **(SETTINGS | overrides))
 
 
 def build_trainer(

@@ -99,10 +99,6 @@ class TestMathReward:
         assert math_reward([ENDLESS], solution=["42"], log_metric=metrics.__setitem__) == [0.0]
         assert metrics["verification/timeout"] == 1.0
 
-    def test_trl_reads_its_name(self):
-        """The name is the key of the reward's own metrics."""
-        assert math_reward.__name__ == "math_reward"
-
     def test_truncated_completions_have_no_answer_unless_a_box_is_closed(self):
         texts, golds, metrics = ["The 9 that", r"\boxed{9} that", "It is 9."], ["9"] * 3, {}
         cut = [True, True, False]
@@ -133,9 +129,6 @@ class TestUntrustworthyBatch:
         ) as info:
             math_reward([r"text \boxed{1}"] * 100, solution=golds)
         assert str(info.value).count("gold_unparseable: gold 'None', completion ends in") == 3
-
-    def test_half_is_not_more_than_half(self):
-        assert len(math_reward([r"\boxed{1}"] * 100, solution=["1"] * 50 + [None] * 50)) == 100
 
     def test_wrong_answers_are_no_failures(self):
         assert math_reward([r"\boxed{1}"] * 100, solution=["2"] * 100) == [0.0] * 100

@@ -300,11 +300,13 @@ def _field_parser(parts: Sequence[type]) -> argparse.ArgumentParser:
         def error(self, message):
             message = re.sub(r"--(\w+)(/--[\w-]+)?", r"\1", message).removeprefix("argument ")
             key, _, reason = message.partition(": ")
+            choices = re.match(r"invalid choice: (.*) \(choose from (.*)\)", reason)
+            message = f"{key} has an {reason}. Correct the value."
             if key.endswith("required"):
-                raise ValueError(f"Required settings are missing: {reason}. Add them.")
-            if choices := re.match(r"invalid choice: (.*) \(choose from (.*)\)", reason):
-                raise ValueError(f"{key} must be one of {choices[2].replace(chr(39), '')}; got {choices[1]}.")
-            raise ValueError(f"{key} has an {reason}. Correct the value.")
+                message = f"Required settings are missing: {reason}. Add them."
+            elif choices:
+                message = f"{key} must be one of {choices[2].replace(chr(39), '')}; got {choices[1]}."
+            raise ValueError(message)
 
     return FieldParser(parts, allow_abbrev=False, add_help=False)
 

@@ -323,22 +323,23 @@ class Verifier(BaseVerifier):
             grades += [Grade(Outcome(outcome), seconds, share) for outcome, seconds, share in results]
         return grades
 
-    def _request(self, items: list[tuple[str, tuple[str, ...]]]) -> list[tuple[int, float, float]]:
+    def _request(
+        self, items: list[tuple[str, tuple[str, ...]]], is_last_attempt: bool = False
+    ) -> list[tuple[int, float, float]]:
         """Send items to the pool and return its answer. If the pool fails, try once more with a new one."""
-        for is_last_attempt in (False, True):
-            try:
-                return self._start().grade(items)
-            except (OSError, EOFError) as error:
-                self._end()
-                if is_last_attempt:
-                    raise RuntimeError(
-                        f"The verification processes failed twice on a batch of {len(items)} completions ({error!r}). "
-                        "See their messages on stderr."
-                    ) from error
-            except BaseException:  # e.g. an interrupt: an answer may be half read, so this pool cannot be reused
-                self._end()
-                raise
-        raise AssertionError("unreachable")
+        try:
+            return self._start().grade(items)
+        except (OSError, EOFError) as error:
+            self._end()
+            if is_last_attempt:
+                raise RuntimeError(
+                    f"The verification processes failed twice on a batch of {len(items)} completions ({error!r}). See "
+                    "their messages on stderr."
+                ) from error
+        except BaseException:  # e.g. an interrupt: an answer may be half read, so this pool cannot be reused
+            self._end()
+            raise
+        return self._request(items, is_last_attempt=True)
 
     def _start(self) -> PoolProcess:
         if self._pool is None:

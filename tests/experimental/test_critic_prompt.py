@@ -19,12 +19,6 @@ def test_shipped_templates_say_the_state_and_condition_or_not(name):
     assert ("unknown" in CriticPrompt(name).render(STATE, ACTOR._replace(success_rate=None))) == conditioned
 
 
-def test_in_context_conditioning_asks_for_the_abilities_of_the_actor():
-    """The paper's template has the critic infer them from the partial response, beside model size and success rate."""
-    asked = {name: "Infer the model's abilities" in CriticPrompt(name).template for name in shipped()}
-    assert [name for name, found in asked.items() if found] == ["genac"]
-
-
 @pytest.mark.parametrize(
     ("answer", "value"),
     [
