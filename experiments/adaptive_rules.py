@@ -9,6 +9,7 @@ rollouts over several seeds.
 """
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -49,7 +50,7 @@ class KeepSpread(PACSTrainer):
         loss = super()._run_update(model)
         objective = self.update.objective
         pacs_beta = next_beta(objective.pacs_beta, self._metrics["train"]["pacs/score_std"][-1])
-        self.update.objective = objective._replace(pacs_beta=pacs_beta)
+        self.update.objective = replace(objective, pacs_beta=pacs_beta)
         return loss
 
 

@@ -74,7 +74,8 @@ def curve(run: Run, key: str) -> list[float]:
 def solved(run: Run, k: int) -> list[float]:
     """Return pass@k of every held-out problem, in percent."""
     (benchmark,) = run.results["benchmarks"].values()
-    return [100 * pass_at_k(problem["n"], problem["c"], k) for problem in benchmark["problems"]]
+    n, c = zip(*((problem["n"], problem["c"]) for problem in benchmark["problems"]), strict=True)
+    return (100 * pass_at_k(n, c, k)).tolist()
 
 
 def differences(baseline: Sequence[Run], candidate: Sequence[Run], k: int) -> list[float]:
