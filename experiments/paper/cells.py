@@ -14,7 +14,7 @@ from experiments.diversity import correct_responses, hashing_embedder, problem_d
 from pacs_trl.report.inputs import read_log_history
 from pacs_trl.settings import read_mapping
 
-from .records import Records, Run, record, require_same_settings
+from .records import CURVES, Records, Run, record, require_same_settings
 from .render import Cell
 from .runs import start_of, train_once
 
@@ -36,6 +36,8 @@ class Options(NamedTuple):
     results_dir: Path = Path("docs/results/miniature")  # records, tables and figures
     work_dir: Path = Path("outputs/tables")  # models, logs and samples: all that a run leaves
     benchmarks: str | None = None  # instead of the evaluation recipe's
+    evaluation: str = "miniature/evaluation"  # recipe of the evaluation
+    curves: tuple[str, ...] = CURVES  # quantities of the training log that are recorded
 
 
 def run_cell(cell: Cell, seed: int, options: Options) -> None:
@@ -70,6 +72,7 @@ def run_cell(cell: Cell, seed: int, options: Options) -> None:
     )
     results = _evaluate(evaluation)
     training = read_training(model, _measure_checkpoints(model, evaluation)) if cell.trained else None
+    training = training and training | {"curves": options.curves}
     diversity = diversities(work / "evaluation", results["benchmarks"], hashing_embedder)
     record(options.results_dir, cell.run, Run(seed, results, diversity, training), settings)
     for checkpoint in model.glob("checkpoint-*"):
@@ -87,8 +90,8 @@ def cell_settings(cell: Cell, recipe: dict[str, Any], options: Options) -> dict[
 
 
 def evaluation_settings(options: Options) -> dict[str, Any]:
-    """Return the evaluation of the miniature tables in the size of the options, with every k up to n."""
-    settings = read_mapping(RECIPES / "miniature" / "evaluation.yaml", "evaluation")
+    """Return the settings of the evaluation in the size of the options, with every k up to n."""
+    settings = read_mapping(RECIPES / f"{options.evaluation}.yaml", "evaluation")
     given = {"n": options.num_samples, "max_problems": options.max_problems, "benchmarks": options.benchmarks}
     settings |= {key: value for key, value in given.items() if value is not None}
     settings["k"] = [k for k in map(int, str(settings["k"]).split(",")) if k <= settings["n"]]

@@ -12,6 +12,8 @@ def start_of(recipe, seed: int | None = None, **settings) -> Path:
     [`warm_start`]."""
     from pacs_trl.miniature.warm_start import warm_start
 
+    if not recipe.model.model_name_or_path.startswith("miniature/"):
+        return Path(recipe.model.model_name_or_path)  # a pretrained model
     name = recipe.model.model_name_or_path.removeprefix("miniature/")
     return warm_start(name, seed=recipe.training.seed if seed is None else seed, **settings)
 

@@ -1,0 +1,107 @@
+"""Methods compared on a real pretrained model, SmolLM2-135M-Instruct: accuracy, entropy, and cost per update.
+
+`python -m experiments.pretrained --seeds 0 1 2` (after `make model`)
+
+All arms of a seed start from the same weights and see the same prompts. Each method first takes the best of three
+learning rates, by pass@1 with a seed that is not reported. Held out: 64 problems of the task, 8 completions each at
+temperature 1. Finished runs are read from `--results_dir`, so the command can be stopped and repeated. One cell
+alone: `--arms PACS --seeds 0 --rate 2e-5`.
+"""
+
+from pathlib import Path
+from statistics import mean
+
+from experiments.paper.cells import Options, run_cell
+from experiments.paper.records import Records, Run
+from experiments.paper.render import Cell
+from experiments.studies import arms_parser, markdown, mean_difference, options_of, publish, run_name
+
+
+RECIPE, BASELINE = "smollm2-135m/sums", "smollm2-135m/sums_grpo"
+START, RATES, SWEPT_SEED = "before training", (1.0e-5, 2.0e-5, 4.0e-5), 9
+SIZES = {"evaluation": "smollm2-135m/evaluation"}
+ARMS: dict[str, dict] = {
+    START: {},
+    "PACS": {"method": "pacs"},
+    "GRPO": {"method": "grpo"},
+    "RLOO": {"method": "rloo"},
+    "MaxRL": {"method": "maxrl"},
+    "REAL": {"method": "real"},
+}
+KS = (1, 4, 8)
+CURVES = ("reward", "entropy", "completions/mean_length", "step_time")
+
+
+def cell_of(arm: str, rate: float, steps: int) -> Cell:
+    if arm == START:
+        return Cell(arm, RECIPE, trained=False, name="pretrained/before")
+    settings = ARMS[arm] | {"max_steps": steps, "learning_rate": rate}
+    return Cell(arm, RECIPE if arm == "PACS" else BASELINE, settings=settings, name=f"pretrained/{run_name(arm)}_{rate:g}_{steps}")
+
+
+def passes(run: Run) -> list[float]:
+    """Return pass@k in percent for each of `KS`."""
+    (benchmark,) = run.results["benchmarks"].values()
+    return [100 * benchmark["pass_at_k"][str(k)]["value"] for k in KS if str(k) in benchmark["pass_at_k"]]
+
+
+def best_rate(records: Records, arm: str, steps: int) -> float:
+    """Return the learning rate with the highest pass@1 of those that were run with `SWEPT_SEED`."""
+    found = {}
+    for rate in RATES:
+        runs = records.runs(cell_of(arm, rate, steps).run, arm)
+        found.update((rate, passes(run)[0]) for run in runs if run.seed == SWEPT_SEED)
+    return max(found, key=lambda rate: found[rate])
+
+
+def report(options: Options, rates: dict[str, float], steps: int) -> list[str]:
+    """Return a table with a row per arm: pass@k by seed, the paired difference from PACS, entropy, and seconds."""
+    records, rows = Records(options.results_dir), []
+    found = {arm: records.runs(cell_of(arm, rates[arm], steps).run, arm) for arm in rates}
+    found = {arm: {run.seed: run for run in runs if run.seed in options.seeds} for arm, runs in found.items()}
+    for arm, runs in found.items():
+        if not runs:
+            continue
+        columns = zip(*(passes(run) for run in runs.values()), strict=True)
+        cells = [f"{mean(column):.1f} ({', '.join(f'{x:.1f}' for x in column)})" for column in columns]
+        pairs = [(run, found["PACS"][seed]) for seed, run in runs.items() if seed in found.get("PACS", {})]
+        differences = [passes(run)[0] - passes(pacs)[0] for run, pacs in pairs] if arm not in (START, "PACS") else []
+        logs = [run.training["log_history"] for run in runs.values() if run.training]
+        ends = [mean(entry["entropy"] for entry in history[-5:]) for history in logs]
+        seconds = [mean(entry["step_time"] for entry in history[1:]) for history in logs]
+        measured = [f"{mean(column):.{digits}f}" if column else "" for column, digits in ((ends, 2), (seconds, 1))]
+        rate = f"{rates[arm]:g}" if arm != START else ""
+        rows.append([arm, rate, ", ".join(map(str, runs)), *cells, mean_difference(differences), *measured])
+    heads = [
+        "",
+        "learning rate",
+        "seeds",
+        *(f"pass@{k}" for k in KS),
+        "pass@1 minus PACS",
+        "entropy, nats",
+        "s / update",
+    ]
+    return markdown(heads, rows, 3)
+
+
+def main() -> None:
+    parser = arms_parser(__doc__, "pretrained", ARMS)
+    parser.add_argument("--steps", type=int, default=40, help="updates of a run")
+    parser.add_argument("--rate", type=float, help="learning rate of all arms, instead of the best of three")
+    args = parser.parse_args()
+    options = options_of(args, curves=CURVES, **SIZES)
+    rates = {}
+    for arm in args.arms:
+        if arm != START and args.rate is None:
+            for rate in RATES:
+                run_cell(cell_of(arm, rate, args.steps), SWEPT_SEED, options)
+        swept = arm != START and args.rate is None
+        rates[arm] = best_rate(Records(args.results_dir), arm, args.steps) if swept else args.rate or 0.0
+    for seed in args.seeds:
+        for arm in args.arms:
+            run_cell(cell_of(arm, rates[arm], args.steps), seed, options)
+            publish(Path(args.results_dir) / "table.md", report(options, rates, args.steps))
+
+
+if __name__ == "__main__":
+    main()
