@@ -36,7 +36,8 @@ def cell_of(arm: str, rate: float, steps: int) -> Cell:
     if arm == START:
         return Cell(arm, RECIPE, trained=False, name="pretrained/before")
     settings = ARMS[arm] | {"max_steps": steps, "learning_rate": rate}
-    return Cell(arm, RECIPE if arm == "PACS" else BASELINE, settings=settings, name=f"pretrained/{run_name(arm)}_{rate:g}_{steps}")
+    name = f"pretrained/{run_name(arm)}_{rate:g}_{steps}"
+    return Cell(arm, RECIPE if arm == "PACS" else BASELINE, settings=settings, name=name)
 
 
 def passes(run: Run) -> list[float]:
