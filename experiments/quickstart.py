@@ -42,7 +42,6 @@ from pacs_trl.recipe import Recipe, read_recipe
 from pacs_trl.report import plots
 from pacs_trl.report.tables import Measured, one_line, pass_at_k_cells, pass_at_k_rows
 from pacs_trl.report.tables import methods as methods_of
-from pacs_trl.rewards import shared_verifier
 
 
 class Setting(NamedTuple):
@@ -160,7 +159,8 @@ def _evaluate(setting: Setting, recipe: Recipe, model: Path, output_dir: Path, m
         batch_size=setting.batch_size,
         max_problems=setting.num_problems,
     )
-    return evaluate(arguments, shared_verifier())
+    with recipe.verification.build() as verifier:
+        return evaluate(arguments, verifier)
 
 
 def _examples(setting: Setting, output_dir: Path, methods: Sequence[str]) -> dict[str, list[str]]:

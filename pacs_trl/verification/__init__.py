@@ -243,7 +243,8 @@ class Verifier(BaseVerifier):
             acts first, so that labels do not depend on the load of the machine.
         memory_limit_mb (`int`): Address space of one worker, in MiB; sympy needs about 100.
         cache_size (`int`): Number of cached grades.
-        protocol (`str`): `"authors"` (the PACS authors' grader) or `"trl"` (TRL's `accuracy_reward`).
+        protocol (`str`): `"authors"` (the PACS authors' grader), `"trl"` (TRL's `accuracy_reward`), or `"number"` (the
+            last number of the completion, for which expressions are no answers).
         grade_truncated (`bool`): Grade truncated completions like others. By default only their last closed box is
             graded.
 
@@ -259,7 +260,7 @@ class Verifier(BaseVerifier):
     # Completions per message to the pool, which bounds the memory of messages.
     _MAX_MESSAGE_ITEMS = 2048
     _MAX_GOLDS = 4096  # about 20 CPU seconds
-    _PROTOCOLS: ClassVar[tuple[str, ...]] = ("authors", "trl")
+    _PROTOCOLS: ClassVar[tuple[str, ...]] = ("authors", "trl", "number")
     _POOL_SETTINGS = ("num_workers", "timeout_seconds", "cpu_seconds", "memory_limit_mb", "protocol")
 
     protocol: str = "authors"

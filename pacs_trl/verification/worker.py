@@ -5,6 +5,7 @@ the kernel enforces: CPU time per item and address space. The pool enforces wall
 """
 
 import math
+import re
 import resource
 import signal
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import math_verify.parser
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-from sympy import Add, Basic, Integer, Mul, Number, Pow, factorial
+from sympy import Add, Basic, Integer, Mul, Number, Pow, Rational, factorial
 
 from . import Outcome
 from .gym import grade_entry
@@ -49,7 +50,17 @@ _TRL_LATEX = LatexExtractionConfig(
     normalization_config=NormalizationConfig(units=True), boxed_match_priority=0, try_extract_without_anchor=False
 )
 
+_LAST_NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?!.*\d)", re.DOTALL)
+
+
+def _last_number(text: str) -> list:
+    found = _LAST_NUMBER.search(text[-1000:])
+    return [Rational(found.group())] if found else []
+
+
 PROTOCOLS = {
+    # The last number of each text: an unevaluated expression such as `54 + 3 =` is no answer to `54 + 3`.
+    "number": Protocol(parse_gold=_last_number, parse_completion=_last_number),
     # The grader of the PACS authors: the gold in a box, parsed as LaTeX; the completion by both extractors.
     "authors": Protocol(
         parse_gold=lambda gold: _parse(gold if "\\boxed" in gold else f"\\boxed{{{gold}}}", _LATEX),

@@ -389,3 +389,20 @@ class TestText:
     )
     def test_gold_texts(self, gold, texts):
         assert gold_texts(gold) == texts
+
+
+@pytest.mark.parametrize(
+    ("text", "label"),
+    [
+        ("57", 1.0),
+        ("54 + 3 = 57.", 1.0),
+        ("57.0", 1.0),
+        ("54 + 3 =", 0.0),
+        ("54 + 3", 0.0),
+        ("57 or 58", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_protocol_number_reads_the_last_number_and_evaluates_nothing(text, label):
+    with Verifier(num_workers=1, protocol="number") as verifier:
+        assert verifier.grade([text], ["57"]) == [label]
