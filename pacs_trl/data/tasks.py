@@ -170,10 +170,10 @@ def looks_right(row: dict[str, str], completion: str) -> bool:
 
 
 def _questions() -> Iterator[WorkedProblem]:
-    """`What is 37 + 5? Reply with the number only.`: two digits and one, for models that know English."""
-    for a, b in product(range(10, 100), range(1, 10)):
+    """`What is 7 + 15? Reply with the number only.`: numbers below 20, for models that know English."""
+    for a, b in product(range(1, 20), repeat=2):
         text = f"What is {a} + {b}? Reply with the number only."
-        yield WorkedProblem(text, f"{a}+{b}", a + b, (rf"\boxed{{{a + b}}}",))
+        yield WorkedProblem(text, f"{min(a, b)}+{max(a, b)}", a + b, (rf"\boxed{{{a + b}}}",))
 
 
 TASKS: dict[str, Callable[[], Iterator[WorkedProblem]]] = {

@@ -59,7 +59,7 @@ def _last_number(text: str) -> list:
 
 
 PROTOCOLS = {
-    # The last number of each text: an unevaluated expression such as `54 + 3 =` is no answer to `54 + 3`.
+    # The last number of each text: an unevaluated expression such as `7 + 15 =` is no answer to `7 + 15`.
     "number": Protocol(parse_gold=_last_number, parse_completion=_last_number),
     # The grader of the PACS authors: the gold in a box, parsed as LaTeX; the completion by both extractors.
     "authors": Protocol(

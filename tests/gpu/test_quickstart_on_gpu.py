@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.shared_engine import share_engine
-from experiments.quickstart import START, doubled_and_apart, run_seed, summary
+from experiments.quickstart import MINIATURE, doubled_and_apart, run_seed, summary
 from pacs_trl.report.tables import pass_at_k_rows
 
 
@@ -28,5 +28,5 @@ def test_it_learns(alone, device, tmp_path, record_property, arguments):
     cells = {method: row.cells[1] for method, row in rows.items()}
     record_property("rows", [{"method": method, "pass@1, %": cell.value} for method, cell in cells.items()])
     for method, logs in run["logs"].items():
-        assert doubled_and_apart(cells[START], cells[method]), method
+        assert doubled_and_apart(cells[MINIATURE.start], cells[method]), method
         assert all(abs(entry["loss"]) < 100 for entry in logs if "loss" in entry), method
