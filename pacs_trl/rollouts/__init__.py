@@ -1,1 +1,1 @@
-"""Rollouts: the trainers on TRL's GRPOTrainer, vLLM, checkpoints, checks, and the time of each part of a step."""
+"""Base trainers on top of TRL's GRPOTrainer: generation, rewards, vLLM, checkpoints, input checks, and step timing."""

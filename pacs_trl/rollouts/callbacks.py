@@ -1,5 +1,4 @@
-"""Callbacks of every trainer: the state at the start of an optimizer step, and a warning for runs that cannot
-learn."""
+"""Callbacks of every trainer: state at the start of an optimizer step, and a warning for runs without a gradient."""
 
 import logging
 
@@ -13,16 +12,17 @@ logger = logging.getLogger(__name__)
 PATIENCE = 10  # optimizer steps
 
 TRUNCATED = "completions/clipped_ratio"
-# Share of uniform groups: of the optimizer step (PACS), or of its generations.
+# Fraction of uniform groups: in the optimizer step (PACS), or in its generation batches.
 UNIFORM = ("pacs/uniform_group_fraction", "frac_reward_zero_std")
-DENSE = "process/mixed_fraction"  # with process labels uniform groups have a gradient, too
+DENSE = "process/mixed_fraction"  # with process labels, uniform groups have a gradient too
 
 
 class StepStart(TrainerCallback):
     """
-    Stores the state at the start of an optimizer step; only Trainer knows where a step starts, as the last one of an
-    epoch may be shorter. Checks that no callback or reward function has changed a setting: before the step, and before
-    the state after it is saved.
+    Store the trainer's state at the start of each optimizer step, and check that no callback or reward function has
+    changed a setting, both before the step and before the checkpoint after it.
+
+    This is a callback because only Trainer knows where a step starts: the last step of an epoch may be shorter.
     """
 
     def __init__(self, trainer):
@@ -43,7 +43,7 @@ class StepStart(TrainerCallback):
         self._state = None
 
     def rewind(self) -> None:
-        """Return to the start of an optimizer step that cannot be finished: its completions are generated again."""
+        """Restore the state at the start of the current optimizer step, whose completions must be generated again."""
         for name, value in (self._state or {}).items():
             setattr(self.trainer, name, value)
         if self._state is not None:
@@ -54,12 +54,12 @@ class StepStart(TrainerCallback):
 
 class NoSignalCallback(TrainerCallback):
     """
-    Warns once in a run, also if it is resumed, after `PATIENCE` optimizer steps in a row in which all groups were
-    uniform or all completions truncated. The metrics that it reads are equal on all processes.
+    Log a warning after `PATIENCE` consecutive optimizer steps in which all groups were uniform or all completions were
+    truncated, once per run, resumed runs included. The metrics that it reads are equal on all processes.
 
     Args:
-        trainer ([`RolloutTrainer`]): Its attribute `signal`, which checkpoints contain, holds the number of such steps
-            (`"none_in"`) and the metrics of the last generation.
+        trainer ([`RolloutTrainer`]): The trainer. Its attribute `signal`, which is saved in checkpoints, holds the
+            number of such steps (`"none_in"`) and the metrics of the last generation batch.
     """
 
     def __init__(self, trainer):
@@ -75,7 +75,7 @@ class NoSignalCallback(TrainerCallback):
             return
         for name in (TRUNCATED, *UNIFORM, DENSE, "reward"):
             if new := metrics.get(name, [])[self._lengths.get(name, 0) :]:
-                signal[name] = min(new)  # one per generation; without a generation those of the last one hold
+                signal[name] = min(new)  # steps without a generation keep the last value
         uniform = next(signal[name] for name in UNIFORM if name in signal) == 1.0 and not signal.get(DENSE, 0.0) > 0
         signal["none_in"] = signal["none_in"] + 1 if uniform or signal[TRUNCATED] == 1.0 else 0
         if signal["none_in"] == PATIENCE and state.is_world_process_zero:
@@ -83,7 +83,7 @@ class NoSignalCallback(TrainerCallback):
 
 
 def no_signal_message(reward: float, truncated: float, max_completion_length: int) -> str:
-    """Return the warning with its likely causes, from the mean reward and the share of truncated completions."""
+    """Return the warning text with likely causes, from the mean reward and the fraction of truncated completions."""
     causes = []
     if truncated >= 0.5:
         causes.append(

@@ -1,9 +1,9 @@
-"""Checkpoints that continue a run bit for bit: state, seeds, comparison of settings, and detection of damaged files.
+"""Bitwise resumable checkpoints: state, seeds, comparison of settings, and detection of truncated files.
 
-TRL's trainer continues exactly only where a generation batch ends. Its checkpoints lack the completions that later
-optimizer steps will learn from, the step counter, the order of later epochs, and the random state of vLLM. The first
-two are saved here; the other two become functions of seeds and counters. A process may be killed while it writes, so a
-checkpoint is checked before it is used.
+TRL's trainer resumes exactly only at the end of a generation batch. Its checkpoints lack the completions for later
+optimizer steps, the step counter, the data order of later epochs, and the random state of vLLM. This module saves the
+first two, and derives the other two from seeds and counters. A process may be killed while it writes a checkpoint, so
+checkpoints are checked before use.
 """
 
 import hashlib
@@ -33,24 +33,24 @@ from ..update.rows import Rollout, from_state, to_state
 
 logger = logging.getLogger(__name__)
 
-# transformers loads an optimizer onto `args.device`, which is "cpu:0" with several processes on CPUs, a name that
-# torch.load does not know.
+# transformers loads an optimizer onto `args.device`. With several CPU processes this is "cpu:0", which torch.load does
+# not accept by default.
 torch.serialization.register_package(
     50, lambda storage: None, lambda storage, location: storage if location.startswith("cpu:") else None
 )
 
-# Settings that a checkpoint and the run that resumes from it must share, whatever the method.
+# Settings that must be equal in a checkpoint and in the run that resumes from it, for every method.
 SHARED_SETTINGS = (
     # the data of a step
     *("seed", "shuffle_dataset", "num_generations", "num_iterations", "steps_per_generation"),
     *("gradient_accumulation_steps", "generation_batch_size", "max_completion_length", "max_tool_calling_iterations"),
     *("chat_template_kwargs", "generation_kwargs", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
     *("vllm_structured_outputs_regex", "reward_weights", "mask_truncated_completions"),
-    # the loss, whose logits the temperature divides too
+    # the loss (it also depends on the temperature, which divides the logits)
     *("beta", "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps", "disable_dropout"),
     *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
     *("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"),
-    # the optimizer: the checkpoint's values would silently win
+    # the optimizer: values from the checkpoint would silently override new ones
     *("optim", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
 )
 
@@ -59,8 +59,8 @@ SHARED_SETTINGS = (
 
 
 class EpochSampler(Sampler):
-    """TRL's sampler, shuffled by seed and epoch. TRL continues with the generator of the previous epoch, so a run
-    resumed after the first epoch would repeat its order."""
+    """TRL's sampler with a shuffle order that depends on seed and epoch only. TRL keeps using the generator of the
+    previous epoch, so a run that resumes after the first epoch would repeat its order."""
 
     def __init__(self, sampler: RepeatSampler, epoch: Callable[[], int]):
         self.sampler = sampler
@@ -76,21 +76,21 @@ class EpochSampler(Sampler):
 
 
 def request_seed(stream: str, index: int) -> int:
-    """Return a seed in [0, 2^31) for one request to vLLM; different for every stream (run seed and engine) and
-    request."""
+    """Return the seed of one vLLM request, in [0, 2^31), as a hash of the stream (run seed and engine) and the request
+    index."""
     digest = hashlib.sha256(f"{stream}/{index}".encode()).digest()
     return int.from_bytes(digest[:4], "little") >> 1
 
 
 def next_seeds(trainer: Any, num_requests: int) -> list[int]:
-    """Return the seeds of the next requests of this process to vLLM."""
-    # Processes that share one engine by tensor parallelism must agree on the seeds; a server has one stream.
+    """Return the seeds of the next `num_requests` vLLM requests of this process."""
+    # Processes that share an engine (tensor parallelism) need the same seeds; a server has one stream.
     of_engine = trainer.accelerator.process_index // trainer.args.vllm_tensor_parallel_size
     run = f"{trainer.args.seed}/{0 if trainer.vllm_mode == 'server' else of_engine}"
     if trainer.model.training:
         first = trainer._num_requests
         trainer._num_requests += num_requests
-    else:  # an evaluation has seeds of its own, so that training generates the same with and without it
+    else:  # evaluation has its own seeds, so that it does not change training
         step, first = trainer._evaluation_requests
         first = first if step == trainer.state.global_step else 0
         trainer._evaluation_requests = (trainer.state.global_step, first + num_requests)
@@ -99,7 +99,7 @@ def next_seeds(trainer: Any, num_requests: int) -> list[int]:
 
 
 def evaluation_seed(trainer: Any) -> int:
-    """Return the seed of this process for an evaluation: another one for each at the same optimizer step."""
+    """Return the seed of this process for an evaluation; several evaluations at one step get different seeds."""
     step, number = trainer._evaluations
     trainer._evaluations = (trainer.state.global_step, number + 1 if step == trainer.state.global_step else 1)
     process, step = trainer.accelerator.process_index, trainer.state.global_step
@@ -108,7 +108,7 @@ def evaluation_seed(trainer: Any) -> int:
 
 @contextmanager
 def own_random_numbers(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed all random number generators inside, and restore their states afterwards."""
+    """Seed all random number generators inside the context, and restore their states on exit."""
     states, devices = (random.getstate(), np.random.get_state()), [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
         set_seed(seed)
@@ -124,13 +124,13 @@ def own_random_numbers(seed: int, device: torch.device) -> Iterator[None]:
 
 def rows_to_save(steps: Sequence[Sequence[Rollout]], process: int, num_processes: int) -> dict[tuple[int, int], dict]:
     """
-    Return this process's part of a generation batch, by (optimizer step, row): the completions it learns from, and its
-    share of those without log-probs.
+    Return the part of a generation batch that this process saves, keyed by (optimizer step, index): the completions
+    that it trains on, and its share of those without log-probs.
 
     Args:
-        steps (sequence of sequences of [`Rollout`]): Completions of each optimizer step, the same on every process
-            except for `ref_logps` and `old_logps`.
-        process, num_processes (`int`): This process and the number of processes.
+        steps (sequence of sequences of [`Rollout`]): Completions of each optimizer step, equal on all processes except
+            for `ref_logps` and `old_logps`.
+        process, num_processes (`int`): Index of this process, and number of processes.
     """
     return {
         (k, i): to_state(row)
@@ -141,7 +141,7 @@ def rows_to_save(steps: Sequence[Sequence[Rollout]], process: int, num_processes
 
 
 def merge_rows(parts: Sequence[dict[tuple[int, int], dict]]) -> list[list[Rollout]]:
-    """Inverse of [`rows_to_save`], from the parts of all processes."""
+    """Merge the parts of all processes that [`rows_to_save`] returned into the completions of each optimizer step."""
     rows: dict[tuple[int, int], dict] = {}
     for part in parts:
         for index, row in part.items():
@@ -157,7 +157,7 @@ def merge_rows(parts: Sequence[dict[tuple[int, int], dict]]) -> list[list[Rollou
 
 
 def plain_settings(args: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Return settings by name as JSON represents them, so that those of a checkpoint can be compared."""
+    """Return the named settings after a JSON round trip, so that they can be compared with those of a checkpoint."""
     return json.loads(json.dumps({name: getattr(args, name) for name in names}, default=str))
 
 
@@ -169,7 +169,7 @@ def check_same_settings(
     kind: str = "checkpoint",
     remedy: str = "start a new run from its weights with model_name_or_path",
 ) -> None:
-    """Raise a `ValueError` that names the settings in which a run differs from `holder`, a checkpoint or a trainer."""
+    """Raise a `ValueError` that lists the settings that differ between a run and `holder`, a checkpoint or trainer."""
     differing = [
         f"{name}: {saved.get(name)!r} in the {kind}, {value!r} now"
         for name, value in current.items()
@@ -179,18 +179,18 @@ def check_same_settings(
         raise ValueError(f"{holder} has other settings: {'; '.join(differing)}. Restore these settings, or {remedy}.")
 
 
-# Settings of LoRA that a checkpoint and the run that resumes from it must share.
+# LoRA settings that must be equal in a checkpoint and in the run that resumes from it.
 _ADAPTER_SETTINGS = ("r", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save", "use_rslora", "use_dora")
 
 
 def check_same_adapter(checkpoint: str, adapter: PeftConfig | None) -> None:
     """
-    Compare the adapter of a checkpoint with that of the run that resumes from it.
+    Compare the adapter of a checkpoint with the adapter of the run that resumes from it.
 
     Args:
-        checkpoint (`str`): Directory of a checkpoint.
+        checkpoint (`str`): Directory of the checkpoint.
         adapter ([`~peft.PeftConfig`], *optional*): Adapter that the run trains; `None` if it trains the whole model.
-            Modules given by one word are not compared: peft finds their names when it has the model.
+            `target_modules` given as a string are not compared, because peft resolves them with the model.
 
     Raises:
         `ValueError`: if one is an adapter and the other a whole model, or they are different adapters.
@@ -223,7 +223,7 @@ def check_same_adapter(checkpoint: str, adapter: PeftConfig | None) -> None:
 
 
 def save_state(trainer: Any, directory: Path) -> None:
-    """Save what this process needs to continue, beyond what Trainer saves."""
+    """Save the state of this process that Trainer does not save."""
     state = {
         "attributes": {name: getattr(trainer, name) for name in trainer._saved_attributes},
         "settings": _shared_settings(trainer),
@@ -234,16 +234,16 @@ def save_state(trainer: Any, directory: Path) -> None:
 
 
 def save_last_step(trainer: Any) -> None:
-    """Save a checkpoint after the last optimizer step, on all processes, unless there is one."""
+    """Save a checkpoint after the last optimizer step, unless it already exists. All processes must call this."""
     step = trainer.state.global_step
-    if step > 0 and trainer._saved_step != step:  # else it would be written over, and lost if that is interrupted
+    if step > 0 and trainer._saved_step != step:  # overwriting an existing one could lose it
         save_only_model, trainer.args.save_only_model = trainer.args.save_only_model, False
         trainer._save_checkpoint(trainer.model, trial=None)
         trainer.args.save_only_model = save_only_model
 
 
 def load_state(trainer: Any, directory: Path) -> None:
-    """Inverse of [`save_state`]; raises a `ValueError` if the run has other settings."""
+    """Load the state that [`save_state`] saved. Raises a `ValueError` if the run has different settings."""
     file = state_file(directory, trainer._state_name, trainer.accelerator.process_index)
     state = torch.load(file, map_location="cpu", weights_only=True)
     check_same_settings(str(directory), state["settings"], _shared_settings(trainer))
@@ -256,7 +256,7 @@ def load_state(trainer: Any, directory: Path) -> None:
 
 
 def is_finished(trainer: Any, checkpoint: str, max_steps: int) -> bool:
-    """Return whether a checkpoint is the end of its run, and print how the run continues."""
+    """Return whether the run of a checkpoint is finished, and print where the run continues."""
     finished, after = trainer.state.global_step >= max_steps, f"optimizer step {trainer.state.global_step}"
     if finished:
         trainer.accelerator.print(f"{checkpoint} is the end of a finished run ({after}), so nothing is left to train.")
@@ -274,11 +274,10 @@ def _shared_settings(trainer: Any) -> dict[str, Any]:
 
 
 def save_beside_shards(trainer: Any, output_dir: str, with_shards: bool) -> None:
-    """Save configuration and tokenizer, which Trainer leaves out where FSDP saves weights in shards, and the shards
-    if asked to."""
+    """Save the config and tokenizer, which Trainer omits if FSDP saves sharded weights, and optionally the shards."""
     if trainer.args.should_save:
         trainer._save(output_dir, state_dict={})
-        for name in (SAFE_WEIGHTS_NAME, ADAPTER_SAFE_WEIGHTS_NAME):  # written without any weight
+        for name in (SAFE_WEIGHTS_NAME, ADAPTER_SAFE_WEIGHTS_NAME):  # these files would be empty
             Path(output_dir, name).unlink(missing_ok=True)
     if with_shards:
         plugin = trainer.accelerator.state.fsdp_plugin
@@ -287,7 +286,7 @@ def save_beside_shards(trainer: Any, output_dir: str, with_shards: bool) -> None
 
 @contextmanager
 def reporting_full_disk(output_dir: str) -> Iterator[None]:
-    """Turn an error of a full or broken disk into a [`FailedRun`] that says where the run can be continued."""
+    """Convert errors of a full or broken disk to a [`FailedRun`] that names the checkpoint to resume from."""
     try:
         yield
     except Exception as error:
@@ -304,7 +303,7 @@ def reporting_full_disk(output_dir: str) -> Iterator[None]:
 def _cannot_write(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno in NO_ROOM
-    # safetensors and torch say so in their messages only
+    # safetensors and torch raise generic errors; only the message tells
     texts = [f"os error {number})" for number in NO_ROOM] + ["PytorchStreamWriter", "unexpected pos", "iostream error"]
     of_library = isinstance(error, SafetensorError) or type(error) is RuntimeError
     return of_library and any(text in str(error) for text in texts)
@@ -312,7 +311,7 @@ def _cannot_write(error: BaseException) -> bool:
 
 @contextmanager
 def reporting_other_shapes(checkpoint: str) -> Iterator[None]:
-    """Say in a `ValueError` that weights do not have the shapes of the model that they are loaded into."""
+    """Convert torch's size-mismatch error to a `ValueError` that names the checkpoint."""
     try:
         yield
     except RuntimeError as error:
@@ -326,10 +325,10 @@ def reporting_other_shapes(checkpoint: str) -> Iterator[None]:
 
 def defect(checkpoint: str | Path) -> str | None:
     """
-    Return why a checkpoint is not complete: the first file that is missing or truncated. `None` for a complete one.
+    Return why a checkpoint is incomplete (the first missing or truncated file), or `None` if it is complete.
 
-    `trainer_state.json` is written last, when all processes have written their files. Truncation is detected from the
-    footers, so large files are not read.
+    `trainer_state.json` is written last, after all processes have written their files. Truncation is detected from the
+    file footers or headers, so large files are not read in full.
     """
     checkpoint = Path(checkpoint)
     try:
@@ -353,8 +352,8 @@ def defect(checkpoint: str | Path) -> str | None:
 
 
 def last_checkpoint(output_dir: str | Path) -> str | None:
-    """Return the last complete checkpoint of a run, whose directory need not exist. Incomplete ones, left by a process
-    that was killed while it wrote, are skipped with a warning."""
+    """Return the last complete checkpoint in `output_dir`, or `None`; the directory need not exist. Incomplete
+    checkpoints, left by a process that was killed while writing, are skipped with a warning."""
     steps = (re.fullmatch(r"checkpoint-(\d+)", path.name) for path in Path(output_dir).glob("checkpoint-*"))
     for step in sorted((int(match[1]) for match in steps if match), reverse=True):
         checkpoint = Path(output_dir) / f"checkpoint-{step}"
@@ -365,7 +364,7 @@ def last_checkpoint(output_dir: str | Path) -> str | None:
 
 
 def check_complete(checkpoint: str) -> None:
-    """Raise a `ValueError` if a checkpoint does not exist or is not complete; name the last one beside it that is."""
+    """Raise a `ValueError` if a checkpoint is missing or incomplete; the error names the last complete one."""
     if not Path(checkpoint).is_dir():
         raise ValueError(f"The checkpoint {checkpoint!r} does not exist (seen from {Path.cwd()}). Correct the path.")
     if (wrong := defect(checkpoint)) is not None:
@@ -379,11 +378,10 @@ def check_complete(checkpoint: str) -> None:
 
 def checkpoint_to_resume(trainer: Any, given: str | bool) -> str:
     """
-    Return the checkpoint that a run continues from, checked: the last complete one in `output_dir` if `given` is
-    `True`.
+    Check and return the checkpoint to resume from: `given`, or the last complete one in `output_dir` if it is `True`.
 
     Raises:
-        `ValueError`: if it is not complete, of another trainer, or of another kind of model.
+        `ValueError`: if it is incomplete, or comes from another trainer or another kind of model.
     """
     checkpoint = last_checkpoint(trainer.args.output_dir) if given is True else str(given)
     if checkpoint is None:
@@ -396,8 +394,8 @@ def checkpoint_to_resume(trainer: Any, given: str | bool) -> str:
 
 
 def state_file(checkpoint: Path, name: str, process: int) -> Path:
-    """Return the state that `process` has saved under `name`, or that of process 0 if it did not exist then. Raises a
-    `ValueError` if the checkpoint has none."""
+    """Return the state file `name` of a process, or that of process 0 if the run that saved it had fewer processes.
+    Raises a `ValueError` if the checkpoint has neither."""
     for index in (process, 0):
         if (file := checkpoint / f"{name}_{index}.pt").is_file():
             return file

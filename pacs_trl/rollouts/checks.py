@@ -1,6 +1,6 @@
-"""Checks of data, reward functions, tools, and evaluations, before the model is loaded where that is possible.
+"""Input checks: datasets, reward functions, tools, and evaluation settings, if possible before the model is loaded.
 
-TRL finds these errors where it trips over them: after the model has been loaded and completions have been generated.
+Without them, TRL raises most of these errors only after loading the model and generating completions.
 """
 
 import inspect
@@ -21,23 +21,24 @@ from ..data.sets import report_unreadable_golds
 from ..rewards import shared_verifier
 
 
-# Keyword arguments of every reward function besides the columns of the dataset: of TRL, and of this package.
+# Keyword arguments that TRL and this package pass to every reward function in addition to dataset columns.
 _ALWAYS_GIVEN = ("prompts", "completions", "completion_ids", "truncated", "trainer_state", "log_extra", "log_metric")
 OWN_PARAMETERS = ("score",)
 
 
 def check_dataset(name: str, dataset: Any, reward_funcs: Any = (), passed: Collection[str] = ()) -> None:
     """
-    Check the columns of a dataset that knows them; those of a stream are checked when its examples come.
+    Check the columns of a dataset. If a streaming dataset does not declare its columns, they are checked when its
+    first examples arrive.
 
     Args:
-        name (`str`): Of the dataset, in errors.
-        dataset: A dataset, a mapping of several, or `None`.
+        name (`str`): Name of the dataset in errors.
+        dataset: A dataset, a dict of datasets, or `None`.
         reward_funcs: A reward function or a list of them.
-        passed (`Collection[str]`): Further keyword arguments that this trainer passes to reward functions.
+        passed (`Collection[str]`): Additional keyword arguments that this trainer passes to reward functions.
 
     Raises:
-        `ValueError`: if there is no column `prompt`, or a reward function requires a column that is absent.
+        `ValueError`: if there is no column `prompt`, or if a reward function requires a missing column.
     """
     if isinstance(dataset, dict):
         for key, part in dataset.items():
@@ -69,7 +70,7 @@ def check_columns(name: str, columns: Iterable[str]) -> None:
 
 
 def check_prompts(name: str, dataset: Any) -> None:
-    """Raise a `ValueError` if a prompt of a dataset that is no stream is neither text nor messages."""
+    """Raise a `ValueError` if a prompt is neither text nor a list of messages. Streaming datasets are skipped."""
     for i, prompt in enumerate(dataset["prompt"] if isinstance(dataset, Dataset) else ()):
         messages = prompt if isinstance(prompt, list) else []
         if not (prompt and isinstance(prompt, str) or messages and all(message.get("role") for message in messages)):
@@ -80,7 +81,7 @@ def check_prompts(name: str, dataset: Any) -> None:
 
 
 def check_golds(dataset: Any) -> None:
-    """Report gold answers of a training set, if it is no stream, that the shared verifier cannot read."""
+    """Report gold answers of a training set that the shared verifier cannot parse. Streaming datasets are skipped."""
     if isinstance(dataset, Dataset) and "solution" in dataset.column_names:
         report_unreadable_golds("the training set", dataset["solution"][:], shared_verifier())
 
@@ -93,16 +94,19 @@ def check_prompt_lengths(
     contexts: dict[str, int | None],
 ) -> None:
     """
-    Check that prompts leave room for a completion where the tokens of a sequence are bounded; not in streams.
+    Check that each prompt leaves room for `max_completion_length` tokens. Streaming datasets are skipped.
 
     Args:
-        datasets (`dict`): The training set as `train_dataset`, and others.
-        load_tokenizer (`Callable`): Returns the tokenizer that prompts are generated with.
+        datasets (`dict`): The training set under the key `train_dataset`, and evaluation sets.
+        args ([`~trl.GRPOConfig`]): The configuration.
+        load_tokenizer (`Callable`): Returns the tokenizer.
+        tools (`list[Callable]`, *optional*): Tools in the chat template.
         contexts (`dict`): See [`context_lengths`].
 
     Raises:
-        `ValueError`: if a prompt and `max_completion_length` tokens exceed the context, `max_tokens_per_micro_batch`
-            (in training) or, with vLLM, `vllm_max_model_length`; or messages cannot be tokenized.
+        `ValueError`: if a prompt plus `max_completion_length` tokens exceeds the context length,
+            `max_tokens_per_micro_batch` (in training) or, with vLLM, `vllm_max_model_length`; or if messages cannot be
+            tokenized.
     """
     of_engine = {"vllm_max_model_length": args.vllm_max_model_length if args.use_vllm else None} | contexts
     of_training = {"max_tokens_per_micro_batch": vars(args).get("max_tokens_per_micro_batch")}
@@ -112,7 +116,7 @@ def check_prompt_lengths(
         limit, room = min(((key, n) for key, n in limits.items() if n), key=lambda each: each[1], default=("", None))
         if not isinstance(dataset, Dataset):
             continue
-        prompts = dataset["prompt"][: len(dataset) if room else 1]  # one shows whether there is a chat template
+        prompts = dataset["prompt"][: len(dataset) if room else 1]  # one prompt tests the chat template
         lengths = prompt_lengths(prompts, load_tokenizer(), args.chat_template_kwargs, tools)
         overlong = [i for i, length in enumerate(lengths) if room is not None and length + completion > room]
         if room is not None and overlong:
@@ -129,7 +133,7 @@ def check_prompt_lengths(
 
 
 def check_number_of_prompts(num_prompts: int, args: GRPOConfig) -> None:
-    """Raise a `ValueError` if a generation batch needs more different prompts than the training set has."""
+    """Raise a `ValueError` if a generation batch needs more distinct prompts than the training set has."""
     needed = args.generation_batch_size // args.num_generations
     if num_prompts < needed:
         raise ValueError(
@@ -140,7 +144,7 @@ def check_number_of_prompts(num_prompts: int, args: GRPOConfig) -> None:
 
 
 def check_evaluation_batch(per_device_eval_batch_size: int, num_processes: int, num_generations: int) -> None:
-    """Raise a `ValueError` if a batch of an evaluation would not hold whole groups."""
+    """Raise a `ValueError` if an evaluation batch would not hold whole groups."""
     if per_device_eval_batch_size * num_processes % num_generations:
         unit = num_generations // math.gcd(num_generations, num_processes)
         raise ValueError(
@@ -151,8 +155,12 @@ def check_evaluation_batch(per_device_eval_batch_size: int, num_processes: int, 
 
 
 def shared_turns_error(args: GRPOConfig, num_processes: int, is_sharded: bool = False) -> str | None:
-    """Return what is wrong with tools where processes generate together; `is_sharded` says that the model is spread
-    over them. Each asks for another turn only while its own completions call tools."""
+    """
+    Return an error message if tools are used while several processes generate together, otherwise `None`.
+
+    A process requests another turn only while its own completions call tools, so the processes would deadlock.
+    `is_sharded` is whether the model is sharded over processes.
+    """
     alone = args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size == 1 if args.use_vllm else not is_sharded
     if alone or num_processes == 1:
         return None
@@ -164,7 +172,7 @@ def shared_turns_error(args: GRPOConfig, num_processes: int, is_sharded: bool = 
 
 
 def check_adapters(model: Any) -> None:
-    """Raise a `ValueError` if a LoRA target matches no module, which peft accepts if another target matches one."""
+    """Raise a `ValueError` if a LoRA target matches no module. peft only raises if no target matches at all."""
     for config in getattr(model, "peft_config", {}).values():
         targets = config.target_modules if isinstance(config.target_modules, set | list) else ()
         names = getattr(model.base_model, "targeted_module_names", [])
@@ -175,7 +183,7 @@ def check_adapters(model: Any) -> None:
             )
 
 
-# What the log-probs of completions are computed with, and the sizes of a generation.
+# Keys of `generation_kwargs` that have a setting of their own, which log-probs or batch sizes depend on.
 _HAVE_SETTINGS = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
 _HAVE_SETTINGS |= dict.fromkeys(("max_new_tokens", "max_tokens", "max_length"), "max_completion_length")
 _HAVE_SETTINGS |= dict.fromkeys(("n", "num_return_sequences"), "num_generations")
@@ -183,10 +191,10 @@ _HAVE_SETTINGS |= dict.fromkeys(("n", "num_return_sequences"), "num_generations"
 
 def check_generation_kwargs(args: GRPOConfig) -> None:
     """
-    Check that `generation_kwargs` change nothing that log-probs are computed with, and are not ignored.
+    Check that `generation_kwargs` do not override settings that log-probs depend on, and contain no ignored keys.
 
     Raises:
-        `ValueError`: if they do.
+        `ValueError`: if a key overrides a setting, would be ignored, or is a seed with vLLM.
     """
     given = args.generation_kwargs or {}
     if "seed" in given and args.use_vllm:
@@ -200,7 +208,7 @@ def check_generation_kwargs(args: GRPOConfig) -> None:
             f"generation_kwargs must not have {', '.join(double)}: log-probs would be computed with another value. "
             f"Set {settings} instead."
         )
-    if not args.use_vllm and (unknown := sorted(given.keys() - vars(GenerationConfig()))):  # vLLM refuses them itself
+    if not args.use_vllm and (unknown := sorted(given.keys() - vars(GenerationConfig()))):  # vLLM rejects them itself
         raise ValueError(
             f"generation_kwargs has {', '.join(unknown)}, which transformers would ignore. Correct or remove it; the "
             "keys are those of transformers.GenerationConfig."
@@ -208,7 +216,7 @@ def check_generation_kwargs(args: GRPOConfig) -> None:
 
 
 def check_reward_functions(functions: Any) -> None:
-    """Raise a `ValueError` if reward functions cannot be called as TRL calls them, or are something else."""
+    """Raise a `ValueError` if a reward function is not callable, or does not accept the arguments that TRL passes."""
     for function in functions if isinstance(functions, list) else [functions]:
         if function is None or isinstance(function, nn.Module):
             continue
@@ -222,7 +230,7 @@ def check_reward_functions(functions: Any) -> None:
 
 
 def check_reward_function(function: Callable, name: str) -> None:
-    """Raise a `ValueError` if a reward function cannot be called as TRL calls it."""
+    """Raise a `ValueError` if a reward function does not accept the arguments that TRL passes."""
     try:
         inspect.signature(function).bind_partial(**dict.fromkeys(_ALWAYS_GIVEN))
     except TypeError as error:
@@ -233,7 +241,7 @@ def check_reward_function(function: Callable, name: str) -> None:
 
 
 def with_result(function: Callable, convert: Callable[[Any, dict], Any]) -> Callable:
-    """Return a reward function, synchronous or not, whose result becomes `convert(result, keyword arguments)`."""
+    """Wrap a reward function, sync or async, to return `convert(result, keyword arguments)`."""
     if is_async_callable(function):
 
         @wraps(function)
@@ -249,7 +257,7 @@ def with_result(function: Callable, convert: Callable[[Any, dict], Any]) -> Call
 
 
 def with_checked_result(function: Callable, name: str) -> Callable:
-    """Return a reward function that raises a `ValueError`, which names it, on anything but an iterable of numbers and
+    """Wrap a reward function to raise a `ValueError` with its name unless it returns an iterable of numbers and
     `None`."""
     return with_result(function, lambda rewards, given: _as_numbers(rewards, name))
 
@@ -260,7 +268,7 @@ def _as_numbers(rewards: Any, name: str) -> list[float | None]:
         if any(isinstance(entry, str | bytes | dict) for entry in entries):
             raise TypeError("text")
         numbers = [None if entry is None else float(entry) for entry in entries]
-    except (TypeError, ValueError, RuntimeError) as error:  # the last by tensors of several numbers
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: from tensors with several elements
         raise ValueError(
             f"The reward function {name!r} returned {rewards!r:.100} ({error}). It must return one entry per "
             "completion: a number in [0, 1], or None for no verdict."

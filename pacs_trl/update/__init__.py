@@ -1,1 +1,1 @@
-"""The update: from completions and labels to the gradient of one optimizer step."""
+"""Policy update: computes the gradient of one optimizer step from completions and labels."""

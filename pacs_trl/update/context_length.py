@@ -4,12 +4,12 @@ from typing import Any
 
 
 def _rope_kinds(config: Any) -> list[dict]:
-    rope = getattr(config, "rope_parameters", None) or {}  # one for all layers, or one for each type of layer
+    rope = getattr(config, "rope_parameters", None) or {}  # one dict for all layers, or one per layer type
     return [kind for kind in (rope, *rope.values()) if isinstance(kind, dict)]
 
 
 def context_length(config: Any) -> int | None:
-    """Return how many tokens a model has positions for (with scaled RoPE, the scaled number); `None` if unbounded."""
+    """Return the context length of a model in tokens, RoPE scaling included; `None` if it is unbounded."""
     config = config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit <= 0:
@@ -20,8 +20,8 @@ def context_length(config: Any) -> int | None:
 
 
 def length_with_fixed_positions(config: Any) -> int | None:
-    """Return the tokens up to which a sequence's positions do not depend on the longest one of its batch; `None` if
-    they never do. RoPE of the types `longrope` and `dynamic` changes its frequencies beyond that length."""
+    """Return the length up to which the RoPE frequencies of a sequence do not depend on the longest sequence in its
+    batch, in tokens; `None` if they never do. RoPE types `longrope` and `dynamic` switch frequencies beyond it."""
     config = config.get_text_config()
     kinds = {kind.get("rope_type", ""): kind for kind in _rope_kinds(config)}
     lengths = [kinds["longrope"]["original_max_position_embeddings"]] if "longrope" in kinds else []
@@ -30,6 +30,6 @@ def length_with_fixed_positions(config: Any) -> int | None:
 
 
 def context_lengths(config: Any) -> dict[str, int | None]:
-    """Return bounds on the tokens of a sequence, by the key of the configuration that each comes from."""
+    """Return upper bounds on the sequence length in tokens, keyed by the config key that each comes from."""
     fixed = length_with_fixed_positions(config)
     return {"max_position_embeddings": context_length(config), "original_max_position_embeddings": fixed}

@@ -1,6 +1,6 @@
-"""Faster generation with transformers: adapters merged, prompts read once, weights in a lower precision.
+"""Faster generation with transformers: merged adapters, shared prompt prefill, and lower-precision weights.
 
-Log-probs differ from those of the trained policy by rounding. Training gets the same tensors back.
+Sampling log-probs differ from those of the trained policy by rounding. The original weights are restored afterwards.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,15 +20,15 @@ from .packing import packing_backend
 @dataclass
 class GenerationSettings:
     """
-    Settings of generation with transformers, a base of the training configurations.
+    Settings for generation with transformers; a base class of the training configurations.
 
     Parameters:
         fast_generation (`bool`, *optional*, defaults to `False`):
-            Whether to generate with LoRA's weights added to those of the model, and to read each prompt once instead
-            of once per completion, where the model allows it. Completions differ from those without it by rounding.
+            Whether to merge LoRA weights into the model for generation, and to prefill each prompt once instead of
+            once per completion, where the model supports it. Log-probs differ from those without it by rounding.
         generation_dtype (`str`, *optional*):
-            `"bfloat16"` generates with weights rounded to bfloat16 whatever the trained ones are. The mismatch with
-            the trained policy is larger than that of rounding in float32, and not corrected.
+            `"bfloat16"` generates with weights rounded to bfloat16, whatever the dtype of the trained weights. The
+            mismatch with the trained policy is larger than float32 rounding, and is not corrected.
     """
 
     fast_generation: bool = False
@@ -46,12 +46,12 @@ class GenerationSettings:
 @contextmanager
 def faster_generation(model: Any, *, fast: bool, dtype: torch.dtype | None) -> Iterator[None]:
     """
-    Let `model.generate` run faster inside the context.
+    Speed up `model.generate` inside the context; restore the weights on exit.
 
     Args:
-        model: The model without wrappers, its parameters not sharded.
-        fast (`bool`): Merge adapters and share prompts.
-        dtype (`torch.dtype`, *optional*): Of the weights.
+        model: The unwrapped model; its parameters must not be sharded.
+        fast (`bool`): Whether to merge adapters and prefill equal prompts once.
+        dtype (`torch.dtype`, *optional*): Dtype of the weights during generation; by default their own.
     """
     kept = [(parameter, parameter.data) for parameter in model.parameters()]
     base = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -60,7 +60,7 @@ def faster_generation(model: Any, *, fast: bool, dtype: torch.dtype | None) -> I
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)] if can_merge else []
     try:
         if layers:
-            model.merge_adapter(safe_merge=True)  # into copies of the weights
+            model.merge_adapter(safe_merge=True)  # `safe_merge` merges into copies of the weights
         if dtype is not None:
             for parameter, _ in kept:
                 parameter.data = parameter.data.to(dtype)
@@ -78,10 +78,10 @@ def faster_generation(model: Any, *, fast: bool, dtype: torch.dtype | None) -> I
 def generate_sharing_prompts(
     base: Any, generate: Callable, input_ids: torch.Tensor, attention_mask: torch.Tensor, **more: Any
 ) -> Any:
-    """Call `generate` on prompts padded on the left, `(B, P)`, with a cache of all but their last tokens, computed
-    once for equal prompts; `base` is the model without PEFT. Models with other than plain causal attention generate as
-    always."""
-    rows = torch.cat([input_ids, attention_mask], dim=1)  # padding and an end token may have one id
+    """Call `generate` on left-padded prompts `(B, P)` with a KV cache that is computed once per distinct prompt and
+    covers all but its last token. `base` is the model without PEFT. Models without plain causal attention generate
+    without the shared cache."""
+    rows = torch.cat([input_ids, attention_mask], dim=1)  # padding and EOS may share an id
     different, of_row = rows.unique(dim=0, return_inverse=True)
     if len(different) < len(rows) and input_ids.shape[1] > 1 and packing_backend(base) is not None:
         ids, mask = different.tensor_split([input_ids.shape[1]], dim=1)

@@ -1,9 +1,9 @@
-"""The completions of an optimizer step as groups, which may differ in size.
+"""Groups of completions of one optimizer step, which may differ in size.
 
-`objective.py` works on `P` groups of `G` completions each. Here the completions of a step, in any order, are laid into
-a `(P, G)` grid with `G` the size of the largest group, and results are taken out again. An empty cell has the label
-NaN, which the objective leaves out of every mean. So has a completion without a verdict, but it counts for the KL
-term, the entropy, and the metrics.
+`objective.py` works on `P` groups of `G` completions each. `Groups` scatters the completions of an optimizer step, in
+any order, into a `(P, G)` grid, where `G` is the size of the largest group, and gathers the results. Empty cells have
+the label NaN, which the objective excludes from every mean. A completion without a verdict also has the label NaN, but
+is included in the KL term, the entropy, and the metrics.
 """
 
 import math
@@ -17,16 +17,18 @@ from .rows import Rollout
 
 class Groups:
     """
+    Map between a flat list of completions and the grid of groups that `objective.py` expects.
+
     Args:
-        labels (`torch.Tensor` of shape `(B,)`): Labels in [0, 1], NaN for rows without a verdict.
-        group_of_row (sequence of `B` `int`): The group of each row; equal numbers are one group.
+        labels (`torch.Tensor` of shape `(B,)`): Labels in [0, 1], NaN for completions without a verdict.
+        group_of_row (sequence of `B` `int`): Group id of each completion.
 
     Attributes:
-        members (list of `P` `list[int]`): Rows of each group, groups and rows in the order of the rows.
-        size (`int`): `G`: rows of the largest group, at least 2.
+        members (list of `P` `list[int]`): Indices of the completions of each group, in order of first appearance.
+        size (`int`): `G`, the number of completions of the largest group, at least 2.
         scorable (bool `torch.Tensor` of shape `(B,)`): See [`objective.scorable_rows`].
-        judged, mixed (bool `torch.Tensor` of shape `(P,)`): Groups with scorable rows, and those of them whose labels
-            differ. The others are *uniform*.
+        judged, mixed (bool `torch.Tensor` of shape `(P,)`): Groups with scorable completions, and those among them
+            whose labels differ. Groups that are judged but not mixed are *uniform*.
     """
 
     def __init__(self, labels: torch.Tensor, group_of_row: Sequence[int]):
@@ -35,7 +37,7 @@ class Groups:
             by_group.setdefault(group, []).append(row)
         self.members = list(by_group.values())
         self.size = max([2, *map(len, self.members)])
-        self._cells = torch.zeros(len(labels), dtype=torch.long)  # of each row in the flattened grid
+        self._cells = torch.zeros(len(labels), dtype=torch.long)  # index of each completion in the flattened grid
         for group, rows in enumerate(self.members):
             self._cells[rows] = group * self.size + torch.arange(len(rows))
         self.labels = labels
@@ -57,16 +59,17 @@ class Groups:
         return grid[self._cells]
 
     def rows_of(self, groups: torch.Tensor) -> torch.Tensor:
-        """Return a bool `(B,)` for the rows of the groups that are True in a bool `(P,)`."""
+        """Expand a bool mask over groups, `(P,)`, to a bool mask over their completions, `(B,)`."""
         return self._of_rows(groups.repeat_interleave(self.size))
 
     def take(self, rows: Sequence[int]) -> "Groups":
-        """Return the groups of `rows`, whole groups, which become rows 0, 1, ... in this order."""
+        """Return the `Groups` of some completions, which must form whole groups and are renumbered 0, 1, ... in this
+        order."""
         return Groups(self.labels[rows], (self._cells[rows] // self.size).tolist())
 
     def apply(self, function: Callable, *values: torch.Tensor, **kinds):
-        """Call a function of `objective.py` on these rows: `function(*values, labels, num_generations=..., **kinds)`
-        with `values` of shape `(B,)`. Its results of shape `(P * G,)` become `(B,)`; scalars stay."""
+        """Call `function(*values, labels, num_generations=..., **kinds)` of `objective.py` on the grid. `values` have
+        shape `(B,)`; results of shape `(P * G,)` are gathered to `(B,)`, and scalars are returned unchanged."""
         results = function(*map(self._to_grid, values), self._grid_labels, num_generations=self.size, **kinds)
         found = [
             result if result.dim() == 0 else self._of_rows(result)
@@ -76,8 +79,7 @@ class Groups:
 
 
 def split_into_steps(rollouts: Sequence[Rollout], num_steps: int) -> list[list[Rollout]]:
-    """Return the rows of each optimizer step of a generation batch: whole groups in their order, about equally
-    many."""
+    """Split a generation batch into `num_steps` optimizer steps of whole groups, in order and of about equal size."""
     groups = sorted({row.group for row in rollouts})
     step_of = {group: i * num_steps // len(groups) for i, group in enumerate(groups)}
     steps: list[list[Rollout]] = [[] for _ in range(num_steps)]

@@ -1,10 +1,10 @@
 """Micro-batch scheduling for ragged rollouts: pure functions on lengths.
 
 The gradient of an optimizer step is a sum over completions (see `objective.proxy_coefficients`), so its micro-batches
-may have any composition. A schedule is a list with one entry per process, each a list of micro-batches, each a list of
-row indices. Every process gets the same number of micro-batches, because each forward pass may be a collective
-operation (FSDP, ZeRO-3); an empty one stands for a forward pass of a row with weight zero. Schedules depend on nothing
-but the lengths, so all processes compute the same one without communication.
+may have any composition. A schedule has one entry per process: a list of micro-batches, each a list of completion
+indices. Every process gets the same number of micro-batches, because each forward pass may be a collective operation
+(FSDP, ZeRO-3); for an empty micro-batch, the process runs a filler completion of weight zero. Schedules depend only on
+the lengths, so all processes compute the same schedule without communication.
 """
 
 import heapq
@@ -17,14 +17,15 @@ Schedule = list[list[list[int]]]
 
 class RowLengths(NamedTuple):
     """
-    Lengths of rows, and which of them share a prompt.
+    Lengths of rollouts, and the prompts that they share.
 
     Attributes:
         prompts, completions (`Sequence[int]`): Numbers of tokens.
-        texts (`Sequence[int]`, *optional*): The same number for rows with the same prompt, which is computed once in a
-            packed micro-batch; by default all differ.
-        pair_cost (`float`): Cost of one token attending to another one, in tokens. In a layer of width `h`, a token
-            costs about `12 h^2` multiplications outside attention and `2 h` for every token that it sees: `1 / (6 h)`.
+        texts (`Sequence[int]`, *optional*): Prompt id of each rollout. A packed micro-batch computes rollouts with
+            equal ids from one copy of the prompt. By default all prompts are distinct.
+        pair_cost (`float`): Cost of one token attending to another token, in units of the cost of a token outside
+            attention. In a layer of width `h`, a token costs about `12 h^2` multiplications outside attention, and
+            `2 h` for every token that it attends to: `1 / (6 h)`.
     """
 
     prompts: Sequence[int]
@@ -33,7 +34,7 @@ class RowLengths(NamedTuple):
     pair_cost: float = 0.0
 
     def by_text(self, rows: Sequence[int]) -> list[list[int]]:
-        """Return `rows` grouped by prompt."""
+        """Return the rollout indices `rows` grouped by prompt."""
         if not self.texts:
             return [[i] for i in rows]
         found: dict[int, list[int]] = {}
@@ -43,8 +44,9 @@ class RowLengths(NamedTuple):
 
 
 def micro_batch_tokens(rows: Sequence[int], lengths: RowLengths, *, padded: bool) -> int:
-    """Return the tokens that a forward pass over `rows`, possibly none, processes. If `padded`, each row counts as the
-    longest; else only real tokens count, and of a shared prompt all but the last one count once."""
+    """Return the number of tokens in a forward pass over `rows`, which may be empty. If `padded`, each rollout counts
+    with the length of the longest. Otherwise padding is not counted, and a shared prompt counts once except for its
+    last token."""
     if not rows:
         return 0
     if padded:
@@ -56,7 +58,7 @@ def micro_batch_tokens(rows: Sequence[int], lengths: RowLengths, *, padded: bool
 
 
 def micro_batch_cost(rows: Sequence[int], lengths: RowLengths, *, padded: bool) -> float:
-    """Return the cost of a forward pass over `rows` in tokens: [`micro_batch_tokens`] and their attention."""
+    """Return the cost of a forward pass over `rows` in tokens: [`micro_batch_tokens`] plus the cost of attention."""
     tokens = micro_batch_tokens(rows, lengths, padded=padded)
     if not lengths.pair_cost or not rows:
         return tokens
@@ -70,8 +72,8 @@ def micro_batch_cost(rows: Sequence[int], lengths: RowLengths, *, padded: bool) 
 
 
 def schedule_cost(schedule: Schedule, lengths: RowLengths, *, padded: bool) -> float:
-    """Return the cost on the critical path: processes run in lockstep, so a micro-batch costs as much as the most
-    expensive one that runs at the same time."""
+    """Return the cost of the critical path. Processes run in lockstep, so each micro-batch costs as much as the most
+    expensive one that runs concurrently."""
     return sum(
         max(micro_batch_cost(rows, lengths, padded=padded) for rows in concurrent)
         for concurrent in zip(*schedule, strict=True)
@@ -88,23 +90,23 @@ def schedule_micro_batches(
     padded: bool = False,
 ) -> Schedule | None:
     """
-    Distribute rows over processes and micro-batches.
+    Distribute rollouts over processes and micro-batches.
 
-    Padded micro-batches hold rows of similar length, so that little is padding. Packed ones hold rows of all lengths,
-    so that all are equally large; rows with the same prompt stay together where computing it once saves more than the
-    better balance of scattered rows. Micro-batches that run at the same time on different processes get similar sizes,
-    and every process gets a similar total.
+    Padded micro-batches hold rollouts of similar length, to minimize padding. Packed micro-batches mix lengths, to
+    equalize their sizes; rollouts with the same prompt stay together where computing the prompt once saves more than
+    better balance would. Micro-batches that run concurrently on different processes have similar sizes, and all
+    processes have similar totals.
 
     Args:
-        lengths (`RowLengths`): Lengths of all rows.
-        units (sequence of sequences of `int`): The rows to place; those of a unit share a micro-batch.
+        lengths (`RowLengths`): Lengths of all rollouts.
+        units (sequence of sequences of `int`): Indices of the rollouts to schedule; a unit is never split.
         num_processes (`int`): Number of processes.
-        max_rows (`int`): Most rows in a micro-batch. Not used if `max_tokens` is given.
-        max_tokens (`int`, *optional*): Most tokens in a micro-batch, as [`micro_batch_tokens`] counts them.
-        padded (`bool`): Whether rows are padded or packed.
+        max_rows (`int`): Maximum number of rollouts per micro-batch. Ignored if `max_tokens` is given.
+        max_tokens (`int`, *optional*): Maximum number of tokens per micro-batch, see [`micro_batch_tokens`].
+        padded (`bool`): Whether rollouts are padded (`True`) or packed (`False`).
 
     Returns:
-        The schedule, or `None` if some unit does not fit into a micro-batch.
+        The schedule, or `None` if a unit does not fit into a micro-batch.
     """
     if max_tokens is not None:
         max_rows = max(sum(map(len, units)), 1)
@@ -130,8 +132,8 @@ def schedule_micro_batches(
 
 
 def _parts_of_texts(units: Sequence[Sequence[int]], lengths: RowLengths, max_rows: int) -> Iterator[list[list[int]]]:
-    """Yield single rows joined with those of the same prompt: all of them, then in 2, 4, ... parts of about equal
-    length."""
+    """Yield units that join rollouts with the same prompt: first whole groups, then 2, 4, ... parts per group, of
+    about equal length. Yields nothing if the given units already hold several rollouts."""
     if any(len(unit) != 1 for unit in units):
         return
     texts = lengths.by_text([i for (i,) in units])
@@ -141,7 +143,7 @@ def _parts_of_texts(units: Sequence[Sequence[int]], lengths: RowLengths, max_row
         for rows in texts:
             longest_first = sorted(rows, key=lambda i: -lengths.completions[i])
             n = max(min(num_parts, len(rows)), -(-len(rows) // max_rows))
-            order = [*range(n), *reversed(range(n))]  # back and forth, which balances the lengths
+            order = [*range(n), *reversed(range(n))]  # a back-and-forth order balances the lengths
             parts += [[row for k, row in enumerate(longest_first) if order[k % len(order)] == i] for i in range(n)]
         yield parts
         num_parts *= 2
@@ -155,7 +157,7 @@ def _over_processes(
     schedule: Schedule = [[] for _ in range(num_processes)]
     for start in range(0, len(micro_batches), num_processes):
         concurrent = micro_batches[start : start + num_processes]
-        # Alternating directions evens out the totals: the process that got the largest now gets the smallest.
+        # Alternating the direction balances totals: the process with the largest micro-batch gets the smallest next.
         for process, batch in enumerate(concurrent if start // num_processes % 2 == 0 else reversed(concurrent)):
             schedule[process].append(batch)
     return schedule
@@ -164,7 +166,7 @@ def _over_processes(
 def _neighbours_in_length(
     units: list[list[int]], lengths: RowLengths, max_rows: int, max_tokens: int | None
 ) -> list[list[int]]:
-    """Cut the units, longest first, into runs that fit: little padding, as the rows of a run are similarly long."""
+    """Cut the units, longest first, into runs that fit; a run has similar lengths, so there is little padding."""
     micro_batches: list[list[int]] = []
     for unit in units:
         joined = micro_batches[-1] + unit if micro_batches else []
@@ -179,8 +181,8 @@ def _neighbours_in_length(
 def _evenly_filled(
     units: list[tuple[list[int], int, float]], num_processes: int, max_rows: int, max_tokens: int | None
 ) -> list[list[int]]:
-    """Give each unit, a tuple of rows, tokens, and cost, the most expensive first, to the cheapest micro-batch with
-    room; take the smallest number of micro-batches that works."""
+    """Assign each unit, a tuple of indices, tokens, and cost (most expensive first), to the cheapest micro-batch with
+    room, and use the smallest number of micro-batches for which all units fit."""
     num_rows, num_tokens = sum(len(rows) for rows, _, _ in units), sum(tokens for _, tokens, _ in units)
     smallest = min((len(rows) for rows, _, _ in units), default=1)
     fewest = -(-num_rows // max_rows) if max_tokens is None else -(-num_tokens // max_tokens)
@@ -190,7 +192,7 @@ def _evenly_filled(
         tokens_of = [0] * num_micro_batches
         cheapest_first = [(0.0, i) for i in range(num_micro_batches)]
         for rows, tokens, cost in units:
-            full = []  # for this unit, and perhaps not for the next
+            full = []  # too full for this unit, but possibly not for the next one
             while cheapest_first:
                 _, i = cheapest_first[0]
                 fits = max_tokens is None or tokens_of[i] + tokens <= max_tokens

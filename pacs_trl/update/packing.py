@@ -1,17 +1,17 @@
-"""Packed rows: the rows of a micro-batch as one long row without padding, and attention in which each sees only
-itself.
+"""Sequence packing: concatenate the rollouts of a micro-batch into one sequence without padding, with block-diagonal
+attention.
 
-A shared prompt is computed once. Without its last token it lies in front of its completions, and each of them begins
-with that token, which predicts the first token of the completion:
+A shared prompt is computed once. All of it except the last token precedes its completions; each completion is preceded
+by a copy of the last prompt token, which predicts the first completion token:
 
     [prompt without its last token] [last prompt token, completion 1] [last prompt token, completion 2] ...
 
-Positions continue from the prompt in each of these branches; a branch attends to the prompt and to itself.
+Positions in each of these branches continue from the prompt; a branch attends to the prompt and to itself.
 
-FlashAttention's variable-length kernels do that if the model was loaded with them. Models loaded with
-`attn_implementation="sdpa"` use PyTorch's own variable-length kernel where it runs (CUDA, half precision), and
-elsewhere its attention for each piece. Everything else (eager, flex, sliding windows, soft-capped logits, models with
-state) is not packed: see [`packing_backend`], and [`choose_forward_pass`] for what configurations do not say.
+Models loaded with FlashAttention use its variable-length kernels. Models loaded with `attn_implementation="sdpa"` use
+PyTorch's variable-length kernel where it is available (CUDA, half precision), and otherwise one SDPA call per segment.
+All other models (eager or flex attention, sliding windows, soft-capped logits, recurrent state) are padded: see
+[`packing_backend`], and [`choose_forward_pass`], which detects cases that the config does not reveal.
 """
 
 import inspect
@@ -28,26 +28,27 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 
-PACKED = "pacs_packed_"  # in front of the name of the attention that the model was loaded with
+PACKED = "pacs_packed_"  # prefix of the attention implementation that the model was loaded with
 
-# Causal models whose layers build a further mask from the data. Packing would leave it out, without effect on
-# log-probs as long as the mask is the constant that it starts as.
+# Causal models whose layers build an additional mask from the data. Packing would drop this mask, and log-probs would
+# not change as long as the mask has its constant initial value.
 _MASKED_BY_THEIR_LAYERS = ("doge",)
 
 
 class PackedRows:
     """
-    Rows of a micro-batch as one row.
+    The rollouts of a micro-batch packed into one sequence of `N` tokens.
 
     Args:
-        prompts, completions (sequences of `B` int64 `np.ndarray`): Tokens of each row: at least one of the prompt, of
-            the completion possibly none.
+        prompts, completions (sequences of `B` int64 `np.ndarray`): Token ids of each rollout. Prompts need at least
+            one token; completions may be empty.
 
     Attributes:
-        ids, positions (int64 `np.ndarray` of shape `(N,)`): Token ids, and positions in their text.
-        texts (`list[list[int]]`): Lengths of the pieces of the packed row, in its order: of a shared prompt and the
-            branches behind it, or of a prompt with its completion.
-        places (int64 `np.ndarray`): Where the completion tokens of each row are predicted, in the order of the rows.
+        ids, positions (int64 `np.ndarray` of shape `(N,)`): Token ids and position ids.
+        texts (`list[list[int]]`): Segment lengths in order, one list per attention block: a shared prompt followed by
+            its branches, or a single segment of one prompt and its completion.
+        places (int64 `np.ndarray`): Flat indices of the positions that predict the completion tokens, in the order of
+            the rollouts.
     """
 
     def __init__(self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray]):
@@ -78,9 +79,10 @@ class PackedRows:
         self.places = np.concatenate([np.arange(i, i + len(c)) for i, c in zip(starts, completions, strict=True)])
 
     def kernel_inputs(self) -> dict[str, Any]:
-        """Return the inputs of variable-length kernels, as transformers passes them on; `key_places` is ours."""
+        """Return the keyword arguments of variable-length kernels under the names of transformers, and `key_places`
+        (flat indices of the keys) for shared prompts."""
         lengths = [length for text in self.texts for length in text]
-        behind = [text[0] if piece else 0 for text in self.texts for piece in range(len(text))]  # tokens of the prompt
+        behind = [text[0] if piece else 0 for text in self.texts for piece in range(len(text))]  # shared prompt length
         seen = [prompt + length for prompt, length in zip(behind, lengths, strict=True)]
         bounds = [torch.tensor(np.cumsum([0, *n]), dtype=torch.int32) for n in (lengths, seen)]
         inputs = {"cu_seq_lens_q": bounds[0], "cu_seq_lens_k": bounds[1]}
@@ -98,7 +100,7 @@ class PackedRows:
 
 
 def rows_by_prompt(prompts: Sequence[np.ndarray]) -> list[list[int]]:
-    """Return rows with equal prompts, in the order in which prompts first appear."""
+    """Return the indices of rollouts grouped by prompt, in order of first appearance."""
     found: dict[bytes, list[int]] = {}
     for i, prompt in enumerate(prompts):
         found.setdefault(prompt.tobytes(), []).append(i)
@@ -107,9 +109,9 @@ def rows_by_prompt(prompts: Sequence[np.ndarray]) -> list[list[int]]:
 
 class MergedAttention(torch.autograd.Function):
     """
-    Attention of branches behind one prompt on a CPU: all their queries see the prompt's keys at once, those of each
-    branch its own keys, and the two results are merged by the logarithms of their sums. The kernels' backward passes
-    take the merged result and sum for their own.
+    CPU attention of several branches that share a prompt. One kernel call attends from the queries of all branches to
+    the prompt's keys, and one call per branch to its own keys; the two results are merged by their log-sum-exps. The
+    backward kernels receive the merged output and log-sum-exp.
     """
 
     @staticmethod
@@ -140,7 +142,7 @@ class MergedAttention(torch.autograd.Function):
 
 def _packed_sdpa(
     module,
-    query: torch.Tensor,  # (1, H, N, D), N tokens of all rows
+    query: torch.Tensor,  # (1, H, N, D), N packed tokens
     key: torch.Tensor,  # (1, H_kv, N, D)
     value: torch.Tensor,
     attention_mask: None,
@@ -150,7 +152,7 @@ def _packed_sdpa(
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     device = query.device.type
-    if torch.is_autocast_enabled(device):  # as PyTorch's attention does by itself
+    if torch.is_autocast_enabled(device):  # F.scaled_dot_product_attention would cast by itself
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     if takes_varlen(query, key, value, dropout):
         return _packed_varlen(query, key, value, scaling, **kwargs), None
@@ -167,19 +169,19 @@ def _packed_sdpa(
         outputs.append(attend(q, k, v))
         if len(text) > 1 and merges:
             outputs.append(MergedAttention.apply(branches[0], k, v, *branches[1:], text[1:], scaling))
-        elif len(text) > 1:  # the queries of the prompt once more
+        elif len(text) > 1:  # recomputes the prompt's queries for each branch
             for branch in zip(*(x.split(text[1:], dim=2) for x in branches), strict=True):
                 whole = (torch.cat(pair, dim=2) for pair in zip((q, k, v), branch, strict=True))
                 outputs.append(attend(*whole)[:, :, text[0] :])
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
 
-# PyTorch 2.11 has no grouped queries there.
+# `varlen_attn` of PyTorch 2.11 does not support grouped-query attention.
 _VARLEN_IS_GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def takes_varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
-    """Whether PyTorch's variable-length attention runs on these tensors."""
+    """Return whether PyTorch's variable-length attention supports these tensors."""
     grouped = query.shape[1] != key.shape[1]
     if query.device.type != "cuda" or dropout or query.shape[-1] % 8 or (grouped and not _VARLEN_IS_GROUPED):
         return False
@@ -189,7 +191,7 @@ def takes_varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dr
 def _packed_varlen(
     query, key, value, scaling, *, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, key_places=None, **kwargs
 ) -> torch.Tensor:
-    """The kernel is FlashAttention's, and aligns a causal mask at the last query and key (see [`_packed_flash`])."""
+    """Run PyTorch's variable-length attention, a FlashAttention kernel; for its mask, see [`_packed_flash`]."""
     if key_places is not None:
         key, value = key.index_select(2, key_places), value.index_select(2, key_places)
     grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
@@ -201,29 +203,30 @@ def _packed_varlen(
 def _packed_flash(
     module, query, key, value, attention_mask, *, implementation: str, key_places: torch.Tensor | None = None, **kwargs
 ) -> tuple[torch.Tensor, None]:
-    """The kernels align a causal mask at the last query and key, as a branch behind its prompt needs it."""
+    """Run FlashAttention, which aligns the causal mask to the last query and key, as a branch after its prompt
+    requires."""
     if key_places is not None:
         key, value = key.index_select(2, key_places), value.index_select(2, key_places)
     config = module.config
     packed_implementation = config._attn_implementation
-    config._attn_implementation = implementation  # the kernels are chosen by it
+    config._attn_implementation = implementation  # transformers selects the kernel by this name
     try:
         return AttentionInterface()[implementation](module, query, key, value, None, **kwargs)
     finally:
         config._attn_implementation = packed_implementation
 
 
-# Registered without a mask function on purpose: transformers then builds no mask, which for N packed tokens would be a
-# dense (N, N) matrix.
+# No mask function is registered, so that transformers does not build a mask: for N packed tokens it would be a dense
+# (N, N) matrix.
 AttentionInterface.register(f"{PACKED}sdpa", _packed_sdpa)
 for _implementation in ("flash_attention_2", "flash_attention_3"):
     AttentionInterface.register(f"{PACKED}{_implementation}", partial(_packed_flash, implementation=_implementation))
 
 
 def packing_backend(model: PreTrainedModel) -> str | None:
-    """Return how rows of a model, unwrapped (no PEFT, DDP or FSDP), can be packed: `"flash"` for models loaded with
-    FlashAttention, `"sdpa"` for models whose attention is plain causal attention run by SDPA, `None` if they have to
-    be padded."""
+    """Return the packing backend of an unwrapped model (no PEFT, DDP or FSDP): `"flash"` for models loaded with
+    FlashAttention, `"sdpa"` for models with plain causal attention loaded with SDPA, and `None` if rollouts must be
+    padded."""
     config = model.config
     layer_types = getattr(config, "layer_types", None)
     full_attention = (
@@ -242,8 +245,8 @@ def packing_backend(model: PreTrainedModel) -> str | None:
 
 @contextmanager
 def packed_attention(config: PreTrainedConfig, backend: str | None):
-    """Let `config`'s model attend to packed rows inside the context. Wrap the backward pass too: gradient
-    checkpointing runs the forward again there."""
+    """Enable packed attention for the model of `config` inside the context. The context must include the backward
+    pass, because gradient checkpointing repeats the forward pass there."""
     previous = config._attn_implementation
     if backend is None or previous.startswith(PACKED):
         yield

@@ -1,18 +1,19 @@
 """The gradient of one optimizer step, exact for any composition of its micro-batches.
 
 The loss couples the completions of a prompt, but its gradient is `sum_i c_i * sum_t w_it * grad log pi(o_it)`, and the
-coefficients `c_i` depend only on the values of the proxies (`objective.proxy_coefficients`). So first the proxies of
-the whole optimizer step are computed, then the coefficients, and then the sum is back-propagated in whatever
-micro-batches are cheapest. The proxies come from one of three sources:
+coefficients `c_i` depend only on the values of the proxies (`objective.proxy_coefficients`). The update therefore
+computes the proxies of the whole optimizer step, then the coefficients, and then back-propagates the sum in the
+cheapest micro-batches. The proxies come from one of three sources:
 
 - They are exactly 0 on the first update after a rollout, if the reference is the policy at rollout time. No forward
-  pass is needed, and completions of uniform groups have coefficient 0 and are left out.
+  pass is needed, and completions of uniform groups, whose coefficients are 0, are skipped.
 - `"whole"` layout: micro-batches hold whole groups, so the forward pass of a micro-batch yields all its coefficients.
-- `"split"` layout: a forward pass without gradient over all completions, then one with gradient over those that count.
+- `"split"` layout: one forward pass without gradient over all completions, then one with gradient over the completions
+  with a nonzero coefficient.
 
 Loss normalization: coefficients are divided by the number of scorable completions of the whole optimizer step, over
-all micro-batches and processes. Losses of processes are averaged by DDP, FSDP and DeepSpeed, hence the factor
-`num_processes`; nothing is divided by the number of accumulation steps.
+all micro-batches and processes. DDP, FSDP and DeepSpeed average over processes, so each process multiplies its loss by
+`num_processes`. Nothing is divided by the number of accumulation steps.
 """
 
 import contextlib
@@ -37,13 +38,13 @@ from .token_weights import Mismatch, TokenValues, TokenWeights, merge_statistics
 
 class Forwarded(NamedTuple):
     """
-    Results of forward passes over some completions of a step, from all processes.
+    Results of forward passes over some completions of an optimizer step, summed over all processes.
 
     Attributes:
         proxies (`torch.Tensor` of shape `(B,)`, on the CPU): 0 for completions without a forward pass.
         row_values (`torch.Tensor` of shape `(K, B)`): See [`TokenWeights`].
-        entropy, num_rows, kl (`float`): Sum of the entropies of the counted tokens, number of completions, and sum of
-            the KL estimator.
+        entropy, num_rows, kl (`float`): Sum of the entropies of the counted tokens in nats, number of completions that
+            had a forward pass, and sum of the KL estimator over counted tokens.
     """
 
     proxies: torch.Tensor
@@ -54,7 +55,7 @@ class Forwarded(NamedTuple):
 
 
 class _Collector:
-    """Collects the results of forward passes; one reduction over processes at the end."""
+    """Accumulate the results of forward passes, and reduce them over processes once at the end."""
 
     def __init__(self, num_places: int, accelerator: Accelerator, num_row_values: int = 0):
         self.accelerator = accelerator
@@ -79,17 +80,17 @@ class _Collector:
 @dataclass(eq=False)
 class PolicyUpdate:
     """
-    Computes and back-propagates the loss of one optimizer step.
+    Compute and back-propagate the loss of one optimizer step.
 
     Args:
-        scorer ([`Scorer`]): Of the policy.
+        scorer ([`Scorer`]): Scorer of the policy.
         accelerator ([`~accelerate.Accelerator`]): Runs the backward pass and reduces over processes.
-        objective ([`Objective`]), limits ([`MicroBatchConfig`]): The loss, and bounds on micro-batches.
-        mismatch ([`Mismatch`]): How the engine's probabilities are compared with the trainer's.
+        objective ([`Objective`]), limits ([`MicroBatchConfig`]): The loss, and the size limits of micro-batches.
+        mismatch ([`Mismatch`]): Settings for the mismatch between the engine's and the trainer's log-probs.
         token_weights (`list[TokenWeights]`): Factors on the gradient of each token.
-        samples_policy (`bool`): Whether completions are sampled from the distribution that is trained, not a truncated
-            one.
-        score_kl_reference (`Callable`, *optional*): [`Scorer.score`] under the policy that the KL term refers to.
+        samples_policy (`bool`): Whether completions are sampled from the full trained distribution, without top-k,
+            top-p, or similar truncation.
+        score_kl_reference (`Callable`, *optional*): [`Scorer.score`] under the reference policy of the KL term.
     """
 
     scorer: Scorer
@@ -101,7 +102,7 @@ class PolicyUpdate:
     samples_policy: bool = True
     score_kl_reference: Callable[..., Scores] | None = None
 
-    # Whether the coefficients of a whole step must be known before its first backward pass, for `shape_coefficients`.
+    # Whether `shape_coefficients` needs the coefficients of the whole step before the first backward pass.
     coefficients_first = False
 
     # Extension points -----------------------------------------------------------------------------------------------
@@ -109,11 +110,12 @@ class PolicyUpdate:
     def shape_coefficients(
         self, model, step: StepRollouts, coefficients: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Return other coefficients for all completions of a step, and metrics; needs `coefficients_first`."""
+        """Return modified coefficients for all completions of an optimizer step, and metrics. Requires
+        `coefficients_first`."""
         return coefficients, {}
 
     def token_coefficients(self, batch: MicroBatch, coefficients: torch.Tensor) -> torch.Tensor:
-        """Return the coefficients of the tokens of a micro-batch, `(B, T)` or `(B, 1)`, from those of completions."""
+        """Expand the coefficients of the completions of a micro-batch, `(B,)`, to tokens, `(B, T)` or `(B, 1)`."""
         return coefficients[:, None]
 
     def counted_tokens(self, row: Rollout) -> int:
@@ -121,12 +123,12 @@ class PolicyUpdate:
         return int(row.loss_mask.sum())
 
     def proxies(self, logps: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """Return the proxies of the completions of a micro-batch, `(B,)`, from their log-probs."""
+        """Return the proxies of the completions of a micro-batch, `(B,)`, from their log-probs `(B, T)` in nats."""
         return self.objective.proxies(logps, batch.ref_logps, batch.loss_mask)
 
     def coefficients(self, step: StepRollouts, rows: list[int], proxies: torch.Tensor) -> torch.Tensor:
-        """Return the coefficients of `rows`, which are whole groups with these proxies, in the mean over the whole
-        step."""
+        """Return the coefficients of the completions `rows`, which must form whole groups, for the loss averaged over
+        the whole optimizer step. `proxies` are those of `rows`."""
         groups = step.groups.take(rows)
         share = self.objective.size(groups) / max(self.objective.size(step.groups), 1)
         num_tokens = torch.tensor([self.counted_tokens(step.rollouts[i]) for i in rows])
@@ -134,7 +136,7 @@ class PolicyUpdate:
         return self.objective.coefficients(groups, proxies, num_tokens) * share * weights
 
     def summarize(self, step: StepRollouts, proxies: torch.Tensor) -> tuple[float, dict[str, float]]:
-        """Return the loss without the KL term, and the metrics of the objective."""
+        """Return the loss of the optimizer step without the KL term, and the metrics of the objective."""
         return self.objective.summarize(step.groups, proxies)
 
     # Forward passes -------------------------------------------------------------------------------------------------
@@ -143,7 +145,7 @@ class PolicyUpdate:
         known, has_kl = self.objective.known_coefficients(rollouts), self.objective.kl_coef != 0
         if known is None and not has_kl:
             return schedule_step(rollouts, self._limits)
-        # The KL term is over all tokens, with or without a verdict.
+        # The KL term includes completions without a verdict.
         takes_part = torch.tensor([len(row.completion_ids) > 0 for row in rollouts])
         if known is None:
             return schedule_step(rollouts, self._limits, takes_part)
@@ -162,8 +164,8 @@ class PolicyUpdate:
         return self.limits._replace(padded=self.scorer.packing is None)
 
     def micro_batches(self, step: StepRollouts, schedule: Schedule) -> Iterator[tuple[list[int], MicroBatch]]:
-        """Yield this process's micro-batches: indices of completions, and their values."""
-        # Without any row there is still one forward and backward pass, of a filler: gradients must exist and be zero.
+        """Yield this process's micro-batches: the completion indices, and the collated tensors."""
+        # A process without completions still runs a forward and backward pass on a filler, for zero gradients.
         for rows in schedule[self.accelerator.process_index] or [[]]:
             yield rows, collate([step.rollouts[i] for i in rows] or [FILLER], self.accelerator.device)
 
@@ -172,8 +174,8 @@ class PolicyUpdate:
 
     @torch.no_grad()
     def cache_logps(self, model, step: StepRollouts, *names: str) -> None:
-        """Store `ref_logps`, `old_logps` or `old_entropies` of the completions this process learns from, under the
-        weights that `model` has now."""
+        """Compute `ref_logps`, `old_logps` or `old_entropies` under the current weights of `model`, and store them in
+        the rollouts that this process trains on."""
         for rows, batch in self.micro_batches(step, step.schedule):
             scores = self._score(self.scorer.score, model, batch)
             for name in names:
@@ -194,7 +196,8 @@ class PolicyUpdate:
 
     @torch.no_grad()
     def token_entropies(self, model, step: StepRollouts) -> np.ndarray:
-        """Compute the entropies of all counted tokens of a step, equal on all processes, by one more forward pass."""
+        """Compute the entropies in nats of all counted tokens of an optimizer step with an extra forward pass. The
+        result is the same on all processes."""
         counted = [i for i, row in enumerate(step.rollouts) if row.loss_mask.any()]
         starts = dict(zip(counted, np.cumsum([0, *(step.rollouts[i].loss_mask.sum() for i in counted)]), strict=False))
         found = torch.zeros(step.num_tokens, device=self.accelerator.device)
@@ -206,12 +209,12 @@ class PolicyUpdate:
 
     def left_out_entropy(self, model, step: StepRollouts, schedule: Schedule) -> float:
         """
-        Return the sum of the entropies at the counted tokens of the completions that `schedule` leaves out, the same
-        on all processes.
+        Return the summed entropy in nats of the counted tokens in completions that `schedule` skips. The result is the
+        same on all processes.
 
-        On the first update after a rollout it is `-log p` of their sampled tokens where the engine has reported it,
-        whose expectation is the entropy of the distribution it sampled from; else it takes one more forward pass, or,
-        where coefficients are known without any, it is NaN.
+        On the first update after a rollout, the estimate is `-log p` of the sampled tokens as reported by the engine,
+        whose expectation is the entropy of the sampling distribution. Otherwise an extra forward pass computes it; if
+        the coefficients are known without a forward pass, it is NaN instead.
         """
         left_out = self._left_out(step, schedule)
         if left_out and step.on_policy and self.samples_policy:
@@ -235,30 +238,31 @@ class PolicyUpdate:
 
         Args:
             model: The wrapped model, in training mode.
-            step ([`StepRollouts`]): With `ref_logps`, unless `proxies_are_zero` or the objective has no reference.
-            proxies_are_zero (`bool`): Whether policy and reference are the same, so that no forward pass is needed for
-                the proxies.
+            step ([`StepRollouts`]): The rollouts. They need `ref_logps`, unless `proxies_are_zero` or the objective
+                has no reference.
+            proxies_are_zero (`bool`): Whether policy and reference are identical, so that the proxies need no forward
+                pass.
 
         Returns:
-            Loss (mean over scorable completions, KL term included), the same on all processes, and metrics.
+            The loss (mean over scorable completions, including the KL term) and metrics, the same on all processes.
         """
         row_values_first = any(weights.num_row_values for weights in self.token_weights)
         with self.scorer.attention():
             for weights in self.token_weights:
                 weights.prepare(self, model, step)
-            # The proxies of the whole step, unless the forward passes that are back-propagated yield them by group.
+            # Compute the proxies of the whole step first, unless micro-batches of whole groups yield them.
             before, coefficients, schedule = None, step.coefficients, step.schedule
             known = coefficients is not None
             must_score = row_values_first or self.coefficients_first or not step.whole_groups
             if must_score and not proxies_are_zero and not known:
                 before = self._forward(model, step, step.schedule)
             proxies = torch.zeros(step.num_places) if proxies_are_zero else before and before.proxies
-            # From them the coefficients, and micro-batches of the completions with a gradient.
+            # Then compute the coefficients, and schedule only the completions with a gradient.
             if proxies is not None and not known:
                 coefficients = self.coefficients(step, list(range(len(step.rollouts))), proxies)
                 schedule = self._schedule_rows_that_count(step, coefficients, scored=before is not None)
-            # Before the backward passes, between which FSDP keeps gathered weights. A pass for the proxies covered
-            # more completions.
+            # Run before the backward passes, between which FSDP keeps weights gathered. If there was a forward pass
+            # for the proxies, it already covered the completions of `step.schedule`.
             entropy = self.left_out_entropy(model, step, schedule if before is None else step.schedule)
             metrics: dict[str, float] = {}
             if coefficients is not None:
@@ -283,7 +287,7 @@ class PolicyUpdate:
         return loss, metrics
 
     def evaluate(self, model, step: StepRollouts, *, proxies_are_zero: bool) -> tuple[float, dict[str, float]]:
-        """Compute loss and metrics as in [`run`], without gradient and, for a loss of groups, without the KL term."""
+        """Compute the loss and metrics as in [`run`], without gradient and, for a group loss, without the KL term."""
         if step.coefficients is not None:
             with torch.no_grad():
                 found, _ = self._back_propagate(model, step, step.schedule, step.coefficients)
@@ -302,14 +306,14 @@ class PolicyUpdate:
             first = last
 
     def _schedule_rows_that_count(self, step: StepRollouts, coefficients: torch.Tensor, *, scored: bool) -> Schedule:
-        """Return micro-batches of the completions with a gradient; `scored` is whether those of `step.schedule` had a
-        forward pass before."""
+        """Return micro-batches of the completions with a gradient. `scored` is whether the completions of
+        `step.schedule` have already had a forward pass."""
         scheduled = {i for batches in step.schedule for rows in batches for i in rows}
-        # With a KL term every completion has a gradient; otherwise those with coefficient 0 have none.
+        # With a KL term every completion has a gradient; without it, coefficient 0 means no gradient.
         counting = [
             i for i in sorted(scheduled) if self.objective.kl_coef != 0 or coefficients[step.places([i])].any()
         ]
-        # Log-probs under the policy that generated are on the process that `step.schedule` gave the completion to.
+        # Cached `old_logps` exist only on the process to which `step.schedule` assigned the completion.
         rows_may_move = step.on_policy or not self.token_weights
         keeps = not rows_may_move or (scored and len(counting) == len(scheduled))
         return step.schedule if keeps else self.schedule_rows(step, counting)
@@ -317,9 +321,9 @@ class PolicyUpdate:
     def _back_propagate(
         self, model, step: StepRollouts, schedule: Schedule, coefficients: torch.Tensor | None
     ) -> tuple[Forwarded, list[torch.Tensor]]:
-        """Back-propagate `sum_i c_i * sum_t w_it * log pi(o_it)` and the KL term; without `coefficients`,
-        micro-batches hold whole groups. Returns the results of the forward passes, and the mismatch statistics of
-        each."""
+        """Back-propagate `sum_i c_i * sum_t w_it * log pi(o_it)` and the KL term. If `coefficients` is `None`,
+        micro-batches must hold whole groups. Returns the results of the forward passes, and the mismatch statistics
+        of each micro-batch."""
         known = step.coefficients is not None
         found, mismatch = _Collector(step.num_places, self.accelerator, 3 if known else 0), []
         compares = step.on_policy and any(row.sampling_logps is not None for row in step.rollouts)
@@ -371,7 +375,7 @@ class PolicyUpdate:
         return self.objective.kl(logps, reference, old_logps, batch.loss_mask)
 
     def _summarize(self, step: StepRollouts, proxies, entropy: float, num_forwarded: float):
-        """Return the loss without the KL term, and the metrics of every step; `entropy` is summed over all counted
+        """Return the loss without the KL term, and the metrics of the step. `entropy` is the sum over all counted
         tokens."""
         loss, metrics = self.summarize(step, proxies)
         of_step = {
@@ -381,8 +385,8 @@ class PolicyUpdate:
         return loss, of_step | metrics
 
     def _summarize_known(self, step: StepRollouts, found: Forwarded, left_out_entropy: float):
-        """As [`_summarize`], with the KL term. Where the entropy of completions without a forward pass is unknown,
-        that of the others is returned."""
+        """Like [`_summarize`], but with the KL term, for coefficients that need no log-probs. If `left_out_entropy` is
+        NaN, the entropy metric covers only completions with a forward pass."""
         low, high, kl = found.row_values
         number = torch.tensor([int(row.loss_mask.sum()) for row in step.rollouts])
         without = set(self._left_out(step, step.schedule)) if math.isnan(left_out_entropy) else set()
@@ -396,7 +400,7 @@ class PolicyUpdate:
 
     @contextlib.contextmanager
     def _synchronize_gradients(self, model, *, last: bool):
-        """Processes exchange gradients in the last backward pass only."""
+        """Synchronize gradients across processes in the last backward pass only."""
         if not torch.is_grad_enabled():
             yield
             return

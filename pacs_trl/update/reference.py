@@ -1,8 +1,7 @@
-"""The snapshot reference: a copy of the trained weights that replaces the policy while reference log-probs are
-computed.
+"""Snapshot reference: a copy of the trained weights, swapped into the policy to compute reference log-probs.
 
-There is no second model. The snapshot holds only the parameters that are trained (for LoRA: the adapter) and only this
-process's shard of them (for FSDP2 and ZeRO-3). Policy and snapshot trade places parameter by parameter, and back.
+No second model is created. The snapshot holds only the trainable parameters (with LoRA: the adapter), and only this
+process's shard of them (with FSDP2 and ZeRO-3). Weights are swapped in and out one parameter at a time.
 """
 
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 
 def _local_shard(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """The part of a parameter that this process stores, as a tensor that shares its memory."""
+    """Return this process's shard of a parameter as a detached tensor that shares its memory."""
     if isinstance(parameter, DTensor):
         return parameter.to_local().detach()
     if hasattr(parameter, "ds_tensor"):  # ZeRO-3 empties the parameter itself between uses
@@ -23,14 +22,14 @@ def _local_shard(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
-    """Whether processes hold different parts of the trained parameters."""
+    """Return whether the trainable parameters are sharded over processes (FSDP2 or ZeRO-3)."""
     return any(isinstance(module, FSDPModule) for module in model.modules()) or any(
         hasattr(p, "ds_tensor") for p in model.parameters() if p.requires_grad
     )
 
 
 def _reshard(model: torch.nn.Module) -> None:
-    """Make FSDP2 let go of the gathered parameters that it may keep after a forward pass."""
+    """Free the gathered parameters that FSDP2 may keep after a forward pass."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -38,16 +37,16 @@ def _reshard(model: torch.nn.Module) -> None:
 
 class SnapshotReference:
     """
-    A copy of a model's trained parameters that can take their place for a while.
+    A copy of a model's trainable parameters that can be swapped in temporarily.
 
     Args:
-        model (`torch.nn.Module`): The model, wrapped for distributed training if it is going to be.
-        offload (`bool`): Keep the copy in CPU memory. At most one parameter is then held twice on the device, and only
-            while it is exchanged.
+        model (`torch.nn.Module`): The model, after it is wrapped for distributed training.
+        offload (`bool`): Whether to keep the copy in CPU memory. The device then holds at most one parameter twice,
+            during the swap.
     """
 
     def __init__(self, model: torch.nn.Module, offload: bool = False):
-        _reshard(model)  # else `parameters()` may list gathered copies that are freed later
+        _reshard(model)  # otherwise `parameters()` may list gathered copies that are freed later
         self._model = model
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._device = torch.device("cpu") if offload else None
@@ -61,7 +60,7 @@ class SnapshotReference:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        # ZeRO-3 keeps small parameters gathered, and they would stay what they are.
+        # ZeRO-3 keeps small parameters gathered; partition them first, or the gathered copies would not change.
         gathered = [p for p in self._parameters if hasattr(p, "ds_tensor") and p.ds_status.name == "AVAILABLE"]
         if gathered:
             gathered[0].partition(gathered)
@@ -76,7 +75,7 @@ class SnapshotReference:
 
     @contextmanager
     def in_place_of_policy(self) -> Iterator[None]:
-        """Inside the context the model is the reference. Restores the policy bit by bit, also after an exception."""
+        """Swap the snapshot into the model inside the context; restore the policy bitwise, also after an exception."""
         self._exchange()
         try:
             yield
@@ -85,17 +84,17 @@ class SnapshotReference:
 
     @torch.no_grad()
     def renew(self) -> None:
-        """Make the current policy the reference."""
+        """Copy the current policy into the snapshot."""
         for parameter, copy in zip(self._parameters, self._copies, strict=True):
             copy.copy_(_local_shard(parameter))
 
     def state_dict(self) -> list[torch.Tensor]:
-        """Return the copies, this process's shards, in the order of the model's trained parameters."""
+        """Return this process's shards of the copies, in the order of the model's trainable parameters."""
         return self._copies
 
     def load_state_dict(self, copies: list[torch.Tensor]) -> None:
-        """Load copies; raises a `ValueError` if their shapes are not those of the model's parameters on this
-        process."""
+        """Load the copies of [`state_dict`]. Raises a `ValueError` if their shapes do not match the model's trainable
+        parameters on this process."""
         expected, found = ([tuple(c.shape) for c in cs] for cs in (self._copies, copies))
         if expected != found:
             raise ValueError(

@@ -1,7 +1,7 @@
-"""Completions as ragged rows: what is kept of a generation batch between generation and update.
+"""Unpadded rollouts: the representation of a generation batch between generation and update.
 
-TRL returns a generation batch as tensors padded to its longest completion. Here each completion becomes one
-[`Rollout`] without padding, so that completions can be dropped, reordered, moved to another process, and saved.
+TRL returns a generation batch as tensors padded to the longest completion. [`unpad_rollouts`] converts each completion
+to one [`Rollout`] without padding, so that it can be dropped, reordered, moved to another process, and saved.
 """
 
 from collections.abc import Sequence
@@ -19,20 +19,21 @@ class Rollout:
 
     Attributes:
         prompt_ids (int32, shape `(P,)`), completion_ids (int32, shape `(C,)`): Token ids without padding.
-        loss_mask (bool, shape `(C,)`): `True` for tokens the policy wrote; `False` for tool results and environment
-            feedback.
-        label (`float`): Label in [0, 1]; NaN if there is no verdict or the completion was truncated and is masked.
-        group (`int`): The same number for all completions of a prompt, another one for every other prompt of a step.
-        old_logps, ref_logps (float32, shape `(C,)`, *optional*): Log-probs under the policy that generated, for later
-            updates whose token weights need them, and under the reference, once known; only on the process that learns
-            from the completion.
-        old_entropies (float32, shape `(C,)`, *optional*): Entropies of the policy that generated, with `old_logps`.
-        sampling_logps (float32, shape `(C,)`, *optional*): As the engine that generated reported them; NaN where it
-            did not.
+        loss_mask (bool, shape `(C,)`): `True` for tokens that the policy generated; `False` for tool results and
+            environment feedback.
+        label (`float`): Label in [0, 1]; NaN if there is no verdict, or if the completion was truncated and is masked.
+        group (`int`): Group id: equal for all completions of a prompt, distinct for other prompts of a step.
+        old_logps, ref_logps (float32, shape `(C,)`, *optional*): Log-probs in nats under the policy at rollout time,
+            for later updates whose token weights need them, and under the reference. Set only on the process that
+            trains on the completion.
+        old_entropies (float32, shape `(C,)`, *optional*): Entropies in nats of the policy at rollout time; set
+            together with `old_logps`.
+        sampling_logps (float32, shape `(C,)`, *optional*): Log-probs in nats as reported by the generation engine; NaN
+            where it reported none.
         weight (`float`): Factor on the gradient of the completion.
-        advantage (`float`): As TRL computes it from the rewards of the group; for objectives with probability ratios.
-        generation_tokens (`float`): Tokens that count in the generation batch that the completion comes from.
-        extra (`dict[str, np.ndarray]`): What a method keeps of the completion; saved in checkpoints.
+        advantage (`float`): Advantage that TRL computes from the rewards of the group; read by ratio losses.
+        generation_tokens (`float`): Number of counted tokens in the generation batch of the completion.
+        extra (`dict[str, np.ndarray]`): Method-specific arrays; saved in checkpoints.
     """
 
     prompt_ids: np.ndarray
@@ -51,7 +52,7 @@ class Rollout:
 
 
 def to_state(rollout: Rollout) -> dict:
-    """Return a row as tensors and numbers, which `torch.load(weights_only=True)` accepts."""
+    """Convert a rollout to a dict of tensors and numbers, which `torch.load(weights_only=True)` accepts."""
 
     def as_tensors(values: dict[str, Any]) -> dict[str, Any]:
         return {name: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for name, v in values.items()}
@@ -60,7 +61,7 @@ def to_state(rollout: Rollout) -> dict:
 
 
 def from_state(state: dict) -> Rollout:
-    """Inverse of [`to_state`]."""
+    """Convert the result of [`to_state`] back to a rollout."""
 
     def as_arrays(values: dict[str, Any]) -> dict[str, Any]:
         return {name: v.numpy() if torch.is_tensor(v) else v for name, v in values.items()}
@@ -69,19 +70,19 @@ def from_state(state: dict) -> Rollout:
 
 
 def weighted_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the weighted sum `(B,)` of rewards `(B, F)` over those functions that have a verdict; NaN where none
-    has."""
+    """Return the weighted sum `(B,)` of the rewards `(B, F)`, where NaN rewards (no verdict) are skipped; NaN for a
+    completion whose rewards are all NaN."""
     rewards = (rewards_per_func * weights.to(rewards_per_func.device)).nansum(dim=1)
     return rewards.masked_fill(rewards_per_func.isnan().all(dim=1), torch.nan)
 
 
 def labels_from_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
     """
-    Labels that say how right a completion is, see [`weighted_rewards`]: `(B,)` in [0, 1], NaN where no function has a
-    verdict. `names` are those of the functions.
+    Return labels `(B,)` in [0, 1] from rewards `(B, F)`, as [`weighted_rewards`]; NaN where no reward function has a
+    verdict. `names` are the names of the reward functions, for the error.
 
     Raises:
-        `ValueError`: if a label would lie outside of [0, 1].
+        `ValueError`: if a label lies outside of [0, 1].
     """
     labels = weighted_rewards(rewards_per_func, weights)
     outside = (labels < -1e-6) | (labels > 1 + 1e-6)
@@ -100,9 +101,9 @@ def labels_from_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor, n
 
 
 def unpad_rollouts(batch: dict[str, torch.Tensor]) -> list[Rollout]:
-    """Return the rows of what `_generate_and_score_completions` returns, plus `"labels"` and `"groups"` of shape
-    `(B,)`, and `"extra"` where a method has it. A completion whose mask is all zero was truncated and is masked by
-    `mask_truncated_completions`: it loses its label."""
+    """Convert a padded batch to rollouts. `batch` is the result of `_generate_and_score_completions` plus `"labels"`
+    and `"groups"` of shape `(B,)`, and optionally `"extra"`. A completion whose mask is all zero was truncated and is
+    masked by `mask_truncated_completions`; its label becomes NaN."""
     prompts = without_padding(batch["prompt_ids"], batch["prompt_mask"])
     completions = without_padding(batch["completion_ids"], batch["completion_mask"])
     tool_mask = batch["tool_mask"] if "tool_mask" in batch else batch["completion_mask"]
@@ -129,6 +130,6 @@ def unpad_rollouts(batch: dict[str, torch.Tensor]) -> list[Rollout]:
 
 
 def without_padding(values: torch.Tensor, mask: torch.Tensor) -> list[np.ndarray]:
-    """Return the values of each row where the mask is not 0; both have shape `(B, N)`."""
+    """Return, for each of `B` sequences, the values where the mask is not 0; both arguments have shape `(B, N)`."""
     on_cpu, kept = values.cpu().numpy(), mask.cpu().numpy() > 0
     return [row[where] for row, where in zip(on_cpu, kept, strict=True)]

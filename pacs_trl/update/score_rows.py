@@ -12,9 +12,9 @@ from .startup_check import choose_forward_pass
 
 @contextmanager
 def fused_head(model, temperature: float = 1.0) -> Iterator[None]:
-    """Inside the context a [`Scorer`] can score `model`, which no trainer of TRL has prepared; afterwards it is as
-    before."""
-    patched = model.__dict__.get("forward")  # by a trainer, say
+    """Patch TRL's fused head onto `model` inside the context, so that a [`Scorer`] can compute its log-probs, and
+    restore the model's own `forward` on exit. Models of TRL's trainers already have the fused head."""
+    patched = model.__dict__.get("forward")  # e.g. patched by a trainer
     add_fused_lm_head(model, temperature, outputs=("log_probs", "entropy"))
     try:
         yield
@@ -27,9 +27,12 @@ def fused_head(model, temperature: float = 1.0) -> Iterator[None]:
 def score_rows(
     model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]], *, batch_size: int = 64
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Log-probabilities and entropies of completions under a model that nobody trains here, at temperature 1, and that
-    is as before afterwards: of each row, two float32 `torch.Tensor` of shape `(C,)` in nats. Rows as in
-    [`Scorer.score`], `batch_size` of them per forward pass."""
+    """
+    Compute the log-probs and entropies of completions under a model at temperature 1.
+
+    The model is left unchanged. Yields two float32 `torch.Tensor` of shape `(C,)` in nats per completion. Arguments
+    are those of [`Scorer.score`]; each forward pass has `batch_size` completions.
+    """
     scorer = Scorer(model, model.device)
     with fused_head(model):
         choose_forward_pass(scorer, model, training=False)
@@ -44,10 +47,10 @@ def sequence_logps(
     model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]], *, batch_size: int = 64
 ) -> torch.Tensor:
     """
-    Log-probability of each completion given its prompt, in nats: the sum over its tokens, 0 for an empty completion.
+    Compute the log-prob of each completion given its prompt, in nats: the sum over tokens, 0 for an empty completion.
 
-    Arguments as of [`score_rows`]. Returns a float64 `torch.Tensor` of shape `(B,)`, differentiable where gradients
-    are enabled.
+    Arguments are those of [`score_rows`]. Returns a float64 `torch.Tensor` of shape `(B,)`, differentiable if
+    gradients are enabled.
     """
     sums = [logps.double().sum() for logps, _ in score_rows(model, prompt_ids, completion_ids, batch_size=batch_size)]
     return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.float64)

@@ -1,9 +1,9 @@
-"""Forward passes: the only place where prompts and completions go in and log-probs come out.
+"""Forward passes that compute log-probs, entropies, and values of completions.
 
-The rows of a micro-batch are packed into one long row without padding where the model allows it (see `packing.py`),
-else padded on the right, behind prompt and completion, where nothing that is causal sees the padding. Either way TRL's
-fused head computes log-probs in tiles and keeps one number per token: the logits of 64 rows of 8,192 tokens over
-151,936 words would take 319 GB in float32. `startup_check.py` chooses the pass that gives the model's own log-probs.
+The rollouts of a micro-batch are packed into one sequence without padding if the model supports it (see `packing.py`).
+Otherwise they are padded on the right, where causal attention never reads the padding. In both cases TRL's fused head
+computes log-probs in tiles and keeps one number per token: float32 logits of 64 sequences of 8,192 tokens with a
+vocabulary of 151,936 would take 319 GB. `startup_check.py` chooses a pass that reproduces the model's own log-probs.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,38 +21,38 @@ from .packing import PackedRows, packed_attention, packing_backend
 
 
 class Scores(NamedTuple):
-    """Values of the completion tokens of each row, float32 of shape `(C,)` in nats; no entropies if the head gives
-    none."""
+    """Log-probs and entropies of the completion tokens of each rollout, float32 `(C,)` in nats. `entropies` is empty
+    if the head does not compute them."""
 
     logps: list[torch.Tensor]
     entropies: list[torch.Tensor]
 
     def padded(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return both as tensors of shape `(B, T)`, 0 behind the end of a row."""
+        """Return both as tensors of shape `(B, T)`, padded on the right with 0."""
         return pad_sequence(self.logps, batch_first=True), pad_sequence(self.entropies, batch_first=True)
 
 
-# Splits values of all completion tokens, `(1, M)` in the order of the rows, into those of each row.
+# Splits values of all completion tokens, `(1, M)`, into one tensor per rollout.
 OfCompletions = Callable[[torch.Tensor], list[torch.Tensor]]
 
 
 class Scorer:
     """
-    Makes forward passes with TRL's fused head, which TRL's trainers put on their models ([`fused_head`] on others), or
-    with the model's own head where `self.fused` is `False`.
+    Run forward passes with TRL's fused head, or with the model's own head if `self.fused` is `False`. TRL's trainers
+    patch the fused head onto their models; use [`fused_head`] for other models.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): The model before it is wrapped for
             distributed training.
-        device (`torch.device`): Where the passes run.
-        pad_token_id (`int`): Fills the padding.
-        padding_free (`str`): `"auto"` packs rows where the model allows it, `"always"` insists on it, `"never"` pads.
-            `packing` holds the resolved backend.
-        temperature (`float`): Divides the model's own logits; the fused head has its own.
-        autocast (`Callable`, *optional*): Makes the context of a forward pass.
+        device (`torch.device`): Device of the inputs.
+        pad_token_id (`int`): Token id of the padding.
+        padding_free (`str`): `"auto"` packs rollouts if the model supports it, `"always"` raises an error if it does
+            not, `"never"` pads. `packing` holds the resolved backend.
+        temperature (`float`): Divisor of the model's own logits; the fused head has its own temperature.
+        autocast (`Callable`, *optional*): Returns the autocast context of a forward pass.
 
     Raises:
-        `ValueError`: if `padding_free="always"` and the rows of this model cannot be packed.
+        `ValueError`: if `padding_free="always"` and this model does not support packing.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Scorer:
         base = model.get_base_model() if isinstance(model, PeftModel) else model
         self.model = base
         self.config = base.config
-        self.backbone = base.base_model  # all but the head
+        self.backbone = base.base_model  # the model without its head
         self.fused = True
         self.max_length = length_with_fixed_positions(self.config)
         self.packing = packing_backend(base) if padding_free != "never" and not prompt_learning else None
@@ -86,20 +86,21 @@ class Scorer:
             )
 
     def attention(self) -> AbstractContextManager:
-        """Wrap a forward pass and its backward pass, in which gradient checkpointing runs the forward pass again."""
+        """Return the attention context of a forward pass. It must include the backward pass too, because gradient
+        checkpointing repeats the forward pass there."""
         return packed_attention(self.config, self.packing)
 
     def score(self, model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]) -> Scores:
         """
-        Compute log-probs of given completions, and the entropies of the distributions they were sampled from.
+        Compute the log-probs of completion tokens, and the entropies of the model's distributions at these tokens.
 
         Args:
             model: The model, wrapped or not.
-            prompt_ids, completion_ids (sequences of `B` sequences of `int`): Tokens of each row without padding: at
-                least one of the prompt, of the completion possibly none.
+            prompt_ids, completion_ids (sequences of `B` sequences of `int`): Token ids without padding. Prompts need
+                at least one token; completions may be empty.
 
         Returns:
-            [`Scores`], differentiable in the log-probs where gradients are enabled.
+            [`Scores`]; the log-probs are differentiable if gradients are enabled.
         """
         outputs, of_completions = self.forward(model, prompt_ids, completion_ids, fused_lm_head=True)
         entropies = [] if outputs.entropy is None else of_completions(outputs.entropy)
@@ -108,8 +109,8 @@ class Scorer:
     def score_in_batches(
         self, model, prompt_ids: Sequence, completion_ids: Sequence, batch_size: int, num_batches: int
     ) -> list[torch.Tensor]:
-        """Compute log-probs in `num_batches` forward passes, which may be more than there are rows for. Returns one
-        float32 `(C,)` per row on the CPU."""
+        """Compute log-probs in exactly `num_batches` forward passes; passes beyond the last completion run on a
+        filler, so that all processes run equally many. Returns one float32 `(C,)` per completion, on the CPU."""
         logps: list[torch.Tensor] = []
         for start in range(0, num_batches * batch_size, batch_size):
             prompts, completions = (ids[start : start + batch_size] or [[0]] for ids in (prompt_ids, completion_ids))
@@ -119,17 +120,21 @@ class Scorer:
     def values(
         self, model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
-        """Compute the values of a model with one output per token, one position before each completion token, float32
-        `(C,)` of each row. Arguments as in [`Scorer.score`]."""
+        """Compute the values of a model with one output per token, read at the position before each completion token.
+        Returns one float32 tensor `(C,)` per completion. Arguments are those of [`Scorer.score`]."""
         outputs, of_completions = self.forward(model, prompt_ids, completion_ids, use_cache=False)
         return of_completions(outputs.logits[..., 0].float())
 
     def forward(
         self, model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]], **inputs
     ) -> tuple[Any, OfCompletions]:
-        """Return what the model returns for the completion tokens of rows, `(1, M, ...)` in their order, and a
-        function that splits it into rows. `inputs` is what else the model is given; `fused_lm_head=True` asks for
-        log-probs."""
+        """
+        Run the model, and return its outputs at all completion tokens, `(1, M, ...)`, and a function that splits them
+        into one tensor per rollout.
+
+        `inputs` are further keyword arguments of the model; `fused_lm_head=True` requests log-probs and entropies.
+        Raises a `ValueError` if a rollout is so long that RoPE frequencies would depend on its batch.
+        """
         prompts, completions = ([np.asarray(ids, dtype=np.int64) for ids in of] for of in (prompt_ids, completion_ids))
         longest = max(map(sum, zip(map(len, prompts), map(len, completions), strict=True)))
         if self.max_length is not None and longest > self.max_length:
@@ -149,16 +154,16 @@ class Scorer:
         num_tokens, places = inputs["input_ids"].shape[1], torch.from_numpy(places).to(self.device)
 
         def of_predictions(states: torch.Tensor) -> torch.Tensor:
-            states = states[:, -num_tokens:]  # not those of PEFT's virtual tokens
+            states = states[:, -num_tokens:]  # drops PEFT's virtual tokens
             return states.flatten(0, 1).index_select(0, places)[None]
 
-        def behind_backbone(backbone, given, output):  # before the head, which TRL's lets see every token on a CPU
+        def behind_backbone(backbone, given, output):  # TRL's head would run on all tokens on a CPU
             output.last_hidden_state = of_predictions(output.last_hidden_state)
 
         def before_head(head, given):
             return of_predictions(given[0]), *given[1:]
 
-        if own_head:  # looked up here, as FSDP and PEFT replace it
+        if own_head:  # looked up per call, because FSDP and PEFT replace it
             hook = self.model.get_output_embeddings().register_forward_pre_hook(before_head)
         else:
             hook = self.backbone.register_forward_hook(behind_backbone)
@@ -184,7 +189,7 @@ class Scorer:
         return inputs if self.packing == "flash" else inputs | {"packed": rows}, rows.places
 
     def _padded(self, prompts: list[np.ndarray], completions: list[np.ndarray]) -> tuple[dict, np.ndarray]:
-        """Return inputs, and where completion tokens are predicted, counted over all rows."""
+        """Return the padded inputs, and the flat indices of the positions that predict completion tokens."""
         ids, mask = pad_batch(
             [np.concatenate(row) for row in zip(prompts, completions, strict=True)], self.pad_token_id
         )
@@ -194,7 +199,7 @@ class Scorer:
 
 
 def pad_batch(sequences: Sequence[np.ndarray], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pad `B` sequences of token ids on the right. Returns ids and attention mask, int64 of shape `(B, longest)`."""
+    """Pad `B` sequences of token ids on the right. Returns ids and attention mask, int64 of shape `(B, T)`."""
     ids = torch.full((len(sequences), max(map(len, sequences))), pad_token_id)
     mask = torch.zeros_like(ids)
     for i, sequence in enumerate(sequences):

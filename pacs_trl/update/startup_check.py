@@ -1,9 +1,9 @@
 """Startup check: choose forward passes that give the model's own log-probs.
 
-Packing, padding, and TRL's fused head assume that a model is causal, that its layers pass the inputs of packed
-attention on, and that nothing lies between backbone and head. Where an assumption does not hold, training would
-silently use wrong log-probs. So before training, the log-probs of three short sequences are computed as in training
-and compared with the logits that the model gives for each of them alone.
+Packing, padding, and TRL's fused head assume that a model is causal, that its layers forward the keyword arguments of
+packed attention, and that the head directly follows the backbone. If an assumption is violated, training would
+silently use wrong log-probs. Therefore, before training, the log-probs of three short sequences are computed as in
+training and compared with the logits of the model for each sequence alone.
 """
 
 import logging
@@ -17,25 +17,25 @@ from .scorer import Scorer
 
 logger = logging.getLogger(__name__)
 
-# Bounds on the mean absolute difference per token, in nats: rounding explains 1e-5 in float32, and a few hundredths in
-# half precision.
+# Tolerances of the mean absolute difference per token, in nats. Rounding causes about 1e-5 in float32, and a few
+# hundredths in half precision.
 TOLERANCE, HALF_PRECISION_TOLERANCE = 1e-3, 0.1
 
-SAME = 2  # tokens with which the completions of one prompt begin
+SAME = 2  # number of initial tokens that the two completions of one prompt share
 
 
 def choose_forward_pass(
     scorer: Scorer, model: torch.nn.Module, *, values: bool = False, training: bool = True
 ) -> None:
     """
-    Set `scorer.packing` and `scorer.fused` to the cheapest forward pass that agrees with `model` itself, and warn if
-    that is not the one they were set to. All processes must call it. Weights, modes and random state stay as they are.
+    Set `scorer.packing` and `scorer.fused` to the cheapest forward pass that agrees with the model's own log-probs,
+    and log a warning if cheaper ones were rejected. All processes must call this function. It does not change weights,
+    training modes, or the random state.
 
     Args:
-        scorer ([`Scorer`]), model (`torch.nn.Module`): The model as it is trained, wrapped or not, and its scorer.
+        scorer ([`Scorer`]), model (`torch.nn.Module`): The scorer, and the model that is trained, wrapped or not.
         values (`bool`): Whether the model has one output per token instead of logits.
-        training (`bool`): Whether to compare passes in training mode, which must be deterministic; else in evaluation
-            mode.
+        training (`bool`): Whether to compare in training mode, which must be deterministic, or in evaluation mode.
 
     Raises:
         `ValueError`: if the log-prob of a token depends on later tokens, or if no forward pass agrees.
@@ -58,7 +58,7 @@ def choose_forward_pass(
             try:
                 score = scorer.values if values else lambda *rows: scorer.score(*rows).logps
                 found = score(model, prompts, completions)
-            except Exception as error:  # layers that do not get what they expect fail in many ways
+            except Exception as error:  # incompatible layers raise many types of errors
                 differences[name] = f"{type(error).__name__}: {error}"[:200]
                 continue
             difference = (torch.cat(found).float() - torch.cat(own)).abs().mean().item()
@@ -73,14 +73,14 @@ def choose_forward_pass(
             )
     if differences:
         logger.warning(
-            f"Log-probs of this {model_type!r} model are computed {name}. Cheaper ways differ from the model's own "
-            f"log-probs: {differences} (mean per token, or error)."
+            f"Log-probs of this {model_type!r} model are computed {name}. Cheaper forward passes do not reproduce the "
+            f"model's own log-probs: {differences} (mean difference per token, or error)."
         )
 
 
 def disable_noise(*models: torch.nn.Module | None) -> None:
-    """Set rates of dropout, dropped layers, and router noise that layers keep as numbers to 0, which TRL's
-    `disable_dropout` does not reach."""
+    """Set the rates of dropout, layer drop, and router jitter to 0 where modules store them as floats; TRL's
+    `disable_dropout` only changes `nn.Dropout` modules."""
     for module in (module for model in models if model is not None for module in model.modules()):
         for name, value in vars(module).items():
             if isinstance(value, float) and ("drop" in name or "jitter" in name):
@@ -88,8 +88,8 @@ def disable_noise(*models: torch.nn.Module | None) -> None:
 
 
 def _sequences(vocab_size: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Two completions of one prompt with the same first tokens, and a shorter one of another prompt. Special tokens
-    are usually the first or last of a vocabulary."""
+    """Return two completions of one prompt with the same first tokens, and a shorter one of another prompt. Token ids
+    come from the middle of the vocabulary, because special tokens are usually at its start or end."""
     generator = torch.Generator().manual_seed(0)
     low, high = vocab_size // 4, vocab_size // 2 + 1
     drawn = [torch.randint(low, high, (n,), generator=generator).tolist() for n in (5, 2, 6, 6, 4)]

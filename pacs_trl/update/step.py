@@ -1,4 +1,4 @@
-"""The completions of one optimizer step, and which of them go through the model together."""
+"""Rollouts of one optimizer step and their micro-batch schedule."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from .microbatching import RowLengths, Schedule, schedule_cost, schedule_micro_b
 from .rows import Rollout
 
 
-# Stands in where a process has no row left for a forward pass that the others run: two tokens, weight zero.
+# Filler for a process without completions in a forward pass that other processes run: two tokens, weight zero.
 FILLER = Rollout(
     prompt_ids=np.zeros(1, dtype=np.int32),
     completion_ids=np.zeros(1, dtype=np.int32),
@@ -27,12 +27,12 @@ class StepRollouts:
     All completions of one optimizer step, the same on every process, and the micro-batches of their forward passes.
 
     Attributes:
-        rollouts (`list[Rollout]`), groups ([`Groups`]): Whole groups; their labels.
-        schedule (`Schedule`): Micro-batches of every forward pass over all completions, the same for reference and
-            policy: with equal weights they then give equal bits, also in half precision.
+        rollouts (`list[Rollout]`), groups ([`Groups`]): Rollouts of whole groups, and their labels by group.
+        schedule (`Schedule`): Micro-batches of every forward pass over all completions. Reference and policy use the
+            same schedule, so that equal weights give bitwise equal log-probs, also in half precision.
         whole_groups (`bool`): Whether the micro-batches of `schedule` hold whole groups.
-        on_policy (`bool`): Whether the weights are still those that generated. The forward pass itself then yields
-            `old_logps`, and tells how far the engine is from the trainer.
+        on_policy (`bool`): Whether the weights are still those at rollout time. The forward pass of the update then
+            yields `old_logps`, and the mismatch metrics are computed.
         coefficients, scales (`torch.Tensor` of shape `(B,)`, *optional*): See [`Objective.known_coefficients`].
     """
 
@@ -45,23 +45,23 @@ class StepRollouts:
     scales: torch.Tensor | None = None
 
     def places(self, rows: list[int]) -> list[int]:
-        """Return the indices of the proxies and coefficients of some completions among those of the step."""
+        """Return the indices of some completions in the proxies and coefficients of the step."""
         return rows
 
     @property
     def num_places(self) -> int:
-        """Number of proxies of the step: one for each completion."""
+        """Number of proxies of the step: one per completion."""
         return len(self.rollouts)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that count."""
+        """Number of tokens with a True loss mask."""
         return sum(int(row.loss_mask.sum()) for row in self.rollouts)
 
 
 class MicroBatchConfig(NamedTuple):
-    """Bounds on micro-batches: settings of [`PACSConfig`] by other names, and whether rows are padded. `backward_cost`
-    is that of a backward pass in forward passes, `pair_cost` that of [`RowLengths`]."""
+    """Size limits of micro-batches, from the settings of [`PACSConfig`], and whether rollouts are padded.
+    `backward_cost` is the cost of a backward pass in forward passes; for `pair_cost`, see [`RowLengths`]."""
 
     num_processes: int
     max_rows: int
@@ -80,12 +80,17 @@ def schedule_step(
     rollouts: list[Rollout], limits: MicroBatchConfig, takes_part: torch.Tensor | None = None
 ) -> StepRollouts:
     """
-    Decide the composition of the forward passes over the completions of an optimizer step, whole groups, from their
-    lengths. `takes_part` is which completions can have a gradient, bool `(B,)`: by default the scorable ones.
+    Schedule the forward passes over the completions of an optimizer step, which must form whole groups.
+
+    Args:
+        rollouts (`list[Rollout]`): The completions; the schedule depends on their lengths.
+        limits ([`MicroBatchConfig`]): Size limits of micro-batches.
+        takes_part (bool `torch.Tensor` of shape `(B,)`, *optional*): Completions that can have a gradient; by default
+            the scorable ones.
 
     Raises:
-        `ValueError`: if a completion with its prompt is longer than `max_tokens`, or `group_layout` is `"whole"` and a
-            group does not fit into a micro-batch.
+        `ValueError`: if a prompt with its completion is longer than `max_tokens`, or if `group_layout` is `"whole"`
+            and a group does not fit into a micro-batch.
     """
     groups = Groups(torch.tensor([row.label for row in rollouts]), [row.group for row in rollouts])
     takes_part = groups.scorable if takes_part is None else takes_part
@@ -109,7 +114,7 @@ def schedule_step(
             f"micro-batch, but {bound} is too small. Raise it, or use group_layout='auto' or 'split'."
         )
     if layout == "auto" and whole is not None:
-        # In forward passes: the pass for the proxies comes on top where groups are split.
+        # Costs are in forward passes; split groups need an extra forward pass for the proxies.
         whole_cost, split_cost = (schedule_cost(s, lengths, padded=limits.padded) for s in (whole, split))
         cost = 1 + limits.backward_cost
         layout = "whole" if cost * whole_cost <= (cost + 1) * split_cost else "split"
@@ -119,7 +124,8 @@ def schedule_step(
 
 
 def schedule_rows(rollouts: list[Rollout], rows: list[int], limits: MicroBatchConfig) -> Schedule:
-    """Return micro-batches of some completions of a step. One without a gradient may be longer than `max_tokens`."""
+    """Return micro-batches of some completions of a step. Raises `max_tokens` if a single rollout exceeds it, which
+    happens only for completions without a gradient."""
     lengths, bounds = row_lengths(rollouts, limits.pair_cost), limits.of_schedule
     if limits.max_tokens is not None:
         bounds["max_tokens"] = max([limits.max_tokens, *(lengths.prompts[i] + lengths.completions[i] for i in rows)])
@@ -129,7 +135,7 @@ def schedule_rows(rollouts: list[Rollout], rows: list[int], limits: MicroBatchCo
 
 
 def row_lengths(rollouts: list[Rollout], pair_cost: float = 0.0) -> RowLengths:
-    """Return the lengths of completions and prompts; equal prompts are found by their tokens."""
+    """Return the lengths of prompts and completions; prompts with equal token ids share an id."""
     texts: dict[bytes, int] = {}
     same = [texts.setdefault(row.prompt_ids.tobytes(), len(texts)) for row in rollouts]
     lengths = [len(r.prompt_ids) for r in rollouts], [len(r.completion_ids) for r in rollouts]
@@ -138,9 +144,12 @@ def row_lengths(rollouts: list[Rollout], pair_cost: float = 0.0) -> RowLengths:
 
 @dataclass
 class MicroBatch:
-    """Values of the completion tokens of `B` rows, `(B, T)`, padded on the right to the longest of these completions:
-    `loss_mask` (bool), `ref_logps`, `old_logps` and `old_entropies` (0 where a row has none) and `sampling_logps` (NaN
-    where a row has none) in PyTorch's default dtype, see [`Rollout`]."""
+    """
+    Collated tensors of `B` completions, `(B, T)`, padded on the right to the longest completion; see [`Rollout`].
+
+    `loss_mask` is bool; the others have PyTorch's default dtype. Missing `ref_logps`, `old_logps`, and `old_entropies`
+    are 0, missing `sampling_logps` NaN.
+    """
 
     rollouts: list[Rollout]
     loss_mask: torch.Tensor
@@ -151,7 +160,7 @@ class MicroBatch:
 
 
 def collate(rollouts: list[Rollout], device: torch.device) -> MicroBatch:
-    """Pad rows to their own longest completion and move them to `device`."""
+    """Pad rollouts to the longest completion among them, and move the tensors to `device`."""
 
     def padded(name: str, missing: float, dtype: torch.dtype) -> torch.Tensor:
         rows = [getattr(row, name) for row in rollouts]

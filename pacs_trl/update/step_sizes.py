@@ -1,6 +1,6 @@
-"""Batch-size arithmetic: sizes of a generation batch and of an optimizer step, from four settings and the processes.
+"""Batch-size arithmetic: sizes of generation batches and optimizer steps, from five settings and the process count.
 
-Shared by configurations, `pacs-trl plan`, and the line that a run prints at its start.
+Used by configurations, `pacs-trl plan`, and the summary line that a run prints at its start.
 """
 
 from dataclasses import dataclass, fields
@@ -10,12 +10,12 @@ from typing import Any
 @dataclass(frozen=True)
 class Step:
     """
-    What a generation and an optimizer step consist of; rows are completions.
+    Sizes of a generation batch and of an optimizer step; `rows` in names means completions.
 
     Attributes:
         per_device_train_batch_size, gradient_accumulation_steps, steps_per_generation, num_generations, num_iterations
         (`int`):
-            As in the configuration.
+            Settings of the configuration.
         num_processes (`int`):
             Number of processes.
     """
@@ -35,7 +35,7 @@ class Step:
 
     @property
     def slot(self) -> int:
-        """Rows that all processes take at a time."""
+        """Completions of one `per_device_train_batch_size` over all processes."""
         return self.per_device_train_batch_size * self.num_processes
 
     @property
@@ -56,24 +56,24 @@ class Step:
 
     @property
     def updates_per_generation(self) -> int:
-        """Optimizer steps that learn from a generation; 1 also where one learns from several."""
+        """Optimizer steps per generation batch, with rollout reuse; 1 if a step uses several generation batches."""
         return max(1, self.steps_per_generation // self.gradient_accumulation_steps) * self.num_iterations
 
     @property
     def generations_per_update(self) -> int:
-        """Generations that an optimizer step learns from; 1 also where several learn from one."""
+        """Generation batches per optimizer step; 1 if several optimizer steps share a generation batch."""
         return max(1, self.gradient_accumulation_steps // self.steps_per_generation)
 
     def rollouts(self, optimizer_steps: int) -> int:
-        """Generations that so many optimizer steps learn from, the last one perhaps in part."""
+        """Return the number of generation batches for `optimizer_steps`; the last one may be used only in part."""
         return -(-optimizer_steps * self.generations_per_update // self.updates_per_generation)
 
     def errors(self) -> list[str]:
         """
-        Return what is wrong with the sizes, besides what TRL refuses.
+        Return error messages about the sizes, in addition to the errors that TRL raises.
 
-        An optimizer step must hold whole groups of `num_generations`, and may not straddle two generations unless it
-        consumes both whole.
+        An optimizer step must hold whole groups of `num_generations`. It must use either a part of one generation
+        batch, or one or more whole generation batches.
         """
         if self.rows_per_update % self.num_generations:
             return [

@@ -1,16 +1,16 @@
-"""Weights per token: how much each token counts in the gradient, beside the coefficient of its completion.
+"""Token weights: per-token factors on the gradient, applied in addition to the coefficient of the completion.
 
-    grad L = sum_i c_i * sum_t w_it * grad log pi(o_it),        w_it = product of the weights given to the update
+    grad L = sum_i c_i * sum_t w_it * grad log pi(o_it),        w_it = product of the token weights of the update
 
-Weights depend on detached values only, so they scale the gradient and leave proxies, scores, and loss alone. The KL
-term is not weighted.
+Token weights depend on detached values only. They scale the gradient, and do not change the proxies, the scores, or
+the reported loss. The KL term is not weighted.
 
-The weights of this module correct for the mismatch between the trainer and the engine that generated, which computes
-probabilities with other kernels, in another precision, and in other batches. `rho_it = pi_trainer(o_it) /
-pi_engine(o_it)` is the ratio of a token at the weights that generated; at sequence level it is the product over the
-counted tokens of the completion. A token whose probability the engine did not report counts as `rho = 1`.
+The weights in this module correct for the mismatch between the trainer and the generation engine, which computes
+probabilities with different kernels, precision, and batches. `rho_it = pi_trainer(o_it) / pi_engine(o_it)` is the
+probability ratio of a token under the weights at rollout time; at sequence level it is the product over the counted
+tokens of the completion. A token without a log-prob from the engine has `rho = 1`.
 
-Letters for shapes: `B` completions, `T` completion tokens.
+Shapes: `B` completions, `T` completion tokens.
 """
 
 import math
@@ -23,15 +23,15 @@ from accelerate import Accelerator
 
 class TokenValues(NamedTuple):
     """
-    Values that a token weight may depend on; everything is detached, float32 and `(B, T)` unless said.
+    Inputs of a token weight; all are detached, float32 and of shape `(B, T)` unless stated otherwise.
 
     Attributes:
-        logps, entropies: Of the policy as it is now.
-        old_logps, old_entropies: Of the policy that generated, computed by the trainer: never a snapshot.
-        sampling_logps: As `old_logps`, reported by the engine; NaN where it reported none.
+        logps, entropies: Log-probs and entropies in nats under the current policy.
+        old_logps, old_entropies: The same under the policy at rollout time, computed by the trainer.
+        sampling_logps: Log-probs in nats as reported by the generation engine; NaN where it reported none.
         coefficients (shape `(B, 1)` or `(B, T)`): Derivatives of the loss with respect to the log-prob of a counted
             token.
-        mask (bool): Tokens that count; the other values have no meaning elsewhere.
+        mask (bool): `True` for counted tokens; other attributes are undefined where it is `False`.
     """
 
     logps: torch.Tensor
@@ -45,38 +45,40 @@ class TokenValues(NamedTuple):
 
 class TokenWeights:
     """
-    Weights of the tokens of an optimizer step. A subclass defines `__call__`; the rest is for weights that depend on
-    the whole step.
+    Base class of token weights. A subclass implements `__call__`; the other methods are for weights that depend on the
+    whole optimizer step.
 
     Attributes:
-        num_row_values (`int`): Number of values that [`row_values`] returns. Above 0 they are known, of all
-            completions and processes, before the first backward pass, which may take one more forward pass.
+        num_row_values (`int`): Number of tensors that [`row_values`] returns. If it is above 0, they are gathered over
+            all completions and processes before the first backward pass, which may need an extra forward pass.
     """
 
     num_row_values = 0
 
     def prepare(self, update: Any, model: torch.nn.Module, step: Any) -> None:
-        """Run before the other passes of a step: a `PolicyUpdate`, the wrapped model, and `StepRollouts`."""
+        """Prepare for an optimizer step, before its forward passes. Arguments are the `PolicyUpdate`, the wrapped
+        model, and the `StepRollouts`."""
 
     def row_values(self, tokens: TokenValues) -> list[torch.Tensor]:
-        """Return `num_row_values` tensors `(B,)` of a micro-batch, whose coefficients are not known yet (0)."""
+        """Return `num_row_values` tensors `(B,)` from a micro-batch; `tokens.coefficients` are still 0."""
         return []
 
     def begin(
         self, coefficients: torch.Tensor, row_values: torch.Tensor, counted: torch.Tensor, num_rows: int
     ) -> None:
         """
-        Receive what is known of the whole step, before its first backward pass.
+        Receive the values of the whole optimizer step, before its first backward pass.
 
         Args:
-            coefficients (`torch.Tensor` of shape `(B,)`): Of all completions.
-            row_values (`torch.Tensor` of shape `(num_row_values, B)`): 0 for completions without a forward pass.
-            counted (bool `torch.Tensor` of shape `(B,)`): Completions with tokens that count.
-            num_rows (`int`): Scorable completions, by which the loss is divided.
+            coefficients (`torch.Tensor` of shape `(B,)`): Coefficients of all completions of the step.
+            row_values (`torch.Tensor` of shape `(num_row_values, B)`): Results of [`row_values`]; 0 for completions
+                without a forward pass.
+            counted (bool `torch.Tensor` of shape `(B,)`): Completions with at least one counted token.
+            num_rows (`int`): Number of scorable completions, the divisor of the loss.
         """
 
     def __call__(self, tokens: TokenValues) -> torch.Tensor:
-        """Return weights `(B, T)` without gradient; those outside the mask have no meaning."""
+        """Return weights `(B, T)` without gradient; they are ignored outside the mask."""
         raise NotImplementedError
 
     def metrics(self, accelerator: Accelerator, *, on_policy: bool) -> dict[str, float]:
@@ -85,8 +87,8 @@ class TokenWeights:
 
 
 class Mismatch(NamedTuple):
-    """How the mismatch of engine and trainer is measured, and may be corrected: TRL's
-    `vllm_importance_sampling_mode`, `..._clip_min`, and `..._clip_max`; `None` is no bound."""
+    """Settings of the engine-trainer mismatch: TRL's `vllm_importance_sampling_mode`, `..._clip_min`, and
+    `..._clip_max`. A bound of `None` is disabled. Metrics use them, and the correction if it is enabled."""
 
     mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
     clip_min: float | None = None
@@ -102,7 +104,7 @@ class Mismatch(NamedTuple):
 
 
 class MismatchCorrection(TokenWeights):
-    """[`correction_weights`] as one of the token weights of an update."""
+    """Token weights that apply [`correction_weights`]."""
 
     def __init__(self, mismatch: Mismatch):
         self.mismatch = mismatch
@@ -112,8 +114,8 @@ class MismatchCorrection(TokenWeights):
 
 
 class HighEntropyTokens(TokenWeights):
-    """TRL's `top_entropy_quantile`: 1 for this share of the tokens of an optimizer step with the highest entropies, 0
-    for the others. TRL takes the quantile over one micro-batch on all processes."""
+    """Token weights of TRL's `top_entropy_quantile`: 1 for the share `quantile` of the tokens with the highest
+    entropies, 0 for the others. The quantile is over the optimizer step; TRL takes it over one micro-batch."""
 
     def __init__(self, quantile: float):
         self.quantile = quantile
@@ -121,8 +123,8 @@ class HighEntropyTokens(TokenWeights):
     def prepare(self, update, model, step) -> None:
         entropies = update.token_entropies(model, step)
         least = np.quantile(entropies, 1 - self.quantile) if len(entropies) else 0.0
-        # First tokens of a group have equal entropies up to rounding: all of them are on one side. The threshold is in
-        # the middle of two values, so that rounding in another micro-batch moves no token across.
+        # The first tokens of a group have equal entropies up to rounding, so they must be on the same side. The
+        # threshold is halfway between two values, so that rounding in other micro-batches moves no token across it.
         keeps = entropies >= least - 64 * np.finfo(entropies.dtype).eps * max(1.0, abs(least))
         highest = entropies[~keeps].max(initial=-math.inf)
         self.threshold = (entropies[keeps].min(initial=math.inf) + highest) / 2
@@ -132,7 +134,7 @@ class HighEntropyTokens(TokenWeights):
 
 
 def _log_ratios(logps: torch.Tensor, sampling_logps: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-    """`log rho`, `(B, T)` in float64; 0 where it is not `known`."""
+    """Return `log rho`, float64 `(B, T)`; 0 where `known` is `False`."""
     return (logps.detach().double() - sampling_logps.double()).masked_fill(~known, 0.0)
 
 
@@ -140,18 +142,19 @@ def correction_weights(
     logps: torch.Tensor, sampling_logps: torch.Tensor, mask: torch.Tensor, mismatch: Mismatch
 ) -> torch.Tensor:
     """
-    Return factors `w_it` on the gradient of each token: `"token_truncate"`: `min(max(rho, clip_min), clip_max)`;
-    `"token_mask"`: `rho` inside `[clip_min, clip_max]`, 0 outside; `"sequence_*"`: the same with the ratio of the
-    whole completion.
+    Return the factor `w_it` on the gradient of each token.
+
+    `"token_truncate"`: `min(max(rho, clip_min), clip_max)`. `"token_mask"`: `rho` inside `[clip_min, clip_max]`, 0
+    outside. `"sequence_*"`: the same with the ratio of the whole completion.
 
     Args:
-        logps, sampling_logps (`torch.Tensor` of shape `(B, T)`): Log-probs of the completion tokens by the trainer, at
-            the weights that generated, and by the engine; NaN where it reported none.
-        mask (`torch.Tensor` of shape `(B, T)`): 1 (True) for tokens that count.
+        logps, sampling_logps (`torch.Tensor` of shape `(B, T)`): Log-probs of the completion tokens in nats: from the
+            trainer under the weights at rollout time, and from the engine (NaN where it reported none).
+        mask (`torch.Tensor` of shape `(B, T)`): 1 (True) for counted tokens.
         mismatch ([`Mismatch`]): Mode and bounds.
 
     Returns:
-        `torch.Tensor` of shape `(B, T)` without gradient. Tokens outside the mask have no meaning.
+        `torch.Tensor` of shape `(B, T)` without gradient, with the dtype of `logps`; undefined outside the mask.
     """
     log_ratios = _log_ratios(logps, sampling_logps, mask.bool() & ~sampling_logps.isnan())
     if mismatch.mode.startswith("sequence_"):
@@ -162,7 +165,7 @@ def correction_weights(
     return ratios.masked_fill(mismatch.outside(ratios), 0.0).to(logps.dtype)
 
 
-# Columns of the statistics below.
+# Columns of `mismatch_statistics`.
 _COLUMNS = ("tokens", "sum_abs", "max_abs", "ratios", "sum_ratio", "sum_square", "outside", "min_ratio", "max_ratio")
 
 
@@ -170,9 +173,10 @@ def mismatch_statistics(
     logps: torch.Tensor, sampling_logps: torch.Tensor, mask: torch.Tensor, mismatch: Mismatch
 ) -> torch.Tensor:
     """
-    Return sums and extremes over some completions, float64 `(9,)`, which [`merge_statistics`] combines and
-    [`mismatch_metrics`] turns into metrics; arguments as in [`correction_weights`]. Ratios are those before truncation
-    or masking, one per token or one per completion.
+    Return sums and extremes over some completions, float64 `(9,)`.
+
+    [`merge_statistics`] combines them, and [`mismatch_metrics`] converts them to metrics. Arguments are those of
+    [`correction_weights`]. Ratios are those before truncation or masking, one per token or one per completion.
     """
     known = mask.bool() & ~sampling_logps.isnan()
     log_ratios = _log_ratios(logps, sampling_logps, known)
@@ -194,7 +198,7 @@ def mismatch_statistics(
 
 
 def merge_statistics(parts: torch.Tensor) -> torch.Tensor:
-    """Statistics of all rows, `(9,)`, from those of parts of them, `(N, 9)` with `N` at least 1."""
+    """Merge the statistics of `N` subsets of the completions, `(N, 9)` with `N` at least 1, into one, `(9,)`."""
     merged = parts.sum(dim=0)
     for name, extreme in (("max_abs", parts.amax), ("min_ratio", parts.amin), ("max_ratio", parts.amax)):
         merged[_COLUMNS.index(name)] = extreme(dim=0)[_COLUMNS.index(name)]
@@ -203,16 +207,16 @@ def merge_statistics(parts: torch.Tensor) -> torch.Tensor:
 
 def mismatch_metrics(statistics: torch.Tensor) -> dict[str, float]:
     """
-    Metrics with the prefix `sampling/`, from statistics of shape `(9,)`; NaN if there was no token.
+    Return the metrics `sampling/*` from statistics of shape `(9,)`; NaN if there was no token.
 
     The effective sample size is `(sum rho)^2 / (n * sum rho^2)`, in (0, 1]: the share of completions (or tokens) that
-    would tell as much if engine and trainer agreed; 0 where all ratios are too small for a
-    number, NaN where their squares are too large for one.
+    would carry the same information if engine and trainer agreed. It is 0 if all ratios underflow, and NaN if their
+    squares overflow.
     """
     value = dict(zip(_COLUMNS, statistics.tolist(), strict=True))
     tokens, ratios = value["tokens"], value["ratios"]
     known = ratios > 0
-    # Ratios of whole completions may all be too small for a number, or their squares too large.
+    # The ratios of whole completions may underflow, or their squares overflow.
     total, square = value["sum_ratio"], value["sum_square"]
     effective = total / square * (total / ratios) if 0 < square < math.inf else 0.0 if square == 0 else math.nan
     return {
