@@ -1,17 +1,17 @@
 """Objectives on groups of completions as pure tensor functions: PACS (proxy, score, class weights, loss, and the
-derivative of the loss), REAL, DisCO, and the advantages of RLOO and MaxRL. `surrogate.py` has losses of ratios.
+derivative of the loss), REAL, DisCO, and the advantages of RLOO and MaxRL. `surrogate.py` has ratio losses.
 
-No trainers, configurations, logging, processes, or micro-batches. Equation numbers without a source refer to version 2
-of the PACS paper, https://huggingface.co/papers/2509.02522.
+This module does not depend on trainers, configurations, logging, processes, or micro-batches. Equation numbers without
+a source refer to version 2 of the PACS paper, https://huggingface.co/papers/2509.02522.
 
 Shapes and arguments of all functions: `P` prompts, `G = num_generations` (`int`, at least 2) completions per prompt,
 `B = P * G` completions with those of a prompt adjacent, `T` completion tokens. `labels` has shape `(B,)` and lies in
-[0, 1]; NaN marks a completion without a verdict (the verifier could not read the gold answer, or the completion was
+[0, 1]; NaN marks a completion without a verdict (the verifier could not parse the gold answer, or the completion was
 truncated and is masked). `proxies` and `scores` have shape `(B,)`.
 
-A completion without a verdict leaves its group: baseline, class weights, and mean are computed over the others. A
-group with fewer than two of these contributes nothing. A completion that takes part is called *scorable*; scores and
-coefficients of all others are 0.
+A completion without a verdict is excluded from its group: baseline, class weights, and mean are computed over the
+others. A group with fewer than two remaining completions contributes nothing. A completion that contributes is called
+*scorable*; the scores and coefficients of all others are 0.
 
 Every reduction runs in float32, or in float64 for float64 input, never in half precision.
 """
@@ -62,14 +62,17 @@ def sequence_proxies(
     Args:
         logps, ref_logps (`torch.Tensor` of shape `(B, T)`): Log-probs of the completion tokens under policy and
             reference, in nats; padding may hold any value, NaN included. `"mean_logp"` does not read `ref_logps`.
-        completion_mask (`torch.Tensor` of shape `(B, T)`): 1 (True) for tokens that count, 0 for padding and for
-            tokens the policy did not write. Without any 1 the proxy is 0.
+        completion_mask (`torch.Tensor` of shape `(B, T)`): 1 (True) for counted tokens, 0 for padding and for tokens
+            that the policy did not generate. If there is no 1, the proxy is 0.
         pacs_beta (`float`): Scale of the proxy.
         proxy (`str`): `"log_ratio"`, `"mean_log_ratio"` or `"mean_logp"`.
+
+    Raises:
+        `ValueError`: if `proxy` is unknown.
     """
     mask, terms = completion_mask.bool(), _at_least_float32(logps)
     if proxy in ("log_ratio", "mean_log_ratio"):
-        # Subtract before summing: two sums of thousands of nats would cancel badly in float32.
+        # Subtract before summing: the difference of two sums of thousands of nats loses precision in float32.
         terms = terms - _at_least_float32(ref_logps)
     elif proxy != "mean_logp":
         raise ValueError(f"`proxy` must be 'log_ratio', 'mean_log_ratio' or 'mean_logp', got {proxy!r}.")
@@ -79,40 +82,41 @@ def sequence_proxies(
 
 def scorable_rows(labels: torch.Tensor, num_generations: int) -> torch.Tensor:
     """
-    Return which completions take part in the loss, bool `(B,)`: their label is not NaN and their group holds at least
-    two such completions. Raises a `ValueError` if the labels do not form whole groups of at least two.
+    Return which completions contribute to the loss, bool `(B,)`: those with a label other than NaN whose group has at
+    least two such completions. Raises a `ValueError` if the labels do not form whole groups of at least two.
     """
     if num_generations < 2 or labels.numel() % num_generations != 0:
         raise ValueError(
-            f"`num_generations` must be at least 2 and divide the number of rows, got num_generations="
-            f"{num_generations} for {labels.numel()} rows: the score of a completion compares it with the other "
-            "completions of its prompt. Pass whole groups, with the completions of a prompt adjacent."
+            f"`num_generations` must be at least 2 and divide the number of completions, got num_generations="
+            f"{num_generations} for {labels.numel()} completions: the score of a completion compares it with the "
+            "others of its prompt. Pass whole groups, with the completions of a prompt adjacent."
         )
     labelled = ~labels.isnan().view(-1, num_generations)  # (P, G)
     return (labelled & (labelled.sum(dim=1, keepdim=True) >= 2)).view(-1)
 
 
 def _centered(x: torch.Tensor, scorable: torch.Tensor) -> torch.Tensor:
-    """`x` minus its mean over the scorable rows of each group, `(P, G)`; 0 elsewhere and exactly 0 for equal rows."""
+    """Return `x` minus its mean over the scorable completions of each group, `(P, G)`; 0 for the other completions,
+    and exactly 0 if all scorable values of a group are equal."""
     count = scorable.sum(dim=1, keepdim=True).clamp(min=1)
-    # Shifting by one member first makes the result exactly 0, not 1e-8, when all members are equal. Micro-batching
-    # relies on this: it leaves out rows whose coefficient is exactly 0.
+    # Subtracting one member first makes the result exactly 0, not 1e-8, if all members are equal. The update relies on
+    # this: it skips completions whose coefficient is exactly 0.
     first = scorable.int().argmax(dim=1, keepdim=True)
     shifted = (x - x.gather(1, first)).masked_fill(~scorable, 0.0)
     return (shifted - shifted.sum(dim=1, keepdim=True) / count).masked_fill(~scorable, 0.0)
 
 
 def _leave_one_out(x: torch.Tensor, scorable: torch.Tensor) -> torch.Tensor:
-    """`x` minus the mean of the other scorable rows of its group, `(P, G)`: `n / (n - 1) * (x - mean)`."""
+    """Return `x` minus the mean of the group's other scorable completions, `n / (n - 1) * (x - mean)`, `(P, G)`."""
     count = scorable.sum(dim=1, keepdim=True).clamp(min=2).to(x.dtype)
     return count / (count - 1) * _centered(x, scorable)
 
 
 def _group_std(centered: torch.Tensor, scorable: torch.Tensor) -> torch.Tensor:
-    """Unbiased standard deviation of each group, `(P, 1)`, from centered values."""
+    """Return the unbiased standard deviation of each group, `(P, 1)`, from centered values."""
     count = scorable.sum(dim=1, keepdim=True).clamp(min=2)
     variance = centered.square().sum(dim=1, keepdim=True) / (count - 1)
-    # The derivative of sqrt at 0 is infinite; a group without spread has no defined direction, so it gets none.
+    # The derivative of sqrt at 0 is infinite; a group without spread gets gradient 0 instead.
     return torch.where(variance > 0, variance.clamp(min=torch.finfo(variance.dtype).tiny).sqrt(), 0.0)
 
 
@@ -120,9 +124,9 @@ def _grpo_scale(std: torch.Tensor) -> torch.Tensor:
     """
     Return the divisor of the "grpo" score: `std + 1e-6`, and 1 in a group whose proxies are all equal.
 
-    Proxies are all equal whenever policy and reference are the same. Division by 1e-6 would make those gradients a
-    million times larger than all others, and without these groups no gradient would be left. Their score is 0 and
-    their gradient that of "dr_grpo".
+    All proxies are equal whenever policy and reference are identical. Division by 1e-6 would scale the gradients of
+    such groups by a million, and skipping the groups would leave no gradient. With a divisor of 1 their score is 0,
+    and their gradient is that of "dr_grpo".
     """
     return torch.where(std > 0, std + GRPO_STD_EPSILON, 1.0)
 
@@ -131,13 +135,13 @@ def group_scores(
     proxies: torch.Tensor, labels: torch.Tensor, *, num_generations: int, score_estimator: ScoreEstimator = "rloo"
 ) -> torch.Tensor:
     """
-    Return the score psi of each completion, `(B,)`: the logit that is compared with its label. 0 for completions that
-    are not scorable; of the labels only that is read. Differentiable in `proxies`.
+    Return the score psi of each completion, `(B,)`: the logit of the cross-entropy with its label, 0 for completions
+    that are not scorable. `labels` only determine which completions are scorable. Differentiable in `proxies`.
 
     With `n` scorable completions in the group and `mean`, `std` over them: `"rloo"` is `r_i - mean of the others` (eq.
     6), `"dr_grpo"` is `r_i - mean` (eq. 11), `"grpo"` is `(r_i - mean) / (std + 1e-6)` with the unbiased std (eq. 10;
     not divided in a group whose proxies are all equal), and `"none"` is `r_i`. `psi_rloo = n / (n - 1) * psi_dr_grpo`
-    holds exactly: the two differ by a rescaled `pacs_beta`.
+    holds exactly: the two differ by a rescaled `pacs_beta`. Raises a `ValueError` for an unknown `score_estimator`.
     """
     scorable = scorable_rows(labels, num_generations).view(-1, num_generations)
     grouped = _at_least_float32(proxies).view(-1, num_generations)  # (P, G)
@@ -164,18 +168,21 @@ def class_weights(
     class_weighting: ClassWeighting = "balanced",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Return weight and target of each completion in the loss, both `(B,)` (section 3.5; the paper gives words only, the
-    formula for labels 0 and 1 is the authors' code). Both are 0 for completions that are not scorable; weights are
-    float32 and at least 0.
+    Return the weight and the target of each completion in the loss, both `(B,)` (section 3.5; the paper has no
+    formula, so the one for labels 0 and 1 is from the authors' code). Both are 0 for completions that are not
+    scorable; weights are float32 and at least 0.
 
-    The classes weigh the two halves of the cross-entropy, `p * softplus(-psi) + q * softplus(psi)`. `"balanced"`:
-    inside each group, with `n` scorable completions, `p = R * n / (2 sum R)` and `q = (1 - R) * n / (2 sum (1 - R))`,
-    so that correct and wrong completions of a prompt have equal say; a group of one class keeps `p = R`, `q = 1 - R`,
-    as in `"none"`. `"only_positive"` is `p = R`, `q = 0` and `"only_negative"` is `p = 0`, `q = 1 - R`.
+    Class weights scale the two terms of the cross-entropy, `p * softplus(-psi) + q * softplus(psi)`. `"balanced"`:
+    in each group, with `n` scorable completions, `p = R * n / (2 sum R)` and `q = (1 - R) * n / (2 sum (1 - R))`, so
+    that the correct and the wrong completions of a prompt have equal total weight; a group with one class only has
+    `p = R`, `q = 1 - R`, as in `"none"`. `"only_positive"` is `p = R`, `q = 0` and `"only_negative"` is `p = 0`, `q =
+    1 - R`.
 
-    The same number is `w * BCE(sigmoid(psi), y)` with the weight `w = p + q` and the target `y = p / w` (`R` where `w`
-    is 0). For labels 0 and 1 the target is the label. For soft labels it is not: with one weight for both halves, as
-    in `w * BCE(sigmoid(psi), R)`, the best completion of a group whose mean label is low would be pushed down.
+    This equals `w * BCE(sigmoid(psi), y)` with the weight `w = p + q` and the target `y = p / w` (`R` where `w` is 0).
+    For labels 0 and 1 the target is the label. For soft labels it is not: with one weight for both terms, as in `w *
+    BCE(sigmoid(psi), R)`, the loss would push down the best completion of a group with a low mean label.
+
+    Raises a `ValueError` for an unknown `class_weighting`.
     """
     scorable = scorable_rows(labels, num_generations).view(-1, num_generations)
     known = _at_least_float32(labels).view(-1, num_generations).masked_fill(~scorable, 0.0)  # (P, G)
@@ -198,7 +205,7 @@ def class_weights(
         )
     weights = positive + negative
     targets = torch.where(weights != 0, positive / weights, known)
-    # Rounded to float32 in every case, as in the authors' code: it keeps float64 checks against their numbers exact.
+    # Always rounded to float32, as in the authors' code, so that float64 comparisons with their numbers are exact.
     return weights.view(-1).float(), targets.view(-1)
 
 
@@ -216,7 +223,7 @@ def loss_from_proxies(
 
     `loss = 1 / num_rows * sum_i w_i * BCE(sigmoid(psi_i), y_i)` over the scorable completions, in nats, with
     [`group_scores`] and the weights and targets of [`class_weights`]; 0 if none is scorable. `num_rows` defaults to
-    the number of scorable completions; a caller with a part of an optimizer step passes that of the whole step.
+    the number of scorable completions; for a part of an optimizer step, pass the number of the whole step.
     """
     scorable = scorable_rows(labels, num_generations)
     scores = group_scores(proxies, labels, num_generations=num_generations, score_estimator=score_estimator)
@@ -245,7 +252,7 @@ def pacs_loss(
 
     Returns:
         [`PACSLoss`]: `.loss` (scalar, differentiable), `.scores` and `.proxies` of shape `(B,)`. The loss is the mean
-        over scorable completions and is not divided by anything else.
+        over scorable completions, without further normalization.
     """
     proxies = sequence_proxies(logps, ref_logps, completion_mask, pacs_beta=pacs_beta, proxy=proxy)
     loss, scores = loss_from_proxies(
@@ -274,8 +281,8 @@ def proxy_coefficients(
     `"rloo"`: `n / (n - 1) * (e_i - mean e)`; `"dr_grpo"`: `e_i - mean e`; `"none"`: `e_i`; `"grpo"`, with
     `s = std + 1e-6` (1 if `std` is 0): `(e_i - mean e) / s - (r_i - mean r) / ((n - 1) * std * s) * sum_j e_j psi_j`.
 
-    The gradient of the loss in the weights is `sum_i c_i * grad r_i`. Parameters do not move inside an optimizer step,
-    so this sum may be back-propagated in micro-batches of any composition, once all proxies of the step are known.
+    The gradient of the loss with respect to the parameters is `sum_i c_i * grad r_i`. Parameters are constant within
+    an optimizer step, so once all its proxies are known, this sum can be back-propagated in any micro-batches.
 
     Coefficients of a group sum to 0 for `"rloo"` and `"dr_grpo"`. They are exactly 0 for unscorable completions, and,
     except for `"none"`, for all completions of a group with equal labels and equal proxies.
@@ -319,10 +326,10 @@ def actor_coefficients(
 
     With `ell_i = w_i * (y_i log sigmoid(psi_i) + (1 - y_i) log(1 - sigmoid(psi_i)))` (eq. 2 with the weight and target
     of [`class_weights`]), the actor term of the gradient is `-1/N * sum_i ell_i * grad log pi(o_i | q)`. Since `ell <=
-    0`, it would push every sampled completion down; subtracting the mean of the other completions of the prompt leaves
-    its expectation over completions drawn independently unchanged for scores that do not depend on the group, and
-    removes that bias of a finite sample. Eq. 5 has neither the weights nor the centering; the authors' code has no
-    actor term.
+    0`, it would lower the probability of every sampled completion. Subtracting the mean of the other completions of
+    the prompt removes this finite-sample effect; for scores that do not depend on the group, it does not change the
+    expectation over independently sampled completions. Eq. 5 has neither the weights nor the centering; the authors'
+    code has no actor term.
     """
     scorable = scorable_rows(labels, num_generations)
     weights, targets = class_weights(labels, num_generations=num_generations, class_weighting=class_weighting)
@@ -340,13 +347,13 @@ def real_loss(proxies: torch.Tensor, labels: torch.Tensor, *, num_generations: i
     """
     Return the loss of REAL (arXiv 2602.05630; `compute_policy_loss_real` of github.com/Red-RL/REAL, 1c30726), a
     scalar: `log(1 + sum_right exp(-r / tau)) + log(1 + sum_wrong exp(r / tau))` of each group with both labels, summed
-    and divided by the number of all groups with scorable completions. Proxies are `"mean_log_ratio"` against the
-    policy that generated. Completions whose label is neither 0 nor 1 are left out.
+    and divided by the number of all groups with scorable completions. Proxies are `"mean_log_ratio"` with the policy
+    at rollout time as the reference. Completions whose label is neither 0 nor 1 are excluded.
     """
     right, wrong, groups = _right_and_wrong(labels, num_generations)
     logits = _at_least_float32(proxies).view(-1, num_generations) / tau
     of_right, of_wrong = (
-        torch.logsumexp(F.pad(signed.masked_fill(~where, -torch.inf), (0, 1)), dim=1)  # the 0 of the padding is the 1
+        torch.logsumexp(F.pad(signed.masked_fill(~where, -torch.inf), (0, 1)), dim=1)  # padding with 0 adds exp(0) = 1
         for signed, where in ((-logits, right), (logits, wrong))
     )
     return (of_right + of_wrong).masked_fill(~(right.any(dim=1) & wrong.any(dim=1)), 0.0).sum() / groups
@@ -356,9 +363,9 @@ def disco_loss(
     proxies: torch.Tensor, labels: torch.Tensor, *, num_generations: int, tau: float = 10.0
 ) -> torch.Tensor:
     """
-    Return the loss of DisCO (arXiv 2505.12366) without its bound on the divergence from the policy that generated, a
-    scalar: `tau * log(mean_wrong exp(r / tau)) - mean_right r` of each group with both labels, averaged over groups as
-    in [`real_loss`]. Proxies are `"mean_logp"`, the log-likelihood score of the paper.
+    Return the loss of DisCO (arXiv 2505.12366) without its constraint on the divergence from the policy at rollout
+    time, a scalar: `tau * log(mean_wrong exp(r / tau)) - mean_right r` of each group with both labels, averaged over
+    groups as in [`real_loss`]. Proxies are `"mean_logp"`, the log-likelihood score of the paper.
     """
     right, wrong, groups = _right_and_wrong(labels, num_generations)
     scores, mixed = _at_least_float32(proxies).view(-1, num_generations), right.any(dim=1) & wrong.any(dim=1)
@@ -368,12 +375,13 @@ def disco_loss(
 
 
 def _right_and_wrong(labels: torch.Tensor, num_generations: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scorable completions with label 1 and with label 0, `(P, G)`, and the number of groups with any, at least 1."""
+    """Return the scorable completions with label 1 and those with label 0, bool `(P, G)`, and the number of groups
+    with scorable completions, at least 1."""
     scorable, grid = scorable_rows(labels, num_generations).view(-1, num_generations), labels.view(-1, num_generations)
     return (grid == 1) & scorable, (grid == 0) & scorable, scorable.any(dim=1).sum().clamp(min=1)
 
 
-# Losses of a group as functions of its proxies: the function, and the proxy. The engine differentiates them.
+# Group losses: the loss as a function of the proxies, and the kind of proxy. Autograd differentiates them.
 GROUP_LOSSES: dict[str, tuple[Callable[..., torch.Tensor], Proxy]] = {
     "real": (real_loss, "mean_log_ratio"),
     "disco": (disco_loss, "mean_logp"),

@@ -1,4 +1,4 @@
-"""PACSTrainer: the objective of PACS on the exact optimizer step, and the metrics of its implicit critic."""
+"""PACSTrainer: the PACS objective with exact optimizer steps, and metrics of its implicit critic."""
 
 import math
 import textwrap
@@ -23,14 +23,14 @@ from .update.groups import Groups
 from .update.loss import Objective
 
 
-# |psi| beyond this leaves sigmoid(psi) * (1 - sigmoid(psi)) below 0.7 %: the completion has next to no gradient.
+# For |psi| above this, sigmoid(psi) * (1 - sigmoid(psi)) is below 0.7 %: the completion has almost no gradient.
 SATURATED_SCORE = 5.0
 
 
 @dataclass(frozen=True)
 class PACSObjective(Objective):
-    """Objective of PACS for [`PolicyUpdate`]: settings of `objective.py`, and the weights of the actor term and the KL
-    term (`beta`)."""
+    """PACS objective for [`PolicyUpdate`]: the settings of `objective.py`, and the weights of the actor term
+    (`actor_term_coef`) and the KL term (`kl_coef`)."""
 
     pacs_beta: float = 1.0
     proxy: Proxy = "log_ratio"
@@ -47,7 +47,8 @@ class PACSObjective(Objective):
         return sequence_proxies(logps.detach(), ref_logps, mask, pacs_beta=self.pacs_beta, proxy=self.proxy)
 
     def slopes(self, num_tokens: torch.Tensor) -> torch.Tensor:
-        """Return the derivatives of proxies with respect to the log-prob of any of their `num_tokens` tokens."""
+        """Return the derivative of each proxy with respect to the log-prob of one of its `num_tokens` counted tokens,
+        `(B,)`."""
         slopes = torch.full(num_tokens.shape, self.pacs_beta)
         return slopes if self.proxy == "log_ratio" else slopes / num_tokens.clamp(min=1)
 
@@ -61,7 +62,7 @@ class PACSObjective(Objective):
         return found
 
     def loss(self, groups: Groups, proxies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss without the KL term, and scores."""
+        """Return the loss without the KL term, a scalar, and the scores psi, `(B,)`."""
         kinds = {"score_estimator": self.score_estimator, "class_weighting": self.class_weighting}
         return groups.apply(loss_from_proxies, proxies, **kinds)
 
@@ -81,11 +82,11 @@ def critic_metrics(
     Args:
         proxies, scores (`torch.Tensor` of shape `(B,)`): See [`objective.pacs_loss`].
         groups ([`Groups`]): Labels and groups of these completions.
-        class_weighting (`str`): See [`objective.class_weights`]; decides the targets that the critic is rated against.
+        class_weighting (`str`): See [`objective.class_weights`]; determines the targets of the critic metrics.
 
     Returns:
-        `dict[str, float]`: NaN where a metric has no value in this step: everything if no completion is scorable;
-        accuracy and Brier score while all proxies are 0 or no group is mixed.
+        `dict[str, float]`: Metrics. Undefined ones are NaN: all of them if no completion is scorable, and accuracy and
+        Brier score if all proxies are 0 or no group is mixed.
     """
     scorable = groups.scorable
     _, targets = groups.apply(class_weights, class_weighting=class_weighting)
@@ -115,8 +116,8 @@ class PACSTrainer(ExactUpdateTrainer):
     Trainer for PACS (imPlicit Actor Critic coupling via a Supervised learning framework), introduced in [Implicit
     Actor Critic Coupling via a Supervised Learning Framework for RLVR](https://huggingface.co/papers/2509.02522).
 
-    The verifier's reward is the label, a score made of the policy's own log-probs is the logit, and binary
-    cross-entropy is the loss. Takes the arguments of [`~trl.GRPOTrainer`]; rewards must lie in [0, 1].
+    The verifier's reward is the label, a score computed from the policy's own log-probs is the logit, and the loss is
+    binary cross-entropy. Takes the arguments of [`~trl.GRPOTrainer`]; rewards must lie in [0, 1].
 
     Example:
 

@@ -1,13 +1,13 @@
-"""Losses of probability ratios as pairs of a coefficient per completion and a weight per token.
+"""Probability-ratio losses in terms of one coefficient per completion and one weight per token.
 
     grad L = sum_i c_i * sum_t w_it * grad log pi(o_it),        c_i = -A_i * scale_i
 
 `A_i` is the advantage, `scale_i` the normalization of [`completion_scales`], and `w_it` the derivative of a function
 `f(rho)` of the probability ratio `rho = pi / pi_old` with respect to log pi, which depends on detached values only
-([`ratio_terms`]). These are all losses of `trl.GRPOTrainer` 1.16 and that of `trl.RLOOTrainer`, pure functions whose
-reference is autograd through TRL's formulas.
+([`ratio_terms`]). The module covers all losses of `trl.GRPOTrainer` 1.16 and that of `trl.RLOOTrainer`. All functions
+are pure; tests compare them with autograd through TRL's formulas.
 
-Letters for shapes: `B` completions, `T` completion tokens. A mask is `True` for tokens that count.
+Shapes: `B` completions, `T` completion tokens. Masks are `True` for counted tokens.
 """
 
 import math
@@ -23,11 +23,11 @@ class RatioLoss(NamedTuple):
 
     Attributes:
         loss_type (`str`): A key of `LOSS_TYPES`.
-        importance_sampling_level (`str`): `"token"`: a ratio per token. `"sequence"`: the geometric mean of the ratios
-            of a completion (GSPO). `"completion"`: their product (RLOO), whose loss is not summed over tokens.
+        importance_sampling_level (`str`): `"token"`: one ratio per token. `"sequence"`: the geometric mean of the
+            token ratios (GSPO). `"completion"`: their product (RLOO), with a loss that is not summed over tokens.
         low, high (`float`): Bounds on the ratio, `1 - epsilon` and `1 + epsilon_high`; `high` is the cap of `"cispo"`.
-        delta (`float`, *optional*): Upper bound that holds for negative advantages too.
-        sapo_temperatures, vespo_k, vespo_lambda (pairs of `float`): For positive and negative advantages.
+        delta (`float`, *optional*): Upper bound on the ratio that also applies to negative advantages.
+        sapo_temperatures, vespo_k, vespo_lambda (pairs of `float`): Values for positive and for negative advantages.
     """
 
     loss_type: str = "dapo"
@@ -42,13 +42,13 @@ class RatioLoss(NamedTuple):
 
 class RatioTerms(NamedTuple):
     """
-    Values of a micro-batch, without gradient.
+    Weights, values, and clip fractions of a micro-batch, without gradient.
 
     Attributes:
-        weights (shape `(B, T)`): `w_it`; those outside the mask have no meaning.
+        weights (shape `(B, T)`): `w_it`; undefined outside the mask.
         values (shape `(B,)`): `sum_t f(rho_it)`, so that the loss is `sum_i c_i * values_i`.
-        low, high (shape `(B,)`): Share of the tokens whose ratio is below `low` with a negative advantage, or above
-            `high` with a positive one; 0 or 1 at the level of a sequence.
+        low, high (shape `(B,)`): Fraction of counted tokens with a ratio below `low` and a negative advantage, or with
+            a ratio above `high` and a positive advantage; 0 or 1 at sequence level.
     """
 
     weights: torch.Tensor
@@ -58,7 +58,7 @@ class RatioTerms(NamedTuple):
 
 
 def _clipped(ratio: torch.Tensor, positive: torch.Tensor, loss: RatioLoss) -> tuple[torch.Tensor, torch.Tensor]:
-    """`f` and its derivative with respect to log rho of `min(min(rho, delta) * A, clip(rho, low, high) * A)`."""
+    """Return `f` and its derivative in log rho for `min(min(rho, delta) * A, clip(rho, low, high) * A)`."""
     limit = math.inf if loss.delta is None else loss.delta
     capped, clipped = ratio.clamp(max=limit), ratio.clamp(loss.low, loss.high)
     takes_first = torch.where(positive, capped <= clipped, capped >= clipped)
@@ -67,7 +67,7 @@ def _clipped(ratio: torch.Tensor, positive: torch.Tensor, loss: RatioLoss) -> tu
 
 
 def _soft(ratio: torch.Tensor, positive: torch.Tensor, loss: RatioLoss) -> tuple[torch.Tensor, torch.Tensor]:
-    """SAPO: `4 / tau * sigmoid(tau * (rho - 1))`."""
+    """Return SAPO's `f`, `4 / tau * sigmoid(tau * (rho - 1))`, and its derivative with respect to log rho."""
     tau = _by_sign(positive, loss.sapo_temperatures, ratio)
     gate = torch.sigmoid(tau * (ratio - 1))
     return 4 / tau * gate, 4 * gate * (1 - gate) * ratio
@@ -78,16 +78,16 @@ def _by_sign(positive: torch.Tensor, pair: tuple[float, float], like: torch.Tens
 
 
 def vespo_weights(log_ratio: torch.Tensor, not_negative: torch.Tensor, loss: RatioLoss) -> torch.Tensor:
-    """Return VESPO's weight of a completion, `exp(lambda) * w^k * exp(-lambda * w)` with `w = exp(log_ratio)`, bounded
-    as in TRL; all `(B, 1)`. `not_negative` is whether the advantage is at least 0."""
+    """Return VESPO's weight of each completion, `exp(lambda) * w^k * exp(-lambda * w)` with `w = exp(log_ratio)`,
+    clamped as in TRL. `not_negative` is whether the advantage is at least 0. All tensors have shape `(B, 1)`."""
     log_w = log_ratio.clamp(math.log(1e-8), 20.0)
     k, lambda_ = (_by_sign(not_negative, pair, log_w) for pair in (loss.vespo_k, loss.vespo_lambda))
     lambda_ = lambda_.clamp(min=1e-4)
     return (lambda_ + k * log_w - lambda_ * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
-# The function of the ratio, and what the sum over tokens is divided by (see `completion_scales`). "cispo" and "vespo"
-# weight log pi with a detached factor and have no function of the ratio.
+# The function `f` of the ratio, and the normalization of the sum over tokens (see `completion_scales`). "cispo" and
+# "vespo" multiply log pi by a detached factor and have no such function.
 LOSS_TYPES: dict[str, tuple[Callable | None, str]] = {
     "grpo": (_clipped, "completion"),
     "bnpo": (_clipped, "step"),
@@ -102,7 +102,7 @@ LOSS_TYPES: dict[str, tuple[Callable | None, str]] = {
 
 
 def log_importance_weights(log_ratios: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Tensor:
-    """Return log-ratios at an `importance_sampling_level`: `(B, T)` for `"token"`, else `(B, 1)`."""
+    """Aggregate log-ratios `(B, T)` to an `importance_sampling_level`: `(B, T)` for `"token"`, otherwise `(B, 1)`."""
     log_ratios = log_ratios.masked_fill(~mask, 0.0)
     if level == "token":
         return log_ratios
@@ -122,12 +122,12 @@ def ratio_terms(
     log_correction: torch.Tensor | None = None,
 ) -> RatioTerms:
     """
-    Return weights and values of a loss.
+    Return the token weights, values, and clip fractions of a loss.
 
     Args:
-        logps, old_logps (shape `(B, T)`): Log-probs under the policy and under the one that generated.
-        advantages (shape `(B,)`): Only their signs are read.
-        mask (bool, shape `(B, T)`): Tokens that count.
+        logps, old_logps (shape `(B, T)`): Log-probs in nats under the current policy and the policy at rollout time.
+        advantages (shape `(B,)`): Advantages; only their signs are used.
+        mask (bool, shape `(B, T)`): `True` for counted tokens.
         loss ([`RatioLoss`]): The loss and its settings.
         factors (shape `(B, T)`, *optional*): Factors on the loss of each token (masks, importance weights).
         log_correction (shape `(B, 1)`, *optional*): Added to the log-ratio of a completion by `"vespo"`.
@@ -151,7 +151,7 @@ def ratio_terms(
         values = (of_ratio * factors).sum(dim=1)
         if level == "completion":
             values = values / number[:, 0]
-        # a ratio of the completion depends on all of its tokens
+        # the ratio of a whole completion depends on all of its tokens
         share = factors if level == "token" else factors.sum(dim=1, keepdim=True) / number
         weights = (slopes * share).expand_as(logps)
     ratio = ratio.clamp(max=math.inf if loss.delta is None else loss.delta)
@@ -165,16 +165,17 @@ def completion_scales(
     """
     Return the factor on the summed token losses of each completion of an optimizer step, float64 `(B,)`.
 
-    By the normalization of the loss type, with `B` completions in the step, counted ones or not: `1 / (B * tokens of
-    the completion)` for `"completion"`, `1 / tokens of the step` for `"step"`, `1 / (B * max_completion_length)`, `1 /
-    generation_tokens` for `"generation"`, and `1 / B` for `"completions"`.
+    It depends on the normalization of the loss type, where `B` includes completions without counted tokens: `1 / (B *
+    tokens of the completion)` for `"completion"`, `1 / tokens of the step` for `"step"`, `1 / (B *
+    max_completion_length)` for `"max_completion_length"`, `1 / generation_tokens` for `"generation"`, and `1 / B` for
+    `"completions"`.
 
     Args:
         loss_type (`str`): A key of `LOSS_TYPES`.
-        num_tokens (shape `(B,)`): Tokens that count of each completion of the step.
-        max_completion_length (`int`): As in the configuration.
-        generation_tokens (shape `(B,)`): Tokens that count of the generation batch that a completion comes from,
-            divided by the optimizer steps that share it.
+        num_tokens (shape `(B,)`): Number of counted tokens of each completion of the step.
+        max_completion_length (`int`): Setting of the configuration.
+        generation_tokens (shape `(B,)`): Number of counted tokens in the generation batch of each completion, divided
+            by the number of optimizer steps that share it.
     """
     number, total = len(num_tokens), num_tokens.double()
     divisor = {
@@ -193,8 +194,9 @@ def kl_terms(
     mask: torch.Tensor,
     log_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the k3 estimator of KL(policy || reference) of each token, `(B, T)`, 0 outside the mask; differentiable.
-    `log_weights`, differentiable too, are the log importance weights of TRL's `use_bias_correction_kl`."""
+    """Return the k3 estimator of KL(policy || reference) of each token in nats, `(B, T)`, 0 outside the mask.
+    `log_weights` are the log importance weights of TRL's `use_bias_correction_kl`. Differentiable in `logps` and
+    `log_weights`."""
     log_ratio = ref_logps - logps
     terms = torch.exp(log_ratio) - log_ratio - 1
     if log_weights is not None:
@@ -205,8 +207,8 @@ def kl_terms(
 def off_policy_mask(
     logps: torch.Tensor, sampling_logps: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, threshold: float
 ) -> torch.Tensor:
-    """Return which completions are kept, `(B, 1)`: those with an advantage of at least 0, and those whose mean of
-    `sampling_logps - logps` is at most `threshold`; tokens without sampling log-probs (NaN) count as 0."""
+    """Return which completions are kept, bool `(B, 1)`: those with an advantage of at least 0, and those whose mean
+    `sampling_logps - logps` is at most `threshold`. Tokens without sampling log-probs (NaN) count as 0."""
     difference = (sampling_logps - logps).nan_to_num(nan=0.0).masked_fill(~mask, 0.0)
     mean = difference.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
     return (advantages[:, None] >= 0) | (mean <= threshold)

@@ -165,7 +165,7 @@ class TestByHand:
 
     @pytest.mark.parametrize(("rows", "num_generations"), [(4, 1), (5, 2), (4, 8)])
     def test_rows_that_are_not_whole_groups_are_refused(self, rows, num_generations):
-        with pytest.raises(ValueError, match=f"num_generations={num_generations} for {rows} rows"):
+        with pytest.raises(ValueError, match=f"num_generations={num_generations} for {rows} completions"):
             loss_from_proxies(torch.zeros(rows), torch.zeros(rows), num_generations=num_generations)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -1,6 +1,7 @@
-"""Console output of a run: one short line per logged step instead of Trainer's dict of all metrics.
+"""Console output of a run: one short line per logged step, instead of Trainer's dict of all metrics.
 
-`disable_tqdm=True` prints the dict, a notebook shows its table, and `remove_callback(ProgressCallback)` ends both.
+With `disable_tqdm=True` Trainer prints its dict, and notebooks show Trainer's table.
+`remove_callback(ProgressCallback)` disables the lines and the progress bar.
 """
 
 import sys
@@ -11,7 +12,7 @@ from tqdm.auto import tqdm
 from transformers import ProgressCallback, TrainerCallback
 
 
-# In the order of the line: label, metric, and format.
+# Label, metric, and format of each number, in print order.
 NUMBERS = {
     "reward": ("reward", ".2f"),
     "entropy": ("entropy", ".2f"),
@@ -22,7 +23,8 @@ NUMBERS = {
 
 
 class ConsoleCallback(ProgressCallback):
-    """Print a line per logged step and evaluation, and rewards before and after at the end; a bar on terminals."""
+    """Print one line per logged step and evaluation, and the change in reward at the end of training. Terminals also
+    show a progress bar."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.current_step = state.global_step
@@ -47,10 +49,10 @@ class ConsoleCallback(ProgressCallback):
 
 
 def shorten_console(callbacks: list[TrainerCallback]) -> None:
-    """Replace Trainer's progress bar, which it has outside of notebooks and without `disable_tqdm`."""
+    """Replace Trainer's progress bar with [`ConsoleCallback`]. There is none in notebooks or with `disable_tqdm`."""
     places = [place for place, callback in enumerate(callbacks) if type(callback) is ProgressCallback]
     if places:
-        callbacks[places[-1]] = ConsoleCallback()  # the user's own would stand before it
+        callbacks[places[-1]] = ConsoleCallback()  # the last one is Trainer's; earlier ones are the user's
 
 
 def step_line(logs: Mapping[str, Any], step: int, max_steps: int) -> str | None:
@@ -68,7 +70,8 @@ def step_line(logs: Mapping[str, Any], step: int, max_steps: int) -> str | None:
 
 
 def change_of_reward(log_history: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the rewards of the first and last tenth of the logged steps in one line; `None` with fewer than two."""
+    """Return a line with the mean rewards of the first and last tenth of the logged steps, or `None` if fewer than two
+    steps have a reward."""
     rewards = [log["reward"] for log in log_history if log.get("reward") is not None]
     count = max(1, len(rewards) // 10)
     if len(rewards) < 2:

@@ -1,4 +1,4 @@
-"""Checks while a trainer is constructed: of its arguments, before the model is loaded, and of its processes."""
+"""Construction of trainers: argument checks before the model is loaded, process checks, and scorers."""
 
 import inspect
 from collections.abc import Callable
@@ -34,14 +34,14 @@ from .vllm_checks import check_vllm
 
 def check_arguments(model: str | PreTrainedModel, args: GRPOConfig, arguments: dict[str, Any]) -> None:
     """
-    Check the arguments of a trainer; `arguments` are all but the model and the configuration.
+    Check the arguments of a trainer; `arguments` holds all of them except the model and the configuration.
 
     Raises:
-        `ValueError`: if data or reward functions cannot be used, or the vLLM that `args` asks for cannot work.
+        `ValueError`: if the datasets, reward functions, generation settings, or vLLM settings are invalid.
     """
     reward_funcs, has_environment = arguments["reward_funcs"], arguments["environment_factory"] is not None
     check_reward_functions(reward_funcs)
-    given_by_data = reward_funcs if arguments["rollout_func"] is None else ()  # a rollout function adds columns
+    given_by_data = reward_funcs if arguments["rollout_func"] is None else ()  # a rollout function may add columns
     passed = (*OWN_PARAMETERS, *(["environments"] if has_environment else []))
     for name in ("train_dataset", "eval_dataset"):
         check_dataset(name, arguments[name], given_by_data, passed)
@@ -58,7 +58,7 @@ def check_arguments(model: str | PreTrainedModel, args: GRPOConfig, arguments: d
                 "the key, or load the model in that precision for an evaluation alone."
             )
     for name in ("train_dataset", "eval_dataset"):
-        if not has_environment:  # an environment writes into the prompt
+        if not has_environment:  # an environment may modify the prompt
             check_prompts(name, arguments[name])
     check_generation_kwargs(args)
     if args.use_vllm:
@@ -66,7 +66,8 @@ def check_arguments(model: str | PreTrainedModel, args: GRPOConfig, arguments: d
 
 
 def with_arguments(function: Callable, name: str, own: dict[str, Any]) -> Callable:
-    """Return a reward function that gets those of `own` that it has a parameter for."""
+    """Bind the entries of `own` that a reward function has parameters for. Raises a `ValueError` if the function is
+    asynchronous and needs any of them."""
     own = {key: value for key, value in own.items() if key in inspect.signature(function).parameters}
     if own and is_async_callable(function):
         raise ValueError(
@@ -77,10 +78,10 @@ def with_arguments(function: Callable, name: str, own: dict[str, Any]) -> Callab
 
 
 def check_lengths(model: str | PreTrainedModel, args: GRPOConfig, arguments: dict[str, Any]) -> None:
-    """Check that prompts leave room for completions; may download the model's configuration and tokenizer."""
+    """Check that prompts leave room for completions; this may download the model's config and tokenizer."""
     tokenizer = arguments["processing_class"]
     generated_by_user = arguments["environment_factory"] is not None or arguments["rollout_func"] is not None
-    if generated_by_user or isinstance(tokenizer, ProcessorMixin):  # prompts of a processor may hold images
+    if generated_by_user or isinstance(tokenizer, ProcessorMixin):  # a processor's prompts may contain images
         return
 
     def load_tokenizer():
@@ -102,7 +103,7 @@ def check_lengths(model: str | PreTrainedModel, args: GRPOConfig, arguments: dic
 
 
 def create_scorer(trainer: Any, model: Any, temperature: float | None = None) -> Scorer:
-    """Return a scorer; `temperature` is that of the fused head if TRL has not put one on the model."""
+    """Create the scorer of a model. `temperature` defaults to the trainer's sampling temperature."""
     return Scorer(
         model,
         trainer.accelerator.device,
@@ -114,7 +115,8 @@ def create_scorer(trainer: Any, model: Any, temperature: float | None = None) ->
 
 
 def generation_settings(trainer: Any) -> AbstractContextManager:
-    """Return the context of a generation with the trainer's `fast_generation` and `generation_dtype`."""
+    """Return the context manager that applies `fast_generation` and `generation_dtype`. Raises a `ValueError` if the
+    weights are sharded or continuous batching is used."""
     fast, dtype = (getattr(trainer.args, name, None) for name in ("fast_generation", "generation_dtype"))
     if not fast and dtype is None:
         return nullcontext()
@@ -128,14 +130,14 @@ def generation_settings(trainer: Any) -> AbstractContextManager:
 
 
 def check_shared_turns(trainer: Any) -> None:
-    """Refuse tools where processes would have to take their turns together."""
+    """Raise a `ValueError` if tools are used while several processes generate together."""
     is_sharded = trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled()
     if error := shared_turns_error(trainer.args, trainer.accelerator.num_processes, is_sharded):
         raise ValueError(error)
 
 
 def check_equal_on_all_processes(what: str, number: int) -> None:
-    """Raise a `ValueError` if processes do not have equally many of `what`."""
+    """Raise a `ValueError` if `number`, the number of `what`, differs between processes."""
     numbers = gather_object([number])
     if len(set(numbers)) > 1:
         raise ValueError(
@@ -145,7 +147,8 @@ def check_equal_on_all_processes(what: str, number: int) -> None:
 
 
 def check_prompts_of_generation(dataset: Any, args: GRPOConfig) -> None:
-    """Check that a training set, if it is no stream, has enough prompts for a generation batch, on all processes."""
+    """Check that a training set has the same size on all processes, and enough prompts for a generation batch.
+    Streaming datasets are skipped."""
     if hasattr(dataset, "__len__"):
         check_equal_on_all_processes("prompts in the training set", len(dataset))
         check_number_of_prompts(len(dataset), args)
@@ -153,12 +156,12 @@ def check_prompts_of_generation(dataset: Any, args: GRPOConfig) -> None:
 
 def exchange_float32(accelerator: Accelerator) -> None:
     """
-    Let FSDP2 accumulate and reduce gradients, and return what the model returns, in float32; for models that are
-    prepared afterwards.
+    Configure FSDP2 to accumulate and reduce gradients in float32, and not to round model outputs. Call this before the
+    models are prepared.
 
-    accelerate 1.15 rounds both to bfloat16: gradients then have 8 significant bits, and a log-prob of -0.5 becomes a
-    multiple of 2^-9, more than an update moves it. Arithmetic inside the model stays bfloat16. Costs 2 more bytes per
-    trained weight and GPU while gradients are accumulated.
+    accelerate 1.15 rounds both to bfloat16: gradients then have 8 significant bits, and a log-prob of -0.5 is rounded
+    to a multiple of 2^-9, which is more than one update changes it. Computation inside the model stays in bfloat16.
+    Gradient accumulation needs 2 more bytes per trained weight on each GPU.
     """
     plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
     if plugin is not None and plugin.mixed_precision_policy is not None:

@@ -1,10 +1,10 @@
-"""TRL's vLLM engine with what a run needs to be repeated and to end in order, and checks of what engines return.
+"""TRL's vLLM engine with per-request seeds, coordinated failures, and timing, and checks of generated completions.
 
 - Every request has a seed. TRL seeds a colocated engine once, and its random state is not part of a checkpoint.
-- When a server stops answering, all processes raise the same exception. TRL raises it on the main process while the
-  others wait for its completions forever.
-- Equal prompts of one call to a server become one request for that many completions.
-- The time that weights take to reach vLLM is measured.
+- If a server stops answering, all processes raise the same exception. TRL raises it on the main process only, while
+  the others wait for completions forever.
+- Equal prompts in one call to a server become one request for several completions.
+- The time to send weights to vLLM is measured.
 """
 
 import logging
@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 
 class ServerFailure(RuntimeError):
-    """A vLLM server that does not answer as it should, raised on all processes alike. `state` is what is known of the
-    server, as the end of a sentence that begins with it; `cause` what it answered, or the exception."""
+    """Failure of a vLLM server, raised on all processes. `state` completes the sentence "The vLLM server ..."; `cause`
+    is the server's response or the exception."""
 
     def __init__(self, state: str, cause: str):
         super().__init__(f"The vLLM server {state} ({cause}).")
@@ -34,8 +34,8 @@ class ServerFailure(RuntimeError):
 
 
 class SeededLLM:
-    """vLLM's `LLM`, whose `generate` gives a seed to each request that has none; `next_seeds(n)` returns the seeds of
-    the next `n` requests. Everything else is vLLM's."""
+    """Proxy of vLLM's `LLM` whose `generate` sets the seed of each request that has none. `next_seeds(n)` returns the
+    seeds of the next `n` requests. All other attributes are those of `LLM`."""
 
     def __init__(self, llm, next_seeds: Callable[[int], list[int]]):
         self.llm = llm
@@ -45,7 +45,7 @@ class SeededLLM:
         return getattr(self.llm, name)
 
     def generate(self, prompts, sampling_params=None, **kwargs) -> list:
-        """Generate as vLLM does, with the same arguments."""
+        """Generate completions; arguments and result are those of `vllm.LLM.generate`."""
         single = isinstance(prompts, str | dict) or isinstance(prompts[0], int)  # text, mapping or token ids
         prompts = [prompts] if single else prompts
         if sampling_params is None:
@@ -60,9 +60,11 @@ class SeededLLM:
 
 class CountingClient:
     """
-    TRL's client of a vLLM server, for calls with another number of completions of each prompt. Such a call has each
-    prompt as often as completions are wanted. The server gives the same answer to equal prompts of a request with a
-    seed, so they are counted, and each number is a request of its own; they run at the same time.
+    Proxy of TRL's vLLM client that supports a different number of completions per prompt.
+
+    The caller repeats each prompt once per completion. Because a server returns the same completion for equal prompts
+    of a request with a seed, repeated prompts are counted, and prompts with the same count are sent as one request
+    with `n` completions. The requests run concurrently.
     """
 
     def __init__(self, client):
@@ -72,7 +74,7 @@ class CountingClient:
         return getattr(self.client, name)
 
     def generate(self, prompts, features=None, n: int = 1, **kwargs) -> dict:
-        """Generate as TRL's client does, with the same arguments."""
+        """Generate completions; arguments and result are those of TRL's `VLLMClient.generate`."""
         indices: dict[tuple[int, ...], list[int]] = {}
         for i, ids in enumerate(prompts):
             indices.setdefault(tuple(ids), []).append(i)
@@ -98,12 +100,13 @@ class CountingClient:
 
 class Engine(VLLMGeneration):
     """
-    Drop-in replacement for the engine that TRL has built, `generation`.
+    Drop-in replacement for TRL's vLLM engine.
 
     Args:
-        next_seeds (`Callable`): `next_seeds(n)` returns the seeds of the next `n` requests of this process. Called for
-            requests without a seed in `generation_kwargs`.
-        timer ([`StepTimer`]): Gets the time of weight synchronization.
+        generation (`VLLMGeneration`): The engine to replace.
+        next_seeds (`Callable`): `next_seeds(n)` returns the seeds of the next `n` requests of this process. It is not
+            called if `generation_kwargs` has a seed.
+        timer ([`StepTimer`]): Records the time of weight synchronization.
     """
 
     def __init__(self, generation: VLLMGeneration, *, next_seeds: Callable[[int], list[int]], timer: StepTimer):
@@ -117,9 +120,13 @@ class Engine(VLLMGeneration):
 
     @contextmanager
     def using_weights_of(self, model, **sampling: Any) -> Iterator[None]:
-        """Generate inside with the weights of another model of the same architecture, and with other settings.
-        Afterwards those of its own model have to be sent again. A second engine would need more memory: vLLM lets one
-        engine of a process sleep, and weights are sent before every generation anyway."""
+        """
+        Generate with the weights of another model of the same architecture inside the context, and with the sampling
+        settings `sampling`.
+
+        Afterwards the weights of the engine's own model must be sent again, which happens before every generation
+        anyway. A second engine would need more memory, because vLLM supports sleep for one engine per process only.
+        """
         own = {name: getattr(self, name) for name in ("model", "_weight_metadata", *sampling)}
         vars(self).update(sampling, model=model, _weight_metadata=None)
         try:
@@ -129,8 +136,8 @@ class Engine(VLLMGeneration):
             vars(self).update(own)
 
     def sync_weights(self) -> None:
-        """Send the weights, or raise a [`ServerFailure`] if a server does not answer. One that dies while weights are
-        being sent can leave NCCL waiting for its peer."""
+        """Send the weights to vLLM. Raises a [`ServerFailure`] if a server does not answer. If a server dies during
+        the transfer, NCCL may still hang waiting for its peer."""
         with self._timer.part("weight_sync"):
             if self.mode == "server":
                 health = self._ask_health()
@@ -139,46 +146,47 @@ class Engine(VLLMGeneration):
             super().sync_weights()
 
     def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
-        """Generate as TRL does, with the same arguments, or raise a [`ServerFailure`] if a server has returned fewer
-        completions than requested."""
+        """Generate completions; arguments and result are those of TRL's engine. Raises a [`ServerFailure`] if a server
+        fails or returns fewer completions than requested."""
         if self.mode == "colocate":
             return super().generate(prompts, images, num_generations, profiler)
         given, cause = self.generation_kwargs, None
-        if "seed" not in given:  # one for the call: vLLM adds the index of the completion to it
+        if "seed" not in given:  # one per call: vLLM adds the completion index to it
             self.generation_kwargs = {**given, "seed": self._next_seeds(len(prompts))[0]}
         try:
             generated = super().generate(prompts, images, num_generations, profiler)
-        except Exception as error:  # TRL's client raises bare exceptions for refused requests
+        except Exception as error:  # TRL's client raises bare exceptions
             if not self.accelerator.is_main_process:
                 raise
             logger.exception("The vLLM server failed to generate.")
             cause = f"{type(error).__name__}: {error}"
             generated = ([], [], [], [])
-            broadcast_object_list([generated], from_process=0)  # what the others wait for in TRL's `generate`
+            broadcast_object_list([generated], from_process=0)  # the others wait for this in TRL's `generate`
         finally:
             self.generation_kwargs = given
         if len(generated[1]) < len(prompts):
             health = self._ask_health()
             state = "is healthy, but did not generate" if health is None else "stopped answering"
-            raise ServerFailure(state, cause or health or "it gave no completions")
+            raise ServerFailure(state, cause or health or "it returned too few completions")
         return generated
 
     def _ask_health(self) -> str | None:
-        """Return what is wrong with the server, on all processes. Retries as TRL's client does."""
+        """Return why the server is unhealthy, or `None` if it is healthy; the result is the same on all processes.
+        Retries as TRL's client does."""
         found: list[str | None] = [None]
         if self.accelerator.is_main_process:
             try:
                 status = self.vllm_client.session.get(f"{self.vllm_client.base_url}/health").status_code
                 found = [None if status == 200 else f"GET /health has status {status}"]
-            except OSError as error:  # of which requests' exceptions are subclasses
+            except OSError as error:  # base class of the exceptions of requests
                 found = [f"{type(error).__name__}: {error}"]
         broadcast_object_list(found, from_process=0)
         return found[0]
 
 
 def end_empty_completions(eos_token_id: int, completion_ids, logprobs, env_mask=None) -> float:
-    """Give completions without a token, which an engine that strips the end-of-sequence token returns, this token.
-    Returns their share."""
+    """Append the end-of-sequence token to empty completions, in place, and return their fraction. Engines that strip
+    this token return empty completions."""
     empty = [i for i, ids in enumerate(completion_ids) if len(ids) == 0]
     for i in empty:
         completion_ids[i] = [eos_token_id]
@@ -190,11 +198,12 @@ def end_empty_completions(eos_token_id: int, completion_ids, logprobs, env_mask=
 
 
 def checked_rollouts(rollout_func: Callable, eos_token_id: int, log_empty: Callable[[float], None]) -> Callable:
-    """Return a rollout function whose number of completions is checked, and none of them empty."""
+    """Wrap a rollout function to check its number of completions, and to end empty completions with an end-of-sequence
+    token."""
 
     def call(prompts, trainer):
         output = rollout_func(prompts, trainer)
-        completion_ids = output.get("completion_ids", [])  # TRL names missing keys
+        completion_ids = output.get("completion_ids", [])  # TRL raises an error for missing keys
         if "completion_ids" in output and len(completion_ids) != len(prompts):
             raise ValueError(
                 f"rollout_func returned {len(completion_ids)} completions for {len(prompts)} prompts. The batch "
@@ -208,7 +217,7 @@ def checked_rollouts(rollout_func: Callable, eos_token_id: int, log_empty: Calla
 
 
 def failed_run(failure: ServerFailure, trainer: Any, engine: Engine | None) -> FailedRun:
-    """Return the error of a run whose server failed, that of `engine` or by default the policy's."""
+    """Return the [`FailedRun`] for a failed vLLM server: that of `engine`, by default the policy's."""
     url, model = server_url(trainer.args), trainer.model
     if engine is not None:
         url, model = engine.server_base_url, engine.model

@@ -1,11 +1,11 @@
-"""The trainer whose optimizer steps are exact for any micro-batch split, for any objective of [`PolicyUpdate`].
+"""Base trainer with exact optimizer steps: the gradient does not depend on the split into micro-batches.
 
-Generation, tools, vLLM, rewards, collation, and logging are the parent's. Different are:
+The parent class provides generation, tools, vLLM, rewards, collation, and logging. Differences from the parent:
 
-- `_prepare_inputs` keeps a generation batch as whole groups without padding, divided into optimizer steps.
-- `training_step` follows the parent's schedule, but does all the work of an optimizer step at once, at its last slot:
-  see `update/policy_update.py`.
-- A checkpoint also holds the completions that wait for later optimizer steps, and the snapshot reference.
+- `_prepare_inputs` stores a generation batch as unpadded whole groups, split into optimizer steps.
+- `training_step` follows the parent's schedule, but runs the whole optimizer step in its last accumulation slot; see
+  `update/policy_update.py`.
+- Checkpoints also contain the completions of later optimizer steps, and the snapshot reference.
 """
 
 import math
@@ -33,8 +33,8 @@ from .rollout_trainer import RolloutTrainer
 
 class ExactUpdateTrainer(RolloutTrainer):
     """
-    [`RolloutTrainer`] that takes exact optimizer steps of the objective that `create_objective` returns. Its
-    configuration is an [`ExactUpdateConfig`].
+    [`RolloutTrainer`] with exact optimizer steps on the objective that `create_objective` returns. Its configuration
+    is an [`ExactUpdateConfig`].
     """
 
     _update_class = PolicyUpdate
@@ -43,23 +43,23 @@ class ExactUpdateTrainer(RolloutTrainer):
 
     @abstractmethod
     def create_objective(self) -> Objective:
-        """Return the objective: the pair of coefficients per completion and weights per token."""
+        """Return the objective of the policy update."""
 
     def token_weights(self) -> list[TokenWeights]:
-        """Return factors on the gradient of each token. Extension point: weights per token."""
+        """Return the token weights of the update. Extension point for per-token factors on the gradient."""
         correct = self.args.vllm_importance_sampling_correction
         return [MismatchCorrection(self.update.mismatch)] if correct else []
 
     def complete_generation(self, generation_batch, rollouts: list[Rollout], num_steps: int) -> list[Rollout]:
-        """Return the completions of all processes, which `num_steps` optimizer steps share, from the first ones of
-        this process. Extension point: generate more or different completions."""
+        """Return the completions of all processes for the next `num_steps` optimizer steps. `rollouts` are those that
+        this process has generated. Extension point for generating more or different completions."""
         return gather_object(rollouts)
 
     def _prepare_learning(self) -> None:
         self._check_support()
         self.update = self._create_update()
         self.update.token_weights = self.token_weights()
-        self.vllm_importance_sampling_correction = False  # the parent's, which costs a forward pass of its own
+        self.vllm_importance_sampling_correction = False  # disables the parent's, which needs an extra forward pass
 
     def _check_support(self) -> None:
         name = type(self).__name__
@@ -94,7 +94,7 @@ class ExactUpdateTrainer(RolloutTrainer):
     def _padding_free(self) -> str:
         return self.args.padding_free
 
-    # The policy that proxies refer to: the one that generated, or a `"snapshot"`.
+    # Reference policy of the proxies: the policy at rollout time (`"rollout"`), or a `"snapshot"`.
     _reference = "rollout"
     _group_layout = "auto"
 
@@ -120,7 +120,7 @@ class ExactUpdateTrainer(RolloutTrainer):
                 pair_cost=1 / (6 * self.scorer.config.get_text_config().hidden_size),
             ),
             mismatch=self._mismatch,
-            # The temperature, by which the loss divides too, may differ from 1, and nothing else.
+            # A temperature other than 1 is allowed, because the loss divides the logits by it too.
             samples_policy=untruncated and not args.generation_kwargs,
             score_kl_reference=self._score_kl_reference if args.beta != 0 else None,
         )
@@ -145,11 +145,11 @@ class ExactUpdateTrainer(RolloutTrainer):
         return generation_batch
 
     def _draw_generation(self, generation_batch) -> list[Rollout]:
-        """Return this process's first completions for the optimizer steps until the next generation."""
+        """Generate and grade the completions of this process, and return them without padding."""
         return unpad_rollouts(self._generate_and_score_completions(generation_batch))
 
     def _cache_rollout_logps(self) -> None:
-        """Compute log-probs under the policy that generated, for the updates in which it will have moved on."""
+        """Compute the log-probs at rollout time that later updates need, before the policy changes."""
         objective, has_weights = self.update.objective, bool(self.update.token_weights)
         names = ["ref_logps"] * (self._reference == "rollout" and objective.has_reference)
         names += ["old_logps"] * (has_weights or objective.has_ratio) + ["old_entropies"] * has_weights
@@ -159,8 +159,7 @@ class ExactUpdateTrainer(RolloutTrainer):
                 self.update.cache_logps(self.model_wrapped, step, *names)
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        """The parent asks for the policy and the KL reference after generation. The update computes them, when and
-        where it needs them."""
+        """Skip the log-probs that the parent computes after generation; the update computes those that it needs."""
         return None, None, None
 
     # Optimizer step -------------------------------------------------------------------------------------------------
@@ -218,7 +217,7 @@ class ExactUpdateTrainer(RolloutTrainer):
             self.update.cache_logps(model, step, "ref_logps")
 
     def _policy_is_reference(self) -> bool:
-        """Whether the policy that generated is the reference (without a snapshot yet, the initial policy is)."""
+        """Return whether the policy at rollout time is the reference. Before the first snapshot, it is."""
         return self.update.objective.has_reference and self._snapshot is None
 
     def _score_kl_reference(self, model, prompt_ids, completion_ids) -> Scores:
@@ -229,7 +228,7 @@ class ExactUpdateTrainer(RolloutTrainer):
             return self.scorer.score(model, prompt_ids, completion_ids)
 
     def _compute_loss(self, model, inputs):
-        """Compute the loss of a batch in evaluation: the same formula, without gradient."""
+        """Compute the loss of an evaluation batch, with the formula of training and without gradient."""
         rollouts = gather_object(unpad_rollouts(inputs))
         if self.num_generations_eval < 2:
             return torch.tensor(0.0, device=self.args.device)  # a score needs a second completion of the prompt
@@ -244,7 +243,7 @@ class ExactUpdateTrainer(RolloutTrainer):
         return torch.tensor(loss, device=self.args.device)
 
     def _get_grad_norm(self, model, grad_norm=None):
-        """Leave out, and count, optimizer steps whose gradient is not finite; too many in a row are an error."""
+        """Skip and count optimizer steps with a non-finite gradient; raise a [`FailedRun`] after too many in a row."""
         grad_norm = super()._get_grad_norm(model, grad_norm)
         in_a_row, total = self._non_finite
         if math.isfinite(float(grad_norm)):  # the same on all processes
@@ -269,17 +268,17 @@ class ExactUpdateTrainer(RolloutTrainer):
                 f"{step}; max_non_finite_steps={limit}). The weights are those before the first of them. Look at "
                 "`pacs/proxy_abs_mean`: lower the learning rate, or set max_grad_norm."
             )
-        if self.accelerator.scaler is None:  # in fp16 the scaler finds and skips such steps itself
-            model.zero_grad(set_to_none=True)  # optimizers leave parameters without a gradient alone
+        if self.accelerator.scaler is None:  # in fp16 the scaler skips such steps itself
+            model.zero_grad(set_to_none=True)  # optimizers skip parameters without a gradient
 
     # Checkpoints ----------------------------------------------------------------------------------------------------
 
     def _reset_run(self) -> None:
         super()._reset_run()
-        self._pending: list[Rollout] = []  # completions of generations that fill one optimizer step together
+        self._pending: list[Rollout] = []  # completions of the generation batches of one optimizer step
         self._steps: list[StepRollouts] = []  # the optimizer steps of the current generation batch
         self._snapshot: SnapshotReference | None = None
-        self._non_finite = 0, 0  # optimizer steps without a finite gradient: in a row up to the last one, and in all
+        self._non_finite = 0, 0  # non-finite optimizer steps: consecutive ones up to the last step, and the total
 
     def _save_run(self, directory: Path) -> None:
         super()._save_run(directory)

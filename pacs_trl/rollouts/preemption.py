@@ -1,7 +1,7 @@
-"""An orderly end on Ctrl-C and on SIGTERM, which schedulers send before they take a machine away.
+"""Graceful stop on Ctrl-C and SIGTERM, which schedulers send before they preempt a job.
 
-The running optimizer step is finished, its state is saved, and the process ends with a code of its own, so that the
-next `--resume_from_checkpoint last` loses nothing.
+The trainer finishes the current optimizer step, saves a checkpoint, and exits with a distinct exit code, so that
+`--resume_from_checkpoint last` loses no work.
 """
 
 import contextlib
@@ -16,18 +16,20 @@ from accelerate.utils import reduce
 from transformers import TrainerCallback, TrainingArguments
 
 
-# In the order in which they decide the exit code, 128 + number, as shells report it.
+# In order of precedence for the exit code, which is 128 + the signal number, as in shells.
 NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
 
 class StopOnSignal(TrainerCallback):
     """
-    Saves and stops at the end of the optimizer step in which any process received SIGTERM or SIGINT, on all processes
-    alike; an evaluation that is due is left out. A second SIGINT stops at once. Before and after training the signals
-    do what they did before, and a SIGINT that is ignored (a shell does so in the background) stays ignored.
+    Save a checkpoint and stop all processes at the end of the optimizer step in which any process received SIGTERM or
+    SIGINT; a due evaluation is skipped. A second SIGINT stops immediately.
+
+    Outside of training the previous signal handlers apply. If SIGINT is ignored, as for background jobs of a shell, it
+    stays ignored.
 
     Attributes:
-        stopped (`signal.Signals`, *optional*): the signal that stopped training before its end.
+        stopped (`signal.Signals`, *optional*): Signal that stopped training early.
     """
 
     def __init__(self):
@@ -40,17 +42,17 @@ class StopOnSignal(TrainerCallback):
             if signum in self._received:
                 raise KeyboardInterrupt
             if os.environ.get("RANK", "0") == "0":
-                with contextlib.suppress(OSError):  # print may be what was interrupted
+                with contextlib.suppress(OSError):  # not print: it is not reentrant
                     os.write(2, b"\nCtrl-C: saving after this optimizer step. Press Ctrl-C again to stop at once.\n")
-        self._received.append(signum)  # nothing else: the step goes on
+        self._received.append(signum)  # the current step continues
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if self._previous or threading.current_thread() is not threading.main_thread():  # no other may handle signals
+        if self._previous or threading.current_thread() is not threading.main_thread():  # only it can set handlers
             return
         for signum in NAMES:
             if (previous := signal.getsignal(signum)) != signal.SIG_IGN or signum == signal.SIGTERM:
                 signal.signal(signum, self._receive)
-                self._previous[signum] = previous or signal.SIG_DFL  # None: not Python's
+                self._previous[signum] = previous or signal.SIG_DFL  # None: not installed from Python
 
     def on_step_end(self, args, state, control, **kwargs):
         received = torch.tensor([float(signum in self._received) for signum in NAMES], device=args.device)
@@ -59,7 +61,7 @@ class StopOnSignal(TrainerCallback):
             return
         if state.global_step < state.max_steps:
             self.stopped = next(signum for signum, number in zip(NAMES, received, strict=True) if number)
-        args.save_only_model = False  # of which nothing could be continued
+        args.save_only_model = False  # such checkpoints cannot be resumed
         control.should_evaluate = False
         control.should_save = True
         control.should_training_stop = True
@@ -72,8 +74,8 @@ class StopOnSignal(TrainerCallback):
 
 @contextmanager
 def stop_on_signal() -> Iterator[StopOnSignal]:
-    """Let SIGTERM and SIGINT inside the context end training in an orderly way, in the main thread. Yields the
-    callback to be added to the trainer; after training, its `stopped` says whether to leave."""
+    """Stop training gracefully on SIGTERM and SIGINT inside the context, in the main thread. Yields the callback to
+    add to the trainer; after training, its `stopped` is the signal that stopped it, or `None`."""
     callback = StopOnSignal()
     try:
         yield callback
@@ -82,7 +84,7 @@ def stop_on_signal() -> Iterator[StopOnSignal]:
 
 
 def check_no_jit_checkpoint(args: TrainingArguments) -> None:
-    """Refuse transformers' `enable_jit_checkpoint`: each process decides for itself when to save."""
+    """Raise a `ValueError` for transformers' `enable_jit_checkpoint`, with which each process decides when to save."""
     if args.enable_jit_checkpoint:
         raise ValueError(
             "enable_jit_checkpoint=True may save in the middle of an optimizer step, at another one on each process. "

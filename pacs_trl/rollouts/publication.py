@@ -1,4 +1,4 @@
-"""Card, recipe, and provenance beside every saved model, and its upload."""
+"""Model card, recipe, and provenance of saved models, and their upload to the Hub."""
 
 import json
 from collections.abc import Iterator
@@ -18,14 +18,14 @@ from ..redaction import without_secrets
 
 
 def card_facts(model_name: str | None, dataset_name: str | None, tags: str | list[str] | None) -> dict[str, Any]:
-    """Return the arguments of `create_model_card` that are given."""
+    """Return the arguments of `create_model_card` that are not `None`, as a dict."""
     tags = [tags] if isinstance(tags, str) else tags
     given = {"model_name": model_name, "dataset_name": dataset_name, "tags": tags}
     return {key: value for key, value in given.items() if value is not None}
 
 
 def describe_model(trainer: Any, directory: Path) -> None:
-    """Write provenance, recipe, and card beside a saved model."""
+    """Write provenance, recipe, and model card into the directory of a saved model."""
     given = trainer._card_facts
     tags = sorted({*(trainer.model.model_tags or ()), *given.get("tags", ())})
     facts = training_facts(trainer.accelerator.num_processes) | {"paper": trainer._paper} | given | {"tags": tags}
@@ -41,7 +41,7 @@ def describe_model(trainer: Any, directory: Path) -> None:
 
 
 def _settings_from_python(trainer: Any) -> dict[str, Any]:
-    """Return the settings of a run that was started from Python under the names of a recipe."""
+    """Return the settings of a run that was started from Python, under the key names of a recipe."""
     model = get_config_model_id(trainer.model.config)
     settings = {
         "method": trainer._name.lower(),
@@ -58,7 +58,7 @@ def _settings_from_python(trainer: Any) -> dict[str, Any]:
 
 @contextmanager
 def keeping_readme(directory: Path, is_main_process: bool) -> Iterator[None]:
-    """Put back a README that a user has edited, which PEFT overwrites, or remove the draft that PEFT writes."""
+    """Preserve a README that a user has edited, and delete the draft that PEFT writes when it saves a model."""
     readme = kept_readme(directory)
     yield
     if is_main_process:
@@ -76,8 +76,8 @@ def upload(
     token: str | None = None,
     revision: str | None = None,
 ):
-    """Push a directory in which the model is saved. Returns a [`~hub.PushResult`], or a future of it if `blocking` is
-    false; `None` on every process but the first."""
+    """Upload the directory of a saved model. Returns a [`~hub.PushResult`], or a future of it if `blocking` is
+    `False`; `None` on all processes except the main process."""
     if not trainer.is_world_process_zero():
         return None
     token = token or trainer.args.hub_token

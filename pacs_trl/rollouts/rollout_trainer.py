@@ -1,10 +1,10 @@
-"""The trainer under every method: completions, rewards, and checkpoints on top of TRL's GRPOTrainer.
+"""Base trainer of every method: generation, rewards, and checkpoints on top of TRL's GRPOTrainer.
 
-- Every request to vLLM has a seed, so a resumed run generates what the first would have generated. When a vLLM server
-  dies, all processes save the state after the last optimizer step together and stop (`engine.py`).
-- A checkpoint contains what is needed to continue bit for bit, also in the middle of a generation batch, and each call
-  of `train` starts from a checkpoint or from nothing, whatever the trainer has done before (`checkpoint.py`).
-- Every saved model comes with its card, and a push uploads nothing but the model (`publication.py`).
+- Every vLLM request has a seed, so a resumed run generates the same completions as an uninterrupted run. If a vLLM
+  server dies, all processes save the state after the last optimizer step and stop (`engine.py`).
+- Checkpoints resume bitwise, also in the middle of a generation batch. Each call of `train` starts from a checkpoint
+  or from scratch, regardless of earlier calls (`checkpoint.py`).
+- Every saved model has a model card, and a push uploads only the model (`publication.py`).
 """
 
 import inspect
@@ -37,22 +37,22 @@ from .timing import StepTimer
 
 _SIGNATURE = inspect.signature(GRPOTrainer.__init__)
 
-# A run ends when its first generation batches, so many, have no reward at all. A later batch may.
+# A run fails if its first generation batches, this many, have no reward at all. Later batches without one are allowed.
 _MOST_UNREWARDED = 3
 
 
 class RolloutTrainer(GRPOTrainer):
-    """[`~trl.GRPOTrainer`], with the same arguments, that generates, computes rewards, and handles checkpoints.
-    `recipe` holds the settings of a run from a recipe."""
+    """Base class of trainers: [`~trl.GRPOTrainer`], with the same arguments, and exact resumption, input checks, step
+    timing, and model cards. `recipe` holds the settings of a run that was started from a recipe."""
 
     recipe: dict[str, Any] | None = None
     _config_class: type[GRPOConfig] = GRPOConfig
     _padding_free = "auto"  # see `Scorer`
-    # Settings, besides `SHARED_SETTINGS`, that a checkpoint and the run that resumes from it must share.
+    # Settings besides `SHARED_SETTINGS` that must be equal in a checkpoint and in the run that resumes from it.
     _own_shared_settings: tuple[str, ...] = ()
-    # Attributes that a checkpoint contains, besides completions.
+    # Attributes that are saved in checkpoints, in addition to completions.
     _saved_attributes: tuple[str, ...] = ("_step", "_num_requests", "_unrewarded", "signal")
-    # What changes inside an optimizer step, besides metrics and the number of tokens.
+    # Attributes that change inside an optimizer step, in addition to metrics and the token count.
     _counters: tuple[str, ...] = ("_step", "_num_requests", "_unrewarded", "_buffered_inputs")
 
     if not TYPE_CHECKING:  # type checkers and editors see the parameters of GRPOTrainer
@@ -85,11 +85,11 @@ class RolloutTrainer(GRPOTrainer):
         self._prepare_learning()
 
     def _prepare_loading(self, model, args: GRPOConfig, arguments: dict[str, Any]) -> None:
-        """Prepare before the model is loaded; `arguments` are all other arguments of the trainer."""
+        """Run checks before the model is loaded; `arguments` are all other arguments of the trainer."""
         construction.check_arguments(model, args, arguments)
 
     def _prepare_drawing(self) -> None:
-        """Prepare generation and rewards, once the model is loaded."""
+        """Set up generation and rewards after the model is loaded."""
         check_adapters(self.model)
         construction.check_prompts_of_generation(self.train_dataset, self.args)
         shorten_console(self.callback_handler.callbacks)
@@ -101,16 +101,16 @@ class RolloutTrainer(GRPOTrainer):
         self.grades_programs = code_reward in self.reward_funcs
         if self.grades_answers and self.accelerator.is_main_process:
             check_golds(self.train_dataset)
-        self._num_groups = 0  # generated so far
+        self._num_groups = 0  # groups generated so far
         self._forward_passes_are_chosen = False
-        self._extra_of_rows: list[dict] | None = None  # `Rollout.extra` of this process, where a method has it
+        self._extra_of_rows: list[dict] | None = None  # `Rollout.extra` of this process, if any
         if self.use_vllm:
             self.vllm_generation = Engine(self.vllm_generation, next_seeds=self._next_seeds, timer=self.timer)
         if self.rollout_func is not None:
             self.rollout_func = checked_rollouts(self.rollout_func, self._tokenizer.eos_token_id, self._log_empty)
         if self.tools:
             construction.check_shared_turns(self)
-        if not self._is_vlm:  # a processor takes more keys than its template
+        if not self._is_vlm:  # a processor accepts more keys than its template
             check_chat_template_kwargs(self.processing_class, self.chat_template_kwargs, self.chat_template)
             self.scorer = construction.create_scorer(self, self.model)
             if self.ref_model is not None:  # of the KL term
@@ -121,14 +121,14 @@ class RolloutTrainer(GRPOTrainer):
         ]
 
     def _prepare_learning(self) -> None:
-        """Prepare what a method needs besides the rollouts."""
+        """Set up the method-specific parts of the trainer. Called last in construction."""
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         construction.exchange_float32(self.accelerator)
 
     def _choose_forward_passes(self) -> None:
-        """Run [`choose_forward_pass`] once, before anything is generated, on all processes together."""
+        """Run [`choose_forward_pass`] once, before the first generation, on all processes."""
         if self._forward_passes_are_chosen:
             return
         self._forward_passes_are_chosen = True
@@ -153,12 +153,12 @@ class RolloutTrainer(GRPOTrainer):
         return checkpoint.next_seeds(self, num_requests)
 
     def _generate_and_score_completions(self, inputs):
-        self._choose_forward_passes()  # an evaluation without training, say
+        self._choose_forward_passes()  # needed for an evaluation without training
         construction.check_equal_on_all_processes("rows of a generation batch", len(inputs))
         check_columns("The data set", inputs[0])
         with self.timer.part("other"):
             batch = super()._generate_and_score_completions(inputs)
-        rows = self.accelerator.process_index * len(inputs) + torch.arange(len(inputs))  # among those of all processes
+        rows = self.accelerator.process_index * len(inputs) + torch.arange(len(inputs))  # indices over all processes
         num_generations = self.num_generations if self.model.training else self.num_generations_eval
         batch["labels"] = self._labels[rows.to(self._labels.device)]
         batch["groups"] = self._num_groups + rows // num_generations
@@ -171,13 +171,14 @@ class RolloutTrainer(GRPOTrainer):
         self, inputs: Sequence[dict[str, Any]], num_generations: int, groups: Sequence[int] | None = None
     ) -> list[Rollout]:
         """
-        Generate completions of some prompts with the current policy, also within a generation, and compute rewards.
-        Returns those of this process, the completions of a prompt adjacent.
+        Generate completions with the current policy, also during a generation batch, and compute their rewards.
+        Returns the rollouts of this process; completions of a prompt are adjacent.
 
         Args:
-            inputs (sequence of `dict`): Rows of the dataset, equally many on every process.
-            num_generations (`int`): Completions of each.
-            groups (sequence of `int`, *optional*): [`Rollout.group`] of each input's completions, if they join others.
+            inputs (sequence of `dict`): Dataset rows; every process must pass the same number.
+            num_generations (`int`): Number of completions per dataset row.
+            groups (sequence of `int`, *optional*): [`Rollout.group`] of each dataset row, to extend existing groups.
+                By default each dataset row is a new group.
         """
         before = self.num_generations, self.num_generations_eval
         self.num_generations = self.num_generations_eval = num_generations
@@ -226,22 +227,22 @@ class RolloutTrainer(GRPOTrainer):
         return rewards_per_func
 
     def are_truncated(self, completion_ids: Sequence[Sequence[int]]) -> list[bool]:
-        """Return which completions do not end with an end-of-sequence token: TRL's `completions/clipped_ratio`."""
+        """Return which completions do not end with an end-of-sequence token, as TRL's `completions/clipped_ratio`."""
         ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
         return [len(ids) == 0 or ids[-1] not in ends for ids in completion_ids]
 
     def _labels_of(self, rewards_per_func: torch.Tensor) -> torch.Tensor:
-        """Return the labels of all processes' completions, `(B,)`, from their rewards, `(B, F)`."""
+        """Return the labels `(B,)` of the completions of all processes from their rewards `(B, F)`."""
         return weighted_rewards(rewards_per_func, self.reward_weights)
 
     def _wrap_reward(self, index: int, function: Callable, name: str) -> Callable:
-        """Return a reward function as the parent calls it: its result checked, and with those of `reward_arguments`
-        that it has a parameter for. `index` is its place among the reward functions."""
+        """Wrap a reward function: check its result, and bind the `reward_arguments` that it has parameters for.
+        `index` is its position in `reward_funcs`."""
         return with_checked_result(construction.with_arguments(function, name, self.reward_arguments()), name)
 
     def reward_arguments(self) -> dict[str, Any]:
-        """Return what reward functions with a parameter of that name get besides the columns of the dataset.
-        Extension point: rewards that need the policy's log-probs."""
+        """Return extra keyword arguments for reward functions; each function receives those that it has a parameter
+        for. Extension point for rewards that need, for example, the policy's log-probs."""
         return {"score": self.score}
 
     @torch.no_grad()
@@ -249,14 +250,15 @@ class RolloutTrainer(GRPOTrainer):
         self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
         """
-        Compute log-probs of any completions under the current policy, without gradient. All processes must call it
-        equally often; each with any number of completions, also with none.
+        Compute the log-probs of completions under the current policy, without gradient. All processes must call this
+        method equally often; the number of completions may differ and may be 0.
 
         Args:
-            prompt_ids, completion_ids (sequences of `B` sequences of `int`): At least one token of each prompt.
+            prompt_ids, completion_ids (sequences of `B` sequences of `int`): Token ids without padding; prompts need
+                at least one token.
 
         Returns:
-            `list[torch.Tensor]`: of each completion float32 `(C,)` on the CPU, in nats, at the training `temperature`.
+            `list[torch.Tensor]`: float32 `(C,)` per completion on the CPU, in nats, at the training `temperature`.
         """
         self._choose_forward_passes()
         passes = max(gather_object([-(-len(prompt_ids) // self.args.per_device_train_batch_size)]))
@@ -281,25 +283,25 @@ class RolloutTrainer(GRPOTrainer):
             return super().training_step(model, inputs, num_items_in_batch)
 
     def evaluation_loop(self, *args, **kwargs):
-        """Evaluate without changing what is trained before or after it."""
+        """Evaluate without affecting the training run: random states are restored afterwards."""
         check_kept(self._kept_settings, self.args)
         with checkpoint.own_random_numbers(checkpoint.evaluation_seed(self), self.accelerator.device):
             return super().evaluation_loop(*args, **kwargs)
 
     def _reset_run(self) -> None:
-        """Forget all that belongs to a run and not to the trainer."""
+        """Reset the state of a run; called at the start of each run."""
         self._step = 0
         self._buffered_inputs = None
         self._current_train_step_time = 0.0
-        self._last_loaded_step = -1  # vLLM has the weights of another run
+        self._last_loaded_step = -1  # vLLM may hold the weights of another run
         for kept in (*self._metrics.values(), *self._logs.values(), self._pending_metrics, self._pending_extra_logs):
             kept.clear()
-        self._num_requests = 0  # sent to vLLM by this process while training
-        self._unrewarded: int | None = 0  # generation batches without any reward; None once one had a reward
-        self._evaluation_requests = (0, 0)  # the optimizer step of the last evaluation, and its requests so far
+        self._num_requests = 0  # vLLM requests of this process in training
+        self._unrewarded: int | None = 0  # initial generation batches without any reward; None after the first reward
+        self._evaluation_requests = (0, 0)  # optimizer step of the last evaluation, and its number of requests
         self.signal: dict[str, float] = {"none_in": 0}  # see `NoSignalCallback`
-        self._evaluations = (0, 0)  # the optimizer step of the last one, and their number at this step
-        self._saved_step: int | None = None  # of the last complete checkpoint in `output_dir`
+        self._evaluations = (0, 0)  # optimizer step of the last evaluation, and number of evaluations at it
+        self._saved_step: int | None = None  # step of the last complete checkpoint in `output_dir`
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         self._reset_run()
@@ -311,7 +313,7 @@ class RolloutTrainer(GRPOTrainer):
         return prepared
 
     def _keep_settings(self, names: Iterable[str]) -> None:
-        """From now on these settings cannot be changed any more."""
+        """Raise an error if these settings are changed from now on."""
         self._kept_settings = checkpoint.plain_settings(self.args, list(names)) | self._kept_settings
 
     def _init_training_state(self, max_steps, updates_per_epoch, num_train_epochs, resume, trial):
@@ -328,8 +330,8 @@ class RolloutTrainer(GRPOTrainer):
         )
 
     def _stop_without_server(self, failure: ServerFailure, engine: Engine | None = None) -> NoReturn:
-        """Save the state between the last two optimizer steps, on all processes, and raise a [`FailedRun`]. `engine`
-        is the one whose server failed, by default the policy's."""
+        """Save the state after the last complete optimizer step, on all processes, and raise a [`FailedRun`].
+        `engine` is the engine whose server failed, by default the policy's."""
         self._step_start.rewind()
         checkpoint.save_last_step(self)
         raise failed_run(failure, self, engine) from failure
@@ -341,11 +343,11 @@ class RolloutTrainer(GRPOTrainer):
         return f"{self._name.lower()}_state"
 
     def _own_state(self) -> dict[str, Any]:
-        """Return the completions that this process still has to learn from, as tensors and plain values."""
+        """Return the completions that this process has not finished training on, as tensors and plain values."""
         return {"rollouts": None if self._at_generation_boundary() else self._buffered_inputs}
 
     def _load_own_state(self, directory: Path, state: dict[str, Any]) -> None:
-        """Inverse of `_own_state`."""
+        """Load the state that `_own_state` returned."""
         self._buffered_inputs = self._prepare_input(state["rollouts"])
 
     def _save_run(self, directory: Path) -> None:
@@ -363,7 +365,7 @@ class RolloutTrainer(GRPOTrainer):
     def _save_checkpoint(self, model, trial):
         directory = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
         if self.args.should_save:
-            # One that is written over is not complete until Trainer writes this file, the last one.
+            # An overwritten checkpoint is incomplete until Trainer writes this file, the last one.
             (directory / "trainer_state.json").unlink(missing_ok=True)
         self.accelerator.wait_for_everyone()
         super()._save_checkpoint(model, trial)
@@ -374,13 +376,13 @@ class RolloutTrainer(GRPOTrainer):
         with checkpoint.reporting_other_shapes(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         if Path(resume_from_checkpoint, "ref", ADAPTER_SAFE_WEIGHTS_NAME).is_file():
-            # transformers before 5.23 loads the adapter of the KL reference alone, not the trained one beside it.
+            # transformers before 5.23 loads only the adapter of the KL reference, not the trained adapter.
             self.model.load_adapter(resume_from_checkpoint, "default", is_trainable=True)
 
     # Models ---------------------------------------------------------------------------------------------------------
 
     def save_weights(self, output_dir: str, is_checkpoint: bool) -> None:
-        """Save model and tokenizer without a card. Into a checkpoint Trainer writes the shards of FSDP itself."""
+        """Save the model and tokenizer without a model card. In checkpoints, Trainer itself saves FSDP shards."""
         if self.is_fsdp_enabled and "SHARDED" in str(self.accelerator.state.fsdp_plugin.state_dict_type):
             checkpoint.save_beside_shards(self, output_dir, with_shards=not is_checkpoint)
         with checkpoint.reporting_full_disk(self.args.output_dir):
@@ -393,24 +395,24 @@ class RolloutTrainer(GRPOTrainer):
             self.save_weights(str(directory), is_checkpoint=_internal_call and not is_final)
         self._is_saved |= is_final
         if self.args.should_save:
-            if is_final or not _internal_call:  # into a checkpoint Trainer writes it last
+            if is_final or not _internal_call:  # in checkpoints Trainer writes it last
                 self.state.save_to_json(str(directory / LOG_FILE))
             publication.describe_model(self, directory)
         if self.args.push_to_hub and not _internal_call:
             publication.upload(self, directory, "Model save")
 
     def _push_from_checkpoint(self, checkpoint_folder):
-        """Nothing is pushed before the end."""
+        """Do nothing: models are pushed only at the end of training."""
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None) -> None:
-        """Write the card in `output_dir` again; before a model is saved there, keep these facts for its card."""
+        """Rewrite the model card in `output_dir` with these facts, or store them until a model is saved there."""
         self._card_facts |= publication.card_facts(model_name, dataset_name, tags)
         if self._is_saved and self.args.should_save:  # TRL calls this before every checkpoint, too
             publication.describe_model(self, Path(self.args.output_dir))
 
     def push_to_hub(self, commit_message="End of training", blocking=True, token=None, revision=None, **kwargs):
-        """Save the model to `output_dir` and upload to `hub_model_id` what belongs to a model, with card, log and
-        recipe. Arguments are those of [`~transformers.Trainer.push_to_hub`] and [`create_model_card`]."""
+        """Save the model to `output_dir`, and upload the model files, card, log, and recipe to `hub_model_id`.
+        Arguments are those of [`~transformers.Trainer.push_to_hub`] and [`create_model_card`]."""
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         self.save_model(_internal_call=True)
         self.args.hub_private_repo = kwargs.pop("private", self.args.hub_private_repo)

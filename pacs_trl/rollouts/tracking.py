@@ -1,8 +1,8 @@
-"""One run per tracker, however often training stops and resumes.
+"""Experiment tracking: one run per tracker, also if training stops and resumes.
 
-TRL and transformers send the metrics to wandb, trackio and TensorBoard. This module adds an identity of the run that
-outlives the process, the recipe, and the completions of every logged step under a key of their own (TRL logs them
-under one key, where a tracker shows only the latest). The trackers' own environment variables win.
+TRL and transformers send the metrics to wandb, trackio and TensorBoard. This module adds a run id that persists across
+processes, the recipe, and the completions of every logged step under a separate key. (TRL logs them under one key,
+where a tracker shows only the latest.) The trackers' own environment variables take precedence.
 """
 
 import importlib
@@ -29,12 +29,12 @@ _WITH_TABLES = ("wandb", "trackio")  # TensorBoard has no tables
 @contextmanager
 def tracked_run(training: GRPOConfig, settings: dict[str, Any], *, resuming: bool) -> Iterator["TrackingCallback"]:
     """
-    Send everything logged inside to one run of each tracker in `report_to`; a resumed run continues the one it was in.
-    Yields the callback to be added to the trainer, which must be built inside.
+    Log to one run of each tracker in `report_to` inside the context; a resumed run continues the previous tracker run.
+    Yields the callback to add to the trainer, which must be constructed inside the context.
 
-    The identity in `output_dir/run_id` is the run id of wandb, part of the name under which trackio finds a run, and
-    the folder of TensorBoard's events. Of `settings`, the resolved recipe, trackers get what is
-    [`~redaction.published`]. Raises a `ValueError` if wandb has no key and stdin is not a terminal.
+    The id in `output_dir/run_id` is the wandb run id, part of the trackio run name, and the folder of TensorBoard's
+    events. Trackers receive `settings`, the resolved recipe, filtered by [`~redaction.published`]. Raises a
+    `ValueError` if wandb has no API key and stdin is not a terminal.
     """
     callback = TrackingCallback(settings)
     if not training.report_to or not PartialState().is_main_process:
@@ -75,16 +75,16 @@ def _require_key(wandb) -> None:
 
 
 class TrackingCallback(TrainerCallback):
-    """Sends to wandb and trackio the recipe, and the completions of each logged step as the table
-    `completions/step_<step>`. TRL writes them after it has called the callbacks, so they go with the next log."""
+    """Send the recipe to wandb and trackio, and the completions of each logged step as a table
+    `completions/step_<step>`. TRL writes completions after it calls callbacks, so they are sent with the next log."""
 
     def __init__(self, settings: dict[str, Any]):
         self.settings = published(settings)
-        self._last_sent = 0  # step
+        self._last_sent = 0  # last step whose completions were sent
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._last_sent = state.global_step
-        # transformers has sent the configuration of the model, with the path that it was loaded from.
+        # transformers has already sent the model config, with the path that it was loaded from.
         name = published({"_name_or_path": kwargs["model"].config.name_or_path})
         for tracker in _trackers(args, state):
             tracker.config.update({"recipe": self.settings, **name}, allow_val_change=True)

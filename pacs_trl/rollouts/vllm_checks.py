@@ -1,6 +1,6 @@
-"""Checks of vLLM before weights are loaded: its version, ports, and the server of a run in server mode.
+"""vLLM checks before weights are loaded: version, ports, and the server in server mode.
 
-vLLM's own errors come late, from a subprocess, or as a hang. What it says clearly is left to it.
+These cases would otherwise fail late, in a subprocess, or as a hang. Errors that vLLM reports clearly are not checked.
 """
 
 import logging
@@ -21,12 +21,12 @@ _SECONDS_BETWEEN_TRIES = 2.0
 
 
 def server_url(args: GRPOConfig) -> str:
-    """Address of the server of a run in server mode, without a slash at its end."""
+    """Return the server URL of a run in server mode, without a trailing slash."""
     return (args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}").rstrip("/")
 
 
 def serve_command(model: str) -> str:
-    """The command that starts a server which TRL can send weights to."""
+    """Return the shell command that starts a vLLM server to which TRL can send weights."""
     return (
         f'VLLM_SERVER_DEV_MODE=1 vllm serve {model} --weight-transfer-config \'{{"backend": "nccl"}}\' '
         "--logprobs-mode processed_logprobs --max-logprobs -1"
@@ -48,10 +48,10 @@ def check_port(port: int, setting: str, remedy: str) -> None:
 
 def check_vllm(args: GRPOConfig, model: str) -> None:
     """
-    Check a run with `use_vllm=True` before weights are loaded; `model` is the name or path of what is trained.
+    Check a run with `use_vllm=True` before weights are loaded; `model` is the name or path of the policy.
 
     Raises:
-        `ValueError`: if version, port, or server do not fit.
+        `ValueError`: if the vLLM version, a port, or the server is unsuitable.
     """
     require_vllm("set use_vllm=False to generate with transformers")
     if args.process_index != 0:
@@ -68,7 +68,7 @@ def check_vllm(args: GRPOConfig, model: str) -> None:
 
 
 def _rendezvous_holds_port() -> bool:
-    """Whether MASTER_PORT is taken as it should be: by our own process group, or by torchrun for us."""
+    """Return whether MASTER_PORT is in use by this run: by its own process group, or by torchrun."""
     return torch.distributed.is_initialized() or torch.distributed.is_torchelastic_launched()
 
 
@@ -76,11 +76,12 @@ def check_server(
     args: GRPOConfig, model: str, setting: str = "vllm_server_base_url, or vllm_server_host and vllm_server_port"
 ) -> None:
     """
-    Wait up to `vllm_server_timeout` seconds for the server, and ask it what it serves.
+    Wait up to `vllm_server_timeout` seconds for the server, and check its model and settings. `setting` names the
+    settings of its address in errors.
 
     Raises:
-        `ValueError`: if no vLLM server answers at the address in `setting`, or one with another model, too short a
-            context, or without weight transfer.
+        `ValueError`: if no vLLM server answers at the address, or if it serves another model, has too short a context,
+            or does not support weight transfer.
     """
     url, command = server_url(args), serve_command(model)
     with httpx.Client(base_url=url, timeout=10.0) as client:
@@ -132,8 +133,8 @@ def _warn_of_quantization(url: str, config: dict) -> None:
     quantized = [f"weights ({weights})"] * bool(weights) + [f"its cache ({cache})"] * (not is_plain)
     if quantized:
         logger.warning(
-            "The vLLM server at %s has quantized %s: it draws with other probabilities than the trainer scores. Watch "
-            "`sampling/*`, and correct with vllm_importance_sampling_correction=True where they drift.",
+            "The vLLM server at %s has quantized %s, so its log-probs differ from the trainer's. Monitor "
+            "`sampling/*`, and set vllm_importance_sampling_correction=True if the mismatch grows.",
             url,
             " and ".join(quantized),
         )
@@ -148,7 +149,7 @@ def _wait_for_server(client: httpx.Client, url: str, timeout: float, command: st
                 return
             reason = f"GET /health has status {status}"
             if 400 <= status < 500:
-                break  # something else than vLLM: waiting will not help
+                break  # not a vLLM server: waiting will not help
         except httpx.TransportError as error:
             reason = f"{type(error).__name__}: {error}"
         if time.monotonic() >= deadline:
