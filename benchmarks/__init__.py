@@ -1,11 +1,11 @@
-"""Measurements of speed, memory, and precision: `make bench`, `python -m benchmarks.NAME`."""
+"""Benchmarks of speed, memory, and precision. Run `make bench` or `python -m benchmarks.NAME`."""
 
 from collections.abc import Sequence
 from typing import Any
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> str:
-    """Format rows as a Markdown table; numbers have four digits."""
+    """Format dicts as the rows of a Markdown table; floats have four significant digits."""
     from pacs_trl.report.tables import to_markdown
 
     header = list(dict.fromkeys(key for row in rows for key in row))

@@ -1,12 +1,12 @@
-"""Seconds of training until a given share of completions is right: PACS, GRPO with the exact update and with TRL's
-(`trl_grpo`), and PPO, by transformers' generation or vLLM's.
+"""Training time to a target reward: PACS, GRPO with the exact update and with TRL's (`trl_grpo`), and PPO, with
+transformers or vLLM generation.
 
     OMP_NUM_THREADS=1 python -m benchmarks.end_to_end --engine transformers
     OMP_NUM_THREADS=1 python -m benchmarks.end_to_end --engine vllm    # after `make env-vllm`
 
-One recipe, recipes/miniature/pacs.yaml, and its warm start; only the method differs. The clock is the processor time
-of the process that trains and generates, which other work on the machine does not change; workers of the verifier are
-not in it. A method has arrived when the mean reward of the last `--window` generations is at `--target`.
+All methods use the recipe recipes/miniature/pacs.yaml and its warm start. Times are CPU seconds of the process that
+trains and generates, which other load on the machine hardly affects; verifier workers are excluded. A method reaches
+the target when the mean reward of the last `--window` generation batches is at least `--target`.
 """
 
 import argparse
@@ -28,14 +28,14 @@ RECIPE = Path(__file__).parents[1] / "recipes/miniature/pacs.yaml"
 
 
 def history(method: str, directory: Path, settings: list[str]) -> list[dict]:
-    """What a run logs at each optimizer step."""
+    """Train with a method, and return the log of each optimizer step."""
     own = ["--method", method, "--output_dir", str(directory / method)]
     trainer = train(["--config", str(RECIPE), *own, *settings])
     return [log for log in trainer.state.log_history if "time/total" in log]
 
 
 def steps_to(target: float, window: int, logs: list[dict]) -> int | None:
-    """Optimizer steps until the mean of `window` rewards is at the target."""
+    """Return the number of optimizer steps until the mean of `window` rewards reaches the target, or `None`."""
     rewards = [log["reward"] for log in logs]
     means = (statistics.mean(rewards[n - window : n]) for n in range(window, len(rewards) + 1))
     return next((n for n, mean in enumerate(means, window) if mean >= target), None)

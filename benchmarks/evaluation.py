@@ -1,11 +1,11 @@
-"""Overhead of evaluation beyond generation, and speed of pass@k and the report.
+"""Overhead of evaluation in addition to generation, and the speed of pass@k and of the report.
 
     python -m benchmarks.evaluation                     # the miniature run: 250 problems x 16 samples
     python -m benchmarks.evaluation --model DIR --num_problems 30 --n 128
 
-Generation is timed alone, without store, grading or counting, and then `evaluate` on the same requests, start of the
-verifier included. Grading runs beside the engine in processes of its own: where the engine wants every core, as here,
-the CPU seconds of grading make the engine slower.
+The benchmark times generation alone, without storage, grading, or statistics, and then `evaluate` on the same
+requests, including the start of the verifier. Grading runs in separate processes in parallel with the engine. If the
+engine uses all cores, as here, grading slows it down.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from pacs_trl.verification import Verifier
 
 
 def time_evaluation(model: str, num_problems: int, n: int) -> dict:
-    """`evaluate` on held-out additions, then the engine alone on the same requests; the results document."""
+    """Time the engine alone and `evaluate` on held-out additions, print the times, and return the results document."""
     with tempfile.TemporaryDirectory() as directory:
         args = EvaluationArguments(
             model=model,
@@ -67,13 +67,13 @@ def time_evaluation(model: str, num_problems: int, n: int) -> dict:
 
 
 def children_seconds() -> float:
-    """Processor time of the child processes that have ended."""
+    """Return the CPU seconds of the child processes that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def time_pass_at_k() -> None:
-    """1,000 problems of 10,000 samples, 10 values of k."""
+    """Time pass@k and its intervals for 1,000 problems with 10,000 samples each, and 10 values of k."""
     correct = np.random.default_rng(0).integers(0, 10_001, 1000)
     ks = [1, 4, 8, 16, 32, 64, 256, 1024, 4096, 10_000]
     started = time.perf_counter()
@@ -86,7 +86,7 @@ def time_pass_at_k() -> None:
 
 
 def time_report(results: dict, num_files: int = 50) -> None:
-    """Tables and figure from many files of ten methods, beside the published numbers."""
+    """Time a report on `num_files` results files of ten methods, with the published numbers."""
     with tempfile.TemporaryDirectory() as directory:
         paths = []
         for i in range(num_files):

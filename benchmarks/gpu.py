@@ -1,8 +1,8 @@
-"""Optimizer steps on one GPU: seconds and memory beside TRL's GRPO and the estimate of `pacs-trl plan`; a soak test.
+"""Optimizer steps on one GPU: time and memory compared with TRL's GRPO and with `pacs-trl plan`, and a soak test.
 
-`make gpu-check` runs these measurements and writes them into its report. Weights are random and nothing is downloaded.
-The number of completions per forward pass is the largest that `plan` says fits. PACS gets the same number as tokens,
-because it packs completions.
+`make gpu-check` runs these measurements and writes them to its report. Weights are random and nothing is downloaded.
+The number of completions per forward pass is the largest that fits according to `plan`. PACS gets the same limit in
+tokens, because it packs completions.
 """
 
 import gc
@@ -65,7 +65,7 @@ def measure_steps(
     matmul: int = 8192,
     lora: bool = False,
 ) -> list[dict[str, Any]]:
-    """Measure steps of each method on the same rollouts; PACS also with half of the groups uniform."""
+    """Measure optimizer steps of each method on the same rollouts; PACS also with half of the groups uniform."""
     shape = shape_of(model)
     config_of(shape).save_pretrained(directory / "model")
     rate = matmul_rate(device, matmul, torch.bfloat16 if device == "cuda" else torch.float32)
@@ -85,7 +85,7 @@ def measure_steps(
 
 
 def _largest_that_fits(size: Size, repeats: int, rate: float, settings: dict) -> list[dict[str, Any]]:
-    """Measure with as many completions per forward pass as fit according to `plan`."""
+    """Measure with the largest number of completions per forward pass that fits according to `plan`."""
     rows, gpu = NUM_GENERATIONS, known_gpu(rate, settings["device"])
     while (estimate := estimate_of(size, rows, gpu, **settings)).update > estimate.usable and rows > 1:
         rows //= 2
@@ -103,11 +103,11 @@ def planned_beside(
     """
     Compare the estimate of a step without uniform groups with the measurement.
 
-    Errors are in percent, positive where `plan` estimates too much; `factor on activations` and `training_share` are
-    the values that would make the estimate right.
+    Errors are in percent, positive if `plan` overestimates. `factor on activations` and `training_share` are the
+    values for which the estimate would match the measurement.
     """
     activations = estimate.activations + estimate.gathered + estimate.collected
-    state = estimate.state if device == "cuda" else 0.0  # on a CPU only what autograd keeps is measured
+    state = estimate.state if device == "cuda" else 0.0  # on a CPU only tensors saved by autograd are measured
     _, seconds = estimate.learning(round(0.35 * completion_max))
     return {
         "plan GiB": (state + activations) / 2**30,
@@ -120,7 +120,7 @@ def planned_beside(
 
 
 def known_gpu(rate: float, device: str) -> Gpu:
-    """Return the GPU as `plan` knows it; an unknown one has its own memory and the measured matrix-product rate."""
+    """Return the GPU's entry in `plan`; an unknown GPU gets its own memory and the measured matmul rate."""
     if device == "cpu":
         return Gpu("this machine", 2**40, rate, 1.0)
     properties = torch.cuda.get_device_properties(0)
@@ -131,7 +131,7 @@ def known_gpu(rate: float, device: str) -> Gpu:
 def estimate_of(
     size: Size, rows: int, gpu: Gpu, *, method: str, checkpointing: bool, lora: bool, directory: Path, device: str
 ) -> Estimate:
-    """Return what `pacs-trl plan` estimates for such a step; the model's configuration is in `directory/model`."""
+    """Return the estimate of `pacs-trl plan` for an optimizer step; the model config is in `directory/model`."""
     settings: dict[str, Any] = {
         "method": method,
         "model_name_or_path": str(directory / "model"),
@@ -206,7 +206,8 @@ def _steps(
 
 
 def model_flops(shape: ModelShape, rollouts: list[dict]) -> tuple[float, int]:
-    """Return FLOPs of forward and backward (a prompt once for its completions, with attention), and all tokens."""
+    """Return the FLOPs of a forward and backward pass, with attention and shared prompts counted once, and the number
+    of tokens with all prompts."""
     prompts = {tuple(row["prompt_ids"]) for row in rollouts}
     lengths = [len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rollouts]
     once = sum(map(len, prompts)) + sum(len(row["completion_ids"]) for row in rollouts)
@@ -220,7 +221,7 @@ def even_start(completion_ids, **kwargs) -> list[float]:
 
 
 def save_model(directory: Path, model: str) -> str:
-    """Save random weights of this shape with the tokenizer of the miniature, which decides the vocabulary."""
+    """Save a model of this shape with random weights and the miniature tokenizer, whose vocabulary size it uses."""
     if not (directory / "tokenizer_config.json").is_file():
         tokenizer = build_tokenizer()
         ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -231,7 +232,7 @@ def save_model(directory: Path, model: str) -> str:
 
 
 def trainer_on(checkpoint: str, output_dir: Path, device: str, *, callbacks=(), **settings: Any) -> PACSTrainer:
-    """Build a float32 trainer on additions; `even_start` is the reward, and the verifier runs beside it."""
+    """Build a float32 trainer on additions. The reward is `even_start`; the verifier runs with weight 0."""
     defaults = {
         "use_cpu": device == "cpu",
         "bf16": False,
@@ -265,7 +266,7 @@ def trainer_on(checkpoint: str, output_dir: Path, device: str, *, callbacks=(), 
 
 
 class Watch(TrainerCallback):
-    """Records memory at every step, and stops training after so many seconds."""
+    """Record memory at every optimizer step, and stop training after `seconds`."""
 
     def __init__(self, seconds: float):
         self.deadline, self.rows = time.monotonic() + seconds, []
@@ -280,10 +281,10 @@ class Watch(TrainerCallback):
 
 def soak(device: str, directory: Path, model: str, seconds: float) -> list[dict[str, Any]]:
     """
-    Train for so many seconds, from the last checkpoint in `directory` if there is one.
+    Train for `seconds`, from the last checkpoint in `directory` if there is one.
 
-    Growth of memory is that from the second to the last quarter of the steps. `finite` is whether loss, entropy, and
-    gradient norm are numbers at every step and no step was skipped.
+    Memory growth is measured from the second to the last quarter of the steps. `finite` is whether loss, entropy, and
+    gradient norm are finite at every step and no step was skipped.
     """
     checkpoint, watch = save_model(directory / "model", model), Watch(seconds)
     engine = {}

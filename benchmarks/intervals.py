@@ -1,8 +1,8 @@
 """Coverage of 95 % intervals over problems: `python -m benchmarks.intervals`, a minute on one core.
 
-Problems have difficulties from a beta distribution, 128 completions each; 2,000 benchmarks are drawn from that world
-and the interval of each is compared with the mean of the world. Differences are to a second model, better by 0.5 in
-log-odds on average, with a spread of 0.5 over problems.
+Problem difficulties follow a beta distribution, with 128 completions per problem. The script samples 2,000 benchmarks
+from this population and checks how often their intervals contain the population mean. Differences are to a second
+model that is better by 0.5 in log-odds on average, with a standard deviation of 0.5 over problems.
 """
 
 import argparse
@@ -18,7 +18,7 @@ WORLDS = [(30, 0.024, 0.5), (10, 0.1, 1.0), (30, 0.3, 1.0), (500, 0.3, 1.0)]  # 
 
 
 def draw(rng: np.random.Generator, mean: float, concentration: float, size) -> tuple[np.ndarray, np.ndarray]:
-    """Chances of a right answer of the first and of the second model."""
+    """Sample the probabilities of a correct answer of the first and of the second model."""
     first = np.clip(rng.beta(mean * concentration, (1 - mean) * concentration, size), 1e-12, 1 - 1e-12)
     odds = first / (1 - first) * np.exp(0.5 + 0.5 * rng.standard_normal(size))
     return first, odds / (1 + odds)

@@ -1,10 +1,10 @@
-"""The learning rates of the miniature tables: the same budget for each method, on a training seed that no table uses
-(the warm start is that of seed 0).
+"""Learning-rate search for the miniature tables: the same budget for each method, on a training seed that no table
+uses (the warm start is that of seed 0).
 
-    python -m benchmarks.miniature_learning_rates            # one core, minutes; goes on where it was stopped
+    python -m benchmarks.miniature_learning_rates            # one core, minutes; continues an interrupted search
 
-The same rates for each of PACS, GRPO and PPO, from one warm start; the reward (share of right completions at
-temperature 1) of the last third of the rollouts decides. The rate of the PPO critic is 1e-3 throughout.
+PACS, GRPO and PPO are trained with the same rates from one warm start, and compared by the mean reward (fraction of
+correct completions at temperature 1) of the last third of the rollouts. The PPO critic always uses 1e-3.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""Time and memory of one optimizer step: PACS and GRPO on the exact update against TRL's GRPOTrainer.
+"""Time and memory of one optimizer step: PACS and GRPO on the exact update compared with TRL's GRPOTrainer.
 
     make bench                                       # CPU size, nine minutes on two cores
     python -m benchmarks.optimizer_step --size gpu   # Qwen3-1.7B architecture, random weights, bf16, one GPU
 
-All variants run in one process, one step after another in turn, `--repeats` times after a first one that is not timed
-(peak memory is measured in it); medians are reported. A step is everything between having the completions and having
-updated the weights: rewards, padding, forward and backward passes, optimizer. Tokens per second count real tokens.
+All variants run in one process and take turns, one step each, for `--repeats` rounds. A first, untimed round measures
+peak memory. The table reports medians. A step is everything from completions to updated weights: rewards, padding,
+forward and backward passes, optimizer. Tokens per second exclude padding.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from pacs_trl.plan.cost import KNOWN_MODELS, ModelShape
 
 
 SIZES = {
-    "tiny": Size(SMALL_MODELS["tiny"], 32, 8, 4, bf16=False),  # seconds, to see that everything runs
+    "tiny": Size(SMALL_MODELS["tiny"], 32, 8, 4, bf16=False),  # smoke test, takes seconds
     "cpu": Size(ModelShape(6, 256, 768, 4, 2, 64, 512, tied=True, qk_norm=True), 576, 8, 4, bf16=False),
     "gpu": Size(KNOWN_MODELS["Qwen/Qwen3-1.7B"], 8192, 8, 4, bf16=True),
 }
@@ -36,8 +36,8 @@ BASELINE = "TRL GRPO, best"
 
 
 def compare(title: str, runners: dict[str, Runner], repeats: int, flops_rate: float) -> list[dict]:
-    """Time `repeats` rounds in which every runner makes one step, and print them as a table."""
-    peaks = {name: runner.peak_memory() for name, runner in runners.items()}  # the steps that warm up
+    """Time `repeats` rounds with one step of every runner, and print the results as a table."""
+    peaks = {name: runner.peak_memory() for name, runner in runners.items()}  # also warms up
     seconds = {name: [] for name in runners}
     for number in range(1, repeats + 1):
         for name, runner in runners.items():
@@ -95,7 +95,8 @@ def four_updates(size: Size, device: str, repeats: int, flops_rate: float) -> li
 def prompt_lengths(
     size: Size, device: str, repeats: int, flops_rate: float, tokens: list[int], group_sizes: list[int]
 ) -> list[dict]:
-    """Three prompts of one length, none or one of them uniform; completions around 0.3 times 448 tokens on a CPU."""
+    """Compare three prompts of one length, with zero or one uniform group; completions average about 0.3 times 448
+    tokens at the CPU size."""
     size, rows = replace(size, completion_max=size.completion_max * 7 // 9, rows_per_forward=16), []
     for num_prompt_tokens in tokens:
         for num_generations in group_sizes:

@@ -1,11 +1,11 @@
-"""Programs per second: the sandbox beside two common local ways, on the same programs and tests, in turn in one run.
+"""Programs per second: the sandbox compared with two common local methods on the same programs and tests.
 
     python -m benchmarks.programs [--programs 200] [--rounds 3]
 
-`subprocess` is how open-r1's evaluation script runs a test case: `python3 -c PROGRAM`, one process a case, no limits
-but a clock. `exec` is the scheme of verl's prime_code: a forked process with a manager for its answers a program,
-`exec` in it. Neither confines anything. Programs are all different and right, so every case of every program runs.
-Processor time is that of all processes.
+`subprocess` follows open-r1's evaluation script: `python3 -c PROGRAM`, one process per test case, with a time limit
+only. `exec` follows verl's prime_code: per program, a forked process that calls `exec`, and a manager for its answers.
+Neither isolates the program. All programs are distinct and correct, so every case of every program runs. CPU time is
+summed over all processes.
 """
 
 import argparse

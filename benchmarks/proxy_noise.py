@@ -1,11 +1,11 @@
-"""Proxies that differ from 0 although no weight has changed: the reference was computed in other micro-batches.
+"""Numerical noise in proxies: deviations from 0 if policy and reference use different micro-batches.
 
     python -m benchmarks.proxy_noise            # two CPU cores, about two minutes
     python -m benchmarks.proxy_noise --device cuda
 
-Policy and reference have the same weights, so every proxy should be 0. Matrix products of another shape add up in
-another order, and bf16 makes that visible. `PACSTrainer` computes policy and reference in the same micro-batches, and
-takes the proxies of a first update as 0 without computing them.
+Policy and reference have the same weights, so every proxy should be 0. Matrix products of different shapes sum in a
+different order, which is visible in bf16. `PACSTrainer` computes policy and reference in the same micro-batches, and
+uses 0 for the proxies of the first update without computing them.
 
 Completions are sampled from the model at temperature 1, with log-normal lengths whose mean is 0.35 of the longest.
 """
@@ -59,7 +59,7 @@ def sample_rollouts(model: Qwen3ForCausalLM, device: str, max_length: int) -> li
 def compute_logps(
     model, scorer: Scorer, rollouts: Sequence[Rollout], micro_batches: Sequence[Sequence[int]]
 ) -> list[torch.Tensor]:
-    """Compute the log-probs of every completion in the given micro-batches; they are returned on the CPU."""
+    """Compute the log-probs of every completion in the given micro-batches; returns one `(C,)` each, on the CPU."""
     found = [torch.empty(0)] * len(rollouts)
     for rows in micro_batches:
         prompts, completions = (
@@ -92,7 +92,7 @@ COMPOSITIONS = [
 
 
 def drift(device: str, model: str, completion_max: int) -> list[dict]:
-    """Tabulate proxies that should be 0, by precision and by the micro-batches of the reference."""
+    """Return a table of proxies that should be 0, by precision and by the micro-batches of the reference."""
     # weights large enough that predictions are far from uniform
     policy = build_model(shape_of(model), device, initializer_range=0.05, eos_token_id=0, pad_token_id=0).eval()
     rollouts, table, float32 = sample_rollouts(policy, device, completion_max), [], None

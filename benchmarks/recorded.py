@@ -1,6 +1,6 @@
-"""Recorded rollouts, and optimizer steps of real trainers on them, with random weights in published model shapes.
+"""Synthetic rollouts, and optimizer steps of real trainers on them, with random weights in published model shapes.
 
-Nothing is downloaded and nothing is generated. Shared by the benchmarks of this folder and by tests/gpu.
+Nothing is downloaded or generated. Used by the benchmarks in this folder and by tests/gpu.
 """
 
 import collections
@@ -76,7 +76,7 @@ def recorded_rollouts(
     num_generations: int = NUM_GENERATIONS,
     prompt_tokens: tuple[int, int] = PROMPT_TOKENS,
 ) -> list[dict]:
-    """Make completions of random tokens with log-normal lengths, scaled so that mean / max is 0.35."""
+    """Create completions of random tokens with log-normal lengths, scaled so that mean / max is 0.35."""
     generator = random.Random(seed)
     raw = [generator.lognormvariate(0.0, 0.55) for _ in range(num_groups * num_generations)]
     target = 0.35 * size.completion_max
@@ -93,7 +93,7 @@ def recorded_rollouts(
 
 
 def labels_of(num_groups: int, uniform_fraction: float, num_generations: int = NUM_GENERATIONS) -> list[float]:
-    """Return labels: the first groups are uniform (all wrong), half of each other group is correct."""
+    """Return labels: the first groups are uniform (all 0), the others are half 1 and half 0."""
     num_uniform = round(uniform_fraction * num_groups)
     mixed = [1.0, 0.0] * (num_generations // 2)
     return [0.0] * (num_generations * num_uniform) + mixed * (num_groups - num_uniform)
@@ -191,7 +191,7 @@ class Runner:
             torch.cuda.synchronize()
 
     def peak_memory(self) -> int:
-        """Return bytes: the allocator's peak of a step on a GPU, that of tensors kept for backward on a CPU."""
+        """Return the peak memory of a step in bytes: allocated on a GPU, or saved for backward on a CPU."""
         if self.device == "cuda":
             self.step()  # allocates the moments of the optimizer, after the backward pass
             torch.cuda.reset_peak_memory_stats()
@@ -231,7 +231,7 @@ class KeptTensor:
 
 
 def matmul_rate(device: str, n: int, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of a product of two square matrices of size `n`: the best of five tries."""
+    """Return the FLOP/s of a matrix product of size `n`, the best of five runs."""
     a, seconds = torch.randn(n, n, device=device, dtype=dtype), []
     for _ in range(5):
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""One vLLM engine for all trainers of a process: starting one takes longer than a short training run."""
+"""Shared vLLM engine for all trainers of a process, because starting one takes longer than a short training run."""
 
 from collections.abc import Callable
 
@@ -23,10 +23,10 @@ def share_engine(device: str, dtype: str) -> None:
 
 def keep_plain_products(patch: Callable) -> None:
     """
-    Let a CPU engine read the weights that trainers send.
+    Make a CPU engine use the weights that trainers send.
 
-    vLLM's CPU backend repacks the weights of linear layers when it loads them, so that weights sent later are never
-    read. CUDA does not need this. `patch(owner, name, value)` is `setattr`, or that of a monkeypatch.
+    vLLM's CPU backend repacks the weights of linear layers when it loads them, so it would ignore weights sent later.
+    CUDA is not affected. `patch(owner, name, value)` is `setattr`, or `setattr` of pytest's monkeypatch.
     """
     from vllm.model_executor.layers import utils
 

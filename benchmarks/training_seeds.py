@@ -1,8 +1,8 @@
-"""The noise of one run: a cell of the miniature tables, trained again and again from one warm start.
+"""Variance over training seeds: repeated training of a cell of the miniature tables from one warm start.
 
-Each run has a training seed of its own, which decides the prompts and what is drawn for them; the warm start is that
-of one seed, and the evaluation is that of the tables. Prints mean and standard deviation over training seeds, to stand
-beside those over warm starts. What is finished is kept in --work_dir.
+Each run has its own training seed, which determines the prompts and the sampling. All runs share one warm start, and
+the evaluation is that of the tables. Prints the mean and standard deviation over training seeds, for comparison with
+those over warm starts. Finished runs are kept in --work_dir.
 
     python -m benchmarks.training_seeds
 """
@@ -22,7 +22,7 @@ from pacs_trl.rewards import shared_verifier
 
 
 def run(cell: str, warm_start_seed: int, training_seed: int, work_dir: Path) -> dict[str, float]:
-    """pass@k in percent, mean over the five benchmarks."""
+    """Train and evaluate a cell, and return pass@k in percent, averaged over the five benchmarks."""
     work = work_dir / cell / f"warm-start-{warm_start_seed}" / f"seed-{training_seed}"
     arguments = ["--config", str(RECIPES / "miniature" / f"{cell}.yaml"), "--seed", str(training_seed)]
     model = work / "model"

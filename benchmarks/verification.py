@@ -1,14 +1,14 @@
-"""Speed of the verifier against TRL's `accuracy_reward`, on the same completions, in one run.
+"""Speed of the verifier compared with TRL's `accuracy_reward`, on the same completions, in one run.
 
     python -m benchmarks.verification                  # clean text, several rounds, both graders in turn
     python -m benchmarks.verification --hostile        # also with 2 % hostile completions (TRL needs minutes)
     python -m benchmarks.verification --protocols   # labels of the two protocols on the rows of the tests, no timing
 
-Completions are stitched from the reference solutions of MATH-500: reasoning of other problems, then a boxed answer
-that is right for 60 % of them and otherwise one of three mistakes per problem (a number in it changed). 500 problems
-with 8 completions each, log-normal lengths with a mean of about 4,000 characters; every round has texts and mistakes
-of its own. Hostile ones end in an answer of `tests/data/hostile.jsonl` on which `accuracy_reward` runs into its time
-limit.
+Completions are assembled from the reference solutions of MATH-500: reasoning from other problems, then a boxed answer
+that is correct in 60 % of them and otherwise one of three mistakes per problem (a changed number). There are 500
+problems with 8 completions each, with log-normal lengths of about 4,000 characters on average; each round has its own
+texts and mistakes. Hostile completions end in an answer of `tests/data/hostile.jsonl` for which `accuracy_reward`
+times out.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def read_jsonl(path: Path) -> list[dict]:
 def realistic_completions(
     num_completions: int, mean_characters: int, seed: int, num_generations: int = 8
 ) -> tuple[list[str], list[str]]:
-    """Completions and golds, those of one problem adjacent."""
+    """Return completions and gold answers, grouped by problem."""
     rng = random.Random(seed)
     problems = read_jsonl(DATA / "math_500.jsonl")
     reasoning = [re.sub(r"\\boxed", "", problem["solution"]) for problem in problems]
@@ -55,7 +55,7 @@ def realistic_completions(
 
 
 def mistaken(answer: str, rng: random.Random) -> str:
-    """The answer with one of its numbers changed, or with a summand too many when it has none."""
+    """Return the answer with one of its numbers changed, or with an extra summand if it contains no number."""
     numbers = list(re.finditer(r"\d+", answer))
     if not numbers:
         return f"{answer} + {rng.randrange(2, 100)}"
@@ -64,7 +64,7 @@ def mistaken(answer: str, rng: random.Random) -> str:
 
 
 def with_hostile(completions: list[str], share: float, seed: int) -> list[str]:
-    """Replace the end of evenly spread completions by answers that do not come back."""
+    """Replace the end of evenly spaced completions with answers on which a grader hangs."""
     hostile = [
         "".join(text * n for text, n in row["parts"]) for row in read_jsonl(DATA / "hostile.jsonl") if row["hangs"]
     ]
@@ -77,7 +77,7 @@ def with_hostile(completions: list[str], share: float, seed: int) -> list[str]:
 
 
 def time_trl(completions: list[str], golds: list[str]) -> tuple[float, float, list[float | None]]:
-    """Seconds, seconds of the slowest item, rewards."""
+    """Return the total seconds, the seconds of the slowest completion, and the rewards."""
     rewards, slowest = [], 0.0
     start = time.perf_counter()
     for text, gold in zip(completions, golds, strict=True):
@@ -94,7 +94,7 @@ def time_ours(verifier: Verifier, completions: list[str], golds: list[str]) -> t
 
 
 def compare(name: str, verifier: Verifier, batches: list[tuple[list[str], list[str]]]) -> None:
-    """Time both graders on each batch, the one that goes first changing from batch to batch."""
+    """Time both graders on each batch, in alternating order."""
     ratios = []
     for number, (completions, golds) in enumerate(batches):
         print(f"{name}: {len(completions)} completions of {statistics.mean(map(len, completions)):.0f} characters")
@@ -113,7 +113,7 @@ def compare(name: str, verifier: Verifier, batches: list[tuple[list[str], list[s
 
 
 def print_protocols(num_workers: int) -> None:
-    """Labels (1 / 0 / None) of the two protocols on reference material: all of it is right."""
+    """Print the labels (1 / 0 / None) of the two protocols on reference answers, all of which are correct."""
     math, aime = read_jsonl(DATA / "math_500.jsonl"), read_jsonl(DATA / "aime_2024.jsonl")
     gsm8k = [row["answer"] for row in read_jsonl(DATA / "gsm8k_test_200.jsonl")]
     golds, integers = [row["answer"] for row in math], [str(row["Answer"]) for row in aime]

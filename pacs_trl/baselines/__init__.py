@@ -1,1 +1,1 @@
-"""Other objectives on the exact update (GRPO, RLOO, MaxRL, REAL), and PPO."""
+"""Baselines: GRPO, RLOO, MaxRL, and REAL on the exact update, and PPO."""

@@ -1,10 +1,9 @@
-"""Base class of trainers with a critic: TRL's GRPOTrainer, whose advantages come from a second model that is trained
-beside the policy.
+"""Base trainer of actor-critic methods: TRL's GRPOTrainer with per-token advantages from a trained critic.
 
-Generation, rewards, the clipped policy loss, KL term and logging are the parent's, so that these methods and GRPO
-differ in the advantage only: here each token has its own. A subclass defines the critic (`_create_critic`), its values
-for the tokens of a generation batch (`_value_tokens`), and its loss on a micro-batch (`_train_critic`). All forward
-passes are those of a [`Scorer`], over rows without padding.
+The parent class provides generation, rewards, the clipped policy loss, the KL term, and logging, so these methods
+differ from GRPO only in the advantage. A subclass implements the critic (`_create_critic`), its values for the tokens
+of a generation batch (`_value_tokens`), and its loss on a micro-batch (`_train_critic`). All forward passes use a
+[`Scorer`], without padding where the model supports packing.
 """
 
 import contextlib
@@ -31,10 +30,10 @@ from .second_model import SecondModel
 
 def critic_path(policy: str | PreTrainedModel, args: ActorCriticConfig) -> str:
     """
-    Return `critic_model_name_or_path`, by default the path of the policy.
+    Return the path of the critic: `critic_model_name_or_path`, or by default the path of the policy.
 
     Raises:
-        `ValueError`: if the policy was built in memory and no path for the critic is given.
+        `ValueError`: if the policy was built in memory and `critic_model_name_or_path` is not set.
     """
     own = policy if isinstance(policy, str) else get_config_model_id(policy.config)
     if path := args.critic_model_name_or_path or own:
@@ -47,11 +46,14 @@ def critic_path(policy: str | PreTrainedModel, args: ActorCriticConfig) -> str:
 
 def load_critic(policy: str | PreTrainedModel, args: ActorCriticConfig, architecture: type | None = None, **more: Any):
     """
-    Load a critic from [`critic_path`] for training, in float32. `model_init_kwargs` apply to it too, except the
-    revision if it has a path of its own.
+    Load a critic from [`critic_path`] for training, in float32. `model_init_kwargs` apply to it too, except
+    `revision` if `critic_model_name_or_path` is set.
 
     Args:
-        architecture (`type`, *optional*): Of transformers; by default that of the checkpoint, a causal language model.
+        policy (`str` or [`~transformers.PreTrainedModel`]): The policy, or its path.
+        args ([`ActorCriticConfig`]): The configuration.
+        architecture (`type`, *optional*): Model class of transformers; by default that of the checkpoint, a causal
+            language model.
         more: Further arguments of `from_pretrained`.
     """
     kwargs = {**(args.model_init_kwargs or {}), "dtype": "float32", "device_map": None, **more}
@@ -73,25 +75,25 @@ class ActorCriticTrainer(RolloutTrainer):
     """[`RolloutTrainer`] with a critic, configured by an [`ActorCriticConfig`]."""
 
     args: ActorCriticConfig
-    _critic_has_values = False  # instead of logits
+    _critic_has_values = False  # whether the critic has one output per token instead of logits
     _own_shared_settings: tuple[str, ...] = (
         *("gamma", "gae_lambda", "whiten_advantages", "epsilon", "epsilon_high", "delta", "loss_type"),
         *("critic_learning_rate", "world_size"),
     )
-    _step_names: tuple[str, ...] = ("approx_kl",)  # metrics of an optimizer step, means over the tokens of the policy
+    _step_names: tuple[str, ...] = ("approx_kl",)  # per-step metrics, means over policy tokens
 
     def _prepare_learning(self) -> None:
         name = type(self).__name__
         if self.is_fsdp_enabled and not self.accelerator.is_fsdp2:
             raise ValueError(
-                f"{name} supports FSDP2 only, this is FSDP 1. Set `fsdp_version: 2` in the accelerate file."
+                f"{name} supports FSDP2 only, got FSDP 1. Set `fsdp_version: 2` in the accelerate config file."
             )
         if self._is_vlm:
             raise ValueError(
                 f"{name} supports text models only, got {type(self.model).__name__}: the critic sees no images."
             )
         self._critic_scorer = create_scorer(self, self.critic, temperature=1.0)
-        # transformers takes an adapter one folder below a checkpoint for one of the policy's
+        # transformers would load an adapter one folder below a checkpoint as an adapter of the policy
         directory = "critic/adapter" if isinstance(self.critic, PeftModel) else "critic"
         rate = self.args.critic_learning_rate
         self._second_model = SecondModel(self, self.critic, learning_rate=rate, directory=directory)
@@ -105,7 +107,7 @@ class ActorCriticTrainer(RolloutTrainer):
                 "FSDP2 (recipes/accelerate_configs)."
             )
         super()._prepare_loading(model, args, arguments)
-        # before the policy, which seeds again: rollouts are those of GRPO
+        # Created before the policy, which sets the seed again, so that rollouts are the same as those of GRPO.
         self.critic = self._create_critic(model, args, arguments)
 
     def create_scheduler(self, num_training_steps, optimizer=None):
@@ -120,16 +122,16 @@ class ActorCriticTrainer(RolloutTrainer):
 
     @abstractmethod
     def _create_critic(self, policy: str | PreTrainedModel, args, arguments: dict[str, Any]) -> torch.nn.Module:
-        """Return the critic of a policy or of its path; `arguments` are those of `_prepare_loading`."""
+        """Create the critic from the policy or its path; `arguments` are those of `_prepare_loading`."""
 
     @abstractmethod
     def _value_tokens(self, inputs: Sequence[dict], batch: dict) -> tuple[torch.Tensor, float | torch.Tensor]:
-        """Return values of the tokens of a generation batch, `(B, T)`, and lambda for [`generalized_advantages`].
-        Entries added to `batch` are there in `_train_critic`."""
+        """Return the values of the tokens of a generation batch, `(B, T)`, and lambda for [`generalized_advantages`].
+        Entries added to `batch` are passed to `_train_critic`."""
 
     @abstractmethod
     def _train_critic(self, inputs: dict) -> None:
-        """Back-propagate a micro-batch, and update the critic at the last one of an optimizer step."""
+        """Back-propagate the critic loss of a micro-batch, and update the critic after the last one of a step."""
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
@@ -163,7 +165,7 @@ class ActorCriticTrainer(RolloutTrainer):
             self._metrics[mode][f"{self._name.lower()}/{name}"].append(value)
 
     def _log_advantages(self, advantages: torch.Tensor, mask: torch.Tensor) -> None:
-        """The table of completions shows the mean over each completion instead of the parent's group advantage."""
+        """Replace the group advantages in the completions table by the mean advantage of each completion."""
         means = self.accelerator.gather(advantages.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).tolist()
         logged = self._logs["advantages"]
         for _ in range(min(len(means), len(logged))):
@@ -178,7 +180,7 @@ class ActorCriticTrainer(RolloutTrainer):
         if not self.model.training:
             return super()._compute_loss(model, inputs)
         self._until_backward.enter_context(self.scorer.attention())
-        self._train_critic(inputs)  # first, so that its activations are gone when the policy needs the memory
+        self._train_critic(inputs)  # first, so that its activations are freed before the policy's pass
         loss = super()._compute_loss(model, inputs)
         log_ratio = self._last_logps - inputs.get("old_per_token_logps", self._last_logps)
         mask = self._value_mask(inputs)
@@ -199,7 +201,7 @@ class ActorCriticTrainer(RolloutTrainer):
         compute_aux_loss=False,
         **kwargs,
     ):
-        """As the parent's, but over rows without padding."""
+        """Compute the parent's log-probs and entropies with the scorer, which packs completions."""
         scorer = self.ref_scorer if model is self.ref_model else self.scorer
         width = input_ids.size(1) - logits_to_keep
         prompts = without_padding(input_ids[:, :width], attention_mask[:, :width])
@@ -220,15 +222,15 @@ class ActorCriticTrainer(RolloutTrainer):
         return logps, of_rows("entropy") if compute_entropy else None, aux_loss
 
     def _loss_denominator(self, inputs: dict) -> torch.Tensor | float:
-        """Divisor of the policy's summed token losses, as in the parent; processes are averaged afterwards."""
+        """Return the divisor of the summed token losses, as in the parent; losses are then averaged over processes."""
         if self.loss_type == "dr_grpo":
             rows = len(inputs["completion_ids"]) * self.current_gradient_accumulation_steps
             return rows * self.max_completion_length
         return self._share_of_generation(inputs["num_items_in_batch"])
 
     def _share_of_generation(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Divisor for the mean over the tokens of an optimizer step, from their number in the generation, over all
-        processes."""
+        """Return the divisor for a mean over the tokens of an optimizer step, from the number of tokens of the
+        generation batch over all processes."""
         share = self.current_gradient_accumulation_steps / self.args.steps_per_generation
         return tokens.clamp(min=1.0) / self.accelerator.num_processes * share
 
@@ -243,13 +245,13 @@ class ActorCriticTrainer(RolloutTrainer):
     def _get_grad_norm(self, model, grad_norm=None):
         grad_norm = super()._get_grad_norm(model, grad_norm)
         if self.state.global_step < self.args.critic_alone_steps:
-            model.zero_grad(set_to_none=True)  # optimizers leave parameters without a gradient alone
+            model.zero_grad(set_to_none=True)  # optimizers skip parameters without a gradient
         return grad_norm
 
     def _reset_run(self) -> None:
         super()._reset_run()
         self._last_logps: torch.Tensor | None = None
-        # over the tokens of an optimizer step: `_step_names`, and the number of tokens
+        # sums over the tokens of an optimizer step: one per `_step_names`, and the number of tokens
         self._step_sums = torch.zeros(len(self._step_names) + 1, device=self.accelerator.device)
 
     def _save_optimizer_and_scheduler(self, output_dir):
@@ -263,6 +265,6 @@ class ActorCriticTrainer(RolloutTrainer):
 
 
 def padded(rows: list[torch.Tensor], length: int) -> torch.Tensor:
-    """`(B, length)`, 0 behind the end of a row."""
+    """Pad `B` sequences on the right with 0 to `(B, length)`."""
     values = pad_sequence(rows, batch_first=True)
     return F.pad(values, (0, length - values.size(1)))

@@ -1,7 +1,7 @@
-"""Advantages from a critic, and the loss of a scalar one. Pure functions; the policy's loss is TRL's.
+"""Generalized advantage estimation and the clipped value loss, as pure functions. The policy loss is TRL's.
 
-Shapes: `B` completions of up to `T` tokens. A mask is `True` for tokens that the policy generated; tool results,
-padding and masked completions are `False` and have no influence on anything.
+Shapes: `B` completions of up to `T` tokens. Masks are `True` for tokens that the policy generated. Tokens with `False`
+(tool results, padding, masked completions) do not affect any result.
 """
 
 from collections.abc import Callable
@@ -16,24 +16,24 @@ def generalized_advantages(
     rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, *, gamma: float, gae_lambda: float | torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Generalized advantage estimation (Schulman et al. 2016, eq. 16) with one reward, on the last token.
+    Compute generalized advantage estimates (Schulman et al. 2016, eq. 16) with a single reward on the last token.
 
     `delta_t = r_t + gamma * V_{t+1} - V_t`, `A_t = delta_t + gamma * lambda * A_{t+1}`. Tokens that the policy did not
-    generate are skipped: the successor of a token is the next token of its own.
+    generate are skipped: `t + 1` is the next token that it generated.
 
     Args:
         rewards (`torch.Tensor` of shape `(B,)`): Reward of each completion.
         values (`torch.Tensor` of shape `(B, T)`): `V_t`, the critic's estimate before token `t`.
-        mask (bool `torch.Tensor` of shape `(B, T)`): Tokens that count.
+        mask (bool `torch.Tensor` of shape `(B, T)`): Tokens that the policy generated.
         gamma (`float`): Discount per token, in [0, 1].
-        gae_lambda (`float` or `torch.Tensor` of shape `(B, T)`): In [0, 1], between a token and its successor; 1 gives
-            `A_t = R - V_t` at `gamma=1`.
+        gae_lambda (`float` or `torch.Tensor` of shape `(B, T)`): Lambda in [0, 1] between a token and the next one; 1
+            gives `A_t = R - V_t` at `gamma=1`.
 
     Returns:
         Advantages and returns (`A_t + V_t`, the critic's targets), both `(B, T)` and 0 where `mask` is `False`.
     """
     advantages = torch.zeros_like(values)
-    reward = rewards.clone()  # not paid out yet
+    reward = rewards.clone()  # applied at the last token
     advantage = torch.zeros_like(rewards)
     next_value = torch.zeros_like(rewards)
     for t in reversed(range(values.size(1))):
@@ -51,7 +51,8 @@ def generalized_advantages(
 def masked_mean_and_variance(
     x: torch.Tensor, mask: torch.Tensor, reduce: Reduce = lambda total: total
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and unbiased variance (0 for a single value) of `x` where `mask`, over all processes that `reduce` sums."""
+    """Return the mean and the unbiased variance (0 for a single value) of `x` where `mask` is `True`, scalars.
+    `reduce` sums over processes."""
     total, count = reduce(torch.stack([x[mask].sum(), mask.sum().to(x.dtype)]))
     mean = total / count.clamp(min=1.0)
     squares = reduce((x[mask] - mean).square().sum())
@@ -59,8 +60,8 @@ def masked_mean_and_variance(
 
 
 def whiten(x: torch.Tensor, mask: torch.Tensor, reduce: Reduce = lambda total: total) -> torch.Tensor:
-    """Shift and scale advantages `x` of shape `(B, T)` to mean 0 and variance 1 over the tokens of the whole batch,
-    over all processes that `reduce` sums; 0 where `mask` is `False`."""
+    """Shift and scale advantages `x` of shape `(B, T)` to mean 0 and variance 1 over all masked tokens of the batch; 0
+    where `mask` is `False`. `reduce` sums over processes."""
     mean, variance = masked_mean_and_variance(x, mask, reduce)
     return ((x - mean) * torch.rsqrt(variance + 1e-8)).masked_fill(~mask, 0.0)
 
@@ -68,8 +69,8 @@ def whiten(x: torch.Tensor, mask: torch.Tensor, reduce: Reduce = lambda total: t
 def explained_variance(
     values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, reduce: Reduce = lambda total: total
 ) -> torch.Tensor:
-    """Share of the variance of `returns` that `values` explain: 1 is perfect, 0 is as good as a constant, and negative
-    is worse than one. NaN if all returns are equal."""
+    """Return the fraction of the variance of `returns` that `values` explain, a scalar: 1 is perfect, 0 is as good as
+    a constant, and negative values are worse than a constant. NaN if all returns are equal."""
     residual = masked_mean_and_variance(returns - values, mask, reduce)[1]
     total = masked_mean_and_variance(returns, mask, reduce)[1]
     return torch.where(total > 0, 1.0 - residual / total, torch.nan)
@@ -79,21 +80,21 @@ def clipped_value_losses(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip_range: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Squared error of the critic per token, clipped: moving away from the values at rollout time by more than
-    `clip_range` (`None`: no clipping) does not lower the loss. Without a factor 1/2, as the authors ran it.
+    Compute the clipped squared error of the critic per token: moving values away from those at rollout time by more
+    than `clip_range` (`None`: no clipping) does not lower the loss. There is no factor 1/2, as in the authors' code.
 
     Args:
-        values, old_values (`torch.Tensor` of shape `(B, T)`): Values under the critic that learns, and at rollout
-            time.
+        values, old_values (`torch.Tensor` of shape `(B, T)`): Values of the current critic, and those at rollout time.
         returns (`torch.Tensor` of shape `(B, T)`): Targets.
+        clip_range (`float`, *optional*): Maximum distance of the clipped values from `old_values`.
 
     Returns:
-        Losses, `(B, T)`, and where the clipped error is the larger one, bool `(B, T)`: these tokens have no gradient.
+        Losses, `(B, T)`, and the tokens that are clipped and therefore have no gradient, bool `(B, T)`.
     """
     error = (values - returns).square()
     if clip_range is None:
         return error, torch.zeros_like(error, dtype=torch.bool)
     move = values - old_values
     clipped_error = (old_values + move.clamp(-clip_range, clip_range) - returns).square()
-    # Comparing errors alone would count rounding: old + (new - old) is not always new.
+    # Comparing errors alone would count rounding differences as clipped: old + (new - old) may differ from new.
     return torch.maximum(error, clipped_error), (move.abs() > clip_range) & (clipped_error > error)

@@ -1,4 +1,4 @@
-"""Settings of the objectives besides PACS on the exact update: GRPO, RLOO, MaxRL, and REAL."""
+"""Configurations of GRPO, RLOO, MaxRL, and REAL on the exact update."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,13 +16,13 @@ class GRPOConfig(ExactUpdateConfig):
     Configuration class for the [`GRPOTrainer`].
 
     Inherits every parameter of [`ExactUpdateConfig`] and [`~trl.GRPOConfig`] with its meaning and default. The entropy
-    bonus (`entropy_coef`, `use_adaptive_entropy`, ...) and the router's loss are refused.
+    bonus (`entropy_coef`, `use_adaptive_entropy`, ...) and the router's auxiliary loss are not supported.
 
     Parameters:
         loss_type (`str`, *optional*, defaults to `"dapo"`):
             Normalization and token weights, as in [`~trl.GRPOConfig`]: `"grpo"`, `"dr_grpo"`, `"bnpo"`, `"dapo"`,
-            `"luspo"`, `"cispo"`, `"sapo"` or `"vespo"`. `"bnpo"` is normalized by the tokens of the optimizer step,
-            not of a micro-batch.
+            `"luspo"`, `"cispo"`, `"sapo"` or `"vespo"`. `"bnpo"` divides by the tokens of the optimizer step, not of a
+            micro-batch.
         importance_sampling_level (`str`, *optional*, defaults to `"token"`):
             `"token"`, or `"sequence"` for one ratio per completion.
     """
@@ -39,7 +39,7 @@ _NORMALIZES_REWARDS = {
 
 @dataclass
 class MaxRLConfig(GRPOConfig):
-    """Configuration class for the [`MaxRLTrainer`]: every parameter of [`GRPOConfig`] but those that normalize
+    """Configuration class for the [`MaxRLTrainer`]: every parameter of [`GRPOConfig`] except those that normalize
     rewards."""
 
     @classmethod
@@ -52,9 +52,9 @@ class RLOOConfig(ExactUpdateConfig):
     r"""
     Configuration class for the [`RLOOTrainer`].
 
-    Inherits every parameter of [`ExactUpdateConfig`]; its own have the names, meanings, and defaults of
-    [`~trl.RLOOConfig`], which `epsilon` and `epsilon_high` keep too. Parameters that only shape GRPO's loss are
-    refused when moved off their default.
+    Inherits every parameter of [`ExactUpdateConfig`]. Its own parameters, and `epsilon` and `epsilon_high`, have the
+    names, meanings, and defaults of [`~trl.RLOOConfig`]. Parameters that only affect GRPO's loss raise an error unless
+    they have their default value.
 
     Parameters:
         beta (`float`, *optional*, defaults to `0.05`):
@@ -86,15 +86,15 @@ class RLOOConfig(ExactUpdateConfig):
 class REALConfig(ExactUpdateConfig):
     r"""
     Configuration class for the [`REALTrainer`]. Inherits every parameter of [`ExactUpdateConfig`]; those that only
-    shape GRPO's loss are refused when moved off their default.
+    affect GRPO's loss raise an error unless they have their default value.
 
     Parameters:
         group_loss (`str`, *optional*, defaults to `"real"`):
-            A key of `objective.GROUP_LOSSES`: `"real"`, or `"disco"` (without its bound on the divergence).
+            A key of `objective.GROUP_LOSSES`: `"real"`, or `"disco"` (without its divergence constraint).
         tau (`float`, *optional*, defaults to `0.5`):
             Temperature of the loss; 0.5 is that of REAL's authors. DisCO's authors recommend 10.
         disable_dropout (`bool`, *optional*, defaults to `True`):
-            The loss compares two forward passes of the same tokens; dropout would fill it with noise.
+            The loss compares two forward passes of the same tokens; dropout would add noise.
         vllm_importance_sampling_correction (`bool`, *optional*, defaults to `False`):
             As in [`PACSConfig`].
     """

@@ -1,4 +1,4 @@
-"""GRPO, RLOO, and MaxRL on the exact update: advantages, and the losses of `surrogate.py`."""
+"""Trainers of GRPO, RLOO, and MaxRL on the exact update, with the ratio losses of `surrogate.py`."""
 
 import math
 from collections.abc import Sequence
@@ -31,16 +31,15 @@ from .grpo_config import GRPOConfig, MaxRLConfig, RLOOConfig
 @dataclass(frozen=True)
 class RatioObjective(Objective):
     """
-    A loss of probability ratios with given advantages, for [`PolicyUpdate`].
+    Probability-ratio loss with given advantages, for [`PolicyUpdate`].
 
     Attributes:
         loss ([`RatioLoss`]): The loss and its settings.
         kl_coef (`float`), bias_correction (`bool`): Weight of the KL term, and TRL's `use_bias_correction_kl`.
-        max_completion_length (`int`): As in the configuration.
-        share (`float`): Part of a generation batch that an optimizer step learns from; above 1 if it learns from
-            several.
+        max_completion_length (`int`): Setting of the configuration.
+        share (`float`): Fraction of a generation batch per optimizer step; above 1 if a step uses several batches.
         off_policy_threshold (`float`, *optional*): TRL's `off_policy_mask_threshold`.
-        mismatch ([`Mismatch`], *optional*): Correction that enters the weights of `"vespo"`.
+        mismatch ([`Mismatch`], *optional*): Mismatch correction inside the weights of `"vespo"`.
     """
 
     loss: RatioLoss
@@ -101,7 +100,7 @@ class RatioObjective(Objective):
 
 class GRPOTrainer(ExactUpdateTrainer):
     """
-    [`~trl.GRPOTrainer`] on the exact update, with the same arguments: the same weights, several times as fast
+    [`~trl.GRPOTrainer`] on the exact update, with the same arguments. It trains the same weights several times faster
     (docs/objectives.md). `args` is a [`GRPOConfig`].
     """
 
@@ -112,7 +111,7 @@ class GRPOTrainer(ExactUpdateTrainer):
     def create_objective(self) -> RatioObjective:
         args = self.args
         high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-        is_cispo = args.loss_type == "cispo"  # whose bound is a cap, not a distance from 1
+        is_cispo = args.loss_type == "cispo"  # its bound is a cap, not a distance from 1
         loss = RatioLoss(
             args.loss_type,
             args.importance_sampling_level,
@@ -147,8 +146,8 @@ class GRPOTrainer(ExactUpdateTrainer):
         return RolloutTrainer._labels_of(self, rewards_per_func)  # rewards of any size
 
     def advantages(self, batch: dict[str, Any], num_generations: int) -> torch.Tensor | None:
-        """Return the advantages of all processes' completions, `(B,)`, from the rewards in `self._labels`; `None`:
-        those that TRL has computed."""
+        """Return the advantages of the completions of all processes, `(B,)`, from the rewards in `self._labels`, or
+        `None` to use those that TRL computed."""
         return None
 
     def _generate_and_score_completions(self, inputs):
@@ -215,7 +214,7 @@ class RLOOTrainer(GRPOTrainer):
 
     @torch.no_grad()
     def _sequence_kl(self, rollouts: list[Rollout]) -> torch.Tensor:
-        """Return the summed log-ratios of policy and reference of all processes' completions, `(B,)`."""
+        """Return the summed log-ratios of policy and reference in nats, of all processes' completions, `(B,)`."""
         size = self.args.per_device_train_batch_size
         passes, values = max(gather_object([-(-len(rollouts) // size)])), []
         with self.timer.part("log_probs"):

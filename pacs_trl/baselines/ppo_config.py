@@ -1,4 +1,4 @@
-"""Settings of methods with a critic, of PPO, and what is refused because neither reads it."""
+"""Configurations of actor-critic methods and PPO, with the inherited settings that they reject."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,7 @@ from ..update.generation import GenerationSettings
 from ..update.step_sizes import Step
 
 
-# Settings of GRPOConfig that make GRPO's advantage or belong to losses without PPO's clipping.
+# Settings of GRPOConfig that only affect GRPO's advantage, or losses without PPO's clipping.
 _SHAPES_ONLY_GRPO = {
     "scale_rewards": "rewards are not normalized within a group; see whiten_advantages",
     "multi_objective_aggregation": "the reward is the weighted sum of the reward functions",
@@ -24,25 +24,25 @@ _SHAPES_ONLY_GRPO = {
 @dataclass
 class ActorCriticConfig(PublishedArguments, GenerationSettings, GRPOConfig):
     r"""
-    Settings that [`PPOConfig`] and [`~experimental.genac.GenACConfig`] share.
+    Base configuration of [`PPOConfig`] and [`~experimental.genac.GenACConfig`].
 
     Inherits every parameter of [`~trl.GRPOConfig`]; defaults are the settings of the PACS authors' PPO baseline.
-    `epsilon`, `epsilon_high` and `delta` clip the policy's ratio as they do in GRPO, `max_grad_norm` clips the
-    gradients of policy and critic, each on its own, and `weight_decay` and `lr_scheduler_type` apply to both.
-    Parameters that shape GRPO's advantage (`scale_rewards`, ...) are refused when moved off their default.
+    `epsilon`, `epsilon_high` and `delta` clip the policy's ratio as in GRPO. `max_grad_norm` clips the gradients of
+    policy and critic separately; `weight_decay` and `lr_scheduler_type` apply to both. Parameters that only affect
+    GRPO's advantage (`scale_rewards`, ...) raise an error unless they have their default value.
 
     Parameters:
         > Parameters that control the critic
 
         critic_model_name_or_path (`str`, *optional*):
-            Initial weights of the critic: a causal language model, which for PPO gets a new value head. By default the
-            policy's own path. They are float32, with autocast under `bf16`, also when the policy is a LoRA adapter.
+            Initial weights of the critic: a causal language model, to which PPO adds a new value head. The default is
+            the policy's own path. Weights are float32, with autocast under `bf16`, also if the policy uses LoRA.
         critic_learning_rate (`float`, *optional*, defaults to `1e-5`):
             Learning rate of the critic.
         startup_check (`bool`, *optional*, defaults to `True`):
             Whether to compare the log-probs of three short sequences, computed as in training, with the model's own
-            logits before training, for policy and critic. Where they differ, slower passes that agree are used, with a
-            warning, or the run ends.
+            logits before training, for policy and critic. If they differ, training uses a slower forward pass that
+            agrees and logs a warning, or fails if there is none.
 
         > Parameters that control the advantage
 
@@ -56,16 +56,16 @@ class ActorCriticConfig(PublishedArguments, GenerationSettings, GRPOConfig):
         > Parameters with another default than in GRPOConfig
 
         delta (`float`, *optional*, defaults to `3.0`):
-            Upper bound of the ratio. Above `1 + epsilon` it acts on negative advantages only and is the dual clip of
-            PPO implementations, there called `clip_ratio_c`. `None` leaves it out.
+            Upper bound of the ratio. Above `1 + epsilon` it affects negative advantages only and is the dual clip of
+            PPO implementations, often called `clip_ratio_c`. `None` disables it.
         loss_type (`str`, *optional*, defaults to `"dr_grpo"`):
             Normalization of token losses, for policy and critic: `"dr_grpo"`, their sum divided by completions times
             `max_completion_length` (the authors' code), or `"dapo"`, their mean over the tokens of the optimizer step
             (the paper's formula).
         disable_dropout (`bool`, *optional*, defaults to `True`):
-            The ratio compares two forward passes; dropout would fill it with noise.
+            The ratio compares two forward passes; dropout would add noise.
         vllm_importance_sampling_correction (`bool`, *optional*, defaults to `False`):
-            Off, as in the authors' code.
+            Off by default, as in the authors' code.
     """
 
     critic_model_name_or_path: str | None = None
@@ -87,7 +87,7 @@ class ActorCriticConfig(PublishedArguments, GenerationSettings, GRPOConfig):
 
     @classmethod
     def errors(cls, given: Any, step: Step | None) -> list[str]:
-        """Return errors between settings, see [`~pacs_config.PACSConfig.errors`]."""
+        """Return error messages about combinations of settings, see [`~pacs_config.PACSConfig.errors`]."""
         errors = ignored_settings(cls, given, _SHAPES_ONLY_GRPO)
         highest_ratio = 1 + (given.epsilon if given.epsilon_high is None else given.epsilon_high)
         if given.delta is not None and given.delta <= highest_ratio:
@@ -106,15 +106,15 @@ class ActorCriticConfig(PublishedArguments, GenerationSettings, GRPOConfig):
 @dataclass
 class PPOConfig(ActorCriticConfig):
     r"""
-    Configuration class for the [`PPOTrainer`]: that of [`ActorCriticConfig`], and two settings of the value head. The
-    critic is always trained in full, also when the policy is a LoRA adapter.
+    Configuration class for the [`PPOTrainer`]: [`ActorCriticConfig`] and two settings of the critic. All critic
+    weights are trained, also if the policy uses LoRA.
 
     Parameters:
         critic_warmup_steps (`int`, *optional*, defaults to `0`):
-            Optimizer steps at the start in which only the critic learns.
+            Number of initial optimizer steps in which only the critic is trained.
         value_clip_range (`float`, *optional*, defaults to `0.5`):
-            How far the clipped value loss lets values move from those at rollout time, in units of the reward. `None`
-            does not clip.
+            Maximum distance of values from those at rollout time in the clipped value loss, in units of the reward.
+            `None` disables clipping.
     """
 
     critic_warmup_steps: int = bounded(0, least=0)

@@ -1,4 +1,4 @@
-"""PPOTrainer: an actor with a critic that has a value head."""
+"""PPOTrainer: proximal policy optimization with a value-head critic."""
 
 import logging
 import re
@@ -14,7 +14,7 @@ from .ppo_config import PPOConfig
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Unlike a loading report that a critic made of a policy has a new head, as it should."""
+    """Return `False` for the loading report about the new head of a critic, which is expected; otherwise `True`."""
     keys = re.findall(r"^(\S+) +\|", record.getMessage(), flags=re.MULTILINE)
     return not keys or not all(key.startswith(("Key", "score.", "lm_head.")) for key in keys)
 
@@ -23,13 +23,13 @@ class PPOTrainer(ActorCriticTrainer):
     """
     Trainer for Proximal Policy Optimization with a token-level critic, the PPO baseline of the PACS paper.
 
-    The rollouts are those of [`~trl.GRPOTrainer`]: `num_generations` completions per prompt, whose rewards PPO uses
-    one by one. Logs the metrics of [`~trl.GRPOTrainer`] and `ppo/*`, see docs/metrics.md.
+    Rollouts are the same as in [`~trl.GRPOTrainer`], `num_generations` completions per prompt, but PPO does not
+    compare rewards within a group. Logs the metrics of [`~trl.GRPOTrainer`] and `ppo/*`, see docs/metrics.md.
 
     Args:
         model (`str` or [`~transformers.PreTrainedModel`]): Model id, path, or instance.
         reward_funcs (`RewardFunc` or `list[RewardFunc]`): As in [`~trl.GRPOTrainer`]. A completion for which all of
-            them return `None` is left out.
+            them return `None` is excluded from the loss.
         args ([`PPOConfig`], *optional*): Configuration of this trainer. If `None`, a default configuration is used.
 
     All other arguments are those of [`~trl.GRPOTrainer`].
@@ -56,9 +56,9 @@ class PPOTrainer(ActorCriticTrainer):
     }
 
     def _create_critic(self, policy, args, arguments) -> PreTrainedModel:
-        """One output per token: the weights of a causal language model under a new value head, unless they have
-        one."""
-        set_seed(args.seed)  # of the value head
+        """Load a critic with one output per token: a causal language model with a new value head, or a saved critic
+        with its own."""
+        set_seed(args.seed)  # for the initialization of the value head
         loading = logging.getLogger("transformers.modeling_utils")
         loading.addFilter(_is_news)
         try:
@@ -68,7 +68,7 @@ class PPOTrainer(ActorCriticTrainer):
 
     @torch.no_grad()
     def _value_tokens(self, inputs, batch):
-        """In micro-batches of the size that the update uses."""
+        """Compute the values in micro-batches of the size that training uses."""
         self.critic.eval()
         size = self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
         names = ("prompt_ids", "completion_ids", "prompt_mask", "completion_mask")
@@ -79,7 +79,7 @@ class PPOTrainer(ActorCriticTrainer):
         return torch.cat(values), self.args.gae_lambda
 
     def _values(self, batch: dict) -> torch.Tensor:
-        """`(B, T)`: the value of a token is read where the token is predicted, one position before its own."""
+        """Return the value of each token, `(B, T)`, read at the position before it."""
         prompts = without_padding(batch["prompt_ids"], batch["prompt_mask"])
         completions = without_padding(batch["completion_ids"], batch["completion_mask"])
         values = self._critic_scorer.values(self.critic, prompts, completions)

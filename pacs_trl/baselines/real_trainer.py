@@ -1,4 +1,4 @@
-"""REAL, and other losses of whole groups, on the exact update."""
+"""REALTrainer: REAL, DisCO, and other group losses on the exact update."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from .grpo_config import REALConfig
 
 @dataclass(frozen=True)
 class GroupObjective(Objective):
-    """A function of `objective.GROUP_LOSSES` for [`PolicyUpdate`]."""
+    """Objective of a loss in `objective.GROUP_LOSSES`, for [`PolicyUpdate`]."""
 
     group_loss: str = "real"
     tau: float = 0.5
@@ -64,7 +64,7 @@ class REALTrainer(ExactUpdateTrainer):
         labels = super()._labels_of(rewards_per_func)
         if ((labels > 0) & (labels < 1)).any():
             raise ValueError(
-                "REAL needs rewards of 0 or 1, and others lie between. Use a binary reward function, or method pacs, "
-                "which takes soft labels."
+                "REAL needs rewards of 0 or 1, but some rewards are between 0 and 1. Use a binary reward function, or "
+                "method pacs, which supports soft labels."
             )
         return labels

@@ -1,8 +1,8 @@
-"""A model that is trained beside the policy with its own optimizer.
+"""Second model that is trained alongside the policy with its own optimizer.
 
-Accelerate prepares the two models separately. One module around both would need one optimizer with two learning rates,
-and everything that reads `trainer.model` (generation, vLLM, PEFT, saving) would have to look inside it. DeepSpeed,
-which wants one engine, is not supported.
+Accelerate prepares the two models separately. A single module with both would need one optimizer with two learning
+rates, and all code that uses `trainer.model` (generation, vLLM, PEFT, saving) would have to unwrap it. DeepSpeed is
+not supported, because it needs one engine for both.
 """
 
 import math
@@ -19,13 +19,14 @@ from ..rollouts.rollout_trainer import RolloutTrainer
 
 class SecondModel:
     """
-    Optimizer and scheduler are of the policy's kinds, and the gradient is clipped to the same norm, on its own.
+    A model with its own optimizer and scheduler, of the same types as the policy's. Its gradient is clipped
+    separately, to the same maximum norm.
 
     Args:
-        trainer ([`RolloutTrainer`]): The policy's.
-        model ([`~transformers.PreTrainedModel`]): The model to train. `self.model` is the prepared one.
-        learning_rate (`float`): Of this model.
-        directory (`str`): Of its files in a checkpoint.
+        trainer ([`RolloutTrainer`]): Trainer of the policy.
+        model ([`~transformers.PreTrainedModel`]): The model to train. `self.model` is the prepared model.
+        learning_rate (`float`): Learning rate of this model.
+        directory (`str`): Folder of its files inside a checkpoint.
     """
 
     def __init__(self, trainer: RolloutTrainer, model: PreTrainedModel, *, learning_rate: float, directory: str):
@@ -55,8 +56,8 @@ class SecondModel:
         )
 
     def accumulating(self, last: bool = True) -> AbstractContextManager:
-        """Wrap the forward and backward pass of a micro-batch, or of a part of one: processes exchange gradients after
-        the last one only."""
+        """Return the context for the forward and backward pass of a micro-batch or a part of it. Gradients are
+        synchronized across processes only after the last one of an optimizer step."""
         accelerator = self.trainer.accelerator
         return nullcontext() if last and accelerator.sync_gradients else accelerator.no_sync(self.model)
 
@@ -72,7 +73,8 @@ class SecondModel:
 
     @contextmanager
     def _in_place_of_policy(self) -> Iterator[None]:
-        """Lets `Trainer` save and load this model the way it does the policy, sharded or not."""
+        """Substitute this model for the policy inside the context, so that `Trainer` saves and loads it the same way,
+        sharded or not."""
         trainer = self.trainer
         policy = trainer.model, trainer.model_wrapped, trainer.optimizer, trainer.lr_scheduler
         trainer.model = trainer.accelerator.unwrap_model(self.model)
@@ -90,7 +92,7 @@ class SecondModel:
             GRPOTrainer._save_optimizer_and_scheduler(self.trainer, directory)
 
     def load(self, checkpoint: str | Path) -> None:
-        """Inverse of `save`."""
+        """Load what `save` has saved; on all processes."""
         directory = Path(checkpoint) / self.directory
         with self._in_place_of_policy():
             self.trainer._load_from_checkpoint(str(directory), self.trainer.model)
