@@ -100,6 +100,7 @@ def run(
     lora=False,
     path=None,
     vllm=False,
+    sharpness=1.0,
     **settings,
 ):
     """Train, and return weights before and after, and the logged steps."""
@@ -107,6 +108,7 @@ def run(
     dtype = dtype or torch.get_default_dtype()
     torch.manual_seed(shifted(0))
     model = tiny_model().to(dtype)
+    model.lm_head.weight.data *= sharpness
     arguments = {"train_dataset": addition_dataset(), "processing_class": TOKENIZER, "callbacks": [Recorder()]}
     if path is not None:  # of which the KL reference is loaded
         model = path

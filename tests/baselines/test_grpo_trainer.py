@@ -1,5 +1,7 @@
 """GRPO and RLOO on the exact update end with the weights of TRL's trainers on the same completions."""
 
+from contextlib import nullcontext
+
 import pytest
 from replay import Replay
 from trls_update import EIGHT, FOUR_MINIBATCHES, OWN, REUSED, TRLS, difference, in_double_precision, run
@@ -21,7 +23,6 @@ MORE = {
     "rewards by batch": {"scale_rewards": "batch"},
     "rewards not scaled": {"scale_rewards": "none", "multi_objective_aggregation": "sum_then_normalize"},
     "normalized first": {"multi_objective_aggregation": "normalize_then_sum"},
-    "entropy quantile": {"top_entropy_quantile": 0.4},
     "off-policy mask": {"off_policy_mask_threshold": 0.01},
     "Adam": {"optim": "adamw_torch", "learning_rate": 1e-3},
 }
@@ -35,13 +36,15 @@ CASES = {
 CASES |= {name: (REUSED | settings, {}) for name, settings in MORE.items()}
 
 
-def compare(directory, method, settings, replay, bound, **how):
-    before, trls, expected = run(directory / "trl", TRLS, method, Replay(**replay), **settings, **how)
-    _, ours, found = run(directory / "ours", OWN, method, Replay(**replay), **settings, **how)
+def compare(directory, method, settings, replay, bound=None, **how):
+    """In float64, where the weights agree to 1e-10, or with `bound` in float32."""
+    with nullcontext() if bound else in_double_precision():
+        before, trls, expected = run(directory / "trl", TRLS, method, Replay(**replay), **settings, **how)
+        _, ours, found = run(directory / "ours", OWN, method, Replay(**replay), **settings, **how)
     error = difference(ours, trls, before)
     print(f"{error:.1e}")
     assert len(found) == len(expected) == 8
-    assert error < bound
+    assert error < (bound or 1e-10)
     # a completion without tokens has a constant loss in TRL's RLOO
     # and normalized advantages of uniform groups have the sign of a rounding error
     has_noise = settings.get("normalize_advantages") or "truncated" in replay
@@ -54,7 +57,7 @@ def compare(directory, method, settings, replay, bound, **how):
 
 @pytest.mark.parametrize(("settings", "replay"), CASES.values(), ids=CASES)
 def test_weights_are_those_of_trl(tmp_path, settings, replay):
-    logs = compare(tmp_path, "grpo", settings, replay, 1e-5)
+    logs = compare(tmp_path, "grpo", settings, replay)
     if settings.get("num_iterations") and settings.get("loss_type") == "dapo" and not replay:
         assert (
             max(log["clip_ratio/low_mean"] for log in logs) > 0.02 < max(log["clip_ratio/high_mean"] for log in logs)
@@ -65,7 +68,7 @@ def test_weights_are_those_of_trl(tmp_path, settings, replay):
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
 def test_weights_are_those_of_trl_with_a_kl_term(tmp_path, model_path, loss_type, corrected):
     settings = REUSED | {"beta": 0.3, "loss_type": loss_type, "use_bias_correction_kl": corrected}
-    compare(tmp_path, "grpo", settings, {"unverifiable": 0.2}, 1e-5, path=model_path)
+    compare(tmp_path, "grpo", settings, {"unverifiable": 0.2}, path=model_path)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -76,11 +79,11 @@ def test_weights_are_those_of_trls_rloo(tmp_path, name, more):
     settings, replay = RUNS[name]
     if replay.get("tools"):
         replay = {k: v for k, v in replay.items() if k != "tools"}  # TRL's RLOO has none
-    compare(tmp_path, "rloo", settings | more | SMALL_STEPS | {"beta": 0.0}, replay, 1e-5)
+    compare(tmp_path, "rloo", settings | more | SMALL_STEPS | {"beta": 0.0}, replay)
 
 
 def test_weights_are_those_of_trls_rloo_with_a_kl_penalty(tmp_path, model_path):
-    compare(tmp_path, "rloo", REUSED | SMALL_STEPS | {"beta": 0.3}, {}, 1e-5, path=model_path)
+    compare(tmp_path, "rloo", REUSED | SMALL_STEPS | {"beta": 0.3}, {}, path=model_path)
 
 
 VLLM = {
@@ -93,28 +96,22 @@ VLLM = {
 @pytest.mark.parametrize("settings", VLLM.values(), ids=VLLM)
 def test_weights_are_those_of_trl_with_a_mismatch_of_vllm(tmp_path, settings):
     """An engine that reports the same log-prob for every token, near those of the policy."""
-    settings = REUSED | {"vllm_importance_sampling_clip_max": 1.1} | settings
-    compare(tmp_path, "grpo", settings, {"logprobs": -5.53}, 1e-5, vllm=True)
+    settings = REUSED | SMALL_STEPS | {"vllm_importance_sampling_clip_max": 1.1} | settings
+    compare(tmp_path, "grpo", settings, {"logprobs": -5.53}, bound=1e-5, vllm=True)  # TRL keeps them in float32
 
 
 def test_weights_of_an_adapter_are_those_of_trl(tmp_path):
-    compare(tmp_path, "grpo", REUSED | {"beta": 0.3}, {}, 1e-5, lora=True)
+    compare(tmp_path, "grpo", REUSED | {"beta": 0.3}, {}, lora=True)
 
 
-DOUBLE = {
-    "on policy": ("grpo", EIGHT, {}),
-    "four minibatches, dapo": ("grpo", FOUR_MINIBATCHES, {}),
-    "four minibatches, vespo": ("grpo", FOUR_MINIBATCHES | {"loss_type": "vespo"}, {}),
-    "reused, grpo": ("grpo", REUSED | {"loss_type": "grpo"}, {"unverifiable": 0.3}),
-    "reused, cispo": ("grpo", REUSED | {"loss_type": "cispo"}, {}),
-    "reused, sequence level": ("grpo", REUSED | MORE["sequence level"] | {"loss_type": "grpo"}, {}),
-    "KL term": ("grpo", REUSED | {"beta": 0.3}, {}),
-    "RLOO": ("rloo", REUSED | SMALL_STEPS | {"beta": 0.0}, {}),
-    "RLOO, KL penalty": ("rloo", REUSED | SMALL_STEPS | {"beta": 0.3}, {}),
-}
+@pytest.mark.parametrize("name", RUNS)
+def test_weights_are_those_of_trl_in_single_precision(tmp_path, name):
+    """Rounding grows with the steps, above all where a ratio is at its bound, so these are small."""
+    settings, replay = RUNS[name]
+    compare(tmp_path, "grpo", settings | SMALL_STEPS, replay, bound=1e-5)
 
 
-@pytest.mark.parametrize(("method", "settings", "replay"), DOUBLE.values(), ids=DOUBLE)
-def test_weights_are_those_of_trl_in_double_precision(tmp_path, model_path, method, settings, replay):
-    with in_double_precision():
-        compare(tmp_path, method, settings, replay, 1e-10, path=model_path if settings.get("beta") else None)
+def test_the_tokens_of_the_highest_entropies_are_those_of_trl(tmp_path):
+    """Of a model whose entropies differ by much more than rounding, because TRL rounds its quantile to float32."""
+    settings = REUSED | {"top_entropy_quantile": 0.4, "learning_rate": 1e-2}
+    compare(tmp_path, "grpo", settings, {}, bound=1e-4, sharpness=20.0)  # one token more or less: 1e-2
