@@ -170,7 +170,7 @@ def _examples(setting: Setting, output_dir: Path, methods: Sequence[str]) -> dic
         grades, records = read_graded(output_dir / directory, setting.benchmark)
         shown_problems = min(NUM_SHOWN, setting.num_problems)
         for problem in load_benchmark(setting.benchmark, max_problems=shown_problems).problems:
-            grade = "right" if grades[problem.id][0] == "1" else "wrong"
+            grade = "correct" if grades[problem.id][0] == "1" else "incorrect"
             shown = f"`{one_line(records[problem.id, 0]['completion'])}` {grade}"
             examples.setdefault(problem.problem, []).append(shown)
     return examples
