@@ -39,7 +39,7 @@ def run_of(seed: int) -> dict:
         }
     log = [{"step": i, "reward": 0.2, "entropy": 0.3, "loss": 0.69} for i in (1, 2)] + [{"step": 2, "train_loss": 0.7}]
     logs = dict.fromkeys(quickstart.METHODS, log)
-    examples = {"1+2": ["`x` wrong", "`y` right", "`z` wrong"]}
+    examples = {"1+2": ["`x` incorrect", "`y` correct", "`z` incorrect"]}
     return {
         "seed": seed,
         "seconds": 61.4,
@@ -57,7 +57,7 @@ def test_summary_has_each_seed_and_method_and_shows_completions():
     assert lines[4].startswith("| 7 | GRPO | 37.5 [") and lines[4].endswith("| yes |")
     assert lines[5] == "| 7 | PACS - GRPO | 12.5 [11.1, 13.9] | 0.0 [-3.7, 3.7] |  |"
     assert "| 7 | 61 | 100 |" in lines
-    assert lines[-1] == "| 7 | `1+2` | `x` wrong | `y` right | `z` wrong |"
+    assert lines[-1] == "| 7 | `1+2` | `x` incorrect | `y` correct | `z` incorrect |"
 
 
 def test_figure_is_written_for_several_seeds(tmp_path):
