@@ -37,8 +37,7 @@ from .timing import StepTimer
 
 _SIGNATURE = inspect.signature(GRPOTrainer.__init__)
 
-# A run fails if its first generation batches, this many, have no reward at all. Later batches without one are allowed.
-_MOST_UNREWARDED = 3
+_MOST_UNREWARDED = 3  # a run fails if this many generation batches at its start have no reward at all
 
 
 class RolloutTrainer(GRPOTrainer):
