@@ -598,9 +598,9 @@ def test_every_completion_truncated_and_masked(tmp_path):
 README = Path(__file__).parent.parent / "README.md"
 # The script of README, with a model that is here and sizes that take seconds on a CPU.
 REPLACEMENTS = {
-    '"Qwen/Qwen3-0.6B"': '"model"',
-    "max_completion_length=256": "max_completion_length=8",
-    "max_steps=10": "max_steps=2, use_cpu=True, bf16=False",
+    '"outputs/models/SmolLM2-135M-Instruct"': '"model"',
+    "max_completion_length=16": "max_completion_length=8",
+    "max_steps=10": "max_steps=2, save_steps=2",
 }
 
 
@@ -618,7 +618,7 @@ def test_script_of_readme(model_path, tmp_path):
     process = start(run_script, script, Path(model_path).parent, output=tmp_path / "output")
     process.join(300)
     assert process.exitcode == 0, (tmp_path / "output").read_text()[-3000:]
-    assert (Path(model_path).parent / "outputs" / "example" / "model.safetensors").is_file()
+    assert (Path(model_path).parent / "outputs" / "sums" / "checkpoint-2" / "model.safetensors").is_file()
 
 
 def test_model_instance_and_default_settings(model_path, tmp_path, monkeypatch):
