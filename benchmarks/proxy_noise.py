@@ -21,11 +21,11 @@ from transformers import Qwen3ForCausalLM
 
 from benchmarks import table_of
 from benchmarks.recorded import build_model, shape_of
+from pacs_trl.update.forward_pass import ForwardPass
+from pacs_trl.update.logps import fused_head
 from pacs_trl.update.microbatching import schedule_micro_batches
-from pacs_trl.update.rows import Rollout
-from pacs_trl.update.score_rows import fused_head
-from pacs_trl.update.scorer import Scorer
-from pacs_trl.update.step import row_lengths
+from pacs_trl.update.rollout import Rollout
+from pacs_trl.update.step import rollout_lengths
 
 
 NUM_ROWS, NUM_GENERATIONS, PROMPT_LENGTH, ROWS_PER_FORWARD = 32, 8, 24, 8
@@ -57,7 +57,7 @@ def sample_rollouts(model: Qwen3ForCausalLM, device: str, max_length: int) -> li
 
 @torch.no_grad()
 def compute_logps(
-    model, scorer: Scorer, rollouts: Sequence[Rollout], micro_batches: Sequence[Sequence[int]]
+    model, forward_pass: ForwardPass, rollouts: Sequence[Rollout], micro_batches: Sequence[Sequence[int]]
 ) -> list[torch.Tensor]:
     """Compute the log-probs of every completion in the given micro-batches; returns one `(C,)` each, on the CPU."""
     found = [torch.empty(0)] * len(rollouts)
@@ -65,15 +65,15 @@ def compute_logps(
         prompts, completions = (
             [getattr(rollouts[i], name) for i in rows] for name in ("prompt_ids", "completion_ids")
         )
-        for i, logps in zip(rows, scorer.score(model, prompts, completions).logps, strict=True):
+        for i, logps in zip(rows, forward_pass.compute_logps(model, prompts, completions).logps, strict=True):
             found[i] = logps.cpu()
     return found
 
 
-def scheduled(rollouts: list[Rollout], max_rows: int, *, padded: bool) -> list[list[int]]:
+def scheduled(rollouts: list[Rollout], max_rollouts: int, *, padded: bool) -> list[list[int]]:
     one_row_groups = [[i] for i in range(len(rollouts))]
     schedule = schedule_micro_batches(
-        row_lengths(rollouts), one_row_groups, num_processes=1, max_rows=max_rows, padded=padded
+        rollout_lengths(rollouts), one_row_groups, num_processes=1, max_rollouts=max_rollouts, padded=padded
     )
     assert schedule is not None
     return schedule[0]
@@ -103,17 +103,17 @@ def drift(device: str, model: str, completion_max: int) -> list[dict]:
             autocast = precision.startswith("bf16 autocast")
             reference = None
             for name, micro_batches, packed in COMPOSITIONS:
-                scorer = Scorer(
+                forward_pass = ForwardPass(
                     policy,
                     torch.device(device),
                     padding_free="always" if packed else "never",
                     autocast=lambda on=autocast: torch.autocast(device, dtype=torch.bfloat16, enabled=on),
                 )
                 batches = micro_batches(rollouts)
-                logps = compute_logps(policy, scorer, rollouts, batches)
+                logps = compute_logps(policy, forward_pass, rollouts, batches)
                 reference = logps if reference is None else reference
                 float32 = logps if float32 is None else float32
-                again = compute_logps(policy, scorer, rollouts, batches) if reference is logps else logps
+                again = compute_logps(policy, forward_pass, rollouts, batches) if reference is logps else logps
                 log_ratios = [p - r for p, r in zip(again, reference, strict=True)]
                 errors = torch.stack([(p - t).sum() for p, t in zip(logps, float32, strict=True)]).abs()
                 proxies, ratios = torch.stack([r.sum() for r in log_ratios]).abs(), torch.cat(log_ratios).exp()

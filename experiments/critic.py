@@ -22,7 +22,7 @@ from pacs_trl.evaluation.requests import render_prompt
 from pacs_trl.evaluation.results import read_results
 from pacs_trl.objective import ScoreEstimator, group_scores
 from pacs_trl.settings import Parser
-from pacs_trl.update.score_rows import sequence_logps
+from pacs_trl.update.logps import sequence_logps
 
 
 LABELS = {"1": 1.0, "0": 0.0, "-": float("nan")}  # as `pacs-trl evaluate` writes grades

@@ -28,7 +28,7 @@ from pacs_trl.evaluation.sampling import sample_completions
 from pacs_trl.miniature.warm_start import warm_start
 from pacs_trl.objective import group_scores, proxy_coefficients
 from pacs_trl.update.groups import Groups
-from pacs_trl.update.score_rows import sequence_logps
+from pacs_trl.update.logps import sequence_logps
 
 
 NUM_GENERATIONS = 8

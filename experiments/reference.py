@@ -53,8 +53,8 @@ def exact(
         if reset and update % reset == 0:
             reference = logps
         proxies = beta * (logps - reference)[groups].flatten()
-        of_rows = proxy_coefficients(proxies, LABELS[groups].flatten(), **settings).view(-1, num_generations)
-        expected = of_rows * len(groups) * logps[groups].sum(dim=1, keepdim=True).exp()
+        of_completions = proxy_coefficients(proxies, LABELS[groups].flatten(), **settings).view(-1, num_generations)
+        expected = of_completions * len(groups) * logps[groups].sum(dim=1, keepdim=True).exp()
         of_answers = torch.zeros_like(REFERENCE).index_add(0, groups.flatten(), expected.flatten())
         logits = logits - step * (of_answers - logps.exp() * of_answers.sum())
     return [*found, logits.log_softmax(0)]

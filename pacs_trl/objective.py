@@ -80,7 +80,7 @@ def sequence_proxies(
     return total if proxy == "log_ratio" else total / mask.sum(dim=-1).clamp(min=1)
 
 
-def scorable_rows(labels: torch.Tensor, num_generations: int) -> torch.Tensor:
+def scorable_completions(labels: torch.Tensor, num_generations: int) -> torch.Tensor:
     """
     Return which completions contribute to the loss, bool `(B,)`: those with a label other than NaN whose group has at
     least two such completions. Raises a `ValueError` if the labels do not form whole groups of at least two.
@@ -143,7 +143,7 @@ def group_scores(
     not divided in a group whose proxies are all equal), and `"none"` is `r_i`. `psi_rloo = n / (n - 1) * psi_dr_grpo`
     holds exactly: the two differ by a rescaled `pacs_beta`. Raises a `ValueError` for an unknown `score_estimator`.
     """
-    scorable = scorable_rows(labels, num_generations).view(-1, num_generations)
+    scorable = scorable_completions(labels, num_generations).view(-1, num_generations)
     grouped = _at_least_float32(proxies).view(-1, num_generations)  # (P, G)
     if score_estimator == "rloo":
         scores = _leave_one_out(grouped, scorable)
@@ -184,7 +184,7 @@ def class_weights(
 
     Raises a `ValueError` for an unknown `class_weighting`.
     """
-    scorable = scorable_rows(labels, num_generations).view(-1, num_generations)
+    scorable = scorable_completions(labels, num_generations).view(-1, num_generations)
     known = _at_least_float32(labels).view(-1, num_generations).masked_fill(~scorable, 0.0)  # (P, G)
     positive, negative = known, (1.0 - known).masked_fill(~scorable, 0.0)  # p and q
     num_positive, num_negative = positive.sum(dim=1, keepdim=True), negative.sum(dim=1, keepdim=True)
@@ -216,21 +216,21 @@ def loss_from_proxies(
     num_generations: int,
     score_estimator: ScoreEstimator = "rloo",
     class_weighting: ClassWeighting = "balanced",
-    num_rows: int | None = None,
+    num_completions: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Return the PACS loss (eq. 8) from proxies that are already summed over tokens, and the scores `(B,)`.
 
-    `loss = 1 / num_rows * sum_i w_i * BCE(sigmoid(psi_i), y_i)` over the scorable completions, in nats, with
-    [`group_scores`] and the weights and targets of [`class_weights`]; 0 if none is scorable. `num_rows` defaults to
-    the number of scorable completions; for a part of an optimizer step, pass the number of the whole step.
+    `loss = 1 / num_completions * sum_i w_i * BCE(sigmoid(psi_i), y_i)` over the scorable completions, in nats, with
+    [`group_scores`] and the weights and targets of [`class_weights`]; 0 if none is scorable. `num_completions`
+    defaults to the number of scorable completions; for a part of an optimizer step, pass that of the whole step.
     """
-    scorable = scorable_rows(labels, num_generations)
+    scorable = scorable_completions(labels, num_generations)
     scores = group_scores(proxies, labels, num_generations=num_generations, score_estimator=score_estimator)
     weights, targets = class_weights(labels, num_generations=num_generations, class_weighting=class_weighting)
     entropies = F.binary_cross_entropy_with_logits(scores, targets.to(scores.dtype), reduction="none")
     terms = weights.to(scores.dtype) * entropies
-    divisor = scorable.sum().clamp(min=1) if num_rows is None else max(num_rows, 1)
+    divisor = scorable.sum().clamp(min=1) if num_completions is None else max(num_completions, 1)
     return terms.sum() / divisor, scores
 
 
@@ -287,7 +287,7 @@ def proxy_coefficients(
     Coefficients of a group sum to 0 for `"rloo"` and `"dr_grpo"`. They are exactly 0 for unscorable completions, and,
     except for `"none"`, for all completions of a group with equal labels and equal proxies.
     """
-    scorable = scorable_rows(labels, num_generations)
+    scorable = scorable_completions(labels, num_generations)
     scores = group_scores(proxies, labels, num_generations=num_generations, score_estimator=score_estimator)
     weights, targets = class_weights(labels, num_generations=num_generations, class_weighting=class_weighting)
     residuals = weights.to(scores.dtype) * (torch.sigmoid(scores) - targets.to(scores.dtype))
@@ -331,7 +331,7 @@ def actor_coefficients(
     expectation over independently sampled completions. Eq. 5 has neither the weights nor the centering; the authors'
     code has no actor term.
     """
-    scorable = scorable_rows(labels, num_generations)
+    scorable = scorable_completions(labels, num_generations)
     weights, targets = class_weights(labels, num_generations=num_generations, class_weighting=class_weighting)
     scores = _at_least_float32(scores)
     entropies = F.binary_cross_entropy_with_logits(scores, targets.to(scores.dtype), reduction="none")
@@ -377,7 +377,10 @@ def disco_loss(
 def _right_and_wrong(labels: torch.Tensor, num_generations: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the scorable completions with label 1 and those with label 0, bool `(P, G)`, and the number of groups
     with scorable completions, at least 1."""
-    scorable, grid = scorable_rows(labels, num_generations).view(-1, num_generations), labels.view(-1, num_generations)
+    scorable, grid = (
+        scorable_completions(labels, num_generations).view(-1, num_generations),
+        labels.view(-1, num_generations),
+    )
     return (grid == 1) & scorable, (grid == 0) & scorable, scorable.any(dim=1).sum().clamp(min=1)
 
 
@@ -394,7 +397,7 @@ def rloo_advantages(rewards: torch.Tensor, *, num_generations: int, normalize: b
     0 for completions that are not scorable. `normalize` shifts and scales the advantages of all scorable completions
     to mean 0 and standard deviation 1 (unbiased, 1e-4 added), TRL's `normalize_advantages`.
     """
-    scorable = scorable_rows(rewards, num_generations)
+    scorable = scorable_completions(rewards, num_generations)
     grid = _at_least_float32(rewards).view(-1, num_generations)
     advantages = _leave_one_out(grid, scorable.view(-1, num_generations)).view(-1)
     if normalize and scorable.sum() > 1:
@@ -409,7 +412,7 @@ def maxrl_advantages(rewards: torch.Tensor, *, num_generations: int, epsilon: fl
     2602.02710; `compute_maxrl_outcome_advantage` of github.com/tajwarfahim/maxrl, c0698eb). Rewards must be at least
     0; completions that are not scorable have advantage 0.
     """
-    scorable = scorable_rows(rewards, num_generations).view(-1, num_generations)
+    scorable = scorable_completions(rewards, num_generations).view(-1, num_generations)
     grid = _at_least_float32(rewards).view(-1, num_generations).masked_fill(~scorable, 0.0)
     mean = grid.sum(dim=1, keepdim=True) / scorable.sum(dim=1, keepdim=True).clamp(min=1)
     return (_centered(grid, scorable) / (mean + epsilon)).view(-1)

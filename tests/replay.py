@@ -146,10 +146,10 @@ class Replay:
     edit: Callable[[int, list[Row]], list[Row]] | None = None
     weights: list[dict[str, torch.Tensor]] = field(default_factory=list)  # of the policy, at each generation
 
-    def rows(self, generation: int, num_rows: int) -> list[Row]:
+    def rows(self, generation: int, num_completions: int) -> list[Row]:
         rng = np.random.default_rng([self.seed, generation])
         rows = []
-        for i in range(num_rows):
+        for i in range(num_completions):
             if i % self.num_generations == 0:
                 prompt = rng.integers(0, 256, size=rng.integers(1, 9)).tolist()
                 outcomes = rng.permutation([0.0, 1.0, *(rng.random(self.num_generations - 2) < 0.5)]).tolist()
@@ -399,8 +399,8 @@ def in_graph_step(
     def cancellation() -> float:
         weights = [model.get_parameter(name) for name in gradients]
         sums = (logps * mask).sum(dim=1) / len(rows)
-        of_rows = [torch.autograd.grad(total, weights, retain_graph=True) for total in sums]
-        return (sum(_norm(own) for own in of_rows) / _norm(gradients.values())).item()
+        of_completions = [torch.autograd.grad(total, weights, retain_graph=True) for total in sums]
+        return (sum(_norm(own) for own in of_completions) / _norm(gradients.values())).item()
 
     return Step(loss.item(), gradients, result.proxies.detach(), cancellation)
 
@@ -413,7 +413,7 @@ def _scorable(labels, num_generations: int) -> list[int]:
     return sum(_judged(labels, [num_generations] * (len(labels) // num_generations)), [])
 
 
-def _steered(objective, logps, old_values, mask, args: PACSConfig, num_rows: int) -> torch.Tensor:
+def _steered(objective, logps, old_values, mask, args: PACSConfig, num_completions: int) -> torch.Tensor:
     """A sum with the gradient of the objective, in which each token has the weight of STEER, one token at a time."""
     (slopes,) = torch.autograd.grad(objective, logps, retain_graph=True)
     changes, total = {}, torch.zeros((), dtype=torch.float64)
@@ -422,7 +422,7 @@ def _steered(objective, logps, old_values, mask, args: PACSConfig, num_rows: int
             if mask[i, t]:
                 p, old_p = logps[i, t].exp().item(), old_logps[t].exp().item()
                 effect = p * (1 - p) * (np.log(p) + entropies[t].item()) / old_p
-                changes[i, t] = abs(num_rows * slopes[i, t].item() * effect)
+                changes[i, t] = abs(num_completions * slopes[i, t].item() * effect)
     least, most, low, high = min(changes.values()), max(changes.values()), args.token_weight_min, args.token_weight_max
     for (i, t), change in changes.items():
         weight = high - (high - low) * (change - least) / (most - least) if most > least else (high + low) / 2
@@ -498,18 +498,18 @@ def _cross_entropy(score, truth: float, others: list[float], args: PACSConfig) -
 def _actor_term(logps, scores, labels, args: PACSConfig, sizes: Sequence[int]) -> torch.Tensor:
     """Eq. 5's actor term as a loop: each log-likelihood of a label, minus the mean over the other rows of its group,
     times the log-probability of the completion; summed, divided by the number of rows that count, and negated."""
-    total, num_rows = torch.zeros((), dtype=torch.float64), 0
+    total, num_completions = torch.zeros((), dtype=torch.float64), 0
     for group in _judged(labels, sizes):
         right, ell = sum(labels[i] for i in group), {}
         for i in group:
             up, down = _halves(labels[i], right, len(group), args.class_weighting)
             p = torch.sigmoid(scores[i])
             ell[i] = up * p.log() + down * (1 - p).log()
-        num_rows += len(group)
+        num_completions += len(group)
         for i in group:
             others = sum(ell[j] for j in group if j != i) / (len(group) - 1)
             total = total - (ell[i] - others) * logps[i].sum()
-    return total / max(num_rows, 1)
+    return total / max(num_completions, 1)
 
 
 SIZES = [1, 9, 2, 4, 7, 3, 5, 1]  # of the groups of two optimizer steps with 16 rows each
@@ -520,8 +520,8 @@ class RaggedGroups(PACSTrainer):
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
-        group_of_row = torch.repeat_interleave(torch.arange(len(SIZES)), torch.tensor(SIZES))
-        output["groups"] = group_of_row[self.accelerator.process_index * len(inputs) :][: len(inputs)]
+        group_of_rollout = torch.repeat_interleave(torch.arange(len(SIZES)), torch.tensor(SIZES))
+        output["groups"] = group_of_rollout[self.accelerator.process_index * len(inputs) :][: len(inputs)]
         return output
 
 
@@ -566,7 +566,9 @@ class WeightedTokens(PACSTrainer):
         rows = self.rollout_replay.rows(generation, len(inputs))
         logps = torch.zeros_like(output["completion_ids"], dtype=torch.float32)
         with torch.no_grad():
-            scores = self.scorer.score(self.model, [r.prompt_ids for r in rows], [r.completion_ids for r in rows])
+            scores = self.forward_pass.compute_logps(
+                self.model, [r.prompt_ids for r in rows], [r.completion_ids for r in rows]
+            )
         for i, row in enumerate(rows):
             logps[i, : len(row.token_weights)] = scores.logps[i] - torch.tensor(row.token_weights).log()
         output["sampling_per_token_logps"] = logps

@@ -23,7 +23,7 @@ from pacs_trl.objective import (
     proxy_coefficients,
     real_loss,
     rloo_advantages,
-    scorable_rows,
+    scorable_completions,
     sequence_proxies,
 )
 from pacs_trl.update.groups import Groups
@@ -151,7 +151,7 @@ class TestByHand:
     def test_group_with_one_scorable_row_contributes_nothing(self):
         proxies = double([1.0, 2.0, 0.3, -0.4])
         labels = double([1, NAN, 1, 0])
-        assert scorable_rows(labels, 2).tolist() == [False, False, True, True]
+        assert scorable_completions(labels, 2).tolist() == [False, False, True, True]
         loss, scores = loss_from_proxies(proxies, labels, num_generations=2)
         alone, _ = loss_from_proxies(proxies[2:], labels[2:], num_generations=2)
         torch.testing.assert_close(loss, alone)  # the divisor is 2, not 3 or 4

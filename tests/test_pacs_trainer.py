@@ -85,13 +85,13 @@ def test_first_update_needs_no_forward_pass_for_its_proxies(tmp_path, logprobs, 
     settings = {"learning_rate": 0.5, "startup_check": False}
     trainer = build_trainer(tmp_path, replay=Replay(uniform_groups=1, logprobs=logprobs), **settings)
     rows = {True: [], False: []}
-    score = trainer.scorer.score
+    score = trainer.forward_pass.compute_logps
 
     def spy(model, prompt_ids, completion_ids):
         rows[torch.is_grad_enabled()].append(len(prompt_ids))
         return score(model, prompt_ids, completion_ids)
 
-    trainer.scorer.score = spy
+    trainer.forward_pass.compute_logps = spy
     trainer.train()
     assert rows[True] == [4, 4]  # of 8 rows per step, 4 are in the group of one class
     assert rows[False] == without_gradient
@@ -102,14 +102,14 @@ def test_first_update_needs_no_forward_pass_for_its_proxies(tmp_path, logprobs, 
 def test_mixed_precision_keeps_weights_and_scores_in_float32(tmp_path):
     trainer = build_trainer(tmp_path, replay=Replay(), bf16=True)
     dtypes = []
-    score = trainer.scorer.score
+    score = trainer.forward_pass.compute_logps
 
     def spy(*rows):
         scores = score(*rows)
         dtypes.extend(logps.dtype for logps in scores.logps)
         return scores
 
-    trainer.scorer.score = spy
+    trainer.forward_pass.compute_logps = spy
     trainer.train()
     assert set(dtypes) == {torch.float32}
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
@@ -342,7 +342,7 @@ def test_reward_functions_whose_column_is_absent(tmp_path):
     def positional(prompt, completion, **kwargs):
         return [1.0] * len(completion)
 
-    def content(prompts, completions, solution, *, trainer_state, score, hint=None, **kwargs):
+    def content(prompts, completions, solution, *, trainer_state, compute_logps, hint=None, **kwargs):
         return [1.0] * len(completions)
 
     async def later(completions, environments, **kwargs):
@@ -501,7 +501,7 @@ def test_mixture_of_experts(tmp_path):
         build_trainer(tmp_path, model=tiny_experts())
     settings = {"steps_per_generation": 2, "router_aux_loss_coef": 0.0, "learning_rate": 0.01}
     trainer = build_trainer(tmp_path, model=tiny_experts(), **settings)
-    assert trainer.scorer.packing == "sdpa"
+    assert trainer.forward_pass.packing == "sdpa"
     before = trainable_weights(trainer.model)
     trainer.train()
     after = trainable_weights(trainer.model)

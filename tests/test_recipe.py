@@ -131,11 +131,11 @@ def test_their_neighbors_are_legal():
 
 def test_step_sizes_by_hand():
     step = read(4, num_iterations=2).step
-    assert (step.rows_per_generation, step.rows_per_update, step.updates_per_generation) == (512, 128, 8)
+    assert (step.completions_per_generation, step.completions_per_update, step.updates_per_generation) == (512, 128, 8)
     assert step.generations_per_update == 1 and step.rollouts(9) == 2
     # one optimizer step over two generations
     step = read(steps_per_generation=2).step
-    assert (step.rows_per_generation, step.rows_per_update) == (16, 32)
+    assert (step.completions_per_generation, step.completions_per_update) == (16, 32)
     assert step.updates_per_generation == 1 and step.generations_per_update == 2 and step.rollouts(5) == 10
     # the same by completions
     assert read(steps_per_generation=None, generation_batch_size=16).step == step
@@ -144,7 +144,7 @@ def test_step_sizes_by_hand():
 def test_a_recipe_is_read_for_another_launch_than_this(tmp_path):
     """64 processes and bfloat16 on GPUs, whatever this machine is; nothing of it is left behind."""
     recipe = read(64, per_device_train_batch_size=1, steps_per_generation=4, tf32=True)
-    assert recipe.step.rows_per_generation == 256 and recipe.training.bf16
+    assert recipe.step.completions_per_generation == 256 and recipe.training.bf16
     assert TrainingArguments(str(tmp_path), use_cpu=True).world_size == 1
 
 

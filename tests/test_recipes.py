@@ -199,7 +199,7 @@ def test_recipe_is_read_and_free_of_conflicts(name):
     assert recipe.training.vllm_mode == "server" or recipe.training.vllm_max_model_length == longest
     # the arithmetic that the comments do is the arithmetic of the run
     rows = re.findall(r"# +(?:generation|update): +(\d+) rows x (\d+) processes x (\d+) += (\d+)", path.read_text())
-    assert [int(total) for *_, total in rows] == [step.rows_per_generation, step.rows_per_update]
+    assert [int(total) for *_, total in rows] == [step.completions_per_generation, step.completions_per_update]
     assert all(int(a) * int(b) * int(c) == int(total) for a, b, c, total in rows)
 
 
@@ -233,8 +233,8 @@ def test_cell_has_the_settings_of_the_paper(name):
     expected = PAPER | VERSIONS[version] | CELLS[name] | {"model_name_or_path": hub_id}
     actual = values_of(recipe)
     assert {key: actual[key] for key in expected} == expected
-    assert recipe.step.rows_per_generation == 1024 * 8
-    assert recipe.step.rows_per_update == 256 * 8
+    assert recipe.step.completions_per_generation == 1024 * 8
+    assert recipe.step.completions_per_update == 256 * 8
     assert recipe.training.max_steps == rollout_steps * 4
     assert ("--model_name_or_path" in added) or hub_id in path.read_text().splitlines()[0]
 

@@ -191,7 +191,7 @@ def test_what_grpos_loss_reads():
 
 
 def test_own_reader_reads_what_is_listed():
-    from pacs_trl.update.rows import unpad_rollouts
+    from pacs_trl.update.rollout import unpad_rollouts
 
     assert string_keys(unpad_rollouts, "batch") == READ | {"labels", "groups", "extra"}
 

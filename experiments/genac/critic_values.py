@@ -19,8 +19,8 @@ from pacs_trl.experimental._critic_math import critic_rewards
 from pacs_trl.experimental._critic_prompt import Actor, CriticPrompt, State
 from pacs_trl.objective import group_scores
 from pacs_trl.recipe import read_recipe
-from pacs_trl.update.score_rows import score_rows
-from pacs_trl.update.scorer import Scorer
+from pacs_trl.update.forward_pass import ForwardPass
+from pacs_trl.update.logps import compute_logps
 
 
 TOKENS = 48  # of a completion: sums of four terms
@@ -70,10 +70,10 @@ def held_out(path: Path, task: str, num_problems: int, seed: int) -> list[dict[s
 def values_of_head(path: Path, rows: list[dict]) -> list[list[float]]:
     """Return values of the PPO critic, at the position that predicts the next token."""
     critic = load(path, AutoModelForTokenClassification)[0].eval()
-    scorer, found = Scorer(critic, critic.device), []
+    forward_pass, found = ForwardPass(critic, critic.device), []
     for i in range(0, len(rows), 64):
         some = rows[i : i + 64]
-        values = scorer.values(critic, [r["prompt"] for r in some], [r["ids"] for r in some])
+        values = forward_pass.values(critic, [r["prompt"] for r in some], [r["ids"] for r in some])
         found += [[of[place].item() for place in row["places"]] for row, of in zip(some, values, strict=True)]
     return found
 
@@ -117,7 +117,7 @@ def values_of_score(policy: Path, reference: Path, rows: list[dict]) -> list[lis
     """Return sigmoid(psi) of PACS for prefixes that end at the same share of a prompt's completions."""
     prompts, ids = [row["prompt"] for row in rows], [row["ids"] for row in rows]
     with torch.no_grad():
-        logps = [[of for of, _ in score_rows(load(path)[0], prompts, ids)] for path in (policy, reference)]
+        logps = [[of for of, _ in compute_logps(load(path)[0], prompts, ids)] for path in (policy, reference)]
     ratios = [(own - other).double() for own, other in zip(*logps, strict=True)]
     columns = []
     for k in range(len(PLACES)):
@@ -128,11 +128,14 @@ def values_of_score(policy: Path, reference: Path, rows: list[dict]) -> list[lis
 
 def measures(rows: list[dict], values: list[list[float]]) -> dict[str, Any]:
     """Return the measures of a critic; the last position ranks. `errors` has the mean of `(R - v)^2` per problem."""
-    flat = torch.tensor([value for of_row in values for value in of_row])
+    flat = torch.tensor([value for of_completion in values for value in of_completion])
     outcomes = torch.tensor([float(row["right"]) for row in rows for _ in PLACES])
     groups = []
     for first in range(0, len(rows), GROUP):
-        last = [0.0 if math.isnan(of_row[-1]) else of_row[-1] for of_row in values[first : first + GROUP]]
+        last = [
+            0.0 if math.isnan(of_completion[-1]) else of_completion[-1]
+            for of_completion in values[first : first + GROUP]
+        ]
         groups.append((last, [row["right"] for row in rows[first : first + GROUP]]))
     ranking = {f"top 1 of {m}": mean_ranking_accuracy(groups, m) for m in CANDIDATES}
     errors = (outcomes - flat.nan_to_num(0.0)).square().view(-1, GROUP * len(PLACES)).mean(dim=1)

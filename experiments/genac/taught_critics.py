@@ -24,7 +24,7 @@ from pacs_trl.evaluation.requests import render_prompt
 from pacs_trl.experimental._critic_prompt import Actor, CriticPrompt
 from pacs_trl.miniature.model import MODEL_SIZES
 from pacs_trl.miniature.warm_start import SIZE_SETTINGS, WarmStartSettings, warm_start
-from pacs_trl.update.scorer import Scorer
+from pacs_trl.update.forward_pass import ForwardPass
 
 
 TASK = "terms_4"
@@ -91,13 +91,13 @@ def taught_head(start: Path, traces: list[Trace], rates: list[float], epochs: in
     torch.manual_seed(seed)
     head = AutoModelForTokenClassification.from_pretrained(start, num_labels=1, dtype=torch.float32)
     prompts, ids = states_of(traces, load(start)[1])
-    scorer, optimizer = Scorer(head, head.device), torch.optim.AdamW(head.parameters(), lr=learning_rate)
+    forward_pass, optimizer = ForwardPass(head, head.device), torch.optim.AdamW(head.parameters(), lr=learning_rate)
     places = list(range(len(traces)))
     for epoch in range(epochs):
         random.Random(f"{seed}/{epoch}").shuffle(places)
         for first in range(0, len(places), BATCH):
             batch = places[first : first + BATCH]
-            values = scorer.values(head, [prompts[i] for i in batch], [ids[i] for i in batch])
+            values = forward_pass.values(head, [prompts[i] for i in batch], [ids[i] for i in batch])
             target = torch.tensor([rates[i] for i in batch])
             loss = (torch.stack([own[-1] for own in values]) - target).square().mean()
             loss.backward()
@@ -110,10 +110,10 @@ def taught_head(start: Path, traces: list[Trace], rates: list[float], epochs: in
 @torch.no_grad()
 def said_by_head(head, start: Path, traces: list[Trace]) -> list[float]:
     prompts, ids = states_of(traces, load(start)[1])
-    scorer = Scorer(head, head.device)
+    forward_pass = ForwardPass(head, head.device)
     found: list[float] = []
     for first in range(0, len(traces), 64):
-        values = scorer.values(head, prompts[first : first + 64], ids[first : first + 64])
+        values = forward_pass.values(head, prompts[first : first + 64], ids[first : first + 64])
         found += [own[-1].item() for own in values]
     return found
 

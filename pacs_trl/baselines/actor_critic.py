@@ -3,7 +3,7 @@
 The parent class provides generation, rewards, the clipped policy loss, the KL term, and logging, so these methods
 differ from GRPO only in the advantage. A subclass implements the critic (`_create_critic`), its values for the tokens
 of a generation batch (`_value_tokens`), and its loss on a micro-batch (`_train_critic`). All forward passes use a
-[`Scorer`], without padding where the model supports packing.
+[`ForwardPass`], without padding where the model supports packing.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from trl.trainer.utils import create_model_from_path, disable_dropout_in_model, get_config_model_id
 
-from ..rollouts.construction import create_scorer
+from ..rollouts.construction import create_forward_pass
 from ..rollouts.kept_settings import OF_OPTIMIZER
 from ..rollouts.rollout_trainer import RolloutTrainer
-from ..update.rows import without_padding
+from ..update.rollout import without_padding
 from ..update.startup_check import choose_forward_pass, disable_noise
 from .gae import explained_variance, generalized_advantages, masked_mean_and_variance, whiten
 from .ppo_config import ActorCriticConfig
@@ -92,7 +92,7 @@ class ActorCriticTrainer(RolloutTrainer):
             raise ValueError(
                 f"{name} supports text models only, got {type(self.model).__name__}: the critic sees no images."
             )
-        self._critic_scorer = create_scorer(self, self.critic, temperature=1.0)
+        self._critic_pass = create_forward_pass(self, self.critic, temperature=1.0)
         # transformers would load an adapter one folder below a checkpoint as an adapter of the policy
         directory = "critic/adapter" if isinstance(self.critic, PeftModel) else "critic"
         rate = self.args.critic_learning_rate
@@ -117,7 +117,7 @@ class ActorCriticTrainer(RolloutTrainer):
     def _choose_forward_passes(self) -> None:
         if not self._forward_passes_are_chosen and self.args.startup_check:
             training, values = self.args.disable_dropout, self._critic_has_values
-            choose_forward_pass(self._critic_scorer, self.critic, values=values, training=training)
+            choose_forward_pass(self._critic_pass, self.critic, values=values, training=training)
         super()._choose_forward_passes()
 
     @abstractmethod
@@ -179,7 +179,7 @@ class ActorCriticTrainer(RolloutTrainer):
     def _compute_loss(self, model, inputs):
         if not self.model.training:
             return super()._compute_loss(model, inputs)
-        self._until_backward.enter_context(self.scorer.attention())
+        self._until_backward.enter_context(self.forward_pass.attention())
         self._train_critic(inputs)  # first, so that its activations are freed before the policy's pass
         loss = super()._compute_loss(model, inputs)
         log_ratio = self._last_logps - inputs.get("old_per_token_logps", self._last_logps)
@@ -201,25 +201,27 @@ class ActorCriticTrainer(RolloutTrainer):
         compute_aux_loss=False,
         **kwargs,
     ):
-        """Compute the parent's log-probs and entropies with the scorer, which packs completions."""
-        scorer = self.ref_scorer if model is self.ref_model else self.scorer
+        """Compute the parent's log-probs and entropies with the forward_pass, which packs completions."""
+        forward_pass = self.ref_pass if model is self.ref_model else self.forward_pass
         width = input_ids.size(1) - logits_to_keep
         prompts = without_padding(input_ids[:, :width], attention_mask[:, :width])
         completions = without_padding(input_ids[:, width:], attention_mask[:, width:])
         size, router = batch_size or len(prompts), {"output_router_logits": True} if compute_aux_loss else {}
         with contextlib.nullcontext() if torch.is_grad_enabled() else self.timer.part("log_probs"):
             passes = [
-                scorer.forward(model, prompts[i : i + size], completions[i : i + size], fused_lm_head=True, **router)
+                forward_pass.forward(
+                    model, prompts[i : i + size], completions[i : i + size], fused_lm_head=True, **router
+                )
                 for i in range(0, len(prompts), size)
             ]
 
-        def of_rows(name: str) -> torch.Tensor:
+        def of_completions(name: str) -> torch.Tensor:
             return padded([row for outputs, of in passes for row in of(outputs[name])], logits_to_keep)
 
-        logps = of_rows("log_probs")
+        logps = of_completions("log_probs")
         self._last_logps = logps.detach()
         aux_loss = torch.stack([outputs.aux_loss for outputs, _ in passes]).mean() if compute_aux_loss else None
-        return logps, of_rows("entropy") if compute_entropy else None, aux_loss
+        return logps, of_completions("entropy") if compute_entropy else None, aux_loss
 
     def _loss_denominator(self, inputs: dict) -> torch.Tensor | float:
         """Return the divisor of the summed token losses, as in the parent; losses are then averaged over processes."""

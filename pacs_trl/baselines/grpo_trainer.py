@@ -23,7 +23,7 @@ from ..surrogate import (
     ratio_terms,
 )
 from ..update.loss import Objective
-from ..update.rows import Rollout, unpad_rollouts
+from ..update.rollout import Rollout, unpad_rollouts
 from ..update.token_weights import HighEntropyTokens, Mismatch, TokenValues, TokenWeights, correction_weights
 from .grpo_config import GRPOConfig, MaxRLConfig, RLOOConfig
 
@@ -52,11 +52,14 @@ class RatioObjective(Objective):
     has_ratio = True
 
     def known_coefficients(self, rollouts: list[Rollout]) -> tuple[torch.Tensor, torch.Tensor]:
-        values = [(row.advantage * row.weight, self.share * max(row.generation_tokens, 1.0)) for row in rollouts]
+        values = [
+            (rollout.advantage * rollout.weight, self.share * max(rollout.generation_tokens, 1.0))
+            for rollout in rollouts
+        ]
         advantages, generation_tokens = torch.tensor(values, dtype=torch.float64).view(-1, 2).unbind(dim=1)
         scales = completion_scales(
             self.loss.loss_type,
-            torch.tensor([int(row.loss_mask.sum()) for row in rollouts]),
+            torch.tensor([int(rollout.loss_mask.sum()) for rollout in rollouts]),
             max_completion_length=self.max_completion_length,
             generation_tokens=generation_tokens,
         )
@@ -219,13 +222,16 @@ class RLOOTrainer(GRPOTrainer):
         passes, values = max(gather_object([-(-len(rollouts) // size)])), []
         with self.timer.part("log_probs"):
             for start in range(0, passes * size, size):
-                rows = rollouts[start : start + size]
-                ids = [row.prompt_ids for row in rows] or [[0]], [row.completion_ids for row in rows] or [[0]]
-                of_policy = self.scorer.score(self.model_wrapped, *ids).logps
-                of_reference = self._score_kl_reference(self.model_wrapped, *ids).logps
-                values += [(a - b).sum() for a, b in zip(of_policy, of_reference, strict=True)][: len(rows)]
+                some = rollouts[start : start + size]
+                ids = (
+                    [rollout.prompt_ids for rollout in some] or [[0]],
+                    [rollout.completion_ids for rollout in some] or [[0]],
+                )
+                of_policy = self.forward_pass.compute_logps(self.model_wrapped, *ids).logps
+                of_reference = self._compute_kl_ref_logps(self.model_wrapped, *ids).logps
+                values += [(a - b).sum() for a, b in zip(of_policy, of_reference, strict=True)][: len(some)]
         kl = self.accelerator.gather(torch.stack(values))
         metrics = self._metrics["train" if self.model.training else "eval"]
-        tokens = self.accelerator.reduce(torch.tensor(float(sum(len(row.completion_ids) for row in rollouts))))
+        tokens = self.accelerator.reduce(torch.tensor(float(sum(len(rollout.completion_ids) for rollout in rollouts))))
         metrics["kl"].append(kl.sum().item() / max(tokens.item(), 1.0))
         return kl

@@ -7,7 +7,7 @@ import textwrap
 import torch
 from transformers import AutoModelForTokenClassification, PreTrainedModel, set_seed
 
-from ..update.rows import without_padding
+from ..update.rollout import without_padding
 from .actor_critic import ActorCriticTrainer, load_critic, padded
 from .gae import clipped_value_losses
 from .ppo_config import PPOConfig
@@ -82,12 +82,12 @@ class PPOTrainer(ActorCriticTrainer):
         """Return the value of each token, `(B, T)`, read at the position before it."""
         prompts = without_padding(batch["prompt_ids"], batch["prompt_mask"])
         completions = without_padding(batch["completion_ids"], batch["completion_mask"])
-        values = self._critic_scorer.values(self.critic, prompts, completions)
+        values = self._critic_pass.values(self.critic, prompts, completions)
         return padded(values, batch["completion_ids"].size(1))
 
     def _train_critic(self, inputs: dict) -> None:
         mask = self._value_mask(inputs)
-        with self._second_model.accumulating(), self._critic_scorer.attention():
+        with self._second_model.accumulating(), self._critic_pass.attention():
             losses, clipped = clipped_value_losses(
                 self._values(inputs), inputs["values"], inputs["returns"], self.args.value_clip_range
             )

@@ -35,11 +35,11 @@ class GroupObjective(Objective):
         return torch.autograd.grad(self.loss(groups, proxies), proxies)[0] / num_tokens.clamp(min=1)
 
     def size(self, groups: Groups) -> int:
-        return int(groups.judged.sum())
+        return int(groups.labeled.sum())
 
     def summarize(self, groups: Groups, proxies: torch.Tensor) -> tuple[float, dict[str, float]]:
         loss, mean = self.loss(groups, proxies).item(), lambda values: values.float().mean().item()
-        uniform, labels = ~groups.mixed[groups.judged], groups.labels[groups.scorable]
+        uniform, labels = ~groups.mixed[groups.labeled], groups.labels[groups.scorable]
         return loss, {"pacs/uniform_group_fraction": mean(uniform), "pacs/label_mean": mean(labels)}
 
 

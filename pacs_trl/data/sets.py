@@ -132,7 +132,7 @@ def _stored_rows(name: str, entry: ProblemSet, path: str | Path | None) -> list[
         lines = gzip.decompress((Path(found.origin).parent / file).read_bytes()).decode().splitlines()
         return [json.loads(line) for line in lines if line]
     if looks_like_path(name) and not Path(name).exists():
-        raise ValueError(f"The data {name!r} does not exist (seen from {Path.cwd()}). Correct the path.")
+        raise ValueError(f"The data {name!r} does not exist (relative to {Path.cwd()}). Correct the path.")
     from datasets import Dataset, load_dataset, load_from_disk
 
     if any((Path(entry.hub_id) / file).is_file() for file in ("state.json", "dataset_dict.json")):
@@ -161,8 +161,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """
     if path.suffix not in FILE_FORMATS or not path.is_file():
         raise ValueError(
-            f"The data file {str(path)!r} does not exist (seen from {Path.cwd()}) or has an unknown extension. Name a "
-            f"{', '.join(FILE_FORMATS)} file."
+            f"The data file {str(path)!r} does not exist (relative to {Path.cwd()}) or has an unknown extension. Name "
+            f"a {', '.join(FILE_FORMATS)} file."
         )
     import pyarrow.parquet
 

@@ -227,16 +227,16 @@ def problems(task: str, split: Split, num_problems: int | None = None, seed: int
     Raises:
         `ValueError`: if the task or the split is unknown, or the split has fewer problems.
     """
-    drawn = _sample(task, split, num_problems, random.Random(seed))
-    return [{"problem": problem.text, "answer": str(problem.answer)} for problem in drawn]
+    sampled = _sample(task, split, num_problems, random.Random(seed))
+    return [{"problem": problem.text, "answer": str(problem.answer)} for problem in sampled]
 
 
 def demonstrations(task: str, num_problems: int | None = None, seed: int = 0) -> list[dict]:
     r"""Sample [`problems`] of the train split with a random worked `"solution"`: text that ends in `\boxed{answer}`, a
     program, or messages with a tool call."""
     rng = random.Random(seed)
-    drawn = _sample(task, "train", num_problems, rng)
+    sampled = _sample(task, "train", num_problems, rng)
     return [
         {"problem": problem.text, "answer": str(problem.answer), "solution": rng.choice(problem.solutions)}
-        for problem in drawn
+        for problem in sampled
     ]

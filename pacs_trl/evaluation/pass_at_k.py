@@ -53,7 +53,7 @@ def pass_at_k(n, c, k):
 
 
 def _all_counts(n: int, k: int) -> np.ndarray:
-    """Return pass@k for c = 0..n, shape `(n + 1,)`. With i <= k every draw of k is correct: log 0."""
+    """Return pass@k for c = 0..n, shape `(n + 1,)`. With i <= k every sample of k is correct: log 0."""
     i = np.arange(n, 0, -1, dtype=np.float64)
     with np.errstate(divide="ignore"):
         log_factors = np.log1p(-np.minimum(k / i, 1.0))

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from ..update.generation import generate_sharing_prompts
-from ..update.score_rows import score_rows
+from ..update.logps import compute_logps
 from .requests import Completion, Prompt, SamplingSettings, render_prompt, sample_seed
 
 
@@ -176,5 +176,5 @@ def completion_entropies(
     prompt_ids, completion_ids = (
         [tokenizer(text, add_special_tokens=False)["input_ids"] for text in column] for column in (texts, completions)
     )
-    scores = score_rows(model, prompt_ids, completion_ids, batch_size=batch_size)
+    scores = compute_logps(model, prompt_ids, completion_ids, batch_size=batch_size)
     return [entropies.double().mean().item() for _, entropies in scores]

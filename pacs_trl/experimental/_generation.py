@@ -11,7 +11,7 @@ from typing import Any
 from accelerate.utils import gather_object
 
 from ..pacs_trainer import PACSTrainer
-from ..update.rows import Rollout
+from ..update.rollout import Rollout
 
 
 # A completion with a label above this is correct.
@@ -70,7 +70,7 @@ class Generation:
         metrics = self.trainer._metrics["train"]
         before = {name: len(values) for name, values in metrics.items()}
         self.trainer.source = source
-        generated = gather_object(self.trainer.draw(inputs, 1, groups))
+        generated = gather_object(self.trainer.generate_more(inputs, 1, groups))
         self.trainer.source = "first"
         for name in [name for name in metrics if not name.startswith(_SHARED_METRICS)]:
             values, known = metrics.pop(name), before.get(name, 0)
@@ -103,15 +103,15 @@ class ExtendingTrainer(PACSTrainer):
         self.extend(generation, num_steps)
         return generation.rollouts
 
-    def _prepare_drawing(self) -> None:
-        super()._prepare_drawing()
+    def _prepare_generation(self) -> None:
+        super()._prepare_generation()
         for name, kept in self._logs.items():  # TRL bounds tables by the number of first completions
             self._logs[name] = deque() if isinstance(kept, deque) else defaultdict(deque)
 
-    def _draw_generation(self, generation_batch) -> list[Rollout]:
+    def _generate_rollouts(self, generation_batch) -> list[Rollout]:
         for kept in self._logs.values():
             kept.clear()
-        return super()._draw_generation(generation_batch)
+        return super()._generate_rollouts(generation_batch)
 
     def _generate_and_score_completions(self, inputs):
         self._log_completion_extra("source", [self.source] * len(inputs))

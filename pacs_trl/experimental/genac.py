@@ -29,7 +29,7 @@ from ..rollouts.engine import Engine, ServerFailure
 from ..rollouts.timing import PARTS
 from ..rollouts.vllm_checks import server_url
 from ..settings import bounded
-from ..update.rows import labels_from_rewards, without_padding
+from ..update.rollout import labels_from_rewards, without_padding
 from ..update.step_sizes import Step
 from ._critic_answers import check_critic, generate_answers, problem_of, question_ids
 from ._critic_math import (
@@ -225,11 +225,11 @@ class GenACTrainer(ActorCriticTrainer):
         for each, value in zip(questions, parsed, strict=True):
             if each.segment is not None:
                 of_segments[each.row].append(value or 0.0)
-        of_rows = torch.zeros(mask.shape, device=mask.device)
+        of_completions = torch.zeros(mask.shape, device=mask.device)
         lambdas = torch.ones(mask.shape, device=mask.device)
         for i, own in enumerate(owns):
             if own:
-                of_rows[i, own] = values_of_tokens(of_segments[i], starts[i], len(own)).to(mask.device)
+                of_completions[i, own] = values_of_tokens(of_segments[i], starts[i], len(own)).to(mask.device)
                 lambdas[i, own] = border_lambdas(starts[i], len(own), self.args.gae_lambda).to(mask.device)
         self._log_answers(questions, values, answers)
         if self.model.training:
@@ -238,7 +238,7 @@ class GenACTrainer(ActorCriticTrainer):
             if rate == rate:
                 decay = _SUCCESS_RATE_DECAY if self._success_rate is not None else 0.0
                 self._success_rate = decay * (self._success_rate or 0.0) + (1 - decay) * rate
-        return of_rows, lambdas
+        return of_completions, lambdas
 
     @torch.no_grad()
     def _segments(self, batch: dict, owns: list[list[int]]) -> list[list[int]]:
@@ -333,13 +333,13 @@ class GenACTrainer(ActorCriticTrainer):
         """Log metrics over the answers of all processes."""
         pairs = zip(questions, values.tolist(), answers, strict=True)
         known = gather_object([(v, e.outcome, e.segment is not None, len(ids)) for e, v, (_, ids, _) in pairs])
-        num_rows = sum(gather_object([len({each.row for each in questions})]))
+        num_completions = sum(gather_object([len({each.row for each in questions})]))
         found, outcomes = (torch.tensor([each[i] for each in known]) for i in range(2))
         self._log_values(
             critic_reward=critic_rewards(found, outcomes).double().mean().item(),
             brier=(outcomes - found.double().nan_to_num(0.0)).square().mean().item(),
             unparsed=found.isnan().double().mean().item(),
-            segments=sum(each[2] for each in known) / max(num_rows, 1),
+            segments=sum(each[2] for each in known) / max(num_completions, 1),
             answer_length=sum(each[3] for each in known) / max(len(known), 1),
             success_rate=math.nan if self._success_rate is None else self._success_rate,
         )
@@ -358,7 +358,7 @@ class GenACTrainer(ActorCriticTrainer):
         answers = [answer for row in inputs["answers"] for answer in row]
         denominator = self._share_of_generation(inputs["answer_tokens"])
         total = torch.zeros((), device=self.accelerator.device)
-        with self._critic_scorer.attention():
+        with self._critic_pass.attention():
             for batch, is_last in self._batches(answers):
                 with self._second_model.accumulating(is_last):
                     losses = self._answer_losses(batch)
@@ -380,7 +380,9 @@ class GenACTrainer(ActorCriticTrainer):
 
     def _answer_losses(self, answers: list[dict]) -> torch.Tensor:
         """Return the losses of the tokens of some answers, concatenated."""
-        scores = self._critic_scorer.score(self.critic, *([a[name] for a in answers] for name in ("prompt", "ids")))
+        scores = self._critic_pass.compute_logps(
+            self.critic, *([a[name] for a in answers] for name in ("prompt", "ids"))
+        )
         logps = torch.cat(scores.logps)
         old_logps = torch.tensor([x for answer in answers for x in answer["logps"]], device=logps.device)
         weights = torch.tensor([a["weight"] for a in answers for _ in a["ids"]], device=logps.device)

@@ -23,7 +23,7 @@ from ..rewards import shared_code_verifier, shared_verifier
 from ..settings import bounded
 from ..settings.names import function_of_user
 from ..update.groups import split_into_steps
-from ..update.rows import Rollout
+from ..update.rollout import Rollout
 from ..update.step_sizes import Step
 from ..verification import Outcome, gold_texts
 from ._generation import CORRECT, ExtendingTrainer, Generation, known_labels
@@ -114,7 +114,7 @@ class GuidanceConfig(PACSConfig):
                 "class_weighting='only_negative' drops the loss of correct guided completions. Use "
                 "class_weighting='balanced'."
             )
-        rows = min(step.rows_per_update, step.rows_per_generation) if step is not None else None
+        rows = min(step.completions_per_update, step.completions_per_generation) if step is not None else None
         if rows is not None and given.max_guided_fraction * rows < 1:
             errors.append(
                 f"max_guided_fraction={given.max_guided_fraction} of the {rows} completions of an optimizer step is "
@@ -265,6 +265,8 @@ class GuidanceTrainer(ExtendingTrainer):
     def _mean_logp(self, generation: Generation, rollouts: Sequence[Rollout]) -> float:
         """Return the mean over tokens under the current policy and the plain prompt."""
         own = rollouts[generation.process :: generation.num_processes]
-        logps = self.score([each.prompt_ids.tolist() for each in own], [each.completion_ids.tolist() for each in own])
+        logps = self.compute_logps(
+            [each.prompt_ids.tolist() for each in own], [each.completion_ids.tolist() for each in own]
+        )
         sums = gather_object([(float(values.sum()), len(values)) for values in logps])
         return sum(total for total, _ in sums) / max(sum(number for _, number in sums), 1)

@@ -30,7 +30,7 @@ from ..pacs_trainer import PACSTrainer, critic_metrics
 from ..rollouts.checks import with_result
 from ..update.groups import Groups
 from ..update.policy_update import PolicyUpdate
-from ..update.rows import Rollout
+from ..update.rollout import Rollout
 from ..update.step import MicroBatch, StepRollouts
 from ..update.step_sizes import Step
 
@@ -57,11 +57,13 @@ class Prefixes:
     """
 
     def __init__(self, groups: Groups, labels: Sequence[Sequence[float]]):
-        numbers = np.array([len(of_row) for of_row in labels])
+        numbers = np.array([len(of_completion) for of_completion in labels])
         self.groups = groups
         self.row = torch.from_numpy(np.repeat(np.arange(len(numbers)), numbers))
         self.outcomes = torch.from_numpy(numbers.cumsum() - 1)
-        of_all = torch.tensor([label for of_row in labels for label in of_row], dtype=groups.labels.dtype)
+        of_all = torch.tensor(
+            [label for of_completion in labels for label in of_completion], dtype=groups.labels.dtype
+        )
         self.labels = of_all.masked_fill(~groups.scorable[self.row], math.nan)
         compared = np.full((len(of_all), groups.size - 1), -1)
         self.starts = starts = (numbers.cumsum() - numbers).tolist()
@@ -208,9 +210,9 @@ def prefix_metrics(
     def mean(values: torch.Tensor, where: torch.Tensor) -> float:
         return values[where].float().mean().item() if where.any() else math.nan
 
-    num_rows = int(known[prefixes.outcomes].sum())
+    num_completions = int(known[prefixes.outcomes].sum())
     return {
-        "process/labels": int(step.sum()) / num_rows if num_rows else math.nan,
+        "process/labels": int(step.sum()) / num_completions if num_completions else math.nan,
         "process/label_mean": mean(prefixes.labels, step),
         "process/scored_fraction": mean(prefixes.scored, step),
         "process/mixed_fraction": mean(mixed, step & prefixes.scored),
@@ -218,14 +220,14 @@ def prefix_metrics(
     }
 
 
-def ends_of(row: Rollout) -> np.ndarray:
+def ends_of(rollout: Rollout) -> np.ndarray:
     """Return the ends of the labeled prefixes."""
-    return row.extra["positions"] if "positions" in row.extra else np.array([len(row.completion_ids) - 1])
+    return rollout.extra["positions"] if "positions" in rollout.extra else np.array([len(rollout.completion_ids) - 1])
 
 
-def labels_of(row: Rollout) -> list[float]:
+def labels_of(rollout: Rollout) -> list[float]:
     """Return the labels of these prefixes; the last one is the outcome."""
-    return [*(row.extra["process_labels"].tolist() if "positions" in row.extra else []), row.label]
+    return [*(rollout.extra["process_labels"].tolist() if "positions" in rollout.extra else []), rollout.label]
 
 
 @dataclass
@@ -234,12 +236,12 @@ class PrefixRollouts(StepRollouts):
 
     prefixes: Prefixes | None = None
 
-    def places(self, rows: list[int]) -> list[int]:
+    def flat_indices(self, indices: list[int]) -> list[int]:
         starts = self.prefixes.starts
-        return [starts[i] + k for i in rows for k in range(len(ends_of(self.rollouts[i])))]
+        return [starts[i] + k for i in indices for k in range(len(ends_of(self.rollouts[i])))]
 
     @property
-    def num_places(self) -> int:
+    def num_proxies(self) -> int:
         return len(self.prefixes.row)
 
 
@@ -248,17 +250,19 @@ class PrefixUpdate(PolicyUpdate):
 
     def schedule(self, rollouts: list[Rollout]) -> StepRollouts:
         step = super().schedule(rollouts)
-        if all(len(ends_of(row)) == 1 for row in rollouts):
+        if all(len(ends_of(rollout)) == 1 for rollout in rollouts):
             return step
-        return PrefixRollouts(**vars(step), prefixes=Prefixes(step.groups, [labels_of(row) for row in rollouts]))
+        return PrefixRollouts(
+            **vars(step), prefixes=Prefixes(step.groups, [labels_of(rollout) for rollout in rollouts])
+        )
 
-    def counted_tokens(self, row: Rollout) -> int:
-        return int(row.loss_mask[: ends_of(row)[-1] + 1].sum())
+    def counted_tokens(self, rollout: Rollout) -> int:
+        return int(rollout.loss_mask[: ends_of(rollout)[-1] + 1].sum())
 
     def proxies(self, logps: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        if all("positions" not in row.extra for row in batch.rollouts):
+        if all("positions" not in rollout.extra for rollout in batch.rollouts):
             return super().proxies(logps, batch)
-        ends = [torch.from_numpy(ends_of(row)) for row in batch.rollouts]
+        ends = [torch.from_numpy(ends_of(rollout)) for rollout in batch.rollouts]
         rows = torch.arange(len(ends)).repeat_interleave(torch.tensor(list(map(len, ends)))).to(logps.device)
         last = torch.cat(ends).to(logps.device)
         if len(rows) > len(logps):
@@ -268,23 +272,25 @@ class PrefixUpdate(PolicyUpdate):
         mask = batch.loss_mask & (torch.arange(logps.shape[1], device=logps.device) <= last[:, None])
         return super().proxies(logps, replace(batch, loss_mask=mask))
 
-    def coefficients(self, step: StepRollouts, rows: list[int], proxies: torch.Tensor) -> torch.Tensor:
+    def coefficients(self, step: StepRollouts, indices: list[int], proxies: torch.Tensor) -> torch.Tensor:
         if not isinstance(step, PrefixRollouts):
-            return super().coefficients(step, rows, proxies)
-        ended = [(step.rollouts[i], end + 1) for i in rows for end in ends_of(step.rollouts[i])]
-        num_tokens = torch.tensor([int(row.loss_mask[:end].sum()) for row, end in ended])
-        places = torch.tensor(step.places(rows))
-        of_step = torch.zeros(step.num_places).index_copy(0, places, proxies)
-        found = prefix_coefficients(of_step, step.prefixes, class_weighting=self.objective.class_weighting)[places]
-        return self.objective.slopes(num_tokens) * found * torch.tensor([row.weight for row, _ in ended])
+            return super().coefficients(step, indices, proxies)
+        ended = [(step.rollouts[i], end + 1) for i in indices for end in ends_of(step.rollouts[i])]
+        num_tokens = torch.tensor([int(rollout.loss_mask[:end].sum()) for rollout, end in ended])
+        flat_indices = torch.tensor(step.flat_indices(indices))
+        of_step = torch.zeros(step.num_proxies).index_copy(0, flat_indices, proxies)
+        found = prefix_coefficients(of_step, step.prefixes, class_weighting=self.objective.class_weighting)[
+            flat_indices
+        ]
+        return self.objective.slopes(num_tokens) * found * torch.tensor([rollout.weight for rollout, _ in ended])
 
     def token_coefficients(self, batch: MicroBatch, coefficients: torch.Tensor) -> torch.Tensor:
-        if all("positions" not in row.extra for row in batch.rollouts):
+        if all("positions" not in rollout.extra for rollout in batch.rollouts):
             return super().token_coefficients(batch, coefficients)
-        of_rows = coefficients.split([len(ends_of(row)) for row in batch.rollouts])
+        of_completions = coefficients.split([len(ends_of(rollout)) for rollout in batch.rollouts])
         found = [
-            token_coefficients(of_row, ends_of(row), len(row.completion_ids))
-            for of_row, row in zip(of_rows, batch.rollouts, strict=True)
+            token_coefficients(of_completion, ends_of(rollout), len(rollout.completion_ids))
+            for of_completion, rollout in zip(of_completions, batch.rollouts, strict=True)
         ]
         return pad_sequence(found, batch_first=True)
 
@@ -328,7 +334,7 @@ class ProcessLabelsTrainer(PACSTrainer):
         if not isinstance(rewards, list) or not any(isinstance(reward, list | tuple) for reward in rewards):
             return rewards
         weight = self.reward_weights[index].item()
-        if self._extra_of_rows is not None:
+        if self._extra_of_completions is not None:
             raise ValueError(
                 f"{name!r} is the second reward function that returned (position, label) pairs. Return all pairs from "
                 "one function, and numbers from the others."
@@ -341,8 +347,10 @@ class ProcessLabelsTrainer(PACSTrainer):
             raise ValueError(
                 f"reward_weights={weight:g} moves labels of {name!r} out of [0, 1]. Set a weight in [0, 1]."
             )
-        self._extra_of_rows = [{} for _ in pairs]
-        for extra, (positions, labels) in ((e, p) for e, p in zip(self._extra_of_rows, pairs, strict=True) if p):
+        self._extra_of_completions = [{} for _ in pairs]
+        for extra, (positions, labels) in (
+            (e, p) for e, p in zip(self._extra_of_completions, pairs, strict=True) if p
+        ):
             extra["positions"] = np.array(positions, dtype=np.int32)
             extra["process_labels"] = np.clip(np.array(labels[:-1], dtype=np.float32) * weight, 0, 1)
         return [None if each is None else each[1][-1] for each in pairs]

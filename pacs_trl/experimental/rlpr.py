@@ -142,7 +142,7 @@ class ReferenceProbability:
                 completions.append(ids)
         prompt_ids = self.trainer._tokenize_prompts([prompts[i] for i in indices])[0] if indices else []
         found = [0.0] * len(edited)
-        for i, logps in zip(indices, self.trainer.score(prompt_ids, completions), strict=True):
+        for i, logps in zip(indices, self.trainer.compute_logps(prompt_ids, completions), strict=True):
             found[i] = logps[indices[i]].exp().mean().item()
         return found
 
@@ -277,9 +277,9 @@ class RLPRTrainer(PACSTrainer):
                 "reward."
             )
 
-    def _prepare_drawing(self) -> None:
+    def _prepare_generation(self) -> None:
         self.reference_probability = ReferenceProbability(self)
-        super()._prepare_drawing()
+        super()._prepare_generation()
 
     def reward_arguments(self) -> dict[str, Any]:
         return super().reward_arguments() | {"reference_probability": self.reference_probability}

@@ -95,26 +95,26 @@ class SteerWeights(TokenWeights):
         mapping (`str`), weight_min (`float`), weight_max (`float`): See [`steer_weights`].
     """
 
-    num_row_values = 2
+    num_values = 2
 
     def __init__(self, mapping: Mapping = "exponential", weight_min: float = 0.8, weight_max: float = 1.2):
         self.kinds: dict[str, Any] = {"mapping": mapping, "weight_min": weight_min, "weight_max": weight_max}
 
-    def row_values(self, tokens: TokenValues) -> list[torch.Tensor]:
+    def own_values(self, tokens: TokenValues) -> list[torch.Tensor]:
         """Return the smallest and the largest absolute sensitivity of each completion."""
         found = entropy_sensitivities(tokens.logps, tokens.old_logps, tokens.old_entropies, tokens.mask).abs()
         return [found.masked_fill(~tokens.mask, math.inf).amin(dim=1), found.amax(dim=1)]
 
-    def begin(self, coefficients, row_values, counted, num_rows) -> None:
-        changes = (num_rows * coefficients * row_values).abs()[:, counted]
+    def begin(self, coefficients, own_values, counted, num_completions) -> None:
+        changes = (num_completions * coefficients * own_values).abs()[:, counted]
         self.extremes = (changes[0].min().item(), changes[1].max().item()) if counted.any() else (0.0, 0.0)
-        self.num_rows = num_rows
+        self.num_completions = num_completions
         self._sums: list[torch.Tensor] = []
         self._bounds: list[torch.Tensor] = []
 
     def __call__(self, tokens: TokenValues) -> torch.Tensor:
         compared = tokens.logps, tokens.old_logps, tokens.old_entropies
-        advantages = -self.num_rows * tokens.coefficients
+        advantages = -self.num_completions * tokens.coefficients
         weights = steer_weights(*compared, advantages, tokens.mask, **self.kinds, extremes=self.extremes)
         predicted = -weights * advantages * entropy_sensitivities(*compared, tokens.mask)
         values = torch.stack([torch.ones_like(weights), weights, predicted, tokens.entropies - tokens.old_entropies])

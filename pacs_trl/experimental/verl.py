@@ -19,8 +19,8 @@ import torch
 from ..pacs_config import PACSConfig
 from ..pacs_trainer import PACSTrainer
 from ..settings import bounded
+from ..update.forward_pass import ForwardPass
 from ..update.policy_update import PolicyUpdate
-from ..update.scorer import Scorer
 from ..update.step import MicroBatch, StepRollouts
 from ..update.step_sizes import Step
 
@@ -85,17 +85,21 @@ def rank_velocity_and_acceleration(hidden_states: torch.Tensor, stride: int) -> 
 
 
 def hidden_states(
-    scorer: Scorer, model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]
+    forward_pass: ForwardPass, model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]
 ) -> list[torch.Tensor]:
     """Return the final hidden states, after the last norm, of the tokens of each completion, `(C, D)`. Arguments as of
-    [`Scorer.score`]."""
-    prompts, completions = ([np.asarray(ids, dtype=np.int64) for ids in rows] for rows in (prompt_ids, completion_ids))
-    laid_out, indices = (scorer._padded if scorer.packing is None else scorer._packed)(prompts, completions)
+    [`ForwardPass.compute_logps`]."""
+    prompts, completions = (
+        [np.asarray(ids, dtype=np.int64) for ids in indices] for indices in (prompt_ids, completion_ids)
+    )
+    laid_out, indices = (forward_pass._padded if forward_pass.packing is None else forward_pass._packed)(
+        prompts, completions
+    )
     kept: list[torch.Tensor] = []
-    with scorer.backbone.register_forward_hook(  # before that of `Scorer.forward`
+    with forward_pass.backbone.register_forward_hook(  # before that of `ForwardPass.forward`
         lambda *call: kept.append(call[-1].last_hidden_state)
     ):
-        scorer.forward(model, prompt_ids, completion_ids, fused_lm_head=True)
+        forward_pass.forward(model, prompt_ids, completion_ids, fused_lm_head=True)
     states = kept[0][:, -laid_out["input_ids"].shape[1] :].flatten(0, 1)
     own = torch.from_numpy(indices + 1).to(states.device)  # a token follows the position that predicts it
     return list(states.index_select(0, own).split(list(map(len, completions))))
@@ -147,26 +151,26 @@ class VERLUpdate(PolicyUpdate):
 
     def run(self, model, step: StepRollouts, *, proxies_are_zero: bool):
         loss, metrics = super().run(model, step, proxies_are_zero=proxies_are_zero)
-        args, rows = self.trainer.args, [i for i, row in enumerate(step.rollouts) if row.loss_mask.any()]
+        args, indices = self.trainer.args, [i for i, rollout in enumerate(step.rollouts) if rollout.loss_mask.any()]
         every = args.hidden_state_every_steps
-        if every and rows and self.trainer.state.global_step % every == 0:
-            rows = rows[:: max(1, -(-len(rows) // args.hidden_state_rows))]
-            metrics |= rank_metrics(self.ranks(model, step, rows), rows)
+        if every and indices and self.trainer.state.global_step % every == 0:
+            indices = indices[:: max(1, -(-len(indices) // args.hidden_state_completions))]
+            metrics |= rank_metrics(self.ranks(model, step, indices), indices)
         return loss, metrics
 
     def shape_coefficients(self, model, step: StepRollouts, coefficients: torch.Tensor):
-        rows = coefficients.nonzero()[:, 0].tolist()
-        if not self.coefficients_first or not rows:
+        indices = coefficients.nonzero()[:, 0].tolist()
+        if not self.coefficients_first or not indices:
             return coefficients, {}
-        ranks = self.ranks(model, step, rows)
+        ranks = self.ranks(model, step, indices)
         num_completions = max(int(step.groups.scorable.sum()), 1)
         shaped, self.trainer.verl_means = verl_coefficients(
             coefficients, ranks, num_completions, self.trainer.verl_means
         )
-        bonus = (shaped / coefficients - 1)[rows].abs().mean().item()
+        bonus = (shaped / coefficients - 1)[indices].abs().mean().item()
         if self.trainer.args.bonus_tokens == "last":
             shaped = torch.stack([coefficients, shaped], dim=1)
-        return shaped, rank_metrics(ranks, rows) | {"hidden/bonus": bonus}
+        return shaped, rank_metrics(ranks, indices) | {"hidden/bonus": bonus}
 
     def token_coefficients(self, batch: MicroBatch, coefficients: torch.Tensor) -> torch.Tensor:
         if coefficients.dim() == 1:
@@ -175,24 +179,24 @@ class VERLUpdate(PolicyUpdate):
         return torch.where(last, coefficients[:, 1:], coefficients[:, :1])
 
     @torch.no_grad()
-    def ranks(self, model, step: StepRollouts, rows: list[int]) -> torch.Tensor:
+    def ranks(self, model, step: StepRollouts, indices: list[int]) -> torch.Tensor:
         """Return effective rank, velocity, and acceleration of some completions, `(3, B)`, equal on all processes."""
         ranks = torch.zeros(3, len(step.rollouts), device=self.accelerator.device)
-        for own, batch in self.micro_batches(step, self.schedule_rows(step, rows)):
-            prompts = [row.prompt_ids for row in batch.rollouts]
-            completions = [row.completion_ids for row in batch.rollouts]
-            states = hidden_states(self.scorer, model, prompts, completions)
-            for i, row, of_row in zip(own, batch.rollouts, states, strict=False):
-                counted = of_row[torch.from_numpy(row.loss_mask)]
+        for own, batch in self.micro_batches(step, self.schedule_some(step, indices)):
+            prompts = [rollout.prompt_ids for rollout in batch.rollouts]
+            completions = [rollout.completion_ids for rollout in batch.rollouts]
+            states = hidden_states(self.forward_pass, model, prompts, completions)
+            for i, rollout, of_completion in zip(own, batch.rollouts, states, strict=False):
+                counted = of_completion[torch.from_numpy(rollout.loss_mask)]
                 differences = rank_velocity_and_acceleration(counted, self.trainer.args.hidden_state_stride)
                 ranks[:, i] = torch.tensor([effective_rank(counted), *differences])
         return self.accelerator.reduce(ranks, reduction="sum").cpu()
 
 
-def rank_metrics(ranks: torch.Tensor, rows: list[int]) -> dict[str, float]:
+def rank_metrics(ranks: torch.Tensor, indices: list[int]) -> dict[str, float]:
     """Return means over the measured completions."""
     names = ("hidden/effective_rank", "hidden/velocity", "hidden/acceleration")
-    return dict(zip(names, ranks[:, rows].mean(dim=1).tolist(), strict=True))
+    return dict(zip(names, ranks[:, indices].mean(dim=1).tolist(), strict=True))
 
 
 @dataclass
@@ -208,21 +212,21 @@ class VERLConfig(PACSConfig):
             Tokens between the prefixes of a completion whose effective ranks are compared.
         hidden_state_every_steps (`int`, *optional*):
             With `bonus_tokens="none"`: optimizer steps between measurements.
-        hidden_state_rows (`int`, *optional*, defaults to `64`):
+        hidden_state_completions (`int`, *optional*, defaults to `64`):
             With `bonus_tokens="none"`: number of completions to measure.
     """
 
     bonus_tokens: Literal["all", "last", "none"] = "all"
     hidden_state_stride: int = bounded(40, least=1)
     hidden_state_every_steps: int | None = bounded(None, least=1)
-    hidden_state_rows: int = bounded(64, least=1)
+    hidden_state_completions: int = bounded(64, least=1)
 
     @classmethod
     def errors(cls, given: Any, step: Step | None) -> list[str]:
         stride, longest, errors = given.hidden_state_stride, given.max_completion_length, super().errors(given, step)
         if given.bonus_tokens == "none" and given.hidden_state_every_steps is None:
             errors.append("bonus_tokens='none' does nothing without hidden_state_every_steps. Set it.")
-        for name, default in (("hidden_state_every_steps", None), ("hidden_state_rows", 64)):
+        for name, default in (("hidden_state_every_steps", None), ("hidden_state_completions", 64)):
             if given.bonus_tokens != "none" and getattr(given, name) != default:
                 errors.append(f"{name} would be ignored without bonus_tokens='none'. Remove the key.")
         if longest is not None and 2 * stride + 1 > longest:

@@ -270,7 +270,7 @@ def measure(
 ) -> float:
     """Return the share of correct answers in `num_samples` completions of each problem at temperature 1."""
     rows = sorted(rows, key=lambda row: len(row["problem"]))  # similar lengths within a batch
-    drawn = sample_completions(
+    sampled = sample_completions(
         model,
         processing_class,
         [[{"role": "user", "content": row["problem"]}] for row in rows],
@@ -281,7 +281,7 @@ def measure(
     )
     right = [
         looks_right(row, completion.text)
-        for row, completions in zip(rows, drawn, strict=True)
+        for row, completions in zip(rows, sampled, strict=True)
         for completion in completions
     ]
     return sum(right) / len(right)

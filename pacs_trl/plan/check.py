@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
             )
         conflicts += more_conflicts
         if data is not None and Path(data).suffix in FILE_FORMATS and not Path(data).is_file():
-            notes.append(f"The data file {data!r} does not exist here (seen from {Path.cwd()}).")
+            notes.append(f"The data file {data!r} does not exist here (relative to {Path.cwd()}).")
         notes += _batch_notes(own.config, recipe)
         if longest is not None:
             mean_length = max(1, round(0.35 * longest)) if own.mean_length is None else own.mean_length

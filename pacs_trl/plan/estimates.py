@@ -161,7 +161,7 @@ class Estimate:
     def learning(self, mean_length: int) -> tuple[float, float]:
         """Return FLOP and seconds of all updates on a generation, for a mean of `mean_length` tokens."""
         training, shape, gpu, prompt = self.training, self.shape, self.gpu, self.mean_prompt
-        longest, rows = training.max_completion_length, self.step.rows_per_generation
+        longest, rows = training.max_completion_length, self.step.completions_per_generation
         sharing = 1  # completions per micro-batch that share a prompt
         if self.shares_prompts:
             fitting = training.per_device_train_batch_size
@@ -187,7 +187,7 @@ class Estimate:
         share = training.vllm_gpu_memory_utilization if training.use_vllm else 0.5
         cache = max(share * self.gpu.memory_bytes - 2 * self.shape.parameters, 0.05 * self.gpu.memory_bytes)
         lengths = self.mean_prompt, mean_length, training.max_completion_length
-        rows = self.step.rows_per_generation / self.num_gpus
+        rows = self.step.completions_per_generation / self.num_gpus
         return cost.decoding_seconds(self.shape, rows, *lengths, kv_cache_bytes=cache, gpu=self.gpu)
 
     def gpu_hours(self, mean_length: int) -> float | None:
@@ -218,10 +218,10 @@ class Estimate:
         if step.generations_per_update > 1:
             updates = f"one optimizer step per {step.generations_per_update} generations"
         generation = f"{step.prompts_per_generation:.0f} prompts x {step.num_generations} = "
-        generation += (
-            f"{step.rows_per_generation} completions, {step.rows_per_generation // step.num_processes} per process"
-        )
-        update = f"{step.prompts_per_update:g} prompts x {step.num_generations} = {step.rows_per_update} completions "
+        total = step.completions_per_generation
+        generation += f"{total} completions, {total // step.num_processes} per process"
+        update = f"{step.prompts_per_update:g} prompts x {step.num_generations} = "
+        update += f"{step.completions_per_update} completions "
         update += f"({step.per_device_train_batch_size} x {step.num_processes} processes x "
         update += f"{step.gradient_accumulation_steps} accumulation steps)"
         return [("generation batch", generation), ("optimizer step", update), ("updates", updates)]
@@ -232,7 +232,7 @@ class Estimate:
         rollouts, size = self.step.rollouts(optimizer_steps), self.num_problems
         generations = rollouts * self.step.prompts_per_generation
         epochs = f" ({generations / size:.1f} epochs of {size} problems)" if size else ""
-        completions = rollouts * self.step.rows_per_generation
+        completions = rollouts * self.step.completions_per_generation
         number, lengths = self.prompts
         measured = f", {self.mean_prompt} tokens on average, {self.longest_prompt} at most" if lengths else ""
         rows = [] if number is None else [("prompts", f"{number:,}{measured} (measured)")]

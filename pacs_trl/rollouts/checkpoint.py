@@ -28,7 +28,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME, S
 from trl.trainer.utils import RepeatSampler
 
 from ..errors import NO_ROOM, FailedRun
-from ..update.rows import Rollout, from_state, to_state
+from ..update.rollout import Rollout, from_state, to_state
 
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,9 @@ def own_random_numbers(seed: int, device: torch.device) -> Iterator[None]:
 # Completions --------------------------------------------------------------------------------------------------------
 
 
-def rows_to_save(steps: Sequence[Sequence[Rollout]], process: int, num_processes: int) -> dict[tuple[int, int], dict]:
+def rollouts_to_save(
+    steps: Sequence[Sequence[Rollout]], process: int, num_processes: int
+) -> dict[tuple[int, int], dict]:
     """
     Return the part of a generation batch that this process saves, keyed by (optimizer step, index): the completions
     that it trains on, and its share of those without log-probs.
@@ -133,23 +135,23 @@ def rows_to_save(steps: Sequence[Sequence[Rollout]], process: int, num_processes
         process, num_processes (`int`): Index of this process, and number of processes.
     """
     return {
-        (k, i): to_state(row)
-        for k, rows in enumerate(steps)
-        for i, row in enumerate(rows)
-        if row.ref_logps is not None or row.old_logps is not None or i % num_processes == process
+        (k, i): to_state(rollout)
+        for k, rollouts in enumerate(steps)
+        for i, rollout in enumerate(rollouts)
+        if rollout.ref_logps is not None or rollout.old_logps is not None or i % num_processes == process
     }
 
 
-def merge_rows(parts: Sequence[dict[tuple[int, int], dict]]) -> list[list[Rollout]]:
-    """Merge the parts of all processes that [`rows_to_save`] returned into the completions of each optimizer step."""
-    rows: dict[tuple[int, int], dict] = {}
+def merge_rollouts(parts: Sequence[dict[tuple[int, int], dict]]) -> list[list[Rollout]]:
+    """Merge the parts of all processes that [`rollouts_to_save`] returned into the rollouts of each optimizer step."""
+    states: dict[tuple[int, int], dict] = {}
     for part in parts:
-        for index, row in part.items():
-            if index not in rows or row["ref_logps"] is not None or row["old_logps"] is not None:
-                rows[index] = row
-    steps: list[list[Rollout]] = [[] for _ in range(1 + max((k for k, _ in rows), default=-1))]
-    for k, i in sorted(rows):
-        steps[k].append(from_state(rows[k, i]))
+        for index, state in part.items():
+            if index not in states or state["ref_logps"] is not None or state["old_logps"] is not None:
+                states[index] = state
+    steps: list[list[Rollout]] = [[] for _ in range(1 + max((k for k, _ in states), default=-1))]
+    for k, i in sorted(states):
+        steps[k].append(from_state(states[k, i]))
     return steps
 
 
@@ -366,7 +368,7 @@ def last_checkpoint(output_dir: str | Path) -> str | None:
 def check_complete(checkpoint: str) -> None:
     """Raise a `ValueError` if a checkpoint is missing or incomplete; the error names the last complete one."""
     if not Path(checkpoint).is_dir():
-        raise ValueError(f"The checkpoint {checkpoint!r} does not exist (seen from {Path.cwd()}). Correct the path.")
+        raise ValueError(f"The checkpoint {checkpoint!r} does not exist (relative to {Path.cwd()}). Correct the path.")
     if (wrong := defect(checkpoint)) is not None:
         other = last_checkpoint(Path(checkpoint).parent)
         remedy = f"Resume from {other}" if other else "Start a new run"

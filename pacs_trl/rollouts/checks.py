@@ -23,7 +23,7 @@ from ..rewards import shared_verifier
 
 # Keyword arguments that TRL and this package pass to every reward function in addition to dataset columns.
 _ALWAYS_GIVEN = ("prompts", "completions", "completion_ids", "truncated", "trainer_state", "log_extra", "log_metric")
-OWN_PARAMETERS = ("score",)
+OWN_PARAMETERS = ("compute_logps",)
 
 
 def check_dataset(name: str, dataset: Any, reward_funcs: Any = (), passed: Collection[str] = ()) -> None:

@@ -16,8 +16,8 @@ from trl import GRPOConfig
 from trl.trainer.utils import get_config_model_id, is_async_callable
 
 from ..update.context_length import context_lengths
+from ..update.forward_pass import ForwardPass
 from ..update.generation import faster_generation
-from ..update.scorer import Scorer
 from .checks import (
     OWN_PARAMETERS,
     check_dataset,
@@ -102,9 +102,9 @@ def check_lengths(model: str | PreTrainedModel, args: GRPOConfig, arguments: dic
     )
 
 
-def create_scorer(trainer: Any, model: Any, temperature: float | None = None) -> Scorer:
-    """Create the scorer of a model. `temperature` defaults to the trainer's sampling temperature."""
-    return Scorer(
+def create_forward_pass(trainer: Any, model: Any, temperature: float | None = None) -> ForwardPass:
+    """Create the forward_pass of a model. `temperature` defaults to the trainer's sampling temperature."""
+    return ForwardPass(
         model,
         trainer.accelerator.device,
         pad_token_id=trainer._tokenizer.pad_token_id,

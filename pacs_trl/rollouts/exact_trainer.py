@@ -19,15 +19,15 @@ from accelerate.utils.memory import clear_device_cache
 from trl.trainer.utils import use_adapter
 
 from ..errors import FailedRun
+from ..update.forward_pass import CompletionLogps
 from ..update.groups import split_into_steps
 from ..update.loss import Objective
 from ..update.policy_update import PolicyUpdate
 from ..update.reference import SnapshotReference, is_sharded
-from ..update.rows import Rollout, labels_from_rewards, unpad_rollouts
-from ..update.scorer import Scores
+from ..update.rollout import Rollout, labels_from_rewards, unpad_rollouts
 from ..update.step import MicroBatchConfig, StepRollouts
 from ..update.token_weights import Mismatch, MismatchCorrection, TokenWeights
-from .checkpoint import merge_rows, rows_to_save
+from .checkpoint import merge_rollouts, rollouts_to_save
 from .rollout_trainer import RolloutTrainer
 
 
@@ -108,7 +108,7 @@ class ExactUpdateTrainer(RolloutTrainer):
         args = self.args
         untruncated = args.top_p == 1.0 and not args.top_k and not args.min_p and args.repetition_penalty == 1.0
         return self._update_class(
-            self.scorer,
+            self.forward_pass,
             self.accelerator,
             objective=self.create_objective(),
             limits=MicroBatchConfig(
@@ -117,12 +117,12 @@ class ExactUpdateTrainer(RolloutTrainer):
                 args.max_tokens_per_micro_batch,
                 group_layout=self._group_layout,
                 backward_cost=3 if args.gradient_checkpointing else 2,  # a backward pass costs two forward passes
-                pair_cost=1 / (6 * self.scorer.config.get_text_config().hidden_size),
+                pair_cost=1 / (6 * self.forward_pass.config.get_text_config().hidden_size),
             ),
             mismatch=self._mismatch,
             # A temperature other than 1 is allowed, because the loss divides the logits by it too.
             samples_policy=untruncated and not args.generation_kwargs,
-            score_kl_reference=self._score_kl_reference if args.beta != 0 else None,
+            compute_kl_ref_logps=self._compute_kl_ref_logps if args.beta != 0 else None,
         )
 
     # Rollouts -------------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ class ExactUpdateTrainer(RolloutTrainer):
             return self._generate_and_score_completions(generation_batch)
         if self._at_generation_boundary():
             num_steps = self.args.steps_per_generation // self.args.gradient_accumulation_steps
-            first = self._draw_generation(generation_batch)
+            first = self._generate_rollouts(generation_batch)
             rollouts = self.complete_generation(generation_batch, first, max(num_steps, 1))
             if num_steps <= 1 and self.num_iterations == 1:
                 self._pending = self._pending + rollouts
@@ -144,7 +144,7 @@ class ExactUpdateTrainer(RolloutTrainer):
                 self._cache_rollout_logps()
         return generation_batch
 
-    def _draw_generation(self, generation_batch) -> list[Rollout]:
+    def _generate_rollouts(self, generation_batch) -> list[Rollout]:
         """Generate and grade the completions of this process, and return them without padding."""
         return unpad_rollouts(self._generate_and_score_completions(generation_batch))
 
@@ -220,12 +220,12 @@ class ExactUpdateTrainer(RolloutTrainer):
         """Return whether the policy at rollout time is the reference. Before the first snapshot, it is."""
         return self.update.objective.has_reference and self._snapshot is None
 
-    def _score_kl_reference(self, model, prompt_ids, completion_ids) -> Scores:
+    def _compute_kl_ref_logps(self, model, prompt_ids, completion_ids) -> CompletionLogps:
         if self.ref_model is not None:
-            return self.ref_scorer.score(self.ref_model, prompt_ids, completion_ids)
+            return self.ref_pass.compute_logps(self.ref_model, prompt_ids, completion_ids)
         unwrapped = self.accelerator.unwrap_model(self.model)
         with use_adapter(unwrapped, adapter_name="ref" if "ref" in unwrapped.peft_config else None):
-            return self.scorer.score(model, prompt_ids, completion_ids)
+            return self.forward_pass.compute_logps(model, prompt_ids, completion_ids)
 
     def _compute_loss(self, model, inputs):
         """Compute the loss of an evaluation batch, with the formula of training and without gradient."""
@@ -288,12 +288,12 @@ class ExactUpdateTrainer(RolloutTrainer):
 
     def _own_state(self) -> dict:
         waiting = [] if self._at_generation_boundary() else [step.rollouts for step in self._steps]
-        return {"rollouts": rows_to_save(waiting, self.accelerator.process_index, self.accelerator.num_processes)}
+        return {"rollouts": rollouts_to_save(waiting, self.accelerator.process_index, self.accelerator.num_processes)}
 
     def _load_own_state(self, checkpoint: Path, state: dict) -> None:
         files = checkpoint.glob(f"{self._state_name}_*.pt")
         parts = [torch.load(file, map_location="cpu", weights_only=True)["rollouts"] for file in files]
-        self._steps = [self.update.schedule(rollouts) for rollouts in merge_rows(parts)]
+        self._steps = [self.update.schedule(rollouts) for rollouts in merge_rollouts(parts)]
         if self._reference == "snapshot":
             process = self.accelerator.process_index if is_sharded(self.model_wrapped) else 0
             copies = torch.load(checkpoint / f"pacs_reference_{process}.pt", map_location="cpu", weights_only=True)

@@ -24,7 +24,7 @@ from ..data import check_chat_template_kwargs
 from ..errors import FailedRun
 from ..hub import LOG_FILE
 from ..rewards import code_reward, math_reward
-from ..update.rows import Rollout, unpad_rollouts, weighted_rewards
+from ..update.rollout import Rollout, unpad_rollouts, weighted_rewards
 from ..update.startup_check import choose_forward_pass, disable_noise
 from . import checkpoint, construction, publication
 from .callbacks import NoSignalCallback, StepStart
@@ -46,7 +46,7 @@ class RolloutTrainer(GRPOTrainer):
 
     recipe: dict[str, Any] | None = None
     _config_class: type[GRPOConfig] = GRPOConfig
-    _padding_free = "auto"  # see `Scorer`
+    _padding_free = "auto"  # see `ForwardPass`
     # Settings besides `SHARED_SETTINGS` that must be equal in a checkpoint and in the run that resumes from it.
     _own_shared_settings: tuple[str, ...] = ()
     # Attributes that are saved in checkpoints, in addition to completions.
@@ -80,14 +80,14 @@ class RolloutTrainer(GRPOTrainer):
         self.add_callback(self._step_start)
         if args.disable_dropout:
             disable_noise(self.model, self.ref_model)
-        self._prepare_drawing()
+        self._prepare_generation()
         self._prepare_learning()
 
     def _prepare_loading(self, model, args: GRPOConfig, arguments: dict[str, Any]) -> None:
         """Run checks before the model is loaded; `arguments` are all other arguments of the trainer."""
         construction.check_arguments(model, args, arguments)
 
-    def _prepare_drawing(self) -> None:
+    def _prepare_generation(self) -> None:
         """Set up generation and rewards after the model is loaded."""
         check_adapters(self.model)
         construction.check_prompts_of_generation(self.train_dataset, self.args)
@@ -102,7 +102,7 @@ class RolloutTrainer(GRPOTrainer):
             check_golds(self.train_dataset)
         self._num_groups = 0  # groups generated so far
         self._forward_passes_are_chosen = False
-        self._extra_of_rows: list[dict] | None = None  # `Rollout.extra` of this process, if any
+        self._extra_of_completions: list[dict] | None = None  # `Rollout.extra` of this process, if any
         if self.use_vllm:
             self.vllm_generation = Engine(self.vllm_generation, next_seeds=self._next_seeds, timer=self.timer)
         if self.rollout_func is not None:
@@ -111,9 +111,9 @@ class RolloutTrainer(GRPOTrainer):
             construction.check_shared_turns(self)
         if not self._is_vlm:  # a processor accepts more keys than its template
             check_chat_template_kwargs(self.processing_class, self.chat_template_kwargs, self.chat_template)
-            self.scorer = construction.create_scorer(self, self.model)
+            self.forward_pass = construction.create_forward_pass(self, self.model)
             if self.ref_model is not None:  # of the KL term
-                self.ref_scorer = construction.create_scorer(self, self.accelerator.unwrap_model(self.ref_model))
+                self.ref_pass = construction.create_forward_pass(self, self.accelerator.unwrap_model(self.ref_model))
         self.reward_funcs = [
             function if isinstance(function, nn.Module) else self._wrap_reward(i, function, name)
             for i, (function, name) in enumerate(zip(self.reward_funcs, self.reward_func_names, strict=True))
@@ -132,9 +132,9 @@ class RolloutTrainer(GRPOTrainer):
             return
         self._forward_passes_are_chosen = True
         if getattr(self.args, "startup_check", True):  # GRPO has no such key
-            choose_forward_pass(self.scorer, self.model_wrapped, training=self.args.disable_dropout)
+            choose_forward_pass(self.forward_pass, self.model_wrapped, training=self.args.disable_dropout)
             if self.ref_model is not None:
-                self.ref_scorer.packing, self.ref_scorer.fused = self.scorer.packing, self.scorer.fused
+                self.ref_pass.packing, self.ref_pass.fused = self.forward_pass.packing, self.forward_pass.fused
 
     # Generation -----------------------------------------------------------------------------------------------------
 
@@ -162,11 +162,11 @@ class RolloutTrainer(GRPOTrainer):
         batch["labels"] = self._labels[rows.to(self._labels.device)]
         batch["groups"] = self._num_groups + rows // num_generations
         self._num_groups += len(self._labels) // num_generations
-        if self._extra_of_rows is not None:
-            batch["extra"] = self._extra_of_rows
+        if self._extra_of_completions is not None:
+            batch["extra"] = self._extra_of_completions
         return batch
 
-    def draw(
+    def generate_more(
         self, inputs: Sequence[dict[str, Any]], num_generations: int, groups: Sequence[int] | None = None
     ) -> list[Rollout]:
         """
@@ -213,7 +213,7 @@ class RolloutTrainer(GRPOTrainer):
     # Rewards --------------------------------------------------------------------------------------------------------
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        self._extra_of_rows = None
+        self._extra_of_completions = None
         with self.timer.part("verification"):
             truncated = self.are_truncated(completion_ids_list)
             inputs = [{**row, "truncated": cut} for row, cut in zip(inputs, truncated, strict=True)]
@@ -242,10 +242,10 @@ class RolloutTrainer(GRPOTrainer):
     def reward_arguments(self) -> dict[str, Any]:
         """Return extra keyword arguments for reward functions; each function receives those that it has a parameter
         for. Extension point for rewards that need, for example, the policy's log-probs."""
-        return {"score": self.score}
+        return {"compute_logps": self.compute_logps}
 
     @torch.no_grad()
-    def score(
+    def compute_logps(
         self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
         """
@@ -263,7 +263,7 @@ class RolloutTrainer(GRPOTrainer):
         passes = max(gather_object([-(-len(prompt_ids) // self.args.per_device_train_batch_size)]))
         with self.timer.part("log_probs"):
             size = self.args.per_device_train_batch_size
-            return self.scorer.score_in_batches(self.model_wrapped, prompt_ids, completion_ids, size, passes)
+            return self.forward_pass.logps_in_batches(self.model_wrapped, prompt_ids, completion_ids, size, passes)
 
     # Runs -----------------------------------------------------------------------------------------------------------
 

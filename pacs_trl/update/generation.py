@@ -82,7 +82,7 @@ def generate_sharing_prompts(
     covers all but its last token. `base` is the model without PEFT. Models without plain causal attention generate
     without the shared cache."""
     rows = torch.cat([input_ids, attention_mask], dim=1)  # padding and EOS may share an id
-    different, of_row = rows.unique(dim=0, return_inverse=True)
+    different, of_completion = rows.unique(dim=0, return_inverse=True)
     if len(different) < len(rows) and input_ids.shape[1] > 1 and packing_backend(base) is not None:
         ids, mask = different.tensor_split([input_ids.shape[1]], dim=1)
         cache = DynamicCache(config=base.config)
@@ -94,6 +94,6 @@ def generate_sharing_prompts(
                 past_key_values=cache,
                 use_cache=True,
             )
-        cache.batch_select_indices(of_row)
+        cache.batch_select_indices(of_completion)
         more["past_key_values"] = cache
     return generate(input_ids=input_ids, attention_mask=attention_mask, **more)

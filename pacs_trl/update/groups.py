@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..objective import scorable_rows
-from .rows import Rollout
+from ..objective import scorable_completions
+from .rollout import Rollout
 
 
 class Groups:
@@ -21,58 +21,58 @@ class Groups:
 
     Args:
         labels (`torch.Tensor` of shape `(B,)`): Labels in [0, 1], NaN for completions without a verdict.
-        group_of_row (sequence of `B` `int`): Group id of each completion.
+        group_of_rollout (sequence of `B` `int`): Group id of each completion.
 
     Attributes:
         members (list of `P` `list[int]`): Indices of the completions of each group, in order of first appearance.
         size (`int`): `G`, the number of completions of the largest group, at least 2.
-        scorable (bool `torch.Tensor` of shape `(B,)`): See [`objective.scorable_rows`].
-        judged, mixed (bool `torch.Tensor` of shape `(P,)`): Groups with scorable completions, and those among them
-            whose labels differ. Groups that are judged but not mixed are *uniform*.
+        scorable (bool `torch.Tensor` of shape `(B,)`): See [`objective.scorable_completions`].
+        labeled, mixed (bool `torch.Tensor` of shape `(P,)`): Groups with scorable completions, and those among them
+            whose labels differ. Groups that are labeled but not mixed are *uniform*.
     """
 
-    def __init__(self, labels: torch.Tensor, group_of_row: Sequence[int]):
+    def __init__(self, labels: torch.Tensor, group_of_rollout: Sequence[int]):
         by_group: dict[int, list[int]] = {}
-        for row, group in enumerate(group_of_row):
-            by_group.setdefault(group, []).append(row)
+        for i, group in enumerate(group_of_rollout):
+            by_group.setdefault(group, []).append(i)
         self.members = list(by_group.values())
         self.size = max([2, *map(len, self.members)])
         self._cells = torch.zeros(len(labels), dtype=torch.long)  # index of each completion in the flattened grid
-        for group, rows in enumerate(self.members):
-            self._cells[rows] = group * self.size + torch.arange(len(rows))
+        for group, members in enumerate(self.members):
+            self._cells[members] = group * self.size + torch.arange(len(members))
         self.labels = labels
         self._grid_labels = self._to_grid(labels, empty=math.nan)
-        in_grid = scorable_rows(self._grid_labels, self.size)
-        self.scorable = self._of_rows(in_grid)
+        in_grid = scorable_completions(self._grid_labels, self.size)
+        self.scorable = self._from_grid(in_grid)
         shape, in_grid = (-1, self.size), in_grid.view(-1, self.size)
         lowest = self._grid_labels.view(shape).masked_fill(~in_grid, math.inf).amin(dim=1)
         highest = self._grid_labels.view(shape).masked_fill(~in_grid, -math.inf).amax(dim=1)
-        self.judged = in_grid.any(dim=1)
-        self.mixed = self.judged & (highest > lowest)
+        self.labeled = in_grid.any(dim=1)
+        self.mixed = self.labeled & (highest > lowest)
 
     def _to_grid(self, values: torch.Tensor, empty: float = 0.0) -> torch.Tensor:
         grid = values.new_full((len(self.members) * self.size,), empty)
         grid[self._cells] = values
         return grid
 
-    def _of_rows(self, grid: torch.Tensor) -> torch.Tensor:
+    def _from_grid(self, grid: torch.Tensor) -> torch.Tensor:
         return grid[self._cells]
 
     def rows_of(self, groups: torch.Tensor) -> torch.Tensor:
         """Expand a bool mask over groups, `(P,)`, to a bool mask over their completions, `(B,)`."""
-        return self._of_rows(groups.repeat_interleave(self.size))
+        return self._from_grid(groups.repeat_interleave(self.size))
 
-    def take(self, rows: Sequence[int]) -> "Groups":
+    def take(self, indices: Sequence[int]) -> "Groups":
         """Return the `Groups` of some completions, which must form whole groups and are renumbered 0, 1, ... in this
         order."""
-        return Groups(self.labels[rows], (self._cells[rows] // self.size).tolist())
+        return Groups(self.labels[indices], (self._cells[indices] // self.size).tolist())
 
     def apply(self, function: Callable, *values: torch.Tensor, **kinds):
         """Call `function(*values, labels, num_generations=..., **kinds)` of `objective.py` on the grid. `values` have
         shape `(B,)`; results of shape `(P * G,)` are gathered to `(B,)`, and scalars are returned unchanged."""
         results = function(*map(self._to_grid, values), self._grid_labels, num_generations=self.size, **kinds)
         found = [
-            result if result.dim() == 0 else self._of_rows(result)
+            result if result.dim() == 0 else self._from_grid(result)
             for result in (results if isinstance(results, tuple) else (results,))
         ]
         return tuple(found) if isinstance(results, tuple) else found[0]
@@ -80,9 +80,9 @@ class Groups:
 
 def split_into_steps(rollouts: Sequence[Rollout], num_steps: int) -> list[list[Rollout]]:
     """Split a generation batch into `num_steps` optimizer steps of whole groups, in order and of about equal size."""
-    groups = sorted({row.group for row in rollouts})
+    groups = sorted({rollout.group for rollout in rollouts})
     step_of = {group: i * num_steps // len(groups) for i, group in enumerate(groups)}
     steps: list[list[Rollout]] = [[] for _ in range(num_steps)]
-    for row in rollouts:
-        steps[step_of[row.group]].append(row)
+    for rollout in rollouts:
+        steps[step_of[rollout.group]].append(rollout)
     return steps

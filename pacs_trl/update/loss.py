@@ -6,7 +6,7 @@ import torch
 
 from ..surrogate import RatioTerms, kl_terms
 from .groups import Groups
-from .rows import Rollout
+from .rollout import Rollout
 from .token_weights import TokenValues
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 Schedule = list[list[list[int]]]
 
 
-class RowLengths(NamedTuple):
+class RolloutLengths(NamedTuple):
     """
     Lengths of rollouts, and the prompts that they share.
 
@@ -33,59 +33,58 @@ class RowLengths(NamedTuple):
     texts: Sequence[int] = ()
     pair_cost: float = 0.0
 
-    def by_text(self, rows: Sequence[int]) -> list[list[int]]:
-        """Return the rollout indices `rows` grouped by prompt."""
+    def by_text(self, indices: Sequence[int]) -> list[list[int]]:
+        """Return the rollout indices `indices` grouped by prompt."""
         if not self.texts:
-            return [[i] for i in rows]
+            return [[i] for i in indices]
         found: dict[int, list[int]] = {}
-        for i in rows:
+        for i in indices:
             found.setdefault(self.texts[i], []).append(i)
         return list(found.values())
 
 
-def micro_batch_tokens(rows: Sequence[int], lengths: RowLengths, *, padded: bool) -> int:
-    """Return the number of tokens in a forward pass over `rows`, which may be empty. If `padded`, each rollout counts
-    with the length of the longest. Otherwise padding is not counted, and a shared prompt counts once except for its
-    last token."""
-    if not rows:
+def micro_batch_tokens(indices: Sequence[int], lengths: RolloutLengths, *, padded: bool) -> int:
+    """Return the number of tokens in a forward pass over `indices`, which may be empty. If `padded`, each rollout
+    counts with the length of the longest. Otherwise a shared prompt counts once except for its last token."""
+    if not indices:
         return 0
     if padded:
-        return len(rows) * max(lengths.prompts[i] + lengths.completions[i] for i in rows)
-    tokens = sum(lengths.prompts[i] + lengths.completions[i] for i in rows)
+        return len(indices) * max(lengths.prompts[i] + lengths.completions[i] for i in indices)
+    tokens = sum(lengths.prompts[i] + lengths.completions[i] for i in indices)
     if lengths.texts:
-        tokens -= sum((len(same) - 1) * (lengths.prompts[same[0]] - 1) for same in lengths.by_text(rows))
+        tokens -= sum((len(same) - 1) * (lengths.prompts[same[0]] - 1) for same in lengths.by_text(indices))
     return tokens
 
 
-def micro_batch_cost(rows: Sequence[int], lengths: RowLengths, *, padded: bool) -> float:
-    """Return the cost of a forward pass over `rows` in tokens: [`micro_batch_tokens`] plus the cost of attention."""
-    tokens = micro_batch_tokens(rows, lengths, padded=padded)
-    if not lengths.pair_cost or not rows:
+def micro_batch_cost(indices: Sequence[int], lengths: RolloutLengths, *, padded: bool) -> float:
+    """Return the cost of a forward pass over `indices` in tokens: [`micro_batch_tokens`] plus that of attention."""
+    tokens = micro_batch_tokens(indices, lengths, padded=padded)
+    if not lengths.pair_cost or not indices:
         return tokens
     if padded:
-        return tokens + lengths.pair_cost * tokens * tokens / len(rows) / 2
+        return tokens + lengths.pair_cost * tokens * tokens / len(indices) / 2
     pairs = 0.0
-    for same in lengths.by_text(rows):
+    for same in lengths.by_text(indices):
         prompt = lengths.prompts[same[0]]
         pairs += prompt * prompt / 2 + sum(n * (prompt + n / 2) for n in (lengths.completions[i] for i in same))
     return tokens + lengths.pair_cost * pairs
 
 
-def schedule_cost(schedule: Schedule, lengths: RowLengths, *, padded: bool) -> float:
+def schedule_cost(schedule: Schedule, lengths: RolloutLengths, *, padded: bool) -> float:
     """Return the cost of the critical path. Processes run in lockstep, so each micro-batch costs as much as the most
     expensive one that runs concurrently."""
     return sum(
-        max(micro_batch_cost(rows, lengths, padded=padded) for rows in concurrent)
+        max(micro_batch_cost(indices, lengths, padded=padded) for indices in concurrent)
         for concurrent in zip(*schedule, strict=True)
     )
 
 
 def schedule_micro_batches(
-    lengths: RowLengths,
+    lengths: RolloutLengths,
     units: Sequence[Sequence[int]],
     *,
     num_processes: int,
-    max_rows: int,
+    max_rollouts: int,
     max_tokens: int | None = None,
     padded: bool = False,
 ) -> Schedule | None:
@@ -98,10 +97,10 @@ def schedule_micro_batches(
     processes have similar totals.
 
     Args:
-        lengths (`RowLengths`): Lengths of all rollouts.
+        lengths (`RolloutLengths`): Lengths of all rollouts.
         units (sequence of sequences of `int`): Indices of the rollouts to schedule; a unit is never split.
         num_processes (`int`): Number of processes.
-        max_rows (`int`): Maximum number of rollouts per micro-batch. Ignored if `max_tokens` is given.
+        max_rollouts (`int`): Maximum number of rollouts per micro-batch. Ignored if `max_tokens` is given.
         max_tokens (`int`, *optional*): Maximum number of tokens per micro-batch, see [`micro_batch_tokens`].
         padded (`bool`): Whether rollouts are padded (`True`) or packed (`False`).
 
@@ -109,29 +108,33 @@ def schedule_micro_batches(
         The schedule, or `None` if a unit does not fit into a micro-batch.
     """
     if max_tokens is not None:
-        max_rows = max(sum(map(len, units)), 1)
+        max_rollouts = max(sum(map(len, units)), 1)
 
     def schedule(units: Sequence[Sequence[int]]) -> Schedule | None:
         sizes = [micro_batch_tokens(unit, lengths, padded=padded) for unit in units]
-        if any(len(unit) > max_rows or (max_tokens is not None and n > max_tokens) for unit, n in zip(units, sizes)):
+        if any(
+            len(unit) > max_rollouts or (max_tokens is not None and n > max_tokens) for unit, n in zip(units, sizes)
+        ):
             return None
         costs = [micro_batch_cost(unit, lengths, padded=padded) for unit in units]
         order = sorted(range(len(units)), key=lambda i: -costs[i])
         if padded:
-            micro_batches = _neighbours_in_length([list(units[i]) for i in order], lengths, max_rows, max_tokens)
+            micro_batches = _neighbours_in_length([list(units[i]) for i in order], lengths, max_rollouts, max_tokens)
         else:
             placed = [(list(units[i]), sizes[i], costs[i]) for i in order]
-            micro_batches = _evenly_filled(placed, num_processes, max_rows, max_tokens)
+            micro_batches = _evenly_filled(placed, num_processes, max_rollouts, max_tokens)
         return _over_processes(micro_batches, lengths, num_processes, padded=padded)
 
     schedules = [schedule(units)]
     if not padded and lengths.texts:
-        schedules += [schedule(parts) for parts in _parts_of_texts(units, lengths, max_rows)]
+        schedules += [schedule(parts) for parts in _parts_of_texts(units, lengths, max_rollouts)]
     possible = [found for found in schedules if found is not None]
     return min(possible, key=lambda found: schedule_cost(found, lengths, padded=padded), default=None)
 
 
-def _parts_of_texts(units: Sequence[Sequence[int]], lengths: RowLengths, max_rows: int) -> Iterator[list[list[int]]]:
+def _parts_of_texts(
+    units: Sequence[Sequence[int]], lengths: RolloutLengths, max_rollouts: int
+) -> Iterator[list[list[int]]]:
     """Yield units that join rollouts with the same prompt: first whole groups, then 2, 4, ... parts per group, of
     about equal length. Yields nothing if the given units already hold several rollouts."""
     if any(len(unit) != 1 for unit in units):
@@ -140,17 +143,19 @@ def _parts_of_texts(units: Sequence[Sequence[int]], lengths: RowLengths, max_row
     num_parts = 1
     while num_parts < max(map(len, texts), default=1):
         parts = []
-        for rows in texts:
-            longest_first = sorted(rows, key=lambda i: -lengths.completions[i])
-            n = max(min(num_parts, len(rows)), -(-len(rows) // max_rows))
+        for indices in texts:
+            longest_first = sorted(indices, key=lambda i: -lengths.completions[i])
+            n = max(min(num_parts, len(indices)), -(-len(indices) // max_rollouts))
             order = [*range(n), *reversed(range(n))]  # a back-and-forth order balances the lengths
-            parts += [[row for k, row in enumerate(longest_first) if order[k % len(order)] == i] for i in range(n)]
+            parts += [
+                [rollout for k, rollout in enumerate(longest_first) if order[k % len(order)] == i] for i in range(n)
+            ]
         yield parts
         num_parts *= 2
 
 
 def _over_processes(
-    micro_batches: list[list[int]], lengths: RowLengths, num_processes: int, *, padded: bool
+    micro_batches: list[list[int]], lengths: RolloutLengths, num_processes: int, *, padded: bool
 ) -> Schedule:
     micro_batches.sort(key=lambda batch: -micro_batch_cost(batch, lengths, padded=padded))
     micro_batches += [[] for _ in range(-len(micro_batches) % num_processes)]
@@ -164,14 +169,14 @@ def _over_processes(
 
 
 def _neighbours_in_length(
-    units: list[list[int]], lengths: RowLengths, max_rows: int, max_tokens: int | None
+    units: list[list[int]], lengths: RolloutLengths, max_rollouts: int, max_tokens: int | None
 ) -> list[list[int]]:
     """Cut the units, longest first, into runs that fit; a run has similar lengths, so there is little padding."""
     micro_batches: list[list[int]] = []
     for unit in units:
         joined = micro_batches[-1] + unit if micro_batches else []
         fits = max_tokens is None or micro_batch_tokens(joined, lengths, padded=True) <= max_tokens
-        if joined and fits and len(joined) <= max_rows:
+        if joined and fits and len(joined) <= max_rollouts:
             micro_batches[-1] = joined
         else:
             micro_batches.append(list(unit))
@@ -179,32 +184,32 @@ def _neighbours_in_length(
 
 
 def _evenly_filled(
-    units: list[tuple[list[int], int, float]], num_processes: int, max_rows: int, max_tokens: int | None
+    units: list[tuple[list[int], int, float]], num_processes: int, max_rollouts: int, max_tokens: int | None
 ) -> list[list[int]]:
     """Assign each unit, a tuple of indices, tokens, and cost (most expensive first), to the cheapest micro-batch with
     room, and use the smallest number of micro-batches for which all units fit."""
-    num_rows, num_tokens = sum(len(rows) for rows, _, _ in units), sum(tokens for _, tokens, _ in units)
-    smallest = min((len(rows) for rows, _, _ in units), default=1)
-    fewest = -(-num_rows // max_rows) if max_tokens is None else -(-num_tokens // max_tokens)
+    num_completions, num_tokens = sum(len(indices) for indices, _, _ in units), sum(tokens for _, tokens, _ in units)
+    smallest = min((len(indices) for indices, _, _ in units), default=1)
+    fewest = -(-num_completions // max_rollouts) if max_tokens is None else -(-num_tokens // max_tokens)
     num_micro_batches = -(-fewest // num_processes) * num_processes
     while True:
         micro_batches: list[list[int]] = [[] for _ in range(num_micro_batches)]
         tokens_of = [0] * num_micro_batches
         cheapest_first = [(0.0, i) for i in range(num_micro_batches)]
-        for rows, tokens, cost in units:
+        for indices, tokens, cost in units:
             full = []  # too full for this unit, but possibly not for the next one
             while cheapest_first:
                 _, i = cheapest_first[0]
                 fits = max_tokens is None or tokens_of[i] + tokens <= max_tokens
-                if fits and len(micro_batches[i]) + len(rows) <= max_rows:
+                if fits and len(micro_batches[i]) + len(indices) <= max_rollouts:
                     break
                 entry = heapq.heappop(cheapest_first)
-                if max_rows - len(micro_batches[i]) >= smallest:
+                if max_rollouts - len(micro_batches[i]) >= smallest:
                     full.append(entry)
             if not cheapest_first:
                 break
             so_far, i = cheapest_first[0]
-            micro_batches[i] += rows
+            micro_batches[i] += indices
             tokens_of[i] += tokens
             heapq.heapreplace(cheapest_first, (so_far + cost, i))
             for entry in full:

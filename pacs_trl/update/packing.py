@@ -35,7 +35,7 @@ PACKED = "pacs_packed_"  # prefix of the attention implementation that the model
 _MASKED_BY_THEIR_LAYERS = ("doge",)
 
 
-class PackedRows:
+class PackedRollouts:
     """
     The rollouts of a micro-batch packed into one sequence of `N` tokens.
 
@@ -47,8 +47,8 @@ class PackedRows:
         ids, positions (int64 `np.ndarray` of shape `(N,)`): Token ids and position ids.
         texts (`list[list[int]]`): Segment lengths in order, one list per attention block: a shared prompt followed by
             its branches, or a single segment of one prompt and its completion.
-        places (int64 `np.ndarray`): Flat indices of the positions that predict the completion tokens, in the order of
-            the rollouts.
+        flat_indices (int64 `np.ndarray`): Indices of the positions that predict the completion tokens, in the order
+            of the rollouts.
     """
 
     def __init__(self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray]):
@@ -64,7 +64,7 @@ class PackedRows:
             positions.append(np.arange(first_position, first_position + len(tokens)))
             end += len(tokens)
 
-        for rows in rows_by_prompt(prompts):
+        for rows in indices_by_prompt(prompts):
             prompt = prompts[rows[0]]
             shared = len(prompt) - 1 if len(rows) > 1 else 0
             if shared:
@@ -76,10 +76,12 @@ class PackedRows:
                 starts[i] = end + len(prompt) - shared - 1
                 add(np.concatenate([prompt[shared:], completions[i]]), shared)
         self.ids, self.positions = np.concatenate(pieces), np.concatenate(positions)
-        self.places = np.concatenate([np.arange(i, i + len(c)) for i, c in zip(starts, completions, strict=True)])
+        self.flat_indices = np.concatenate(
+            [np.arange(i, i + len(c)) for i, c in zip(starts, completions, strict=True)]
+        )
 
     def kernel_inputs(self) -> dict[str, Any]:
-        """Return the keyword arguments of variable-length kernels under the names of transformers, and `key_places`
+        """Return the keyword arguments of variable-length kernels under the names of transformers, and `key_indices`
         (flat indices of the keys) for shared prompts."""
         lengths = [length for text in self.texts for length in text]
         behind = [text[0] if piece else 0 for text in self.texts for piece in range(len(text))]  # shared prompt length
@@ -88,18 +90,18 @@ class PackedRows:
         inputs = {"cu_seq_lens_q": bounds[0], "cu_seq_lens_k": bounds[1]}
         inputs |= {"max_length_q": max(lengths), "max_length_k": max(seen)}
         if any(behind):
-            places, start = [], 0
+            flat_indices, start = [], 0
             for text in self.texts:
                 prompt, ends = np.arange(start, start + text[0]), start + np.cumsum(text)
-                places.append(prompt)
+                flat_indices.append(prompt)
                 for length, end in zip(text[1:], ends[1:], strict=True):
-                    places += [prompt, np.arange(end - length, end)]
+                    flat_indices += [prompt, np.arange(end - length, end)]
                 start = ends[-1]
-            inputs["key_places"] = torch.from_numpy(np.concatenate(places))
+            inputs["key_indices"] = torch.from_numpy(np.concatenate(flat_indices))
         return inputs
 
 
-def rows_by_prompt(prompts: Sequence[np.ndarray]) -> list[list[int]]:
+def indices_by_prompt(prompts: Sequence[np.ndarray]) -> list[list[int]]:
     """Return the indices of rollouts grouped by prompt, in order of first appearance."""
     found: dict[bytes, list[int]] = {}
     for i, prompt in enumerate(prompts):
@@ -148,7 +150,7 @@ def _packed_sdpa(
     attention_mask: None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    packed: PackedRows | None = None,
+    packed: PackedRollouts | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     device = query.device.type
@@ -189,11 +191,11 @@ def takes_varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dr
 
 
 def _packed_varlen(
-    query, key, value, scaling, *, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, key_places=None, **kwargs
+    query, key, value, scaling, *, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, key_indices=None, **kwargs
 ) -> torch.Tensor:
     """Run PyTorch's variable-length attention, a FlashAttention kernel; for its mask, see [`_packed_flash`]."""
-    if key_places is not None:
-        key, value = key.index_select(2, key_places), value.index_select(2, key_places)
+    if key_indices is not None:
+        key, value = key.index_select(2, key_indices), value.index_select(2, key_indices)
     grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
     tokens = (x[0].transpose(0, 1) for x in (query, key, value))
     bounds = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
@@ -201,12 +203,20 @@ def _packed_varlen(
 
 
 def _packed_flash(
-    module, query, key, value, attention_mask, *, implementation: str, key_places: torch.Tensor | None = None, **kwargs
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    *,
+    implementation: str,
+    key_indices: torch.Tensor | None = None,
+    **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """Run FlashAttention, which aligns the causal mask to the last query and key, as a branch after its prompt
     requires."""
-    if key_places is not None:
-        key, value = key.index_select(2, key_places), value.index_select(2, key_places)
+    if key_indices is not None:
+        key, value = key.index_select(2, key_indices), value.index_select(2, key_indices)
     config = module.config
     packed_implementation = config._attn_implementation
     config._attn_implementation = implementation  # transformers selects the kernel by this name

@@ -28,11 +28,11 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch.nn.utils.rnn import pad_sequence
 
+from .forward_pass import CompletionLogps, ForwardPass
 from .loss import Objective
 from .microbatching import Schedule
-from .rows import Rollout
-from .scorer import Scorer, Scores
-from .step import FILLER, MicroBatch, MicroBatchConfig, StepRollouts, collate, schedule_rows, schedule_step
+from .rollout import Rollout
+from .step import FILLER, MicroBatch, MicroBatchConfig, StepRollouts, collate, schedule_some, schedule_step
 from .token_weights import Mismatch, TokenValues, TokenWeights, merge_statistics, mismatch_metrics, mismatch_statistics
 
 
@@ -42,39 +42,39 @@ class Forwarded(NamedTuple):
 
     Attributes:
         proxies (`torch.Tensor` of shape `(B,)`, on the CPU): 0 for completions without a forward pass.
-        row_values (`torch.Tensor` of shape `(K, B)`): See [`TokenWeights`].
-        entropy, num_rows, kl (`float`): Sum of the entropies of the counted tokens in nats, number of completions that
-            had a forward pass, and sum of the KL estimator over counted tokens.
+        own_values (`torch.Tensor` of shape `(K, B)`): See [`TokenWeights`].
+        entropy, num_completions, kl (`float`): Sum of the entropies of the counted tokens in nats, number of
+            completions that had a forward pass, and sum of the KL estimator over counted tokens.
     """
 
     proxies: torch.Tensor
-    row_values: torch.Tensor
+    own_values: torch.Tensor
     entropy: float
-    num_rows: float
+    num_completions: float
     kl: float
 
 
 class _Collector:
     """Accumulate the results of forward passes, and reduce them over processes once at the end."""
 
-    def __init__(self, num_places: int, accelerator: Accelerator, num_row_values: int = 0):
+    def __init__(self, num_proxies: int, accelerator: Accelerator, num_values: int = 0):
         self.accelerator = accelerator
-        self.of_rows = torch.zeros(1 + num_row_values, num_places, device=accelerator.device)
+        self.of_completions = torch.zeros(1 + num_values, num_proxies, device=accelerator.device)
         self.sums = torch.zeros(3, device=accelerator.device)  # see `Forwarded`
 
-    def add(self, places: list[int], proxies, entropies, loss_mask, kl=None, row_values=()) -> None:
-        if not places:
+    def add(self, indices: list[int], proxies, entropies, loss_mask, kl=None, own_values=()) -> None:
+        if not indices:
             return
-        of_rows = torch.stack([proxies.detach(), *row_values]).to(self.of_rows.dtype)
-        self.of_rows[:, torch.tensor(places, device=of_rows.device)] = of_rows
+        of_completions = torch.stack([proxies.detach(), *own_values]).to(self.of_completions.dtype)
+        self.of_completions[:, torch.tensor(indices, device=of_completions.device)] = of_completions
         entropy = entropies.detach().masked_fill(~loss_mask, 0.0).sum()
         kl = torch.zeros_like(entropy) if kl is None else kl.detach().to(entropy.dtype)
         self.sums += torch.stack([entropy, torch.full_like(entropy, len(loss_mask)), kl])
 
     def reduce(self) -> Forwarded:
-        values = self.accelerator.reduce(torch.cat([self.of_rows.flatten(), self.sums]), reduction="sum").cpu()
-        of_rows = values[:-3].view(self.of_rows.shape)
-        return Forwarded(of_rows[0], of_rows[1:], *values[-3:].tolist())
+        values = self.accelerator.reduce(torch.cat([self.of_completions.flatten(), self.sums]), reduction="sum").cpu()
+        of_completions = values[:-3].view(self.of_completions.shape)
+        return Forwarded(of_completions[0], of_completions[1:], *values[-3:].tolist())
 
 
 @dataclass(eq=False)
@@ -83,24 +83,24 @@ class PolicyUpdate:
     Compute and back-propagate the loss of one optimizer step.
 
     Args:
-        scorer ([`Scorer`]): Scorer of the policy.
+        forward_pass ([`ForwardPass`]): Forward passes of the policy.
         accelerator ([`~accelerate.Accelerator`]): Runs the backward pass and reduces over processes.
         objective ([`Objective`]), limits ([`MicroBatchConfig`]): The loss, and the size limits of micro-batches.
         mismatch ([`Mismatch`]): Settings for the mismatch between the engine's and the trainer's log-probs.
         token_weights (`list[TokenWeights]`): Factors on the gradient of each token.
         samples_policy (`bool`): Whether completions are sampled from the full trained distribution, without top-k,
             top-p, or similar truncation.
-        score_kl_reference (`Callable`, *optional*): [`Scorer.score`] under the reference policy of the KL term.
+        compute_kl_ref_logps (`Callable`, *optional*): [`ForwardPass.compute_logps`] under the reference of the KL.
     """
 
-    scorer: Scorer
+    forward_pass: ForwardPass
     accelerator: Accelerator
     objective: Objective
     limits: MicroBatchConfig
     mismatch: Mismatch
     token_weights: list[TokenWeights] = field(default_factory=list)
     samples_policy: bool = True
-    score_kl_reference: Callable[..., Scores] | None = None
+    compute_kl_ref_logps: Callable[..., CompletionLogps] | None = None
 
     # Whether `shape_coefficients` needs the coefficients of the whole step before the first backward pass.
     coefficients_first = False
@@ -118,21 +118,21 @@ class PolicyUpdate:
         """Expand the coefficients of the completions of a micro-batch, `(B,)`, to tokens, `(B, T)` or `(B, 1)`."""
         return coefficients[:, None]
 
-    def counted_tokens(self, row: Rollout) -> int:
+    def counted_tokens(self, rollout: Rollout) -> int:
         """Return the number of tokens that the proxy of a completion sums over."""
-        return int(row.loss_mask.sum())
+        return int(rollout.loss_mask.sum())
 
     def proxies(self, logps: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Return the proxies of the completions of a micro-batch, `(B,)`, from their log-probs `(B, T)` in nats."""
         return self.objective.proxies(logps, batch.ref_logps, batch.loss_mask)
 
-    def coefficients(self, step: StepRollouts, rows: list[int], proxies: torch.Tensor) -> torch.Tensor:
-        """Return the coefficients of the completions `rows`, which must form whole groups, for the loss averaged over
-        the whole optimizer step. `proxies` are those of `rows`."""
-        groups = step.groups.take(rows)
+    def coefficients(self, step: StepRollouts, indices: list[int], proxies: torch.Tensor) -> torch.Tensor:
+        """Return the coefficients of the completions `indices`, which must form whole groups, for the loss averaged
+        over the whole optimizer step. `proxies` are those of `indices`."""
+        groups = step.groups.take(indices)
         share = self.objective.size(groups) / max(self.objective.size(step.groups), 1)
-        num_tokens = torch.tensor([self.counted_tokens(step.rollouts[i]) for i in rows])
-        weights = torch.tensor([step.rollouts[i].weight for i in rows])
+        num_tokens = torch.tensor([self.counted_tokens(step.rollouts[i]) for i in indices])
+        weights = torch.tensor([step.rollouts[i].weight for i in indices])
         return self.objective.coefficients(groups, proxies, num_tokens) * share * weights
 
     def summarize(self, step: StepRollouts, proxies: torch.Tensor) -> tuple[float, dict[str, float]]:
@@ -146,65 +146,66 @@ class PolicyUpdate:
         if known is None and not has_kl:
             return schedule_step(rollouts, self._limits)
         # The KL term includes completions without a verdict.
-        takes_part = torch.tensor([len(row.completion_ids) > 0 for row in rollouts])
+        takes_part = torch.tensor([len(rollout.completion_ids) > 0 for rollout in rollouts])
         if known is None:
             return schedule_step(rollouts, self._limits, takes_part)
-        counted = torch.tensor([bool(row.loss_mask.any()) for row in rollouts])
+        counted = torch.tensor([bool(rollout.loss_mask.any()) for rollout in rollouts])
         takes_part = counted if has_kl else counted & (known[0] != 0)
         step = schedule_step(rollouts, self._limits._replace(group_layout="split"), takes_part)
         step.coefficients, step.scales = known
         return step
 
-    def schedule_rows(self, step: StepRollouts, rows: list[int]) -> Schedule:
+    def schedule_some(self, step: StepRollouts, indices: list[int]) -> Schedule:
         """Return micro-batches of some completions of a step."""
-        return schedule_rows(step.rollouts, rows, self._limits)
+        return schedule_some(step.rollouts, indices, self._limits)
 
     @property
     def _limits(self) -> MicroBatchConfig:
-        return self.limits._replace(padded=self.scorer.packing is None)
+        return self.limits._replace(padded=self.forward_pass.packing is None)
 
     def micro_batches(self, step: StepRollouts, schedule: Schedule) -> Iterator[tuple[list[int], MicroBatch]]:
         """Yield this process's micro-batches: the completion indices, and the collated tensors."""
         # A process without completions still runs a forward and backward pass on a filler, for zero gradients.
-        for rows in schedule[self.accelerator.process_index] or [[]]:
-            yield rows, collate([step.rollouts[i] for i in rows] or [FILLER], self.accelerator.device)
+        for indices in schedule[self.accelerator.process_index] or [[]]:
+            yield indices, collate([step.rollouts[i] for i in indices] or [FILLER], self.accelerator.device)
 
-    def _score(self, score: Callable, model, batch: MicroBatch):
-        return score(model, [row.prompt_ids for row in batch.rollouts], [row.completion_ids for row in batch.rollouts])
+    def _compute(self, compute: Callable, model, batch: MicroBatch):
+        return compute(model, [r.prompt_ids for r in batch.rollouts], [r.completion_ids for r in batch.rollouts])
 
     @torch.no_grad()
     def cache_logps(self, model, step: StepRollouts, *names: str) -> None:
         """Compute `ref_logps`, `old_logps` or `old_entropies` under the current weights of `model`, and store them in
         the rollouts that this process trains on."""
-        for rows, batch in self.micro_batches(step, step.schedule):
-            scores = self._score(self.scorer.score, model, batch)
+        for indices, batch in self.micro_batches(step, step.schedule):
+            found = self._compute(self.forward_pass.compute_logps, model, batch)
             for name in names:
-                values = scores.entropies if name == "old_entropies" else scores.logps
+                values = found.entropies if name == "old_entropies" else found.logps
                 on_cpu = torch.cat(values).cpu().split(list(map(len, values)))  # one transfer
-                for i, of_row in zip(rows, on_cpu, strict=False):
-                    setattr(step.rollouts[i], name, of_row.numpy().copy())
+                for i, of_completion in zip(indices, on_cpu, strict=False):
+                    setattr(step.rollouts[i], name, of_completion.numpy().copy())
 
     @torch.no_grad()
     def _forward(self, model, step: StepRollouts, schedule: Schedule) -> Forwarded:
-        found = _Collector(step.num_places, self.accelerator, sum(w.num_row_values for w in self.token_weights))
-        for rows, batch in self.micro_batches(step, schedule):
-            logps, entropies = self._score(self.scorer.score, model, batch).padded()
+        found = _Collector(step.num_proxies, self.accelerator, sum(w.num_values for w in self.token_weights))
+        for indices, batch in self.micro_batches(step, schedule):
+            logps, entropies = self._compute(self.forward_pass.compute_logps, model, batch).padded()
             tokens = self._token_values(step, batch, logps, entropies, logps.new_zeros(len(logps), 1))
-            values = [value for weights in self.token_weights for value in weights.row_values(tokens)]
-            found.add(step.places(rows), self.proxies(logps, batch), entropies, batch.loss_mask, row_values=values)
+            values = [value for weights in self.token_weights for value in weights.own_values(tokens)]
+            proxies = self.proxies(logps, batch)
+            found.add(step.flat_indices(indices), proxies, entropies, batch.loss_mask, own_values=values)
         return found.reduce()
 
     @torch.no_grad()
     def token_entropies(self, model, step: StepRollouts) -> np.ndarray:
         """Compute the entropies in nats of all counted tokens of an optimizer step with an extra forward pass. The
         result is the same on all processes."""
-        counted = [i for i, row in enumerate(step.rollouts) if row.loss_mask.any()]
+        counted = [i for i, rollout in enumerate(step.rollouts) if rollout.loss_mask.any()]
         starts = dict(zip(counted, np.cumsum([0, *(step.rollouts[i].loss_mask.sum() for i in counted)]), strict=False))
         found = torch.zeros(step.num_tokens, device=self.accelerator.device)
-        for rows, batch in self.micro_batches(step, self.schedule_rows(step, counted)):
-            entropies = self._score(self.scorer.score, model, batch).entropies
-            for i, row, of_row in zip(rows, batch.rollouts, entropies, strict=False):
-                found[starts[i] : starts[i] + row.loss_mask.sum()] = of_row[torch.from_numpy(row.loss_mask)]
+        for indices, batch in self.micro_batches(step, self.schedule_some(step, counted)):
+            entropies = self._compute(self.forward_pass.compute_logps, model, batch).entropies
+            for i, rollout, values in zip(indices, batch.rollouts, entropies, strict=False):
+                found[starts[i] : starts[i] + rollout.loss_mask.sum()] = values[torch.from_numpy(rollout.loss_mask)]
         return self.accelerator.reduce(found, reduction="sum").cpu().numpy()
 
     def left_out_entropy(self, model, step: StepRollouts, schedule: Schedule) -> float:
@@ -218,17 +219,17 @@ class PolicyUpdate:
         """
         left_out = self._left_out(step, schedule)
         if left_out and step.on_policy and self.samples_policy:
-            rows = [step.rollouts[i] for i in left_out]
-            sampled = [row.sampling_logps[row.loss_mask] for row in rows if row.sampling_logps is not None]
-            if len(sampled) == len(rows) and all(np.isfinite(logps).all() for logps in sampled):
+            rollouts = [step.rollouts[i] for i in left_out]
+            sampled = [r.sampling_logps[r.loss_mask] for r in rollouts if r.sampling_logps is not None]
+            if len(sampled) == len(rollouts) and all(np.isfinite(logps).all() for logps in sampled):
                 return -float(np.concatenate(sampled).sum(dtype=np.float64))
         if step.coefficients is not None:
             return math.nan if left_out else 0.0
-        return self._forward(model, step, self.schedule_rows(step, left_out)).entropy if left_out else 0.0
+        return self._forward(model, step, self.schedule_some(step, left_out)).entropy if left_out else 0.0
 
     def _left_out(self, step: StepRollouts, schedule: Schedule) -> list[int]:
-        forwarded = {i for batches in schedule for rows in batches for i in rows}
-        return [i for i, row in enumerate(step.rollouts) if i not in forwarded and row.loss_mask.any()]
+        forwarded = {i for batches in schedule for indices in batches for i in indices}
+        return [i for i, rollout in enumerate(step.rollouts) if i not in forwarded and rollout.loss_mask.any()]
 
     # One optimizer step ---------------------------------------------------------------------------------------------
 
@@ -246,35 +247,35 @@ class PolicyUpdate:
         Returns:
             The loss (mean over scorable completions, including the KL term) and metrics, the same on all processes.
         """
-        row_values_first = any(weights.num_row_values for weights in self.token_weights)
-        with self.scorer.attention():
+        values_first = any(weights.num_values for weights in self.token_weights)
+        with self.forward_pass.attention():
             for weights in self.token_weights:
                 weights.prepare(self, model, step)
             # Compute the proxies of the whole step first, unless micro-batches of whole groups yield them.
             before, coefficients, schedule = None, step.coefficients, step.schedule
             known = coefficients is not None
-            must_score = row_values_first or self.coefficients_first or not step.whole_groups
-            if must_score and not proxies_are_zero and not known:
+            needs_logps = values_first or self.coefficients_first or not step.whole_groups
+            if needs_logps and not proxies_are_zero and not known:
                 before = self._forward(model, step, step.schedule)
-            proxies = torch.zeros(step.num_places) if proxies_are_zero else before and before.proxies
+            proxies = torch.zeros(step.num_proxies) if proxies_are_zero else before and before.proxies
             # Then compute the coefficients, and schedule only the completions with a gradient.
             if proxies is not None and not known:
                 coefficients = self.coefficients(step, list(range(len(step.rollouts))), proxies)
-                schedule = self._schedule_rows_that_count(step, coefficients, scored=before is not None)
+                schedule = self._schedule_nonzero(step, coefficients, scored=before is not None)
             # Run before the backward passes, between which FSDP keeps weights gathered. If there was a forward pass
             # for the proxies, it already covered the completions of `step.schedule`.
             entropy = self.left_out_entropy(model, step, schedule if before is None else step.schedule)
             metrics: dict[str, float] = {}
             if coefficients is not None:
                 coefficients, metrics = self.shape_coefficients(model, step, coefficients)
-            if row_values_first:
+            if values_first:
                 self._begin_weights(step, coefficients, before or self._forward(model, step, schedule))
             found, mismatch = self._back_propagate(model, step, schedule, coefficients)
         proxies = found.proxies if proxies is None else proxies
         if known:
             loss, of_step = self._summarize_known(step, found, entropy)
         else:
-            loss, of_step = self._summarize(step, proxies, entropy + (before or found).entropy, found.num_rows)
+            loss, of_step = self._summarize(step, proxies, entropy + (before or found).entropy, found.num_completions)
         metrics |= of_step
         if mismatch:
             parts = self.accelerator.gather(merge_statistics(torch.stack(mismatch))[None])
@@ -295,28 +296,28 @@ class PolicyUpdate:
         found = self._forward(model, step, step.schedule)
         proxies = torch.zeros_like(found.proxies) if proxies_are_zero else found.proxies
         entropy = found.entropy + self.left_out_entropy(model, step, step.schedule)
-        return self._summarize(step, proxies, entropy, found.num_rows)
+        return self._summarize(step, proxies, entropy, found.num_completions)
 
     def _begin_weights(self, step: StepRollouts, coefficients, found: Forwarded) -> None:
-        counted = torch.tensor([bool(row.loss_mask.any()) for row in step.rollouts])
-        num_rows, first = max(int(step.groups.scorable.sum()), 1), 0
+        counted = torch.tensor([bool(rollout.loss_mask.any()) for rollout in step.rollouts])
+        num_completions, first = max(int(step.groups.scorable.sum()), 1), 0
         for weights in self.token_weights:
-            last = first + weights.num_row_values
-            weights.begin(coefficients, found.row_values[first:last], counted, num_rows)
+            last = first + weights.num_values
+            weights.begin(coefficients, found.own_values[first:last], counted, num_completions)
             first = last
 
-    def _schedule_rows_that_count(self, step: StepRollouts, coefficients: torch.Tensor, *, scored: bool) -> Schedule:
+    def _schedule_nonzero(self, step: StepRollouts, coefficients: torch.Tensor, *, scored: bool) -> Schedule:
         """Return micro-batches of the completions with a gradient. `scored` is whether the completions of
         `step.schedule` have already had a forward pass."""
-        scheduled = {i for batches in step.schedule for rows in batches for i in rows}
+        scheduled = {i for batches in step.schedule for indices in batches for i in indices}
         # With a KL term every completion has a gradient; without it, coefficient 0 means no gradient.
         counting = [
-            i for i in sorted(scheduled) if self.objective.kl_coef != 0 or coefficients[step.places([i])].any()
+            i for i in sorted(scheduled) if self.objective.kl_coef != 0 or coefficients[step.flat_indices([i])].any()
         ]
         # Cached `old_logps` exist only on the process to which `step.schedule` assigned the completion.
-        rows_may_move = step.on_policy or not self.token_weights
-        keeps = not rows_may_move or (scored and len(counting) == len(scheduled))
-        return step.schedule if keeps else self.schedule_rows(step, counting)
+        may_reschedule = step.on_policy or not self.token_weights
+        keeps = not may_reschedule or (scored and len(counting) == len(scheduled))
+        return step.schedule if keeps else self.schedule_some(step, counting)
 
     def _back_propagate(
         self, model, step: StepRollouts, schedule: Schedule, coefficients: torch.Tensor | None
@@ -325,20 +326,20 @@ class PolicyUpdate:
         micro-batches must hold whole groups. Returns the results of the forward passes, and the mismatch statistics
         of each micro-batch."""
         known = step.coefficients is not None
-        found, mismatch = _Collector(step.num_places, self.accelerator, 3 if known else 0), []
-        compares = step.on_policy and any(row.sampling_logps is not None for row in step.rollouts)
+        found, mismatch = _Collector(step.num_proxies, self.accelerator, 3 if known else 0), []
+        compares = step.on_policy and any(rollout.sampling_logps is not None for rollout in step.rollouts)
         num_tokens, last = max(step.num_tokens, 1), max(len(schedule[self.accelerator.process_index]) - 1, 0)
-        for k, (rows, batch) in enumerate(self.micro_batches(step, schedule)):
+        for k, (indices, batch) in enumerate(self.micro_batches(step, schedule)):
             with self._synchronize_gradients(model, last=k == last):
-                logps, entropies = self._score(self.scorer.score, model, batch).padded()
+                logps, entropies = self._compute(self.forward_pass.compute_logps, model, batch).padded()
                 proxies = self.proxies(logps, batch)
-                if not rows:
-                    of_rows = torch.zeros(1)
+                if not indices:
+                    of_completions = torch.zeros(1)
                 elif coefficients is not None:
-                    of_rows = coefficients[step.places(rows)]
+                    of_completions = coefficients[step.flat_indices(indices)]
                 else:
-                    of_rows = self.coefficients(step, rows, proxies.cpu())
-                of_tokens = self.token_coefficients(batch, of_rows.to(logps.device))
+                    of_completions = self.coefficients(step, indices, proxies.cpu())
+                of_tokens = self.token_coefficients(batch, of_completions.to(logps.device))
                 if compares:
                     mismatch.append(mismatch_statistics(logps, batch.sampling_logps, batch.loss_mask, self.mismatch))
                 tokens = self._token_values(step, batch, logps, entropies, of_tokens)
@@ -347,16 +348,16 @@ class PolicyUpdate:
                 if known:
                     terms = self.objective.token_terms(tokens, factors)
                     weighted, proxies = logps * terms.weights, terms.values
-                    scales = step.scales[step.places(rows)].to(logps.device) if rows else logps.new_zeros(1)
+                    scales = (step.scales[step.flat_indices(indices)] if indices else torch.zeros(1)).to(logps.device)
                     of_kl = self.objective.kl_coef * (scales[:, None] * kl).sum()
-                    row_values = terms.low, terms.high, kl.detach().sum(dim=1)
+                    own_values = terms.low, terms.high, kl.detach().sum(dim=1)
                 else:
                     for factor in factors:
                         weighted = weighted * factor
-                    row_values, of_kl = (), self.objective.kl_coef * kl.sum() / num_tokens
+                    own_values, of_kl = (), self.objective.kl_coef * kl.sum() / num_tokens
                 loss = (of_tokens * weighted.masked_fill(~batch.loss_mask, 0.0)).sum() + of_kl
                 self._backward(loss * self.accelerator.num_processes)
-                found.add(step.places(rows), proxies, entropies, batch.loss_mask, kl.sum(), row_values)
+                found.add(step.flat_indices(indices), proxies, entropies, batch.loss_mask, kl.sum(), own_values)
         return found.reduce(), mismatch
 
     def _token_values(self, step, batch: MicroBatch, logps, entropies, coefficients) -> TokenValues:
@@ -368,10 +369,10 @@ class PolicyUpdate:
 
     def _kl(self, model, logps: torch.Tensor, batch: MicroBatch, old_logps: torch.Tensor) -> torch.Tensor:
         """Return the KL term of each token, `(B, T)`."""
-        if self.objective.kl_coef == 0 or self.score_kl_reference is None:
+        if self.objective.kl_coef == 0 or self.compute_kl_ref_logps is None:
             return torch.zeros_like(logps)
         with torch.no_grad():
-            reference = pad_sequence(self._score(self.score_kl_reference, model, batch).logps, batch_first=True)
+            reference = pad_sequence(self._compute(self.compute_kl_ref_logps, model, batch).logps, batch_first=True)
         return self.objective.kl(logps, reference, old_logps, batch.loss_mask)
 
     def _summarize(self, step: StepRollouts, proxies, entropy: float, num_forwarded: float):
@@ -387,14 +388,14 @@ class PolicyUpdate:
     def _summarize_known(self, step: StepRollouts, found: Forwarded, left_out_entropy: float):
         """Like [`_summarize`], but with the KL term, for coefficients that need no log-probs. If `left_out_entropy` is
         NaN, the entropy metric covers only completions with a forward pass."""
-        low, high, kl = found.row_values
-        number = torch.tensor([int(row.loss_mask.sum()) for row in step.rollouts])
+        low, high, kl = found.own_values
+        number = torch.tensor([int(rollout.loss_mask.sum()) for rollout in step.rollouts])
         without = set(self._left_out(step, step.schedule)) if math.isnan(left_out_entropy) else set()
         counted = sum(int(n) for i, n in enumerate(number) if i not in without)
         loss = (step.coefficients * found.proxies).sum() + self.objective.kl_coef * (step.scales * kl).sum()
         of_step = {
             "entropy": (found.entropy + (0.0 if without else left_out_entropy)) / counted if counted else math.nan,
-            "pacs/forwarded_fraction": found.num_rows / max(len(step.rollouts), 1),
+            "pacs/forwarded_fraction": found.num_completions / max(len(step.rollouts), 1),
         }
         return loss.item(), of_step | self.objective.token_metrics(number, low, high)
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from .scorer import Scorer
+from .forward_pass import ForwardPass
 
 
 logger = logging.getLogger(__name__)
@@ -25,38 +25,41 @@ SAME = 2  # number of initial tokens that the two completions of one prompt shar
 
 
 def choose_forward_pass(
-    scorer: Scorer, model: torch.nn.Module, *, values: bool = False, training: bool = True
+    forward_pass: ForwardPass, model: torch.nn.Module, *, values: bool = False, training: bool = True
 ) -> None:
     """
-    Set `scorer.packing` and `scorer.fused` to the cheapest forward pass that agrees with the model's own log-probs,
-    and log a warning if cheaper ones were rejected. All processes must call this function. It does not change weights,
-    training modes, or the random state.
+    Set `forward_pass.packing` and `forward_pass.fused` to the cheapest pass that agrees with the model's own
+    log-probs, and log a warning if cheaper ones were rejected. All processes must call this function. It does not
+    change weights, training modes, or the random state.
 
     Args:
-        scorer ([`Scorer`]), model (`torch.nn.Module`): The scorer, and the model that is trained, wrapped or not.
+        forward_pass ([`ForwardPass`]): Changed in place.
+        model (`torch.nn.Module`): The model that is trained, wrapped or not.
         values (`bool`): Whether the model has one output per token instead of logits.
         training (`bool`): Whether to compare in training mode, which must be deterministic, or in evaluation mode.
 
     Raises:
         `ValueError`: if the log-prob of a token depends on later tokens, or if no forward pass agrees.
     """
-    prompts, completions = _sequences(scorer.config.get_text_config().vocab_size)
-    tolerance, model_type = _tolerance(scorer, model), scorer.config.model_type
+    prompts, completions = _sequences(forward_pass.config.get_text_config().vocab_size)
+    tolerance, model_type = _tolerance(forward_pass, model), forward_pass.config.model_type
     differences: dict[str, str] = {}
-    with _undisturbed(model, scorer.device):
+    with _undisturbed(model, forward_pass.device):
         model.eval()
-        own = [_own_outputs(scorer, model, *row, values=values) for row in zip(prompts, completions, strict=True)]
+        own = [
+            _own_outputs(forward_pass, model, *row, values=values) for row in zip(prompts, completions, strict=True)
+        ]
         if (change := (own[0][:SAME] - own[1][:SAME]).abs().mean().item()) > tolerance:
             raise ValueError(
                 f"This {model_type!r} model is not causal: the log-prob of a token changes by {change:.2g} nats with "
                 "the tokens behind it. Use a causal language model."
             )
         model.train(training)
-        for packing, fused in _candidates(scorer, values):
-            scorer.packing, scorer.fused = packing, fused
+        for packing, fused in _candidates(forward_pass, values):
+            forward_pass.packing, forward_pass.fused = packing, fused
             name = f"{'packed' if packing else 'padded'} with {'fused' if fused else 'own'} head"
             try:
-                score = scorer.values if values else lambda *rows: scorer.score(*rows).logps
+                score = forward_pass.values if values else lambda *rows: forward_pass.compute_logps(*rows).logps
                 found = score(model, prompts, completions)
             except Exception as error:  # incompatible layers raise many types of errors
                 differences[name] = f"{type(error).__name__}: {error}"[:200]
@@ -92,8 +95,8 @@ def _sequences(vocab_size: int) -> tuple[list[list[int]], list[list[int]]]:
     come from the middle of the vocabulary, because special tokens are usually at its start or end."""
     generator = torch.Generator().manual_seed(0)
     low, high = vocab_size // 4, vocab_size // 2 + 1
-    drawn = [torch.randint(low, high, (n,), generator=generator).tolist() for n in (5, 2, 6, 6, 4)]
-    shared, other, first, second, third = drawn
+    sampled = [torch.randint(low, high, (n,), generator=generator).tolist() for n in (5, 2, 6, 6, 4)]
+    shared, other, first, second, third = sampled
     return [shared, shared, other], [first, first[:SAME] + second[SAME:], third]
 
 
@@ -109,25 +112,31 @@ def _undisturbed(model: torch.nn.Module, device: torch.device) -> Iterator[None]
 
 
 def _own_outputs(
-    scorer: Scorer, model, prompt: Sequence[int], completion: Sequence[int], *, values: bool
+    forward_pass: ForwardPass, model, prompt: Sequence[int], completion: Sequence[int], *, values: bool
 ) -> torch.Tensor:
-    with scorer.autocast():
-        logits = model(input_ids=torch.tensor([[*prompt, *completion]], device=scorer.device), use_cache=False).logits
+    with forward_pass.autocast():
+        logits = model(
+            input_ids=torch.tensor([[*prompt, *completion]], device=forward_pass.device), use_cache=False
+        ).logits
     logits = logits[0, -len(completion) - 1 : -1].float()
     if values:
         return logits[:, 0]
-    logps = (logits / scorer.temperature).log_softmax(dim=-1)
-    return logps.gather(1, torch.tensor(completion, device=scorer.device)[:, None])[:, 0]
+    logps = (logits / forward_pass.temperature).log_softmax(dim=-1)
+    return logps.gather(1, torch.tensor(completion, device=forward_pass.device)[:, None])[:, 0]
 
 
-def _tolerance(scorer: Scorer, model: torch.nn.Module) -> float:
-    with scorer.autocast():
-        rounds = torch.is_autocast_enabled(scorer.device.type)
+def _tolerance(forward_pass: ForwardPass, model: torch.nn.Module) -> float:
+    with forward_pass.autocast():
+        rounds = torch.is_autocast_enabled(forward_pass.device.type)
     rounds |= torch.get_float32_matmul_precision() != "highest" or torch.backends.cuda.matmul.allow_tf32
     rounds |= any(p.dtype not in (torch.float32, torch.float64) for p in model.parameters())
     return HALF_PRECISION_TOLERANCE if rounds else TOLERANCE
 
 
-def _candidates(scorer: Scorer, values: bool) -> list[tuple[str | None, bool]]:
-    packings = [scorer.packing] if scorer.padding_free == "always" else dict.fromkeys([scorer.packing, None])
+def _candidates(forward_pass: ForwardPass, values: bool) -> list[tuple[str | None, bool]]:
+    packings = (
+        [forward_pass.packing]
+        if forward_pass.padding_free == "always"
+        else dict.fromkeys([forward_pass.packing, None])
+    )
     return [(packing, fused) for fused in ([True] if values else [True, False]) for packing in packings]

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from .groups import Groups
-from .microbatching import RowLengths, Schedule, schedule_cost, schedule_micro_batches
-from .rows import Rollout
+from .microbatching import RolloutLengths, Schedule, schedule_cost, schedule_micro_batches
+from .rollout import Rollout
 
 
 # Filler for a process without completions in a forward pass that other processes run: two tokens, weight zero.
@@ -44,27 +44,27 @@ class StepRollouts:
     coefficients: torch.Tensor | None = None
     scales: torch.Tensor | None = None
 
-    def places(self, rows: list[int]) -> list[int]:
+    def flat_indices(self, indices: list[int]) -> list[int]:
         """Return the indices of some completions in the proxies and coefficients of the step."""
-        return rows
+        return indices
 
     @property
-    def num_places(self) -> int:
+    def num_proxies(self) -> int:
         """Number of proxies of the step: one per completion."""
         return len(self.rollouts)
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens with a True loss mask."""
-        return sum(int(row.loss_mask.sum()) for row in self.rollouts)
+        return sum(int(rollout.loss_mask.sum()) for rollout in self.rollouts)
 
 
 class MicroBatchConfig(NamedTuple):
     """Size limits of micro-batches, from the settings of [`PACSConfig`], and whether rollouts are padded.
-    `backward_cost` is the cost of a backward pass in forward passes; for `pair_cost`, see [`RowLengths`]."""
+    `backward_cost` is the cost of a backward pass in forward passes; for `pair_cost`, see [`RolloutLengths`]."""
 
     num_processes: int
-    max_rows: int
+    max_rollouts: int
     max_tokens: int | None = None
     padded: bool = False
     group_layout: str = "auto"
@@ -73,7 +73,7 @@ class MicroBatchConfig(NamedTuple):
 
     @property
     def of_schedule(self) -> dict:
-        return {name: getattr(self, name) for name in ("num_processes", "max_rows", "max_tokens", "padded")}
+        return {name: getattr(self, name) for name in ("num_processes", "max_rollouts", "max_tokens", "padded")}
 
 
 def schedule_step(
@@ -92,9 +92,9 @@ def schedule_step(
         `ValueError`: if a prompt with its completion is longer than `max_tokens`, or if `group_layout` is `"whole"`
             and a group does not fit into a micro-batch.
     """
-    groups = Groups(torch.tensor([row.label for row in rollouts]), [row.group for row in rollouts])
+    groups = Groups(torch.tensor([rollout.label for rollout in rollouts]), [rollout.group for rollout in rollouts])
     takes_part = groups.scorable if takes_part is None else takes_part
-    lengths, layout = row_lengths(rollouts, limits.pair_cost), limits.group_layout
+    lengths, layout = rollout_lengths(rollouts, limits.pair_cost), limits.group_layout
     split = schedule_micro_batches(lengths, takes_part.nonzero().tolist(), **limits.of_schedule)
     if split is None:
         longest = max(p + c for p, c in zip(lengths.prompts, lengths.completions, strict=True))
@@ -103,10 +103,10 @@ def schedule_step(
             f"generation batch, which has {longest} tokens (prompt and completion). Raise it to at least {longest}, "
             "or leave out longer prompts (in a recipe: max_prompt_length) and lower max_completion_length."
         )
-    units = [rows for rows in groups.members if takes_part[rows].any()]
+    units = [members for members in groups.members if takes_part[members].any()]
     whole = schedule_micro_batches(lengths, units, **limits.of_schedule)
     if layout == "whole" and whole is None:
-        bound = f"per_device_train_batch_size={limits.max_rows}"
+        bound = f"per_device_train_batch_size={limits.max_rollouts}"
         if limits.max_tokens:
             bound = f"max_tokens_per_micro_batch={limits.max_tokens}"
         raise ValueError(
@@ -123,23 +123,25 @@ def schedule_step(
     return StepRollouts(rollouts, groups, split, whole_groups=False)
 
 
-def schedule_rows(rollouts: list[Rollout], rows: list[int], limits: MicroBatchConfig) -> Schedule:
+def schedule_some(rollouts: list[Rollout], indices: list[int], limits: MicroBatchConfig) -> Schedule:
     """Return micro-batches of some completions of a step. Raises `max_tokens` if a single rollout exceeds it, which
     happens only for completions without a gradient."""
-    lengths, bounds = row_lengths(rollouts, limits.pair_cost), limits.of_schedule
+    lengths, bounds = rollout_lengths(rollouts, limits.pair_cost), limits.of_schedule
     if limits.max_tokens is not None:
-        bounds["max_tokens"] = max([limits.max_tokens, *(lengths.prompts[i] + lengths.completions[i] for i in rows)])
-    schedule = schedule_micro_batches(lengths, [[row] for row in rows], **bounds)
-    assert schedule is not None  # every single row fits
+        bounds["max_tokens"] = max(
+            [limits.max_tokens, *(lengths.prompts[i] + lengths.completions[i] for i in indices)]
+        )
+    schedule = schedule_micro_batches(lengths, [[i] for i in indices], **bounds)
+    assert schedule is not None  # a single rollout always fits
     return schedule
 
 
-def row_lengths(rollouts: list[Rollout], pair_cost: float = 0.0) -> RowLengths:
+def rollout_lengths(rollouts: list[Rollout], pair_cost: float = 0.0) -> RolloutLengths:
     """Return the lengths of prompts and completions; prompts with equal token ids share an id."""
     texts: dict[bytes, int] = {}
-    same = [texts.setdefault(row.prompt_ids.tobytes(), len(texts)) for row in rollouts]
+    same = [texts.setdefault(rollout.prompt_ids.tobytes(), len(texts)) for rollout in rollouts]
     lengths = [len(r.prompt_ids) for r in rollouts], [len(r.completion_ids) for r in rollouts]
-    return RowLengths(*lengths, same, pair_cost)
+    return RolloutLengths(*lengths, same, pair_cost)
 
 
 @dataclass
@@ -163,9 +165,9 @@ def collate(rollouts: list[Rollout], device: torch.device) -> MicroBatch:
     """Pad rollouts to the longest completion among them, and move the tensors to `device`."""
 
     def padded(name: str, missing: float, dtype: torch.dtype) -> torch.Tensor:
-        rows = [getattr(row, name) for row in rollouts]
-        out = torch.full((len(rows), max(len(row.completion_ids) for row in rollouts)), missing, dtype=dtype)
-        for i, values in enumerate(rows):
+        given = [getattr(rollout, name) for rollout in rollouts]
+        out = torch.full((len(given), max(len(rollout.completion_ids) for rollout in rollouts)), missing, dtype=dtype)
+        for i, values in enumerate(given):
             if values is not None:
                 out[i, : len(values)] = torch.from_numpy(values)
         return out.to(device)

@@ -10,7 +10,7 @@ from typing import Any
 @dataclass(frozen=True)
 class Step:
     """
-    Sizes of a generation batch and of an optimizer step; `rows` in names means completions.
+    Sizes of a generation batch and of an optimizer step.
 
     Attributes:
         per_device_train_batch_size, gradient_accumulation_steps, steps_per_generation, num_generations, num_iterations
@@ -39,20 +39,20 @@ class Step:
         return self.per_device_train_batch_size * self.num_processes
 
     @property
-    def rows_per_generation(self) -> int:
+    def completions_per_generation(self) -> int:
         return self.slot * self.steps_per_generation
 
     @property
-    def rows_per_update(self) -> int:
+    def completions_per_update(self) -> int:
         return self.slot * self.gradient_accumulation_steps
 
     @property
     def prompts_per_generation(self) -> float:
-        return self.rows_per_generation / self.num_generations
+        return self.completions_per_generation / self.num_generations
 
     @property
     def prompts_per_update(self) -> float:
-        return self.rows_per_update / self.num_generations
+        return self.completions_per_update / self.num_generations
 
     @property
     def updates_per_generation(self) -> int:
@@ -75,12 +75,12 @@ class Step:
         An optimizer step must hold whole groups of `num_generations`. It must use either a part of one generation
         batch, or one or more whole generation batches.
         """
-        if self.rows_per_update % self.num_generations:
+        if self.completions_per_update % self.num_generations:
             return [
                 f"An optimizer step must hold whole groups of num_generations={self.num_generations} completions, but "
                 f"has per_device_train_batch_size={self.per_device_train_batch_size} x {self.num_processes} processes "
-                f"x gradient_accumulation_steps={self.gradient_accumulation_steps} = {self.rows_per_update}. Change "
-                "one of them."
+                f"x gradient_accumulation_steps={self.gradient_accumulation_steps} = {self.completions_per_update}. "
+                "Change one of them."
             ]
         several_generations = self.gradient_accumulation_steps % self.steps_per_generation == 0
         if self.steps_per_generation % self.gradient_accumulation_steps == 0:

@@ -49,32 +49,32 @@ class TokenWeights:
     whole optimizer step.
 
     Attributes:
-        num_row_values (`int`): Number of tensors that [`row_values`] returns. If it is above 0, they are gathered over
+        num_values (`int`): Number of tensors that [`own_values`] returns. If it is above 0, they are gathered over
             all completions and processes before the first backward pass, which may need an extra forward pass.
     """
 
-    num_row_values = 0
+    num_values = 0
 
     def prepare(self, update: Any, model: torch.nn.Module, step: Any) -> None:
         """Prepare for an optimizer step, before its forward passes. Arguments are the `PolicyUpdate`, the wrapped
         model, and the `StepRollouts`."""
 
-    def row_values(self, tokens: TokenValues) -> list[torch.Tensor]:
-        """Return `num_row_values` tensors `(B,)` from a micro-batch; `tokens.coefficients` are still 0."""
+    def own_values(self, tokens: TokenValues) -> list[torch.Tensor]:
+        """Return `num_values` tensors `(B,)` from a micro-batch; `tokens.coefficients` are still 0."""
         return []
 
     def begin(
-        self, coefficients: torch.Tensor, row_values: torch.Tensor, counted: torch.Tensor, num_rows: int
+        self, coefficients: torch.Tensor, own_values: torch.Tensor, counted: torch.Tensor, num_completions: int
     ) -> None:
         """
         Receive the values of the whole optimizer step, before its first backward pass.
 
         Args:
             coefficients (`torch.Tensor` of shape `(B,)`): Coefficients of all completions of the step.
-            row_values (`torch.Tensor` of shape `(num_row_values, B)`): Results of [`row_values`]; 0 for completions
+            own_values (`torch.Tensor` of shape `(num_values, B)`): Results of [`own_values`]; 0 for completions
                 without a forward pass.
             counted (bool `torch.Tensor` of shape `(B,)`): Completions with at least one counted token.
-            num_rows (`int`): Number of scorable completions, the divisor of the loss.
+            num_completions (`int`): Number of scorable completions, the divisor of the loss.
         """
 
     def __call__(self, tokens: TokenValues) -> torch.Tensor:

@@ -146,13 +146,13 @@ def test_groups_without_a_gradient_have_no_forward_pass(tmp_path, settings):
     class Counting(GRPOTrainer):
         def _prepare_learning(self):
             super()._prepare_learning()
-            score = self.scorer.score
+            score = self.forward_pass.compute_logps
 
             def counted(model, prompt_ids, completion_ids):
                 passed.append(sum(ids is not FILLER.prompt_ids for ids in prompt_ids))
                 return score(model, prompt_ids, completion_ids)
 
-            self.scorer.score = counted
+            self.forward_pass.compute_logps = counted
 
     trainers = {"grpo": (Counting, Counting._config_class)}
     settings = settings | {"startup_check": False, "learning_rate": 0.01}

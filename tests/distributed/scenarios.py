@@ -270,9 +270,9 @@ def drawn_again(rank, directory, **how):
     drawn, logps = [], []
 
     class DrawsAgain(PACSTrainer):
-        def _draw_generation(self, generation_batch):
-            first = super()._draw_generation(generation_batch)
-            drawn.append(first + self.draw(generation_batch[:1], 8, [first[0].group]))
+        def _generate_rollouts(self, generation_batch):
+            first = super()._generate_rollouts(generation_batch)
+            drawn.append(first + self.generate_more(generation_batch[:1], 8, [first[0].group]))
             return drawn[-1]
 
     def reward(completions, score, **kwargs):
@@ -357,14 +357,14 @@ def exchanged_in_bf16(rank, directory):
     recorder = Recorder()
     settings = {**EIGHTH, **FSDP_SETTINGS, "bf16": True}
     trainer = build_trainer(directory, replay=Replay(), more={"callbacks": [recorder]}, **settings)
-    score = trainer.scorer.score
+    score = trainer.forward_pass.compute_logps
 
     def watched(*rows):
         scores = score(*rows)
         logps.extend(scores.logps)
         return scores
 
-    trainer.scorer.score = watched
+    trainer.forward_pass.compute_logps = watched
     trainer.train()
     if rank == 0:
         tiny_model().save_pretrained(directory / "model")

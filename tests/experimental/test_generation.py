@@ -280,13 +280,13 @@ def test_guided_answers_are_learnt_under_the_plain_prompt(tmp_path, model_path, 
         log_completions=True,
     )
     scored = []
-    score = trainer.score
+    compute_logps = trainer.compute_logps
 
     def watched(prompt_ids, completion_ids):
         scored.append((prompt_ids, completion_ids, trainable_weights(trainer.model)))
-        return score(prompt_ids, completion_ids)
+        return compute_logps(prompt_ids, completion_ids)
 
-    trainer.score = watched
+    trainer.compute_logps = watched
     trainer.train()
     guided = 0
     for first, groups in trainer.generations:
@@ -547,14 +547,14 @@ def test_answers_in_hints_are_counted(tmp_path, model_path, caplog):
 class Killed(WatchedBoth):
     """kill -9 in a later draw of its generation, at one of its forward passes."""
 
-    generation, forward_pass = 0, 0
+    generation, killed_pass = 0, 0
 
     def complete_generation(self, generation_batch, rollouts, num_steps):
         if len(self.generations) == self.generation:
             forward, passes = self.model.forward, iter(range(1000))
 
             def counted(*args, **kwargs):
-                if next(passes) == self.forward_pass:
+                if next(passes) == self.killed_pass:
                     os.kill(os.getpid(), signal.SIGKILL)
                 return forward(*args, **kwargs)
 
@@ -575,7 +575,7 @@ def run_with_kills(directory, model_path, num_kills, seed, max_steps) -> list[in
                 trainer = built(
                     directory, model_path, settings, trainer_class=WatchedBoth if attempt == num_kills else Killed
                 )
-                trainer.generation, trainer.forward_pass = where
+                trainer.generation, trainer.killed_pass = where
                 last = any(directory.glob("checkpoint-*/trainer_state.json")) or None
                 trainer.train(resume_from_checkpoint=last)
                 trainer.save_model()

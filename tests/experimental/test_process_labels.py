@@ -30,7 +30,7 @@ def double(values):
 
 def prefixes_of(labels, groups):
     """`labels` of each completion, the last one the outcome."""
-    return Prefixes(Groups(double([of_row[-1] for of_row in labels]), groups), labels)
+    return Prefixes(Groups(double([of_completion[-1] for of_completion in labels]), groups), labels)
 
 
 def test_alignment():

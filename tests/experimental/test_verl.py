@@ -148,13 +148,13 @@ def test_hidden_states_are_those_of_each_row_alone(tmp_path, padding_free):
 
 def test_only_so_many_rows_are_measured(tmp_path, monkeypatch):
     trainer = build_trainer(
-        tmp_path, replay=Replay(), hidden_state_every_steps=1, hidden_state_rows=3, max_steps=1, **MEASURES
+        tmp_path, replay=Replay(), hidden_state_every_steps=1, hidden_state_completions=3, max_steps=1, **MEASURES
     )
     seen, hidden_states = [], verl.hidden_states
 
-    def spy(scorer, model, prompt_ids, completion_ids):
+    def spy(forward_pass, model, prompt_ids, completion_ids):
         seen.append(len(prompt_ids))
-        return hidden_states(scorer, model, prompt_ids, completion_ids)
+        return hidden_states(forward_pass, model, prompt_ids, completion_ids)
 
     monkeypatch.setattr(verl, "hidden_states", spy)
     trainer.train()
@@ -202,7 +202,7 @@ def test_gradient_of_verl(tmp_path, monkeypatch, group_layout, tokens):
 
 REFUSED = {
     "unknown": ({"bonus_tokens": "first"}, "bonus_tokens"),
-    "ignored rows": (STRIDE | {"hidden_state_rows": 8}, "hidden_state_rows"),
+    "ignored rows": (STRIDE | {"hidden_state_completions": 8}, "hidden_state_completions"),
     "ignored steps": (STRIDE | {"hidden_state_every_steps": 2}, "hidden_state_every_steps"),
     "nothing to do": (STRIDE | {"bonus_tokens": "none"}, "hidden_state_every_steps"),
     "stride 0": ({"hidden_state_stride": 0}, "hidden_state_stride"),

@@ -22,8 +22,8 @@ from experiments.gradient_variance import (
 from experiments.paper.records import Records
 from experiments.studies import running_mean
 from pacs_trl.miniature.model import build_model
+from pacs_trl.update.logps import sequence_logps
 from pacs_trl.update.reference import SnapshotReference
-from pacs_trl.update.score_rows import sequence_logps
 
 
 def test_noise_share_of_two_gradients_by_hand():

@@ -38,7 +38,11 @@ def test_arms_are_legal_and_share_the_number_of_completions(tmp_path):
         words = [tiny_critic(tmp_path) if "taught_tiny" in word else word for word in cell.words]
         recipe, errors = check_recipe(str(RECIPES / f"{cell.recipe}.yaml"), words, 1)
         assert errors == [], name
-        steps[name] = recipe.step.rows_per_generation, recipe.training.max_steps, recipe.model.model_name_or_path
+        steps[name] = (
+            recipe.step.completions_per_generation,
+            recipe.training.max_steps,
+            recipe.model.model_name_or_path,
+        )
         alone[name] = vars(recipe.training).get(
             "critic_warmup_steps", vars(recipe.training).get("critic_pretraining_steps")
         )

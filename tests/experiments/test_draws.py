@@ -17,7 +17,7 @@ def test_arms_cost_the_same(arm, task):
     recipe, conflicts = check_recipe(f"recipes/{cell.recipe}.yaml", cell.words, 1)
     assert conflicts == []
     step = recipe.step
-    drawn = step.rows_per_generation
+    drawn = step.completions_per_generation
     if getattr(recipe.training, "adaptive_rollouts", None):
         drawn += recipe.training.adaptive_rollouts_budget or 768  # 32 prompts x 24
     generations = step.rollouts(recipe.training.max_steps)

@@ -201,7 +201,7 @@ def test_arms_are_legal_and_have_names_of_their_own():
     assert len({arm.name for arm in arms}) == len(arms)
     for arm in {arm._replace(rate=1e-4, beta=1.0, task="addition") for arm in arms}:
         recipe, conflicts = check_recipe(f"recipes/{arm.cell.recipe}.yaml", arm.cell.words, 1)
-        assert conflicts == [] and recipe.step.rows_per_generation == arm.completions
+        assert conflicts == [] and recipe.step.completions_per_generation == arm.completions
         assert recipe.step.rollouts(recipe.training.max_steps) == arm.rollouts
 
 

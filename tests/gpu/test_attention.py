@@ -9,8 +9,8 @@ from seeds import shifted
 
 from benchmarks.recorded import Size, build_model, recorded_rollouts, shape_of
 from pacs_trl.update import packing
-from pacs_trl.update.score_rows import fused_head
-from pacs_trl.update.scorer import Scorer
+from pacs_trl.update.forward_pass import ForwardPass
+from pacs_trl.update.logps import fused_head
 
 
 # Float32 leaves the order of sums: of a log-prob over a vocabulary and some layers, of a gradient over all tokens.
@@ -48,7 +48,7 @@ class Passes:
 
 def compute(policy, rollouts: list[dict], device: str, *, packed: bool, autocast: bool) -> Passes:
     """Run one group per forward pass; the loss is the mean log-prob of every other completion, minus the others."""
-    scorer = Scorer(
+    forward_pass = ForwardPass(
         policy,
         torch.device(device),
         padding_free="always" if packed else "never",
@@ -62,8 +62,8 @@ def compute(policy, rollouts: list[dict], device: str, *, packed: bool, autocast
                 [np.asarray(r[name], np.int32) for r in rollouts[start : start + 4]]
                 for name in ("prompt_ids", "completion_ids")
             )
-            with scorer.attention():
-                scores = scorer.score(policy, prompts, completions)
+            with forward_pass.attention():
+                scores = forward_pass.compute_logps(policy, prompts, completions)
                 sum((1 - 2 * (i % 2)) * logps.mean() for i, logps in enumerate(scores.logps)).backward()
             passes.logps += [logps.detach().float().cpu() for logps in scores.logps]
             passes.entropies += [entropies.detach().float().cpu() for entropies in scores.entropies]
@@ -119,13 +119,13 @@ def test_packed_equals_padded(alone, device, record_property, model, attention):
 
 def test_the_comparison_notices_a_wrong_layout(monkeypatch):
     """Positions that continue from completion to completion are far from padded ones."""
-    packed = Scorer._packed
+    packed = ForwardPass._packed
 
     def shifted(self, prompts, completions):
         inputs, places = packed(self, prompts, completions)
         return {**inputs, "position_ids": inputs["position_ids"].sort().values}, places
 
-    monkeypatch.setattr(Scorer, "_packed", shifted)
+    monkeypatch.setattr(ForwardPass, "_packed", shifted)
     rows = compare_layouts("cpu", "tiny", "sdpa", 24)
     assert rows[1]["layout"] == "packed" and rows[1]["gradient"] > MAX_GRADIENT_ERROR
 
@@ -133,7 +133,9 @@ def test_the_comparison_notices_a_wrong_layout(monkeypatch):
 @pytest.mark.needs(cuda=True)
 def test_variable_length_kernel_sees_prompt_and_branch():
     """PyTorch's kernel in bfloat16, forward and backward, against float32 with the queries of the prompt once more."""
-    rows = packing.PackedRows([np.arange(41)] * 3 + [np.arange(7)], [np.zeros(n, dtype=int) for n in (5, 0, 90, 30)])
+    rows = packing.PackedRollouts(
+        [np.arange(41)] * 3 + [np.arange(7)], [np.zeros(n, dtype=int) for n in (5, 0, 90, 30)]
+    )
     shapes = [(1, heads, len(rows.ids), 64) for heads in (4, 2, 2)]
     bounds = {k: v.cuda() if torch.is_tensor(v) else v for k, v in rows.kernel_inputs().items()}
     found = []

@@ -8,8 +8,8 @@ from replay import Replay, build_trainer, tiny_model
 from seeds import shifted
 
 from pacs_trl.plan.cost import checkpoint_bytes
-from pacs_trl.rollouts.checkpoint import rows_to_save
-from pacs_trl.update.rows import Rollout
+from pacs_trl.rollouts.checkpoint import rollouts_to_save
+from pacs_trl.update.rollout import Rollout
 
 
 @pytest.mark.parametrize(
@@ -53,5 +53,5 @@ def test_rows_on_disk(tmp_path):
         )
         for _ in range(8)
     ]
-    torch.save(rows_to_save([rows], 0, 1), tmp_path / "rows.pt")
+    torch.save(rollouts_to_save([rows], 0, 1), tmp_path / "rows.pt")
     assert (tmp_path / "rows.pt").stat().st_size == pytest.approx(checkpoint_bytes(0, row_tokens=8 * 4000), rel=0.1)

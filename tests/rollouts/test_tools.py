@@ -52,13 +52,13 @@ def built(path, monkeypatch, turns, **settings):
     reward = settings.pop("reward", math_reward)
     settings = {"max_completion_length": 64, "num_generations": 4, "per_device_train_batch_size": 4} | settings
     trainer = build_trainer(path, reward=reward, more=more, max_steps=1, **settings)
-    draw, trainer.rows = trainer._draw_generation, []
+    draw, trainer.rows = trainer._generate_rollouts, []
 
     def keep(batch):
         trainer.rows = draw(batch)
         return trainer.rows
 
-    trainer._draw_generation = keep
+    trainer._generate_rollouts = keep
     return trainer
 
 
@@ -76,7 +76,7 @@ def digit(completions, **kwargs):
 
 def test_what_a_tool_says_has_no_gradient(tmp_path, monkeypatch):
     trainer = built(tmp_path, monkeypatch, TURNS, reward=digit, max_completion_length=200)
-    score, scored = trainer.scorer.score, []
+    score, scored = trainer.forward_pass.compute_logps, []
 
     def spy(model, prompt_ids, completion_ids):
         scores = score(model, prompt_ids, completion_ids)
@@ -86,7 +86,7 @@ def test_what_a_tool_says_has_no_gradient(tmp_path, monkeypatch):
                 scored.append((ids, logps))
         return scores
 
-    trainer.scorer.score = spy
+    trainer.forward_pass.compute_logps = spy
     trainer.train()
     written = [TOKENIZER.decode(row.completion_ids[row.loss_mask]) for row in trainer.rows]
     assert written == ["".join(turns) for turns in TURNS]

@@ -11,7 +11,7 @@ from seeds import shifted
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from trl.trainer.utils import add_fused_lm_head
 
-from pacs_trl.update.scorer import Scorer
+from pacs_trl.update.forward_pass import ForwardPass
 from pacs_trl.update.startup_check import choose_forward_pass
 
 
@@ -38,13 +38,13 @@ def outcome(model_type: str, rows, weights) -> str:
     except Exception:
         return "not built small"
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-    scorer = Scorer(model, torch.device("cpu"))
+    forward_pass = ForwardPass(model, torch.device("cpu"))
     try:
-        choose_forward_pass(scorer, model)
+        choose_forward_pass(forward_pass, model)
     except ValueError:
         return "rejected"
-    with scorer.attention():
-        found = scorer.score(model, *rows).logps
+    with forward_pass.attention():
+        found = forward_pass.compute_logps(model, *rows).logps
         torch.dot(torch.cat(found), torch.cat(weights)).backward()
     found_gradient = gradient(model)
     for logps, prompt, completion, weight in zip(found, *rows, weights, strict=True):
@@ -54,7 +54,7 @@ def outcome(model_type: str, rows, weights) -> str:
         torch.dot(own, weight).backward()
     own_gradient = gradient(model)
     assert (found_gradient - own_gradient).norm() <= 1e-4 * own_gradient.norm()  # not where one is NaN
-    return ("packed" if scorer.packing else "padded") + ("" if scorer.fused else ", own head")
+    return ("packed" if forward_pass.packing else "padded") + ("" if forward_pass.fused else ", own head")
 
 
 @pytest.mark.slow

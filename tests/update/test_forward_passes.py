@@ -32,14 +32,14 @@ def test_forward_passes_are_those_of_the_trainer(tmp_path, settings):
     sizes = {"steps_per_generation": 2, "max_steps": 2 * iterations, "startup_check": False}
     trainer = build_trainer(tmp_path, replay=Replay(uniform_groups=0), more=lora, **sizes, **settings)
     # also of the reference of the KL term, which is the model without its adapter
-    cost, forward = 0, trainer.scorer.forward
+    cost, forward = 0, trainer.forward_pass.forward
 
     def counted(model, prompt_ids, completion_ids, **inputs):
         nonlocal cost
         cost += (3 if torch.is_grad_enabled() else 1) * len(prompt_ids)
         return forward(model, prompt_ids, completion_ids, **inputs)
 
-    trainer.scorer.forward = counted
+    trainer.forward_pass.forward = counted
     trainer.train()
     planned = training_forward_equivalents(
         "pacs",

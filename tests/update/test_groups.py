@@ -8,7 +8,7 @@ from seeds import shifted
 
 from pacs_trl.objective import actor_coefficients, class_weights, group_scores, loss_from_proxies, proxy_coefficients
 from pacs_trl.update.groups import Groups, split_into_steps
-from pacs_trl.update.rows import Rollout
+from pacs_trl.update.rollout import Rollout
 
 
 NAN = math.nan
@@ -19,16 +19,16 @@ def ragged_case(seed: int = 0):
     """Proxies, labels and groups of rows in random order: all sizes from 1 to 9, a group of one class, one without
     verdicts."""
     generator = torch.Generator().manual_seed(shifted(seed))
-    group_of_row = [group for group, size in enumerate(SIZES) for _ in range(size)]
-    shuffled = torch.randperm(len(group_of_row), generator=generator).tolist()
-    group_of_row = [100 + group_of_row[i] for i in shuffled]  # numbers need not begin at 0
-    proxies = torch.randn(len(group_of_row), generator=generator, dtype=torch.float64)
-    labels = (torch.rand(len(group_of_row), generator=generator) < 0.5).double()
-    labels[torch.rand(len(group_of_row), generator=generator) < 0.2] = NAN
-    groups = torch.tensor(group_of_row)
+    group_of_rollout = [group for group, size in enumerate(SIZES) for _ in range(size)]
+    shuffled = torch.randperm(len(group_of_rollout), generator=generator).tolist()
+    group_of_rollout = [100 + group_of_rollout[i] for i in shuffled]  # numbers need not begin at 0
+    proxies = torch.randn(len(group_of_rollout), generator=generator, dtype=torch.float64)
+    labels = (torch.rand(len(group_of_rollout), generator=generator) < 0.5).double()
+    labels[torch.rand(len(group_of_rollout), generator=generator) < 0.2] = NAN
+    groups = torch.tensor(group_of_rollout)
     labels[groups == 102] = 1.0
     labels[groups == 104] = NAN
-    return proxies, labels, group_of_row
+    return proxies, labels, group_of_rollout
 
 
 def by_hand():
@@ -40,7 +40,7 @@ def test_by_hand():
     groups = by_hand()
     assert groups.members == [[0, 2, 4], [1], [3, 5]] and groups.size == 3
     assert groups.scorable.tolist() == [True, False, True, True, False, True]
-    assert groups.judged.tolist() == [True, False, True] and groups.mixed.tolist() == [True, False, False]
+    assert groups.labeled.tolist() == [True, False, True] and groups.mixed.tolist() == [True, False, False]
     assert groups.rows_of(groups.mixed).tolist() == [True, False, True, False, True, False]
     # group 7: 3 - 1 and back; group 3 has nothing to compare with; group 9: 6 - 4 and back
     scores = groups.apply(group_scores, torch.tensor([3.0, 9.0, 1.0, 6.0, 50.0, 4.0]), score_estimator="rloo")
@@ -68,14 +68,14 @@ KINDS = [
 
 @pytest.mark.parametrize("kinds", KINDS, ids=str)
 def test_every_row_gets_what_its_group_alone_would_give_it(kinds):
-    proxies, labels, group_of_row = ragged_case()
-    groups = Groups(labels, group_of_row)
+    proxies, labels, group_of_rollout = ragged_case()
+    groups = Groups(labels, group_of_rollout)
     assert [len(rows) for rows in groups.members] != SIZES  # the groups lie mixed up
     coefficients = groups.apply(proxy_coefficients, proxies, **kinds)
     loss, scores = groups.apply(loss_from_proxies, proxies, **kinds)
     weighting = {"class_weighting": kinds["class_weighting"]}
     actor = groups.apply(actor_coefficients, scores, **weighting)
-    total, num_rows = 0.0, groups.scorable.sum().item()
+    total, num_completions = 0.0, groups.scorable.sum().item()
     for rows in groups.members:
         counted = [row for row in rows if not labels[row].isnan()]
         missing = [row for row in rows if row not in counted]
@@ -85,7 +85,7 @@ def test_every_row_gets_what_its_group_alone_would_give_it(kinds):
         if not counted:
             continue
         alone = {"num_generations": len(counted), **kinds}
-        share = len(counted) / num_rows
+        share = len(counted) / num_completions
         of_group, scores_of_group = loss_from_proxies(proxies[counted], labels[counted], **alone)
         total += of_group.item() * share
         expected = proxy_coefficients(proxies[counted], labels[counted], **alone) * share

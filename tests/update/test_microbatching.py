@@ -6,7 +6,7 @@ import pytest
 from seeds import shifted
 
 from pacs_trl.update.microbatching import (
-    RowLengths,
+    RolloutLengths,
     micro_batch_cost,
     micro_batch_tokens,
     schedule_cost,
@@ -14,15 +14,15 @@ from pacs_trl.update.microbatching import (
 )
 
 
-def lognormal_lengths(num_rows, seed=0, num_generations=0):
+def lognormal_lengths(num_completions, seed=0, num_generations=0):
     """With `num_generations`, so many rows at a time have one prompt."""
     generator = random.Random(shifted(seed))
-    completions = [min(768, max(1, round(generator.lognormvariate(5.3, 0.6)))) for _ in range(num_rows)]
-    prompts = [generator.randint(5, 40) for _ in range(num_rows)]
+    completions = [min(768, max(1, round(generator.lognormvariate(5.3, 0.6)))) for _ in range(num_completions)]
+    prompts = [generator.randint(5, 40) for _ in range(num_completions)]
     if not num_generations:
-        return RowLengths(prompts, completions)
-    texts = [i // num_generations for i in range(num_rows)]
-    return RowLengths([prompts[text] for text in texts], completions, texts, pair_cost=1e-3)
+        return RolloutLengths(prompts, completions)
+    texts = [i // num_generations for i in range(num_completions)]
+    return RolloutLengths([prompts[text] for text in texts], completions, texts, pair_cost=1e-3)
 
 
 def units(rows, size=1):
@@ -35,12 +35,12 @@ def rows_of(schedule):
 
 
 def test_tokens_by_hand():
-    lengths = RowLengths(prompts=[2, 3], completions=[5, 1])
+    lengths = RolloutLengths(prompts=[2, 3], completions=[5, 1])
     assert micro_batch_tokens([0, 1], lengths, padded=True) == 2 * (2 + 5)  # not 2 * (3 + 5): behind the completions
     assert micro_batch_tokens([0, 1], lengths, padded=False) == 2 + 5 + 3 + 1
     assert micro_batch_tokens([], lengths, padded=True) == 0
     # the first two of a prompt of 10 tokens: 9 + (1 + 5) + (1 + 2), and 10 + 4 for another prompt
-    shared = RowLengths(prompts=[10] * 3, completions=[5, 2, 4], texts=[0, 0, 1])
+    shared = RolloutLengths(prompts=[10] * 3, completions=[5, 2, 4], texts=[0, 0, 1])
     assert micro_batch_tokens([0, 1], shared, padded=False) == 18
     assert micro_batch_tokens([0, 1, 2], shared, padded=False) == 32
     assert micro_batch_tokens([0, 1], shared, padded=True) == 2 * (10 + 5)
@@ -50,7 +50,7 @@ def test_tokens_by_hand():
 
 def test_cost_by_hand():
     """A tenth of a token for each of the tokens that a token sees, itself counted half."""
-    lengths = RowLengths([10] * 3, [4, 2, 4], texts=[0, 0, 1], pair_cost=0.1)
+    lengths = RolloutLengths([10] * 3, [4, 2, 4], texts=[0, 0, 1], pair_cost=0.1)
     # 9 + 5 + 3 tokens; pairs: 10 * 10 / 2, 4 * (10 + 2) and 2 * (10 + 1)
     assert micro_batch_cost([0, 1], lengths, padded=False) == pytest.approx(17 + 0.1 * (50 + 48 + 22))
     assert micro_batch_cost([0, 2], lengths, padded=False) == pytest.approx(28 + 0.1 * 2 * (50 + 48))
@@ -59,15 +59,15 @@ def test_cost_by_hand():
 
 
 def test_padded_schedule_by_hand():
-    lengths = RowLengths([1] * 4, [9, 1, 8, 2])
-    schedule = schedule_micro_batches(lengths, units(range(4)), num_processes=1, max_rows=2, padded=True)
+    lengths = RolloutLengths([1] * 4, [9, 1, 8, 2])
+    schedule = schedule_micro_batches(lengths, units(range(4)), num_processes=1, max_rollouts=2, padded=True)
     assert schedule == [[[0, 2], [3, 1]]]  # long with long, short with short: 2*10 + 2*3 tokens instead of 2*10 + 2*9
     assert schedule_cost(schedule, lengths, padded=True) == 26
 
 
 def test_packed_schedule_by_hand():
-    lengths = RowLengths([0] * 4, [9, 1, 8, 2])
-    schedule = schedule_micro_batches(lengths, units(range(4)), num_processes=2, max_rows=2)
+    lengths = RolloutLengths([0] * 4, [9, 1, 8, 2])
+    schedule = schedule_micro_batches(lengths, units(range(4)), num_processes=2, max_rollouts=2)
     assert [sorted(batch) for (batch,) in schedule] == [[0, 1], [2, 3]]  # 10 tokens on each process
 
 
@@ -75,9 +75,11 @@ def test_long_rows_are_dear():
     """Where pairs count, 24 + 24 * 24 / 2 is more than two of 12 + 12 * 12 / 2 and three of 8 + 8 * 8 / 2: 312 and
     288."""
     completions = [24, 12, 12, 8, 8, 8]
-    even = schedule_micro_batches(RowLengths([0] * 6, completions), units(range(6)), num_processes=2, max_rows=6)
+    even = schedule_micro_batches(
+        RolloutLengths([0] * 6, completions), units(range(6)), num_processes=2, max_rollouts=6
+    )
     with_pairs = schedule_micro_batches(
-        RowLengths([0] * 6, completions, pair_cost=1.0), units(range(6)), num_processes=2, max_rows=6
+        RolloutLengths([0] * 6, completions, pair_cost=1.0), units(range(6)), num_processes=2, max_rollouts=6
     )
     assert sorted(sum(completions[i] for i in batch) for (batch,) in even) == [32, 40]
     assert sorted(len(batch) for (batch,) in with_pairs) == [1, 5]
@@ -88,18 +90,18 @@ def test_rows_of_one_prompt_stay_together_where_that_is_cheaper():
     scattered."""
     completions = [40, 10, 20, 30] * 2
     long = schedule_micro_batches(
-        RowLengths([100] * 8, completions, [0] * 4 + [1] * 4), units(range(8)), num_processes=2, max_rows=4
+        RolloutLengths([100] * 8, completions, [0] * 4 + [1] * 4), units(range(8)), num_processes=2, max_rollouts=4
     )
     assert sorted(sorted(batch) for (batch,) in long) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     # One prompt of 2 tokens whose rows are four times as long: the balance is worth more than a token or two.
     completions = [40] * 4 + [10] * 4
     short = schedule_micro_batches(
-        RowLengths([2] * 8, completions, [0] * 4 + [1] * 4), units(range(8)), num_processes=2, max_rows=4
+        RolloutLengths([2] * 8, completions, [0] * 4 + [1] * 4), units(range(8)), num_processes=2, max_rollouts=4
     )
     assert [sum(completions[i] for i in batch) for (batch,) in short] == [100, 100]
     # In halves, dealt forth and back: 40 + 10 and 30 + 20 of each prompt
     halves = schedule_micro_batches(
-        RowLengths([100] * 4, [40, 30, 20, 10], [0] * 4), units(range(4)), num_processes=2, max_rows=4
+        RolloutLengths([100] * 4, [40, 30, 20, 10], [0] * 4), units(range(4)), num_processes=2, max_rollouts=4
     )
     assert sorted(sorted(batch) for (batch,) in halves) == [[0, 3], [1, 2]]
 
@@ -116,13 +118,15 @@ def mixed_units(rows):
 
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 8])
-@pytest.mark.parametrize("limit", [dict(max_rows=9), dict(max_rows=1, max_tokens=8000)])
+@pytest.mark.parametrize("limit", [dict(max_rollouts=9), dict(max_rollouts=1, max_tokens=8000)])
 @pytest.mark.parametrize("cut", [units, lambda rows: units(rows, 2), mixed_units])
-@pytest.mark.parametrize("num_rows", [0, 2, 38, 64])
+@pytest.mark.parametrize("num_completions", [0, 2, 38, 64])
 @pytest.mark.parametrize("num_generations", [0, 8])
-def test_every_row_once_within_bounds_and_in_lockstep(padded, num_processes, limit, cut, num_rows, num_generations):
+def test_every_row_once_within_bounds_and_in_lockstep(
+    padded, num_processes, limit, cut, num_completions, num_generations
+):
     lengths = lognormal_lengths(64, num_generations=num_generations)
-    groups = cut(random.Random(shifted(1)).sample(range(64), num_rows))
+    groups = cut(random.Random(shifted(1)).sample(range(64), num_completions))
     schedule = schedule_micro_batches(lengths, groups, num_processes=num_processes, padded=padded, **limit)
     assert rows_of(schedule) == sorted(sum(groups, []))
     assert len(schedule) == num_processes and len({len(batches) for batches in schedule}) == 1
@@ -131,27 +135,27 @@ def test_every_row_once_within_bounds_and_in_lockstep(padded, num_processes, lim
         if "max_tokens" in limit:
             assert micro_batch_tokens(batch, lengths, padded=padded) <= limit["max_tokens"]
         else:
-            assert len(batch) <= limit["max_rows"]
+            assert len(batch) <= limit["max_rollouts"]
     home = {row: i for i, batch in enumerate(batches) for row in batch}
     assert all(len({home[row] for row in group}) == 1 for group in groups)
 
 
 def test_a_small_unit_finds_the_place_that_a_large_one_left():
     """Three rows and then one, of two micro-batches with four places each: 3 + 1 and 3 + 1, no third micro-batch."""
-    lengths = RowLengths([0] * 8, [9, 9, 9, 8, 8, 8, 1, 1])
-    schedule = schedule_micro_batches(lengths, [[0, 1, 2], [3, 4, 5], [6], [7]], num_processes=1, max_rows=4)
+    lengths = RolloutLengths([0] * 8, [9, 9, 9, 8, 8, 8, 1, 1])
+    schedule = schedule_micro_batches(lengths, [[0, 1, 2], [3, 4, 5], [6], [7]], num_processes=1, max_rollouts=4)
     assert sorted(sorted(batch) for batch in schedule[0]) == [[0, 1, 2, 7], [3, 4, 5, 6]]
 
 
-@pytest.mark.parametrize("limit", [dict(max_rows=3), dict(max_rows=8, max_tokens=100)])
+@pytest.mark.parametrize("limit", [dict(max_rollouts=3), dict(max_rollouts=8, max_tokens=100)])
 def test_groups_that_do_not_fit_give_no_schedule(limit):
-    lengths = RowLengths([10] * 8, [40] * 8)
+    lengths = RolloutLengths([10] * 8, [40] * 8)
     assert schedule_micro_batches(lengths, units(range(8), 4), num_processes=1, **limit) is None
 
 
 def test_packed_micro_batches_are_balanced():
     lengths = lognormal_lengths(256)
-    schedule = schedule_micro_batches(lengths, units(range(256)), num_processes=8, max_rows=8)
+    schedule = schedule_micro_batches(lengths, units(range(256)), num_processes=8, max_rollouts=8)
     tokens = [micro_batch_tokens(batch, lengths, padded=False) for batches in schedule for batch in batches]
     assert max(tokens) / (sum(tokens) / len(tokens)) < 1.05
     totals = [sum(micro_batch_tokens(b, lengths, padded=False) for b in batches) for batches in schedule]
@@ -160,7 +164,7 @@ def test_packed_micro_batches_are_balanced():
 
 def test_sorting_removes_most_padding():
     lengths = lognormal_lengths(256)
-    schedule = schedule_micro_batches(lengths, units(range(256)), num_processes=1, max_rows=8, padded=True)
+    schedule = schedule_micro_batches(lengths, units(range(256)), num_processes=1, max_rollouts=8, padded=True)
     unsorted = [[list(range(i, i + 8)) for i in range(0, 256, 8)]]
     real = micro_batch_tokens(range(256), lengths, padded=False)
     assert schedule_cost(schedule, lengths, padded=True) < 1.15 * real
@@ -169,5 +173,5 @@ def test_sorting_removes_most_padding():
 
 def test_large_schedule_is_quick_enough_to_run_every_step():
     lengths = lognormal_lengths(8192, num_generations=16)
-    schedule = schedule_micro_batches(lengths, units(range(8192)), num_processes=64, max_rows=1, max_tokens=16384)
+    schedule = schedule_micro_batches(lengths, units(range(8192)), num_processes=64, max_rollouts=1, max_tokens=16384)
     assert rows_of(schedule) == list(range(8192))

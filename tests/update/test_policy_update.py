@@ -32,7 +32,7 @@ from replay import (
 from seeds import shifted
 
 from pacs_trl.experimental.process_labels import ProcessLabelsTrainer
-from pacs_trl.update.score_rows import sequence_logps
+from pacs_trl.update.logps import sequence_logps
 from pacs_trl.update.token_weights import TokenWeights
 
 
@@ -125,7 +125,7 @@ def test_gradient_of_models_that_are_padded(tmp_path, config):
     torch.manual_seed(shifted(0))
     model = transformers.AutoModelForCausalLM.from_config(config)
     trainer, _ = train_and_compare(tmp_path, Replay(), model=model, **SMALL_MICRO_BATCHES)
-    assert trainer.scorer.packing is None
+    assert trainer.forward_pass.packing is None
 
 
 STEPS = {
@@ -211,8 +211,8 @@ def test_gradient_of_groups_of_different_sizes(tmp_path, group_layout, padding_f
         labels = [row.label for row in rows]
         sizes, scorable = (SIZES[:4], SIZES[4:])[update % 2], []
         for start, size in zip([0, *torch.tensor(sizes).cumsum(0).tolist()], sizes):
-            judged = [label for label in labels[start : start + size] if label is not None]
-            scorable += judged if len(judged) > 1 else []
+            labeled = [label for label in labels[start : start + size] if label is not None]
+            scorable += labeled if len(labeled) > 1 else []
         assert 0 < len(scorable) < 16  # empty cells of the grid are no rows
         assert logged[update]["pacs/unscorable_fraction"] == pytest.approx(1 - len(scorable) / 16)
         assert logged[update]["pacs/label_mean"] == pytest.approx(sum(scorable) / len(scorable))

@@ -10,8 +10,8 @@ from architectures import build
 from replay import Replay, build_trainer, tiny_model
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
-from pacs_trl.update.score_rows import score_rows
-from pacs_trl.update.scorer import Scorer
+from pacs_trl.update.forward_pass import ForwardPass
+from pacs_trl.update.logps import compute_logps
 from pacs_trl.update.startup_check import choose_forward_pass, disable_noise
 
 
@@ -21,18 +21,18 @@ PROMPTS, COMPLETIONS = [[45, 46, 47], [45, 46, 47], [50]], [[60, 61, 62, 63], [6
 
 def scorer_of(model, temperature=1.0, **settings):
     add_fused_lm_head(model, temperature, outputs=("log_probs", "entropy"))
-    return Scorer(model, CPU, temperature=temperature, **settings)
+    return ForwardPass(model, CPU, temperature=temperature, **settings)
 
 
 def chosen(model, **settings):
-    scorer = scorer_of(model, **settings)
-    choose_forward_pass(scorer, model)
-    return scorer
+    forward_pass = scorer_of(model, **settings)
+    choose_forward_pass(forward_pass, model)
+    return forward_pass
 
 
-def assert_exact(scorer, model, temperature=1.0):
+def assert_exact(forward_pass, model, temperature=1.0):
     with torch.no_grad():
-        scores = scorer.score(model, PROMPTS, COMPLETIONS)
+        scores = forward_pass.compute_logps(model, PROMPTS, COMPLETIONS)
         for logps, entropies, prompt, completion in zip(*scores, PROMPTS, COMPLETIONS, strict=True):
             logits = model(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits
             own = (logits[0, len(prompt) - 1 : -1] / temperature).log_softmax(dim=-1)
@@ -44,11 +44,11 @@ def assert_exact(scorer, model, temperature=1.0):
 def test_a_model_that_packs_is_left_alone(caplog):
     model = tiny_model()
     model.model.layers[0].eval()  # modes of modules are restored one by one
-    scorer = scorer_of(model)
+    forward_pass = scorer_of(model)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     modes, state = [module.training for module in model.modules()], torch.get_rng_state()
-    choose_forward_pass(scorer, model)
-    assert (scorer.packing, scorer.fused) == ("sdpa", True) and not caplog.records
+    choose_forward_pass(forward_pass, model)
+    assert (forward_pass.packing, forward_pass.fused) == ("sdpa", True) and not caplog.records
     assert [module.training for module in model.modules()] == modes and torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
@@ -61,11 +61,11 @@ def test_layers_that_do_not_pass_the_inputs_of_packing_on(monkeypatch, caplog, p
     model = build("nemotron")
     if packing == "flash":
         model.config._attn_implementation = "flash_attention_2"
-    scorer = scorer_of(model)
-    assert scorer.packing == packing
-    choose_forward_pass(scorer, model)
-    assert (scorer.packing, scorer.fused) == (None, True)
-    assert_exact(scorer, model)
+    forward_pass = scorer_of(model)
+    assert forward_pass.packing == packing
+    choose_forward_pass(forward_pass, model)
+    assert (forward_pass.packing, forward_pass.fused) == (None, True)
+    assert_exact(forward_pass, model)
     (record,) = caplog.records
     text = record.getMessage()
     assert "'nemotron'" in text and ("AttributeError" in text if packing == "sdpa" else " nats" in text)
@@ -81,17 +81,17 @@ def without_borders(module, query, key, value, attention_mask, scaling=None, **k
 @pytest.mark.parametrize("model_type", ["modernbert-decoder", "inkling_text", "llama4_text", "recurrent_gemma"])
 def test_modules_between_backbone_and_head(caplog, model_type):
     model = build(model_type)
-    scorer = chosen(model, temperature=0.7)
-    assert (scorer.packing, scorer.fused) == (None, False) and model_type in caplog.text
-    assert_exact(scorer, model, temperature=0.7)
+    forward_pass = chosen(model, temperature=0.7)
+    assert (forward_pass.packing, forward_pass.fused) == (None, False) and model_type in caplog.text
+    assert_exact(forward_pass, model, temperature=0.7)
 
 
 def test_half_precision_is_told_from_errors(caplog):
     assert chosen(tiny_model().bfloat16()).packing == "sdpa" and not caplog.records
     autocast = lambda: torch.autocast("cpu", dtype=torch.bfloat16)  # noqa: E731
     assert chosen(tiny_model(), autocast=autocast).packing == "sdpa" and not caplog.records
-    scorer = chosen(build("modernbert-decoder"), autocast=autocast)
-    assert not scorer.fused
+    forward_pass = chosen(build("modernbert-decoder"), autocast=autocast)
+    assert not forward_pass.fused
 
 
 def test_models_that_are_refused():
@@ -110,12 +110,12 @@ def test_values_of_a_critic(caplog):
     config.num_labels = 1
     critic = transformers.AutoModelForTokenClassification.from_config(config)
     disable_dropout_in_model(critic)
-    scorer = Scorer(critic, CPU)
-    choose_forward_pass(scorer, critic, values=True)
-    assert scorer.packing is None and "nemotron" in caplog.text
+    forward_pass = ForwardPass(critic, CPU)
+    choose_forward_pass(forward_pass, critic, values=True)
+    assert forward_pass.packing is None and "nemotron" in caplog.text
     with torch.no_grad():
         for found, prompt, completion in zip(
-            scorer.values(critic, PROMPTS, COMPLETIONS), PROMPTS, COMPLETIONS, strict=True
+            forward_pass.values(critic, PROMPTS, COMPLETIONS), PROMPTS, COMPLETIONS, strict=True
         ):
             expected = critic(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1, 0]
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
@@ -125,7 +125,7 @@ def test_evaluation_scores_with_the_chosen_passes():
     """As training does; the head is taken off again."""
     model = build("modernbert-decoder")
     with torch.no_grad():
-        found = [logps for logps, _ in score_rows(model, PROMPTS, COMPLETIONS)]
+        found = [logps for logps, _ in compute_logps(model, PROMPTS, COMPLETIONS)]
         logits = model(input_ids=torch.tensor([PROMPTS[2] + COMPLETIONS[2]])).logits[0, :-1].log_softmax(dim=-1)
     torch.testing.assert_close(found[2], logits[range(3), COMPLETIONS[2]], rtol=1e-4, atol=1e-5)
 
@@ -158,10 +158,12 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 
 def test_what_is_refused_would_be_wrong():
     """Log-probs of a short sequence beside a long one."""
-    scorer = scorer_of(model := tiny_model(rope_parameters=LONGROPE))
-    scorer.max_length = None
+    forward_pass = scorer_of(model := tiny_model(rope_parameters=LONGROPE))
+    forward_pass.max_length = None
     with torch.no_grad():
-        beside, alone = (scorer.score(model, [[5, 6, 7], [8] * n], [[20, 21], [30]]).logps[0] for n in (12, 1))
+        beside, alone = (
+            forward_pass.compute_logps(model, [[5, 6, 7], [8] * n], [[20, 21], [30]]).logps[0] for n in (12, 1)
+        )
     assert (beside - alone).abs().max() > 0.01
 
 
@@ -169,15 +171,15 @@ def test_what_is_refused_would_be_wrong():
 @pytest.mark.parametrize("padding_free", ["always", "never"])
 def test_positions_that_depend_on_the_longest_sequence(rope, padding_free):
     model = tiny_model(rope_parameters=rope, max_position_embeddings=12)
-    scorer = scorer_of(model, padding_free=padding_free)
-    assert scorer.max_length == 12
+    forward_pass = scorer_of(model, padding_free=padding_free)
+    assert forward_pass.max_length == 12
     prompts, completions = [[5, 6, 7], [8]], [[*range(20, 29)], [30]]
     with torch.no_grad():
-        logps = scorer.score(model, prompts, completions).logps
-        alone = scorer.score(model, prompts[1:], completions[1:]).logps
+        logps = forward_pass.compute_logps(model, prompts, completions).logps
+        alone = forward_pass.compute_logps(model, prompts[1:], completions[1:]).logps
         torch.testing.assert_close(logps[1], alone[0], rtol=1e-5, atol=2e-6)
         with pytest.raises(ValueError, match="13 tokens.*max_completion_length"):
-            scorer.score(model, [[5, 6, 7, 8], [8]], completions)
+            forward_pass.compute_logps(model, [[5, 6, 7, 8], [8]], completions)
 
 
 def test_a_run_whose_prompts_and_completions_are_too_long(tmp_path):
@@ -212,10 +214,10 @@ def test_the_choice_is_made_before_training(tmp_path, caplog):
     tiny = trainer_of(tmp_path / "tiny")
     tiny.model.save_pretrained(tmp_path / "model")
     trainer = build_trainer(tmp_path / "run", model=str(tmp_path / "model"), replay=Replay(), beta=0.1)
-    assert trainer.scorer.packing == trainer.ref_scorer.packing == "sdpa"
+    assert trainer.forward_pass.packing == trainer.ref_pass.packing == "sdpa"
     with caplog.at_level(logging.WARNING):
         trainer.train()
-    assert trainer.scorer.packing is trainer.ref_scorer.packing is None and "nemotron" in caplog.text
+    assert trainer.forward_pass.packing is trainer.ref_pass.packing is None and "nemotron" in caplog.text
     assert trainer.update._limits.padded
 
 
@@ -227,4 +229,4 @@ def test_the_check_can_be_disabled(tmp_path):
 def test_evaluation_without_training_is_checked(tmp_path):
     trainer = trainer_of(tmp_path)
     trainer.evaluate(trainer.train_dataset.select(range(2)))
-    assert trainer.scorer.packing is None
+    assert trainer.forward_pass.packing is None

@@ -61,7 +61,7 @@ def test_the_engine_has_the_weights_of_the_model_that_writes(trainer):
 
     def note(answers):
         rows = ([answer[name] for answer in answers] for name in ("prompt", "ids"))
-        logps = torch.cat(trainer._critic_scorer.score(trainer.critic, *rows).logps)
+        logps = torch.cat(trainer._critic_pass.compute_logps(trainer.critic, *rows).logps)
         drawn.append((logps.detach() - torch.tensor([x for answer in answers for x in answer["logps"]])).abs().max())
         return losses(answers)
 

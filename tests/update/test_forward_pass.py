@@ -21,9 +21,9 @@ from trl.trainer.utils import add_fused_lm_head
 
 from pacs_trl.evaluation.sampling import completion_entropies
 from pacs_trl.update import packing
-from pacs_trl.update.packing import PackedRows, packing_backend
-from pacs_trl.update.score_rows import fused_head, score_rows, sequence_logps
-from pacs_trl.update.scorer import Scorer
+from pacs_trl.update.forward_pass import ForwardPass
+from pacs_trl.update.logps import compute_logps, fused_head, sequence_logps
+from pacs_trl.update.packing import PackedRollouts, packing_backend
 
 
 # float32 noise of sums in another order
@@ -49,9 +49,9 @@ CPU = torch.device("cpu")
 
 
 def packed(model, prompts=PROMPTS, completions=COMPLETIONS):
-    scorer = Scorer(model, CPU)
-    assert scorer.packing == "sdpa"
-    return scorer.score(model, prompts, completions)
+    forward_pass = ForwardPass(model, CPU)
+    assert forward_pass.packing == "sdpa"
+    return forward_pass.compute_logps(model, prompts, completions)
 
 
 def with_fused_head(model):
@@ -64,7 +64,7 @@ def with_fused_head(model):
 def test_rows_equal_rows_alone(padding_free, rows):
     model = with_fused_head(tiny_model())
     with torch.no_grad():
-        scores = Scorer(model, CPU, padding_free=padding_free).score(model, *rows)
+        scores = ForwardPass(model, CPU, padding_free=padding_free).compute_logps(model, *rows)
         for logps, entropies, prompt, completion in zip(*scores, *rows, strict=True):
             expected_logps, expected_entropies = alone(model, prompt, completion)
             torch.testing.assert_close(logps, expected_logps, **TIGHT)
@@ -80,10 +80,10 @@ def test_virtual_tokens_before_the_prompt():
     """Of prompt tuning: the model gives more values than it is given tokens."""
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model = get_peft_model(with_fused_head(tiny_model()), config).eval()
-    scorer = Scorer(model, CPU)
-    assert scorer.packing is None
+    forward_pass = ForwardPass(model, CPU)
+    assert forward_pass.packing is None
     with torch.no_grad():
-        logps, _ = scorer.score(model, PROMPTS, COMPLETIONS)
+        logps, _ = forward_pass.compute_logps(model, PROMPTS, COMPLETIONS)
         for found, prompt, completion in zip(logps, PROMPTS, COMPLETIONS, strict=True):
             logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, -len(completion) - 1 : -1]
             expected = logits.log_softmax(dim=-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
@@ -99,9 +99,9 @@ def test_gradient_equals_that_of_rows_alone(checkpointing, padding_free, rows):
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
-    scorer = Scorer(model, CPU, padding_free=padding_free)
-    with scorer.attention():
-        logps, _ = scorer.score(model, *rows).padded()
+    forward_pass = ForwardPass(model, CPU, padding_free=padding_free)
+    with forward_pass.attention():
+        logps, _ = forward_pass.compute_logps(model, *rows).padded()
         (logps * factors).sum().backward()  # inside: checkpointing runs the forward again
     found = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
@@ -117,19 +117,19 @@ def test_gradient_equals_that_of_rows_alone(checkpointing, padding_free, rows):
 
 def test_packed_row_by_hand():
     prompts, completions = ([np.array(ids, dtype=np.int64) for ids in part] for part in SHARED)
-    rows = PackedRows(prompts, completions)
+    rows = PackedRollouts(prompts, completions)
     ids = [5, 6] + [7, 20, 21] + [7, 22] + [7, 23, 24, 25] + [8, 30, 31, 32, 33] + [8] + [9, 10, 11, 12, 13, 40]
     assert rows.ids.tolist() == ids
     positions = [0, 1] + [2, 3, 4] + [2, 3] + [2, 3, 4, 5] + [0, 1, 2, 3, 4] + [0] + [0, 1, 2, 3, 4, 5]
     assert rows.positions.tolist() == positions
     assert rows.texts == [[2, 3, 2, 4], [5], [1], [6]]  # a prompt and its branches; rows of one token share nothing
     # 20, 21 are predicted at 2 and 3, and so on, in the order of the rows
-    assert rows.places.tolist() == [2, 3] + [11, 12, 13, 14] + [5] + [21] + [] + [7, 8, 9]
+    assert rows.flat_indices.tolist() == [2, 3] + [11, 12, 13, 14] + [5] + [21] + [] + [7, 8, 9]
     inputs = rows.kernel_inputs()
     assert inputs["cu_seq_lens_q"].tolist() == [0, 2, 5, 7, 11, 16, 17, 23]
     assert inputs["cu_seq_lens_k"].tolist() == [0, 2, 7, 11, 17, 22, 23, 29]
     keys = [0, 1] + [0, 1, 2, 3, 4] + [0, 1, 5, 6] + [0, 1, 7, 8, 9, 10]
-    assert inputs["key_places"].tolist() == keys + list(range(11, 23))
+    assert inputs["key_indices"].tolist() == keys + list(range(11, 23))
 
 
 @contextmanager
@@ -161,7 +161,7 @@ def test_only_completion_tokens_go_through_the_head(monkeypatch, padding_free):
     spy = lambda hidden, *args: seen.append(hidden.shape[0]) or original(hidden, *args)  # noqa: E731
     monkeypatch.setattr(trl.trainer.utils._ChunkedLogProbFunction, "apply", spy)
     model = with_fused_head(tiny_model())
-    Scorer(model, CPU, padding_free=padding_free).score(model, *SHARED)
+    ForwardPass(model, CPU, padding_free=padding_free).compute_logps(model, *SHARED)
     assert seen == [11] and not model.model._forward_hooks
 
 
@@ -177,9 +177,12 @@ def test_sharing_changes_the_last_digits_only():
         ([[0, 1, 2, 3]], "never"),
     ):
         model.zero_grad()
-        scorer = Scorer(model, CPU, padding_free=padding_free)
-        with scorer.attention():
-            scores = [scorer.score(model, [prompt] * len(some), [completions[i] for i in some]) for some in rows]
+        forward_pass = ForwardPass(model, CPU, padding_free=padding_free)
+        with forward_pass.attention():
+            scores = [
+                forward_pass.compute_logps(model, [prompt] * len(some), [completions[i] for i in some])
+                for some in rows
+            ]
             logps, entropies = (torch.cat([x for part in parts for x in part]) for parts in zip(*scores, strict=True))
             (logps * torch.linspace(-1, 1, len(logps))).sum().backward()
         gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
@@ -198,7 +201,7 @@ def attention_inputs(texts, dtype=torch.float64, head=8):
     for number, (first, *branches) in enumerate(texts):
         prompts += [np.full(first + bool(branches), number)] * (len(branches) or 1)
         completions += [np.zeros(n - 1, dtype=int) for n in branches] or [np.zeros(0, dtype=int)]
-    rows = PackedRows(prompts, completions)
+    rows = PackedRollouts(prompts, completions)
     assert rows.texts == texts
     generator = torch.Generator().manual_seed(shifted(0))
     shapes = [(1, heads, len(rows.ids), head) for heads in (4, 2, 2)]
@@ -289,11 +292,11 @@ def test_flash_kernels_see_prompt_and_branch(monkeypatch, rows):
     monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "flash_attention_2", varlen_attention)
     model = with_fused_head(tiny_model())
     with torch.no_grad():
-        expected = Scorer(model, CPU).score(model, *rows)
+        expected = ForwardPass(model, CPU).compute_logps(model, *rows)
         model.config._attn_implementation = "flash_attention_2"
-        scorer = Scorer(model, CPU)
-        assert scorer.packing == "flash"
-        found = scorer.score(model, *rows)
+        forward_pass = ForwardPass(model, CPU)
+        assert forward_pass.packing == "flash"
+        found = forward_pass.compute_logps(model, *rows)
     for part, other in zip(found, expected, strict=True):
         torch.testing.assert_close(torch.cat(part), torch.cat(other), **TIGHT)
 
@@ -406,7 +409,7 @@ def test_the_model_is_left_as_it_was():
     logits = model(input_ids).logits
     expected = logits[0, :-1].double().log_softmax(-1)
     for _ in range(2):
-        (logps, entropies), *_ = score_rows(model, [[5]], [[6, 7]])
+        (logps, entropies), *_ = compute_logps(model, [[5]], [[6, 7]])
         torch.testing.assert_close(logps.double(), expected[[0, 1], [6, 7]], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(entropies.double(), -(expected.exp() * expected).sum(-1), rtol=1e-5, atol=1e-5)
     assert "forward" not in vars(model) and torch.equal(model(input_ids).logits, logits)
@@ -422,7 +425,9 @@ def test_temperature_of_the_head():
     model = tiny_model().eval()
     expected = (model(torch.tensor([[5, 6, 7]])).logits[0, :-1] / 0.5).log_softmax(-1)[[0, 1], [6, 7]]
     with fused_head(model, temperature=0.5):
-        torch.testing.assert_close(Scorer(model, CPU).score(model, [[5]], [[6, 7]]).logps[0], expected, **TIGHT)
+        torch.testing.assert_close(
+            ForwardPass(model, CPU).compute_logps(model, [[5]], [[6, 7]]).logps[0], expected, **TIGHT
+        )
 
 
 def test_sums_over_the_completion_only():

@@ -18,11 +18,11 @@ class DrawsAgain(PACSTrainer):
         super().__init__(*args, **kwargs)
         self.drawn = []
 
-    def _draw_generation(self, generation_batch):
-        first = super()._draw_generation(generation_batch)
+    def _generate_rollouts(self, generation_batch):
+        first = super()._generate_rollouts(generation_batch)
         again = slice(1, None, 2)
         prompts, groups = generation_batch[::4][again], [row.group for row in first[::4]][again]
-        self.drawn.append(first + self.draw(prompts, 8, groups))
+        self.drawn.append(first + self.generate_more(prompts, 8, groups))
         assert self.num_generations == 4
         return self.drawn[-1]
 
@@ -96,11 +96,11 @@ METHODS = {
 def test_a_reward_may_ask_for_the_policys_log_probabilities(tmp_path, model_path, method):
     seen = []
 
-    def likely(prompts, completion_ids, score, **kwargs):
+    def likely(prompts, completion_ids, compute_logps, **kwargs):
         """More rows than one pass holds, of different lengths, one of them without any token."""
         ids = [TOKENIZER(prompt[0]["content"])["input_ids"] for prompt in prompts]
         rows = [[*completion_ids[0], 7], [], *completion_ids]
-        logps = score([ids[0], ids[0], *ids], rows)
+        logps = compute_logps([ids[0], ids[0], *ids], rows)
         seen.append((ids, rows, logps, trainable_weights(trainer.model)))
         return [float(each.mean().exp()) for each in logps[2:]]
 
@@ -140,22 +140,22 @@ def test_a_reward_may_ask_for_the_policys_log_probabilities(tmp_path, model_path
     assert not torch.equal(seen[0][2][0], seen[1][2][0])
 
 
-def test_a_column_called_score_is_still_a_column(tmp_path, model_path):
+def test_a_column_called_compute_logps_is_still_a_column(tmp_path, model_path):
     seen = []
 
-    def stored(completions, score, **kwargs):
-        seen.append(score)
-        return score
+    def stored(completions, compute_logps, **kwargs):
+        seen.append(compute_logps)
+        return compute_logps
 
-    data = addition_dataset().map(lambda row, i: {"score": (i % 2) / 2}, with_indices=True)
+    data = addition_dataset().map(lambda row, i: {"compute_logps": (i % 2) / 2}, with_indices=True)
     trainer = build_trainer(tmp_path, reward=stored, more={"train_dataset": data}, max_steps=1)
     trainer.train()
     assert set(seen[0]) <= {0.0, 0.5}
 
 
-def test_an_asynchronous_reward_cannot_have_the_score(tmp_path):
-    async def likely(completions, score, **kwargs):
+def test_an_asynchronous_reward_cannot_have_compute_logps(tmp_path):
+    async def likely(completions, compute_logps, **kwargs):
         return [0.0 for _ in completions]
 
-    with pytest.raises(ValueError, match="'likely' is asynchronous and asks for `score`"):
+    with pytest.raises(ValueError, match="'likely' is asynchronous and asks for `compute_logps`"):
         build_trainer(tmp_path, reward=likely)

@@ -6,13 +6,13 @@ from contextlib import contextmanager
 import torch
 from trl.trainer.utils import add_fused_lm_head
 
-from .scorer import Scorer
+from .forward_pass import ForwardPass
 from .startup_check import choose_forward_pass
 
 
 @contextmanager
 def fused_head(model, temperature: float = 1.0) -> Iterator[None]:
-    """Patch TRL's fused head onto `model` inside the context, so that a [`Scorer`] can compute its log-probs, and
+    """Patch TRL's fused head onto `model` inside the context, so that a [`ForwardPass`] can compute its log-probs, and
     restore the model's own `forward` on exit. Models of TRL's trainers already have the fused head."""
     patched = model.__dict__.get("forward")  # e.g. patched by a trainer
     add_fused_lm_head(model, temperature, outputs=("log_probs", "entropy"))
@@ -24,22 +24,22 @@ def fused_head(model, temperature: float = 1.0) -> Iterator[None]:
             model.forward = patched
 
 
-def score_rows(
+def compute_logps(
     model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]], *, batch_size: int = 64
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """
     Compute the log-probs and entropies of completions under a model at temperature 1.
 
     The model is left unchanged. Yields two float32 `torch.Tensor` of shape `(C,)` in nats per completion. Arguments
-    are those of [`Scorer.score`]; each forward pass has `batch_size` completions.
+    are those of [`ForwardPass.compute_logps`]; each forward pass has `batch_size` completions.
     """
-    scorer = Scorer(model, model.device)
+    forward_pass = ForwardPass(model, model.device)
     with fused_head(model):
-        choose_forward_pass(scorer, model, training=False)
+        choose_forward_pass(forward_pass, model, training=False)
     for start in range(0, len(prompt_ids), batch_size):
         some = slice(start, start + batch_size)
         with fused_head(model):
-            scores = scorer.score(model, prompt_ids[some], completion_ids[some])
+            scores = forward_pass.compute_logps(model, prompt_ids[some], completion_ids[some])
         yield from zip(*scores, strict=True)
 
 
@@ -49,8 +49,10 @@ def sequence_logps(
     """
     Compute the log-prob of each completion given its prompt, in nats: the sum over tokens, 0 for an empty completion.
 
-    Arguments are those of [`score_rows`]. Returns a float64 `torch.Tensor` of shape `(B,)`, differentiable if
+    Arguments are those of [`compute_logps`]. Returns a float64 `torch.Tensor` of shape `(B,)`, differentiable if
     gradients are enabled.
     """
-    sums = [logps.double().sum() for logps, _ in score_rows(model, prompt_ids, completion_ids, batch_size=batch_size)]
+    sums = [
+        logps.double().sum() for logps, _ in compute_logps(model, prompt_ids, completion_ids, batch_size=batch_size)
+    ]
     return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.float64)

@@ -5,12 +5,12 @@ import math
 import numpy as np
 import torch
 
-from pacs_trl.update.packing import PackedRows
-from pacs_trl.update.rows import (
+from pacs_trl.update.packing import PackedRollouts
+from pacs_trl.update.rollout import (
     Rollout,
     unpad_rollouts,
 )
-from pacs_trl.update.step import collate, row_lengths
+from pacs_trl.update.step import collate, rollout_lengths
 
 
 def scored_batch(**more):
@@ -37,7 +37,7 @@ def test_padding_is_removed_on_both_sides():
     assert first.loss_mask.tolist() == [True, True] and first.loss_mask.dtype == bool
     assert first.prompt_ids.dtype == first.completion_ids.dtype == np.int32
     assert first.old_logps is None and first.ref_logps is None
-    assert row_lengths([first, second, first], 0.5) == ([1, 3, 1], [2, 1, 2], [0, 1, 0], 0.5)
+    assert rollout_lengths([first, second, first], 0.5) == ([1, 3, 1], [2, 1, 2], [0, 1, 0], 0.5)
 
 
 def test_tool_results_stay_in_the_row_but_not_in_the_loss():
@@ -69,6 +69,6 @@ def test_rows_of_a_prompt_share_it_however_they_were_drawn():
     drawn = [(ids(5, 6), {}), (ids(5, 6), {"weight": 0.5}), (ids(5, 6), {"group": 1}), (ids(5, 7), {})]
     masks = [[True, True], [True, True], [True, False], [True, True]]
     rows = [Rollout(p, ids(8, 9), np.array(m), 1.0, **more) for (p, more), m in zip(drawn, masks, strict=True)]
-    assert row_lengths(rows).texts == [0, 0, 0, 1]
-    packed = PackedRows([r.prompt_ids for r in rows], [r.completion_ids for r in rows])
+    assert rollout_lengths(rows).texts == [0, 0, 0, 1]
+    packed = PackedRollouts([r.prompt_ids for r in rows], [r.completion_ids for r in rows])
     assert packed.texts == [[1, 3, 3, 3], [4]]

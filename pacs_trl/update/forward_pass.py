@@ -17,10 +17,10 @@ from torch.nn.utils.rnn import pad_sequence
 from trl.trainer.utils import FusedCausalLMOutput
 
 from .context_length import length_with_fixed_positions
-from .packing import PackedRows, packed_attention, packing_backend
+from .packing import PackedRollouts, packed_attention, packing_backend
 
 
-class Scores(NamedTuple):
+class CompletionLogps(NamedTuple):
     """Log-probs and entropies of the completion tokens of each rollout, float32 `(C,)` in nats. `entropies` is empty
     if the head does not compute them."""
 
@@ -36,7 +36,7 @@ class Scores(NamedTuple):
 OfCompletions = Callable[[torch.Tensor], list[torch.Tensor]]
 
 
-class Scorer:
+class ForwardPass:
     """
     Run forward passes with TRL's fused head, or with the model's own head if `self.fused` is `False`. TRL's trainers
     patch the fused head onto their models; use [`fused_head`] for other models.
@@ -90,7 +90,9 @@ class Scorer:
         checkpointing repeats the forward pass there."""
         return packed_attention(self.config, self.packing)
 
-    def score(self, model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]) -> Scores:
+    def compute_logps(
+        self, model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]
+    ) -> CompletionLogps:
         """
         Compute the log-probs of completion tokens, and the entropies of the model's distributions at these tokens.
 
@@ -100,13 +102,13 @@ class Scorer:
                 at least one token; completions may be empty.
 
         Returns:
-            [`Scores`]; the log-probs are differentiable if gradients are enabled.
+            [`CompletionLogps`]; the log-probs are differentiable if gradients are enabled.
         """
         outputs, of_completions = self.forward(model, prompt_ids, completion_ids, fused_lm_head=True)
         entropies = [] if outputs.entropy is None else of_completions(outputs.entropy)
-        return Scores(of_completions(outputs.log_probs), entropies)
+        return CompletionLogps(of_completions(outputs.log_probs), entropies)
 
-    def score_in_batches(
+    def logps_in_batches(
         self, model, prompt_ids: Sequence, completion_ids: Sequence, batch_size: int, num_batches: int
     ) -> list[torch.Tensor]:
         """Compute log-probs in exactly `num_batches` forward passes; passes beyond the last completion run on a
@@ -114,14 +116,14 @@ class Scorer:
         logps: list[torch.Tensor] = []
         for start in range(0, num_batches * batch_size, batch_size):
             prompts, completions = (ids[start : start + batch_size] or [[0]] for ids in (prompt_ids, completion_ids))
-            logps += [values.cpu() for values in self.score(model, prompts, completions).logps]
+            logps += [values.cpu() for values in self.compute_logps(model, prompts, completions).logps]
         return logps[: len(prompt_ids)]
 
     def values(
         self, model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
         """Compute the values of a model with one output per token, read at the position before each completion token.
-        Returns one float32 tensor `(C,)` per completion. Arguments are those of [`Scorer.score`]."""
+        Returns one float32 tensor `(C,)` per completion. Arguments are those of [`ForwardPass.compute_logps`]."""
         outputs, of_completions = self.forward(model, prompt_ids, completion_ids, use_cache=False)
         return of_completions(outputs.logits[..., 0].float())
 
@@ -143,7 +145,7 @@ class Scorer:
                 "depend on the longest sequence of a batch (rope_parameters in its config.json). Lower "
                 "max_completion_length, or leave out longer prompts (in a recipe: max_prompt_length)."
             )
-        laid_out, places = (self._padded if self.packing is None else self._packed)(prompts, completions)
+        laid_out, flat_indices = (self._padded if self.packing is None else self._packed)(prompts, completions)
         own_head = "fused_lm_head" in inputs and not self.fused
         labels = torch.from_numpy(np.concatenate(completions))[None].to(self.device)
         if own_head:
@@ -151,11 +153,11 @@ class Scorer:
         elif "fused_lm_head" in inputs:
             inputs["shift_labels"] = labels
         inputs |= {k: v.to(self.device) if torch.is_tensor(v) else v for k, v in laid_out.items()}
-        num_tokens, places = inputs["input_ids"].shape[1], torch.from_numpy(places).to(self.device)
+        num_tokens, flat_indices = inputs["input_ids"].shape[1], torch.from_numpy(flat_indices).to(self.device)
 
         def of_predictions(states: torch.Tensor) -> torch.Tensor:
             states = states[:, -num_tokens:]  # drops PEFT's virtual tokens
-            return states.flatten(0, 1).index_select(0, places)[None]
+            return states.flatten(0, 1).index_select(0, flat_indices)[None]
 
         def behind_backbone(backbone, given, output):  # TRL's head would run on all tokens on a CPU
             output.last_hidden_state = of_predictions(output.last_hidden_state)
@@ -183,19 +185,19 @@ class Scorer:
         )
 
     def _packed(self, prompts: list[np.ndarray], completions: list[np.ndarray]) -> tuple[dict, np.ndarray]:
-        rows = PackedRows(prompts, completions)
-        ids, positions = (torch.from_numpy(x)[None] for x in (rows.ids, rows.positions))
-        inputs = {"input_ids": ids, "attention_mask": None, "position_ids": positions, **rows.kernel_inputs()}
-        return inputs if self.packing == "flash" else inputs | {"packed": rows}, rows.places
+        packed = PackedRollouts(prompts, completions)
+        ids, positions = (torch.from_numpy(x)[None] for x in (packed.ids, packed.positions))
+        inputs = {"input_ids": ids, "attention_mask": None, "position_ids": positions, **packed.kernel_inputs()}
+        return inputs if self.packing == "flash" else inputs | {"packed": packed}, packed.flat_indices
 
     def _padded(self, prompts: list[np.ndarray], completions: list[np.ndarray]) -> tuple[dict, np.ndarray]:
         """Return the padded inputs, and the flat indices of the positions that predict completion tokens."""
         ids, mask = pad_batch(
-            [np.concatenate(row) for row in zip(prompts, completions, strict=True)], self.pad_token_id
+            [np.concatenate(pair) for pair in zip(prompts, completions, strict=True)], self.pad_token_id
         )
-        starts = [row * ids.shape[1] + len(prompt) - 1 for row, prompt in enumerate(prompts)]
-        places = [np.arange(i, i + len(c)) for i, c in zip(starts, completions, strict=True)]
-        return {"input_ids": ids, "attention_mask": mask}, np.concatenate(places)
+        starts = [i * ids.shape[1] + len(prompt) - 1 for i, prompt in enumerate(prompts)]
+        flat_indices = [np.arange(i, i + len(c)) for i, c in zip(starts, completions, strict=True)]
+        return {"input_ids": ids, "attention_mask": mask}, np.concatenate(flat_indices)
 
 
 def pad_batch(sequences: Sequence[np.ndarray], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
