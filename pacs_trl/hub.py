@@ -310,6 +310,7 @@ def build_card(
         paper=paper,
         dataset=_linked(dataset, "datasets/") if dataset else None,
         tools=", ".join(_linked(tool) for tool in settings.get("tools") or []),
+        environment=_linked(settings["environment"]) if settings.get("environment") else None,
         recipe=recipe,
         settings=_block(yaml.safe_dump(shown, allow_unicode=True).strip(), "yaml") if shown else None,
         training=training,

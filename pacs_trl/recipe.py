@@ -19,7 +19,7 @@ from . import rewards
 from .data import DataArguments
 from .data.sets import MINIATURE
 from .data.tasks import TOOL_TASKS, check_task
-from .rewards import VerificationArguments, run_python
+from .rewards import VerificationArguments
 from .rollouts.checks import check_generation_kwargs, check_reward_function, shared_turns_error
 from .settings import bounded, did_you_mean, read_settings, refuse_illegal_values, set_environment, typed_values
 from .settings.names import function_of_user
@@ -52,6 +52,12 @@ class RunArguments:
         tools (`list[str]`, *optional*):
             Functions that the model may call before it answers: `run_python`, or `package.module.function` of your
             own, with type hints and a docstring that describes its arguments. The chat template must have tools.
+        environment (`str`, *optional*):
+            `package.module:attribute`, importable from the working directory: an object with `environment_factory`,
+            `train_dataset`, and `reward_funcs`, as TRL's `HarborSpec` and `OpenRewardSpec`. It replaces
+            `dataset_name`, and `reward_funcs` if they are not given.
+        rollout_func (`str`, *optional*):
+            `package.module:function` that generates the completions; see `rollout_func` of TRL's `GRPOTrainer`.
         expected_processes (`int`, *optional*):
             Number of processes that the batch sizes are written for. Another number makes another batch, which
             `pacs-trl plan` reports.
@@ -60,6 +66,8 @@ class RunArguments:
     method: str = "pacs"
     reward_funcs: list[str] = field(default_factory=lambda: ["math_reward"])
     tools: list[str] | None = None
+    environment: str | None = None
+    rollout_func: str | None = None
     expected_processes: int | None = bounded(None, least=1)
 
     def __post_init__(self):
@@ -105,7 +113,11 @@ class Recipe(NamedTuple):
         parts = (RunArguments, DataArguments, ModelConfig, VerificationArguments, config_class(method))
         if foreign := _foreign_keys(method, settings.keys() - {f.name for part in parts for f in fields(part)}):
             raise ValueError(" ".join(foreign))
-        values = typed_values(settings, parts, f"method {method}")
+        environment = settings.get("environment")
+        own_data = {"dataset_name": environment} if environment else {}
+        values = typed_values(own_data | settings, parts, f"method {method}")
+        if environment and "reward_funcs" not in settings:
+            values["reward_funcs"] = []  # those of the environment
         if values["model_name_or_path"] is None:
             raise ValueError("`model_name_or_path` is missing. Set it to a path or a Hub id.")
         if "hub_strategy" not in settings:
@@ -125,7 +137,7 @@ class Recipe(NamedTuple):
             raise ValueError(" ".join(errors))
         run, data, model, verification, training = made
         step = Step.of(training, training.world_size)
-        if errors := [*_relation_errors(run, data, training), *_adapter_errors(model, settings)]:
+        if errors := [*_relation_errors(run, data, training), *_unused_settings(model, settings)]:
             raise ValueError(" ".join(errors))
         return cls(run, data, model, training, verification, given, step)
 
@@ -212,8 +224,12 @@ def _only_class(method: str, ending: str) -> type:
     return getattr(module, names[0])
 
 
-def _adapter_errors(model: Any, given: dict) -> list[str]:
-    """Return LoRA's settings without LoRA, which would train the whole model; `use_peft: false` allows it."""
+def _unused_settings(model: Any, given: dict) -> list[str]:
+    """Return settings of data beside an environment, and LoRA's settings without LoRA, which would train the whole
+    model; `use_peft: false` allows it."""
+    of_data = {f.name for f in fields(DataArguments)} - {"eval_split_size", "max_train_samples", "dataset_seed"}
+    if given.get("environment") and (unused := sorted(of_data & given.keys())):
+        return [f"{', '.join(unused)} would be ignored: `environment` has the examples. Remove one of them."]
     lora = sorted(name for name in given if name.startswith("lora_") or name in ("use_dora", "use_rslora"))
     if model.use_peft or "use_peft" in given or not lora:
         return []
@@ -253,12 +269,13 @@ def _relation_errors(run: RunArguments, data: DataArguments, training: Any) -> l
         check_generation_kwargs(training)
     except ValueError as error:
         errors.append(str(error))
-    if run.tools and (together := shared_turns_error(training, training.world_size)):
+    calls_tools = bool(run.tools or run.environment)
+    if calls_tools and (together := shared_turns_error(training, training.world_size)):
         errors.append(together)
-    if training.max_tool_calling_iterations is not None and not run.tools:
+    if training.max_tool_calling_iterations is not None and not calls_tools:
         errors.append(
             f"max_tool_calling_iterations={training.max_tool_calling_iterations} would be ignored without tools. Set "
-            "them (tools: [run_python]), or remove the key."
+            "them (tools: [run_python]) or an environment, or remove the key."
         )
     if training.push_to_hub and training.hub_strategy != "end":
         errors.append(
@@ -271,7 +288,7 @@ def _relation_errors(run: RunArguments, data: DataArguments, training: Any) -> l
             "their number."
         )
     weights = training.reward_weights
-    if weights is not None and len(weights) != len(run.reward_funcs):
+    if weights is not None and run.reward_funcs and len(weights) != len(run.reward_funcs):
         errors.append(f"reward_weights={weights} must have one weight for each of reward_funcs={run.reward_funcs}.")
     elif weights is not None and hasattr(training, "pacs_beta") and (abs(sum(weights) - 1) > 1e-6 or min(weights) < 0):
         errors.append(
@@ -311,11 +328,6 @@ def reward_function(name: str) -> Callable:
     return function
 
 
-def tool_function(name: str) -> Callable:
-    """`run_python`, or a tool of the user by its dotted path, also from the working directory."""
-    if "." not in name and name != run_python.__name__:
-        raise ValueError(
-            f"There is no tool {name!r} in pacs_trl, which has {run_python.__name__}. Write tools of your own as "
-            "package.module.function."
-        )
-    return function_of_user(name, "tools") if "." in name else run_python
+def rollout_function(name: str) -> Callable:
+    """A rollout function of the user by `module:function`, also from the working directory."""
+    return function_of_user(name, "rollout_func")

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from .errors import FailedRun
 from .settings import bounded, refuse_illegal_values
+from .settings.names import function_of_user
 from .verification import Outcome, Verifier, completion_text, last_boxed
 from .verification.code import CodeVerifier
 from .verification.gym import GymVerifier
@@ -160,6 +161,16 @@ def run_python(code: str, input: str = "") -> str:
     if execution.outcome is not None:  # an exception, so that `tools/failure_frequency` counts it
         raise RuntimeError(f"{execution.error}: {execution.messages[-MAX_REPLY:].strip()}")
     return execution.output[:MAX_REPLY]
+
+
+def tool_function(name: str) -> Callable:
+    """`run_python`, or a tool of the user by its dotted path, also from the working directory."""
+    if "." not in name and name != run_python.__name__:
+        raise ValueError(
+            f"There is no tool {name!r} in pacs_trl, which has {run_python.__name__}. Write tools of your own as "
+            "package.module.function."
+        )
+    return function_of_user(name, "tools") if "." in name else run_python
 
 
 def math_reward(

@@ -17,7 +17,7 @@ if __name__ == "__main__":  # before the slow imports below, so that help, error
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from accelerate import PartialState
 from transformers import AutoTokenizer, TrainerState
@@ -26,7 +26,8 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig, get_peft_config, get_quantization_config
 
 from . import rewards
-from .data import TRAINING_SETS, load_training_data
+from .data import TRAINING_SETS, load_training_data, shuffled_and_split
+from .data.environments import environment_of_user, examples_of, reward_functions_of
 from .data.sets import MINIATURE
 from .errors import during_run
 from .recipe import (
@@ -35,10 +36,10 @@ from .recipe import (
     load_tokenizer,
     read_recipe,
     reward_function,
-    tool_function,
+    rollout_function,
     trainer_of_method,
 )
-from .rewards import configure_verification, run_python, shared_code_verifier, shared_verifier
+from .rewards import configure_verification, run_python, shared_code_verifier, shared_verifier, tool_function
 from .rollouts.checkpoint import check_complete, check_same_adapter, last_checkpoint
 from .rollouts.checks import OWN_PARAMETERS, check_dataset, check_number_of_prompts
 from .rollouts.preemption import NAMES, stop_on_signal
@@ -77,14 +78,12 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
     _check_output(training.output_dir, checkpoint)
     get_reporting_integration_callbacks(training.report_to)  # raises for unknown names
     configure_verification(recipe.verification)
-    reward_funcs, tools = _functions(recipe.run)
+    environment = environment_of_user(recipe.run.environment) if recipe.run.environment else None
+    reward_funcs, tools, rollout_func = _functions(recipe.run, environment)
     peft_config, tokenizer = _checked_model(recipe)
     if checkpoint is not None:
         check_same_adapter(checkpoint, peft_config)
-    verifier = shared_verifier() if rewards.math_reward in reward_funcs else None
-    train_dataset, eval_dataset = load_training_data(recipe.data, tokenizer, training.chat_template_kwargs, verifier)
-    check_number_of_prompts(len(train_dataset), training)
-    check_dataset("the training set", train_dataset, reward_funcs, OWN_PARAMETERS)
+    train_dataset, eval_dataset = _datasets(recipe, tokenizer, reward_funcs, environment)
     if recipe.model.model_name_or_path.startswith(MINIATURE):
         tokenizer = _make_warm_start(recipe)
 
@@ -103,6 +102,8 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
             peft_config=peft_config,
             callbacks=[tracking, stopping],
             tools=tools,
+            rollout_func=rollout_func,
+            environment_factory=environment and environment.environment_factory,
         )
         trainer.recipe = _from_any_folder(recipe.settings)
         trainer.accelerator.print(describe_step(recipe.step, len(train_dataset)))
@@ -149,8 +150,8 @@ def _from_any_folder(settings: dict) -> dict:
     names = {key: settings.get(key) for key in ("model_name_or_path", "critic_model_name_or_path", "dataset_path")}
     if Path(settings.get("critic_prompt") or "").is_file():
         names["critic_prompt"] = settings["critic_prompt"]
-    if settings["dataset_name"] not in TRAINING_SETS:
-        names["dataset_name"] = settings["dataset_name"]
+    if settings.get("dataset_name") not in TRAINING_SETS:
+        names["dataset_name"] = settings.get("dataset_name")
     local = {
         key: str(Path(name).resolve())
         for key, name in names.items()
@@ -185,6 +186,21 @@ def _checked_model(recipe: Recipe):
         ) from error
 
 
+def _datasets(recipe: Recipe, tokenizer: Any, reward_funcs: list[Callable], environment: Any):
+    """Return the training and evaluation examples, of the environment or of the named data."""
+    training, data = recipe.training, recipe.data
+    if environment is not None:
+        num_examples = int(recipe.step.rollouts(training.max_steps) * recipe.step.prompts_per_generation)
+        found = shuffled_and_split(examples_of(environment, num_examples, data.eval_split_size), data)
+    else:
+        verifier = shared_verifier() if rewards.math_reward in reward_funcs else None
+        found = load_training_data(data, tokenizer, training.chat_template_kwargs, verifier)
+    check_number_of_prompts(len(found[0]), training)
+    if environment is None and recipe.run.rollout_func is None:  # these pass more columns to reward functions
+        check_dataset("the training set", found[0], reward_funcs, OWN_PARAMETERS)
+    return found
+
+
 def _make_warm_start(recipe: Recipe):
     """Replace the name of a miniature model by its checkpoint, and return the tokenizer."""
     from .miniature.warm_start import warm_start
@@ -195,14 +211,14 @@ def _make_warm_start(recipe: Recipe):
     return AutoTokenizer.from_pretrained(path, padding_side="left")
 
 
-def _functions(run: RunArguments) -> tuple[list[Callable], list[Callable] | None]:
-    """Return the reward functions and tools of a recipe, and start the sandbox, so that errors come before
-    training."""
-    functions = [reward_function(name) for name in run.reward_funcs]
+def _functions(run: RunArguments, environment: Any) -> tuple[list[Callable], list[Callable] | None, Callable | None]:
+    """Return the reward functions, tools, and rollout function of a recipe, and start the sandbox, so that errors come
+    before training."""
+    functions = [reward_function(name) for name in run.reward_funcs] or reward_functions_of(environment)
     tools = [tool_function(name) for name in run.tools] if run.tools else None
     if rewards.code_reward in functions or run_python in (tools or []):
         PartialState().print(f"Programs run with {shared_code_verifier().start().text}.")
-    return functions, tools
+    return functions, tools, rollout_function(run.rollout_func) if run.rollout_func else None
 
 
 _NO_RESUME, _LAST = ("none", "false"), ("last", "true")  # values of resume_from_checkpoint besides paths

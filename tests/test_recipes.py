@@ -214,7 +214,7 @@ def test_miniature_recipe_is_read_and_free_of_conflicts(name):
     step = recipe.step
     assert find_conflicts(recipe, launch) == ([], [])
     others = {"miniature/dars_b": 2, "miniature/reuse": 8} | {
-        f"miniature/{method}": 1 for method in ("agent", "code", "pacs", "grpo", *OBJECTIVES)
+        f"miniature/{method}": 1 for method in ("agent", "environment", "code", "pacs", "grpo", *OBJECTIVES)
     }
     others |= {name: 1} if is_smollm2 else {}
     assert step.updates_per_generation == others.get(name, 4)

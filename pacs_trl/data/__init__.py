@@ -252,11 +252,16 @@ def load_training_data(
                 f"longer than max_prompt_length {limit} tokens (longest: {max(lengths)})."
             )
         dataset = dataset.select(fitting)
+    return shuffled_and_split(dataset, args)
+
+
+def shuffled_and_split(dataset: "Dataset", args: DataArguments) -> "tuple[Dataset, Dataset | None]":
+    """Return training and evaluation examples; the second is `None` if `eval_split_size` is 0."""
     if len(dataset) <= args.eval_split_size:
         raise ValueError(
             f"Only {len(dataset)} rows of {args.dataset_name!r} have a problem, a gold answer, and at most "
-            f"max_prompt_length={limit} tokens, and eval_split_size={args.eval_split_size} holds them all out. Change "
-            "these settings, or use more data."
+            f"max_prompt_length={args.max_prompt_length} tokens, and eval_split_size={args.eval_split_size} holds "
+            "them all out. Change these settings, or use more data."
         )
     dataset = dataset.shuffle(seed=args.dataset_seed)
     # Held-out rows come first, so that they do not depend on `max_train_samples`.

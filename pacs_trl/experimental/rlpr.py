@@ -267,6 +267,7 @@ class RLPRTrainer(PACSTrainer):
             for each in (functions if isinstance(functions, list) else [functions])
         )
         has_answers = isinstance(dataset, Dataset) and "solution" in dataset.column_names and not arguments["tools"]
+        has_answers = has_answers and arguments["environment_factory"] is None
         empty = [
             i for i, answer in enumerate(dataset["solution"] if has_answers else []) if not reference_text(answer)
         ]

@@ -14,10 +14,12 @@ from transformers import AutoConfig
 from transformers.utils import is_torch_bf16_gpu_available
 
 from ..data import TRAINING_SETS, load_training_data
+from ..data.environments import environment_of_user
 from ..data.prompts import check_chat_template, prompt_lengths
 from ..data.sets import FILE_FORMATS, MINIATURE
 from ..data.tasks import check_task
-from ..recipe import Recipe, load_tokenizer, reward_function, tool_function
+from ..recipe import Recipe, load_tokenizer, reward_function, rollout_function
+from ..rewards import tool_function
 from ..rollouts.checks import OWN_PARAMETERS, check_dataset, check_prompt_lengths
 from ..settings import read_settings
 from ..settings.names import check_model_path, check_whole_model
@@ -83,6 +85,8 @@ def check_recipe(path: str, overrides: Sequence[str], num_processes: int) -> tup
     critic = vars(recipe.training).get("critic_model_name_or_path")
     checks = [(reward_function, reward) for reward in recipe.run.reward_funcs]
     checks += [(tool_function, tool) for tool in recipe.run.tools or []]
+    own = (recipe.run.environment, environment_of_user), (recipe.run.rollout_func, rollout_function)
+    checks += [(check, value) for value, check in own if value]
     checks += [(check_model_path, name), (check_model_path, critic or name)]
     checks.append((lambda name: check_whole_model(name, "training", "name the base model"), name))
     if name.startswith(MINIATURE):

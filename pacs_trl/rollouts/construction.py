@@ -13,11 +13,14 @@ from accelerate.utils import gather_object
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, ProcessorMixin
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOConfig
+from trl.chat_template_utils import supports_tool_calling
 from trl.trainer.utils import get_config_model_id, is_async_callable
 
+from ..data.environments import examples_of, prepare_environments
 from ..update.context_length import context_lengths
 from ..update.forward_pass import ForwardPass
 from ..update.generation import faster_generation
+from ..update.step_sizes import Step
 from .checks import (
     OWN_PARAMETERS,
     check_dataset,
@@ -41,6 +44,14 @@ def check_arguments(model: str | PreTrainedModel, args: GRPOConfig, arguments: d
     """
     reward_funcs, has_environment = arguments["reward_funcs"], arguments["environment_factory"] is not None
     check_reward_functions(reward_funcs)
+    if has_environment:
+        if arguments["train_dataset"] is None:
+            step = Step.of(args, args.world_size)
+            num_examples = int(step.rollouts(args.max_steps) * step.prompts_per_generation)
+            arguments["train_dataset"] = examples_of(None, num_examples)
+        given = {name: arguments.pop(name) for name in ("train_dataset", "eval_dataset")}
+        arguments["environment_factory"], given = prepare_environments(arguments["environment_factory"], given)
+        arguments |= given
     given_by_data = reward_funcs if arguments["rollout_func"] is None else ()  # a rollout function may add columns
     passed = (*OWN_PARAMETERS, *(["environments"] if has_environment else []))
     for name in ("train_dataset", "eval_dataset"):
@@ -79,9 +90,8 @@ def with_arguments(function: Callable, name: str, own: dict[str, Any]) -> Callab
 
 def check_lengths(model: str | PreTrainedModel, args: GRPOConfig, arguments: dict[str, Any]) -> None:
     """Check that prompts leave room for completions; this may download the model's config and tokenizer."""
-    tokenizer = arguments["processing_class"]
-    generated_by_user = arguments["environment_factory"] is not None or arguments["rollout_func"] is not None
-    if generated_by_user or isinstance(tokenizer, ProcessorMixin):  # a processor's prompts may contain images
+    tokenizer, environment = arguments["processing_class"], arguments["environment_factory"]
+    if isinstance(tokenizer, ProcessorMixin):  # its prompts may contain images
         return
 
     def load_tokenizer():
@@ -89,6 +99,13 @@ def check_lengths(model: str | PreTrainedModel, args: GRPOConfig, arguments: dic
         kwargs = {"revision": revision, "trust_remote_code": args.trust_remote_code}
         return tokenizer or AutoTokenizer.from_pretrained(_name_of(model), **kwargs)
 
+    if (arguments["tools"] or environment) and not supports_tool_calling(load_tokenizer()):
+        raise ValueError(
+            "The chat template of the model renders no calls of tools. Choose a model that was trained to "
+            "call tools, or give the tokenizer such a template."
+        )
+    if environment is not None or arguments["rollout_func"] is not None:
+        return
     kwargs = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
     config = AutoConfig.from_pretrained(model, **kwargs) if isinstance(model, str) else model.config
     evaluation = arguments["eval_dataset"]

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 
 # First and last minor version that TRL 1.16 supports.
@@ -86,24 +87,29 @@ def check_whole_model(name: str, user: str, otherwise: str) -> None:
         )
 
 
-def function_of_user(name: str, key: str) -> Callable:
+def object_of_user(name: str, key: str) -> Any:
     """
-    Import a function by its dotted path, also from the working directory.
+    Import an object by `package.module:attribute`, or with a dot for the colon, also from the working directory.
 
     Raises:
         `ValueError`: if this fails; `key` is the setting.
     """
-    module_name, _, function_name = name.rpartition(".")
+    module_name, separator, attribute = name.rpartition(":" if ":" in name else ".")
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     try:
-        function = getattr(importlib.import_module(module_name), function_name)
+        return getattr(importlib.import_module(module_name), attribute)
     except Exception as error:  # the import of a user's module can raise anything
         place = traceback.extract_tb(error.__traceback__)[-1]
         raise ValueError(
             f"{key}: {name!r} cannot be imported from {Path.cwd()} ({type(error).__name__}: {error}; {place.filename} "
-            f"line {place.lineno}). Write package.module.function."
+            f"line {place.lineno}). Write package.module{separator or '.'}name."
         ) from error
+
+
+def function_of_user(name: str, key: str) -> Callable:
+    """Import a function as [`object_of_user`]. Raises a `ValueError` also if it is not callable."""
+    function = object_of_user(name, key)
     if not callable(function):
-        raise ValueError(f"{key}: {name!r} is not callable. Write package.module.function.")
+        raise ValueError(f"{key}: {name!r} is not callable. Name a function.")
     return function

@@ -11,8 +11,8 @@ from trl.chat_template_utils import parse_response
 from pacs_trl.data.tasks import CALL, demonstrations
 from pacs_trl.experimental.rlpr import RLPRTrainer, probability_reward
 from pacs_trl.miniature.tokenizer import build_tokenizer
-from pacs_trl.recipe import Recipe, tool_function
-from pacs_trl.rewards import math_reward, run_python
+from pacs_trl.recipe import Recipe
+from pacs_trl.rewards import math_reward, run_python, tool_function
 from pacs_trl.verification import completion_text
 
 

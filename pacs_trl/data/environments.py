@@ -1,0 +1,165 @@
+"""Environments of users: import, checks before the model is loaded, and one example for a whole group.
+
+An environment has the attributes of TRL's experimental Specs (OpenReward, Harbor): `environment_factory` returns
+objects with `reset` and tool methods, `train_dataset` has the examples, and `reward_funcs` compute the rewards.
+"""
+
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+from ..settings.names import object_of_user
+
+
+if TYPE_CHECKING:  # slow to import
+    from datasets import Dataset
+
+
+def environment_of_user(name: str, key: str = "environment") -> Any:
+    """Import an environment by `module:attribute`. Raises a `ValueError`, also if it is none; `key` is the setting."""
+    found = object_of_user(name, key)
+    if inspect.getattr_static(found, "environment_factory", None) is None:  # without loading what properties load
+        raise ValueError(
+            f"{key}: {name!r} is no environment, but a {type(found).__name__} without `environment_factory`. Name an "
+            "object with `environment_factory`, `train_dataset`, and `reward_funcs`."
+        )
+    return found
+
+
+def reward_functions_of(environment: Any) -> list[Callable]:
+    """Return the reward functions of an environment as a list, which is empty if its objects have `get_reward`."""
+    given = getattr(environment, "reward_funcs", None) or []
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def examples_of(environment: Any, num_examples: int, num_held_out: int = 0, first_seed: int = 0) -> "Dataset":
+    """Return the `train_dataset` of an environment; if it has none, empty prompts with a `seed` each. Raises a
+    `ValueError` if `num_examples` is not positive then."""
+    from datasets import Dataset
+
+    dataset = getattr(environment, "train_dataset", None)
+    if dataset is not None and not isinstance(dataset, Dataset):
+        raise ValueError(
+            f"The `train_dataset` of the environment is a {type(dataset).__name__}. Make it a `datasets.Dataset`, or "
+            "None if `reset` chooses examples by `seed`."
+        )
+    if dataset is not None:
+        return dataset
+    if num_examples <= 0:
+        raise ValueError("The environment has no `train_dataset`, so the run has no length. Set max_steps.")
+    number = num_examples + num_held_out
+    prompts = [[{"role": "user", "content": ""}]] * number
+    return Dataset.from_dict({"prompt": prompts, "seed": list(range(first_seed, first_seed + number))})
+
+
+def environment_tools(environment: Any) -> list[Callable]:
+    """Return the methods that the model may call, as TRL finds them: public ones, except `reset` and `get_reward`."""
+    members = inspect.getmembers(type(environment), predicate=inspect.isfunction)
+    names = [name for name, _ in members if not name.startswith("_") and name not in ("reset", "get_reward")]
+    return [getattr(environment, name) for name in names]
+
+
+def prepare_environments(factories: Any, datasets: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """
+    Start one environment of each kind, and check it with its first example.
+
+    All completions of a group must see the same example, so `reset` must always return the same observation for equal
+    arguments. Datasets get a column `seed`, the index of the example, if every `reset` takes it.
+
+    Args:
+        factories (`Callable` or `dict` of them): `environment_factory` of TRL's trainer.
+        datasets (mapping): Datasets; other values are returned unchanged.
+
+    Returns:
+        Factories that return the started environment first and check observations, and the datasets.
+
+    Raises:
+        `ValueError`: if an environment fails, or `reset` cannot be called with the columns.
+    """
+    from datasets import Dataset
+
+    is_single = not isinstance(factories, dict)
+    named = {name: _Factory(each) for name, each in ({None: factories} if is_single else factories).items()}
+    found = dict(datasets)
+    for key, dataset in found.items():
+        if not isinstance(dataset, Dataset) or len(dataset) == 0:
+            continue
+        if "seed" not in dataset.column_names and all(_takes_seed(each.first[0].reset) for each in named.values()):
+            found[key] = dataset = dataset.add_column("seed", list(range(len(dataset))))
+        kinds = [None] if is_single else dataset["environment"][:]
+        for name in named.keys() & set(kinds):
+            row = dataset[kinds.index(name)]
+            named[name].check({column: row[column] for column in row if is_single or column != "environment"})
+    return (named[None] if is_single else named), found
+
+
+class _Factory:
+    """Factory of environments whose `reset` returns one observation per example. The first one is started at once."""
+
+    def __init__(self, factory: Callable):
+        self.factory, self.observations = factory, {}
+        self.first = [self.start()]
+
+    def __call__(self) -> Any:
+        return self.first.pop() if self.first else self.start()
+
+    def start(self) -> Any:
+        from transformers.utils import get_json_schema
+
+        try:
+            environment = self.factory()
+            for tool in environment_tools(environment):
+                get_json_schema(tool)  # raises for methods without types or description
+        except Exception as error:  # code of a user, or its server
+            raise _failed("environment_factory", error) from error
+        kind = type(environment).__name__
+        if not callable(getattr(type(environment), "reset", None)):
+            raise ValueError(
+                f"`environment_factory` returned a {kind}, which has no method `reset`. Return an object with `reset` "
+                "and with a method for each tool."
+            )
+        reset = environment.reset
+
+        @wraps(reset)
+        def checked(**row: Any) -> Any:
+            observation = reset(**row)
+            digest = hash(json.dumps(observation, default=lambda each: type(each).__name__))  # images have no text
+            if self.observations.setdefault(hash(json.dumps(row, default=repr)), digest) != digest:
+                raise ValueError(
+                    f"`reset` of the environment {kind} returned two observations for one example, and completions of "
+                    "a group must see the same one. Choose it by a column of the dataset, or by `seed`: "
+                    "`def reset(self, seed, **kwargs)`."
+                )
+            return observation
+
+        environment.reset = checked
+        return environment
+
+    def check(self, row: dict[str, Any]) -> None:
+        """Reset the first environment twice."""
+        reset = self.first[0].reset
+        try:
+            inspect.signature(reset).bind(**row)
+        except TypeError as error:
+            raise ValueError(
+                f"`reset` of the environment cannot be called with the columns {', '.join(row)} ({error}). Write it "
+                "as `def reset(self, **kwargs)`."
+            ) from error
+        try:
+            _ = reset(**row), reset(**row)
+        except ValueError:
+            raise
+        except Exception as error:  # code of a user, or its server
+            raise _failed("reset", error) from error
+
+
+def _failed(what: str, error: Exception) -> ValueError:
+    return ValueError(
+        f"`{what}` of the environment failed ({type(error).__name__}: {error}). Correct it, or start what it needs."
+    )
+
+
+def _takes_seed(function: Callable) -> bool:
+    return any(p.name == "seed" or p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())

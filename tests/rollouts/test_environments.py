@@ -1,0 +1,215 @@
+"""Environments and rollout functions of a recipe: from `module:attribute` to the gradient, and refusals."""
+
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from seeds import shifted
+from trl import GRPOTrainer
+
+from pacs_trl import train
+from pacs_trl.data.environments import prepare_environments
+from pacs_trl.data.tasks import CALL
+from pacs_trl.miniature.model import build_model
+from pacs_trl.miniature.tokenizer import build_tokenizer
+from pacs_trl.rewards import shared_code_verifier
+
+
+REPOSITORY = Path(__file__).parents[2]
+RECIPES = REPOSITORY / "recipes" / "miniature"
+TOKENIZER = build_tokenizer(tools=True)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Models whose chat template has tools, and has none."""
+    path = tmp_path_factory.mktemp("models")
+    for name, tokenizer in (("tools", TOKENIZER), ("none", build_tokenizer())):
+        build_model(tokenizer, seed=shifted(0)).save_pretrained(path / name)
+        if name == "none":
+            tokenizer.chat_template = "{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}"
+        tokenizer.save_pretrained(path / name)
+    return path
+
+
+def run(output_dir, model, *arguments, recipe="environment.yaml"):
+    given = {"config": RECIPES / recipe, "model_name_or_path": model, "output_dir": output_dir, "max_steps": 2}
+    given |= {"per_device_train_batch_size": 8, "num_generations": 4, "seed": shifted(42)}
+    return train.main([part for key, value in given.items() for part in (f"--{key}", str(value))] + list(arguments))
+
+
+@pytest.mark.trains
+def test_the_miniature_environment(tmp_path, models, monkeypatch, confined):
+    """A scripted model: of a product it asks the tool, or guesses; then it repeats what it was told."""
+    monkeypatch.chdir(REPOSITORY)
+    asked = []
+
+    def generate(self, prompt_ids, images, fields, num_generations, **kwargs):
+        turns = [text.split("<|im_start|>user\n")[-1] for text in TOKENIZER.batch_decode(prompt_ids)]
+        turns = [turn.partition("<|im_end|>")[0].strip() for turn in turns]
+        asked.extend([turns] if num_generations > 1 else [])
+        said = []
+        for turn in turns:
+            calls = "*" in turn and torch.rand(1) < 0.5
+            said.append((CALL.format(turn) if calls else rf"\boxed{{{'1' if '*' in turn else turn}}}") + "<|im_end|>")
+        return [TOKENIZER(text)["input_ids"] for text in said], None
+
+    monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", generate)
+    held_out = ["--eval_split_size", "2", "--eval_strategy", "steps", "--eval_steps", "1"]
+    trainer = run(tmp_path / "out", models / "tools", "--max_completion_length", "96", *held_out)
+    shared_code_verifier().close()
+    groups = [turns[start : start + 4] for turns in asked for start in (0, 4)]
+    assert all(len(set(group)) == 1 for group in groups)
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    calls = [entry["tools/call_frequency"] for entry in logs]
+    assert calls == [entry["rewards/product_reward/mean"] for entry in logs] and 0 < sum(calls) < 2
+    assert len({group[0] for group in groups}) == 6  # 4 of training, and the 2 held out in both evaluations
+    assert sorted(trainer.train_dataset["seed"][:] + trainer.eval_dataset["seed"][:]) == list(range(6))
+    assert "environment: recipes.miniature.products:environment" in (tmp_path / "out" / "recipe.yaml").read_text()
+    assert "trained in `recipes.miniature.products:environment`" in (tmp_path / "out" / "README.md").read_text()
+
+
+MODULE = '''
+from datasets import Dataset
+
+class Environment:
+    """An environment with one tool."""
+    def __init__(self):
+        self.resets = 0
+
+    def reset(self, prompt, seed=0, **columns):
+        return f" {seed}"
+
+    def look(self) -> str:
+        """Look around."""
+        return "nothing"
+
+    def get_reward(self):
+        return 1.0
+
+class Strict(Environment):
+    def reset(self, observation):
+        return None
+
+class Next(Environment):
+    def reset(self, **columns):
+        self.resets += 1
+        return str(self.resets)
+
+class Down(Environment):
+    def reset(self, **columns):
+        raise ConnectionError("no server at port 1")
+
+class Broken:
+    def __init__(self):
+        raise OSError("no docker")
+
+class Mute(Environment):
+    def shout(self, word):
+        return word
+
+class Spec:
+    train_dataset = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"{i}"}] for i in range(4)]})
+    def __init__(self, factory):
+        self.environment_factory = factory
+
+fine, strict, advancing, down, broken, mute = map(Spec, (Environment, Strict, Next, Down, Broken, Mute))
+no_environment, without = Spec(object), object()
+stream = Spec(Environment)
+stream.train_dataset = Spec.train_dataset.to_iterable_dataset()
+endless = Spec(Environment)
+endless.train_dataset = None
+
+def rollout(prompts, trainer):
+    ids = trainer.processing_class("7<|im_end|>")["input_ids"]
+    return {"prompt_ids": [[5]] * len(prompts), "completion_ids": [list(ids) for _ in prompts], "logprobs": None,
+            "source": ["rollout"] * len(prompts)}
+
+def seven(completions, source, **columns):
+    return [float(name == "rollout") for name in source]
+'''
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """A module of a user in the working directory."""
+    name = "environments_of_a_user"
+    (tmp_path / f"{name}.py").write_text(textwrap.dedent(MODULE))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(__import__("sys").modules, name, raising=False)
+    return name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--environment", "nowhere:spec"],
+            "environment: 'nowhere:spec' cannot be imported.*Write package.module:name",
+        ),
+        (["--environment", "MODULE:nothing"], "environment: .*nothing"),
+        (["--environment", "MODULE"], "environment: .*cannot be imported"),
+        (["--environment", "MODULE:without"], "is no environment, but a object without `environment_factory`"),
+        (["--environment", "MODULE:Environment"], "is no environment, but a type"),
+        (["--environment", "MODULE:no_environment"], "no method `reset`"),
+        (
+            ["--environment", "MODULE:strict"],
+            r"`reset` of the environment cannot be called with the columns prompt",
+        ),
+        (["--environment", "MODULE:advancing"], "`reset` of the environment Next returned two observations"),
+        (["--environment", "MODULE:down"], "`reset` of the environment failed .ConnectionError: no server"),
+        (["--environment", "MODULE:broken"], "`environment_factory` of the environment failed .OSError: no docker"),
+        (["--environment", "MODULE:mute"], "`environment_factory` of the environment failed .*shout"),
+        (["--environment", "MODULE:stream"], "IterableDataset"),
+        (["--environment", "MODULE:endless", "--max_steps", "-1"], "Set max_steps"),
+        (
+            ["--environment", "MODULE:fine", "--model_name_or_path", "NONE"],
+            "chat template of the model renders no calls",
+        ),
+        (["--environment", "MODULE:fine", "--dataset_name", "gsm8k"], "dataset_name would be ignored"),
+        (["--rollout_func", "MODULE:nothing"], "rollout_func: .*nothing"),
+        (["--rollout_func", "MODULE:fine"], "rollout_func: .*not callable"),
+    ],
+)
+def test_errors_before_the_model_is_loaded(tmp_path, models, module, arguments, message, monkeypatch):
+    monkeypatch.setattr(
+        "trl.trainer.grpo_trainer.create_model_from_path", lambda *args, **kwargs: pytest.fail("loaded")
+    )
+    arguments = [a.replace("MODULE", module).replace("NONE", str(models / "none")) for a in arguments]
+    recipe = "environment.yaml" if "--environment" in arguments else "pacs.yaml"
+    with pytest.raises(ValueError, match=message) as error:
+        run(tmp_path / "out", models / "tools", *arguments, recipe=recipe)
+    assert str(error.value).rstrip(".").count(". ") in (1, 2)
+
+
+@pytest.mark.trains
+def test_a_rollout_function_and_rewards_of_an_environment(tmp_path, models, module):
+    functions = ["--rollout_func", f"{module}:rollout", "--reward_funcs", f"{module}.seven"]
+    trainer = run(tmp_path / "rollout", models / "tools", *functions, recipe="pacs.yaml")
+    assert [entry["reward"] for entry in trainer.state.log_history if "loss" in entry] == [1.0, 1.0]
+    trainer = run(tmp_path / "own", models / "tools", "--environment", f"{module}:fine")
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["rewards/Environment/mean"] for entry in logs] == [1.0, 1.0]
+    assert trainer.train_dataset.column_names == ["prompt", "seed"]
+
+
+def test_a_later_observation_that_differs_is_an_error():
+    """Of another instance, as in a group; also of an environment that behaves at first."""
+
+    class Forgetful:
+        resets = 0
+
+        def reset(self, task):
+            Forgetful.resets += 1
+            return f"{task} {Forgetful.resets > 3}"
+
+    from datasets import Dataset
+
+    factory, _ = prepare_environments(Forgetful, {"train_dataset": Dataset.from_dict({"task": [1, 2]})})
+    first, second = factory(), factory()
+    assert first is not second and first.reset(task=1) == "1 False"
+    second.reset(task=2)
+    with pytest.raises(ValueError, match="two observations"):
+        second.reset(task=1)
