@@ -49,6 +49,7 @@ def run_cell(cell: Cell, seed: int, options: Options) -> None:
     """
     from pacs_trl.evaluation.arguments import EvaluationArguments
     from pacs_trl.recipe import read_recipe
+    from pacs_trl.rewards import configure_verification
 
     arguments = ["--config", str(RECIPES / f"{cell.recipe}.yaml"), *cell.words]
     if options.max_steps is not None:
@@ -67,9 +68,11 @@ def run_cell(cell: Cell, seed: int, options: Options) -> None:
     if cell.trained:
         model = work / "model"
         train_once([*arguments, "--seed", str(seed)], start, model)
+    protocol = {key: value for key, value in settings["evaluation"].items() if not key.startswith("verification_")}
     evaluation = EvaluationArguments(
-        model=str(model), output_dir=str(work / "evaluation"), method=cell.label, **settings["evaluation"]
+        model=str(model), output_dir=str(work / "evaluation"), method=cell.label, **protocol
     )
+    configure_verification(recipe.verification)  # training does it, too, but not every cell is trained
     results = _evaluate(evaluation)
     training = read_training(model, _measure_checkpoints(model, evaluation)) if cell.trained else None
     training = training and training | {"curves": options.curves}
