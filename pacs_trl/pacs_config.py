@@ -7,6 +7,7 @@ from trl import GRPOConfig
 
 from .objective import ClassWeighting, Proxy, ScoreEstimator
 from .redaction import PublishedArguments
+from .rollouts.evaluation import EvaluationSettings
 from .settings import OF_OTHER_LOSSES, bounded, ignored_settings, refuse_illegal_values
 from .update.generation import GenerationSettings
 from .update.step_sizes import Step
@@ -37,7 +38,7 @@ SHAPES_ONLY_GRPO = {
 
 
 @dataclass
-class ExactUpdateConfig(PublishedArguments, GenerationSettings, GRPOConfig):
+class ExactUpdateConfig(PublishedArguments, EvaluationSettings, GenerationSettings, GRPOConfig):
     r"""
     Settings of the exact optimizer step, which all its objectives share. Inherits every parameter of
     [`~trl.GRPOConfig`].

@@ -251,6 +251,7 @@ def _ignored_settings(training: Any) -> list[tuple[str, str]]:
         (given.optim_args and adamw, "optim_args", "AdamW takes adam_beta1, adam_beta2, and adam_epsilon"),
         (given.warmup_steps and constant, "warmup_steps", "lr_scheduler_type is constant"),
         (given.eval_steps is not None and not evaluates, "eval_steps", "eval_strategy is no"),
+        (given.eval_benchmarks and not evaluates, "eval_benchmarks", "eval_strategy is no"),
         (given.eval_on_start and not evaluates, "eval_on_start", "eval_strategy is no"),
         (given.load_best_model_at_end and not evaluates, "load_best_model_at_end", "eval_strategy is no"),
         (given.liger_kernel_config and not given.use_liger_kernel, "liger_kernel_config", "use_liger_kernel is false"),
@@ -282,10 +283,10 @@ def _relation_errors(run: RunArguments, data: DataArguments, training: Any) -> l
             f"hub_strategy={training.hub_strategy.value!r} would upload the whole folder during training, with the "
             "token in training_args.bin, logs, and completions. Remove the key."
         )
-    if training.eval_strategy != "no" and not data.eval_split_size:
+    if training.eval_strategy != "no" and not (data.eval_split_size or training.eval_benchmarks):
         errors.append(
             f"eval_strategy={str(training.eval_strategy)!r} needs problems that are held out: set eval_split_size to "
-            "their number."
+            "their number, or eval_benchmarks to names of benchmarks."
         )
     weights = training.reward_weights
     if weights is not None and run.reward_funcs and len(weights) != len(run.reward_funcs):

@@ -135,7 +135,9 @@ def _leave(trainer, signum: int) -> NoReturn:
 
 
 def _with_model_arguments(recipe: Recipe):
-    """Return the training configuration with TRL's model arguments in `model_init_kwargs`."""
+    """Return the training configuration with TRL's model arguments in `model_init_kwargs`, and the arguments that
+    prompts of benchmarks are made from."""
+    recipe.training.eval_data = recipe.data
     recipe.training.model_init_kwargs = {
         "revision": recipe.model.model_revision,
         "attn_implementation": recipe.model.attn_implementation,

@@ -33,6 +33,7 @@ from pacs_trl.experimental.steer import STEERConfig, STEERTrainer
 from pacs_trl.experimental.verl import VERLConfig, VERLTrainer
 from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.objective import PACSLoss, pacs_loss
+from pacs_trl.verification import Grade, Outcome
 
 
 TOKENIZER = build_tokenizer()
@@ -107,6 +108,16 @@ def boxed(prompts, trainer):
 def digit_reward(completions, **kwargs) -> list[float]:
     """Reward function for sampled completions: a fixed but arbitrary function of the text."""
     return [float(sum(map(ord, completion[0]["content"])) % 2) for completion in completions]
+
+
+class Parity:
+    """A verifier to which about half of all completions are correct."""
+
+    def unreadable_golds(self, golds):
+        return []
+
+    def grade_detailed(self, completions, golds, truncated):
+        return [Grade(Outcome(sum(map(ord, text)) % 2)) for text in completions]
 
 
 @dataclass

@@ -10,6 +10,7 @@ from pacs_trl.settings import parse_mapping
 
 LORA = {"use_peft": True, "lora_target_modules": ["q_proj"]}
 EVALUATES = {"eval_strategy": "steps", "eval_split_size": 8}
+MEASURES = {"eval_strategy": "steps", "eval_benchmarks": ["math_500", "miniature/addition"]}
 RECIPE = {
     "model_name_or_path": "Qwen/Qwen3-4B",
     "dataset_name": "deepscaler",
@@ -82,6 +83,13 @@ REFUSED = [
     ({"generation_batch_size": 128}, "generation_batch_size"),
     ({"reference": "snapshot", "proxy": "mean_logp"}, "reference"),
     ({"eval_strategy": "steps"}, "eval_split_size"),
+    ({"eval_temperature": 0.6, "eval_top_p": 0.95}, "eval_temperature, eval_top_p would be ignored"),
+    ({"eval_benchmarks": ["math_500"]}, "`eval_benchmarks` would be ignored: eval_strategy is no"),
+    (MEASURES | {"eval_benchmarks": ["math_50"]}, "There is no benchmark 'math_50'. Did you mean `math_500`"),
+    (MEASURES | {"eval_temperature": 0}, "eval_num_samples: 1"),
+    (MEASURES | {"eval_num_samples": 0}, "eval_num_samples must be at least 1"),
+    (MEASURES | {"metric_for_best_model": "eval/pass@64"}, "eval_pass@64.*1 or 4 or 8"),
+    (EVALUATES | {"metric_for_best_model": "eval/pass@1"}, "eval_pass@1.*eval_benchmarks=None"),
     ({"push_to_hub": True, "hub_strategy": "every_save"}, "hub_strategy"),
     # by transformers and TRL, without a GPU of this machine
     ({"fp16": True, "bf16": True}, "fp16"),
@@ -124,6 +132,11 @@ def test_what_is_refused(changes, words, tmp_path):
 
 def test_their_neighbors_are_legal():
     read(**EVALUATES, load_best_model_at_end=True, eval_steps=40, save_steps=80, eval_delay=1)
+    best = {"load_best_model_at_end": True, "eval_steps": 40, "save_steps": 80}
+    for metric in ("eval/pass@1", "eval_pass@8_lower", "eval/math_500/pass@4"):
+        training = read(**MEASURES, **best, metric_for_best_model=metric).training
+        assert training.metric_for_best_model == f"eval_{metric[5:]}" and training.greater_is_better
+    assert read(**MEASURES, **best).training.metric_for_best_model == "eval_pass@1"
     read(eval_strategy="epoch", eval_split_size=8, lr_scheduler_type="reduce_lr_on_plateau", save_steps=0.5)
     read(debug="underflow_overflow", pad_to_multiple_of="16", logging_steps="2", tf32=True)
     read(dataloader_prefetch_factor=2, dataloader_num_workers=1, report_to=["wandb", "trackio"])

@@ -6,6 +6,7 @@ from typing import Any
 from trl import GRPOConfig
 
 from ..redaction import PublishedArguments
+from ..rollouts.evaluation import EvaluationSettings
 from ..settings import OF_OTHER_LOSSES, bounded, ignored_settings, refuse_illegal_values
 from ..update.generation import GenerationSettings
 from ..update.step_sizes import Step
@@ -22,7 +23,7 @@ _SHAPES_ONLY_GRPO = {
 
 
 @dataclass
-class ActorCriticConfig(PublishedArguments, GenerationSettings, GRPOConfig):
+class ActorCriticConfig(PublishedArguments, EvaluationSettings, GenerationSettings, GRPOConfig):
     r"""
     Base configuration of [`PPOConfig`] and [`~experimental.genac.GenACConfig`].
 

@@ -150,7 +150,7 @@ def load_benchmark(
         `ValueError`: for an unknown name, a missing file or column, an empty benchmark, an empty problem or answer, or
         two rows with one id.
     """
-    name, path = name_and_path(spec)
+    name, path = checked_name(spec)
     is_gym = not path and name.startswith(f"{gym.NAME}/")
     if path:
         entry, source = BENCHMARKS.get(name), {"file": Path(path).name}
@@ -166,14 +166,9 @@ def load_benchmark(
         entry = ProblemSet("", title=task.replace("_", " "), problem_column="question", instruction=gym.INSTRUCTION)
         entry = replace(entry, solution_column="solution")
         source = {"generator": "reasoning_gym", "config": config, "seed": gym.BENCHMARK_SEED}
-    elif name in BENCHMARKS:
+    else:
         entry = BENCHMARKS[name]
         source = {fact: getattr(entry, fact) for fact in ("hub_id", "config", "split", "revision")}
-    else:
-        raise ValueError(
-            f"There is no benchmark {name!r}.{did_you_mean(name, BENCHMARKS)} Choose from {', '.join(BENCHMARKS)}, "
-            "miniature/<task>, reasoning_gym/<task>, and NAME=PATH or PATH of a .jsonl, .json, or .parquet file."
-        )
     try:
         rows = gym.benchmark(task, config, max_problems) if is_gym else load_rows(name, entry, path or None)
     except KeyError as error:
@@ -196,6 +191,17 @@ def load_benchmark(
     digest = hashlib.sha256(content.encode()).hexdigest()[:16]
     source |= {"version": entry.version, "num_problems": len(problems), "digest": digest}
     return LoadedBenchmark(name, entry.title, problems, source, entry.instruction, is_code, entry.is_prompt)
+
+
+def checked_name(spec: str) -> tuple[str, str]:
+    """Return [`name_and_path`]. Raises a `ValueError` if there is no such benchmark."""
+    name, path = name_and_path(spec)
+    if not (path or name in BENCHMARKS or name.startswith((MINIATURE, f"{gym.NAME}/"))):
+        raise ValueError(
+            f"There is no benchmark {name!r}.{did_you_mean(name, BENCHMARKS)} Choose from {', '.join(BENCHMARKS)}, "
+            "miniature/<task>, reasoning_gym/<task>, and NAME=PATH or PATH of a .jsonl, .json, or .parquet file."
+        )
+    return name, path
 
 
 def name_and_path(spec: str) -> tuple[str, str]:

@@ -104,12 +104,8 @@ def evaluate(
         check_model_path(args.model)
     benchmarks = load_benchmarks(args)
     code_verifier = code_verifier or CodeVerifier()
-    if any(benchmark.is_code or _is_gym(benchmark) for benchmark in benchmarks):
-        code_verifier.start()  # fails before sampling if the sandbox is unavailable
     model = identify_model(args)
-    for benchmark in (b for b in benchmarks if not b.is_code and not _is_gym(b)):
-        ids, golds = [p.id for p in benchmark.problems], [p.solution for p in benchmark.problems]
-        report_unreadable_golds(benchmark.title, golds, verifier, ids)
+    check_grading(benchmarks, verifier, code_verifier)
     entries: dict[str, Any] = {}
     with ExitStack() as stack:
         stores = [stack.enter_context(_open_store(args, model, benchmark)) for benchmark in benchmarks]
@@ -120,11 +116,11 @@ def evaluate(
             stack.callback(engine.close)
         for benchmark, store, missing in zip(benchmarks, stores, requests, strict=True):
             grader = code_verifier if benchmark.is_code else verifier
-            if _is_gym(benchmark):
+            if is_gym(benchmark):
                 grader = stack.enter_context(GymVerifier.like(verifier))
             bar = tqdm(total=len(missing), desc=benchmark.title, disable=None if progress and missing else True)
             records = _records(args, store, missing, engine, bar)
-            graded, outcomes = _grade_in_background(grader, benchmark.problems, records)
+            graded, outcomes = grade_in_background(grader, benchmark.problems, records)
             _check_failures(benchmark, outcomes, max_failure_share)
             entries[benchmark.name] = {
                 "title": benchmark.title,
@@ -161,6 +157,15 @@ def load_benchmarks(args: EvaluationArguments) -> list[LoadedBenchmark]:
     if len(set(names)) < len(names):
         raise ValueError(f"benchmarks contains a name twice: {', '.join(names)}. Name each benchmark once.")
     return benchmarks
+
+
+def check_grading(benchmarks: Sequence[LoadedBenchmark], verifier: Verifier, code_verifier: CodeVerifier) -> None:
+    """Start the sandbox if a benchmark needs it, which fails where it is unavailable, and report unreadable golds."""
+    if any(benchmark.is_code or is_gym(benchmark) for benchmark in benchmarks):
+        code_verifier.start()
+    for benchmark in (b for b in benchmarks if not b.is_code and not is_gym(b)):
+        ids, golds = [p.id for p in benchmark.problems], [p.solution for p in benchmark.problems]
+        report_unreadable_golds(benchmark.title, golds, verifier, ids)
 
 
 def missing_requests(
@@ -214,7 +219,7 @@ def _records(
             bar.update()
 
 
-def _grade_in_background(
+def grade_in_background(
     verifier: Verifier | CodeVerifier, problems: Sequence[Problem], records: Iterator[dict[str, Any]]
 ) -> tuple[dict[tuple[str, int], GradedSample], Counter[str]]:
     """Grade a chunk of records while the engine generates the next; return graded samples by (problem, sample), and
@@ -252,7 +257,8 @@ def _grade_in_background(
     return graded, outcomes
 
 
-def _is_gym(benchmark: LoadedBenchmark) -> bool:
+def is_gym(benchmark: LoadedBenchmark) -> bool:
+    """Whether reasoning-gym generates and grades the problems."""
     return benchmark.source.get("generator") == gym.NAME
 
 

@@ -15,6 +15,7 @@ from transformers import ProgressCallback, TrainerCallback
 # Label, metric, and format of each number, in print order.
 NUMBERS = {
     "reward": ("reward", ".2f"),
+    "pass@1": ("pass@1", ".3f"),
     "entropy": ("entropy", ".2f"),
     "length": ("completions/mean_length", ".0f"),
     "truncated": ("completions/clipped_ratio", ".2f"),
@@ -57,13 +58,13 @@ def shorten_console(callbacks: list[TrainerCallback]) -> None:
 
 def step_line(logs: Mapping[str, Any], step: int, max_steps: int) -> str | None:
     """Return `step 12/30  reward 0.37  entropy 0.19  ...  1.2 s` for the logs of a step, `None` for other logs."""
-    prefix = "eval_" if "eval_reward" in logs else ""
-    if f"{prefix}reward" not in logs:
+    prefix = "eval_" if logs.keys() & {"eval_reward", "eval_pass@1"} else ""
+    if not prefix and "reward" not in logs:
         return None
     parts = [f"{'evaluation at ' if prefix else ''}step {step:{len(str(max_steps))}}/{max_steps}"]
     for name, (metric, digits) in NUMBERS.items():
         value = logs.get(prefix + metric)
-        if value is not None or name == "reward":  # None: no completion had a verdict
+        if value is not None or name == "reward" and prefix + metric in logs:  # None: no completion had a verdict
             parts.append(f"{name} {'none' if value is None else format(value, digits)}")
     seconds = logs.get("eval_runtime" if prefix else "time/total")
     return "  ".join([*parts, f"{seconds:.1f} s"] if seconds is not None else parts)

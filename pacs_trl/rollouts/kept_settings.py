@@ -20,6 +20,7 @@ _LIVE = {
     *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
     *("do_train", "do_eval", "do_predict", "restore_callback_states_from_checkpoint"),
 }
+_LOADED = {"eval_benchmarks", "eval_max_problems"}  # fixed, unlike the rest of its group
 # Settings of the optimizer, which Trainer creates in the first run and keeps.
 OF_OPTIMIZER = {
     *("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
@@ -31,7 +32,7 @@ def settings_of_construction(args: Any) -> dict[str, Any]:
     """Return the settings that are fixed when a trainer is constructed, in the form of [`plain_settings`]."""
     live = re.compile(rf"({'|'.join(_LIVE_GROUPS)})_")
     names = {field.name for field in fields(args)} - _LIVE - OF_OPTIMIZER
-    return plain_settings(args, sorted(name for name in names if not live.match(name)))
+    return plain_settings(args, sorted(name for name in names if name in _LOADED or not live.match(name)))
 
 
 def check_kept(kept: dict[str, Any], args: Any) -> None:

@@ -28,9 +28,10 @@ from ..update.rollout import Rollout, unpad_rollouts, weighted_rewards
 from ..update.startup_check import choose_forward_pass, disable_noise
 from . import checkpoint, construction, publication
 from .callbacks import NoSignalCallback, StepStart
-from .checks import check_adapters, check_columns, check_evaluation_batch, check_golds, with_checked_result
+from .checks import check_adapters, check_columns, check_golds, with_checked_result
 from .console import shorten_console
 from .engine import Engine, ServerFailure, checked_rollouts, end_empty_completions, failed_run
+from .evaluation import BenchmarkEvaluation
 from .kept_settings import OF_OPTIMIZER, check_kept, settings_of_construction
 from .timing import StepTimer
 
@@ -40,7 +41,7 @@ _SIGNATURE = inspect.signature(GRPOTrainer.__init__)
 _MOST_UNREWARDED = 3  # a run fails if this many generation batches at its start have no reward at all
 
 
-class RolloutTrainer(GRPOTrainer):
+class RolloutTrainer(BenchmarkEvaluation, GRPOTrainer):
     """Base class of trainers: [`~trl.GRPOTrainer`], with the same arguments, and exact resumption, input checks, step
     timing, and model cards. `recipe` holds the settings of a run that was started from a recipe."""
 
@@ -71,6 +72,7 @@ class RolloutTrainer(GRPOTrainer):
         arguments["reward_funcs"] = reward_funcs
         self._prepare_loading(model, args, arguments)
         construction.check_lengths(model, args, arguments)
+        self._load_benchmarks(model, args, arguments)
         super().__init__(model, args=args, **arguments)
         self._card_facts: dict[str, Any] = {}  # given to `create_model_card`
         self._is_saved = False  # in `output_dir`
@@ -137,10 +139,6 @@ class RolloutTrainer(GRPOTrainer):
                 self.ref_pass.packing, self.ref_pass.fused = self.forward_pass.packing, self.forward_pass.fused
 
     # Generation -----------------------------------------------------------------------------------------------------
-
-    def get_eval_dataloader(self, eval_dataset=None):
-        check_evaluation_batch(self.args.eval_batch_size, self.accelerator.num_processes, self.num_generations_eval)
-        return super().get_eval_dataloader(eval_dataset)
 
     def _get_train_sampler(self, dataset=None):
         return checkpoint.EpochSampler(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
@@ -280,12 +278,6 @@ class RolloutTrainer(GRPOTrainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
         with self.timer.part("update"):
             return super().training_step(model, inputs, num_items_in_batch)
-
-    def evaluation_loop(self, *args, **kwargs):
-        """Evaluate without affecting the training run: random states are restored afterwards."""
-        check_kept(self._kept_settings, self.args)
-        with checkpoint.own_random_numbers(checkpoint.evaluation_seed(self), self.accelerator.device):
-            return super().evaluation_loop(*args, **kwargs)
 
     def _reset_run(self) -> None:
         """Reset the state of a run; called at the start of each run."""

@@ -7,6 +7,7 @@ Each scenario is a function of `(rank, directory)` that returns something `torch
 import os
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import yaml
@@ -14,6 +15,7 @@ from peft import LoraConfig
 from replay import (
     TOKENIZER,
     DarsAndGuidanceTrainer,
+    Parity,
     RaggedGroups,
     Recorder,
     Replay,
@@ -37,6 +39,7 @@ from pacs_trl import GRPOTrainer, PACSTrainer
 from pacs_trl.experimental.rlpr import RLPRTrainer, probability_reward
 from pacs_trl.experimental.steer import STEERTrainer
 from pacs_trl.experimental.verl import VERLTrainer
+from pacs_trl.rollouts import evaluation
 from pacs_trl.train import main as train
 
 
@@ -251,6 +254,17 @@ def drawn_where_needed(rank, directory, **how):
     return found | {"drawn": drawn}
 
 
+def benchmarks(directory, **how):
+    """Greedy completions of five problems, which two processes share, and the weights after two steps."""
+    settings = {"eval_benchmarks": ["miniature/addition"], "eval_max_problems": 5, "eval_num_samples": 1}
+    settings |= {"eval_temperature": 0.0, "eval_strategy": "steps", "eval_steps": 1, "learning_rate": 0.0}
+    with patch.object(evaluation, "shared_verifier", Parity):
+        trainer = build_trainer(directory, **HALF | settings | how)
+        trainer.train()
+    logs = [e for e in trainer.state.log_history if "eval_pass@1" in e]
+    return [{k: v for k, v in e.items() if "pass@1" in k or "addition" in k} for e in logs]
+
+
 def probabilities(directory, **how):
     """Of reference answers, of the whole training set and of completions, which the processes share."""
     settings = {"max_completion_length": 12, "per_device_train_batch_size": 4, "learning_rate": 0.5} | how
@@ -316,6 +330,7 @@ DDP = {
     "resumed snapshot": resumed_snapshot,
     "drawn again": drawn_again,
     "probabilities": lambda rank, directory: probabilities(directory),
+    "benchmarks": lambda rank, directory: benchmarks(directory),
     "drawn where needed": drawn_where_needed,
 }
 
@@ -342,6 +357,7 @@ FSDP2 = {name: sharded(name, FSDP_SETTINGS) for name in SHARDED} | {
     "shared prompts": lambda rank, directory: shared_prompts(rank, directory, **FSDP_SETTINGS),
     "drawn again": lambda rank, directory: drawn_again(rank, directory, **FSDP_SETTINGS),
     "probabilities": lambda rank, directory: probabilities(directory, **FSDP_SETTINGS),
+    "benchmarks": lambda rank, directory: benchmarks(directory, **FSDP_SETTINGS),
     "drawn where needed": lambda rank, directory: drawn_where_needed(rank, directory, **FSDP_SETTINGS),
 }
 

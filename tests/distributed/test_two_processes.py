@@ -23,7 +23,20 @@ from replay import (
     rows_of_update,
     tiny_model,
 )
-from scenarios import FSDP2, GRPO, LORA, QUARTER, RAGGED, REPLAYED, VERL, ZERO3, probabilities, record, run_all
+from scenarios import (
+    FSDP2,
+    GRPO,
+    LORA,
+    QUARTER,
+    RAGGED,
+    REPLAYED,
+    VERL,
+    ZERO3,
+    benchmarks,
+    probabilities,
+    record,
+    run_all,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trls_update import TRLS, difference, run
@@ -182,6 +195,13 @@ def test_a_second_draw_and_rewards_that_need_the_policy(request, kind):
     expected = tiny_model()(ids).logits[:, 2:-1].log_softmax(dim=-1).gather(2, ids[:, 3:, None])[:, :, 0]
     torch.testing.assert_close(torch.stack(second["logps"]), expected, rtol=1e-4, atol=1e-5)
     assert first["logps"] == [] and all(torch.equal(first["final"][n], second["final"][n]) for n in first["final"])
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_benchmarks_are_shared_by_processes(tmp_path, request, kind):
+    first, second = both(request.getfixturevalue(kind), "benchmarks")
+    one = benchmarks(tmp_path, per_device_train_batch_size=8)
+    assert first == second == one and len(one) == 2 and one[0]["eval_miniature/addition/mean_length"] > 0
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
