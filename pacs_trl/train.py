@@ -40,6 +40,7 @@ from .recipe import (
     trainer_of_method,
 )
 from .rewards import configure_verification, run_python, shared_code_verifier, shared_verifier, tool_function
+from .rollouts.adapter_sync import max_lora_rank
 from .rollouts.checkpoint import check_complete, check_same_adapter, last_checkpoint
 from .rollouts.checks import OWN_PARAMETERS, check_dataset, check_number_of_prompts
 from .rollouts.preemption import NAMES, stop_on_signal
@@ -169,11 +170,12 @@ def _checked_model(recipe: Recipe):
     for path in (name, vars(training).get("critic_model_name_or_path") or name):
         check_model_path(path)
     check_whole_model(name, "training", "name the base model")
+    peft_config = get_peft_config(model)
+    max_lora_rank(training, None, peft_config)
     if training.use_vllm and name.startswith(MINIATURE):
         require_vllm("set use_vllm=False")  # the trainer checks the rest once the model exists
     elif training.use_vllm:
         check_vllm(training, name)
-    peft_config = get_peft_config(model)
     targets = peft_config.target_modules if peft_config is not None else None
     if isinstance(targets, str) and targets.isidentifier():
         peft_config.target_modules = {

@@ -64,6 +64,7 @@ class LoopbackVLLM(Loopback):
     - `fail_generation` is the number of the generation (from 0) that is answered with status 500; `dead` lets /health
       fail.
     - `calls` lists the paths of all calls in order, `seeds` and `requests` what the generations asked for.
+    - `loaded` are the directories of LoRA adapters by name; `prompt_logps(ids, directory)` answers for one of them.
     - `models`, `info` and `answers` are what the three questions before a run get.
     """
 
@@ -72,6 +73,7 @@ class LoopbackVLLM(Loopback):
         self.info = {
             "vllm_config": {
                 "weight_transfer_config": {"backend": "nccl"},
+                "lora_config": None,
                 "model_config": {"logprobs_mode": "processed_logprobs", "quantization": None},
                 "cache_config": {"cache_dtype": "auto"},
             }
@@ -83,6 +85,8 @@ class LoopbackVLLM(Loopback):
         self.fail_generation: int | None = None
         self.dead = False
         self.num_updates = 0
+        self.loaded: dict[str, str] = {}
+        self.prompt_logps: Callable | None = None
         super().__init__(_make_handler(self))
 
     def answer(self, path: str, body: dict) -> tuple[int, dict]:
@@ -97,6 +101,13 @@ class LoopbackVLLM(Loopback):
             return 200, self.info
         if path == "/finish_weight_update":
             self.num_updates += 1
+        if path == "/v1/load_lora_adapter" and body:
+            self.loaded[body["lora_name"]] = body["lora_path"]
+        if path == "/v1/completions" and "prompt_logprobs" in body:
+            (ids,) = body["prompt"]
+            logps = zip(ids[1:], self.prompt_logps(ids, self.loaded.get(body["model"])), strict=True)
+            known = [None, *({str(token): {"logprob": logp, "rank": 1}} for token, logp in logps)]
+            return 200, {"choices": [{"prompt_logprobs": known}]}
         if path == "/v1/completions":
             return self._complete(body)
         return 200, {"success": True, "world_size": 1}

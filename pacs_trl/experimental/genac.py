@@ -28,7 +28,7 @@ from ..rollouts.checkpoint import request_seed
 from ..rollouts.engine import Engine, ServerFailure
 from ..rollouts.timing import PARTS
 from ..rollouts.vllm_checks import server_url
-from ..settings import bounded
+from ..settings import bounded, ignored_settings
 from ..update.rollout import labels_from_rewards, without_padding
 from ..update.step_sizes import Step
 from ._critic_answers import check_critic, generate_answers, problem_of, question_ids
@@ -107,6 +107,7 @@ class GenACConfig(ActorCriticConfig):
     @classmethod
     def errors(cls, given: Any, step: Step | None) -> list[str]:
         errors = super().errors(given, step)
+        errors += ignored_settings(cls, given, {"vllm_sync_adapter": "the critic's weights are sent to vLLM, too"})
         try:
             CriticPrompt(given.critic_prompt)
         except ValueError as error:

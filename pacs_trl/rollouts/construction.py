@@ -1,6 +1,7 @@
 """Construction of trainers: argument checks before the model is loaded, process checks, and scorers."""
 
 import inspect
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -21,6 +22,7 @@ from ..update.context_length import context_lengths
 from ..update.forward_pass import ForwardPass
 from ..update.generation import faster_generation
 from ..update.step_sizes import Step
+from .adapter_sync import AdapterSync, max_lora_rank
 from .checks import (
     OWN_PARAMETERS,
     check_dataset,
@@ -31,6 +33,7 @@ from .checks import (
     check_reward_functions,
     shared_turns_error,
 )
+from .engine import Engine
 from .preemption import check_no_jit_checkpoint
 from .vllm_checks import check_vllm
 
@@ -72,8 +75,9 @@ def check_arguments(model: str | PreTrainedModel, args: GRPOConfig, arguments: d
         if not has_environment:  # an environment may modify the prompt
             check_prompts(name, arguments[name])
     check_generation_kwargs(args)
+    max_lora_rank(args, model, arguments["peft_config"])
     if args.use_vllm:
-        check_vllm(args, _name_of(model))
+        check_vllm(args, name_of(model))
 
 
 def with_arguments(function: Callable, name: str, own: dict[str, Any]) -> Callable:
@@ -97,7 +101,7 @@ def check_lengths(model: str | PreTrainedModel, args: GRPOConfig, arguments: dic
     def load_tokenizer():
         revision = (args.model_init_kwargs or {}).get("revision", "main")
         kwargs = {"revision": revision, "trust_remote_code": args.trust_remote_code}
-        return tokenizer or AutoTokenizer.from_pretrained(_name_of(model), **kwargs)
+        return tokenizer or AutoTokenizer.from_pretrained(name_of(model), **kwargs)
 
     if (arguments["tools"] or environment) and not supports_tool_calling(load_tokenizer()):
         raise ValueError(
@@ -134,16 +138,31 @@ def create_forward_pass(trainer: Any, model: Any, temperature: float | None = No
 def generation_settings(trainer: Any) -> AbstractContextManager:
     """Return the context manager that applies `fast_generation` and `generation_dtype`. Raises a `ValueError` if the
     weights are sharded or continuous batching is used."""
-    fast, dtype = (getattr(trainer.args, name, None) for name in ("fast_generation", "generation_dtype"))
-    if not fast and dtype is None:
+    names = ("fast_generation", "generation_dtype", "vllm_sync_adapter")
+    fast, dtype, sync = (getattr(trainer.args, name, None) for name in names)
+    if not any((fast, dtype, sync)):
         return nullcontext()
     if trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled() or trainer.use_transformers_continuous_batching:
         raise ValueError(
-            "`fast_generation` and `generation_dtype` need whole weights on every process and `generate` of "
-            "transformers. Remove them with FSDP, ZeRO 3, and use_transformers_continuous_batching."
+            "`fast_generation`, `generation_dtype`, and `vllm_sync_adapter` need whole weights on every process and "
+            "no continuous batching. Remove them with FSDP, ZeRO 3, and use_transformers_continuous_batching."
         )
+    if sync:
+        return nullcontext()
     dtype = getattr(torch, dtype) if dtype else None
     return faster_generation(trainer.accelerator.unwrap_model(trainer.model_wrapped), fast=fast, dtype=dtype)
+
+
+def create_engine(trainer: Any) -> Engine:
+    """Create the engine that replaces TRL's. With `vllm_sync_adapter` it sends adapters."""
+    engine = Engine(trainer.vllm_generation, next_seeds=trainer._next_seeds, timer=trainer.timer)
+    if getattr(trainer.args, "vllm_sync_adapter", False):
+        text = "The sum of 12 and 30 is 42. Their product is 360, so the difference of the two results is 318."
+        ids = trainer._tokenizer(text)["input_ids"][:32]
+        parent = trainer.args.output_dir if engine.mode == "server" else None  # by default not shared
+        os.makedirs(parent or ".", exist_ok=True)
+        engine.adapter_sync = AdapterSync(engine, create_forward_pass(trainer, trainer.model, 1.0), ids, parent)
+    return engine
 
 
 def check_shared_turns(trainer: Any) -> None:
@@ -187,5 +206,5 @@ def exchange_float32(accelerator: Accelerator) -> None:
         )
 
 
-def _name_of(model: str | PreTrainedModel) -> str:
+def name_of(model: str | PreTrainedModel) -> str:
     return model if isinstance(model, str) else get_config_model_id(model.config)

@@ -7,21 +7,28 @@
 - The time to send weights to vLLM is measured.
 """
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import broadcast_object_list
+from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..errors import FailedRun
+from .adapter_sync import AdapterSync
 from .timing import StepTimer
 from .vllm_checks import serve_command, server_url
 
 
 logger = logging.getLogger(__name__)
+
+_adapter_numbers = itertools.count(1)  # an engine ignores an adapter that it has loaded under this number
 
 
 class ServerFailure(RuntimeError):
@@ -40,6 +47,7 @@ class SeededLLM:
     def __init__(self, llm, next_seeds: Callable[[int], list[int]]):
         self.llm = llm
         self._next_seeds = next_seeds
+        self.lora_request: Any = None  # of every request
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.llm, name)
@@ -55,7 +63,24 @@ class SeededLLM:
         seedless = [each for each in params if each.seed is None]
         for request, seed in zip(seedless, self._next_seeds(len(seedless)), strict=True):
             request.seed = seed
+        if self.lora_request is not None:
+            kwargs = {"lora_request": self.lora_request} | kwargs
         return self.llm.generate(prompts, sampling_params=params, **kwargs)
+
+    def load_adapter(self, path: str) -> None:
+        """Generate with the LoRA adapter in the directory `path` from now on."""
+        from vllm.lora.request import LoRARequest
+
+        number = next(_adapter_numbers)
+        self.lora_request = LoRARequest(f"adapter-{number}", number, path)
+
+    def prompt_logps(self, prompt_ids: list[int]) -> torch.Tensor:
+        """Compute the log-probs of a prompt's tokens but the first, at temperature 1, float32 `(P - 1,)`."""
+        params = vllm_generation.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        request = {"sampling_params": params, "use_tqdm": False, "lora_request": self.lora_request}
+        (output,) = self.llm.generate([{"prompt_token_ids": prompt_ids}], **request)
+        known = zip(prompt_ids[1:], output.prompt_logprobs[1:], strict=True)
+        return torch.tensor([candidates[token].logprob for token, candidates in known])
 
 
 class CountingClient:
@@ -97,6 +122,20 @@ class CountingClient:
             merged[name] = [row for _, row in sorted(zip(order, rows, strict=True), key=lambda pair: pair[0])]
         return merged
 
+    def load_adapter(self, path: str) -> None:
+        """Generate with the LoRA adapter in the directory `path` from now on."""
+        name = f"{Path(path).name}-{next(_adapter_numbers)}"
+        body = {"lora_name": name, "lora_path": path}
+        response = self.client.session.post(f"{self.client.base_url}/v1/load_lora_adapter", json=body)
+        if response.status_code != 200:
+            raise RuntimeError(f"status {response.status_code}, {response.text:.300}")
+        self.client.model = name
+
+    def prompt_logps(self, prompt_ids: list[int]) -> torch.Tensor:
+        """Compute the log-probs of a prompt's tokens but the first, at temperature 1, float32 `(P - 1,)`."""
+        known = self.client.get_sequence_logprobs([prompt_ids], prompt_lengths=[1], top_logprobs=1)
+        return torch.tensor(known["actual_logprobs"][0])[:, 0]
+
 
 class Engine(VLLMGeneration):
     """
@@ -108,6 +147,8 @@ class Engine(VLLMGeneration):
             called if `generation_kwargs` has a seed.
         timer ([`StepTimer`]): Records the time of weight synchronization.
     """
+
+    adapter_sync: AdapterSync | None = None  # sends the adapter instead of merged weights
 
     def __init__(self, generation: VLLMGeneration, *, next_seeds: Callable[[int], list[int]], timer: StepTimer):
         vars(self).update(vars(generation))
@@ -143,7 +184,10 @@ class Engine(VLLMGeneration):
                 health = self._ask_health()
                 if health is not None:
                     raise ServerFailure("stopped answering", health)
-            super().sync_weights()
+            if self.adapter_sync is None:
+                super().sync_weights()
+            else:
+                self.adapter_sync.send()
 
     def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
         """Generate completions; arguments and result are those of TRL's engine. Raises a [`ServerFailure`] if a server
@@ -219,6 +263,7 @@ def checked_rollouts(rollout_func: Callable, eos_token_id: int, log_empty: Calla
 def failed_run(failure: ServerFailure, trainer: Any, engine: Engine | None) -> FailedRun:
     """Return the [`FailedRun`] for a failed vLLM server: that of `engine`, by default the policy's."""
     url, model = server_url(trainer.args), trainer.model
+    with_lora = getattr(trainer.args, "vllm_sync_adapter", False)
     if engine is not None:
         url, model = engine.server_base_url, engine.model
     step = trainer.state.global_step
@@ -227,6 +272,6 @@ def failed_run(failure: ServerFailure, trainer: Any, engine: Engine | None) -> F
         saved = f"The state after it is in {trainer.args.output_dir}/checkpoint-{step}"
     return FailedRun(
         f"The vLLM server at {url} {failure.state} after optimizer step {step} ({failure.cause}). {saved}. Fix the "
-        f"problem, start the server again if it is down: {serve_command(model.name_or_path)} and continue with "
-        "`--resume_from_checkpoint last`."
+        f"problem, start the server again if it is down: {serve_command(model.name_or_path, with_lora)} and continue "
+        "with `--resume_from_checkpoint last`."
     )

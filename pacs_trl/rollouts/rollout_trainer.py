@@ -18,7 +18,6 @@ from accelerate.utils import gather_object
 from torch import nn
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 from trl import GRPOConfig, GRPOTrainer
-from trl.trainer.utils import get_config_model_id
 
 from ..data import check_chat_template_kwargs
 from ..errors import FailedRun
@@ -27,6 +26,7 @@ from ..rewards import code_reward, math_reward
 from ..update.rollout import Rollout, unpad_rollouts, weighted_rewards
 from ..update.startup_check import choose_forward_pass, disable_noise
 from . import checkpoint, construction, publication
+from .adapter_sync import engine_with_lora
 from .callbacks import NoSignalCallback, StepStart
 from .checks import check_adapters, check_columns, check_golds, with_checked_result
 from .console import shorten_console
@@ -65,15 +65,15 @@ class RolloutTrainer(BenchmarkEvaluation, GRPOTrainer):
 
     def _construct(self, model, reward_funcs, args, **arguments: Any) -> None:
         if args is None:
-            model_name = model if isinstance(model, str) else get_config_model_id(model.config)
-            args = self._config_class(f"{model_name.split('/')[-1]}-{self._name}")
+            args = self._config_class(f"{construction.name_of(model).split('/')[-1]}-{self._name}")
         if not isinstance(args, self._config_class):
             raise TypeError(f"`args` must be a {self._config_class.__name__}, got {type(args).__name__}.")
         arguments["reward_funcs"] = reward_funcs
         self._prepare_loading(model, args, arguments)
         construction.check_lengths(model, args, arguments)
         self._load_benchmarks(model, args, arguments)
-        super().__init__(model, args=args, **arguments)
+        with engine_with_lora(args, model, arguments["peft_config"]):
+            super().__init__(model, args=args, **arguments)
         self._card_facts: dict[str, Any] = {}  # given to `create_model_card`
         self._is_saved = False  # in `output_dir`
         self._reset_run()
@@ -106,7 +106,7 @@ class RolloutTrainer(BenchmarkEvaluation, GRPOTrainer):
         self._forward_passes_are_chosen = False
         self._extra_of_completions: list[dict] | None = None  # `Rollout.extra` of this process, if any
         if self.use_vllm:
-            self.vllm_generation = Engine(self.vllm_generation, next_seeds=self._next_seeds, timer=self.timer)
+            self.vllm_generation = construction.create_engine(self)
         if self.rollout_func is not None:
             self.rollout_func = checked_rollouts(self.rollout_func, self._tokenizer.eos_token_id, self._log_empty)
         if self.tools:

@@ -25,12 +25,12 @@ def server_url(args: GRPOConfig) -> str:
     return (args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}").rstrip("/")
 
 
-def serve_command(model: str) -> str:
-    """Return the shell command that starts a vLLM server to which TRL can send weights."""
-    return (
-        f'VLLM_SERVER_DEV_MODE=1 vllm serve {model} --weight-transfer-config \'{{"backend": "nccl"}}\' '
-        "--logprobs-mode processed_logprobs --max-logprobs -1"
-    )
+def serve_command(model: str, with_lora: bool = False) -> str:
+    """Return the shell command that starts a vLLM server to which TRL can send weights, or adapters `with_lora`."""
+    loading = f'vllm serve {model} --weight-transfer-config \'{{"backend": "nccl"}}\''
+    if with_lora:
+        loading = f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve {model} --enable-lora --max-lora-rank 64"
+    return f"VLLM_SERVER_DEV_MODE=1 {loading} --logprobs-mode processed_logprobs --max-logprobs -1"
 
 
 def check_port(port: int, setting: str, remedy: str) -> None:
@@ -83,7 +83,8 @@ def check_server(
         `ValueError`: if no vLLM server answers at the address, or if it serves another model, has too short a context,
             or does not support weight transfer.
     """
-    url, command = server_url(args), serve_command(model)
+    with_lora = getattr(args, "vllm_sync_adapter", False)
+    url, command = server_url(args), serve_command(model, with_lora)
     with httpx.Client(base_url=url, timeout=10.0) as client:
         _wait_for_server(client, url, args.vllm_server_timeout, command, setting)
         answer = client.get("/v1/models")
@@ -114,7 +115,10 @@ def check_server(
                 f"{info.status_code}), through which weights are sent. Start it with: {command}"
             )
         config = info.json()["vllm_config"]
-        if config["weight_transfer_config"] is None:
+        if with_lora:
+            if config["lora_config"] is None or client.get("/v1/load_lora_adapter").status_code == 404:
+                raise ValueError(f"The vLLM server at {url} does not load LoRA adapters. Start it with: {command}")
+        elif config["weight_transfer_config"] is None:
             raise ValueError(f"The vLLM server at {url} has no weight-transfer engine. Start it with: {command}")
         _warn_of_quantization(url, config)
         mode = config["model_config"]["logprobs_mode"]

@@ -29,17 +29,23 @@ class GenerationSettings:
         generation_dtype (`str`, *optional*):
             `"bfloat16"` generates with weights rounded to bfloat16, whatever the dtype of the trained weights. The
             mismatch with the trained policy is larger than float32 rounding, and is not corrected.
+        vllm_sync_adapter (`bool`, *optional*, defaults to `False`):
+            Whether to send vLLM the LoRA adapter alone, instead of all weights with the adapter merged, and to check
+            that vLLM generates with it. A server reads it from `output_dir`.
     """
 
     fast_generation: bool = False
     generation_dtype: Literal["bfloat16"] | None = None
+    vllm_sync_adapter: bool = False
 
     def __post_init__(self):
         super().__post_init__()  # type: ignore[misc]
-        if self.use_vllm and (self.fast_generation or self.generation_dtype):  # type: ignore[attr-defined]
+        use_vllm: bool = self.use_vllm  # type: ignore[attr-defined]
+        names = ("fast_generation", "generation_dtype") if use_vllm else ("vllm_sync_adapter",)
+        if ignored := [name for name in names if getattr(self, name)]:
             raise ValueError(
-                "`fast_generation` and `generation_dtype` would be ignored with use_vllm: true, which always merges "
-                "adapters and shares prompts. Remove them, or set use_vllm: false."
+                f"{' and '.join(ignored)} would be ignored with use_vllm: {str(use_vllm).lower()}. Remove the key, or "
+                f"set use_vllm: {str(not use_vllm).lower()}."
             )
 
 

@@ -42,13 +42,11 @@ def choose_forward_pass(
         `ValueError`: if the log-prob of a token depends on later tokens, or if no forward pass agrees.
     """
     prompts, completions = _sequences(forward_pass.config.get_text_config().vocab_size)
-    tolerance, model_type = _tolerance(forward_pass, model), forward_pass.config.model_type
+    tolerance, model_type = tolerance_of(forward_pass, model), forward_pass.config.model_type
     differences: dict[str, str] = {}
-    with _undisturbed(model, forward_pass.device):
+    with undisturbed(model, forward_pass.device):
         model.eval()
-        own = [
-            _own_outputs(forward_pass, model, *row, values=values) for row in zip(prompts, completions, strict=True)
-        ]
+        own = [own_outputs(forward_pass, model, *row, values=values) for row in zip(prompts, completions, strict=True)]
         if (change := (own[0][:SAME] - own[1][:SAME]).abs().mean().item()) > tolerance:
             raise ValueError(
                 f"This {model_type!r} model is not causal: the log-prob of a token changes by {change:.2g} nats with "
@@ -101,7 +99,8 @@ def _sequences(vocab_size: int) -> tuple[list[list[int]], list[list[int]]]:
 
 
 @contextmanager
-def _undisturbed(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
+def undisturbed(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
+    """Run without gradients, and restore training modes and the random state."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -111,9 +110,10 @@ def _undisturbed(model: torch.nn.Module, device: torch.device) -> Iterator[None]
             module.training = training
 
 
-def _own_outputs(
+def own_outputs(
     forward_pass: ForwardPass, model, prompt: Sequence[int], completion: Sequence[int], *, values: bool
 ) -> torch.Tensor:
+    """Compute log-probs (or values) `(C,)` of a completion with the model's own head, in float32."""
     with forward_pass.autocast():
         logits = model(
             input_ids=torch.tensor([[*prompt, *completion]], device=forward_pass.device), use_cache=False
@@ -125,7 +125,8 @@ def _own_outputs(
     return logps.gather(1, torch.tensor(completion, device=forward_pass.device)[:, None])[:, 0]
 
 
-def _tolerance(forward_pass: ForwardPass, model: torch.nn.Module) -> float:
+def tolerance_of(forward_pass: ForwardPass, model: torch.nn.Module) -> float:
+    """Return the tolerance of the dtype in which the model computes."""
     with forward_pass.autocast():
         rounds = torch.is_autocast_enabled(forward_pass.device.type)
     rounds |= torch.get_float32_matmul_precision() != "highest" or torch.backends.cuda.matmul.allow_tf32

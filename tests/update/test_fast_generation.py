@@ -66,5 +66,5 @@ def test_training_from_the_same_completions_does_not_change_by_a_bit(tmp_path, p
 
 
 def test_settings_that_vllm_ignores_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="fast_generation.*generation_dtype"):
-        config(tmp_path, use_vllm=True, generation_dtype="bfloat16")
+    with pytest.raises(ValueError, match="fast_generation and generation_dtype would be ignored"):
+        config(tmp_path, use_vllm=True, fast_generation=True, generation_dtype="bfloat16")

@@ -41,7 +41,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def shared_engine():
-    """One engine for all trainers of the session, because starting one takes longer than training with it.
+    """One engine, and one with LoRA, for all trainers of the session: starting one takes longer than training with it.
 
     Every trainer sends its weights before it generates for the first time, so nothing of the last one remains.
     """
@@ -50,16 +50,17 @@ def shared_engine():
 
     from benchmarks.shared_engine import keep_plain_products
 
-    started: list = []
+    started: dict[bool, list] = {False: [], True: []}  # without and with LoRA
     monkeypatch = pytest.MonkeyPatch()
     keep_plain_products(monkeypatch.setattr)
 
     def engine(**kwargs):
         # After the first start evaluation has its engines in this process too, and one that is closed tears down what
         # all of them need. The broken one is kept: it would tear down the new one when it is collected.
-        if not started or not model_parallel_is_initialized():
-            started.append(LLM(**kwargs, enforce_eager=True, dtype="float32"))
-        return started[-1]
+        engines = started[kwargs.get("enable_lora", False)]
+        if not engines or not model_parallel_is_initialized():
+            engines.append(LLM(**kwargs, enforce_eager=True, dtype="float32"))
+        return engines[-1]
 
     yield engine
     monkeypatch.undo()
