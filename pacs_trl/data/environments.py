@@ -17,6 +17,9 @@ if TYPE_CHECKING:  # slow to import
     from datasets import Dataset
 
 
+EMPTY_PROMPT = [{"role": "user", "content": ""}]  # an observation is appended
+
+
 def environment_of_user(name: str, key: str = "environment") -> Any:
     """Import an environment by `module:attribute`. Raises a `ValueError`, also if it is none; `key` is the setting."""
     found = object_of_user(name, key)
@@ -50,8 +53,7 @@ def examples_of(environment: Any, num_examples: int, num_held_out: int = 0, firs
     if num_examples <= 0:
         raise ValueError("The environment has no `train_dataset`, so the run has no length. Set max_steps.")
     number = num_examples + num_held_out
-    prompts = [[{"role": "user", "content": ""}]] * number
-    return Dataset.from_dict({"prompt": prompts, "seed": list(range(first_seed, first_seed + number))})
+    return Dataset.from_dict({"prompt": [EMPTY_PROMPT] * number, "seed": list(range(first_seed, first_seed + number))})
 
 
 def environment_tools(environment: Any) -> list[Callable]:

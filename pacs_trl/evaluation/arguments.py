@@ -23,7 +23,8 @@ class EvaluationArguments:
         model (`str`): Checkpoint directory, Hub id, `miniature/<task>` for its warm start, or the name of the model on
             a server.
         benchmarks (`str`): Comma-separated names; `name=PATH` reads a local file, `miniature/<task>` a generated set,
-            and the path of a `.jsonl`, `.json`, or `.parquet` file is a set of your own.
+            `module:attribute` is an environment, and the path of a `.jsonl`, `.json`, or `.parquet` file is a set of
+            your own.
         output_dir (`str`): Directory of samples, grades, and results.
         n (`int`): Samples per problem.
         k (`str`, *optional*): Comma-separated values of k, each at most `n`; by default 1, 4, 8, 16, 32, and 64, up to
@@ -39,8 +40,10 @@ class EvaluationArguments:
             `miniature/<task>` have their own default.
         system_prompt (`str`, *optional*): Content of a system turn.
         chat_template_kwargs (`str` or mapping, *optional*): JSON object passed to the chat template.
+        tools (`list[str]`, *optional*): Functions that the model may call, as in training.
+        max_tool_calling_iterations (`int`, *optional*): Largest number of rounds of calls; by default as many as fit.
         engine (`str`): `"transformers"`, `"vllm"`, or `"server"`.
-        batch_size (`int`): transformers: completions per call.
+        batch_size (`int`): transformers: completions per call; with tools and environments: conversations at a time.
         dtype (`str`): Dtype of the weights; "auto" keeps that of the checkpoint.
         tensor_parallel_size (`int`): vLLM: GPUs that share one copy of the model.
         gpu_memory_utilization (`float`): vLLM: fraction of GPU memory.
@@ -70,6 +73,8 @@ class EvaluationArguments:
     prompt_instruction: str = PROMPT_INSTRUCTION
     system_prompt: str | None = None
     chat_template_kwargs: dict | str | None = None
+    tools: list[str] | None = None
+    max_tool_calling_iterations: int | None = bounded(None, least=0)
     engine: str = field(default="vllm", metadata={"choices": ("transformers", "vllm", "server")})
     batch_size: int = bounded(64, least=1)
     dtype: str = "auto"
@@ -104,8 +109,20 @@ class EvaluationArguments:
             )
         if self.engine == "server" and self.token_entropy_samples:
             errors.append("token_entropy_samples needs the model, which a server does not expose. Set it to 0.")
+        if self.calls_tools and (self.engine == "server" or self.token_entropy_samples):
+            errors.append(
+                "tools and environments need engine transformers or vllm, and no token_entropy_samples. Change these "
+                "settings, or remove the tools and environments."
+            )
+        if self.max_tool_calling_iterations is not None and not self.calls_tools:
+            errors.append("max_tool_calling_iterations would be ignored. Set tools or an environment, or remove it.")
         if errors:
             raise ValueError(" ".join(errors))
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether completions may have several turns."""
+        return bool(self.tools) or any(":" in spec and "=" not in spec for spec in self.benchmarks.split(","))
 
     @property
     def ks(self) -> list[int]:

@@ -15,6 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from ..data import gym
+from ..data.environments import (
+    EMPTY_PROMPT,
+    environment_of_user,
+    examples_of,
+    prepare_environments,
+    reward_functions_of,
+)
 from ..data.prompts import problem_text, read_problem
 from ..data.sets import (
     CODE_INSTRUCTION,
@@ -95,6 +102,7 @@ class Problem:
     problem: str | list[dict]
     solution: str | list[str]
     options: tuple[str, ...] = ()
+    row: dict[str, Any] | None = None  # of an environment: the arguments of `reset`
 
     def _letters(self, seed: int) -> dict[str, str]:
         """Map the letters of one sample to the letters in stored order."""
@@ -117,7 +125,8 @@ class Problem:
 @dataclass(frozen=True)
 class LoadedBenchmark:
     """Problems of a benchmark: `source` is plain data (id, revision, split, version, digest), `instruction` replaces
-    the default one; with `is_code` answers are tests of programs; with `is_prompt` text is a whole prompt."""
+    the default one; with `is_code` answers are tests of programs; with `is_prompt` text is a whole prompt;
+    `environment` has the factories and reward functions."""
 
     name: str
     title: str
@@ -126,6 +135,7 @@ class LoadedBenchmark:
     instruction: str | None = None
     is_code: bool = False
     is_prompt: bool = False
+    environment: tuple[Any, list] | None = None
 
 
 def load_benchmark(
@@ -141,7 +151,7 @@ def load_benchmark(
     Args:
         spec (`str`): A name in `BENCHMARKS`; `name=PATH` to read its columns from a local `.jsonl`, `.json`, or
             `.parquet` file; a PATH alone (or with another name) for a file of your own; `miniature/<task>` for the
-            test split of a miniature task; or `reasoning_gym/<task>` for 100 problems of reasoning-gym.
+            test split of a miniature task; `reasoning_gym/<task>` for 100 problems of it; or `module:attribute`.
         max_problems (`int`, *optional*): Number of problems to keep.
         columns (`Mapping[str, str]`, *optional*): `problem_column` and `solution_column` of files of your own.
         gym_tasks (`Mapping`, *optional*): `config` of tasks of reasoning-gym, as in training.
@@ -150,6 +160,8 @@ def load_benchmark(
         `ValueError`: for an unknown name, a missing file or column, an empty benchmark, an empty problem or answer, or
         two rows with one id.
     """
+    if ":" in spec and not name_and_path(spec)[1]:
+        return _environment(spec, max_problems)
     name, path = checked_name(spec)
     is_gym = not path and name.startswith(f"{gym.NAME}/")
     if path:
@@ -202,6 +214,19 @@ def checked_name(spec: str) -> tuple[str, str]:
             "miniature/<task>, reasoning_gym/<task>, and NAME=PATH or PATH of a .jsonl, .json, or .parquet file."
         )
     return name, path
+
+
+def _environment(name: str, max_problems: int | None) -> LoadedBenchmark:
+    """Return the examples of an environment; without a dataset, 100 with the seeds of benchmarks."""
+    given = environment_of_user(name, "benchmarks")
+    dataset = examples_of(given, max_problems or gym.BENCHMARK_SIZE, first_seed=gym.BENCHMARK_SEED)
+    factories, datasets = prepare_environments(given.environment_factory, {name: dataset})
+    rows = list(datasets[name])[:max_problems]
+    problems = [Problem(str(i), row.get("prompt") or EMPTY_PROMPT, "", row=row) for i, row in enumerate(rows)]
+    digest = hashlib.sha256(json.dumps(rows, default=repr).encode()).hexdigest()[:16]
+    source = {"environment": name, "version": 1, "num_problems": len(problems), "digest": digest}
+    own = (factories, reward_functions_of(given))
+    return LoadedBenchmark(name, name, problems, source, is_prompt=True, environment=own)
 
 
 def name_and_path(spec: str) -> tuple[str, str]:

@@ -23,7 +23,7 @@ from ..redaction import without_secrets
 from ..settings.names import check_whole_model, require_vllm
 from . import provenance
 from .arguments import EvaluationArguments
-from .requests import Completion, Request, SamplingSettings, render_prompt
+from .requests import Completion, Request, SamplingSettings, tokenize_prompt
 
 
 Answers = Iterator[tuple[Request, Completion]]
@@ -36,6 +36,7 @@ class TransformersEngine:
         self.model, self.tokenizer = model, tokenizer
         self.batch_size = batch_size
         self.chat_template_kwargs = chat_template_kwargs
+        self.context_length = model.config.max_position_embeddings
 
     @classmethod
     def load(cls, model: str, *, revision: str | None = None, dtype: str = "auto", **kwargs):
@@ -60,8 +61,8 @@ class TransformersEngine:
 
         for start in range(0, len(requests), self.batch_size):
             batch = requests[start : start + self.batch_size]
-            texts = [render_prompt(self.tokenizer, r.prompt, self.chat_template_kwargs) for r in batch]
-            completions = generate_batch(self.model, self.tokenizer, texts, [r.seed for r in batch], settings)
+            prompts = [tokenize_prompt(self.tokenizer, r.prompt, self.chat_template_kwargs) for r in batch]
+            completions = generate_batch(self.model, self.tokenizer, prompts, [r.seed for r in batch], settings)
             yield from zip(batch, completions, strict=True)
 
     def close(self) -> None:
@@ -77,6 +78,7 @@ class VLLMEngine:
 
         self.llm = LLM(model=model, enable_prefix_caching=True, use_tqdm_on_load=sys.stderr.isatty(), **settings)
         self.chat_template_kwargs = chat_template_kwargs
+        self.context_length = self.llm.llm_engine.model_config.max_model_len
 
     def generate(self, requests: Sequence[Request], settings: SamplingSettings) -> Answers:
         from vllm import SamplingParams
@@ -84,8 +86,7 @@ class VLLMEngine:
 
         engine, tokenizer = self.llm.llm_engine, self.llm.get_tokenizer()
         for i, request in enumerate(requests):
-            text = render_prompt(tokenizer, request.prompt, self.chat_template_kwargs)
-            token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            token_ids = tokenize_prompt(tokenizer, request.prompt, self.chat_template_kwargs)
             params = SamplingParams(
                 temperature=settings.temperature,
                 top_p=settings.top_p,
@@ -99,7 +100,8 @@ class VLLMEngine:
             for output in engine.step():
                 if output.finished:
                     found = output.outputs[0]
-                    completion = Completion(found.text, len(found.token_ids), found.finish_reason)
+                    ids = found.token_ids
+                    completion = Completion(found.text, len(ids), found.finish_reason, ids)
                     yield requests[int(output.request_id)], completion
 
     def close(self) -> None:

@@ -1,12 +1,14 @@
 """Requests to an engine and its completions, as plain values without torch."""
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 
-# A prompt is a conversation (list of {"role", "content"}) or a string that is already rendered.
-Prompt = list[dict] | str
+# A prompt is a conversation (list of {"role", "content"}), a string that is already rendered, or its token ids.
+Prompt = list[dict] | str | list[int]
 
 
 @dataclass(frozen=True)
@@ -21,11 +23,13 @@ class SamplingSettings:
 
 class Completion(NamedTuple):
     """A completion: `text` without special tokens, `num_tokens` with the end token, `finish_reason` "stop" (ended) or
-    "length" (truncated)."""
+    "length" (truncated); its `token_ids`, and `more` entries of its record."""
 
     text: str
     num_tokens: int
     finish_reason: str
+    token_ids: Sequence[int] = ()
+    more: Mapping[str, Any] = MappingProxyType({})
 
 
 class Request(NamedTuple):
@@ -43,10 +47,18 @@ def sample_seed(seed: int, problem_id: str, sample: int) -> int:
     return int.from_bytes(digest[:8], "big") >> 11
 
 
-def render_prompt(tokenizer, prompt: Prompt, chat_template_kwargs: dict | None = None) -> str:
+def render_prompt(tokenizer, prompt: list[dict] | str, chat_template_kwargs: dict | None = None) -> str:
     """Render a conversation with the chat template, up to the assistant's turn; return a string unchanged."""
     if isinstance(prompt, str):
         return prompt
     return tokenizer.apply_chat_template(
         prompt, tokenize=False, add_generation_prompt=True, **(chat_template_kwargs or {})
     )
+
+
+def tokenize_prompt(tokenizer, prompt: Prompt, chat_template_kwargs: dict | None = None) -> list[int]:
+    """Return the token ids of a prompt."""
+    if not isinstance(prompt, str) and isinstance(prompt[0], int):
+        return prompt  # type: ignore[return-value]
+    text = render_prompt(tokenizer, prompt, chat_template_kwargs)  # type: ignore[arg-type]
+    return tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -9,7 +9,7 @@ import json
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
@@ -24,8 +24,9 @@ from tqdm.auto import tqdm
 from ..data import gym, instruction_for
 from ..data.sets import MINIATURE, report_unreadable_golds
 from ..data.tasks import check_task
+from ..rewards import configure_verification, run_python, shared_code_verifier, tool_function
 from ..settings.names import check_model_path, require_vllm
-from ..verification import Outcome, Verifier, last_boxed
+from ..verification import Grade, Outcome, Verifier, last_boxed
 from ..verification.code import CodeVerifier
 from ..verification.gym import GymVerifier
 from . import provenance
@@ -47,6 +48,8 @@ def main(argv: Sequence[str]) -> int:
     """Run `pacs-trl evaluate`: print the share of truncated completions, pass@k, and the path of the results."""
     args, verification = read_evaluation(argv)
     args = _with_warm_start(args)
+    if args.calls_tools:
+        configure_verification(verification)  # of tools and rewards
     # they start their processes when they are first used, which is after all checks
     with closing(verification.build()) as verifier, closing(verification.build_code()) as code_verifier:
         share = verification.verification_max_failure_share
@@ -106,6 +109,7 @@ def evaluate(
     code_verifier = code_verifier or CodeVerifier()
     model = identify_model(args)
     check_grading(benchmarks, verifier, code_verifier)
+    with_turns = _with_turns(args)
     entries: dict[str, Any] = {}
     with ExitStack() as stack:
         stores = [stack.enter_context(_open_store(args, model, benchmark)) for benchmark in benchmarks]
@@ -119,7 +123,7 @@ def evaluate(
             if is_gym(benchmark):
                 grader = stack.enter_context(GymVerifier.like(verifier))
             bar = tqdm(total=len(missing), desc=benchmark.title, disable=None if progress and missing else True)
-            records = _records(args, store, missing, engine, bar)
+            records = _records(args, store, missing, with_turns(engine, benchmark), bar)
             graded, outcomes = grade_in_background(grader, benchmark.problems, records)
             _check_failures(benchmark, outcomes, max_failure_share)
             entries[benchmark.name] = {
@@ -163,7 +167,7 @@ def check_grading(benchmarks: Sequence[LoadedBenchmark], verifier: Verifier, cod
     """Start the sandbox if a benchmark needs it, which fails where it is unavailable, and report unreadable golds."""
     if any(benchmark.is_code or is_gym(benchmark) for benchmark in benchmarks):
         code_verifier.start()
-    for benchmark in (b for b in benchmarks if not b.is_code and not is_gym(b)):
+    for benchmark in (b for b in benchmarks if not (b.is_code or b.environment or is_gym(b))):
         ids, golds = [p.id for p in benchmark.problems], [p.solution for p in benchmark.problems]
         report_unreadable_golds(benchmark.title, golds, verifier, ids)
 
@@ -215,7 +219,8 @@ def _records(
     with bar:
         for request, completion in engine.generate(missing, args.sampling) if missing else ():
             if (request.problem_id, request.sample) not in store.keys:
-                yield store.append(request.problem_id, request.sample, request.seed, *completion)
+                seed, (text, num_tokens, reason, _, more) = request.seed, completion
+                yield store.append(request.problem_id, request.sample, seed, text, num_tokens, reason, **more)
             bar.update()
 
 
@@ -233,7 +238,11 @@ def grade_in_background(
         solutions = [by_id[record["problem"]].of_sample(record["seed"])[1] for record in chunk]
         truncated = [record["finish_reason"] == "length" for record in chunk]
         more = () if isinstance(verifier, CodeVerifier) else (truncated,)
-        for record, grade in zip(chunk, verifier.grade_detailed(completions, solutions, *more), strict=True):
+        if "reward" in chunk[0]:
+            grades = [_reward_grade(record["reward"]) for record in chunk]
+        else:
+            grades = verifier.grade_detailed(completions, solutions, *more)
+        for record, grade in zip(chunk, grades, strict=True):
             outcomes[grade.outcome.name.lower()] += 1
             graded[record["problem"], record["sample"]] = GradedSample(
                 problem=record["problem"],
@@ -255,6 +264,23 @@ def grade_in_background(
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
     return graded, outcomes
+
+
+def _with_turns(args: EvaluationArguments) -> Callable[[Any, LoadedBenchmark], Any]:
+    """Return a function that lets an engine call the tools of a benchmark. Raises a `ValueError` if a tool cannot be
+    imported, or the chat template has no tools."""
+    if not args.calls_tools:
+        return lambda engine, benchmark: engine
+    from .conversations import ConversationEngine, load_tool_tokenizer
+
+    tools, tokenizer = [tool_function(name) for name in args.tools or []], load_tool_tokenizer(args)
+    if run_python in tools:
+        shared_code_verifier().start()
+    return lambda engine, benchmark: engine and ConversationEngine(engine, tokenizer, tools, args, benchmark)
+
+
+def _reward_grade(reward: float | None) -> Grade:
+    return Grade(Outcome.GOLD_UNPARSEABLE if reward is None else Outcome.CORRECT if reward >= 1 else Outcome.WRONG)
 
 
 def is_gym(benchmark: LoadedBenchmark) -> bool:
@@ -341,6 +367,7 @@ def _prompt_facts(args: EvaluationArguments) -> dict[str, Any]:
         "instruction": args.prompt_instruction,
         "system_prompt": args.system_prompt,
         "chat_template_kwargs": args.template_kwargs,
+        **({key: getattr(args, key) for key in ("tools", "max_tool_calling_iterations")} if args.calls_tools else {}),
     }
 
 

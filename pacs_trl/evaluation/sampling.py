@@ -16,7 +16,7 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 
 from ..update.generation import generate_sharing_prompts
 from ..update.logps import compute_logps
-from .requests import Completion, Prompt, SamplingSettings, render_prompt, sample_seed
+from .requests import Completion, Prompt, SamplingSettings, sample_seed, tokenize_prompt
 
 
 def sample_completions(
@@ -41,23 +41,22 @@ def sample_completions(
         batch_size (`int`): Completions per call of `generate`.
     """
     rows = [(i, j) for i in range(len(prompts)) for j in range(n)]
-    texts = [render_prompt(tokenizer, prompt) for prompt in prompts]
     completions: list[list[Completion]] = [[] for _ in prompts]
     for start in range(0, len(rows), batch_size):
         batch = rows[start : start + batch_size]
         seeds = [sample_seed(seed, str(i), j) for i, j in batch]
-        batch_texts = [texts[i] for i, _ in batch]
-        found = generate_batch(model, tokenizer, batch_texts, seeds, settings or SamplingSettings())
+        of_batch = [prompts[i] for i, _ in batch]
+        found = generate_batch(model, tokenizer, of_batch, seeds, settings or SamplingSettings())
         for (i, _), completion in zip(batch, found, strict=True):
             completions[i].append(completion)
     return completions
 
 
 def generate_batch(
-    model, tokenizer, texts: Sequence[str], seeds: Sequence[int], settings: SamplingSettings
+    model, tokenizer, prompts: Sequence[Prompt], seeds: Sequence[int], settings: SamplingSettings
 ) -> list[Completion]:
-    """Sample one completion per rendered prompt and seed, in one call of `generate`."""
-    rows = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    """Sample one completion per prompt and seed, in one call of `generate`."""
+    rows = [tokenize_prompt(tokenizer, prompt) for prompt in prompts]
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     stop_ids = stop_token_ids(model, tokenizer)
     end = {"pad_token_id": pad_token_id, "stop_ids": stop_ids}
@@ -66,7 +65,7 @@ def generate_batch(
     for tokens in generated:
         length = next((i + 1 for i, token in enumerate(tokens) if token in stop_ids), None)
         text = tokenizer.decode(tokens[:length], skip_special_tokens=True)
-        completions.append(Completion(text, length or len(tokens), "stop" if length else "length"))
+        completions.append(Completion(text, length or len(tokens), "stop" if length else "length", tokens[:length]))
     return completions
 
 

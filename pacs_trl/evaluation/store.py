@@ -55,7 +55,7 @@ class SampleStore(AbstractContextManager):
             raise
 
     def append(
-        self, problem: str, sample: int, seed: int, text: str, num_tokens: int, finish_reason: str
+        self, problem: str, sample: int, seed: int, text: str, num_tokens: int, finish_reason: str, **more: Any
     ) -> dict[str, Any]:
         """Write one completion and flush it to the operating system, so that a kill does not lose it."""
         record = {
@@ -66,7 +66,7 @@ class SampleStore(AbstractContextManager):
             "num_tokens": num_tokens,
             "finish_reason": finish_reason,
             "completion": text,
-        }
+        } | more
         self._file.write(json.dumps(record, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
         self._file.flush()
         self.keys.add((problem, sample))

@@ -1,6 +1,7 @@
 """Tools that the model calls before it answers: TRL's loop with scripted turns, from the call to the gradient."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,10 @@ from trl import GRPOTrainer
 from trl.chat_template_utils import parse_response
 
 from pacs_trl.data.tasks import CALL, demonstrations
+from pacs_trl.evaluation.arguments import EvaluationArguments
+from pacs_trl.evaluation.benchmarks import LoadedBenchmark, Problem
+from pacs_trl.evaluation.conversations import ConversationEngine
+from pacs_trl.evaluation.requests import Completion, Request
 from pacs_trl.experimental.rlpr import RLPRTrainer, probability_reward
 from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.recipe import Recipe
@@ -123,6 +128,50 @@ def test_a_result_that_leaves_no_room_ends_the_completion(tmp_path, monkeypatch)
     assert [len(row.completion_ids) for row in trainer.rows] == [full, *written[1:]]
     assert [int(row.loss_mask.sum()) for row in trainer.rows] == written
     assert [row.label for row in trainer.rows] == [0, 0, 0, 1]
+
+
+class Scripted:
+    """An engine whose completion `i` says `turns[i]`."""
+
+    def __init__(self, turns, context_length):
+        self.turns, self.said, self.context_length = turns, [0] * len(turns), context_length
+
+    def generate(self, requests, settings):
+        for request in reversed(requests):  # in any order
+            text, first = TOKENIZER.decode(request.prompt), request.sample == 0
+            i = int(request.problem_id) if first else next(i for i, t in enumerate(self.turns) if t[0] in text)
+            self.said[i] += not first
+            ids = TOKENIZER(self.turns[i][self.said[i]])["input_ids"]
+            reason = "stop" if len(ids) <= settings.max_new_tokens else "length"
+            yield request, Completion("", 0, reason, ids[: settings.max_new_tokens])
+
+
+FULL = len(TOKENIZER(TURNS[0][0] + f"\n<|im_start|>user\n5{END}\n<|im_start|>assistant\n")["input_ids"])
+
+
+@pytest.mark.parametrize(("limit", "rounds"), [(200, None), (200, 1), (200, 0), (FULL, None), (FULL + 1, None)])
+def test_evaluation_has_the_turns_of_training(tmp_path, monkeypatch, limit, rounds):
+    """Of failing, unknown, and wrong calls, of many rounds, and of results that leave no room: tokens and messages."""
+    seen = []
+
+    def reward(completions, truncated, **kwargs):
+        seen.extend(zip(completions, truncated, strict=True))
+        return [float(i % 2) for i in range(len(completions))]
+
+    settings = {"max_completion_length": limit, "max_tool_calling_iterations": rounds}
+    trainer = built(tmp_path, monkeypatch, TURNS, reward=reward, **settings)
+    trainer.train()
+    args = EvaluationArguments("m", "b", "o", tools=["say"], max_tool_calling_iterations=rounds, engine="transformers")
+    benchmark = LoadedBenchmark("b", "b", [Problem(str(i), "", "") for i in range(4)])
+    engine = Scripted(TURNS, trainer.model.config.max_position_embeddings)
+    engine = ConversationEngine(engine, copy.deepcopy(TOKENIZER), [say], args, benchmark)
+    prompt = [{"role": "user", "content": "?"}]
+    sampling = replace(args.sampling, max_new_tokens=limit)
+    found = [answer for _, answer in engine.generate([Request(str(i), 0, i, prompt) for i in range(4)], sampling)]
+    assert [list(answer.token_ids) for answer in found] == [list(row.completion_ids) for row in trainer.rows]
+    assert [answer.more["conversation"][1:] for answer in found] == [completion for completion, _ in seen]
+    assert [answer.num_tokens for answer in found] == [int(row.loss_mask.sum()) for row in trainer.rows]
+    assert [answer.finish_reason == "length" for answer in found] == [truncated for _, truncated in seen]
 
 
 @pytest.mark.parametrize(

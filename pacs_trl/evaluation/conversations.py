@@ -1,0 +1,179 @@
+"""Completions of several turns, in which the model calls tools or methods of an environment, as in training."""
+
+import asyncio
+import inspect
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from transformers import AutoTokenizer
+from trl import GRPOTrainer
+from trl.chat_template_utils import (
+    add_response_schema,
+    get_training_chat_template,
+    is_chat_template_prefix_preserving,
+    parse_response,
+    supports_tool_calling,
+)
+
+from ..data.environments import environment_tools
+from ..verification import completion_text
+from .arguments import EvaluationArguments
+from .benchmarks import LoadedBenchmark
+from .requests import Completion, Request, SamplingSettings, sample_seed
+
+
+def load_tool_tokenizer(args: EvaluationArguments) -> Any:
+    """Load the tokenizer, with the template that parses calls. Raises a `ValueError` if its chat template has none."""
+    tokenizer = AutoTokenizer.from_pretrained(args.model, revision=args.revision)
+    if not supports_tool_calling(tokenizer):
+        raise ValueError(f"The chat template of {args.model} renders no calls of tools. Evaluate another model.")
+    is_ready = getattr(tokenizer, "response_template", None) or getattr(tokenizer, "response_schema", None)
+    return tokenizer if is_ready else add_response_schema(tokenizer)
+
+
+@dataclass
+class _Conversation:
+    """A prompt and its completion: `messages` and `ids` contain the results of tools, `num_tokens` does not."""
+
+    request: Request
+    prompt: list[dict]
+    row: dict[str, Any]
+    environment: Any
+    tools: list[Callable]
+    prompt_ids: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    messages: list[dict] = field(default_factory=list)
+    num_tokens: int = 0
+    is_truncated: bool = False
+
+
+class ConversationEngine:
+    """
+    Engine that generates the turns of `batch_size` conversations at a time with another engine.
+
+    The rules are those of TRL's trainer: `max_new_tokens` covers all turns and results of tools, a result that does
+    not fit ends the completion, and an exception of a tool is its result. Records have the whole `conversation`, and
+    in an environment the `reward`, which is the sum of its reward functions.
+    """
+
+    _is_vlm = False
+    _suffix_ids = GRPOTrainer._get_tool_suffix_ids  # results of tools and the start of the next turn, as in training
+
+    def __init__(
+        self, engine: Any, tokenizer: Any, tools: list[Callable], args: EvaluationArguments, benchmark: LoadedBenchmark
+    ):
+        self.engine, self.tools, self.batch_size = engine, tools, args.batch_size
+        self.rows = {problem.id: problem.row for problem in benchmark.problems}
+        factories, self.reward_funcs = benchmark.environment or (None, [])
+        self.factories = factories if isinstance(factories, dict) else {None: factories}
+        self.pools: dict[str | None, list] = {name: [] for name in self.factories}
+        self.max_rounds = math.inf if args.max_tool_calling_iterations is None else args.max_tool_calling_iterations
+        self.processing_class = self._tokenizer = tokenizer
+        is_stable = is_chat_template_prefix_preserving(tokenizer)
+        self.chat_template = None if is_stable else get_training_chat_template(tokenizer)
+        self.chat_template_kwargs = args.template_kwargs or {}
+
+    def generate(self, requests: Sequence[Request], settings: SamplingSettings):
+        for start in range(0, len(requests), self.batch_size):
+            batch = self._open(requests[start : start + self.batch_size])
+            self._converse(batch, settings)
+            rewards = self._rewards(batch)
+            for each, reward in zip(batch, rewards, strict=True):
+                conversation = json.loads(json.dumps([*each.prompt, *each.messages], default=str))
+                more = {"conversation": conversation} | ({"reward": reward} if each.environment is not None else {})
+                text, reason = completion_text(each.messages) or "", "length" if each.is_truncated else "stop"
+                yield each.request, Completion(text, each.num_tokens, reason, each.ids, more)
+
+    def _open(self, requests: Sequence[Request]) -> list[_Conversation]:
+        """Return the conversations of these requests, in environments that are reset."""
+        used, batch = dict.fromkeys(self.factories, 0), []
+        for request in requests:
+            row, prompt, environment = self.rows[request.problem_id] or {}, request.prompt, None
+            kind = row.get("environment") if None not in self.factories else None
+            if (factory := self.factories[kind]) is not None:
+                if used[kind] == len(self.pools[kind]):
+                    self.pools[kind].append(factory())
+                environment = self.pools[kind][used[kind]]
+                used[kind] += 1
+                observation = environment.reset(**{k: v for k, v in row.items() if kind is None or k != "environment"})
+                prompt = [*prompt[:-1], prompt[-1] | {"content": prompt[-1]["content"] + (observation or "")}]
+            tools = [*self.tools, *(environment_tools(environment) if environment is not None else [])]
+            conversation = _Conversation(request, prompt, row, environment, tools)
+            conversation.prompt_ids = self._tokenizer.apply_chat_template(
+                prompt,
+                tools=tools or None,
+                chat_template=self.chat_template,
+                add_generation_prompt=True,
+                return_dict=False,
+                **self.chat_template_kwargs,
+            )
+            batch.append(conversation)
+        return batch
+
+    def _converse(self, batch: list[_Conversation], settings: SamplingSettings) -> None:
+        limit, turn = settings.max_new_tokens, 0
+        while batch:
+            requests = []
+            for i, each in enumerate(batch):
+                seed = sample_seed(each.request.seed, "turn", turn) if turn else each.request.seed
+                requests.append(Request(str(i), turn, seed, each.prompt_ids + each.ids))
+            now = replace(settings, max_new_tokens=max(limit - len(each.ids) for each in batch))
+            for request, completion in self.engine.generate(requests, now):
+                each = batch[int(request.problem_id)]
+                ids = list(completion.token_ids[: limit - len(each.ids)])
+                prefix = each.prompt_ids + each.ids
+                each.messages.append(parse_response(self._tokenizer, ids, prefix=prefix, tools=each.tools))
+                each.ids, each.num_tokens = each.ids + ids, each.num_tokens + len(ids)
+                each.is_truncated = completion.finish_reason == "length" or len(ids) < len(completion.token_ids)
+            turn += 1
+            batch = [each for each in batch if turn <= self.max_rounds and self._answer_calls(each, limit)]
+
+    def _answer_calls(self, each: _Conversation, limit: int) -> bool:
+        """Call the tools that the last turn asks for, and return whether there is another turn."""
+        results = [_result(each.tools, call) for call in each.messages[-1].get("tool_calls") or []]
+        suffix = self._suffix_ids(results) if results else []
+        length = len(each.ids) + len(suffix)
+        if not results or length > limit or len(each.prompt_ids) + length >= self.engine.context_length:
+            return False
+        each.messages, each.ids = each.messages + results, each.ids + suffix
+        each.is_truncated = length == limit
+        return length < limit
+
+    def _rewards(self, batch: list[_Conversation]) -> list[float | None]:
+        names = batch[0].row.keys() - {"prompt", "completion", "completion_ids"}
+        given = {name: [each.row[name] for each in batch] for name in names} | {
+            "prompts": [each.prompt for each in batch],
+            "completions": [each.messages for each in batch],
+            "completion_ids": [each.ids for each in batch],
+            "truncated": [each.is_truncated for each in batch],
+            "environments": [each.environment for each in batch],
+            "trainer_state": None,
+            "log_extra": lambda *_: None,
+            "log_metric": lambda *_: None,
+        }
+        rewards = [_awaited(function(**given)) for function in self.reward_funcs]
+        own = [getattr(each.environment, "get_reward", lambda: None) for each in batch]
+        rewards.append([_awaited(get_reward()) for get_reward in own])
+        known = [[reward for reward in several if reward is not None] for several in zip(*rewards, strict=True)]
+        return [sum(several) if several else None for several in known]
+
+
+def _result(tools: list[Callable], call: dict) -> dict[str, Any]:
+    """Return the message with the result of a call."""
+    function = call.get("function", {})
+    name = function.get("name", "unknown")
+    try:
+        found = [tool for tool in tools if tool.__name__ == name]
+        if not found:
+            raise ValueError(f"Tool {name} not found.")
+        result = _awaited(found[-1](**function["arguments"]))
+    except Exception as error:  # what the model is told in training
+        result = {"error": str(error)}
+    return {"role": "tool", "name": name, "content": result if isinstance(result, list) else str(result)}
+
+
+def _awaited(result: Any) -> Any:
+    return asyncio.run(result) if inspect.iscoroutine(result) else result

@@ -1,0 +1,123 @@
+"""`pacs-trl evaluate` with tools and in environments: records, rewards, continued runs, and refusals."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from seeds import shifted
+
+from pacs_trl.data import gym
+from pacs_trl.data.tasks import CALL
+from pacs_trl.evaluation.arguments import EvaluationArguments
+from pacs_trl.evaluation.requests import Completion
+from pacs_trl.evaluation.run import evaluate, main
+from pacs_trl.miniature.model import build_model
+from pacs_trl.miniature.tokenizer import build_tokenizer
+from pacs_trl.rewards import shared_code_verifier
+
+
+PRODUCTS = "recipes.miniature.products:environment"
+TOKENIZER = build_tokenizer(tools=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A model whose chat template has tools."""
+    path = tmp_path_factory.mktemp("model")
+    build_model(TOKENIZER, seed=shifted(0)).save_pretrained(path)
+    TOKENIZER.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def settings(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    sizes = {"n": 4, "k": "1,4", "max_problems": 3, "max_new_tokens": 60, "batch_size": 5}
+    return {"model": model, "output_dir": str(tmp_path), "engine": "transformers", "prompt_instruction": ""} | sizes
+
+
+def records(directory):
+    (path,) = Path(directory, "samples").glob("*.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()[1:]]
+
+
+@pytest.mark.parametrize("benchmark", [PRODUCTS, "miniature/products"])
+def test_calls_of_a_scripted_model(settings, verifier, benchmark, monkeypatch, confined):
+    """Every second sample calls the tool and repeats its result, the others guess."""
+
+    def generate(requests, sampling):
+        for request in requests:
+            *_, turn = TOKENIZER.decode(request.prompt).split("<|im_start|>user\n")
+            turn = turn.partition("<|im_end|>")[0].strip()
+            said = rf"\boxed{{{turn}}}" if "*" not in turn else CALL.format(turn) if request.seed % 2 else "1"
+            ids = TOKENIZER(said + "<|im_end|>")["input_ids"]
+            yield request, Completion(said, len(ids), "stop", ids)
+
+    engine = SimpleNamespace(generate=generate, close=lambda: None, context_length=512)
+    monkeypatch.setattr("pacs_trl.evaluation.run.start_engine", lambda args: engine)
+    tools = {"tools": ["run_python"]} if benchmark != PRODUCTS else {}
+    results = evaluate(EvaluationArguments(benchmarks=benchmark, **settings, **tools), verifier, progress=False)
+    shared_code_verifier().close()
+    entry, found = results["benchmarks"][benchmark], records(settings["output_dir"])
+    for record in found:
+        user, first, *rest = record["conversation"]
+        calls = [call["function"] for call in first.get("tool_calls", [])]
+        assert len(calls) == record["seed"] % 2 and ("reward" in record) == (benchmark == PRODUCTS)
+        if calls:
+            assert calls == [{"name": "run_python", "arguments": {"code": f"print({user['content']})"}}]
+            (result, answer) = rest
+            assert int(result["content"]) == eval(user["content"])
+            assert record["completion"] == answer["content"] == rf"\boxed{{{result['content'].strip()}}}"
+    right = [sum(r["seed"] % 2 for r in found if r["problem"] == p["id"]) for p in entry["problems"]]
+    assert [problem["c"] for problem in entry["problems"]] == right and 0 < sum(right) < 12
+    assert entry["verification"]["correct"] == sum(right)
+    asked = {record["problem"]: record["conversation"][0]["content"] for record in found}
+    assert len(set(asked.values())) == 3
+
+
+def test_a_model_in_an_environment(settings, verifier):
+    """And more samples of the same problems later: the first are kept, and equal those of a new run."""
+    args = EvaluationArguments(benchmarks=PRODUCTS, **settings)
+    results = evaluate(args, verifier, progress=False)
+    first = records(settings["output_dir"])
+    assert results["protocol"]["prompt"]["max_tool_calling_iterations"] is None and len(first) == 12
+    assert evaluate(args, verifier, progress=False)["benchmarks"] == results["benchmarks"]
+    path = next(Path(settings["output_dir"], "samples").glob("*.jsonl"))
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:8]))  # within a batch
+    evaluate(args, verifier, progress=False)
+    assert sorted(records(settings["output_dir"]), key=str) == sorted(first, key=str)
+    assert {record["reward"] for record in first} <= {0.0, 1.0}
+    seeds = range(gym.BENCHMARK_SEED, gym.BENCHMARK_SEED + 3)
+    from recipes.miniature.products import Products
+
+    asked = {record["conversation"][0]["content"] for record in first}
+    assert asked == {Products().reset(seed=seed) for seed in seeds}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"benchmarks": "recipes.miniature.products:nothing"}, "benchmarks: .*nothing"),
+        ({"benchmarks": "recipes.miniature.products:Products"}, "is no environment"),
+        ({"benchmarks": PRODUCTS, "engine": "server"}, "need engine transformers or vllm"),
+        ({"benchmarks": PRODUCTS, "token_entropy_samples": 1}, "no token_entropy_samples"),
+        ({"benchmarks": "miniature/products", "tools": ["run_pyton"]}, "run_pyton"),
+        ({"benchmarks": "miniature/products", "max_tool_calling_iterations": 2}, "would be ignored"),
+        ({"benchmarks": PRODUCTS, "model": "PLAIN"}, "renders no calls"),
+    ],
+)
+def test_errors_before_the_model_is_loaded(settings, tmp_path, monkeypatch, changes, message):
+    monkeypatch.setattr("pacs_trl.evaluation.run.start_engine", lambda args: pytest.fail("started"))
+    if changes.get("model"):
+        plain = build_tokenizer()
+        plain.chat_template = "{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}"
+        build_model(plain, seed=0).save_pretrained(tmp_path / "PLAIN")
+        plain.save_pretrained(tmp_path / "PLAIN")
+        changes = changes | {"model": str(tmp_path / "PLAIN")}
+    given = settings | changes
+    given = {key: value if isinstance(value, list) else [value] for key, value in given.items()}
+    argv = [part for key, values in given.items() for part in (f"--{key}", *values)]
+    with pytest.raises(ValueError, match=message):
+        main([str(part) for part in argv])
