@@ -17,6 +17,7 @@ EXTRAS = {
     "mypy": "dev",
     "IPython": "dev",
     "reasoning_gym": "gym",
+    "openenv": "openenv",
 }
 
 

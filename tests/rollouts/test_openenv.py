@@ -1,0 +1,139 @@
+"""A real OpenEnv server on this machine with an environment of OpenEnv: training and evaluation over its client."""
+
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from optional_packages import openenv  # noqa: F401 (skips without it)
+from seeds import shifted
+from trl import GRPOTrainer
+
+from pacs_trl import train
+from pacs_trl.evaluation.arguments import EvaluationArguments
+from pacs_trl.evaluation.run import evaluate
+from pacs_trl.miniature.model import build_model
+from pacs_trl.miniature.tokenizer import build_tokenizer
+from pacs_trl.verification import Verifier
+
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "miniature" / "environment.yaml"
+TOKENIZER = build_tokenizer(tools=True)
+USER = '''
+from echo_env import EchoAction, EchoEnv
+
+class Echo:
+    """The echo environment as tools; a session of its own on the server."""
+    base_url = "URL"
+
+    def __init__(self):
+        self.client = EchoEnv(base_url=self.base_url).sync()
+        self.client.connect()
+
+    def reset(self, seed, **columns):
+        self.reward = 0.0
+        return self.client.reset(seed=seed).observation.echoed_message
+
+    def say(self, text: str) -> str:
+        """
+        Say something.
+
+        Args:
+            text: What is said.
+        """
+        result = self.client.step(EchoAction(message=text))
+        self.reward = min(1.0, result.reward * 2)  # of five letters
+        return result.observation.echoed_message
+
+    def get_reward(self):
+        return self.reward
+
+class Spec:
+    train_dataset, reward_funcs = None, None
+    environment_factory = Echo
+
+spec = Spec()
+'''
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """`openenv init` writes the echo environment, uvicorn serves it; `advances` makes it choose by its resets."""
+    import uvicorn
+    from openenv.cli.commands.init import init
+    from openenv.core.env_server.http_server import create_app
+
+    monkeypatch.setenv("PATH", "")  # it would lock versions with uv
+    init("echo_env", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    from echo_env.models import EchoAction, EchoObservation
+    from echo_env.server.echo_env_environment import EchoEnvironment
+
+    class Chosen(EchoEnvironment):
+        """The same, with a word that follows from `seed`, or from the number of resets."""
+
+        advances = False
+
+        def reset(self, seed: int | None = None, **kwargs):
+            observation = super().reset()
+            number = self._reset_count if self.advances else seed
+            return observation.model_copy(update={"echoed_message": f"Say {number}."})
+
+    app = create_app(Chosen, EchoAction, EchoObservation, env_name="echo_env", max_concurrent_envs=32)
+    uvicorn_server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+    thread = threading.Thread(target=uvicorn_server.run)
+    thread.start()
+    while not uvicorn_server.started and thread.is_alive():
+        time.sleep(0.01)
+    port = uvicorn_server.servers[0].sockets[0].getsockname()[1]
+    (tmp_path / "echo_of_a_user.py").write_text(USER.replace("URL", f"http://127.0.0.1:{port}"))
+    yield Chosen
+    uvicorn_server.should_exit = True
+    thread.join()
+    for name in [name for name in sys.modules if name.startswith(("echo_env", "echo_of_a_user"))]:
+        del sys.modules[name]
+
+
+@pytest.mark.slow
+def test_training_and_evaluation_on_a_server(tmp_path, server, monkeypatch):
+    asked = []
+    build_model(TOKENIZER, seed=shifted(0)).save_pretrained(tmp_path / "model")
+    TOKENIZER.save_pretrained(tmp_path / "model")
+
+    def generate(self, prompt_ids, images, fields, num_generations, **kwargs):
+        """Say a word of as many letters as the row, then stop."""
+        texts = TOKENIZER.batch_decode(prompt_ids)
+        if num_generations > 1:
+            asked.append([text.split("Say ")[1].partition(".")[0] for text in texts])
+            said = ["@say|text=" + "a" * (i % 4 + 2) for i in range(len(texts))]
+        else:
+            said = ["done"] * len(texts)
+        return [TOKENIZER(text + "<|im_end|>")["input_ids"] for text in said], None
+
+    model, output_dir = str(tmp_path / "model"), str(tmp_path / "out")
+    given = {"config": RECIPE, "model_name_or_path": model, "output_dir": output_dir, "max_steps": 2}
+    given |= {"environment": "echo_of_a_user:spec", "per_device_train_batch_size": 8, "num_generations": 4}
+    argv = [part for key, value in given.items() for part in (f"--{key}", str(value))]
+    with monkeypatch.context() as scripted:
+        scripted.setattr(GRPOTrainer, "_generate_single_turn", generate)
+        trainer = train.main(argv)
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["rewards/Echo/mean"] for entry in logs] == [pytest.approx((0.4 + 0.6 + 0.8 + 1.0) / 4)] * 2
+    assert [entry["tools/failure_frequency"] for entry in logs] == [0, 0]
+    groups = [rows[start : start + 4] for rows in asked for start in (0, 4)]
+    assert sorted(group[0] for group in groups) == list("0123") and all(len(set(group)) == 1 for group in groups)
+
+    settings = {"model": model, "engine": "transformers", "n": 2, "k": "1", "max_problems": 2, "max_new_tokens": 20}
+    args = EvaluationArguments(benchmarks="echo_of_a_user:spec", output_dir=str(tmp_path / "results"), **settings)
+    with Verifier(num_workers=1) as verifier:
+        evaluate(args, verifier, progress=False)
+    lines = (tmp_path / "results" / "samples" / "echo_of_a_user:spec.jsonl").read_text().splitlines()[1:]
+    prompts = [json.loads(line)["conversation"][0]["content"] for line in lines]
+    assert sorted(prompts) == ["Say 1000000."] * 2 + ["Say 1000001."] * 2
+
+    server.advances = True
+    with pytest.raises(ValueError, match="`reset` of the environment Echo returned two observations for one example"):
+        train.main([*argv, "--output_dir", str(tmp_path / "advancing")])
