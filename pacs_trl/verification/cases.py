@@ -4,18 +4,23 @@ Pure functions in linear time, which run in the trainer. Tests are a mapping
 
     {"type": "stdin_stdout", "cases": [{"input": "1 2\\n", "output": "3\\n"}, ...]}
     {"type": "function", "name": "add", "cases": [{"input": [1, 2], "output": 3}, ...]}
+    {"type": "asserts", "code": "assert add(1, 2) == 3", "entry_point": "add"}
 
-or its JSON, the form of datasets. Optional keys: `compare` (see [`ProblemTests`]), `prelude` and
-`epilogue` (source before and after every program), `language` ("python").
+or its JSON, the form of datasets. Optional keys: `compare` (see [`ProblemTests`]), `prelude` (source before every
+program and before asserts), `language` ("python"). Asserts of the form `f(literals) == literal` become cases.
 """
 
+import ast
 import json
 import math
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Mapping
 from decimal import Decimal, InvalidOperation
 from typing import Any, Literal, NamedTuple, get_args
+
+from .calls import decode, encode, refuse
 
 
 Compare = Literal["floats", "tokens", "lines"]
@@ -24,6 +29,7 @@ Compare = Literal["floats", "tokens", "lines"]
 TOLERANCE = 1e-6
 # Longer outputs, as a multiple of the expected length and in characters, are wrong without being parsed.
 _MAX_FACTOR, _MIN_LIMIT = 4, 1 << 16
+PASSED = object()
 
 
 class ProblemTests(NamedTuple):
@@ -33,21 +39,23 @@ class ProblemTests(NamedTuple):
     Args:
         function (`str`, *optional*): Function (or method of `Solution`) to call; `None` for programs with standard
             input and output.
-        cases (`tuple[tuple[str, Any], ...]`): Input text (arguments as JSON) and expected output (text or value).
+        cases (`tuple[tuple[str, Any], ...]`): Input text (arguments as JSON) and expected output (text or value). For
+            asserts of another form: source that runs them, and `PASSED`.
         compare (`str`): `"tokens"`: equal tokens (values); `"floats"`: the same, but decimal fractions within 1e-6;
             `"lines"`: LiveCodeBench's rule, equal lines, or lines of equal decimal numbers (values).
-        prelude, epilogue (`str`): Source before and after the program.
+        prelude (`str`): Source before the program.
+        are_asserts (`bool`): Whether values are compared exactly, as asserts do.
     """
 
     function: str | None
     cases: tuple[tuple[str, Any], ...]
     compare: Compare = "floats"
     prelude: str = ""
-    epilogue: str = ""
+    are_asserts: bool = False
 
 
-class OtherLanguage(ValueError):
-    """Tests for a language other than Python."""
+class UnusableTests(ValueError):
+    """Tests for a language other than Python, or asserts that cannot be run."""
 
 
 def _mapping_of(value: Any) -> Mapping:
@@ -59,7 +67,7 @@ def _mapping_of(value: Any) -> Mapping:
     if not isinstance(value, Mapping):
         raise ValueError(f"Tests must be a mapping with `type` and `cases`, got {str(value)[:80]!r}.")
     if (language := value.get("language", "python")) not in ("python", "python3"):
-        raise OtherLanguage(f"These tests are for {language!r}, but only Python is supported. Remove the examples.")
+        raise UnusableTests(f"These tests are for {language!r}, but only Python is supported. Remove the examples.")
     return value
 
 
@@ -69,21 +77,21 @@ def read_tests(value: Any) -> ProblemTests:
     value = _mapping_of(value)
     kind, name, cases = value.get("type"), value.get("name"), value.get("cases")
     compare, prelude = value.get("compare", "floats"), value.get("prelude") or ""
-    epilogue = value.get("epilogue") or ""
+    if kind == "asserts":
+        return _read_asserts(value.get("code"), value.get("entry_point"), prelude)
     is_function = kind == "function"
     rules = (
-        ("type", kind, is_function or kind == "stdin_stdout", "'stdin_stdout' or 'function'"),
+        ("type", kind, is_function or kind == "stdin_stdout", "'stdin_stdout', 'function', or 'asserts'"),
         ("name", name, not is_function or isinstance(name, str) and name.isidentifier(), "the function to call"),
         ("compare", compare, compare in get_args(Compare), f"one of {', '.join(get_args(Compare))}"),
         ("cases", cases, isinstance(cases, list | tuple) and cases, "a list with at least one case"),
         ("prelude", prelude, isinstance(prelude, str), "source text"),
-        ("epilogue", epilogue, isinstance(epilogue, str), "source text"),
     )
     for key, found, holds, allowed in rules:
         if not holds:
             raise ValueError(f"`{key}` of tests must be {allowed}, got {str(found)[:80]!r}.")
     read = tuple(_read_case(case, index, is_function) for index, case in enumerate(cases))
-    return ProblemTests(name if is_function else None, read, compare, prelude, epilogue)
+    return ProblemTests(name if is_function else None, read, compare, prelude)
 
 
 def _read_case(case: Any, index: int, is_function: bool) -> tuple[str, Any]:
@@ -102,20 +110,57 @@ def _read_case(case: Any, index: int, is_function: bool) -> tuple[str, Any]:
     ) from error
 
 
+def _read_asserts(code: Any, name: Any, prelude: str) -> ProblemTests:
+    """Read asserts: those at the top level, in `check(candidate)`, and in `test_...()`."""
+    if not isinstance(name, str) or not name.isidentifier():
+        raise UnusableTests(f"`entry_point` of asserts is {name!r:.80}. Set it to the function that they call.")
+    try:
+        tree = ast.parse(code)
+        ast.parse(prelude)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
+        raise UnusableTests(f"Asserts do not parse ({error}): {code!r:.80}. Correct or remove them.") from error
+    read = [(_case_of(statement, name), statement) for statement in tree.body]
+    cases, tree.body = [case for case, _ in read if case], [statement for case, statement in read if not case]
+    running = [node for part in tree.body if not isinstance(part, ast.ClassDef) for node in ast.walk(part)]
+    source, has_asserts = ast.unparse(tree), any(isinstance(node, ast.Assert | ast.Raise) for node in running)
+    has_rest = has_asserts and re.search(rf"\bcheck\b|\b{name}\b", source) is not None
+    if not cases and not has_rest:
+        raise UnusableTests(f"No assert that runs calls {name}: {code!r:.80}. Correct `entry_point` or `code`.")
+    imported = {alias.name for node in running if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {str(node.module) for node in running if isinstance(node, ast.ImportFrom)}
+    if missing := {module.partition(".")[0] for module in imported} - sys.stdlib_module_names - {"solution"}:
+        raise ValueError(f"Asserts import {', '.join(missing)}. Only the standard library is there.")
+    rest = f"from {_CALLS} import *\nrun_asserts({source!r}, {name!r}, {prelude!r})"
+    return ProblemTests(name, (*cases, *[(rest, PASSED)] * has_rest), "tokens", prelude, are_asserts=True)
+
+
+def _case_of(statement: Any, name: str) -> tuple[str, Any] | None:
+    """Return arguments and value of `assert name(literals) == literal`; `None` for another statement."""
+    try:
+        called, (operator,), (expected,) = statement.test.left, statement.test.ops, statement.test.comparators
+        if not isinstance(statement, ast.Assert) or not isinstance(operator, ast.Eq) or called.func.id != name:
+            return None
+        value, arguments = ast.literal_eval(expected), [ast.literal_eval(argument) for argument in called.args]
+        encode(value, refuse)
+        return None if called.keywords else (json.dumps(encode(arguments, refuse)), value)
+    except (AttributeError, ValueError, TypeError, RecursionError, MemoryError):  # of another form, or no literals
+        return None
+
+
 def json_of_tests(value: Any) -> str | None:
     """
     Return tests as JSON, from a mapping or JSON in the form above, or from the `verification_info` of open-r1's and
     PrimeIntellect's sets; `None` without a case, or if they cannot be read.
 
     Raises:
-        OtherLanguage: if the tests are for another language.
+        UnusableTests: if the tests are for another language, or asserts that cannot be run.
     """
     try:
         value = _mapping_of(value)
         value = _from_verification_info(value["test_cases"] or []) if "test_cases" in value else value
         read_tests(value)
         return json.dumps(value, ensure_ascii=False)
-    except OtherLanguage:
+    except UnusableTests:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # of any other form
         return None
@@ -158,38 +203,37 @@ def last_program(text: str) -> str | None:
     return program if program and program.strip() else None
 
 
-_CALL = """
-import json, sys
-_namespace = {{"__name__": "solution"}}
-exec(compile({source!r}, "solution.py", "exec"), _namespace)
-_solution = _namespace.get("Solution")
-_function = _namespace.get({name!r}) or getattr(_solution and _solution(), {name!r}, None)
-if _function is None:
-    raise NameError("the program defines no function " + {name!r})
-_value = _function(*json.load(sys.__stdin__))
-print("\\n" + json.dumps(_value), file=sys.__stdout__)
-"""
+_CALLS = "pacs_trl.verification.calls"
 
 
-def runnable(tests: ProblemTests, source: str) -> str:
-    """Return a program with standard input and output: the given one, or one that calls its function with JSON."""
-    source = "\n".join(part for part in (tests.prelude, source, tests.epilogue) if part)
-    return source if tests.function is None else _CALL.format(source=source, name=tests.function)
+def runnable(tests: ProblemTests, source: str, expected: Any = None) -> str:
+    """Return a program with standard input and output: the given one, or one that calls its function."""
+    source = f"{tests.prelude}\n{source}" if tests.prelude else source
+    if tests.function is None:
+        return source
+    function, more = ("serve", "") if expected is PASSED else ("call", f", {tests.are_asserts}")
+    return f"from {_CALLS} import *\n{function}({source!r}, {tests.function!r}{more})"
 
 
 def is_expected(tests: ProblemTests, expected: Any, output: str) -> bool:
     """Whether an output is the expected one. Raises a `ValueError` if the return value of a function cannot be
-    parsed."""
+    parsed, or the asserts do not test it."""
+    if expected is PASSED:
+        if output == "no call" and len(tests.cases) == 1:
+            raise UnusableTests("No assert calls the function when they run. Correct `code`.")
+        return output in ("passed", "no call")
     try:
-        size = len(expected if tests.function is None else json.dumps(expected))
+        size = len(expected if tests.function is None else repr(expected))
         if len(output) > _MAX_FACTOR * size + _MIN_LIMIT:
             return False
         if tests.function is None:
             return _equal_texts(expected, output, tests.compare)
         value = json.loads(output.strip().rpartition("\n")[2])
+        if tests.are_asserts:
+            return decode(value, refuse) == expected
         return _equal_values(expected, value, tolerant=tests.compare == "floats")
-    except RecursionError as error:
-        raise ValueError("a value nested too deeply") from error
+    except (RecursionError, ArithmeticError, AttributeError, KeyError, TypeError) as error:
+        raise ValueError("a value nested too deeply, or no value") from error
 
 
 def _equal_texts(expected: str, output: str, compare: Compare) -> bool:

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from . import MAX_CHARACTERS, BaseVerifier, Grade, Outcome
-from .cases import ProblemTests, is_expected, last_program, read_tests, runnable
+from .cases import PASSED, ProblemTests, UnusableTests, is_expected, last_program, read_tests, runnable
 from .confinement import LAYERS
 from .execution import Execution, Level, LocalWorker, SandboxFusion
 
@@ -93,6 +93,8 @@ class CodeVerifier(BaseVerifier):
         tests = _tests_of(text)
         if isinstance(tests, ValueError):
             return Grade(Outcome.GOLD_UNPARSEABLE, error=str(tests))
+        if self.sandbox_url and any(expected is PASSED for _, expected in tests.cases):
+            return Grade(Outcome.GOLD_UNPARSEABLE, error="SandboxFusion runs only asserts f(literals) == literal.")
         if isinstance(completion, str) and len(completion) > MAX_CHARACTERS:
             return Grade(Outcome.TOO_LONG)
         program = last_program(completion) if isinstance(completion, str) else None
@@ -105,34 +107,35 @@ class CodeVerifier(BaseVerifier):
         return self._in_parallel(self._grade_one, jobs)
 
     def _grade_one(self, program: str, tests: ProblemTests) -> Grade:
-        source = runnable(tests, program)
         passed, seconds, first_failure = 0, 0.0, None
         for text, expected in tests.cases:
-            execution = self._run(source, text)
+            execution = self._run(runnable(tests, program, expected), text, expected is PASSED)
             seconds += execution.seconds
             outcome, error = execution.outcome, execution.error
             if outcome is None:
                 try:
                     is_right = is_expected(tests, expected, execution.output)
                     outcome = Outcome.CORRECT if is_right else Outcome.WRONG
+                except UnusableTests as unusable:
+                    return Grade(Outcome.GOLD_UNPARSEABLE, seconds, error=str(unusable))
                 except ValueError:
                     outcome, error = Outcome.ERROR, "no value"
             passed += outcome is Outcome.CORRECT
             if outcome is not Outcome.CORRECT and first_failure is None:
-                first_failure = outcome, error, _description(text, outcome, execution)
+                first_failure = outcome, error, _description(text, outcome, execution, expected)
                 if self.stop_early:
                     break
         outcome, error, failed = first_failure or (Outcome.CORRECT, "", "")
         return Grade(outcome, seconds, passed / len(tests.cases), error, failed)
 
-    def _run(self, program: str, text: str) -> Execution:
+    def _run(self, program: str, text: str, has_asserts: bool = False) -> Execution:
         if self._stopping:
             raise KeyboardInterrupt
         worker = self._pool.get()
         try:
             for is_last_attempt in (False, True):
                 try:
-                    return worker.run(program, text)
+                    return worker.run(program, text, has_asserts)
                 except OSError as error:  # it was killed, or does not answer within its limits
                     worker.end()
                     worker = self._new_worker()
@@ -206,8 +209,10 @@ def _tests_of(text: str) -> ProblemTests | ValueError:
         return error
 
 
-def _description(text: str, outcome: Outcome, execution: Execution) -> str:
+def _description(text: str, outcome: Outcome, execution: Execution, expected: Any) -> str:
     """Describe a failed case without the expected output."""
+    if expected is PASSED:
+        return f"The asserts end with {outcome.name.lower()}. Last call: {execution.output or 'none'}."
     last = (execution.messages.strip().splitlines() or [execution.error])[-1]
     did = {
         Outcome.WRONG: f"gives {execution.output.strip()!r:.200}",

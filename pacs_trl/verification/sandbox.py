@@ -2,8 +2,9 @@
 
 `execution.py` starts this file as a fresh interpreter with the standard library only. It forks a child per program,
 which it receives as open files (program, input, output, messages) and never reads, so that no child inherits the
-program or output of another. The child gives up its rights before it reads the program (`confinement.py`); the worker
-enforces the time limits, and kills the child and everything that it started.
+program or output of another. Asserts run in a second child, connected to the program by a socket. A child gives up its
+rights before it reads its source (`confinement.py`); the worker enforces the time limits, and kills the children and
+everything that they started.
 """
 
 import atexit
@@ -24,6 +25,7 @@ import traceback
 from types import ModuleType
 from typing import Any, NoReturn
 
+from . import calls as calls  # programs import it
 from . import confinement
 
 
@@ -64,49 +66,58 @@ class Worker:
         while os.getppid() == self.settings["parent_pid"]:
             if not poll.poll(1000):
                 continue
-            _, files, _, _ = socket.recv_fds(self.connection, 4096, 4)
+            kind, files, _, _ = socket.recv_fds(self.connection, 4096, 4)
             if len(files) < 4:
                 return
-            report = self._run(files)
+            report = self._run(files, has_asserts=kind == b"asserts")
             for file in files:
                 os.close(file)
             self.connection.sendall(json.dumps(report).encode())
 
-    def _run(self, files: list[int]) -> dict[str, Any]:
+    def _run(self, files: list[int], has_asserts: bool) -> dict[str, Any]:
         folder = os.path.join(self.settings["folder"], "work")
         os.mkdir(folder, 0o700)
         confined, confine = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            os.close(confined)
-            self._become_program(files, folder, confine)
-        os.close(confine)
+        (program, asserts, output, messages), children, pids = files, [files], []
+        ours, theirs = socket.socketpair()
+        if has_asserts:
+            children = [[asserts, ours.fileno(), output, messages], [program, theirs.fileno(), messages, messages]]
+        for child in children:
+            pids.append(os.fork())
+            if pids[-1] == 0:
+                os.close(confined)
+                self._become_program(child, folder, confine, is_readable=child is children[-1])
+        for file in (confine, ours.detach(), theirs.detach()):
+            os.close(file)
         with os.fdopen(confined, "rb") as pipe:
             refusal = pipe.read()  # empty once the program is confined, else the reason
         started = time.monotonic()
         try:
-            timed_out = self._times_out(pid, started)
+            timed_out = self._times_out(pids, started)
         finally:  # also if the parent has exited
-            end_group(pid)
-            _, status, usage = os.wait4(pid, 0)
+            for pid in pids:
+                end_group(pid)
+            ends = [os.wait4(pid, 0)[1:] for pid in pids]
             end_children()
             remove(folder)
-        code, cpu = os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
-        if code in (-signal.SIGKILL, -signal.SIGXCPU) and cpu >= self.settings["cpu_seconds"]:
-            timed_out = True  # the kernel acted first
+        code = os.waitstatus_to_exitcode(ends[0][0])  # of the asserts, or of a program without
+        for status, usage in ends:
+            is_killed = os.waitstatus_to_exitcode(status) in (-signal.SIGKILL, -signal.SIGXCPU)
+            if is_killed and usage.ru_utime + usage.ru_stime >= self.settings["cpu_seconds"]:
+                timed_out = True  # the kernel acted first
         seconds = time.monotonic() - started
         return {"refusal": refusal.decode(), "code": code, "timed_out": timed_out, "seconds": seconds}
 
-    def _times_out(self, pid: int, started: float) -> bool:
-        """Wait for the end of a process; returns whether it reached a time limit instead."""
-        ended, clock = os.pidfd_open(pid), (~pid << 3) | 2  # the kernel's id of the CPU clock of a process
+    def _times_out(self, pids: list[int], started: float) -> bool:
+        """Wait for the end of the first process; returns whether one of them reached a time limit before."""
+        ended, clocks = os.pidfd_open(pids[0]), [(~pid << 3) | 2 for pid in pids]  # the kernel's ids of CPU clocks
         try:
             poll = select.poll()
             for file in (ended, self.connection.fileno()):
                 poll.register(file, select.POLLIN)
             while True:
                 left = self.settings["timeout_seconds"] - (time.monotonic() - started)
-                left = min(left, self.settings["cpu_seconds"] - time.clock_gettime(clock))
+                left = min(left, self.settings["cpu_seconds"] - max(map(time.clock_gettime, clocks)))
                 if left <= 0:
                     return True
                 ready = [file for file, _ in poll.poll(1 + 1000 * left)]
@@ -138,9 +149,9 @@ class Worker:
         rules = confinement.rules_for(self.machine, os.getpid(), may_open_for_writing=has_rules)
         confinement.install_filter(confinement.assemble(rules, self.machine))
 
-    def _become_program(self, files: list[int], folder: str, confine: int) -> NoReturn:
+    def _become_program(self, files: list[int], folder: str, confine: int, is_readable: bool) -> NoReturn:
         try:
-            self._confine(files, folder, confine)
+            self._confine(files, folder, confine, is_readable)
             with open(files[0], "rb") as file:
                 source = file.read()
             os.close(confine)
@@ -149,12 +160,12 @@ class Worker:
             os._exit(1)
         run_program(source)
 
-    def _confine(self, files: list[int], folder: str, confine: int) -> None:
+    def _confine(self, files: list[int], folder: str, confine: int, is_readable: bool) -> None:
         """Give up all rights that a program does not need. The order matters: each step needs rights that later ones
         give up."""
         os.setsid()
         confinement.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: killed with the worker
-        confinement.prctl(4, 1)  # it may read its own /proc/self
+        confinement.prctl(4, is_readable)  # a program may read its own /proc/self, but not that of asserts
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.chdir(folder)
         os.environ.clear()

@@ -43,6 +43,14 @@ READ = list(read_attacks())
 FUNCTIONS = [attack.source for attack in READ if attack.stopped_by == ["function"]]
 ATTACKS = [attack._replace(source=PRELUDE + attack.source) for attack in READ if attack.stopped_by != ["function"]]
 EXPECTED = "EXPECTED-" + os.urandom(8).hex()
+# A case; asserts that only look similar; asserts in a loop, after one that catches errors.
+ASSERTS = (
+    f"assert answer() == {EXPECTED!r}",
+    f"def check(f):\n    assert f() in [{EXPECTED!r}] and f().startswith({EXPECTED!r})",
+    f"try:\n    length = len(answer())\nexcept Exception:\n    length = {len(EXPECTED)}\n"
+    f"assert abs(length - {len(EXPECTED)}) < 1e-6\nfor text in map(lambda _: answer(), [1]):\n"
+    f"    assert not text != {EXPECTED!r}",
+)
 LIMITS = {"cpu_seconds": 0.5, "timeout_seconds": 1.0, "memory_limit_mb": 256, "output_limit_mb": 4}
 
 
@@ -53,8 +61,8 @@ def block(source):
 class Recording(CodeVerifier):
     """Keeps what the programs wrote."""
 
-    def _run(self, program, text):
-        execution = super()._run(program, text)
+    def _run(self, program, text, has_asserts=False):
+        execution = super()._run(program, text, has_asserts)
         self.executions[program.partition("\n")[0]] = execution
         return execution
 
@@ -181,7 +189,11 @@ def test_attacks(layers, tmp_path, monkeypatch):
             assert os.listdir(worker.folder) == []
             verifier._pool.put(worker)
         functions = {"type": "function", "name": "answer", "cases": [{"input": [], "output": EXPECTED}]}
-        labels = verifier.grade([block(program) for program in FUNCTIONS], [functions] * len(FUNCTIONS))
+        asserts = [{"type": "asserts", "code": code, "entry_point": "answer"} for code in ASSERTS]
+        right = block(f"def answer():\n    return {EXPECTED!r}")
+        assert verifier.grade([right] * len(asserts), asserts) == [1.0] * len(asserts)
+        called = [block(program) for program in FUNCTIONS]
+        labels = [verifier.grade(called, [tests] * len(called)) for tests in [functions, *asserts]]
 
         got_out = {
             attack.name
@@ -192,7 +204,7 @@ def test_attacks(layers, tmp_path, monkeypatch):
             f"\n{verifier.level.text}: {len(got_out)} of {len(ATTACKS)} attacks succeed:", *sorted(got_out), sep="\n  "
         )
         rewarded = [a.name for a, grade in zip(ATTACKS, grades) if grade.outcome.label != 0.0]
-        assert not rewarded and labels == [0.0] * len(FUNCTIONS)
+        assert not rewarded and labels == [[0.0] * len(FUNCTIONS)] * (1 + len(asserts))
         # Their limit is 1 second, theirs to stay are 20; how far apart the two lie depends on how busy the machine is.
         print("longest:", max(grade.seconds for grade in grades))
         assert not {attack.name: grade.seconds for attack, grade in zip(ATTACKS, grades) if grade.seconds > 15.0}

