@@ -147,7 +147,8 @@ def test_a_folder_is_not_pushed_before_the_end(tmp_path, model_path):
 
 
 # GRPO computes nothing, and no entropy, where all rewards are equal.
-STEP = r"step 1/2  reward \d\.\d\d  (entropy \d\.\d\d  )?length \d  truncated \d\.\d\d  grad_norm \S+  \d+\.\d s"
+STEP = r"step 1/2  reward \d\.\d\d  (entropy \d\.\d\d  )?length \d  truncated \d\.\d\d  grad_norm \S+  "
+STEP += r"(tokens/s \d+  )?\d+\.\d s"
 
 
 @pytest.mark.parametrize("method", ["pacs", "grpo", "ppo"])

@@ -125,7 +125,7 @@ def check_lengths(model: str | PreTrainedModel, args: GRPOConfig, arguments: dic
 
 def create_forward_pass(trainer: Any, model: Any, temperature: float | None = None) -> ForwardPass:
     """Create the forward_pass of a model. `temperature` defaults to the trainer's sampling temperature."""
-    return ForwardPass(
+    forward_pass = ForwardPass(
         model,
         trainer.accelerator.device,
         pad_token_id=trainer._tokenizer.pad_token_id,
@@ -133,6 +133,8 @@ def create_forward_pass(trainer: Any, model: Any, temperature: float | None = No
         temperature=trainer.temperature if temperature is None else temperature,
         autocast=trainer.accelerator.autocast,
     )
+    forward_pass.on_pass = trainer.timer.counter_of(model, trainer.accelerator, is_policy=model is trainer.model)
+    return forward_pass
 
 
 def generation_settings(trainer: Any) -> AbstractContextManager:

@@ -191,6 +191,7 @@ class RolloutTrainer(BenchmarkEvaluation, GRPOTrainer):
         try:
             with self.timer.part("generation"):
                 generated = super()._generate(prompts)
+            self.timer.work["generated"] += sum(map(len, generated[1]))
         except ServerFailure as failure:
             self._stop_without_server(failure)
         if self.tools:

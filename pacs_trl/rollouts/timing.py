@@ -1,4 +1,4 @@
-"""Step timing: seconds of each non-overlapping part of an optimizer step, per process, and a table after training.
+"""Seconds of each non-overlapping part of an optimizer step, tokens per second, and MFU, all of one process.
 
 Only the time between the start and the end of an optimizer step is measured; saving, evaluation, and data loading are
 excluded. GPU kernels run asynchronously, so a part that does not wait for its result shifts time to the next part. All
@@ -9,8 +9,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import torch
+from peft import PeftModel
 from transformers import TrainerCallback
+from trl.trainer.utils import compute_flops_per_token, get_peak_flops
 
 
 # Parts of a step in execution order; "other" is the remaining time.
@@ -27,8 +31,8 @@ PARTS = {
 
 class StepTimer(TrainerCallback):
     """
-    Measure the seconds of each part of optimizer steps. As a callback, log `time/<part>` for every optimizer step, and
-    print a table after training.
+    Measure the seconds of each part of optimizer steps. As a callback, log `time/<part>` and `perf/*` for every
+    optimizer step, and print a table after training.
 
     Args:
         clock (`Callable`, *optional*): Returns the time in seconds; `time.perf_counter` by default.
@@ -37,6 +41,7 @@ class StepTimer(TrainerCallback):
 
     Attributes:
         parts (`dict`): `PARTS`, and the parts that a trainer adds.
+        work (`Counter`): Of the current step the tokens generated and trained on, and the FLOP of training.
     """
 
     def __init__(
@@ -70,10 +75,12 @@ class StepTimer(TrainerCallback):
         self.totals: Counter[str] = Counter()
         self.num_steps = 0
         self._step: Counter[str] = Counter()
+        self.work: Counter[str] = Counter()
         self._running, self._since = "other", self.clock()
 
     def on_step_begin(self, *args, **kwargs):
         self._step.clear()
+        self.work.clear()
         self._since = self.clock()
 
     def on_pre_optimizer_step(self, *args, **kwargs):
@@ -89,6 +96,43 @@ class StepTimer(TrainerCallback):
         self.num_steps += 1
         for name, value in seconds.items():
             self.record(f"time/{name}", value)
+        work, learning = self.work, seconds["update"] + seconds["log_probs"]
+        for name, amount, per in (
+            ("generated_tok_s", work["generated"], seconds["generation"]),
+            ("forwarded_tok_s_fwd_bwd", work["trained"], learning),
+            ("forwarded_tok_s_wall_clock", work["trained"], seconds["total"]),
+            ("mfu_fwd_bwd", 100 * work["flops"], learning * work["peak"]),
+        ):
+            if amount and per:
+                self.record(f"perf/{name}", amount / per)
+
+    def counter_of(self, model: Any, accelerator: Any, *, is_policy: bool) -> Callable[[list[list[int]], int], None]:
+        """
+        Return a function for [`ForwardPass.on_pass`] that adds a pass to `work`.
+
+        FLOP are those of matrix products: 2 per weight, token, and pass; only completion tokens go through the head. A
+        gradient costs two more passes, one where LoRA freezes the weights; passes that gradient checkpointing repeats
+        do not count.
+        """
+        config, peak = model.config.get_text_config(), peak_flops(accelerator, model.dtype)
+        try:  # TRL's number is for three passes, all tokens through the head, and attention to `seq_len` tokens
+            whole, longer = (compute_flops_per_token(config, length) / 3 for length in (0, 1))
+            head = 2 * config.vocab_size * config.hidden_size
+            body, pair, head = whole - head, longer - whole, head * (model.get_output_embeddings() is not None)
+        except AttributeError:  # an architecture that TRL's formula does not know
+            peak = None
+        passes = 2 if isinstance(model, PeftModel) else 3
+
+        def count(texts: list[list[int]], num_predicted: int) -> None:
+            num_tokens, has_gradient = sum(map(sum, texts)), torch.is_grad_enabled()
+            self.work["trained"] += num_tokens * (has_gradient and is_policy)
+            if peak is not None:
+                pairs = sum(text[0] ** 2 / 2 + sum(n * (text[0] + n / 2) for n in text[1:]) for text in texts)
+                weights, times = body * num_tokens + head * num_predicted, (passes, 3) if has_gradient else (1, 1)
+                self.work["flops"] += times[0] * weights + times[1] * pair * pairs
+                self.work["peak"] = peak
+
+        return count
 
     def on_train_end(self, *args, **kwargs):
         if self.num_steps:
@@ -105,3 +149,12 @@ class StepTimer(TrainerCallback):
             line = f"  {name:13}{seconds:10.2f}{seconds / max(self.num_steps, 1):10.3f}{share:8.1%}  {description}"
             lines.append(line.rstrip())
         return "\n".join(lines)
+
+
+def peak_flops(accelerator: Any, dtype: torch.dtype) -> float | None:
+    """Return the dense peak FLOP/s of this process's GPU in the precision of matrix products; `None` on CPUs, for
+    GPUs and precisions that TRL's table lacks, and for a part of a GPU (MIG)."""
+    if accelerator.device.type != "cuda" or " MIG " in (name := torch.cuda.get_device_name(accelerator.device)):
+        return None
+    of_autocast = {"bf16": "bfloat16", "fp16": "float16"}.get(accelerator.mixed_precision)
+    return get_peak_flops(name, of_autocast or str(dtype).removeprefix("torch."))

@@ -51,6 +51,10 @@ class ForwardPass:
         temperature (`float`): Divisor of the model's own logits; the fused head has its own temperature.
         autocast (`Callable`, *optional*): Returns the autocast context of a forward pass.
 
+    Attributes:
+        on_pass (`Callable`, *optional*): Called before each pass with [`PackedRollouts.texts`] (of padded rollouts
+            their lengths without padding) and the number of completion tokens.
+
     Raises:
         `ValueError`: if `padding_free="always"` and this model does not support packing.
     """
@@ -78,6 +82,7 @@ class ForwardPass:
         self.padding_free = padding_free
         self.temperature = temperature
         self.autocast = autocast
+        self.on_pass: Callable[[list[list[int]], int], None] | None = None
         if padding_free == "always" and self.packing is None:
             raise ValueError(
                 "padding_free='always' needs a model with plain causal attention in all layers, loaded with "
@@ -145,7 +150,9 @@ class ForwardPass:
                 "depend on the longest sequence of a batch (rope_parameters in its config.json). Lower "
                 "max_completion_length, or leave out longer prompts (in a recipe: max_prompt_length)."
             )
-        laid_out, flat_indices = (self._padded if self.packing is None else self._packed)(prompts, completions)
+        laid_out, flat_indices, texts = (self._padded if self.packing is None else self._packed)(prompts, completions)
+        if self.on_pass is not None:
+            self.on_pass(texts, len(flat_indices))
         own_head = "fused_lm_head" in inputs and not self.fused
         labels = torch.from_numpy(np.concatenate(completions))[None].to(self.device)
         if own_head:
@@ -184,20 +191,21 @@ class ForwardPass:
             aux_loss=getattr(outputs, "aux_loss", None),
         )
 
-    def _packed(self, prompts: list[np.ndarray], completions: list[np.ndarray]) -> tuple[dict, np.ndarray]:
+    def _packed(self, prompts: list[np.ndarray], completions: list[np.ndarray]) -> tuple[dict, np.ndarray, list]:
         packed = PackedRollouts(prompts, completions)
         ids, positions = (torch.from_numpy(x)[None] for x in (packed.ids, packed.positions))
         inputs = {"input_ids": ids, "attention_mask": None, "position_ids": positions, **packed.kernel_inputs()}
-        return inputs if self.packing == "flash" else inputs | {"packed": packed}, packed.flat_indices
+        inputs |= {} if self.packing == "flash" else {"packed": packed}
+        return inputs, packed.flat_indices, packed.texts
 
-    def _padded(self, prompts: list[np.ndarray], completions: list[np.ndarray]) -> tuple[dict, np.ndarray]:
-        """Return the padded inputs, and the flat indices of the positions that predict completion tokens."""
-        ids, mask = pad_batch(
-            [np.concatenate(pair) for pair in zip(prompts, completions, strict=True)], self.pad_token_id
-        )
+    def _padded(self, prompts: list[np.ndarray], completions: list[np.ndarray]) -> tuple[dict, np.ndarray, list]:
+        """Return the padded inputs, the flat indices of the positions that predict completion tokens, and lengths."""
+        sequences = [np.concatenate(pair) for pair in zip(prompts, completions, strict=True)]
+        ids, mask = pad_batch(sequences, self.pad_token_id)
         starts = [i * ids.shape[1] + len(prompt) - 1 for i, prompt in enumerate(prompts)]
         flat_indices = [np.arange(i, i + len(c)) for i, c in zip(starts, completions, strict=True)]
-        return {"input_ids": ids, "attention_mask": mask}, np.concatenate(flat_indices)
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        return inputs, np.concatenate(flat_indices), [[len(sequence)] for sequence in sequences]
 
 
 def pad_batch(sequences: Sequence[np.ndarray], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:

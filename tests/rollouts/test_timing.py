@@ -1,9 +1,17 @@
 """Seconds of the parts of a step: with a clock that is moved by hand, and in a real run."""
 
-import pytest
-from replay import Replay, build_trainer
+from types import SimpleNamespace
 
+import numpy as np
+import pytest
+import torch
+from replay import Replay, build_trainer, tiny_model
+from torch.utils.flop_counter import FlopCounterMode
+
+from pacs_trl.plan.cost import GPUS
+from pacs_trl.rollouts import timing
 from pacs_trl.rollouts.timing import PARTS, StepTimer
+from pacs_trl.update.forward_pass import ForwardPass
 
 
 class Clock:
@@ -93,7 +101,83 @@ def test_trainer_logs_the_parts_of_every_step(tmp_path, capsys, steps_per_genera
         assert min(parts) >= 0.0 and sum(parts) == pytest.approx(entry["time/total"])
         assert entry["time/update"] > 0.0 and entry["time/optimizer"] > 0.0
         assert entry["time/weight_sync"] == 0.0
+        assert 0.0 < entry["perf/forwarded_tok_s_wall_clock"] < entry["perf/forwarded_tok_s_fwd_bwd"]
+        assert ("perf/generated_tok_s" in entry) == (entry["time/generation"] > 0.0)
+        assert "perf/mfu_fwd_bwd" not in entry  # a CPU has no peak
     generated = [entry["time/generation"] > 0.0 and entry["time/verification"] > 0.0 for entry in steps]
     assert generated == ([True, True, True] if steps_per_generation == 1 else [True, False, True])
     assert (steps[0]["time/log_probs"] > 0.0) == (steps_per_generation == 2)
     assert "Where the time of 3 optimizer steps went" in capsys.readouterr().out
+
+
+def test_rates_by_hand(timer, clock, seconds):
+    """300 of 2000 FLOP/s are 15 %; log-probs count as computation, generation does not."""
+    timer.on_step_begin()
+    with timer.part("generation"):
+        clock.pass_(5)
+    with timer.part("log_probs"):
+        clock.pass_(1)
+    with timer.part("update"):
+        clock.pass_(3)
+    timer.work.update(generated=50, trained=90, flops=1200, peak=2000)
+    timer.on_step_end()
+    rates = {name.removeprefix("perf/"): value for name, value in seconds.items() if "perf/" in name}
+    assert rates == {
+        "generated_tok_s": 10.0,
+        "forwarded_tok_s_fwd_bwd": 22.5,
+        "forwarded_tok_s_wall_clock": 10.0,
+        "mfu_fwd_bwd": 15.0,
+    }
+
+
+@pytest.mark.parametrize("padding_free", ["always", "never"])
+@pytest.mark.parametrize("has_gradient", [True, False])
+def test_flop_are_those_of_the_matrix_products(timer, monkeypatch, padding_free, has_gradient):
+    """Two completions of a prompt of 4 tokens, and one of another; attention by hand, the rest counted by torch."""
+    monkeypatch.setattr(timing, "peak_flops", lambda *_: 1e12)
+    model = tiny_model()
+    forward_pass = ForwardPass(model, torch.device("cpu"), padding_free=padding_free)
+    forward_pass.fused = False  # the fused head computes logits again in the backward pass
+    forward_pass.on_pass = timer.counter_of(model, None, is_policy=True)
+    prompts, completions = [[1, 2, 3, 4], [1, 2, 3, 4], [5, 6]], [[7, 8], [9], [3, 2, 1]]
+    with FlopCounterMode(display=False) as counted, torch.set_grad_enabled(has_gradient):
+        logps = forward_pass.compute_logps(model, prompts, completions).logps
+        if has_gradient:
+            torch.cat(logps).sum().backward()
+    products = sum(n for op, n in counted.get_flop_counts()["Global"].items() if str(op) in ("aten.mm", "aten.addmm"))
+    if padding_free == "always":  # 3 shared tokens, then branches of 1 + 2 and 1 + 1, and 2 + 3 tokens
+        num_tokens, pairs = 3 + 3 + 2 + 5, 3 * 3 / 2 + 3 * (3 + 3 / 2) + 2 * (3 + 2 / 2) + 5 * 5 / 2
+    else:
+        num_tokens, pairs = 6 + 5 + 5, (6 * 6 + 5 * 5 + 5 * 5) / 2
+        products *= np.array(num_tokens) / 18  # padding goes through the model, and does not count
+        head = 2 * model.config.vocab_size * 32 * 6 * (3 if has_gradient else 1)
+        products += head * (1 - num_tokens / 18)  # of which the head sees nothing
+    passes, width, layers = 3 if has_gradient else 1, 32, 2
+    assert timer.work["flops"] == pytest.approx(products + passes * 4 * layers * width * pairs)
+    assert timer.work["trained"] == (num_tokens if has_gradient else 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989e12),
+        ("NVIDIA H100 PCIe", "bf16", 756e12),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312e12),
+        ("Tesla T4", "bf16", None),  # which has no bfloat16
+        ("NVIDIA H100 80GB HBM3", "no", None),  # float32
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", "bf16", None),
+        ("NVIDIA GH200 480GB", "bf16", None),
+        ("A new one", "bf16", None),
+    ],
+)
+def test_a_peak_is_known_or_absent(monkeypatch, name, precision, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    accelerator = SimpleNamespace(device=torch.device("cuda"), mixed_precision=precision)
+    assert timing.peak_flops(accelerator, torch.float32) == peak
+    accelerator.device = torch.device("cpu")
+    assert timing.peak_flops(accelerator, torch.float32) is None
+
+
+def test_plan_and_run_have_the_same_peaks():
+    peaks = [(timing.get_peak_flops(f"NVIDIA {gpu.name}", "bfloat16"), gpu.flops) for gpu in GPUS.values()]
+    assert all(of_run in (None, of_plan) for of_run, of_plan in peaks) and any(of_run for of_run, _ in peaks)
