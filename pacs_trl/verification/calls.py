@@ -21,12 +21,8 @@ from typing import Any, NoReturn
 
 
 _COLLECTIONS: dict[str, Any] = {t.__name__: t for t in (tuple, set, frozenset, deque, bytes, bytearray)}
-_FROM_TEXT: dict[str, Any] = {
-    "complex": complex,
-    "Decimal": Decimal,
-    "date": date.fromisoformat,
-    "datetime": datetime.fromisoformat,
-}
+_FROM_TEXT: dict[str, Any] = {"complex": complex, "Decimal": Decimal}
+_FROM_TEXT |= {t.__name__: t.fromisoformat for t in (date, datetime)}
 # Methods whose value is a verdict: an object of the program would only have to say yes.
 _PREDICATES = {n for t in (str, bytes, set, float) for n in dir(t) if n.startswith("is") or n.endswith("with")}
 
@@ -223,11 +219,10 @@ def run_asserts(code: str, name: str, prelude: str) -> NoReturn:
         own = dict(names)
         names[name] = function = Remote(connection, name)
         exec(compile(code, "asserts.py", "exec"), names)
-        for key, value in list(names.items()):
-            arguments = {"check": [function]}.get(key, [])
-            is_test = isinstance(value, FunctionType) and key.startswith(("check", "test")) and key not in own
-            if is_test and value.__code__.co_argcount == len(arguments):
-                value(*arguments)
+        for key, test in [item for item in names.items() if item[0] not in own]:
+            arguments = [function] if key == "check" else [] if key.startswith("test") else None
+            if isinstance(test, FunctionType) and arguments is not None:
+                test(*arguments[: test.__code__.co_argcount])
         connection.ask("len", "")  # fails if the program has ended, in whatever an assert has caught
         report = "passed" if connection.last else "no call"
     except BaseException as error:

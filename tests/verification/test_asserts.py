@@ -1,6 +1,9 @@
 """Tests that are Python asserts: HumanEval's own solutions and forgeries of them, forms of asserts, and bad input."""
 
+import io
 import json
+import subprocess
+import sys
 
 import pytest
 from optional_packages import needs
@@ -99,6 +102,8 @@ POSITIVE = "class Small(ValueError): pass\ndef f(x):\n    if x < 0: raise Small(
         (NODE + LINKS, "node = Node(1)\nnode.next = Node(2)\nassert f(node) == 2 and node.value == 1", "return 1 #"),
         (STACK + "f = Stack", "s = f()\ns.push(3)\nassert s == [3] and s[0] == 3 and str(s) == '<1>'", "return 'x' #"),
         ("def f(x): return x", "from solution import f as g\ndef test():\n    assert g(1) == 1 and not g(0)", "pass#"),
+        ("def f(x): return x", "def check(g):\n    assert g(1) == 1\ndef helper(x):\n    assert 0", "return 2 #"),
+        ("def f(x): return x", "try:\n    f(1)\nexcept Exception:\n    pass\nassert True", "import os; os._exit(0) #"),
         ("class Solution:\n    def f(self, x): return x", "assert f(1) == 1\nassert f(2) in (2, 3)", "pass #"),
     ],
 )  # fmt: skip
@@ -169,12 +174,23 @@ def test_asserts_that_import_a_package_are_no_verdict():
     assert json_of_tests(tests) is None  # the example is dropped, and counted
 
 
-def test_a_server_gets_no_asserts_that_need_two_processes():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CodeVerifier, "_start", lambda self: None)
-        verifier = CodeVerifier(num_workers=1, sandbox_url="http://127.0.0.1:9")
-        (grade,) = verifier.grade_detailed([block("def f(x): return x")], [asserts("assert f(1) in [1]")])
-    assert grade.outcome is Outcome.GOLD_UNPARSEABLE and "SandboxFusion" in grade.error
+def test_a_sandbox_fusion_server(monkeypatch):
+    """It runs cases, with the harness in their source, and gets no asserts that need two processes."""
+
+    def urlopen(request, timeout):
+        sent = json.loads(request.data)
+        command = [sys.executable, "-I", "-c", sent["code"]]
+        done = subprocess.run(command, input=sent["stdin"], capture_output=True, text=True)
+        result = {"status": "Finished", "return_code": done.returncode, "stdout": done.stdout, "stderr": done.stderr}
+        return io.BytesIO(json.dumps({"run_result": result}).encode())
+
+    monkeypatch.setattr("urllib.request.urlopen", urlopen)
+    with CodeVerifier(num_workers=1, sandbox_url="http://server") as verifier:
+        tests = [asserts("assert f((1, 2)) == {1: (2,)}")] * 2 + [asserts("assert f(1) in [1]")]
+        programs = ["def f(x): return {x[0]: x[1:]}", "def f(x): return {1: [2]}", "def f(x): return x"]
+        grades = verifier.grade_detailed(list(map(block, programs)), tests)
+    assert [grade.outcome.label for grade in grades] == [1.0, 0.0, None], grades
+    assert "SandboxFusion" in grades[2].error
 
 
 MBPP = {

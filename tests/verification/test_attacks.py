@@ -46,7 +46,7 @@ EXPECTED = "EXPECTED-" + os.urandom(8).hex()
 # A case; asserts that only look similar; asserts in a loop, after one that catches errors.
 ASSERTS = (
     f"assert answer() == {EXPECTED!r}",
-    f"def check(f):\n    assert f() in [{EXPECTED!r}] and f().startswith({EXPECTED!r})",
+    f"def check(f):\n    assert f().startswith({EXPECTED!r}) or f() in [{EXPECTED!r}]",
     f"try:\n    length = len(answer())\nexcept Exception:\n    length = {len(EXPECTED)}\n"
     f"assert abs(length - {len(EXPECTED)}) < 1e-6\nfor text in map(lambda _: answer(), [1]):\n"
     f"    assert not text != {EXPECTED!r}",
