@@ -65,20 +65,14 @@ def environment_tools(environment: Any) -> list[Callable]:
 
 def prepare_environments(factories: Any, datasets: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """
-    Start one environment of each kind, and check it with its first example.
+    Start one environment of each kind, check it with its first example, and return factories that return it first.
 
     All completions of a group must see the same example, so `reset` must always return the same observation for equal
-    arguments. Datasets get a column `seed`, the index of the example, if every `reset` takes it.
+    arguments. The returned datasets have a column `seed`, the index of the example, if every `reset` takes it.
 
     Args:
         factories (`Callable` or `dict` of them): `environment_factory` of TRL's trainer.
         datasets (mapping): Datasets; other values are returned unchanged.
-
-    Returns:
-        Factories that return the started environment first and check observations, and the datasets.
-
-    Raises:
-        `ValueError`: if an environment fails, or `reset` cannot be called with the columns.
     """
     from datasets import Dataset
 
@@ -101,27 +95,28 @@ class _Factory:
     """Factory of environments whose `reset` returns one observation per example. The first one is started at once."""
 
     def __init__(self, factory: Callable):
-        self.factory, self.observations = factory, {}
-        self.first = [self.start()]
-
-    def __call__(self) -> Any:
-        return self.first.pop() if self.first else self.start()
-
-    def start(self) -> Any:
         from transformers.utils import get_json_schema
 
+        self.factory, self.observations = factory, {}
         try:
-            environment = self.factory()
+            environment = factory()
             for tool in environment_tools(environment):
                 get_json_schema(tool)  # raises for methods without types or description
         except Exception as error:  # code of a user, or its server
-            raise _failed("environment_factory", error) from error
-        kind = type(environment).__name__
+            raise ValueError(
+                f"`environment_factory` failed ({type(error).__name__}: {error}). Correct it, or start what it needs."
+            ) from error
         if not callable(getattr(type(environment), "reset", None)):
             raise ValueError(
-                f"`environment_factory` returned a {kind}, which has no method `reset`. Return an object with `reset` "
-                "and with a method for each tool."
+                f"`environment_factory` returned a {type(environment).__name__}, which has no method `reset`. Return "
+                "an object with `reset` and with a method for each tool."
             )
+        self.first = [self.watch(environment)]
+
+    def __call__(self) -> Any:
+        return self.first.pop() if self.first else self.watch(self.factory())
+
+    def watch(self, environment: Any) -> Any:
         reset = environment.reset
 
         @wraps(reset)
@@ -130,9 +125,9 @@ class _Factory:
             digest = hash(json.dumps(observation, default=lambda each: type(each).__name__))  # images have no text
             if self.observations.setdefault(hash(json.dumps(row, default=repr)), digest) != digest:
                 raise ValueError(
-                    f"`reset` of the environment {kind} returned two observations for one example, and completions of "
-                    "a group must see the same one. Choose it by a column of the dataset, or by `seed`: "
-                    "`def reset(self, seed, **kwargs)`."
+                    f"`reset` of the environment {type(environment).__name__} returned two observations for one "
+                    "example, and completions of a group must see the same one. Choose it by a column of the dataset, "
+                    "or by `seed`: `def reset(self, seed, **kwargs)`."
                 )
             return observation
 
@@ -141,26 +136,15 @@ class _Factory:
 
     def check(self, row: dict[str, Any]) -> None:
         """Reset the first environment twice."""
-        reset = self.first[0].reset
         try:
-            inspect.signature(reset).bind(**row)
-        except TypeError as error:
-            raise ValueError(
-                f"`reset` of the environment cannot be called with the columns {', '.join(row)} ({error}). Write it "
-                "as `def reset(self, **kwargs)`."
-            ) from error
-        try:
-            _ = reset(**row), reset(**row)
+            _ = [self.first[0].reset(**row) for _ in range(2)]
         except ValueError:
             raise
-        except Exception as error:  # code of a user, or its server
-            raise _failed("reset", error) from error
-
-
-def _failed(what: str, error: Exception) -> ValueError:
-    return ValueError(
-        f"`{what}` of the environment failed ({type(error).__name__}: {error}). Correct it, or start what it needs."
-    )
+        except Exception as error:  # another signature, code of a user, or its server
+            raise ValueError(
+                f"`reset` of the environment failed with the columns {', '.join(row)} ({type(error).__name__}: "
+                f"{error}). Write it as `def reset(self, **kwargs)`, and start what it needs."
+            ) from error
 
 
 def _takes_seed(function: Callable) -> bool:

@@ -1,6 +1,7 @@
 """`pacs-trl evaluate` with tools and in environments: records, rewards, continued runs, and refusals."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -121,3 +122,16 @@ def test_errors_before_the_model_is_loaded(settings, tmp_path, monkeypatch, chan
     argv = [part for key, values in given.items() for part in (f"--{key}", *values)]
     with pytest.raises(ValueError, match=message):
         main([str(part) for part in argv])
+
+
+@pytest.mark.vllm
+def test_turns_with_vllm(settings, verifier, confined):
+    """Whatever the model says: conversations are complete, and a call would get its result."""
+    if find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    changes = {"engine": "vllm", "max_model_len": 256, "enforce_eager": True, "dtype": "float32", "batch_size": 20}
+    evaluate(EvaluationArguments(benchmarks=PRODUCTS, **settings | changes), verifier, progress=False)
+    shared_code_verifier().close()
+    found = records(settings["output_dir"])
+    assert len(found) == 12 and all(1 <= record["num_tokens"] <= 60 for record in found)
+    assert {record["conversation"][1]["role"] for record in found} == {"assistant"}

@@ -156,12 +156,12 @@ def module(tmp_path, monkeypatch):
         (["--environment", "MODULE:no_environment"], "no method `reset`"),
         (
             ["--environment", "MODULE:strict"],
-            r"`reset` of the environment cannot be called with the columns prompt",
+            r"`reset` of the environment failed with the columns prompt .TypeError: .*unexpected",
         ),
         (["--environment", "MODULE:advancing"], "`reset` of the environment Next returned two observations"),
-        (["--environment", "MODULE:down"], "`reset` of the environment failed .ConnectionError: no server"),
-        (["--environment", "MODULE:broken"], "`environment_factory` of the environment failed .OSError: no docker"),
-        (["--environment", "MODULE:mute"], "`environment_factory` of the environment failed .*shout"),
+        (["--environment", "MODULE:down"], "`reset` of the environment failed .*ConnectionError: no server"),
+        (["--environment", "MODULE:broken"], "`environment_factory` failed .OSError: no docker"),
+        (["--environment", "MODULE:mute"], "`environment_factory` failed .*shout"),
         (["--environment", "MODULE:stream"], "IterableDataset"),
         (["--environment", "MODULE:endless", "--max_steps", "-1"], "Set max_steps"),
         (
