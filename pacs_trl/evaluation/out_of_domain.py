@@ -4,6 +4,7 @@ LiveCodeBench stores private tests as base64, zlib, and pickle. A pickle can run
 the sandbox. Prompt and sampling are ours, not those of the benchmarks' own runners.
 """
 
+import builtins
 import json
 import re
 from collections.abc import Sequence
@@ -135,8 +136,11 @@ def mbpp_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for row in rows:
         asserts = "\n".join(row["test_list"])
         setup = row.get("test_setup_code") or "\n".join(row.get("test_imports") or [])
-        defined = re.findall(r"^(?:def|class)\s+(\w+)", row["code"], re.MULTILINE)
-        name = next((name for name in re.findall(r"(\w+)\(", asserts) if name in defined), None)
+        defined = re.findall(r"^\s*(?:def|class)\s+(\w+)", row.get("code") or "", re.MULTILINE)
+        called = sorted(
+            re.findall(r"(\w+)\(", asserts), key=lambda name: (name not in defined, name in vars(builtins))
+        )
+        name = called[0] if called else None
         problem = (
             f"{row.get('text') or row['prompt']}\n\nThe program must pass these tests:\n```python\n{asserts}\n```"
         )

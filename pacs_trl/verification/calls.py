@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 _COLLECTIONS: dict[str, Any] = {t.__name__: t for t in (tuple, set, frozenset, deque, bytes, bytearray)}
 _FROM_TEXT: dict[str, Any] = {"complex": complex, "Decimal": Decimal}
 _FROM_TEXT |= {t.__name__: t.fromisoformat for t in (date, datetime)}
+_FROM_TEXT["type"] = {name: value for name, value in vars(builtins).items() if isinstance(value, type)}.__getitem__
 # Methods whose value is a verdict: an object of the program would only have to say yes.
 _PREDICATES = {n for t in (str, bytes, set, float) for n in dir(t) if n.startswith("is") or n.endswith("with")}
 
@@ -38,6 +39,8 @@ def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
         return {"dict": [[encode(key, keep), encode(item, keep)] for key, item in value.items()]}
     if kind in _COLLECTIONS.values():
         return {kind.__name__: [encode(item, keep) for item in value]}
+    if kind is type and value.__module__ == "builtins":
+        return {"type": value.__name__}
     return {kind.__name__: str(value)} if kind in (complex, Decimal, date, datetime) else keep(value)
 
 

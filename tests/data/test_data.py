@@ -144,6 +144,17 @@ class TestNamedSets:
         file = write_jsonl(tmp_path / "own.jsonl", [{"problem": "Add 1.", "tests": tests}] * 2)
         train, _ = load(file, solution_column="tests")
         assert read_tests(train["solution"][0]) == read_tests(tests)
+        tests = {"type": "asserts", "code": "assert f((1,)) == {2}", "entry_point": "f"}
+        for cell in (tests, json.dumps(tests)):
+            train, _ = load(write_jsonl(tmp_path / "own.jsonl", [{"problem": "?", "answer": cell}]))
+            assert read_tests(train["solution"][0]) == read_tests(tests)
+            bad = json.dumps(tests).replace("{2}", "{2")
+            write_jsonl(
+                tmp_path / "own.jsonl", [{"problem": "?", "answer": bad if cell != tests else json.loads(bad)}]
+            )
+            with pytest.raises(ValueError, match="Row 0 of .*Asserts do not parse"):
+                load(str(tmp_path / "own.jsonl"))
+        tests = {"type": "function", "name": "f", "cases": [{"input": [1], "output": 2}]}
         file = write_jsonl(tmp_path / "own.jsonl", [{"problem": "?", "tests": {**tests, "language": "cpp"}}])
         with pytest.raises(ValueError, match="Row 0 of .*'cpp'"):
             load(file, solution_column="tests")

@@ -95,6 +95,7 @@ POSITIVE = "class Small(ValueError): pass\ndef f(x):\n    if x < 0: raise Small(
         ("def f(x): return (1, 2)", "assert f(0) == (1, 2)", "return [1, 2] #"),
         ("def f(x): return x * 2", "x = 3\nassert f(x) == 6 and f([x]) == [3, 3]", "return 6 #"),
         ("def f(x): return 0.1 * 3", "assert abs(f(0) - 0.3) < 1e-9\nassert math.isclose(f(0), 0.3)", "return .4 #"),
+        ("def f(t): return t('1') if isinstance(1, t) else t", "assert [f(int), f(str)] == [1, str]", "return 1 #"),
         ("def f(n): yield from range(n)", "assert list(f(3)) == [0, 1, 2] and next(f(1)) == 0", "return n #"),
         ("def f(g, x): return [g(y) for y in x]", "assert f(lambda x: x + 1, [1, 2]) == [2, 3]", "return x #"),
         (SORTED, "x = [3, 1]\nf(x)\nassert x == [1, 3]", "xs[:] = 1,; #"),
@@ -209,10 +210,10 @@ def test_mbpp(verifier, tmp_path):
         "task_id": 2,
         "prompt": "Find it.",
         "test_imports": ["import math"],
-        "code": "def f(x): return x",
+        "code": "def sum(x): return x",
     }
     del sanitized["text"], sanitized["test_setup_code"]
-    sanitized["test_list"] = ["assert math.isclose(f(1.5), 1.5)", "assert set(f([1])) == {1}"]
+    sanitized["test_list"] = ["assert math.isclose(sum(1.5), 1.5)", "assert set(sum([1])) == {1}"]
     (tmp_path / "mbpp.jsonl").write_text("\n".join(map(json.dumps, (MBPP, sanitized))))
     benchmark = load_benchmark(f"mbpp={tmp_path / 'mbpp.jsonl'}")
     assert benchmark.is_code and [problem.id for problem in benchmark.problems] == ["601", "2"]
@@ -221,9 +222,9 @@ def test_mbpp(verifier, tmp_path):
         and "assert longest([]" in benchmark.problems[0].problem
     )
     tests = [problem.solution for problem in benchmark.problems]
-    assert [json.loads(test)["entry_point"] for test in tests] == ["longest", "f"]
+    assert [json.loads(test)["entry_point"] for test in tests] == ["longest", "sum"]
     assert verifier.grade([block(MBPP["code"]), block(sanitized["code"])], tests) == [1.0, 1.0]
-    assert verifier.grade([block("def longest(arr): return 2"), block("def f(x): return 1")], tests) == [0.0, 0.0]
+    assert verifier.grade([block("def longest(arr): return 2"), block("def sum(x): return 1")], tests) == [0.0, 0.0]
     (tmp_path / "bad.jsonl").write_text(json.dumps(MBPP | {"test_list": ["assert longest([]) = 0"]}))
     with pytest.raises(ValueError, match="Benchmark mbpp, row 0: Asserts do not parse"):
         load_benchmark(f"mbpp={tmp_path / 'bad.jsonl'}")
