@@ -27,6 +27,7 @@ from pacs_trl.experimental.dars import DARSTrainer
 from pacs_trl.experimental.genac import GenACTrainer
 from pacs_trl.experimental.rlpr import RLPRTrainer
 from pacs_trl.pacs_config import NOT_SUPPORTED, SHAPES_ONLY_GRPO
+from pacs_trl.rollouts.evaluation import BenchmarkEvaluation
 from pacs_trl.rollouts.exact_trainer import ExactUpdateTrainer
 from pacs_trl.rollouts.rollout_trainer import RolloutTrainer
 
@@ -55,6 +56,7 @@ PARAMETERS = {
     "_init_training_state": "max_steps num_update_steps_per_epoch num_train_epochs resume_from_checkpoint trial",
     "_prepare_for_training": "max_steps train_dataloader resume_from_checkpoint",
     "_save_checkpoint": "model trial",
+    "evaluate": "eval_dataset ignore_keys metric_key_prefix",
     "evaluation_loop": "dataloader description prediction_loss_only ignore_keys metric_key_prefix",
     "get_eval_dataloader": "eval_dataset",
     "train": "resume_from_checkpoint trial ignore_keys_for_eval",
@@ -70,6 +72,7 @@ PARAMETERS = {
 
 def overridden() -> list[str]:
     trainers = (
+        BenchmarkEvaluation,
         RolloutTrainer,
         ExactUpdateTrainer,
         PACSTrainer,
@@ -266,7 +269,8 @@ def test_trainer_still_calls_the_hooks():
 def test_attributes_that_are_read():
     source = inspect.getsource(GRPOTrainer.__init__)
     names = (
-        "_step _buffered_inputs _last_loaded_step _logs _pending_extra_logs _pending_metrics reward_weights _metrics"
+        "_step _buffered_inputs _last_loaded_step _logs _pending_extra_logs _pending_metrics reward_weights _metrics "
+        "generation_config"
     )
     for name in (*names.split(), "_current_train_step_time", "num_generations_eval", "ref_model"):
         assert f"self.{name} =" in source, f"GRPOTrainer no longer sets {name}"

@@ -153,7 +153,7 @@ def test_benchmarks_alone_have_their_own_sampling(tmp_path, model_path, engine):
         assert log["eval_pass@4"] == pytest.approx(sum(values) / 2) and log["eval_pass@4"] >= log["eval_pass@1"]
         shares = [log.get(f"eval_miniature/addition/verification/{outcome}", 0) for outcome in ("correct", "wrong")]
         assert sum(shares) == pytest.approx(1) and shares[0] == pytest.approx(log["eval_miniature/addition/pass@1"])
-        assert 0 < log["eval_miniature/addition/mean_length"] <= 8
+        assert 0 < log["eval_miniature/addition/mean_length"] <= 8 and log["eval_samples_per_second"] > 0
 
 
 @pytest.mark.parametrize("lora", [False, True])
