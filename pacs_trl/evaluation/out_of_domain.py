@@ -134,16 +134,12 @@ def mbpp_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     converted = []
     for row in rows:
-        asserts = "\n".join(row["test_list"])
+        text, asserts = row.get("text") or row["prompt"], "\n".join(row["test_list"])
         setup = row.get("test_setup_code") or "\n".join(row.get("test_imports") or [])
         defined = re.findall(r"^\s*(?:def|class)\s+(\w+)", row.get("code") or "", re.MULTILINE)
-        called = sorted(
-            re.findall(r"(\w+)\(", asserts), key=lambda name: (name not in defined, name in vars(builtins))
-        )
-        name = called[0] if called else None
-        problem = (
-            f"{row.get('text') or row['prompt']}\n\nThe program must pass these tests:\n```python\n{asserts}\n```"
-        )
+        called = re.findall(r"(\w+)\(", asserts)
+        name = min(called, key=lambda name: (name not in defined, name in vars(builtins)), default=None)
+        problem = f"{text}\n\nThe program must pass these tests:\n```python\n{asserts}\n```"
         converted.append({"id": row["task_id"], "problem": problem, "answer": _asserts(f"{setup}\n{asserts}", name)})
     return converted
 

@@ -117,13 +117,14 @@ def _read_asserts(code: Any, name: Any, prelude: str) -> ProblemTests:
     try:
         tree = ast.parse(code)
         ast.parse(prelude)
+        read = [(_case_of(statement, name), statement) for statement in tree.body]
+        cases, tree.body = [case for case, _ in read if case], [statement for case, statement in read if not case]
+        source = ast.unparse(tree)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         raise UnusableTests(f"Asserts do not parse ({error}): {code!r:.80}. Correct or remove them.") from error
-    read = [(_case_of(statement, name), statement) for statement in tree.body]
-    cases, tree.body = [case for case, _ in read if case], [statement for case, statement in read if not case]
     running = [node for part in tree.body if not isinstance(part, ast.ClassDef) for node in ast.walk(part)]
-    source, has_asserts = ast.unparse(tree), any(isinstance(node, ast.Assert | ast.Raise) for node in running)
-    has_rest = has_asserts and re.search(rf"\bcheck\b|\b{name}\b", source) is not None
+    has_rest = any(isinstance(node, ast.Assert | ast.Raise) for node in running)
+    has_rest = has_rest and re.search(rf"\bcheck\b|\b{name}\b", source) is not None
     if not cases and not has_rest:
         raise UnusableTests(f"No assert that runs calls {name}: {code!r:.80}. Correct `entry_point` or `code`.")
     imported = {alias.name for node in running if isinstance(node, ast.Import) for alias in node.names}
