@@ -133,6 +133,7 @@ REPEATED = {
         "6b861df6",
         "ActorCriticTrainer._loss_denominator (what the sums are divided by)",
     ),
+    (GRPOTrainer, "_tool_call_loop"): ("ba4ef3a6", "ConversationEngine of pacs_trl.evaluation, which has its rules"),
     (VLLMGeneration, "generate"): (
         "f902129a",
         "Engine.generate (what the other processes wait for), SeededLLM.generate",
