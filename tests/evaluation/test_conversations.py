@@ -135,3 +135,24 @@ def test_turns_with_vllm(settings, verifier, confined):
     found = records(settings["output_dir"])
     assert len(found) == 12 and all(1 <= record["num_tokens"] <= 60 for record in found)
     assert {record["conversation"][1]["role"] for record in found} == {"assistant"}
+
+
+def test_kinds_of_environments(settings, verifier, tmp_path, monkeypatch):
+    """Each example names its own; prompts have the tools of that one alone. Some completions have no reward."""
+    (tmp_path / "kinds.py").write_text(
+        "from datasets import Dataset\n"
+        "class A:\n    def reset(self, word, **columns):\n        return word + '?'\n"
+        "    def look(self) -> str:\n        '''Look.'''\n    async def get_reward(self):\n        return 1\n"
+        "class B(A):\n    def reset(self, word, seed, prompt):\n        return word + str(seed)\n"
+        "    def get_reward(self):\n        return None\n"
+        "class Spec:\n    environment_factory = {'a': A, 'b': B}\n"
+        "    train_dataset = Dataset.from_dict({'environment': list('abab'), 'word': list('wxyz'),\n"
+        "        'prompt': [[{'role': 'user', 'content': 'so '}]] * 4})\n"
+        "spec = Spec()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    args = EvaluationArguments(benchmarks="kinds:spec", **settings | {"max_problems": 4, "n": 2, "k": "1"})
+    entry = evaluate(args, verifier, progress=False)["benchmarks"]["kinds:spec"]
+    assert entry["unscorable"] == ["1", "3"] and entry["pass_at_k"]["1"]["value"] == 1
+    asked = {record["problem"]: record["conversation"][0]["content"] for record in records(settings["output_dir"])}
+    assert asked == {"0": "so w?", "1": "so x1", "2": "so y?", "3": "so z3"}
