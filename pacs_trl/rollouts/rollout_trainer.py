@@ -67,7 +67,7 @@ class RolloutTrainer(BenchmarkEvaluation, GRPOTrainer):
         if args is None:
             args = self._config_class(f"{construction.name_of(model).split('/')[-1]}-{self._name}")
         if not isinstance(args, self._config_class):
-            raise TypeError(f"`args` must be a {self._config_class.__name__}, got {type(args).__name__}.")
+            raise TypeError(f"`args` is a {type(args)}. Pass a {self._config_class.__name__} of pacs_trl.")
         arguments["reward_funcs"] = reward_funcs
         self._prepare_loading(model, args, arguments)
         construction.check_lengths(model, args, arguments)

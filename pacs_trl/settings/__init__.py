@@ -166,7 +166,13 @@ class Parser(argparse.ArgumentParser):
         return super().parse_args(args, namespace)
 
     def parse_known_args(self, args=None, namespace=None):
-        return super().parse_known_args(with_underscores(sys.argv[1:] if args is None else args), namespace)
+        words = with_underscores(sys.argv[1:] if args is None else args)
+        required = [action.option_strings[0] for action in self._actions if action.required and action.option_strings]
+        for option in (word.partition("=")[0] for word in words):
+            unknown = option.startswith("--") and option not in self._option_string_actions
+            if unknown and (suggestion := did_you_mean(option, required)):
+                self.error(f"There is no option `{option}`.{suggestion}")
+        return super().parse_known_args(words, namespace)
 
 
 def with_underscores(argv: Sequence[str]) -> list[str]:
