@@ -51,6 +51,11 @@ def prepare(*modules: str) -> None:
     transformers.logging.disable_progress_bar()
 
 
+def checking() -> bool:
+    """Return whether `make notebooks` only checks that every cell runs, with few updates and problems."""
+    return os.environ.get("NOTEBOOKS") == "check"
+
+
 def pacs_trl(*words) -> None:
     """`pacs-trl WORDS` as in a terminal, with what it prints; an error ends the cell."""
     command = [sys.executable, "-m", "pacs_trl.cli", *map(str, words)]
