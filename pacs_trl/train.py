@@ -171,11 +171,11 @@ def _checked_model(recipe: Recipe):
         check_model_path(path)
     check_whole_model(name, "training", "name the base model")
     peft_config = get_peft_config(model)
-    max_lora_rank(training, None, peft_config)
+    lora_rank = max_lora_rank(training, None, peft_config)
     if training.use_vllm and name.startswith(MINIATURE):
         require_vllm("set use_vllm=False")  # the trainer checks the rest once the model exists
     elif training.use_vllm:
-        check_vllm(training, name)
+        check_vllm(training, name, lora_rank)
     targets = peft_config.target_modules if peft_config is not None else None
     if isinstance(targets, str) and targets.isidentifier():
         peft_config.target_modules = {

@@ -75,9 +75,9 @@ def check_arguments(model: str | PreTrainedModel, args: GRPOConfig, arguments: d
         if not has_environment:  # an environment may modify the prompt
             check_prompts(name, arguments[name])
     check_generation_kwargs(args)
-    max_lora_rank(args, model, arguments["peft_config"])
+    lora_rank = max_lora_rank(args, model, arguments["peft_config"])
     if args.use_vllm:
-        check_vllm(args, name_of(model))
+        check_vllm(args, name_of(model), lora_rank)
 
 
 def with_arguments(function: Callable, name: str, own: dict[str, Any]) -> Callable:

@@ -21,7 +21,7 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..errors import FailedRun
-from .adapter_sync import AdapterSync
+from .adapter_sync import AdapterSync, max_lora_rank
 from .timing import StepTimer
 from .vllm_checks import serve_command, server_url
 
@@ -263,7 +263,7 @@ def checked_rollouts(rollout_func: Callable, eos_token_id: int, log_empty: Calla
 def failed_run(failure: ServerFailure, trainer: Any, engine: Engine | None) -> FailedRun:
     """Return the [`FailedRun`] for a failed vLLM server: that of `engine`, by default the policy's."""
     url, model = server_url(trainer.args), trainer.model
-    with_lora = getattr(trainer.args, "vllm_sync_adapter", False)
+    lora_rank = max_lora_rank(trainer.args, trainer.model, None)
     if engine is not None:
         url, model = engine.server_base_url, engine.model
     step = trainer.state.global_step
@@ -272,6 +272,6 @@ def failed_run(failure: ServerFailure, trainer: Any, engine: Engine | None) -> F
         saved = f"The state after it is in {trainer.args.output_dir}/checkpoint-{step}"
     return FailedRun(
         f"The vLLM server at {url} {failure.state} after optimizer step {step} ({failure.cause}). {saved}. Fix the "
-        f"problem, start the server again if it is down: {serve_command(model.name_or_path, with_lora)} and continue "
+        f"problem, start the server again if it is down: {serve_command(model.name_or_path, lora_rank)} and continue "
         "with `--resume_from_checkpoint last`."
     )

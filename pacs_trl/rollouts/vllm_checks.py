@@ -25,11 +25,11 @@ def server_url(args: GRPOConfig) -> str:
     return (args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}").rstrip("/")
 
 
-def serve_command(model: str, with_lora: bool = False) -> str:
-    """Return the shell command that starts a vLLM server to which TRL can send weights, or adapters `with_lora`."""
+def serve_command(model: str, lora_rank: int | None = None) -> str:
+    """Return the shell command that starts a vLLM server to which TRL can send weights, or LoRA adapters."""
     loading = f'vllm serve {model} --weight-transfer-config \'{{"backend": "nccl"}}\''
-    if with_lora:
-        loading = f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve {model} --enable-lora --max-lora-rank 64"
+    if lora_rank is not None:
+        loading = f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve {model} --enable-lora --max-lora-rank {lora_rank}"
     return f"VLLM_SERVER_DEV_MODE=1 {loading} --logprobs-mode processed_logprobs --max-logprobs -1"
 
 
@@ -46,7 +46,7 @@ def check_port(port: int, setting: str, remedy: str) -> None:
             ) from error
 
 
-def check_vllm(args: GRPOConfig, model: str) -> None:
+def check_vllm(args: GRPOConfig, model: str, lora_rank: int | None = None) -> None:
     """
     Check a run with `use_vllm=True` before weights are loaded; `model` is the name or path of the policy.
 
@@ -58,7 +58,7 @@ def check_vllm(args: GRPOConfig, model: str) -> None:
         return
     if args.vllm_mode == "server":
         check_port(args.vllm_group_port, "vllm_group_port", "Set vllm_group_port to a free one.")
-        check_server(args, model)
+        check_server(args, model, lora_rank=lora_rank)
     elif os.environ.get("MASTER_PORT", "").isdigit() and not _rendezvous_holds_port():
         check_port(
             int(os.environ["MASTER_PORT"]),
@@ -73,7 +73,10 @@ def _rendezvous_holds_port() -> bool:
 
 
 def check_server(
-    args: GRPOConfig, model: str, setting: str = "vllm_server_base_url, or vllm_server_host and vllm_server_port"
+    args: GRPOConfig,
+    model: str,
+    setting: str = "vllm_server_base_url, or vllm_server_host and vllm_server_port",
+    lora_rank: int | None = None,
 ) -> None:
     """
     Wait up to `vllm_server_timeout` seconds for the server, and check its model and settings. `setting` names the
@@ -83,8 +86,7 @@ def check_server(
         `ValueError`: if no vLLM server answers at the address, or if it serves another model, has too short a context,
             or does not support weight transfer.
     """
-    with_lora = getattr(args, "vllm_sync_adapter", False)
-    url, command = server_url(args), serve_command(model, with_lora)
+    url, command = server_url(args), serve_command(model, lora_rank)
     with httpx.Client(base_url=url, timeout=10.0) as client:
         _wait_for_server(client, url, args.vllm_server_timeout, command, setting)
         answer = client.get("/v1/models")
@@ -115,9 +117,11 @@ def check_server(
                 f"{info.status_code}), through which weights are sent. Start it with: {command}"
             )
         config = info.json()["vllm_config"]
-        if with_lora:
-            if config["lora_config"] is None or client.get("/v1/load_lora_adapter").status_code == 404:
-                raise ValueError(f"The vLLM server at {url} does not load LoRA adapters. Start it with: {command}")
+        if lora_rank is not None:
+            served_rank = (config["lora_config"] or {"max_lora_rank": 0})["max_lora_rank"]
+            if served_rank < lora_rank or client.get("/v1/load_lora_adapter").status_code == 404:
+                what = f"LoRA adapters of rank {lora_rank}"
+                raise ValueError(f"The vLLM server at {url} does not load {what}. Start it with: {command}")
         elif config["weight_transfer_config"] is None:
             raise ValueError(f"The vLLM server at {url} has no weight-transfer engine. Start it with: {command}")
         _warn_of_quantization(url, config)

@@ -125,9 +125,11 @@ def test_a_run_with_a_server(tmp_path, monkeypatch):
 
     with LoopbackVLLM(path) as server:
         settings = server_settings(server.url) | SYNC | {"learning_rate": 3e-2, "optim": "adamw_torch", "max_steps": 3}
-        with pytest.raises(ValueError, match="does not load LoRA adapters. Start it with: .*--enable-lora"):
-            check_vllm(config(tmp_path, **settings), path)
-        server.info["vllm_config"] |= {"lora_config": {"max_lora_rank": 8}, "weight_transfer_config": None}
+        for rank in (None, 8):
+            server.info["vllm_config"] |= {"lora_config": rank and {"max_lora_rank": rank}}
+            with pytest.raises(ValueError, match="does not load LoRA adapters of rank 16. Start .*--max-lora-rank 16"):
+                check_vllm(config(tmp_path, **settings), path, 16)
+        server.info["vllm_config"]["weight_transfer_config"] = None
         server.prompt_logps = prompt_logps
 
         def train():
