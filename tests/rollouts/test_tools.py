@@ -67,6 +67,26 @@ def built(path, monkeypatch, turns, **settings):
     return trainer
 
 
+def test_benchmarks_use_the_tools_of_training(tmp_path, monkeypatch):
+    """Before the first rollout, and in larger batches than those of training."""
+
+    def generate(self, prompt_ids, *args, **kwargs):
+        turns = ["so 5" if "@say" in text else "@say|text=5" for text in TOKENIZER.batch_decode(prompt_ids)]
+        return [TOKENIZER(turn + END)["input_ids"] for turn in turns], None
+
+    monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", generate)
+    more = {"tools": [say], "processing_class": copy.deepcopy(TOKENIZER)}
+    settings = {"eval_benchmarks": ["miniature/addition"], "eval_max_problems": 3, "eval_num_samples": 4}
+    settings |= {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, "per_device_eval_batch_size": 12}
+    trainer = build_trainer(
+        tmp_path, reward=math_reward, more=more, max_steps=1, max_completion_length=64, num_generations=4, **settings
+    )
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "eval_pass@1" in log]
+    lengths = [log["eval_miniature/addition/mean_length"] for log in logs]
+    assert len(logs) == 2 and min(lengths) > len(TOKENIZER("so 5" + END)["input_ids"])
+
+
 TURNS = [
     ["@say|text=5" + END, "so " + END],
     ["@say|text=fail" + END, "8" + END],
