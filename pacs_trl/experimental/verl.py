@@ -92,7 +92,7 @@ def hidden_states(
     prompts, completions = (
         [np.asarray(ids, dtype=np.int64) for ids in indices] for indices in (prompt_ids, completion_ids)
     )
-    laid_out, indices = (forward_pass._padded if forward_pass.packing is None else forward_pass._packed)(
+    laid_out, indices, _ = (forward_pass._padded if forward_pass.packing is None else forward_pass._packed)(
         prompts, completions
     )
     kept: list[torch.Tensor] = []
