@@ -1,8 +1,8 @@
 """Optimizer steps on one GPU: time and memory compared with TRL's GRPO and with `pacs-trl plan`, and a soak test.
 
 `make gpu-check` runs these measurements and writes them to its report. Weights are random and nothing is downloaded.
-The number of completions per forward pass is the largest that fits according to `plan`. PACS gets the same limit in
-tokens, because it packs completions.
+The number of completions per forward pass is the largest that fits according to `plan`. The exact update, which
+packs completions, gets the same limit in tokens.
 """
 
 import gc
@@ -16,7 +16,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, TrainerCallback
-from trl import GRPOTrainer
+from trl import GRPOTrainer as TRLTrainer
 
 from benchmarks.recorded import (
     NUM_GENERATIONS,
@@ -31,7 +31,7 @@ from benchmarks.recorded import (
     shape_of,
 )
 from benchmarks.shared_engine import share_engine
-from pacs_trl import PACSConfig, PACSTrainer
+from pacs_trl import GRPOTrainer, PACSConfig, PACSTrainer
 from pacs_trl.data.tasks import problems
 from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.plan.cost import GPUS, Gpu, ModelShape
@@ -50,6 +50,7 @@ COLOCATED = {
 }
 LORA = {"r": 16, "target_modules": "all-linear"}
 MAX_COMPLETION = 8
+TRAINERS = {"pacs": PACSTrainer, "grpo": GRPOTrainer, "trl_grpo": TRLTrainer}
 
 
 def measure_steps(
@@ -58,7 +59,7 @@ def measure_steps(
     model: str,
     checkpointing: bool,
     *,
-    methods: tuple[str, ...] = ("pacs", "grpo"),
+    methods: tuple[str, ...] = tuple(TRAINERS),
     completion_max: int = 8192,
     num_groups: int = 4,
     repeats: int = 5,
@@ -78,9 +79,9 @@ def measure_steps(
             name = model + (" LoRA" if lora else "")
             named = {"model": name, "method": method, "checkpointing": "yes" if checkpointing else "no"}
             table.append(named | row)
-    grpo = next((row["seconds"] for row in table if row["method"] == "grpo"), None)
+    trl = next((row["seconds"] for row in table if row["method"] == "trl_grpo"), None)
     for row in table:
-        row["times as fast as GRPO"] = grpo / row["seconds"] if grpo else None
+        row["times as fast as TRL's GRPO"] = trl / row["seconds"] if trl else None
     return table
 
 
@@ -133,7 +134,7 @@ def estimate_of(
 ) -> Estimate:
     """Return the estimate of `pacs-trl plan` for an optimizer step; the model config is in `directory/model`."""
     settings: dict[str, Any] = {
-        "method": method,
+        "method": method.removeprefix("trl_"),
         "model_name_or_path": str(directory / "model"),
         "dataset_name": "miniature/addition",
         "prompt_instruction": "",
@@ -149,9 +150,9 @@ def estimate_of(
         "gradient_accumulation_steps": size.num_groups,
         **_batch(size, rows, method),
     }
-    if method == "grpo":
+    if method == "trl_grpo":
         settings["gradient_accumulation_steps"] = size.num_groups * NUM_GENERATIONS // rows
-        settings["padding_free"] = "never"  # TRL's update, which is measured, pads
+        settings["padding_free"] = "never"  # TRL's update pads
     if lora:
         settings |= {"use_peft": True, "lora_r": LORA["r"], "lora_target_modules": [LORA["target_modules"]]}
         settings |= {"dtype": "bfloat16"}
@@ -159,7 +160,7 @@ def estimate_of(
 
 
 def _batch(size: Size, rows: int, method: str) -> dict[str, int]:
-    if method == "grpo":
+    if method == "trl_grpo":
         return {"per_device_train_batch_size": rows}
     tokens = rows * (PROMPT_TOKENS[1] + size.completion_max)
     return {"per_device_train_batch_size": NUM_GENERATIONS, "max_tokens_per_micro_batch": tokens}
@@ -171,7 +172,7 @@ def _steps(
     rollouts = recorded_rollouts(size, size.num_groups)
     attention = "flash_attention_2" if device == "cuda" and find_spec("flash_attn") else "sdpa"
     runner = Runner(
-        PACSTrainer if method == "pacs" else GRPOTrainer,
+        TRAINERS[method],
         size,
         rollouts,
         labels_of(size.num_groups, 0.0),

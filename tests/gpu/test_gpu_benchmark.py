@@ -27,10 +27,11 @@ def check_steps(rows: list[dict], device: str) -> None:
     ],
 )
 def test_steps(alone, device, tmp_path, record_property, model, checkpointing):
-    """PACS, also with half of the groups uniform, and TRL's GRPO, on the same rollouts of up to 8,192 tokens."""
-    rows = alone(measured, device, tmp_path, model, checkpointing, ("pacs", "grpo"), 8192, False)
+    """PACS, also with half of the groups uniform, and GRPO on both updates; same rollouts of up to 8,192 tokens."""
+    rows = alone(measured, device, tmp_path, model, checkpointing, ("pacs", "grpo", "trl_grpo"), 8192, False)
     record_property("rows", rows)
-    assert [(row["method"], row["uniform"]) for row in rows] == [("pacs", 0.0), ("pacs", 0.5), ("grpo", 0.0)]
+    found = [(row["method"], row["uniform"]) for row in rows]
+    assert found == [("pacs", 0.0), ("pacs", 0.5), ("grpo", 0.0), ("trl_grpo", 0.0)]
     check_steps(rows, device)
 
 
