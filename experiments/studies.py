@@ -1,6 +1,5 @@
-"""Helpers of the studies: command line, runs, intervals over seeds, Markdown tables."""
+"""Helpers of comparisons over seeds: command line, intervals, Markdown tables."""
 
-import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -30,37 +29,9 @@ def options_of(args: Namespace, **sizes: Any) -> Options:
     return Options(tuple(args.seeds), args.max_steps, **places, **sizes)
 
 
-ROOT = Path(__file__).parents[1]
-RECIPE = ROOT / "recipes" / "miniature" / "sums-0.1m" / "pacs.yaml"
-
-
-def saved(steps: int) -> dict[str, Any]:
-    """Return settings of a run that can be resumed."""
-    return {"save_strategy": "steps", "save_steps": steps, "save_total_limit": 1}
-
-
-def words(settings: dict[str, Any]) -> list[str]:
-    """Return settings as words of a command line."""
-    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
-
-
 def run_name(arm: str) -> str:
     """Return the name of an arm as part of a path."""
     return arm.lower().replace(" %", "").replace("'s", "").replace(", ", "_").replace(" ", "_")
-
-
-def trained(arguments: Sequence[str], output_dir: Path, trainer_class: type | None = None) -> list[dict[str, Any]]:
-    """Return the log history of a run of `RECIPE` from its warm start; train it first if necessary."""
-    from experiments.paper.runs import start_of, train_once
-    from pacs_trl.recipe import read_recipe
-
-    arguments = ["--config", str(RECIPE), "--save_strategy", "no", *arguments]
-    return train_once(arguments, start_of(read_recipe(arguments)), output_dir, trainer_class)
-
-
-def write_json(file: Path, value: Any) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(value, separators=(",", ":")) + "\n")
 
 
 def publish(file: Path, lines: Sequence[str]) -> None:
@@ -74,12 +45,6 @@ def markdown(heads: Sequence[str], rows: Sequence[Sequence[object]], num_texts: 
     sides = "| --- " * num_texts + "| ---: " * (len(heads) - num_texts)
     head = f"| {' | '.join(heads)} |".replace("|  |", "| |")
     return [head, f"{sides}|", *(f"| {' | '.join(map(str, row))} |" for row in rows)]
-
-
-def running_mean(values: Sequence[float], width: int) -> list[float]:
-    """Return the mean of each value and up to `width - 1` before it."""
-    windows = [values[max(0, i + 1 - width) : i + 1] for i in range(len(values))]
-    return [sum(window) / len(window) for window in windows]
 
 
 # 97.5 % of Student's t by the number of seeds

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 import transformers
 import trl
-from optional_packages import require
 from peft import PromptTuningConfig, get_peft_model
 from replay import tiny_model
 from seeds import shifted
@@ -375,22 +374,13 @@ TEXTS = [" ".join(map(str, row)) for row in ROWS]
 HEADS, TAILS = [row[:1] for row in ROWS], [row[1:] for row in ROWS]
 
 
-def gradients(model):
-    require("matplotlib")
-    from experiments.gradient_variance import Batch, group_gradients
-
-    labels = torch.tensor([1.0, 0.0] * (NUM_ROWS // 2))
-    return group_gradients(model, Batch(HEADS, TAILS, labels), torch.zeros(NUM_ROWS))
-
-
 @pytest.mark.parametrize(
     "score",
     [
         torch.no_grad()(lambda model: sequence_logps(model, HEADS, TAILS)),
         lambda model: completion_entropies(model, numbers, ["1 2"] * NUM_ROWS, TEXTS, batch_size=NUM_ROWS),
-        gradients,
     ],
-    ids=["critic", "token entropy", "gradient variance"],
+    ids=["critic", "token entropy"],
 )
 def test_no_tensor_has_the_size_of_the_logits(wide_model, score):
     logits = NUM_ROWS * (NUM_TOKENS - 1) * NUM_WORDS
