@@ -7,14 +7,14 @@ example a weighted sum of several functions whose `reward_weights` sum to 1.
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from .errors import FailedRun
 from .settings import bounded, refuse_illegal_values
 from .settings.names import function_of_user
-from .verification import Outcome, Verifier, completion_text, last_boxed
+from .verification import Grade, Outcome, Verifier, completion_text, last_boxed
 from .verification.code import CodeVerifier
 from .verification.gym import GymVerifier
 
@@ -46,7 +46,6 @@ class VerificationArguments:
         code_memory_limit_mb (`int`): Address space of a program, in MiB.
         code_label (`str`): `"all"`: 1 for a program that passes every test, else 0; `"share"`: share of passed tests.
         reasoning_gym_label (`str`): `"exact"`: 1 for an answer with the full score, else 0; `"share"`: the score.
-        code_sandbox_url (`str`, *optional*): SandboxFusion server that runs programs instead of this machine.
     """
 
     verification_protocol: Literal["authors", "trl", "number"] = "authors"
@@ -62,7 +61,6 @@ class VerificationArguments:
     code_memory_limit_mb: int = bounded(512, least=128)
     code_label: Literal["all", "share"] = "all"
     reasoning_gym_label: Literal["exact", "share"] = "exact"
-    code_sandbox_url: str | None = None
 
     def __post_init__(self):
         refuse_illegal_values(self)
@@ -75,7 +73,7 @@ class VerificationArguments:
 
     def build_code(self) -> CodeVerifier:
         """Return a verifier of programs with these settings, not yet started."""
-        names = ("isolation", "cpu_seconds", "timeout_seconds", "memory_limit_mb", "sandbox_url")
+        names = ("isolation", "cpu_seconds", "timeout_seconds", "memory_limit_mb")
         return CodeVerifier(
             num_workers=self.verification_num_workers,
             stop_early=self.code_label == "all",
@@ -175,7 +173,7 @@ def tool_function(name: str) -> Callable:
 
 def math_reward(
     completions: list,
-    solution: list | None = None,
+    solution: list,
     *,
     truncated: list[bool] | None = None,
     log_metric: Callable[[str, float], None] | None = None,
@@ -204,30 +202,18 @@ def math_reward(
         `list[float | None]`: One label per completion.
 
     Raises:
-        ValueError: if there is no `solution` column.
         VerificationFailure: if too many of the recent completions could not be verified.
     """
-    if solution is None:
-        raise ValueError(
-            f"`math_reward` needs a column `solution`, got {', '.join(sorted(kwargs)) or 'none'}. Rename the column "
-            "of gold answers to `solution`."
-        )
     texts = [completion_text(completion) for completion in completions]
     grades = shared_verifier().grade_detailed(texts, solution, truncated)
-    outcomes = [grade.outcome for grade in grades]
-    if log_metric is not None:
-        for name, share in outcome_shares(outcomes).items():
-            log_metric(name, share)
-    if log_extra is not None:
-        log_extra("solution", [str(gold) for gold in solution])
-        log_extra("verification", [grade.outcome.name.lower() for grade in grades])
-    _recent.add(outcomes, texts, solution)
+    _log(grades, log_metric, log_extra, columns={"solution": [str(gold) for gold in solution]})
+    _recent.add([grade.outcome for grade in grades], texts, solution)
     return [grade.outcome.label for grade in grades]
 
 
 def code_reward(
     completions: list,
-    solution: list | None = None,
+    solution: list,
     *,
     log_metric: Callable[[str, float], None] | None = None,
     log_extra: Callable[[str, list], None] | None = None,
@@ -240,44 +226,30 @@ def code_reward(
     limits of [`VerificationArguments`]. With `code_label: share` the label is the share of passed tests.
 
     Args:
-        completions (`list`): Completions, plain (`str`) or conversational (lists of messages).
         solution (`list`): Tests, one per completion: mappings or JSON in the form of `verification/cases.py`.
-        log_metric (`Callable`, *optional*): Passed by TRL; receives the share of each outcome as
-            `verification/<name>`, and the mean share of passed tests.
-        log_extra (`Callable`, *optional*): Passed by TRL; receives outcome and error for completion tables.
-        **kwargs: Further columns that TRL passes; unused.
+        completions, log_metric, log_extra, **kwargs: As in [`math_reward`]; also logged are the mean share of passed
+            tests and the error of each program.
 
     Returns:
         `list[float | None]`: One label per completion.
 
     Raises:
-        ValueError: if there is no `solution` column, or the confinement is weaker than `code_isolation`.
+        ValueError: if the confinement is weaker than `code_isolation`.
         VerificationFailure: if the tests of too many of the recent completions cannot be read.
     """
-    if solution is None:
-        raise ValueError(
-            f"`code_reward` needs a column `solution`, got {', '.join(sorted(kwargs)) or 'none'}. Set the column of "
-            "tests with `solution_column`."
-        )
     texts = [completion_text(completion) for completion in completions]
     grades = shared_code_verifier().grade_detailed(texts, solution)
     outcomes = [grade.outcome for grade in grades]
-    if log_metric is not None and grades:
-        shares = outcome_shares(outcomes)
-        shares["verification/error"] = outcomes.count(Outcome.ERROR) / len(outcomes)
-        shares["verification/tests_passed"] = sum(grade.share for grade in grades) / len(grades)
-        for name, share in shares.items():
-            log_metric(name, share)
-    if log_extra is not None:
-        log_extra("verification", [grade.outcome.name.lower() for grade in grades])
-        log_extra("error", [grade.error for grade in grades])
+    metrics = {
+        "verification/error": _mean([outcome is Outcome.ERROR for outcome in outcomes]),
+        "verification/tests_passed": _mean([grade.share for grade in grades]),
+    }
+    _log(grades, log_metric, log_extra, metrics, {"error": [grade.error for grade in grades]})
     # Only unreadable tests are failures; a program causes its other outcomes.
     _recent_programs.add(
         [Outcome.WRONG if o is not Outcome.GOLD_UNPARSEABLE else o for o in outcomes], texts, solution
     )
-    if shared_arguments().code_label == "share":
-        return [None if grade.outcome.label is None else grade.share for grade in grades]
-    return [grade.outcome.label for grade in grades]
+    return _labels(grades, shared_arguments().code_label)
 
 
 def reasoning_gym_reward(
@@ -296,27 +268,45 @@ def reasoning_gym_reward(
     completion only the first two count. With `reasoning_gym_label: exact` only the full score is 1.0, others are 0.0.
 
     Args:
-        completions (`list`): Completions, plain (`str`) or conversational (lists of messages).
         solution, task (`list`): Columns of `dataset_name: reasoning_gym`.
-        truncated (`list[bool]`, *optional*): Which completions do not end with an end-of-sequence token.
-        log_metric (`Callable`, *optional*): Passed by TRL; receives the share of each outcome as
-            `verification/<name>`, and the mean score of each task as `reasoning_gym/<task>`.
-        **kwargs: Further columns that TRL passes; unused.
+        completions, truncated, log_metric, **kwargs: As in [`math_reward`]; also logged is the mean score of each task
+            as `reasoning_gym/<task>`.
     """
     texts = [completion_text(completion) for completion in completions]
     grades = shared_gym_verifier().grade_detailed(texts, solution, truncated)
+    means = {
+        f"reasoning_gym/{name}": _mean([g.share for g, each in zip(grades, task, strict=True) if each == name])
+        for name in sorted(set(task))
+    }
+    _log(grades, log_metric, None, means)
+    _recent_entries.add([grade.outcome for grade in grades], texts, solution)
+    return _labels(grades, shared_arguments().reasoning_gym_label)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _labels(grades: Sequence[Grade], kind: str) -> list[float | None]:
+    return [g.share if kind == "share" and g.outcome.label is not None else g.outcome.label for g in grades]
+
+
+def _log(
+    grades: Sequence[Grade],
+    log_metric: Callable[[str, float], None] | None,
+    log_extra: Callable[[str, list], None] | None,
+    metrics: Mapping[str, float] | None = None,
+    columns: Mapping[str, list] | None = None,
+) -> None:
+    """Log the shares of outcomes and other `metrics`, and the outcomes and other `columns`, as far as TRL asks."""
     outcomes = [grade.outcome for grade in grades]
-    if log_metric is not None:
-        means = outcome_shares(outcomes)
-        for name in sorted(set(task)):
-            scores = [grade.share for grade, each in zip(grades, task, strict=True) if each == name]
-            means[f"reasoning_gym/{name}"] = sum(scores) / len(scores)
-        for name, mean in means.items():
-            log_metric(name, mean)
-    _recent_entries.add(outcomes, texts, solution)
-    if shared_arguments().reasoning_gym_label == "share":
-        return [None if grade.outcome.label is None else grade.share for grade in grades]
-    return [grade.outcome.label for grade in grades]
+    if log_metric is not None and grades:
+        for name, value in (outcome_shares(outcomes) | dict(metrics or {})).items():
+            log_metric(name, value)
+    if log_extra is not None:
+        names = [outcome.name.lower() for outcome in outcomes]
+        for name, column in (dict(columns or {}) | {"verification": names}).items():
+            log_extra(name, column)
 
 
 def format_reward(completions: list, **kwargs: Any) -> list[float]:

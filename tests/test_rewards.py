@@ -67,10 +67,6 @@ class TestMathReward:
         turns = [{"role": "assistant", "content": r"\boxed{1}"}, {"role": "assistant", "content": r"\boxed{2}"}]
         assert math_reward([turns], solution=["2"]) == [1.0]
 
-    def test_missing_column_names_the_columns(self):
-        with pytest.raises(ValueError, match="`solution`, got answer, prompts"):
-            math_reward(["1"], prompts=["p"], answer=["1"])
-
     def test_metrics_are_shares_of_all_outcomes(self):
         metrics, columns = {}, {}
         labels = math_reward(
@@ -200,9 +196,7 @@ class TestCodeReward:
             None,
         ]
 
-    def test_a_missing_column_and_unreadable_tests(self):
-        with pytest.raises(ValueError, match="`solution`, got tests.*`solution_column`"):
-            code_reward(["1"], tests=["t"])
+    def test_unreadable_tests(self):
         assert code_reward([program("while True: pass")] * 100, solution=["{"] * 40 + [None] * 10 + [SQUARE] * 50)
         with pytest.raises(VerificationFailure, match="200 of the last 250 completions could not be verified"):
             code_reward([program("print(1)")] * 150, solution=["{"] * 150)

@@ -18,7 +18,7 @@ from typing import Any
 from . import MAX_CHARACTERS, BaseVerifier, Grade, Outcome
 from .cases import PASSED, ProblemTests, UnusableTests, is_expected, last_program, read_tests, runnable
 from .confinement import LAYERS
-from .execution import Execution, Level, LocalWorker, SandboxFusion
+from .execution import Execution, Level, LocalWorker
 
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,6 @@ class CodeVerifier(BaseVerifier):
         isolation (`str`): Weakest accepted confinement: `"landlock+seccomp"`, `"seccomp"`, `"landlock"`, or
             `"rlimits"`. All layers of the kernel are used in any case.
         stop_early (`bool`): Whether to stop at the first failed case. Otherwise `share` covers all cases.
-        sandbox_url (`str`, *optional*): SandboxFusion server that runs the programs instead.
 
     Example:
 
@@ -64,7 +63,6 @@ class CodeVerifier(BaseVerifier):
     output_limit_mb: int = 8
     isolation: str = "landlock+seccomp"
     stop_early: bool = True
-    sandbox_url: str | None = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -93,8 +91,6 @@ class CodeVerifier(BaseVerifier):
         tests = _tests_of(text)
         if isinstance(tests, ValueError):
             return Grade(Outcome.GOLD_UNPARSEABLE, error=str(tests))
-        if self.sandbox_url and any(expected is PASSED for _, expected in tests.cases):
-            return Grade(Outcome.GOLD_UNPARSEABLE, error="SandboxFusion runs only asserts f(literals) == literal.")
         if isinstance(completion, str) and len(completion) > MAX_CHARACTERS:
             return Grade(Outcome.TOO_LONG)
         program = last_program(completion) if isinstance(completion, str) else None
@@ -160,9 +156,7 @@ class CodeVerifier(BaseVerifier):
             self._pool.get().end()
         self._pool = None
 
-    def _new_worker(self) -> LocalWorker | SandboxFusion:
-        if self.sandbox_url:
-            return SandboxFusion(self.sandbox_url, self.cpu_seconds, self.timeout_seconds, self.memory_limit_mb)
+    def _new_worker(self) -> LocalWorker:
         limits = ("cpu_seconds", "timeout_seconds", "memory_limit_mb", "output_limit_mb")
         return LocalWorker(self._layers, {name: getattr(self, name) for name in limits})
 
@@ -180,20 +174,21 @@ class CodeVerifier(BaseVerifier):
             level = worker.measure()
         except OSError as error:
             self._end()
-            where = f"`code_sandbox_url` {self.sandbox_url}" if self.sandbox_url else "TMPDIR and the process limits"
-            raise ValueError(f"The workers for programs cannot be started ({error}). Check {where}.") from error
+            raise ValueError(
+                f"The workers for programs cannot be started ({error}). Check TMPDIR and the process limits."
+            ) from error
         except BaseException:
             self._end()
             raise
-        wanted = set() if self.sandbox_url or self.isolation == "rlimits" else set(self.isolation.split("+"))
+        wanted = set() if self.isolation == "rlimits" else set(self.isolation.split("+"))
         if missing := wanted - set(level.layers):
             self._end()
             holds = next(name for name in ISOLATION if name == "rlimits" or set(name.split("+")) <= set(level.layers))
             raise ValueError(
                 f"code_isolation={self.isolation} needs {' and '.join(sorted(missing))}, but programs would run with "
                 f"{level.text} ({level.reasons}) and could read and write your files. Use kernel 5.13 or later with "
-                "Landlock and a container profile that allows both, set code_sandbox_url to a SandboxFusion server, "
-                f"or, on a disposable machine, set code_isolation to {holds} (see docs/code.md)."
+                "Landlock and a container profile that allows both, or, on a disposable machine, set code_isolation "
+                f"to {holds} (see docs/code.md)."
             )
         if self.level != level:
             logger.info("Programs run with %s.", level.text)

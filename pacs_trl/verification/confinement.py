@@ -171,12 +171,6 @@ def landlock_ruleset(readable: Sequence[str]) -> int:
     return ruleset
 
 
-def restrict_files(ruleset: int) -> None:
-    """Apply the rules of [`landlock_ruleset`] to this process, irrevocably."""
-    _check(_libc.syscall(_RESTRICT_SELF, ruleset, 0), "Landlock")
-    os.close(ruleset)
-
-
 def readable_places() -> list[str]:
     """Return the standard library without installed packages, folders of loaded shared libraries, and random bytes."""
     library = os.path.dirname(os.__file__)
@@ -197,10 +191,27 @@ def readable_places() -> list[str]:
 MAX_OPEN_FILES = 64
 
 
-def drop_capabilities() -> None:
-    """Drop the rights of root beyond those of its user id."""
+def confine(ruleset: int | None, *, filter_calls: bool) -> None:
+    """Give up rights over files (with rules of [`landlock_ruleset`]), of root, and to most system calls, irrevocably.
+    The order matters: each step needs rights that later ones give up."""
+    prctl(38, 1)  # PR_SET_NO_NEW_PRIVS
+    if ruleset is not None:
+        _check(_libc.syscall(_RESTRICT_SELF, ruleset, 0), "Landlock")
+        os.close(ruleset)
     header, none = struct.pack("=Ii", 0x2008_0522, 0), bytes(24)
     _check(_libc.capset(header, none), "capset")
+    if filter_calls:
+        machine = os.uname().machine
+        rules = rules_for(machine, os.getpid(), may_open_for_writing=ruleset is not None)
+        install_filter(assemble(rules, machine))
+
+
+def close_files_but(*kept: int) -> None:
+    """Close all files of this process but the first three and `kept`."""
+    first = 3
+    for file in sorted({*kept, MAX_OPEN_FILES}):
+        os.closerange(first, file)
+        first = file + 1
 
 
 def set_limits(cpu_seconds: float, memory_limit_mb: int, output_limit_mb: int, *, bound_processes: bool) -> None:

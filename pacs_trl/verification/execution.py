@@ -1,21 +1,18 @@
-"""Execution of programs by a worker on this machine (`sandbox.py`) or by a SandboxFusion server."""
+"""Execution of programs by a worker process (`sandbox.py`)."""
 
 import fcntl
-import inspect
 import json
 import os
 import socket
 import subprocess
 import sys
 import tempfile
-import urllib.request
 import weakref
 from collections.abc import Sequence
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import Outcome, calls
+from . import Outcome
 from .client import end_process
 from .confinement import LAYERS
 
@@ -130,16 +127,11 @@ class LocalWorker:
     def measure(self) -> Level:
         """Return the layers that hold, from a program that tries to break out of each."""
         execution = self.run(_PROBE, str(self.limits["memory_limit_mb"] << 20))
-        try:
-            holds = json.loads(execution.output)
-        except ValueError:
-            raise ValueError(
-                f"The sandbox cannot run programs on this machine ({execution.error}): "
-                f"{execution.messages or 'no message'}. Set code_sandbox_url to use a SandboxFusion server."
-            ) from None
+        holds = json.loads(execution.output) if execution.outcome is None else {"rlimits": False}
         if not holds["rlimits"]:
             raise ValueError(
-                "This system does not enforce memory limits. Set code_sandbox_url to a SandboxFusion server."
+                "The sandbox cannot run programs on this machine, or limit their memory ("
+                f"{execution.error or 'no limit'}: {execution.messages or 'no message'}). Use another machine."
             )
         layers = tuple(layer for layer in LAYERS if holds[layer])
         names = {"landlock": f"landlock {self.report['landlock']}", "seccomp": "seccomp"}
@@ -152,36 +144,3 @@ class LocalWorker:
         if not answer:
             raise ConnectionResetError("the worker has ended")
         return json.loads(answer)
-
-
-class SandboxFusion:
-    """Execution on a SandboxFusion server (bytedance/SandboxFusion), which confines the programs."""
-
-    def __init__(self, url: str, cpu_seconds: float, timeout_seconds: float, memory_limit_mb: int):
-        self.url, self.timeout_seconds, self.memory_limit_mb = url.rstrip("/"), timeout_seconds, memory_limit_mb
-
-    def run(self, program: str, text: str, has_asserts: bool = False) -> Execution:
-        assert not has_asserts, "they need a second process"
-        program = program.replace(f"from {calls.__name__} import *\n", inspect.getsource(calls), 1)
-        request = {"code": program, "stdin": text, "language": "python", "run_timeout": self.timeout_seconds}
-        body = json.dumps(request | {"memory_limit_MB": self.memory_limit_mb}).encode()
-        try:
-            sent = urllib.request.Request(f"{self.url}/run_code", body, {"Content-Type": "application/json"})
-            with urllib.request.urlopen(sent, timeout=self.timeout_seconds + 60.0) as answer:
-                result = json.load(answer)["run_result"]
-            status = result["status"]
-        except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:  # TypeError: the result is null
-            raise ConnectionError(f"{self.url} does not run programs: {error}") from error
-        outcome = {"Finished": None, "TimeLimitExceeded": Outcome.TIMEOUT}.get(status, Outcome.KILLED)
-        if outcome is None and result.get("return_code"):
-            outcome = Outcome.ERROR
-        return Execution(
-            outcome, result.get("stdout") or "", result.get("stderr") or "", result.get("execution_time") or 0.0
-        )
-
-    def measure(self) -> Level:
-        self.run("print(1)", "")
-        return Level((), f"SandboxFusion at {self.url}")
-
-    def end(self) -> None:
-        """Do nothing: there is no process to end."""

@@ -109,17 +109,10 @@ def _confine(writer: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
         os.dup2(null, stream)
-    os.closerange(3, writer)
-    os.closerange(writer + 1, confinement.MAX_OPEN_FILES)
-    machine, packages = os.uname().machine, [path for path in sys.path if path.endswith("-packages")]
-    confinement.prctl(38, 1)  # PR_SET_NO_NEW_PRIVS
+    confinement.close_files_but(writer)
+    packages = [path for path in sys.path if path.endswith("-packages")]
     try:
         ruleset = confinement.landlock_ruleset([*confinement.readable_places(), *packages])
-        confinement.restrict_files(ruleset)
-        has_landlock = True
     except OSError:
-        has_landlock = False
-    confinement.drop_capabilities()
-    if machine in confinement.AUDIT_NAMES:
-        rules = confinement.rules_for(machine, os.getpid(), may_open_for_writing=has_landlock)
-        confinement.install_filter(confinement.assemble(rules, machine))
+        ruleset = None
+    confinement.confine(ruleset, filter_calls=os.uname().machine in confinement.AUDIT_NAMES)

@@ -42,7 +42,7 @@ class Worker:
     program), `layers`, `cpu_seconds`, `timeout_seconds`, `memory_limit_mb`, and `output_limit_mb`."""
 
     def __init__(self, connection: socket.socket, settings: dict[str, Any]):
-        self.connection, self.settings, self.machine = connection, settings, os.uname().machine
+        self.connection, self.settings = connection, settings
         self.ruleset: int | None = None
         report: dict[str, Any] = {"landlock": "switched off", "seccomp": "switched off"}
         if "landlock" in settings["layers"]:
@@ -130,24 +130,18 @@ class Worker:
 
     def _try_filter(self) -> str:
         """Return "available" if the filter can be installed, or the reason why not."""
-        if self.machine not in confinement.AUDIT_NAMES:
+        if (machine := os.uname().machine) not in confinement.AUDIT_NAMES:
             known = " and ".join(confinement.AUDIT_NAMES)
-            return f"there is no table of system calls for {self.machine}, only for {known}"
+            return f"there is no table of system calls for {machine}, only for {known}"
         pid = os.fork()
         if pid == 0:
             try:
-                self._install_filter()
+                confinement.confine(None, filter_calls=True)
                 os._exit(0)
             except BaseException as error:  # the child must not continue as a worker
                 os._exit(getattr(error, "errno", None) or 255)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         return "available" if code == 0 else f"the kernel refuses the filter ({os.strerror(abs(code))})"
-
-    def _install_filter(self) -> None:
-        confinement.prctl(38, 1)  # PR_SET_NO_NEW_PRIVS
-        has_rules = self.ruleset is not None
-        rules = confinement.rules_for(self.machine, os.getpid(), may_open_for_writing=has_rules)
-        confinement.install_filter(confinement.assemble(rules, self.machine))
 
     def _become_program(self, files: list[int], folder: str, confine: int, is_readable: bool) -> NoReturn:
         try:
@@ -161,8 +155,7 @@ class Worker:
         run_program(source)
 
     def _confine(self, files: list[int], folder: str, confine: int, is_readable: bool) -> None:
-        """Give up all rights that a program does not need. The order matters: each step needs rights that later ones
-        give up."""
+        """Give up all rights that a program does not need."""
         os.setsid()
         confinement.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: killed with the worker
         confinement.prctl(4, is_readable)  # a program may read its own /proc/self, but not that of asserts
@@ -172,21 +165,12 @@ class Worker:
         program, *streams = files
         for target, file in enumerate(streams):  # input, output, messages
             os.dup2(file, target)
-        first = 3
-        for file in sorted({program, confine} | ({self.ruleset} if self.ruleset is not None else set())):
-            os.closerange(first, file)
-            first = file + 1
-        os.closerange(first, confinement.MAX_OPEN_FILES)
+        confinement.close_files_but(program, confine, *([] if self.ruleset is None else [self.ruleset]))
         confinement.set_limits(
             *(self.settings[name] for name in ("cpu_seconds", "memory_limit_mb", "output_limit_mb")),
             bound_processes=not self.has_seccomp,
         )
-        confinement.prctl(38, 1)  # PR_SET_NO_NEW_PRIVS
-        if self.ruleset is not None:
-            confinement.restrict_files(self.ruleset)
-        confinement.drop_capabilities()
-        if self.has_seccomp:
-            self._install_filter()
+        confinement.confine(self.ruleset, filter_calls=self.has_seccomp)
 
 
 def end_group(pid: int) -> None:

@@ -1,9 +1,6 @@
 """Tests that are Python asserts: HumanEval's own solutions and forgeries of them, forms of asserts, and bad input."""
 
-import io
 import json
-import subprocess
-import sys
 
 import pytest
 from optional_packages import needs
@@ -175,25 +172,6 @@ def test_asserts_that_import_a_package_are_no_verdict():
     with pytest.raises(ValueError, match="import pytest"):
         read_tests(tests)
     assert json_of_tests(tests) is None  # the example is dropped, and counted
-
-
-def test_a_sandbox_fusion_server(monkeypatch):
-    """It runs cases, with the harness in their source, and gets no asserts that need two processes."""
-
-    def urlopen(request, timeout):
-        sent = json.loads(request.data)
-        command = [sys.executable, "-I", "-c", sent["code"]]
-        done = subprocess.run(command, input=sent["stdin"], capture_output=True, text=True)
-        result = {"status": "Finished", "return_code": done.returncode, "stdout": done.stdout, "stderr": done.stderr}
-        return io.BytesIO(json.dumps({"run_result": result}).encode())
-
-    monkeypatch.setattr("urllib.request.urlopen", urlopen)
-    with CodeVerifier(num_workers=1, sandbox_url="http://server") as verifier:
-        tests = [asserts("assert f((1, 2)) == {1: (2,)}")] * 2 + [asserts("assert f(1) in [1]")]
-        programs = ["def f(x): return {x[0]: x[1:]}", "def f(x): return {1: [2]}", "def f(x): return x"]
-        grades = verifier.grade_detailed(list(map(block, programs)), tests)
-    assert [grade.outcome.label for grade in grades] == [1.0, 0.0, None], grades
-    assert "SandboxFusion" in grades[2].error
 
 
 MBPP = {

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ import pytest
 from pacs_trl.rewards import MAX_REPLY, VerificationArguments, run_python
 from pacs_trl.verification import Grade, Outcome, execution
 from pacs_trl.verification.code import CodeVerifier
-from pacs_trl.verification.execution import Level
 
 
 SUM = {"type": "stdin_stdout", "cases": [{"input": "1 2\n", "output": "3\n"}, {"input": "5 6\n", "output": "11\n"}]}
@@ -310,50 +308,6 @@ verifier.run(["import time; time.sleep(60)", "while True: pass"], ["", ""])
         while any(map(is_running, everybody)) or os.path.exists(first) or os.path.exists(second):
             assert time.monotonic() < deadline
             time.sleep(0.02)
-
-
-class Fusion(BaseHTTPRequestHandler):
-    """A SandboxFusion server that knows three programs."""
-
-    def do_POST(self):
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert self.path == "/run_code" and request["language"] == "python"
-        kind = request["code"].partition("#")[2].strip()
-        result = {
-            "sum": {
-                "status": "Finished",
-                "return_code": 0,
-                "stdout": str(sum(map(int, request["stdin"].split() or [0]))),
-            },
-            "slow": {"status": "TimeLimitExceeded", "return_code": None},
-            "broken": {"status": "Finished", "return_code": 1, "stderr": "Traceback\nKeyError: 1\n"},
-            "null": None,
-        }.get(kind, {"status": "Finished", "return_code": 0, "stdout": "1"})
-        body = json.dumps({"status": "Success", "run_result": result}).encode()
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *arguments):
-        pass
-
-
-def test_sandbox_fusion():
-    server = HTTPServer(("127.0.0.1", 0), Fusion)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        with CodeVerifier(num_workers=1, sandbox_url=f"http://127.0.0.1:{server.server_port}/") as verifier:
-            assert verifier.level == Level((), f"SandboxFusion at http://127.0.0.1:{server.server_port}")
-            grades = verifier.grade_detailed([block("# sum"), block("# slow"), block("# broken")], [SUM] * 3)
-            with pytest.raises(RuntimeError, match="Two workers failed .*does not run programs"):
-                verifier.grade([block("# null")], [SUM])
-    finally:
-        server.shutdown()
-        server.server_close()
-    assert [grade.outcome for grade in grades] == [Outcome.CORRECT, Outcome.TIMEOUT, Outcome.ERROR]
-    assert grades[2].error == "KeyError"
-    with pytest.raises(ValueError, match="does not run programs.*code_sandbox_url"):
-        CodeVerifier(num_workers=1, sandbox_url="http://127.0.0.1:9").grade([block("print(3)")], [SUM])
 
 
 class TestTool:
