@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from optional_packages import needs
 
 from pacs_trl import cli
 from pacs_trl.errors import FailedRun, during_run, exit_code
@@ -122,15 +121,6 @@ def test_missing_packages_are_named_before_any_run(monkeypatch, capsys, tmp_path
         monkeypatch, capsys, *(str(tmp_path / "out") if word == "DIR" else word for word in argv)
     )
     assert status == 2 and words in errors
-
-
-@needs("matplotlib")
-def test_the_quickstart_asks_for_matplotlib_first(monkeypatch):
-    from experiments.quickstart import _run
-
-    monkeypatch.setattr("pacs_trl.settings.names.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="matplotlib"):
-        _run([])
 
 
 def test_ctrl_c_is_one_line(monkeypatch, capsys):

@@ -246,12 +246,6 @@ def test_there_is_a_recipe_for_each_cell_and_no_other():
     }
 
 
-def test_readme_has_the_settings_of_cells_that_no_table_has():
-    readme = (RECIPES / "README.md").read_text()
-    for recipe, added in IN_README.values():
-        assert f"`{recipe}` with `{added}`" in readme
-
-
 def test_cells_of_tables_are_launched_as_their_recipes_are():
     for name in table_names("full"):
         for cell in (cell for cell in read_table(name, "full").cells if cell.trained):
@@ -314,11 +308,6 @@ def test_genac_has_the_settings_of_its_paper(name):
     expected |= {"num_generations": 8, "critic_max_new_tokens": 1024, "segment_probability": 0.2, "max_segments": 16}
     expected |= {"critic_pretraining_steps": 100, "gamma": 1.0, "gae_lambda": 1.0, "critic_prompt": "genac"}
     assert {key: actual[key] for key in expected} == expected
-
-
-@pytest.mark.parametrize("name", [DARS, "miniature/dars", "miniature/dars_b"])
-def test_dars_recipes_keep_equal_treatment_equal(name):
-    assert check_recipe(str(RECIPES / f"{name}.yaml"), [], 8)[0].training.class_weighting == "none"
 
 
 @pytest.mark.parametrize("name", PRACTICAL)

@@ -17,7 +17,6 @@ from pacs_trl.data import PROMPT_INSTRUCTION
 from pacs_trl.data.tasks import CALL
 from pacs_trl.miniature.model import build_model
 from pacs_trl.miniature.tokenizer import build_tokenizer
-from pacs_trl.recipe import read_recipe
 from pacs_trl.rewards import shared_code_verifier
 
 
@@ -137,15 +136,6 @@ def test_a_readme_by_hand_is_kept(tmp_path, model_path, method, monkeypatch):
     assert "s3cr3t" not in (tmp_path / "out" / "recipe.yaml").read_text()
 
 
-def test_a_folder_is_not_pushed_before_the_end(tmp_path, model_path):
-    pushing = ["--push_to_hub", "true", "--hub_model_id", "user/name"]
-    for strategy in ("every_save", "checkpoint"):
-        with pytest.raises(ValueError, match="hub_strategy"):
-            run(tmp_path, model_path, *pushing, "--hub_strategy", strategy)
-    argv = ["--config", str(RECIPES / "pacs.yaml"), "--output_dir", str(tmp_path), *pushing]
-    assert read_recipe(argv).training.hub_strategy == "end"
-
-
 # GRPO computes nothing, and no entropy, where all rewards are equal.
 STEP = r"step 1/2  reward \d\.\d\d  (entropy \d\.\d\d  )?length \d  truncated \d\.\d\d  grad_norm \S+  "
 STEP += r"(tokens/s \d+  )?\d+\.\d s"
@@ -165,24 +155,11 @@ def test_one_key_switches_between_methods_and_the_console_is_short(tmp_path, mod
     assert "/2 [" not in errors  # no bar of the steps
 
 
-@pytest.mark.parametrize("arguments", [["--disable_tqdm", "true"]])
-def test_the_console_of_trl_is_one_key_away(tmp_path, model_path, arguments, capsys):
-    run(tmp_path, model_path, *arguments, "--method", "grpo")
-    out = capsys.readouterr().out
-    assert out.count("{'loss': ") == 2 and "step 1/2" not in out
-
-
 @pytest.mark.parametrize("target", ["q_proj", "all-linear", r".*\.(q|v)_proj"])
 def test_one_lora_target(tmp_path, model_path, target):
     trainer = run(tmp_path, model_path, "--use_peft", "--lora_target_modules", target, "--max_steps", "1")
     adapted = {name.split(".")[-1] for name, module in trainer.model.named_modules() if hasattr(module, "lora_A")}
     assert "q_proj" in adapted and ("down_proj" in adapted) == (target == "all-linear")
-
-
-def test_the_two_recipes_differ_in_method_and_output_only():
-    pacs, grpo = (yaml.safe_load((RECIPES / name).read_text()) for name in ("pacs.yaml", "grpo.yaml"))
-    differing = {key for key in pacs | grpo if pacs.get(key) != grpo.get(key)}
-    assert differing == {"method", "output_dir"}
 
 
 def test_resume_and_refusal_to_start_over(tmp_path, model_path, capsys):
@@ -247,14 +224,3 @@ def test_errors_before_training(tmp_path, model_path, arguments, message, monkey
         with pytest.raises(ValueError, match=message):
             run(tmp_path, model, *arguments)
     shared_code_verifier().close()
-
-
-def test_a_lora_target_that_does_not_exist(tmp_path, model_path):
-    with pytest.raises(ValueError, match="k_prog"):
-        run(tmp_path, model_path, "--use_peft", "--lora_target_modules", "q_proj", "k_prog")
-
-
-def test_an_output_directory_that_cannot_be_written_to(tmp_path, model_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(OSError, match="file"):
-        run(tmp_path / "file" / "run", model_path)

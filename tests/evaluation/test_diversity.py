@@ -101,14 +101,6 @@ def test_minilm_embeds_each_text_as_if_it_were_alone(tmp_path, monkeypatch):
         np.testing.assert_allclose(embedding, hidden.mean(0), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("embeddings", [np.ones((1, 3)), np.zeros((2, 3))])
-def test_distances_are_refused_without_directions(embeddings):
-    with pytest.raises(ValueError):
-        mean_pairwise_distance(embeddings)
-    with pytest.raises(ValueError, match="at least three"):
-        principal_components(embeddings)
-
-
 def test_the_command_line(arguments, verifier, tmp_path, capsys):
     for name, seed in (("a", 0), ("b", 1)):
         changes = {"output_dir": str(tmp_path / name), "seed": seed, "method": name.upper(), "n": 64}

@@ -17,11 +17,9 @@ from optional_packages import matplotlib  # noqa: F401 (skips without it)
 
 from experiments.paper import cells as paper_cells
 from experiments.paper import paper_figures
-from experiments.paper.command import SIZES, Options, main, read_table, run_cell, table_names
+from experiments.paper.command import Options, main, read_table, run_cell, table_names
 from experiments.paper.records import Records
 from experiments.paper.render import TWINS, Cell, Table, write_tables
-from pacs_trl.evaluation.arguments import EvaluationArguments
-from pacs_trl.recipe import read_recipe
 from pacs_trl.report import paper
 
 
@@ -113,16 +111,6 @@ class TestRecipes:
                 full_norm = 1.0 if settings[1]["max_grad_norm"] == 0.125 else settings[1]["max_grad_norm"]
                 assert settings[0]["max_grad_norm"] == full_norm, cell
 
-    @pytest.mark.parametrize("path", sorted((RECIPES / "miniature").glob("sums-*/*.yaml")), ids=lambda p: p.stem)
-    def test_the_batch_is_four_updates_per_generation(self, path):
-        recipe = read_recipe(["--config", str(path)])
-        training = recipe.training
-        assert training.steps_per_generation == 4 and training.gradient_accumulation_steps == 1
-        assert training.generation_batch_size == 4 * training.per_device_train_batch_size
-        assert training.max_steps % 4 == 0 and training.save_steps % 4 == 0
-        assert training.output_dir == f"outputs/miniature/{path.parent.name}/{path.stem}"
-        assert recipe.data.dataset_name == "miniature/terms"
-
     def test_labels_are_the_published_ones(self):
         for name in table_names():
             table = read_table(name, "full")
@@ -181,20 +169,6 @@ class TestReport:
         means = {row[""]: row["k=1"] for row in numbers(tmp_path, "t")["Mean"]}
         assert means["PACS, published"] == "62.63"  # as in table 1
 
-    def test_a_twin_is_called_a_twin(self, tmp_path):
-        cells = [Cell("Qwen3-4B PACS", "miniature/m/pacs"), Cell("PACS-8B", "miniature/n/pacs")]
-        for cell in cells:
-            record(tmp_path, cell, 0, {name: [1, 2] for name in TWINS.values()})
-        pair = [("PACS-8B", "Qwen3-4B PACS")]
-        tables = [Table(shows, "A table: Qwen3-8B", cells, shows) for shows in ("diversity", "training", "curves")]
-        tables[1] = tables[1]._replace(compare=pair)
-        text = write_tables(tables, tmp_path, twins=True)
-        assert text.count("# A table: 1M model, in place of Qwen3-8B") == 3
-        for table in tables:
-            rows = numbers(tmp_path, table.name)
-            assert [row[next(iter(row))] for row in rows][:1] == ["0.1M model: PACS"]
-        assert "| 1M model: PACS - 0.1M model: PACS, each seed |" in text and "lies" not in text
-
     def test_differences_pair_seeds_and_say_the_direction(self, tmp_path, monkeypatch):
         draw_nothing(monkeypatch)
         self.fill(tmp_path)
@@ -208,40 +182,6 @@ class TestReport:
         assert first["published"] == f"{published:+.1f}" and first["same direction"] == "yes"
         assert second["ours"].startswith("-37.5") and second["seeds above 0"] == "0 of 2"
         assert second["same direction"] == "yes"
-
-    @pytest.mark.parametrize(
-        ("seeds", "above", "direction"),
-        [([(4, 0), (1, 2)], "1 of 2", "not resolved"), ([(4, 1)], "1 of 1", "yes, one seed")],
-    )
-    def test_the_direction_with_seeds_that_disagree_and_with_one(self, tmp_path, monkeypatch, seeds, above, direction):
-        draw_nothing(monkeypatch)
-        for seed, (a, b) in enumerate(seeds):
-            record(tmp_path, self.good, seed, {name: [a, a] for name in TWINS.values()})
-            record(tmp_path, self.bad, seed, {name: [b, b] for name in TWINS.values()})
-        write_tables([self.table("pass_at_k", published="Qwen3-4B", compare=[("PACS", "GRPO")])], tmp_path, twins=True)
-        row = numbers(tmp_path, "t")["Differences"][0]
-        assert row["seeds above 0"] == above and row["same direction"] == direction
-
-    def test_a_cell_without_runs_is_a_dash(self, tmp_path):
-        record(tmp_path, self.good, 0, {name: [3, 2] for name in TWINS.values()})
-        table = self.table("pass_at_k", published="Qwen3-4B", compare=[("PACS", "GRPO")])
-        text = write_tables([table], tmp_path, twins=True)
-        assert "Seeds: PACS 1, GRPO 0." in text
-        rows = {row[""]: row["k=1"] for row in numbers(tmp_path, "t")["miniature/terms_3"]}
-        assert rows["GRPO"] == "-" and "±" not in rows["PACS"]
-        assert numbers(tmp_path, "t")["Differences"][0]["ours"] == "-"
-
-    def test_without_any_run_the_published_numbers_stand_alone(self, tmp_path):
-        write_tables(
-            [self.table("pass_at_k", published="Qwen3-4B", compare=[("PACS", "GRPO")])], tmp_path, twins=False
-        )
-        ours, published, lies = numbers(tmp_path, "t")["math_500"][:3]
-        assert ours == {"": "PACS"} | dict.fromkeys(["k=1", "k=4", "k=8", "k=16", "k=32", "k=64"], "-")
-        assert published == dict(
-            zip(ours, ["PACS, published", *"94.80 97.87 98.47 98.93 99.30 99.49".split()], strict=True)
-        )
-        assert set(lies.values()) == {"PACS, published lies", "-"}
-        assert [row["k"] for row in numbers(tmp_path, "t")["Differences"]] == ["1", "8", "64"]
 
     def test_the_average_is_over_benchmarks_whatever_their_sizes(self, tmp_path):
         # pass@1: 100 % on the three problems of MATH 500, 25 % on the one of each of the other four; the average is
@@ -268,18 +208,6 @@ class TestReport:
         assert rows["Gemini 2.5 Pro, cited by the paper"]["average"] == "86.18"
         write_tables([table], tmp_path / "empty", twins=False)
         assert numbers(tmp_path / "empty", "t")[-5]["average"] == "-"
-
-    def test_only_different_models_may_have_different_chat_formats(self, tmp_path):
-        counts = {name: [1, 2] for name in TWINS.values()}
-        prompt = {"instruction": "i", "system_prompt": None, "chat_template_kwargs": None}
-        record(tmp_path, self.good, 0, counts, prompt=prompt)
-        record(tmp_path, self.bad, 0, counts, prompt=prompt | {"system_prompt": "You are helpful."})
-        write_tables([self.table("pass_at_1", own_prompts=True)], tmp_path, twins=True)
-        with pytest.raises(ValueError, match="system_prompt"):
-            write_tables([self.table("pass_at_1")], tmp_path, twins=True)
-        record(tmp_path, self.bad, 1, counts, prompt=prompt | {"instruction": "j"})
-        with pytest.raises(ValueError, match="instruction: 'i' != 'j'"):
-            write_tables([self.table("pass_at_1", own_prompts=True)], tmp_path, twins=True)
 
     def test_diversity_entropy_and_curves(self, tmp_path):
         self.fill(tmp_path)
@@ -346,21 +274,6 @@ class TestMiniatureRuns:
         assert Path("work/sums-0.1m/pacs/seed-0/evaluation/samples/miniature_terms_3.jsonl").read_text() == before
         assert text_of(Path("results")) == "".join(lines)
 
-    def test_checkpoints_are_measured_in_the_order_of_their_steps_with_fewer_samples(self, tmp_path, monkeypatch):
-        for step in (80, 120, 40):
-            (tmp_path / "model" / f"checkpoint-{step}").mkdir(parents=True)
-        asked = []
-
-        def evaluate(arguments):
-            asked.append((Path(arguments.model).name, Path(arguments.output_dir).name, arguments.n, arguments.k))
-            return {"benchmarks": {"terms": {"pass_at_k": {"1": {"value": 0.25}}}}}
-
-        monkeypatch.setattr(paper_cells, "_evaluate", evaluate)
-        whole = EvaluationArguments(model="m", benchmarks="b", output_dir=str(tmp_path / "evaluation"), n=128, k="1,8")
-        measured = paper_cells._measure_checkpoints(tmp_path / "model", whole)
-        assert measured == [{"step": step, "eval_terms/pass@1": 0.25} for step in (40, 80, 120)]
-        assert asked[0] == ("checkpoint-40", "evaluation-40", 8, "1")
-
     def test_a_work_directory_belongs_to_the_settings_it_was_begun_with(self, tmp_path, monkeypatch):
         def interrupted(*arguments):
             (Path("work/sums-0.1m/pacs/seed-0/model/checkpoint-1")).mkdir(parents=True, exist_ok=True)
@@ -378,22 +291,3 @@ class TestMiniatureRuns:
                 run_cell(cell, 0, options)
         with pytest.raises(ValueError, match="seed-0.*training.max_steps: 2 != 3"):
             run_cell(cell, 0, options._replace(max_steps=3))
-
-    def test_a_record_without_settings_is_refused(self, tmp_path):
-        cell = Cell("PACS", "miniature/sums-0.1m/pacs")
-        record(tmp_path, cell, 0, {name: [1, 2] for name in TWINS.values()})
-        with pytest.raises(ValueError, match="sums-0.1m/pacs.*--results_dir"):
-            run_cell(cell, 0, Options((0,), results_dir=tmp_path, work_dir=tmp_path / "work"))
-
-
-@pytest.mark.parametrize(
-    ("words", "ignored"),
-    [
-        *((["--scale", "full", f"--{size}", "3"], size) for size in SIZES),
-        (["--run"], "--run"),
-        (["--scale", "full", "--run", "--report_only"], "--run"),
-    ],
-)
-def test_settings_that_a_call_does_not_read_are_refused(words, ignored):
-    with pytest.raises(ValueError, match=ignored):
-        main(["table_6", *words])

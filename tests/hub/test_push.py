@@ -112,14 +112,6 @@ def test_the_hub_reads_the_evaluation_results(checkpoint, hub):
     assert "n=128" in entry.notes and f"{100 * cell['lower']:.2f}" in entry.notes
 
 
-@pytest.mark.parametrize("kind", ["put", "batch", "verify"])
-def test_a_failed_transfer_is_repeated(checkpoint, hub, kind):
-    hub.fail_next[kind] = [503]
-    push_it(checkpoint, hub)
-    assert sorted(hub.files[REPO]) == UPLOADED and len(hub.commits[REPO]) == 1 and hub.count(kind) == 2
-    assert hub.files[REPO]["model.safetensors"] == (checkpoint / "model.safetensors").read_bytes()
-
-
 @pytest.mark.parametrize(
     ("kind", "answer", "uploaded"),
     [
@@ -421,21 +413,3 @@ def test_no_file_holds_where_the_model_was_loaded_from(checkpoint):
         (published,) = (data for name, data in published_contents(checkpoint)[0].items() if name == f"{file}.json")
         expected = kept | names | {"inner": [kept | names], "base_model_name_or_path": "base"}
         assert json.loads(published) == expected
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--model", "MODEL", "--repo", 'a/b"c'], "must use alphanumeric chars"),
-        (["--model", "MODEL", "--repo", REPO, "--results", "/nowhere.json"], "/nowhere.json"),
-        (
-            ["--model", "MODEL", "--repo", REPO, "--recipe", "MODEL/tokenizer.list"],
-            "must be a YAML mapping",
-        ),
-        (["--model", "MODEL/checkpoint-20", "--repo", REPO], "is not a saved model"),
-    ],
-)
-def test_refusals(checkpoint, hub, argv, message, capsys):
-    (checkpoint / "tokenizer.list").write_text("- 1")
-    assert main([part.replace("MODEL", str(checkpoint)) for part in argv]) == 2
-    assert message in capsys.readouterr().err and hub.calls == []
