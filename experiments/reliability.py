@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from pacs_trl.report.plots import COLORS, COLUMN_WIDTH, STYLE, line_look, save_figure
+from pacs_trl.report.plots import COLUMN_WIDTH, METHODS, STYLE, save_figure
 
 
 def reliability_figure(
@@ -23,12 +23,15 @@ def reliability_figure(
         axes.plot([0, 1], [0, 1], color="#888888", linewidth=0.8, linestyle="--", label="calibrated")
         kept = bins["count"] > 0
         error = 1.96 * np.sqrt(bins["label"] * (1 - bins["label"]) / np.maximum(bins["count"], 1))
+        color, _, _ = METHODS["PACS"]
         points = bins["probability"][kept], bins["label"][kept]
-        axes.errorbar(*points, yerr=error[kept], label="critic, 95 % intervals", elinewidth=0.8, **line_look(0))
+        axes.errorbar(
+            *points, yerr=error[kept], label="critic, 95 % intervals", elinewidth=0.8, color=color, marker="o"
+        )
         axes.set(ylabel="share of correct completions", xlim=(0, 1), ylim=(-0.02, 1.02))
         axes.legend(loc="upper left", title=f"calibration error {bins['calibration_error']:.3f}", title_fontsize=7)
         edges = np.linspace(0, 1, num_bins + 1)
-        counts.bar(edges[:-1], bins["count"], width=np.diff(edges), align="edge", color=COLORS[0], alpha=0.5)
+        counts.bar(edges[:-1], bins["count"], width=np.diff(edges), align="edge", color=color, alpha=0.5)
         counts.set(xlabel=r"$\sigma(\psi)$", ylabel="completions")
         counts.yaxis.set_major_locator(MaxNLocator(3, integer=True))
         return save_figure(figure, path)

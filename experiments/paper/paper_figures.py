@@ -10,6 +10,12 @@ import numpy as np
 from pacs_trl.report import plots, tables
 
 
+# Styles of the lines of k; the colors are those of Okabe and Ito, distinct with color blindness.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+DASHES = ("-", "--", "-.", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), ":")
+
+
 def pass_at_k_figure(
     results: Sequence[dict[str, Any]],
     benchmarks: Sequence[str],
@@ -68,10 +74,11 @@ def beta_figure(results: Mapping[float, Sequence[dict[str, Any]]], benchmarks: M
         ks = tables.common_ks([run for runs in results.values() for run in runs])
         rows = {v: tables.pass_at_k_cells(results[v], list(benchmarks), ks) for v in values}
         for i, k in enumerate(ks):
+            look = {"color": COLORS[i % 7], "marker": MARKERS[i % 7], "linestyle": DASHES[i % 7]}
             cells = [rows[v][k] for v in values]
             errors = [[c.value - c.lower for c in cells], [c.upper - c.value for c in cells]]
             points = values, [c.value for c in cells]
-            panel.errorbar(*points, yerr=errors, label=f"k={k}", elinewidth=0.7, **plots.line_look(i))
+            panel.errorbar(*points, yerr=errors, label=f"k={k}", elinewidth=0.7, **look)
         panel.set_xscale("log")
         panel.set_xticks(values, [f"{v:g}" for v in values])
         panel.minorticks_off()

@@ -20,11 +20,12 @@ from experiments.figures import shrink
 from pacs_trl.evaluation.results import read_results, require_same_protocol
 from pacs_trl.report import paper, tables
 
+from . import published as numbers
 from .records import Records, Run
 
 
 # The miniature benchmark that stands in place of each benchmark of the paper, and the one in place of other domains.
-TWINS = {name: f"miniature/terms_{3 + i}" for i, name in enumerate(paper.TABLE_1_BENCHMARKS)}
+TWINS = {name: f"miniature/terms_{3 + i}" for i, name in enumerate(numbers.TABLE_1_BENCHMARKS)}
 OTHER_DOMAIN_TWIN = "miniature/grouped"
 OTHER_DOMAINS = {"livecodebench": "livecodebench", "gpqa": "gpqa_diamond"}  # as in the paper's figure 6: ours
 
@@ -130,7 +131,7 @@ def _require_one_protocol(table: Table, runs: Runs, results_dir: Path) -> None:
 
 def _names(twins: bool, model: str | None = None) -> dict[str, str]:
     """Map the benchmarks of the paper, or those of a base model, to ours."""
-    names = TWINS if twins else {name: name for name in paper.TABLE_1_BENCHMARKS}
+    names = TWINS if twins else {name: name for name in numbers.TABLE_1_BENCHMARKS}
     return {paper_name: name for paper_name, name in names.items() if not model or paper.published(model, paper_name)}
 
 
@@ -279,17 +280,17 @@ def _pass_at_1(table: Table, runs: Runs, path: Path, twins: bool) -> str:
     keys = ("average", *names)
     rows = []
     for label, group in runs.items():
-        published = {} if twins else paper.TABLE_1.get(label, {})
+        published = {} if twins else numbers.TABLE_1.get(label, {})
         rows += _rows(
             label, [_cells(group, column, [1])[0] for column in columns], [published.get(key) for key in keys]
         )
-    gains_of = {_twin(name) if twins else name: name for name in paper.TABLE_1_GAINS}
+    gains_of = {_twin(name) if twins else name: name for name in numbers.TABLE_1_GAINS}
     for first, second in table.compare:
-        gains, pairs = paper.TABLE_1_GAINS[gains_of[first]], _pairs(runs, first, second)
+        gains, pairs = numbers.TABLE_1_GAINS[gains_of[first]], _pairs(runs, first, second)
         ours = [_difference(pairs, column, 1)[0] if pairs else None for column in columns]
         of = f"gain of {gains_of[first]}" if twins else None
         rows += _rows(f"{first} - {second}", ours, [gains[key] for key in keys], of=of)
-    for label, cited in () if twins else paper.TABLE_1_CITED.items():
+    for label, cited in () if twins else numbers.TABLE_1_CITED.items():
         shown = ["-" if key not in cited else f"{cited[key]:.2f}" for key in keys]
         rows.append([f"{label}, cited by the paper", *shown])
     return tables.to_markdown(["", "average", *_header(names, twins)[1:]], rows)
@@ -307,7 +308,7 @@ def _diversity(table: Table, runs: Runs, path: Path, twins: bool) -> str:
     for label, group in runs.items():
         ours = [_diversity_cell(group, name, common[name]) for name in names.values()]
         model, _, method = label.partition(" ")
-        published = paper.TABLE_3_DIVERSITY.get((model, method), {})  # of no twin
+        published = numbers.TABLE_3_DIVERSITY.get((model, method), {})  # of no twin
         rows += _rows(label, ours, [published.get(name) for name in names], digits=4)
     rows.append(["problems", *(str(len(common[name])) for name in names.values())])
     return tables.to_markdown(_header(names, twins), rows)
@@ -420,12 +421,12 @@ def _other_domain(table: Table, runs: Runs, path: Path, twins: bool) -> str:
         measured, row = [read_results(file)["benchmarks"] for file in found], [label]
         for name, ours in OTHER_DOMAINS.items():
             values = [100 * entries[ours]["pass_at_k"]["1"]["value"] for entries in measured if ours in entries]
-            text = paper.OUT_OF_DOMAIN_IN_TEXT.get((label, name))
-            published = f"{paper.OUT_OF_DOMAIN[label][name]:.2f}" + (f" (text: {text:.2f})" if text else "")
+            text = numbers.OUT_OF_DOMAIN_IN_TEXT.get((label, name))
+            published = f"{numbers.OUT_OF_DOMAIN[label][name]:.2f}" + (f" (text: {text:.2f})" if text else "")
             row += [mean_and_spread(values, 2), str(len(values)), published]
         rows.append(row)
     header = [f"{name}{part}" for name in OTHER_DOMAINS for part in ("", ", seeds", ", published")]
-    source = f"Published: {paper.OUT_OF_DOMAIN_SOURCE}, with the prompts of another toolkit."
+    source = f"Published: {numbers.OUT_OF_DOMAIN_SOURCE}, with the prompts of another toolkit."
     return f"{tables.to_markdown(['', *header], rows)}\n{source}\n"
 
 

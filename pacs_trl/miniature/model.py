@@ -23,7 +23,6 @@ HEAD_DIM = 32
 MODEL_SIZES: dict[str, ModelSize] = {
     "tiny": ModelSize(num_layers=2, hidden_size=64, intermediate_size=128),  # 0.1M parameters
     "small": ModelSize(num_layers=4, hidden_size=128, intermediate_size=512),  # 1M
-    "base": ModelSize(num_layers=5, hidden_size=160, intermediate_size=640),  # 2M
 }
 
 

@@ -1,4 +1,4 @@
-"""Published numbers of the paper, from `paper.yaml`.
+"""Published tables of pass@k, from `paper.yaml`.
 
 v1 contains a mislabel: its abstract gives 59.78 % as PACS's pass@256 on AIME 2025, but Table 2 has this number (+13.32
 over PPO, +14.36 over GRPO, as in the abstract) under AIME 2024, and 58.22 % under AIME 2025.
@@ -23,9 +23,8 @@ class PublishedTable(NamedTuple):
 MISLABEL = (
     "v1 names 59.78 % as pass@256 on AIME 2025; its Table 2 has it under AIME 2024, and 58.22 % under AIME 2025."
 )
-OUT_OF_DOMAIN_SOURCE = "arXiv 2509.02522v2, figure 6"
 
-_PAPER = yaml.safe_load(Path(__file__).with_name("paper.yaml").read_text(encoding="utf-8"))
+PAPER = yaml.safe_load(Path(__file__).with_name("paper.yaml").read_text(encoding="utf-8"))
 
 TABLES = [
     PublishedTable(
@@ -35,18 +34,8 @@ TABLES = [
         table["benchmark"],
         {method: dict(zip(table["k"], row, strict=True)) for method, row in table["values"].items()},
     )
-    for table in _PAPER["pass_at_k"]
+    for table in PAPER["pass_at_k"]
 ]
-# method or model -> benchmark -> number, documented in the file
-TABLE_1, TABLE_1_CITED, TABLE_1_GAINS = (_PAPER[name] for name in ("table_1", "table_1_cited", "table_1_gains"))
-TABLE_1_BENCHMARKS = tuple(name for name in TABLE_1["PACS-4B"] if name != "average")
-OUT_OF_DOMAIN = _PAPER["out_of_domain"]
-OUT_OF_DOMAIN_IN_TEXT = {
-    (method, name): value for method, row in _PAPER["out_of_domain_in_text"].items() for name, value in row.items()
-}
-TABLE_3_DIVERSITY = {
-    (model, method): row for model, rows in _PAPER["table_3_diversity"].items() for method, row in rows.items()
-}
 
 
 def published(model: str, benchmark: str) -> list[PublishedTable]:

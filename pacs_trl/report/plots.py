@@ -20,10 +20,6 @@ from .paper import PublishedTable
 from .tables import Measured, common_ks, methods, pass_at_k_cells, pass_at_k_rows
 
 
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-DASHES = ("-", "--", "-.", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), ":")
-
 # Color, marker, and dash of these methods in every figure.
 START = ("#777777", "P", (0, (1, 1)))
 METHODS = {
@@ -169,12 +165,6 @@ def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     others = itertools.cycle(OTHERS)
     chosen = {name: METHODS.get(name) or next(others) for name in names}
     return {name: dict(zip(("color", "marker", "linestyle"), look, strict=True)) for name, look in chosen.items()}
-
-
-def line_look(index: int) -> dict[str, Any]:
-    """Return the style of a line that is not a method."""
-    index %= len(COLORS)
-    return {"color": COLORS[index], "marker": MARKERS[index], "linestyle": DASHES[index]}
 
 
 def panels_of(count: int, columns: int | None = None) -> tuple[Figure, list[Axes]]:

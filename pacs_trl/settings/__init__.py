@@ -157,22 +157,19 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, name: str, description: str, **kwargs: Any):
         super().__init__(**{"prog": f"pacs-trl {name}", "description": description, "allow_abbrev": False, **kwargs})
 
-    def parse_args(self, args=None, namespace=None):
-        known = [option for option in self._option_string_actions if option.startswith("--")]
-        for word in with_underscores(sys.argv[1:] if args is None else args):
-            option = word.partition("=")[0]
-            if option.startswith("--") and option not in ("--", *known):
-                self.error(f"There is no option `{option}`.{did_you_mean(option, known)}")
-        return super().parse_args(args, namespace)
-
     def parse_known_args(self, args=None, namespace=None):
-        words = with_underscores(sys.argv[1:] if args is None else args)
-        required = [action.option_strings[0] for action in self._actions if action.required and action.option_strings]
-        for option in (word.partition("=")[0] for word in words):
-            unknown = option.startswith("--") and option not in self._option_string_actions
-            if unknown and (suggestion := did_you_mean(option, required)):
-                self.error(f"There is no option `{option}`.{suggestion}")
-        return super().parse_known_args(words, namespace)
+        self.words = with_underscores(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(self.words, namespace)
+
+    def error(self, message):
+        known, is_unknown = self._option_string_actions, message.startswith("unrecognized")
+        if is_unknown or message.startswith("the following arguments are required"):  # perhaps misspelled
+            options = [word.partition("=")[0] for word in self.words if word.startswith("--")]
+            for option in [option for option in options if option not in known]:
+                if (near := did_you_mean(option, known)) or is_unknown:
+                    message = f"There is no option `{option}`.{near}"
+                    break
+        super().error(message)
 
 
 def with_underscores(argv: Sequence[str]) -> list[str]:

@@ -16,7 +16,7 @@ from finished_runs import record, rows_of, text_of, write_text
 from optional_packages import matplotlib  # noqa: F401 (skips without it)
 
 from experiments.paper import cells as paper_cells
-from experiments.paper import paper_figures
+from experiments.paper import paper_figures, published
 from experiments.paper.command import Options, main, read_table, run_cell, table_names
 from experiments.paper.records import Records
 from experiments.paper.render import TWINS, Cell, Table, write_tables
@@ -121,7 +121,7 @@ class TestRecipes:
                 # with a snapshot it is an experiment of ours, whatever the paper's row was
                 assert {cell.label for cell in table.cells} - {"PACS (score grpo, snapshot)"} <= known
             assert {label for pair in table.compare for label in pair} <= {cell.label for cell in table.cells}
-        assert {cell.label for cell in read_table("table_1", "full").cells} == set(paper.TABLE_1)
+        assert {cell.label for cell in read_table("table_1", "full").cells} == set(published.TABLE_1)
 
 
 def numbers(results_dir: Path, name: str):
@@ -186,7 +186,7 @@ class TestReport:
     def test_the_average_is_over_benchmarks_whatever_their_sizes(self, tmp_path):
         # pass@1: 100 % on the three problems of MATH 500, 25 % on the one of each of the other four; the average is
         # (100 + 4 x 25) / 5 = 40, where the mean over the seven problems would be 57
-        counts = {name: [4, 4, 4] if name == "math_500" else [1] for name in paper.TABLE_1_BENCHMARKS}
+        counts = {name: [4, 4, 4] if name == "math_500" else [1] for name in published.TABLE_1_BENCHMARKS}
         record(tmp_path, self.good, 0, counts)
         write_tables([self.table("pass_at_1")], tmp_path, twins=False)
         row = numbers(tmp_path, "t")[0]
@@ -195,9 +195,9 @@ class TestReport:
     def test_table_1_shows_gains_over_the_seeds_of_both_and_the_models_that_the_paper_cites(self, tmp_path):
         before, after = Cell("Qwen3-8B", "m/base"), Cell("PACS-8B", "m/pacs")
         for seed, right in ((0, 3), (1, 4)):
-            record(tmp_path, after, seed, {name: [right, right] for name in paper.TABLE_1_BENCHMARKS})
+            record(tmp_path, after, seed, {name: [right, right] for name in published.TABLE_1_BENCHMARKS})
         for seed, right in ((1, 2), (2, 0)):
-            record(tmp_path, before, seed, {name: [right, right] for name in paper.TABLE_1_BENCHMARKS})
+            record(tmp_path, before, seed, {name: [right, right] for name in published.TABLE_1_BENCHMARKS})
         table = Table("t", "A table", [before, after], "pass_at_1", compare=[("PACS-8B", "Qwen3-8B")])
         write_tables([table], tmp_path, twins=False)
         rows = {row[""]: row for row in numbers(tmp_path, "t")}

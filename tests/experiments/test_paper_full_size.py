@@ -16,11 +16,11 @@ from optional_packages import matplotlib  # noqa: F401 (skips without it)
 
 from experiments.paper import command as paper_command
 from experiments.paper.command import main
+from experiments.paper.published import TABLE_1_BENCHMARKS
 from experiments.paper.records import Records
 from pacs_trl.evaluation.arguments import read_evaluation
 from pacs_trl.evaluation.store import SampleStore
 from pacs_trl.plan.check import check_recipe
-from pacs_trl.report.paper import TABLE_1_BENCHMARKS
 
 
 def printed(capsys) -> list[str]:

@@ -13,8 +13,8 @@ def tokenizer():
 
 
 def test_sizes(tokenizer):
-    small, base = (build_model(tokenizer, size) for size in ("small", "base"))
-    assert 0.9e6 < small.num_parameters() < 1.1e6 and 1.8 < base.num_parameters() / small.num_parameters() < 2.2
+    small = build_model(tokenizer)
+    assert 0.9e6 < small.num_parameters() < 1.1e6
     assert small.get_input_embeddings().weight is small.get_output_embeddings().weight
 
 

@@ -2,17 +2,15 @@
 
 import pytest
 
-from pacs_trl.report.paper import (
-    MISLABEL,
+from experiments.paper.published import (
     OUT_OF_DOMAIN,
     OUT_OF_DOMAIN_IN_TEXT,
     TABLE_1,
     TABLE_1_CITED,
     TABLE_1_GAINS,
     TABLE_3_DIVERSITY,
-    TABLES,
-    published,
 )
+from pacs_trl.report.paper import MISLABEL, TABLES, published
 
 
 PROBLEMS = {"math_500": 500, "amc_23": 40, "aime_2024": 30, "aime_2025": 30, "beyond_aime": 100}

@@ -8,9 +8,9 @@ import re
 from functools import cache
 from typing import Any
 
-from ..rewards import math_reward
-from ..verification import completion_text
-from .tokenizer import build_tokenizer
+from pacs_trl.miniature.tokenizer import build_tokenizer
+from pacs_trl.rewards import math_reward
+from pacs_trl.verification import completion_text
 
 
 _STEP = re.compile(r"(\d+)\+(\d+)=(\d+)")
