@@ -6,7 +6,8 @@ objects with `reset` and tool methods, `train_dataset` has the examples, and `re
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -91,6 +92,18 @@ def prepare_environments(factories: Any, datasets: Mapping[str, Any]) -> tuple[A
     return (named[None] if is_single else named), found
 
 
+@contextmanager
+def _code_of_user(name: str, hint: str, given: str = "") -> Iterator[None]:
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:  # another signature, code of a user, or its server
+        raise ValueError(
+            f"{name} failed{given} ({type(error).__name__}: {error}). {hint}, and start what it needs."
+        ) from error
+
+
 class _Factory:
     """Factory of environments whose `reset` returns one observation per example. The first one is started at once."""
 
@@ -98,20 +111,11 @@ class _Factory:
         from transformers.utils import get_json_schema
 
         self.factory, self.observations = factory, {}
-        try:
+        with _code_of_user("`environment_factory`", "Correct it"):
             environment = factory()
             for tool in environment_tools(environment):
                 get_json_schema(tool)  # raises for methods without types or description
-        except Exception as error:  # code of a user, or its server
-            raise ValueError(
-                f"`environment_factory` failed ({type(error).__name__}: {error}). Correct it, or start what it needs."
-            ) from error
-        if not callable(getattr(type(environment), "reset", None)):
-            raise ValueError(
-                f"`environment_factory` returned a {type(environment).__name__}, which has no method `reset`. Return "
-                "an object with `reset` and with a method for each tool."
-            )
-        self.first = [self.watch(environment)]
+            self.first = [self.watch(environment)]
 
     def __call__(self) -> Any:
         return self.first.pop() if self.first else self.watch(self.factory())
@@ -136,15 +140,9 @@ class _Factory:
 
     def check(self, row: dict[str, Any]) -> None:
         """Reset the first environment twice."""
-        try:
+        columns = f" with the columns {', '.join(row)}"
+        with _code_of_user("`reset` of the environment", "Write it as `def reset(self, **kwargs)`", columns):
             _ = [self.first[0].reset(**row) for _ in range(2)]
-        except ValueError:
-            raise
-        except Exception as error:  # another signature, code of a user, or its server
-            raise ValueError(
-                f"`reset` of the environment failed with the columns {', '.join(row)} ({type(error).__name__}: "
-                f"{error}). Write it as `def reset(self, **kwargs)`, and start what it needs."
-            ) from error
 
 
 def _takes_seed(function: Callable) -> bool:

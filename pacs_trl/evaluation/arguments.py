@@ -93,14 +93,16 @@ class EvaluationArguments:
     def __post_init__(self):
         if self.k is None:
             self.k = [k for k in DEFAULT_KS if k <= max(1, self.n)]
-        if isinstance(self.k, int | list):  # from YAML
-            self.k = ",".join(map(str, self.k if isinstance(self.k, list) else [self.k]))
+        self.k = ",".join(map(str, self.k)) if isinstance(self.k, list) else str(self.k)
         if isinstance(self.benchmarks, list):
             self.benchmarks = ",".join(self.benchmarks)
+        for key in ("chat_template_kwargs", "reasoning_gym"):  # JSON on the command line
+            if isinstance(given := getattr(self, key), str):
+                setattr(self, key, json.loads(given))
         errors = illegal_values(self)
         if not all(k.strip().isdecimal() and 1 <= int(k) <= self.n for k in self.k.split(",")):
             errors.append(f"k must be whole numbers from 1 to n={self.n}, separated by commas; got {self.k}.")
-        if not isinstance(self.template_kwargs, dict | None):
+        if not isinstance(self.chat_template_kwargs, dict | None):
             errors.append(f"chat_template_kwargs must be a JSON object, got {self.chat_template_kwargs!r}.")
         if self.base_url != type(self).base_url and self.engine != "server":
             errors.append(
@@ -127,18 +129,6 @@ class EvaluationArguments:
     @property
     def ks(self) -> list[int]:
         return sorted({int(k) for k in self.k.split(",")})
-
-    @property
-    def template_kwargs(self) -> dict[str, Any] | None:
-        """`chat_template_kwargs` as a mapping, also where the command line gives JSON text."""
-        given = self.chat_template_kwargs
-        return json.loads(given) if isinstance(given, str) else given
-
-    @property
-    def gym_tasks(self) -> dict[str, Any]:
-        """`reasoning_gym` as a mapping, also where the command line gives JSON text."""
-        given = self.reasoning_gym or {}
-        return json.loads(given) if isinstance(given, str) else given
 
     def prompt_of(self, problem: str | list, benchmark: Any = None) -> str | list:
         """Build the prompt of a problem, with the instruction of its benchmark unless the user sets one."""

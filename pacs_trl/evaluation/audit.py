@@ -32,8 +32,6 @@ from .pass_at_k import pass_interval
 
 PROTOCOLS = ("authors", "trl", "text")
 _LABELS = {"1": 1.0, "1.0": 1.0, "true": 1.0, "0": 0.0, "0.0": 0.0, "false": 0.0, "none": None, "nan": None}
-# math-verify rounds only if one of the two is a decimal number; the exact 0 equals only 0.
-_ZEROS = (r"\boxed{0.0}", r"\boxed{0}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,17 +63,8 @@ def _audit_completions(args: argparse.Namespace) -> None:
     texts, golds, truths = _read_completions(args)
     print(f"{len(texts)} completions of {args.completions}\n")
     protocols = list(dict.fromkeys([*args.protocols, *([args.truth] if args.truth else [])]))
-    graded: dict[str, list[Outcome]] = {}
-    tiny: dict[str, list[Any]] = {}
-    for protocol in protocols:
-        graded[protocol], tiny[protocol] = _grade_with_zeros(texts, golds, protocol, args.num_workers)
+    graded = {protocol: _grade(texts, golds, protocol, args.num_workers) for protocol in protocols}
     _print_outcomes(graded)
-    for protocol, found in tiny.items():
-        if found:
-            print(
-                f"\n{protocol}: {len(found)} gold answers are so small that 0.0 is graded correct (decimals are "
-                f"rounded to 6 places), for example {', '.join(repr(str(g)) for g in found[:3])}"
-            )
     for first, second in combinations(protocols, 2):
         differing = [
             i for i, pair in enumerate(zip(graded[first], graded[second])) if len({o.label for o in pair}) > 1
@@ -151,19 +140,6 @@ def _compare_text(text: str, gold: Any) -> Outcome:
     if answer is None:
         return Outcome.NO_ANSWER
     return Outcome.CORRECT if bare(answer) in expected else Outcome.WRONG
-
-
-def _grade_with_zeros(
-    texts: list[str | None], golds: list[Any], protocol: str, num_workers: int | None
-) -> tuple[list[Outcome], list[Any]]:
-    """Return outcomes, and the nonzero golds so small that the protocol grades 0.0 as correct."""
-    distinct = list({gold_texts(gold): gold for gold in golds}.values()) if protocol != "text" else []
-    zeros = [zero for zero in _ZEROS for _ in distinct]
-    outcomes = _grade([*texts, *zeros], [*golds, *distinct, *distinct], protocol, num_workers)
-    is_right = [outcome is Outcome.CORRECT for outcome in outcomes[len(texts) :]]
-    decimal, exact = is_right[: len(distinct)], is_right[len(distinct) :]
-    tiny = [gold for gold, by_rounding, is_zero in zip(distinct, decimal, exact, strict=True) if by_rounding > is_zero]
-    return outcomes[: len(texts)], tiny
 
 
 def _print_outcomes(graded: dict[str, list[Outcome]]) -> None:

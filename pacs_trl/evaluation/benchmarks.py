@@ -193,15 +193,16 @@ def load_benchmark(
         source = {fact: getattr(entry, fact) for fact in ("hub_id", "config", "split", "revision")}
     try:
         rows = gym.benchmark(task, config, max_problems) if is_gym else load_rows(name, entry, path or None)
+        if path and name not in BENCHMARKS:
+            given = columns or {}
+            names = list(dict.fromkeys(column for row in rows for column in row))
+            entry = own_columns(entry, names, given.get("problem_column"), given.get("solution_column"))
+        problems = [_problem(name, entry, i, row) for i, row in enumerate(rows)][:max_problems]
     except KeyError as error:
         raise ValueError(
-            f"Benchmark {name} needs the column {error}, which a row lacks. Use the files of the Hub."
+            f"Benchmark {name} needs the column {error}, which a row lacks. Use the files of the Hub, or name the "
+            "columns of a file of your own with problem_column and solution_column."
         ) from error
-    if path and name not in BENCHMARKS:
-        given = columns or {}
-        names = list(dict.fromkeys(column for row in rows for column in row))
-        entry = own_columns(entry, names, given.get("problem_column"), given.get("solution_column"))
-    problems = [_problem(name, entry, i, row) for i, row in enumerate(rows)][:max_problems]
     if repeated := [row_id for row_id, count in Counter(p.id for p in problems).items() if count > 1]:
         raise ValueError(
             f"Benchmark {spec} contains the id {repeated[0]!r} twice. Make ids unique: samples are stored by id."
@@ -246,22 +247,13 @@ def name_and_path(spec: str) -> tuple[str, str]:
 
 
 def _problem(name: str, entry: ProblemSet, index: int, row: dict) -> Problem:
-    columns = [entry.problem_column, entry.solution_column] + ([entry.id_column] if entry.id_column else [])
-    if missing := [column for column in columns if column not in row]:
-        raise ValueError(
-            f"Benchmark {name} needs the columns {columns}, but row {index} has no {missing}, only {list(row)}. Name "
-            "the columns of a file of your own with problem_column and solution_column."
-        )
     try:
         answer = gold_answer(row[entry.solution_column], entry.answer_in)
         problem = read_problem(row[entry.problem_column], entry.problem_column)
+        if answer is None or problem is None:
+            column = entry.problem_column if problem is None else entry.solution_column
+            raise ValueError(f"the column {column!r} is empty ({row[column]!r:.80}). Remove the row, or complete it.")
     except ValueError as error:
         raise ValueError(f"Benchmark {name}, row {index}: {error}") from error
-    if answer is None or problem is None:
-        column = entry.problem_column if problem is None else entry.solution_column
-        raise ValueError(
-            f"Benchmark {name}, row {index}: the column {column!r} is empty ({row[column]!r:.80}). Remove the row, or "
-            "complete it."
-        )
     row_id = str(row[entry.id_column]) if entry.id_column else str(index)
     return Problem(row_id, problem, answer, tuple(row["options"]) if entry.convert_rows is gpqa_rows else ())

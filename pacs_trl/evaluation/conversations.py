@@ -74,7 +74,7 @@ class ConversationEngine:
         self.processing_class = self._tokenizer = tokenizer
         is_stable = is_chat_template_prefix_preserving(tokenizer)
         self.chat_template = None if is_stable else get_training_chat_template(tokenizer)
-        self.chat_template_kwargs = args.template_kwargs or {}
+        self.chat_template_kwargs = args.chat_template_kwargs or {}
 
     def generate(self, requests: Sequence[Request], settings: SamplingSettings):
         for start in range(0, len(requests), self.batch_size):

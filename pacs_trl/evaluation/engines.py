@@ -45,15 +45,7 @@ class TransformersEngine:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(model, revision=revision)
-        try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(model, revision=revision, dtype=dtype)
-        except RuntimeError as error:
-            if "ignore_mismatched_sizes" not in str(error):
-                raise
-            raise ValueError(
-                f"The weights in {model} do not have the shapes of the model that they are loaded into. Where it is "
-                "an adapter, set base_model_name_or_path in its adapter_config.json to the model it was trained on."
-            ) from error
+        loaded: Any = AutoModelForCausalLM.from_pretrained(model, revision=revision, dtype=dtype)
         return cls(loaded.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer, **kwargs)
 
     def generate(self, requests: Sequence[Request], settings: SamplingSettings) -> Answers:
@@ -232,7 +224,7 @@ def start_engine(args: EvaluationArguments) -> Any:
         `ValueError`: if vLLM is not installed, the chat template would ignore a key of `chat_template_kwargs`, or the
             server does not serve the model.
     """
-    template = args.template_kwargs
+    template = args.chat_template_kwargs
     if args.engine == "server":
         return ServerEngine(args.base_url, args.model, concurrency=args.concurrency, chat_template_kwargs=template)
     if args.engine == "vllm":

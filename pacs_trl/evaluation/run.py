@@ -149,14 +149,15 @@ def load_benchmarks(args: EvaluationArguments) -> list[LoadedBenchmark]:
     given = {key: column for key, column in columns.items() if column is not None}
     specs = [spec.strip() for spec in args.benchmarks.split(",")]
     benchmarks = [
-        load_benchmark(spec, max_problems=args.max_problems, columns=given, gym_tasks=args.gym_tasks) for spec in specs
+        load_benchmark(spec, max_problems=args.max_problems, columns=given, gym_tasks=args.reasoning_gym)
+        for spec in specs
     ]
     if given and not any(given.keys() <= benchmark.source.keys() for benchmark in benchmarks):
         raise ValueError(
             f"{' and '.join(given)} would be ignored, because {args.benchmarks} names no file of your own. Remove it."
         )
     names = [benchmark.name for benchmark in benchmarks]
-    if unused := [task for task in args.gym_tasks if f"{gym.NAME}/{task}" not in names]:
+    if unused := [task for task in args.reasoning_gym or {} if f"{gym.NAME}/{task}" not in names]:
         raise ValueError(f"`reasoning_gym` has a config of {unused[0]}, which is no benchmark of {args.benchmarks}.")
     if len(set(names)) < len(names):
         raise ValueError(f"benchmarks contains a name twice: {', '.join(names)}. Name each benchmark once.")
@@ -319,7 +320,7 @@ def _add_token_entropy(
     from .sampling import completion_entropies
 
     engine = TransformersEngine.load(
-        args.model, revision=args.revision, dtype=args.dtype, chat_template_kwargs=args.template_kwargs
+        args.model, revision=args.revision, dtype=args.dtype, chat_template_kwargs=args.chat_template_kwargs
     )
     for benchmark in benchmarks:
         problems = {problem.id: problem for problem in benchmark.problems}
@@ -327,7 +328,7 @@ def _add_token_entropy(
         kept = [r for r in stored if r["sample"] < args.token_entropy_samples and r["completion"]]
         kept.sort(key=lambda r: (r["problem"], r["sample"]))  # stored in the order in which they finished
         prompts = [args.prompt_of(problems[r["problem"]].of_sample(r["seed"])[0], benchmark) for r in kept]
-        texts = [render_prompt(engine.tokenizer, prompt, args.template_kwargs) for prompt in prompts]
+        texts = [render_prompt(engine.tokenizer, prompt, args.chat_template_kwargs) for prompt in prompts]
         entropies = completion_entropies(engine.model, engine.tokenizer, texts, [r["completion"] for r in kept])
         entries[benchmark.name]["token_entropy"] = sum(entropies) / len(entropies) if entropies else None
 
@@ -366,7 +367,7 @@ def _prompt_facts(args: EvaluationArguments) -> dict[str, Any]:
     return {
         "instruction": args.prompt_instruction,
         "system_prompt": args.system_prompt,
-        "chat_template_kwargs": args.template_kwargs,
+        "chat_template_kwargs": args.chat_template_kwargs,
         **({key: getattr(args, key) for key in ("tools", "max_tool_calling_iterations")} if args.calls_tools else {}),
     }
 
@@ -379,4 +380,4 @@ def _prompt_digest(args: EvaluationArguments) -> str:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(args.model, revision=args.revision)
-    return digest({"text": render_prompt(tokenizer, prompt, args.template_kwargs)})
+    return digest({"text": render_prompt(tokenizer, prompt, args.chat_template_kwargs)})

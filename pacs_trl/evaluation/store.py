@@ -40,19 +40,16 @@ class SampleStore(AbstractContextManager):
         self.settings_digest = digest(settings)
         self.repaired: str | None = None
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.keys: set[tuple[str, int]] = set()
         self._file = open(self.path, "a+b")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._read_first_line(settings)
-            self.keys: set[tuple[str, int]] = self._read_keys()
+            problem = self._read_first_line(settings) or self._read_keys()
         except BlockingIOError:
+            problem = "is being written by another process. Wait for it"
+        if problem:
             self._file.close()
-            raise ValueError(
-                f"{self.path} is being written by another process. Wait for it, or use another output directory."
-            ) from None
-        except BaseException:
-            self._file.close()
-            raise
+            raise ValueError(f"{self.path} {problem}, or use another output directory.")
 
     def append(
         self, problem: str, sample: int, seed: int, text: str, num_tokens: int, finish_reason: str, **more: Any
@@ -77,54 +74,41 @@ class SampleStore(AbstractContextManager):
         os.fsync(self._file.fileno())
         self._file.close()
 
-    def _read_first_line(self, settings: dict[str, Any]) -> None:
-        """Compare the header with the settings; write it if the file is new or a crash truncated the header."""
+    def _read_first_line(self, settings: dict[str, Any]) -> str | None:
+        """Write the header if the file is new or a crash truncated it, else compare; return what is wrong."""
         expected = json.dumps({"format": STORE_FORMAT, "settings": settings}).encode() + b"\n"
         self._file.seek(0)
         found = self._file.readline()
-        if found == expected:
-            return
-        if expected.startswith(found):
+        if found != expected and expected.startswith(found):
             self._file.truncate(0)
             self._file.write(expected)
             self._file.flush()
-            return
+            return None
         try:
-            stored = json.loads(found)
-            lines = differences(stored["settings"], json.loads(expected)["settings"])
+            stored, asked = json.loads(found), json.loads(expected)
+            lines = differences(stored["settings"], asked["settings"])
             lines += differences(stored["format"], STORE_FORMAT, key="format")
         except (ValueError, KeyError, TypeError):
             lines = ["it is not a sample store"]
-        if lines:
-            raise ValueError(
-                f"{self.path} has samples of other settings (stored != requested):\n  "
-                + "\n  ".join(lines)
-                + "\nUse the stored settings or another output directory."
-            )
+        text = "\n  ".join(lines)
+        return text and f"has samples of other settings (stored != requested):\n  {text}\nUse the stored settings"
 
-    def _read_keys(self) -> set[tuple[str, int]]:
-        """Read the keys of all records after the header, and remove a truncated last line."""
-        keys: set[tuple[str, int]] = set()
+    def _read_keys(self) -> str | None:
+        """Read the keys of all records, and remove a truncated last line; return what is wrong."""
         end = self._file.tell()
         for number, line in enumerate(iter(self._file.readline, b""), start=2):
             key = _key(line)
+            if key is None and self._file.readline():
+                return f"is damaged in line {number}, which is not its last. Remove the line by hand"
             if key is None:
-                if self._file.readline():
-                    raise ValueError(
-                        f"{self.path} is damaged in line {number}, which is not its last. Remove the line by hand, or "
-                        "use another output directory."
-                    )
                 self.repaired = f"{self.path}: removed an incomplete last line; that sample is generated again."
                 self._file.truncate(end)
-                return keys
-            if key in keys:
-                raise ValueError(
-                    f"{self.path} contains sample {key[1]} of problem {key[0]} twice (line {number}). Remove one "
-                    "of the lines, or use another output directory."
-                )
-            keys.add(key)
+                return None
+            if key in self.keys:
+                return f"contains sample {key[1]} of problem {key[0]} twice. Remove line {number} by hand"
+            self.keys.add(key)
             end += len(line)
-        return keys
+        return None
 
 
 def _key(line: bytes) -> tuple[str, int] | None:

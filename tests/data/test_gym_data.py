@@ -49,7 +49,7 @@ def test_settings_are_refused(settings, named):
     ("tasks", "named"),
     [
         ({"chain_sums": None}, "chain_sums.*`chain_sum`"),
-        ({"chain_sum": {"config": {"max_term": 2}}}, "max_term.*`max_terms`"),
+        ({"chain_sum": {"config": {"max_term": 2}}}, "max_term"),
         ({"chain_sum": {"config": {"max_terms": 1}}}, "max_terms must be >= min_terms"),
         ({"chain_sum": {"weights": 2}}, "weights"),
     ],

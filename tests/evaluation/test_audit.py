@@ -50,52 +50,45 @@ def test_three_protocols_side_by_side(path, capsys):
     assert "accuracy              0.8000    0.5000    0.4000" in output
 
 
-def test_golds_that_zero_is_graded_correct_for(tmp_path, capsys):
-    golds = [r"6.63 \times 10^{-34}", "0.0000004", "0.0000006", "0", "0.0", "0.5", ["7", r"10^{-9}"], None]
-    golds += golds[:1]  # counted once
-    file = tmp_path / "completions.jsonl"
-    file.write_text("".join(json.dumps({"completion": r"\boxed{0.0}", "solution": gold}) + "\n" for gold in golds))
-    main(["--completions", str(file), "--num-workers", "1", "--protocols", "authors", "text", "--examples", "0"])
+PROBLEM = load_benchmark("miniature/addition").problems[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "settings", "counted"),
+    [
+        (  # TRL writes conversational completions as lists of messages
+            "table.parquet",
+            [{"completion": [{"role": "assistant", "content": r["completion"]}], "gold": r["solution"]} for r in ROWS],
+            ["--solution-column", "gold"],
+            (5, 2),
+        ),
+        (
+            "groups.jsonl",
+            [{"completions": [r"\boxed{1}", r"\boxed{2}", None], "solution": 1}],
+            ["--completion-column", "completions"],
+            (3, 1),
+        ),
+        (  # a sample file takes its golds from the benchmark
+            "samples.jsonl",
+            [
+                {"settings": "first line"},
+                {"problem": PROBLEM.id, "sample": 0, "completion": f"\\boxed{{{PROBLEM.solution}}}"},
+                {"problem": PROBLEM.id, "sample": 1, "completion": r"\boxed{-1}"},
+            ],
+            ["--benchmark", "miniature/addition"],
+            (2, 1),
+        ),
+    ],
+)
+def test_forms_of_files(tmp_path, capsys, name, rows, settings, counted):
+    file = tmp_path / name
+    if file.suffix == ".parquet":
+        pd.DataFrame(rows).to_parquet(file)
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    main(["--completions", str(file), "--protocols", "text", *settings])
     output = capsys.readouterr().out
-    assert counts(output.replace("correct ", "correct 0 "))["correct"] == ["0", "6", "1"]  # it is graded as it is said
-    assert "authors: 3 gold answers are so small that 0.0 is graded correct" in output
-    assert r"'6.63 \\times 10^{-34}', '0.0000004', " in output
-    assert "text:" not in output
-
-
-def test_parquet_table_of_the_trainer(tmp_path, capsys):
-    """TRL writes conversational completions as lists of messages."""
-    rows = [
-        {"completion": [{"role": "assistant", "content": row["completion"]}], "gold": row["solution"]} for row in ROWS
-    ]
-    pd.DataFrame(rows).to_parquet(tmp_path / "completions_00001.parquet")
-    main(
-        ["--completions", str(tmp_path / "completions_00001.parquet"), "--solution-column", "gold"]
-        + ["--protocols", "text"]
-    )
-    assert "correct                    2" in capsys.readouterr().out
-
-
-def test_groups_are_unrolled(tmp_path, capsys):
-    file = tmp_path / "groups.jsonl"
-    file.write_text(json.dumps({"completions": [r"\boxed{1}", r"\boxed{2}", None], "solution": 1}), encoding="utf-8")
-    main(["--completions", str(file), "--completion-column", "completions", "--protocols", "text"])
-    output = capsys.readouterr().out
-    assert "3 completions" in output and "correct                    1" in output
-
-
-def test_sample_file_takes_its_golds_from_the_benchmark(tmp_path, capsys):
-    problem = load_benchmark("miniature/addition").problems[0]
-    file = tmp_path / "samples.jsonl"
-    lines = [
-        {"settings": "first line"},
-        {"problem": problem.id, "sample": 0, "completion": f"\\boxed{{{problem.solution}}}"},
-        {"problem": problem.id, "sample": 1, "completion": r"\boxed{-1}"},
-    ]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    main(["--completions", str(file), "--benchmark", "miniature/addition", "--protocols", "text"])
-    output = capsys.readouterr().out
-    assert "2 completions" in output and "correct                    1" in output
+    assert f"{counted[0]} completions" in output and f"correct                    {counted[1]}" in output
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from peft import LoraConfig, get_peft_model
 
 from pacs_trl.cli import run as command
 from pacs_trl.data import PROMPT_INSTRUCTION
@@ -238,18 +237,6 @@ def test_refused_before_any_work(arguments, tmp_path, monkeypatch, changes, key,
     (tmp_path / "NO_WEIGHTS" / "config.json").write_text("{}")
     assert main(command_line(arguments, **changes)) == 2
     assert key in capsys.readouterr().err
-
-
-def test_an_adapter_of_another_base_model(run, arguments, boxing_model, tmp_path):
-    base, tokenizer = boxing_model
-    wide = copy.deepcopy(base.config)
-    wide.hidden_size *= 2
-    type(base)(wide).save_pretrained(tmp_path / "wide")
-    adapter = get_peft_model(copy.deepcopy(base), LoraConfig(r=2, target_modules=["q_proj"]))
-    adapter.peft_config["default"].base_model_name_or_path = str(tmp_path / "wide")
-    adapter.save_pretrained(tmp_path / "adapter"), tokenizer.save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ValueError, match="base_model_name_or_path"):
-        run(arguments, model=str(tmp_path / "adapter"))
 
 
 def test_a_miniature_model_is_its_warm_start(arguments, checkpoint, monkeypatch):

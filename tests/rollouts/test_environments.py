@@ -153,7 +153,7 @@ def module(tmp_path, monkeypatch):
         (["--environment", "MODULE"], "environment: .*cannot be imported"),
         (["--environment", "MODULE:without"], "is no environment, but a object without `environment_factory`"),
         (["--environment", "MODULE:Environment"], "is no environment, but a type"),
-        (["--environment", "MODULE:no_environment"], "no method `reset`"),
+        (["--environment", "MODULE:no_environment"], "no attribute 'reset'"),
         (
             ["--environment", "MODULE:strict"],
             r"`reset` of the environment failed with the columns prompt .TypeError: .*unexpected",
