@@ -198,7 +198,8 @@ def test_recipe_is_read_and_free_of_conflicts(name):
     longest += 2048 * (name in GENAC)  # the critic's template and answer
     assert recipe.training.vllm_mode == "server" or recipe.training.vllm_max_model_length == longest
     # the arithmetic that the comments do is the arithmetic of the run
-    rows = re.findall(r"# +(?:generation|update): +(\d+) rows x (\d+) processes x (\d+) += (\d+)", path.read_text())
+    line = r"# +(?:generation|update): +(\d+) completions x (\d+) processes x (\d+) += (\d+)"
+    rows = re.findall(line, path.read_text())
     assert [int(total) for *_, total in rows] == [step.completions_per_generation, step.completions_per_update]
     assert all(int(a) * int(b) * int(c) == int(total) for a, b, c, total in rows)
 
