@@ -22,21 +22,20 @@ def check_settings(args: Any) -> None:
     Raises:
         ValueError: If they would be ignored or are incomplete, or training and benchmarks would share entries.
     """
-    if args.dataset_name != NAME:
-        if given := [name for name in (NAME, "dataset_size") if getattr(args, name) is not None]:
-            raise ValueError(f"`{given[0]}` would be ignored. Set dataset_name: {NAME}, or remove it.")
-        return
-    if not isinstance(args.reasoning_gym, dict) or not args.reasoning_gym:
-        raise ValueError(
-            "`reasoning_gym` must name tasks, for example {chain_sum: {weight: 1, config: {max_terms: 2}}}."
-        )
+    error, given = None, [name for name in (NAME, "dataset_size") if getattr(args, name) is not None]
     last = args.dataset_seed + (args.dataset_size or DEFAULT_SIZE) - 1
     last_benchmark = BENCHMARK_SEED + MAX_BENCHMARK_SIZE - 1
-    if args.dataset_seed <= last_benchmark and last >= BENCHMARK_SEED:
-        raise ValueError(
+    if args.dataset_name != NAME:
+        error = given and f"`{given[0]}` would be ignored. Set dataset_name: {NAME}, or remove it."
+    elif not isinstance(args.reasoning_gym, dict) or not args.reasoning_gym:
+        error = "`reasoning_gym` must name tasks, for example {chain_sum: {weight: 1, config: {max_terms: 2}}}."
+    elif args.dataset_seed <= last_benchmark and last >= BENCHMARK_SEED:
+        error = (
             f"`dataset_seed`: training would use the seeds {args.dataset_seed} to {last} of reasoning-gym, of which "
             f"benchmarks use {BENCHMARK_SEED} to {last_benchmark}. Lower dataset_seed or dataset_size."
         )
+    if error:
+        raise ValueError(error)
 
 
 def checked_dataset(task: str, config: Mapping[str, Any], seed: int, size: int) -> Any:

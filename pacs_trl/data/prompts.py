@@ -26,18 +26,15 @@ def prompt_of(problem: str | list, *, is_prompt: bool, instruction: str, system_
     ignored."""
     if isinstance(problem, str) and not is_prompt:
         return build_prompt(problem, instruction=instruction, system_prompt=system_prompt)
-    if instruction not in ("", PROMPT_INSTRUCTION):
+    has_instruction = instruction not in ("", PROMPT_INSTRUCTION)
+    if has_instruction or isinstance(problem, str) and system_prompt is not None:
+        key = f"prompt_instruction={instruction!r}" if has_instruction else f"system_prompt={system_prompt!r}"
         raise ValueError(
-            f"prompt_instruction={instruction!r} would be ignored, because the data contains whole prompts. Remove "
-            "it, or name a column of problems with problem_column."
+            f"{key} would be ignored, because the data contains whole prompts. Remove it, or name a column of "
+            "problems with problem_column (problem_column: prompt, if text there is only a problem)."
         )
     if system_prompt is None:
         return problem
-    if isinstance(problem, str):
-        raise ValueError(
-            f"system_prompt={system_prompt!r} would be ignored, because the data contains text prompts. Remove it, or "
-            "set problem_column: prompt to build messages from this text."
-        )
     return [{"role": "system", "content": system_prompt}, *(turn for turn in problem if turn["role"] != "system")]
 
 

@@ -5,9 +5,9 @@
 
 The first form grades saved completions (tables of TRL's `log_completions`, sample files of `pacs-trl evaluate`
 together with `--benchmark`, or any JSON lines or Parquet file) with the authors' protocol, with TRL's
-`accuracy_reward`, and by the text of the last box, and prints the outcomes side by side. With labels by hand
-(`--true_column`) or a protocol taken as the truth (`--truth`) it prints error rates. The second form runs the
-reference solutions of a set of programming problems against its tests and lists those that fail.
+`accuracy_reward`, and by the text of the last box, and prints the outcomes side by side, beside labels by hand
+(`--true_column`). The second form runs the reference solutions of a set of programming problems against its tests and
+lists those that fail.
 """
 
 import argparse
@@ -27,11 +27,11 @@ from ..verification import MAX_CHARACTERS, Outcome, completion_text, gold_texts,
 from ..verification.cases import last_program
 from ..verification.code import CodeVerifier
 from .benchmarks import load_benchmark, name_and_path
-from .pass_at_k import pass_interval
 
 
 PROTOCOLS = ("authors", "trl", "text")
-_LABELS = {"1": 1.0, "1.0": 1.0, "true": 1.0, "0": 0.0, "0.0": 0.0, "false": 0.0, "none": None, "nan": None}
+_LABELS = dict.fromkeys(("1", "1.0", "true"), Outcome.CORRECT) | dict.fromkeys(("0", "0.0", "false"), Outcome.WRONG)
+_LABELS |= dict.fromkeys(("none", "nan"), Outcome.GOLD_UNPARSEABLE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,9 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     subject.add_argument("--programs", help="set of programming problems (name, NAME=FILE or FILE)")
     parser.add_argument("--completion_column", default="completion", help="text, messages, or a list of completions")
     parser.add_argument("--solution_column", default="solution", help="gold answer")
-    truth = parser.add_mutually_exclusive_group()
-    truth.add_argument("--true_column", help="labels by hand: 1 or true, 0 or false; null if unknown")
-    truth.add_argument("--truth", choices=PROTOCOLS, help="protocol taken as the truth")
+    parser.add_argument("--true_column", help="labels by hand: 1 or true, 0 or false; null if unknown")
     parser.add_argument("--benchmark", help="take gold answers from this benchmark, by the column `problem`")
     parser.add_argument("--protocols", nargs="+", choices=PROTOCOLS, default=list(PROTOCOLS))
     parser.add_argument("--num_workers", type=int, help="grading processes (default: one per core)")
@@ -60,34 +58,36 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _audit_completions(args: argparse.Namespace) -> None:
-    texts, golds, truths = _read_completions(args)
+    texts, golds, by_hand = _read_completions(args)
     print(f"{len(texts)} completions of {args.completions}\n")
-    protocols = list(dict.fromkeys([*args.protocols, *([args.truth] if args.truth else [])]))
-    graded = {protocol: _grade(texts, golds, protocol, args.num_workers) for protocol in protocols}
+    graded = {protocol: _grade(texts, golds, protocol, args.num_workers) for protocol in args.protocols}
+    if args.true_column:
+        graded[args.true_column] = by_hand
     _print_outcomes(graded)
-    for first, second in combinations(protocols, 2):
-        differing = [
-            i for i, pair in enumerate(zip(graded[first], graded[second])) if len({o.label for o in pair}) > 1
-        ]
+    for first, second in combinations(graded, 2):
+        pairs = [(one.label, other.label) for one, other in zip(graded[first], graded[second], strict=True)]
+        differing = [i for i, (one, other) in enumerate(pairs) if one != other]
         print(f"\n{first} and {second} disagree on the label of {len(differing)} of {len(texts)} completions")
+        of_wrong, of_correct = (
+            [one for one, other in pairs if other == truth and one is not None] for truth in (0.0, 1.0)
+        )
+        print(
+            f"  {first} accepts {of_wrong.count(1.0)} of {len(of_wrong)} that {second} rejects, and rejects "
+            f"{of_correct.count(0.0)} of {len(of_correct)} that it accepts"
+        )
         for i in differing[: args.examples]:
             print(f"  row {i}: " + ", ".join(f"{name} {graded[name][i].name.lower()}" for name in (first, second)))
             print(f"    gold       {str(golds[i])[:200]!r}")
             print(f"    completion ...{(texts[i] or '')[-200:]!r}")
-    if args.truth:
-        truths = [outcome.label for outcome in graded.pop(args.truth)]
-    if args.truth or args.true_column:
-        for protocol, outcomes in graded.items():
-            _print_error_rates(protocol, args.truth or args.true_column, [o.label for o in outcomes], truths)
 
 
-def _read_completions(args: argparse.Namespace) -> tuple[list[str | None], list[Any], list[float | None]]:
+def _read_completions(args: argparse.Namespace) -> tuple[list[str | None], list[Any], list[Outcome]]:
     """Return completion texts, gold answers, and labels by hand, one per completion."""
     rows = read_rows(Path(args.completions))
     problems = {p.id: p for p in load_benchmark(args.benchmark).problems} if args.benchmark else None
     needed = {"completion_column": args.completion_column, "true_column": args.true_column}
     _require_columns(args.completions, rows, needed | ({} if problems else {"solution_column": args.solution_column}))
-    texts, golds, truths = [], [], []
+    texts, golds, by_hand = [], [], []
     for row in rows:
         if args.completion_column not in row:  # the first line of a sample file
             continue
@@ -104,8 +104,8 @@ def _read_completions(args: argparse.Namespace) -> tuple[list[str | None], list[
             raise ValueError(f"true_column contains {unknown[0]!r}. Labels are 1 or true, 0 or false, or null.")
         texts += map(completion_text, completions)
         golds += [gold] * len(completions)
-        truths += [_LABELS[str(label).lower()] for _, label in zip(completions, labels, strict=True)]
-    return texts, golds, truths
+        by_hand += [_LABELS[str(label).lower()] for _, label in zip(completions, labels, strict=True)]
+    return texts, golds, by_hand
 
 
 def _require_columns(source: str, rows: Sequence[dict], columns: dict[str, str | None]) -> None:
@@ -151,28 +151,6 @@ def _print_outcomes(graded: dict[str, list[Outcome]]) -> None:
     readable = [max(1, count.total() - count[Outcome.GOLD_UNPARSEABLE]) for count in counts]
     shares = [f"{count[Outcome.CORRECT] / total:10.4f}" for count, total in zip(counts, readable, strict=True)]
     print(f"{'accuracy':18}" + "".join(shares) + "   (of completions with a readable gold)")
-
-
-def _print_error_rates(
-    protocol: str, truth: str, labels: Sequence[float | None], truths: Sequence[float | None]
-) -> None:
-    """Print false positives and negatives of a protocol over completions that have both labels."""
-    pairs = [(label, true) for label, true in zip(labels, truths, strict=True) if None not in (label, true)]
-    print(f"\n{protocol} against {truth}, {len(pairs)} completions with both labels")
-    rates = {}
-    for name, true, word in (("false_positive", 0.0, "wrong"), ("false_negative", 1.0, "correct")):
-        errors = [float(label != true) for label, by_truth in pairs if by_truth == true]
-        if not errors:
-            print(f"  {name}: unknown, because no completion is {word}")
-            continue
-        found = pass_interval(errors)
-        rates[name] = found.mean
-        print(
-            f"  {name} {found.mean:.4f} (95 % interval {found.lower:.4f} to {found.upper:.4f}): {sum(errors):.0f} of "
-            f"{len(errors)} {word} completions"
-        )
-    if len(rates) == 2 and sum(rates.values()) >= 1:
-        print("  this protocol is no better than chance")
 
 
 def _audit_programs(args: argparse.Namespace) -> None:

@@ -152,13 +152,12 @@ def load_benchmarks(args: EvaluationArguments) -> list[LoadedBenchmark]:
         load_benchmark(spec, max_problems=args.max_problems, columns=given, gym_tasks=args.reasoning_gym)
         for spec in specs
     ]
-    if given and not any(given.keys() <= benchmark.source.keys() for benchmark in benchmarks):
-        raise ValueError(
-            f"{' and '.join(given)} would be ignored, because {args.benchmarks} names no file of your own. Remove it."
-        )
     names = [benchmark.name for benchmark in benchmarks]
-    if unused := [task for task in args.reasoning_gym or {} if f"{gym.NAME}/{task}" not in names]:
-        raise ValueError(f"`reasoning_gym` has a config of {unused[0]}, which is no benchmark of {args.benchmarks}.")
+    unused = [f"reasoning_gym: {task}" for task in args.reasoning_gym or {} if f"{gym.NAME}/{task}" not in names]
+    if given and not any(given.keys() <= benchmark.source.keys() for benchmark in benchmarks):
+        unused += given
+    if unused:
+        raise ValueError(f"{' and '.join(unused)} would be ignored by benchmarks {args.benchmarks}. Remove it.")
     if len(set(names)) < len(names):
         raise ValueError(f"benchmarks contains a name twice: {', '.join(names)}. Name each benchmark once.")
     return benchmarks

@@ -127,19 +127,18 @@ class CodeVerifier(BaseVerifier):
     def _run(self, program: str, text: str, has_asserts: bool = False) -> Execution:
         if self._stopping:
             raise KeyboardInterrupt
-        worker = self._pool.get()
+        worker, failure = self._pool.get(), None
         try:
-            for is_last_attempt in (False, True):
+            for _ in range(2):
                 try:
                     return worker.run(program, text, has_asserts)
                 except OSError as error:  # it was killed, or does not answer within its limits
+                    failure = error
                     worker.end()
                     worker = self._new_worker()
-                    if is_last_attempt:
-                        raise RuntimeError(f"Two workers failed on the same program ({error}). See stderr.") from error
         finally:
             self._pool.put(worker)
-        raise AssertionError("unreachable")
+        raise RuntimeError(f"Two workers failed on the same program ({failure}). See stderr.") from failure
 
     def _in_parallel(self, function: Callable, jobs: list[tuple]) -> list[Any]:
         self._stopping = False

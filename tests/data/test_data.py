@@ -378,13 +378,6 @@ def test_a_damaged_file_is_named(tmp_path, name, content):
     assert ("must end in .jsonl" in str(caught.value)) == name.endswith(".json")
 
 
-def test_lists_of_answers_in_parquet(tmp_path):
-    rows = [{"problem": "1/2", "answer": ["0.5", "1/2"]}, {"problem": "2", "answer": ["2"]}]
-    Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
-    train, _ = load_training_data(DataArguments(dataset_name=str(tmp_path / "rows.parquet")), None)
-    assert sorted(train["solution"]) == [["0.5", "1/2"], ["2"]]
-
-
 def test_training_and_evaluation_read_a_file_alike(tmp_path):
     rows = [{"problem": f"1+{i}\u2028", "answer": [f"{i + 1}.0", i + 1.0], "note": None} for i in range(3)]
     path = str(tmp_path / "rows.jsonl")

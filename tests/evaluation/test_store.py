@@ -1,6 +1,5 @@
 """The sample store: what survives a crash, what is refused."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pandas as pd
@@ -69,18 +68,19 @@ def test_garbage_at_the_end_is_repaired(tmp_path, garbage):
     assert path.read_bytes() == whole
 
 
-def test_damage_before_the_last_line_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda lines: [lines[0], lines[1][:20] + b"\n", *lines[2:]], "line 2"),
+        (lambda lines: [*lines, lines[1]], "p0"),
+        *((lambda _, text=text: [text], "another output directory") for text in (b"hello", b"hello\n", b"[]\n")),
+        (lambda lines: [lines[0].replace(b"1", b"99", 1), *lines[1:]], "format: 99 != 1"),
+    ],
+)
+def test_damage_is_refused(tmp_path, change, message):
     path = fill(tmp_path / "s.jsonl")
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([lines[0], lines[1][:20] + b"\n", *lines[2:]]))
-    with pytest.raises(ValueError, match="line 2"):
-        SampleStore(path, SETTINGS)
-
-
-def test_duplicates_are_refused(tmp_path):
-    path = fill(tmp_path / "s.jsonl")
-    path.write_bytes(path.read_bytes() + path.read_bytes().splitlines(keepends=True)[1])
-    with pytest.raises(ValueError, match="p0"):
+    path.write_bytes(b"".join(change(path.read_bytes().splitlines(keepends=True))))
+    with pytest.raises(ValueError, match=message):
         SampleStore(path, SETTINGS)
 
 
@@ -129,15 +129,6 @@ def test_every_cut_of_the_first_line_is_repaired(tmp_path):
     ):  # the beginning of other settings is not repaired
         SampleStore(path, {"other": 1})
     assert path.read_bytes() == whole[:-9]
-
-
-@pytest.mark.parametrize(
-    "content", ["hello", "hello\n", "[]\n", json.dumps({"format": 99, "settings": SETTINGS}) + "\n"]
-)
-def test_other_files_are_refused(tmp_path, content):
-    (tmp_path / "s.jsonl").write_text(content)
-    with pytest.raises(ValueError, match="another output directory"):
-        SampleStore(tmp_path / "s.jsonl", SETTINGS)
 
 
 def test_grades_and_the_samples_they_are_of(tmp_path):

@@ -4,15 +4,12 @@ import json
 
 import pytest
 from optional_packages import needs
+from watching import block
 
 from pacs_trl.evaluation.benchmarks import load_benchmark
 from pacs_trl.verification import Outcome
 from pacs_trl.verification.cases import PASSED, json_of_tests, read_tests
 from pacs_trl.verification.code import CodeVerifier
-
-
-def block(source):
-    return f"```python\n{source}\n```"
 
 
 def asserts(code, name="f", **more):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from watching import block, children
 
 from pacs_trl.verification import Outcome
 from pacs_trl.verification.code import CodeVerifier
@@ -33,8 +34,8 @@ def call(number, *arguments):
 
 def read_attacks():
     _, *blocks = (Path(__file__).parents[1] / "data" / "attacks.txt").read_text().split("\n### ")
-    for block in blocks:
-        header, _, source = block.partition("\n")
+    for attack in blocks:
+        header, _, source = attack.partition("\n")
         name, _, layers = header.partition(" | ")
         yield Attack(name, layers.split(", "), source)
 
@@ -52,10 +53,6 @@ ASSERTS = (
     f"    assert not text != {EXPECTED!r}",
 )
 LIMITS = {"cpu_seconds": 0.5, "timeout_seconds": 1.0, "memory_limit_mb": 256, "output_limit_mb": 4}
-
-
-def block(source):
-    return f"```python\n{source}\n```"
 
 
 class Recording(CodeVerifier):
@@ -156,10 +153,6 @@ def is_stopped(attack, level):
         version = int(re.search(r"landlock (\d+)", level.text)[1])
         holding |= {f"landlock {earlier}" for earlier in range(1, version + 1)}
     return bool(holding & set(attack.stopped_by))
-
-
-def children(pid):
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
 def test_there_are_enough_attacks():

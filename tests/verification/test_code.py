@@ -6,12 +6,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from pathlib import Path
 
 import pytest
+from watching import block, children, is_running, wait_for
 
-from pacs_trl.rewards import MAX_REPLY, VerificationArguments, run_python
+from pacs_trl.rewards import MAX_REPLY, run_python
 from pacs_trl.verification import Grade, Outcome, execution
 from pacs_trl.verification.code import CodeVerifier
 
@@ -21,19 +20,8 @@ ADD = {"type": "function", "name": "add", "cases": [{"input": [1, 2], "output": 
 READ = "a, b = map(int, input().split())\n"
 
 
-def block(source):
-    return f"Here it is:\n```python\n{source}\n```\nDone."
-
-
 def descriptors():
     return len(os.listdir("/proc/self/fd"))
-
-
-def is_running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @pytest.fixture(scope="module")
@@ -129,29 +117,18 @@ class TestOutcomes:
         assert verifier.grade_detailed([block(program)], [ADD])[0].outcome is outcome
 
     def test_what_an_author_is_told_is_never_what_was_expected(self, verifier):
-        programs = [
-            "print(int(input()) * 3)",
-            "1 / (int(input()) - 2)",
-            "while True: pass",
-            "print('x' * 10**6)",
-            None,
-        ]
+        told = {
+            "print(int(input()) * 3)": "On the input '1' it gives '3'.",
+            "while True: pass": "On the input '1' it does not end in time.",
+            "print(input())": "On the input '2' it gives '2'.",
+            "x = int(input())\nprint(x if x == 1 else 1 / 0)": "On the input '2' it ends with ZeroDivisionError: "
+            "division by zero.",
+        }
         cases = [{"input": f"{x}\n", "output": f"{x}\n" if x == 1 else "7919\n"} for x in (1, 2)]
-        texts = ["no program" if program is None else block(program) for program in programs]
-        told = [
-            grade.failed for grade in verifier.grade_detailed(texts, [{"type": "stdin_stdout", "cases": cases}] * 5)
-        ]
-        assert told[0] == "On the input '1' it gives '3'." and "7919" not in "".join(told)
-        assert told[1] == "On the input '1' it gives ''."
-        assert told[2] == "On the input '1' it does not end in time."
-        assert len(told[3]) < 300 and told[4] == ""
-        second = block("x = int(input())\nprint(x if x == 1 else 1 / 0)"), block("print(input())")
-        tests = [{"type": "stdin_stdout", "cases": cases}] * 2
-        told = [grade.failed for grade in verifier.grade_detailed(second, tests)]
-        assert told == [
-            "On the input '2' it ends with ZeroDivisionError: division by zero.",
-            "On the input '2' it gives '2'.",
-        ]
+        texts = ["no program", block("print('x' * 10**6)"), *map(block, told)]
+        none, long, *others = verifier.grade_detailed(texts, [{"type": "stdin_stdout", "cases": cases}] * len(texts))
+        assert none.failed == "" and len(long.failed) < 300
+        assert [grade.failed for grade in others] == list(told.values())
         function = {"type": "function", "name": "f", "cases": [{"input": [2], "output": 7919}]}
         (grade,) = verifier.grade_detailed([block("def f(x):\n    return [x]")], [function])
         assert grade.failed == "On the input '[2]' it gives '[2]'."
@@ -220,13 +197,6 @@ class TestLevels:
         with pytest.raises(ValueError, match="needs (seccomp|landlock and seccomp)"):
             CodeVerifier(num_workers=1).start()
 
-    def test_arguments(self):
-        built = VerificationArguments(code_label="share", code_cpu_seconds=1.0, verification_num_workers=3)
-        verifier = built.build_code()
-        assert (verifier.stop_early, verifier.cpu_seconds, verifier.num_workers) == (False, 1.0, 3)
-        with pytest.raises(ValueError, match="code_label"):
-            VerificationArguments(code_label="some")
-
 
 class TestProcesses:
     def test_nothing_is_left_behind(self, verifier, tmp_path):
@@ -235,7 +205,7 @@ class TestProcesses:
         for number in range(200):
             verifier.grade([block(f"print({number})"), block(f"raise SystemExit({number})")], [SUM, SUM])
         for worker in workers_of(verifier):
-            assert not Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text()
+            assert not children(worker.pid)
             assert len(os.listdir(f"/proc/{worker.pid}/fd")) < 10 and not os.listdir(worker.folder)
         assert descriptors() == before and sorted(os.listdir(os.environ["TMPDIR"])) == folders
 
@@ -300,14 +270,11 @@ verifier.run(["import time; time.sleep(60)", "while True: pass"], ["", ""])
         with subprocess.Popen([sys.executable, "-c", start], stdout=subprocess.PIPE, text=True) as process:
             *pids, first, second = process.stdout.readline().split()
             pids = [int(pid) for pid in pids]
-            while not all(children := [Path(f"/proc/{pid}/task/{pid}/children").read_text().split() for pid in pids]):
-                time.sleep(0.02)
+            assert wait_for(lambda: all(map(children, pids)), 20)
+            everybody = [*pids, *(child for pid in pids for child in children(pid))]
             process.kill()
-        everybody = pids + [int(child) for group in children for child in group]
-        deadline = time.monotonic() + 20
-        while any(map(is_running, everybody)) or os.path.exists(first) or os.path.exists(second):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        assert wait_for(lambda: not any(map(is_running, everybody)), 20)
+        assert wait_for(lambda: not os.path.exists(first) and not os.path.exists(second), 20)
 
 
 class TestTool:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from accelerate import Accelerator
 from processes import on_two
+from watching import box, children, is_running, wait_for
 
 from pacs_trl import rewards
 from pacs_trl.rewards import math_reward, shared_verifier
@@ -27,32 +28,8 @@ HOSTILE = [
 ENDLESS = r"\boxed{9^{9^9} - 1}"
 
 
-def box(answer):
-    return f"\\boxed{{{answer}}}"
-
-
 def text_of(row):
     return "".join(text * count for text, count in row["parts"])
-
-
-def children(pid):
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def is_running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def wait_for(condition, seconds):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def resident_mb():

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from seeds import shifted
+from watching import box
 
 from pacs_trl.rewards import (
     VerificationArguments,
@@ -27,10 +28,6 @@ DATA = Path(__file__).parents[1] / "data"
 
 def read_jsonl(name):
     return [json.loads(line) for line in (DATA / name).read_text(encoding="utf-8").splitlines()]
-
-
-def box(answer):
-    return f"\\boxed{{{answer}}}"
 
 
 def numbers(answer):
