@@ -180,6 +180,12 @@ class PACSConfig(ExactUpdateConfig):
 def _first_update_errors(given: Any, step: Step) -> list[str]:
     undefined = given.score_estimator == "grpo" and given.reference == "rollout" and given.proxy != "mean_logp"
     first = given.first_update_score
+    if undefined and given.rollout_lag:
+        return [
+            f"rollout_lag={given.rollout_lag} cannot be used with score_estimator='grpo' and reference='rollout': it "
+            "divides by the standard deviation of implicit rewards that are nearly 0 for the first batches. Set "
+            "score_estimator='rloo' or 'dr_grpo', or reference='snapshot'."
+        ]
     if undefined and first is None:
         return [
             "score_estimator='grpo' cannot be used with reference='rollout': it divides by the standard deviation of "

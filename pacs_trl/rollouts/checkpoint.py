@@ -269,7 +269,8 @@ def is_finished(trainer: Any, checkpoint: str, max_steps: int) -> bool:
 
 def _shared_settings(trainer: Any) -> dict[str, Any]:
     settings = plain_settings(trainer.args, (*SHARED_SETTINGS, *trainer._own_shared_settings))
-    return settings | {"reward functions": trainer.reward_func_names}
+    lag = vars(trainer.args).get("rollout_lag", 0)  # TRL's configuration has no such key
+    return settings | {"reward functions": trainer.reward_func_names, "rollout_lag": lag}
 
 
 # Files --------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ Without them, TRL raises most of these errors only after loading the model and g
 
 import inspect
 import math
+import os
 from collections.abc import Callable, Collection, Iterable
 from functools import wraps
 from typing import Any
@@ -212,6 +213,24 @@ def check_generation_kwargs(args: GRPOConfig) -> None:
         raise ValueError(
             f"generation_kwargs has {', '.join(unknown)}, which transformers would ignore. Correct or remove it; the "
             "keys are those of transformers.GenerationConfig."
+        )
+
+
+def check_lag(args: GRPOConfig, arguments: dict[str, Any]) -> None:
+    """Raise a `ValueError` if a trainer with these arguments cannot generate ahead of training (`rollout_lag`)."""
+    if not vars(args).get("rollout_lag"):  # TRL's configuration has no such key
+        return
+    named = ("tools", "environment_factory", "rollout_func")
+    unsupported = [name for name in named if arguments[name]]
+    unsupported += ["a streaming dataset"] * (not isinstance(arguments["train_dataset"], Dataset))
+    unsupported += ["use_transformers_continuous_batching"] * args.use_transformers_continuous_batching
+    plugins = [os.environ.get(f"ACCELERATE_USE_{name}") == "true" for name in ("FSDP", "DEEPSPEED")]
+    unsupported += ["FSDP or DeepSpeed without vLLM"] * (not args.use_vllm and any([*plugins, args.deepspeed]))
+    unsupported += ["generation with transformers on a GPU"] * (not args.use_vllm and args.device.type != "cpu")
+    if unsupported:
+        raise ValueError(
+            f"rollout_lag={args.rollout_lag} does not support {' and '.join(unsupported)}. Remove rollout_lag, or use "
+            "single-turn generation on a finite dataset, with vllm_mode: server on GPUs."
         )
 
 

@@ -20,6 +20,7 @@ NUMBERS = {
     "length": ("completions/mean_length", ".0f"),
     "truncated": ("completions/clipped_ratio", ".2f"),
     "grad_norm": ("grad_norm", ".2g"),
+    "lag": ("async/lag_updates", ".0f"),
     "tokens/s": ("perf/forwarded_tok_s_wall_clock", ".0f"),
 }
 

@@ -27,6 +27,7 @@ from .checks import (
     OWN_PARAMETERS,
     check_dataset,
     check_generation_kwargs,
+    check_lag,
     check_number_of_prompts,
     check_prompt_lengths,
     check_prompts,
@@ -75,6 +76,7 @@ def check_arguments(model: str | PreTrainedModel, args: GRPOConfig, arguments: d
         if not has_environment:  # an environment may modify the prompt
             check_prompts(name, arguments[name])
     check_generation_kwargs(args)
+    check_lag(args, arguments)
     lora_rank = max_lora_rank(args, model, arguments["peft_config"])
     if args.use_vllm:
         check_vllm(args, name_of(model), lora_rank)

@@ -261,7 +261,8 @@ def checked_rollouts(rollout_func: Callable, eos_token_id: int, log_empty: Calla
 
 
 def failed_run(failure: ServerFailure, trainer: Any, engine: Engine | None) -> FailedRun:
-    """Return the [`FailedRun`] for a failed vLLM server: that of `engine`, by default the policy's."""
+    """Return the [`FailedRun`] for a failed vLLM server: that of `engine`, by default the policy's, or for the engine
+    process of a run without vLLM."""
     url, model = server_url(trainer.args), trainer.model
     lora_rank = max_lora_rank(trainer.args, trainer.model, None)
     if engine is not None:
@@ -270,6 +271,11 @@ def failed_run(failure: ServerFailure, trainer: Any, engine: Engine | None) -> F
     saved = "No optimizer step had been taken yet"
     if step > 0:
         saved = f"The state after it is in {trainer.args.output_dir}/checkpoint-{step}"
+    if not trainer.use_vllm:
+        return FailedRun(
+            f"The engine process {failure.state} after optimizer step {step} ({failure.cause}). {saved}; fix the "
+            "problem (an error above, or memory), and continue with `--resume_from_checkpoint last`."
+        )
     return FailedRun(
         f"The vLLM server at {url} {failure.state} after optimizer step {step} ({failure.cause}). {saved}. Fix the "
         f"problem, start the server again if it is down: {serve_command(model.name_or_path, lora_rank)} and continue "

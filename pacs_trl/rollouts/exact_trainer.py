@@ -28,17 +28,18 @@ from ..update.rollout import Rollout, labels_from_rewards, unpad_rollouts
 from ..update.step import MicroBatchConfig, StepRollouts
 from ..update.token_weights import Mismatch, MismatchCorrection, TokenWeights
 from .checkpoint import merge_rollouts, rollouts_to_save
+from .late_batches import LateGeneration, set_generating_logps
 from .rollout_trainer import RolloutTrainer
 
 
-class ExactUpdateTrainer(RolloutTrainer):
+class ExactUpdateTrainer(LateGeneration, RolloutTrainer):
     """
     [`RolloutTrainer`] with exact optimizer steps on the objective that `create_objective` returns. Its configuration
     is an [`ExactUpdateConfig`].
     """
 
     _update_class = PolicyUpdate
-    _saved_attributes = (*RolloutTrainer._saved_attributes, "_non_finite")
+    _saved_attributes = (*RolloutTrainer._saved_attributes, "_non_finite", "late_batches")
     _counters = (*RolloutTrainer._counters, "_pending")
 
     @abstractmethod
@@ -72,7 +73,7 @@ class ExactUpdateTrainer(RolloutTrainer):
             self.args.vllm_importance_sampling_correction
             and not self._config_class.vllm_importance_sampling_correction
         )
-        if asks and not self.use_vllm and self.rollout_func is None:
+        if asks and not self.use_vllm and self.rollout_func is None and not self.args.rollout_lag:
             raise ValueError(
                 "vllm_importance_sampling_correction=True would be ignored: transformers generates with the trained "
                 "weights themselves, so there is nothing to correct. Set use_vllm=True, or remove the key."
@@ -121,7 +122,7 @@ class ExactUpdateTrainer(RolloutTrainer):
             ),
             mismatch=self._mismatch,
             # A temperature other than 1 is allowed, because the loss divides the logits by it too.
-            samples_policy=untruncated and not args.generation_kwargs,
+            samples_policy=untruncated and not args.generation_kwargs and not args.rollout_lag,
             compute_kl_ref_logps=self._compute_kl_ref_logps if args.beta != 0 else None,
         )
 
@@ -146,13 +147,23 @@ class ExactUpdateTrainer(RolloutTrainer):
 
     def _generate_rollouts(self, generation_batch) -> list[Rollout]:
         """Generate and grade the completions of this process, and return them without padding."""
-        return unpad_rollouts(self._generate_and_score_completions(generation_batch))
+        rollouts = unpad_rollouts(self._generate_and_score_completions(generation_batch))
+        if self.args.rollout_lag:
+            names = ["ref_logps"] * self._reads_rollout_reference + ["old_logps"] * self.update.objective.has_ratio
+            set_generating_logps(rollouts, names)
+        return rollouts
+
+    @property
+    def _reads_rollout_reference(self) -> bool:
+        return self._reference == "rollout" and self.update.objective.has_reference
 
     def _cache_rollout_logps(self) -> None:
         """Compute the log-probs at rollout time that later updates need, before the policy changes."""
-        objective, has_weights = self.update.objective, bool(self.update.token_weights)
-        names = ["ref_logps"] * (self._reference == "rollout" and objective.has_reference)
-        names += ["old_logps"] * (has_weights or objective.has_ratio) + ["old_entropies"] * has_weights
+        has_ratio, has_weights = self.update.objective.has_ratio, bool(self.update.token_weights)
+        is_late = self.args.rollout_lag > 0  # then the engine's log-probs are stored already
+        names = ["ref_logps"] * (self._reads_rollout_reference and not is_late)
+        if not (has_ratio and is_late):
+            names += ["old_logps"] * (has_weights or has_ratio) + ["old_entropies"] * has_weights
         later = self._steps if self.num_iterations > 1 else self._steps[1:]
         with self.timer.part("log_probs"):
             for step in later if names else ():
@@ -192,11 +203,11 @@ class ExactUpdateTrainer(RolloutTrainer):
             update = self._step // self.args.gradient_accumulation_steps
             step = self._steps[update % len(self._steps)]
             first_update = update % (len(self._steps) * self.num_iterations) == 0
-        step.on_policy = first_update
+        step.on_policy, step.is_late = first_update, self.args.rollout_lag > 0 and self.update.objective.has_ratio
         if self._reference == "snapshot":
             with self.timer.part("log_probs"):
                 self._cache_snapshot_logps(model, step)
-        proxies_are_zero = first_update and self._policy_is_reference()
+        proxies_are_zero = first_update and self._policy_is_reference() and not self.args.rollout_lag
         loss, metrics = self.update.run(model, step, proxies_are_zero=proxies_are_zero)
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)

@@ -32,11 +32,16 @@ class GenerationSettings:
         vllm_sync_adapter (`bool`, *optional*, defaults to `False`):
             Whether to send vLLM the LoRA adapter alone, instead of all weights with the adapter merged, and to check
             that vLLM generates with it. A server reads it from `output_dir`.
+        rollout_lag (`int`, *optional*, defaults to `0`):
+            Generation batches by which generation runs ahead of training, 0 to 2: an engine generates batch `n + lag`
+            with the weights from before the updates on batch `n`, while these run. Without vLLM the engine is a
+            process on the CPU; with `vllm_mode="server"` the largest lag is 1. Bits do not depend on timing.
     """
 
     fast_generation: bool = False
     generation_dtype: Literal["bfloat16"] | None = None
     vllm_sync_adapter: bool = False
+    rollout_lag: Literal[0, 1, 2] = 0
 
     def __post_init__(self):
         super().__post_init__()  # type: ignore[misc]
@@ -47,6 +52,30 @@ class GenerationSettings:
                 f"{' and '.join(ignored)} would be ignored with use_vllm: {str(use_vllm).lower()}. Remove the key, or "
                 f"set use_vllm: {str(not use_vllm).lower()}."
             )
+        if self.rollout_lag and (error := self._lag_error()):
+            raise ValueError(f"rollout_lag={self.rollout_lag} {error}")
+
+    def _lag_error(self) -> str | None:
+        """Return the end of an error message if the settings do not allow generation ahead of training."""
+        given: Any = self
+        if type(self).__module__.startswith(("pacs_trl.experimental", "pacs_trl.baselines.ppo")):
+            return (
+                f"is not supported by {type(self).__name__}: the method generates again, or reads the current policy. "
+                "Remove the key, or use pacs, grpo, rloo, maxrl, or real."
+            )
+        if given.use_vllm and given.vllm_mode == "colocate":
+            return (
+                "needs an engine beside training, and vllm_mode: colocate generates on the GPUs that train. Set "
+                "vllm_mode: server and start a server on other GPUs, or remove the key."
+            )
+        if given.use_vllm and self.rollout_lag > 1:
+            return "is for the engine process; a server holds the weights of one batch. Set rollout_lag: 1."
+        if given.gradient_accumulation_steps > given.steps_per_generation:
+            return (
+                "counts generation batches, and here an optimizer step learns from several. Set steps_per_generation "
+                f"to a multiple of gradient_accumulation_steps={given.gradient_accumulation_steps}, or remove the key."
+            )
+        return None
 
 
 @contextmanager

@@ -363,7 +363,7 @@ class PolicyUpdate:
     def _token_values(self, step, batch: MicroBatch, logps, entropies, coefficients) -> TokenValues:
         old_logps, old_entropies = batch.old_logps, batch.old_entropies
         if step.on_policy:
-            old_logps, old_entropies = logps, entropies
+            old_logps, old_entropies = batch.old_logps if step.is_late else logps, entropies
         values = logps, old_logps, batch.sampling_logps, entropies, old_entropies, coefficients, batch.loss_mask
         return TokenValues(*(value.detach() for value in values))
 

@@ -33,6 +33,7 @@ class StepRollouts:
         whole_groups (`bool`): Whether the micro-batches of `schedule` hold whole groups.
         on_policy (`bool`): Whether the weights are still those at rollout time. The forward pass of the update then
             yields `old_logps`, and the mismatch metrics are computed.
+        is_late (`bool`): Whether `old_logps` are always those stored in the rollouts, of an earlier policy.
         coefficients, scales (`torch.Tensor` of shape `(B,)`, *optional*): See [`Objective.known_coefficients`].
     """
 
@@ -41,6 +42,7 @@ class StepRollouts:
     schedule: Schedule
     whole_groups: bool
     on_policy: bool = False
+    is_late: bool = False
     coefficients: torch.Tensor | None = None
     scales: torch.Tensor | None = None
 

@@ -1,0 +1,268 @@
+"""Generation with a fixed lag: the number of a batch decides what it is generated with, whoever dies in between."""
+
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from forked_engine import forked_engine
+from loopback_vllm import LoopbackVLLM, play_installed, server_settings
+from peft import LoraConfig
+from processes import start
+from replay import Recorder, addition_dataset, build_trainer, config, trainable_weights
+from seeds import shifted
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from pacs_trl import GRPOConfig, GRPOTrainer, PACSConfig, PACSTrainer
+from pacs_trl.baselines.ppo_config import PPOConfig
+from pacs_trl.errors import FailedRun
+from pacs_trl.experimental.dars import DARSConfig
+from pacs_trl.rollouts.checkpoint import last_checkpoint
+
+
+pytestmark = pytest.mark.slow
+
+SETTINGS = {
+    "steps_per_generation": 2,
+    "optim": "adamw_torch",
+    "learning_rate": 3e-3,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "max_steps": 6,
+    "temperature": 1.3,
+    "rollout_lag": 1,
+}
+
+
+class Keeping:
+    """A trainer that keeps the completions of each generation batch."""
+
+    def _generate_rollouts(self, generation_batch):
+        rollouts = super()._generate_rollouts(generation_batch)
+        self.kept = [*vars(self).get("kept", []), rollouts]
+        return rollouts
+
+
+def trainer_of(directory, trainer_class=None, lora=False, callbacks=(), model=None, **settings):
+    kept = type("Kept", (Keeping, trainer_class or PACSTrainer), {})
+    adapter = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if lora else None
+    data = {"train_dataset": addition_dataset(12), "eval_dataset": addition_dataset(4)}
+    more = data | {"callbacks": list(callbacks), "peft_config": adapter}
+    torch.manual_seed(shifted(5))  # of the adapter
+    return build_trainer(directory, trainer_class=kept, more=more, model=model, **(SETTINGS | settings))
+
+
+@pytest.mark.parametrize(
+    ("lag", "trainer_class", "lora"), [(1, None, False), (2, GRPOTrainer, False), (2, None, True)], ids=str
+)
+def test_the_lag_decides_which_weights_generate(tmp_path, lag, trainer_class, lora):
+    """The engine's log-probs are those of the weights from `lag` batches before, which the update refers to."""
+    recorder = Recorder()
+    given = {"rollout_lag": lag, "save_strategy": "no", "max_steps": 8, "fast_generation": lora}
+    with forked_engine():
+        trainer = trainer_of(tmp_path, trainer_class, lora, [recorder], **given)
+        trainer.train()
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    with torch.no_grad():
+        for number, rollouts in enumerate(trainer.kept):
+            weights = recorder.weights[2 * max(0, number - lag)]
+            for name, parameter in policy.named_parameters():
+                parameter.data.copy_(weights.get(name, parameter))
+            for rollout in rollouts:
+                ids = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids]])
+                logits = policy(input_ids=ids.long()).logits[0, len(rollout.prompt_ids) - 1 : -1] / 1.3
+                found = logits.log_softmax(-1).gather(1, ids[0, len(rollout.prompt_ids) :, None].long())[:, 0]
+                reported = torch.from_numpy(rollout.sampling_logps)
+                assert torch.allclose(found, reported, atol=1e-4), f"batch {number}"
+                of_generating = rollout.ref_logps if trainer_class is None else rollout.old_logps
+                assert (of_generating == rollout.sampling_logps).all()
+    logs = [log for log in trainer.state.log_history if "async/lag_updates" in log]
+    assert [log["async/lag_updates"] for log in logs] == [2.0 * min(n, lag) for n in range(4)]
+    gaps = [log["sampling/sampling_logp_difference/mean"] for log in logs]
+    assert gaps[0] < 1e-4 < 1e-2 < min(gaps[1:])
+    assert all(set(r.group for r in kept).isdisjoint(r.group for r in trainer.kept[0]) for kept in trainer.kept[1:])
+
+
+class Kill(TrainerCallback):
+    """kill -9 in the optimizer step `at`, while the engine may be generating."""
+
+    def __init__(self, at: int):
+        self.at = at
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if state.global_step == self.at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class KillSoon(Kill):
+    """The same at any moment: while the engine or the trainer waits, works, or saves."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.at:
+            threading.Timer(random.random() / 10, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    on_pre_optimizer_step = TrainerCallback.on_pre_optimizer_step
+
+
+def train_and_kill(directory, callbacks, resume, settings):
+    with forked_engine():
+        trainer = trainer_of(directory, callbacks=callbacks, **settings)
+        trainer.train(resume_from_checkpoint=resume)
+        trainer.save_model()
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+def test_killed_at_any_moment(tmp_path, lag):
+    settings = {"rollout_lag": lag, "max_steps": 9}
+    with forked_engine():
+        straight = trainer_of(tmp_path / "straight", **settings)
+        straight.train()
+    kills = [[Kill(1)], [KillSoon(3)], [KillSoon(4)], [Kill(6)], []]
+    directory = tmp_path / "killed"
+    for kill in kills:
+        process = start(
+            train_and_kill, directory, kill, last_checkpoint(directory) is not None, settings, output=tmp_path / "out"
+        )
+        process.join(120)
+        assert process.exitcode in (-signal.SIGKILL, 0), (tmp_path / "out").read_text()[-3000:]
+    found = trainable_weights(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32))
+    expected = trainable_weights(straight.model)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+class EndEngine(TrainerCallback):
+    """Send signals to the engine, or after it to this process, in the third optimizer step."""
+
+    def __init__(self, trainer, to_engine, to_self=None):
+        self.trainer, self.to_engine, self.to_self = trainer, to_engine, to_self
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            os.kill(self.trainer._late.engine.process.pid, self.to_engine)
+            if self.to_self is not None:
+                threading.Timer(0.2, os.kill, (os.getpid(), self.to_self)).start()
+
+
+def test_an_engine_that_dies_stops_the_run_after_a_step(tmp_path):
+    """Batches that it did not finish are generated in the trainer's process, for the checkpoint."""
+    with forked_engine():
+        straight = trainer_of(tmp_path / "straight", rollout_lag=2, max_steps=10)
+        straight.train()
+        stopped = trainer_of(tmp_path / "stopped", rollout_lag=2, max_steps=10, save_strategy="no")
+        stopped.add_callback(EndEngine(stopped, signal.SIGKILL))
+        with pytest.raises(FailedRun, match=r"engine process stopped after optimizer step \d .*checkpoint-\d; fix"):
+            stopped.train()
+        resumed = trainer_of(tmp_path / "stopped", rollout_lag=2, max_steps=10, save_strategy="no")
+        resumed.train(resume_from_checkpoint=True)
+        expected, found = (trainable_weights(trainer.model) for trainer in (straight, resumed))
+        assert all(torch.equal(expected[name], found[name]) for name in expected)
+        other = trainer_of(tmp_path / "stopped", rollout_lag=2, max_steps=10, seed=shifted(42))
+        other.train_dataset = addition_dataset(24).select(range(12, 24))
+        with pytest.raises(FailedRun, match="prompts of generation batch"):
+            other.train(resume_from_checkpoint=True)
+        lag_1 = trainer_of(tmp_path / "other", rollout_lag=1, max_steps=10)
+        with pytest.raises(ValueError, match="rollout_lag: 2 in the checkpoint, 1 now"):
+            lag_1.train(resume_from_checkpoint=last_checkpoint(tmp_path / "stopped"))
+
+
+def test_ctrl_c_while_the_engine_does_not_answer(tmp_path, monkeypatch):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with forked_engine():
+            trainer = trainer_of(tmp_path, max_steps=20, save_strategy="no")
+            trainer.add_callback(EndEngine(trainer, signal.SIGSTOP, signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):
+                trainer.train()
+        assert trainer._late.engine.process.exitcode == -signal.SIGKILL
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class NotePid(Kill):
+    def __init__(self, trainer, file: Path):
+        super().__init__(2)
+        self.trainer, self.file = trainer, file
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            self.file.write_text(str(self.trainer._late.engine.process.pid))
+
+
+def train_with_an_interpreter(directory, file):
+    trainer = trainer_of(directory, bf16=True)
+    trainer.add_callback(NotePid(trainer, file))
+    trainer.train()
+
+
+def test_the_engine_ends_with_a_trainer_that_is_killed(tmp_path):
+    """The process as users start it, with a new interpreter and in bfloat16."""
+    process = start(train_with_an_interpreter, tmp_path, tmp_path / "pid", output=tmp_path / "out")
+    process.join(300)
+    assert process.exitcode == -signal.SIGKILL, (tmp_path / "out").read_text()[-3000:]
+    status = Path("/proc", (tmp_path / "pid").read_text(), "stat")
+    while status.exists() and status.read_text().split()[2] != "Z":  # of a parent that reaps nothing
+        time.sleep(0.1)
+
+
+def test_server(tmp_path, model_path, monkeypatch):
+    """The request for the next batch is sent before training; an evaluation waits for it. A server that fails stops
+    the run, and what it had not answered is requested again."""
+    play_installed(monkeypatch.setattr)
+    with LoopbackVLLM(model_path) as server:
+
+        def run(directory, resume=None, **settings):
+            model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+            given = server_settings(server.url) | {"per_device_eval_batch_size": 4} | settings
+            trainer = trainer_of(tmp_path / directory, model=model, **given)
+            trainer.train(resume_from_checkpoint=resume)
+            return trainable_weights(trainer.model)
+
+        expected = run("straight", eval_strategy="steps", eval_steps=3)
+        in_training = server.seeds[:3]
+        assert len(set(server.seeds)) == len(server.seeds) and server.num_updates >= 3
+        server.seeds.clear()
+        found = run("resumed", resume=str(tmp_path / "straight" / "checkpoint-3"))
+        assert all(torch.equal(expected[name], found[name]) for name in expected)
+        server.fail_generation = len(server.seeds) + 1
+        with pytest.raises(FailedRun, match="vLLM server at .* after optimizer step 2 .*--resume_from"):
+            run("stopped", save_strategy="no")
+        server.dead, server.fail_generation = False, None
+        server.seeds.clear()
+        run("stopped", resume=True)
+        assert server.seeds == in_training[1:]
+
+
+@pytest.mark.parametrize(
+    ("config_class", "settings", "named"),
+    [
+        (PACSConfig, {"rollout_lag": 3}, "rollout_lag must be one of 0, 1, 2"),
+        (DARSConfig, {}, "not supported by DARSConfig.* use pacs"),
+        (PPOConfig, {}, "not supported by PPOConfig"),
+        (PACSConfig, {"use_vllm": True, "vllm_mode": "colocate"}, "vllm_mode: server"),
+        (PACSConfig, {"use_vllm": True, "vllm_mode": "server", "rollout_lag": 2}, "Set rollout_lag: 1"),
+        (GRPOConfig, {"gradient_accumulation_steps": 4}, "steps_per_generation"),
+        (PACSConfig, {"score_estimator": "grpo", "first_update_score": "dr_grpo"}, "reference='snapshot'"),
+    ],
+)
+def test_settings_that_do_not_fit(tmp_path, config_class, settings, named):
+    with pytest.raises(ValueError, match=named):
+        config(tmp_path, config_class, **({"rollout_lag": 1, "steps_per_generation": 2} | settings))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "named"),
+    [
+        ({"rollout_func": print}, {}, "rollout_func"),
+        ({"tools": [print]}, {}, "tools"),
+        ({"train_dataset": addition_dataset().to_iterable_dataset()}, {"max_steps": 2}, "streaming dataset"),
+        ({}, {"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_what_has_no_lag_is_rejected_before_the_model_is_loaded(tmp_path, arguments, settings, named):
+    with pytest.raises(ValueError, match=f"does not support .*{named}.* Remove rollout_lag"):
+        build_trainer(tmp_path, model="nowhere/nothing", more=arguments, rollout_lag=1, **settings)
