@@ -1,4 +1,4 @@
-"""What tests of graders share: forms of completions, and processes as /proc shows them."""
+"""Helpers for tests of graders: forms of completions, and processes as /proc shows them."""
 
 import time
 from pathlib import Path
