@@ -137,14 +137,16 @@ class ServerEngine:
             timeout=httpx.Timeout(self.timeout_seconds, connect=10.0),
             limits=httpx.Limits(max_connections=concurrency),
         )
+        served: Any
         try:
             served = [entry["id"] for entry in self._client.get("models").raise_for_status().json()["data"]]
         except httpx.HTTPError as error:
+            served = error
+        if not isinstance(served, list) or model not in served:
             raise ValueError(
-                f"No OpenAI-compatible server responds at base_url={base_url} ({error}). Start one, or correct it."
-            ) from error
-        if model not in served:
-            raise ValueError(f"The server at {base_url} does not serve {model!r}. Choose from {served}.")
+                f"No OpenAI-compatible server at base_url={base_url} serves {model!r} ({served}). Start one, or "
+                "correct base_url or model."
+            )
 
     def generate(self, requests: Sequence[Request], settings: SamplingSettings) -> Answers:
         with ThreadPoolExecutor(self.concurrency) as pool:

@@ -38,10 +38,11 @@ def pass_at_k(n, c, k):
     """
     n, c, ks = _as_counts("n", n), _as_counts("c", c), _as_counts("k", k)
     n, c = np.broadcast_arrays(n, c)
-    if n.size == 0 or n.min() < 1 or (c < 0).any() or (c > n).any():
-        raise ValueError(f"pass@k needs problems with n >= 1 and 0 <= c <= n; got n = {n!s:.80} and c = {c!s:.80}.")
-    if ks.min() < 1 or ks.max() > n.min():
-        raise ValueError(f"pass@k needs 1 <= k <= n, got k = {ks} and a smallest n of {n.min()}. Lower k.")
+    is_possible = n.size > 0 and n.min() >= 1 and (0 <= c).all() and (c <= n).all()
+    if not is_possible or ks.min() < 1 or ks.max() > n.min():
+        raise ValueError(
+            f"pass@k needs problems with 0 <= c <= n and 1 <= k <= n; got n = {n!s:.80}, c = {c!s:.80}, k = {ks}."
+        )
 
     values = np.empty(n.shape + (ks.size,))
     for num_samples in np.unique(n):

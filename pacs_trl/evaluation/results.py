@@ -97,19 +97,20 @@ def read_results(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if path.is_dir():
         path = path / "results.json"
-    if not path.exists():
-        raise ValueError(f"There is no results file {str(path)!r}. Name one of `pacs-trl evaluate`, or its directory.")
+    found: Any
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
-        version = results["schema_version"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a results file of `pacs-trl evaluate` ({error}). Evaluate again.") from error
-    if version != RESULTS_SCHEMA:
-        raise ValueError(
-            f"{path} has results schema {version}, and this version reads {RESULTS_SCHEMA}. Run the evaluation again: "
-            "it uses the stored samples."
-        )
-    return results
+        found = f"its schema is {results['schema_version']}, not {RESULTS_SCHEMA}"
+        if results["schema_version"] == RESULTS_SCHEMA:
+            return results
+    except OSError as error:
+        found = error.strerror
+    except (ValueError, KeyError, TypeError) as error:
+        found = error
+    raise ValueError(
+        f"{str(path)!r} is not a results file ({found}). Name one of `pacs-trl evaluate`, or its directory; "
+        "evaluating again uses the stored samples."
+    )
 
 
 def require_same_protocol(results: Sequence[dict[str, Any]], names: Sequence[str]) -> None:

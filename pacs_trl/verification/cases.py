@@ -17,6 +17,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from decimal import Decimal, InvalidOperation
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -60,12 +61,10 @@ class UnusableTests(ValueError):
 
 def _mapping_of(value: Any) -> Mapping:
     if isinstance(value, str):
-        try:
+        with suppress(ValueError, RecursionError):
             value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"Tests must be JSON, got {value[:80]!r} ({error}).") from error
     if not isinstance(value, Mapping):
-        raise ValueError(f"Tests must be a mapping with `type` and `cases`, got {str(value)[:80]!r}.")
+        raise ValueError(f"Tests must be a mapping, or its JSON, with `type` and `cases`, got {str(value)[:80]!r}.")
     if (language := value.get("language", "python")) not in ("python", "python3"):
         raise UnusableTests(f"These tests are for {language!r}, but only Python is supported. Remove the examples.")
     return value

@@ -11,6 +11,7 @@ import logging
 import queue
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -165,30 +166,28 @@ class CodeVerifier(BaseVerifier):
         if self._pool is not None and self.level is not None:
             return self.level
         self._pool = queue.SimpleQueue()
-        try:
-            for _ in range(self.num_workers or 1):
-                self._pool.put(self._new_worker())
-            worker = self._pool.get()
-            self._pool.put(worker)
-            level = worker.measure()
-        except OSError as error:
-            self._end()
-            raise ValueError(
-                f"The workers for programs cannot be started ({error}). Check TMPDIR and the process limits."
-            ) from error
-        except BaseException:
-            self._end()
-            raise
-        wanted = set() if self.isolation == "rlimits" else set(self.isolation.split("+"))
-        if missing := wanted - set(level.layers):
-            self._end()
-            holds = next(name for name in ISOLATION if name == "rlimits" or set(name.split("+")) <= set(level.layers))
-            raise ValueError(
-                f"code_isolation={self.isolation} needs {' and '.join(sorted(missing))}, but programs would run with "
-                f"{level.text} ({level.reasons}) and could read and write your files. Use kernel 5.13 or later with "
-                "Landlock and a container profile that allows both, or, on a disposable machine, set code_isolation "
-                f"to {holds} (see docs/code.md)."
-            )
+        with ExitStack() as on_failure:
+            on_failure.callback(self._end)
+            try:
+                for _ in range(self.num_workers or 1):
+                    self._pool.put(self._new_worker())
+                worker = self._pool.get()
+                self._pool.put(worker)
+                level = worker.measure()
+            except OSError as error:
+                raise ValueError(
+                    f"The workers for programs cannot be started ({error}). Check TMPDIR and the process limits."
+                ) from error
+            wanted = set() if self.isolation == "rlimits" else set(self.isolation.split("+"))
+            if missing := wanted - set(level.layers):
+                held = [name for name in ISOLATION if name == "rlimits" or set(name.split("+")) <= set(level.layers)]
+                raise ValueError(
+                    f"code_isolation={self.isolation} needs {' and '.join(sorted(missing))}, but programs would run "
+                    f"with {level.text} ({level.reasons}) and could read and write your files. Use kernel 5.13 or "
+                    "later with Landlock and a container profile that allows both, or, on a disposable machine, set "
+                    f"code_isolation to {held[0]} (see docs/code.md)."
+                )
+            on_failure.pop_all()
         if self.level != level:
             logger.info("Programs run with %s.", level.text)
         self.level = level

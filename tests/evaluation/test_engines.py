@@ -84,18 +84,13 @@ def test_server_engine(server, monkeypatch):
     }
 
 
-def test_server_engine_repeats_what_can_pass(server, monkeypatch):
+def test_server_engine_repeats_what_can_pass_and_gives_up_with_the_reason(server, monkeypatch):
     FakeServer.failures = [503, 429, 500]
     monkeypatch.setattr(ServerEngine, "first_wait_seconds", 0.001)
     engine = ServerEngine(server, "tiny", concurrency=1)
     assert len(list(engine.generate(make_requests(), SETTINGS))) == 12
     assert FakeServer.failures == []
-
-
-def test_server_engine_gives_up_with_the_reason(server, monkeypatch):
     FakeServer.failures = [503] * 5
-    monkeypatch.setattr(ServerEngine, "first_wait_seconds", 0.001)
-    engine = ServerEngine(server, "tiny", concurrency=1)
     with pytest.raises(RuntimeError, match="503"):
         list(engine.generate(make_requests(1, 1), SETTINGS))
     FakeServer.failures = [400]

@@ -46,7 +46,7 @@ def document(**changes):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("{", "results.json"), ("[]", "results.json"), (json.dumps({"schema_version": 0}), "schema 0")],
+    [("{", "results.json"), ("[]", "results.json"), (json.dumps({"schema_version": 0}), "schema is 0")],
 )
 def test_other_files_are_refused(tmp_path, content, message):
     (tmp_path / "results.json").write_text(content)
