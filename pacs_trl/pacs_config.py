@@ -45,10 +45,10 @@ class ExactUpdateConfig(PublishedArguments, EvaluationSettings, GenerationSettin
 
     Parameters:
         max_tokens_per_micro_batch (`int`, *optional*):
-            Bounds a forward pass by tokens. By default it is bounded by `per_device_train_batch_size` rows. Every
+            Bounds a forward pass by tokens. By default `per_device_train_batch_size` completions bound it. Every
             prompt plus `max_completion_length` must fit, which is checked at startup.
         padding_free (`str`, *optional*, defaults to `"auto"`):
-            `"auto"` packs the rows of a micro-batch where model and attention allow it and pads them otherwise. For
+            `"auto"` packs the completions of a micro-batch where model and attention allow it, and pads otherwise. For
             tests: `"always"` raises where packing is impossible, `"never"` pads.
         startup_check (`bool`, *optional*, defaults to `True`):
             Whether to compare the log-probs of three short sequences, computed as in training, with the model's own
@@ -95,7 +95,7 @@ class PACSConfig(ExactUpdateConfig):
     Inherits every parameter of [`ExactUpdateConfig`] and [`~trl.GRPOConfig`]. Generation, vLLM, data, logging and
     optimization keep their meaning, and so does `beta`, the weight of the KL term (k3 estimator, mean over the tokens
     of the optimizer step). Parameters that only shape GRPO's loss (`epsilon`, `loss_type`, `scale_rewards`, ...) are
-    refused when moved off their default.
+    rejected unless they have their default value.
 
     Parameters:
         > Parameters that control the objective

@@ -2,7 +2,7 @@
 
 `method` decides which trainer runs and which settings exist: the fields of that trainer's configuration and of the
 other dataclasses below. [`Recipe.from_settings`] makes all of them, for a run in this process or for a launch
-elsewhere (`plan`). Reading a recipe loads no model, no data, and no GPU.
+elsewhere (`plan`). Reading a recipe loads neither model nor data, and needs no GPU.
 """
 
 import os
@@ -40,7 +40,7 @@ METHODS = {
 @dataclass
 class RunArguments:
     """
-    What is run.
+    Select the method, rewards, tools, and environment.
 
     Args:
         method (`str`, *optional*, defaults to `"pacs"`):
@@ -81,7 +81,7 @@ class Recipe(NamedTuple):
     Attributes:
         training: The configuration of the method's trainer.
         settings (`dict`): The given keys with their values; written to a file, they repeat the run.
-        step ([`Step`]): What the batch sizes come to on the processes of the run.
+        step ([`Step`]): Batch sizes for the number of processes of the run.
     """
 
     run: RunArguments
@@ -104,7 +104,7 @@ class Recipe(NamedTuple):
                 Processes of a launch on other hardware. `None`: those of this run.
 
         Raises:
-            `ValueError`: with what each part refuses.
+            `ValueError`: for an unknown or missing key, a value that its configuration rejects, or keys that conflict.
         """
         method = settings.get("method", "pacs")
         if method not in method_names():
@@ -143,7 +143,7 @@ class Recipe(NamedTuple):
 
 
 def _planned(config: type, num_processes: int | None) -> type:
-    """Return the configuration class of a launch on so many processes, which does not ask for devices here."""
+    """Return the configuration class for `num_processes` processes, without checking the devices of this machine."""
     if num_processes is None:
         return config
 
@@ -240,8 +240,8 @@ def _unused_settings(model: Any, given: dict) -> list[str]:
 
 
 def _ignored_settings(training: Any) -> list[tuple[str, str]]:
-    """Return the settings that transformers or TRL would ignore without a word, or refuse only after the model is
-    loaded, each with the reason."""
+    """Return the settings that transformers or TRL would silently ignore, or reject after the model is loaded, each
+    with the reason."""
     evaluates, given = training.eval_strategy != "no", training
     constant = given.lr_scheduler_type == "constant"
     clips = (given.vllm_importance_sampling_clip_min, given.vllm_importance_sampling_clip_max)
@@ -300,8 +300,8 @@ def _relation_errors(run: RunArguments, data: DataArguments, training: Any) -> l
 
 
 def load_tokenizer(recipe: Recipe, **kwargs: Any):
-    """Tokenizer of the model of a recipe; `kwargs` are those of `from_pretrained`. Raises an `OSError` if it is not
-    there."""
+    """Load the tokenizer of the model of a recipe; `kwargs` are those of `from_pretrained`. Raises an `OSError` if
+    there is none."""
     from .miniature.tokenizer import build_tokenizer
 
     name = recipe.model.model_name_or_path
@@ -314,7 +314,7 @@ def load_tokenizer(recipe: Recipe, **kwargs: Any):
 
 
 def reward_function(name: str) -> Callable:
-    """A function of `pacs_trl.rewards` by its name, any other by its dotted path, also from the working directory."""
+    """Return a function of `pacs_trl.rewards` by name, or another by dotted path, also from the working directory."""
     if "." not in name:
         function = getattr(rewards, name, None)
         if callable(function) and name.endswith("_reward"):
@@ -330,5 +330,5 @@ def reward_function(name: str) -> Callable:
 
 
 def rollout_function(name: str) -> Callable:
-    """A rollout function of the user by `module:function`, also from the working directory."""
+    """Return a rollout function of the user by `module:function`, also from the working directory."""
     return function_of_user(name, "rollout_func")

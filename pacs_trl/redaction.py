@@ -101,13 +101,13 @@ class PublishedArguments:
     """Base of training configurations whose `to_dict`, which trackers receive, is [`published`]."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings, of which others may see these."""
+        """Return the settings that may be published."""
         return published(super().to_dict())  # type: ignore[misc]
 
 
 def is_secret(name: str, value: Any = "") -> bool:
-    """Whether the name of a setting is that of a secret: `hub_token`, `OPENAI_API_KEY`, `dbPassword`; not `pad_token`,
-    nor plurals with a number or null (`max_new_tokens: 512`)."""
+    """Return whether the name of a setting is that of a secret: `hub_token`, `OPENAI_API_KEY`, `dbPassword`; not
+    `pad_token`, nor plurals with a number or null (`max_new_tokens: 512`)."""
     words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
     if _SECRET_NAME.search("".join(words)) or _SECRET_WORDS & set(words):
         return True
@@ -165,7 +165,7 @@ def _without_paths(name: str, text: str) -> str:
 
 
 def _is_path(name: str, text: str) -> bool:
-    """Whether a setting is a path, not a Hub id or a generated name."""
+    """Return whether a setting is a path, not a Hub id or a generated name."""
     if not _NAME_OF_A_PATH.search(name) or text.startswith(_GENERATED) or "://" in text:
         return False
     return (

@@ -162,7 +162,7 @@ def run_python(code: str, input: str = "") -> str:
 
 
 def tool_function(name: str) -> Callable:
-    """`run_python`, or a tool of the user by its dotted path, also from the working directory."""
+    """Return `run_python`, or a tool of the user by its dotted path, also from the working directory."""
     if "." not in name and name != run_python.__name__:
         raise ValueError(
             f"There is no tool {name!r} in pacs_trl, which has {run_python.__name__}. Write tools of your own as "
@@ -298,7 +298,7 @@ def _log(
     metrics: Mapping[str, float] | None = None,
     columns: Mapping[str, list] | None = None,
 ) -> None:
-    """Log the shares of outcomes and other `metrics`, and the outcomes and other `columns`, as far as TRL asks."""
+    """Log the shares of outcomes and other `metrics`, and the outcomes and other `columns`, where TRL takes them."""
     outcomes = [grade.outcome for grade in grades]
     if log_metric is not None and grades:
         for name, value in (outcome_shares(outcomes) | dict(metrics or {})).items():

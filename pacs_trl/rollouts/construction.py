@@ -1,4 +1,4 @@
-"""Construction of trainers: argument checks before the model is loaded, process checks, and scorers."""
+"""Construction of trainers: argument checks before the model is loaded, process checks, and forward passes."""
 
 import inspect
 import os

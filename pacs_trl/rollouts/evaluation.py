@@ -174,7 +174,7 @@ class BenchmarkEvaluation:
 
     @contextmanager
     def _sampling_of_benchmarks(self) -> Iterator[None]:
-        """Generate with the sampling settings of benchmarks inside the context, and log nothing of it."""
+        """Generate with the sampling settings of benchmarks inside the context, without logging."""
         holder = vars(self.vllm_generation if self.use_vllm else self.generation_config)
         changed = {"temperature": self.args.eval_temperature, "top_p": self.args.eval_top_p}
         changed = {name: value for name, value in changed.items() if value is not None}

@@ -126,8 +126,8 @@ def schedule_step(
 
 
 def schedule_some(rollouts: list[Rollout], indices: list[int], limits: MicroBatchConfig) -> Schedule:
-    """Return micro-batches of some completions of a step. Raises `max_tokens` if a single rollout exceeds it, which
-    happens only for completions without a gradient."""
+    """Return micro-batches of some completions of a step. Increases `max_tokens` to the longest single rollout,
+    which happens only for completions without a gradient."""
     lengths, bounds = rollout_lengths(rollouts, limits.pair_cost), limits.of_schedule
     if limits.max_tokens is not None:
         bounds["max_tokens"] = max(
