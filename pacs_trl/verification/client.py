@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import weakref
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,18 @@ def connection_of(own: socket.socket, send_seconds: float) -> Connection:
     return Connection(own.detach())
 
 
+def start_process(module: str, settings: dict[str, Any], flags: Sequence[str] = (), **how: Any) -> subprocess.Popen:
+    """Start `main` of a module of this folder in a fresh interpreter, with settings as JSON."""
+    # The package of this process, last on the path, where it hides no other module.
+    package_root = str(Path(__file__).resolve().parents[2])
+    start = f"import sys; sys.path.append({package_root!r}); "
+    start += f"from pacs_trl.verification.{module} import main; sys.path.pop(); main()"
+    # Ctrl-C in the terminal reaches only the trainer, which then ends the process.
+    return subprocess.Popen(
+        [sys.executable, *flags, "-P", "-c", start, json.dumps(settings)], start_new_session=True, **how
+    )
+
+
 class PoolProcess:
     """A running `pacs_trl.verification.pool` and the connection to it. `settings` are `num_workers`,
     `timeout_seconds`, `cpu_seconds`, `memory_limit_mb`, and `protocol`."""
@@ -30,17 +43,9 @@ class PoolProcess:
         self.seconds_per_item = settings["timeout_seconds"] / settings["num_workers"]
         ours, theirs = socket.socketpair()
         self.connection = connection_of(ours, 120.0)
-        # The package of this process, last on the path, where it hides no other module.
-        package_root = str(Path(__file__).resolve().parents[2])
-        start = f"import sys; sys.path.append({package_root!r}); from pacs_trl.verification.pool import main; main()"
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-c", start, json.dumps({**settings, "parent_pid": owner})],
-            stdin=theirs.fileno(),
-            # Makes the order of sets, hence of sympy's rewriting, equal in every run.
-            env={**os.environ, "PYTHONHASHSEED": "0"},
-            # Ctrl-C in the terminal reaches only the trainer, which then ends the pool.
-            start_new_session=True,
-        )
+        # The variable makes the order of sets, hence of sympy's rewriting, equal in every run.
+        how = {"stdin": theirs.fileno(), "env": {**os.environ, "PYTHONHASHSEED": "0"}}
+        process = start_process("pool", {**settings, "parent_pid": owner}, **how)
         theirs.close()
         self.pid = process.pid
         # Runs when the object is collected or the interpreter exits, unless called before.

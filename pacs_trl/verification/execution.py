@@ -5,15 +5,13 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import Outcome
-from .client import end_process
+from .client import end_process, start_process
 from .confinement import LAYERS
 
 
@@ -76,18 +74,16 @@ class LocalWorker:
         self.connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.connection.settimeout(60.0)
         folder = tempfile.mkdtemp(prefix="pacs_trl_code_")
-        package_root = str(Path(__file__).resolve().parents[2])
-        start = f"import sys; sys.path.append({package_root!r}); "
-        start += "from pacs_trl.verification.sandbox import main; sys.path.pop(); main()"
         settings = {"connection": theirs.fileno(), "parent_pid": os.getpid(), "folder": folder, "layers": list(layers)}
         # As `python -I -S`, except for a variable that fixes the order of sets, hence outputs.
-        process = subprocess.Popen(
-            [sys.executable, "-s", "-P", "-S", "-X", "utf8", "-c", start, json.dumps(settings | limits)],
+        process = start_process(
+            "sandbox",
+            settings | limits,
+            ["-s", "-S", "-X", "utf8"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             env={"PYTHONHASHSEED": "0"},
             pass_fds=[theirs.fileno()],
-            start_new_session=True,  # Ctrl-C in the terminal reaches only the trainer
         )
         theirs.close()
         self.pid, self.folder = process.pid, folder
