@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -104,32 +103,17 @@ def test_golden_messages(monkeypatch, capsys, tmp_path, case):
     assert (status, message) == (2, case["message"])
 
 
+EVALUATE = ["evaluate", "--model", "m", "--benchmarks", "miniature/addition", "--n=64"]
+
+
 @pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["report", "docs/results/miniature", "--output_dir", "DIR"], "matplotlib"),
-        (
-            ["evaluate", "--model", "m", "--benchmarks", "miniature/addition", "--output_dir", "DIR", "--n=64"],
-            "vllm>=",
-        ),
-    ],
+    ("argv", "words"), [(["report", "docs/results/miniature"], "matplotlib"), (EVALUATE, "vllm>=")]
 )
 def test_missing_packages_are_named_before_any_run(monkeypatch, capsys, tmp_path, argv, words):
     monkeypatch.setattr("pacs_trl.settings.names.find_spec", lambda name: None)
     monkeypatch.setattr("pacs_trl.evaluation.run.identify_model", lambda args: {"name": "m", "digest": "d"})
-    status, _, errors = called(
-        monkeypatch, capsys, *(str(tmp_path / "out") if word == "DIR" else word for word in argv)
-    )
+    status, _, errors = called(monkeypatch, capsys, *argv, "--output_dir", str(tmp_path / "out"))
     assert status == 2 and words in errors
-
-
-def test_ctrl_c_is_one_line(monkeypatch, capsys):
-    def interrupted(argv):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("pacs_trl.errors.signal.signal", lambda number, handler: None)
-    monkeypatch.setattr(cli, "import_module", lambda name: SimpleNamespace(main=interrupted))
-    assert called(monkeypatch, capsys, "report") == (130, "", "pacs-trl report: stopped by Ctrl-C.\n")
 
 
 @pytest.mark.parametrize("program", [["pacs_trl.train"], ["pacs_trl.cli", "evaluate"]])
@@ -181,9 +165,14 @@ def _raising(error):
     return command
 
 
+LIBRARY = {"__name__": "trl.trainer.grpo_trainer"}
+exec("def unsupported(argv):\n    raise NotImplementedError('Not with PEFT.')", LIBRARY)
+
+
 @pytest.mark.parametrize(
     ("command", "code"),
     [
+        (LIBRARY["unsupported"], 2),
         (lambda argv: float("4 2"), 2),  # a library refuses a setting
         # an error of this package in a run, such as a reward that is NaN
         (lambda argv: _running(lambda: read_mapping("nowhere.yaml", "recipe")), 1),
@@ -199,13 +188,6 @@ def test_errors_that_are_one_line(capsys, command, code):
     assert exit_code("pacs-trl x", command, []) == code
     errors = capsys.readouterr().err
     assert errors.startswith("pacs-trl x: ") and errors.count("\n") == 1
-
-
-def test_a_combination_that_transformers_does_not_support_is_one_line(capsys):
-    library = {"__name__": "trl.trainer.grpo_trainer"}
-    exec("def command(argv):\n    raise NotImplementedError('Not with PEFT.')", library)
-    assert exit_code("pacs-trl x", library["command"], []) == 2
-    assert capsys.readouterr().err == "pacs-trl x: Not with PEFT.\n"
 
 
 @pytest.mark.parametrize(

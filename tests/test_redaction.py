@@ -14,27 +14,17 @@ from pacs_trl.redaction import REMOVED, clean_url, is_secret, published, without
 
 
 SECRET = "s3cr3tValue42"
-SECRET_NAMES = (
-    *(
-        "token",
-        "hub_token",
-        "HF_TOKEN",
-        "api_key",
-        "OPENAI_API_KEY",
-        "dbPassword",
-        "client-secret",
-        "use_auth_token",
-        "key",
-    ),
-    *("aws_access_key_id", "AWS_SECRET_ACCESS_KEY", "Authorization", "credentials", "mytoken", "tokens", "x-api-key"),
-    *("private_key_file", "hftoken", "wandb_api_key", "passwd", "db.password", "ssh_key", "Cookie", "HFToken2"),
-)
-ORDINARY_NAMES = (
-    *("num_generations", "max_completion_length", "pad_token", "eos_token", "bos_token", "unk_token", "pad_token_id"),
-    *("max_tokens_per_micro_batch", "token_entropy_samples", "num_key_value_heads", "key_mapping", "tokenizer_name"),
-    *("additional_special_tokens", "keys_to_ignore_at_inference", "author", "image_token", "eos_token_ids", "monkey"),
-    *("average_tokens_across_devices", "include_num_input_tokens_seen", "sort_key", "hub_model_id", "token_type_ids"),
-)
+SECRET_NAMES = """
+    token hub_token HF_TOKEN api_key OPENAI_API_KEY dbPassword client-secret use_auth_token key aws_access_key_id
+    AWS_SECRET_ACCESS_KEY Authorization credentials mytoken tokens x-api-key private_key_file hftoken wandb_api_key
+    passwd db.password ssh_key Cookie HFToken2
+""".split()
+ORDINARY_NAMES = """
+    num_generations max_completion_length pad_token eos_token bos_token unk_token pad_token_id tokenizer_name
+    max_tokens_per_micro_batch token_entropy_samples num_key_value_heads key_mapping additional_special_tokens
+    keys_to_ignore_at_inference author image_token eos_token_ids monkey average_tokens_across_devices
+    include_num_input_tokens_seen sort_key hub_model_id token_type_ids
+""".split()
 SECRET_TEXTS = (
     f"http://user:{SECRET}@host:8000/v1",
     f"see postgres://user:{SECRET}@host/db and go on",
@@ -101,16 +91,13 @@ def test_nothing_secret_is_left_of_a_hostile_recipe(seed):
     assert published(clean) == clean and repr(settings) == before
 
 
-@pytest.mark.parametrize("name", SECRET_NAMES)
-def test_names_of_secrets(name):
-    assert is_secret(name, SECRET) and is_secret(name, [SECRET])
-    assert published({"model_init_kwargs": {name: SECRET}}) == {"model_init_kwargs": {}}
-
-
-@pytest.mark.parametrize("name", ORDINARY_NAMES)
-def test_names_that_only_sound_like_secrets(name):
-    for value in ("<|endoftext|>", 7, None, True):
-        assert published({"inner": [{name: value}]}) == {"inner": [{name: value}]}
+def test_names_of_secrets_and_names_that_only_sound_like_them():
+    for name in SECRET_NAMES:
+        assert is_secret(name, SECRET) and is_secret(name, [SECRET])
+        assert published({"model_init_kwargs": {name: SECRET}}) == {"model_init_kwargs": {}}
+    for name in ORDINARY_NAMES:
+        for value in ("<|endoftext|>", 7, None, True):
+            assert published({"inner": [{name: value}]}) == {"inner": [{name: value}]}
 
 
 def test_every_setting_but_the_token_stays():
@@ -165,59 +152,26 @@ def test_paths_are_shortened_to_names(tmp_path, monkeypatch):
 
 
 def test_a_command_line():
-    words = [
-        "--hub_token",
-        SECRET,
-        "--model_init_kwargs",
-        f'{{"token": "{SECRET}", "a": 1}}',
-        f"--api-key={SECRET}",
-        "--lr",
-        "1",
-    ]
-    words += ["--url", f"http://u:{SECRET}@h", "--env", f"A={SECRET}", "--max_new_tokens", "5", "--pad_token", "x"]
-    clean = [
-        "--model_init_kwargs",
-        '{"a": 1}',
-        "--lr",
-        "1",
-        "--url",
-        "http://h",
-        "--max_new_tokens",
-        "5",
-        "--pad_token",
-        "x",
-    ]
+    kept = ["--lr", "1", "--max_new_tokens", "5", "--pad_token", "x"]
+    words = ["--hub_token", SECRET, f"--api-key={SECRET}", "--env", f"A={SECRET}", *kept]
+    words += ["--url", f"http://u:{SECRET}@h", "--model_init_kwargs", f'{{"token": "{SECRET}", "a": 1}}']
+    clean = [*kept, "--url", "http://h", "--model_init_kwargs", '{"a": 1}']
     assert words_without_secrets(words) == clean
 
 
 @pytest.mark.parametrize("method", method_names())
 def test_trackers_get_what_others_may_see(method, tmp_path):
-    argv = [
-        "--method",
-        method,
-        "--model_name_or_path",
-        "m",
-        "--dataset_name",
-        "miniature/addition",
-        "--use_cpu",
-        "true",
-    ]
+    argv = f"--method {method} --model_name_or_path m --dataset_name miniature/addition --use_cpu true".split()
     argv += ["--output_dir", f"/home/{SECRET}/run", "--hub_token", SECRET, "--bf16", "false", "--num_generations", "4"]
     argv += ["--model_init_kwargs", json.dumps({"token": SECRET, "attn_implementation": "sdpa"})]
     argv += ["--vllm_server_base_url", f"http://user:{SECRET}@host:8000", "--per_device_train_batch_size", "4"]
     argv += ["--refill_uniform_groups", "true"] * (method == "dars")
     args = read_recipe(argv).training
-    shown = [
-        args.to_dict(),
-        args.to_json_string(),
-        args.to_sanitized_dict(),
-    ]  # wandb and trackio, TensorBoard, its hparams
-    assert SECRET not in repr(shown)
-    assert shown[0]["output_dir"] == "run" and shown[0]["vllm_server_base_url"] == "http://host:8000"
-    assert (
-        shown[0]["model_init_kwargs"]["attn_implementation"] == "sdpa"
-        and shown[0]["learning_rate"] == args.learning_rate
-    )
+    # of wandb and trackio, of TensorBoard, and its hparams
+    shown = [args.to_dict(), args.to_json_string(), args.to_sanitized_dict()]
+    assert SECRET not in repr(shown) and shown[0]["output_dir"] == "run"
+    assert shown[0]["vllm_server_base_url"] == "http://host:8000"
+    assert shown[0]["model_init_kwargs"]["attn_implementation"] == "sdpa"
 
 
 def test_needs_the_standard_library_only():

@@ -86,25 +86,21 @@ def test_the_card_of_a_trained_model(trained):
     assert block(of_checkpoint, "python") == block(card.text, "python") and valid_metadata(of_checkpoint).text
 
 
-def test_it_is_the_same_after_pushing_and_its_snippet_runs(trained, hub, tmp_path, monkeypatch, capsys):
-    copy = shutil.copytree(trained, tmp_path / "pacs")
-    push(copy, REPO, api=HfApi(endpoint=hub.url, token="hf_x"))
-    pushed = hub.files[REPO]["README.md"].decode()
+def test_it_is_the_same_after_pushing_and_its_snippet_and_command_run(
+    trained, untrained, hub, tmp_path, monkeypatch, capsys
+):
     here = (trained / "README.md").read_text()
     assert run_snippet(trained, here, monkeypatch, capsys)
-    named = here.replace("# pacs\n", "# pacs-mini\n").replace("model_name: pacs\n", "model_name: pacs-mini\n")
-    named = named.replace('model=".")', f'model="{REPO}")')
-    assert pushed.splitlines()[:-1] == named.splitlines()[:-1]  # the last line is the digest
-
-
-def test_the_command_repeats_the_run_from_the_repository(trained, untrained, hub, tmp_path, monkeypatch):
-    copy = shutil.copytree(trained, tmp_path / "pacs")
-    push(copy, REPO, api=HfApi(endpoint=hub.url, token="hf_x"))
+    push(shutil.copytree(trained, tmp_path / "pacs"), REPO, api=HfApi(endpoint=hub.url, token="hf_x"))
     repository = tmp_path / "repository"
     repository.mkdir()
     for name, content in hub.files[REPO].items():
         (repository / name).write_bytes(content)
-    program, command, *argv = shlex.split(block((repository / "README.md").read_text(), "bash"))
+    pushed = (repository / "README.md").read_text()
+    named = here.replace("# pacs\n", "# pacs-mini\n").replace("model_name: pacs\n", "model_name: pacs-mini\n")
+    named = named.replace('model=".")', f'model="{REPO}")')
+    assert pushed.splitlines()[:-1] == named.splitlines()[:-1]  # the last line is the digest
+    program, command, *argv = shlex.split(block(pushed, "bash"))
     assert (program, command) == ("pacs-trl", "train")
     monkeypatch.chdir(repository)
     monkeypatch.setattr(warm_start, "warm_start", lambda task: untrained)
@@ -170,22 +166,6 @@ def test_an_adapter_that_was_trained_in_python(untrained, tmp_path, monkeypatch,
     assert (directory / "README.md").read_text() == "---\nlicense: mit\n---\nBy hand.\n"
 
 
-def test_a_model_that_was_made_in_python(tmp_path):
-    """Saved into another folder than output_dir, in which results of another model lie."""
-    trainer = build_trainer(tmp_path / "run", max_steps=1)
-    trainer.train()
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "results.json").write_text("{")
-    trainer.save_model(str(elsewhere))
-    card = valid_metadata((elsewhere / "README.md").read_text())
-    assert card.data.license == "unknown" and card.data.eval_results is None and "- digit_reward\n" in card.text
-    assert (elsewhere / "trainer_state.json").is_file() and not (tmp_path / "run" / "README.md").exists()
-    for strategy in ("checkpoint", "all_checkpoints"):
-        with pytest.raises(ValueError, match=f"hub_strategy='{strategy}'"):
-            build_trainer(tmp_path / "other", push_to_hub=True, hub_strategy=strategy)
-
-
 FACTS = {
     "created": "2026-01-01",
     "num_processes": 2,
@@ -195,28 +175,16 @@ FACTS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("recipe", "base_model", "dataset"),
-    [
-        ({}, None, None),
-        ({"model_name_or_path": None, "method": "ppo"}, None, None),
-        (
-            {"model_name_or_path": "Qwen/Qwen3-4B", "dataset_name": "deepscaler"},
-            "Qwen/Qwen3-4B",
-            "agentica-org/DeepScaleR-Preview-Dataset",
-        ),
-        (
-            {"model_name_or_path": "/home/me/start", "dataset_name": "data/train.jsonl"},
-            None,
-            None,
-        ),  # not here any more
-        ({"dataset_name": "miniature/sum_5"}, None, None),
-    ],
-)
-def test_where_a_model_comes_from(recipe, base_model, dataset):
+QWEN = {"model_name_or_path": "Qwen/Qwen3-4B", "dataset_name": "deepscaler"}
+GONE = {"model_name_or_path": "/home/me/start", "dataset_name": "data/train.jsonl"}  # not here any more
+
+
+@pytest.mark.parametrize("recipe", [{}, {"model_name_or_path": None, "method": "ppo"}, QWEN, GONE])
+def test_where_a_model_comes_from(recipe):
     """Nothing is linked that is not on the Hub."""
     card = valid_metadata(build_card("name", recipe=recipe))
-    assert card.data.base_model == base_model and card.data.datasets == (dataset and [dataset])
+    known = ("Qwen/Qwen3-4B", ["agentica-org/DeepScaleR-Preview-Dataset"]) if recipe is QWEN else (None, None)
+    assert (card.data.base_model, card.data.datasets) == known
 
 
 def test_the_command_names_the_processes_and_does_not_push():

@@ -26,18 +26,9 @@ main = partial(run, "push")
 REPO = "user/pacs-mini"
 RECIPE = {"method": "pacs", "model_name_or_path": "Qwen/Qwen3-8B", "dataset_name": "org/problems", "pacs_beta": 1.0}
 CURVES = ["training.png"] if find_spec("matplotlib") else []
-UPLOADED = [
-    ".eval_results/aime_2024.yaml",
-    ".eval_results/math_500.yaml",
-    "README.md",
-    "config.json",
-    "model.safetensors",
-    "provenance.json",
-    "recipe.yaml",
-    "results.json",
-    "tokenizer.json",
-    "trainer_state.json",
-]
+UPLOADED = [".eval_results/aime_2024.yaml", ".eval_results/math_500.yaml", "README.md", "config.json"]
+UPLOADED += ["model.safetensors", "provenance.json", "recipe.yaml", "results.json"]
+UPLOADED += ["tokenizer.json", "trainer_state.json"]
 
 
 @pytest.fixture
@@ -101,14 +92,9 @@ def test_the_card_carries_the_numbers_and_their_conditions(checkpoint, hub):
     conditions = ("prompt digest `pppppppppppppppp`", "math_verify 0.9.0 (authors protocol)", "at most 8192 tokens")
     for fact in (*conditions, "n = 128", "temperature 0.6", "recipe.yaml", "1 x NVIDIA H200", "with 2 processes on"):
         assert fact in card.text
-
-
-def test_the_hub_reads_the_evaluation_results(checkpoint, hub):
-    push_it(checkpoint, hub)
-    (entry,) = parse_eval_result_entries(yaml.safe_load(hub.files[REPO][".eval_results/aime_2024.yaml"]))
-    cell = json.loads(hub.files[REPO]["results.json"])["benchmarks"]["aime_2024"]["pass_at_k"]["1"]
-    assert (entry.dataset_id, entry.task_id) == ("org/aime_2024", "default")
-    assert entry.value == round(100 * cell["value"], 2)
+    (entry,) = parse_eval_result_entries(yaml.safe_load(hub.files[REPO][".eval_results/aime_2024.yaml"]))  # the Hub's
+    cell = results["benchmarks"]["aime_2024"]["pass_at_k"]["1"]
+    assert (entry.dataset_id, entry.value) == ("org/aime_2024", round(100 * cell["value"], 2))
     assert "n=128" in entry.notes and f"{100 * cell['lower']:.2f}" in entry.notes
 
 
@@ -167,21 +153,10 @@ def test_scores_of_other_weights_are_refused(checkpoint, hub):
 def trainer(tmp_path, tokenizer, hub):
     """A trainer that pushes, made as `pacs_trl.train` makes it, with results and recipe of its output directory."""
     output_dir = tmp_path / "trained"
-    args = PACSConfig(
-        output_dir=str(output_dir),
-        per_device_train_batch_size=4,
-        num_generations=4,
-        max_completion_length=4,
-        max_steps=5,
-        save_steps=1,
-        logging_steps=1,
-        report_to="none",
-        use_cpu=True,
-        push_to_hub=True,
-        hub_model_id=REPO,
-        hub_private_repo=True,
-        hub_token="hf_x",
-    )
+    settings = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 4, "max_steps": 5}
+    settings |= {"save_steps": 1, "logging_steps": 1, "report_to": "none", "use_cpu": True}
+    hub_settings = {"push_to_hub": True, "hub_model_id": REPO, "hub_private_repo": True, "hub_token": "hf_x"}
+    args = PACSConfig(str(output_dir), **settings, **hub_settings)
     prompts = [{"prompt": [{"role": "user", "content": f"{a}+1"}]} for a in range(8)]
     return PACSTrainer(
         model=build_model(tokenizer, "tiny", seed=shifted(0)),
@@ -207,16 +182,8 @@ def test_a_trainer_pushes_what_the_command_line_pushes(trainer, hub):
     for content in hub.files[REPO].values():
         assert str(directory).encode() not in content and b"hf_x" not in content
     card = hub.files[REPO]["README.md"].decode()
-    for fact in (
-        "pass@8",
-        "n = 128",
-        "with 1 process on",
-        *CURVES,
-        "base_model: Qwen/Qwen3-8B",
-        "- org/named",
-        "- sums",
-    ):
-        assert fact in card
+    facts = ("pass@8", "n = 128", "with 1 process on", "base_model: Qwen/Qwen3-8B", "- org/named", "- sums", *CURVES)
+    assert all(fact in card for fact in facts)
     # The command line finds nothing to add, and saving again pushes again, here from a thread.
     push(directory, REPO, api=HfApi(endpoint=hub.url, token="hf_x"))
     assert len(hub.commits[REPO]) == 1
@@ -235,19 +202,11 @@ def test_push_to_hub_in_a_recipe(method, tmp_path, tokenizer, hub):
     model, output_dir = tmp_path / "model", tmp_path / "out"
     tokenizer.save_pretrained(model)
     build_model(tokenizer, "tiny", seed=shifted(0)).save_pretrained(model)
-    settings = {
-        "config": Path(__file__).parents[2] / "recipes" / "miniature" / f"{method}.yaml",
-        "model_name_or_path": model,
-        "output_dir": output_dir,
-        "per_device_train_batch_size": 8,
-        "num_generations": 4,
-        "max_completion_length": 8,
-        "max_steps": 5,
-        "push_to_hub": "true",
-        "hub_model_id": REPO,
-        "hub_token": "hf_x",
-    }
-    train.main([part for key, value in settings.items() for part in (f"--{key}", str(value))])
+    recipe = Path(__file__).parents[2] / "recipes" / "miniature" / f"{method}.yaml"
+    sizes = "--per_device_train_batch_size 8 --num_generations 4 --max_completion_length 8 --max_steps 5"
+    pushing = f"--push_to_hub true --hub_model_id {REPO} --hub_token hf_x"
+    places = ["--config", str(recipe), "--model_name_or_path", str(model), "--output_dir", str(output_dir)]
+    train.main([*places, *sizes.split(), *pushing.split()])
     assert len(hub.commits[REPO]) == 1
     files = hub.files[REPO]
     assert {"model.safetensors", "README.md", "recipe.yaml", "provenance.json", *CURVES} <= set(files)
@@ -263,20 +222,15 @@ def test_only_the_first_process_pushes(trainer, hub, monkeypatch):
 
 
 SECRET = "s3cr3tValue42"
-STAYS = (
-    *(
-        ".env",
-        ".netrc",
-        "train.log",
-        "events.out.tfevents.1",
-        "run_id",
-        "wandb/run.json",
-        "runs/x/events.out",
-        "notes.txt",
-    ),
-    *("completions/completions_00001.parquet", "src/modeling_x.py", "optimizer.bin", "scheduler.pt", "settings.json"),
-    *("wandb.yaml", "grades/x.json", "pacs_state_0.pt", "token", ".eval_results/x.json", "model.safetensors.tmp"),
-)
+STAYS = """
+    .env .netrc train.log events.out.tfevents.1 run_id wandb/run.json runs/x/events.out notes.txt
+    completions/completions_00001.parquet src/modeling_x.py optimizer.bin scheduler.pt settings.json wandb.yaml
+    grades/x.json pacs_state_0.pt token .eval_results/x.json model.safetensors.tmp
+""".split()
+BELONGS = """
+    generation_config.json chat_template.jinja merges.txt LICENSE model-00001-of-00002.safetensors
+    model.safetensors.index.json additional_chat_templates/tools.jinja
+""".split()
 
 
 def test_no_secret_and_nothing_but_the_model_is_published(checkpoint, hub):
@@ -296,49 +250,30 @@ def test_no_secret_and_nothing_but_the_model_is_published(checkpoint, hub):
     results["model"] = {"name": "run", "server": f"http://user:{SECRET}@host:8000/v1"}
     (checkpoint.parent / "results.json").write_text(json.dumps(results))
     state = json.loads((checkpoint / "trainer_state.json").read_text())
-    (checkpoint / "trainer_state.json").write_text(
-        json.dumps(state | {"best_model_checkpoint": f"{home}/checkpoint-20"})
-    )
-    for name, key in (
-        ("config", "_name_or_path"),
-        ("tokenizer_config", "name_or_path"),
-        ("adapter_config", "base_model_name_or_path"),
-    ):
-        (checkpoint / f"{name}.json").write_text(
-            json.dumps({key: home, "pad_token": "<pad>", "num_key_value_heads": 2})
-        )
+    state |= {"best_model_checkpoint": f"{home}/checkpoint-20"}
+    (checkpoint / "trainer_state.json").write_text(json.dumps(state))
+    paths = {"config": "_name_or_path", "tokenizer_config": "name_or_path"}
+    for name, key in (paths | {"adapter_config": "base_model_name_or_path"}).items():
+        content = {key: home, "pad_token": "<pad>", "num_key_value_heads": 2}
+        (checkpoint / f"{name}.json").write_text(json.dumps(content))
     for name in STAYS:
         (checkpoint / name).parent.mkdir(exist_ok=True, parents=True)
         (checkpoint / name).write_text(SECRET)
-    belongs = {
-        "generation_config.json",
-        "chat_template.jinja",
-        "merges.txt",
-        "LICENSE",
-        "model-00001-of-00002.safetensors",
-    }
-    belongs |= {"model.safetensors.index.json", "additional_chat_templates/tools.jinja"}
-    for name in belongs:
+    for name in BELONGS:
         (checkpoint / name).parent.mkdir(exist_ok=True)
         (checkpoint / name).write_text("{}")
     local = (checkpoint / "recipe.yaml").read_text()
 
     result = push_it(checkpoint, hub, recipe=None)
 
-    assert (
-        set(result.files)
-        == set(hub.files[REPO])
-        == {*UPLOADED, *belongs, "adapter_config.json", "tokenizer_config.json"}
-    )
+    uploaded = {*UPLOADED, *BELONGS, "adapter_config.json", "tokenizer_config.json"}
+    assert set(result.files) == set(hub.files[REPO]) == uploaded
     assert all(SECRET.encode() not in content for content in hub.files[REPO].values())
     recipe = yaml.safe_load(hub.files[REPO]["recipe.yaml"])
     left = {"model_name_or_path": "base", "model_init_kwargs": {"attn_implementation": "sdpa"}, "output_dir": "run"}
     assert recipe == RECIPE | left | {"vllm_server_base_url": "http://host:8000"}
-    assert json.loads(hub.files[REPO]["config.json"]) == {
-        "_name_or_path": "base",
-        "pad_token": "<pad>",
-        "num_key_value_heads": 2,
-    }
+    expected = {"_name_or_path": "base", "pad_token": "<pad>", "num_key_value_heads": 2}
+    assert json.loads(hub.files[REPO]["config.json"]) == expected
     assert ModelCard(hub.files[REPO]["README.md"].decode()).data.base_model is None  # a local path is no Hub id
     assert (checkpoint / "recipe.yaml").read_text() == local  # here, it still repeats the run
 

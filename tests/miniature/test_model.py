@@ -1,7 +1,6 @@
 import pytest
 import torch
 from seeds import shifted
-from transformers import AutoModelForCausalLM
 
 from pacs_trl.miniature.model import MODEL_SIZES, build_model
 from pacs_trl.miniature.tokenizer import build_tokenizer
@@ -12,15 +11,11 @@ def tokenizer():
     return build_tokenizer()
 
 
-def test_sizes(tokenizer):
-    small = build_model(tokenizer)
-    assert 0.9e6 < small.num_parameters() < 1.1e6
-    assert small.get_input_embeddings().weight is small.get_output_embeddings().weight
-
-
 @pytest.mark.parametrize("size", MODEL_SIZES)
 def test_forward_and_generation_settings(tokenizer, size):
     model = build_model(tokenizer, size)
+    assert size != "small" or 0.9e6 < model.num_parameters() < 1.1e6
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
     ids = torch.tensor([tokenizer("12+34")["input_ids"]])
     assert model(input_ids=ids).logits.shape == (1, 5, len(tokenizer))
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
@@ -37,15 +32,6 @@ def test_seed_decides_the_weights_and_leaves_the_global_state_alone(tokenizer):
     other = build_model(tokenizer, "tiny", seed=4).state_dict()
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
-
-
-def test_save_and_load_round_trip(tokenizer, tmp_path):
-    model = build_model(tokenizer, "tiny").eval()
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert type(loaded).__name__ == "Qwen3ForCausalLM"
-    ids = torch.tensor([tokenizer("12+34")["input_ids"]])
-    torch.testing.assert_close(loaded(input_ids=ids).logits, model(input_ids=ids).logits, rtol=0, atol=0)
 
 
 def test_unknown_size_names_the_choices(tokenizer):

@@ -114,17 +114,15 @@ class TestCalibration:
         assert len(set(seeds)) == len(seeds) and min(seeds) > CALIBRATION_SEED
         assert [num_samples for _, num_samples, _ in calibration.asked[2:]] == [2, 2, 6, 6]
 
-    def test_trains_on_where_only_the_probe_is_above_the_target(self, calibration, monkeypatch):
-        monkeypatch.setattr(calibration, "_accuracy", lambda weights, num_samples: 0.1)
-        assert not self.train_to(calibration, 0.6)
-        assert calibration.result is None
-
     def test_goes_further_back_where_the_last_average_is_above_the_target_too(self, calibration):
         calibration.earlier += [{"weight": torch.tensor(0.5)}]  # its probe was below
         assert self.train_to(calibration, 0.6)
         assert calibration.result[0]["weight"].item() == pytest.approx(0.2**0.5, abs=0.02)
 
-    def test_an_untrained_model_that_is_right_is_an_error(self, calibration, monkeypatch):
+    def test_what_cannot_be_interpolated(self, calibration, monkeypatch):
+        """Only the probe is above the target; or the untrained model is, too."""
+        monkeypatch.setattr(calibration, "_accuracy", lambda weights, num_samples: 0.1)
+        assert not self.train_to(calibration, 0.6) and calibration.result is None
         monkeypatch.setattr(calibration, "_accuracy", lambda weights, num_samples: 0.3)
         with pytest.raises(ValueError, match="target_accuracy"):
             self.train_to(calibration, 0.6)

@@ -5,8 +5,6 @@ import sys
 
 import pytest
 
-from pacs_trl.plan.check import check_recipe, main
-
 
 FSDP2 = ("--accelerate-config", "recipes/accelerate_configs/fsdp2_8x8.yaml")
 ZERO2 = ("--accelerate-config", "recipes/accelerate_configs/zero2.yaml")
@@ -115,15 +113,6 @@ def test_ppo_with_fsdp_1(plan, launch_file, config):
     status, output = plan("--accelerate-config", file, method="ppo")
     assert status == 1 and "FSDP 1" in output
     assert plan("--accelerate-config", file)[0] == 0
-
-
-def test_recipes_that_are_no_mapping(tmp_path, capsys):
-    recipe = tmp_path / "recipe.yaml"
-    for text in ("a: [1\nb: }", "", "- a"):
-        recipe.write_text(text)
-        assert main(["--config", str(recipe)]) == 1
-        assert "YAML" in capsys.readouterr().out
-    assert "no/such.yaml" in check_recipe("no/such.yaml", [], 1)[1][0]
 
 
 def test_no_trainer_is_imported():

@@ -36,20 +36,15 @@ def test_files_that_cannot_be_launched(launch_file, lines, key):
         raise ValueError(*errors)
 
 
-@pytest.mark.parametrize("key", ["fsdp_version", "version"])
-def test_fsdp_version(launch_file, key):
-    assert read_launch(launch_file(*FSDP, f"fsdp_config: {{{key}: 2}}"), None)[0].fsdp_version == 2
-    assert read_launch(launch_file(*FSDP), None)[0].fsdp_version == 1
-
-
-STAGES = [(0, "none"), (1, "gradients"), (2, "gradients"), (3, "full"), (None, "gradients")]
+STAGES = [(0, "none"), (1, "gradients"), (2, "gradients"), (3, "full"), (None, "gradients")]  # accelerate's default: 2
 
 
 @pytest.mark.parametrize(("stage", "sharding"), STAGES)
-def test_zero_stage(launch_file, stage, sharding):
-    """accelerate's default is 2."""
+def test_sharding(launch_file, stage, sharding):
     config = "{}" if stage is None else f"{{zero_stage: {stage}}}"
     assert read_launch(launch_file(*ZERO, f"deepspeed_config: {config}"), None)[0].sharding == sharding
+    for line, version in (("fsdp_config: {fsdp_version: 2}", 2), ("fsdp_config: {version: 2}", 2), ("", 1)):
+        assert read_launch(launch_file(*FSDP, line), None)[0].fsdp_version == version
 
 
 def test_files_and_numbers_that_do_not_fit():

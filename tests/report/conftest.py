@@ -29,18 +29,10 @@ def make_history():
     def make(seed, gain=0.3, steps=100):
         rng = np.random.default_rng(seed)
         logs = []
-        for step in range(0, steps + 1, 5):
-            if step:
-                logs.append(
-                    {
-                        "step": step,
-                        "loss": 0.69,
-                        "reward": 0.2 + gain * step / steps + 0.03 * rng.standard_normal(),
-                        "entropy": 0.4 - 0.2 * step / steps + 0.01 * rng.standard_normal(),
-                        "completions/mean_length": 800 + 3 * step + 20 * rng.standard_normal(),
-                        "step_time": 40 + 0.1 * step + rng.standard_normal(),
-                    }
-                )
+        for step in range(5, steps + 1, 5):
+            reward, noise = 0.2 + gain * step / steps, rng.standard_normal(4)
+            log = {"step": step, "loss": 0.69, "reward": reward + 0.03 * noise[0], "entropy": 0.4 + 0.01 * noise[1]}
+            logs.append(log | {"completions/mean_length": 800 + 20 * noise[2], "step_time": 40 + noise[3]})
         return logs
 
     return make

@@ -114,12 +114,9 @@ def test_refusals():
 
 
 def test_markdown():
-    rows = [
-        tables.Row(
-            "PACS_a & b", "ours", "", "128", 2, {1: tables.Measured(50.0, 40.04, 60.06, 1.5), 8: tables.Measured(75.0)}
-        ),
-        tables.Row("gain", "difference", "", "", 0, {1: tables.Measured(2.0, -1.0, 5.0)}),
-    ]
+    cells = {1: tables.Measured(50.0, 40.04, 60.06, 1.5), 8: tables.Measured(75.0)}
+    rows = [tables.Row("PACS_a & b", "ours", "", "128", 2, cells)]
+    rows += [tables.Row("gain", "difference", "", "", 0, {1: tables.Measured(2.0, -1.0, 5.0)})]
     header, lines = tables.table_cells(rows)
     assert tables.to_markdown(header, lines) == (
         "| method | n | runs | k=1 | k=8 |\n"
@@ -136,6 +133,6 @@ def test_csv_holds_every_number():
     read = list(csv.DictReader(io.StringIO(tables.to_csv({"aime_2024": rows}))))
     assert len(read) == sum(len(row.cells) for row in rows) == 7 * 6
     assert {line["kind"] for line in read} == {"ours", "published", "difference"}
-    assert [line["percent"] for line in read if line["method"] == "PACS" and line["kind"] == "published"][
+    assert [line["percent"] for line in read if (line["method"], line["kind"]) == ("PACS", "published")][
         0
     ] == "57.5800"
