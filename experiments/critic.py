@@ -22,10 +22,15 @@ from pacs_trl.evaluation.requests import render_prompt
 from pacs_trl.evaluation.results import read_results
 from pacs_trl.objective import ScoreEstimator, group_scores
 from pacs_trl.settings import Parser
-from pacs_trl.update.logps import sequence_logps
+from pacs_trl.update.logps import compute_logps
 
 
 LABELS = {"1": 1.0, "0": 0.0, "-": float("nan")}  # as `pacs-trl evaluate` writes grades
+
+
+def sequence_logps(model, **rows) -> torch.Tensor:
+    """Log-probability of each completion, float64 `(B,)`."""
+    return torch.stack([logps.double().sum() for logps, _ in compute_logps(model, **rows)])
 
 
 @torch.no_grad()

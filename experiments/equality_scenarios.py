@@ -208,12 +208,6 @@ EXPERIMENTAL: dict[str, tuple[str, dict, dict, dict]] = {
         {"rows": Rows(tools=True)},
         {"row_weighting": "verl_last_token"},
     ),
-    "hidden_states": (
-        "verl",
-        {"hidden_state_stride": 3, "hidden_state_every_steps": 2, "bonus_tokens": "none"},
-        {},
-        {},
-    ),
     "process_labels": ("process_labels", {"beta": 0.1}, {"reward": labels_of_steps}, {}),
     "process_labels_split": (
         "process_labels",

@@ -48,20 +48,15 @@ class ExactUpdateConfig(PublishedArguments, EvaluationSettings, GenerationSettin
             Bounds a forward pass by tokens. By default `per_device_train_batch_size` completions bound it. Every
             prompt plus `max_completion_length` must fit, which is checked at startup.
         padding_free (`str`, *optional*, defaults to `"auto"`):
-            `"auto"` packs the completions of a micro-batch where model and attention allow it, and pads otherwise. For
-            tests: `"always"` raises where packing is impossible, `"never"` pads.
-        startup_check (`bool`, *optional*, defaults to `True`):
-            Whether to compare the log-probs of three short sequences, computed as in training, with the model's own
-            logits before training. Where they differ, slower passes that agree are used, with a warning, or the run
-            ends.
+            `"auto"` packs the completions of a micro-batch where model and attention allow it, and pads otherwise;
+            `"never"` pads, for tests.
         max_non_finite_steps (`int`, *optional*, defaults to `3`):
             Optimizer steps in a row with a gradient norm that is not finite after which training stops. Each such step
             is skipped on all processes.
     """
 
     max_tokens_per_micro_batch: int | None = bounded(None, least=1)
-    padding_free: Literal["auto", "always", "never"] = "auto"
-    startup_check: bool = True
+    padding_free: Literal["auto", "never"] = "auto"
     max_non_finite_steps: int = bounded(3, least=1)
 
     def __post_init__(self):
@@ -138,9 +133,9 @@ class PACSConfig(ExactUpdateConfig):
 
         group_layout (`str`, *optional*, defaults to `"auto"`):
             When scores are not known beforehand (every update but the first after a rollout), `"whole"` keeps each
-            group in one micro-batch and needs one forward pass; `"split"` composes micro-batches freely and needs an
-            additional forward pass without gradient. `"auto"` takes the cheaper one by tokens; the others are for
-            tests.
+            group in one micro-batch, if it fits, and needs one forward pass; `"split"` composes micro-batches freely
+            and needs an additional forward pass without gradient. `"auto"` takes the cheaper one by tokens; the others
+            are for tests.
 
         > Parameters with another default than in GRPOConfig
 
@@ -173,11 +168,22 @@ class PACSConfig(ExactUpdateConfig):
 
     @classmethod
     def errors(cls, given: Any, step: Step) -> list[str]:
-        own = [*_first_update_errors(given, step), *_snapshot_errors(given)]
-        return [*super().errors(given, step), *ignored_settings(cls, given, SHAPES_ONLY_GRPO), *own]
+        errors = [*super().errors(given, step), *ignored_settings(cls, given, SHAPES_ONLY_GRPO)]
+        errors += _first_update_errors(cls, given, step)
+        if given.reference == "rollout":
+            names = ("reference_reset_steps", "reset_optimizer_on_reference_reset", "reference_offload")
+            reason = "the policy that generated is the reference, which changes with every generation"
+            errors += ignored_settings(cls, given, dict.fromkeys(names, reason), "`reference: snapshot`")
+        elif given.proxy == "mean_logp":
+            reason = {"reference": "proxy='mean_logp' has no reference"}
+            errors += ignored_settings(cls, given, reason, "`proxy: log_ratio`")
+        if given.reference_reset_steps is None and given.reference == "snapshot":
+            reason = {"reset_optimizer_on_reference_reset": "the reference is never reset"}
+            errors += ignored_settings(cls, given, reason, "`reference_reset_steps`")
+        return errors
 
 
-def _first_update_errors(given: Any, step: Step) -> list[str]:
+def _first_update_errors(cls: type, given: Any, step: Step) -> list[str]:
     undefined = given.score_estimator == "grpo" and given.reference == "rollout" and given.proxy != "mean_logp"
     first = given.first_update_score
     if undefined and given.rollout_lag:
@@ -192,11 +198,9 @@ def _first_update_errors(given: Any, step: Step) -> list[str]:
             "the group's implicit rewards, which are all 0 on the first update after a rollout. Set reference="
             "'snapshot', score_estimator='rloo' or 'dr_grpo', or first_update_score='dr_grpo' for that update."
         ]
-    if first is not None and not undefined:
-        return [
-            f"first_update_score={first!r} would be ignored: it is for score_estimator='grpo' with reference="
-            "'rollout' and proxy='log_ratio'. Remove the key."
-        ]
+    if not undefined:
+        reason = {"first_update_score": "it is for reference='rollout' and proxy='log_ratio'"}
+        return ignored_settings(cls, given, reason, "`score_estimator: grpo`")
     if first is not None and step.updates_per_generation == 1:
         return [
             f"first_update_score={first!r} needs a second update on a rollout, but with steps_per_generation="
@@ -205,26 +209,3 @@ def _first_update_errors(given: Any, step: Step) -> list[str]:
             "rollout), or set score_estimator='dr_grpo' and remove the key."
         ]
     return []
-
-
-def _snapshot_errors(given: Any) -> list[str]:
-    if given.reference == "rollout":
-        of_snapshots = ("reference_reset_steps", "reset_optimizer_on_reference_reset", "reference_offload")
-        return [
-            f"{name}={getattr(given, name)!r} would be ignored with reference='rollout', which changes with every "
-            "generation. Set reference='snapshot', or remove the key."
-            for name in of_snapshots
-            if getattr(given, name)
-        ]
-    errors = []
-    if given.proxy == "mean_logp":
-        errors.append(
-            "reference='snapshot' would be ignored with proxy='mean_logp', which has no reference. Use "
-            "proxy='log_ratio', or remove `reference`."
-        )
-    if given.reset_optimizer_on_reference_reset and given.reference_reset_steps is None:
-        errors.append(
-            "reset_optimizer_on_reference_reset=True would never happen without reference_reset_steps. Set it to the "
-            "number of optimizer steps between resets."
-        )
-    return errors

@@ -140,10 +140,6 @@ class PACSTrainer(ExactUpdateTrainer):
     All other arguments are those of [`~trl.GRPOTrainer`].
     """
 
-    _own_shared_settings = (
-        *("pacs_beta", "score_estimator", "first_update_score", "class_weighting", "proxy", "actor_term_coef"),
-        *("reference", "reference_reset_steps", "reset_optimizer_on_reference_reset"),
-    )
     _tag_names = ["trl", "pacs"]
     _name = "PACS"
     _config_class = PACSConfig
@@ -160,6 +156,14 @@ class PACSTrainer(ExactUpdateTrainer):
                 eprint       = {arXiv:2509.02522},
             }"""),
     }
+
+    @property
+    def _own_shared_settings(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The settings of the objective, and all that a related method adds to [`PACSConfig`]."""
+        added = type(self.args).__dataclass_fields__.keys() - PACSConfig.__dataclass_fields__.keys()
+        objective = ("pacs_beta", "score_estimator", "first_update_score", "class_weighting", "proxy")
+        reference = ("reference", "reference_reset_steps", "reset_optimizer_on_reference_reset")
+        return (*objective, "actor_term_coef", *reference, *sorted(added))
 
     @property
     def _reference(self) -> str:

@@ -202,6 +202,19 @@ def trainable_weights(model) -> dict[str, torch.Tensor]:
     return {name.removeprefix("module."): full(p).detach() for name, p in model.named_parameters() if p.requires_grad}
 
 
+def assert_resumes(build: Callable, directory: Path, *steps: int) -> tuple:
+    """Compare runs that go on after each of `steps` with one without a stop, bit by bit. `build(output_dir)` returns a
+    trainer that saves every step. Returns the run without a stop and the last other one."""
+    straight = build(directory / "straight")
+    straight.train()
+    for step in steps:
+        again = build(directory / "again")
+        again.train(resume_from_checkpoint=str(directory / "straight" / f"checkpoint-{step}"))
+        found = trainable_weights(again.model)
+        assert all(torch.equal(found[name], p) for name, p in trainable_weights(straight.model).items()), step
+    return straight, again
+
+
 class Recorder(TrainerCallback):
     """Weights before, and gradients at, every optimizer step."""
 
@@ -272,7 +285,6 @@ class SteerAndVerlTrainer(STEERTrainer, VERLTrainer):
     """Methods that override different extension points combine as classes do."""
 
     _config_class = SteerAndVerlConfig
-    _own_shared_settings = STEERTrainer._own_shared_settings + VERLTrainer._own_shared_settings
 
 
 @dataclass
@@ -284,7 +296,6 @@ class DarsAndGuidanceTrainer(DARSTrainer, GuidanceTrainer):
     """Methods that change the same generation, one after the other."""
 
     _config_class = DarsAndGuidanceConfig
-    _own_shared_settings = DARSTrainer._own_shared_settings + GuidanceTrainer._own_shared_settings
 
 
 @dataclass
@@ -302,7 +313,7 @@ class Step:
     cancellation: Callable[[], float]
 
 
-def _logps_and_entropies(model, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+def logps_and_entropies(model, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
     """Of the completion tokens of one row, by a forward pass of that row alone."""
     ids = torch.tensor([row.prompt_ids + row.completion_ids])
     logps = model(input_ids=ids).logits[0, len(row.prompt_ids) - 1 : -1].log_softmax(dim=-1)
@@ -358,7 +369,7 @@ def in_graph_step(
 
     def values_with(its_weights: dict[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         load_weights(model, its_weights)
-        return [_logps_and_entropies(model, row) for row in rows]
+        return [logps_and_entropies(model, row) for row in rows]
 
     with torch.no_grad():
         old_values = ref_values = values_with(ref_weights)
@@ -369,15 +380,15 @@ def in_graph_step(
             old_values = values_with(old_weights)
     load_weights(model, weights)
     model.zero_grad()
-    logps = _stacked([_logps_and_entropies(model, row)[0] for row in rows])
+    logps = _stacked([logps_and_entropies(model, row)[0] for row in rows])
     weighted = logps
     if token_weights:  # a factor on the gradient that leaves the value alone
         factors = _stacked([torch.tensor(r.token_weights, dtype=torch.float64) for r in rows])
         weighted = logps.detach() + factors * (logps - logps.detach())
-    if steps:
-        sizes = [args.num_generations] * (len(rows) // args.num_generations)
-        result = _prefix_loss(weighted, ref_logps, mask, rows, labels, args)
-    elif sizes is None:
+    if steps or sizes is not None:
+        sizes = sizes or [args.num_generations] * (len(rows) // args.num_generations)
+        result = _prefix_loss(weighted, ref_logps, mask, rows, labels, args, sizes, steps)
+    else:
         sizes = [args.num_generations] * (len(rows) // args.num_generations)
         result = pacs_loss(
             weighted,
@@ -390,9 +401,6 @@ def in_graph_step(
             class_weighting=args.class_weighting,
             proxy=args.proxy,
         )
-    else:
-        assert (args.score_estimator, args.class_weighting, args.proxy) == ("rloo", "balanced", "log_ratio")
-        result = _ragged_loss(args.pacs_beta * ((weighted - ref_logps) * mask).sum(dim=1), labels, sizes)
     actor_term = _actor_term(weighted * mask, result.scores.detach(), labels, args, sizes)
     objective = result.loss + args.actor_term_coef * actor_term
     loss = result.loss
@@ -450,33 +458,21 @@ def _judged(labels, sizes: Sequence[int]) -> list[list[int]]:
     return [group for group in groups if len(group) > 1]
 
 
-def _ragged_loss(proxies, labels, sizes: Sequence[int]) -> PACSLoss:
-    """Eq. 8 with the score of eq. 6 as loops over groups of different sizes."""
-    total, scores, groups = torch.zeros((), dtype=torch.float64), torch.zeros_like(proxies), _judged(labels, sizes)
-    for group in groups:
-        right = sum(labels[i] for i in group)
-        for i in group:
-            score = proxies[i] - sum(proxies[j] for j in group if j != i) / (len(group) - 1)
-            up, down = _halves(labels[i], right, len(group), "balanced")
-            total = total - up * torch.sigmoid(score).log() - down * torch.sigmoid(-score).log()
-            scores[i] = score.detach()
-    return PACSLoss(total / max(sum(map(len, groups)), 1), scores, proxies)
-
-
-def _prefix_loss(logps, ref_logps, mask, rows: list[Row], labels, args: PACSConfig) -> PACSLoss:
-    """The loss of labels at several positions as loops over groups, completions, positions, and what these are
-    compared with."""
-    groups = _judged(labels, [args.num_generations] * (len(rows) // args.num_generations))
-    proxies, truths = {}, {}
+def _prefix_loss(
+    logps, ref_logps, mask, rows: list[Row], labels, args: PACSConfig, sizes: Sequence[int], steps: bool
+) -> PACSLoss:
+    """Eq. 8 with the score of eq. 6 as loops over groups of any sizes, completions, labeled positions (without `steps`
+    the last one alone), and what these are compared with."""
+    groups, proxies, truths = _judged(labels, sizes), {}, {}
     for i in sum(groups, []):
-        steps, end = steps_of(rows[i].completion_ids)
+        before, end = steps_of(rows[i].completion_ids) if steps else ([], len(rows[i].completion_ids) - 1)
         terms = logps[i] * mask[i] if args.proxy == "mean_logp" else (logps[i] - ref_logps[i]) * mask[i]
-        for k, (position, truth) in enumerate([*steps, (end, labels[i])], start=1):
+        for k, (position, truth) in enumerate([*before, (end, labels[i])], start=1):
             divisor = max(mask[i, : position + 1].sum(), 1) if args.proxy == "mean_logp" else 1
             proxies[i, k] = args.pacs_beta * terms[: position + 1].sum() / divisor
             truths[i, k] = float(truth)
     counts = {i: max(k for j, k in proxies if i == j) for i, _ in proxies}
-    total = torch.zeros((), dtype=torch.float64)
+    total, scores = torch.zeros((), dtype=torch.float64), torch.zeros(len(rows), dtype=torch.float64)
     for group in groups:
         for i in group:
             terms = []
@@ -487,9 +483,10 @@ def _prefix_loss(logps, ref_logps, mask, rows: list[Row], labels, args: PACSConf
                 if others:
                     score = proxies[i, k] - sum(proxies[place] for place in others) / len(others)
                     terms.append(_cross_entropy(score, truths[i, k], [truths[p] for p in others], args))
+            scores[i] = score.detach()  # of the outcome
             total = total + sum(terms) / len(terms)
     outcomes = torch.stack([proxies.get((i, counts.get(i)), total * 0) for i in range(len(rows))])
-    return PACSLoss(total / max(sum(map(len, groups)), 1), torch.zeros(len(rows), dtype=torch.float64), outcomes)
+    return PACSLoss(total / max(sum(map(len, groups)), 1), scores, outcomes)
 
 
 def _halves(label, right, number: int, class_weighting: str) -> tuple:

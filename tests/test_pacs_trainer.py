@@ -54,6 +54,7 @@ PATHS = {
     "two iterations": {"num_iterations": 2},
     "snapshot": {"reference": "snapshot"},
     "snapshot, split": {"reference": "snapshot", "group_layout": "split"},
+    "LoRA": {"more": {"peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)}},
 }
 
 
@@ -67,14 +68,6 @@ def test_proxies_are_exactly_zero_while_the_policy_has_not_moved(tmp_path, setti
     trainer.train()
     assert logged(trainer, "pacs/proxy_abs_mean") == [0.0, 0.0, 0.0]
     assert logged(trainer, "pacs/score_std") == [0.0, 0.0, 0.0]
-
-
-def test_proxies_are_exactly_zero_with_lora(tmp_path):
-    lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    settings = {"steps_per_generation": 2, "learning_rate": 0.0, "bf16": True}
-    trainer = build_trainer(tmp_path, replay=Replay(), more={"peft_config": lora}, **settings)
-    trainer.train()
-    assert logged(trainer, "pacs/proxy_abs_mean") == [0.0, 0.0]
 
 
 @pytest.mark.trains
@@ -401,7 +394,6 @@ REFUSED = {
     "a number for a reward": ({"model": "no/model", "reward": [digit_reward, 1.0]}, "reward_funcs"),
     "no prompt": ({"more": {"train_dataset": QUESTIONS}}, "train_dataset .*`prompt`"),
     "no prompt to evaluate": ({"more": {"eval_dataset": {"sums": QUESTIONS}}}, r"eval_dataset\['sums'\]"),
-    "packing": ({"model": tiny_model(attn_implementation="eager"), "padding_free": "always"}, "padding_free"),
     "unknown key": ({"generation_kwargs": {"temprature": 0.5}}, "temprature"),
     "key with its own setting": ({"generation_kwargs": {"temperature": 0.5}}, "temperature"),
     "unknown key of the template": ({"chat_template_kwargs": {"enable_thinkng": True}}, "enable_thinkng"),
@@ -521,9 +513,7 @@ def losing_rows(prompts, trainer):
 
 
 LONG = Replay(edit=lambda generation, rows: [*rows[:-1], long_row(rows[-1])])
-STRADDLING = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
 REFUSED_IN_TRAINING = {
-    "whole groups that do not fit": ({"replay": Replay(), "group_layout": "whole", **STRADDLING}, "group_layout"),
     "too long": ({"replay": LONG, "max_tokens_per_micro_batch": 17}, "max_tokens_per_micro_batch=17 .*at least 28"),
     "too few completions": ({"replay": losing_rows}, "rollout_func returned 7"),
 }

@@ -83,14 +83,9 @@ class ActorCriticTrainer(RolloutTrainer):
     _step_names: tuple[str, ...] = ("approx_kl",)  # per-step metrics, means over policy tokens
 
     def _prepare_learning(self) -> None:
-        name = type(self).__name__
         if self.is_fsdp_enabled and not self.accelerator.is_fsdp2:
             raise ValueError(
-                f"{name} supports FSDP2 only, got FSDP 1. Set `fsdp_version: 2` in the accelerate config file."
-            )
-        if self._is_vlm:
-            raise ValueError(
-                f"{name} supports text models only, got {type(self.model).__name__}: the critic sees no images."
+                f"{type(self).__name__} supports FSDP2 only. Set fsdp_version: 2 in the accelerate config file."
             )
         self._critic_pass = create_forward_pass(self, self.critic, temperature=1.0)
         # transformers would load an adapter one folder below a checkpoint as an adapter of the policy
@@ -149,7 +144,8 @@ class ActorCriticTrainer(RolloutTrainer):
         )
         if self.args.whiten_advantages:
             advantages = whiten(advantages, mask, self._sum)
-        self._log_advantages(advantages, mask)
+        means = advantages.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+        self._log_advantages(self.accelerator.gather(means).tolist())
         return output | {"values": values, "returns": returns, "advantages": advantages}
 
     def _value_mask(self, batch: dict) -> torch.Tensor:
@@ -163,14 +159,6 @@ class ActorCriticTrainer(RolloutTrainer):
         mode = "train" if self.model.training else "eval"
         for name, value in metrics.items():
             self._metrics[mode][f"{self._name.lower()}/{name}"].append(value)
-
-    def _log_advantages(self, advantages: torch.Tensor, mask: torch.Tensor) -> None:
-        """Replace the group advantages in the completions table by the mean advantage of each completion."""
-        means = self.accelerator.gather(advantages.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).tolist()
-        logged = self._logs["advantages"]
-        for _ in range(min(len(means), len(logged))):
-            logged.pop()
-        logged.extend(means)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         with contextlib.ExitStack() as self._until_backward:

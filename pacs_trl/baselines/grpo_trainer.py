@@ -3,11 +3,11 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import trl
-from accelerate.utils import gather_object
 
 from ..objective import maxrl_advantages, rloo_advantages
 from ..pacs_config import SHAPES_ONLY_GRPO
@@ -22,6 +22,7 @@ from ..surrogate import (
     off_policy_mask,
     ratio_terms,
 )
+from ..update.logps import logps_in_batches
 from ..update.loss import Objective
 from ..update.rollout import Rollout, unpad_rollouts
 from ..update.token_weights import HighEntropyTokens, Mismatch, TokenValues, TokenWeights, correction_weights
@@ -160,10 +161,7 @@ class GRPOTrainer(ExactUpdateTrainer):
         if own is not None:
             first = self.accelerator.process_index * len(inputs)
             batch["advantages"] = own[first : first + len(inputs)]
-            logged, values = self._logs["advantages"], own.tolist()
-            for _ in range(min(len(values), len(logged))):
-                logged.pop()
-            logged.extend(values)
+            self._log_advantages(own.tolist())
         return batch
 
 
@@ -218,19 +216,13 @@ class RLOOTrainer(GRPOTrainer):
     @torch.no_grad()
     def _sequence_kl(self, rollouts: list[Rollout]) -> torch.Tensor:
         """Return the summed log-ratios of policy and reference in nats, of all processes' completions, `(B,)`."""
-        size = self.args.per_device_train_batch_size
-        passes, values = max(gather_object([-(-len(rollouts) // size)])), []
+        prompts, completions = [each.prompt_ids for each in rollouts], [each.completion_ids for each in rollouts]
+        rows = prompts, completions, self.args.per_device_train_batch_size
         with self.timer.part("log_probs"):
-            for start in range(0, passes * size, size):
-                some = rollouts[start : start + size]
-                ids = (
-                    [rollout.prompt_ids for rollout in some] or [[0]],
-                    [rollout.completion_ids for rollout in some] or [[0]],
-                )
-                of_policy = self.forward_pass.compute_logps(self.model_wrapped, *ids).logps
-                of_reference = self._compute_kl_ref_logps(self.model_wrapped, *ids).logps
-                values += [(a - b).sum() for a, b in zip(of_policy, of_reference, strict=True)][: len(some)]
-        kl = self.accelerator.gather(torch.stack(values))
+            functions = self.forward_pass.compute_logps, self._compute_kl_ref_logps
+            both = [logps_in_batches(partial(each, self.model_wrapped), *rows) for each in functions]
+        values = [(of_policy - of_reference).sum() for of_policy, of_reference in zip(*both, strict=True)]
+        kl = self.accelerator.gather(torch.stack(values).to(self.accelerator.device))
         metrics = self._metrics["train" if self.model.training else "eval"]
         tokens = self.accelerator.reduce(torch.tensor(float(sum(len(rollout.completion_ids) for rollout in rollouts))))
         metrics["kl"].append(kl.sum().item() / max(tokens.item(), 1.0))

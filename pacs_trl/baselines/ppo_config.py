@@ -40,10 +40,6 @@ class ActorCriticConfig(PublishedArguments, EvaluationSettings, GenerationSettin
             the policy's own path. Weights are float32, with autocast under `bf16`, also if the policy uses LoRA.
         critic_learning_rate (`float`, *optional*, defaults to `1e-5`):
             Learning rate of the critic.
-        startup_check (`bool`, *optional*, defaults to `True`):
-            Whether to compare the log-probs of three short sequences, computed as in training, with the model's own
-            logits before training, for policy and critic. If they differ, training uses a slower forward pass that
-            agrees and logs a warning, or fails if there is none.
 
         > Parameters that control the advantage
 
@@ -71,7 +67,6 @@ class ActorCriticConfig(PublishedArguments, EvaluationSettings, GenerationSettin
 
     critic_model_name_or_path: str | None = None
     critic_learning_rate: float = bounded(1e-5, above=0)
-    startup_check: bool = True
     gamma: float = bounded(1.0, least=0, most=1)
     gae_lambda: float = bounded(1.0, least=0, most=1)
     whiten_advantages: bool = True

@@ -1,9 +1,5 @@
 """PPOTrainer: proximal policy optimization with a value-head critic."""
 
-import logging
-import re
-import textwrap
-
 import torch
 from transformers import AutoModelForTokenClassification, PreTrainedModel, set_seed
 
@@ -11,12 +7,6 @@ from ..update.rollout import without_padding
 from .actor_critic import ActorCriticTrainer, load_critic, padded
 from .gae import clipped_value_losses
 from .ppo_config import PPOConfig
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    """Return `False` for the loading report about the new head of a critic, which is expected; otherwise `True`."""
-    keys = re.findall(r"^(\S+) +\|", record.getMessage(), flags=re.MULTILINE)
-    return not keys or not all(key.startswith(("Key", "score.", "lm_head.")) for key in keys)
 
 
 class PPOTrainer(ActorCriticTrainer):
@@ -42,29 +32,13 @@ class PPOTrainer(ActorCriticTrainer):
     _tag_names = ["trl", "ppo"]
     _name = "PPO"
     _config_class = PPOConfig
-    _paper = {
-        "title": "Proximal Policy Optimization Algorithms",
-        "id": "1707.06347",
-        # docstyle-ignore
-        "citation": textwrap.dedent("""\
-            @article{schulman2017proximal,
-                title        = {{Proximal Policy Optimization Algorithms}},
-                author       = {John Schulman and Filip Wolski and Prafulla Dhariwal and Alec Radford and Oleg Klimov},
-                year         = 2017,
-                eprint       = {arXiv:1707.06347},
-            }"""),
-    }
+    _paper = {"title": "Proximal Policy Optimization Algorithms", "id": "1707.06347"}
 
     def _create_critic(self, policy, args, arguments) -> PreTrainedModel:
         """Load a critic with one output per token: a causal language model with a new value head, or a saved critic
         with its own."""
         set_seed(args.seed)  # for the initialization of the value head
-        loading = logging.getLogger("transformers.modeling_utils")
-        loading.addFilter(_is_news)
-        try:
-            return load_critic(policy, args, AutoModelForTokenClassification, num_labels=1)
-        finally:
-            loading.removeFilter(_is_news)
+        return load_critic(policy, args, AutoModelForTokenClassification, num_labels=1)
 
     @torch.no_grad()
     def _value_tokens(self, inputs, batch):

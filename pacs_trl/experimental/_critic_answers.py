@@ -42,19 +42,8 @@ def generate_answers(
     batch_size: int,
     synced: bool = False,
 ) -> list[tuple[list[int], list[float]]]:
-    """
-    Generate one answer per prompt, in batches of similar length.
-
-    Args:
-        prompts (sequence of sequences of `int`), seeds (sequence of `int`): Token ids of each prompt, and its seed.
-        settings ([`SamplingSettings`]): Temperature and limits.
-        tag (`str`): Ends an answer.
-        batch_size (`int`): Maximum number of answers per call of `generate`.
-        synced (`bool`): Whether all processes make their forward passes together.
-
-    Returns:
-        `list`: token ids of each answer, and their log-probs (NaN at temperature 0).
-    """
+    """Generate one answer, which `tag` ends, per prompt (token ids), in batches of similar length. Returns token ids
+    and their log-probs (NaN at temperature 0). `synced`: whether all processes make their forward passes together."""
     stop_ids, ending = stop_token_ids(model, tokenizer), AfterTag(tokenizer, tag)
     answers: list = [None] * len(prompts)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
@@ -107,13 +96,12 @@ def check_critic(
         `ValueError`: if the critic cannot write the tags, its context is too short for the longest prompt and answer,
             one engine would serve two architectures, or the critic's server does not match the settings.
     """
-    for score in (prompt.write(i / HIGHEST) for i in range(HIGHEST + 1)):
-        ids = tokenizer(score, add_special_tokens=False)["input_ids"]
-        if tokenizer.decode(ids, skip_special_tokens=True) != score:
-            raise ValueError(
-                f"The tokenizer of the critic {path} cannot represent {score}. Use a critic_prompt with other tags or "
-                "another critic."
-            )
+    scores = "".join(prompt.write(i / HIGHEST) for i in range(HIGHEST + 1))
+    if tokenizer.decode(tokenizer(scores, add_special_tokens=False)["input_ids"], skip_special_tokens=True) != scores:
+        raise ValueError(
+            f"The tokenizer of the critic {path} cannot represent {prompt.write(0.5)}. Use a critic_prompt with other "
+            "tags or another critic."
+        )
     trust = {"trust_remote_code": args.trust_remote_code}
     config = AutoConfig.from_pretrained(path, **trust)
     room = config.get_text_config().max_position_embeddings
@@ -125,10 +113,9 @@ def check_critic(
     needed = len(question) + args.max_completion_length + args.critic_max_new_tokens
     if needed > room:
         raise ValueError(
-            f"The critic {path} has a context of {room} tokens, but the longest prompt ({len(question)} tokens), "
-            f"max_completion_length={args.max_completion_length}, and "
-            f"critic_max_new_tokens={args.critic_max_new_tokens} need {needed}. Lower the last two, or shorten the "
-            "template."
+            f"The critic {path} has a context of {room} tokens, but its longest prompt, max_completion_length="
+            f"{args.max_completion_length}, and critic_max_new_tokens={args.critic_max_new_tokens} need {needed}. "
+            "Lower the last two, or shorten the template."
         )
     if args.critic_vllm_server_base_url is not None:
         if args.process_index == 0:

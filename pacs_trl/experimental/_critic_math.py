@@ -14,18 +14,9 @@ import torch
 def segment_starts(
     probabilities: Sequence[float], *, threshold: float | None, length: int | None, most: int
 ) -> list[int]:
-    """
-    Return the first token of each segment of a completion.
-
-    Args:
-        probabilities (sequence of `T` `float`): Of the tokens under the policy that generated them.
-        threshold (`float`, *optional*): Tokens with a lower probability end a segment.
-        length (`int`, *optional*): Every `length`-th token ends a segment.
-        most (`int`): Maximum number of segments; of more ends, evenly spaced ones and the last token are kept.
-
-    Returns:
-        `list[int]`: increasing from 0; empty for an empty completion.
-    """
+    """Return the first token of each segment of a completion, increasing from 0. Tokens with a lower probability under
+    the policy than `threshold`, every `length`-th token, and the last one end segments; of more ends than `most`, ones
+    with even distances are kept."""
     number = len(probabilities)
     ends = [
         t
@@ -64,15 +55,9 @@ def reinforce_weights(
     baseline: str,
     reduce: Callable[[torch.Tensor], torch.Tensor] = lambda total: total,
 ) -> torch.Tensor:
-    """
-    Return the factor on the log-prob of each answer, `(N,)`: its reward minus a baseline.
-
-    Args:
-        rewards, outcomes (`torch.Tensor` of shape `(N,)`): Of all answers of this process.
-        baseline (`str`): `"outcome"` is the mean reward of the other answers about completions with the same outcome,
-            correct (above 0.5) or wrong, and 0 if there is none; `"none"` is 0.
-        reduce (`Callable`, *optional*): Sums over processes.
-    """
+    """Return the factor on the log-prob of each answer, `(N,)`: its reward minus a baseline. `"outcome"` is the mean
+    reward of the other answers about completions with the same outcome, correct (above 0.5) or wrong, 0 without any;
+    `"none"` is 0. `rewards` and `outcomes`, `(N,)`, are those of this process; `reduce` sums over processes."""
     if baseline == "none":
         return rewards
     right = (outcomes > 0.5).long()
@@ -85,15 +70,7 @@ def reinforce_weights(
 def reinforce_losses(
     logps: torch.Tensor, sampling_logps: torch.Tensor, weights: torch.Tensor, cap: float
 ) -> torch.Tensor:
-    """
-    Return the loss of each token of an answer, `(M,)`: `-min(pi / pi_old, cap) * weight * log pi`, where the ratio has
-    no gradient.
-
-    Args:
-        logps (`torch.Tensor` of shape `(M,)`): Under the current critic.
-        sampling_logps (`torch.Tensor` of shape `(M,)`): At generation; NaN gives a ratio of 1.
-        weights (`torch.Tensor` of shape `(M,)`): See [`reinforce_weights`].
-        cap (`float`): Upper bound of ratios.
-    """
+    """Return the loss of each token of an answer, `(M,)`: `-min(pi / pi_old, cap) * weight * log pi`, where the ratio
+    has no gradient. All tensors have shape `(M,)`; NaN in `sampling_logps` (at generation) gives a ratio of 1."""
     ratios = (logps.detach() - sampling_logps).nan_to_num(0.0).exp().clamp(max=cap)
     return -ratios * weights * logps

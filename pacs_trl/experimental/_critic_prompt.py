@@ -57,16 +57,12 @@ class CriticPrompt:
                 f"{', '.join(shipped())}."
             ) from error
         found = {*_PLACEHOLDER.findall(self.template)}
-        if missing := NEEDED - found or found - NEEDED - CONDITIONING:
-            raise ValueError(
-                f"critic_prompt={name!r} has missing or unknown placeholders: {sorted(missing)}. It needs "
-                f"{sorted(NEEDED)} and may have {sorted(CONDITIONING)}."
-            )
         around = re.search(r"(\S+)\{score\}(\S*[^\s.,;:])", self.template)  # a sentence may end after the tags
-        if around is None or self.template.count("{score}") != 1 or _PLACEHOLDER.search("".join(around.groups())):
+        is_complete = NEEDED <= found <= NEEDED | CONDITIONING and self.template.count("{score}") == 1
+        if around is None or not is_complete or _PLACEHOLDER.search("".join(around.groups())):
             raise ValueError(
-                f"critic_prompt={name!r} must contain {{score}} once, between tags and without spaces. Write for "
-                "example <answer>{score}</answer>."
+                f"critic_prompt={name!r} has the placeholders {sorted(found)}. It needs {sorted(NEEDED)}, may have "
+                f"{sorted(CONDITIONING)}, and {{score}} stands once, in tags: <answer>{{score}}</answer>."
             )
         self.tags = (around[1], around[2])
         self._answer = re.compile(rf"{re.escape(around[1])}\s*([0-9]{{1,2}})\s*{re.escape(around[2])}")

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from ..pacs_config import PACSConfig
-from ..settings import bounded
+from ..settings import bounded, ignored_settings
 from ..update.step_sizes import Step
 from ._generation import CORRECT, ExtendingTrainer, Generation, known_labels
 
@@ -114,24 +114,18 @@ class DARSConfig(PACSConfig):
 
     @classmethod
     def errors(cls, given: Any, step: Step | None) -> list[str]:
-        errors = super().errors(given, step)
-        adaptive, most, size = given.adaptive_rollouts, given.max_generations, given.num_generations
-        ignored = {"max_refill_rounds": not given.refill_uniform_groups and given.max_refill_rounds != 3}
-        if adaptive is None:
-            ignored["max_generations"] = most is not None
-            ignored["adaptive_rollouts_budget"] = given.adaptive_rollouts_budget is not None
-            if not given.refill_uniform_groups:
-                errors.append(
-                    "`method: dars` does nothing yet. Set adaptive_rollouts, refill_uniform_groups, or both."
-                )
+        errors, most, size = super().errors(given, step), given.max_generations, given.num_generations
+        if given.adaptive_rollouts is None and not given.refill_uniform_groups:
+            errors.append("`method: dars` does nothing yet. Set adaptive_rollouts, refill_uniform_groups, or both.")
+        if given.adaptive_rollouts is None:
+            names = ("max_generations", "adaptive_rollouts_budget")
+            errors += ignored_settings(cls, given, dict.fromkeys(names, "no schedule is set"), "`adaptive_rollouts`")
         elif most is None or most <= size:
-            errors.append(
-                f"max_generations={most} must be above num_generations={size}. The authors generate up to "
-                f"{size * (4 if adaptive == 'equal_treatment' else 8)}."
-            )
-        return errors + [
-            f"{name} is ignored with these settings. Remove the key." for name, is_set in ignored.items() if is_set
-        ]
+            errors.append(f"max_generations={most} must be above num_generations={size}. The authors use 32 and 64.")
+        if not given.refill_uniform_groups:
+            reason = {"max_refill_rounds": "there is no refill"}
+            errors += ignored_settings(cls, given, reason, "`refill_uniform_groups: true`")
+        return errors
 
 
 class DARSTrainer(ExtendingTrainer):
@@ -139,10 +133,6 @@ class DARSTrainer(ExtendingTrainer):
 
     _name = "DARS"
     _config_class = DARSConfig
-    _own_shared_settings = (
-        *("adaptive_rollouts", "max_generations", "adaptive_rollouts_budget"),
-        *("refill_uniform_groups", "max_refill_rounds", *ExtendingTrainer._own_shared_settings),
-    )
     _counters = (*ExtendingTrainer._counters, "num_refilled")
     _saved_attributes = (*ExtendingTrainer._saved_attributes, "num_refilled")
 

@@ -8,7 +8,6 @@ both models in turn, or the critic has its own server. See docs/genac.md.
 """
 
 import math
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -18,10 +17,10 @@ from accelerate.utils import gather_object
 from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer, PreTrainedModel
 from trl.generation.vllm_generation import VLLMGeneration
-from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_generation
+from trl.models.utils import unwrap_model_for_generation
 from trl.trainer.utils import add_fused_lm_head, get_config_model_id
 
-from ..baselines.actor_critic import ActorCriticTrainer, critic_path, load_critic
+from ..baselines.actor_critic import ActorCriticTrainer, critic_path, load_critic, padded
 from ..baselines.ppo_config import ActorCriticConfig
 from ..evaluation.requests import SamplingSettings
 from ..rollouts.checkpoint import request_seed
@@ -160,15 +159,6 @@ class GenACTrainer(ActorCriticTrainer):
     _paper = {
         "title": "Bringing Value Models Back: Generative Critics for Value Modeling in LLM Reinforcement Learning",
         "id": "2604.10701",
-        # docstyle-ignore
-        "citation": textwrap.dedent("""\
-            @article{shan2026bringing,
-                title        = {{Bringing Value Models Back: Generative Critics for Value Modeling in LLM
-                                Reinforcement Learning}},
-                author       = {Zikang Shan and Han Zhong and Liwei Wang and Li Zhao},
-                year         = 2026,
-                eprint       = {arXiv:2604.10701},
-            }"""),
     }
 
     def _create_critic(self, policy: str | PreTrainedModel, args: GenACConfig, arguments: dict[str, Any]):
@@ -249,12 +239,9 @@ class GenACTrainer(ActorCriticTrainer):
         if args.segment_probability is not None:
             logps = batch.get("sampling_per_token_logps", batch.get("old_per_token_logps"))
             if logps is None:
-                ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-                attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-                with disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs):
-                    logps, *_ = self._get_per_token_logps_and_entropies(
-                        self.model, ids, attention, length, batch_size=args.per_device_train_batch_size
-                    )
+                parts = ("prompt", "completion")
+                ids = (without_padding(batch[f"{part}_ids"], batch[f"{part}_mask"]) for part in parts)
+                logps = padded(self.compute_logps(*ids), length)
             probabilities = logps.exp().nan_to_num(1.0).cpu()
         rules = {"threshold": args.segment_probability, "length": args.segment_length, "most": args.max_segments}
         return [segment_starts(probabilities[i, own].tolist(), **rules) for i, own in enumerate(owns)]

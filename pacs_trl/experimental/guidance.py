@@ -20,7 +20,7 @@ from trl.data_utils import is_conversational
 
 from ..pacs_config import PACSConfig
 from ..rewards import shared_code_verifier, shared_verifier
-from ..settings import bounded
+from ..settings import bounded, ignored_settings
 from ..settings.names import function_of_user
 from ..update.groups import split_into_steps
 from ..update.rollout import Rollout
@@ -107,8 +107,8 @@ class GuidanceConfig(PACSConfig):
     @classmethod
     def errors(cls, given: Any, step: Step | None) -> list[str]:
         errors = super().errors(given, step)
-        if given.hint_function is not None and given.guidance != "hint":
-            errors.append(f"hint_function is ignored with guidance={given.guidance!r}. Remove the key.")
+        if given.guidance != "hint":
+            errors += ignored_settings(cls, given, {"hint_function": "feedback has no hints"}, "`guidance: hint`")
         if given.class_weighting == "only_negative" and given.guided_completions == "right":
             errors.append(
                 "class_weighting='only_negative' drops the loss of correct guided completions. Use "
@@ -137,10 +137,6 @@ class GuidanceTrainer(ExtendingTrainer):
 
     _name = "guidance"
     _config_class = GuidanceConfig
-    _own_shared_settings = (
-        *("guidance", "max_guided_fraction", "guided_completions", "guided_weight"),
-        *ExtendingTrainer._own_shared_settings,
-    )
 
     def __init__(self, *args, hint: HintFunction | None = None, **kwargs):
         self._hint = hint
@@ -150,33 +146,24 @@ class GuidanceTrainer(ExtendingTrainer):
         super()._prepare_loading(model, args, arguments)
         if self._hint is None and args.hint_function is not None:
             self._hint = function_of_user(args.hint_function, "hint_function")
-        dataset, environment = arguments.get("train_dataset"), arguments.get("environment_factory")
-        first = dataset[0] if isinstance(dataset, Dataset) and len(dataset) else {}
+        dataset, columns = (
+            arguments.get("train_dataset"),
+            getattr(arguments.get("train_dataset"), "column_names", None),
+        )
         if args.guidance == "feedback":
-            if self._hint or arguments.get("tools") or environment or (first and not is_conversational(first)):
+            refused = self._hint or arguments.get("tools") or arguments.get("environment_factory")
+            if refused or isinstance(dataset, Dataset) and not is_conversational(dataset[0]):
                 raise ValueError(
                     "guidance='feedback' adds a second turn to conversational prompts. Remove hint, tools, and "
                     "environment_factory, or set guidance='hint'."
                 )
-        elif environment is not None:
+        elif arguments.get("environment_factory") is not None:
             raise ValueError("guidance='hint' and environment_factory both change the prompt. Remove one of them.")
-        elif self._hint is None:
-            columns = getattr(dataset, "column_names", None) or ["hint"]
-            if "hint" not in columns:
-                raise ValueError(
-                    f"guidance='hint' needs a column `hint`, and the training set has {', '.join(columns)}. Add the "
-                    "column (empty where there is no hint), pass a function `hint(example, failed_completions)` (in a "
-                    "recipe: hint_function), or set guidance='feedback'."
-                )
-            examples = (
-                dataset.select_columns([name for name in ("hint", "solution") if name in columns]) if first else []
+        elif self._hint is None and "hint" not in (columns or ["hint"]):
+            raise ValueError(
+                f"guidance='hint' needs a column `hint`, and the training set has {', '.join(columns)}. Add the "
+                "column (empty where there is no hint), or set hint_function or guidance='feedback'."
             )
-            if leaks := sum(contains_answer(example["hint"], example.get("solution")) for example in examples):
-                logger.warning(
-                    "%d of %d hints contain the gold answer word for word: the policy can copy it without solving the "
-                    "problem. Remove the answers from the hints.",
-                    *(leaks, len(dataset)),
-                )
 
     def extend(self, generation: Generation, num_steps: int) -> None:
         """Generate guided attempts for groups without a correct completion, and replace wrong ones by them."""

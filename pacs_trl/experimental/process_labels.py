@@ -260,8 +260,6 @@ class PrefixUpdate(PolicyUpdate):
         return int(rollout.loss_mask[: ends_of(rollout)[-1] + 1].sum())
 
     def proxies(self, logps: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        if all("positions" not in rollout.extra for rollout in batch.rollouts):
-            return super().proxies(logps, batch)
         ends = [torch.from_numpy(ends_of(rollout)) for rollout in batch.rollouts]
         rows = torch.arange(len(ends)).repeat_interleave(torch.tensor(list(map(len, ends)))).to(logps.device)
         last = torch.cat(ends).to(logps.device)
@@ -285,8 +283,6 @@ class PrefixUpdate(PolicyUpdate):
         return self.objective.slopes(num_tokens) * found * torch.tensor([rollout.weight for rollout, _ in ended])
 
     def token_coefficients(self, batch: MicroBatch, coefficients: torch.Tensor) -> torch.Tensor:
-        if all("positions" not in rollout.extra for rollout in batch.rollouts):
-            return super().token_coefficients(batch, coefficients)
         of_completions = coefficients.split([len(ends_of(rollout)) for rollout in batch.rollouts])
         found = [
             token_coefficients(of_completion, ends_of(rollout), len(rollout.completion_ids))

@@ -150,7 +150,7 @@ class ReferenceProbability:
 def probability_reward(
     completions: list,
     prompts: list,
-    solution: list | None = None,
+    solution: list,
     *,
     reference_probability: "ReferenceProbability | None" = None,
     truncated: list[bool] | None = None,
@@ -176,8 +176,6 @@ def probability_reward(
     """
     if reference_probability is None:
         raise ValueError("`probability_reward` needs log-probs of the policy. Set `method: rlpr`.")
-    if solution is None:
-        raise ValueError("`probability_reward` needs a column `solution`. Rename the column of reference answers.")
     texts = [completion_text(completion) for completion in completions]
     formats = [float(reference_probability.is_well_formed(*pair)) for pair in zip(texts, prompts, strict=True)]
     if truncated is not None and not shared_arguments().verification_grade_truncated:
@@ -256,7 +254,6 @@ class RLPRTrainer(PACSTrainer):
 
     _name = "RLPR"
     _config_class = RLPRConfig
-    _own_shared_settings = ("spread_filter", *PACSTrainer._own_shared_settings)
     _saved_attributes = (*PACSTrainer._saved_attributes, "_spreads", "without_reasoning")
 
     def _prepare_loading(self, model, args, arguments) -> None:
@@ -266,16 +263,12 @@ class RLPRTrainer(PACSTrainer):
             callable(each) and "reference_probability" in inspect.signature(each).parameters
             for each in (functions if isinstance(functions, list) else [functions])
         )
-        has_answers = isinstance(dataset, Dataset) and "solution" in dataset.column_names and not arguments["tools"]
-        has_answers = has_answers and arguments["environment_factory"] is None
-        empty = [
-            i for i, answer in enumerate(dataset["solution"] if has_answers else []) if not reference_text(answer)
-        ]
-        if self._needs_reference and (not has_answers or empty):
+        answers = dataset["solution"] if isinstance(dataset, Dataset) and "solution" in dataset.column_names else [""]
+        with_tools = arguments["tools"] or arguments["environment_factory"]
+        if self._needs_reference and (with_tools or not all(map(reference_text, answers))):
             raise ValueError(
                 "probability_reward needs a training set in memory (streaming=False), a column `solution` without "
-                f"empty answers, and no tools. Remove empty answers (examples {empty[:5]}) and tools, or use another "
-                "reward."
+                "empty answers, and no tools. Change these, or use another reward."
             )
 
     def _prepare_generation(self) -> None:

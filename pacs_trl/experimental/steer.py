@@ -13,7 +13,7 @@ from accelerate import Accelerator
 
 from ..pacs_config import PACSConfig
 from ..pacs_trainer import PACSTrainer
-from ..settings import bounded
+from ..settings import bounded, ignored_settings
 from ..update.step_sizes import Step
 from ..update.token_weights import TokenValues, TokenWeights
 
@@ -158,12 +158,12 @@ class STEERConfig(PACSConfig):
 
     @classmethod
     def errors(cls, given: Any, step: Step | None) -> list[str]:
-        least, most, errors = given.token_weight_min, given.token_weight_max, super().errors(given, step)
-        exponential = given.token_weight_mapping == "exponential"
-        if exponential and most != 1.2:
-            errors.append(f"token_weight_max={most} is ignored by the exponential mapping. Remove the key.")
-        if least >= (1 if exponential else most):
-            errors.append(f"token_weight_min={least} must be below the largest weight. The authors use 0.8.")
+        errors, exponential = super().errors(given, step), given.token_weight_mapping == "exponential"
+        if exponential:
+            reason = {"token_weight_max": "exponential weights are at most 1"}
+            errors += ignored_settings(cls, given, reason, "`token_weight_mapping: linear`")
+        if given.token_weight_min >= (1 if exponential else given.token_weight_max):
+            errors.append("token_weight_min must be below the largest weight. The authors use 0.8.")
         return errors
 
 
@@ -172,10 +172,6 @@ class STEERTrainer(PACSTrainer):
 
     _name = "STEER"
     _config_class = STEERConfig
-    _own_shared_settings = (
-        *PACSTrainer._own_shared_settings,
-        *("token_weight_mapping", "token_weight_min", "token_weight_max"),
-    )
 
     def token_weights(self) -> list[TokenWeights]:
         args = self.args

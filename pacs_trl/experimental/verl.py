@@ -141,26 +141,14 @@ def verl_coefficients(
 
 
 class VERLUpdate(PolicyUpdate):
-    """[`PolicyUpdate`] that measures hidden states and adds the bonus to coefficients."""
+    """[`PolicyUpdate`] that adds the bonus to coefficients."""
 
     trainer: "VERLTrainer"
-
-    @property
-    def coefficients_first(self) -> bool:
-        return self.trainer.args.bonus_tokens != "none"
-
-    def run(self, model, step: StepRollouts, *, proxies_are_zero: bool):
-        loss, metrics = super().run(model, step, proxies_are_zero=proxies_are_zero)
-        args, indices = self.trainer.args, [i for i, rollout in enumerate(step.rollouts) if rollout.loss_mask.any()]
-        every = args.hidden_state_every_steps
-        if every and indices and self.trainer.state.global_step % every == 0:
-            indices = indices[:: max(1, -(-len(indices) // args.hidden_state_completions))]
-            metrics |= rank_metrics(self.ranks(model, step, indices), indices)
-        return loss, metrics
+    coefficients_first = True
 
     def shape_coefficients(self, model, step: StepRollouts, coefficients: torch.Tensor):
         indices = coefficients.nonzero()[:, 0].tolist()
-        if not self.coefficients_first or not indices:
+        if not indices:
             return coefficients, {}
         ranks = self.ranks(model, step, indices)
         num_completions = max(int(step.groups.scorable.sum()), 1)
@@ -170,7 +158,8 @@ class VERLUpdate(PolicyUpdate):
         bonus = (shaped / coefficients - 1)[indices].abs().mean().item()
         if self.trainer.args.bonus_tokens == "last":
             shaped = torch.stack([coefficients, shaped], dim=1)
-        return shaped, rank_metrics(ranks, indices) | {"hidden/bonus": bonus}
+        names = ("hidden/effective_rank", "hidden/velocity", "hidden/acceleration")
+        return shaped, dict(zip(names, ranks[:, indices].mean(dim=1).tolist(), strict=True)) | {"hidden/bonus": bonus}
 
     def token_coefficients(self, batch: MicroBatch, coefficients: torch.Tensor) -> torch.Tensor:
         if coefficients.dim() == 1:
@@ -193,12 +182,6 @@ class VERLUpdate(PolicyUpdate):
         return self.accelerator.reduce(ranks, reduction="sum").cpu()
 
 
-def rank_metrics(ranks: torch.Tensor, indices: list[int]) -> dict[str, float]:
-    """Return means over the measured completions."""
-    names = ("hidden/effective_rank", "hidden/velocity", "hidden/acceleration")
-    return dict(zip(names, ranks[:, indices].mean(dim=1).tolist(), strict=True))
-
-
 @dataclass
 class VERLConfig(PACSConfig):
     """
@@ -206,29 +189,17 @@ class VERLConfig(PACSConfig):
 
     Parameters:
         bonus_tokens (`str`, *optional*, defaults to `"all"`):
-            Tokens of a completion that get the bonus: `"all"`, `"last"` (the authors' code), or `"none"` (only measure
-            hidden states). The bonus costs one more forward pass per optimizer step.
+            Tokens of a completion that get the bonus: `"all"`, or `"last"` (the authors' code).
         hidden_state_stride (`int`, *optional*, defaults to `40`):
             Tokens between the prefixes of a completion whose effective ranks are compared.
-        hidden_state_every_steps (`int`, *optional*):
-            With `bonus_tokens="none"`: optimizer steps between measurements.
-        hidden_state_completions (`int`, *optional*, defaults to `64`):
-            With `bonus_tokens="none"`: number of completions to measure.
     """
 
-    bonus_tokens: Literal["all", "last", "none"] = "all"
+    bonus_tokens: Literal["all", "last"] = "all"
     hidden_state_stride: int = bounded(40, least=1)
-    hidden_state_every_steps: int | None = bounded(None, least=1)
-    hidden_state_completions: int = bounded(64, least=1)
 
     @classmethod
     def errors(cls, given: Any, step: Step | None) -> list[str]:
         stride, longest, errors = given.hidden_state_stride, given.max_completion_length, super().errors(given, step)
-        if given.bonus_tokens == "none" and given.hidden_state_every_steps is None:
-            errors.append("bonus_tokens='none' does nothing without hidden_state_every_steps. Set it.")
-        for name, default in (("hidden_state_every_steps", None), ("hidden_state_completions", 64)):
-            if given.bonus_tokens != "none" and getattr(given, name) != default:
-                errors.append(f"{name} would be ignored without bonus_tokens='none'. Remove the key.")
         if longest is not None and 2 * stride + 1 > longest:
             errors.append(
                 f"hidden_state_stride={stride} is too long for max_completion_length={longest}: velocity compares "
@@ -238,12 +209,11 @@ class VERLConfig(PACSConfig):
 
 
 class VERLTrainer(PACSTrainer):
-    """[`PACSTrainer`] with [`verl_coefficients`], or with measurements of hidden states only."""
+    """[`PACSTrainer`] with [`verl_coefficients`]; an optimizer step needs one more forward pass."""
 
     _name = "VERL"
     _config_class = VERLConfig
     _update_class = VERLUpdate
-    _own_shared_settings = ("bonus_tokens", "hidden_state_stride", *PACSTrainer._own_shared_settings)
     _saved_attributes = (*PACSTrainer._saved_attributes, "verl_means")
 
     def _create_update(self) -> PolicyUpdate:

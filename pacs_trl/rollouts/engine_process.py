@@ -90,10 +90,11 @@ class Generator:
             is_eos = torch.isin(found, torch.tensor(given["eos_token_ids"]))
             lengths = torch.where(is_eos.any(1), is_eos.int().argmax(1) + 1, found.shape[1])
             completions = [row[:length].tolist() for row, length in zip(found, lengths, strict=True)]
-            size = given["batch_size"]
+            size, logps = given["batch_size"], []
             with fused_head(self.base, given["temperature"]) if self.forward_pass.fused else nullcontext():
-                texts = prompt_ids, completions, size, -(-len(prompt_ids) // size)
-                logps = self.forward_pass.logps_in_batches(self.model, *texts)
+                for start in range(0, len(prompt_ids), size):
+                    batch = prompt_ids[start : start + size], completions[start : start + size]
+                    logps += self.forward_pass.compute_logps(self.model, *batch).logps
         return completions, [values.tolist() for values in logps]
 
 

@@ -63,12 +63,6 @@ class ExactUpdateTrainer(LateGeneration, RolloutTrainer):
         self.vllm_importance_sampling_correction = False  # disables the parent's, which needs an extra forward pass
 
     def _check_support(self) -> None:
-        name = type(self).__name__
-        if self._is_vlm:
-            raise ValueError(
-                f"{name} supports text models only, got the vision-language model {type(self.model).__name__}: image "
-                "tensors cannot be moved between micro-batches one by one. Use a text model."
-            )
         asks = (
             self.args.vllm_importance_sampling_correction
             and not self._config_class.vllm_importance_sampling_correction

@@ -9,12 +9,11 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from accelerate.utils import gather_object
 from torch import nn
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 from trl import GRPOConfig, GRPOTrainer
@@ -23,6 +22,7 @@ from ..data import check_chat_template_kwargs
 from ..errors import FailedRun
 from ..hub import LOG_FILE
 from ..rewards import code_reward, math_reward
+from ..update.logps import logps_in_batches
 from ..update.rollout import Rollout, unpad_rollouts, weighted_rewards
 from ..update.startup_check import choose_forward_pass, disable_noise
 from . import checkpoint, construction, publication
@@ -91,6 +91,8 @@ class RolloutTrainer(BenchmarkEvaluation, GRPOTrainer):
 
     def _prepare_generation(self) -> None:
         """Set up generation and rewards after the model is loaded."""
+        if self._is_vlm:
+            raise ValueError(f"{type(self.model).__name__} reads images, which is not supported. Use a text model.")
         check_adapters(self.model)
         construction.check_prompts_of_generation(self.train_dataset, self.args)
         shorten_console(self.callback_handler.callbacks)
@@ -111,11 +113,10 @@ class RolloutTrainer(BenchmarkEvaluation, GRPOTrainer):
             self.rollout_func = checked_rollouts(self.rollout_func, self._tokenizer.eos_token_id, self._log_empty)
         if self.tools:
             construction.check_shared_turns(self)
-        if not self._is_vlm:  # a processor accepts more keys than its template
-            check_chat_template_kwargs(self.processing_class, self.chat_template_kwargs, self.chat_template)
-            self.forward_pass = construction.create_forward_pass(self, self.model)
-            if self.ref_model is not None:  # of the KL term
-                self.ref_pass = construction.create_forward_pass(self, self.accelerator.unwrap_model(self.ref_model))
+        check_chat_template_kwargs(self.processing_class, self.chat_template_kwargs, self.chat_template)
+        self.forward_pass = construction.create_forward_pass(self, self.model)
+        if self.ref_model is not None:  # of the KL term
+            self.ref_pass = construction.create_forward_pass(self, self.accelerator.unwrap_model(self.ref_model))
         self.reward_funcs = [
             function if isinstance(function, nn.Module) else self._wrap_reward(i, function, name)
             for i, (function, name) in enumerate(zip(self.reward_funcs, self.reward_func_names, strict=True))
@@ -206,6 +207,13 @@ class RolloutTrainer(BenchmarkEvaluation, GRPOTrainer):
         self._log_empty(end_empty_completions(self._tokenizer.eos_token_id, completion_ids, logprobs))
         return completion_ids, logprobs
 
+    def _log_advantages(self, advantages: list[float]) -> None:
+        """Replace the advantages of the last completions, of all processes, in the completions table."""
+        logged = self._logs["advantages"]
+        for _ in range(min(len(advantages), len(logged))):
+            logged.pop()
+        logged.extend(advantages)
+
     def _log_empty(self, ratio: float) -> None:
         self._metrics["train" if self.model.training else "eval"]["completions/empty_ratio"].append(ratio)
 
@@ -259,10 +267,9 @@ class RolloutTrainer(BenchmarkEvaluation, GRPOTrainer):
             `list[torch.Tensor]`: float32 `(C,)` per completion on the CPU, in nats, at the training `temperature`.
         """
         self._choose_forward_passes()
-        passes = max(gather_object([-(-len(prompt_ids) // self.args.per_device_train_batch_size)]))
+        compute = partial(self.forward_pass.compute_logps, self.model_wrapped)
         with self.timer.part("log_probs"):
-            size = self.args.per_device_train_batch_size
-            return self.forward_pass.logps_in_batches(self.model_wrapped, prompt_ids, completion_ids, size, passes)
+            return logps_in_batches(compute, prompt_ids, completion_ids, self.args.per_device_train_batch_size)
 
     # Runs -----------------------------------------------------------------------------------------------------------
 

@@ -46,17 +46,14 @@ class ForwardPass:
             distributed training.
         device (`torch.device`): Device of the inputs.
         pad_token_id (`int`): Token id of the padding.
-        padding_free (`str`): `"auto"` packs rollouts if the model supports it, `"always"` raises an error if it does
-            not, `"never"` pads. `packing` holds the resolved backend.
+        padding_free (`str`): `"auto"` packs rollouts if the model supports it, `"never"` pads. `packing` holds the
+            resolved backend.
         temperature (`float`): Divisor of the model's own logits; the fused head has its own temperature.
         autocast (`Callable`, *optional*): Returns the autocast context of a forward pass.
 
     Attributes:
         on_pass (`Callable`, *optional*): Called before each pass with [`PackedRollouts.texts`] (of padded rollouts
             their lengths without padding) and the number of completion tokens.
-
-    Raises:
-        `ValueError`: if `padding_free="always"` and this model does not support packing.
     """
 
     def __init__(
@@ -79,16 +76,9 @@ class ForwardPass:
         self.packing = packing_backend(base) if padding_free != "never" and not prompt_learning else None
         self.device = device
         self.pad_token_id = pad_token_id
-        self.padding_free = padding_free
         self.temperature = temperature
         self.autocast = autocast
         self.on_pass: Callable[[list[list[int]], int], None] | None = None
-        if padding_free == "always" and self.packing is None:
-            raise ValueError(
-                "padding_free='always' needs a model with plain causal attention in all layers, loaded with "
-                f"attn_implementation 'sdpa', 'flash_attention_2' or 'flash_attention_3'; this one is a "
-                f"{type(base).__name__} with {self.config._attn_implementation!r}. Use padding_free='auto'."
-            )
 
     def attention(self) -> AbstractContextManager:
         """Return the attention context of a forward pass. It must include the backward pass too, because gradient
@@ -112,17 +102,6 @@ class ForwardPass:
         outputs, of_completions = self.forward(model, prompt_ids, completion_ids, fused_lm_head=True)
         entropies = [] if outputs.entropy is None else of_completions(outputs.entropy)
         return CompletionLogps(of_completions(outputs.log_probs), entropies)
-
-    def logps_in_batches(
-        self, model, prompt_ids: Sequence, completion_ids: Sequence, batch_size: int, num_batches: int
-    ) -> list[torch.Tensor]:
-        """Compute log-probs in exactly `num_batches` forward passes; passes beyond the last completion run on a
-        filler, so that all processes run equally many. Returns one float32 `(C,)` per completion, on the CPU."""
-        logps: list[torch.Tensor] = []
-        for start in range(0, num_batches * batch_size, batch_size):
-            prompts, completions = (ids[start : start + batch_size] or [[0]] for ids in (prompt_ids, completion_ids))
-            logps += [values.cpu() for values in self.compute_logps(model, prompts, completions).logps]
-        return logps[: len(prompt_ids)]
 
     def values(
         self, model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]

@@ -20,7 +20,7 @@ from .packing import packing_backend
 @dataclass
 class GenerationSettings:
     """
-    Settings for generation with transformers; a base class of the training configurations.
+    Settings of generation, and of the check before training; a base class of the training configurations.
 
     Parameters:
         fast_generation (`bool`, *optional*, defaults to `False`):
@@ -36,12 +36,17 @@ class GenerationSettings:
             Generation batches by which generation runs ahead of training, 0 to 2: an engine generates batch `n + lag`
             with the weights from before the updates on batch `n`, while these run. Without vLLM the engine is a
             process on the CPU; with `vllm_mode="server"` the largest lag is 1. Bits do not depend on timing.
+        startup_check (`bool`, *optional*, defaults to `True`):
+            Whether to compare the log-probs of three short sequences, computed as in training, with each model's own
+            logits before training. If they differ, training uses a slower forward pass that agrees and logs a warning,
+            or fails if there is none.
     """
 
     fast_generation: bool = False
     generation_dtype: Literal["bfloat16"] | None = None
     vllm_sync_adapter: bool = False
     rollout_lag: Literal[0, 1, 2] = 0
+    startup_check: bool = True
 
     def __post_init__(self):
         super().__post_init__()  # type: ignore[misc]

@@ -1,9 +1,10 @@
 """Log-probs of completions under a model that is not being trained."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from accelerate.utils import gather_object
 from trl.trainer.utils import add_fused_lm_head
 
 from .forward_pass import ForwardPass
@@ -43,16 +44,13 @@ def compute_logps(
         yield from zip(*scores, strict=True)
 
 
-def sequence_logps(
-    model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]], *, batch_size: int = 64
-) -> torch.Tensor:
-    """
-    Compute the log-prob of each completion given its prompt, in nats: the sum over tokens, 0 for an empty completion.
-
-    Arguments are those of [`compute_logps`]. Returns a float64 `torch.Tensor` of shape `(B,)`, differentiable if
-    gradients are enabled.
-    """
-    sums = [
-        logps.double().sum() for logps, _ in compute_logps(model, prompt_ids, completion_ids, batch_size=batch_size)
-    ]
-    return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.float64)
+def logps_in_batches(
+    compute: Callable, prompt_ids: Sequence, completion_ids: Sequence, batch_size: int
+) -> list[torch.Tensor]:
+    """Call `compute(prompt_ids, completion_ids)`, which returns [`CompletionLogps`], for batches of completions. All
+    processes make equally many calls, if need be on a filler. Returns one float32 `(C,)` per completion on the CPU."""
+    logps: list[torch.Tensor] = []
+    for start in range(0, max(gather_object([len(prompt_ids)])), batch_size):
+        batch = (ids[start : start + batch_size] or [[0]] for ids in (prompt_ids, completion_ids))
+        logps += [values.cpu() for values in compute(*batch).logps]
+    return logps[: len(prompt_ids)]

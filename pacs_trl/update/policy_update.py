@@ -20,7 +20,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,9 +35,9 @@ from .step import FILLER, MicroBatch, MicroBatchConfig, StepRollouts, collate, s
 from .token_weights import Mismatch, TokenValues, TokenWeights, merge_statistics, mismatch_metrics, mismatch_statistics
 
 
-class Forwarded(NamedTuple):
+class Forwarded:
     """
-    Results of forward passes over some completions of an optimizer step, summed over all processes.
+    Results of forward passes over some completions of an optimizer step; [`reduce`] sums them over processes, once.
 
     Attributes:
         proxies (`torch.Tensor` of shape `(B,)`, on the CPU): 0 for completions without a forward pass.
@@ -47,20 +46,10 @@ class Forwarded(NamedTuple):
             completions that had a forward pass, and sum of the KL estimator over counted tokens.
     """
 
-    proxies: torch.Tensor
-    own_values: torch.Tensor
-    entropy: float
-    num_completions: float
-    kl: float
-
-
-class _Collector:
-    """Accumulate the results of forward passes, and reduce them over processes once at the end."""
-
     def __init__(self, num_proxies: int, accelerator: Accelerator, num_values: int = 0):
         self.accelerator = accelerator
         self.of_completions = torch.zeros(1 + num_values, num_proxies, device=accelerator.device)
-        self.sums = torch.zeros(3, device=accelerator.device)  # see `Forwarded`
+        self.sums = torch.zeros(3, device=accelerator.device)  # entropy, num_completions, kl
 
     def add(self, indices: list[int], proxies, entropies, loss_mask, kl=None, own_values=()) -> None:
         if not indices:
@@ -71,10 +60,12 @@ class _Collector:
         kl = torch.zeros_like(entropy) if kl is None else kl.detach().to(entropy.dtype)
         self.sums += torch.stack([entropy, torch.full_like(entropy, len(loss_mask)), kl])
 
-    def reduce(self) -> Forwarded:
+    def reduce(self) -> "Forwarded":
         values = self.accelerator.reduce(torch.cat([self.of_completions.flatten(), self.sums]), reduction="sum").cpu()
         of_completions = values[:-3].view(self.of_completions.shape)
-        return Forwarded(of_completions[0], of_completions[1:], *values[-3:].tolist())
+        self.proxies, self.own_values = of_completions[0], of_completions[1:]
+        self.entropy, self.num_completions, self.kl = values[-3:].tolist()
+        return self
 
 
 @dataclass(eq=False)
@@ -186,7 +177,7 @@ class PolicyUpdate:
 
     @torch.no_grad()
     def _forward(self, model, step: StepRollouts, schedule: Schedule) -> Forwarded:
-        found = _Collector(step.num_proxies, self.accelerator, sum(w.num_values for w in self.token_weights))
+        found = Forwarded(step.num_proxies, self.accelerator, sum(w.num_values for w in self.token_weights))
         for indices, batch in self.micro_batches(step, schedule):
             logps, entropies = self._compute(self.forward_pass.compute_logps, model, batch).padded()
             tokens = self._token_values(step, batch, logps, entropies, logps.new_zeros(len(logps), 1))
@@ -326,7 +317,7 @@ class PolicyUpdate:
         micro-batches must hold whole groups. Returns the results of the forward passes, and the mismatch statistics
         of each micro-batch."""
         known = step.coefficients is not None
-        found, mismatch = _Collector(step.num_proxies, self.accelerator, 3 if known else 0), []
+        found, mismatch = Forwarded(step.num_proxies, self.accelerator, 3 if known else 0), []
         compares = step.on_policy and any(rollout.sampling_logps is not None for rollout in step.rollouts)
         num_tokens, last = max(step.num_tokens, 1), max(len(schedule[self.accelerator.process_index]) - 1, 0)
         for k, (indices, batch) in enumerate(self.micro_batches(step, schedule)):

@@ -6,6 +6,7 @@ silently use wrong log-probs. Therefore, before training, the log-probs of three
 training and compared with the logits of the model for each sequence alone.
 """
 
+import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -53,7 +54,8 @@ def choose_forward_pass(
                 "the tokens behind it. Use a causal language model."
             )
         model.train(training)
-        for packing, fused in _candidates(forward_pass, values):
+        packings = dict.fromkeys([forward_pass.packing, None])  # the cheaper one first, and the fused head
+        for fused, packing in itertools.product([True] if values else [True, False], packings):
             forward_pass.packing, forward_pass.fused = packing, fused
             name = f"{'packed' if packing else 'padded'} with {'fused' if fused else 'own'} head"
             try:
@@ -132,12 +134,3 @@ def tolerance_of(forward_pass: ForwardPass, model: torch.nn.Module) -> float:
     rounds |= torch.get_float32_matmul_precision() != "highest" or torch.backends.cuda.matmul.allow_tf32
     rounds |= any(p.dtype not in (torch.float32, torch.float64) for p in model.parameters())
     return HALF_PRECISION_TOLERANCE if rounds else TOLERANCE
-
-
-def _candidates(forward_pass: ForwardPass, values: bool) -> list[tuple[str | None, bool]]:
-    packings = (
-        [forward_pass.packing]
-        if forward_pass.padding_free == "always"
-        else dict.fromkeys([forward_pass.packing, None])
-    )
-    return [(packing, fused) for fused in ([True] if values else [True, False]) for packing in packings]

@@ -91,8 +91,7 @@ def schedule_step(
             the scorable ones.
 
     Raises:
-        `ValueError`: if a prompt with its completion is longer than `max_tokens`, or if `group_layout` is `"whole"`
-            and a group does not fit into a micro-batch.
+        `ValueError`: if a prompt with its completion is longer than `max_tokens`.
     """
     groups = Groups(torch.tensor([rollout.label for rollout in rollouts]), [rollout.group for rollout in rollouts])
     takes_part = groups.scorable if takes_part is None else takes_part
@@ -107,14 +106,6 @@ def schedule_step(
         )
     units = [members for members in groups.members if takes_part[members].any()]
     whole = schedule_micro_batches(lengths, units, **limits.of_schedule)
-    if layout == "whole" and whole is None:
-        bound = f"per_device_train_batch_size={limits.max_rollouts}"
-        if limits.max_tokens:
-            bound = f"max_tokens_per_micro_batch={limits.max_tokens}"
-        raise ValueError(
-            f"group_layout='whole' needs a group of num_generations={groups.size} completions to fit into one "
-            f"micro-batch, but {bound} is too small. Raise it, or use group_layout='auto' or 'split'."
-        )
     if layout == "auto" and whole is not None:
         # Costs are in forward passes; split groups need an extra forward pass for the proxies.
         whole_cost, split_cost = (schedule_cost(s, lengths, padded=limits.padded) for s in (whole, split))

@@ -8,13 +8,14 @@ from replay import (
     RELATIVE,
     Recorder,
     Replay,
+    assert_resumes,
     build_trainer,
     digit_reward,
     load_weights,
+    logps_and_entropies,
     relative_error,
     rows_of_update,
     tiny_model,
-    trainable_weights,
 )
 from trls_update import EIGHT, FOUR_MINIBATCHES, OWN, REUSED, difference, in_double_precision, run
 
@@ -35,13 +36,7 @@ SPLITS = [
 
 
 def in_graph(model, rows):
-    """Log-probs of the completions of rows, by a forward pass of each alone."""
-    found = []
-    for row in rows:
-        logits = model(input_ids=torch.tensor([row.prompt_ids + row.completion_ids])).logits
-        logps = logits[0, len(row.prompt_ids) - 1 : -1].log_softmax(dim=-1)
-        found.append(logps.gather(1, torch.tensor(row.completion_ids)[:, None])[:, 0])
-    return found
+    return [logps_and_entropies(model, row)[0] for row in rows]
 
 
 def real(logps, old_logps, labels):
@@ -125,17 +120,11 @@ RESUMED = {"save_strategy": "steps", "save_steps": 1, "steps_per_generation": 2,
 def test_a_run_resumed_after_any_step_is_bit_identical(tmp_path, model_path, trainer_class, settings):
     """Completions are sampled; two minibatches are used twice each."""
 
-    def train(name, resume=None):
-        trainer = build_trainer(
-            tmp_path / name, model=model_path, trainer_class=trainer_class, **RESUMED, **settings, reward=digit_reward
-        )
-        trainer.train(resume_from_checkpoint=resume)
-        return trainable_weights(trainer.model)
+    def build(output_dir):
+        given = {"model": model_path, "trainer_class": trainer_class, "reward": digit_reward}
+        return build_trainer(output_dir, **given, **RESUMED, **settings)
 
-    straight = train("straight")
-    for step in range(1, 6):
-        again = train("again", str(tmp_path / "straight" / f"checkpoint-{step}"))
-        assert all(torch.equal(again[name], weight) for name, weight in straight.items()), step
+    assert_resumes(build, tmp_path, *range(1, 6))
 
 
 @pytest.mark.parametrize("settings", [EIGHT, FOUR_MINIBATCHES, REUSED], ids=["aligned", "minibatches", "reused"])

@@ -24,14 +24,8 @@ REFUSED = {
     "off_policy_mask_threshold": 1.0,
     "vespo_k_pos": 1.0,
     "loss_type": "cispo",
-    "gamma": 1.1,
-    "gae_lambda": -0.1,
-    "critic_learning_rate": 0.0,
-    "critic_warmup_steps": -1,
-    "value_clip_range": 0.0,
     "delta": 1.2,
     "fp16": True,
-    "temperature": float("nan"),
 }
 
 

@@ -1,6 +1,5 @@
 """PPOTrainer around the loss: LoRA, saving, resuming, the critic's start, and a recipe."""
 
-import logging
 import shutil
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from test_ppo_trainer import build, recorded
 from transformers import AutoModelForCausalLM
 
 from pacs_trl import PPOConfig, PPOTrainer
-from pacs_trl.baselines.ppo_trainer import _is_news
 from pacs_trl.rollouts.checkpoint import last_checkpoint
 from pacs_trl.train import main
 
@@ -49,7 +47,7 @@ def finished_run(tmp_path_factory, model_path):
 def test_the_model_is_that_of_the_policy(tmp_path, finished_run):
     checkpoint = Path(finished_run.args.output_dir) / "checkpoint-4"
     card = (checkpoint / "README.md").read_text()
-    assert "fine-tuned with PPO" in card and "schulman2017proximal" in card and "- arxiv:1707.06347" in card
+    assert "fine-tuned with PPO" in card and "- arxiv:1707.06347" in card
     assert not (checkpoint / "critic" / "README.md").exists()
     finished_run.save_model(str(tmp_path / "final"))
     assert not (tmp_path / "final" / "critic").exists()
@@ -159,10 +157,3 @@ def test_a_recipe_trains_both_models_on_the_miniature_world(tmp_path, model_path
     logged = {name for entry in trainer.state.log_history for name in entry}
     shared = {"critic_grad_norm", "approx_kl", "explained_variance"}
     assert {f"{method}/{name}" for name in metrics | shared} <= logged and "entropy" in logged
-
-
-@pytest.mark.parametrize(("key", "is_news"), [("score.weight", False), ("model.norm.weight", True)])
-def test_that_the_value_head_is_new_is_no_news(key, is_news):
-    text = f"Model LOAD REPORT from: x\nKey          | Status  |\nscore.bias   | MISSING |\n{key} | MISSING |\n"
-    assert _is_news(logging.makeLogRecord({"msg": text})) == is_news
-    assert _is_news(logging.makeLogRecord({"msg": "Something else"}))

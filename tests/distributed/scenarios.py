@@ -6,6 +6,7 @@ Each scenario is a function of `(rank, directory)` that returns something `torch
 
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -154,7 +155,7 @@ def shared_prompts(rank, directory, **how):
         return [replace(row, prompt_ids=[*range(30), *row.prompt_ids]) for row in rows]
 
     replay, settings = {"tools": True, "edit": longer}, {**HALF, **how, "learning_rate": 1.0}
-    return [record(directory, {**settings, "padding_free": packed}, replay) for packed in ("always", "never")]
+    return [record(directory, {**settings, "padding_free": packed}, replay) for packed in ("auto", "never")]
 
 
 def message_of(run) -> str:
@@ -221,20 +222,25 @@ def resumed_snapshot(rank, directory):
     return resumed(rank, directory, reference="snapshot", reference_reset_steps=3)
 
 
-def resumed_shards(rank, directory, how):
+def resumed_shards(rank, directory, **how):
     """In the middle of a generation, where the snapshot is renewed, and at its border; after every step with DDP,
     above."""
     return resumed(rank, directory, reference="snapshot", steps=(3, 4), **how)
 
 
+def verl(rank, directory, **how):
+    return record(directory, VERL | how, {})
+
+
 def drawn_where_needed(rank, directory, **how):
     """The prompts of one process are nearly never solved without a hint; both draw for them."""
-    drawn, draw = [], PACSTrainer.draw
+    drawn = []
 
-    def watched(self, inputs, num_generations, groups):
-        rows = draw(self, inputs, num_generations, groups)
-        drawn.append((self.state.global_step, [row.group for row in rows]))
-        return rows
+    class Watched(DarsAndGuidanceTrainer):
+        def generate_more(self, inputs, num_generations, groups=None):
+            rows = super().generate_more(inputs, num_generations, groups)
+            drawn.append((self.state.global_step, [row.group for row in rows]))
+            return rows
 
     def reward(prompts, completion_ids, place, **kwargs):
         hard = [i % 4 >= 2 and "Hint" not in str(prompt) for i, prompt in zip(place, prompts)]
@@ -244,17 +250,12 @@ def drawn_where_needed(rank, directory, **how):
     data = addition_dataset(8).map(lambda row, i: {"place": i, "hint": "Count."}, with_indices=True)
     settings = {"adaptive_rollouts": "hardness_weighted", "max_generations": 16, "adaptive_rollouts_budget": 22}
     settings |= {"guidance": "hint", "refill_uniform_groups": True, "max_refill_rounds": 1, "shuffle_dataset": False}
-    settings["trainer_class"] = DarsAndGuidanceTrainer
-    settings |= HALF | {"max_steps": 4} | how
-    PACSTrainer.draw = watched
-    try:
-        found = resumed(rank, directory, more={"train_dataset": data}, reward=reward, steps=(1, 2), **settings)
-    finally:
-        PACSTrainer.draw = draw
-    return found | {"drawn": drawn}
+    settings |= HALF | {"max_steps": 4, "trainer_class": Watched} | how
+    more = {"train_dataset": data}
+    return resumed(rank, directory, more=more, reward=reward, steps=(1, 2), **settings) | {"drawn": drawn}
 
 
-def benchmarks(directory, **how):
+def benchmarks(rank, directory, **how):
     """Greedy completions of five problems, which two processes share, and the weights after two steps."""
     settings = {"eval_benchmarks": ["miniature/addition"], "eval_max_problems": 5, "eval_num_samples": 1}
     settings |= {"eval_temperature": 0.0, "eval_strategy": "steps", "eval_steps": 1, "learning_rate": 0.0}
@@ -265,7 +266,7 @@ def benchmarks(directory, **how):
     return [{k: v for k, v in e.items() if "pass@1" in k or "addition" in k} for e in logs]
 
 
-def probabilities(directory, **how):
+def probabilities(rank, directory, **how):
     """Of reference answers, of the whole training set and of completions, which the processes share."""
     settings = {"max_completion_length": 12, "per_device_train_batch_size": 4, "learning_rate": 0.5} | how
     trainer = build_trainer(
@@ -289,9 +290,9 @@ def drawn_again(rank, directory, **how):
             drawn.append(first + self.generate_more(generation_batch[:1], 8, [first[0].group]))
             return drawn[-1]
 
-    def reward(completions, score, **kwargs):
+    def reward(completions, compute_logps, **kwargs):
         rows = [[7, i] for i in range(9 * rank)]  # three passes of four rows on one process, none on the other
-        logps.append(score([[1, 2, 3]] * len(rows), rows))
+        logps.append(compute_logps([[1, 2, 3]] * len(rows), rows))
         return digit_reward(completions)
 
     trainer = build_trainer(directory, reward=reward, trainer_class=DrawsAgain, **HALF, **how)
@@ -309,18 +310,20 @@ def grpo(rank, directory, **how):
     return {name: found[name] for name in ("final", "logs")}
 
 
-DDP = {
-    **{
-        name: lambda rank, directory, settings=settings, replay=replay: record(directory, settings, replay)
-        for name, (settings, replay) in REPLAYED.items()
-    },
-    "VERL": lambda rank, directory: record(directory, VERL, {}),
-    "grpo": grpo,
+def replayed(rank, directory, name, **how):
+    settings, replay = REPLAYED[name]
+    return record(directory, {**settings, **how}, replay)
+
+
+BY_ALL = {"VERL": verl, "grpo": grpo, "shared prompts": shared_prompts}  # by all kinds
+GENERATING = {"drawn again": drawn_again, "probabilities": probabilities, "benchmarks": benchmarks}
+GENERATING |= {"drawn where needed": drawn_where_needed}
+DDP = {name: partial(replayed, name=name) for name in REPLAYED} | BY_ALL | GENERATING
+DDP |= {
     "lora": lora,
-    "ragged, whole": lambda rank, directory: ragged(rank, directory, "whole"),
-    "ragged, split": lambda rank, directory: ragged(rank, directory, "split"),
+    "ragged, whole": partial(ragged, group_layout="whole"),
+    "ragged, split": partial(ragged, group_layout="split"),
     "zero proxies": zero_proxies,
-    "shared prompts": shared_prompts,
     "not finite": not_finite,
     "too few tokens": too_few_tokens,
     "different datasets": different_datasets,
@@ -328,18 +331,7 @@ DDP = {
     "label out of range": label_out_of_range,
     "resumed": resumed,
     "resumed snapshot": resumed_snapshot,
-    "drawn again": drawn_again,
-    "probabilities": lambda rank, directory: probabilities(directory),
-    "benchmarks": lambda rank, directory: benchmarks(directory),
-    "drawn where needed": drawn_where_needed,
 }
-
-
-def sharded(name, how):
-    settings, replay = REPLAYED[name]
-    return lambda rank, directory: record(directory, {**settings, **how}, replay)
-
-
 SHARDED = (
     "2 rows x 2",
     "padded, idle process",
@@ -350,15 +342,9 @@ SHARDED = (
     "STEER",
     "labels in several places",
 )
-FSDP2 = {name: sharded(name, FSDP_SETTINGS) for name in SHARDED} | {
-    "VERL": lambda rank, directory: record(directory, VERL | FSDP_SETTINGS, {}),
-    "grpo": lambda rank, directory: grpo(rank, directory, **FSDP_SETTINGS),
-    "resumed snapshot": lambda rank, directory: resumed_shards(rank, directory, FSDP_SETTINGS),
-    "shared prompts": lambda rank, directory: shared_prompts(rank, directory, **FSDP_SETTINGS),
-    "drawn again": lambda rank, directory: drawn_again(rank, directory, **FSDP_SETTINGS),
-    "probabilities": lambda rank, directory: probabilities(directory, **FSDP_SETTINGS),
-    "benchmarks": lambda rank, directory: benchmarks(directory, **FSDP_SETTINGS),
-    "drawn where needed": lambda rank, directory: drawn_where_needed(rank, directory, **FSDP_SETTINGS),
+FSDP2 = {name: partial(replayed, name=name, **FSDP_SETTINGS) for name in SHARDED} | {
+    name: partial(scenario, **FSDP_SETTINGS)
+    for name, scenario in (BY_ALL | GENERATING | {"resumed snapshot": resumed_shards}).items()
 }
 
 
@@ -406,12 +392,11 @@ def exchanged_in_bf16(rank, directory):
 FSDP2["exchanged in bf16"] = exchanged_in_bf16
 # Parameters below the threshold stay gathered between uses: none of this model's, or all.
 GATHERED = [(name, 0) for name in SHARDED] + [("2 rows x 2", 100_000), ("snapshot, renewed", 100_000)]
-ZERO3 = {f"{name}, {threshold}": sharded(name, zero3_settings(threshold)) for name, threshold in GATHERED} | {
-    "VERL": lambda rank, directory: record(directory, VERL | zero3_settings(0), {}),
-    "grpo": lambda rank, directory: grpo(rank, directory, **zero3_settings(0)),
-    "shared prompts": lambda rank, directory: shared_prompts(rank, directory, **zero3_settings(0)),
-    "resumed snapshot": lambda rank, directory: resumed_shards(rank, directory, zero3_settings(0)),
+ZERO3 = {
+    f"{name}, {threshold}": partial(replayed, name=name, **zero3_settings(threshold)) for name, threshold in GATHERED
 }
+ZERO3 |= {name: partial(scenario, **zero3_settings(0)) for name, scenario in BY_ALL.items()}
+ZERO3 |= {"resumed snapshot": partial(resumed_shards, **zero3_settings(0))}
 
 
 def run_all(output: Path, kind: str):

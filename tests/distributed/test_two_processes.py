@@ -200,7 +200,7 @@ def test_a_second_draw_and_rewards_that_need_the_policy(request, kind):
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_benchmarks_are_shared_by_processes(tmp_path, request, kind):
     first, second = both(request.getfixturevalue(kind), "benchmarks")
-    one = benchmarks(tmp_path, per_device_train_batch_size=8)
+    one = benchmarks(0, tmp_path, per_device_train_batch_size=8)
     assert first == second == one and len(one) == 2 and one[0]["eval_miniature/addition/mean_length"] > 0
 
 
@@ -208,7 +208,7 @@ def test_benchmarks_are_shared_by_processes(tmp_path, request, kind):
 def test_probabilities_of_reference_answers(tmp_path, request, kind):
     """Of 32 problems each process scores half; the first step's labels are those of one process."""
     first, second = both(request.getfixturevalue(kind), "probabilities")
-    one = probabilities(tmp_path, per_device_train_batch_size=8)
+    one = probabilities(0, tmp_path, per_device_train_batch_size=8)
     assert first["without"] == second["without"] and first["logs"] == second["logs"]
     assert first["without"] == pytest.approx(one["without"], rel=1e-4) and len(one["without"]) == 32
     assert first["logs"][0] == pytest.approx(one["logs"][0], rel=1e-4)

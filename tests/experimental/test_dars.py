@@ -130,14 +130,11 @@ def test_the_table_of_the_docs():
 ET, REFILL = {"adaptive_rollouts": "equal_treatment"}, {"refill_uniform_groups": True}
 REFUSED = {
     "nothing to do": ({}, "adaptive_rollouts"),
-    "unknown schedule": ({"adaptive_rollouts": "dars"}, "adaptive_rollouts"),
     "schedule without a bound": (ET, "max_generations"),
     "bound of the first completions": (ET | {"max_generations": 4}, "max_generations=4"),
     "bound without a schedule": (REFILL | {"max_generations": 32}, "max_generations"),
     "budget without a schedule": (REFILL | {"adaptive_rollouts_budget": 8}, "adaptive_rollouts_budget"),
-    "no budget": (ET | {"max_generations": 32, "adaptive_rollouts_budget": 0}, "adaptive_rollouts_budget"),
     "rounds without refill": (ET | {"max_generations": 32, "max_refill_rounds": 5}, "max_refill_rounds"),
-    "no rounds": (REFILL | {"max_refill_rounds": 0}, "max_refill_rounds"),
 }
 
 

@@ -5,7 +5,16 @@ import math
 import pytest
 import torch
 from peft import LoraConfig
-from replay import TOKENIZER, addition_dataset, boxed, build_trainer, digit_reward, tiny_model, trainable_weights
+from replay import (
+    TOKENIZER,
+    addition_dataset,
+    assert_resumes,
+    boxed,
+    build_trainer,
+    digit_reward,
+    tiny_model,
+    trainable_weights,
+)
 from seeds import shifted
 
 from pacs_trl.experimental.rlpr import (
@@ -96,8 +105,6 @@ def test_the_label_on_paper():
     assert logged == pytest.approx(
         {"probability/after_reasoning": 0.525, "probability/without_reasoning": 0.2, "probability/format": 0.5}
     )
-    with pytest.raises(ValueError, match="`solution`"):
-        probability_reward(completions, ["q"] * 4, reference_probability=Given(), gold=["a"])
 
 
 LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
@@ -170,24 +177,15 @@ def test_a_run_and_its_continuation(tmp_path, more):
         | {"reward_weights": [0.5, 0.5] if more else None}
         | {"spread_filter": 0.5, "save_strategy": "steps", "save_steps": 1}
     )
-    runs = []
-    for _ in range(2):
+
+    def build(output_dir):
         torch.manual_seed(shifted(0))
-        runs.append(
-            build_trainer(
-                tmp_path,
-                trainer_class=RLPRTrainer,
-                reward=list(rewards),
-                more={"rollout_func": boxed} | more,
-                **settings,
-            )
-        )
-    runs[0].train()
-    runs[1].train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    expected, found = (trainable_weights(trainer.model) for trainer in runs)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert runs[1]._spreads == runs[0]._spreads != [0.0]
-    assert runs[1].without_reasoning == runs[0].without_reasoning
+        given = {"more": {"rollout_func": boxed} | more, "reward": list(rewards), "trainer_class": RLPRTrainer}
+        return build_trainer(output_dir, **given, **settings)
+
+    straight, again = assert_resumes(build, tmp_path, 1)
+    assert again._spreads == straight._spreads != [0.0]
+    assert again.without_reasoning == straight.without_reasoning
 
 
 @pytest.mark.trains

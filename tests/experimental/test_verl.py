@@ -13,6 +13,7 @@ from replay import (
     build_trainer,
     config,
     load_weights,
+    logps_and_entropies,
     relative_error,
     rows_of_update,
     tiny_model,
@@ -24,9 +25,12 @@ from pacs_trl.experimental.verl import (
     VERLConfig,
     VERLTrainer,
     effective_rank,
+    hidden_states,
     rank_velocity_and_acceleration,
     verl_coefficients,
 )
+from pacs_trl.update.forward_pass import ForwardPass
+from pacs_trl.update.logps import fused_head
 
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "steer_and_verl_vectors.json").read_text())
@@ -123,42 +127,17 @@ def test_bounds_and_acceleration():
 
 
 STRIDE = {"hidden_state_stride": 3}
-MEASURES = STRIDE | {"bonus_tokens": "none", "trainer_class": VERLTrainer}
 
 
-@pytest.mark.trains
 @pytest.mark.parametrize("padding_free", ["auto", "never"])
-def test_hidden_states_are_those_of_each_row_alone(tmp_path, padding_free):
-    replay = Replay(tools=True)
-    settings = {"hidden_state_every_steps": 2, "max_steps": 3, "learning_rate": 0.0, **MEASURES}
-    trainer = build_trainer(tmp_path, replay=replay, padding_free=padding_free, **settings)
-    trainer.train()
-    logged = [entry.get("hidden/effective_rank") for entry in trainer.state.log_history if "loss" in entry]
-    _, rows = rows_of_update(replay, trainer.args, 0)
-    model, ranks = tiny_model().double(), []
-    for row in rows:
-        ids = torch.tensor([row.prompt_ids + row.completion_ids])
-        with torch.no_grad():
-            states = model(input_ids=ids, output_hidden_states=True).hidden_states[-1][0, len(row.prompt_ids) :]
-        ranks.append(effective_rank(states[torch.tensor(row.env_mask).bool()]))
-    assert (
-        logged[0] == pytest.approx(sum(ranks) / len(ranks), rel=1e-4) and logged[1] is None and logged[2] is not None
-    )
-
-
-def test_only_so_many_rows_are_measured(tmp_path, monkeypatch):
-    trainer = build_trainer(
-        tmp_path, replay=Replay(), hidden_state_every_steps=1, hidden_state_completions=3, max_steps=1, **MEASURES
-    )
-    seen, hidden_states = [], verl.hidden_states
-
-    def spy(forward_pass, model, prompt_ids, completion_ids):
-        seen.append(len(prompt_ids))
-        return hidden_states(forward_pass, model, prompt_ids, completion_ids)
-
-    monkeypatch.setattr(verl, "hidden_states", spy)
-    trainer.train()
-    assert sum(seen) == 3  # of 8: every third
+def test_hidden_states_are_those_of_each_row_alone(padding_free):
+    model = tiny_model().eval()
+    rows = [[5, 6, 7], [8], [5, 6, 7]], [[20, 21], [30, 31, 32, 33], []]
+    with torch.no_grad(), fused_head(model):
+        found = hidden_states(ForwardPass(model, model.device, padding_free=padding_free), model, *rows)
+        for states, prompt, completion in zip(found, *rows, strict=True):
+            own = model.model(torch.tensor([prompt + completion])).last_hidden_state[0, len(prompt) :]
+            torch.testing.assert_close(states, own, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.trains
@@ -172,7 +151,7 @@ def test_gradient_of_verl(tmp_path, monkeypatch, group_layout, tokens):
 
     def keep(coefficients, *others):
         shaped, means = verl_coefficients(coefficients, *others)
-        kept.append((coefficients, shaped))
+        kept.append((coefficients, shaped, others[0][0]))
         return shaped, means
 
     monkeypatch.setattr(verl, "verl_coefficients", keep)
@@ -183,17 +162,20 @@ def test_gradient_of_verl(tmp_path, monkeypatch, group_layout, tokens):
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     model = tiny_model().double()
-    for update, (coefficients, of_verl) in enumerate(kept):
+    for update, (coefficients, of_verl, ranks) in enumerate(kept):
         assert not torch.equal(of_verl, coefficients) and (of_verl == 0).equal(coefficients == 0)
         assert 0 < logged[update]["hidden/bonus"] <= 0.5
         load_weights(model, recorder.weights[update])
         model.zero_grad()
         _, rows = rows_of_update(replay, trainer.args, update)
-        for row, coefficient, of_last in zip(rows, coefficients, of_verl, strict=True):
-            ids = torch.tensor([row.prompt_ids + row.completion_ids])
-            logps = model(ids).logits[0, len(row.prompt_ids) - 1 : -1].log_softmax(-1)
-            logps = logps.gather(-1, torch.tensor(row.completion_ids)[:, None])[:, 0]
-            logps = logps[torch.tensor(row.env_mask).bool()] if last else logps
+        for row, coefficient, of_last, rank in zip(rows, coefficients, of_verl, ranks, strict=True):
+            ids, own = (
+                torch.tensor([row.prompt_ids + row.completion_ids]),
+                torch.tensor(row.env_mask).bool() | (not last),
+            )
+            states = model.model(ids).last_hidden_state[0, len(row.prompt_ids) :].detach()
+            assert not coefficient or rank.item() == pytest.approx(effective_rank(states[own]), rel=1e-4)
+            logps = logps_and_entropies(model, row)[0][own]
             ((coefficient if last else of_last) * logps[:-1].sum() + of_last * logps[-1:].sum()).backward()
         expected = {name: p.grad.clone() for name, p in model.named_parameters() if name in recorder.gradients[update]}
         assert relative_error(recorder.gradients[update], expected) < 2 * RELATIVE
@@ -201,11 +183,6 @@ def test_gradient_of_verl(tmp_path, monkeypatch, group_layout, tokens):
 
 
 REFUSED = {
-    "unknown": ({"bonus_tokens": "first"}, "bonus_tokens"),
-    "ignored rows": (STRIDE | {"hidden_state_completions": 8}, "hidden_state_completions"),
-    "ignored steps": (STRIDE | {"hidden_state_every_steps": 2}, "hidden_state_every_steps"),
-    "nothing to do": (STRIDE | {"bonus_tokens": "none"}, "hidden_state_every_steps"),
-    "stride 0": ({"hidden_state_stride": 0}, "hidden_state_stride"),
     "stride of a whole completion": ({"hidden_state_stride": 8}, "hidden_state_stride"),
 }
 

@@ -51,7 +51,7 @@ def compute(policy, rollouts: list[dict], device: str, *, packed: bool, autocast
     forward_pass = ForwardPass(
         policy,
         torch.device(device),
-        padding_free="always" if packed else "never",
+        padding_free="auto" if packed else "never",
         autocast=lambda: torch.autocast(device, dtype=torch.bfloat16, enabled=autocast),
     )
     passes = Passes()

@@ -130,7 +130,7 @@ def test_rates_by_hand(timer, clock, seconds):
     }
 
 
-@pytest.mark.parametrize("padding_free", ["always", "never"])
+@pytest.mark.parametrize("padding_free", ["auto", "never"])
 @pytest.mark.parametrize("has_gradient", [True, False])
 def test_flop_are_those_of_the_matrix_products(timer, monkeypatch, padding_free, has_gradient):
     """Two completions of a prompt of 4 tokens, and one of another; attention by hand, the rest counted by torch."""
@@ -145,7 +145,7 @@ def test_flop_are_those_of_the_matrix_products(timer, monkeypatch, padding_free,
         if has_gradient:
             torch.cat(logps).sum().backward()
     products = sum(n for op, n in counted.get_flop_counts()["Global"].items() if str(op) in ("aten.mm", "aten.addmm"))
-    if padding_free == "always":  # 3 shared tokens, then branches of 1 + 2 and 1 + 1, and 2 + 3 tokens
+    if padding_free == "auto":  # 3 shared tokens, then branches of 1 + 2 and 1 + 1, and 2 + 3 tokens
         num_tokens, pairs = 3 + 3 + 2 + 5, 3 * 3 / 2 + 3 * (3 + 3 / 2) + 2 * (3 + 2 / 2) + 5 * 5 / 2
     else:
         num_tokens, pairs = 6 + 5 + 5, (6 * 6 + 5 * 5 + 5 * 5) / 2

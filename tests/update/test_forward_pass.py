@@ -21,7 +21,7 @@ from trl.trainer.utils import add_fused_lm_head
 from pacs_trl.evaluation.sampling import completion_entropies
 from pacs_trl.update import packing
 from pacs_trl.update.forward_pass import ForwardPass
-from pacs_trl.update.logps import compute_logps, fused_head, sequence_logps
+from pacs_trl.update.logps import compute_logps, fused_head
 from pacs_trl.update.packing import PackedRollouts, packing_backend
 
 
@@ -59,7 +59,7 @@ def with_fused_head(model):
 
 
 @pytest.mark.parametrize("rows", [(PROMPTS, COMPLETIONS), SHARED], ids=["all differ", "shared"])
-@pytest.mark.parametrize("padding_free", ["always", "never"])
+@pytest.mark.parametrize("padding_free", ["auto", "never"])
 def test_rows_equal_rows_alone(padding_free, rows):
     model = with_fused_head(tiny_model())
     with torch.no_grad():
@@ -90,7 +90,7 @@ def test_virtual_tokens_before_the_prompt():
 
 
 @pytest.mark.parametrize("rows", [(PROMPTS, COMPLETIONS), SHARED], ids=["all differ", "shared"])
-@pytest.mark.parametrize("padding_free", ["always", "never"])
+@pytest.mark.parametrize("padding_free", ["auto", "never"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradient_equals_that_of_rows_alone(checkpointing, padding_free, rows):
     model = with_fused_head(tiny_model())
@@ -154,7 +154,7 @@ def test_a_shared_prompt_is_computed_once():
     assert seen == [59 + 4 * 4, *check, 59 + 4 * 4]
 
 
-@pytest.mark.parametrize("padding_free", ["always", "never"])
+@pytest.mark.parametrize("padding_free", ["auto", "never"])
 def test_only_completion_tokens_go_through_the_head(monkeypatch, padding_free):
     seen, original = [], trl.trainer.utils._ChunkedLogProbFunction.apply
     spy = lambda hidden, *args: seen.append(hidden.shape[0]) or original(hidden, *args)  # noqa: E731
@@ -171,8 +171,8 @@ def test_sharing_changes_the_last_digits_only():
     prompt, completions = ids(40), [ids(n) for n in (3, 17, 30, 9)]
     model, found = with_fused_head(tiny_model()), []
     for rows, padding_free in (
-        ([[0, 1, 2, 3]], "always"),
-        ([[0], [1], [2], [3]], "always"),
+        ([[0, 1, 2, 3]], "auto"),
+        ([[0], [1], [2], [3]], "auto"),
         ([[0, 1, 2, 3]], "never"),
     ):
         model.zero_grad()
@@ -377,7 +377,7 @@ HEADS, TAILS = [row[:1] for row in ROWS], [row[1:] for row in ROWS]
 @pytest.mark.parametrize(
     "score",
     [
-        torch.no_grad()(lambda model: sequence_logps(model, HEADS, TAILS)),
+        torch.no_grad()(lambda model: list(compute_logps(model, HEADS, TAILS))),
         lambda model: completion_entropies(model, numbers, ["1 2"] * NUM_ROWS, TEXTS, batch_size=NUM_ROWS),
     ],
     ids=["critic", "token entropy"],
@@ -418,12 +418,3 @@ def test_temperature_of_the_head():
         torch.testing.assert_close(
             ForwardPass(model, CPU).compute_logps(model, [[5]], [[6, 7]]).logps[0], expected, **TIGHT
         )
-
-
-def test_sums_over_the_completion_only():
-    model = tiny_model().eval()
-    rows = [([5, 6], [7, 8, 9]), ([5, 6, 7, 8], [9]), ([3], [])]
-    found = sequence_logps(model, *zip(*rows, strict=True), batch_size=2)
-    expected = [alone(model.double(), *row)[0].sum().item() for row in rows]
-    assert found.tolist() == pytest.approx(expected, abs=1e-4) and found[2] == 0 and found.dtype == torch.float64
-    assert sequence_logps(model, [], []).shape == (0,)

@@ -5,7 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from replay import Recorder, Replay, build_trainer, in_graph_step, rows_of_update, tiny_model
+from replay import (
+    Recorder,
+    Replay,
+    build_trainer,
+    in_graph_step,
+    load_weights,
+    logps_and_entropies,
+    rows_of_update,
+    tiny_model,
+)
 
 from pacs_trl.objective import group_scores
 from pacs_trl.pacs_trainer import critic_metrics
@@ -134,11 +143,8 @@ def test_logged_metrics_equal_their_recomputation(tmp_path, group_layout):
 def entropies(row, weights) -> list[float]:
     """Entropy of the policy at each counted token, by a forward pass of that row alone."""
     model = tiny_model()
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(weights[name])
-        logits = model(torch.tensor([row.prompt_ids + row.completion_ids])).logits[0, len(row.prompt_ids) - 1 : -1]
-    found = torch.distributions.Categorical(logits=logits).entropy().tolist()
+    load_weights(model, weights)
+    found = logps_and_entropies(model, row)[1].tolist()
     return [entropy for entropy, counted in zip(found, row.env_mask) if counted]
 
 
