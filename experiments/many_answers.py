@@ -1,0 +1,492 @@
+"""Objectives on problems with many correct answers, compared at equal pass@1.
+
+    python -m experiments.many_answers pilot      # learning rates, on seeds that are not used again
+    python -m experiments.many_answers train      # the arms of the page; recorded arms are skipped
+    python -m experiments.many_answers tables
+    python -m experiments.many_answers figure
+
+A problem is a number and up to two forbidden terms. An answer writes the number as an ordered sum of two to five
+terms of 1 to 5, and every such sum is correct. The probabilities of all 3,906 answers are computed exactly, so that
+pass@k, entropy, and the number of distinct correct answers have no sampling noise. The policies of several seeds are
+transformers with one layer and 13,600 parameters each, trained side by side: S seeds, B completions, T tokens.
+"""
+
+import argparse
+import gzip
+import itertools
+import json
+import os
+import time
+from functools import cache
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from pacs_trl.objective import maxrl_advantages, proxy_coefficients, real_loss, rloo_advantages
+
+
+RESULTS = Path(__file__).parents[1] / "docs/results/many_answers"
+
+# Tokens: 0 ends an answer, 1 to 5 are terms, 6 is "no forbidden term", 6 + n is the number n.
+NUM_TERMS, MOST_TERMS, NONE = 5, 5, 6
+NUMBERS = range(4, 21)
+MIN_ANSWERS, HELD_OUT = 4, 5  # correct answers of a problem; one problem in HELD_OUT is held out
+
+WIDTH, HEADS, PROMPT = 32, 2, 3
+PROMPTS, GROUP = 16, 8  # of an update
+WARM_START = 0.15  # pass@1 on held-out problems
+KS = (1, 8, 64)
+
+Policy = dict[str, torch.Tensor]  # parameters of S seeds, the first dimension
+
+
+@cache
+def answers() -> torch.Tensor:
+    """Return all answers, `(A, 5)`, filled up with 0: by number of terms, then in lexicographic order."""
+    terms = (t for size in range(MOST_TERMS + 1) for t in itertools.product(range(1, NUM_TERMS + 1), repeat=size))
+    return torch.tensor([[*t, *[0] * (MOST_TERMS - len(t))] for t in terms])
+
+
+def correct(prompts: torch.Tensor, completions: torch.Tensor) -> torch.Tensor:
+    """Return whether completions `(B, 5)` solve the problems of `prompts`, `(B, 3)`: bool `(B,)`."""
+    forbidden = (completions.unsqueeze(2) == prompts[:, None, 1:]).flatten(1).any(dim=1)
+    return (completions.sum(dim=1) == prompts[:, 0] - NONE) & ((completions > 0).sum(dim=1) >= 2) & ~forbidden
+
+
+@cache
+def problems() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the prompts for training and those held out, `(P, 3)`: the number and two forbidden terms."""
+    forbidden = [(NONE, NONE), *((term, NONE) for term in range(1, NUM_TERMS + 1))]
+    forbidden += itertools.combinations(range(1, NUM_TERMS + 1), 2)
+    prompts = torch.tensor([(NONE + n, *terms) for n in NUMBERS for terms in forbidden])
+    prompts = prompts[labels_of(prompts).sum(dim=1) >= MIN_ANSWERS]
+    order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(0))
+    num_held_out = len(prompts) // HELD_OUT
+    return prompts[order[num_held_out:]], prompts[order[:num_held_out]]
+
+
+def labels_of(prompts: torch.Tensor) -> torch.Tensor:
+    """Return whether each answer solves each problem, bool `(P, A)`."""
+    num = len(answers())
+    return correct(prompts.repeat_interleave(num, dim=0), answers().repeat(len(prompts), 1)).view(-1, num)
+
+
+def build(seeds: list[int]) -> Policy:
+    shapes = {
+        "tokens": (NONE + max(NUMBERS) + 1, WIDTH),
+        "positions": (PROMPT + MOST_TERMS, WIDTH),
+        "attention": (WIDTH, 3 * WIDTH),
+        "projection": (WIDTH, WIDTH),
+        "up": (WIDTH, 4 * WIDTH),
+        "down": (4 * WIDTH, WIDTH),
+        "head": (WIDTH, NUM_TERMS + 1),
+    }
+    found = []
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        found.append([torch.randn(shape, generator=generator) * shape[0] ** -0.5 for shape in shapes.values()])
+    return {name: torch.stack(values) for name, values in zip(shapes, zip(*found, strict=True), strict=True)}
+
+
+def next_logps(policy: Policy, tokens: torch.Tensor, past: list | None = None) -> torch.Tensor:
+    """Return log-probs of the end and the terms after each of `tokens`, `(S, B, T)`: `(S, B, T, 6)`. `past` has the
+    keys and values of earlier tokens, and receives those of these; with any, T must be 1."""
+    num_seeds, num_rows, length = tokens.shape
+    offset = past[0].shape[-2] if past else 0
+    index = torch.arange(num_seeds)[:, None]
+    hidden = policy["tokens"][index, tokens.flatten(1)].view(num_seeds, num_rows, length, WIDTH)
+    hidden = (hidden + policy["positions"][:, None, offset : offset + length]).flatten(1, 2)  # (S, B * T, D)
+    normed = F.rms_norm(hidden, (WIDTH,))
+    heads = (normed @ policy["attention"]).view(num_seeds * num_rows, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+    query, key, value = heads
+    if past:
+        key, value = torch.cat([past[0], key], dim=2), torch.cat([past[1], value], dim=2)
+    if past is not None:
+        past[:] = [key, value]
+    mixed = F.scaled_dot_product_attention(query, key, value, is_causal=offset == 0)
+    hidden = hidden + mixed.transpose(1, 2).reshape(hidden.shape) @ policy["projection"]
+    hidden = hidden + F.gelu(F.rms_norm(hidden, (WIDTH,)) @ policy["up"]) @ policy["down"]
+    logits = F.rms_norm(hidden, (WIDTH,)) @ policy["head"]
+    return logits.view(num_seeds, num_rows, length, -1).log_softmax(dim=-1)
+
+
+def token_logps(policy: Policy, prompts: torch.Tensor, completions: torch.Tensor) -> torch.Tensor:
+    """Return the log-probs of the tokens of completions, `(S, B, 5)`, 0 after the end."""
+    logps = next_logps(policy, torch.cat([prompts, completions[..., :-1]], dim=2))[:, :, PROMPT - 1 :]
+    return logps.gather(3, completions.unsqueeze(3)).squeeze(3) * mask_of(completions)
+
+
+def mask_of(completions: torch.Tensor) -> torch.Tensor:
+    """Return 1 for the terms and the end of each completion, 0 after it: `(S, B, 5)`."""
+    ends = (completions == 0).long()
+    return (ends.cumsum(dim=-1) - ends == 0).float()
+
+
+@torch.no_grad()
+def generate(policy: Policy, prompts: torch.Tensor) -> torch.Tensor:
+    """Sample a completion for each of `prompts` `(S, B, 3)`: `(S, B, 5)`, filled up with 0."""
+    past: list = []
+    inputs, found = prompts, torch.zeros(*prompts.shape[:2], 0, dtype=torch.long)
+    for size in range(MOST_TERMS):
+        probs = next_logps(policy, inputs, past)[:, :, -1].exp()
+        inputs = probs.flatten(0, 1).multinomial(1).view(*prompts.shape[:2], 1)
+        inputs = inputs.masked_fill(found[..., -1:] == 0, 0) if size else inputs
+        found = torch.cat([found, inputs], dim=2)
+    return found
+
+
+@torch.no_grad()
+def answer_logps(policy: Policy, prompts: torch.Tensor) -> torch.Tensor:
+    """Return the exact log-probs of all answers to `prompts` `(P, 3)`: `(S, P, A)`. Each prefix is computed once."""
+    num_seeds, past, found = len(policy["head"]), [], []
+    inputs, prefixes = prompts.expand(num_seeds, -1, -1), torch.zeros(num_seeds, len(prompts), 1)
+    for size in range(MOST_TERMS):
+        logps = next_logps(policy, inputs, past)[:, :, -1].view(*prefixes.shape, -1) + prefixes.unsqueeze(3)
+        found.append(logps[..., 0])
+        prefixes = logps[..., 1:].flatten(2)  # (S, P, 5 ** (size + 1))
+        past = [tensor.repeat_interleave(NUM_TERMS, dim=0) for tensor in past] if size < MOST_TERMS - 1 else past
+        inputs = torch.arange(1, NUM_TERMS + 1).repeat(num_seeds, prefixes[0].numel() // NUM_TERMS).unsqueeze(2)
+    return torch.cat([*found, prefixes], dim=2)
+
+
+def measure(policy: Policy, prompts: torch.Tensor, first: torch.Tensor | None = None) -> dict[str, list[float]]:
+    """
+    Return metrics by name, a value for each seed, means over problems: `pass@k`; `distinct`, the expected share of the
+    correct answers that 64 samples contain; `entropy` of the answers in nats; of the correct answers their
+    `perplexity`, mean number of `terms`, and the `kl` divergence of their ratios from those of `first`, the log-probs
+    of the warm start `(S, P, A)`.
+    """
+    logps, labels = answer_logps(policy, prompts).double(), labels_of(prompts)
+    probs = logps.exp()
+    success = (probs * labels).sum(dim=2).clamp(max=1)
+    found = {f"pass@{k}": 1 - (1 - success) ** k for k in KS}
+    found["distinct"] = ((1 - (1 - probs) ** 64) * labels).sum(dim=2) / labels.sum(dim=1)
+    found["entropy"] = -(probs * logps).sum(dim=2)
+    logs = shares_of(logps, labels)
+    shares = logs.exp() * labels
+    found["perplexity"] = (-(shares * logs).sum(dim=2)).exp()
+    found["terms"] = (shares * (answers() > 0).sum(dim=1)).sum(dim=2)
+    if first is not None:
+        found["kl"] = (shares * (logs - shares_of(first.double(), labels))).sum(dim=2)
+    return {name: [round(v, 5) for v in values.mean(dim=1).tolist()] for name, values in found.items()}
+
+
+def shares_of(logps: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the logarithm of each correct answer's share of the correct answers' probability; 0 for others."""
+    return logps.masked_fill(~labels, -torch.inf).log_softmax(dim=2).masked_fill(~labels, 0.0)
+
+
+def warm_start(seeds: list[int]) -> Policy:
+    """Train on correct answers until pass@1 exceeds `WARM_START`, and interpolate the weights to it. The number of
+    terms of a demonstration is uniform, so correct answers have unequal probabilities."""
+    policy = {name: value.requires_grad_() for name, value in build(seeds).items()}
+    train, held_out = problems()
+    labels, sizes = labels_of(train), (answers() > 0).sum(dim=1)
+    of_sizes = [(labels & (sizes == size)).float() for size in range(2, MOST_TERMS + 1)]
+    weights = torch.stack([of / of.sum(dim=1, keepdim=True).clamp(min=1) for of in of_sizes]).sum(dim=0)
+    generator = torch.Generator().manual_seed(seeds[0])
+    optimizer = torch.optim.AdamW(policy.values(), lr=3e-3, weight_decay=0.0)
+    ends: dict[int, tuple[Policy, Policy]] = {}
+    while len(ends) < len(seeds):
+        before = copy_of(policy)
+        for _ in range(20):
+            rows = torch.randint(len(train), (len(seeds) * 64,), generator=generator)
+            picked = weights[rows].multinomial(1, generator=generator).squeeze(1)
+            shape = (len(seeds), 64, -1)
+            loss = -token_logps(policy, train[rows].view(shape), answers()[picked].view(shape)).sum() / 64
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        for i, value in enumerate(measure(policy, held_out)["pass@1"]):
+            if value > WARM_START and i not in ends:
+                ends[i] = tuple({n: v[i] for n, v in weights_.items()} for weights_ in (before, copy_of(policy)))
+    low, high = torch.zeros(len(seeds)), torch.ones(len(seeds))
+    for _ in range(10):
+        middle = (low + high) / 2
+        policy = {
+            n: torch.stack([ends[i][0][n].lerp(ends[i][1][n], middle[i]) for i in range(len(seeds))]) for n in policy
+        }
+        above = torch.tensor(measure(policy, held_out)["pass@1"]) > WARM_START
+        low, high = torch.where(above, low, middle), torch.where(above, middle, high)
+    return policy
+
+
+def copy_of(policy: Policy) -> Policy:
+    return {name: value.detach().clone() for name, value in policy.items()}
+
+
+class Arm(NamedTuple):
+    """An objective with its settings."""
+
+    method: str
+    beta: float = 1.0
+    reset: int = 1  # updates after which the reference becomes the policy; 0 keeps the warm start
+    proxy: str = "sum"  # or "mean", over the tokens of a completion
+    weights: str = "balanced"
+    kl: float = 0.0  # weight of the divergence from the warm start, TRL's `beta`
+
+    @property
+    def name(self) -> str:
+        if self.method != "PACS":
+            return self.method + (f", KL {self.kl:g}" if self.kl else "")
+        reference = {0: "kept", 1: "rollout"}.get(self.reset, f"reset every {self.reset}")
+        parts = ["PACS", reference, f"beta {self.beta:g}" if self.reset != 1 else ""]
+        parts += [
+            "mean log-ratio" if self.proxy == "mean" else "",
+            "no class weights" if self.weights == "none" else "",
+        ]
+        return ", ".join(part for part in parts if part)
+
+
+def token_coefficients(arm: Arm, log_ratios: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return the derivative of an arm's loss with respect to the log-prob of each token, `(B, 5)`, of one seed, from
+    the log-ratios of tokens `(B, 5)` and the labels `(B,)`."""
+    lengths = mask.sum(dim=1)
+    scale = 1 / lengths if arm.proxy == "mean" or arm.method == "REAL" else torch.ones_like(lengths)
+    ratios = log_ratios.sum(dim=1) * scale
+    if arm.method == "PACS":
+        kinds = {"num_generations": GROUP, "class_weighting": arm.weights}
+        found = arm.beta * scale * proxy_coefficients(arm.beta * ratios, labels, **kinds)
+    elif arm.method == "REAL":
+        ratios.requires_grad_()
+        found = scale * torch.autograd.grad(real_loss(ratios, labels, num_generations=GROUP), ratios)[0]
+    elif arm.method == "RLOO":
+        found = -rloo_advantages(labels, num_generations=GROUP) / len(labels)
+    elif arm.method == "MaxRL":
+        found = -maxrl_advantages(labels, num_generations=GROUP) / lengths.sum()
+    else:
+        grid = labels.view(-1, GROUP)
+        advantages = (grid - grid.mean(dim=1, keepdim=True)) / (grid.std(dim=1, keepdim=True) + 1e-4)
+        found = -advantages.flatten() / lengths.sum()
+    return found.unsqueeze(1) * mask
+
+
+def train(arm: Arm, rate: float, seeds: list[int], start: Policy, *, updates: int, every: int) -> dict[str, Any]:
+    """Train the policies of several seeds, and return a record with metrics of held-out problems every `every`
+    updates and the CPU seconds of the updates, measurements excluded."""
+    prompts, held_out = problems()
+    policy = {name: value.requires_grad_() for name, value in copy_of(start).items()}
+    kept, first = start, answer_logps(start, held_out)
+    optimizer = torch.optim.AdamW(policy.values(), lr=rate, weight_decay=0.0)
+    generator = torch.Generator().manual_seed(seeds[0])
+    torch.manual_seed(seeds[0])
+    seconds, curve = 0.0, []
+    for update in range(updates + 1):
+        if update % every == 0:
+            curve.append(measure(policy, held_out, first))
+        if update == updates:
+            break
+        began = time.process_time()
+        if arm.reset > 1 and update % arm.reset == 0:
+            kept = copy_of(policy)
+        rows = torch.randint(len(prompts), (len(seeds), PROMPTS), generator=generator)
+        repeated = prompts[rows].repeat_interleave(GROUP, dim=1)
+        completions = generate(policy, repeated)
+        mask = mask_of(completions)
+        labels = correct(repeated.flatten(0, 1), completions.flatten(0, 1)).float().view(len(seeds), -1)
+        logps = token_logps(policy, repeated, completions)
+        reference = logps.detach()
+        if arm.kl or arm.reset != 1:
+            with torch.no_grad():
+                reference = token_logps(kept, repeated, completions)
+        log_ratios = (logps - reference).detach()
+        coefficients = [token_coefficients(arm, *values) for values in zip(log_ratios, labels, mask, strict=True)]
+        loss = (torch.stack(coefficients) * logps).sum()
+        if arm.kl:
+            gap = reference - logps
+            loss = loss + arm.kl * (((gap.exp() - gap - 1) * mask).sum(dim=(1, 2)) / mask.sum(dim=(1, 2))).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        seconds += time.process_time() - began
+    success = (answer_logps(policy, held_out).exp() * labels_of(held_out)).sum(dim=2)
+    found = {"arm": arm.name, "rate": rate, "seeds": seeds, "every": every, "seconds": round(seconds, 1)}
+    found |= {
+        "success": [[round(value, 3) for value in of_seed] for of_seed in success.tolist()]
+    }  # by problem, at the end
+    return found | {name: [point[name] for point in curve] for name in curve[0]}
+
+
+ROLLOUT, GRPO = Arm("PACS"), Arm("GRPO")
+KEPT = {beta: Arm("PACS", beta, 0) for beta in (0.1, 0.3, 1.0, 3.0)}
+MEAN = [Arm("PACS", beta, 0, "mean") for beta in (1.0, 4.0)]  # 4: about the scale of a sum over four tokens
+RESET = [Arm("PACS", reset=reset) for reset in (16, 80)]
+PENALTY = {kl: Arm("GRPO", kl=kl) for kl in (0.02, 0.1)}
+OTHERS = [Arm("RLOO"), Arm("MaxRL"), Arm("REAL")]
+LEADING = [GRPO, ROLLOUT, KEPT[0.3], PENALTY[0.1]]
+FAST = [RESET[1], *OTHERS[:2], MEAN[0], RESET[0], KEPT[0.1], OTHERS[2], PENALTY[0.02]]
+SLOW = [KEPT[3.0], MEAN[1]]
+
+# Learning rate, arms, updates, updates between two measurements; the pilot's seeds are not used again.
+PILOT = [(1e-3, [*LEADING, *FAST, KEPT[1.0], *SLOW], 300, 50), (3e-3, [*LEADING, KEPT[1.0]], 300, 50)]
+PILOT_SEEDS = [100, 101]
+PLAN = [(1e-3, [*LEADING, *FAST[:3]], 320, 40), (1e-3, [KEPT[1.0]], 640, 80), (1e-3, FAST[3:], 320, 40)]
+PLAN += [(3e-4, [GRPO], 960, 120), (1e-3, SLOW, 640, 80)]
+SEEDS = list(range(10))
+
+# Of the tables: a metric, the factor, and the decimals.
+METRICS = {"pass@1": (100, 1), "pass@8": (100, 1), "pass@64": (100, 1), "distinct": (100, 1)}
+METRICS |= {"perplexity": (1, 2), "kl": (1, 2), "entropy": (1, 2), "terms": (1, 2), "updates": (1, 0)}
+LEVELS = (0.3, 0.4, 0.5)
+STUDENT = 2.26  # 97.5 %, ten seeds
+
+
+def read_records(results: Path) -> list[dict[str, Any]]:
+    path = results / "records.jsonl.gz"
+    return [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()] if path.is_file() else []
+
+
+def train_missing(results: Path, wanted: list[tuple[Arm, float]], seeds: list[int], **sizes: int) -> None:
+    """Train and record the arms that are not recorded with these seeds and learning rates."""
+    start = None
+    for arm, rate in wanted:
+        records = read_records(results)
+        if any((r["arm"], r["rate"], r["seeds"]) == (arm.name, rate, seeds) for r in records):
+            continue
+        start = warm_start(seeds) if start is None else start
+        found = train(arm, rate, seeds, start, **sizes)
+        content = "".join(json.dumps(r, separators=(",", ":")) + "\n" for r in [*records, found])
+        results.mkdir(parents=True, exist_ok=True)
+        (results / "records.tmp").write_bytes(gzip.compress(content.encode(), mtime=0))
+        os.replace(results / "records.tmp", results / "records.jsonl.gz")
+        ends = ", ".join(f"{name} {100 * mean(found[name][-1]):.1f}" for name in ("pass@1", "pass@64", "distinct"))
+        print(f"{arm.name}, {rate:g}: {ends}, {found['seconds']} s", flush=True)
+
+
+def at_pass_1(record: dict[str, Any], level: float) -> dict[int, dict[str, float]]:
+    """Return for each seed that reaches `level` its metrics and updates where pass@1 does so first, linear in pass@1
+    between two measurements."""
+    found = {}
+    for i, seed in enumerate(record["seeds"]):
+        curve = [point[i] for point in record["pass@1"]]
+        reached = next((index for index, value in enumerate(curve) if value >= level), None)
+        if reached:
+            share = (level - curve[reached - 1]) / (curve[reached] - curve[reached - 1])
+            found[seed] = at_point(record, i, reached - 1 + share)
+    return found
+
+
+def at_point(record: dict[str, Any], index: int, point: float) -> dict[str, float]:
+    """Return the metrics of a seed at a point of its curve, linear between two measurements."""
+    low = min(int(point), len(record["pass@1"]) - 2)
+    found = {"updates": point * record["every"]}
+    for name in METRICS.keys() - found.keys():
+        before, after = (record[name][low + step][index] for step in (0, 1))
+        found[name] = before + (point - low) * (after - before)
+    return found
+
+
+def cells(values: list[dict[str, float]], names: list[str]) -> list[str]:
+    """Return mean ± standard deviation over seeds of each metric."""
+    found = []
+    for name in names:
+        factor, digits = METRICS[name]
+        of_seeds = [factor * value[name] for value in values]
+        spread = f" ± {stdev(of_seeds):.{digits}f}" if len(of_seeds) > 1 else ""
+        found.append(f"{mean(of_seeds):.{digits}f}{spread}" if of_seeds else "")
+    return found
+
+
+def difference(record: dict[str, Any], baseline: dict[str, Any], level: float, name: str) -> str:
+    """Return the mean difference in points, paired by seed, ± half of its 95 % interval, and the number of seeds if
+    some do not reach the level."""
+    ours, theirs = at_pass_1(record, level), at_pass_1(baseline, level)
+    values = [100 * (ours[seed][name] - theirs[seed][name]) for seed in ours if seed in theirs]
+    if len(values) < len(SEEDS) - 2:
+        return f"({len(values)} of {len(record['seeds'])})"
+    some = f" ({len(values)})" if len(values) < len(record["seeds"]) else ""
+    return f"{mean(values):+.1f} ± {STUDENT * stdev(values) / len(values) ** 0.5:.1f}{some}"
+
+
+def markdown(heads: list[str], rows: list[list[str]]) -> None:
+    print(f"| {' | '.join(heads)} |", "| --- |" + " ---: |" * (len(heads) - 1), sep="\n")
+    print(*(f"| {' | '.join(row)} |" for row in rows), "", sep="\n")
+
+
+def title(record: dict[str, Any]) -> str:
+    return record["arm"] + (f", rate {record['rate']:g}" if record["rate"] != PLAN[0][0] else "")
+
+
+def print_tables(results: Path) -> None:
+    """Print the tables of the page."""
+    everything = read_records(results)
+    records = [record for record in everything if record["seeds"] == SEEDS]
+    for level in LEVELS:
+        print(f"### At pass@1 = {level:.0%}\n")
+        names = [name for name in METRICS if name not in ("pass@1", "terms")]
+        rows = []
+        for record in records:
+            found = list(at_pass_1(record, level).values())
+            rows.append([title(record), f"{len(found)} of {len(record['seeds'])}", *cells(found, names)])
+        markdown(["arm", "reached", *names], rows)
+    print("### Differences at equal pass@1, in points\n")
+    compared = [(name, level) for name in ("pass@64", "distinct") for level in LEVELS]
+    for base in (GRPO, PENALTY[0.1]):
+        baseline = next((record for record in records if title(record) == base.name), None)
+        others = [record for record in records if record is not baseline and baseline is not None]
+        rows = [[title(r), *(difference(r, baseline, level, name) for name, level in compared)] for r in others]
+        markdown([f"minus {base.name}", *(f"{name} at {level:.0%}" for name, level in compared)], rows)
+    print("### At equal CPU seconds of the updates\n")
+    limit = min((record["seconds"] for record in records), default=0.0)
+    rows = []
+    for record in records:
+        of_update = record["seconds"] / record["every"] / (len(record["pass@1"]) - 1)
+        values = [at_point(record, i, limit / of_update / record["every"]) for i in range(len(SEEDS))]
+        names = ["updates", "pass@1", "pass@8", "pass@64", "distinct", "entropy"]
+        rows.append([title(record), f"{1000 * of_update / len(SEEDS):.1f}", *cells(values, names)])
+    markdown(["arm", "ms per update", "updates", "pass@1", "pass@8", "pass@64", "distinct", "entropy"], rows)
+    print(f"### Pilot, seeds {PILOT_SEEDS}, at pass@1 = 40 %\n")
+    rows = []
+    for record in (record for record in everything if record["seeds"] == PILOT_SEEDS):
+        found = list(at_pass_1(record, 0.4).values())
+        last = f"{100 * mean(record['pass@1'][-1]):.1f}"
+        names = ["updates", "pass@64", "distinct"]
+        rows.append([record["arm"], f"{record['rate']:g}", last, str(len(found)), *cells(found, names)])
+    markdown(["arm", "learning rate", "pass@1 at the end", "reached", "updates", "pass@64", "distinct"], rows)
+
+
+def draw(results: Path) -> None:
+    """Write pareto.png: pass@64 and distinct correct answers against pass@1 along the runs, means over seeds."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    from experiments.figures import save
+    from pacs_trl.report.plots import COLORS, DASHES, MARKERS, PAGE_WIDTH, PANEL_HEIGHT, STYLE
+
+    shown = [GRPO, ROLLOUT, KEPT[0.3], KEPT[1.0], PENALTY[0.1], RESET[1], Arm("MaxRL")]
+    records = {record["arm"]: record for record in read_records(results) if record["seeds"] == SEEDS}
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(PAGE_WIDTH, 1.3 * PANEL_HEIGHT), layout="constrained")
+        panels = figure.subplots(1, 2)
+        for arm, color, marker, dash in zip(shown, COLORS, MARKERS, DASHES, strict=True):
+            if record := records.get(arm.name):
+                for panel, name in zip(panels, ("pass@64", "distinct"), strict=True):
+                    points = [[mean(point) for point in record[key]] for key in ("pass@1", name)]
+                    panel.plot(*points, color=color, marker=marker, linestyle=dash, label=arm.name)
+        panels[0].set(xlabel="pass@1", ylabel="pass@64")
+        panels[1].set(xlabel="pass@1", ylabel="share of correct answers in 64 samples")
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+        save(figure, results / "pareto.png")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["pilot", "train", "tables", "figure"])
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.command == "tables":
+        print_tables(args.results)
+    elif args.command == "figure":
+        draw(args.results)
+    else:
+        plan, seeds = (PILOT, PILOT_SEEDS) if args.command == "pilot" else (PLAN, SEEDS)
+        for rate, arms, updates, every in plan:
+            train_missing(args.results, [(arm, rate) for arm in arms], seeds, updates=updates, every=every)
+
+
+if __name__ == "__main__":
+    main()
