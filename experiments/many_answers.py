@@ -1,9 +1,8 @@
 """Objectives on problems with many correct answers, compared at equal pass@1.
 
-    python -m experiments.many_answers pilot      # learning rates, on seeds that are not used again
-    python -m experiments.many_answers train      # the arms of the page; recorded arms are skipped
-    python -m experiments.many_answers tables
-    python -m experiments.many_answers figure
+    python -m experiments.many_answers pilot    # learning rates, on seeds that are not used again
+    python -m experiments.many_answers train    # the arms of the page; recorded arms are skipped
+    python -m experiments.many_answers_tables   # tables and figure
 
 A problem is a number and up to two forbidden terms. An answer writes the number as an ordered sum of two to five
 terms of 1 to 5, and every such sum is correct. The probabilities of all 3,906 answers are computed exactly, so that
@@ -19,7 +18,7 @@ import os
 import time
 from functools import cache
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +44,7 @@ Policy = dict[str, torch.Tensor]  # parameters of S seeds, the first dimension
 
 @cache
 def answers() -> torch.Tensor:
-    """Return all answers, `(A, 5)`, filled up with 0: by number of terms, then in lexicographic order."""
+    """Return all answers, `(A, 5)`, filled up with 0, by number of terms, then in lexicographic order."""
     terms = (t for size in range(MOST_TERMS + 1) for t in itertools.product(range(1, NUM_TERMS + 1), repeat=size))
     return torch.tensor([[*t, *[0] * (MOST_TERMS - len(t))] for t in terms])
 
@@ -70,20 +69,19 @@ def problems() -> tuple[torch.Tensor, torch.Tensor]:
 
 def labels_of(prompts: torch.Tensor) -> torch.Tensor:
     """Return whether each answer solves each problem, bool `(P, A)`."""
-    num = len(answers())
-    return correct(prompts.repeat_interleave(num, dim=0), answers().repeat(len(prompts), 1)).view(-1, num)
+    rows = prompts.repeat_interleave(len(answers()), dim=0)
+    return correct(rows, answers().repeat(len(prompts), 1)).view(len(prompts), -1)
+
+
+def copy_of(policy: Policy) -> Policy:
+    return {name: value.detach().clone() for name, value in policy.items()}
 
 
 def build(seeds: list[int]) -> Policy:
-    shapes = {
-        "tokens": (NONE + max(NUMBERS) + 1, WIDTH),
-        "positions": (PROMPT + MOST_TERMS, WIDTH),
-        "attention": (WIDTH, 3 * WIDTH),
-        "projection": (WIDTH, WIDTH),
-        "up": (WIDTH, 4 * WIDTH),
-        "down": (4 * WIDTH, WIDTH),
-        "head": (WIDTH, NUM_TERMS + 1),
-    }
+    names = ("tokens", "positions", "attention", "projection", "up", "down", "head")
+    rows = (NONE + max(NUMBERS) + 1, PROMPT + MOST_TERMS, WIDTH, WIDTH, WIDTH, 4 * WIDTH, WIDTH)
+    columns = (WIDTH, WIDTH, 3 * WIDTH, WIDTH, 4 * WIDTH, WIDTH, NUM_TERMS + 1)
+    shapes = dict(zip(names, zip(rows, columns, strict=True), strict=True))
     found = []
     for seed in seeds:
         generator = torch.Generator().manual_seed(seed)
@@ -214,10 +212,6 @@ def warm_start(seeds: list[int]) -> Policy:
     return policy
 
 
-def copy_of(policy: Policy) -> Policy:
-    return {name: value.detach().clone() for name, value in policy.items()}
-
-
 class Arm(NamedTuple):
     """An objective with its settings."""
 
@@ -225,7 +219,6 @@ class Arm(NamedTuple):
     beta: float = 1.0
     reset: int = 1  # updates after which the reference becomes the policy; 0 keeps the warm start
     proxy: str = "sum"  # or "mean", over the tokens of a completion
-    weights: str = "balanced"
     kl: float = 0.0  # weight of the divergence from the warm start, TRL's `beta`
 
     @property
@@ -233,11 +226,8 @@ class Arm(NamedTuple):
         if self.method != "PACS":
             return self.method + (f", KL {self.kl:g}" if self.kl else "")
         reference = {0: "kept", 1: "rollout"}.get(self.reset, f"reset every {self.reset}")
-        parts = ["PACS", reference, f"beta {self.beta:g}" if self.reset != 1 else ""]
-        parts += [
-            "mean log-ratio" if self.proxy == "mean" else "",
-            "no class weights" if self.weights == "none" else "",
-        ]
+        beta = "" if self.reset == 1 else f"beta {self.beta:g}"
+        parts = ["PACS", reference, beta, "mean log-ratio" if self.proxy == "mean" else ""]
         return ", ".join(part for part in parts if part)
 
 
@@ -248,8 +238,7 @@ def token_coefficients(arm: Arm, log_ratios: torch.Tensor, labels: torch.Tensor,
     scale = 1 / lengths if arm.proxy == "mean" or arm.method == "REAL" else torch.ones_like(lengths)
     ratios = log_ratios.sum(dim=1) * scale
     if arm.method == "PACS":
-        kinds = {"num_generations": GROUP, "class_weighting": arm.weights}
-        found = arm.beta * scale * proxy_coefficients(arm.beta * ratios, labels, **kinds)
+        found = arm.beta * scale * proxy_coefficients(arm.beta * ratios, labels, num_generations=GROUP)
     elif arm.method == "REAL":
         ratios.requires_grad_()
         found = scale * torch.autograd.grad(real_loss(ratios, labels, num_generations=GROUP), ratios)[0]
@@ -302,11 +291,9 @@ def train(arm: Arm, rate: float, seeds: list[int], start: Policy, *, updates: in
         loss.backward()
         optimizer.step()
         seconds += time.process_time() - began
-    success = (answer_logps(policy, held_out).exp() * labels_of(held_out)).sum(dim=2)
+    success = (answer_logps(policy, held_out).exp() * labels_of(held_out)).sum(dim=2)  # by problem
     found = {"arm": arm.name, "rate": rate, "seeds": seeds, "every": every, "seconds": round(seconds, 1)}
-    found |= {
-        "success": [[round(value, 3) for value in of_seed] for of_seed in success.tolist()]
-    }  # by problem, at the end
+    found["success"] = [[round(value, 3) for value in of_seed] for of_seed in success.tolist()]
     return found | {name: [point[name] for point in curve] for name in curve[0]}
 
 
@@ -322,16 +309,9 @@ SLOW = [KEPT[3.0], MEAN[1]]
 
 # Learning rate, arms, updates, updates between two measurements; the pilot's seeds are not used again.
 PILOT = [(1e-3, [*LEADING, *FAST, KEPT[1.0], *SLOW], 300, 50), (3e-3, [*LEADING, KEPT[1.0]], 300, 50)]
-PILOT_SEEDS = [100, 101]
 PLAN = [(1e-3, [*LEADING, *FAST[:3]], 320, 40), (1e-3, [KEPT[1.0]], 640, 80), (1e-3, FAST[3:], 320, 40)]
 PLAN += [(3e-4, [GRPO], 960, 120), (1e-3, SLOW, 640, 80)]
-SEEDS = list(range(10))
-
-# Of the tables: a metric, the factor, and the decimals.
-METRICS = {"pass@1": (100, 1), "pass@8": (100, 1), "pass@64": (100, 1), "distinct": (100, 1)}
-METRICS |= {"perplexity": (1, 2), "kl": (1, 2), "entropy": (1, 2), "terms": (1, 2), "updates": (1, 0)}
-LEVELS = (0.3, 0.4, 0.5)
-STUDENT = 2.26  # 97.5 %, ten seeds
+SEEDS, PILOT_SEEDS = list(range(10)), [100, 101]
 
 
 def read_records(results: Path) -> list[dict[str, Any]]:
@@ -349,143 +329,21 @@ def train_missing(results: Path, wanted: list[tuple[Arm, float]], seeds: list[in
         start = warm_start(seeds) if start is None else start
         found = train(arm, rate, seeds, start, **sizes)
         content = "".join(json.dumps(r, separators=(",", ":")) + "\n" for r in [*records, found])
-        results.mkdir(parents=True, exist_ok=True)
         (results / "records.tmp").write_bytes(gzip.compress(content.encode(), mtime=0))
         os.replace(results / "records.tmp", results / "records.jsonl.gz")
-        ends = ", ".join(f"{name} {100 * mean(found[name][-1]):.1f}" for name in ("pass@1", "pass@64", "distinct"))
-        print(f"{arm.name}, {rate:g}: {ends}, {found['seconds']} s", flush=True)
-
-
-def at_pass_1(record: dict[str, Any], level: float) -> dict[int, dict[str, float]]:
-    """Return for each seed that reaches `level` its metrics and updates where pass@1 does so first, linear in pass@1
-    between two measurements."""
-    found = {}
-    for i, seed in enumerate(record["seeds"]):
-        curve = [point[i] for point in record["pass@1"]]
-        reached = next((index for index, value in enumerate(curve) if value >= level), None)
-        if reached:
-            share = (level - curve[reached - 1]) / (curve[reached] - curve[reached - 1])
-            found[seed] = at_point(record, i, reached - 1 + share)
-    return found
-
-
-def at_point(record: dict[str, Any], index: int, point: float) -> dict[str, float]:
-    """Return the metrics of a seed at a point of its curve, linear between two measurements."""
-    low = min(int(point), len(record["pass@1"]) - 2)
-    found = {"updates": point * record["every"]}
-    for name in METRICS.keys() - found.keys():
-        before, after = (record[name][low + step][index] for step in (0, 1))
-        found[name] = before + (point - low) * (after - before)
-    return found
-
-
-def cells(values: list[dict[str, float]], names: list[str]) -> list[str]:
-    """Return mean ± standard deviation over seeds of each metric."""
-    found = []
-    for name in names:
-        factor, digits = METRICS[name]
-        of_seeds = [factor * value[name] for value in values]
-        spread = f" ± {stdev(of_seeds):.{digits}f}" if len(of_seeds) > 1 else ""
-        found.append(f"{mean(of_seeds):.{digits}f}{spread}" if of_seeds else "")
-    return found
-
-
-def difference(record: dict[str, Any], baseline: dict[str, Any], level: float, name: str) -> str:
-    """Return the mean difference in points, paired by seed, ± half of its 95 % interval, and the number of seeds if
-    some do not reach the level."""
-    ours, theirs = at_pass_1(record, level), at_pass_1(baseline, level)
-    values = [100 * (ours[seed][name] - theirs[seed][name]) for seed in ours if seed in theirs]
-    if len(values) < len(SEEDS) - 2:
-        return f"({len(values)} of {len(record['seeds'])})"
-    some = f" ({len(values)})" if len(values) < len(record["seeds"]) else ""
-    return f"{mean(values):+.1f} ± {STUDENT * stdev(values) / len(values) ** 0.5:.1f}{some}"
-
-
-def markdown(heads: list[str], rows: list[list[str]]) -> None:
-    print(f"| {' | '.join(heads)} |", "| --- |" + " ---: |" * (len(heads) - 1), sep="\n")
-    print(*(f"| {' | '.join(row)} |" for row in rows), "", sep="\n")
-
-
-def title(record: dict[str, Any]) -> str:
-    return record["arm"] + (f", rate {record['rate']:g}" if record["rate"] != PLAN[0][0] else "")
-
-
-def print_tables(results: Path) -> None:
-    """Print the tables of the page."""
-    everything = read_records(results)
-    records = [record for record in everything if record["seeds"] == SEEDS]
-    for level in LEVELS:
-        print(f"### At pass@1 = {level:.0%}\n")
-        names = [name for name in METRICS if name not in ("pass@1", "terms")]
-        rows = []
-        for record in records:
-            found = list(at_pass_1(record, level).values())
-            rows.append([title(record), f"{len(found)} of {len(record['seeds'])}", *cells(found, names)])
-        markdown(["arm", "reached", *names], rows)
-    print("### Differences at equal pass@1, in points\n")
-    compared = [(name, level) for name in ("pass@64", "distinct") for level in LEVELS]
-    for base in (GRPO, PENALTY[0.1]):
-        baseline = next((record for record in records if title(record) == base.name), None)
-        others = [record for record in records if record is not baseline and baseline is not None]
-        rows = [[title(r), *(difference(r, baseline, level, name) for name, level in compared)] for r in others]
-        markdown([f"minus {base.name}", *(f"{name} at {level:.0%}" for name, level in compared)], rows)
-    print("### At equal CPU seconds of the updates\n")
-    limit = min((record["seconds"] for record in records), default=0.0)
-    rows = []
-    for record in records:
-        of_update = record["seconds"] / record["every"] / (len(record["pass@1"]) - 1)
-        values = [at_point(record, i, limit / of_update / record["every"]) for i in range(len(SEEDS))]
-        names = ["updates", "pass@1", "pass@8", "pass@64", "distinct", "entropy"]
-        rows.append([title(record), f"{1000 * of_update / len(SEEDS):.1f}", *cells(values, names)])
-    markdown(["arm", "ms per update", "updates", "pass@1", "pass@8", "pass@64", "distinct", "entropy"], rows)
-    print(f"### Pilot, seeds {PILOT_SEEDS}, at pass@1 = 40 %\n")
-    rows = []
-    for record in (record for record in everything if record["seeds"] == PILOT_SEEDS):
-        found = list(at_pass_1(record, 0.4).values())
-        last = f"{100 * mean(record['pass@1'][-1]):.1f}"
-        names = ["updates", "pass@64", "distinct"]
-        rows.append([record["arm"], f"{record['rate']:g}", last, str(len(found)), *cells(found, names)])
-    markdown(["arm", "learning rate", "pass@1 at the end", "reached", "updates", "pass@64", "distinct"], rows)
-
-
-def draw(results: Path) -> None:
-    """Write pareto.png: pass@64 and distinct correct answers against pass@1 along the runs, means over seeds."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    from experiments.figures import save
-    from pacs_trl.report.plots import COLORS, DASHES, MARKERS, PAGE_WIDTH, PANEL_HEIGHT, STYLE
-
-    shown = [GRPO, ROLLOUT, KEPT[0.3], KEPT[1.0], PENALTY[0.1], RESET[1], Arm("MaxRL")]
-    records = {record["arm"]: record for record in read_records(results) if record["seeds"] == SEEDS}
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(PAGE_WIDTH, 1.3 * PANEL_HEIGHT), layout="constrained")
-        panels = figure.subplots(1, 2)
-        for arm, color, marker, dash in zip(shown, COLORS, MARKERS, DASHES, strict=True):
-            if record := records.get(arm.name):
-                for panel, name in zip(panels, ("pass@64", "distinct"), strict=True):
-                    points = [[mean(point) for point in record[key]] for key in ("pass@1", name)]
-                    panel.plot(*points, color=color, marker=marker, linestyle=dash, label=arm.name)
-        panels[0].set(xlabel="pass@1", ylabel="pass@64")
-        panels[1].set(xlabel="pass@1", ylabel="share of correct answers in 64 samples")
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-        save(figure, results / "pareto.png")
+        print(f"{arm.name}, {rate:g}: pass@1 {mean(found['pass@1'][-1]):.3f}, {found['seconds']} s", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["pilot", "train", "tables", "figure"])
+    parser.add_argument("command", choices=["pilot", "train"])
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
+    args.results.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    if args.command == "tables":
-        print_tables(args.results)
-    elif args.command == "figure":
-        draw(args.results)
-    else:
-        plan, seeds = (PILOT, PILOT_SEEDS) if args.command == "pilot" else (PLAN, SEEDS)
-        for rate, arms, updates, every in plan:
-            train_missing(args.results, [(arm, rate) for arm in arms], seeds, updates=updates, every=every)
+    plan, seeds = (PILOT, PILOT_SEEDS) if args.command == "pilot" else (PLAN, SEEDS)
+    for rate, arms, updates, every in plan:
+        train_missing(args.results, [(arm, rate) for arm in arms], seeds, updates=updates, every=every)
 
 
 if __name__ == "__main__":
