@@ -25,7 +25,8 @@ from experiments.many_answers import (
     SEEDS,
     read_records,
 )
-from pacs_trl.report.plots import COLORS, DASHES, MARKERS, PAGE_WIDTH, PANEL_HEIGHT, STYLE
+from experiments.paper.paper_figures import COLORS, DASHES, MARKERS
+from pacs_trl.report.plots import PAGE_WIDTH, PANEL_HEIGHT, STYLE
 
 
 # Metric, factor, and decimals.
