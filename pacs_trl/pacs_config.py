@@ -188,9 +188,8 @@ def _first_update_errors(cls: type, given: Any, step: Step) -> list[str]:
     first = given.first_update_score
     if undefined and given.rollout_lag:
         return [
-            f"rollout_lag={given.rollout_lag} cannot be used with score_estimator='grpo' and reference='rollout': it "
-            "divides by the standard deviation of implicit rewards that are nearly 0 for the first batches. Set "
-            "score_estimator='rloo' or 'dr_grpo', or reference='snapshot'."
+            f"rollout_lag={given.rollout_lag} cannot be used with score_estimator='grpo' and reference='rollout': its "
+            "implicit rewards are nearly 0 at first. Set score_estimator='rloo' or 'dr_grpo', or reference='snapshot'."
         ]
     if undefined and first is None:
         return [

@@ -54,11 +54,8 @@ class Generator:
         base = settings["model_class"](settings["config"]).eval()
         base.generation_config = settings["model_generation_config"]
         self.model: Any = base
-        for name, config in settings["adapters"].items():
-            if self.model is base:
-                self.model = get_peft_model(base, config, adapter_name=name).eval()
-            else:
-                self.model.add_adapter(name, config)
+        if (adapter := settings["adapter"]) is not None:
+            self.model = get_peft_model(base, adapter[1], adapter_name=adapter[0]).eval()
         self.tensors = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         self._use(SharedTensors(settings["frozen"], settings["frozen_path"]))
         self.slots = [SharedTensors(settings["trained"], path) for path in settings["slot_paths"]]
@@ -70,7 +67,8 @@ class Generator:
 
     def _use(self, weights: SharedTensors) -> None:
         for name, tensor in weights.tensors.items():
-            self.tensors[name].data = tensor
+            if name in self.tensors:  # not those of another adapter, the KL reference
+                self.tensors[name].data = tensor
 
     def generate(self, slot: int, prompt_ids: list[list[int]], seed: int) -> tuple[list[list[int]], list[list[float]]]:
         """Return completions without padding and their log-probs in nats under the weights that generated them."""
@@ -119,7 +117,7 @@ class EngineProcess:
         self.settings = {
             "model_class": type(base),
             "config": base.config,
-            "adapters": dict(model.peft_config) if isinstance(model, PeftModel) else {},
+            "adapter": (model.active_adapter, model.active_peft_config) if isinstance(model, PeftModel) else None,
             "frozen": layouts[0],
             "trained": layouts[1],
             "frozen_path": self._memory[0].path,

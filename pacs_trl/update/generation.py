@@ -58,28 +58,22 @@ class GenerationSettings:
                 f"set use_vllm: {str(not use_vllm).lower()}."
             )
         if self.rollout_lag and (error := self._lag_error()):
-            raise ValueError(f"rollout_lag={self.rollout_lag} {error}")
+            raise ValueError(f"rollout_lag={self.rollout_lag} {error}, or remove the key.")
 
     def _lag_error(self) -> str | None:
-        """Return the end of an error message if the settings do not allow generation ahead of training."""
+        """Return the middle of an error message if the settings do not allow generation ahead of training."""
         given: Any = self
         if type(self).__module__.startswith(("pacs_trl.experimental", "pacs_trl.baselines.ppo")):
-            return (
-                f"is not supported by {type(self).__name__}: the method generates again, or reads the current policy. "
-                "Remove the key, or use pacs, grpo, rloo, maxrl, or real."
-            )
+            reason = "the method generates again, or reads the current policy. Use pacs, grpo, rloo, maxrl, or real"
+            return f"is not supported by {type(self).__name__}: {reason}"
         if given.use_vllm and given.vllm_mode == "colocate":
-            return (
-                "needs an engine beside training, and vllm_mode: colocate generates on the GPUs that train. Set "
-                "vllm_mode: server and start a server on other GPUs, or remove the key."
-            )
+            reason = "vllm_mode: colocate generates on the GPUs that train"
+            return f"needs an engine beside training, and {reason}. Set vllm_mode: server and start a server"
         if given.use_vllm and self.rollout_lag > 1:
-            return "is for the engine process; a server holds the weights of one batch. Set rollout_lag: 1."
+            return "is for the engine process; a server holds the weights of one batch. Set rollout_lag: 1"
         if given.gradient_accumulation_steps > given.steps_per_generation:
-            return (
-                "counts generation batches, and here an optimizer step learns from several. Set steps_per_generation "
-                f"to a multiple of gradient_accumulation_steps={given.gradient_accumulation_steps}, or remove the key."
-            )
+            reason = "counts generation batches, and an optimizer step learns from several"
+            return f"{reason}. Set steps_per_generation={given.gradient_accumulation_steps} or a multiple"
         return None
 
 

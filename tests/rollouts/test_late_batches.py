@@ -12,7 +12,7 @@ import torch
 from forked_engine import forked_engine
 from loopback_vllm import LoopbackVLLM, play_installed, server_settings
 from peft import LoraConfig
-from processes import start
+from processes import on_two, start
 from replay import Recorder, addition_dataset, build_trainer, config, trainable_weights
 from seeds import shifted
 from transformers import AutoModelForCausalLM, TrainerCallback
@@ -134,6 +134,23 @@ def test_killed_at_any_moment(tmp_path, lag):
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
+def train_and_resume(directory):
+    with forked_engine():
+        straight = trainer_of(directory / "straight", per_device_train_batch_size=4)
+        straight.train()
+        resumed = trainer_of(directory / "resumed", per_device_train_batch_size=4)
+        resumed.train(resume_from_checkpoint=str(directory / "straight" / "checkpoint-3"))
+    expected, found = (trainable_weights(trainer.model) for trainer in (straight, resumed))
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    prompts = [tuple(r.prompt_ids) for rollouts in straight.kept for r in rollouts]
+    assert len(set(prompts)) == 3 * 2, "each process has its own prompts"
+
+
+@pytest.mark.distributed
+def test_two_processes(tmp_path):
+    on_two(train_and_resume, tmp_path, outputs=tmp_path, seconds=300)
+
+
 class EndEngine(TrainerCallback):
     """Send signals to the engine, or after it to this process, in the third optimizer step."""
 
@@ -240,7 +257,7 @@ def test_server(tmp_path, model_path, monkeypatch):
     ("config_class", "settings", "named"),
     [
         (PACSConfig, {"rollout_lag": 3}, "rollout_lag must be one of 0, 1, 2"),
-        (DARSConfig, {}, "not supported by DARSConfig.* use pacs"),
+        (DARSConfig, {}, "not supported by DARSConfig.* Use pacs"),
         (PPOConfig, {}, "not supported by PPOConfig"),
         (PACSConfig, {"use_vllm": True, "vllm_mode": "colocate"}, "vllm_mode: server"),
         (PACSConfig, {"use_vllm": True, "vllm_mode": "server", "rollout_lag": 2}, "Set rollout_lag: 1"),
