@@ -7,7 +7,7 @@ from trl import GRPOConfig
 
 from .objective import ClassWeighting, Proxy, ScoreEstimator
 from .redaction import PublishedArguments
-from .rollouts.evaluation import EvaluationSettings
+from .rollouts.evaluation_settings import EvaluationSettings
 from .settings import OF_OTHER_LOSSES, bounded, ignored_settings, refuse_illegal_values
 from .update.generation import GenerationSettings
 from .update.step_sizes import Step

@@ -6,7 +6,7 @@ from typing import Any
 from trl import GRPOConfig
 
 from ..redaction import PublishedArguments
-from ..rollouts.evaluation import EvaluationSettings
+from ..rollouts.evaluation_settings import EvaluationSettings
 from ..settings import OF_OTHER_LOSSES, bounded, ignored_settings, refuse_illegal_values
 from ..update.generation import GenerationSettings
 from ..update.step_sizes import Step

@@ -18,7 +18,6 @@ from accelerate.utils import gather_object
 from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import save_file
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
-from trl.generation import vllm_generation
 
 from ..errors import FailedRun
 from ..update.forward_pass import ForwardPass
@@ -66,6 +65,8 @@ def engine_with_lora(args: Any, model: Any, peft_config: Any) -> Iterator[None]:
     if (rank := max_lora_rank(args, model, peft_config)) is None:
         yield
         return
+    from trl.generation import vllm_generation  # imports the training stack, which `plan` does without
+
     owner, name, value = vllm_generation.VLLMClient, "init_communicator", lambda client, device: None
     if args.vllm_mode == "colocate":
         owner, name = vllm_generation, "LLM"
