@@ -3,7 +3,7 @@
 `python -m experiments.pretrained --seeds 0 1 2` (after `make model`)
 
 All arms of a seed start from the same weights and see the same prompts. Each method first takes the best of three
-learning rates, by pass@1 with a seed that is not reported. Held out: 64 problems of the task, 8 completions each at
+learning rates, by pass@1 with a seed that is not reported. Held out: 64 problems of the task, 16 completions each at
 temperature 1. Finished runs are read from `--results_dir`, so the command can be stopped and repeated. One cell
 alone: `--arms PACS --seeds 0 --rate 2e-5`.
 """
@@ -11,14 +11,21 @@ alone: `--arms PACS --seeds 0 --rate 2e-5`.
 from pathlib import Path
 from statistics import mean
 
+import matplotlib
+from matplotlib.figure import Figure
+
+from experiments.figures import save
 from experiments.paper.cells import Options, run_cell
 from experiments.paper.records import Records, Run
 from experiments.paper.render import Cell
 from experiments.studies import arms_parser, markdown, mean_difference, options_of, publish, run_name
+from pacs_trl.report import plots
+from pacs_trl.report.tables import pass_at_k_cells
 
 
 RECIPE, BASELINE = "smollm2-135m/sums", "smollm2-135m/sums_grpo"
 START, RATES, SWEPT_SEED = "before training", (1.0e-5, 2.0e-5, 4.0e-5), 9
+HALF = {"gradient_accumulation_steps": 2}  # updates of 64 completions
 SIZES = {"evaluation": "smollm2-135m/evaluation"}
 ARMS: dict[str, dict] = {
     START: {},
@@ -28,14 +35,14 @@ ARMS: dict[str, dict] = {
     "MaxRL": {"method": "maxrl"},
     "REAL": {"method": "real"},
 }
-KS = (1, 4, 8)
+KS = (1, 4, 16)
 CURVES = ("reward", "entropy", "completions/mean_length", "step_time")
 
 
 def cell_of(arm: str, rate: float, steps: int) -> Cell:
     if arm == START:
         return Cell(arm, RECIPE, trained=False, name="pretrained/before")
-    settings = ARMS[arm] | {"max_steps": steps, "learning_rate": rate}
+    settings = ARMS[arm] | HALF | {"max_steps": steps, "learning_rate": rate}
     name = f"pretrained/{run_name(arm)}_{rate:g}_{steps}"
     return Cell(arm, RECIPE if arm == "PACS" else BASELINE, settings=settings, name=name)
 
@@ -55,21 +62,47 @@ def best_rate(records: Records, arm: str, steps: int) -> float:
     return max(found, key=lambda rate: found[rate])
 
 
+def runs_of(options: Options, rates: dict[str, float], steps: int) -> dict[str, dict[int, Run]]:
+    """Return the recorded runs by arm and seed, for the arms that have any."""
+    records = Records(options.results_dir)
+    found = {arm: records.runs(cell_of(arm, rate, steps).run, arm) for arm, rate in rates.items()}
+    by_seed = {arm: {run.seed: run for run in runs if run.seed in options.seeds} for arm, runs in found.items()}
+    return {arm: runs for arm, runs in by_seed.items() if runs}
+
+
+def draw(found: dict[str, dict[int, Run]], path: Path) -> None:
+    """Draw reward and entropy over the updates, and held-out pass@k."""
+    titles = {"reward": "reward", "entropy": "entropy (nats per token)"}
+    with matplotlib.rc_context(plots.STYLE):
+        figure = Figure(figsize=(plots.PAGE_WIDTH, plots.PANEL_HEIGHT + 0.5), layout="constrained")
+        *curves, last = figure.subplots(1, 3)
+        look_of = plots.looks(found)
+        for panel, (key, title) in zip(curves, titles.items(), strict=True):
+            for arm, runs in found.items():
+                logs = [run.training["log_history"] for run in runs.values() if run.training]
+                plots.draw_runs(panel, [plots.series(log, key) for log in logs], arm, look_of[arm])
+            panel.set(title=title, xlabel="optimizer step", ylim=(0, 1 if key == "reward" else None))
+        for arm, runs in found.items():
+            results = [run.results for run in runs.values()]
+            (benchmark,) = results[0]["benchmarks"]
+            ks = sorted(map(int, results[0]["benchmarks"][benchmark]["pass_at_k"]))
+            plots.draw_pass_at_k(last, pass_at_k_cells(results, [benchmark], ks), arm, look_of[arm])
+        plots.percent_against_k(last, "held-out pass@k, 95 % intervals")
+        plots.legend_below(figure, [last], plots.RUNS)
+        save(figure, path)
+
+
 def report(options: Options, rates: dict[str, float], steps: int) -> list[str]:
     """Return a table with a row per arm: pass@k by seed, the paired difference from PACS, entropy, and seconds."""
-    records, rows = Records(options.results_dir), []
-    found = {arm: records.runs(cell_of(arm, rates[arm], steps).run, arm) for arm in rates}
-    found = {arm: {run.seed: run for run in runs if run.seed in options.seeds} for arm, runs in found.items()}
+    rows, found = [], runs_of(options, rates, steps)
     for arm, runs in found.items():
-        if not runs:
-            continue
         columns = zip(*(passes(run) for run in runs.values()), strict=True)
         cells = [f"{mean(column):.1f} ({', '.join(f'{x:.1f}' for x in column)})" for column in columns]
         pairs = [(run, found["PACS"][seed]) for seed, run in runs.items() if seed in found.get("PACS", {})]
         differences = [passes(run)[0] - passes(pacs)[0] for run, pacs in pairs] if arm not in (START, "PACS") else []
         logs = [run.training["log_history"] for run in runs.values() if run.training]
-        ends = [mean(entry["entropy"] for entry in history[-5:]) for history in logs]
-        seconds = [mean(entry["step_time"] for entry in history[1:]) for history in logs]
+        ends = [mean([y for _, y in plots.series(history, "entropy")][-5:]) for history in logs]
+        seconds = [mean([y for _, y in plots.series(history, "step_time")][1:]) for history in logs]
         measured = [f"{mean(column):.{digits}f}" if column else "" for column, digits in ((ends, 2), (seconds, 1))]
         rate = f"{rates[arm]:g}" if arm != START else ""
         rows.append([arm, rate, ", ".join(map(str, runs)), *cells, mean_difference(differences), *measured])
@@ -87,7 +120,7 @@ def report(options: Options, rates: dict[str, float], steps: int) -> list[str]:
 
 def main() -> None:
     parser = arms_parser(__doc__, "pretrained", ARMS)
-    parser.add_argument("--steps", type=int, default=40, help="updates of a run")
+    parser.add_argument("--steps", type=int, default=20, help="updates of a run")
     parser.add_argument("--rate", type=float, help="learning rate of all arms, instead of the best of three")
     args = parser.parse_args()
     options = options_of(args, curves=CURVES, **SIZES)
@@ -102,6 +135,7 @@ def main() -> None:
         for arm in args.arms:
             run_cell(cell_of(arm, rates[arm], args.steps), seed, options)
             publish(Path(args.results_dir) / "table.md", report(options, rates, args.steps))
+    draw(runs_of(options, rates, args.steps), Path(args.results_dir) / "pretrained.png")
 
 
 if __name__ == "__main__":
