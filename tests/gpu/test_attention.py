@@ -122,8 +122,8 @@ def test_the_comparison_notices_a_wrong_layout(monkeypatch):
     packed = ForwardPass._packed
 
     def shifted(self, prompts, completions):
-        inputs, places = packed(self, prompts, completions)
-        return {**inputs, "position_ids": inputs["position_ids"].sort().values}, places
+        inputs, flat_indices, texts = packed(self, prompts, completions)
+        return {**inputs, "position_ids": inputs["position_ids"].sort().values}, flat_indices, texts
 
     monkeypatch.setattr(ForwardPass, "_packed", shifted)
     rows = compare_layouts("cpu", "tiny", "sdpa", 24)
