@@ -111,6 +111,7 @@ EVALUATE = ["evaluate", "--model", "m", "--benchmarks", "miniature/addition", "-
 )
 def test_missing_packages_are_named_before_any_run(monkeypatch, capsys, tmp_path, argv, words):
     monkeypatch.setattr("pacs_trl.settings.names.find_spec", lambda name: None)
+    monkeypatch.setattr("pacs_trl.settings.names.installed_vllm", lambda: None)
     monkeypatch.setattr("pacs_trl.evaluation.run.identify_model", lambda args: {"name": "m", "digest": "d"})
     status, _, errors = called(monkeypatch, capsys, *argv, "--output_dir", str(tmp_path / "out"))
     assert status == 2 and words in errors

@@ -26,6 +26,16 @@ def no_temporary_file_stays():
     """vLLM's sockets and locks lie there as long as an engine runs, which is longer than a test."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_process_group_stays():
+    """Engines leave one in this process, which the tests of other modules would find."""
+    yield
+    from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+    destroy_model_parallel()
+    destroy_distributed_environment()
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
     """Directory with the smallest miniature model and its tokenizer; vLLM loads by path."""
@@ -41,7 +51,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def shared_engine():
-    """One engine, and one with LoRA, for all trainers of the session: starting one takes longer than training with it.
+    """One engine, and one with LoRA, for all trainers of a module: starting one takes longer than training with it.
 
     Every trainer sends its weights before it generates for the first time, so nothing of the last one remains.
     """
