@@ -1,6 +1,7 @@
 """Objectives on problems with many correct answers, compared at equal pass@1.
 
     python -m experiments.many_answers pilot    # learning rates, on seeds that are not used again
+    python -m experiments.many_answers rates    # three learning rates for each arm, on two other seeds
     python -m experiments.many_answers train    # the arms of the page; recorded arms are skipped
     python -m experiments.many_answers_tables   # tables and figure
 
@@ -24,7 +25,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from pacs_trl.objective import maxrl_advantages, proxy_coefficients, real_loss, rloo_advantages
+from pacs_trl.objective import (
+    actor_coefficients,
+    group_scores,
+    maxrl_advantages,
+    proxy_coefficients,
+    real_loss,
+    rloo_advantages,
+)
 
 
 RESULTS = Path(__file__).parents[1] / "docs/results/many_answers"
@@ -220,14 +228,22 @@ class Arm(NamedTuple):
     reset: int = 1  # updates after which the reference becomes the policy; 0 keeps the warm start
     proxy: str = "sum"  # or "mean", over the tokens of a completion
     kl: float = 0.0  # weight of the divergence from the warm start, TRL's `beta`
+    weighting: str = "balanced"  # class weights of PACS
+    actor: float = 0.0  # `actor_term_coef` of PACS
+    minibatches: int = 1  # updates per rollout, each with prompts of its own
+    noise: float = 0.0  # share of the labels that are flipped
 
     @property
     def name(self) -> str:
-        if self.method != "PACS":
-            return self.method + (f", KL {self.kl:g}" if self.kl else "")
-        reference = {0: "kept", 1: "rollout"}.get(self.reset, f"reset every {self.reset}")
-        beta = "" if self.reset == 1 else f"beta {self.beta:g}"
-        parts = ["PACS", reference, beta, "mean log-ratio" if self.proxy == "mean" else ""]
+        parts = [self.method, f"KL {self.kl:g}" if self.kl else ""]
+        if self.method == "PACS":
+            parts.append({0: "kept", 1: "rollout"}.get(self.reset, f"reset every {self.reset}"))
+            parts.append("" if self.reset == 1 and self.beta == 1 else f"beta {self.beta:g}")
+            parts.append("mean log-ratio" if self.proxy == "mean" else "")
+            parts.append("no class weights" if self.weighting == "none" else "")
+            parts.append(f"actor term {self.actor:g}" if self.actor else "")
+        parts.append(f"{self.minibatches} minibatches" if self.minibatches > 1 else "")
+        parts.append(f"{self.noise:.0%} flipped" if self.noise else "")
         return ", ".join(part for part in parts if part)
 
 
@@ -238,12 +254,18 @@ def token_coefficients(arm: Arm, log_ratios: torch.Tensor, labels: torch.Tensor,
     scale = 1 / lengths if arm.proxy == "mean" or arm.method == "REAL" else torch.ones_like(lengths)
     ratios = log_ratios.sum(dim=1) * scale
     if arm.method == "PACS":
-        found = arm.beta * scale * proxy_coefficients(arm.beta * ratios, labels, num_generations=GROUP)
+        settings = {"num_generations": GROUP, "class_weighting": arm.weighting}
+        found = arm.beta * scale * proxy_coefficients(arm.beta * ratios, labels, **settings)
+        if arm.actor:
+            scores = group_scores(arm.beta * ratios, labels, num_generations=GROUP)
+            found = found + arm.actor * actor_coefficients(scores, labels, **settings)
     elif arm.method == "REAL":
         ratios.requires_grad_()
         found = scale * torch.autograd.grad(real_loss(ratios, labels, num_generations=GROUP), ratios)[0]
     elif arm.method == "RLOO":
-        found = -rloo_advantages(labels, num_generations=GROUP) / len(labels)
+        advantages = rloo_advantages(labels, num_generations=GROUP)
+        weights = ratios.exp()  # of probabilities, clipped as in TRL
+        found = -advantages / len(labels) * weights.masked_fill((weights - 1) * advantages.sign() > 0.2, 0.0)
     elif arm.method == "MaxRL":
         found = -maxrl_advantages(labels, num_generations=GROUP) / lengths.sum()
     else:
@@ -251,6 +273,21 @@ def token_coefficients(arm: Arm, log_ratios: torch.Tensor, labels: torch.Tensor,
         advantages = (grid - grid.mean(dim=1, keepdim=True)) / (grid.std(dim=1, keepdim=True) + 1e-4)
         found = -advantages.flatten() / lengths.sum()
     return found.unsqueeze(1) * mask
+
+
+@torch.no_grad()
+def rollout(policy: Policy, arm: Arm, prompts: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    """Sample a group for each of `PROMPTS` problems: prompts `(S, B, 3)`, completions `(S, B, 5)`, labels `(S, B)`,
+    and log-probs of tokens, `(S, B, 5)`, or an empty tensor if the update follows at once."""
+    num_seeds = len(policy["head"])
+    rows = torch.randint(len(prompts), (num_seeds, PROMPTS), generator=generator)
+    repeated = prompts[rows].repeat_interleave(GROUP, dim=1)
+    completions = generate(policy, repeated)
+    labels = correct(repeated.flatten(0, 1), completions.flatten(0, 1)).float().view(num_seeds, -1)
+    if arm.noise:
+        labels = (labels - (torch.rand(labels.shape, generator=generator) < arm.noise).float()).abs()
+    logps = token_logps(policy, repeated, completions) if arm.minibatches > 1 else torch.empty(0)
+    return repeated, completions, labels, logps
 
 
 def train(arm: Arm, rate: float, seeds: list[int], start: Policy, *, updates: int, every: int) -> dict[str, Any]:
@@ -271,16 +308,16 @@ def train(arm: Arm, rate: float, seeds: list[int], start: Policy, *, updates: in
         began = time.process_time()
         if arm.reset > 1 and update % arm.reset == 0:
             kept = copy_of(policy)
-        rows = torch.randint(len(prompts), (len(seeds), PROMPTS), generator=generator)
-        repeated = prompts[rows].repeat_interleave(GROUP, dim=1)
-        completions = generate(policy, repeated)
+        if update % arm.minibatches == 0:
+            rollouts = [rollout(policy, arm, prompts, generator) for _ in range(arm.minibatches)]
+        repeated, completions, labels, reference = rollouts[update % arm.minibatches]
         mask = mask_of(completions)
-        labels = correct(repeated.flatten(0, 1), completions.flatten(0, 1)).float().view(len(seeds), -1)
         logps = token_logps(policy, repeated, completions)
-        reference = logps.detach()
         if arm.kl or arm.reset != 1:
             with torch.no_grad():
                 reference = token_logps(kept, repeated, completions)
+        elif arm.minibatches == 1:
+            reference = logps.detach()
         log_ratios = (logps - reference).detach()
         coefficients = [token_coefficients(arm, *values) for values in zip(log_ratios, labels, mask, strict=True)]
         loss = (torch.stack(coefficients) * logps).sum()
@@ -298,20 +335,25 @@ def train(arm: Arm, rate: float, seeds: list[int], start: Policy, *, updates: in
 
 
 ROLLOUT, GRPO = Arm("PACS"), Arm("GRPO")
-KEPT = {beta: Arm("PACS", beta, 0) for beta in (0.1, 0.3, 1.0, 3.0)}
-MEAN = [Arm("PACS", beta, 0, "mean") for beta in (1.0, 4.0)]  # 4: about the scale of a sum over four tokens
-RESET = [Arm("PACS", reset=reset) for reset in (16, 80)]
-PENALTY = {kl: Arm("GRPO", kl=kl) for kl in (0.02, 0.1)}
+KEPT = {beta: Arm("PACS", beta, 0) for beta in (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)}
+MEAN = {beta: Arm("PACS", beta, 0, "mean") for beta in (0.1, 0.3, 1.0, 4.0, 10.0)}  # of about four tokens
+RESET = {reset: Arm("PACS", reset=reset) for reset in (16, 80, 320)}
+PENALTY = {kl: Arm("GRPO", kl=kl) for kl in (0.02, 0.1, 0.3, 1.0)}
 OTHERS = [Arm("RLOO"), Arm("MaxRL"), Arm("REAL")]
 LEADING = [GRPO, ROLLOUT, KEPT[0.3], PENALTY[0.1]]
-FAST = [RESET[1], *OTHERS[:2], MEAN[0], RESET[0], KEPT[0.1], OTHERS[2], PENALTY[0.02]]
-SLOW = [KEPT[3.0], MEAN[1]]
+FAST = [RESET[80], *OTHERS[:2], MEAN[1.0], RESET[16], KEPT[0.1], OTHERS[2], PENALTY[0.02]]
+SLOW = [KEPT[3.0], MEAN[4.0]]
+NEW, NEW_SLOW = [KEPT[0.03], MEAN[0.1], MEAN[0.3]], [PENALTY[0.3], RESET[320], PENALTY[1.0], KEPT[10.0], MEAN[10.0]]
 
-# Learning rate, arms, updates, updates between two measurements; the pilot's seeds are not used again.
+# Learning rate, arms, updates, updates between two measurements; the pilots' seeds are not used again.
 PILOT = [(1e-3, [*LEADING, *FAST, KEPT[1.0], *SLOW], 300, 50), (3e-3, [*LEADING, KEPT[1.0]], 300, 50)]
 PLAN = [(1e-3, [*LEADING, *FAST[:3]], 320, 40), (1e-3, [KEPT[1.0]], 640, 80), (1e-3, FAST[3:], 320, 40)]
 PLAN += [(3e-4, [GRPO], 960, 120), (1e-3, SLOW, 640, 80)]
-SEEDS, PILOT_SEEDS = list(range(10)), [100, 101]
+RATES = []
+for arms, size in (([*LEADING, *FAST, *NEW], 320), ([KEPT[1.0], *SLOW, *NEW_SLOW], 640)):
+    RATES += [(rate, arms, factor * size, factor * size // 8) for rate, factor in ((3e-4, 3), (1e-3, 1), (3e-3, 1))]
+SEEDS, PILOT_SEEDS, RATE_SEEDS = list(range(10)), [100, 101], [200, 201]
+COMMANDS = {"pilot": (PILOT, PILOT_SEEDS), "rates": (RATES, RATE_SEEDS), "train": (PLAN, SEEDS)}
 
 
 def read_records(results: Path) -> list[dict[str, Any]]:
@@ -336,12 +378,12 @@ def train_missing(results: Path, wanted: list[tuple[Arm, float]], seeds: list[in
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["pilot", "train"])
+    parser.add_argument("command", choices=list(COMMANDS))
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     args.results.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    plan, seeds = (PILOT, PILOT_SEEDS) if args.command == "pilot" else (PLAN, SEEDS)
+    plan, seeds = COMMANDS[args.command]
     for rate, arms, updates, every in plan:
         train_missing(args.results, [(arm, rate) for arm in arms], seeds, updates=updates, every=every)
 

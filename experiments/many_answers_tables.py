@@ -130,7 +130,7 @@ def print_tables(results: Path) -> None:
 
 def draw(results: Path) -> None:
     """Write pareto.png: pass@64 and distinct correct answers against pass@1 along the runs, means over seeds."""
-    shown = [GRPO, ROLLOUT, KEPT[0.3], KEPT[1.0], PENALTY[0.1], RESET[1], OTHERS[1]]
+    shown = [GRPO, ROLLOUT, KEPT[0.3], KEPT[1.0], PENALTY[0.1], RESET[80], OTHERS[1]]
     records = {title(record): record for record in read_records(results) if record["seeds"] == SEEDS}
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(PAGE_WIDTH, 1.3 * PANEL_HEIGHT), layout="constrained")
