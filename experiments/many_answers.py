@@ -343,15 +343,21 @@ OTHERS = [Arm("RLOO"), Arm("MaxRL"), Arm("REAL")]
 LEADING = [GRPO, ROLLOUT, KEPT[0.3], PENALTY[0.1]]
 FAST = [RESET[80], *OTHERS[:2], MEAN[1.0], RESET[16], KEPT[0.1], OTHERS[2], PENALTY[0.02]]
 SLOW = [KEPT[3.0], MEAN[4.0]]
-NEW, NEW_SLOW = [KEPT[0.03], MEAN[0.1], MEAN[0.3]], [PENALTY[0.3], RESET[320], PENALTY[1.0], KEPT[10.0], MEAN[10.0]]
+NEW, NEW_SLOW = [KEPT[0.03], MEAN[0.1], MEAN[0.3]], [PENALTY[0.3], RESET[320]]
+STILL = [PENALTY[1.0], KEPT[10.0], MEAN[10.0]]  # expected to stay below 40 %
 
 # Learning rate, arms, updates, updates between two measurements; the pilots' seeds are not used again.
 PILOT = [(1e-3, [*LEADING, *FAST, KEPT[1.0], *SLOW], 300, 50), (3e-3, [*LEADING, KEPT[1.0]], 300, 50)]
 PLAN = [(1e-3, [*LEADING, *FAST[:3]], 320, 40), (1e-3, [KEPT[1.0]], 640, 80), (1e-3, FAST[3:], 320, 40)]
 PLAN += [(3e-4, [GRPO], 960, 120), (1e-3, SLOW, 640, 80)]
 RATES = []
-for arms, size in (([*LEADING, *FAST, *NEW], 320), ([KEPT[1.0], *SLOW, *NEW_SLOW], 640)):
-    RATES += [(rate, arms, factor * size, factor * size // 8) for rate, factor in ((3e-4, 3), (1e-3, 1), (3e-3, 1))]
+for arms, size in (
+    ([*LEADING, *FAST, *NEW], 320),
+    ([KEPT[1.0], *SLOW[1:], *NEW_SLOW], 640),
+    ([*SLOW[:1], *STILL], 640),
+):
+    RATES += [(rate, arms, size, size // 8) for rate in (3e-3, 1e-3)]
+RATES += [(3e-4, arms, 2 * size, size // 4) for _, arms, size, _ in RATES[::2] if STILL[0] not in arms]
 SEEDS, PILOT_SEEDS, RATE_SEEDS = list(range(10)), [100, 101], [200, 201]
 COMMANDS = {"pilot": (PILOT, PILOT_SEEDS), "rates": (RATES, RATE_SEEDS), "train": (PLAN, SEEDS)}
 
