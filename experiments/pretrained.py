@@ -34,6 +34,8 @@ ARMS: dict[str, dict] = {
     "RLOO": {"method": "rloo"},
     "MaxRL": {"method": "maxrl"},
     "REAL": {"method": "real"},
+    "PACS, kept, beta 0.3": {"method": "pacs", "reference": "snapshot", "pacs_beta": 0.3},
+    "GRPO, KL 0.1": {"method": "grpo", "beta": 0.1},
 }
 KS = (1, 4, 16)
 CURVES = ("reward", "entropy", "completions/mean_length", "step_time")
@@ -44,7 +46,7 @@ def cell_of(arm: str, rate: float, steps: int) -> Cell:
         return Cell(arm, RECIPE, trained=False, name="pretrained/before")
     settings = ARMS[arm] | HALF | {"max_steps": steps, "learning_rate": rate}
     name = f"pretrained/{run_name(arm)}_{rate:g}_{steps}"
-    return Cell(arm, RECIPE if arm == "PACS" else BASELINE, settings=settings, name=name)
+    return Cell(arm, RECIPE if arm.startswith("PACS") else BASELINE, settings=settings, name=name)
 
 
 def passes(run: Run) -> list[float]:
