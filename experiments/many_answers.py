@@ -1,9 +1,10 @@
 """Objectives on problems with many correct answers, compared at equal pass@1.
 
-    python -m experiments.many_answers pilot    # learning rates, on seeds that are not used again
-    python -m experiments.many_answers rates    # three learning rates for each arm, on two other seeds
-    python -m experiments.many_answers train    # the arms of the page; recorded arms are skipped
-    python -m experiments.many_answers_tables   # tables and figure
+    python -m experiments.many_answers pilot      # learning rates, on seeds that are not used again
+    python -m experiments.many_answers rates      # three learning rates for each arm, on two other seeds
+    python -m experiments.many_answers train      # the arms of the page; recorded arms are skipped
+    python -m experiments.many_answers questions  # arms of docs/results/open_questions
+    python -m experiments.many_answers_tables     # tables and figure
 
 A problem is a number and up to two forbidden terms. An answer writes the number as an ordered sum of two to five
 terms of 1 to 5, and every such sum is correct. The probabilities of all 3,906 answers are computed exactly, so that
@@ -290,9 +291,11 @@ def rollout(policy: Policy, arm: Arm, prompts: torch.Tensor, generator: torch.Ge
     return repeated, completions, labels, logps
 
 
-def train(arm: Arm, rate: float, seeds: list[int], start: Policy, *, updates: int, every: int) -> dict[str, Any]:
-    """Train the policies of several seeds, and return a record with metrics of held-out problems every `every`
-    updates and the CPU seconds of the updates, measurements excluded."""
+def train(
+    arm: Arm, rate: float, seeds: list[int], start: Policy, *, updates: int, every: int, until: float = 1.0
+) -> dict[str, Any]:
+    """Train the policies of several seeds until pass@1 of all exceeds `until`, and return a record with metrics of
+    held-out problems every `every` updates and the CPU seconds of the updates, measurements excluded."""
     prompts, held_out = problems()
     policy = {name: value.requires_grad_() for name, value in copy_of(start).items()}
     kept, first = start, answer_logps(start, held_out)
@@ -303,7 +306,7 @@ def train(arm: Arm, rate: float, seeds: list[int], start: Policy, *, updates: in
     for update in range(updates + 1):
         if update % every == 0:
             curve.append(measure(policy, held_out, first))
-        if update == updates:
+        if update == updates or min(curve[-1]["pass@1"]) > until:
             break
         began = time.process_time()
         if arm.reset > 1 and update % arm.reset == 0:
@@ -359,7 +362,14 @@ for arms, size in (
     RATES += [(rate, arms, size, size // 8) for rate in (3e-3, 1e-3)]
 RATES += [(3e-4, arms, 2 * size, size // 4) for _, arms, size, _ in RATES[::2] if STILL[0] not in arms]
 SEEDS, PILOT_SEEDS, RATE_SEEDS = list(range(10)), [100, 101], [200, 201]
-COMMANDS = {"pilot": (PILOT, PILOT_SEEDS), "rates": (RATES, RATE_SEEDS), "train": (PLAN, SEEDS)}
+NOISY = [arm._replace(noise=0.2) for arm in (GRPO, ROLLOUT, KEPT[0.1], KEPT[0.3], KEPT[1.0], PENALTY[0.1])]
+ACTOR = [arm._replace(actor=1.0) for arm in (ROLLOUT, KEPT[0.3], KEPT[0.3]._replace(weighting="none"))]
+FOUR = [OTHERS[0], ROLLOUT._replace(weighting="none"), ROLLOUT, Arm("PACS", 10.0)]
+FOUR = [arm._replace(minibatches=4) for arm in FOUR]
+QUESTIONS = [(1e-3, [*FOUR, KEPT[0.3]._replace(weighting="none"), *ACTOR, *NOISY], 320, 40)]
+# Arms with sizes, seeds, and the pass@1 after which a run ends.
+COMMANDS = {"pilot": (PILOT, PILOT_SEEDS, 1.0), "rates": (RATES, RATE_SEEDS, 0.4), "train": (PLAN, SEEDS, 1.0)}
+COMMANDS["questions"] = (QUESTIONS, SEEDS, 1.0)
 
 
 def read_records(results: Path) -> list[dict[str, Any]]:
@@ -367,7 +377,7 @@ def read_records(results: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()] if path.is_file() else []
 
 
-def train_missing(results: Path, wanted: list[tuple[Arm, float]], seeds: list[int], **sizes: int) -> None:
+def train_missing(results: Path, wanted: list[tuple[Arm, float]], seeds: list[int], **sizes: float) -> None:
     """Train and record the arms that are not recorded with these seeds and learning rates."""
     start = None
     for arm, rate in wanted:
@@ -389,9 +399,9 @@ def main() -> None:
     args = parser.parse_args()
     args.results.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    plan, seeds = COMMANDS[args.command]
+    plan, seeds, until = COMMANDS[args.command]
     for rate, arms, updates, every in plan:
-        train_missing(args.results, [(arm, rate) for arm in arms], seeds, updates=updates, every=every)
+        train_missing(args.results, [(arm, rate) for arm in arms], seeds, updates=updates, every=every, until=until)
 
 
 if __name__ == "__main__":
