@@ -426,11 +426,10 @@ def evaluate(output: Path, model: str) -> None:
     results = output / "evaluation"
     settings = {"benchmarks": "miniature/addition,miniature/terms_3", "max_problems": 4, "n": 4, "k": "1,2,4"}
     settings |= {"prompt_instruction": "", "temperature": 0.8, "top_p": 0.95, "max_new_tokens": MAX_COMPLETION_LENGTH}
-    settings |= {"engine": "transformers", "batch_size": 6, "seed": 3, "token_entropy_samples": 2}
+    settings |= {"engine": "transformers", "batch_size": 6, "seed": 3}
     argv = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
     main(["--model", model, "--output_dir", str(results), *argv])
     entries = json.loads((results / "results.json").read_text())["benchmarks"]
-    write_metrics(output, {f"{name}/token_entropy": entry.pop("token_entropy") for name, entry in entries.items()})
     for folder in ("samples", "grades"):
         shutil.copytree(results / folder, output / "files" / folder)
     (output / "files" / "benchmarks.json").write_text(json.dumps(entries, indent=1))

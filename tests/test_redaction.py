@@ -21,7 +21,7 @@ SECRET_NAMES = """
 """.split()
 ORDINARY_NAMES = """
     num_generations max_completion_length pad_token eos_token bos_token unk_token pad_token_id tokenizer_name
-    max_tokens_per_micro_batch token_entropy_samples num_key_value_heads key_mapping additional_special_tokens
+    max_tokens_per_micro_batch num_key_value_heads key_mapping additional_special_tokens
     keys_to_ignore_at_inference author image_token eos_token_ids monkey average_tokens_across_devices
     include_num_input_tokens_seen sort_key hub_model_id token_type_ids
 """.split()

@@ -55,7 +55,6 @@ class EvaluationArguments:
         solution_column (`str`, *optional*): Answer column of your own files; by default as in training.
         max_problems (`int`, *optional*): Evaluate only the first problems of each benchmark, for a quick try.
         reasoning_gym (`dict` or JSON, *optional*): `config` of the tasks of `reasoning_gym/<task>`, as in training.
-        token_entropy_samples (`int`): Measure the token entropy of this many samples per problem; 0 for none.
     """
 
     model: str
@@ -87,7 +86,6 @@ class EvaluationArguments:
     problem_column: str | None = None
     solution_column: str | None = None
     max_problems: int | None = bounded(None, least=1)
-    token_entropy_samples: int = bounded(0, least=0)
     reasoning_gym: dict | str | None = None
 
     def __post_init__(self):
@@ -109,13 +107,8 @@ class EvaluationArguments:
                 f"base_url={self.base_url!r} would be ignored with engine {self.engine!r}, which loads the model in "
                 "this process. Set engine: server, or remove the key."
             )
-        if self.engine == "server" and self.token_entropy_samples:
-            errors.append("token_entropy_samples needs the model, which a server does not expose. Set it to 0.")
-        if self.calls_tools and (self.engine == "server" or self.token_entropy_samples):
-            errors.append(
-                "tools and environments need engine transformers or vllm, and no token_entropy_samples. Change these "
-                "settings, or remove the tools and environments."
-            )
+        if self.calls_tools and self.engine == "server":
+            errors.append("tools and environments need engine transformers or vllm. Change `engine`, or remove them.")
         if self.max_tool_calling_iterations is not None and not self.calls_tools:
             errors.append("max_tool_calling_iterations would be ignored. Set tools or an environment, or remove it.")
         if errors:

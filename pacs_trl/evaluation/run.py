@@ -32,7 +32,7 @@ from ..verification.gym import GymVerifier
 from . import provenance
 from .arguments import EvaluationArguments, read_evaluation
 from .benchmarks import LoadedBenchmark, Problem, load_benchmark
-from .engines import TransformersEngine, identify_model, start_engine
+from .engines import identify_model, start_engine
 from .requests import Request, render_prompt, sample_seed
 from .results import RESULTS_SCHEMA, GradedSample, summarize, write_results
 from .store import SampleStore, digest, evaluation_file, read_samples
@@ -135,8 +135,6 @@ def evaluate(
             if benchmark.is_code:
                 entries[benchmark.name]["programs"] = code_verifier.facts()
             _write_grades(args, benchmark, graded)
-    if args.token_entropy_samples:
-        _add_token_entropy(args, benchmarks, entries)
     timing = {"wall_seconds": round(time.perf_counter() - started, 3)}
     results = _results(args, model, verifier, entries) | {"timing": timing}
     write_results(Path(args.output_dir) / "results.json", results)
@@ -310,26 +308,6 @@ def _write_grades(
     path = evaluation_file(args.output_dir, "grades", benchmark.name)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(grades, indent=0) + "\n", encoding="utf-8")
-
-
-def _add_token_entropy(
-    args: EvaluationArguments, benchmarks: Sequence[LoadedBenchmark], entries: dict[str, Any]
-) -> None:
-    """Add the teacher-forced entropy of the first samples of each problem, averaged over completions."""
-    from .sampling import completion_entropies
-
-    engine = TransformersEngine.load(
-        args.model, revision=args.revision, dtype=args.dtype, chat_template_kwargs=args.chat_template_kwargs
-    )
-    for benchmark in benchmarks:
-        problems = {problem.id: problem for problem in benchmark.problems}
-        stored = read_samples(evaluation_file(args.output_dir, "samples", benchmark.name))
-        kept = [r for r in stored if r["sample"] < args.token_entropy_samples and r["completion"]]
-        kept.sort(key=lambda r: (r["problem"], r["sample"]))  # stored in the order in which they finished
-        prompts = [args.prompt_of(problems[r["problem"]].of_sample(r["seed"])[0], benchmark) for r in kept]
-        texts = [render_prompt(engine.tokenizer, prompt, args.chat_template_kwargs) for prompt in prompts]
-        entropies = completion_entropies(engine.model, engine.tokenizer, texts, [r["completion"] for r in kept])
-        entries[benchmark.name]["token_entropy"] = sum(entropies) / len(entropies) if entropies else None
 
 
 def _results(args: EvaluationArguments, model: dict, verifier: Verifier, entries: dict) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from ..update.generation import generate_sharing_prompts
-from ..update.logps import compute_logps
 from .requests import Completion, Prompt, SamplingSettings, sample_seed, tokenize_prompt
 
 
@@ -164,16 +163,3 @@ def stop_token_ids(model, tokenizer) -> set[int]:
     declared = model.generation_config.eos_token_id
     declared = declared if isinstance(declared, list) else [declared]
     return {token for token in [*declared, tokenizer.eos_token_id] if token is not None}
-
-
-@torch.no_grad()
-def completion_entropies(
-    model, tokenizer, texts: Sequence[str], completions: Sequence[str], *, batch_size: int = 8
-) -> list[float]:
-    """Return the mean token entropy of each completion under the model, in nats, from one teacher-forced pass at
-    temperature 1; nan for an empty completion."""
-    prompt_ids, completion_ids = (
-        [tokenizer(text, add_special_tokens=False)["input_ids"] for text in column] for column in (texts, completions)
-    )
-    scores = compute_logps(model, prompt_ids, completion_ids, batch_size=batch_size)
-    return [entropies.double().mean().item() for _, entropies in scores]

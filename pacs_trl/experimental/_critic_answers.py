@@ -1,6 +1,5 @@
 """Generation of a critic's answers with transformers, and checks before the critic is loaded."""
 
-import copy
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
@@ -9,7 +8,6 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, S
 
 from ..evaluation.requests import SamplingSettings
 from ..evaluation.sampling import generate_tokens, stop_token_ids
-from ..rollouts.vllm_checks import check_port, check_server
 from ._critic_prompt import HIGHEST, Actor, CriticPrompt, State
 
 
@@ -94,7 +92,7 @@ def check_critic(
     """
     Raises:
         `ValueError`: if the critic cannot write the tags, its context is too short for the longest prompt and answer,
-            one engine would serve two architectures, or the critic's server does not match the settings.
+            or one engine would serve two architectures.
     """
     scores = "".join(prompt.write(i / HIGHEST) for i in range(HIGHEST + 1))
     if tokenizer.decode(tokenizer(scores, add_special_tokens=False)["input_ids"], skip_special_tokens=True) != scores:
@@ -117,18 +115,11 @@ def check_critic(
             f"{args.max_completion_length}, and critic_max_new_tokens={args.critic_max_new_tokens} need {needed}. "
             "Lower the last two, or shorten the template."
         )
-    if args.critic_vllm_server_base_url is not None:
-        if args.process_index == 0:
-            own = copy.copy(args)
-            own.vllm_server_base_url = args.critic_vllm_server_base_url
-            own.max_completion_length = args.max_completion_length + args.critic_max_new_tokens
-            check_port(args.vllm_group_port + 1, "vllm_group_port + 1", "Set vllm_group_port to another one.")
-            check_server(own, path, "critic_vllm_server_base_url")
-    elif args.use_vllm:
+    if args.use_vllm:
         own = AutoConfig.from_pretrained(policy, **trust) if isinstance(policy, str) else policy.config
         names = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
         if any(getattr(own, name, None) != getattr(config, name, None) for name in names):
             raise ValueError(
                 f"The critic {path} has another architecture than the policy, so one vLLM engine cannot serve both. "
-                "Use a critic like the policy, critic_vllm_server_base_url, or use_vllm: false."
+                "Use a critic like the policy, or use_vllm: false."
             )

@@ -4,7 +4,7 @@ stating a value.
 The critic is a causal language model. Before each segment of a completion it is prompted for the chance that the
 completion will be correct (`_critic_prompt.py`), and its answer ends with an integer. REINFORCE trains it towards the
 outcome. Everything else is PPO's (`baselines/actor_critic.py`). No official code exists. With vLLM one engine serves
-both models in turn, or the critic has its own server. See docs/genac.md.
+both models in turn. See docs/genac.md.
 """
 
 import math
@@ -16,7 +16,6 @@ import torch
 from accelerate.utils import gather_object
 from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer, PreTrainedModel
-from trl.generation.vllm_generation import VLLMGeneration
 from trl.models.utils import unwrap_model_for_generation
 from trl.trainer.utils import add_fused_lm_head, get_config_model_id
 
@@ -24,9 +23,8 @@ from ..baselines.actor_critic import ActorCriticTrainer, critic_path, load_criti
 from ..baselines.ppo_config import ActorCriticConfig
 from ..evaluation.requests import SamplingSettings
 from ..rollouts.checkpoint import request_seed
-from ..rollouts.engine import Engine, ServerFailure
+from ..rollouts.engine import ServerFailure
 from ..rollouts.timing import PARTS
-from ..rollouts.vllm_checks import server_url
 from ..settings import bounded, ignored_settings
 from ..update.rollout import labels_from_rewards, without_padding
 from ..update.step_sizes import Step
@@ -59,9 +57,6 @@ class GenACConfig(ActorCriticConfig):
             `miniature_unconditioned`. The unconditioned ones omit the policy's name, success rate, and progress.
         critic_max_new_tokens (`int`, *optional*, defaults to `1024`):
             Maximum number of tokens of an answer.
-        critic_vllm_server_base_url (`str`, *optional*):
-            Address of a second vLLM server, for the critic (with `vllm_mode: server`). Its weights use the port after
-            `vllm_group_port`. By default the policy's engine serves both models in turn.
         critic_batch_size (`int`, *optional*):
             Answers per forward pass, and per call of `generate` without vLLM. Defaults to
             `per_device_train_batch_size`.
@@ -88,7 +83,6 @@ class GenACConfig(ActorCriticConfig):
     critic_learning_rate: float = bounded(1e-6, above=0)
     critic_prompt: str = "genac"
     critic_max_new_tokens: int = bounded(1024, least=1)
-    critic_vllm_server_base_url: str | None = None
     critic_batch_size: int | None = bounded(None, least=1)
     critic_lora_r: int | None = bounded(None, least=1)
     segment_probability: float | None = bounded(0.2, above=0, most=1)
@@ -115,17 +109,6 @@ class GenACConfig(ActorCriticConfig):
             errors.append(
                 "max_completion_length=None is not supported by GenAC: the critic's context must hold the longest "
                 "response. Set a number."
-            )
-        own_server = given.critic_vllm_server_base_url
-        if own_server is not None and not (given.use_vllm and given.vllm_mode == "server"):
-            errors.append(
-                f"critic_vllm_server_base_url={own_server!r} is ignored without a server of the policy. Set use_vllm: "
-                "true and vllm_mode: server, or remove the key."
-            )
-        elif own_server is not None and own_server.rstrip("/") == server_url(given):
-            errors.append(
-                f"critic_vllm_server_base_url={own_server!r} is the policy's server. Set another address, or remove "
-                "the key: one server can serve both in turn."
             )
         return errors
 
@@ -187,18 +170,6 @@ class GenACTrainer(ActorCriticTrainer):
         size = sum(parameter.numel() for parameter in self.model.parameters())
         size_text = f"{size / 1e9:.1f}B" if size >= 1e8 else f"{size / 1e6:.1f}M"
         self._actor_name = f"{get_config_model_id(self.model.config).rsplit('/')[-1]}, {size_text} parameters"
-        self._critic_engine: Engine | None = None
-        if args.critic_vllm_server_base_url is not None:
-            server = VLLMGeneration(
-                self.accelerator.unwrap_model(self.critic),
-                self.accelerator,
-                self._critic_tokenizer,
-                mode="server",
-                server_base_url=args.critic_vllm_server_base_url.rstrip("/"),
-                server_timeout=args.vllm_server_timeout,
-                group_port=args.vllm_group_port + 1,
-            )
-            self._critic_engine = Engine(server, next_seeds=self._next_seeds, timer=self.timer)
 
     def _labels_of(self, rewards_per_func):
         return labels_from_rewards(rewards_per_func, self.reward_weights, self.reward_func_names)
@@ -283,7 +254,7 @@ class GenACTrainer(ActorCriticTrainer):
             with self.timer.part("critic"):
                 answers = self._use_engine(padded) if self.use_vllm else self._use_model(padded, seeds)
         except ServerFailure as failure:
-            self._stop_without_server(failure, self._critic_engine)
+            self._stop_without_server(failure)
         return [(prompt, *answer) for prompt, answer in zip(prompts, answers, strict=False)]
 
     def _use_model(self, prompts: list[list[int]], seeds: list[int]) -> list[tuple[list[int], list[float]]]:
@@ -308,9 +279,7 @@ class GenACTrainer(ActorCriticTrainer):
             "structured_outputs_regex": None,
             "generation_kwargs": {"stop": [self._prompt.tags[1]], "include_stop_str_in_output": True},
         }
-        engine = self._critic_engine
-        if engine is None:
-            engine, self._last_loaded_step = self.vllm_generation, -1  # sends the policy's weights again
+        engine, self._last_loaded_step = self.vllm_generation, -1  # sends the policy's weights again
         with engine.using_weights_of(self.accelerator.unwrap_model(self.critic), **sampling):
             _, ids, logps, _ = engine.generate(prompts=prompts, images=None, num_generations=1)
         end = self._critic_tokenizer.eos_token_id

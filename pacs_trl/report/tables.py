@@ -217,7 +217,6 @@ def settings_rows(results: Sequence[dict[str, Any]]) -> list[list[str]]:
                 [
                     *(result["method"], entry["title"], str(result["n"]), f"{entry['mean_tokens']:.0f}"),
                     *(f"{100 * entry['truncated_share']:.1f} %", f"{entry['answer_entropy']:.3f}"),
-                    "" if entry.get("token_entropy") is None else f"{entry['token_entropy']:.3f}",
                     f"{engine} {result['versions'].get(engine, '')}".strip(),
                     *(f"{verifier['name']} {verifier['version']}", (result["commit"] or "")[:9]),
                 ]
@@ -227,7 +226,7 @@ def settings_rows(results: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 BEFORE_AND_AFTER_HEADER = ["", "", "method", "before", "after", "difference"]
 SETTINGS_HEADER = [
-    *("method", "benchmark", "n", "tokens", "truncated", "answer entropy", "token entropy", "engine", "verifier"),
+    *("method", "benchmark", "n", "tokens", "truncated", "answer entropy", "engine", "verifier"),
     "commit",
 ]
 SUPPORT_HEADER = ["support", "preserved", "expanded", "shrunk", "out", "retention", "discovery", "score", "net change"]

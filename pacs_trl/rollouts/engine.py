@@ -260,13 +260,9 @@ def checked_rollouts(rollout_func: Callable, eos_token_id: int, log_empty: Calla
     return call
 
 
-def failed_run(failure: ServerFailure, trainer: Any, engine: Engine | None) -> FailedRun:
-    """Return the [`FailedRun`] for a failed vLLM server: that of `engine`, by default the policy's, or for the engine
-    process of a run without vLLM."""
-    url, model = server_url(trainer.args), trainer.model
-    lora_rank = max_lora_rank(trainer.args, trainer.model, None)
-    if engine is not None:
-        url, model = engine.server_base_url, engine.model
+def failed_run(failure: ServerFailure, trainer: Any) -> FailedRun:
+    """Return the [`FailedRun`] for a failed vLLM server, or for the engine process of a run without vLLM."""
+    command = serve_command(trainer.model.name_or_path, max_lora_rank(trainer.args, trainer.model, None))
     step = trainer.state.global_step
     saved = "No optimizer step had been taken yet"
     if step > 0:
@@ -277,7 +273,7 @@ def failed_run(failure: ServerFailure, trainer: Any, engine: Engine | None) -> F
             "problem (an error above, or memory), and continue with `--resume_from_checkpoint last`."
         )
     return FailedRun(
-        f"The vLLM server at {url} {failure.state} after optimizer step {step} ({failure.cause}). {saved}. Fix the "
-        f"problem, start the server again if it is down: {serve_command(model.name_or_path, lora_rank)} and continue "
-        "with `--resume_from_checkpoint last`."
+        f"The vLLM server at {server_url(trainer.args)} {failure.state} after optimizer step {step} ({failure.cause})."
+        f" {saved}. Fix the problem, start the server again if it is down: {command} and continue with "
+        "`--resume_from_checkpoint last`."
     )

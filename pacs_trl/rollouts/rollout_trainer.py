@@ -30,7 +30,7 @@ from .adapter_sync import engine_with_lora
 from .callbacks import NoSignalCallback, StepStart
 from .checks import check_adapters, check_columns, check_golds, with_checked_result
 from .console import shorten_console
-from .engine import Engine, ServerFailure, checked_rollouts, end_empty_completions, failed_run
+from .engine import ServerFailure, checked_rollouts, end_empty_completions, failed_run
 from .evaluation import BenchmarkEvaluation
 from .kept_settings import OF_OPTIMIZER, check_kept, settings_of_construction
 from .timing import StepTimer
@@ -328,12 +328,11 @@ class RolloutTrainer(BenchmarkEvaluation, GRPOTrainer):
             "check the columns that the functions read."
         )
 
-    def _stop_without_server(self, failure: ServerFailure, engine: Engine | None = None) -> NoReturn:
-        """Save the state after the last complete optimizer step, on all processes, and raise a [`FailedRun`].
-        `engine` is the engine whose server failed, by default the policy's."""
+    def _stop_without_server(self, failure: ServerFailure) -> NoReturn:
+        """Save the state after the last complete optimizer step, on all processes, and raise a [`FailedRun`]."""
         self._step_start.rewind()
         checkpoint.save_last_step(self)
-        raise failed_run(failure, self, engine) from failure
+        raise failed_run(failure, self) from failure
 
     # Checkpoints ----------------------------------------------------------------------------------------------------
 

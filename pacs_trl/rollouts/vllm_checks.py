@@ -18,6 +18,7 @@ from ..settings.names import require_vllm
 logger = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_TRIES = 2.0
+_ADDRESS = "vllm_server_base_url, or vllm_server_host and vllm_server_port"  # in errors
 
 
 def server_url(args: GRPOConfig) -> str:
@@ -58,7 +59,7 @@ def check_vllm(args: GRPOConfig, model: str, lora_rank: int | None = None) -> No
         return
     if args.vllm_mode == "server":
         check_port(args.vllm_group_port, "vllm_group_port", "Set vllm_group_port to a free one.")
-        check_server(args, model, lora_rank=lora_rank)
+        check_server(args, model, lora_rank)
     elif os.environ.get("MASTER_PORT", "").isdigit() and not _rendezvous_holds_port():
         check_port(
             int(os.environ["MASTER_PORT"]),
@@ -72,15 +73,9 @@ def _rendezvous_holds_port() -> bool:
     return torch.distributed.is_initialized() or torch.distributed.is_torchelastic_launched()
 
 
-def check_server(
-    args: GRPOConfig,
-    model: str,
-    setting: str = "vllm_server_base_url, or vllm_server_host and vllm_server_port",
-    lora_rank: int | None = None,
-) -> None:
+def check_server(args: GRPOConfig, model: str, lora_rank: int | None = None) -> None:
     """
-    Wait up to `vllm_server_timeout` seconds for the server, and check its model and settings. `setting` names the
-    settings of its address in errors.
+    Wait up to `vllm_server_timeout` seconds for the server, and check its model and settings.
 
     Raises:
         `ValueError`: if no vLLM server answers at the address, or if it serves another model, has too short a context,
@@ -88,14 +83,14 @@ def check_server(
     """
     url, command = server_url(args), serve_command(model, lora_rank)
     with httpx.Client(base_url=url, timeout=10.0) as client:
-        _wait_for_server(client, url, args.vllm_server_timeout, command, setting)
+        _wait_for_server(client, url, args.vllm_server_timeout, command)
         answer = client.get("/v1/models")
         try:
             (served, *_) = answer.json()["data"]
         except (ValueError, KeyError) as error:
             raise ValueError(
                 f"Something answers at {url}, but it is no vLLM server (GET /v1/models: status {answer.status_code}). "
-                f"Set {setting} to the address of: {command}"
+                f"Set {_ADDRESS} to the address of: {command}"
             ) from error
         if model not in (served["id"], served.get("root")):
             raise ValueError(
@@ -148,7 +143,7 @@ def _warn_of_quantization(url: str, config: dict) -> None:
         )
 
 
-def _wait_for_server(client: httpx.Client, url: str, timeout: float, command: str, setting: str) -> None:
+def _wait_for_server(client: httpx.Client, url: str, timeout: float, command: str) -> None:
     deadline = time.monotonic() + timeout
     while True:
         try:
@@ -166,5 +161,5 @@ def _wait_for_server(client: httpx.Client, url: str, timeout: float, command: st
         time.sleep(_SECONDS_BETWEEN_TRIES)
     raise ValueError(
         f"No vLLM server answers at {url} after {timeout:g} s (vllm_server_timeout; {reason}). Start it with: "
-        f"{command} and wait until `curl --fail {url}/health` succeeds, or correct {setting}."
+        f"{command} and wait until `curl --fail {url}/health` succeeds, or correct {_ADDRESS}."
     )

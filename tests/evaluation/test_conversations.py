@@ -103,7 +103,6 @@ def test_a_model_in_an_environment(settings, verifier):
         ({"benchmarks": "recipes.miniature.products:nothing"}, "benchmarks: .*nothing"),
         ({"benchmarks": "recipes.miniature.products:Products"}, "is no environment"),
         ({"benchmarks": PRODUCTS, "engine": "server"}, "need engine transformers or vllm"),
-        ({"benchmarks": PRODUCTS, "token_entropy_samples": 1}, "no token_entropy_samples"),
         ({"benchmarks": "miniature/products", "tools": ["run_pyton"]}, "run_pyton"),
         ({"benchmarks": "miniature/products", "max_tool_calling_iterations": 2}, "would be ignored"),
         ({"benchmarks": PRODUCTS, "model": "PLAIN"}, "renders no calls"),

@@ -44,7 +44,7 @@ def without_the_clock(results):
 
 
 def test_results_agree_with_the_samples(run, arguments, sums):
-    results = run(arguments, method="guesser", token_entropy_samples=2)
+    results = run(arguments, method="guesser")
     entry = results["benchmarks"]["math_500"]
     answers = {row["unique_id"]: row["answer"] for row in map(json.loads, sums.read_text().splitlines())}
     records = [json.loads(line) for line in store_path(arguments).read_text().splitlines()[1:]]
@@ -64,7 +64,7 @@ def test_results_agree_with_the_samples(run, arguments, sums):
         mean = sum(pass_at_k(8, p["c"], k) for p in entry["problems"]) / 12
         cell = entry["pass_at_k"][str(k)]
         assert cell["value"] == pytest.approx(mean, abs=1e-12) and cell["lower"] <= mean <= cell["upper"]
-    assert 0 < entry["token_entropy"] < 2 and entry["answer_entropy"] > 1
+    assert entry["answer_entropy"] > 1
     assert results["method"] == "guesser" and results["protocol"]["sampling"]["temperature"] == 1.0
     assert results == read_results(arguments["output_dir"])
 
@@ -205,7 +205,6 @@ def test_two_benchmarks_and_the_command_line(arguments, sums, capsys):
     [
         *(({"k": k}, "k must") for k in ("1,16", "0", "one")),
         ({"engine": "magic"}, "engine"),
-        ({"engine": "server", "token_entropy_samples": 1}, "token_entropy_samples"),
         ({"base_url": "http://x/v1"}, "base_url"),
         ({"chat_template_kwargs": '{"enable_thinkng": false}'}, "enable_thinkng"),
         ({"chat_template_kwargs": "[1]"}, "chat_template_kwargs"),

@@ -1,13 +1,9 @@
-"""Support measures and entropies against the published table and hand-worked cases."""
+"""Support measures and answer entropies against the published table and hand-worked cases."""
 
 import math
 
-import numpy as np
 import pytest
-import torch
-from replay import TOKENIZER, tiny_model
 
-from pacs_trl.evaluation.sampling import completion_entropies
 from pacs_trl.evaluation.support import answer_entropy, support
 
 
@@ -62,20 +58,3 @@ def test_answer_entropy():
     assert answer_entropy(list(range(32))) == pytest.approx(math.log(32))
     answers = ["7", "8", *["9"] * 5]  # whose sum has another last digit in another order
     assert len({answer_entropy(order) for order in (answers, answers[::-1], answers[1:] + answers[:1])}) == 1
-
-
-def test_completion_entropies_against_a_loop():
-    model, tokenizer = tiny_model().eval(), TOKENIZER
-    prompts, completions = ["1+2", "10+2=", "3"], [r"\boxed{3}", "a longer answer", "x"]
-    batched = completion_entropies(model, tokenizer, prompts, completions, batch_size=2)
-    for value, prompt, completion in zip(batched, prompts, completions, strict=True):
-        ids = tokenizer(prompt + completion, add_special_tokens=False)["input_ids"]
-        start = len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
-        with torch.no_grad():
-            logits = model(torch.tensor([ids])).logits[0].double().numpy()
-        entropies = []
-        for position in range(start - 1, len(ids) - 1):
-            weights = np.exp(logits[position] - logits[position].max())
-            probabilities = weights / weights.sum()
-            entropies.append(-(probabilities * np.log(probabilities)).sum())
-        assert value == pytest.approx(np.mean(entropies), rel=1e-4)

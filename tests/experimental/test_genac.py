@@ -1,10 +1,7 @@
 """GenACTrainer: questions, gradients of the critic by the long way, resuming, engines and servers, and bad input."""
 
-import contextlib
 import copy
 import itertools
-import os
-import socket
 
 import actor_critics
 import pytest
@@ -17,7 +14,6 @@ from replay import TOKENIZER, Replay, addition_dataset, load_weights, tiny_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
-from trl.generation import vllm_client
 
 from pacs_trl.errors import FailedRun
 from pacs_trl.experimental._critic_answers import check_critic
@@ -235,72 +231,23 @@ def test_one_engine_serves_both_in_turn(tmp_path, model_path, monkeypatch):
     assert trainer.state.log_history[0]["genac/critic_grad_norm"] > 0
 
 
-@pytest.fixture(scope="module")
-def critic_path(tmp_path_factory):
-    path = str(tmp_path_factory.mktemp("critic"))
-    tiny_model(hidden_size=16).save_pretrained(path)
-    TOKENIZER.save_pretrained(path)
-    return path
-
-
-@pytest.fixture
-def servers(model_path, critic_path, monkeypatch):
-    """Settings of a run, the servers of policy and critic, and the widths of the weights that each has got."""
-    play_installed(monkeypatch.setattr)
-    update, sent = vllm_client.VLLMClient.update_named_params, {}
-
-    def note(self, metadata, named_params):
-        named = list(named_params)
-        sent.setdefault(self.base_url, []).append({weight.size(-1) for name, weight in named if "embed" in name})
-        update(self, metadata, named)
-
-    monkeypatch.setattr(vllm_client.VLLMClient, "update_named_params", note)
-    with LoopbackVLLM(model_path) as policy, LoopbackVLLM(critic_path) as critic:
-        own = {"critic_vllm_server_base_url": f"{critic.url}/", "critic_model_name_or_path": critic_path}
-        yield server_settings(policy.url) | own | {"vllm_group_port": two_free_ports()}, policy, critic, sent
-
-
-def two_free_ports() -> int:
-    """Return the first of two neighbors, below the ports that the kernel gives to connections."""
-    for port in range(20_000 + 2 * (os.getpid() % 5000), 32_000, 2):
-        with contextlib.suppress(OSError), socket.socket() as first, socket.socket() as second:
-            first.bind(("", port))
-            second.bind(("", port + 1))
-            return port
-    raise RuntimeError("No two neighboring ports are free.")
-
-
-def test_each_server_has_the_weights_of_its_model(tmp_path, model_path, servers):
-    """The policy's are sent once for each generation; both draw by their own settings, with seeds that never
-    repeat."""
-    settings, policy, critic, sent = servers
-    trainer = build(tmp_path, model_path, **settings)
-    critic_before = trainable_weights(trainer.critic)
-    trainer.train()
-    assert sent == {policy.url: [{32}] * 2, critic.url: [{16}] * 2}
-    assert [body["max_tokens"] for body in policy.requests] == [16] * 2 and "stop" not in policy.requests[0]
-    assert {(body["max_tokens"], *body["stop"]) for body in critic.requests} == {(6, ">")}
-    assert len({*policy.seeds, *critic.seeds}) >= 4  # equal questions of a call share theirs
-    assert not {*policy.seeds} & {*critic.seeds}
-    log = trainer.state.log_history[0]
-    assert log["time/weight_sync"] > 0 and log["time/critic"] > 0
-    assert any(not torch.equal(weight, trainer.critic.get_parameter(n)) for n, weight in critic_before.items())
-
-
-def test_a_run_ends_in_order_when_the_critics_server_dies_and_goes_on(tmp_path, model_path, servers):
+def test_a_run_ends_in_order_when_the_server_dies_while_the_critic_answers(tmp_path, model_path, monkeypatch):
     """The state after the last optimizer step is saved, and a run that goes on comes to the same weights."""
-    settings, policy, critic, _ = servers
-    whole = build(tmp_path / "whole", model_path, **settings)
-    whole.train()
-    in_first = critic.seeds.count(critic.seeds[0])  # requests of a generation share their seed
-    critic.fail_generation = len(critic.seeds) + in_first  # in the second generation of the next run
-    trainer = build(tmp_path / "run", model_path, **settings)
-    with pytest.raises(FailedRun) as stopped:
-        trainer.train()
-    assert critic.url in str(stopped.value) and settings["critic_model_name_or_path"] in str(stopped.value)
-    critic.dead, critic.fail_generation = False, None
-    resumed = build(tmp_path / "run", model_path, **settings)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+    play_installed(monkeypatch.setattr)
+    with LoopbackVLLM(model_path) as server:
+        settings = server_settings(server.url)
+        whole = build(tmp_path / "whole", model_path, **settings)
+        whole.train()
+        # requests of a generation share their seed: those of policy and critic, in turn
+        policy, critic, *later = [len(list(same)) for _, same in itertools.groupby(server.seeds)]
+        assert len(later) == 2 and len({*server.seeds}) == 4
+        server.fail_generation = len(server.seeds) + policy + critic + later[0]
+        trainer = build(tmp_path / "run", model_path, **settings)
+        with pytest.raises(FailedRun, match=server.url):
+            trainer.train()
+        server.dead, server.fail_generation = False, None
+        resumed = build(tmp_path / "run", model_path, **settings)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
     assert_same_models(resumed, whole)
 
 
@@ -318,9 +265,6 @@ class TestBadInput:
             {"critic_prompt": "no/template"},
             {"max_completion_length": None},
             {"scale_rewards": "batch"},
-            {"critic_vllm_server_base_url": "http://critic:8000"},
-            {"critic_vllm_server_base_url": "http://critic:8000"}
-            | {"use_vllm": True, "vllm_mode": "server", "vllm_server_host": "critic"},
         ],
     )
     def test_settings(self, settings):
@@ -343,15 +287,5 @@ class TestBadInput:
         args.use_vllm = True
         other = tiny_model(hidden_size=64).config
         monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda *a, **k: other)
-        with pytest.raises(ValueError, match="critic_vllm_server_base_url"):
+        with pytest.raises(ValueError, match="another architecture"):
             check_critic(tiny_model(), "critic", args, TOKENIZER, CriticPrompt("miniature"), ["1+1"])
-
-    def test_server(self, tmp_path, model_path, servers):
-        """The checks of `vllm_checks`, with the address of the critic and room for its answers."""
-        settings, _, critic, _ = servers
-        critic.models["data"][0]["max_model_len"] = 22
-        with pytest.raises(ValueError, match="max_completion_length=22"):
-            build(tmp_path, model_path, **settings)
-        critic.answers = {"/health": 404}
-        with pytest.raises(ValueError, match="critic_vllm_server_base_url"):
-            build(tmp_path, model_path, **settings)

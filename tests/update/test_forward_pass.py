@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from trl.trainer.utils import add_fused_lm_head
 
-from pacs_trl.evaluation.sampling import completion_entropies
 from pacs_trl.update import packing
 from pacs_trl.update.forward_pass import ForwardPass
 from pacs_trl.update.logps import compute_logps, fused_head
@@ -144,13 +143,13 @@ def tokens_through(module):
 
 
 def test_a_shared_prompt_is_computed_once():
-    """Rows of one prompt of 60 tokens: 59 + 4 * (1 + 3) tokens instead of 4 * 63; in an evaluation too."""
+    """Rows of one prompt of 60 tokens: 59 + 4 * (1 + 3) tokens instead of 4 * 63; with `compute_logps` too."""
     model = with_fused_head(tiny_model())
     with tokens_through(model.model.layers[0]) as seen:
         packed(model, [list(range(20, 80))] * 4, [[20, 21, 22]] * 4)
-        prompt = " ".join(map(str, range(20, 80)))
-        completion_entropies(model, numbers, [prompt] * 4, ["20 21 22"] * 4)
-    check = [11, 11, 6, 4 + 2 * 7 + 6]  # of an evaluation: three sequences alone, and packed
+        with torch.no_grad():
+            list(compute_logps(model, [list(range(20, 80))] * 4, [[20, 21, 22]] * 4))
+    check = [11, 11, 6, 4 + 2 * 7 + 6]  # the startup check: three sequences alone, and packed
     assert seen == [59 + 4 * 4, *check, 59 + 4 * 4]
 
 
@@ -363,32 +362,19 @@ def wide_model(monkeypatch):
     return transformers.Qwen3ForCausalLM(config).eval()
 
 
-def numbers(text, add_special_tokens):
-    return {"input_ids": [int(word) for word in text.split()]}
-
-
 ROWS = torch.randint(
     0, NUM_WORDS, (NUM_ROWS, NUM_TOKENS), generator=torch.Generator().manual_seed(shifted(0))
 ).tolist()
-TEXTS = [" ".join(map(str, row)) for row in ROWS]
 HEADS, TAILS = [row[:1] for row in ROWS], [row[1:] for row in ROWS]
 
 
-@pytest.mark.parametrize(
-    "score",
-    [
-        torch.no_grad()(lambda model: list(compute_logps(model, HEADS, TAILS))),
-        lambda model: completion_entropies(model, numbers, ["1 2"] * NUM_ROWS, TEXTS, batch_size=NUM_ROWS),
-    ],
-    ids=["critic", "token entropy"],
-)
-def test_no_tensor_has_the_size_of_the_logits(wide_model, score):
+def test_no_tensor_has_the_size_of_the_logits(wide_model):
     logits = NUM_ROWS * (NUM_TOKENS - 1) * NUM_WORDS
     with LargestTensor() as largest, torch.no_grad():
         wide_model(torch.tensor(ROWS))
     assert largest.elements >= logits  # the counter sees them
-    with LargestTensor() as largest:
-        score(wide_model)
+    with LargestTensor() as largest, torch.no_grad():
+        list(compute_logps(wide_model, HEADS, TAILS))
     # the weights of the head are the largest tensor of all but for the concatenated gradients of all weights
     assert 0 < largest.elements < 0.1 * logits
 
