@@ -26,6 +26,8 @@ CONTEXT.set_forkserver_preload(
 
 def _begin(function: Callable, arguments: tuple, output: Path, environment: dict[str, str]) -> None:
     gc.freeze()  # accelerate looks for garbage with each training
+    if forkserver._forkserver._forkserver_address:  # this process is of a server, and would start one of its own
+        forkserver._forkserver.ensure_running = lambda: None
     os.environ.update(environment)
     with open(output, "w") as file:
         for number in (1, 2):
