@@ -34,11 +34,11 @@ class InTurn(LateBatches):
         self.lag = 1  # slots
 
     def take(self, number, prompt_ids):
-        self.taken = number
+        self.current = number
         return super().take(number, prompt_ids)
 
     def _submit(self, number):
-        if number == self.taken:
+        if number == self.current:
             super()._submit(number)
 
 

@@ -128,9 +128,10 @@ def _leave(trainer, signum: int) -> NoReturn:
     trainer.accelerator.wait_for_everyone()  # a launcher ends the other processes when the first one exits
     state, code = trainer.state, 128 + signum
     checkpoint = Path(trainer.args.output_dir) / f"checkpoint-{state.global_step}"
+    saved = f", saved in {checkpoint}. Continue with `--resume_from_checkpoint last`."
     trainer.accelerator.print(
-        f"Stopped by {NAMES[signum]} after optimizer step {state.global_step} of {state.max_steps}, saved in "
-        f"{checkpoint}. Continue with `--resume_from_checkpoint last`. Exit code {code}."
+        f"Stopped by {NAMES[signum]} after optimizer step {state.global_step} of {state.max_steps}"
+        f"{saved if state.global_step else '; nothing was saved.'} Exit code {code}."
     )
     raise SystemExit(code)
 

@@ -129,6 +129,7 @@ CELLS = {  # name of the run -> its settings
     "qwen3-4b/pacs_async": PACS | {"rollout_lag": 1},
     "qwen3-4b/pacs_kept_reference": PACS | {"pacs_beta": 0.3, "reference": "snapshot", "reference_reset_steps": None},
     "qwen3-8b/pacs_server": PACS,
+    "qwen3-8b/pacs_async": PACS | {"rollout_lag": 1},
 }
 # Which recipe makes them, and what is added to its launch line: the tables say it, and recipes/README.md where none
 # does.
@@ -146,7 +147,10 @@ IN_README = {
     "qwen2.5-3b/pacs_beta_2": ("qwen2.5-7b/pacs", "--model_name_or_path Qwen/Qwen2.5-3B --pacs_beta 2.0"),
     "qwen2.5-7b/pacs_beta_2": ("qwen2.5-7b/pacs", "--pacs_beta 2.0"),
 }
-COMPLETE = ("qwen3-4b/pacs_one_node", "qwen3-4b/pacs_async", "qwen3-4b/pacs_kept_reference", "qwen3-8b/pacs_server")
+COMPLETE = (
+    *("qwen3-4b/pacs_one_node", "qwen3-4b/pacs_async", "qwen3-4b/pacs_kept_reference"),
+    *("qwen3-8b/pacs_server", "qwen3-8b/pacs_async"),
+)
 MADE_BY |= {run: (recipe, added.split()) for run, (recipe, added) in IN_README.items()}
 MADE_BY |= {recipe: (recipe, []) for recipe in COMPLETE}
 DARS = "qwen2.5-math-7b/dars_b"

@@ -30,13 +30,16 @@ class Estimate:
     `dtype` is that of the loaded weights, `precision` that of activations (see [`~cost.ModelShape.activation_bytes`]).
     Under mixed precision FSDP and DeepSpeed train float32 copies of half-precision weights. `num_problems` of a named
     set is counted before overlong prompts are dropped. `state`, `activations`, `gathered`, and `collected` are the
-    parts of an update, `peak` is the largest use of memory.
+    parts of an update, `peak` is the largest use of memory. A vLLM server has `server_gpus`: the rest of the trainer's
+    last node of eight GPUs, or one node more.
     """
 
     def __init__(self, recipe: Recipe, launch: Launch, gpu: Gpu = H200, prompts: Prompts = UNKNOWN):
         training, data = recipe.training, recipe.data
         self.recipe, self.launch, self.training, self.step, self.gpu = recipe, launch, training, recipe.step, gpu
         self.prompts, self.num_gpus = prompts, launch.num_processes
+        self.has_server = training.use_vllm and training.vllm_mode == "server"
+        self.server_gpus = 8 - self.num_gpus % 8 if self.has_server else 0
         self.usable = 0.95 * gpu.memory_bytes  # the rest is fragmentation, kernels, and communication
         self.of_pacs = hasattr(training, "pacs_beta")
         self.update_kind = cost.UPDATES.get(recipe.run.method, "exact")
@@ -87,6 +90,8 @@ class Estimate:
         if self.critic:  # its activations are freed before the update of the policy
             self.activations = max(self.activations, self.critic_shape.activation_bytes(rows * self.longest, **how))
         self.gathered = self.collected = self.engine = 0.0
+        has_process = training.rollout_lag and not training.use_vllm
+        self.copies = weight_bytes * (frozen + training.rollout_lag * self.trained) if has_process else 0
         if launch.sharding == "full":  # two layers and the largest other matrix, in bfloat16
             shapes = (shape, self.critic_shape) if self.critic else (shape,)
             self.gathered = 2.0 * max(2 * s.layer_parameters + s.vocabulary * s.hidden for s in shapes)
@@ -146,13 +151,16 @@ class Estimate:
             layout, reference = training.group_layout, "none" if training.proxy == "mean_logp" else training.reference
         elif hasattr(training, "group_loss"):
             layout = "auto"
+        has_correction = self.of_pacs or not training.rollout_lag
+        if training.rollout_lag and reference == "rollout":  # its log-probs come from the engine
+            reference = "none"
         group_exceeds_micro_batch = self.tokens < self._tokens(step.num_generations)
         return cost.training_forward_equivalents(
             "pacs" if self.update_kind == "exact" else self.recipe.run.method,
             checkpointing=training.gradient_checkpointing,
             updates=step.updates_per_generation,
             iterations=training.num_iterations,
-            correction=training.use_vllm and training.vllm_importance_sampling_correction,
+            correction=training.use_vllm and training.vllm_importance_sampling_correction and has_correction,
             kl=training.beta != 0,
             reference=reference,
             split=layout == "split" or layout == "auto" and group_exceeds_micro_batch,
@@ -179,24 +187,34 @@ class Estimate:
             flops += of_critic * self.critic_shape.forward_flops(rows * computed, attended)
         return flops, flops / (self.num_gpus * gpu.flops * gpu.training_share)
 
-    def generating(self, mean_length: int) -> float:
-        """Return the seconds of a generation; 0 with a vLLM server, which is not estimated."""
-        training = self.training
-        if training.use_vllm and training.vllm_mode == "server":
-            return 0.0
-        share = training.vllm_gpu_memory_utilization if training.use_vllm else 0.5
-        cache = max(share * self.gpu.memory_bytes - 2 * self.shape.parameters, 0.05 * self.gpu.memory_bytes)
+    def generating(self, mean_length: int, num_gpus: int | None = None) -> float:
+        """Return the seconds of a generation, on `num_gpus` of a server."""
+        training, gpu, rows, share = self.training, self.gpu, self.step.completions_per_generation, 0.5
+        if self.has_server:  # one engine on all of its GPUs, with the default share of `vllm serve`
+            number, share = num_gpus or self.server_gpus, 0.9
+            gpu = gpu._replace(memory_bytes=gpu.memory_bytes * number, bandwidth=gpu.bandwidth * number)
+        else:
+            rows /= self.num_gpus
+            share = training.vllm_gpu_memory_utilization if training.use_vllm else share
+        cache = max(share * gpu.memory_bytes - 2 * self.shape.parameters, 0.05 * gpu.memory_bytes)
         lengths = self.mean_prompt, mean_length, training.max_completion_length
-        rows = self.step.completions_per_generation / self.num_gpus
-        return cost.decoding_seconds(self.shape, rows, *lengths, kv_cache_bytes=cache, gpu=self.gpu)
+        return cost.decoding_seconds(self.shape, rows, *lengths, kv_cache_bytes=cache, gpu=gpu)
+
+    def seconds(self, mean_length: int, server_gpus: int | None = None) -> float:
+        """Return the seconds from one generation to the next, with `server_gpus` of all GPUs for the server: of both
+        sides with `rollout_lag`, else their sum."""
+        serving = server_gpus or self.server_gpus
+        learning, others = self.learning(mean_length)[1], self.num_gpus + self.server_gpus - serving
+        sides = learning * self.num_gpus / others, self.generating(mean_length, serving)
+        return max(sides) if self.training.rollout_lag else sum(sides)
 
     def gpu_hours(self, mean_length: int) -> float | None:
         """Return the GPU hours of the run for completions of `mean_length` tokens on average; `None` if unknown."""
         optimizer_steps = self.optimizer_steps()
         if self.unknown or optimizer_steps is None:
             return None
-        seconds = self.learning(mean_length)[1] + self.generating(mean_length)
-        return self.step.rollouts(optimizer_steps) * seconds * self.num_gpus / 3600
+        num_gpus = self.num_gpus + self.server_gpus
+        return self.step.rollouts(optimizer_steps) * self.seconds(mean_length) * num_gpus / 3600
 
     def lines(self, mean_length: int) -> list[str]:
         """Return the lines that `plan` prints, for completions of `mean_length` tokens on average."""
@@ -256,6 +274,7 @@ class Estimate:
             ("gathered weights", self.gathered, "two layers and the output head"),
             ("collected gradient", self.collected, "of all weights, until the last micro-batch"),
             ("vLLM", self.engine, engine + ", freed during updates" * self.asleep),
+            ("engine process", self.copies, "of its weights, on the CPU, for each process"),
             ("peak", self.peak, f"of {self.gpu.memory_bytes / GIB:.0f} GiB on an {self.gpu.name}: {fits}"),
         ]
         if self.training.save_strategy != "no":
@@ -275,6 +294,11 @@ class Estimate:
         gpu, (flops, learning), generating = self.gpu, self.learning(mean_length), self.generating(mean_length)
         bandwidth = f"{gpu.decoding_share:.0%} of {gpu.bandwidth / 1e12:.3g} TB/s"
         generation = f"{generating:.3g} s per generation, at {bandwidth}"
+        total, cards = self.num_gpus + self.server_gpus, f"{self.num_gpus} GPU{'s' * (self.num_gpus > 1)}"
+        if self.server_gpus:
+            best = min(range(1, total), key=lambda number: self.seconds(mean_length, number))
+            generation += f", on the server's {self.server_gpus} GPUs"
+            cards = f"{total} GPUs, {self.num_gpus} for training (fastest: {total - best}, if they fit)"
         generates_values = self.critic and self.recipe.run.method != "ppo"
         return [
             (
@@ -282,12 +306,11 @@ class Estimate:
                 f"{learning:.3g} s per generation: {flops:.1e} FLOP, {self.forward_passes():g} forward passes, at "
                 f"{gpu.training_share:.0%} of {gpu.flops / 1e12:.0f} TFLOP/s",
             ),
-            ("generation", generation if generating else "not estimated: it depends on the server"),
+            ("generation", generation + ", beside the updates" * bool(self.training.rollout_lag)),
             *([("critic", "not estimated: its generation")] if generates_values else []),
             (
                 "all",
-                f"{_duration(gpu_hours / self.num_gpus)} on {self.num_gpus} GPU{'s' * (self.num_gpus > 1)}, "
-                f"{_duration(gpu_hours, 'GPU ', 0)}",
+                f"{_duration(gpu_hours / total)} on {cards}, {_duration(gpu_hours, 'GPU ', 0)}",
             ),
         ]
 

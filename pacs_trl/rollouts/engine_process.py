@@ -70,8 +70,8 @@ class Generator:
             if name in self.tensors:  # not those of another adapter, the KL reference
                 self.tensors[name].data = tensor
 
-    def generate(self, slot: int, prompt_ids: list[list[int]], seed: int) -> tuple[list[list[int]], list[list[float]]]:
-        """Return completions without padding and their log-probs in nats under the weights that generated them."""
+    def generate(self, slot: int, prompt_ids: list[list[int]], seed: int) -> dict[str, list[list]]:
+        """Return `completion_ids` without padding, and their `logprobs` in nats under the weights of the slot."""
         given = self.settings
         self._use(self.slots[slot])
         tokens = [torch.tensor(ids) for ids in prompt_ids]
@@ -93,7 +93,7 @@ class Generator:
                 for start in range(0, len(prompt_ids), size):
                     batch = prompt_ids[start : start + size], completions[start : start + size]
                     logps += self.forward_pass.compute_logps(self.model, *batch).logps
-        return completions, [values.tolist() for values in logps]
+        return {"completion_ids": completions, "logprobs": [values.tolist() for values in logps]}
 
 
 class EngineProcess:
@@ -114,7 +114,7 @@ class EngineProcess:
         self._memory = [SharedTensors(layouts[0])] + [SharedTensors(layouts[1]) for _ in range(num_slots)]
         self._write(self._memory[0], frozen)
         args = trainer.args
-        self.settings = {
+        settings = {
             "model_class": type(base),
             "config": base.config,
             "adapter": (model.active_adapter, model.active_peft_config) if isinstance(model, PeftModel) else None,
@@ -141,29 +141,29 @@ class EngineProcess:
         self.process = start_process(theirs)
         theirs.close()
         self._connection = Connection(ours.detach())
-        self._connection.send(self.settings)
+        self._connection.send(settings)
 
     @torch.no_grad()
     def _write(self, memory: SharedTensors, tensors: dict[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():
             memory.tensors[name].copy_(tensor)
 
-    def write_weights(self, slot: int) -> None:
-        """Copy the current weights to a slot, which the process must not be using."""
-        self._write(self._memory[1 + slot], self._trained)
+    def write_weights(self, slot: int, weights: dict[str, torch.Tensor] | None) -> None:
+        """Copy `weights`, by default the current ones, to a slot, which the process must not be using."""
+        self._write(self._memory[1 + slot], self._trained if weights is None else weights)
 
-    def generate(self, request: dict[str, Any]) -> tuple:
+    def weights_of(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return the weights that a request generates with, as copies."""
+        return {"weights": {name: t.clone() for name, t in self._memory[1 + request["slot"]].tensors.items()}}
+
+    def generate(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return the result of [`Generator.generate`] for the arguments `request`. Raises an `EOFError` or `OSError`
         if the process has ended."""
         with self._lock:
             self._connection.send(request)
             return self._connection.recv()
 
-    def generate_here(self, request: dict[str, Any]) -> tuple:
-        """Like [`generate`], but in this process, after the other one has ended."""
-        return Generator(self.settings).generate(**request)
-
-    def own_part(self, request: dict[str, Any], output: tuple) -> tuple:
+    def own_part(self, request: dict[str, Any], output: dict[str, Any]) -> dict[str, Any]:
         return output
 
     def close(self) -> None:

@@ -2,7 +2,8 @@
 
 With `rollout_lag: k`, batch `n + k` is generated with the weights from before the updates on batch `n`; batches 0 to
 `k` have the initial weights. The number of a batch, not timing, decides its weights, prompts, and seed, so that two
-runs are equal. Checkpoints wait for the batches in flight and contain them.
+runs are equal. Checkpoints wait for the batches in flight and contain them. Rewards are computed when a batch arrives
+([`EarlyRewards`]).
 
 The log-probs of the engine are those of the policy that generated: the reference `rollout` and the denominator of
 probability ratios ([`set_generating_logps`]). PACS's proxies are therefore not 0 on the first update.
@@ -10,19 +11,30 @@ probability ratios ([`set_generating_logps`]). PACS's proxies are therefore not 
 
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
+from transformers.trainer_utils import TrainOutput
 
 from ..errors import FailedRun
 from ..update.rollout import Rollout
 from ..update.step_sizes import Step
-from .checkpoint import EpochSampler, request_seed
+from .checkpoint import EpochSampler, request_seed, save_last_step
+from .early_rewards import EarlyRewards, slice_of
 from .engine import ServerFailure, end_empty_completions
 from .engine_process import EngineProcess
+from .preemption import StopOnSignal
+
+
+PATIENCE = 5.0  # seconds that a run that is stopped by a signal waits for batches in flight
+_SAMPLING = ("repetition_penalty", "temperature", "top_p", "top_k", "logprobs", "structured_outputs_regex")
+
+
+class _Stopped(Exception):
+    """A signal has stopped the run while it waited, and the state after the last optimizer step is saved."""
 
 
 class ServerRequests:
@@ -33,7 +45,7 @@ class ServerRequests:
         self.trainer, self.engine = trainer, trainer.vllm_generation
         self.is_main = trainer.accelerator.is_main_process
 
-    def write_weights(self, slot: int) -> None:
+    def write_weights(self, slot: int, weights: None) -> None:
         if self.trainer.state.global_step != self.trainer._last_loaded_step:
             self.engine.sync_weights()
             self.trainer._last_loaded_step = self.trainer.state.global_step
@@ -46,34 +58,30 @@ class ServerRequests:
             prompts=request["prompt_ids"][::num_generations],
             features=None,
             n=num_generations,
-            repetition_penalty=engine.repetition_penalty,
-            temperature=engine.temperature,
-            top_p=engine.top_p,
-            top_k=engine.top_k,
             min_p=engine.min_p or 0.0,
             max_tokens=engine.max_completion_length,
-            logprobs=engine.logprobs,
-            structured_outputs_regex=engine.structured_outputs_regex,
             generation_kwargs={**engine.generation_kwargs, "seed": request["seed"]},
+            **{name: getattr(engine, name) for name in _SAMPLING},
         )
         if len(output["completion_ids"]) < len(request["prompt_ids"]):
             raise RuntimeError("it returned too few completions")
-        return output
+        logprobs = [[of_token[0] for of_token in tokens] for tokens in output["logprobs"]]
+        return {"completion_ids": output["completion_ids"], "logprobs": logprobs}
 
-    def generate_here(self, request: dict[str, Any]) -> None:
-        """Return nothing: a run that resumes requests the batch again."""
+    def weights_of(self, request: dict[str, Any]) -> None:
+        """Return nothing: a run that resumes requests the batch again, with newer weights."""
 
-    def own_part(self, request: dict[str, Any], output: dict | None) -> tuple | None:
-        """Return the completions of this process and their log-probs. All processes must call this."""
+    def own_part(self, request: dict[str, Any], output: dict | None) -> dict | None:
+        """Return the completions of this process, log-probs, and rewards. All processes must call this."""
         shared = [output]
         broadcast_object_list(shared, from_process=0)
-        if shared[0] is None:
+        if (found := shared[0]) is None:
             return None
         accelerator = self.trainer.accelerator
         num_own = len(request["prompt_ids"]) // accelerator.num_processes
         own = slice(accelerator.process_index * num_own, (accelerator.process_index + 1) * num_own)
-        completion_ids, logprobs = shared[0]["completion_ids"][own], shared[0]["logprobs"][own]
-        return completion_ids, [[of_token[0] for of_token in tokens] for tokens in logprobs]
+        parts = {name: found[name][own] for name in ("completion_ids", "logprobs")}
+        return parts | {"rewards": slice_of(found["rewards"], own)}
 
     def close(self) -> None:
         """Leave the server running; a request in flight ends with this process."""
@@ -84,36 +92,55 @@ class LateBatches:
     The generation batches of a run that are in flight, or have arrived and were not taken yet.
 
     Attributes:
-        arrived (`dict`): Batches of this process by number: prompts, completions, and their log-probs as lists,
-            `step` (the optimizer step of the weights), and `seconds` and `idle` (of the engine).
+        arrived (`dict`): Batches of this process by number: `prompt_ids`, `completion_ids`, and `logprobs` as lists,
+            `rewards` ([`EarlyRewards.grade`]), `step` (the optimizer step of the weights), and `seconds` and `idle`
+            (of the engine). One that was stopped has the `weights` to generate it with instead.
+        taken (`dict`): The batch that was taken last.
     """
 
     def __init__(self, trainer: Any):
         self.trainer, self.lag = trainer, trainer.args.rollout_lag
         self.engine: Any = None  # started with the first batch
         self.arrived: dict[int, dict[str, Any]] = {}
+        self.taken: dict[str, Any] = {"rewards": {}}
         self._in_flight: dict[int, tuple[dict, Future]] = {}
+        self._last: Future | None = None
+        self._reward_errors: dict[int, BaseException] = {}
         self._epoch, self._order = -1, torch.empty(0, 1)
 
     def take(self, number: int, prompt_ids: list) -> tuple[list, list]:
         """Return the completions of batch `number` and their log-probs, and start to generate batch `number + lag`.
         `prompt_ids` are the prompts that training expects. Raises a [`ServerFailure`] on all processes if the engine
-        has failed on one of them."""
+        has failed on one of them, and [`_Stopped`] if a signal stops the run first."""
         trainer, error = self.trainer, None
         if self.engine is None:
             self.engine = ServerRequests(trainer) if trainer.use_vllm else EngineProcess(trainer, self.lag)
-            self._last_end = time.perf_counter()
+            self.early, self._last_end = EarlyRewards(trainer), time.perf_counter()
+            self.signals = [each for each in trainer.callback_handler.callbacks if isinstance(each, StopOnSignal)]
         for n in range(number, number + self.lag):
             self._submit(n)
         started = time.perf_counter()
-        if number in self._in_flight and (failure := self._in_flight[number][1].exception()) is not None:
-            error = f"{type(failure).__name__}: {failure}".removesuffix(": ")
+        if number in self._in_flight:
+            future = self._in_flight[number][1]
+            if not self._has_arrived(future, patience=0.0):
+                error = ""
+            elif (failure := future.exception()) is not None:
+                error = f"{type(failure).__name__}: {failure}".removesuffix(": ")
         waited = time.perf_counter() - started
-        if errors := [each for each in gather_object([error]) if each]:
-            raise ServerFailure("stopped", errors[0])
+        errors = gather_object([error])
+        if any(errors):
+            raise ServerFailure("stopped", next(filter(None, errors)))
+        if "" in errors:
+            for each in self.signals:
+                each.on_step_end(trainer.args, trainer.state, trainer.control)
+            trainer._step_start.rewind()
+            save_last_step(trainer)
+            raise _Stopped
         if number in self._in_flight:
             self._receive(number)
-        batch = self.arrived[number]
+        if number in self._reward_errors:
+            raise self._reward_errors[number]
+        batch = self.taken = self.arrived[number]
         if batch["prompt_ids"] != [list(ids) for ids in prompt_ids]:
             raise FailedRun(
                 f"The prompts of generation batch {number} are not those that the engine was given: the dataset or "
@@ -130,14 +157,9 @@ class LateBatches:
             trainer._metrics["train"][f"async/{name}"].append(value)
         return batch["completion_ids"], batch["logprobs"]
 
-    def wait(self) -> None:
-        """Wait until no batch is in flight; a server must keep its weights until then."""
-        for _, future in self._in_flight.values():
-            future.exception()
-
     def finish(self) -> dict[int, dict[str, Any]]:
-        """Wait for the batches in flight, and return all that were not taken. Batches of an engine process that has
-        ended are generated here, those of a server are left out. All processes must call this."""
+        """Wait for the batches in flight, and return all that have arrived and were not taken. One that a signal or
+        the end of the engine process stopped has its weights instead. All processes must call this."""
         for number in list(self._in_flight):
             self._receive(number)
         return self.arrived
@@ -146,57 +168,81 @@ class LateBatches:
         if self.engine is not None:
             self.engine.close()
 
+    def _has_arrived(self, future: Future, patience: float) -> bool:
+        """Wait for a batch. Returns `False` if it has not arrived `patience` seconds after a signal or another reason
+        to stop the run."""
+        deadline = None
+        while not wait([future], timeout=0.2).done:
+            if self.trainer.control.should_training_stop or any(each.received for each in self.signals):
+                deadline = deadline or time.monotonic() + patience
+                if time.monotonic() >= deadline:
+                    return False
+        return True
+
     def _receive(self, number: int) -> None:
-        job, future = self._in_flight.pop(number)
+        job, future = self._in_flight[number]
         times = {"seconds": 0.0, "idle": 0.0}
-        if future.exception() is None:
-            output, times = future.result()
+        if not self._has_arrived(future, PATIENCE) or future.exception() is not None:
+            output = self.engine.weights_of(job["request"])
         else:
-            output = self.engine.generate_here(job["request"])
+            output, times = future.result()
         if (own := self.engine.own_part(job["request"], output)) is not None:
-            batch = {"prompt_ids": job["prompt_ids"], "completion_ids": own[0], "logprobs": own[1]}
-            self.arrived[number] = batch | {"step": job["step"]} | times
+            del self._in_flight[number]
+            self.arrived[number] = own | {"prompt_ids": job["prompt_ids"], "step": job["step"]} | times
 
     def _submit(self, number: int) -> None:
         trainer, accelerator = self.trainer, self.trainer.accelerator
         num_batches = Step.of(trainer.args, accelerator.num_processes).rollouts(trainer.state.max_steps)
+        stopped = self.arrived.pop(number) if "weights" in self.arrived.get(number, ()) else {}
         if number in self.arrived or number in self._in_flight or number >= num_batches:
             return
-        with trainer.timer.part("weight_sync"):
-            self.engine.write_weights(number % self.lag)  # batch `number - lag` had this slot, and has been taken
-        prompt_ids = self._prompts(number)
-        num_own = len(prompt_ids) // accelerator.num_processes
-        own = prompt_ids[accelerator.process_index * num_own :][:num_own]
-        stream = "server" if trainer.use_vllm else accelerator.process_index
-        request = {"slot": number % self.lag, "prompt_ids": prompt_ids if trainer.use_vllm else own}
+        with trainer.timer.part("weight_sync"):  # batch `number - lag` had this slot, and has been taken
+            self.engine.write_weights(number % self.lag, stopped.get("weights"))
+        rows = self._rows(number)
+        prompt_ids = [list(ids) for ids in trainer._tokenize_prompts([row["prompt"] for row in rows])[0]]
+        num_own = len(rows) // accelerator.num_processes
+        own = slice(accelerator.process_index * num_own, (accelerator.process_index + 1) * num_own)
+        stream, of_request = ("server", slice(None)) if trainer.use_vllm else (accelerator.process_index, own)
+        request = {"slot": number % self.lag, "prompt_ids": prompt_ids[of_request]}
         request["seed"] = request_seed(f"{trainer.args.seed}/{stream}/late", number)
+        job = {"request": request, "rows": rows[of_request], "prompt_ids": prompt_ids[own]}
+        job["step"] = stopped.get("step", trainer.state.global_step)
         future: Future = Future()
-        job = {"request": request, "prompt_ids": own, "step": trainer.state.global_step}
+        previous, self._last = self._last, future
         self._in_flight[number] = job, future
 
         def run():
             started = time.perf_counter()
             try:
                 output = self.engine.generate(request)
-            except Exception as error:  # raised on all processes when the batch is taken
+                started, before, self._last_end = max(started, self._last_end), self._last_end, time.perf_counter()
+                times = {"seconds": self._last_end - started, "idle": started - before}
+                if previous is not None:
+                    previous.result()  # rewards are computed in the order of batches
+            except BaseException as error:  # raised on all processes when the batch is taken
                 future.set_exception(error)
                 return
-            started, before, self._last_end = max(started, self._last_end), self._last_end, time.perf_counter()
-            future.set_result((output, {"seconds": self._last_end - started, "idle": started - before}))
+            started = time.perf_counter()
+            try:
+                if output is not None:
+                    output["rewards"] = self.early.grade(job["rows"], output["completion_ids"], job["step"])
+            except BaseException as error:  # raised when the batch is taken
+                self._reward_errors[number], output["rewards"] = error, {}
+            times["seconds"] += time.perf_counter() - started
+            future.set_result((output, times))
 
         threading.Thread(target=run, daemon=True).start()
 
-    def _prompts(self, number: int) -> list[list[int]]:
-        """Return the prompts of a generation batch, one per completion of all processes."""
+    def _rows(self, number: int) -> list[dict[str, Any]]:
+        """Return the dataset rows of a generation batch, one per completion of all processes."""
         trainer = self.trainer
         sampler = trainer._get_train_sampler().sampler
         size, epoch = sampler.batch_size, number // (sampler.num_samples // sampler.batch_size)
         if epoch != self._epoch:
             sampler.repeat_count = sampler.mini_repeat_count = 1
             self._epoch, self._order = epoch, torch.tensor(list(EpochSampler(sampler, lambda: epoch))).view(-1, size)
-        rows = self._order[number % len(self._order)].tolist()
-        prompts = [trainer.train_dataset[i]["prompt"] for i in rows for _ in range(trainer.num_generations)]
-        return [list(ids) for ids in trainer._tokenize_prompts(prompts)[0]]
+        order = self._order[number % len(self._order)].tolist()
+        return [row for i in order for row in [trainer.train_dataset[i]] * trainer.num_generations]
 
 
 class LateGeneration:
@@ -210,6 +256,8 @@ class LateGeneration:
     def train(self, *args, **kwargs):
         try:
             return super().train(*args, **kwargs)
+        except _Stopped:
+            return TrainOutput(self.state.global_step, float("nan"), {})
         finally:
             if self._late is not None:
                 self._late.close()
@@ -229,10 +277,27 @@ class LateGeneration:
             raise ValueError("generate_more would need the current weights in the engine. Set rollout_lag: 0.")
         return super().generate_more(*args, **kwargs)
 
+    def evaluation_loop(self, *args, **kwargs):
+        if self._late is not None:  # a server has one copy of the weights, and reward functions are called in order
+            self._late.finish()
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _save_rng_state(self, output_dir):
+        if self._late is not None:
+            self._late.finish()  # before random states, which reward functions may use
+        super()._save_rng_state(output_dir)
+
+    def _calculate_rewards(self, *args):
+        functions = self.reward_funcs
+        if self._late is not None and self.model.training:
+            self.reward_funcs = self._late.early.replaying(self._late.taken["rewards"])
+        try:
+            return super()._calculate_rewards(*args)
+        finally:
+            self.reward_funcs = functions
+
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         if self._late is None or not self.model.training:
-            if self._late is not None and self.use_vllm:
-                self._late.wait()
             return super()._generate_single_turn(prompt_ids, *args, **kwargs)
         number = self._step // (self.args.steps_per_generation * self.num_iterations)
         completion_ids, logprobs = self._late.take(number, prompt_ids)

@@ -30,21 +30,22 @@ class StopOnSignal(TrainerCallback):
 
     Attributes:
         stopped (`signal.Signals`, *optional*): Signal that stopped training early.
+        received (`list[int]`): Signals that this process has received.
     """
 
     def __init__(self):
         self.stopped: signal.Signals | None = None
-        self._received: list[int] = []
+        self.received: list[int] = []
         self._previous: dict[signal.Signals, object] = {}
 
     def _receive(self, signum, frame):
         if signum == signal.SIGINT:
-            if signum in self._received:
+            if signum in self.received:
                 raise KeyboardInterrupt
             if os.environ.get("RANK", "0") == "0":
                 with contextlib.suppress(OSError):  # not print: it is not reentrant
                     os.write(2, b"\nCtrl-C: saving after this optimizer step. Press Ctrl-C again to stop at once.\n")
-        self._received.append(signum)  # the current step continues
+        self.received.append(signum)  # the current step continues
 
     def on_train_begin(self, args, state, control, **kwargs):
         if self._previous or threading.current_thread() is not threading.main_thread():  # only it can set handlers
@@ -55,7 +56,7 @@ class StopOnSignal(TrainerCallback):
                 self._previous[signum] = previous or signal.SIG_DFL  # None: not installed from Python
 
     def on_step_end(self, args, state, control, **kwargs):
-        received = torch.tensor([float(signum in self._received) for signum in NAMES], device=args.device)
+        received = torch.tensor([float(signum in self.received) for signum in NAMES], device=args.device)
         received = reduce(received, reduction="sum").tolist()
         if not any(received):
             return

@@ -13,6 +13,7 @@ FEW = {"max_train_samples": 2048, "eval_split_size": 1000}  # the held-out probl
 WIDE, ALIGNED = {"gradient_accumulation_steps": 32}, {"gradient_accumulation_steps": 16}  # 16 make a generation
 KEPT = ALIGNED | {"gradient_checkpointing": False}
 HALVES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "steps_per_generation": 32}
+LATE = {"use_vllm": True, "vllm_mode": "server", "rollout_lag": 1}
 CORRECTED = {"use_vllm": True, "vllm_enable_sleep_mode": True, "vllm_gpu_memory_utilization": 0.3}
 SMALL_CRITIC = {"critic_model_name_or_path": "Qwen/Qwen3-0.6B"}
 
@@ -43,17 +44,39 @@ def test_an_update_over_two_generations_takes_as_long_as_two(estimate_of):
     assert wide == pytest.approx(single) and wide > 0
 
 
+def test_a_lag_takes_the_time_of_the_slower_side(estimate_of):
+    """64 GPUs train and another node of 8 generates; one more GPU of 72 for the other side changes both."""
+    for settings, total in ((LATE, max), (LATE | {"rollout_lag": 0}, sum)):
+        estimate = estimate_of(**settings)
+        sides = estimate.learning(350)[1], estimate.generating(350)
+        assert estimate.seconds(350) == pytest.approx(total(sides)) and min(sides) > 0
+        other = sides[0] * 64 / 63, estimate.generating(350, 9)
+        assert estimate.seconds(350, 9) == pytest.approx(total(other)) and other[1] < sides[1]
+        assert estimate.gpu_hours(350) == pytest.approx(120 * estimate.seconds(350) * 72 / 3600)
+    printed = "\n".join(estimate_of(**LATE).lines(350))
+    assert "on the server's 8 GPUs, beside the updates" in printed and "on 72 GPUs, 64 for training" in printed
+
+
+def test_an_engine_process_has_copies_of_the_weights(estimate_of):
+    """Of the trained weights one for each batch of lag."""
+    own = {"use_vllm": False, "rollout_lag": 2}
+    assert estimate_of(**own).copies == 2 * 4 * PARAMETERS
+    with_lora = estimate_of(**own | LORA)
+    assert with_lora.copies == 4 * (PARAMETERS + 2 * with_lora.trained)
+    assert "engine process" in "\n".join(with_lora.lines(350))
+
+
 def cases(table: dict[float, list[dict]]) -> list[tuple[float, dict]]:
     return [(number, settings) for number, several in table.items() for settings in several]
 
 
 PASSES = {
     3: [KEPT | SPLIT, GRPO | KEPT, GRPO | KEPT | CORRECTED],
-    4: [GRPO | ALIGNED, GRPO | KEPT | KL],
+    4: [GRPO | ALIGNED, GRPO | KEPT | KL, GRPO | LATE, LATE],  # the reference is the engine's
     4 + 3 / 4: [{}, GRPO, {"max_tokens_per_micro_batch": 16192}],  # reference of three updates of four
     4 + 3 / 4 + 1: [KL, GRPO | KL],
     4 + 3 / 4 + 3 / 4: [SPLIT, HALVES, {"max_tokens_per_micro_batch": 9000}],  # 8 x (1024 + 1000) tokens may not fit
-    4 + 1: [SNAPSHOT],
+    4 + 1: [SNAPSHOT, SNAPSHOT | LATE, LATE | SPLIT],
     4 + 1 + 1: [SNAPSHOT | SPLIT],
     2 * 4 + 1: [TWICE],
     2 * 4 + 1 + 1: [PPO],

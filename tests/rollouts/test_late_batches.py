@@ -21,7 +21,10 @@ from pacs_trl import GRPOConfig, GRPOTrainer, PACSConfig, PACSTrainer
 from pacs_trl.baselines.ppo_config import PPOConfig
 from pacs_trl.errors import FailedRun
 from pacs_trl.experimental.dars import DARSConfig
+from pacs_trl.rollouts import late_batches
 from pacs_trl.rollouts.checkpoint import last_checkpoint
+from pacs_trl.rollouts.engine_process import EngineProcess
+from pacs_trl.rollouts.preemption import stop_on_signal
 
 
 pytestmark = pytest.mark.slow
@@ -165,7 +168,7 @@ class EndEngine(TrainerCallback):
 
 
 def test_an_engine_that_dies_stops_the_run_after_a_step(tmp_path):
-    """Batches that it did not finish are generated in the trainer's process, for the checkpoint."""
+    """Batches that it did not finish are generated after the resume, with weights from the checkpoint."""
     with forked_engine():
         straight = trainer_of(tmp_path / "straight", rollout_lag=2, max_steps=10)
         straight.train()
@@ -180,7 +183,7 @@ def test_an_engine_that_dies_stops_the_run_after_a_step(tmp_path):
         other = trainer_of(tmp_path / "stopped", rollout_lag=2, max_steps=10, seed=shifted(42))
         other.train_dataset = addition_dataset(24).select(range(12, 24))
         with pytest.raises(FailedRun, match="prompts of generation batch"):
-            other.train(resume_from_checkpoint=True)
+            other.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-3"))
         lag_1 = trainer_of(tmp_path / "other", rollout_lag=1, max_steps=10)
         with pytest.raises(ValueError, match="rollout_lag: 2 in the checkpoint, 1 now"):
             lag_1.train(resume_from_checkpoint=last_checkpoint(tmp_path / "stopped"))
@@ -197,6 +200,45 @@ def test_ctrl_c_while_the_engine_does_not_answer(tmp_path, monkeypatch):
         assert trainer._late.engine.process.exitcode == -signal.SIGKILL
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+class CtrlC(TrainerCallback):
+    """Send Ctrl-C at an event of the optimizer step `at`."""
+
+    def __init__(self, event: str, at: int):
+        self.at = at
+        setattr(self, event, self.send)
+
+    def send(self, args, state, control, **kwargs):
+        if state.global_step == self.at:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize(("event", "at", "saved"), [("on_pre_optimizer_step", 2, 3), ("on_step_begin", 4, 4)])
+def test_ctrl_c_does_not_wait_for_a_batch(tmp_path, monkeypatch, event, at, saved):
+    """The first one, in training and while the third batch is waited for, which the engine never generates."""
+    before, generate, numbers = signal.signal(signal.SIGINT, signal.default_int_handler), EngineProcess.generate, []
+
+    def generate_two(engine, request):
+        numbers.append(request)
+        return generate(engine, request) if len(numbers) < 3 else threading.Event().wait()
+
+    with forked_engine(), stop_on_signal() as stopping:
+        straight = trainer_of(tmp_path / "straight", save_strategy="no")
+        straight.train()
+        monkeypatch.setattr(EngineProcess, "generate", generate_two)
+        monkeypatch.setattr(late_batches, "PATIENCE", 0.0)
+        callbacks = [stopping, CtrlC(event, at)]
+        stopped = trainer_of(tmp_path / "stopped", save_strategy="no", callbacks=callbacks)
+        stopped.train()
+        assert stopping.stopped == signal.SIGINT and stopped.state.global_step == saved and len(numbers) == 3
+        monkeypatch.setattr(EngineProcess, "generate", generate)
+        stopping.restore()
+        assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+        resumed = trainer_of(tmp_path / "stopped", save_strategy="no")
+        resumed.train(resume_from_checkpoint=True)
+    expected, found = (trainable_weights(trainer.model) for trainer in (straight, resumed))
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
 class NotePid(Kill):

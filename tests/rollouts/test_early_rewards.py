@@ -1,0 +1,122 @@
+"""Rewards with a lag: computed when a batch arrives, in order, with the values and logs of a call when it is taken."""
+
+import random
+import threading
+
+import pytest
+import torch
+from forked_engine import forked_engine
+from replay import digit_reward, trainable_weights
+from test_late_batches import trainer_of
+
+from pacs_trl import GRPOTrainer
+from pacs_trl.rollouts.early_rewards import slice_of
+
+
+pytestmark = pytest.mark.slow
+
+called: list[tuple] = []  # name, texts, optimizer step of the state, whether in the main thread
+
+
+def note(name, completions, step):
+    is_main = threading.current_thread() is threading.main_thread()
+    called.append((name, [turns[0]["content"] for turns in completions], step, is_main))
+
+
+def early(completions, completion_ids, solution, truncated, log_metric, log_extra, **kwargs):
+    note("early", completions, kwargs["trainer_state"].global_step)
+    log_metric("share", sum(truncated) / len(truncated))
+    log_extra("answer", [torch.tensor(len(ids)) for ids in completion_ids])
+    noise = random.random() * 0.1  # global random numbers are those of a run that was not resumed
+    return [0.9 * reward + noise for reward in digit_reward(completions)]
+
+
+async def early_async(completions, prompts, **kwargs):
+    assert prompts[0][0]["role"] == "user"
+    note("async", completions, kwargs["trainer_state"].global_step)
+    return [None if i == 0 else reward for i, reward in enumerate(digit_reward(completions))]
+
+
+def of_state(completions, trainer_state, **kwargs):
+    note("of_state", completions, trainer_state.global_step)
+    return digit_reward(completions)
+
+
+def of_policy(completions, completion_ids, compute_logps, **kwargs):
+    compute_logps(completion_ids, completion_ids)
+    note("of_policy", completions, None)
+    return digit_reward(completions)
+
+
+FUNCTIONS = [early, early_async, of_state, of_policy]
+
+
+def run(directory, resume=None, **settings):
+    given = {"reward_weights": [0.25] * 4, "max_steps": 8, "rollout_lag": 2} | settings
+    called.clear()
+    random.seed(7)
+    with forked_engine():
+        trainer = trainer_of(directory, GRPOTrainer, reward=FUNCTIONS, **given)
+        trainer.train(resume_from_checkpoint=resume)
+    return trainer, list(called)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_functions_are_called_early_unless_they_read_the_policy(tmp_path):
+    straight, calls = run(tmp_path / "straight", eval_strategy="steps", eval_steps=4)
+    texts = [[r.completion_ids.tolist() for r in kept] for kept in straight.kept]
+    assert len(texts) == 4
+    for name, is_early in (("early", True), ("async", True), ("of_state", False), ("of_policy", False)):
+        own = [(given, step, is_main) for each, given, step, is_main in calls if each == name]
+        training = [each for each in own if len(each[0]) == 16]
+        assert len(training) == 4 and len(own) > 4, f"{name}: once per batch, and in the evaluation"
+        assert [is_main for *_, is_main in training] == [not is_early] * 4
+        if name != "of_policy":
+            late = [0, 0, 0, 2] if is_early else [0, 2, 4, 6]
+            assert [step for _, step, _ in training] == late
+        assert [given for given, *_ in training] == [
+            straight._tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in texts
+        ]
+    logs = [log for log in straight.state.log_history if "rewards/early/mean" in log]
+    assert all("share" in log for log in logs)
+    resumed, again = run(tmp_path / "resumed", resume=str(tmp_path / "straight" / "checkpoint-3"), eval_strategy="no")
+    logged = resumed._logs["extra"]["answer"]
+    assert list(logged) == [f"tensor({len(ids)})" for ids in texts[-1]]
+    assert [each[0] for each in again if each[3]] == ["of_state", "of_policy"] * 2
+    expected, found = (trainable_weights(trainer.model) for trainer in (straight, resumed))
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_slices():
+    """What a process gets of the results that the main process has of a server's completions."""
+    found = {1: {"rewards": [0.0, 1.0, None, 0.5], "metrics": [("a", 2.0)], "columns": {"b": [*"wxyz"]}}}
+    assert slice_of(found, slice(2, 4)) == {
+        1: {"rewards": [None, 0.5], "metrics": [("a", 2.0)], "columns": {"b": ["y", "z"]}}
+    }
+
+
+class Wrong(Exception):
+    pass
+
+
+def wrong_at_second(completions, **kwargs):
+    called.append(())
+    if len(called) == 2:
+        raise Wrong
+    return digit_reward(completions)
+
+
+def too_few(completions, **kwargs):
+    return digit_reward(completions)[1:]
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "at"), [(wrong_at_second, Wrong, 2), (too_few, ValueError, 0)], ids=["raises", "too few"]
+)
+def test_an_error_ends_the_run_when_its_batch_is_taken(tmp_path, function, error, at):
+    called.clear()
+    with forked_engine():
+        trainer = trainer_of(tmp_path, reward=function)
+        with pytest.raises(error):
+            trainer.train()
+    assert trainer.state.global_step == at
