@@ -72,8 +72,9 @@ model: env
 quickstart: env
 	$(BIN)/python -m experiments.quickstart $(ARGS)
 
+# `make test ARGS="-m slow"` runs the tests that take long.
 test: env
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
 
 portability: $(PORTABILITY)
 
@@ -83,7 +84,7 @@ $(PORTABILITY): env
 compat: $(COMPAT)
 
 $(COMPAT):
-	$(MAKE) test VENV=.venv-$(SET) CONSTRAINTS=$(PINS) EXTRAS=$(WITH) TORCH="$$(grep ^torch== $(PINS)) $(TORCH_INDEX)" ARGS="$(ARGS)"
+	$(MAKE) test VENV=.venv-$(SET) CONSTRAINTS=$(PINS) EXTRAS=$(WITH) TORCH="$$(grep ^torch== $(PINS)) $(TORCH_INDEX)" ARGS="-m '' $(ARGS)"
 
 # Executes every cell of the notebooks; SmolLM2 is trained with one update, and not at all without `make model`.
 notebooks: env

@@ -10,6 +10,7 @@ from benchmarks import gpu, optimizer_step
 from benchmarks.recorded import Size, config_of, shape_of
 
 
+@pytest.mark.slow
 def test_every_part_of_an_optimizer_step(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     arguments = ["--size", "tiny", "--repeats", "1", "--prompt_tokens", "16", "--output", "found.json"]

@@ -9,11 +9,8 @@ import time
 from multiprocessing import get_context
 from pathlib import Path
 
-import pytest
 from processes import run_and_save, start
 
-
-pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 GPU_TESTS = ROOT / "tests" / "gpu"

@@ -64,29 +64,6 @@ def test_train_evaluate_report(tmp_path, monkeypatch, capsys, model):
     assert (tmp_path / "outputs/mine/report/pass_at_k.png").is_file()
 
 
-@pytest.mark.parametrize("form", ["text", "messages"])
-def test_prompts_as_trl_takes_them(tmp_path, monkeypatch, capsys, model, form):
-    texts = [f"{a}+{a}" for a in range(1, 41)]
-    rows = [{"prompt": text, "solution": "2"} for text in texts]
-    if form == "messages":
-        rows = [
-            {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "2"}]} for text in texts
-        ]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    recipes = ROOT / "recipes"
-    arguments = ["--dataset_name", str(path), "--model_name_or_path", model, "--output_dir", str(tmp_path / "out")]
-    recipe = ["--config", str(recipes / "miniature/pacs.yaml")]
-    monkeypatch.setattr("sys.argv", ["pacs-trl", "train", *recipe, *arguments, *SHORTER["train"]])
-    assert cli.main() == 0, capsys.readouterr().err
-    arguments = ["--model", model, "--benchmarks", str(path), "--output_dir", str(tmp_path / "evaluation")]
-    recipe = ["--config", str(recipes / "evaluation/miniature.yaml")]
-    monkeypatch.setattr("sys.argv", ["pacs-trl", "evaluate", *recipe, *arguments, *SHORTER["evaluate"]])
-    assert cli.main() == 0, capsys.readouterr().err
-    results = json.loads((tmp_path / "evaluation/results.json").read_text())
-    assert len(results["benchmarks"]["rows"]["problems"]) == 40
-
-
 @pytest.mark.parametrize(
     ("rows", "message"),
     [

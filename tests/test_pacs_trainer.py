@@ -154,25 +154,6 @@ def test_evaluation_against_the_snapshot(tmp_path):
     assert all(torch.equal(before[name], p) for name, p in trainable_weights(trainer.model).items())
 
 
-def test_evaluation_does_not_disturb_training(tmp_path):
-    weights = []
-    for eval_strategy in ("no", "steps"):
-        torch.manual_seed(shifted(0))
-        trainer = build_trainer(
-            tmp_path,
-            replay=Replay(),
-            more={"eval_dataset": addition_dataset(8)},
-            per_device_eval_batch_size=4,
-            eval_strategy=eval_strategy,
-            eval_steps=1,
-            steps_per_generation=2,
-            max_steps=4,
-        )
-        trainer.train()
-        weights.append(trainable_weights(trainer.model))
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-
-
 # Steps that are skipped -------------------------------------------------------------------------------------------
 
 

@@ -19,9 +19,11 @@ from seeds import shifted
 from experiments.paper.command import read_table, table_names
 from pacs_trl.data import build_prompt
 from pacs_trl.evaluation.arguments import EvaluationArguments
+from pacs_trl.evaluation.benchmarks import BENCHMARKS
 from pacs_trl.experimental.rlpr import is_well_formed
 from pacs_trl.plan.check import check_recipe, find_conflicts
 from pacs_trl.plan.launch import read_launch
+from pacs_trl.report.paper import TABLES
 from pacs_trl.rewards import VerificationArguments
 
 
@@ -396,4 +398,8 @@ def test_evaluation_has_the_protocol_of_the_paper(name):
         assert read.prompt_instruction == PAPER["prompt_instruction"]
         # C.1 of v2 prints the turn for Qwen3; the templates of the other models bring their own, or none
         qwen3 = name == "v2" or name.startswith("table1/qwen3")
+        names = read.benchmarks.split(",")
+        tables = [table for table in TABLES if table.protocol == name[:2] and table.benchmark in names]
+        assert set(names) <= set(BENCHMARKS)
+        assert all(read.ks == sorted(next(iter(table.values.values()))) for table in tables)
         assert read.system_prompt == (VERSIONS["v2"]["system_prompt"] if qwen3 else None)

@@ -72,6 +72,7 @@ def installed(tmp_path_factory):
     return target
 
 
+@pytest.mark.slow
 @needs("matplotlib")
 def test_every_command_works_elsewhere(installed, tmp_path):
     (tmp_path / "recipe.yaml").write_text(RECIPE)

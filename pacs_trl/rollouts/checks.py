@@ -72,7 +72,7 @@ def check_columns(name: str, columns: Iterable[str]) -> None:
 
 def check_prompts(name: str, dataset: Any) -> None:
     """Raise a `ValueError` if a prompt is neither text nor a list of messages. Streaming datasets are skipped."""
-    for i, prompt in enumerate(dataset["prompt"] if isinstance(dataset, Dataset) else ()):
+    for i, prompt in enumerate(dataset["prompt"][:] if isinstance(dataset, Dataset) else ()):
         messages = prompt if isinstance(prompt, list) else []
         if not (prompt and isinstance(prompt, str) or messages and all(message.get("role") for message in messages)):
             raise ValueError(

@@ -45,6 +45,7 @@ from pacs_trl import PACSTrainer
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.trains]
+ZERO3_TOO = pytest.param("zero3", marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +124,7 @@ def test_lora(tmp_path, ddp):
     check(tmp_path, both(ddp, "lora"), QUARTER, {}, model=lambda: get_peft_model(tiny_model(), LORA))
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero3"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", ZERO3_TOO])
 def test_grpo_ends_with_the_weights_of_trl_in_one_process(request, tmp_path, kind):
     first, second = both(request.getfixturevalue(kind), "grpo")
     settings = {**GRPO, "per_device_train_batch_size": 2 * GRPO["per_device_train_batch_size"]}
@@ -135,7 +136,7 @@ def test_grpo_ends_with_the_weights_of_trl_in_one_process(request, tmp_path, kin
             assert log["loss"] == pytest.approx(other["loss"], rel=1e-3, abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero3"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", ZERO3_TOO])
 def test_shared_prompts_change_the_last_digits_only(request, kind):
     """Two steps of gradient descent with rows that share their prompt: what they change is that of padded rows but for
     rounding."""
@@ -214,7 +215,7 @@ def test_probabilities_of_reference_answers(tmp_path, request, kind):
     assert first["logs"][0] == pytest.approx(one["logs"][0], rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero3"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", ZERO3_TOO])
 def test_verl_weighs_rows_as_in_one_process(tmp_path, request, kind):
     first, second = both(request.getfixturevalue(kind), "VERL")
     one = record(tmp_path, {**VERL, "per_device_train_batch_size": 4}, {})
@@ -279,12 +280,14 @@ def test_fsdp2_exchanges_float32_under_bf16(fsdp2):
             assert policies == {MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in ZERO3 if name.rsplit(", ", 1)[0] in REPLAYED])
 def test_zero3_equals_one_process(tmp_path, zero3, name):
     settings, replay_settings = REPLAYED[name.rsplit(", ", 1)[0]]
     check(tmp_path, both(zero3, name), settings, replay_settings)
 
 
+@pytest.mark.slow
 def test_zero3_resumes_snapshot_and_rows(zero3):
     first, second = both(zero3, "resumed snapshot")
     assert first["again"] == second["again"] == {3: True, 4: True}

@@ -9,15 +9,12 @@ import signal
 import time
 from pathlib import Path
 
-import pytest
 from kill_child import evaluate_and_be_killed, evaluate_to_the_end
 from processes import start
 from seeds import shifted
 
 from pacs_trl.evaluation.results import read_results
 
-
-pytestmark = pytest.mark.slow
 
 NUM_KILLS = int(os.environ.get("PACS_NUM_KILLS", "3"))
 

@@ -224,6 +224,7 @@ class TestReport:
 
 
 class TestMiniatureRuns:
+    @pytest.mark.slow
     def test_the_short_form_of_all_tables_then_nothing_left_to_do(
         self, tmp_path, monkeypatch, capsys, forked_warm_starts
     ):

@@ -60,6 +60,7 @@ def test_summary_has_each_seed_and_method_and_shows_completions():
     assert lines[-1] == "| 7 | `1+2` | `x` incorrect | `y` correct | `z` incorrect |"
 
 
+@pytest.mark.slow
 def test_whole_run_in_miniature_of_the_miniature(tmp_path, monkeypatch, capsys, forked_warm_starts):
     tiny = {"size": "tiny", "target_accuracy": None, "max_steps": 2, "batch_size": 2}
     monkeypatch.setattr(

@@ -6,6 +6,8 @@ from benchmarks.gpu import measure_steps, soak
 from benchmarks.proxy_noise import SAME, drift
 
 
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
 # `pacs-trl plan` says that it is accurate to this factor.
 FACTOR_OF_PLAN = 1.5
 

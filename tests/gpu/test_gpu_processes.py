@@ -46,6 +46,7 @@ def relative_differences(results: dict, expected: dict) -> dict[str, float]:
 
 @pytest.mark.distributed
 @pytest.mark.gpu
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [

@@ -16,6 +16,8 @@ from benchmarks.gpu import save_model, trainer_on
 from pacs_trl.rollouts.vllm_checks import serve_command
 
 
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
 PORT = 8021
 KILLED_AFTER, STEPS = 4, 6
 MAX_MISMATCH = 0.05  # nats, of bfloat16

@@ -24,8 +24,6 @@ from pacs_trl.miniature.warm_start import (
 )
 
 
-pytestmark = pytest.mark.slow
-
 TINY = {"size": "tiny", "target_accuracy": None, "max_steps": 5, "probe_steps": 2, "num_probes": 4, "batch_size": 4}
 
 

@@ -27,8 +27,6 @@ from pacs_trl.rollouts.engine_process import EngineProcess
 from pacs_trl.rollouts.preemption import stop_on_signal
 
 
-pytestmark = pytest.mark.slow
-
 SETTINGS = {
     "steps_per_generation": 2,
     "optim": "adamw_torch",
@@ -118,7 +116,7 @@ def train_and_kill(directory, callbacks, resume, settings):
         trainer.save_model()
 
 
-@pytest.mark.parametrize("lag", [1, 2])
+@pytest.mark.parametrize("lag", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_killed_at_any_moment(tmp_path, lag):
     settings = {"rollout_lag": lag, "max_steps": 9}
     with forked_engine():

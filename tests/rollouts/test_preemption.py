@@ -45,6 +45,7 @@ def run(output_dir, model_path, *arguments, method="pacs", at=None, signals=(sig
         "model_name_or_path": model_path,
         "output_dir": output_dir,
         "dataset_name": "miniature/addition",
+        "max_train_samples": 64,
         "reward_funcs": "test_preemption.reward",
         "use_cpu": True,
         "bf16": False,

@@ -100,6 +100,7 @@ class TestRealRows:
         assert len(wrong) > 0.85 * len(golds)
         assert verifier.grade(completions, wrong) == [0.0] * len(wrong)
 
+    @pytest.mark.slow
     def test_agreement_with_direct_calls(self, verifier):
         pairs = [(row["solution"], row["answer"]) for row in MATH]
         pairs += wrong_pairs(MATH_GOLDS, seed=1)
@@ -228,19 +229,19 @@ class TestBatches:
             assert len(verifier._cache) == 10
 
     def test_thousands_of_items_with_two_and_three_workers(self):
-        golds = [str(i % 200) for i in range(2_700)] + [MATH_GOLDS[i] for i in range(300)]
-        answers = [gold if i % 3 else str(int(gold) + 1) for i, gold in enumerate(golds[:2_700])]
-        answers += [MATH_GOLDS[i + i % 2] for i in range(300)]
+        golds = [str(i % 200) for i in range(1_350)] + [MATH_GOLDS[i] for i in range(150)]
+        answers = [gold if i % 3 else str(int(gold) + 1) for i, gold in enumerate(golds[:1_350])]
+        answers += [MATH_GOLDS[i + i % 2] for i in range(150)]
         completions = [f"Attempt {i}: the answer is {box(answer)}" for i, answer in enumerate(answers)]
         hostile = ["".join(text * count for text, count in row["parts"]) for row in read_jsonl("hostile.jsonl")]
         for place, text in enumerate(hostile[:10]):
-            completions[place * 270 + 3] = text
+            completions[place * 135 + 3] = text
         labels = []
         for num_workers in (2, 3):  # other chunks, other neighbours
             with Verifier(num_workers=num_workers) as verifier:
                 labels.append(verifier.grade(completions, golds))
         assert labels[0] == labels[1]
-        assert len(labels[0]) == 3_000 and 1_800 < sum(labels[0]) < 2_100
+        assert len(labels[0]) == 1_500 and 900 < sum(labels[0]) < 1_050
 
 
 class TestCallers:
@@ -388,18 +389,7 @@ class TestText:
         assert gold_texts(gold) == texts
 
 
-@pytest.mark.parametrize(
-    ("text", "label"),
-    [
-        ("57", 1.0),
-        ("54 + 3 = 57.", 1.0),
-        ("57.0", 1.0),
-        ("54 + 3 =", 0.0),
-        ("54 + 3", 0.0),
-        ("57 or 58", 0.0),
-        ("", 0.0),
-    ],
-)
-def test_protocol_number_reads_the_last_number_and_evaluates_nothing(text, label):
+def test_protocol_number_reads_the_last_number_and_evaluates_nothing():
+    texts = {"57": 1.0, "54 + 3 = 57.": 1.0, "57.0": 1.0, "54 + 3 =": 0.0, "54 + 3": 0.0, "57 or 58": 0.0, "": 0.0}
     with Verifier(num_workers=1, protocol="number") as verifier:
-        assert verifier.grade([text], ["57"]) == [label]
+        assert dict(zip(texts, verifier.grade([*texts], ["57"] * len(texts)))) == texts
